@@ -19,6 +19,7 @@ from trinity_events.signals import exit_on_signals
 from . import (
     control_plane,
     dashboard,
+    dispatch,
     fold,
     fused_loss,
     growth,
@@ -52,6 +53,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "weights_transports": weights_transports,
     "weights_gpu": weights_gpu,
     "megatron_stream": megatron_stream,
+    "dispatch": dispatch,
     "megatron_reshard": megatron_reshard,
     "fused_loss": fused_loss,
 }

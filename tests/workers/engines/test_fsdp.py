@@ -78,7 +78,8 @@ from trinity_workers.helpers.full_tensors import full_tensors  # noqa: E402
 from trinity_workers.helpers.shards import ShardsRefused, fsdp_shards  # noqa: E402
 from trinity_workers.learning.policy import load_policy  # noqa: E402
 from trinity_workers.placement import has_gpu_each  # noqa: E402
-from trinity_workers.trainer.worker import TrainWorker, compute_device  # noqa: E402
+from trinity_workers.trainer.rank import compute_device  # noqa: E402
+from trinity_workers.trainer.worker import TrainWorker  # noqa: E402
 
 WORLD = 2
 NO_SERVER = "redis://127.0.0.1:1"

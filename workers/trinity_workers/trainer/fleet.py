@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -252,19 +252,22 @@ class RayTrainerFleet(TrainEngineWrapper):
         return f"of run {self._config.run_id} died in {method} at step {step}"
 
 
-def start_workers(kind: type, config: RunConfig, **options: Any) -> WorkerGroup:
+def start_workers(
+    kind: type, config: RunConfig, own: Mapping[str, Any] | None = None, **options: Any
+) -> WorkerGroup:
     """Start a worker of this class for each rank of the run, where its placement says.
 
     Args:
         kind: Class of the workers.
         config: The run.
+        own: Keyword arguments of the class, beside those of its rank.
         options: Options of the group.
     """
     actor: Any = ray.remote(kind)
     workers = []
     for rank in range(config.trainer.ranks):
         placed, own_gpu = rank_options(config, rank)
-        workers.append(actor.options(**placed).remote(config, rank, own_gpu=own_gpu))
+        workers.append(actor.options(**placed).remote(config, rank, own_gpu=own_gpu, **(own or {})))
     return WorkerGroup(kind, workers, **options)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +12,31 @@ from ..config import RunConfig
 from ..engines import FSDPEngine
 from ..engines.fsdp import frozen_policy
 from ..engines.fsdp_options import FSDPOptions
+from ..learning.policy import load_tokenizer
 from ..learning.reward_model import RewardModel, RewardTokens, load_reward_model, reward_tokenizer
 from ..learning.teacher import checked_teacher
 from ..learning.values import load_critic
+from .division import micro_batch_limit
+from .fsdp_step import FSDPTrainingStep
 from .rates import critic_rate, policy_rate
-from .training_step import Models
+from .training_step import ModelName, Models, needed_models
 
 
-def load_models(config: RunConfig, device: torch.device) -> Models:
-    """Load the policy, and the models that the algorithm needs beside it. Collective.
+def load_models(
+    config: RunConfig, device: torch.device, wanted: Collection[ModelName] | None = None
+) -> Models:
+    """Load models. Collective.
+
+    Args:
+        config: The run.
+        device: Device of this rank.
+        wanted: Models to load; by default those that a training step needs.
 
     Raises:
         BadPolicy: if a folder holds no policy or no reward model, or the teacher has other tokens
             than the policy.
     """
-    settings = config.algorithm
+    wanted = needed_models(config) if wanted is None else wanted
     common: dict[str, Any] = {
         "device": device,
         "dtype": config.model.dtype,
@@ -34,11 +45,12 @@ def load_models(config: RunConfig, device: torch.device) -> Models:
     folder = config.model_folder
     trainer = config.trainer
     clipped = common | {"gradient_norm": trainer.gradient_norm}
-    policy = FSDPEngine(
-        folder, learning_rate=policy_rate(config), offload=trainer.policy_offload, **clipped
-    )
-    critic = None
-    if settings.critic.use:
+    policy = critic = None
+    if "policy" in wanted:
+        policy = FSDPEngine(
+            folder, learning_rate=policy_rate(config), offload=trainer.policy_offload, **clipped
+        )
+    if "critic" in wanted:
         critic = FSDPEngine(
             folder,
             learning_rate=critic_rate(config),
@@ -50,14 +62,28 @@ def load_models(config: RunConfig, device: torch.device) -> Models:
     def frozen(path: Path, **options: Any) -> Any:
         return frozen_policy(path, offload=trainer.reference_offload, **common, **options)
 
-    reference = frozen(folder) if "reference_logprobs" in settings.needed_fields else None
-    path = config.teacher_folder
-    teacher = None if path is None else frozen(checked_teacher(path, folder))
-    judge = None
-    if (path := config.reward_folder) is not None:
-        tokens = RewardTokens(policy.tokenizer, reward_tokenizer(path))
+    reference = frozen(folder) if "reference" in wanted else None
+    teacher = judge = None
+    if "teacher" in wanted and (path := config.teacher_folder) is not None:
+        teacher = frozen(checked_teacher(path, folder))
+    if "reward_model" in wanted and (path := config.reward_folder) is not None:
+        tokens = RewardTokens(load_tokenizer(folder), reward_tokenizer(path))
         judge = RewardModel(frozen(path, load=load_reward_model), tokens)
     return Models(policy, critic, reference, teacher, judge)
+
+
+def make_step(
+    config: RunConfig, device: torch.device, wanted: Collection[ModelName] | None = None
+) -> FSDPTrainingStep:
+    """Load models, as :func:`load_models`, and return the step that computes with them."""
+    return FSDPTrainingStep(
+        load_models(config, device, wanted),
+        config.algorithm_of_step,
+        temperature=config.rollouts.temperature,
+        limit=micro_batch_limit(config.trainer),
+        fused=config.trainer.fused_loss,
+        reward_weight=config.reward.weight,
+    )
 
 
 def fsdp_options(config: RunConfig) -> FSDPOptions:

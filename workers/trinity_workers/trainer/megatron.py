@@ -21,9 +21,7 @@ from ..helpers.megatron import (
 )
 from ..worker_group.megatron import MegatronWorker
 from .background_saves import BackgroundSaves
-from .division import micro_batch_limit
-from .megatron_models import load_models
-from .megatron_step import MegatronTrainingStep
+from .megatron_models import make_step
 from .worker import TrainWorker, critic_folder
 
 logger = logging.getLogger(__name__)
@@ -122,12 +120,4 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
             self._saves.wait()
 
     def _make_step(self) -> Any:
-        config = self._config
-        self._models = load_models(config, self._device)
-        return MegatronTrainingStep(
-            self._models,
-            config.algorithm_of_step,
-            temperature=config.rollouts.temperature,
-            limit=micro_batch_limit(config.trainer),
-            reward_weight=config.reward.weight,
-        )
+        return make_step(self._config, self._device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -19,20 +20,30 @@ from ..learning.policy import load_tokenizer
 from ..learning.reward_model import RewardModel, RewardTokens, reward_tokenizer
 from ..learning.teacher import checked_teacher
 from ..offload import FrozenOffload, Offload
+from .division import micro_batch_limit
 from .megatron_layout import parallel_layout
+from .megatron_step import MegatronTrainingStep
 from .rates import critic_rate, policy_rate
-from .training_step import Models
+from .training_step import ModelName, Models, needed_models
 
 
-def load_models(config: RunConfig, device: torch.device) -> Models:
-    """Load the policy, and the models that the algorithm needs beside it. Collective.
+def load_models(
+    config: RunConfig, device: torch.device, wanted: Collection[ModelName] | None = None
+) -> Models:
+    """Load models. Collective.
 
     All of them have one layout.
+
+    Args:
+        config: The run.
+        device: Device of this rank.
+        wanted: Models to load; by default those that a training step needs.
 
     Raises:
         BadPolicy: if the teacher has other tokens than the policy, or there is no reward model.
         LayoutRefused: if the ranks or a model do not fit the layout.
     """
+    wanted = needed_models(config) if wanted is None else wanted
     trainer, folder = config.trainer, config.model_folder
     common: dict[str, Any] = {
         "device": device,
@@ -55,14 +66,15 @@ def load_models(config: RunConfig, device: torch.device) -> Models:
             distributed=trainer.distributed_optimizer,
         )
 
-    policy = MegatronEngine(
-        folder,
-        optimizer=optimizer(policy_rate(config)),
-        model=options(trainer.policy_offload),
-        **common,
-    )
-    critic = None
-    if config.algorithm.critic.use:
+    policy = critic = None
+    if "policy" in wanted:
+        policy = MegatronEngine(
+            folder,
+            optimizer=optimizer(policy_rate(config)),
+            model=options(trainer.policy_offload),
+            **common,
+        )
+    if "critic" in wanted:
         critic = MegatronCritic(
             folder,
             optimizer=optimizer(critic_rate(config)),
@@ -70,14 +82,24 @@ def load_models(config: RunConfig, device: torch.device) -> Models:
             **common,
         )
     common["model"] = options(trainer.reference_offload)
-    asks_reference = "reference_logprobs" in config.algorithm_of_step.needed_fields
-    reference = MegatronEngine(folder, **common) if asks_reference else None
-    path = config.teacher_folder
-    teacher = None
-    if path is not None:
+    reference = MegatronEngine(folder, **common) if "reference" in wanted else None
+    teacher = judge = None
+    if "teacher" in wanted and (path := config.teacher_folder) is not None:
         teacher = MegatronEngine(checked_teacher(path, folder), **common)
-    judge = None
-    if (path := config.reward_folder) is not None:
+    if "reward_model" in wanted and (path := config.reward_folder) is not None:
         tokens = RewardTokens(load_tokenizer(folder), reward_tokenizer(path))
         judge = RewardModel(MegatronRewardModel(path, **common), tokens)
     return Models(policy, critic, reference, teacher, judge)
+
+
+def make_step(
+    config: RunConfig, device: torch.device, wanted: Collection[ModelName] | None = None
+) -> MegatronTrainingStep:
+    """Load models, as :func:`load_models`, and return the step that computes with them."""
+    return MegatronTrainingStep(
+        load_models(config, device, wanted),
+        config.algorithm_of_step,
+        temperature=config.rollouts.temperature,
+        limit=micro_batch_limit(config.trainer),
+        reward_weight=config.reward.weight,
+    )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from ..algorithms.prepare import prepare
 from ..algorithms.settings import AlgorithmConfig
 from ..algorithms.update import Update, policy_update, value_update
 from ..algorithms.values import explained_variance, value_means
+from ..config import RunConfig
 from ..engines.base import resident
 from ..engines.model_memory import ALL
 from .division import (
@@ -30,11 +31,27 @@ from .division import (
     response_tokens,
 )
 
+ModelName = Literal["policy", "critic", "reference", "teacher", "reward_model"]
+Trained = Literal["policy", "critic"]
+
+
+def needed_models(config: RunConfig) -> frozenset[ModelName]:
+    """Return the models that a training step of the run needs."""
+    settings = config.algorithm_of_step
+    needed: dict[ModelName, bool] = {
+        "policy": True,
+        "critic": settings.critic.use,
+        "reference": "reference_logprobs" in settings.needed_fields,
+        "teacher": config.teacher_folder is not None,
+        "reward_model": config.reward_folder is not None,
+    }
+    return frozenset(name for name, is_needed in needed.items() if is_needed)
+
 
 class Models(NamedTuple):
-    """Models of a training step, of which only the policy is always there."""
+    """Models of a training step, of which a role has some alone."""
 
-    policy: Any
+    policy: Any = None
     """Engine with optimizer, as is the critic."""
     critic: Any = None
     reference: Any = None
@@ -54,6 +71,13 @@ class Taken(NamedTuple):
 
     means: Means
     norm: float
+
+
+class Updated(NamedTuple):
+    """Means of a step's updates of a model, and the figures that are the same on all ranks."""
+
+    means: Means
+    figures: dict[str, float]
 
 
 class Learner(NamedTuple):
@@ -87,7 +111,7 @@ class TrainingStep(ABC):
         limit: MicroBatchLimit = NO_LIMIT,
         reward_weight: float = 1.0,
     ) -> None:
-        self._models = models
+        self.models = self._models = models
         self._settings = settings
         self._temperature = temperature
         self._limit = limit
@@ -104,17 +128,54 @@ class TrainingStep(ABC):
         counts = self._summed(loss_denominators(mini_batches, settings))
         told: dict[str, float] = {}
         for learner in self._learners():
-            taken = []
-            with resident(learner.engine, *ALL):
-                for index in division.updates():
-                    told[learner.rate_name] = learner.engine.learning_rate
-                    parts = division.of_update(mini_batches[index], index).parts
-                    taken.append(learner.update(parts, counts[index]))
-            means += reduce(operator.add, (one.means for one in taken)).prefixed(learner.prefix)
-            told[learner.norm_name] = fmean(one.norm for one in taken)
+            updated = self._updated(learner, mini_batches, counts, division)
+            means += updated.means
+            told |= updated.figures
         if self._models.critic is not None:
             means += value_means(batch)
         return explained_variance(self._shown(means)) | told
+
+    def passes(self, batch: Batch, names: Collection[str]) -> dict[str, Tensor]:
+        """Return fields [B, R] of the batch, computed without gradients, by name. Collective."""
+        division = self._division(batch)
+        return {name: self._pass(name, batch, division) for name in sorted(names)}
+
+    def scores(self, batch: Batch) -> Tensor:
+        """Return the reward model's score of each row [B]. Collective."""
+        division = self._division(batch)
+        return self.compute_rm_score(batch, division)
+
+    def update(self, batch: Batch, model: Trained) -> dict[str, float]:
+        """Take a step's updates of one model; return the metrics of all replicas. Collective.
+
+        Args:
+            batch: This replica's rows of a batch that :func:`.prepare` returned.
+            model: The model.
+        """
+        division = self._division(batch)
+        mini_batches = batch.equal_parts(self._settings.mini_batches)
+        counts = self._summed(loss_denominators(mini_batches, self._settings))
+        updated = self._updated(self._learner(model), mini_batches, counts, division)
+        means = updated.means if model == "policy" else updated.means + value_means(batch)
+        return explained_variance(self._shown(means)) | updated.figures
+
+    def _updated(
+        self,
+        learner: Learner,
+        mini_batches: Sequence[Batch],
+        counts: Tensor,
+        division: BatchDivision,
+    ) -> Updated:
+        """Take a step's updates of a model. ``counts`` are the denominators of their losses."""
+        taken, rate = [], 0.0
+        with resident(learner.engine, *ALL):
+            for index in division.updates():
+                rate = learner.engine.learning_rate
+                parts = division.of_update(mini_batches[index], index).parts
+                taken.append(learner.update(parts, counts[index]))
+        means = reduce(operator.add, (one.means for one in taken)).prefixed(learner.prefix)
+        norm = fmean(one.norm for one in taken)
+        return Updated(means, {learner.rate_name: rate, learner.norm_name: norm})
 
     def _with_scores(self, batch: Batch, division: BatchDivision) -> tuple[Batch, Means]:
         """Return the batch with the reward model's scores in its rewards, and their mean."""
@@ -133,13 +194,19 @@ class TrainingStep(ABC):
         return replace(batch, **{name: self._pass(name, batch, division) for name in sorted(names)})
 
     def _learners(self) -> Iterator[Learner]:
-        policy, critic = self._models.policy, self._models.critic
-        warm = True
+        critic, warm = self._models.critic, True
         if critic is not None:
             warm = critic.steps >= self._settings.critic.warmup_steps * self._settings.updates
-            yield Learner(critic, self._update_critic, "critic/", "critic/grad_norm", "critic/lr")
+            yield self._learner("critic")
         if warm:
-            yield Learner(policy, self._update_policy, "", "gradient_norm", "learning_rate")
+            yield self._learner("policy")
+
+    def _learner(self, model: Trained) -> Learner:
+        models = self._models
+        if model == "critic":
+            names = "critic/", "critic/grad_norm", "critic/lr"
+            return Learner(models.critic, self._update_critic, *names)
+        return Learner(models.policy, self._update_policy, "", "gradient_norm", "learning_rate")
 
     def _value_loss(self, values: Tensor, part: Batch) -> Update:
         """Return the critic's loss on a micro-batch."""

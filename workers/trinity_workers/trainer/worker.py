@@ -5,14 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from trinity_events import CheckpointCoordinator, Synchronizer
 from trinity_events.log import Publisher, SyncEventLog, new_producer
@@ -37,68 +34,37 @@ from ..helpers import (
     strategy_for,
 )
 from ..helpers.full_tensors import full_tensors, in_dtype
-from ..network import meet_through
-from ..placement import threads
 from ..worker_group.dispatch import Dispatch
 from ..worker_group.registered import register
-from ..worker_group.worker import Worker
-from .division import micro_batch_limit
-from .fsdp_models import load_models
-from .fsdp_step import FSDPTrainingStep
+from .fsdp_models import make_step
 from .profiling import StepProfiler
+from .rank import TrainingRank
+from .training_step import Models
 
 logger = logging.getLogger(__name__)
 
 ROLE = "actor"
 
 
-class TrainWorker(Worker):
+class TrainWorker(TrainingRank):
     """Holds one rank's engine. All ranks call its methods together.
 
     But for process() and address(), which are not collective.
-
-    Args:
-        config: The run.
-        rank: Which of its trainers.
-        own_gpu: Whether every trainer was given a GPU of its own.
     """
 
     def __init__(self, config: RunConfig, rank: int, *, own_gpu: bool = False) -> None:
-        self._config = config
-        self._rank = rank
-        self._device = compute_device(own_gpu)
-        self._timeout = timedelta(seconds=config.sync.timeout)
-        self._store: TCPStore | None = None
+        super().__init__(config, rank, own_gpu=own_gpu)
         self._taken = config.resumed_step or 0
         """Training steps taken."""
-
-    @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def address(self) -> tuple[str, int]:
-        """Return the address where the ranks meet; rank 0 listens there from now on."""
-        host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        self._store = TCPStore(
-            host, 0, is_master=True, timeout=self._timeout, wait_for_workers=False
-        )
-        return host, self._store.port
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def setup(self, host: str, port: int) -> None:
         """Join the process group and load the model."""
+        self.join(host, port)
         config = self._config
-        torch.set_num_threads(threads(config.trainer.cpus, config.trainer.ranks))
-        meet_through(host)
-        if self._store is None:
-            self._store = TCPStore(host, port, timeout=self._timeout)
-        dist.init_process_group(
-            process_group_backend(self._device, cpu_offload=config.trainer.cpu_offload),
-            store=self._store,
-            rank=self._rank,
-            world_size=config.trainer.ranks,
-            timeout=self._timeout,
-        )
-        torch.manual_seed(config.seed)
         write_stacks_when_asked(config.run_id, f"{ROLE}-{self._rank}")
         self._step: Any = self._make_step()
+        self._models: Models = self._step.models
         self._log = SyncEventLog(open_client(config.redis_url), config.run_id)
         self._publisher = Publisher(self._log, config.epoch, new_producer(ROLE, self._rank))
         self._profiler = StepProfiler(config, ROLE, self._rank, self._publisher.publish)
@@ -130,16 +96,7 @@ class TrainWorker(Worker):
         return published
 
     def _make_step(self) -> Any:
-        config = self._config
-        self._models = load_models(config, self._device)
-        return FSDPTrainingStep(
-            self._models,
-            config.algorithm_of_step,
-            temperature=config.rollouts.temperature,
-            limit=micro_batch_limit(config.trainer),
-            fused=config.trainer.fused_loss,
-            reward_weight=config.reward.weight,
-        )
+        return make_step(self._config, self._device)
 
     @property
     def _engine(self) -> Any:
@@ -310,16 +267,3 @@ class TrainWorker(Worker):
 def critic_folder(local_path: str) -> Path:
     """Return the folder of the critic, beside the policy's in a checkpoint."""
     return Path(local_path).with_name("critic")
-
-
-def process_group_backend(device: torch.device, *, cpu_offload: bool) -> str:
-    """Return the backend of the ranks' group; offloaded gradients are reduced on the CPU too."""
-    if device.type != "cuda":
-        return "gloo"
-    return "cpu:gloo,cuda:nccl" if cpu_offload else "nccl"
-
-
-def compute_device(own_gpu: bool) -> torch.device:
-    """The GPU that Ray gave this rank alone, else the CPU: NCCL takes no two ranks on one GPU."""
-    cuda = own_gpu and torch.cuda.is_available()
-    return torch.device("cuda", 0) if cuda else torch.device("cpu")

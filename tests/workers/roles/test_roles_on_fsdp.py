@@ -1,0 +1,138 @@
+"""Roles compute what a training step computes, call by call."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("ray")
+
+from tests.support.experiences import group, make_groups  # noqa: E402
+from tests.support.tensors import identical  # noqa: E402
+from trinity_schemas import Sampling  # noqa: E402
+from trinity_workers.algorithms.collate import collate  # noqa: E402
+from trinity_workers.algorithms.prepare import prepare  # noqa: E402
+from trinity_workers.algorithms.settings import preset_values  # noqa: E402
+from trinity_workers.config import TrainConfig  # noqa: E402
+from trinity_workers.roles import (  # noqa: E402
+    ActorRolloutRefWorker,
+    CriticWorker,
+    RewardModelWorker,
+    RewardWorker,
+    RoleRefused,
+)
+from trinity_workers.rollout_engines.base import GenerationRequest  # noqa: E402
+from trinity_workers.trainer.fsdp_models import make_step  # noqa: E402
+from trinity_workers.worker_group.dispatch import Dispatch  # noqa: E402
+from trinity_workers.worker_group.registered import registered_methods  # noqa: E402
+
+# torch's, of a head's output, which nothing writes to in place.
+pytestmark = pytest.mark.filterwarnings("default:FSDP2-wrapped module:UserWarning")
+
+
+@pytest.fixture(scope="module")
+def config(policy_folder, tmp_path_factory):
+    settings = {
+        "algorithm": {
+            **preset_values("ppo"),
+            "critic": {"use": True},
+            "kl": {"coefficient": 0.1, "where": "reward", "estimator": "k1"},
+            "importance_sampling": {"ratio_to": "proximal"},
+        },
+        "trainer": {"ranks": 1, "micro_batch_rows": 8, "ramp_steps": 0},
+    }
+    placed = msgspec.convert(settings, TrainConfig).placed(
+        run_id="roles",
+        epoch=1,
+        redis_url="redis://127.0.0.1:1/0",
+        weights_url="redis://127.0.0.1:1/0",
+        checkpoint_folder=tmp_path_factory.mktemp("roles"),
+    )
+    return msgspec.structs.replace(placed, model_folder=policy_folder)
+
+
+@pytest.fixture(scope="module")
+def roles(config):
+    """An actor with its reference, and a critic, in one process group of this process."""
+    actor, critic = ActorRolloutRefWorker(config, 0), CriticWorker(config, 0)
+    threads = torch.get_num_threads()
+    actor.join(*actor.address())
+    try:
+        actor.init_model()
+        critic.init_model()
+        yield actor, critic
+    finally:
+        actor.leave()
+        torch.set_num_threads(threads)
+
+
+def test_roles_train_as_a_training_step_does_and_generate_with_the_new_weights(roles, config):
+    actor, critic = roles
+    pad = actor._step.models.policy.tokenizer.pad_token_id
+    batch = collate(make_groups("roles", 1), pad)
+    whole = make_step(config, torch.device("cpu"))
+    expected = whole.learn(batch)
+
+    found = [actor.compute_log_prob(batch), actor.compute_ref_log_prob(batch)]
+    found.append(critic.compute_values(batch))
+    fields = {name: value for one in found for name, value in one.items()}
+    assert fields.keys() == {"proximal_logprobs", "reference_logprobs", "values"}
+    assert identical(fields["proximal_logprobs"], fields["reference_logprobs"])
+    prepared, _ = prepare(replace(batch, **fields), config.algorithm_of_step)
+    told = critic.update_critic(prepared) | actor.update_actor(prepared)
+    for mine, theirs in {
+        "actor/pg_loss": "pg_loss",
+        "actor/ppo_kl": "ppo_kl",
+        "actor/grad_norm": "gradient_norm",
+        "actor/lr": "learning_rate",
+        "critic/vf_loss": "critic/vf_loss",
+        "critic/grad_norm": "critic/grad_norm",
+        "critic/vf_explained_var": "critic/vf_explained_var",
+    }.items():
+        assert told[mine] == pytest.approx(expected[theirs], abs=1e-6), mine
+    for name in ("policy", "critic"):
+        role = actor if name == "policy" else critic
+        trained = dict(getattr(role._step.models, name).get_per_tensor_param())
+        for key, value in getattr(whole.models, name).get_per_tensor_param():
+            torch.testing.assert_close(trained[key], value, atol=1e-6, rtol=0)
+
+    prompts = [[5, 6, 7], [8, 9]]
+    requests = [
+        GenerationRequest(
+            tokens=prompt, sampling=Sampling(max_new_tokens=5, seed=3), ordinal=index, sample=0
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+    answers = actor.generate_sequences(requests)
+    assert {version.step for one in answers for version, _ in one.versions} == {1}
+    for prompt, one in zip(prompts, answers, strict=True):
+        sampled = collate([group(prompt, [one.tokens], [one.logprobs], [1.0])], pad)
+        again = actor.compute_log_prob(sampled)["proximal_logprobs"]
+        torch.testing.assert_close(again[0], torch.tensor(one.logprobs), atol=1e-4, rtol=0)
+
+
+def test_a_role_that_lacks_a_model_or_has_loaded_none_says_so(config):
+    batch = collate(make_groups("roles", 1), 0)
+    with pytest.raises(RoleRefused, match="call init_model"):
+        CriticWorker(config, 0).compute_values(batch)
+    reference = ActorRolloutRefWorker(config, 0, role="ref")
+    with pytest.raises(RoleRefused, match="has no policy: it was started with reference"):
+        reference.update_actor(batch)
+    with pytest.raises(RoleRefused, match=r"the run has no reward model: set reward\.model"):
+        RewardWorker(config, 0).init_model()
+
+
+def test_methods_have_the_dispatch_modes_of_verls_workers():
+    actor = registered_methods(ActorRolloutRefWorker)
+    assert actor["init_model"].dispatch_mode is Dispatch.ONE_TO_ALL
+    assert actor["generate_sequences"].dispatch_mode is Dispatch.MEGATRON_PP_AS_DP_PROTO
+    for name in ("compute_log_prob", "compute_ref_log_prob", "update_actor"):
+        assert actor[name].dispatch_mode is Dispatch.MEGATRON_COMPUTE_PROTO
+    critic = registered_methods(CriticWorker)
+    for name in ("compute_values", "update_critic"):
+        assert critic[name].dispatch_mode is Dispatch.MEGATRON_COMPUTE_PROTO
+    reward = registered_methods(RewardModelWorker)
+    assert reward["compute_rm_score"].dispatch_mode is Dispatch.MEGATRON_COMPUTE_PROTO

@@ -1,0 +1,132 @@
+"""Actor, its rollouts, and the reference model as roles, which may share the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from trinity_schemas import StepRef
+
+from ..algorithms.batch import Batch
+from ..config import RunConfig
+from ..engines.base import NamedTensors
+from ..engines.buffers import saved_buffers
+from ..learning.policy import load_policy
+from ..trainer.training_step import ModelName
+from ..worker_group.dispatch import Dispatch
+from ..worker_group.registered import register
+from .base import RoleRefused, RoleWorker
+
+if TYPE_CHECKING:
+    from ..rollout_engines.base import Generation, GenerationRequest
+
+Role = Literal["actor", "ref", "rollout", "actor_rollout", "actor_rollout_ref"]
+"""Models that share the ranks, by veRL's names."""
+
+_RENAMED = {"gradient_norm": "grad_norm", "learning_rate": "lr"}
+
+
+class ActorRolloutRefWorker(RoleWorker):
+    """Policy, and its reference of the KL penalty, on one rank.
+
+    Args:
+        config: The run.
+        rank: Which of its trainers.
+        role: Models of the group.
+        own_gpu: Whether every trainer was given a GPU of its own.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        rank: int,
+        *,
+        role: Role = "actor_rollout_ref",
+        own_gpu: bool = False,
+    ) -> None:
+        super().__init__(config, rank, own_gpu=own_gpu)
+        self._role = role
+        self._rollout: _Rollout | None = None
+
+    @property
+    def models(self) -> Collection[ModelName]:
+        """Models of the role."""
+        parts = self._role.split("_")
+        models: set[ModelName] = set()
+        if {"actor", "rollout"} & {*parts}:
+            models.add("policy")
+        if "ref" in parts:
+            models.add("reference")
+        return models
+
+    @register(dispatch_mode=Dispatch.MEGATRON_PP_AS_DP_PROTO)
+    def generate_sequences(self, prompts: Sequence[GenerationRequest]) -> list[Generation]:
+        """Generate one turn for each request with the policy's present weights, in order.
+
+        Every rank of FSDP gathers the whole model for it, and keeps it until the policy changes.
+
+        Raises:
+            RoleRefused: on Megatron.
+        """
+        policy = self._with("policy").models.policy
+        if self._config.trainer.engine == "megatron":
+            raise RoleRefused(
+                "a rollout role on Megatron does not generate yet: take trainer.engine fsdp, or "
+                "let explorers generate"
+            )
+        version = StepRef(self._config.epoch, policy.steps)
+        if self._rollout is None:
+            self._rollout = _Rollout(self._config, self._device)
+        if self._rollout.engine.serves != version:
+            self._rollout.take(policy.get_per_tensor_param(), version)
+        found: list[Generation] = self._rollout.engine.generate_here(prompts)
+        return found
+
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
+    def compute_log_prob(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the policy's log-probabilities as `proximal_logprobs`: [B, R] float32.
+
+        veRL calls them `old_log_probs`.
+        """
+        return self._computed("policy", "proximal_logprobs", batch)
+
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
+    def compute_ref_log_prob(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the reference's log-probabilities as `reference_logprobs`: [B, R] float32.
+
+        veRL calls them `ref_log_prob`.
+        """
+        return self._computed("reference", "reference_logprobs", batch)
+
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
+    def update_actor(self, batch: Batch) -> dict[str, float]:
+        """Take the optimizer steps of the policy on a batch that `prepare` returned.
+
+        Metrics are `actor/pg_loss`, `actor/grad_norm` and so on, by veRL's names.
+        """
+        metrics = self._updated("policy", batch)
+        return {f"actor/{_RENAMED.get(name, name)}": value for name, value in metrics.items()}
+
+
+class _Rollout:
+    """Copy of the whole policy on this rank, and the engine that generates with it."""
+
+    def __init__(self, config: RunConfig, device: torch.device) -> None:
+        from ..rollout_engines.huggingface import HuggingFaceEngine
+
+        model, tokenizer = load_policy(config.model_folder, config.model.dtype)
+        move: Any = model.to  # its annotations lack strings
+        self._model: Any = move(device)
+        self.engine = HuggingFaceEngine(self._model, tokenizer)
+
+    def take(self, tensors: NamedTensors, version: StepRef) -> None:
+        """Take all tensors of the policy, of which this is the version. Collective."""
+        own = dict(chain(self._model.named_parameters(), saved_buffers(self._model)))
+        with torch.no_grad():
+            for name, tensor in tensors:
+                own[name].copy_(tensor)
+        self.engine.serves = version

@@ -1,0 +1,123 @@
+"""Base of roles: a rank with the models of one role, and the step that computes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from trinity_events.errors import TrinityError
+
+from ..algorithms.batch import Batch
+from ..config import RunConfig
+from ..trainer.fleet import start_workers
+from ..trainer.rank import TrainingRank
+from ..trainer.training_step import ModelName, Trained, TrainingStep
+from ..worker_group.dispatch import Dispatch
+from ..worker_group.group import WorkerGroup
+from ..worker_group.megatron import MegatronWorker
+from ..worker_group.ranks import DistRankInfo
+from ..worker_group.registered import register
+from ..worker_group.worker import Worker
+
+
+class RoleRefused(TrinityError):
+    """Raised if a role is asked for what it does not have."""
+
+
+class RoleWorker(MegatronWorker, TrainingRank):
+    """Rank of a role, on the engine that the run's configuration names.
+
+    Batches are dealt out over replicas. Results of rows come from the last pipeline stage, which
+    has sent them to the other stages. Metrics are of all replicas.
+    """
+
+    _step: TrainingStep | None = None
+
+    def rank_info(self) -> DistRankInfo:
+        """Return the place of this rank; on FSDP every rank is a replica."""
+        on_megatron = self._config.trainer.engine == "megatron"
+        return MegatronWorker.rank_info(self) if on_megatron else Worker.rank_info(self)
+
+    @property
+    def models(self) -> Collection[ModelName]:
+        """Models of the role."""
+        raise NotImplementedError
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the models of the role. All ranks have joined their process group."""
+        if self._config.trainer.engine == "megatron":
+            from ..trainer import megatron_models
+
+            self._step = megatron_models.make_step(self._config, self._device, self.models)
+        else:
+            from ..trainer import fsdp_models
+
+            self._step = fsdp_models.make_step(self._config, self._device, self.models)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, local_path: str) -> None:
+        """Write models, optimizers and random states of what is trained; on disk on return."""
+        for name, engine in self._trained():
+            engine.save_checkpoint(f"{local_path}/{name}")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, local_path: str) -> None:
+        """Load what :meth:`save_checkpoint` wrote."""
+        for name, engine in self._trained():
+            engine.load_checkpoint(f"{local_path}/{name}")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def leave(self) -> None:
+        """Leave the process group."""
+        if self._config.trainer.engine == "megatron":
+            from ..engines.megatron import leave
+
+            leave()
+        dist.destroy_process_group()
+
+    def _computed(self, model: ModelName, field: str, batch: Batch) -> dict[str, Tensor]:
+        """Return a field of the batch, computed without gradients. Collective."""
+        return self._with(model).passes(batch.to(self._device), [field])
+
+    def _updated(self, model: Trained, batch: Batch) -> dict[str, float]:
+        """Take the optimizer steps of a model on a prepared batch. Collective."""
+        return self._with(model).update(batch.to(self._device), model)
+
+    def _with(self, model: ModelName) -> TrainingStep:
+        """Return the step. Raises RoleRefused on all ranks if it lacks the model."""
+        if model not in self.models:
+            raise RoleRefused(
+                f"this {type(self).__name__} has no {model}: it was started with "
+                f"{', '.join(sorted(self.models))}"
+            )
+        return self._loaded
+
+    @property
+    def _loaded(self) -> TrainingStep:
+        if self._step is None:
+            raise RoleRefused("the role has no models yet: call init_model() first")
+        return self._step
+
+    def _trained(self) -> list[tuple[Trained, Any]]:
+        models = self._loaded.models
+        both: list[tuple[Trained, Any]] = [("policy", models.policy), ("critic", models.critic)]
+        return [(name, engine) for name, engine in both if engine is not None]
+
+
+async def start_role(kind: type[RoleWorker], config: RunConfig, **options: Any) -> WorkerGroup:
+    """Start a role on all ranks of the run's trainer, and let them form their process group.
+
+    Args:
+        kind: Class of the role.
+        config: The run: engine, ranks and layout of its trainer, models, algorithm.
+        options: Options of the workers, such as the role of an :class:`ActorRolloutRefWorker`.
+    """
+    group = start_workers(kind, config, options, name=kind.__name__)
+    await group.watch()
+    host, port = await group.ask("address")
+    await group.ask("join", host, port)
+    return group
