@@ -21,7 +21,7 @@ VERL_VERSIONS ?= 0.9.1 0.8.0
 # The release of TRL whose losses ours are compared with, in the same environments.
 TRL_VERSION ?= 1.16.0
 
-.PHONY: setup demo test check slowest lowest oldest-server bench learn chaos crash matrix simulate verl base-install \
+.PHONY: setup demo test check slowest lowest oldest-server bench gpu learn chaos crash matrix simulate verl base-install \
 	schemas docs picture lint format clean
 
 setup: $(VENV)/installed
@@ -70,6 +70,10 @@ $(VENV)-lowest/installed: pyproject.toml tests/install/lowest.py
 
 bench: setup
 	$(BIN)/python -m benchmarks
+
+# Every test and benchmark that needs a GPU, and the demo, on a machine with one; writes gpu-report.md.
+gpu: setup
+	$(BIN)/python -m tests.support.gpu_report
 
 # The same runs through the pipeline and in one process: docs/learning.md. It goes on where it was
 # interrupted. make learn ARGS="--only sort-digits"; ARGS=--keep writes the page.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trinity_events.error_text import leaf_errors, ungrouped
+from trinity_events.error_text import cause_of, leaf_errors, ungrouped
 from trinity_events.errors import TrinityError
 
 
@@ -15,3 +15,10 @@ def test_the_first_error_of_nested_task_groups_takes_their_place():
     with pytest.raises(TrinityError) as raised, ungrouped():
         raise group
     assert raised.value is wanted
+
+
+def test_what_torch_wraps_with_the_stacks_of_all_ranks_is_told_as_its_cause():
+    class CheckpointException(BaseException):
+        failures = {3: (OSError("no space left"), None), 5: (ValueError("late"), None)}  # noqa: RUF012
+
+    assert cause_of(CheckpointException()) == "OSError: no space left"

@@ -14,10 +14,13 @@ if TYPE_CHECKING:
         WeightsApplied,
     )
 
+    from . import blocking
     from .checkpoint_lease import hold_checkpoint
     from .coordinator import CheckpointCoordinator
+    from .ready_steps import newest_checkpoint, wait_ready
     from .subscriptions import Delivered, Subscription, subscribe
     from .training import publishing, training_run
+    from .training_loop import TrainingLoop
     from .weights import Synchronizer
 
 __all__ = [
@@ -28,12 +31,16 @@ __all__ = [
     "StepSuperseded",
     "Subscription",
     "Synchronizer",
+    "TrainingLoop",
     "VersionRetired",
     "WeightsApplied",
+    "blocking",
     "hold_checkpoint",
+    "newest_checkpoint",
     "publishing",
     "subscribe",
     "training_run",
+    "wait_ready",
 ]
 
 _HOMES = {
@@ -44,18 +51,23 @@ _HOMES = {
     "StepSuperseded": "trinity_schemas",
     "Subscription": ".subscriptions",
     "Synchronizer": ".weights",
+    "TrainingLoop": ".training_loop",
     "VersionRetired": "trinity_schemas",
     "WeightsApplied": "trinity_schemas",
     "hold_checkpoint": ".checkpoint_lease",
+    "newest_checkpoint": ".ready_steps",
     "publishing": ".training",
     "subscribe": ".subscriptions",
     "training_run": ".training",
+    "wait_ready": ".ready_steps",
 }
 
 
 def __getattr__(name: str) -> Any:
     # Import on first use: a consumer of events does not import torch, and the command line can be
     # interrupted while it loads.
+    if name == "blocking":
+        return import_module(".blocking", __name__)
     if name in _HOMES:
         try:
             return getattr(import_module(_HOMES[name], __name__), name)

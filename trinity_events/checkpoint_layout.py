@@ -27,7 +27,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from trinity_schemas import Kind
@@ -48,6 +50,8 @@ FILE_DIGESTS = "XXH128SUMS"
 """File of a folder with the digest of each of its other files; its own digest seals the folder."""
 TRAINER_STATE = "trainer_state.json"
 """File of a checkpoint with the state of the trainer's loop."""
+FILES_DIGEST = "sha256files"
+"""Algorithm of the digest of several files: the sha256 of their sorted lines of sha256sum."""
 REDUCER_MARK = ".reducer"
 """File that identifies the reducer that uses the directory; the log's server holds a copy."""
 
@@ -175,3 +179,9 @@ def segment_pattern(stream: str) -> str:
 def is_unfinished_segment(name: str, stream: str) -> bool:
     """Return True if the name is that of a stream's segment that a writer left unfinished."""
     return name.startswith(f".{stream}.") and ".jsonl." in name
+
+
+def digest_of_files(digests: Mapping[str, str]) -> str:
+    """Return one digest of several files, given their sha256 by relative path."""
+    lines = "".join(f"{digest}  {path}\n" for path, digest in sorted(digests.items()))
+    return f"{FILES_DIGEST}:{hashlib.sha256(lines.encode(errors='surrogateescape')).hexdigest()}"

@@ -20,8 +20,19 @@ def leaf_errors(error: BaseException) -> list[BaseException]:
 
 def first_error(error: BaseException) -> BaseException:
     """Return the first error of nested groups, preferring a TrinityError."""
-    leaves = leaf_errors(error)
+    leaves = [checkpoint_cause(one) for one in leaf_errors(error)]
     return next((leaf for leaf in leaves if isinstance(leaf, TrinityError)), leaves[0])
+
+
+def checkpoint_cause(error: BaseException) -> BaseException:
+    """Return the error of the lowest rank that torch's CheckpointException holds, or the error.
+
+    torch.distributed.checkpoint wraps the failures of all ranks, with their stacks as its text.
+    """
+    failures = getattr(error, "failures", None)
+    if type(error).__name__ != "CheckpointException" or not isinstance(failures, dict):
+        return error
+    return failures[min(failures)][0] if failures else error
 
 
 @contextmanager

@@ -133,6 +133,14 @@ class GroupBroken(TrinityError):
     """The collective group of trainer and explorers broke: a member died or hangs."""
 
 
+class StepNotReady(TrinityError):
+    """A step never becomes ready, because a newer one took its place."""
+
+
+class RankFailed(TrinityError):
+    """Another rank of the training loop failed."""
+
+
 class CorruptVersion(TrinityError):
     """The read bytes of a weight version differ from the published bytes.
 

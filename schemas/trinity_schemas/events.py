@@ -163,6 +163,10 @@ class SaveFinished(_Event, frozen=True):
     seconds: Seconds = 0.0
     digest: Digest | None = None
     ranks: Ranks | None = None
+    files: Annotated[
+        tuple[RelativePath, ...],
+        Meta(max_length=256, description="What the save wrote below its path, if not all of it."),
+    ] = ()
 
 
 class SaveFailed(_Event, frozen=True):

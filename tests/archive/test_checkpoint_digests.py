@@ -15,7 +15,7 @@ from trinity_events.archive import Archive, record_run
 from trinity_events.archive.checkpoint_digests import CheckedFiles, SavedFiles
 from trinity_events.checkpoint_layout import FILE_DIGESTS
 from trinity_events.coordinator import staged_path
-from trinity_events.coordinator.coordinator import _measure
+from trinity_events.coordinator.saved_paths import SavedPaths
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 
 FILE, FOLDER = "actor/model.pt", "actor/optimizer"
@@ -112,7 +112,7 @@ def test_a_folder_with_a_list_of_digests_is_checked_by_that_list(tmp_path):
     model.mkdir(parents=True)
     (model / "model.safetensors").write_bytes(b"weights" * 100)
     (model / FILE_DIGESTS).write_text("0123  model.safetensors\n")
-    nbytes, digest = _measure(model)
+    nbytes, digest = SavedPaths(model).measure()
     history = History()
     saved = structs.replace(
         finished(2), path="actor/huggingface", bytes=nbytes, digest=digest, seconds=1.0

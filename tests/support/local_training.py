@@ -59,6 +59,17 @@ class LocalEngine(TrainEngineWrapper):
     async def sync_weight_nccl(self, metrics: dict[str, float] | None = None) -> None:
         raise NotImplementedError
 
+    async def get_weight_sync_info(self) -> None:
+        return None
+
+    async def setup_weight_sync_group(
+        self, master_address: str, master_port: int, world_size: int, group_name: str, timeout: int
+    ) -> None:
+        raise NotImplementedError
+
+    async def teardown_weight_sync_group(self) -> None:
+        raise NotImplementedError
+
     def _publish(self) -> None:
         config = self._config
         urls = {"redis_url": config.redis_url, "weights_url": config.weights_url}

@@ -5,12 +5,19 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from trinity_schemas import Envelope, SaveFinished
 
-from ..checkpoint_layout import FILE_DIGESTS, MADE_FROM, STAGING, parse_final_name, staged_in
+from ..checkpoint_layout import (
+    FILE_DIGESTS,
+    MADE_FROM,
+    STAGING,
+    digest_of_files,
+    parse_final_name,
+    staged_in,
+)
 from ..errors import TrinityError
 from ..open_folder import OpenFolder, parts_of
 
@@ -84,7 +91,7 @@ def _compare(run: OpenFolder, path: str, save: SaveFinished) -> str | None:
     """Return the difference between a file and its save, in words; None without any."""
     shown = f"{run.path / path} of step {save.slot.step}"
     try:
-        nbytes, digest = _measure(run, path, digested=save.digest is not None)
+        nbytes, digest = _measure(run, path, save)
     except FileNotFoundError:
         return f"{shown} is not there, but its folder is"
     except (OSError, TrinityError) as error:
@@ -96,11 +103,20 @@ def _compare(run: OpenFolder, path: str, save: SaveFinished) -> str | None:
     return None
 
 
-def _measure(run: OpenFolder, path: str, *, digested: bool) -> tuple[int, str | None]:
-    """Return the bytes of a file or folder, and its digest as the coordinator takes it.
+def _measure(run: OpenFolder, path: str, save: SaveFinished) -> tuple[int, str | None]:
+    """Return the bytes and the digest of what a save wrote, as the coordinator takes them.
 
-    The digest of a folder is that of its list of digests. No link is followed.
+    The digest of a single folder is that of its list of digests. No link is followed.
     """
+    if save.files:
+        found = {
+            name: measured
+            for file in save.files
+            for name, measured in _measure_all(run, path, file)
+        }
+        nbytes = sum(size for size, _ in found.values())
+        return nbytes, digest_of_files({name: digest for name, (_, digest) in found.items()})
+    digested = save.digest is not None
     *folders, name = parts_of(path, run.path)
     with run.below(*folders) as folder:
         if not folder.is_folder(name):
@@ -108,6 +124,26 @@ def _measure(run: OpenFolder, path: str, *, digested: bool) -> tuple[int, str | 
         with folder.below(name) as saved:
             listed = _measure_file(saved, FILE_DIGESTS, digested=True)[1] if digested else None
             return sum(_sizes(saved)), listed
+
+
+def _measure_all(run: OpenFolder, path: str, file: str) -> Iterator[tuple[str, tuple[int, str]]]:
+    """Yield path, bytes and sha256 of each file of a save; the path is relative to the save's."""
+    below = PurePosixPath(file)
+    *folders, name = parts_of(str(PurePosixPath(path) / below), run.path)
+    with run.below(*folders) as folder:
+        if not folder.is_folder(name):
+            yield str(below), _sha256_of(folder, name)
+            return
+        with folder.below(name) as saved:
+            for at, one in saved.walk():
+                for entry in one.names():
+                    if one.is_file(entry) and entry != MADE_FROM:
+                        yield str(below.joinpath(*at, entry)), _sha256_of(one, entry)
+
+
+def _sha256_of(folder: OpenFolder, name: str) -> tuple[int, str]:
+    nbytes, digest = _measure_file(folder, name, digested=True)
+    return nbytes, (digest or "").removeprefix("sha256:")
 
 
 def _measure_file(folder: OpenFolder, name: str, *, digested: bool) -> tuple[int, str | None]:
@@ -121,5 +157,5 @@ def _sizes(folder: OpenFolder) -> Iterator[int]:
     for _, one in folder.walk():
         for name in one.names():
             found = one.stat(name)
-            if found is not None and one.is_file(name):
+            if found is not None and one.is_file(name) and name != MADE_FROM:
                 yield found.st_size

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import anyio.to_thread
 
@@ -23,7 +25,8 @@ from trinity_schemas import (
     ThreadCountRegistered,
 )
 
-from ..checkpoint_layout import FILE_DIGESTS, STAGING, staged_name
+from ..checkpoint_layout import STAGING, staged_name
+from ..error_text import checkpoint_cause
 from ..errors import PublishError, SaveError, StaleEpoch
 from ..log import Publisher
 from ..reducer_root import other_folder
@@ -31,8 +34,10 @@ from .admission_client import wait_for_turn
 from .heartbeat import Heartbeat
 from .inflight import InflightSaves
 from .process_identity import this_process
-from .progress import reporting_progress, size_of
+from .progress import reporting_progress
 from .save_attempt import SaveAttempt
+from .save_future import wait_for_future
+from .saved_paths import SavedPath, SavedPaths
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +49,15 @@ FLUSH_DEADLINE = 30.0
 """Seconds that a caller waits for the log to accept the published events."""
 
 
+class _Failure(NamedTuple):
+    attempt: SaveAttempt
+    error: BaseException
+
+
 class CheckpointCoordinator:
     """Coordinator of one process's saves.
 
-    The four calls have the meaning that they have in Trinity-RFT's coordinator, with three
+    The four calls of Trinity-RFT's coordinator have the meaning that they have there, with three
     differences. A failed save is an event, and :meth:`wait_all` raises its error. The whole
     ``save_fn`` runs within its turn. The leader detects a process that dies while it saves.
 
@@ -82,7 +92,7 @@ class CheckpointCoordinator:
         self._turn_deadline = turn_deadline
         self._heartbeat = Heartbeat.of(publisher, lease)
         self._inflight = InflightSaves(publisher.waits)
-        self._failures: list[tuple[str, BaseException]] = []
+        self._failures: list[_Failure] = []
         self._unpublished: list[PublishError] = []
         self._lock = threading.Lock()
         self._warned: str | None = None
@@ -90,11 +100,11 @@ class CheckpointCoordinator:
     def save_async(
         self,
         name: str,
-        save_fn: Callable[[], None],
+        save_fn: Callable[[], Any],
         global_step: int,
         is_state_dict: bool = False,
         *,
-        path: Path | str | None = None,
+        path: SavedPath | None = None,
         ranks: int | None = None,
     ) -> None:
         """Run ``save_fn`` in a background thread and publish its events.
@@ -103,31 +113,26 @@ class CheckpointCoordinator:
 
         Args:
             name: Name of the save within this worker, such as ``"model_state_dict"``.
-            save_fn: Function that does the I/O. An exception that it raises fails the save.
+            save_fn: Function that does the I/O. An exception that it raises fails the save. The
+                save lasts as long as the future that it returns, if it returns one.
             global_step: The training step.
             is_state_dict: True for a state dict for weight sync, False for a part of a
                 checkpoint.
-            path: File or folder that ``save_fn`` writes, if it lies in the run's directory.
+            path: File or folder that ``save_fn`` writes, if it lies in the run's directory. A
+                sequence names files and folders that this save alone writes: each is digested.
             ranks: Number of ranks that each make a save of this name. The step is not ready
                 before all of them have finished, whatever the registrations say.
         """
-        attempt = self._attempt(name, global_step, is_state_dict, path, ranks)
+        paths = _paths(path)
+        attempt = self._attempt(name, global_step, is_state_dict, paths, ranks)
 
-        def run() -> None:
+        def save() -> None:
             try:
-                unpublished = self._save(attempt, save_fn, path)
-                if unpublished is not None:
-                    with self._lock:
-                        self._unpublished.append(unpublished)
-            except BaseException as error:
-                logger.exception("background save %s failed", attempt.what)
-                with self._lock:
-                    self._failures.append((attempt.what, error))
+                self._collect(attempt, lambda: self._save(attempt, save_fn, paths))
             finally:
                 self._inflight.leave(attempt)
 
-        # Not a daemon: a process that ends waits for its saves to finish.
-        thread = threading.Thread(target=run, name=f"save-{name}-step-{global_step}")
+        thread = _save_thread(attempt, save)
         self._inflight.enter(attempt, thread, self._turn_deadline)
         try:
             thread.start()
@@ -135,14 +140,63 @@ class CheckpointCoordinator:
             self._inflight.leave(attempt)
             raise
 
+    def start_save(
+        self,
+        name: str,
+        start_fn: Callable[[], Any],
+        global_step: int,
+        is_state_dict: bool = False,
+        *,
+        path: SavedPath | None = None,
+        ranks: int | None = None,
+    ) -> None:
+        """Run ``start_fn`` in this thread, within the save's turn; await its future in another.
+
+        It is for functions that copy tensors before they return a future, such as
+        ``torch.distributed.checkpoint.async_save``. They must begin on the training thread, but
+        not before the earlier save of the name has ended. Under a strategy that limits saves, the
+        rules of :meth:`save_sync` hold.
+
+        Args:
+            name: Name of the save within this worker.
+            start_fn: Function that begins the save, and returns the future of its end.
+            global_step: The training step.
+            is_state_dict: True for a state dict, False for a part of a checkpoint.
+            path: What is written, as in :meth:`save_async`.
+            ranks: Number of ranks that each make a save of this name.
+
+        Raises what ``start_fn`` raises. What its future raises is for :meth:`wait_all`.
+        """
+        paths = _paths(path)
+        attempt = self._attempt(name, global_step, is_state_dict, paths, ranks)
+
+        def finish() -> None:
+            with kept:
+                self._collect(attempt, lambda: self._finish(attempt, lambda: started, paths))
+
+        thread = _save_thread(attempt, finish)
+        with ExitStack() as exits:
+            self._inflight.enter(attempt, thread, self._turn_deadline)
+            exits.callback(self._inflight.leave, attempt)
+            exits.enter_context(self._heartbeat.beating(self._publisher))
+            with self._failing(attempt):
+                self._start(attempt)
+                started = start_fn()
+            kept = exits.pop_all()
+        try:
+            thread.start()
+        except BaseException:
+            with kept, self._failing(attempt):
+                raise
+
     def save_sync(
         self,
-        save_fn: Callable[[], None],
+        save_fn: Callable[[], Any],
         global_step: int,
         is_state_dict: bool = False,
         *,
         name: str = "save_sync",
-        path: Path | str | None = None,
+        path: SavedPath | None = None,
         ranks: int | None = None,
     ) -> None:
         """Run ``save_fn`` in this thread and publish its events; raise what it raises.
@@ -151,14 +205,25 @@ class CheckpointCoordinator:
         that limits saves, only one rank of a barrier may call this method. The other ranks would
         wait for a turn that the first rank cannot end.
         """
-        attempt = self._attempt(name, global_step, is_state_dict, path, ranks)
+        paths = _paths(path)
+        attempt = self._attempt(name, global_step, is_state_dict, paths, ranks)
         self._inflight.enter(attempt, threading.current_thread(), self._turn_deadline)
         try:
-            unpublished = self._save(attempt, save_fn, path)
+            unpublished = self._save(attempt, save_fn, paths)
         finally:
             self._inflight.leave(attempt)
         if unpublished is not None:
             raise unpublished
+
+    def wait(self, name: str, deadline: float | None = None) -> None:
+        """Wait for the background save of one name, and until the log has its events.
+
+        Other saves run on, and their failures stay for :meth:`wait_all`. A name without a save is
+        no error: it may have ended.
+
+        Raises as :meth:`wait_all`, for this name alone.
+        """
+        self._wait(name, deadline)
 
     def wait_all(self, deadline: float | None = None) -> None:
         """Wait for all background saves, and until the log has their events.
@@ -171,19 +236,23 @@ class CheckpointCoordinator:
             SaveError: if saves failed since the last call; it names the first and holds all.
             PublishError: if no save failed, but the log lacks some of their events.
         """
+        self._wait(None, deadline)
+
+    def _wait(self, name: str | None, deadline: float | None) -> None:
         give_up = None if deadline is None else time.monotonic() + deadline
-        self._inflight.wait(deadline)
+        self._inflight.wait(deadline, name)
         left = FLUSH_DEADLINE
         if give_up is not None:
             left = max(0.0, min(left, give_up - time.monotonic()))
         try:
             until = time.monotonic() + left
             self._publisher.flush(left)
-            self._heartbeat.settle(max(0.0, until - time.monotonic()))
+            if name is None:
+                self._heartbeat.settle(max(0.0, until - time.monotonic()))
         except PublishError as error:
             with self._lock:
                 self._unpublished.append(error)
-        self._raise_failures()
+        self._raise_failures(name)
 
     async def register_and_monitor(
         self,
@@ -211,6 +280,27 @@ class CheckpointCoordinator:
             PublishError: if the log did not accept the events within :data:`FLUSH_DEADLINE`
                 seconds. It may still accept them later; calling again does no harm.
         """
+        await anyio.to_thread.run_sync(
+            partial(
+                self.register_and_monitor_blocking,
+                global_step,
+                is_state_dict,
+                state_dict_thread_count,
+                checkpoint_thread_count,
+                metrics=metrics,
+            )
+        )
+
+    def register_and_monitor_blocking(
+        self,
+        global_step: int,
+        is_state_dict: bool = False,
+        state_dict_thread_count: int = 0,
+        checkpoint_thread_count: int = 0,
+        *,
+        metrics: dict[str, float] | None = None,
+    ) -> None:
+        """Do as :meth:`register_and_monitor`, in code without an event loop or inside of one."""
         kind: Kind = "state_dict" if is_state_dict else "checkpoint"
         counts: list[tuple[Kind, int]] = [
             ("state_dict", state_dict_thread_count),
@@ -234,8 +324,8 @@ class CheckpointCoordinator:
                 step=global_step, kind=kind, registrations=registrations, metrics=metrics or {}
             )
         )
-        await anyio.to_thread.run_sync(self._publisher.flush, FLUSH_DEADLINE)
-        await anyio.to_thread.run_sync(self._warn_if_other_folder)
+        self._publisher.flush(FLUSH_DEADLINE)
+        self._warn_if_other_folder()
 
     def _warn_if_other_folder(self) -> None:
         """Warn once if the reducer uses another folder than this process."""
@@ -256,7 +346,7 @@ class CheckpointCoordinator:
         name: str,
         step: int,
         is_state_dict: bool,
-        path: Path | str | None,
+        paths: SavedPaths | None,
         ranks: int | None,
     ) -> SaveAttempt:
         producer = self._publisher.producer
@@ -264,37 +354,62 @@ class CheckpointCoordinator:
         return SaveAttempt(
             secrets.token_hex(8),
             Slot(step=step, kind=kind, role=producer.role, rank=producer.rank, name=name),
-            path=self._relative(path),
+            path=self._relative(paths),
             lease=self._lease,
             process=None if self._strategy == "unrestricted" else this_process(),
             ranks=ranks,
         )
 
+    def _collect(self, attempt: SaveAttempt, save: Callable[[], PublishError | None]) -> None:
+        """Run a save in the background, and keep its error for a wait."""
+        try:
+            unpublished = save()
+        except BaseException as error:
+            logger.exception("background save %s failed", attempt.what)
+            with self._lock:
+                self._failures.append(_Failure(attempt, checkpoint_cause(error)))
+        else:
+            if unpublished is not None:
+                with self._lock:
+                    self._unpublished.append(unpublished)
+
     def _save(
-        self, attempt: SaveAttempt, save_fn: Callable[[], None], path: Path | str | None
+        self, attempt: SaveAttempt, save_fn: Callable[[], Any], paths: SavedPaths | None
     ) -> PublishError | None:
         """Run the attempt in its turn; return the error if its success was not published."""
         with self._heartbeat.beating(self._publisher):
-            try:
+            with self._failing(attempt):
                 self._start(attempt)
-                began = time.monotonic()
-                with reporting_progress(
-                    self._publisher, attempt, None if path is None else Path(path)
-                ):
-                    save_fn()
-                nbytes, digest = _measure(Path(path)) if path is not None else (0, None)
-                finished = attempt.finish(
-                    nbytes=nbytes, digest=digest, seconds=time.monotonic() - began
-                )
-            except StaleEpoch:
-                raise  # the fold ignores events of an older epoch
-            except BaseException as error:
-                # The caller must see the save's own error, not an error of publishing it.
-                self._publish(
-                    attempt.fail(error), f"the failure of {attempt.what} was not published"
-                )
-                raise
-            return self._publish(finished, f"{attempt.what} was saved, but this was not published")
+            return self._finish(attempt, save_fn, paths)
+
+    def _finish(
+        self, attempt: SaveAttempt, save_fn: Callable[[], Any], paths: SavedPaths | None
+    ) -> PublishError | None:
+        """Run a started attempt to its end; return the error if its success was not published."""
+        began = time.monotonic()
+        with self._failing(attempt):
+            with reporting_progress(self._publisher, attempt, paths):
+                wait_for_future(save_fn())
+            nbytes, digest = (0, None) if paths is None else paths.measure()
+            finished = attempt.finish(
+                nbytes=nbytes,
+                digest=digest,
+                seconds=time.monotonic() - began,
+                files=() if paths is None or self._relative(paths) is None else paths.files,
+            )
+        return self._publish(finished, f"{attempt.what} was saved, but this was not published")
+
+    @contextmanager
+    def _failing(self, attempt: SaveAttempt) -> Iterator[None]:
+        """Publish the failure of the attempt if the block raises."""
+        try:
+            yield
+        except StaleEpoch:
+            raise  # the fold ignores events of an older epoch
+        except BaseException as error:
+            # The caller must see the save's own error, not an error of publishing it.
+            self._publish(attempt.fail(error), f"the failure of {attempt.what} was not published")
+            raise
 
     def _start(self, attempt: SaveAttempt) -> None:
         event = attempt.begin()
@@ -313,21 +428,32 @@ class CheckpointCoordinator:
             return PublishError(f"{otherwise}: {error}")
         return None
 
-    def _raise_failures(self) -> None:
+    def _raise_failures(self, name: str | None) -> None:
+        """Raise the failures of the saves of one name, or of all; the others are kept."""
         with self._lock:
-            failures, self._failures = self._failures, []
+            failures = [one for one in self._failures if name in (None, one.attempt.slot.name)]
+            self._failures = [one for one in self._failures if one not in failures]
             unpublished, self._unpublished = self._unpublished, []
         if failures:
-            raise SaveError.of(failures, *unpublished)
+            raise SaveError.of([(one.attempt.what, one.error) for one in failures], *unpublished)
         if unpublished:
             raise unpublished[0]
 
-    def _relative(self, path: Path | str | None) -> str | None:
+    def _relative(self, paths: SavedPaths | None) -> str | None:
         """Return the path relative to the run's folder; None if it lies outside of it."""
-        if path is None or self._run_folder is None:
+        if paths is None or self._run_folder is None:
             return None
-        full, root = Path(path).resolve(), self._run_folder.resolve()
-        return str(full.relative_to(root)) if full.is_relative_to(root) else None
+        return paths.relative_to(self._run_folder)
+
+
+def _paths(path: SavedPath | None) -> SavedPaths | None:
+    return None if path is None else SavedPaths(path)
+
+
+def _save_thread(attempt: SaveAttempt, run: Callable[[], None]) -> threading.Thread:
+    """Return the thread of a save; not a daemon, for a process that ends waits for its saves."""
+    slot = attempt.slot
+    return threading.Thread(target=run, name=f"save-{slot.name}-step-{slot.step}")
 
 
 def staged_path(run_folder: Path | str, epoch: int, step: int) -> Path:
@@ -336,16 +462,3 @@ def staged_path(run_folder: Path | str, epoch: int, step: int) -> Path:
     All workers of the attempt write below the same folder, so only the trainer calls this.
     """
     return Path(run_folder) / STAGING / staged_name(epoch, step, secrets.token_hex(4))
-
-
-def _measure(path: Path) -> tuple[int, str | None]:
-    """Return the bytes and the digest of a file or folder. Raises OSError if absent.
-
-    The digest of a folder is that of its list of digests; a folder without one has none.
-    """
-    digested = path / FILE_DIGESTS if path.is_dir() else path
-    if digested != path and not digested.is_file():
-        return size_of(path), None
-    with digested.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return size_of(path), f"sha256:{digest}"

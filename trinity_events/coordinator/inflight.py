@@ -62,28 +62,32 @@ class InflightSaves:
             del self._saves[attempt.slot.name]
             self._changed.notify_all()
 
-    def wait(self, deadline: float | None) -> None:
-        """Wait until no save runs.
+    def wait(self, deadline: float | None, name: str | None = None) -> None:
+        """Wait until no save runs, or none of the name.
 
         Raises:
             DeadlineExceeded: after ``deadline`` seconds; the message names the running saves.
         """
         with self._changed:
-            for save in self._saves.values():
+            for save in self._running(name):
                 self._refuse_itself(save, "wait for all saves")
-            if not self._wait_for_all(deadline):
-                late = "; ".join(map(_describe, self._saves.values()))
+            if not self._wait_for(deadline, name):
+                late = "; ".join(map(_describe, self._running(name)))
                 raise DeadlineExceeded(
                     f"not all saves ended within {deadline:g} s: {late}. "
                     "They continue: wait again, or for longer"
                 )
 
-    def _wait_for_all(self, deadline: float | None) -> bool:
-        """Return True once no save runs, or False after the deadline."""
-        if not self._saves:
+    def _running(self, name: str | None) -> list[_Save]:
+        return [one for key, one in self._saves.items() if name in (None, key)]
+
+    def _wait_for(self, deadline: float | None, name: str | None) -> bool:
+        """Return True once no save of the name runs, or False after the deadline."""
+        running = self._running(name)
+        if not running:
             return True
-        with self._waits.waiting(*_object(*self._saves.values()), deadline=deadline):
-            return self._changed.wait_for(lambda: not self._saves, deadline)
+        with self._waits.waiting(*_object(*running), deadline=deadline):
+            return self._changed.wait_for(lambda: not self._running(name), deadline)
 
     @staticmethod
     def _refuse_itself(save: _Save, what: str) -> None:

@@ -6,10 +6,10 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from ..log import Publisher
 from .save_attempt import SaveAttempt
+from .saved_paths import SavedPaths
 
 logger = logging.getLogger(__name__)
 
@@ -19,18 +19,18 @@ EVERY = 10.0
 
 @contextmanager
 def reporting_progress(
-    publisher: Publisher, attempt: SaveAttempt, path: Path | None
+    publisher: Publisher, attempt: SaveAttempt, paths: SavedPaths | None
 ) -> Iterator[None]:
-    """Publish the number of bytes below the path while the block runs, whenever it changes.
+    """Publish the number of bytes below the paths while the block runs, whenever it changes.
 
     The events are for display only: an error here does not fail the save.
     """
-    if path is None:
+    if paths is None:
         yield
         return
     over = threading.Event()
     thread = threading.Thread(
-        target=_tell, args=(publisher, attempt, path, over), name="save-progress", daemon=True
+        target=_tell, args=(publisher, attempt, paths, over), name="save-progress", daemon=True
     )
     thread.start()
     try:
@@ -39,20 +39,15 @@ def reporting_progress(
         over.set()  # without a join: the thread may wait for a file system that hangs
 
 
-def _tell(publisher: Publisher, attempt: SaveAttempt, path: Path, over: threading.Event) -> None:
+def _tell(
+    publisher: Publisher, attempt: SaveAttempt, paths: SavedPaths, over: threading.Event
+) -> None:
     told = 0
     while not over.wait(EVERY):
         try:
-            written = size_of(path)
+            written = paths.size()
             if written != told and not over.is_set():
                 publisher.publish(attempt.progress(written))
                 told = written
         except Exception as error:
             logger.debug("the progress of %s is unknown: %s", attempt.what, error)
-
-
-def size_of(path: Path) -> int:
-    """Return the bytes of a file, or of all files in a folder. Raises OSError if absent."""
-    if path.is_dir():
-        return sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
-    return path.stat().st_size

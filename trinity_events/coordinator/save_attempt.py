@@ -14,7 +14,7 @@ from trinity_schemas import (
     Slot,
 )
 
-from ..error_text import message_of
+from ..error_text import checkpoint_cause, message_of
 
 _LONGEST_MESSAGE = 2000
 _LONGEST_NAME = 256
@@ -81,7 +81,14 @@ class SaveAttempt:
         self._leave("running")  # or stay in it
         return SaveProgressed(save_id=self.save_id, slot=self.slot, bytes=nbytes)
 
-    def finish(self, *, nbytes: int, seconds: float, digest: str | None = None) -> SaveFinished:
+    def finish(
+        self,
+        *,
+        nbytes: int,
+        seconds: float,
+        digest: str | None = None,
+        files: tuple[str, ...] = (),
+    ) -> SaveFinished:
         """End the attempt with success: its files are durable."""
         self._leave("running")
         self.stage = "over"
@@ -93,6 +100,7 @@ class SaveAttempt:
             seconds=seconds,
             digest=digest,
             ranks=self._ranks,
+            files=files,
         )
 
     def fail(self, error: BaseException, *, followed: bool = False) -> SaveFailed:
@@ -104,11 +112,12 @@ class SaveAttempt:
         """
         self._leave("waiting", "running")
         self.stage = "over"
+        cause = checkpoint_cause(error)
         return SaveFailed(
             save_id=self.save_id,
             slot=self.slot,
-            error_type=type(error).__name__[:_LONGEST_NAME],
-            message=message_of(error)[:_LONGEST_MESSAGE],
+            error_type=type(cause).__name__[:_LONGEST_NAME],
+            message=message_of(cause)[:_LONGEST_MESSAGE],
             followed=followed,
         )
 

@@ -18,6 +18,8 @@ from .algorithms.settings import contradictions as algorithm_contradictions
 from .evaluation.settings import EvaluationConfig
 from .evaluation.settings import contradictions as evaluation_contradictions
 from .offload import FrozenOffload, Offload
+from .reward_settings import RewardsConfig
+from .reward_settings import contradictions as reward_contradictions
 from .rollout_engines.base import OnUpdate
 from .section import Section
 from .sync_method import contradictions as method_contradictions
@@ -304,6 +306,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     """Seed of the model and of all sampling."""
     model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()
+    rewards: RewardsConfig = RewardsConfig()
     trainer: TrainerConfig = TrainerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     reward: RewardConfig = RewardConfig()
@@ -476,6 +479,7 @@ def contradictions(
         )
     yield from _of_micro_batches(config, named)
     yield from _of_the_algorithm(config, named)
+    yield from reward_contradictions(config.rewards, config.task.reward, named)
     yield from sync_contradictions(sync, named)
     if sync.dtype == "float32" and config.model.dtype == "bfloat16":
         yield (

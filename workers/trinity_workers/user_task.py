@@ -13,6 +13,7 @@ from .environments import EnvironmentProcesses
 from .held_out_sets import held_out_sets
 from .object_store import ObjectStore
 from .rewards import RewardPool, Rewards, RewardSource, TaskRewards
+from .rewards.chosen import chosen_rewards
 from .rollout_engines.loading import ENGINES, find_engine
 from .tasks import Task, built_in_task, is_built_in, load_task
 
@@ -33,9 +34,12 @@ def task_of(config: TrainConfig) -> Task:
 def rewards_of(config: TrainConfig, waits: WaitReporter = NO_REPORTS) -> Rewards:
     """Return the judge of a run's answers: a pool of processes, but for the built-in task.
 
-    ``waits`` reports long waits for a reward.
+    ``waits`` reports long waits for a reward. Raises RewardFailed if a judge's token is not set.
     """
     task = config.task
+    chosen = chosen_rewards(config.rewards, task.reward_deadline, waits)
+    if chosen is not None:
+        return chosen
     if is_built_in(task.name) and task.questions is None and task.reward is None:
         return TaskRewards(built_in_task(task.name, config.seed).reward)
     return RewardPool(
@@ -52,14 +56,13 @@ def rewards_of(config: TrainConfig, waits: WaitReporter = NO_REPORTS) -> Rewards
 
 
 async def start_rewards(config: TrainConfig, waits: WaitReporter = NO_REPORTS) -> Rewards:
-    """Return the judge, ready. Raises RewardFailed if its function cannot be loaded."""
+    """Return the judge, ready. Raises RewardFailed if it cannot judge."""
     rewards = rewards_of(config, waits)
-    if isinstance(rewards, RewardPool):
-        try:
-            await rewards.start()
-        except BaseException:
-            await rewards.aclose()
-            raise
+    try:
+        await rewards.start()
+    except BaseException:
+        await rewards.aclose()
+        raise
     return rewards
 
 

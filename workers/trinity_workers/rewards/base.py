@@ -34,6 +34,10 @@ class Rewarded(Struct, frozen=True, kw_only=True):
 class Rewards(Protocol):
     """Judge of answers."""
 
+    async def start(self) -> None:
+        """Make ready, so that a judge that cannot work is told at once. Raises RewardFailed."""
+        ...
+
     async def judge(self, question: Question, answers: Sequence[Answer]) -> list[Rewarded]:
         """Return the reward of each answer to a question. Raises RewardFailed."""
         ...

@@ -18,6 +18,9 @@ class TaskRewards:
     def __init__(self, reward: Callable[[Question, Answer], float | Mapping[str, float]]) -> None:
         self._reward = reward
 
+    async def start(self) -> None:
+        """Do nothing: the function is known."""
+
     async def judge(self, question: Question, answers: Sequence[Answer]) -> list[Rewarded]:
         """Return the reward of each answer."""
         return [rewarded(self._reward(question, answer)) for answer in answers]

@@ -1,6 +1,14 @@
 """The trainer: its loop, the wrapper around an engine, and the workers that it drives on Ray."""
 
 from .trainer import Trainer, TrainingResult
+from .upstream import get_latest_hf_checkpoint_path, is_verl_legacy
 from .wrapper import TrainEngineWrapper, get_trainer_wrapper
 
-__all__ = ["TrainEngineWrapper", "Trainer", "TrainingResult", "get_trainer_wrapper"]
+__all__ = [
+    "TrainEngineWrapper",
+    "Trainer",
+    "TrainingResult",
+    "get_latest_hf_checkpoint_path",
+    "get_trainer_wrapper",
+    "is_verl_legacy",
+]

@@ -26,12 +26,15 @@ from ..placement import rank_options
 from ..worker_group.group import WorkerGroup
 from .state import TrainerState, write_trainer_state
 from .worker import TrainWorker
-from .wrapper import TrainEngineWrapper
+from .wrapper import NoWeightSyncGroup, TrainEngineWrapper, WeightSyncAddress
 
 logger = logging.getLogger(__name__)
 
 SENDING_ATTEMPTS = 4
 """Attempts to send a version through a group that breaks, before the run fails."""
+
+_SMALLEST_GROUP = 2
+"""Members of a collective group: the trainer's rank 0, and one explorer."""
 
 
 class Saves(NamedTuple):
@@ -176,6 +179,41 @@ class RayTrainerFleet(TrainEngineWrapper):
                 logger.warning("step %d: sends the weights again: %s", self._step, error)
                 await self._ask("setup_weight_sync_group", 1)
         await to_thread.run_sync(self._synchronizer.commit, self._step, metrics)
+
+    async def get_weight_sync_info(self) -> WeightSyncAddress | None:
+        """Return address, port and tensors for the collective group; None without a group."""
+        if self._config.transport != "collective":
+            return None
+        host, port = await self._ask("weight_sync_address")
+        described = await self._ask("describe_tensors")
+        return host, port, described[0]
+
+    async def setup_weight_sync_group(
+        self, master_address: str, master_port: int, world_size: int, group_name: str, timeout: int
+    ) -> None:
+        """Form the collective group of trainer and explorers, at the trainer's own address."""
+        if self._config.transport != "collective":
+            raise NoWeightSyncGroup(
+                f"run {self._config.run_id} has no collective group: set sync.method nccl"
+            )
+        host, port = await self._ask("weight_sync_address")
+        if (master_address, master_port) != (host, port):
+            raise NoWeightSyncGroup(
+                f"the group {group_name} forms at {host}:{port}, and not at "
+                f"{master_address}:{master_port}: take the address of get_weight_sync_info"
+            )
+        if world_size < _SMALLEST_GROUP:
+            raise NoWeightSyncGroup(
+                f"the group {group_name} has {world_size} members: it needs the trainer and at "
+                "least one explorer"
+            )
+        names = await self._ask("setup_weight_sync_group", world_size - 1, timeout)
+        logger.info("the group %s has %s", group_name, ", ".join(names))
+
+    async def teardown_weight_sync_group(self) -> None:
+        """End the group; it can be set up again."""
+        if self._config.transport == "collective":
+            await self._ask("teardown_weight_sync_group")
 
     async def wait_for_save(self) -> None:
         """Wait for background saves, and raise the error of one that failed."""

@@ -45,7 +45,7 @@ from .evaluator import Evaluator
 from .explorer_requests import ExplorerRequests
 from .state import TrainerState, read_trainer_state
 from .supply import RolloutSupply
-from .wrapper import TrainEngineWrapper, get_trainer_wrapper
+from .wrapper import TrainEngineWrapper, WeightSyncAddress, get_trainer_wrapper
 
 logger = logging.getLogger(__name__)
 
@@ -80,11 +80,12 @@ class Trainer:
         self._metrics: dict[str, float] = {}
 
     @classmethod
-    def get_actor(cls, config: RunConfig, place: Mapping[str, Any]) -> Any:
+    def get_actor(cls, config: RunConfig, place: Mapping[str, Any] | None = None) -> Any:
         """Return a Ray actor of it, with the options of its place."""
         import ray
 
-        return ray.remote(cls).options(name=f"trainer-{config.run_id}", **place).remote(config)
+        options = {"name": f"trainer-{config.run_id}", **(place or {})}
+        return ray.remote(cls).options(**options).remote(config)
 
     async def prepare(self) -> None:
         """Start the workers, publish the first weights, and ask for the first rollouts.
@@ -277,6 +278,22 @@ class Trainer:
                 event = delivered.event
                 if event.kind == "state_dict" and event.epoch == self.config.epoch:
                     await self.engine.wait_for_save()  # one that only was slow ends well
+
+    async def get_weight_sync_info(self) -> WeightSyncAddress | None:
+        """Return address, port and tensors for the collective group; None without a group."""
+        return await self.engine.get_weight_sync_info()
+
+    async def setup_weight_sync_group(
+        self, master_address: str, master_port: int, world_size: int, group_name: str, timeout: int
+    ) -> None:
+        """Form the collective group of trainer and explorers: see TrainEngineWrapper."""
+        await self.engine.setup_weight_sync_group(
+            master_address, master_port, world_size, group_name, timeout
+        )
+
+    async def teardown_weight_sync_group(self) -> None:
+        """End the group; it can be set up again."""
+        await self.engine.teardown_weight_sync_group()
 
     def need_sync(self) -> bool:
         """Return True if the weights of the present step are to be published."""

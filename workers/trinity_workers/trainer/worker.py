@@ -24,7 +24,7 @@ from trinity_schemas import Experience
 from ..algorithms.collate import collate, padding_row
 from ..collectives import together
 from ..config import RunConfig
-from ..engines.base import NamedTensors
+from ..engines.base import NamedTensors, per_tensor_params
 from ..engines.fsdp import shard_name
 from ..engines.state_files import write_state
 from ..garbage import exempt_loaded_objects
@@ -254,9 +254,33 @@ class TrainWorker(Worker):
         )
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def setup_weight_sync_group(self, explorers: int) -> tuple[str, ...]:
+    def weight_sync_address(self) -> tuple[str, int]:
+        """Return the address and the port where rank 0 listens for explorers."""
+        info = self._synchronizer.get_weight_sync_info()
+        assert info is not None  # the trainer listens from the first question on
+        return info.address, info.port
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def describe_tensors(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """Return name, dtype and shape of each tensor that is published. Collective."""
+        return [
+            (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            for name, tensor in per_tensor_params(self._engine)
+        ]
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def setup_weight_sync_group(
+        self, explorers: int, timeout: float | None = None
+    ) -> tuple[str, ...]:
         """Wait, on rank 0 alone, for so many explorers; return the names of those that came."""
-        return self._synchronizer.setup_weight_sync_group(explorers, self._config.sync.timeout)
+        return self._synchronizer.setup_weight_sync_group(
+            explorers, self._config.sync.timeout if timeout is None else timeout
+        )
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def teardown_weight_sync_group(self) -> None:
+        """End the group, on rank 0 alone."""
+        self._synchronizer.teardown_weight_sync_group()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, settles=True)
     def sync_weight_nccl(self, global_step: int) -> None:

@@ -5,11 +5,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
+from trinity_events.errors import TrinityError
 from trinity_schemas import Experience
 
 from ..config import RunConfig
 from .state import TrainerState
+
+WeightSyncAddress: TypeAlias = tuple[str, int, list[tuple[str, str, tuple[int, ...]]]]
+"""Address and port of the collective group, and name, dtype and shape of each tensor."""
+
+
+class NoWeightSyncGroup(TrinityError):
+    """Raised if a collective group is asked for that the run cannot have."""
 
 
 class TrainEngineWrapper(ABC):
@@ -56,6 +65,35 @@ class TrainEngineWrapper(ABC):
     @abstractmethod
     async def sync_weight_nccl(self, metrics: dict[str, float] | None = None) -> None:
         """Send the weights through the collective group, and commit the version."""
+
+    @abstractmethod
+    async def get_weight_sync_info(self) -> WeightSyncAddress | None:
+        """Return address, port and tensors for the collective group; None without a group.
+
+        Each tensor has its name, its dtype and its shape. Every rank gathers the tensors for it.
+        """
+
+    @abstractmethod
+    async def setup_weight_sync_group(
+        self, master_address: str, master_port: int, world_size: int, group_name: str, timeout: int
+    ) -> None:
+        """Form the collective group of trainer and explorers.
+
+        Args:
+            master_address: Address of :meth:`get_weight_sync_info`.
+            master_port: Port of :meth:`get_weight_sync_info`.
+            world_size: Members: the trainer, and at least one explorer.
+            group_name: Name of the group in the log of this process.
+            timeout: Seconds to wait for the explorers.
+
+        Raises:
+            NoWeightSyncGroup: The run has no group, or none at this address or of this size.
+            DeadlineExceeded: Explorers are missing after ``timeout`` seconds.
+        """
+
+    @abstractmethod
+    async def teardown_weight_sync_group(self) -> None:
+        """End the group; it can be set up again. Without a group, do nothing."""
 
     @abstractmethod
     async def wait_for_save(self) -> None:

@@ -1,0 +1,61 @@
+"""The object of a training loop: one rank alone, and how it ends. The example has several ranks."""
+
+import os
+
+import pytest
+import torch
+
+from tests.support.pipeline import events_of
+from trinity_events import TrainingLoop
+from trinity_events.errors import DeadlineExceeded, SaveError, ServerUnreachable
+from trinity_schemas import RunClosed, SaveFinished, StepCommitted
+
+
+async def closed(log):
+    [envelope] = await events_of(log, RunClosed)
+    return envelope.event.reason, envelope.event.error
+
+
+async def test_one_rank_publishes_and_saves_and_closes_its_run(log, run_id, redis_url, tmp_path):
+    with TrainingLoop(run_id, tmp_path, redis_url=redis_url) as loop:
+        assert (loop.epoch, loop.rank, loop.ranks) == (1, 0, 1)
+        loop.publish(1, {"weight": torch.ones(2)}, {"loss": 0.5})
+        path = loop.staged_folder(1) / "rank_0.pt"
+        loop.saves.save_async("model", lambda: torch.save({}, path), 1, path=path)
+        loop.commit_checkpoint(1)
+        with pytest.raises(DeadlineExceeded, match="0 of 1 explorers serve the weights of step 1"):
+            loop.wait_served(1, explorers=1, deadline=0.2)
+    assert await closed(log) == ("finished", None)
+    [saved] = await events_of(log, SaveFinished)
+    assert saved.event.path == os.fspath(path.relative_to(tmp_path / run_id))
+    assert [one.event.kind for one in await events_of(log, StepCommitted)] == [
+        "weights",
+        "checkpoint",
+    ]
+
+
+async def test_a_failed_save_fails_the_run(log, run_id, redis_url, tmp_path):
+    def fails():
+        raise OSError("no space left")
+
+    loop = TrainingLoop(run_id, tmp_path, redis_url=redis_url).open()
+    loop.saves.save_async("model", fails, 1)
+    with pytest.raises(SaveError, match="no space left"):
+        loop.close()
+    loop.close()
+    reason, error = await closed(log)
+    assert reason == "failed"
+    assert "no space left" in error
+
+
+async def test_a_callback_closes_with_the_error_that_ended_training(
+    log, run_id, redis_url, tmp_path
+):
+    loop = TrainingLoop(run_id, tmp_path, redis_url=redis_url).open()
+    loop.close(ValueError("no reward"))
+    assert await closed(log) == ("failed", "ValueError: no reward")
+
+
+def test_a_server_that_is_not_there_is_one_sentence(run_id, tmp_path):
+    with pytest.raises(ServerUnreachable):
+        TrainingLoop(run_id, tmp_path, redis_url="redis://127.0.0.1:1").open()

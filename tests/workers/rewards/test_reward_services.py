@@ -1,0 +1,301 @@
+"""Rewards of services, of judges and of code, which are slow, die, lie and flood."""
+
+from __future__ import annotations
+
+import time
+
+import anyio
+import pytest
+
+from tests.support.reward_server import reward_server
+from tests.support.rollout_parts import Parts, samples_of
+from tests.support.waits import PATIENCE
+from trinity_schemas import StepTrained, decode_envelope
+from trinity_workers.config import TrainConfig
+from trinity_workers.config_files import read_config
+from trinity_workers.reward_settings import RewardsConfig
+from trinity_workers.rewards import RewardFailed
+from trinity_workers.rewards.code import code_of
+from trinity_workers.tasks import Answer, Question
+from trinity_workers.user_task import start_rewards
+
+SOON = 0.5
+"""Seconds of a deadline that a test lets pass."""
+WHILE = 10.0
+"""Seconds of a deadline that passes once, and within which a busy machine answers."""
+
+
+@pytest.fixture(scope="module")
+def server():
+    with reward_server() as (_, url):
+        yield url
+
+
+def question(**data):
+    return Question(prompt="2 + 3?", answer="5", data=data)
+
+
+def answers(*texts):
+    messages = [{"role": "user", "content": "2 + 3?"}]
+    return [Answer(text=one, finished=True, messages=messages, tokens=1) for one in texts]
+
+
+async def judged(settings, asked, given, *, deadline=PATIENCE):
+    config = TrainConfig(rewards=settings).replaced("task", reward_deadline=deadline)
+    rewards = await start_rewards(config)
+    try:
+        return await rewards.judge(asked, given)
+    finally:
+        await rewards.aclose()
+
+
+def service(url, **settings):
+    return RewardsConfig(service=url, **settings)
+
+
+# --- services -----------------------------------------------------------------------------------
+
+
+async def test_a_service_gets_question_and_answers_and_returns_rewards(server):
+    found = await judged(service(f"{server}/lengths"), question(), answers("a", "bcd"))
+    assert [(one.reward, one.score) for one in found] == [(1.0, 0.5), (3.0, 0.5)]
+
+
+@pytest.mark.parametrize("mode", ["busy", "hangs-up"])
+async def test_a_service_that_is_busy_or_hangs_up_is_asked_again(server, mode):
+    found = await judged(service(f"{server}/{mode}"), question(), answers("a"))
+    assert [one.reward for one in found] == [1.0]
+
+
+async def test_attempts_are_bounded_and_the_last_fault_is_told(server):
+    with pytest.raises(RewardFailed, match=r"/broken answered 500: .*, 2 times"):
+        await judged(service(f"{server}/broken", attempts=2), question(), answers("a"))
+
+
+@pytest.mark.parametrize("mode", ["slow", "drips"])
+async def test_a_slow_service_fails_at_the_deadline(server, mode):
+    began = time.monotonic()
+    with pytest.raises(RewardFailed, match=rf"/{mode} did not answer within {SOON:g} s"):
+        await judged(service(f"{server}/{mode}"), question(), answers("a"), deadline=SOON)
+    assert time.monotonic() - began >= SOON
+
+
+async def test_a_service_that_floods_is_not_read_further(server):
+    with pytest.raises(RewardFailed, match="sent more than 1048576 bytes"):
+        await judged(service(f"{server}/floods"), question(), answers("a"))
+
+
+@pytest.mark.parametrize(
+    ("mode", "told"),
+    [
+        ("too few", "sent 0 rewards for 2 answers"),
+        ("no numbers", "returned 'high', and a reward is a number"),
+        ("infinite", "and a reward is finite|is no JSON"),
+        ("no json", "sent what is no JSON"),
+        ("no rewards", "its reply is an object with a list of rewards"),
+    ],
+)
+async def test_a_service_that_lies_is_told_in_a_sentence(server, mode, told):
+    settings = service(f"{server}/by-question")
+    with pytest.raises(RewardFailed, match=told):
+        await judged(settings, question(mode=mode), answers("a", "b"))
+
+
+async def test_calls_in_flight_are_bounded():
+    import httpx
+
+    with reward_server() as (_, url):
+        config = TrainConfig(rewards=service(f"{url}/together", calls=2))
+        rewards = await start_rewards(config)
+        async with anyio.create_task_group() as tasks:
+            for _ in range(6):
+                tasks.start_soon(rewards.judge, question(), answers("a"))
+        await rewards.aclose()
+        async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE) as client:
+            assert (await client.get(url)).json()["most"] in {1, 2}
+
+
+async def test_a_token_is_taken_from_the_environment(server, monkeypatch):
+    settings = service(f"{server}/token", token_variable="JUDGE_TOKEN")
+    with pytest.raises(RewardFailed, match="JUDGE_TOKEN is not set"):
+        await judged(settings, question(), answers("a"))
+    monkeypatch.setenv("JUDGE_TOKEN", "secret")
+    assert await judged(settings, question(), answers("a"))
+    with pytest.raises(RewardFailed, match=r"refuses the explorers \(401\): name the environment"):
+        await judged(service(f"{server}/refuses"), question(), answers("a"))
+
+
+async def test_a_service_that_is_not_there_is_told_before_the_run_begins():
+    with pytest.raises(RewardFailed, match=r"does not answer .*: start it, or name another in"):
+        await judged(service("http://127.0.0.1:1/"), question(), answers("a"))
+
+
+async def test_fates_tell_of_a_service_that_is_slow_lies_floods_and_dies(
+    client, publisher, log, run_id
+):
+    """One step of real dispatch: good questions are trained, and no other holds it up."""
+    modes = ["slow", "no numbers", "floods", "broken", "lengths", "lengths", "dies", "lengths"]
+    parts = Parts(client, publisher, run_id)
+    options = {"max_attempts": 2, "prompts_per_step": 2, "window": len(modes)}
+    dispatcher = await parts.dispatcher(**options)
+    await dispatcher.dispatch(len(modes), parts.version)
+    explorer, failures = parts.explorer(), []
+
+    async def explore(rewards):
+        while True:
+            for claim in await explorer.claim(len(modes), seconds=PATIENCE):
+                tasks.start_soon(answer, rewards, claim)
+
+    async def answer(rewards, claim):
+        ordinal = claim.request.ordinal
+        asked = question(mode=modes[ordinal] if ordinal < len(modes) else "lengths")
+        try:
+            await rewards.judge(asked, answers("a", "b"))
+        except RewardFailed as error:
+            failures.append((ordinal, str(error)))
+            await explorer.fail(claim, str(error))
+        else:
+            await explorer.answer(claim, samples_of(claim))
+
+    with reward_server() as (_, url):
+        config = TrainConfig(rewards=service(f"{url}/by-question", attempts=1, calls=1))
+        rewards = await start_rewards(config.replaced("task", reward_deadline=WHILE))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(explore, rewards)
+            groups = await dispatcher.take(2, deadline=PATIENCE)
+            await dispatcher.trained(1, groups)
+            tasks.cancel_scope.cancel()
+        await rewards.aclose()
+    assert [one.experiences[0].ordinal for one in groups] == [4, 5]
+    [trained] = [
+        event
+        for event in (decode_envelope(entry.payload).event for entry in await log.read(limit=1000))
+        if isinstance(event, StepTrained)
+    ]
+    assert trained.dropped["attempts"][0] == (0, 3), "and perhaps those after the server's death"
+    told = dict(reversed(failures))  # the first of each
+    assert f"did not answer within {WHILE:g} s" in told[0]
+    assert "a reward is a number" in told[1]
+    assert "sent more than" in told[2]
+    assert "answered 500" in told[3]
+
+
+# --- judges -------------------------------------------------------------------------------------
+
+
+async def test_a_judge_grades_each_answer_by_its_last_number(server):
+    settings = RewardsConfig(judge=f"{server}/v1", judge_model="judge")
+    found = await judged(settings, question(), answers("right", "wrong {braces}"))
+    # The built-in prompt has the word "right" itself: both answers get its grade.
+    assert [one.reward for one in found] == [0.7, 0.7]
+    settings = RewardsConfig(
+        judge=f"{server}/v1/", judge_model="judge", judge_prompt="{response}", best_grade=10
+    )
+    found = await judged(settings, question(), answers("right", "wrong {braces}"))
+    assert [(one.reward, one.parts["grade"]) for one in found] == [(0.7, 7.0), (0.25, 2.5)]
+
+
+async def test_a_judge_without_a_grade_is_asked_again_within_its_attempts(server):
+    settings = RewardsConfig(judge=f"{server}/hesitant", judge_model="judge", calls=1)
+    [found] = await judged(settings, question(), answers("right"))
+    assert found.reward == 0.7
+    with pytest.raises(RewardFailed, match="gave no grade, 2 times"):
+        await judged(
+            RewardsConfig(judge=f"{server}/mute", judge_model="judge", attempts=2),
+            question(),
+            answers("a"),
+        )
+
+
+# --- code ---------------------------------------------------------------------------------------
+
+TESTS = "assert add(2, 3) == 5"
+GOOD = "def add(a, b):\n    return a + b"
+CODE = RewardsConfig(code_tests="tests", code_memory_mb=256, code_file_mb=1)
+
+
+async def test_code_is_right_if_it_and_its_tests_run_to_their_end():
+    texts = [
+        GOOD,
+        f"Here it is:\n```python\nadd = None\n```\nor\n```python\n{GOOD}\n```\n",
+        "def add(a, b):\n    return a - b",
+        "not python",
+    ]
+    found = await judged(CODE, question(tests=TESTS), answers(*texts))
+    assert [one.reward for one in found] == [1.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "code",
+    {
+        "leaves before the tests": "import sys; sys.exit(0)",
+        "ends its process": "import os; os._exit(0)",
+        "takes all memory": "x = bytearray(1 << 40)",
+        "writes a large file": "open('x', 'wb').write(bytes(1 << 22))",
+        "opens many files": "files = [open('/dev/null') for _ in range(100)]",
+        "dies": "import os; os.kill(os.getpid(), 9)",
+        "says the wrong token": "import os\nfor n in range(3, 9):\n  os.write(n, b'x' * 100)",
+        "reads what is not there": "import os; os.environ['HOME_OF_EXPLORER']",
+    }.values(),
+)
+async def test_code_that_breaks_its_limits_is_a_wrong_answer(code):
+    found = await judged(CODE, question(tests=TESTS), answers(f"{code}\n{GOOD}"))
+    assert [one.reward for one in found] == [0.0]
+
+
+async def test_code_that_hangs_or_floods_is_ended_with_all_that_it_started(tmp_path):
+    note = tmp_path / "pid"
+    hangs = (
+        "import subprocess, time, pathlib\n"
+        "child = subprocess.Popen(['sleep', '3600'])\n"
+        f"pathlib.Path({str(note)!r}).write_text(str(child.pid))\n"
+        "print('x' * 10_000_000)\n"
+        "time.sleep(3600)"
+    )
+    found = await judged(CODE, question(tests=TESTS), answers(hangs), deadline=WHILE)
+    assert [one.reward for one in found] == [0.0]
+    with anyio.fail_after(PATIENCE):
+        while _runs(int(note.read_text())):
+            await anyio.sleep(0.01)
+
+
+def _runs(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:  # noqa: PTH123
+            return file.read().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def test_a_question_without_tests_is_told():
+    with pytest.raises(RewardFailed, match="no text in its field 'tests'"):
+        await judged(CODE, question(), answers(GOOD))
+
+
+def test_the_last_block_of_python_is_the_code():
+    assert code_of("```python\na\n```\n```py\nb\n```\n") == "b\n"
+    assert code_of("no block") == "no block"
+
+
+# --- mistakes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rewards", "task", "told"),
+    [
+        ({"service": "http://h/", "code_tests": "t"}, {}, "each judge the answers: keep one"),
+        ({"service": "http://h/"}, {"reward": "a:b"}, "task.reward and rewards.service each judge"),
+        ({"service": "h:80"}, {}, "'h:80', which is no URL of HTTP"),
+        ({"judge": "http://h/v1"}, {}, "rewards.judge needs rewards.judge_model"),
+        ({"judge_prompt": "{answer}"}, {}, "unknown place {answer}"),
+        ({"judge_prompt": "{"}, {}, "cannot be read"),
+        ({"judge_prompt": "grade"}, {}, "has no place for the response"),
+    ],
+)
+def test_mistakes_in_the_settings_are_one_sentence(rewards, task, told, tmp_path):
+    import yaml
+
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({"rewards": rewards, "task": task}))
+    [problem] = read_config(path).problems
+    assert told in problem

@@ -1,0 +1,171 @@
+"""The trainer's interface is Trinity-RFT's: each name, with its parameters in their order."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import closing
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("ray")
+
+from tests.support.waits import PATIENCE  # noqa: E402
+from trinity_events import Synchronizer  # noqa: E402
+from trinity_events.checkpoint_layout import FILE_DIGESTS  # noqa: E402
+from trinity_workers import trainer as package  # noqa: E402
+from trinity_workers.trainer import upstream  # noqa: E402
+from trinity_workers.trainer.fleet import RayTrainerFleet  # noqa: E402
+from trinity_workers.trainer.worker import TrainWorker  # noqa: E402
+from trinity_workers.trainer.wrapper import NoWeightSyncGroup  # noqa: E402
+from trinity_workers.worker_group.group import WorkerGroup  # noqa: E402
+
+GROUP = ["master_address", "master_port", "world_size", "group_name", "timeout"]
+METHODS = {
+    "Trainer": {
+        "__init__": ["config"],
+        "prepare": [],
+        "get_weight_sync_info": [],
+        "setup_weight_sync_group": GROUP,
+        "teardown_weight_sync_group": [],
+        "train": [],
+        "train_step": ["exps"],
+        "need_sync": [],
+        "need_save": [],
+        "sync_weight": [],
+        "save_checkpoint": ["block_until_saved", "save_as_hf"],
+        "shutdown": [],
+        "is_alive": [],
+        "get_actor": ["config"],
+    },
+    "TrainEngineWrapper": {
+        "prepare": [],
+        "train_step": ["batch_exps"],
+        "save_checkpoint": ["block_until_saved", "save_as_hf"],
+        "wait_for_save": [],
+        "sync_weight_nccl": [],
+        "upload_state_dict": [],
+        "save_state_dict": [],
+        "get_weight_sync_info": [],
+        "setup_weight_sync_group": GROUP,
+        "teardown_weight_sync_group": [],
+    },
+}
+"""Methods of the classes that the upstream documentation names, with their parameters."""
+FUNCTIONS = {
+    "get_latest_hf_checkpoint_path": ["config"],
+    "get_trainer_wrapper": ["config"],
+    "is_verl_legacy": [],
+}
+
+
+def called_with(function, parameters):
+    """Check that a call by these parameters, in this order, fits: further ones have defaults."""
+    given = [one for one in inspect.signature(function).parameters.values() if one.name != "self"]
+    assert [one.name for one in given[: len(parameters)]] == parameters
+    assert all(one.default is not one.empty for one in given[len(parameters) :])
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "parameters"),
+    [(owner, name, asked) for owner, all_ in METHODS.items() for name, asked in all_.items()],
+)
+def test_a_method_of_upstream_exists_with_its_parameters(owner, name, parameters):
+    called_with(getattr(getattr(package, owner), name), parameters)
+
+
+@pytest.mark.parametrize(("name", "parameters"), sorted(FUNCTIONS.items()))
+def test_a_function_of_upstream_exists_with_its_parameters(name, parameters):
+    called_with(getattr(package, name), parameters)
+
+
+def test_the_number_of_steps_is_a_property():
+    for owner in (package.Trainer, package.TrainEngineWrapper):
+        assert isinstance(inspect.getattr_static(owner, "train_step_num"), property)
+
+
+def test_the_newest_folder_with_weights_is_found_and_no_other(tmp_path):
+    config = SimpleNamespace(checkpoint_folder=tmp_path / "run")
+    assert package.get_latest_hf_checkpoint_path(config) is None
+    for step in (5, 30, 100):
+        folder = config.checkpoint_folder / f"global_step_{step}" / "actor" / "huggingface"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        if step < 100:
+            (folder / FILE_DIGESTS).write_text("0  model.safetensors\n")
+    (config.checkpoint_folder / ".staging").mkdir()
+    found = package.get_latest_hf_checkpoint_path(config)
+    assert found == str(config.checkpoint_folder / "global_step_30" / "actor" / "huggingface")
+
+
+@pytest.mark.parametrize(
+    ("version", "legacy"), [("0.7.1", True), ("0.8.0", False), ("0.10.0.dev0", False)]
+)
+def test_verl_before_its_engines_is_legacy(monkeypatch, version, legacy):
+    monkeypatch.setattr(upstream, "version", lambda _: version)
+    assert package.is_verl_legacy() is legacy
+
+
+# --- the group ----------------------------------------------------------------------------------
+
+
+class Actor:
+    """Handle of a worker in this process, which is called as Ray's actors are."""
+
+    def __init__(self, worker):
+        self._worker = worker
+
+    def __getattr__(self, method):
+        async def remote(*args, **options):
+            return getattr(self._worker, method)(*args, **options)
+
+        return SimpleNamespace(remote=remote)
+
+
+@pytest.fixture
+def fleet(make_config):
+    """A fleet of one rank, with a real synchronizer and no process."""
+    config = make_config(sync={"method": "nccl", "timeout": PATIENCE})
+    urls = {"redis_url": config.redis_url, "weights_url": config.weights_url}
+    synchronizer = Synchronizer(config.run_id, config.epoch, transport="collective", **urls)
+    worker = TrainWorker.__new__(TrainWorker)
+    worker._config, worker._synchronizer = config, synchronizer
+    tensors = [("weight", torch.zeros(2, 3, dtype=torch.bfloat16))]
+    worker._models = SimpleNamespace(
+        policy=SimpleNamespace(get_per_tensor_param=lambda: iter(tensors))
+    )
+    made = RayTrainerFleet(config)
+    made._workers = WorkerGroup(TrainWorker, [Actor(worker)])
+    with closing(synchronizer), closing(made._log), closing(made._publisher):
+        yield made
+
+
+async def test_the_group_forms_at_the_address_that_was_told_and_again(fleet):
+    host, port, tensors = await fleet.get_weight_sync_info()
+    assert tensors == [("weight", "bfloat16", (2, 3))]
+    config = fleet._config
+    explorer = Synchronizer(
+        config.run_id,
+        0,
+        redis_url=config.redis_url,
+        weights_url=config.weights_url,
+        role="explorer",
+    )
+    with closing(explorer):
+        explorer.join_weight_sync_group()
+        await fleet.setup_weight_sync_group(host, port, 2, "rollouts", int(PATIENCE))
+    await fleet.teardown_weight_sync_group()
+
+
+async def test_a_group_that_cannot_be_is_refused_in_a_sentence(fleet, make_config):
+    host, port, _ = await fleet.get_weight_sync_info()
+    with pytest.raises(NoWeightSyncGroup, match=rf"forms at {host}:{port}, and not at elsewhere:1"):
+        await fleet.setup_weight_sync_group("elsewhere", 1, 2, "rollouts", 1)
+    with pytest.raises(NoWeightSyncGroup, match="has 1 members: it needs the trainer and at least"):
+        await fleet.setup_weight_sync_group(host, port, 1, "rollouts", 1)
+    fleet._config = make_config()
+    assert await fleet.get_weight_sync_info() is None
+    with pytest.raises(NoWeightSyncGroup, match=r"set sync\.method nccl"):
+        await fleet.setup_weight_sync_group(host, port, 2, "rollouts", 1)
+    await fleet.teardown_weight_sync_group()

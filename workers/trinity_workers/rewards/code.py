@@ -1,0 +1,149 @@
+"""Rewards of code: an answer's program and its tests, run with limits."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from subprocess import DEVNULL, PIPE
+
+import anyio
+import anyio.abc
+import msgspec
+from msgspec import Struct
+
+from trinity_events.waits import NO_REPORTS, WaitReporter
+
+from ..tasks import Answer, Question
+from .base import Rewarded, RewardFailed
+
+_RUNNER = Path(__file__).with_name("code_runner.py")
+_FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+_TOKEN_BYTES = 16
+
+
+class CodeLimits(Struct, frozen=True, kw_only=True):
+    """Limits of one process of an answer's code."""
+
+    seconds: float
+    memory_bytes: int
+    file_bytes: int
+    files: int
+
+
+class CodeRewards:
+    """Judge by running an answer's Python code and then the question's tests, each time anew.
+
+    The reward is 1 if both run to their end, else 0: code that hangs, dies or floods is a wrong
+    answer, not a failed attempt. The process has no environment, an empty folder of its own, and
+    limits. It is no sandbox: it may use the network, and read what the explorer's user may read.
+
+    Args:
+        field: Field of a question's record with the tests.
+        limits: Limits of each process.
+        processes: Maximum number of processes.
+        waits: Reporter of long waits.
+    """
+
+    def __init__(
+        self,
+        field: str,
+        limits: CodeLimits,
+        *,
+        processes: int,
+        waits: WaitReporter = NO_REPORTS,
+    ) -> None:
+        self._field = field
+        self._limits = limits
+        self._free = anyio.CapacityLimiter(processes)
+        self._waits = waits
+
+    async def start(self) -> None:
+        """Raise RewardFailed unless code runs here within the limits."""
+        if not await self._passes("assert 1 + 1 == 2"):
+            raise RewardFailed(
+                "a program of one line does not run within the limits of an answer's code: raise "
+                "rewards.code_memory_mb or task.reward_deadline"
+            )
+
+    async def judge(self, question: Question, answers: Sequence[Answer]) -> list[Rewarded]:
+        """Return the reward of each answer. Raises RewardFailed if the question has no tests."""
+        tests = question.data.get(self._field)
+        if not isinstance(tests, str):
+            raise RewardFailed(
+                f"a question has no text in its field {self._field!r}, which rewards.code_tests "
+                "names: its records need the tests there"
+            )
+        found = dict.fromkeys(range(len(answers)), 0.0)
+
+        async def one(index: int, answer: Answer) -> None:
+            found[index] = float(await self._passes(f"{code_of(answer.text)}\n\n{tests}\n"))
+
+        async with anyio.create_task_group() as tasks:
+            for index, answer in enumerate(answers):
+                tasks.start_soon(one, index, answer)
+        return [Rewarded(reward=found[index]) for index in range(len(answers))]
+
+    async def aclose(self) -> None:
+        """Do nothing: each process ends with its answer."""
+
+    async def _passes(self, program: str) -> bool:
+        """Return True if a program runs to its end within the limits."""
+        token = secrets.token_hex(_TOKEN_BYTES).encode()
+        seconds = self._limits.seconds
+        async with self._free:
+            with (
+                tempfile.TemporaryDirectory(
+                    prefix="trinity-code-", ignore_cleanup_errors=True
+                ) as folder,
+                self._waits.waiting("an answer's code", deadline=seconds),
+            ):
+                process = await anyio.open_process(
+                    [sys.executable, "-I", "-S", str(_RUNNER)],
+                    stdin=PIPE,
+                    stdout=PIPE,
+                    stderr=DEVNULL,
+                    cwd=folder,
+                    env={"HOME": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1"},
+                    start_new_session=True,
+                )
+                try:
+                    with anyio.move_on_after(seconds):
+                        return await self._exchange(process, token, program) == token
+                    return False
+                finally:
+                    with anyio.CancelScope(shield=True):
+                        await _kill(process)
+
+    async def _exchange(self, process: anyio.abc.Process, token: bytes, program: str) -> bytes:
+        """Send limits, token and program; return what comes back, no longer than the token."""
+        assert process.stdin is not None and process.stdout is not None
+        limits = msgspec.json.encode(self._limits)
+        received = b""
+        with suppress(anyio.BrokenResourceError, anyio.EndOfStream, OSError):
+            await process.stdin.send(limits + b"\n" + token + b"\n" + program.encode())
+            await process.stdin.aclose()
+            while len(received) <= len(token):
+                received += await process.stdout.receive(len(token) + 1 - len(received))
+        return received
+
+
+def code_of(text: str) -> str:
+    """Return the last fenced block of Python in a text, or the text if it has none."""
+    blocks = _FENCED.findall(text)
+    return str(blocks[-1]) if blocks else text
+
+
+async def _kill(process: anyio.abc.Process) -> None:
+    """Kill a process, and all that it started in its session."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        process.kill()
+    await process.aclose()

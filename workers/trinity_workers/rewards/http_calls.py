@@ -1,0 +1,161 @@
+"""Calls of HTTP services: a deadline over all attempts, and bounds on calls and on bytes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import anyio
+import httpx
+import msgspec
+
+from trinity_events.log.retry import backoff_delays
+from trinity_events.waits import NO_REPORTS, WaitReporter
+
+from .base import RewardFailed
+
+T = TypeVar("T")
+
+LARGEST_REPLY = 1 << 20
+"""Bytes of a reply; a service that sends more is not read further."""
+_LONGEST_PAUSE = 2.0
+"""Seconds between two attempts, at most."""
+_START_ATTEMPT = 30.0
+"""Seconds within which a service answers anything, before a run begins."""
+_TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
+"""Status codes after which another attempt may succeed."""
+_SHOWN = 200
+"""Characters of a reply that an error shows."""
+
+
+class Unusable(Exception):
+    """Raised if a reply is not what was asked for; the message is the end of a sentence."""
+
+
+class HttpCalls:
+    """Client of one HTTP service.
+
+    Args:
+        name: Name of the service for messages, such as ``the reward service http://...``.
+        deadline: Seconds for all attempts at one call.
+        attempts: Attempts at one call.
+        calls: Calls in flight.
+        token_variable: Environment variable with a bearer token.
+        waits: Reporter of long waits for a reply.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        deadline: float,
+        attempts: int,
+        calls: int,
+        token_variable: str | None = None,
+        waits: WaitReporter = NO_REPORTS,
+    ) -> None:
+        self.name = name
+        self._deadline = deadline
+        self._attempts = attempts
+        self._free = anyio.CapacityLimiter(calls)
+        self._waits = waits
+        headers = {}
+        if token_variable is not None:
+            token = os.environ.get(token_variable)
+            if not token:
+                raise RewardFailed(
+                    f"{name} needs a token, and the environment variable {token_variable} is not "
+                    "set: set it for the explorers, or leave out rewards.token_variable"
+                )
+            headers["Authorization"] = f"Bearer {token}"
+        longest = 2 * max(deadline, _START_ATTEMPT)  # the calls have deadlines of their own
+        # No proxy of the environment: a judge on this host would be asked for elsewhere.
+        self._client = httpx.AsyncClient(
+            headers=headers, timeout=longest, trust_env=False, follow_redirects=False
+        )
+
+    async def reach(self, url: str, setting: str) -> None:
+        """Ask for anything at a URL, so that a service that is not there is told at once.
+
+        Raises RewardFailed, which names the setting.
+        """
+        status = 0
+        try:
+            with anyio.fail_after(_START_ATTEMPT):
+                async with self._client.stream("GET", url) as reply:
+                    status = reply.status_code
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, OSError) as error:
+            raise RewardFailed(
+                f"{self.name} does not answer ({_told(error, _START_ATTEMPT)}): start it, or "
+                f"name another in {setting}"
+            ) from None
+        if status in (401, 403):
+            raise RewardFailed(
+                f"{self.name} refuses the explorers ({status}): name the environment variable "
+                "with its token in rewards.token_variable"
+            )
+
+    async def post(self, url: str, body: Any, read: Callable[[bytes], T]) -> T:
+        """Post JSON, and return what ``read`` makes of the reply's bytes.
+
+        ``read`` raises Unusable for a reply that another attempt may better, and RewardFailed for
+        one that is final.
+
+        Raises RewardFailed: after the attempts, after the deadline, or for a refusal.
+        """
+        content = msgspec.json.encode(body)
+        async with self._free:
+            fault = "no attempt was made"
+            pauses = backoff_delays(_LONGEST_PAUSE)
+            try:
+                with (
+                    self._waits.waiting(self.name, deadline=self._deadline),
+                    anyio.fail_after(self._deadline),
+                ):
+                    for attempt in range(self._attempts):
+                        if attempt:
+                            await anyio.sleep(next(pauses))
+                        try:
+                            return read(await self._exchange(url, content))
+                        except Unusable as error:
+                            fault = str(error)
+                        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+                            fault = f"did not answer ({_told(error, self._deadline)})"
+            except TimeoutError:
+                late = f"did not answer within {self._deadline:g} s"
+                before = "" if fault.startswith("no attempt") else f"; before that it {fault}"
+                raise RewardFailed(f"{self.name} {late}{before}") from None
+        tried = f", {self._attempts} times" if self._attempts > 1 else ""
+        raise RewardFailed(f"{self.name} {fault}{tried}")
+
+    async def _exchange(self, url: str, content: bytes) -> bytes:
+        headers = {"Content-Type": "application/json"}
+        async with self._client.stream("POST", url, content=content, headers=headers) as reply:
+            received = bytearray()
+            async for chunk in reply.aiter_raw():  # raw: a small reply may inflate to a large one
+                received += chunk
+                if len(received) > LARGEST_REPLY:
+                    raise RewardFailed(
+                        f"{self.name} sent more than {LARGEST_REPLY} bytes, which are not read"
+                    )
+        if reply.status_code in _TRANSIENT:
+            raise Unusable(f"answered {reply.status_code}{_shown(received)}")
+        if reply.status_code != httpx.codes.OK:
+            raise RewardFailed(f"{self.name} answered {reply.status_code}{_shown(received)}")
+        return bytes(received)
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+
+def _told(error: BaseException, seconds: float) -> str:
+    if isinstance(error, TimeoutError):
+        return f"nothing came within {seconds:g} s"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _shown(reply: bytes | bytearray) -> str:
+    text = " ".join(reply[:_SHOWN].decode(errors="replace").split())
+    return f": {text}" if text else ""

@@ -1,0 +1,71 @@
+"""Rewards of a service over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from ..tasks import Answer, Question
+from ..user_processes.frames import shown
+from .base import Rewarded, RewardFailed, rewarded
+from .http_calls import HttpCalls
+
+
+class _Asked(Struct, frozen=True, kw_only=True):
+    question: Question
+    answers: list[Answer]
+
+
+class ServiceRewards:
+    """Judge by a service, which gets all answers to a question in one call.
+
+    It is posted ``{"question": {...}, "answers": [...]}`` and answers ``{"rewards": [...]}``: one
+    number for each answer, or one object with ``reward`` and other numbers.
+
+    Args:
+        url: URL of the service.
+        http: Client for it.
+    """
+
+    def __init__(self, url: str, http: HttpCalls) -> None:
+        self._url = url
+        self._http = http
+
+    async def start(self) -> None:
+        """Raise RewardFailed unless the service answers."""
+        await self._http.reach(self._url, "rewards.service")
+
+    async def judge(self, question: Question, answers: Sequence[Answer]) -> list[Rewarded]:
+        """Return the reward of each answer. Raises RewardFailed."""
+
+        def read(reply: bytes) -> list[Rewarded]:
+            values = self._values(reply, len(answers))
+            try:
+                return [rewarded(value) for value in values]
+            except ValueError as error:
+                raise RewardFailed(f"{self._http.name} {error}") from None
+
+        asked = _Asked(question=question, answers=list(answers))
+        return await self._http.post(self._url, asked, read)
+
+    def _values(self, reply: bytes, count: int) -> list[Any]:
+        try:
+            decoded = msgspec.json.decode(reply)
+        except msgspec.DecodeError as error:
+            raise RewardFailed(f"{self._http.name} sent what is no JSON: {error}") from None
+        values = decoded.get("rewards") if isinstance(decoded, dict) else None
+        if not isinstance(values, list):
+            raise RewardFailed(
+                f"{self._http.name} sent {shown(decoded)}, and its reply is an object with a list "
+                "of rewards"
+            )
+        if len(values) != count:
+            raise RewardFailed(f"{self._http.name} sent {len(values)} rewards for {count} answers")
+        return values
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()

@@ -1,0 +1,36 @@
+"""Functions that Trinity-RFT's trainer package has, by its names."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from trinity_events.checkpoint_layout import MODEL_FOLDER, final_name, parse_final_name
+
+from ..config import RunConfig
+from ..engines.model_folder import has_weights
+
+_FIRST_OF_WORKERS = (0, 8)
+"""First version of veRL with the engines that Trinity-RFT's present workers drive."""
+
+
+def get_latest_hf_checkpoint_path(config: RunConfig) -> str | None:
+    """Return the newest ready step's Hugging Face folder with weights; None if there is none.
+
+    A checkpoint may hold a folder with configuration and tokenizer alone: it does not count.
+    """
+    root = config.checkpoint_folder
+    steps = (parse_final_name(one.name) for one in root.iterdir()) if root.is_dir() else ()
+    for step in sorted((one for one in steps if one is not None), reverse=True):
+        folder = root.joinpath(final_name(step), *MODEL_FOLDER)
+        if has_weights(folder):
+            return str(folder)
+    return None
+
+
+def is_verl_legacy() -> bool:
+    """Return True if the installed veRL is older than 0.8; False without veRL."""
+    try:
+        installed = version("verl")
+    except PackageNotFoundError:
+        return False
+    return tuple(int(part) for part in installed.split(".")[:2]) < _FIRST_OF_WORKERS
