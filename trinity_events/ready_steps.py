@@ -54,7 +54,8 @@ async def wait_ready(
     Raises:
         DeadlineExceeded: after ``deadline`` seconds, with what the step lacks.
         StepNotReady: if a newer step took its place, so that it never becomes ready.
-        RunNotFound, ServerUnreachable, ServerTooOld, InvalidUrl, PermissionDenied.
+        RunNotFound: if the server has no such run.
+        TrinityError: if the server cannot be used, as for :func:`.subscribe`.
     """
     with anyio.move_on_after(deadline):
         return await _ready(run, step, kind, epoch, redis_url)
