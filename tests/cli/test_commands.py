@@ -37,8 +37,19 @@ from trinity_schemas import (
 
 COMMANDS = (
     *("demo", "serve", "reducer", "runs", "status", "explain", "tail", "replay"),
-    *("diff", "bisect", "track", "plot", "delete", "watch", "metrics", "dashboard"),
-    *("audit", "export", "import", "verify", "train", "trainer", "explorer", "convert"),
+    *("diff", "bisect", "track", "plot", "delete", "watch", "metrics"),
+    *(
+        "dashboard",
+        "traces",
+        "audit",
+        "export",
+        "import",
+        "verify",
+        "train",
+        "trainer",
+        "explorer",
+        "convert",
+    ),
 )
 
 

@@ -113,7 +113,7 @@ async def test_a_follower_holds_few_large_events_at_once(run_id, monkeypatch):
     )
     async with events:
         assert [(await anext(events)).step for _ in range(500)] == list(range(500))
-    assert log.most <= 16 * 10_200
+    assert log.most <= 16 * 10_300
 
 
 async def test_an_import_sends_few_large_entries_at_once(client, run_id, monkeypatch):
