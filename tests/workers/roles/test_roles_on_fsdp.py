@@ -29,9 +29,6 @@ from trinity_workers.trainer.fsdp_models import make_step  # noqa: E402
 from trinity_workers.worker_group.dispatch import Dispatch  # noqa: E402
 from trinity_workers.worker_group.registered import registered_methods  # noqa: E402
 
-# torch's, of a head's output, which nothing writes to in place.
-pytestmark = pytest.mark.filterwarnings("default:FSDP2-wrapped module:UserWarning")
-
 
 @pytest.fixture(scope="module")
 def config(policy_folder, tmp_path_factory):

@@ -39,9 +39,12 @@ class ValueModel(nn.Module):
         return self.model
 
     def forward(self, **inputs: Any) -> Tensor:
-        """Return the value after each token: [B, S, 1]. FSDP takes no view for an output."""
+        """Return the value after each token: [B, S, 1].
+
+        FSDP takes no view for an output, and a linear layer may return one.
+        """
         values: Tensor = self.score(self.model(**inputs).last_hidden_state)
-        return values
+        return values.clone()
 
 
 def load_critic(folder: Path, dtype: str = "float32") -> tuple[ValueModel, PreTrainedTokenizerBase]:
