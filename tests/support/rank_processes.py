@@ -75,10 +75,15 @@ class RankProcesses:
         return group
 
     def leave(self) -> None:
-        """Let the present group's ranks leave it."""
+        """Let the present group's ranks leave it; where one has died, others take all places."""
         if self._world:
-            RankGroup(self, self._world)(_leave)
-        self._world = 0
+            answers = RankGroup(self, self._world).answers(_leave)
+            faults = [one for one in answers if isinstance(one, BaseException)]
+            self._world = 0
+            if any(isinstance(one, ProcessLookupError) for one in faults):
+                self.end()
+            elif faults:
+                raise faults[0]
 
     def ask(self, rank: int, function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
         """Start the function on one rank; the answer is what it returned or raised."""

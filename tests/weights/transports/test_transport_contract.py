@@ -713,9 +713,11 @@ def test_a_publisher_on_another_node_that_is_killed_is_told_from_a_retired_versi
 def test_a_publisher_keeps_few_parts_when_nobody_retires_any(
     ray_cluster, opened, weights_url, part
 ):
+    from trinity_events.weights.transports.ray.store import MOST_KEPT
+
     here = opened(Where("ray", weights_url, ray_cluster))
-    events = [put(here, part._replace(step=step)) for step in range(7)]
-    assert len(left(Where("ray", ""), part.run_id)) == 4
+    events = [put(here, part._replace(step=step)) for step in range(MOST_KEPT + 3)]
+    assert len(left(Where("ray", ""), part.run_id)) == MOST_KEPT
     with pytest.raises(VersionUnavailable, match="retired from the Ray cluster"):
         read(here, part.run_id, events[2])
     assert_same(read(here, part.run_id, events[3]), SOME)

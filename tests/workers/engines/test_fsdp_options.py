@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
@@ -73,7 +74,12 @@ def shapes_of_inputs(module):
 
 def compare(rank, folder, dtype, by_layers):
     """Return what each option comes to, and the shapes that it computed in the last step."""
-    fsdp._SHARD_LAYERS_FROM = 0 if by_layers else 10_000_000
+    # The processes of the ranks are those of later tests too.
+    with patch.object(fsdp, "_SHARD_LAYERS_FROM", 0 if by_layers else 10_000_000):
+        return trained_with_each(rank, folder, dtype)
+
+
+def trained_with_each(rank, folder, dtype):
     found = {}
     for name in ("plain", "recompute", "cpu_offload", "packing"):
         options = FSDPOptions(**({} if name == "plain" else {name: True}))
