@@ -8,18 +8,14 @@ Log-probabilities and entropies of the same tokens and models in two ways:
 
 from __future__ import annotations
 
-import multiprocessing
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
-
 from .environment import Stage
 from .measure import Findings, Noise, Row, median, ratio, say, spread, taking_turns
-from .megatron_stream import DEADLINE, Measured, measure
+from .rank_processes import Methods, measure, measured
 from .replay import megabytes
 from .report import MEGATRON
 
@@ -62,7 +58,8 @@ def run(on: Stage, size: Size, noise: Noise) -> Findings:
         for count in size.rows:
             noise.beat()
             say(f"  {count * COLUMNS} tokens on {engine}")
-            rows += rows_of(engine, count, measured(engine, count, size.rounds))
+            on_rank = partial(measure_all, engine=engine, rows=count, rounds=size.rounds)
+            rows += rows_of(engine, count, measured(RANKS[engine], write_policy, on_rank))
     return Findings(
         rows,
         [
@@ -75,7 +72,7 @@ def run(on: Stage, size: Size, noise: Noise) -> Findings:
     )
 
 
-def rows_of(engine: str, count: int, found: dict[str, list[Measured]]) -> list[Row]:
+def rows_of(engine: str, count: int, found: Methods) -> list[Row]:
     """Return rows that compare fused with plain."""
     fused, plain = found["fused"], found["plain"]
     bytes_fused, bytes_plain = (max(one.peak for one in each) for each in (fused, plain))
@@ -98,33 +95,6 @@ def rows_of(engine: str, count: int, found: dict[str, list[Measured]]) -> list[R
             spread=spread(seconds[0]),
         ),
     ]
-
-
-def measured(engine: str, rows: int, rounds: int) -> dict[str, list[Measured]]:
-    """Return rank 0's measurements of both ways."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        write_policy(Path(folder))
-        ours, theirs = context.Pipe()
-        place = Path(folder, "meeting-place").as_uri()
-        ranks = [
-            context.Process(
-                target=rank_main,
-                args=(rank, place, folder, engine, rows, rounds, None if rank else theirs),
-            )
-            for rank in range(RANKS[engine])
-        ]
-        try:
-            for one in ranks:
-                one.start()
-            theirs.close()  # so that the pipe closes when the ranks end
-            if not ours.poll(DEADLINE):
-                raise TimeoutError(f"the ranks said nothing for {DEADLINE:g} s")
-            return msgspec.json.decode(ours.recv_bytes(), type=dict[str, list[Measured]])
-        finally:
-            for one in ranks:
-                one.join(10)
-                one.kill()
 
 
 def write_policy(folder: Path) -> None:
@@ -206,10 +176,10 @@ def megatron_pass(folder: Path) -> Callable[..., int]:
     return once
 
 
-def rank_main(
-    rank: int, place: str, folder: str, engine: str, rows: int, rounds: int, answer: Any = None
-) -> None:
-    """Measure on one rank; the one with an answer sends the results. Collective."""
+def measure_all(
+    rank: int, place: str, folder: str, *, engine: str, rows: int, rounds: int
+) -> Methods:
+    """Measure both ways on one rank. Collective."""
     import torch
     import torch.distributed as dist
 
@@ -225,5 +195,4 @@ def rank_main(
     }
     found = taking_turns(contenders, rounds, Noise())
     dist.destroy_process_group()
-    if answer is not None:
-        answer.send_bytes(msgspec.json.encode(found))
+    return found

@@ -14,8 +14,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .environment import Stage
-from .measure import Findings, Noise, Row, median, ratio, say, spread, taking_turns
-from .megatron_stream import VOCABULARY, Measured, Size, measure, measured, random_engine
+from .measure import Findings, Noise, Row, say, taking_turns
+from .megatron_stream import RANKS, VOCABULARY, Size, random_engine, write_config
+from .rank_processes import Methods, measure, measured, rows_beside
 from .replay import megabytes
 from .report import MEGATRON
 
@@ -43,7 +44,8 @@ def run(on: Stage, size: Size, noise: Noise) -> Findings:
         for change in size.layouts:
             noise.beat()
             say(f"  {model} model from {change}")
-            rows += rows_of(change, measured(model, change, size.rounds, measure_all))
+            on_rank = partial(measure_all, change=change, rounds=size.rounds)
+            rows += rows_of(change, measured(RANKS, partial(write_config, model), on_rank))
     return Findings(
         rows,
         [
@@ -55,32 +57,15 @@ def run(on: Stage, size: Size, noise: Noise) -> Findings:
     )
 
 
-def rows_of(change: str, found: dict[str, list[Measured]]) -> list[Row]:
+def rows_of(change: str, found: Methods) -> list[Row]:
     """Return rows that compare slices with each other method."""
-    slices, model = found["slices"], megabytes(found["slices"][0].model)
-    rows = []
-    for way in ("tensors", "model"):
-        mine_s, theirs_s = ([one.seconds for one in each] for each in (slices, found[way]))
-        mine_b, theirs_b = (max(one.peak for one in each) for each in (slices, found[way]))
-        rows += [
-            Row(
-                what=f"seconds of slices, {model}, {change}",
-                figure=f"{median(mine_s):.3f}",
-                peer=way,
-                peer_figure=f"{median(theirs_s):.3f}",
-                ratio=ratio(mine_s, theirs_s),
-                spread=spread(mine_s),
-            ),
-            Row(
-                what=f"memory of slices, {model}, {change}",
-                figure=megabytes(mine_b),
-                peer=way,
-                peer_figure=megabytes(theirs_b),
-                ratio=mine_b / theirs_b,
-                spread=spread([one.peak for one in slices]),
-            ),
-        ]
-    return rows
+    slices = found["slices"]
+    where = f"{megabytes(slices[0].model)}, {change}"
+    return [
+        row
+        for way in ("tensors", "model")
+        for row in rows_beside("slices", where, slices, way, found[way])
+    ]
 
 
 class Target:
@@ -114,9 +99,7 @@ class Target:
                 parameter.data.copy_(shards[self._rank])
 
 
-def measure_all(
-    rank: int, place: str, folder: str, change: str, rounds: int
-) -> dict[str, list[Measured]]:
+def measure_all(rank: int, place: str, folder: str, *, change: str, rounds: int) -> Methods:
     """Measure every method on one rank. Collective."""
     import torch.distributed as dist
 

@@ -9,24 +9,14 @@ Three methods provide every full tensor once on rank 0, copied into chunks as by
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import multiprocessing
-import os
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterable
-from contextlib import redirect_stderr
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
-from msgspec import Struct
-
 from .environment import Stage
-from .measure import Findings, Noise, Row, median, ratio, say, spread, taking_turns
+from .measure import Findings, Noise, Row, say, taking_turns
+from .rank_processes import Methods, measure, measured, rows_beside
 from .replay import megabytes
 from .report import MEGATRON
 
@@ -43,11 +33,9 @@ MODELS = {
 }
 LAYOUTS = {"TP 2": (2, 1), "PP 2": (1, 2)}
 """Tensor and pipeline parallelism of each layout."""
+RANKS = 2
 VOCABULARY = 16_384
 CHUNK_BYTES = 4 << 20
-PAGE_BYTES = 4096
-DEADLINE = 600.0
-"""Maximum seconds for the ranks to process one model in one layout."""
 
 
 class Size(NamedTuple):
@@ -66,16 +54,6 @@ SIZES = {
 }
 
 
-class Measured(Struct, frozen=True):
-    """Measurement of one round of one method, on rank 0."""
-
-    seconds: float
-    peak: int
-    """Bytes of resident memory in excess of those before."""
-    model: int
-    """Bytes of all tensors."""
-
-
 def run(on: Stage, size: Size, noise: Noise) -> Findings:
     """Measure every method, on models of several sizes, in every layout."""
     del on  # it needs no server
@@ -84,7 +62,8 @@ def run(on: Stage, size: Size, noise: Noise) -> Findings:
         for layout in size.layouts:
             noise.beat()
             say(f"  {model} model at {layout}")
-            rows += rows_of(layout, measured(model, layout, size.rounds))
+            on_rank = partial(measure_all, layout=layout, rounds=size.rounds)
+            rows += rows_of(layout, measured(RANKS, partial(write_config, model), on_rank))
     return Findings(
         rows,
         [
@@ -96,67 +75,16 @@ def run(on: Stage, size: Size, noise: Noise) -> Findings:
     )
 
 
-def rows_of(layout: str, found: dict[str, list[Measured]]) -> list[Row]:
+def rows_of(layout: str, found: Methods) -> list[Row]:
     """Return rows that compare the stream with each other method."""
-    stream, model = found["stream"], megabytes(found["stream"][0].model)
-    rows = []
-    for way, theirs in found.items():
-        if way == "stream":
-            continue
-        mine_s, theirs_s = ([one.seconds for one in each] for each in (stream, theirs))
-        mine_b, theirs_b = (max(one.peak for one in each) for each in (stream, theirs))
-        rows += [
-            Row(
-                what=f"seconds of a stream, {model} at {layout}",
-                figure=f"{median(mine_s):.3f}",
-                peer=way,
-                peer_figure=f"{median(theirs_s):.3f}",
-                ratio=ratio(mine_s, theirs_s),
-                spread=spread(mine_s),
-            ),
-            Row(
-                what=f"memory of a stream, {model} at {layout}",
-                figure=megabytes(mine_b),
-                peer=way,
-                peer_figure=megabytes(theirs_b),
-                ratio=mine_b / theirs_b,
-                spread=spread([one.peak for one in stream]),
-            ),
-        ]
-    return rows
-
-
-def measured(
-    model: str, layout: str, rounds: int, measure_on_rank: Callable[..., Any] | None = None
-) -> dict[str, list[Measured]]:
-    """Return rank 0's measurements of every method, by a function that each rank runs."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        write_config(model, Path(folder))
-        ours, theirs = context.Pipe()
-        place = Path(folder, "meeting-place").as_uri()
-        ranks = [
-            context.Process(
-                target=rank_main,
-                args=(
-                    theirs,
-                    rank,
-                    partial(measure_on_rank or measure_all, rank, place, folder, layout, rounds),
-                ),
-            )
-            for rank in range(2)
-        ]
-        try:
-            for one in ranks:
-                one.start()
-            theirs.close()  # so that the pipe closes when both ranks end
-            if not ours.poll(DEADLINE):
-                raise TimeoutError(f"the ranks said nothing for {DEADLINE:g} s")
-            return msgspec.json.decode(ours.recv_bytes(), type=dict[str, list[Measured]])
-        finally:
-            for one in ranks:
-                one.join(10)
-                one.kill()
+    stream = found["stream"]
+    where = f"{megabytes(stream[0].model)} at {layout}"
+    return [
+        row
+        for way, theirs in found.items()
+        if way != "stream"
+        for row in rows_beside("a stream", where, stream, way, theirs)
+    ]
 
 
 def write_config(model: str, folder: Path) -> None:
@@ -237,42 +165,7 @@ WAYS: dict[str, Callable[[Any, torch.Tensor], int]] = {
 }
 
 
-def resident(field: str) -> int:
-    """Return VmRSS or VmHWM of this process, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    raise LookupError(field)
-
-
-def measure(once: Callable[[], int]) -> Measured:
-    """Run a method once on all ranks; return the measurement of this rank."""
-    import torch.distributed as dist
-
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = resident("VmRSS")
-    dist.barrier()
-    began = time.perf_counter()
-    model = once()
-    dist.barrier()
-    seconds = time.perf_counter() - began
-    # The resolution is one page.
-    return Measured(seconds, max(PAGE_BYTES, resident("VmHWM") - before), model)
-
-
-def rank_main(answer: Any, rank: int, measure_on_rank: Callable[[], Any]) -> None:
-    """Measure on one rank; rank 0 sends the results."""
-    with Path(os.devnull).open("w") as nowhere, redirect_stderr(nowhere if rank else sys.stderr):
-        found = measure_on_rank()
-    if rank == 0:
-        answer.send_bytes(msgspec.json.encode(found))
-
-
-def measure_all(
-    rank: int, place: str, folder: str, layout: str, rounds: int
-) -> dict[str, list[Measured]]:
+def measure_all(rank: int, place: str, folder: str, *, layout: str, rounds: int) -> Methods:
     """Measure every method on one rank. Collective."""
     import torch
     import torch.distributed as dist
@@ -298,7 +191,7 @@ def random_engine(rank: int, place: str, folder: str, tensor: int, pipeline: int
     from trinity_workers.engines.megatron import MegatronEngine, ParallelLayout
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=RANKS)
     engine = MegatronEngine(
         Path(folder),
         device=torch.device("cpu"),
