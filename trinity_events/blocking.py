@@ -104,14 +104,19 @@ def subscribe(run: str, *types: type[E], **options: Any) -> BlockingSubscription
 
 @contextmanager
 def hold_checkpoint(
-    run: str, step: int, *, redis_url: str | None = None, checkpoint_root: Path | str | None = None
+    run: str,
+    step: int,
+    *,
+    redis_url: str | None = None,
+    checkpoint_root: Path | str | None = None,
+    deadline: float = checkpoint_lease.PROMOTED,
 ) -> Iterator[Path]:
     """Hold a lease as :func:`trinity_events.hold_checkpoint`.
 
     A lease that is lost raises at the end of the block, which a thread cannot cancel.
     """
     held = checkpoint_lease.hold_checkpoint(
-        run, step, redis_url=redis_url, checkpoint_root=checkpoint_root
+        run, step, redis_url=redis_url, checkpoint_root=checkpoint_root, deadline=deadline
     )
     with start_blocking_portal() as portal:
         lease: AbstractContextManager[Path] = portal.wrap_async_context_manager(held)

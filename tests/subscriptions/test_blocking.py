@@ -1,11 +1,13 @@
 """Blocking twins: subscriptions, leases and waits in plain code and inside of a running loop."""
 
 from functools import partial
+from inspect import signature
 
 import anyio
 import anyio.to_thread
 import pytest
 
+import trinity_events
 from tests.support.event_histories import committed, opened, part, started
 from tests.support.pipeline import reducer_task
 from tests.support.waits import PATIENCE
@@ -127,3 +129,16 @@ async def test_the_newest_checkpoint_is_found_and_held(run_id, redis_url, tmp_pa
 def held(run_id, step, here):
     with blocking.hold_checkpoint(run_id, step, **here) as folder:
         return (folder / "model.pt").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("twin", "asynchronous"),
+    [
+        (blocking.hold_checkpoint, trinity_events.hold_checkpoint),
+        (blocking.wait_ready, trinity_events.wait_ready),
+        (blocking.newest_checkpoint, trinity_events.newest_checkpoint),
+    ],
+    ids=lambda one: one.__name__,
+)
+def test_a_twin_takes_what_the_asynchronous_call_takes(twin, asynchronous):
+    assert signature(twin).parameters == signature(asynchronous).parameters
