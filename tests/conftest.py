@@ -153,6 +153,16 @@ def rank_processes():
 
 
 @pytest.fixture
+def torch_threads():
+    """Puts torch's threads back: an explorer sets their number, for its process alone."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def rank_group(rank_processes):
     """Makes a process group over Gloo of so many ranks."""
     yield rank_processes.group

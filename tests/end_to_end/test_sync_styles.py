@@ -36,12 +36,7 @@ from trinity_workers.trainer import Trainer  # noqa: E402
 STEPS, PROMPTS = 6, 4
 
 
-@pytest.fixture(autouse=True)
-def threads():
-    """An explorer sets the number of torch's threads, for its process alone."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("torch_threads")
 
 
 async def whole_log(log):

@@ -32,12 +32,7 @@ from trinity_workers.user_task import task_of  # noqa: E402
 STEPS = 3
 
 
-@pytest.fixture(autouse=True)
-def threads():
-    """An explorer sets the number of torch's threads, for its process alone."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("torch_threads")
 
 
 @pytest.fixture
