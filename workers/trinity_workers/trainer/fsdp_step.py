@@ -59,20 +59,20 @@ class FSDPTrainingStep(TrainingStep):
 
     def compute_rm_score(self, batch: Batch, division: BatchDivision) -> Tensor:
         """Return the reward model's score of each row [B]. Collective."""
-        judge = self._models.reward_model
+        judge = self.models.reward_model
         parts = judge.tokens.inputs(batch).equal_parts(division.parts_of_pass)
         with torch.no_grad(), resident(judge.model):
             return torch.cat([last_values(judge.model, part) for part in parts])[: len(batch)]
 
     def _pass(self, name: str, batch: Batch, division: BatchDivision) -> Tensor:
         model, compute = self._computations()[name]
-        with torch.no_grad(), _evaluated(self._models), resident(model):
+        with torch.no_grad(), _evaluated(self.models), resident(model):
             divided = division.of_pass(batch)
             return divided.joined([compute(part) for part in divided.parts])
 
     def _computations(self) -> dict[str, tuple[Any, Callable[[Batch], Tensor]]]:
         """Return the model that computes each field, and how."""
-        policy, critic, reference, teacher, _ = self._models
+        policy, critic, reference, teacher, _ = self.models
         return {
             "proximal_logprobs": (policy, lambda part: self._logprobs(policy.module, part)),
             "reference_logprobs": (reference, lambda part: self._logprobs(reference, part)),
@@ -86,7 +86,7 @@ class FSDPTrainingStep(TrainingStep):
     # --- updates -------------------------------------------------------------------------------
 
     def _update_critic(self, parts: Sequence[Batch], count: Tensor) -> Taken:
-        critic = self._models.critic
+        critic = self.models.critic
 
         def loss(part: Batch) -> Update:
             return self._value_loss(response_values(critic.module, part), part)
@@ -94,7 +94,7 @@ class FSDPTrainingStep(TrainingStep):
         return _update(critic, loss, parts, count)
 
     def _update_policy(self, parts: Sequence[Batch], count: Tensor) -> Taken:
-        settings, policy = self._settings, self._models.policy
+        settings, policy = self._settings, self.models.policy
 
         def loss(part: Batch) -> Update:
             entropy, divergence = settings.entropy_coefficient > 0, None
@@ -114,8 +114,8 @@ class FSDPTrainingStep(TrainingStep):
     def _divergence(self, logits: Tensor, part: Batch) -> Tensor:
         """Return the divergence of the policy from the teacher, with gradient."""
         settings = self._settings.teacher
-        with torch.no_grad(), resident(self._models.teacher):
-            teacher = response_logits(self._models.teacher, part)
+        with torch.no_grad(), resident(self.models.teacher):
+            teacher = response_logits(self.models.teacher, part)
         # Models of one tokenizer may pad their vocabularies to different sizes.
         width = min(logits.shape[-1], teacher.shape[-1])
         return token_divergence(

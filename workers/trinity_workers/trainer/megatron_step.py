@@ -57,12 +57,12 @@ class MegatronTrainingStep(TrainingStep):
 
     def compute_rm_score(self, batch: Batch, division: BatchDivision) -> Tensor:
         """Return the reward model's score of each row [B] on every rank. Collective."""
-        judge = self._models.reward_model
+        judge = self.models.reward_model
         found = judge.model.scores(judge.tokens.inputs(batch), parts=division.parts_of_pass)
         return _from_last_stage(found, batch.rewards)
 
     def _pass(self, name: str, batch: Batch, division: BatchDivision) -> Tensor:
-        models, divided = self._models, division.of_pass(batch)
+        models, divided = self.models, division.of_pass(batch)
         if name == "values":
             found = models.critic.values_of_parts(divided.parts)
         else:
@@ -75,7 +75,7 @@ class MegatronTrainingStep(TrainingStep):
         return _from_last_stage(divided.joined(found) if found else None, batch.response_mask)
 
     def _update_policy(self, parts: Sequence[Batch], count: Tensor) -> Taken:
-        found, norm = self._models.policy.train_batch(
+        found, norm = self.models.policy.train_batch(
             parts,
             self._of_replicas(self._policy_loss, count),
             temperature=self._temperature,
@@ -84,7 +84,7 @@ class MegatronTrainingStep(TrainingStep):
         return Taken(_summed_means(found, parts[0]), norm)
 
     def _update_critic(self, parts: Sequence[Batch], count: Tensor) -> Taken:
-        found, norm = self._models.critic.train_values(
+        found, norm = self.models.critic.train_values(
             parts, self._of_replicas(self._value_loss, count)
         )
         return Taken(_summed_means(found, parts[0]), norm)

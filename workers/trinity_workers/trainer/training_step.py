@@ -111,7 +111,7 @@ class TrainingStep(ABC):
         limit: MicroBatchLimit = NO_LIMIT,
         reward_weight: float = 1.0,
     ) -> None:
-        self.models = self._models = models
+        self.models = models
         self._settings = settings
         self._temperature = temperature
         self._limit = limit
@@ -131,7 +131,7 @@ class TrainingStep(ABC):
             updated = self._updated(learner, mini_batches, counts, division)
             means += updated.means
             told |= updated.figures
-        if self._models.critic is not None:
+        if self.models.critic is not None:
             means += value_means(batch)
         return explained_variance(self._shown(means)) | told
 
@@ -179,7 +179,7 @@ class TrainingStep(ABC):
 
     def _with_scores(self, batch: Batch, division: BatchDivision) -> tuple[Batch, Means]:
         """Return the batch with the reward model's scores in its rewards, and their mean."""
-        if self._models.reward_model is None:
+        if self.models.reward_model is None:
             return batch, Means.of_rows({}, batch.groups != NO_GROUP)
         scores = self.compute_rm_score(batch, division)
         means = Means.of_rows({"reward_model/score": scores}, batch.groups != NO_GROUP)
@@ -194,7 +194,7 @@ class TrainingStep(ABC):
         return replace(batch, **{name: self._pass(name, batch, division) for name in sorted(names)})
 
     def _learners(self) -> Iterator[Learner]:
-        critic, warm = self._models.critic, True
+        critic, warm = self.models.critic, True
         if critic is not None:
             warm = critic.steps >= self._settings.critic.warmup_steps * self._settings.updates
             yield self._learner("critic")
@@ -202,7 +202,7 @@ class TrainingStep(ABC):
             yield self._learner("policy")
 
     def _learner(self, model: Trained) -> Learner:
-        models = self._models
+        models = self.models
         if model == "critic":
             names = "critic/", "critic/grad_norm", "critic/lr"
             return Learner(models.critic, self._update_critic, *names)
