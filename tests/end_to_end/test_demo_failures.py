@@ -167,7 +167,9 @@ def test_a_process_that_is_killed_leaves_one_object_with_the_next_step(
     shown = cli("status", run_id, env={"COLUMNS": "300"}).stdout
     [explorer] = [line for line in shown.splitlines() if line.startswith("explorer-0")]
     assert (explorer.split()[1] == "lost") == (actor == "Explorer"), "nobody else is blamed"
-    assert f"newest ready checkpoint is that of step {newest['step']}" in shown
+    # A save that was under way when the summary was made may become ready after it.
+    [step] = re.findall(r"newest ready checkpoint is that of step (\d+)", shown)
+    assert int(step) >= newest["step"]
 
 
 def test_what_is_wrong_from_the_start_is_one_object_too(cli):
