@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from msgspec import Struct
 
@@ -22,6 +22,8 @@ from trinity_schemas import Envelope, StepReady, StepRef, StepTrained, WeightsAp
 from .combinations import Combination
 
 STEPS, PROMPTS = 8, 4
+Log: TypeAlias = Callable[[], Sequence[Envelope]]
+"""Reads both streams of a run, in order."""
 JOINS_AFTER = 2
 """Steps after which the late explorer is started."""
 LATE = 2
@@ -90,12 +92,27 @@ def perform(combination: Combination, folder: Path, model: Path, redis_url: str)
     hold = folder / "hold"
     (folder / "reward.py").write_text(REWARD)
     file, outputs = folder / "run.yaml", (folder / "train.txt", folder / "late.txt")
-    file.write_text(json.dumps(_settings(combination, model)))  # JSON is YAML
+    file.write_text(json.dumps(settings(combination, model)))  # JSON is YAML
     where = ["--run", run_id, "--redis-url", redis_url, "--checkpoint-root", str(folder)]
 
     def log() -> list[Envelope]:
         return whole_log(redis_url, run_id)
 
+    try:
+        _run(file, where, outputs, hold, log)
+    except RunFailed as error:
+        said = [f"{one.name}: {one.read_text()[-2000:]}" for one in outputs if one.is_file()]
+        raise RunFailed("\n".join([str(error), *said])) from None
+    return judged(
+        combination,
+        log(),
+        ledger_faults(redis_url, run_id, steps=STEPS, prompts=PROMPTS),
+        seconds=time.monotonic() - began,
+    )
+
+
+def _run(file: Path, where: list[str], outputs: tuple[Path, Path], hold: Path, log: Log) -> None:
+    """Run the trainer's command and, once two steps were trained, the late explorer's."""
     with _started("train", str(file), *where, output=outputs[0]) as training:
         _wait(lambda: _trained(log()) >= JOINS_AFTER, "no steps were trained", training)
         hold.touch()
@@ -105,15 +122,9 @@ def perform(combination: Combination, folder: Path, model: Path, redis_url: str)
             hold.unlink()
             _wait(lambda: training.poll() is not None, "training does not end")
             _wait(lambda: late.poll() is not None, "the late explorer does not end")
-    for process, output in zip((training, late), outputs, strict=True):
+    for name, process in (("training", training), ("the late explorer", late)):
         if process.returncode:
-            raise RunFailed(f"{output.name}: {output.read_text()[-3000:]}")
-    return judged(
-        combination,
-        log(),
-        ledger_faults(redis_url, run_id, steps=STEPS, prompts=PROMPTS),
-        seconds=time.monotonic() - began,
-    )
+            raise RunFailed(f"{name} ended with {process.returncode}")
 
 
 def judged(
@@ -159,13 +170,14 @@ def judged(
     )
 
 
-def _settings(combination: Combination, model: Path) -> dict[str, Any]:
+def settings(combination: Combination, model: Path) -> dict[str, Any]:
+    """Return the configuration of a combination's run."""
     return {
         "steps": STEPS,
         "model": {"path": str(model)},
         "task": {"reward": "./reward.py:reward", "reward_deadline": DEADLINE},
         "trainer": {"engine": combination.engine, "ranks": 2},
-        "explorer": {"count": LATE, "held_out_questions": 0, "groups_per_claim": 1},
+        "explorer": {"count": LATE, "groups_per_claim": 1},
         "rollouts": {
             "prompts_per_step": PROMPTS,
             "samples_per_prompt": 4,
@@ -174,6 +186,7 @@ def _settings(combination: Combination, model: Path) -> dict[str, Any]:
         },
         "sync": {**combination.sync, "timeout": DEADLINE},
         "checkpoints": {"interval": 0},
+        "evaluation": {"sets": {}},
     }
 
 
