@@ -15,9 +15,9 @@ from typing import Any, TypeAlias
 from msgspec import Struct
 
 from tests.support.sessions import kill_session
-from tests.support.style_properties import PROPERTIES, announced_digest, stalest
+from tests.support.style_properties import PROPERTIES, served_versions, serving_faults, stalest
 from tests.support.whole_logs import ledger_faults, whole_log
-from trinity_schemas import Envelope, StepReady, StepRef, StepTrained, WeightsApplied
+from trinity_schemas import Envelope, StepTrained
 
 from .combinations import Combination
 
@@ -118,7 +118,9 @@ def _run(file: Path, where: list[str], outputs: tuple[Path, Path], hold: Path, l
         hold.touch()
         with _started("explorer", "--rank", str(LATE), *where, output=outputs[1]) as late:
             name = f"explorer-{LATE}"
-            _wait(lambda: name in _served(log()), "the late explorer serves nothing", training)
+            _wait(
+                lambda: name in served_versions(log()), "the late explorer serves nothing", training
+            )
             hold.unlink()
             _wait(lambda: training.poll() is not None, "training does not end")
             _wait(lambda: late.poll() is not None, "the late explorer does not end")
@@ -138,17 +140,9 @@ def judged(
         faults: Faults of the run's ledger.
         seconds: Seconds that the run took.
     """
-    announced = {
-        StepRef(one.epoch, one.step): digest
-        for one in (envelope.event for envelope in log)
-        if isinstance(one, StepReady) and (digest := announced_digest(one)) is not None
-    }
-    served = _served(log)
-    faults = list(faults)
+    served = served_versions(log)
+    faults = [*faults, *serving_faults(log)]
     for name, applied in served.items():
-        for one in applied:
-            if announced.get(one.version) != one.digest:
-                faults.append(f"{name} served other bytes of step {one.version.step}")
         if applied[-1].version.step != STEPS:
             faults.append(f"{name} ended with the version of step {applied[-1].version.step}")
     expected = {f"explorer-{rank}" for rank in range(LATE + 1)}
@@ -219,12 +213,3 @@ def _wait(
 
 def _trained(log: Sequence[Envelope]) -> int:
     return sum(isinstance(one.event, StepTrained) for one in log)
-
-
-def _served(log: Sequence[Envelope]) -> dict[str, list[WeightsApplied]]:
-    """Return the versions that each explorer applied, in order, by its name."""
-    found: dict[str, list[WeightsApplied]] = {}
-    for one in log:
-        if isinstance(one.event, WeightsApplied):
-            found.setdefault(f"explorer-{one.producer.rank}", []).append(one.event)
-    return found
