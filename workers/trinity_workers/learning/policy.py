@@ -125,6 +125,8 @@ def load_policy(
 
 def context_length(folder: Path) -> int | None:
     """Return the maximum tokens of an episode of a policy; None if its configuration names none."""
+    from transformers import AutoConfig
+
     with _told_as(f"config.json in {folder} cannot be read"):
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     found: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
