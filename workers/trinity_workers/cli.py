@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 R = TypeVar("R")
 
-_MODULES = {"fsdp": (), "megatron": ("megatron", "mbridge")}
+_MODULES = {"fsdp": (), "megatron": ("megatron", "mbridge"), "verl": ("verl", "tensordict")}
 
 
 class MissingExtra(TrinityError):
