@@ -19,7 +19,7 @@ _OF_MEGATRON = (
     "distributed_optimizer",
 )
 """Fields that Megatron alone has."""
-_OF_OWN_FSDP = ("cpu_offload", "packing", "fused_loss")
+_OF_OWN_FSDP = ("cpu_offload", "packing", "fused_loss", "colocated")
 """Fields that this project's FSDP engine has, and veRL's has not."""
 
 Found = Iterator[tuple[tuple[str, ...], str]]
@@ -95,8 +95,9 @@ def _of_offload(trainer: TrainerConfig, name: Callable[[str], str]) -> Found:
 def _of_verl(config: TrainConfig, named: Callable[[str], str]) -> Found:
     """Yield settings that veRL's engine has no use for."""
     trainer, engine = config.trainer, named("trainer.engine")
-    given = [field for field in _OF_OWN_FSDP if getattr(trainer, field) is True]
-    given += [one for one in ("policy_offload",) if any(astuple(getattr(trainer, one)))]
+    given = [field for field in _OF_OWN_FSDP if getattr(trainer, field)]
+    if any(astuple(trainer.policy_offload)):
+        given.append("policy_offload")
     for field in given:
         yield (
             ("trainer.engine", f"trainer.{field}"),

@@ -122,10 +122,16 @@ class VerlEngine:
     # --- weights -------------------------------------------------------------------------------
 
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what veRL's engine gives, in the dtype of the model. Collective."""
+        """Yield what veRL's engine gives, in the dtype of the model. Collective.
+
+        A tied tensor appears once, under its first name.
+        """
         dtype = getattr(torch, self.options.dtype)
+        every = dict(self.module.named_parameters(remove_duplicate=False))
+        tied = every.keys() - dict(self.module.named_parameters()).keys()
         for name, tensor in per_tensor_params(self.verl):
-            yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+            if name not in tied:
+                yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     def master_params(self) -> NamedTensors:
         """Yield full parameters in the dtype of the optimizer. Collective."""
