@@ -15,7 +15,7 @@ from ..algorithms.batch import Batch
 from ..config import RunConfig
 from ..engines.base import NamedTensors
 from ..engines.buffers import saved_buffers
-from ..learning.policy import load_policy
+from ..learning.adapters import adapter_tree, policy_loader
 from ..trainer.training_step import ModelName
 from ..worker_group.dispatch import Dispatch
 from ..worker_group.registered import register
@@ -118,14 +118,16 @@ class _Rollout:
     def __init__(self, config: RunConfig, device: torch.device) -> None:
         from ..rollout_engines.huggingface import HuggingFaceEngine
 
-        model, tokenizer = load_policy(config.model_folder, config.model.dtype)
+        load = policy_loader(config.model.lora, config.seed)
+        model, tokenizer = load(config.model_folder, config.model.dtype)
         move: Any = model.to  # its annotations lack strings
         self._model: Any = move(device)
         self.engine = HuggingFaceEngine(self._model, tokenizer)
 
     def take(self, tensors: NamedTensors, version: StepRef) -> None:
         """Take all tensors of the policy, of which this is the version. Collective."""
-        own = dict(chain(self._model.named_parameters(), saved_buffers(self._model)))
+        module = adapter_tree(self._model) or self._model
+        own = dict(chain(module.named_parameters(), saved_buffers(module)))
         with torch.no_grad():
             for name, tensor in tensors:
                 own[name].copy_(tensor)
