@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,9 +14,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
+from transformers import AutoModelForCausalLM  # noqa: E402
+
 from tests.support.experiences import make_groups  # noqa: E402
 from tests.support.tensors import assert_equal, identical  # noqa: E402
 from trinity_workers.algorithms.collate import collate  # noqa: E402
+from trinity_workers.convert import convert  # noqa: E402
+from trinity_workers.convertible import ConversionRefused  # noqa: E402
 from trinity_workers.engines import FSDPEngine, fsdp  # noqa: E402
 from trinity_workers.engines.adapter_folder import AdaptersRefused  # noqa: E402
 from trinity_workers.engines.fsdp import frozen_policy  # noqa: E402
@@ -32,6 +37,7 @@ CPU = torch.device("cpu")
 RATE = 1e-2
 LORA = LoraConfig(rank=4)
 SEED = 3
+TOKENS = torch.arange(3, 19)[None]
 
 
 def make_engine(folder, lora=LORA, **settings):
@@ -229,14 +235,66 @@ def world_of_one(rank, folder, at):
 
 
 def save(rank, folder, at):
+    """Save adapters after a step; return them, and the logits that they make."""
     engine = make_engine(folder)
     train(rank, engine, (1,))
     engine.save_checkpoint(str(at))
-    return full(engine.master_params())
+    engine.module.eval()
+    with torch.no_grad():
+        logits = engine.module(input_ids=TOKENS).logits
+    return full(engine.master_params()), logits
 
 
 def test_adapters_load_at_another_number_of_ranks(rank_group, policy_folder, tmp_path):
-    saved, _ = rank_group(2)(save, policy_folder, tmp_path)
+    (saved, _), _ = rank_group(2)(save, policy_folder, tmp_path)
     [(loaded, steps)] = rank_group(1)(world_of_one, policy_folder, tmp_path)
     assert_equal(loaded, saved)
     assert steps == 1
+
+
+def logits_of(model):
+    with torch.no_grad():
+        return model.eval()(input_ids=TOKENS).logits
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_checkpoints_of_adapters_convert_to_what_transformers_and_peft_load(
+    rank_group, policy_folder, tmp_path
+):
+    step = tmp_path / "global_step_1"
+    (saved, logits), _ = rank_group(2)(save, policy_folder, step / "actor")
+    alone = convert(step, tmp_path / "alone", adapter=True)
+    assert (alone.to, alone.tensors) == ("adapter", len(saved))
+    assert alone.bytes == sum(one.nbytes for one in saved.values())
+    base = AutoModelForCausalLM.from_pretrained(policy_folder)
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "alone")
+    assert identical(logits_of(adapted), logits)
+    by_name = AutoModelForCausalLM.from_pretrained(tmp_path / "alone")
+    assert identical(logits_of(by_name), logits), "transformers finds the base by its path"
+
+    done = convert(step, tmp_path / "merged")
+    assert done.to == "huggingface"
+    assert not (tmp_path / "merged" / "adapter_config.json").exists()
+    model, tokenizer = load_policy(tmp_path / "merged")
+    assert_equal(
+        dict(sorted(model.named_parameters())),
+        dict(sorted(adapted.merge_and_unload().named_parameters())),
+    )
+    assert len(tokenizer) == len(load_policy(policy_folder)[1])
+    torch.testing.assert_close(logits_of(model), logits, rtol=0, atol=1e-4)
+    assert not torch.allclose(logits_of(load_policy(policy_folder)[0]), logits, atol=1e-2)
+    # From the folder of PEFT as from the shards, and with a base that has moved.
+    moved = tmp_path / "moved"
+    shutil.copytree(policy_folder, moved)
+    convert(tmp_path / "alone", tmp_path / "again", base=moved)
+    assert identical(logits_of(load_policy(tmp_path / "again")[0]), logits_of(model))
+
+    other = tmp_path / "other"
+    create_policy(other, seed=8)
+    with pytest.raises(AdaptersRefused, match="not those that the adapters were trained on"):
+        convert(step, tmp_path / "wrong", base=other)
+    with pytest.raises(ConversionRefused, match=r"nowhere: give its folder with --base"):
+        convert(step, tmp_path / "wrong", base=tmp_path / "nowhere")
+    with pytest.raises(ConversionRefused, match="has no adapters: leave --adapter"):
+        convert(policy_folder, tmp_path / "wrong", adapter=True)
+    assert not (tmp_path / "wrong").exists()

@@ -15,10 +15,10 @@ from trinity_events.checkpoint_layout import FILE_DIGESTS
 from trinity_events.errors import TrinityError
 from trinity_events.weights.tensors import Digesting
 
+from ..convertible import ADAPTER_CONFIG
 from .model_folder import seal
 from .state_files import make_folder, write_json
 
-ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 BASE_MODEL = "base_model.json"
 """File that names the base of the adapters."""

@@ -200,11 +200,16 @@ class FSDPEngine:
     def write_description(self, folder: Path) -> None:
         """Write configuration, generation defaults and tokenizer; durable on return. On rank 0.
 
-        Beside adapters their own configuration is written, and the identity of their base.
+        Beside adapters there are their own configuration, the identity of their base, and the
+        tokenizer: transformers takes a folder with the model's configuration for a whole model.
         """
-        write_huggingface(folder, self.module, self.tokenizer)
-        if self._base is not None:
-            describe_adapters(folder, adapter_config(self.module), self._base)
+        if self._base is None:
+            write_huggingface(folder, self.module, self.tokenizer)
+            return
+        make_folder(folder)
+        self.tokenizer.save_pretrained(folder)
+        sync_tree(folder)
+        describe_adapters(folder, adapter_config(self.module), self._base)
 
     @holding("optimizer")
     def training_state(self) -> dict[str, Any]:

@@ -177,6 +177,13 @@ def saved_name(name: str) -> str:
     return _PREFIX + name
 
 
+def weight_names(name: str) -> tuple[str, str]:
+    """Return the names in PEFT's files of the adapter for a weight: `lora_A`, and `lora_B`."""
+    layer = _PREFIX + name.removesuffix(".weight")
+    first, second = (f"{layer}.{place}.weight" for place in _PLACES)
+    return first, second
+
+
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Let the model compute as its base does, for a block without gradients."""
