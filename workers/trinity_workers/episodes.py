@@ -22,7 +22,7 @@ from trinity_schemas import Experience, RolloutRequest, StepRef, Turn
 
 from .learning.policy import BadPolicy, encode_prompt
 from .rewards import Rewarded, Rewards
-from .rollout_engines.base import Generation, GenerationRequest, RolloutEngine
+from .rollout_engines.base import Generation, GenerationRequest, TurnGenerator
 from .tasks.base import Answer, Message, Question, Task
 
 _MARK = "TRINITYxPOLICYxTURN"
@@ -80,7 +80,7 @@ class Episodes:
         max_turns: Maximum number of the policy's turns in an episode.
     """
 
-    engine: RolloutEngine
+    engine: TurnGenerator
     tokenizer: PreTrainedTokenizerBase
     task: Task
     judge: Rewards

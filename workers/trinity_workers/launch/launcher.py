@@ -68,7 +68,7 @@ from .summary import (
     summarize,
 )
 from .tracking import tracked
-from .transport import chosen_transport
+from .transport import NONE, Chosen, chosen_transport
 
 logger = logging.getLogger(__name__)
 
@@ -130,17 +130,13 @@ async def run_job(options: LaunchOptions, report: Report) -> None:
 
 async def _run(options: LaunchOptions, report: Report) -> None:
     began, alone = time.monotonic(), options.alone
-    chosen = chosen_transport(
-        options.settings.sync,
-        explorers_here=alone,
-        one_host=options.ray_address is None,
-    )
+    chosen = _chosen_transport(options)
     transport = chosen.name
     await check_user_task(options.settings)
     for name in options.settings.tracking.trackers:
         find_tracker(name)
     settings = options.settings
-    if settings.sync.method == "memory":
+    if settings.sync.method == "memory" and transport != "none":
         settings = settings.replaced("sync", transport=transport)
     if options.ray_address is not None:
         settings = with_reserved_cpus(settings)
@@ -189,9 +185,10 @@ async def _run(options: LaunchOptions, report: Report) -> None:
         view.epoch = config.epoch
         if earlier is not None:
             view.say(earlier.notice(options.run_id, config.epoch))
-        view.say(
-            f"run {options.run_id}: weights travel by {TRANSPORTS[transport]}: {chosen.reason}"
+        travel = (
+            "no weights travel" if chosen is NONE else f"weights travel by {TRANSPORTS[transport]}"
         )
+        view.say(f"run {options.run_id}: {travel}: {chosen.reason}")
         async with (
             _summarized(job, log, report),
             mirrored(config),
@@ -201,13 +198,24 @@ async def _run(options: LaunchOptions, report: Report) -> None:
             await claim()  # a log that is new has its first entry by now
             write_copy(folder, settings)
             view.say(f"run {options.run_id}: {_ray(options)}, and {_first_work(config)}")
-            here = config.explorer.count if alone else 0
+            here = config.explorers if alone else 0
             exits.callback(sweep)  # Ray may end its actors before they clear up
             room = await exits.enter_async_context(_room(config, here, options.ray_address, view))
             async with _shown(view, log, partial(report_other_folder, client, config, view.say)):
                 await _work(job, here, room)
                 if not alone:
                     await _last_weights_taken(log, config, view)
+
+
+def _chosen_transport(options: LaunchOptions) -> Chosen:
+    """Return the transport of the run's weights; a colocated run has none."""
+    if options.settings.trainer.colocated:
+        return NONE
+    return chosen_transport(
+        options.settings.sync,
+        explorers_here=options.alone,
+        one_host=options.ray_address is None,
+    )
 
 
 @asynccontextmanager
@@ -364,7 +372,7 @@ def _without_last(state: MonitorState, config: RunConfig) -> list[str]:
     last = StepRef(config.epoch, config.steps)
     return [
         name
-        for name in (f"explorer-{rank}" for rank in range(config.explorer.count))
+        for name in (f"explorer-{rank}" for rank in range(config.explorers))
         if (explorer := state.explorers.get(name)) is not None
         and explorer.status != "stopped"
         and (explorer.version is None or explorer.version < last)

@@ -127,6 +127,14 @@ def load_policy(
     return model, tokenizer
 
 
+def context_length(folder: Path) -> int | None:
+    """Return the maximum tokens of an episode of a policy; None if its configuration names none."""
+    with _told_as(f"config.json in {folder} cannot be read"):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    found: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return found
+
+
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a policy. One without a padding token pads with its end of sequence.
 

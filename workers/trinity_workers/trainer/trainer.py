@@ -41,6 +41,7 @@ from ..garbage import exempt_loaded_objects
 from ..held_out_sets import held_out_sets
 from ..sync_schedule import asks_once_ready, publishes_on_demand
 from ..user_task import task_of
+from .colocated import ColocatedAnswers
 from .evaluator import Evaluator
 from .explorer_requests import ExplorerRequests
 from .state import TrainerState, read_trainer_state
@@ -121,6 +122,10 @@ class Trainer:
         self._evaluator = Evaluator(
             config, client, self._publisher, sets, through, waits=self._waits
         )
+        self._answers: ColocatedAnswers | None = None
+        if config.trainer.colocated:
+            self._answers = ColocatedAnswers(config, self.engine, client, self._waits)
+            await self._answers.prepare(task, sets, self._exits)
         await self._dispatcher.start()
         running = TrainerStatusChanged(status="running", step=self.train_step_num)
         await self._publisher.publish(running)
@@ -148,6 +153,8 @@ class Trainer:
             tasks.append(self._raise_failed_saves)
         if self._is_fully_async:
             tasks.append(self._supply.ask_when_ready)
+        if self._answers is not None:
+            tasks.append(self._answers.run)
         async with AsyncExitStack() as exits:
             if self._sends:
                 await exits.enter_async_context(self._resends.listening(self._began_at))
@@ -189,11 +196,15 @@ class Trainer:
         """Ask for the rollouts that the present weights may serve, and publish these.
 
         Explorers then wait for weights, and not for requests. Under ``fully_async`` they wait for
-        neither: the requests come once the version is ready.
+        neither: the requests come once the version is ready. Ranks that answer themselves have the
+        weights.
         """
         if not self._is_fully_async:
             await self._supply.ask(self.train_step_num)
-        await self.sync_weight(self._metrics or None)
+        if self._answers is None:
+            await self.sync_weight(self._metrics or None)
+        else:
+            await self._evaluator.publishing(self.train_step_num)
 
     async def _take(self, step: int) -> list[Group]:
         """Return the groups of a step; explorers that ask for weights get them meanwhile.
@@ -204,6 +215,8 @@ class Trainer:
         async with AsyncExitStack() as exits:
             if self._sends:
                 await exits.enter_async_context(self._resends.allowed())
+            if self._answers is not None:
+                await self._evaluator.drain()  # the ranks have no version but this one
             if self._is_fully_async:
                 await self._supply.until_ready(step)
             if self._is_explorer_driven and self._demands.published < self.train_step_num:
