@@ -22,10 +22,14 @@ from trinity_workers.algorithms.collate import collate  # noqa: E402
 from trinity_workers.convert import convert  # noqa: E402
 from trinity_workers.convertible import ConversionRefused  # noqa: E402
 from trinity_workers.engines import FSDPEngine, fsdp  # noqa: E402
-from trinity_workers.engines.adapter_folder import AdaptersRefused  # noqa: E402
-from trinity_workers.engines.fsdp import frozen_policy  # noqa: E402
+from trinity_workers.engines.adapter_folder import (  # noqa: E402
+    AdaptersRefused,
+    write_adapter_folder,
+)
+from trinity_workers.engines.fsdp import frozen_policy, shard_name  # noqa: E402
 from trinity_workers.engines.fsdp_options import FSDPOptions  # noqa: E402
 from trinity_workers.engines.model_memory import ALL  # noqa: E402
+from trinity_workers.engines.state_files import write_state  # noqa: E402
 from trinity_workers.learning.adapters import policy_loader  # noqa: E402
 from trinity_workers.learning.logprobs import response_logprobs, response_statistics  # noqa: E402
 from trinity_workers.learning.policy import create_policy, load_policy  # noqa: E402
@@ -239,6 +243,14 @@ def save(rank, folder, at):
     engine = make_engine(folder)
     train(rank, engine, (1,))
     engine.save_checkpoint(str(at))
+    # As the method `checkpoint` saves: the model is a folder of PEFT, beside the training state.
+    files = at.with_name("files")
+    tensors = engine.master_params()
+    if rank.number == 0:
+        write_adapter_folder(files / "huggingface", engine.write_description, tensors)
+    else:
+        list(tensors)
+    write_state(files / shard_name("optim"), engine.training_state())
     engine.module.eval()
     with torch.no_grad():
         logits = engine.module(input_ids=TOKENS).logits
@@ -246,10 +258,15 @@ def save(rank, folder, at):
 
 
 def test_adapters_load_at_another_number_of_ranks(rank_group, policy_folder, tmp_path):
-    (saved, _), _ = rank_group(2)(save, policy_folder, tmp_path)
-    [(loaded, steps)] = rank_group(1)(world_of_one, policy_folder, tmp_path)
-    assert_equal(loaded, saved)
-    assert steps == 1
+    (saved, _), _ = rank_group(2)(save, policy_folder, tmp_path / "shards")
+    group = rank_group(1)
+    for folder in ("shards", "files"):
+        [(loaded, steps)] = group(world_of_one, policy_folder, tmp_path / folder)
+        assert_equal(loaded, saved)
+        assert steps == 1
+    names = {path.name for path in (tmp_path / "files" / "huggingface").iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "XXH128SUMS"} <= names
+    assert "config.json" not in names, "transformers would take it for a whole model"
 
 
 def logits_of(model):
