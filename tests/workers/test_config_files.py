@@ -115,6 +115,20 @@ MISTAKES = [
     ("model: {lora: {rank: 8, target_modules: []}}", "model.lora.target_modules is empty: name"),
     ("model: {lora: {rank: 8, dropout: 1.0}}", "must be a number from 0.0 to below 1"),
     ("trainer: {engine: megatron, packing: true}", "trainer.packing is for FSDP only"),
+    ("trainer: {engine: verl, packing: true}", "trainer.packing is not for veRL's engine: leave"),
+    (
+        "trainer: {engine: verl, policy_offload: {param_offload: true}}",
+        "trainer.policy_offload is not for veRL's engine: leave it out",
+    ),
+    (
+        "trainer: {engine: verl, schedule: linear}",
+        "trainer.schedule is linear, which veRL's engine does not have: set it constant or cosine",
+    ),
+    (
+        "{trainer: {engine: verl}, algorithm: {advantage: none, loss: divergence, "
+        "teacher: {path: /t}}}",
+        "algorithm.loss divergence needs logits, which veRL's engine does not give",
+    ),
     ("trainer: {engine: megatron, cpu_offload: true}", "trainer.cpu_offload is for FSDP only"),
     (
         "{model: {dtype: bfloat16}, sync: {dtype: float32}}",

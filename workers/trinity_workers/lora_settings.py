@@ -55,7 +55,7 @@ def contradictions(
                 "or leave it out",
             )
         return
-    if config.trainer.engine == "megatron":
+    if config.trainer.engine != "fsdp":
         engine = named("trainer.engine")
         yield (
             ("model.lora.rank", "trainer.engine"),

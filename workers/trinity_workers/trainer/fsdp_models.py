@@ -15,13 +15,13 @@ from ..engines.fsdp import frozen_policy
 from ..engines.fsdp_options import FSDPOptions
 from ..engines.model_memory import Part
 from ..learning.adapters import policy_loader
-from ..learning.policy import load_tokenizer
-from ..learning.reward_model import RewardModel, RewardTokens, load_reward_model, reward_tokenizer
+from ..learning.reward_model import RewardModel, load_reward_model
 from ..learning.teacher import checked_teacher
 from ..learning.values import load_critic
 from .division import micro_batch_limit
 from .fsdp_step import FSDPTrainingStep
 from .rates import critic_rate, policy_rate
+from .reward_tokens import reward_tokens
 from .training_step import ModelName, Models, needed_models
 
 
@@ -79,7 +79,7 @@ def load_models(
     if "teacher" in wanted and (path := config.teacher_folder) is not None:
         teacher = frozen(checked_teacher(path, folder))
     if "reward_model" in wanted and (path := config.reward_folder) is not None:
-        tokens = RewardTokens(load_tokenizer(folder), reward_tokenizer(path))
+        tokens = reward_tokens(config, path)
         judge = RewardModel(frozen(path, load=load_reward_model), tokens)
     return Models(policy, critic, reference, teacher, judge)
 
