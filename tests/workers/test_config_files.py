@@ -113,7 +113,7 @@ MISTAKES = [
         "model.lora.target_modules has all-linear beside other names: keep it alone",
     ),
     ("model: {lora: {rank: 8, target_modules: []}}", "model.lora.target_modules is empty: name"),
-    ("model: {lora: {rank: 8, dropout: 1.0}}", "must be a number from 0.0 to below 1"),
+    ("model: {lora: {rank: 8, dropout: 1.0}}", "must be a number from 0 to below 1"),
     ("trainer: {engine: megatron, packing: true}", "trainer.packing is for FSDP only"),
     ("trainer: {engine: verl, packing: true}", "trainer.packing is not for veRL's engine: leave"),
     (
