@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import anyio
-from transformers import PreTrainedTokenizerBase
 
 from trinity_events.error_text import first_error
 from trinity_events.errors import TrinityError
@@ -24,6 +23,9 @@ from .learning.policy import BadPolicy, encode_prompt
 from .rewards import Rewarded, Rewards
 from .rollout_engines.base import Generation, GenerationRequest, TurnGenerator
 from .tasks.base import Answer, Message, Question, Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _MARK = "TRINITYxPOLICYxTURN"
 """Text in place of the policy's turn, which a template neither changes nor contains."""

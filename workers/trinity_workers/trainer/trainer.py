@@ -17,6 +17,7 @@ from trinity_events import publishing
 from trinity_events.coordinator import this_process
 from trinity_events.core.evaluations import evaluated_through
 from trinity_events.core.ledger import Ledger
+from trinity_events.error_text import ungrouped
 from trinity_events.errors import DeadlineExceeded
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer
 from trinity_events.replay import current_state
@@ -100,9 +101,11 @@ class Trainer:
         log = RedisEventLog(client, config.run_id)
         self._publisher = AsyncPublisher(log, config.epoch, new_producer("trainer"))
         self._began_at = await log.last_id()
-        task = await anyio.to_thread.run_sync(task_of, config)
         ledger = await self._restored_ledger()
-        await self.engine.prepare()
+        with ungrouped():
+            async with anyio.create_task_group() as starting:
+                starting.start_soon(self.engine.prepare)
+                task = await anyio.to_thread.run_sync(task_of, config)
         if config.resumed_step is not None:
             await self.engine.load_checkpoint(config.resumed_folder, config.resumed_step)
         # In the background: a report of a wait never delays the loop that waits.
