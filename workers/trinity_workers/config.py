@@ -269,7 +269,7 @@ class CheckpointsConfig(Section, frozen=True, kw_only=True):
     default."""
     save_hf_checkpoint: Literal["never", "last", "always"] = "never"
     """Checkpoints whose model is a Hugging Face folder with weights, which other programs load and
-    a resume too: none, that of the last step, or all."""
+    a resume too: none, that of the last step, or all. Trinity-RFT's default is last."""
     strategy: SaveStrategy = "unrestricted"
     """Strategy that limits concurrent saves."""
     root: str | None = None
