@@ -17,6 +17,7 @@ from trinity_schemas import (
     StepCommitted,
     StepReady,
     SyncRequested,
+    TransportName,
     VersionOpened,
 )
 
@@ -32,7 +33,6 @@ from .session import Session
 from .settings import SynchronizerSettings
 from .transports.base import Ended
 from .transports.collective import TIMEOUT, WeightSyncInfo
-from .transports.stores import TransportName
 from .version_publisher import VersionPublisher
 from .version_reader import VersionReader
 
