@@ -1,6 +1,8 @@
-"""Detection of abandoned runs: open runs without a live process."""
+"""Detection of explorers that died, and of abandoned runs: open runs without a live process."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import redis.asyncio
 
@@ -28,14 +30,26 @@ async def abandoned_since(client: redis.asyncio.Redis, state: MonitorState) -> i
     # An entry far ahead of the clock has an id that its writer chose, and shows no arrival time.
     if abs(await server_clock(client, log.keys.events) - last) < ABANDONED_AFTER * 1000:
         return None
-    ranks = [
-        int(rank)
-        for name in state.explorers
-        if name.startswith(_EXPLORER) and (rank := name.removeprefix(_EXPLORER)).isdecimal()
-    ]
-    claims = [explorer_key(state.run_id, state.epoch, rank) for rank in ranks]
-    if await client.exists(log.keys.leader, *claims) or await log.heartbeat_ttls(
-        lease_holders(state)
+    if (
+        await client.exists(log.keys.leader)
+        or await held_explorers(client, state)
+        or await log.heartbeat_ttls(lease_holders(state))
     ):
         return None
     return last
+
+
+async def held_explorers(client: redis.asyncio.Redis, state: MonitorState) -> set[str]:
+    """Return the names of the epoch's explorers whose rank is held by a live process."""
+    claims = {name: explorer_key(state.run_id, state.epoch, rank) for name, rank in _ranks(state)}
+    if not claims:
+        return set()
+    values = await client.mget(list(claims.values()))
+    return {name for name, value in zip(claims, values, strict=True) if value is not None}
+
+
+def _ranks(state: MonitorState) -> Iterable[tuple[str, int]]:
+    """Yield name and rank of each explorer that is known."""
+    for name in state.explorers:
+        if name.startswith(_EXPLORER) and (rank := name.removeprefix(_EXPLORER)).isdecimal():
+            yield name, int(rank)

@@ -14,6 +14,7 @@ from tests.support.redis_servers import servers
 
 from .killed_run import (
     ASYNCHRONOUS,
+    BY_FILES,
     ON_POLICY,
     KilledRun,
     differences,
@@ -21,9 +22,12 @@ from .killed_run import (
     warm_model,
 )
 
+STYLES = {"asynchronous": ASYNCHRONOUS, "by-files": BY_FILES}
+"""Styles under which answers and their order differ from run to run."""
+
 
 def main() -> int:
-    """Run both styles; return 1 if anything was not as it must be."""
+    """Run each style; return 1 if anything was not as it must be."""
     options = _options()
     print(f"seed {options.seed}, {options.kills} kills in each style, {options.ranks} ranks")
     with tempfile.TemporaryDirectory(prefix="crash-") as name, servers(Path(name), 1) as [server]:
@@ -50,14 +54,15 @@ def _faults(
         f"on-policy: {steps} steps, {len(weights)} tensors compared, "
         f"{killed.recomputed()} requests issued again, {time.monotonic() - began:.0f} s"
     )
-    began = time.monotonic()
-    run = KilledRun(folder, model, redis_url, "asynchronous", ASYNCHRONOUS, ranks=options.ranks)
-    steps = killed_at_random(run, kills=options.kills, seed=options.seed + 1)
-    yield from run.faults(steps)
-    print(
-        f"asynchronous: {steps} steps, {run.recomputed()} requests issued again, "
-        f"{time.monotonic() - began:.0f} s"
-    )
+    for number, (name, style) in enumerate(STYLES.items(), 1):
+        began = time.monotonic()
+        run = KilledRun(folder, model, redis_url, name, style, ranks=options.ranks)
+        steps = killed_at_random(run, kills=options.kills, seed=options.seed + number)
+        yield from run.faults(steps)
+        print(
+            f"{name}: {steps} steps, {run.recomputed()} requests issued again, "
+            f"{time.monotonic() - began:.0f} s"
+        )
 
 
 def _options() -> argparse.Namespace:

@@ -16,9 +16,10 @@ import torch
 from tests.support.rollout_histories import count_raw
 from tests.support.saved_checkpoints import ready_checkpoints, tensors_of
 from tests.support.sessions import kill_session
+from tests.support.style_properties import serving_faults
 from tests.support.tensors import identical
 from tests.support.waits import PATIENCE
-from tests.support.whole_logs import ledger_faults
+from tests.support.whole_logs import ledger_faults, whole_log
 from trinity_events.checkpoint_layout import final_name
 from trinity_events.server import connect_sync
 from trinity_schemas import RunKeys
@@ -37,6 +38,8 @@ ASYNCHRONOUS = {
     "evaluation": {"sets": {}},
     "rollouts": {"order": "arrival"},
 }
+BY_FILES = ASYNCHRONOUS | {"sync": {"method": "checkpoint", "max_staleness": 2}}
+"""As the asynchronous one, and explorers load versions from files."""
 MOMENTS = 150
 """Entries of the log, from a start on, within which it is killed."""
 
@@ -126,8 +129,12 @@ class KilledRun:
         return found
 
     def faults(self, steps: int) -> list[str]:
-        """Return what is wrong with the fates of its prompts, by two counts of the raw log."""
-        return ledger_faults(self.redis_url, self.run_id, steps=steps, prompts=PROMPTS)
+        """Return what is wrong with the fates of its prompts, and with the versions served."""
+        log = whole_log(self.redis_url, self.run_id)
+        return [
+            *ledger_faults(self.redis_url, self.run_id, steps=steps, prompts=PROMPTS),
+            *serving_faults(log),
+        ]
 
     def recomputed(self) -> int:
         """Return the number of requests beyond the first one of an ordinal."""

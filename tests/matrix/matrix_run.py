@@ -10,18 +10,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from msgspec import Struct
 
 from tests.support.sessions import kill_session
-from tests.support.style_properties import PROPERTIES, announced_digest, stalest
+from tests.support.style_properties import PROPERTIES, served_versions, serving_faults, stalest
 from tests.support.whole_logs import ledger_faults, whole_log
-from trinity_schemas import Envelope, StepReady, StepRef, StepTrained, WeightsApplied
+from trinity_schemas import Envelope, StepTrained
 
 from .combinations import Combination
 
 STEPS, PROMPTS = 8, 4
+Log: TypeAlias = Callable[[], Sequence[Envelope]]
+"""Reads both streams of a run, in order."""
 JOINS_AFTER = 2
 """Steps after which the late explorer is started."""
 LATE = 2
@@ -90,30 +92,41 @@ def perform(combination: Combination, folder: Path, model: Path, redis_url: str)
     hold = folder / "hold"
     (folder / "reward.py").write_text(REWARD)
     file, outputs = folder / "run.yaml", (folder / "train.txt", folder / "late.txt")
-    file.write_text(json.dumps(_settings(combination, model)))  # JSON is YAML
+    file.write_text(json.dumps(settings(combination, model)))  # JSON is YAML
     where = ["--run", run_id, "--redis-url", redis_url, "--checkpoint-root", str(folder)]
 
     def log() -> list[Envelope]:
         return whole_log(redis_url, run_id)
 
-    with _started("train", str(file), *where, output=outputs[0]) as training:
-        _wait(lambda: _trained(log()) >= JOINS_AFTER, "no steps were trained", training)
-        hold.touch()
-        with _started("explorer", "--rank", str(LATE), *where, output=outputs[1]) as late:
-            name = f"explorer-{LATE}"
-            _wait(lambda: name in _served(log()), "the late explorer serves nothing", training)
-            hold.unlink()
-            _wait(lambda: training.poll() is not None, "training does not end")
-            _wait(lambda: late.poll() is not None, "the late explorer does not end")
-    for process, output in zip((training, late), outputs, strict=True):
-        if process.returncode:
-            raise RunFailed(f"{output.name}: {output.read_text()[-3000:]}")
+    try:
+        _run(file, where, outputs, hold, log)
+    except RunFailed as error:
+        said = [f"{one.name}: {one.read_text()[-2000:]}" for one in outputs if one.is_file()]
+        raise RunFailed("\n".join([str(error), *said])) from None
     return judged(
         combination,
         log(),
         ledger_faults(redis_url, run_id, steps=STEPS, prompts=PROMPTS),
         seconds=time.monotonic() - began,
     )
+
+
+def _run(file: Path, where: list[str], outputs: tuple[Path, Path], hold: Path, log: Log) -> None:
+    """Run the trainer's command and, once two steps were trained, the late explorer's."""
+    with _started("train", str(file), *where, output=outputs[0]) as training:
+        _wait(lambda: _trained(log()) >= JOINS_AFTER, "no steps were trained", training)
+        hold.touch()
+        with _started("explorer", "--rank", str(LATE), *where, output=outputs[1]) as late:
+            name = f"explorer-{LATE}"
+            _wait(
+                lambda: name in served_versions(log()), "the late explorer serves nothing", training
+            )
+            hold.unlink()
+            _wait(lambda: training.poll() is not None, "training does not end")
+            _wait(lambda: late.poll() is not None, "the late explorer does not end")
+    for name, process in (("training", training), ("the late explorer", late)):
+        if process.returncode:
+            raise RunFailed(f"{name} ended with {process.returncode}")
 
 
 def judged(
@@ -127,17 +140,9 @@ def judged(
         faults: Faults of the run's ledger.
         seconds: Seconds that the run took.
     """
-    announced = {
-        StepRef(one.epoch, one.step): digest
-        for one in (envelope.event for envelope in log)
-        if isinstance(one, StepReady) and (digest := announced_digest(one)) is not None
-    }
-    served = _served(log)
-    faults = list(faults)
+    served = served_versions(log)
+    faults = [*faults, *serving_faults(log)]
     for name, applied in served.items():
-        for one in applied:
-            if announced.get(one.version) != one.digest:
-                faults.append(f"{name} served other bytes of step {one.version.step}")
         if applied[-1].version.step != STEPS:
             faults.append(f"{name} ended with the version of step {applied[-1].version.step}")
     expected = {f"explorer-{rank}" for rank in range(LATE + 1)}
@@ -159,13 +164,14 @@ def judged(
     )
 
 
-def _settings(combination: Combination, model: Path) -> dict[str, Any]:
+def settings(combination: Combination, model: Path) -> dict[str, Any]:
+    """Return the configuration of a combination's run."""
     return {
         "steps": STEPS,
         "model": {"path": str(model)},
         "task": {"reward": "./reward.py:reward", "reward_deadline": DEADLINE},
         "trainer": {"engine": combination.engine, "ranks": 2},
-        "explorer": {"count": LATE, "held_out_questions": 0, "groups_per_claim": 1},
+        "explorer": {"count": LATE, "groups_per_claim": 1},
         "rollouts": {
             "prompts_per_step": PROMPTS,
             "samples_per_prompt": 4,
@@ -174,6 +180,7 @@ def _settings(combination: Combination, model: Path) -> dict[str, Any]:
         },
         "sync": {**combination.sync, "timeout": DEADLINE},
         "checkpoints": {"interval": 0},
+        "evaluation": {"sets": {}},
     }
 
 
@@ -206,12 +213,3 @@ def _wait(
 
 def _trained(log: Sequence[Envelope]) -> int:
     return sum(isinstance(one.event, StepTrained) for one in log)
-
-
-def _served(log: Sequence[Envelope]) -> dict[str, list[WeightsApplied]]:
-    """Return the versions that each explorer applied, in order, by its name."""
-    found: dict[str, list[WeightsApplied]] = {}
-    for one in log:
-        if isinstance(one.event, WeightsApplied):
-            found.setdefault(f"explorer-{one.producer.rank}", []).append(one.event)
-    return found

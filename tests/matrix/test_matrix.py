@@ -1,11 +1,13 @@
 """Combinations of ``make matrix``, and the faults that it finds in a log."""
 
+import json
+
 import pytest
 
 pytest.importorskip("torch")
 
 from tests.matrix.combinations import Combination, combinations
-from tests.matrix.matrix_run import LATE, STEPS, judged
+from tests.matrix.matrix_run import LATE, REWARD, STEPS, judged, settings
 from trinity_schemas import (
     AppliedPhases,
     Envelope,
@@ -16,6 +18,8 @@ from trinity_schemas import (
     StepTrained,
     WeightsApplied,
 )
+from trinity_workers.config_files import read_config
+from trinity_workers.learning.policy import create_policy
 
 DIGEST, OTHER = (f"sha256:{digit * 64}" for digit in "12")
 COMBINATION = Combination("fsdp", "memory", "fully_async")
@@ -74,6 +78,15 @@ def test_each_allowed_combination_is_run_on_fsdp_and_each_method_on_megatron():
     assert len(set(names)) == len(names) == 14
     assert "fsdp-nccl-fully_async" not in names
     assert sum(name.startswith("megatron") for name in names) == 3
+
+
+@pytest.mark.parametrize("combination", list(combinations()), ids=lambda one: one.name)
+def test_the_file_of_each_run_is_one_that_train_reads(combination, tmp_path):
+    (tmp_path / "reward.py").write_text(REWARD)
+    create_policy(tmp_path / "model", seed=0)
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(settings(combination, tmp_path / "model")))
+    assert read_config(file).problems == []
 
 
 def test_a_sound_log_has_no_fault_and_is_told_in_one_line():

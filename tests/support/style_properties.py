@@ -18,6 +18,7 @@ from trinity_schemas import (
     StepTrained,
     SyncRequested,
     VersionOpened,
+    WeightsApplied,
 )
 
 
@@ -103,6 +104,30 @@ def announced_digest(event: StepReady) -> str | None:
         return event.version_digest
     saved = weights_save(event)
     return None if saved is None else saved.digest
+
+
+def served_versions(log: Sequence[Envelope]) -> dict[str, list[WeightsApplied]]:
+    """Return the versions that each explorer applied, in order, by its name."""
+    found: dict[str, list[WeightsApplied]] = {}
+    for one in log:
+        if isinstance(one.event, WeightsApplied):
+            found.setdefault(f"explorer-{one.producer.rank}", []).append(one.event)
+    return found
+
+
+def serving_faults(log: Sequence[Envelope]) -> list[str]:
+    """Return the versions that an explorer served with other bytes than those announced."""
+    announced = {
+        StepRef(one.epoch, one.step): digest
+        for one in _events(log)
+        if isinstance(one, StepReady) and (digest := announced_digest(one)) is not None
+    }
+    return [
+        f"{name} served other bytes of step {one.version.step}"
+        for name, applied in served_versions(log).items()
+        for one in applied
+        if announced.get(one.version) != one.digest
+    ]
 
 
 def _begun_version(event: object) -> int | None:

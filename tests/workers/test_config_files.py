@@ -155,6 +155,32 @@ MISTAKES = [
         "{rollouts: {on_update: keep_cache}, sync: {interval: 3, max_staleness: 2}}",
         "with sync.max_staleness 2 no answer that an earlier version began is trained on",
     ),
+    (
+        "trainer: {colocated: true}",
+        "trainer.colocated generates between two steps, with the weights of the last one: set "
+        "sync.max_staleness 0, or trainer.colocated false",
+    ),
+    (
+        "{trainer: {colocated: true}, sync: {max_staleness: 0, method: nccl}}",
+        "set sync.method memory, or trainer.colocated false",
+    ),
+    (
+        "{trainer: {colocated: true}, sync: {max_staleness: 0}, explorer: {dtype: bfloat16}}",
+        "trainer.colocated generates in model.dtype: leave explorer.dtype out",
+    ),
+    (
+        "trainer: {engine: megatron, rollout_tensor_parallel: 1}",
+        "is for ranks that generate: set trainer.colocated true, or leave it out",
+    ),
+    (
+        "{trainer: {colocated: true, rollout_tensor_parallel: 1}, sync: {max_staleness: 0}}",
+        "trainer.rollout_tensor_parallel is for Megatron only: leave it out, or set trainer.engine",
+    ),
+    (
+        "{trainer: {colocated: true, engine: megatron, rollout_tensor_parallel: 3}, "
+        "sync: {max_staleness: 0}}",
+        "is 3, and 2 trainers cannot be divided into groups of so many: choose a divisor",
+    ),
 ]
 
 

@@ -15,6 +15,7 @@ from trinity_schemas import Sampling, SaveStrategy
 
 from .algorithms.settings import AlgorithmConfig
 from .algorithms.settings import contradictions as algorithm_contradictions
+from .colocated_limits import contradictions as colocated_contradictions
 from .evaluation.settings import EvaluationConfig
 from .evaluation.settings import contradictions as evaluation_contradictions
 from .offload import FrozenOffload, Offload
@@ -39,7 +40,7 @@ MemoryTransport = Literal["shm", "ray", "redis"]
 TransportChoice = Literal["auto", MemoryTransport]
 # Transports of the Synchronizer that a run can have; an import from there would load torch.
 TransportName = Literal[MemoryTransport, "collective"]
-WeightsPath = Literal[TransportName, "files"]
+WeightsPath = Literal[TransportName, "files", "none"]
 PublishedForm = Literal["shards", "snapshot", "full"]
 PublishName = Literal["auto", PublishedForm]
 SyncStyle = Literal["fixed", "trainer_driven", "explorer_driven", "fully_async"]
@@ -118,6 +119,12 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     distributed_optimizer: bool = False
     """On Megatron, keep a part of the optimizer's state on each data-parallel rank. Its state does
     not load, so `checkpoints.interval` must be 0."""
+    colocated: bool = False
+    """Let the ranks answer the rollouts themselves, between two steps, with the weights that they
+    hold. The run then starts no explorers, and publishes no weights."""
+    rollout_tensor_parallel: Positive | None = None
+    """On Megatron, ranks that share every layer while they generate: the weights change to that
+    layout for the answers of a claim. Null is `tensor_parallel`."""
     recompute: bool = False
     """Compute each layer's activations again in the backward pass instead of storing them: less
     memory, and about a third more time."""
@@ -364,9 +371,14 @@ class TrainConfig(Section, frozen=True, kw_only=True):
         return self.rollouts.window or 2 * self.prompts_in_flight
 
     @property
+    def explorers(self) -> int:
+        """Explorers that the run starts with; none if the trainer's ranks answer."""
+        return 0 if self.trainer.colocated else self.explorer.count
+
+    @property
     def groups_per_claim(self) -> int:
-        """Requests that an explorer claims at a time."""
-        share = -(-self.rollouts.prompts_per_step // self.explorer.count)
+        """Requests that an explorer, or the trainer's ranks, claim at a time."""
+        share = -(-self.rollouts.prompts_per_step // max(self.explorers, 1))
         return self.explorer.groups_per_claim or share
 
     @property
@@ -470,6 +482,7 @@ def contradictions(
     """
     sync = config.sync
     yield from trainer_contradictions(config, named)
+    yield from colocated_contradictions(config, named)
     if config.checkpoints.save_hf_checkpoint != "never" and not config.checkpoints.interval:
         interval, saved = named("checkpoints.interval"), named("checkpoints.save_hf_checkpoint")
         yield (
@@ -664,6 +677,8 @@ class RunConfig(TrainConfig, frozen=True, kw_only=True):
     @property
     def transport(self) -> WeightsPath:
         """Return the transport of the weights. Raises BadSettings if the launcher chose none."""
+        if self.trainer.colocated:
+            return "none"
         if self.sync.method != "memory":
             return "collective" if self.sync.method == "nccl" else "files"
         if self.sync.transport == "auto":
@@ -672,5 +687,9 @@ class RunConfig(TrainConfig, frozen=True, kw_only=True):
 
     @property
     def chunk_transport(self) -> TransportName:
-        """Return the transport of a Synchronizer, which publishes nothing if weights are files."""
-        return "redis" if self.transport == "files" else self.transport
+        """Return the transport of a Synchronizer, where it publishes anything."""
+        match self.transport:
+            case "files" | "none":
+                return "redis"
+            case path:
+                return path

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import anyio
-from transformers import PreTrainedTokenizerBase
 
 from trinity_events.error_text import first_error
 from trinity_events.errors import TrinityError
@@ -22,8 +21,11 @@ from trinity_schemas import Experience, RolloutRequest, StepRef, Turn
 
 from .learning.policy import BadPolicy, encode_prompt
 from .rewards import Rewarded, Rewards
-from .rollout_engines.base import Generation, GenerationRequest, RolloutEngine
+from .rollout_engines.base import Generation, GenerationRequest, TurnGenerator
 from .tasks.base import Answer, Message, Question, Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _MARK = "TRINITYxPOLICYxTURN"
 """Text in place of the policy's turn, which a template neither changes nor contains."""
@@ -80,7 +82,7 @@ class Episodes:
         max_turns: Maximum number of the policy's turns in an episode.
     """
 
-    engine: RolloutEngine
+    engine: TurnGenerator
     tokenizer: PreTrainedTokenizerBase
     task: Task
     judge: Rewards

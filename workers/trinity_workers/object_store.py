@@ -18,6 +18,13 @@ SUMS = "SHA256SUMS"
 written last and removed first: a checkpoint without it is not there."""
 _PIECE = 8 << 20
 """Bytes of a file that are held at once."""
+_BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"})
+"""Protocols whose folders are parts of names. To make one would make a bucket that is missing."""
+_OPTIONS: dict[str, dict[str, Any]] = {
+    protocol: {"config_kwargs": {"retries": {"total_max_attempts": 3}}}
+    for protocol in ("s3", "s3a")
+}
+"""Options of the protocols' libraries. s3fs tries again by itself, on top of these attempts."""
 
 
 class ObjectStoreUnusable(TrinityError):
@@ -39,15 +46,17 @@ class ObjectStore:
         import fsspec
 
         self._url = url.rstrip("/")
+        protocol = fsspec.core.split_protocol(self._url)[0]
+        self._has_folders = protocol not in _BUCKETS
         with self._told_as("cannot be used"):
-            self._files, root = fsspec.core.url_to_fs(self._url)
+            self._files, root = fsspec.core.url_to_fs(self._url, **_OPTIONS.get(protocol, {}))
         self._root = PurePosixPath(root)
 
     def check(self) -> None:
         """Write an object, and remove it. Raises ObjectStoreUnusable if that fails."""
         probe = str(self._root / ".writable")
         with self._told_as("cannot be written to"):
-            self._files.makedirs(str(self._root), exist_ok=True)
+            self._make(self._root)
             self._files.pipe_file(probe, b"")
             self._files.rm_file(probe)
 
@@ -114,7 +123,7 @@ class ObjectStore:
 
     def _put(self, file: Path, target: PurePosixPath) -> str:
         """Write a file as an object; return its digest."""
-        self._files.makedirs(str(target.parent), exist_ok=True)
+        self._make(target.parent)
         with file.open("rb") as source, self._files.open(str(target), "wb") as sink:
             digest = _copy(source, sink)
         if self._files.size(str(target)) != file.stat().st_size:
@@ -133,6 +142,10 @@ class ObjectStore:
             os.fsync(sink.fileno())
         if found != digest:
             raise OSError(f"{source / name} is not the file that was copied")
+
+    def _make(self, folder: PurePosixPath) -> None:
+        if self._has_folders:
+            self._files.makedirs(str(folder), exist_ok=True)
 
     def _remove(self, target: PurePosixPath) -> None:
         self._files.invalidate_cache()

@@ -61,7 +61,7 @@ class Needs(Struct, frozen=True, kw_only=True):
 
 def with_reserved_cpus(config: TrainConfig) -> TrainConfig:
     """Return the configuration for a shared cluster, where no process uses more than its CPUs."""
-    needs = Needs.of(config, explorers=config.explorer.count)
+    needs = Needs.of(config, explorers=config.explorers)
     config = config.replaced("trainer", cpus=needs.rank_cpus)
     return config.replaced("explorer", cpus=needs.explorer_cpus)
 

@@ -231,10 +231,15 @@ async def test_the_rank_of_an_explorer_that_died_is_free_once_its_lease_ends(cli
         assert rank == 0
 
 
-async def test_a_given_rank_is_taken_as_it_is(client, config):
-    async with claimed_rank(client, config, config.explorer.count + 7) as rank:
-        assert rank == config.explorer.count + 7
-        assert await client.exists(explorer_key(RUN, 1, rank)) == 0
+async def test_a_given_rank_is_taken_although_it_is_held_and_is_held_then(client, config):
+    given = config.explorer.count + 7
+    key = explorer_key(RUN, 1, given)
+    await client.set(key, "dead", px=600_000)
+    async with claimed_rank(client, config, given) as rank:
+        assert rank == given
+        assert await client.get(key) != b"dead"
+        assert await client.pttl(key) <= ranks.LEASE * 1000
+    assert not await client.exists(key)
 
 
 async def test_a_rank_is_kept_through_an_outage_that_is_longer_than_its_lease(
@@ -296,28 +301,50 @@ def test_the_command_that_replays_a_run_can_be_typed_as_it_is(tmp_path, monkeypa
 
 
 async def test_the_last_weights_are_waited_for_through_an_outage(
-    server, log, config, publisher, capsys
+    server, log, client, config, publisher, capsys
 ):
     explorer = AsyncPublisher(log, 1, new_producer("explorer"))
     await explorer.publish(ExplorerStatusChanged(status="running"))
-    async with anyio.create_task_group() as tasks:
+    async with claimed_rank(client, config, 0), anyio.create_task_group() as tasks:
         view = ProgressView(RUN, 1)
-        tasks.start_soon(launcher._last_weights_taken, log, config, view)
+        tasks.start_soon(launcher._last_weights_taken, client, config, view)
         await anyio.sleep(0.1)
         await outage(server)
         await explorer.publish(ExplorerStatusChanged(status="stopped"))
     assert "did not take" not in capsys.readouterr().err
 
 
+async def test_a_dead_explorer_is_not_waited_for_and_a_live_one_is(
+    client, log, config, publisher, monkeypatch
+):
+    said = []
+    monkeypatch.setattr(launcher, "EXPLORER_GONE_AFTER", 0.2)
+    monkeypatch.setattr(launcher, "EXPLORERS_DEADLINE", 2 * PATIENCE)
+    view = ProgressView(RUN, 1)
+    monkeypatch.setattr(view, "say", said.append)
+    config = config.replaced("explorer", count=2)
+    dead, alive = (AsyncPublisher(log, 1, new_producer("explorer", rank)) for rank in (0, 1))
+    async with claimed_rank(client, config, 1), anyio.create_task_group() as tasks:
+        with anyio.fail_after(PATIENCE):
+            await dead.publish(ExplorerStatusChanged(status="running"))
+            await launcher._last_weights_taken(client, config, view)
+            assert not said
+        await alive.publish(ExplorerStatusChanged(status="running"))
+        monkeypatch.setattr(launcher, "EXPLORERS_DEADLINE", 3)
+        tasks.start_soon(launcher._last_weights_taken, client, config, view)
+    [line] = said
+    assert line.startswith("explorer-1 did not take the last weights within 3 s")
+
+
 async def test_a_server_that_stays_away_is_named_where_the_last_weights_were_not_seen(
-    server, log, config, monkeypatch
+    server, client, config, monkeypatch
 ):
     said = []
     monkeypatch.setattr(launcher, "EXPLORERS_DEADLINE", 0.2)
     view = ProgressView(RUN, 1)
     monkeypatch.setattr(view, "say", said.append)
     server.kill()
-    await launcher._last_weights_taken(log, config, view)
+    await launcher._last_weights_taken(client, config, view)
     [line] = said
     assert "were not seen to take the last weights within 0.2 s: the server does not" in line
 

@@ -1,23 +1,84 @@
-"""Roles on Megatron answer what they answer on FSDP, through the dispatch of their group."""
+"""Roles on Megatron answer what plain models answer, through the dispatch of their group."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
+
 from tests.support.experiences import make_groups  # noqa: E402
+from tests.support.reward_models import make_reward_folder  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
+from trinity_schemas import Sampling, StepRef  # noqa: E402
+from trinity_workers.algorithms.batch import Batch  # noqa: E402
 from trinity_workers.algorithms.collate import collate  # noqa: E402
 from trinity_workers.algorithms.settings import preset_values  # noqa: E402
-from trinity_workers.roles import ActorRolloutRefWorker, CriticWorker, RoleRefused  # noqa: E402
+from trinity_workers.learning.policy import load_tokenizer  # noqa: E402
+from trinity_workers.roles import (  # noqa: E402
+    ActorRolloutRefWorker,
+    CriticWorker,
+    RewardModelWorker,
+)
+from trinity_workers.rollout_engines.base import GenerationRequest  # noqa: E402
+from trinity_workers.rollout_engines.huggingface import HuggingFaceEngine  # noqa: E402
 from trinity_workers.worker_group.dispatch import deal  # noqa: E402
 from trinity_workers.worker_group.registered import registered_methods  # noqa: E402
 
-KINDS = {"actor": ActorRolloutRefWorker, "critic": CriticWorker}
+KINDS = {"actor": ActorRolloutRefWorker, "critic": CriticWorker, "reward": RewardModelWorker}
+MEGATRON = {"engine": "megatron"}
+AWAY = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
+OFFLOAD = {
+    "policy_offload": AWAY,
+    "critic_offload": AWAY,
+    "reference_offload": {"param_offload": True},
+}
+TOKENS, RECOMPUTE, FUSED = {"micro_batch_tokens": 60}, {"recompute": True}, {"fused_loss": True}
+BOTH = {**MEGATRON, "ranks": 4, "tensor_parallel": 2, "pipeline_parallel": 2}
+# Of offload, dynamic batches, recomputation and fused losses any two are on together somewhere,
+# and either is on without the other.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "DP 2, generates at TP 2": {
+        **MEGATRON,
+        **{"ranks": 2, "tensor_parallel": 1, "rollout_tensor_parallel": 2},
+        **TOKENS,
+        **RECOMPUTE,
+        **FUSED,
+    },
+    "TP 2 x PP 2, generates at TP 2": {**BOTH, **OFFLOAD, **RECOMPUTE, **FUSED},
+    "PP 2, generates at TP 2": {
+        **MEGATRON,
+        **{"ranks": 2, "pipeline_parallel": 2, "rollout_tensor_parallel": 2},
+        **OFFLOAD,
+        **TOKENS,
+        **FUSED,
+    },
+    "TP 2 x PP 2, generates at TP 1": {
+        **BOTH,
+        **OFFLOAD,
+        **TOKENS,
+        **RECOMPUTE,
+        "rollout_tensor_parallel": 1,
+    },
+    "FSDP": {"ranks": 2},
+}
+
+
+class Told(NamedTuple):
+    """Answers of the roles of one layout."""
+
+    fields: dict[str, torch.Tensor]
+    metrics: dict[str, float]
+    answers: list[list[Any]]
+    """Generations before the update and after it."""
 
 
 def make_roles(rank, config):
@@ -67,51 +128,121 @@ class Roles:
         return answers
 
 
+@pytest.fixture(scope="module")
+def reward_folder(tmp_path_factory):
+    return make_reward_folder(tmp_path_factory.mktemp("reward"))
+
+
 @pytest.fixture
-def told(rank_processes, make_config):
+def told(rank_processes, make_config, reward_folder):
     rank_processes.leave()
 
-    def run(batch, **trainer):
+    def run(batch: Batch, **trainer) -> Told:
         config = make_config(
             algorithm={
                 **preset_values("ppo"),
                 "critic": {"use": True},
+                "entropy_coefficient": 0.01,
                 "kl": {"coefficient": 0.1, "where": "reward", "estimator": "k1"},
                 "importance_sampling": {"ratio_to": "proximal"},
             },
+            reward={"model": str(reward_folder)},
             trainer={"ramp_steps": 0} | trainer,
             sync={"timeout": PATIENCE},
         )
         roles = Roles(rank_processes, config)
         try:
+            answers = [roles.call("actor", "generate_sequences", requests())]
             before = roles.call("actor", "compute_log_prob", batch)
             fields = before | roles.call("actor", "compute_ref_log_prob", batch)
             fields |= roles.call("critic", "compute_values", batch)
+            fields |= roles.call("reward", "compute_rm_score", batch)
             metrics = roles.call("critic", "update_critic", batch)
             metrics |= roles.call("actor", "update_actor", replace(batch, **before))
             fields["after"] = roles.call("actor", "compute_log_prob", batch)["proximal_logprobs"]
-            if trainer.get("engine") == "megatron":
-                with pytest.raises(RoleRefused, match="does not generate yet"):
-                    roles.call("actor", "generate_sequences", [1, 2])
-            return fields, metrics
+            fields["values after"] = roles.call("critic", "compute_values", batch)["values"]
+            answers.append(roles.call("actor", "generate_sequences", requests()))
+            return Told(fields, metrics, answers)
         finally:
             roles.end()
 
     return run
 
 
-def test_roles_answer_on_a_pipeline_and_on_replicas_what_they_answer_on_fsdp(told):
+def requests() -> list[GenerationRequest]:
+    """Greedy requests of several lengths; an odd number, so that shares differ."""
+    return [
+        GenerationRequest(
+            tokens=[(7 * ordinal + place) % 90 + 3 for place in range(1 + ordinal % 3)],
+            sampling=Sampling(seed=5, max_new_tokens=3 + ordinal, temperature=0.0),
+            ordinal=ordinal,
+            sample=0,
+        )
+        for ordinal in range(5)
+    ]
+
+
+def batch_of_noise() -> Batch:
     batch = collate(make_groups("roles", 1), 0)
     lot = torch.Generator().manual_seed(0)
     noise = torch.randn(batch.response_mask.shape, generator=lot) * batch.response_mask
-    batch = replace(batch, advantages=noise, returns=noise + 1.0, values=noise * 0.0)
-    expected, expected_metrics = told(batch, ranks=1)
-    pipeline = {"ranks": 2, "engine": "megatron", "pipeline_parallel": 2}
-    for trainer in (pipeline, {"ranks": 2}):
-        fields, metrics = told(batch, **trainer)
-        assert fields.keys() == expected.keys()
-        for name, value in fields.items():
-            torch.testing.assert_close(value, expected[name], atol=1e-4, rtol=1e-4)
-        assert metrics.keys() == expected_metrics.keys()
-        for name, value in metrics.items():
-            assert value == pytest.approx(expected_metrics[name], abs=1e-3, rel=1e-3), name
+    return replace(batch, advantages=noise, returns=noise + 1.0, values=noise * 0.0)
+
+
+def plain_logprobs(folder, batch: Batch) -> torch.Tensor:
+    """Log-probabilities by transformers' model, each row by itself and unpadded."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    found = torch.zeros(batch.response_mask.shape)
+    for row in range(len(batch)):
+        real = batch.input_ids[row][batch.attention_mask[row].bool()][None]
+        count = int(batch.response_mask[row].sum())
+        with torch.no_grad():
+            logs = model(real).logits[0].log_softmax(-1)[-count - 1 : -1]
+        found[row, :count] = logs.gather(-1, real[0, -count:, None])[:, 0]
+    return found
+
+
+def plain_scores(folder, policy_folder, batch: Batch) -> torch.Tensor:
+    """Scores by transformers' model, of each row's text in the reward model's own tokens."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    own, policy = load_tokenizer(folder), load_tokenizer(policy_folder)
+    found = []
+    for row in range(len(batch)):
+        real = batch.input_ids[row][batch.attention_mask[row].bool()]
+        text = policy.decode(real.tolist(), skip_special_tokens=True)
+        with torch.no_grad():
+            found.append(model(torch.tensor([own.encode(text)])).logits[0, 0])
+    return torch.stack(found)
+
+
+def test_roles_answer_at_every_layout_what_plain_models_answer(told, policy_folder, reward_folder):
+    batch = batch_of_noise()
+    expected = told(batch, ranks=1)
+    plain = plain_logprobs(policy_folder, batch)
+    torch.testing.assert_close(expected.fields["proximal_logprobs"], plain, atol=1e-5, rtol=0)
+    scores = plain_scores(reward_folder, policy_folder, batch)
+    torch.testing.assert_close(expected.fields["rewards"], scores, atol=1e-5, rtol=0)
+    assert scores.std() > 0.01
+    assert expected.fields["values after"].std() > 0.001, "the head begins at 0, and has learned"
+    engine = HuggingFaceEngine(
+        AutoModelForCausalLM.from_pretrained(policy_folder),
+        load_tokenizer(policy_folder),
+        serves=StepRef(1, 0),
+    )
+    greedy = [one.tokens for one in engine.generate_here(requests())]
+    for trainer in LAYOUTS.values():
+        found = told(batch, **trainer)
+        assert found.fields.keys() == expected.fields.keys()
+        for name, value in found.fields.items():
+            torch.testing.assert_close(value, expected.fields[name], atol=1e-4, rtol=1e-4)
+        assert found.metrics.keys() == expected.metrics.keys()
+        for name, value in found.metrics.items():
+            assert value == pytest.approx(expected.metrics[name], abs=1e-3, rel=1e-3), name
+        first, second = found.answers
+        assert [one.tokens for one in first] == greedy
+        for step, (answers, others) in enumerate(zip(found.answers, expected.answers, strict=True)):
+            for mine, theirs in zip(answers, others, strict=True):
+                assert mine.tokens == theirs.tokens
+                assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-3)
+                assert mine.versions == [(StepRef(1, step), len(mine.tokens))]
+        assert [one.logprobs for one in first] != [one.logprobs for one in second]

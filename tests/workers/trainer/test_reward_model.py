@@ -7,21 +7,16 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers  # noqa: E402
-from transformers import (  # noqa: E402
-    AutoModelForSequenceClassification,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForSequenceClassification,
-)
+from transformers import AutoModelForSequenceClassification, Qwen2Config  # noqa: E402
 
 from tests.support import megatron_ranks as at  # noqa: E402
 from tests.support.experiences import group  # noqa: E402
+from tests.support.reward_models import make_reward_folder  # noqa: E402
 from trinity_workers.algorithms.collate import collate  # noqa: E402
 from trinity_workers.algorithms.settings import read_settings  # noqa: E402
 from trinity_workers.engines.fsdp import frozen_policy  # noqa: E402
 from trinity_workers.engines.megatron import MegatronRewardModel, ParallelLayout  # noqa: E402
-from trinity_workers.learning.policy import BadPolicy, isolated_rng, load_tokenizer  # noqa: E402
+from trinity_workers.learning.policy import BadPolicy, load_tokenizer  # noqa: E402
 from trinity_workers.learning.reward_model import (  # noqa: E402
     RewardModel,
     RewardTokens,
@@ -36,33 +31,12 @@ from trinity_workers.trainer.training_step import Models  # noqa: E402
 CPU = torch.device("cpu")
 BOTH = ParallelLayout(tensor=2, pipeline=2)
 EPISODES = [("abc>", ["cba", "c"]), ("tab>", ["bat", "batbat"]), ("d>", ["d", ""])]
-TEMPLATE = (
-    "{% for message in messages %}{{ message['role'][0] }}{{ message['content'] }}{% endfor %}"
-)
-
-
-def tokenizer_of_pairs() -> PreTrainedTokenizerFast:
-    """Return a tokenizer whose tokens are two characters or one, unlike the policy's."""
-    letters = "abcdefghijklmnopqrstuvwxyz>"
-    words = ["<pad>", "<eos>", "<unk>", *letters, *(a + b for a in "abctu" for b in "abctd>")]
-    backend = Tokenizer(models.WordLevel({one: i for i, one in enumerate(words)}, "<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r".."), behavior="isolated")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
 
 
 @pytest.fixture(scope="module", params=["text", "chat"])
 def reward_folder(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
-    tokenizer = tokenizer_of_pairs()
-    if request.param == "chat":
-        tokenizer.chat_template = TEMPLATE
-    sizes = {**at.SIZES, "vocab_size": len(tokenizer), "num_labels": 1, "pad_token_id": 0}
-    with isolated_rng(5):
-        Qwen2ForSequenceClassification(Qwen2Config(**sizes)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return make_reward_folder(folder, template=request.param == "chat")
 
 
 def episodes(policy_folder):

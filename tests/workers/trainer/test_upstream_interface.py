@@ -85,18 +85,27 @@ def test_the_number_of_steps_is_a_property():
         assert isinstance(inspect.getattr_static(owner, "train_step_num"), property)
 
 
-def test_the_newest_folder_with_weights_is_found_and_no_other(tmp_path):
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [(None, None), ("4", None), ("5", 5), ("29", 5), ("30", 30), ("100", 30), ("200", 200)],
+)
+def test_the_newest_folder_with_weights_up_to_the_iteration_file_is_found(
+    tmp_path, named, expected
+):
     config = SimpleNamespace(checkpoint_folder=tmp_path / "run")
     assert package.get_latest_hf_checkpoint_path(config) is None
-    for step in (5, 30, 100):
+    for step in (5, 30, 100, 200):
         folder = config.checkpoint_folder / f"global_step_{step}" / "actor" / "huggingface"
         folder.mkdir(parents=True)
         (folder / "config.json").write_text("{}")
-        if step < 100:
+        if step != 100:
             (folder / FILE_DIGESTS).write_text("0  model.safetensors\n")
     (config.checkpoint_folder / ".staging").mkdir()
-    found = package.get_latest_hf_checkpoint_path(config)
-    assert found == str(config.checkpoint_folder / "global_step_30" / "actor" / "huggingface")
+    if named is not None:
+        (config.checkpoint_folder / "latest_checkpointed_iteration.txt").write_text(named)
+    root = config.checkpoint_folder
+    wanted = expected and str(root / f"global_step_{expected}" / "actor" / "huggingface")
+    assert package.get_latest_hf_checkpoint_path(config) == wanted
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tests.support.batches import make_batch  # noqa: E402
+from tests.support.experiences import make_groups  # noqa: E402
 from tests.support.tensors import assert_equal, identical  # noqa: E402
 from trinity_workers.worker_group.wire import packed, unpacked  # noqa: E402
 
@@ -32,3 +33,10 @@ def test_a_part_of_a_batch_takes_its_own_rows_along_alone():
     assert len(pickle.dumps(part.input_ids)) > batch.input_ids.nbytes, "a view has all of it"
     assert len(pickle.dumps(packed(part))) < len(pickle.dumps(packed(batch))) / 50
     assert_equal(carried(part).known(), part.known())
+
+
+def test_groups_of_samples_travel_as_bytes_and_come_as_they_were():
+    groups = make_groups("r", seed=0)
+    assert b"Experience" not in pickle.dumps(packed(groups)), "none is pickled"
+    assert carried(groups) == groups
+    assert carried([]) == []

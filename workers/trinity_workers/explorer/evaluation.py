@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -15,9 +14,8 @@ from trinity_schemas import Experience, StepRef
 
 from ..episodes import Episodes
 from ..held_out_sets import HeldOutSet
+from ..run_episodes import send_answers
 from .installer import VersionInstaller
-
-logger = logging.getLogger(__name__)
 
 LONGEST_WAIT = 20.0
 """Seconds after which an evaluation has a turn although training always asks for something."""
@@ -103,14 +101,7 @@ class EvaluationAnswers:
             found = await self._found(version, claims)
         except TrinityError as error:  # the version is gone, or the engine refused it
             found = [error] * len(claims)
-        answers: list[tuple[Claim, list[Experience]]] = []
-        for claim, answer in zip(claims, found, strict=True):
-            if isinstance(answer, TrinityError):
-                logger.warning("held-out question %d: %s", claim.request.ordinal, answer)
-                await self._requests.fail(claim, str(answer))
-            else:
-                answers.append((claim, answer))
-        await self._requests.answer_all(answers)
+        await send_answers(self._requests, claims, found)
 
     async def _found(
         self, version: StepRef, claims: Sequence[Claim]

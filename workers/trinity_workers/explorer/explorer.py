@@ -37,15 +37,14 @@ from trinity_schemas import (
 
 from ..background_tasks import background_tasks
 from ..config import RunConfig
-from ..environments import EnvironmentProcesses
-from ..episodes import Episodes, RequestRefused
+from ..episodes import RequestRefused
 from ..garbage import exempt_loaded_objects
 from ..held_out_sets import held_out_sets
-from ..learning.policy import load_tokenizer
 from ..placement import threads
 from ..rollout_engines import EngineOptions, NotServing, RolloutEngine, load_engine
+from ..run_episodes import open_episodes, send_answers
 from ..sync_schedule import publishes_on_demand
-from ..user_task import start_rewards, task_of
+from ..user_task import task_of
 from .demand import VersionDemand
 from .evaluation import EngineTurns, EvaluationAnswers
 from .installer import VersionInstaller
@@ -136,16 +135,13 @@ class Explorer:
         self._engine = self._make_engine()
         self._task = await anyio.to_thread.run_sync(task_of, config)
         self._held_out = await anyio.to_thread.run_sync(held_out_sets, config, self._task)
-        rewards = await start_rewards(config, self._synchronizer.waits)
-        self._exits.push_async_callback(rewards.aclose)
-        self._episodes = Episodes(
-            engine=self._engine,
-            tokenizer=load_tokenizer(config.model_folder),
-            task=self._task,
-            judge=rewards,
-            explorer=self.name,
-            environment=await self._start_environment(),
-            max_turns=config.rollouts.max_turns,
+        self._episodes = await open_episodes(
+            config,
+            self._engine,
+            self._task,
+            name=self.name,
+            waits=self._synchronizer.waits,
+            exits=self._exits,
         )
         self._prefetcher = VersionPrefetcher(config, self._synchronizer)
         exempt_loaded_objects()
@@ -161,18 +157,6 @@ class Explorer:
             options=config.explorer.engine_options,
         )
         return load_engine(config.explorer.engine, options)
-
-    async def _start_environment(self) -> EnvironmentProcesses | None:
-        task = self.config.task
-        if task.environment is None:
-            return None
-        environment = EnvironmentProcesses(
-            task.environment,
-            deadline=task.environment_deadline,
-            count=self.config.groups_per_claim,
-            waits=self._synchronizer.waits,
-        )
-        return await self._exits.enter_async_context(environment)
 
     async def explore(self) -> ExplorationResult:
         """Answer requests until the weights of the last step are installed.
@@ -382,14 +366,7 @@ class Explorer:
                 found = await self._episodes.answer_all(asked)
         except NotServing as error:  # a version was installed amid the answers, and is not whole
             found = [error] * len(asked)
-        answers: list[tuple[Claim, list[Experience]]] = []
-        for claim, answer in zip(claims, found, strict=True):
-            if isinstance(answer, TrinityError):
-                logger.warning("%s: ordinal %d: %s", self.name, claim.request.ordinal, answer)
-                await requests.fail(claim, str(answer))
-            else:
-                answers.append((claim, answer))
-        self._groups += sum(await requests.answer_all(answers))
+        sent = await send_answers(requests, claims, found)
+        self._groups += sent.counted
         if self._demand is not None and self._engine.serves is not None:
-            ordinals = [claim.request.ordinal for claim, _ in answers]
-            await self._tell(self._demand.answered(self._engine.serves, ordinals))
+            await self._tell(self._demand.answered(self._engine.serves, sent.ordinals))

@@ -46,7 +46,7 @@ class RunFailed(TrinityError):
 
 
 class NoSettings(TrinityError):
-    """Raised if the run was opened without its configuration."""
+    """Raised if the run was opened without its configuration, or with one without explorers."""
 
 
 async def run_explorer(options: ExplorerOptions) -> ExplorationResult | None:
@@ -167,4 +167,10 @@ def _settings(opening: Opening, run_id: str) -> TrainConfig:
             f"epoch {opening.epoch} of run {run_id} was opened without its settings: "
             "open it with trinity-events trainer"
         )
-    return TrainConfig.from_text(opening.config)
+    settings = TrainConfig.from_text(opening.config)
+    if settings.trainer.colocated:
+        raise NoSettings(
+            f"run {run_id} takes no explorers: its trainer's ranks answer the rollouts "
+            "(trainer.colocated true)"
+        )
+    return settings

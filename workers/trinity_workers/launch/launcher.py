@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import redis.asyncio
 from msgspec import Struct
 
 from trinity_events.archive import Archive
@@ -20,6 +21,7 @@ from trinity_events.checkpoint_layout import final_name
 from trinity_events.core import MonitorState, RunSummary, Summarizer
 from trinity_events.error_text import cause_of
 from trinity_events.errors import DeadlineExceeded
+from trinity_events.liveness import held_explorers
 from trinity_events.log import RedisEventLog, Stream, open_run
 from trinity_events.replay import current_state
 from trinity_events.server import (
@@ -68,12 +70,14 @@ from .summary import (
     summarize,
 )
 from .tracking import tracked
-from .transport import chosen_transport
+from .transport import NONE, Chosen, chosen_transport
 
 logger = logging.getLogger(__name__)
 
 EXPLORERS_DEADLINE = 60.0
 """Seconds that explorers elsewhere are given to take the last weights."""
+EXPLORER_GONE_AFTER = 5.0
+"""Seconds without a lease after which an explorer is waited for no longer; twice its renewal."""
 SUMMARY_DEADLINE = 5.0
 """Seconds that the summary of a run may take that did not finish: what ends us kills after ten."""
 
@@ -130,17 +134,13 @@ async def run_job(options: LaunchOptions, report: Report) -> None:
 
 async def _run(options: LaunchOptions, report: Report) -> None:
     began, alone = time.monotonic(), options.alone
-    chosen = chosen_transport(
-        options.settings.sync,
-        explorers_here=alone,
-        one_host=options.ray_address is None,
-    )
+    chosen = _chosen_transport(options)
     transport = chosen.name
     await check_user_task(options.settings)
     for name in options.settings.tracking.trackers:
         find_tracker(name)
     settings = options.settings
-    if settings.sync.method == "memory":
+    if settings.sync.method == "memory" and transport != "none":
         settings = settings.replaced("sync", transport=transport)
     if options.ray_address is not None:
         settings = with_reserved_cpus(settings)
@@ -189,9 +189,10 @@ async def _run(options: LaunchOptions, report: Report) -> None:
         view.epoch = config.epoch
         if earlier is not None:
             view.say(earlier.notice(options.run_id, config.epoch))
-        view.say(
-            f"run {options.run_id}: weights travel by {TRANSPORTS[transport]}: {chosen.reason}"
+        travel = (
+            "no weights travel" if chosen is NONE else f"weights travel by {TRANSPORTS[transport]}"
         )
+        view.say(f"run {options.run_id}: {travel}: {chosen.reason}")
         async with (
             _summarized(job, log, report),
             mirrored(config),
@@ -201,13 +202,24 @@ async def _run(options: LaunchOptions, report: Report) -> None:
             await claim()  # a log that is new has its first entry by now
             write_copy(folder, settings)
             view.say(f"run {options.run_id}: {_ray(options)}, and {_first_work(config)}")
-            here = config.explorer.count if alone else 0
+            here = config.explorers if alone else 0
             exits.callback(sweep)  # Ray may end its actors before they clear up
             room = await exits.enter_async_context(_room(config, here, options.ray_address, view))
             async with _shown(view, log, partial(report_other_folder, client, config, view.say)):
                 await _work(job, here, room)
                 if not alone:
-                    await _last_weights_taken(log, config, view)
+                    await _last_weights_taken(client, config, view)
+
+
+def _chosen_transport(options: LaunchOptions) -> Chosen:
+    """Return the transport of the run's weights; a colocated run has none."""
+    if options.settings.trainer.colocated:
+        return NONE
+    return chosen_transport(
+        options.settings.sync,
+        explorers_here=options.alone,
+        one_host=options.ray_address is None,
+    )
 
 
 @asynccontextmanager
@@ -343,28 +355,41 @@ async def _make_model(config: RunConfig) -> int:
     return steps
 
 
-async def _last_weights_taken(log: RedisEventLog, config: RunConfig, view: ProgressView) -> None:
-    """Wait until every explorer serves the last version, or has stopped, or the deadline passes."""
+async def _last_weights_taken(
+    client: redis.asyncio.Redis, config: RunConfig, view: ProgressView
+) -> None:
+    """Wait until every explorer serves the last version, or has stopped or died.
+
+    The wait ends with a line after a deadline. A killed explorer tells no end: its lease lapses.
+    """
+    log = RedisEventLog(client, config.run_id)
     wait = Deadline(EXPLORERS_DEADLINE, "the explorers were not seen to take the last weights")
+    unheld: dict[str, float] = {}
     try:
         while True:
             state = await wait.ask(partial(current_state, log))
+            held = await wait.ask(partial(held_explorers, client, state))
+            now = anyio.current_time()
             late = _without_last(state, config)
-            if not late:
+            unheld = {name: unheld.get(name, now) for name in late if name not in held}
+            alive = [name for name in late if now - unheld.get(name, now) < EXPLORER_GONE_AFTER]
+            if not alive:
                 return
-            wait.missing = f"{', '.join(late)} did not take the last weights"
+            wait.missing = f"{', '.join(alive)} did not take the last weights"
             after = {Stream.EVENTS: state.position}
-            await wait.ask(partial(log.read_blocking, after, seconds=min(5, wait.left()), limit=1))
+            pause = EXPLORER_GONE_AFTER / 5 if unheld else 5
+            read = partial(log.read_blocking, after, seconds=min(pause, wait.left()), limit=1)
+            await wait.ask(read)
     except DeadlineExceeded as error:
         view.say(str(error))
 
 
 def _without_last(state: MonitorState, config: RunConfig) -> list[str]:
-    """Return the explorers that run and do not serve the last version."""
+    """Return the explorers that did not stop and do not serve the last version."""
     last = StepRef(config.epoch, config.steps)
     return [
         name
-        for name in (f"explorer-{rank}" for rank in range(config.explorer.count))
+        for name in (f"explorer-{rank}" for rank in range(config.explorers))
         if (explorer := state.explorers.get(name)) is not None
         and explorer.status != "stopped"
         and (explorer.version is None or explorer.version < last)

@@ -1,4 +1,4 @@
-"""Ranks of explorers that were all started alike: each claims the lowest one that is free."""
+"""Ranks of explorers, each held by a lease: an explorer without a given rank claims a free one."""
 
 from __future__ import annotations
 
@@ -37,21 +37,19 @@ class RankLost(TrinityError):
 async def claimed_rank(
     client: redis.asyncio.Redis, config: RunConfig, given: int | None
 ) -> AsyncIterator[int]:
-    """Claim the lowest rank of the epoch that is free, for the block; or yield the given one.
+    """Claim the lowest rank of the epoch that is free, for the block; or take the given one.
 
     There are as many ranks as explorers. A rank whose explorer has missed renewals is waited for:
     an explorer that is started in the place of a dead one gets its rank. A claim that lapses while
-    the server is away is made anew, unless another explorer was faster.
+    the server is away is made anew, unless another explorer was faster. A given rank is taken
+    although another explorer has it: its key only tells that the explorer lives.
 
     Raises:
         RankLost: Another explorer has the rank; raised in the block.
         DeadlineExceeded: The server stays away for the run's ``sync.timeout``.
     """
-    if given is not None:
-        yield given
-        return
-    claims = _Claims(client, config)
-    rank = await _claim(claims, config)
+    claims = _Claims(client, config, exclusive=given is None)
+    rank = await _claim(claims, config, given)
     try:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_keep, claims, rank, config)
@@ -66,10 +64,11 @@ async def claimed_rank(
 class _Claims:
     """Claims of one explorer on the ranks of an epoch."""
 
-    def __init__(self, client: redis.asyncio.Redis, config: RunConfig) -> None:
+    def __init__(self, client: redis.asyncio.Redis, config: RunConfig, *, exclusive: bool) -> None:
         self._redis = client
         self._renew = lua_script(client, "renew")
         self._config = config
+        self._exclusive = exclusive
         self._me = secrets.token_hex(8)
 
     async def hold(self, rank: int) -> bool:
@@ -78,7 +77,8 @@ class _Claims:
         # It is renewed first: the reply to an earlier claim may have been lost.
         if await self._renew(keys=[self._key(rank)], args=[self._me, lease]):
             return True
-        return bool(await self._redis.set(self._key(rank), self._me, nx=True, px=lease))
+        key, new = self._key(rank), self._exclusive
+        return bool(await self._redis.set(key, self._me, nx=new, px=lease))
 
     async def left(self, rank: int) -> float:
         """Return the seconds after which the rank is free; 0 if it is."""
@@ -102,9 +102,9 @@ async def _keep(claims: _Claims, rank: int, config: RunConfig) -> None:
             raise RankLost(f"{what} was lost to another, while this one was silent")
 
 
-async def _claim(claims: _Claims, config: RunConfig) -> int:
+async def _claim(claims: _Claims, config: RunConfig, given: int | None) -> int:
     wait = Deadline(config.sync.timeout, f"no explorer rank of run {config.run_id} was claimed")
-    for rank in count():
+    for rank in count() if given is None else [given]:
         while not await wait.ask(partial(claims.hold, rank)):
             left = await wait.ask(partial(claims.left, rank))
             if left > _RENEWED * LEASE:

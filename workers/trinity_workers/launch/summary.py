@@ -208,25 +208,9 @@ def summary_table(summary: DemoSummary) -> Table:
     ]
     rows += [(f"evaluation {name}", _evaluated(one)) for name, one in summary.evaluations.items()]
     rows += [
-        (
-            "weight versions",
-            f"{log.versions_published} published over {TRANSPORTS[summary.transport]} "
-            f"{'by every rank' if summary.sharded else 'by rank 0'}, "
-            f"{log.versions_applied} applied, {log.versions_refused} refused, "
-            f"{log.versions_superseded_unpulled} superseded before they were "
-            f"pulled, {log.versions_unaccounted} unaccounted for",
-        ),
-        (
-            "weight bytes",
-            f"{log.versions_published - log.versions_delta} versions in full and "
-            f"{log.versions_delta} as what changed: {_mebibytes(log.bytes_published)} published, "
-            f"{_mebibytes(log.bytes_saved)} saved",
-        ),
+        *_weight_rows(summary),
         ("staleness", _staleness(summary)),
         ("issued again", _issued_again(log.reissued)),
-        ("stall", _spread(log.stall)),
-        ("transfer", _spread(log.transfer)),
-        ("pause", _spread(log.pause)),
         (
             "control plane",
             f"{log.events_per_step:.1f} events, {log.event_bytes_per_step:.0f} bytes a step",
@@ -253,6 +237,34 @@ def summary_table(summary: DemoSummary) -> Table:
     for name, text in rows:
         table.add_row(name, Text(text))
     return table
+
+
+def _weight_rows(summary: DemoSummary) -> list[tuple[str, str]]:
+    """Return the rows of the weights on their way to explorers; one if they stay where they are."""
+    log = summary.log
+    if summary.transport == "none":
+        return [
+            ("weight versions", "none: the trainer's ranks generated with the weights they held")
+        ]
+    return [
+        (
+            "weight versions",
+            f"{log.versions_published} published over {TRANSPORTS[summary.transport]} "
+            f"{'by every rank' if summary.sharded else 'by rank 0'}, "
+            f"{log.versions_applied} applied, {log.versions_refused} refused, "
+            f"{log.versions_superseded_unpulled} superseded before they were "
+            f"pulled, {log.versions_unaccounted} unaccounted for",
+        ),
+        (
+            "weight bytes",
+            f"{log.versions_published - log.versions_delta} versions in full and "
+            f"{log.versions_delta} as what changed: {_mebibytes(log.bytes_published)} published, "
+            f"{_mebibytes(log.bytes_saved)} saved",
+        ),
+        ("stall", _spread(log.stall)),
+        ("transfer", _spread(log.transfer)),
+        ("pause", _spread(log.pause)),
+    ]
 
 
 def _evaluated(one: EvaluatedSet) -> str:

@@ -27,6 +27,9 @@ class Chosen(NamedTuple):
         return ChosenTransport(name=self.name, reason=self.reason)
 
 
+NONE = Chosen("none", "the trainer's ranks generate with the weights that they hold")
+
+
 def chosen_transport(sync: SyncConfig, *, explorers_here: bool, one_host: bool = True) -> Chosen:
     """Return the transport that was asked for, or the fastest that every explorer can use.
 

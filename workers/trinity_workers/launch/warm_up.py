@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import PreTrainedTokenizerBase
 
 from trinity_schemas import Sampling, StepRef
 
@@ -21,6 +21,9 @@ from ..learning.policy import encode_prompt, load_policy, save_policy
 from ..rollout_engines.base import GenerationRequest
 from ..rollout_engines.huggingface import HuggingFaceEngine
 from ..tasks import Answer, DrawnTask, Question
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _LEARNING_RATE = 2e-3
 _BETAS = (0.9, 0.95)

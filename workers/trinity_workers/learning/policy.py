@@ -12,25 +12,17 @@ import string
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
-from transformers.utils import logging as transformers_logging
 
 from trinity_events.errors import TrinityError
 
 from ..tasks import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 
 class BadPolicy(TrinityError):
@@ -68,6 +60,8 @@ def isolated_rng(seed: int, device: torch.device | None = None) -> Iterator[None
 
 def create_policy(folder: Path, seed: int) -> None:
     """Write a random policy and its tokenizer into `folder`: the same weights for the same seed."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = _character_tokenizer()
     config = Qwen2Config(
@@ -109,6 +103,8 @@ def load_policy(
     Raises:
         BadPolicy: in one sentence, if the folder does not hold them.
     """
+    from transformers import AutoModelForCausalLM
+
     tokenizer = load_tokenizer(folder)
     with _no_progress_bars(), _told_as(f"the model in {folder} cannot be loaded"):
         model = AutoModelForCausalLM.from_pretrained(
@@ -127,11 +123,23 @@ def load_policy(
     return model, tokenizer
 
 
+def context_length(folder: Path) -> int | None:
+    """Return the maximum tokens of an episode of a policy; None if its configuration names none."""
+    from transformers import AutoConfig
+
+    with _told_as(f"config.json in {folder} cannot be read"):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    found: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return found
+
+
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a policy. One without a padding token pads with its end of sequence.
 
     Raises BadPolicy if there is none, or if a file of the folder cannot be read.
     """
+    from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+
     _require_readable(folder)
     if not (folder / "config.json").is_file():
         # transformers would take a missing folder for the name of a repository on the hub.
@@ -214,8 +222,10 @@ def _told_as(what: str) -> Iterator[None]:
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
+    from transformers.utils import logging
+
     # They take milliseconds here, and would be printed into the log of every worker.
-    bars: Any = transformers_logging  # its functions have no annotations
+    bars: Any = logging  # its functions have no annotations
     shown = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()
     try:
@@ -226,6 +236,8 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 def _character_tokenizer() -> PreTrainedTokenizerFast:
+    from transformers import PreTrainedTokenizerFast
+
     tokens = [PAD, END, UNKNOWN, *_CHARACTERS]
     backend = Tokenizer(models.WordLevel({t: i for i, t in enumerate(tokens)}, unk_token=UNKNOWN))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    PreTrainedTokenizerBase,
-)
 
 from ..algorithms.batch import Batch
 from ..tasks import Message
 from .policy import BadPolicy, encode_prompt, load_tokenizer
 from .value_head import checked_head, head_tensors
 from .values import ValueModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def reward_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -45,6 +42,11 @@ def load_reward_model(
     Raises:
         BadPolicy: in one sentence, if the folder does not hold them.
     """
+    from transformers import (
+        AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
+    )
+
     tokenizer, config = reward_tokenizer(folder), _config(folder)
     has_bias = "score.bias" in head_tensors(config)
     kind: Any = AutoModelForTokenClassification if has_bias else AutoModelForSequenceClassification
@@ -67,6 +69,8 @@ def load_reward_model(
 
 
 def _config(folder: Path) -> Any:
+    from transformers import AutoConfig
+
     return AutoConfig.from_pretrained(folder, local_files_only=True)
 
 

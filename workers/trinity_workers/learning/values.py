@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
 from ..algorithms.batch import Batch
 from ..algorithms.logits import exact
 from .policy import load_policy
 from .value_head import critic_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class ValueModel(nn.Module):

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
 from torch import Tensor
 
 from trinity_schemas import StepRef
 
 from ..algorithms.batch import Batch
 from ..config import RunConfig
-from ..engines.base import NamedTensors
-from ..engines.buffers import saved_buffers
-from ..learning.policy import load_policy
+from ..trainer.rank_rollouts import RankRollouts, rank_rollouts
 from ..trainer.training_step import ModelName
 from ..worker_group.dispatch import Dispatch
 from ..worker_group.registered import register
-from .base import RoleRefused, RoleWorker
+from .base import RoleWorker
 
 if TYPE_CHECKING:
     from ..rollout_engines.base import Generation, GenerationRequest
@@ -50,7 +46,7 @@ class ActorRolloutRefWorker(RoleWorker):
     ) -> None:
         super().__init__(config, rank, own_gpu=own_gpu)
         self._role = role
-        self._rollout: _Rollout | None = None
+        self._rollouts: RankRollouts | None = None
 
     @property
     def models(self) -> Collection[ModelName]:
@@ -67,24 +63,16 @@ class ActorRolloutRefWorker(RoleWorker):
     def generate_sequences(self, prompts: Sequence[GenerationRequest]) -> list[Generation]:
         """Generate one turn for each request with the policy's present weights, in order.
 
-        Every rank of FSDP gathers the whole model for it, and keeps it until the policy changes.
+        Every rank of FSDP gathers the whole model for it, and keeps it until the policy changes. On
+        Megatron the weights change to the layout of ``trainer.rollout_tensor_parallel`` for it.
 
         Raises:
-            RoleRefused: on Megatron.
+            LayoutRefused: if the model cannot be divided so.
         """
         policy = self._with("policy").models.policy
-        if self._config.trainer.engine == "megatron":
-            raise RoleRefused(
-                "a rollout role on Megatron does not generate yet: take trainer.engine fsdp, or "
-                "let explorers generate"
-            )
-        version = StepRef(self._config.epoch, policy.steps)
-        if self._rollout is None:
-            self._rollout = _Rollout(self._config, self._device)
-        if self._rollout.engine.serves != version:
-            self._rollout.take(policy.get_per_tensor_param(), version)
-        found: list[Generation] = self._rollout.engine.generate_here(prompts)
-        return found
+        if self._rollouts is None:
+            self._rollouts = rank_rollouts(self._config, self._device, policy)
+        return self._rollouts.generate(prompts, StepRef(self._config.epoch, policy.steps))
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_log_prob(self, batch: Batch) -> dict[str, Tensor]:
@@ -110,23 +98,3 @@ class ActorRolloutRefWorker(RoleWorker):
         """
         metrics = self._updated("policy", batch)
         return {f"actor/{_RENAMED.get(name, name)}": value for name, value in metrics.items()}
-
-
-class _Rollout:
-    """Copy of the whole policy on this rank, and the engine that generates with it."""
-
-    def __init__(self, config: RunConfig, device: torch.device) -> None:
-        from ..rollout_engines.huggingface import HuggingFaceEngine
-
-        model, tokenizer = load_policy(config.model_folder, config.model.dtype)
-        move: Any = model.to  # its annotations lack strings
-        self._model: Any = move(device)
-        self.engine = HuggingFaceEngine(self._model, tokenizer)
-
-    def take(self, tensors: NamedTensors, version: StepRef) -> None:
-        """Take all tensors of the policy, of which this is the version. Collective."""
-        own = dict(chain(self._model.named_parameters(), saved_buffers(self._model)))
-        with torch.no_grad():
-            for name, tensor in tensors:
-                own[name].copy_(tensor)
-        self.engine.serves = version

@@ -88,13 +88,8 @@ class EngineOptions:
     """Options of this engine."""
 
 
-class RolloutEngine(Protocol):
-    """Engine that holds one policy, generates with it, and takes new weights."""
-
-    @property
-    def serves(self) -> StepRef | None:
-        """Weight version that it generates with; None before the first one is whole."""
-        ...
+class TurnGenerator(Protocol):
+    """Part of a rollout engine that generates the policy's turns."""
 
     @property
     def context_length(self) -> int | None:
@@ -108,6 +103,15 @@ class RolloutEngine(Protocol):
             NotServing: if no weight version is installed.
             RolloutEngineError: if a request leaves no room for a token.
         """
+        ...
+
+
+class RolloutEngine(TurnGenerator, Protocol):
+    """Engine that holds one policy, generates with it, and takes new weights."""
+
+    @property
+    def serves(self) -> StepRef | None:
+        """Weight version that it generates with; None before the first one is whole."""
         ...
 
     async def pause(self, lease: float) -> None:

@@ -23,6 +23,7 @@ from trinity_schemas import Experience
 from ..config import RunConfig
 from ..engines.model_folder import has_weights
 from ..placement import rank_options
+from ..rollout_engines.base import Generation, GenerationRequest
 from ..worker_group.group import WorkerGroup
 from .state import TrainerState, write_trainer_state
 from .worker import ROLE, TrainWorker
@@ -94,6 +95,11 @@ class RayTrainerFleet(TrainEngineWrapper):
         metrics: dict[str, float] = await self._ask("train_step", batch_exps)
         self._step += 1
         return metrics
+
+    async def generate_sequences(self, prompts: Sequence[GenerationRequest]) -> list[Generation]:
+        """Generate one turn for each request on the ranks, with their present weights."""
+        found: list[Generation] = await self._ask("generate_sequences", prompts)
+        return found
 
     async def save_checkpoint(
         self,

@@ -17,6 +17,7 @@ from trinity_events import publishing
 from trinity_events.coordinator import this_process
 from trinity_events.core.evaluations import evaluated_through
 from trinity_events.core.ledger import Ledger
+from trinity_events.error_text import ungrouped
 from trinity_events.errors import DeadlineExceeded
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer
 from trinity_events.replay import current_state
@@ -41,6 +42,7 @@ from ..garbage import exempt_loaded_objects
 from ..held_out_sets import held_out_sets
 from ..sync_schedule import asks_once_ready, publishes_on_demand
 from ..user_task import task_of
+from .colocated import ColocatedAnswers
 from .evaluator import Evaluator
 from .explorer_requests import ExplorerRequests
 from .state import TrainerState, read_trainer_state
@@ -99,9 +101,11 @@ class Trainer:
         log = RedisEventLog(client, config.run_id)
         self._publisher = AsyncPublisher(log, config.epoch, new_producer("trainer"))
         self._began_at = await log.last_id()
-        task = await anyio.to_thread.run_sync(task_of, config)
         ledger = await self._restored_ledger()
-        await self.engine.prepare()
+        with ungrouped():
+            async with anyio.create_task_group() as starting:
+                starting.start_soon(self.engine.prepare)
+                task = await anyio.to_thread.run_sync(task_of, config)
         if config.resumed_step is not None:
             await self.engine.load_checkpoint(config.resumed_folder, config.resumed_step)
         # In the background: a report of a wait never delays the loop that waits.
@@ -121,6 +125,10 @@ class Trainer:
         self._evaluator = Evaluator(
             config, client, self._publisher, sets, through, waits=self._waits
         )
+        self._answers: ColocatedAnswers | None = None
+        if config.trainer.colocated:
+            self._answers = ColocatedAnswers(config, self.engine, client, self._waits)
+            await self._answers.prepare(task, sets, self._exits)
         await self._dispatcher.start()
         running = TrainerStatusChanged(status="running", step=self.train_step_num)
         await self._publisher.publish(running)
@@ -148,6 +156,8 @@ class Trainer:
             tasks.append(self._raise_failed_saves)
         if self._is_fully_async:
             tasks.append(self._supply.ask_when_ready)
+        if self._answers is not None:
+            tasks.append(self._answers.run)
         async with AsyncExitStack() as exits:
             if self._sends:
                 await exits.enter_async_context(self._resends.listening(self._began_at))
@@ -189,11 +199,15 @@ class Trainer:
         """Ask for the rollouts that the present weights may serve, and publish these.
 
         Explorers then wait for weights, and not for requests. Under ``fully_async`` they wait for
-        neither: the requests come once the version is ready.
+        neither: the requests come once the version is ready. Ranks that answer themselves have the
+        weights.
         """
         if not self._is_fully_async:
             await self._supply.ask(self.train_step_num)
-        await self.sync_weight(self._metrics or None)
+        if self._answers is None:
+            await self.sync_weight(self._metrics or None)
+        else:
+            await self._evaluator.publishing(self.train_step_num)
 
     async def _take(self, step: int) -> list[Group]:
         """Return the groups of a step; explorers that ask for weights get them meanwhile.
@@ -204,6 +218,8 @@ class Trainer:
         async with AsyncExitStack() as exits:
             if self._sends:
                 await exits.enter_async_context(self._resends.allowed())
+            if self._answers is not None:
+                await self._evaluator.drain()  # the ranks have no version but this one
             if self._is_fully_async:
                 await self._supply.until_ready(step)
             if self._is_explorer_driven and self._demands.published < self.train_step_num:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from trinity_events.checkpoint_layout import MODEL_FOLDER, final_name, parse_final_name
+from trinity_events.checkpoint_layout import (
+    ITERATION_FILES,
+    MODEL_FOLDER,
+    final_name,
+    parse_final_name,
+)
 
 from ..config import RunConfig
 from ..engines.model_folder import has_weights
@@ -14,13 +19,19 @@ _FIRST_OF_WORKERS = (0, 8)
 
 
 def get_latest_hf_checkpoint_path(config: RunConfig) -> str | None:
-    """Return the newest ready step's Hugging Face folder with weights; None if there is none.
+    """Return the newest checkpoint's Hugging Face folder with weights; None if there is none.
 
-    A checkpoint may hold a folder with configuration and tokenizer alone: it does not count.
+    The file ``latest_checkpointed_iteration.txt`` names the newest checkpoint. Folders of later
+    steps do not count: they are of an epoch that was discarded, or of a step without a checkpoint.
+    A folder with configuration and tokenizer alone does not count either.
     """
     root = config.checkpoint_folder
-    steps = (parse_final_name(one.name) for one in root.iterdir()) if root.is_dir() else ()
-    for step in sorted((one for one in steps if one is not None), reverse=True):
+    try:
+        newest = int((root / ITERATION_FILES["checkpoint"]).read_text())
+    except FileNotFoundError:
+        return None
+    steps = [parse_final_name(one.name) for one in root.iterdir()]
+    for step in sorted((one for one in steps if one is not None and one <= newest), reverse=True):
         folder = root.joinpath(final_name(step), *MODEL_FOLDER)
         if has_weights(folder):
             return str(folder)

@@ -16,7 +16,7 @@ from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_events.server import open_client
 from trinity_events.stacks import write_stacks_when_asked
 from trinity_events.weights import ModelUpdateGroup
-from trinity_schemas import Experience
+from trinity_schemas import Experience, StepRef
 
 from ..algorithms.collate import collate, padding_row
 from ..collectives import together
@@ -34,11 +34,13 @@ from ..helpers import (
     strategy_for,
 )
 from ..helpers.full_tensors import full_tensors, in_dtype
+from ..rollout_engines.base import Generation, GenerationRequest
 from ..worker_group.dispatch import Dispatch
 from ..worker_group.registered import register
 from .fsdp_models import make_step
 from .profiling import StepProfiler
 from .rank import TrainingRank
+from .rank_rollouts import RankRollouts, rank_rollouts
 from .training_step import Models
 
 logger = logging.getLogger(__name__)
@@ -65,6 +67,9 @@ class TrainWorker(TrainingRank):
         write_stacks_when_asked(config.run_id, f"{ROLE}-{self._rank}")
         self._step: Any = self._make_step()
         self._models: Models = self._step.models
+        self._rollouts: RankRollouts | None = None
+        if config.trainer.colocated:
+            self._rollouts = rank_rollouts(config, self._device, self._engine)
         self._log = SyncEventLog(open_client(config.redis_url), config.run_id)
         self._publisher = Publisher(self._log, config.epoch, new_producer(ROLE, self._rank))
         self._profiler = StepProfiler(config, ROLE, self._rank, self._publisher.publish)
@@ -120,6 +125,12 @@ class TrainWorker(TrainingRank):
         with self._profiler.step(self._taken):
             metrics: dict[str, float] = self._step.learn(batch.to(self._device))
         return metrics
+
+    @register(dispatch_mode=Dispatch.MEGATRON_PP_AS_DP_PROTO)
+    def generate_sequences(self, prompts: Sequence[GenerationRequest]) -> list[Generation]:
+        """Generate one turn for each request with the weights of the last step, in order."""
+        assert self._rollouts is not None  # the run is colocated
+        return self._rollouts.generate(prompts, StepRef(self._config.epoch, self._taken))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_state_dict(self, local_path: str, global_step: int) -> None:

