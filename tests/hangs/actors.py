@@ -314,9 +314,10 @@ def weights_explorer(me: Actor, weights_url: str, go: str) -> None:
     made._session.events.waits = me.waits
     made.tell(ExplorerStatusChanged(status="running"))
     ready = anyio.run(ready_weights, me)
+    module = nn.ParameterDict({str(number): torch.zeros(1 << 18) for number in range(4)})
+    made.load(module, ready)
     say("waits")
     wait_for(Path(go))
-    module = nn.ParameterDict({str(number): torch.zeros(1 << 18) for number in range(4)})
     made.load(module, ready)
     say("loaded")
     time.sleep(LONG)

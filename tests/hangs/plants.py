@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import redis
@@ -34,6 +35,8 @@ def loops(question, answer):
 
 def stops(question, answer):
     import signal
+    with open(__file__ + ".pid", "w") as file:
+        file.write(str(os.getpid()))
     os.kill(os.getpid(), signal.SIGSTOP)
     return 1.0
 """
@@ -105,9 +108,17 @@ def slow_rollout(stage: Stage) -> None:
 
 def _reward(function: str) -> Callable[[Stage], object]:
     def plant(stage: Stage) -> None:
-        _claimed(stage, "reward", f"{stage.script(REWARDS)}:{function}")
+        path = stage.script(REWARDS)
+        stage.callback(lambda: _end_stopped(Path(f"{path}.pid")))
+        _claimed(stage, "reward", f"{path}:{function}")
 
     return plant
+
+
+def _end_stopped(noted: Path) -> None:
+    """End the process of a reward that stopped itself, which notices no end of its explorer."""
+    with suppress(OSError):
+        os.kill(int(noted.read_text()), signal.SIGKILL)
 
 
 def environment(stage: Stage) -> None:

@@ -155,7 +155,9 @@ class Stage:
 
     @property
     def _env(self) -> dict[str, str]:
-        return {**os.environ, "TRINITY_HOME": str(self.folder), "OMP_NUM_THREADS": "1"}
+        home = str(self.folder)
+        # Processes of other versions may sweep the names of ended ones in the shared folder.
+        return {**os.environ, "TRINITY_HOME": home, "TMPDIR": home, "OMP_NUM_THREADS": "1"}
 
     # --- the question ----------------------------------------------------------------------------
 
