@@ -18,7 +18,8 @@ LIGHT_TESTS = -n $(WORKERS) --dist worksteal
 HEAVY_TESTS = -n $(HEAVY_WORKERS) --dist loadfile --no-loadscope-reorder
 # The releases of veRL that the backend and the helpers are tried with, each in a .venv of its own.
 VERL_VERSIONS ?= 0.9.1 0.8.0
-# The release of TRL whose losses ours are compared with, in the same environments.
+# The release of TRL whose losses ours are compared with. It lies beside the packages of the same environments:
+# veRL patches a class of a TRL that it finds, which newer ones have not.
 TRL_VERSION ?= 1.16.0
 
 .PHONY: setup demo test check slowest lowest oldest-server bench gpu learn chaos crash hangs matrix simulate verl base-install \
@@ -105,14 +106,16 @@ simulate: setup
 verl: $(VERL_VERSIONS:%=verl-%)
 
 verl-%: $(VENV)-verl-%/installed
-	$(<D)/bin/pytest tests/verl tests/trl
+	$(<D)/bin/pytest tests/verl
+	PYTHONPATH=$(<D)/trl $(<D)/bin/pytest tests/trl
 
 .PRECIOUS: $(VENV)-verl-%/installed
 $(VENV)-verl-%/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 	$(@D)/bin/pip install --quiet -c constraints.txt -e '.[all,dev,verl]'
-	$(@D)/bin/pip install --quiet --no-deps verl==$* trl==$(TRL_VERSION)
+	$(@D)/bin/pip install --quiet --no-deps verl==$*
+	$(@D)/bin/pip install --quiet --no-deps --target $(@D)/trl trl==$(TRL_VERSION)
 	touch $@
 
 base-install: setup

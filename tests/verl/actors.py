@@ -135,8 +135,8 @@ class _Refusing:
             raise OSError("no room for the third tensor")
         self._writer.add(name, tensor)
 
-    def discard(self) -> None:
-        self._writer.discard()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._writer, name)
 
 
 class Collecting:

@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items):
 def speak_to_verl():
     """Let processes that start from now on, and import veRL, compute on the CPU."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    os.environ["VERL_USE_EXTERNAL_MODULES"] = "tests.verl.cpu_platform"
+    os.environ["VERL_USE_EXTERNAL_MODULES"] = "trinity_workers.verl.cpu_platform"
     os.environ["VERL_PLATFORM"] = "cpu"
 
 

@@ -101,6 +101,20 @@ MISTAKES = [
         "trainer.cpu_offload keeps the models in the host's memory already: leave trainer.critic",
     ),
     ("trainer: {engine: megatron, packing: true}", "trainer.packing is for FSDP only"),
+    ("trainer: {engine: verl, packing: true}", "trainer.packing is not for veRL's engine: leave"),
+    (
+        "trainer: {engine: verl, policy_offload: {param_offload: true}}",
+        "trainer.policy_offload is not for veRL's engine: leave it out",
+    ),
+    (
+        "trainer: {engine: verl, schedule: linear}",
+        "trainer.schedule is linear, which veRL's engine does not have: set it constant or cosine",
+    ),
+    (
+        "{trainer: {engine: verl}, algorithm: {advantage: none, loss: divergence, "
+        "teacher: {path: /t}}}",
+        "algorithm.loss divergence needs logits, which veRL's engine does not give",
+    ),
     ("trainer: {engine: megatron, cpu_offload: true}", "trainer.cpu_offload is for FSDP only"),
     (
         "{model: {dtype: bfloat16}, sync: {dtype: float32}}",

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 R = TypeVar("R")
 
-_MODULES = {"fsdp": (), "megatron": ("megatron", "mbridge")}
+_MODULES = {"fsdp": (), "megatron": ("megatron", "mbridge"), "verl": ("verl", "tensordict")}
 
 
 class MissingExtra(TrinityError):
@@ -173,6 +173,8 @@ def _run_job(told: _Told, run: _Run, place: _Place, read: Callable[[], TrainConf
         checkpoint_root(place.root or (Path(configured) if configured else None))
     )
     modules = _MODULES[chosen.trainer.engine]
+    if chosen.trainer.engine == "verl":
+        _require(*modules, way="pip install 'trinity-events[verl]', then verl with --no-deps")
     _require("torch", "ray", "transformers", "reasoning_gym", "xxhash", "yaml", *modules)
     _reach(place.redis_url, place.weights_redis_url)
     log_to_stderr(verbose=False)
@@ -414,9 +416,7 @@ def _interruptible(
         os._exit(error.exit_status)
 
 
-def _require(*modules: str) -> None:
+def _require(*modules: str, way: str = "pip install 'trinity-events[workers]'") -> None:
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
-        raise MissingExtra(
-            f"this command needs {', '.join(missing)}: pip install 'trinity-events[workers]'"
-        )
+        raise MissingExtra(f"this command needs {', '.join(missing)}: {way}")

@@ -34,7 +34,7 @@ from .sync_schedule import (
 )
 from .trainer_limits import contradictions as trainer_contradictions
 
-EngineName = Literal["fsdp", "megatron"]
+EngineName = Literal["fsdp", "megatron", "verl"]
 SyncMethod = Literal["memory", "nccl", "checkpoint"]
 MemoryTransport = Literal["shm", "ray", "redis"]
 TransportChoice = Literal["auto", MemoryTransport]
@@ -97,7 +97,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Training: the engine, its ranks and the optimizer."""
 
     engine: EngineName = "fsdp"
-    """Engine that holds and trains the model."""
+    """Engine that holds and trains the model: this project's FSDP or Megatron engine, or veRL's
+    FSDP engine."""
     ranks: Positive = 2
     """Trainer processes (ranks)."""
     cpus: Cpus | None = None

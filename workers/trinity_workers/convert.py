@@ -32,6 +32,7 @@ from .engines.megatron.model_description import Description, read_description, w
 from .engines.model_folder import INDEX, SHARD_BYTES, FolderReader, write_model_folder
 from .engines.reshard import tensors_of_shards
 from .engines.state_files import make_folder, sync
+from .learning.value_head import head_tensors
 
 _READ_BYTES = 16 << 20  # bytes read before memory-mapped files are closed
 _CONVERTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -162,12 +163,17 @@ def _of_megatron(source: Path) -> NamedTensors:
 
 
 def _of_shards(source: Path) -> NamedTensors:
-    """Yield the tensors of FSDP's shard files, a tied one under its first name alone."""
-    from transformers import AutoModelForCausalLM
+    """Yield the tensors of FSDP's shard files, a tied one under its first name alone.
 
-    make: Any = AutoModelForCausalLM  # its methods have no annotations
+    A critic's are those of a model for token classification.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+    config = _description(source / MODEL_FOLDER[-1]).config
+    # Their methods have no annotations.
+    make: Any = AutoModelForTokenClassification if head_tensors(config) else AutoModelForCausalLM
     with torch.device("meta"):
-        model = make.from_config(_description(source / MODEL_FOLDER[-1]).config)
+        model = make.from_config(config)
     names = [name for name, _ in (*model.named_parameters(), *saved_buffers(model))]
     return tensors_of_shards(source, names)
 

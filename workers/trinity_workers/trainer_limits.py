@@ -19,6 +19,8 @@ _OF_MEGATRON = (
     "distributed_optimizer",
 )
 """Fields that Megatron alone has."""
+_OF_OWN_FSDP = ("cpu_offload", "packing", "fused_loss", "colocated")
+"""Fields that this project's FSDP engine has, and veRL's has not."""
 
 Found = Iterator[tuple[tuple[str, ...], str]]
 
@@ -48,6 +50,8 @@ def contradictions(config: TrainConfig, named: Callable[[str], str]) -> Found:
     else:
         yield from _of_fsdp(trainer, name)
         yield from _of_offload(trainer, name)
+    if trainer.engine == "verl":
+        yield from _of_verl(config, named)
     yield from _of_profiles(config, name)
 
 
@@ -85,6 +89,32 @@ def _of_offload(trainer: TrainerConfig, name: Callable[[str], str]) -> Found:
             ("trainer.cpu_offload", *(f"trainer.{one}" for one in moved)),
             f"{name('cpu_offload')} keeps the models in the host's memory already: leave "
             f"{' and '.join(map(name, moved))} out, or {name('cpu_offload')}",
+        )
+
+
+def _of_verl(config: TrainConfig, named: Callable[[str], str]) -> Found:
+    """Yield settings that veRL's engine has no use for."""
+    trainer, engine = config.trainer, named("trainer.engine")
+    given = [field for field in _OF_OWN_FSDP if getattr(trainer, field)]
+    if any(astuple(trainer.policy_offload)):
+        given.append("policy_offload")
+    for field in given:
+        yield (
+            ("trainer.engine", f"trainer.{field}"),
+            f"{named(f'trainer.{field}')} is not for veRL's engine: leave it out, or set {engine} "
+            "fsdp",
+        )
+    if trainer.schedule == "linear":
+        yield (
+            ("trainer.engine", "trainer.schedule"),
+            f"{named('trainer.schedule')} is linear, which veRL's engine does not have: set it "
+            f"constant or cosine, or {engine} fsdp",
+        )
+    if config.algorithm.loss == "divergence":
+        yield (
+            ("trainer.engine", "algorithm.loss"),
+            f"{named('algorithm.loss')} divergence needs logits, which veRL's engine does not "
+            f"give: set {engine} fsdp",
         )
 
 

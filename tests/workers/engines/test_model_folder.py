@@ -12,7 +12,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from safetensors.torch import load_file  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+)
 
 from tests.support.rank_processes import Rank  # noqa: E402
 from tests.support.tensors import assert_equal, identical  # noqa: E402
@@ -28,6 +31,7 @@ from trinity_workers.engines.model_folder import (  # noqa: E402
     write_model_folder,
 )
 from trinity_workers.helpers.full_tensors import full_tensors  # noqa: E402
+from trinity_workers.learning.values import load_critic  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -173,6 +177,33 @@ def test_shards_of_fsdp_convert_to_a_folder_that_transformers_loads(
         with pytest.raises(FileNotFoundError, match="rank_2"):
             convert(tmp_path / "step", tmp_path / "again")
         assert not (tmp_path / "again").exists()
+
+
+def begin_critic(rank: Rank, folder: Path) -> None:
+    """Make a critic whose head is not 0 any more."""
+    engine = FSDPEngine(folder, device=torch.device("cpu"), learning_rate=3e-3, load=load_critic)
+    with torch.no_grad():
+        for one in engine.module.score.parameters():
+            one.fill_(0.25)
+    rank.held.engine = engine
+
+
+def test_a_critic_of_fsdp_converts_to_a_model_for_token_classification(
+    rank_group, policy_folder, tmp_path
+):
+    group = rank_group(2)
+    group(begin_critic, policy_folder)
+    group(shards, tmp_path / "step" / "critic")
+    expected = group(published)[0]
+    done = convert(tmp_path / "step" / "critic", tmp_path / "converted")
+    assert (done.to, done.tensors) == ("huggingface", len(expected))
+    model, told = AutoModelForTokenClassification.from_pretrained(
+        tmp_path / "converted", output_loading_info=True
+    )
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]
+    assert_equal({name: one.detach() for name, one in model.named_parameters()}, expected)
+    assert float(model.score.bias.detach()) == 0.25
 
 
 def test_a_checkpoint_whose_model_is_a_hugging_face_folder_converts_to_that(

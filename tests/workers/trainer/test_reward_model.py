@@ -16,13 +16,18 @@ from trinity_workers.algorithms.collate import collate  # noqa: E402
 from trinity_workers.algorithms.settings import read_settings  # noqa: E402
 from trinity_workers.engines.fsdp import frozen_policy  # noqa: E402
 from trinity_workers.engines.megatron import MegatronRewardModel, ParallelLayout  # noqa: E402
-from trinity_workers.learning.policy import BadPolicy, load_tokenizer  # noqa: E402
+from trinity_workers.learning.policy import (  # noqa: E402
+    BadPolicy,
+    encode_prompt,
+    load_tokenizer,
+)
 from trinity_workers.learning.reward_model import (  # noqa: E402
     RewardModel,
     RewardTokens,
     load_reward_model,
     reward_tokenizer,
 )
+from trinity_workers.tasks import Question  # noqa: E402
 from trinity_workers.trainer.division import MicroBatchLimit  # noqa: E402
 from trinity_workers.trainer.fsdp_step import FSDPTrainingStep  # noqa: E402
 from trinity_workers.trainer.megatron_step import MegatronTrainingStep  # noqa: E402
@@ -103,6 +108,24 @@ def test_scores_are_those_of_transformers_for_the_models_own_tokens(
         own = episodes(policy_folder).rewards
         torch.testing.assert_close(rewards, own + 0.5 * expected, atol=1e-5, rtol=0)
         assert told == pytest.approx({"reward_model/score": float(expected.mean())}, abs=1e-5)
+
+
+def test_a_chat_goes_through_the_reward_models_own_template(policy_folder, tmp_path):
+    policy = load_tokenizer(policy_folder)
+    policy.chat_template = "{% for one in messages %}{{ one['content'] }}>{% endfor %}"
+    own = load_tokenizer(make_reward_folder(tmp_path, template=True))
+    asked = [{"role": "system", "content": "cab"}, {"role": "user", "content": "tab"}]
+    questions = {0: Question(prompt=asked), 1: Question(prompt="tab>"), 2: Question(prompt="d>")}
+    prompts = [encode_prompt(policy, one.prompt) for one in questions.values()]
+    answer = [*policy.encode("bat"), policy.eos_token_id]
+    rows = [group(one, [answer], [[-1.0] * 4], [0.0], ordinal=i) for i, one in enumerate(prompts)]
+    rows[2][0].turns[0].tokens[:] = policy.encode("b>")  # of an own loop, and not the task's
+    batch = collate(rows, policy.pad_token_id)
+    found = RewardTokens(policy, own, questions.__getitem__).inputs(batch)
+    texts = ["scabutababat", "utab>abat", "ub>abat"]  # the template puts a role's letter first
+    for row, text in enumerate(texts):
+        real = found.attention_mask[row].bool()
+        assert found.input_ids[row][real].tolist() == own.encode(text)
 
 
 def test_episodes_of_the_same_tokens_stay_as_they_are(policy_folder):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..algorithms.batch import Batch
-from ..tasks import Message
+from ..algorithms.batch import NO_GROUP, Batch
+from ..tasks import Message, Question
 from .policy import BadPolicy, encode_prompt, load_tokenizer
 from .value_head import checked_head, head_tensors
 from .values import ValueModel
@@ -90,22 +90,26 @@ class RewardTokens:
     Args:
         policy: Tokenizer of the policy.
         reward_model: Tokenizer of the reward model.
+        questions: Returns the question of an ordinal. Its messages go through the chat template if
+            they are a row's prompt; else the text of the prompt does, as one message of the user.
     """
 
     def __init__(
-        self, policy: PreTrainedTokenizerBase, reward_model: PreTrainedTokenizerBase
+        self,
+        policy: PreTrainedTokenizerBase,
+        reward_model: PreTrainedTokenizerBase,
+        questions: Callable[[int], Question] | None = None,
     ) -> None:
         self._policy = policy
         self._own = reward_model
+        self._questions = questions
         self._same = policy.get_vocab() == reward_model.get_vocab()
 
-    def inputs(self, batch: Batch, questions: Sequence[Sequence[Message]] | None = None) -> Batch:
+    def inputs(self, batch: Batch) -> Batch:
         """Return the rows as the reward model reads them, with padding on the right.
 
         Args:
-            batch: Episodes in the policy's tokens.
-            questions: Messages before each row's response, for a chat template; by default the
-                text of the prompt, as one message of the user.
+            batch: Episodes in the policy's tokens, whose groups are the ordinals of questions.
 
         Raises:
             BadPolicy: if the chat template refuses an episode.
@@ -113,25 +117,32 @@ class RewardTokens:
         rows = []
         for row in range(len(batch)):
             real = batch.attention_mask[row].bool()
-            prompt = batch.input_ids[row][: batch.prompt_width][real[: batch.prompt_width]]
-            answer = batch.input_ids[row][batch.prompt_width :][real[batch.prompt_width :]]
+            prompt = batch.input_ids[row][: batch.prompt_width][real[: batch.prompt_width]].tolist()
+            answer = batch.input_ids[row][batch.prompt_width :][real[batch.prompt_width :]].tolist()
             if self._same:
-                rows.append([*prompt.tolist(), *answer.tolist()])
+                rows.append([*prompt, *answer])
             else:
-                asked = None if questions is None else questions[row]
-                rows.append(self._anew(self._text(prompt), self._text(answer), asked))
+                rows.append(self._anew(prompt, answer, int(batch.groups[row])))
         return right_padded(rows, int(self._own.pad_token_id or 0)).to(batch.input_ids.device)
 
-    def _text(self, tokens: torch.Tensor) -> str:
-        found: Any = self._policy.decode(tokens.tolist(), skip_special_tokens=True)
-        return str(found)
-
-    def _anew(self, prompt: str, answer: str, asked: Sequence[Message] | None) -> list[int]:
+    def _anew(self, prompt: list[int], answer: list[int], ordinal: int) -> list[int]:
+        """Return an episode in the reward model's tokens."""
         if not self._own.chat_template:
-            return encode_prompt(self._own, prompt + answer)
-        before = [{"role": "user", "content": prompt}] if asked is None else list(asked)
-        episode = [*before, {"role": "assistant", "content": answer}]
-        return encode_prompt(self._own, episode, answered=True)
+            return encode_prompt(self._own, self._text(prompt) + self._text(answer))
+        said: Message = {"role": "assistant", "content": self._text(answer)}
+        return encode_prompt(self._own, [*self._messages(prompt, ordinal), said], answered=True)
+
+    def _messages(self, prompt: list[int], ordinal: int) -> list[Message]:
+        """Return the messages before the answer."""
+        if self._questions is not None and ordinal != NO_GROUP:
+            question = self._questions(ordinal)
+            if encode_prompt(self._policy, question.prompt) == prompt:
+                return question.messages()
+        return [{"role": "user", "content": self._text(prompt)}]
+
+    def _text(self, tokens: list[int]) -> str:
+        found: Any = self._policy.decode(tokens, skip_special_tokens=True)
+        return str(found)
 
 
 def right_padded(rows: Sequence[Sequence[int]], padding: int) -> Batch:

@@ -53,6 +53,10 @@ class RoleWorker(MegatronWorker, TrainingRank):
             from ..trainer import megatron_models
 
             self._step = megatron_models.make_step(self._config, self._device, self.models)
+        elif self._config.trainer.engine == "verl":
+            from ..trainer import verl_models
+
+            self._step = verl_models.make_step(self._config, self._device, self.models)
         else:
             from ..trainer import fsdp_models
 

@@ -284,4 +284,8 @@ def _worker_class(config: RunConfig) -> type[TrainWorker]:
         from .megatron import MegatronTrainWorker
 
         return MegatronTrainWorker
+    if config.trainer.engine == "verl":
+        from .verl import VerlTrainWorker
+
+        return VerlTrainWorker
     return TrainWorker

@@ -12,13 +12,13 @@ from ..config import RunConfig
 from ..engines import FSDPEngine
 from ..engines.fsdp import frozen_policy
 from ..engines.fsdp_options import FSDPOptions
-from ..learning.policy import load_tokenizer
-from ..learning.reward_model import RewardModel, RewardTokens, load_reward_model, reward_tokenizer
+from ..learning.reward_model import RewardModel, load_reward_model
 from ..learning.teacher import checked_teacher
 from ..learning.values import load_critic
 from .division import micro_batch_limit
 from .fsdp_step import FSDPTrainingStep
 from .rates import critic_rate, policy_rate
+from .reward_tokens import reward_tokens
 from .training_step import ModelName, Models, needed_models
 
 
@@ -67,7 +67,7 @@ def load_models(
     if "teacher" in wanted and (path := config.teacher_folder) is not None:
         teacher = frozen(checked_teacher(path, folder))
     if "reward_model" in wanted and (path := config.reward_folder) is not None:
-        tokens = RewardTokens(load_tokenizer(folder), reward_tokenizer(path))
+        tokens = reward_tokens(config, path)
         judge = RewardModel(frozen(path, load=load_reward_model), tokens)
     return Models(policy, critic, reference, teacher, judge)
 

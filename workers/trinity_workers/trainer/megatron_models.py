@@ -16,14 +16,14 @@ from ..engines.megatron import (
     ModelOptions,
     OptimizerOptions,
 )
-from ..learning.policy import load_tokenizer
-from ..learning.reward_model import RewardModel, RewardTokens, reward_tokenizer
+from ..learning.reward_model import RewardModel
 from ..learning.teacher import checked_teacher
 from ..offload import FrozenOffload, Offload
 from .division import micro_batch_limit
 from .megatron_layout import parallel_layout
 from .megatron_step import MegatronTrainingStep
 from .rates import critic_rate, policy_rate
+from .reward_tokens import reward_tokens
 from .training_step import ModelName, Models, needed_models
 
 
@@ -87,7 +87,7 @@ def load_models(
     if "teacher" in wanted and (path := config.teacher_folder) is not None:
         teacher = MegatronEngine(checked_teacher(path, folder), **common)
     if "reward_model" in wanted and (path := config.reward_folder) is not None:
-        tokens = RewardTokens(load_tokenizer(folder), reward_tokenizer(path))
+        tokens = reward_tokens(config, path)
         judge = RewardModel(MegatronRewardModel(path, **common), tokens)
     return Models(policy, critic, reference, teacher, judge)
 

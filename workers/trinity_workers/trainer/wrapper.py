@@ -117,8 +117,8 @@ class TrainEngineWrapper(ABC):
 
 def get_trainer_wrapper(config: RunConfig) -> TrainEngineWrapper:
     """Return the engine that the configuration names. Raises ValueError for others."""
-    if config.trainer.engine in {"fsdp", "megatron"}:
+    if config.trainer.engine in {"fsdp", "megatron", "verl"}:
         from .fleet import RayTrainerFleet
 
         return RayTrainerFleet(config)
-    raise ValueError(f"there is no engine {config.trainer.engine!r}: choose fsdp or megatron")
+    raise ValueError(f"there is no engine {config.trainer.engine!r}: choose fsdp, megatron or verl")

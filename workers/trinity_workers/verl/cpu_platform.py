@@ -1,4 +1,4 @@
-"""A CPU as a platform of veRL's, which from 0.9 on knows accelerators alone.
+"""CPU as a platform of veRL's, which from 0.9 on knows accelerators alone.
 
 ``VERL_USE_EXTERNAL_MODULES`` names this module and ``VERL_PLATFORM`` is ``cpu``: so every process
 that imports veRL has it, Ray's workers too. Releases before need none.
@@ -7,6 +7,7 @@ that imports veRL has it, Ray's workers too. Releases before need none.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ try:
 except ModuleNotFoundError:
     PlatformBase = None
 
-ANSWERS = {
+_ANSWERS: dict[str, Any] = {
     "is_available": True,
     "is_platform_available": True,
     "current_device": "cpu",
@@ -28,17 +29,21 @@ ANSWERS = {
     "is_ipc_supported": False,
     "nvtx_range": nullcontext(),
 }
-PROPERTIES = {"device_name": "cpu", "vendor_name": "any", "device_module": torch.cpu}
+_PROPERTIES: dict[str, Any] = {
+    "device_name": "cpu",
+    "vendor_name": "any",
+    "device_module": torch.cpu,
+}
 
 
-def _answering(name):
-    if name in PROPERTIES:
-        return property(lambda _: PROPERTIES[name])
-    return lambda *_, **__: ANSWERS.get(name)
+def _answering(name: str) -> Any:
+    if name in _PROPERTIES:
+        return property(lambda _: _PROPERTIES[name])
+    return lambda *_, **__: _ANSWERS.get(name)
 
 
 if PlatformBase is not None:
-    _asked = PlatformBase.__abstractmethods__ | ANSWERS.keys()
+    _asked = PlatformBase.__abstractmethods__ | _ANSWERS.keys()
     PlatformRegistry.register("cpu")(
         type("CpuPlatform", (PlatformBase,), {name: _answering(name) for name in _asked})
     )
