@@ -22,7 +22,8 @@ VERL_VERSIONS ?= 0.9.1 0.8.0
 # veRL patches a class of a TRL that it finds, which newer ones have not.
 TRL_VERSION ?= 1.16.0
 
-.PHONY: setup demo test check slowest lowest oldest-server bench gpu learn chaos crash hangs matrix simulate verl base-install \
+.PHONY: setup demo test check slowest compiled lowest oldest-server bench gpu learn chaos crash hangs matrix simulate verl \
+	base-install \
 	schemas docs picture lint format clean
 
 setup: $(VENV)/installed
@@ -38,18 +39,23 @@ $(VENV)/installed: pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/trinity-events demo
 
-test: setup
+test: compiled
 	$(BIN)/pytest $(LIGHT_TESTS) -m "not heavy"
 	$(BIN)/pytest $(HEAVY_TESTS) -m heavy
 
 # The slowest fifty tests. It runs them all.
-slowest: setup
+slowest: compiled
 	$(BIN)/pytest -q --durations=0 | $(BIN)/python -m tests.support.slowest
 
 # Linters, types and every test without other processes: before each commit.
-check: lint
+check: lint compiled
 	$(BIN)/pytest -q $(LIGHT_TESTS) -m "not processes and not ray and not megatron" \
 		--ignore-glob='*megatron*' --ignore=tests/verl --ignore=tests/trl
+
+# Bytecode, whatever the environment says: tests start hundreds of processes, and pytest rewrites asserts.
+test check slowest compiled: export PYTHONDONTWRITEBYTECODE :=
+compiled: setup
+	$(BIN)/python -m compileall -q schemas trinity_events workers benchmarks tests
 
 # The oldest promised server, for make test to run a part of the tests on; from Debian's archive.
 oldest-server:

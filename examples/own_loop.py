@@ -7,15 +7,13 @@ python own_loop.py RANK                     follows, as explorer RANK
 import os
 import sys
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from trinity_events import StepReady, Synchronizer, TrainingLoop, blocking
-from trinity_events.errors import VersionUnavailable
+from trinity_events import Synchronizer, TrainingLoop
 from trinity_schemas import ExplorerStatusChanged
 
 RUN, STEPS, SAVE_EVERY, EXPLORERS = "own-loop", 30, 10, 2
@@ -41,28 +39,17 @@ def train() -> None:
             optimizer.step()
             loop.publish(step, model.state_dict(), {"loss": loss.item()})
             if step % SAVE_EVERY == 0:
-                path = loop.staged_folder(step) / f"rank_{loop.rank}.pt"
-                kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-                loop.saves.save_async("model", partial(torch.save, kept, path), step, path=path)
-                loop.commit_checkpoint(step)
+                loop.save(step, model.state_dict())
         loop.wait_served(STEPS, EXPLORERS)
 
 
 def follow(rank: int) -> None:
     """Run one explorer, which serves every version that it can get, for generation."""
     model = make_model()
-    synchronizer = Synchronizer(RUN, 0, role="explorer", rank=rank)
-    announced = blocking.subscribe(RUN, StepReady, deadline=60, wait_for_run=True)
-    with closing(synchronizer), announced as events:
-        for event in events:
-            if event.kind != "weights":
-                continue
-            try:
-                took = synchronizer.apply(model, event.event)
-            except VersionUnavailable:
-                continue  # it was retired meanwhile; a newer one is announced
-            print(f"explorer {rank} serves step {event.step}: {took}", flush=True)
-            if event.step == STEPS:
+    with closing(Synchronizer(RUN, 0, role="explorer", rank=rank)) as synchronizer:
+        for version, took in synchronizer.follow(model, deadline=60):
+            print(f"explorer {rank} serves step {version.step}: {took}", flush=True)
+            if version.step == STEPS:
                 break
         synchronizer.tell(ExplorerStatusChanged(status="stopped"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 import signal
@@ -240,6 +241,12 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Give torch one thread in this process: more of them wait for each other on busy cores."""
+    """Give torch one thread in this process: more of them wait for each other on busy cores.
+
+    Modules of users, which tests write anew, leave no bytecode.
+    """
+    sys.dont_write_bytecode = True
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    gc.freeze()  # what was imported stays
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)

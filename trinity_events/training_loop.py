@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, closing, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
 from trinity_schemas import SaveStrategy, StepRef, WeightsApplied
 
@@ -203,6 +205,17 @@ class TrainingLoop:
         staged = self.folder / STAGING / name
         staged.mkdir(parents=True, exist_ok=True)
         return staged
+
+    def save(self, step: int, state: Mapping[str, Any], name: str = "model") -> None:
+        """Save a copy of this rank's state for a step's checkpoint, in the background. Collective.
+
+        The file is ``NAME_rank_RANK.pt``, by ``torch.save``. For several saves a rank, or another
+        format: :meth:`staged_folder`, :attr:`saves` and :meth:`commit_checkpoint`.
+        """
+        path = self.staged_folder(step) / f"{name}_rank_{self.rank}.pt"
+        kept = tree_map_only(torch.Tensor, lambda one: one.detach().to("cpu", copy=True), state)
+        self.saves.save_async(name, partial(torch.save, kept, path), step, path=path)
+        self.commit_checkpoint(step)
 
     def commit_checkpoint(
         self, step: int, *, saves: int = 1, metrics: dict[str, float] | None = None

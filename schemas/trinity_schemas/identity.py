@@ -70,6 +70,12 @@ Lease = Annotated[
     float,
     Meta(gt=0, le=86_400, description="Seconds for which the sender's last heartbeat holds."),
 ]
+MemoryTransport = Literal["shm", "ray", "redis"]
+"""Transports of weights that keep a version for readers that come later."""
+RunTransport = Literal[MemoryTransport, "collective"]
+"""Transports that a run may have."""
+TransportName = Literal[RunTransport, "cuda"]
+"""Transports of a ``Synchronizer``."""
 TrainerStatus = Literal["running", "require_sync", "stopped"]
 ExplorerStatus = Literal["running", "require_sync", "stopped"]
 

@@ -262,5 +262,5 @@ def test_the_example_trains_publishes_saves_and_is_followed(redis_url, tmp_path,
         ranks = sorted(
             file.name for file in (tmp_path / f"own-loop/global_step_{step}").glob("*.pt")
         )
-        assert ranks == ["rank_0.pt", "rank_1.pt"]
+        assert ranks == ["model_rank_0.pt", "model_rank_1.pt"]
     assert (tmp_path / "own-loop/latest_checkpointed_iteration.txt").read_text() == "30"

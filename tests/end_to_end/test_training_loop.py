@@ -1,12 +1,15 @@
 """The object of a training loop: one rank alone, and how it ends. The example has several ranks."""
 
 import os
+from contextlib import closing
 
 import pytest
 import torch
 
-from tests.support.pipeline import events_of
-from trinity_events import TrainingLoop
+from tests.support.pipeline import events_of, reducer_process
+from tests.support.tensors import identical
+from tests.support.waits import PATIENCE
+from trinity_events import Synchronizer, TrainingLoop, hold_checkpoint, wait_ready
 from trinity_events.errors import DeadlineExceeded, SaveError, ServerUnreachable
 from trinity_schemas import RunClosed, SaveFinished, StepCommitted
 
@@ -32,6 +35,31 @@ async def test_one_rank_publishes_and_saves_and_closes_its_run(log, run_id, redi
         "weights",
         "checkpoint",
     ]
+
+
+async def test_a_rank_saves_its_state_as_it_was_and_an_explorer_follows_what_is_published(
+    log, run_id, redis_url, weights_url, tmp_path
+):
+    trained, served = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    urls = {"redis_url": redis_url, "weights_url": weights_url}
+    explorer = Synchronizer(run_id, 0, role="explorer", **urls)
+    with reducer_process(redis_url, run_id, tmp_path), closing(explorer):
+        with TrainingLoop(run_id, tmp_path, **urls) as loop:
+            for step in (1, 2):
+                torch.nn.init.constant_(trained.weight, step)
+                loop.publish(step, trained.state_dict())
+                for version, _ in explorer.follow(served, deadline=PATIENCE):
+                    if version.step == step:
+                        break
+                assert identical(served.weight, trained.weight)
+            loop.save(2, {"model": trained.state_dict(), "step": 2})
+            torch.nn.init.zeros_(trained.weight)
+        await wait_ready(run_id, 2, "checkpoint", redis_url=redis_url, deadline=PATIENCE)
+        held = hold_checkpoint(run_id, 2, redis_url=redis_url, checkpoint_root=tmp_path)
+        async with held as folder:
+            saved = torch.load(folder / "model_rank_0.pt", weights_only=True)
+    assert saved["step"] == 2
+    assert identical(saved["model"]["weight"], torch.full((2, 2), 2.0)), "as it was at the call"
 
 
 async def test_a_failed_save_fails_the_run(log, run_id, redis_url, tmp_path):

@@ -44,8 +44,7 @@ def _needs(item: pytest.Function) -> set[str]:
     given = list(item.callspec.params.values()) if hasattr(item, "callspec") else []
     fixtures = _fixtures(item)
     functions = [item.function, *fixtures.values()]
-    used = set().union(*(_used(one) for one in (*functions, *given)))
-    found = {name for name, targets in NEEDS.items() if any(_within(used, one) for one in targets)}
+    found = set().union(*(_named(_used(one)) for one in (*functions, *given)))
     if URLS & set(fixtures):
         found.add("server")
     if "megatron" in item.path.stem:
@@ -82,7 +81,15 @@ def _fixtures(item: pytest.Function) -> dict[str, Any]:
     return found
 
 
-def _within(used: set[str], target: str) -> bool:
+@cache
+def _named(used: frozenset[str]) -> frozenset[str]:
+    """Return the markers for what is used."""
+    return frozenset(
+        name for name, targets in NEEDS.items() if any(_within(used, one) for one in targets)
+    )
+
+
+def _within(used: frozenset[str], target: str) -> bool:
     return any(one == target or one.startswith(f"{target}.") for one in used)
 
 

@@ -240,7 +240,7 @@ async def test_without_urls_the_embedded_servers_are_used_and_chunks_are_in_no_f
 
 
 def test_a_transport_that_there_is_not_is_refused_when_it_is_named(run_id):
-    with pytest.raises(ValueError, match="there is no transport 'auto': redis, shm, ray, coll"):
+    with pytest.raises(ValueError, match="there is no transport 'auto': shm, ray, redis, coll"):
         Synchronizer(run_id, 1, transport="auto")
 
 

@@ -1,5 +1,7 @@
 """Weight versions: published as verified chunks, pulled whole or not at all. Imports torch."""
 
+from trinity_schemas import TransportName
+
 from .fit import Fit, check_fit
 from .install import adopt, install
 from .load import load_version
@@ -17,7 +19,6 @@ from .transports.cuda import CudaStore
 from .transports.ray import RayStore
 from .transports.redis import RedisChunkStore
 from .transports.shared_memory import SharedMemoryStore
-from .transports.stores import TransportName
 from .verify_model import check_installed, model_digest
 
 __all__ = [

@@ -8,7 +8,7 @@ from typing import get_args
 import torch
 from msgspec import Struct
 
-from .transports.stores import TransportName
+from trinity_schemas import TransportName
 
 
 class SynchronizerSettings(Struct, frozen=True, kw_only=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -17,10 +17,13 @@ from trinity_schemas import (
     StepCommitted,
     StepReady,
     SyncRequested,
+    TransportName,
     VersionOpened,
 )
 
+from .. import blocking
 from ..coordinator import LEASE
+from ..errors import VersionUnavailable
 from ..waits import WaitReporter
 from .model_update import ModelUpdateGroup
 from .publication import Publication
@@ -30,7 +33,6 @@ from .session import Session
 from .settings import SynchronizerSettings
 from .transports.base import Ended
 from .transports.collective import TIMEOUT, WeightSyncInfo
-from .transports.stores import TransportName
 from .version_publisher import VersionPublisher
 from .version_reader import VersionReader
 
@@ -296,6 +298,38 @@ class Synchronizer:
         Raises as :meth:`pull`, and IncompatibleWeights.
         """
         return self._reader.apply(module, ready, wanted, cast=cast, held=held)
+
+    def follow(
+        self, module: torch.nn.Module, *, deadline: float | None = None, cast: bool = False
+    ) -> Iterator[tuple[StepReady, AppliedPhases]]:
+        """Install each version that becomes ready, from the present one on; yield it once applied.
+
+        It waits for a run that is not open yet. A version that was retired before it was pulled is
+        left out: a newer one is announced.
+
+        Args:
+            module: The module to update.
+            deadline: Seconds to wait for an announcement; without it, for ever.
+            cast: As :meth:`apply`.
+
+        Raises as :meth:`apply`, and DeadlineExceeded.
+        """
+        announced = blocking.subscribe(
+            self.run_id,
+            StepReady,
+            deadline=deadline,
+            wait_for_run=True,
+            redis_url=self.settings.redis_url,
+        )
+        with announced as events:
+            for event in events:
+                if event.kind != "weights":
+                    continue
+                try:
+                    phases = self.apply(module, event.event, cast=cast)
+                except VersionUnavailable:
+                    continue
+                yield event.event, phases
 
     def applied(self, version: PulledVersion, verified_at: float, phases: AppliedPhases) -> None:
         """Publish that this process serves a pulled version, which other code installed whole.

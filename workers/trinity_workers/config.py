@@ -11,7 +11,7 @@ from msgspec import Meta, structs
 
 from trinity_events.checkpoint_layout import final_name
 from trinity_events.errors import TrinityError
-from trinity_schemas import Sampling, SaveStrategy
+from trinity_schemas import MemoryTransport, RunTransport, Sampling, SaveStrategy
 
 from .algorithms.settings import AlgorithmConfig
 from .algorithms.settings import contradictions as algorithm_contradictions
@@ -36,11 +36,8 @@ from .trainer_limits import contradictions as trainer_contradictions
 
 EngineName = Literal["fsdp", "megatron", "verl"]
 SyncMethod = Literal["memory", "nccl", "checkpoint"]
-MemoryTransport = Literal["shm", "ray", "redis"]
 TransportChoice = Literal["auto", MemoryTransport]
-# Transports of the Synchronizer that a run can have; an import from there would load torch.
-TransportName = Literal[MemoryTransport, "collective"]
-WeightsPath = Literal[TransportName, "files", "none"]
+WeightsPath = Literal[RunTransport, "files", "none"]
 PublishedForm = Literal["shards", "snapshot", "full"]
 PublishName = Literal["auto", PublishedForm]
 SyncStyle = Literal["fixed", "trainer_driven", "explorer_driven", "fully_async"]
@@ -272,7 +269,7 @@ class CheckpointsConfig(Section, frozen=True, kw_only=True):
     default."""
     save_hf_checkpoint: Literal["never", "last", "always"] = "never"
     """Checkpoints whose model is a Hugging Face folder with weights, which other programs load and
-    a resume too: none, that of the last step, or all."""
+    a resume too: none, that of the last step, or all. Trinity-RFT's default is last."""
     strategy: SaveStrategy = "unrestricted"
     """Strategy that limits concurrent saves."""
     root: str | None = None
@@ -687,7 +684,7 @@ class RunConfig(TrainConfig, frozen=True, kw_only=True):
         return self.sync.transport
 
     @property
-    def chunk_transport(self) -> TransportName:
+    def chunk_transport(self) -> RunTransport:
         """Return the transport of a Synchronizer, where it publishes anything."""
         match self.transport:
             case "files" | "none":

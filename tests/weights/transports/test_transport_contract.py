@@ -1014,7 +1014,7 @@ async def test_a_transport_that_is_not_known_is_an_error_that_names_it(explorer,
     publish(trainer, {"a": torch.ones(3)}, 1)
     event = msgspec.structs.replace(await ready(log, 1), transport="pigeon")
     refused = pytest.raises(
-        VersionUnavailable, match=r"transport pigeon, .* it knows redis, shm, ray"
+        VersionUnavailable, match=r"transport pigeon, .* it knows shm, ray, redis"
     )
     with refused, explorer.pull(event):
         pass

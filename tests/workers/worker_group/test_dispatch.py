@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -29,8 +27,10 @@ MODES = [one for one in Dispatch if one.deals_out]
 RANKS = 64
 LAYOUTS = [
     DistGlobalInfo(tp_size=tp, dp_size=dp, pp_size=pp, cp_size=cp)
-    for tp, pp, cp, dp in product(range(1, RANKS + 1), repeat=4)
-    if tp * pp * cp * dp <= RANKS and cp <= 2
+    for tp in range(1, RANKS + 1)
+    for pp in range(1, RANKS // tp + 1)
+    for cp in (1, 2)
+    for dp in range(1, RANKS // (tp * pp * cp) + 1)
 ]
 
 

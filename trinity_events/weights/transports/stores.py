@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import get_args
 
 import redis
+
+from trinity_schemas import TransportName
 
 from ...errors import VersionUnavailable
 from ...waits import WaitReporter
@@ -15,8 +17,6 @@ from .cuda import CudaStore
 from .ray import RayStore
 from .redis.store import RedisChunkStore
 from .shared_memory.store import SharedMemoryStore
-
-TransportName = Literal["redis", "shm", "ray", "collective", "cuda"]
 
 
 class Stores:

@@ -13,9 +13,9 @@ from trinity_events.errors import TrinityError
 from trinity_events.log import RedisEventLog, Stream, open_run
 from trinity_events.server import connect
 from trinity_events.weights import Publication, PublishedPartReport
+from trinity_schemas import RunTransport
 
 from ..collectives import CollectiveBroken
-from ..config import TransportName
 from .settings import Settings
 from .streaming import Take, Weights, drain
 from .thread import OneThread
@@ -36,8 +36,8 @@ class WeightSender:
         self._epoch = 0
         self._begun: int | None = None
         """Step of the newest version that was begun in this epoch, complete or not."""
-        self._transport: TransportName | None = None
-        self._taken: TransportName | None = None
+        self._transport: RunTransport | None = None
+        self._taken: RunTransport | None = None
         """Transport of the newest version, if it was published completely."""
         self._rollouts = 0
         self._synchronizer: Synchronizer | None = None

@@ -9,13 +9,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from trinity_schemas import check_run_id
+from trinity_schemas import RunTransport, check_run_id
 
-from ..config import BadSettings, Positive, TransportName
+from ..config import BadSettings, Positive
 
 NAME = "trinity"
 """Name of the backend in veRL's configuration."""
-TransportChoice = Literal["auto", TransportName]
+TransportChoice = Literal["auto", RunTransport]
 
 
 class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -9,8 +9,8 @@ from msgspec import Struct
 
 from trinity_events.errors import SharedMemoryUnusable
 from trinity_events.weights.transports.shared_memory import SHARED_MEMORY, available, free_bytes
+from trinity_schemas import RunTransport
 
-from ..config import TransportName
 from ..launch.transport import ENOUGH
 from .settings import TransportChoice
 
@@ -22,7 +22,7 @@ class OpenedRun(Struct, frozen=True, kw_only=True):
     epoch: int
     transport: TransportChoice
     """Transport in the configuration."""
-    taken: TransportName | None = None
+    taken: RunTransport | None = None
     """Transport of the previous version, if it arrived."""
     said: str
     """Position of the newest entry; entries of this update are later."""
@@ -44,7 +44,7 @@ class Topology(Struct, frozen=True, kw_only=True):
     """Topology that every process receives."""
 
     opened: OpenedRun
-    transport: TransportName
+    transport: RunTransport
     rollouts: int
     """Number of receiving processes."""
 
@@ -77,8 +77,8 @@ def topology_of(places: Sequence[ProcessLocation], rollouts: int) -> Topology:
 
 
 def transport_between(
-    asked: TransportChoice, places: Sequence[ProcessLocation], taken: TransportName | None = None
-) -> TransportName:
+    asked: TransportChoice, places: Sequence[ProcessLocation], taken: RunTransport | None = None
+) -> RunTransport:
     """Return the requested transport; for "auto" shared memory if all are on one host, else Ray.
 
     veRL's processes are in one Ray cluster, so its object store reaches all of them. The previous
