@@ -22,8 +22,7 @@ VERL_VERSIONS ?= 0.9.1 0.8.0
 # veRL patches a class of a TRL that it finds, which newer ones have not.
 TRL_VERSION ?= 1.16.0
 
-.PHONY: setup demo test check slowest compiled lowest oldest-server bench gpu learn chaos crash hangs matrix simulate verl \
-	base-install \
+.PHONY: setup demo test check slowest compiled lowest oldest-server bench gpu learn chaos crash hangs matrix simulate verl base-install \
 	schemas docs picture lint format clean
 
 setup: $(VENV)/installed
