@@ -1,4 +1,4 @@
-"""Short form of ``make crash``: runs that are killed (-9, everything) and started again."""
+"""Short form of ``make crash`` on policy; that of asynchronous runs is in test_resume.py."""
 
 import secrets
 
@@ -8,7 +8,6 @@ pytest.importorskip("torch")
 pytest.importorskip("ray")
 
 from tests.crashes.killed_run import (
-    ASYNCHRONOUS,
     ON_POLICY,
     KilledRun,
     differences,
@@ -41,12 +40,3 @@ def test_a_run_that_was_killed_ends_with_the_bits_of_an_undisturbed_one(
     assert weights, "the checkpoint of the last step holds tensors"
     assert differences(weights, undisturbed.weights(steps)) == []
     assert killed.faults(steps) == undisturbed.faults(steps) == []
-
-
-@pytest.mark.timeout(1200)
-def test_an_asynchronous_run_that_was_killed_lost_no_prompt_and_trained_none_twice(
-    tmp_path, model, redis_url, run_id, seed
-):
-    run = KilledRun(tmp_path, model, redis_url, run_id, ASYNCHRONOUS)
-    steps = killed_at_random(run, kills=1, seed=seed)
-    assert run.faults(steps) == []
