@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import closing
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -12,13 +13,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("ray")
 
 from tests.support.waits import PATIENCE  # noqa: E402
-from trinity_events import Synchronizer  # noqa: E402
+from trinity_events import CheckpointCoordinator, Synchronizer  # noqa: E402
 from trinity_events.checkpoint_layout import FILE_DIGESTS  # noqa: E402
 from trinity_workers import trainer as package  # noqa: E402
 from trinity_workers.trainer import upstream  # noqa: E402
 from trinity_workers.trainer.fleet import RayTrainerFleet  # noqa: E402
 from trinity_workers.trainer.worker import TrainWorker  # noqa: E402
-from trinity_workers.trainer.wrapper import NoWeightSyncGroup  # noqa: E402
+from trinity_workers.trainer.wrapper import CannotLoad, NoWeightSyncGroup  # noqa: E402
 from trinity_workers.worker_group.group import WorkerGroup  # noqa: E402
 
 GROUP = ["master_address", "master_port", "world_size", "group_name", "timeout"]
@@ -60,6 +61,30 @@ FUNCTIONS = {
 }
 
 
+_SAVE = ["engine", "local_path", "global_step", "coordinator", "logger"]
+_UPLOAD = ["engine", "synchronizer", "global_step", "logger"]
+HELPERS = {
+    f"{engine}_{name}": parameters
+    for engine in ("fsdp", "megatron")
+    for name, parameters in {
+        "save_state_dict": _SAVE,
+        "upload_state_dict": _UPLOAD,
+        "sync_weight_nccl": ["engine", "model_update_group"],
+    }.items()
+}
+COORDINATOR = {
+    "save_async": ["name", "save_fn", "global_step", "is_state_dict"],
+    "save_sync": ["save_fn", "global_step", "is_state_dict"],
+    "wait_all": [],
+    "register_and_monitor": [
+        "global_step",
+        "is_state_dict",
+        "state_dict_thread_count",
+        "checkpoint_thread_count",
+    ],
+}
+
+
 def called_with(function, parameters):
     """Check that a call by these parameters, in this order, fits: further ones have defaults."""
     given = [one for one in inspect.signature(function).parameters.values() if one.name != "self"]
@@ -73,6 +98,45 @@ def called_with(function, parameters):
 )
 def test_a_method_of_upstream_exists_with_its_parameters(owner, name, parameters):
     called_with(getattr(getattr(package, owner), name), parameters)
+
+
+@pytest.mark.parametrize(("name", "parameters"), sorted(HELPERS.items()))
+def test_a_helper_of_upstream_exists_with_its_parameters(name, parameters):
+    module = import_module(f"trinity_workers.helpers.{name.partition('_')[0]}")
+    called_with(getattr(module, name), parameters)
+
+
+@pytest.mark.parametrize(("name", "parameters"), sorted(COORDINATOR.items()))
+def test_a_method_of_upstreams_coordinator_exists_with_its_parameters(name, parameters):
+    called_with(getattr(CheckpointCoordinator, name), parameters)
+
+
+NOT_ASYNCHRONOUS = {"__init__", "need_save", "get_actor"}
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(owner, name) for owner, all_ in METHODS.items() for name in all_]
+)
+def test_what_upstream_awaits_can_be_awaited(owner, name):
+    awaited = inspect.iscoroutinefunction(getattr(getattr(package, owner), name))
+    assert awaited == (name not in NOT_ASYNCHRONOUS)
+
+
+@pytest.mark.parametrize("owner", METHODS)
+def test_a_checkpoint_is_saved_in_the_background_and_as_shards_unless_told_otherwise(owner):
+    parameters = inspect.signature(getattr(package, owner).save_checkpoint).parameters
+    names = ("block_until_saved", "save_as_hf")
+    assert [parameters[name].default for name in names] == [False, False]
+
+
+async def test_an_engine_with_upstreams_abstract_methods_alone_is_one(tmp_path):
+    abstract = {"train_step_num", *METHODS["TrainEngineWrapper"]} - {"wait_for_save"}
+    assert package.TrainEngineWrapper.__abstractmethods__ == abstract
+    engine = type("Theirs", (package.TrainEngineWrapper,), dict.fromkeys(abstract))()
+    await engine.wait_for_save()
+    await engine.shutdown()
+    with pytest.raises(CannotLoad, match="Theirs cannot go on from the checkpoint of step 3 in"):
+        await engine.load_checkpoint(tmp_path, 3)
 
 
 @pytest.mark.parametrize(("name", "parameters"), sorted(FUNCTIONS.items()))

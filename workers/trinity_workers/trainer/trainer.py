@@ -176,7 +176,7 @@ class Trainer:
                 self._metrics = await self.train_step([one.experiences for one in groups])
                 taken.append(self._metrics)
                 await self._report_trained(groups)
-                if self.need_sync():
+                if await self.need_sync():
                     await self.synchronize()
                 if self.need_save():
                     as_hf = self.config.is_hf_save_step(self.train_step_num)
@@ -311,7 +311,7 @@ class Trainer:
         """End the group; it can be set up again."""
         await self.engine.teardown_weight_sync_group()
 
-    def need_sync(self) -> bool:
+    async def need_sync(self) -> bool:
         """Return True if the weights of the present step are to be published."""
         if self._is_explorer_driven and self.train_step_num < self.config.steps:
             return self._demands.is_open
@@ -371,7 +371,7 @@ class Trainer:
         """Return the process that it runs in."""
         return this_process()
 
-    def is_alive(self) -> bool:
+    async def is_alive(self) -> bool:
         """Return True, as proof that it answers."""
         return True
 

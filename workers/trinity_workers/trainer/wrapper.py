@@ -22,6 +22,10 @@ class NoWeightSyncGroup(TrinityError):
     """Raised if a collective group is asked for that the run cannot have."""
 
 
+class CannotLoad(TrinityError):
+    """Raised if a run resumes, and its engine does not load checkpoints."""
+
+
 class TrainEngineWrapper(ABC):
     """Training engine, with workers that may run in other processes."""
 
@@ -29,9 +33,16 @@ class TrainEngineWrapper(ABC):
     async def prepare(self) -> None:
         """Start the workers and load the model."""
 
-    @abstractmethod
     async def load_checkpoint(self, folder: Path, step: int) -> None:
-        """Load the checkpoint of a step on every rank, before the first publication."""
+        """Load the checkpoint of a step on every rank, before the first publication.
+
+        Raises:
+            CannotLoad: The engine does not load checkpoints.
+        """
+        raise CannotLoad(
+            f"{type(self).__name__} cannot go on from the checkpoint of step {step} in {folder}: "
+            "it has no load_checkpoint(); begin anew with --fresh"
+        )
 
     @property
     @abstractmethod
@@ -106,12 +117,10 @@ class TrainEngineWrapper(ABC):
     async def teardown_weight_sync_group(self) -> None:
         """End the group; it can be set up again. Without a group, do nothing."""
 
-    @abstractmethod
-    async def wait_for_save(self) -> None:
+    async def wait_for_save(self) -> None:  # noqa: B027 - an engine without such saves has none
         """Wait for background saves, and raise the error of one that failed."""
 
-    @abstractmethod
-    async def shutdown(self) -> None:
+    async def shutdown(self) -> None:  # noqa: B027 - an engine in this process has no workers
         """Stop the workers."""
 
 
