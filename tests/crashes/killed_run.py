@@ -32,6 +32,8 @@ ON_POLICY = {
     "evaluation": {"sets": {}},
 }
 """Conditions under which a resumed run ends with the bits of an undisturbed one."""
+ADAPTERS = ON_POLICY | {"model": {"lora": {"rank": 4}}}
+"""As that one, and adapters are trained in the place of the policy."""
 ASYNCHRONOUS = {
     "sync": {"max_staleness": 2},
     "explorer": {"groups_per_claim": 1},
@@ -79,11 +81,11 @@ class KilledRun:
         self._keys = RunKeys.of(run_id)
         self._file = folder / f"{run_id}.yaml"
         settings: dict[str, Any] = {
-            "model": {"path": str(model)},
             "trainer": {"ranks": ranks},
             "checkpoints": {"interval": 2, "root": str(folder)},
             **style,
         }
+        settings["model"] = {"path": str(model), **style.get("model", {})}
         rollouts = {"prompts_per_step": PROMPTS, "samples_per_prompt": 4, "claim_lease": 5.0}
         settings["rollouts"] = rollouts | style.get("rollouts", {})
         self._file.write_text(json.dumps(settings))
@@ -103,17 +105,25 @@ class KilledRun:
         """Start it, and kill all of it once so many entries came to its log; or let it end."""
         with connect_sync(self.redis_url) as client:
             enough = client.xlen(self._keys.events) + moment
-            with subprocess.Popen(
-                self._command(steps, explorers),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            ) as process:
-                give_up = time.monotonic() + 5 * PATIENCE
-                while client.xlen(self._keys.events) < enough and process.poll() is None:
-                    assert time.monotonic() < give_up, "the run stood still"
-                    time.sleep(0.002)
-                kill_session(process.pid)
+            self._kill(steps, explorers, lambda: client.xlen(self._keys.events) >= enough)
+
+    def kill_with_checkpoint(self) -> int:
+        """Start it, and kill all of it once a checkpoint is ready; return the newest one's step."""
+        self._kill(1_000_000, 1, lambda: self.newest_checkpoint() > 0)
+        return self.newest_checkpoint()
+
+    def _kill(self, steps: int, explorers: int, is_due: Callable[[], bool]) -> None:
+        with subprocess.Popen(
+            self._command(steps, explorers),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        ) as process:
+            give_up = time.monotonic() + 5 * PATIENCE
+            while process.poll() is None and not is_due():
+                assert time.monotonic() < give_up, "the run stood still"
+                time.sleep(0.002)
+            kill_session(process.pid)
 
     def newest_checkpoint(self) -> int:
         """Return the newest step with a checkpoint; 0 for none."""

@@ -8,6 +8,7 @@ pytest.importorskip("torch")
 pytest.importorskip("ray")
 
 from tests.crashes.killed_run import (
+    ADAPTERS,
     ASYNCHRONOUS,
     ON_POLICY,
     KilledRun,
@@ -39,6 +40,23 @@ def test_a_run_that_was_killed_ends_with_the_bits_of_an_undisturbed_one(
     undisturbed.finish(steps)
     weights = killed.weights(steps)
     assert weights, "the checkpoint of the last step holds tensors"
+    assert differences(weights, undisturbed.weights(steps)) == []
+    assert killed.faults(steps) == undisturbed.faults(steps) == []
+
+
+@pytest.mark.timeout(1200)
+def test_a_run_of_adapters_that_was_killed_ends_with_the_bits_of_an_undisturbed_one(
+    tmp_path, model, redis_url, run_id
+):
+    pytest.importorskip("peft")
+    killed = KilledRun(tmp_path, model, redis_url, f"{run_id}-a", ADAPTERS)
+    steps = killed.kill_with_checkpoint() + 4
+    killed.finish(steps)
+    undisturbed = KilledRun(tmp_path, model, redis_url, f"{run_id}-b", ADAPTERS)
+    undisturbed.finish(steps)
+    weights = killed.weights(steps)
+    assert any("lora_B" in name for name in weights)
+    assert not any("embed_tokens" in name for name in weights), "nothing of the base"
     assert differences(weights, undisturbed.weights(steps)) == []
     assert killed.faults(steps) == undisturbed.faults(steps) == []
 

@@ -100,6 +100,20 @@ MISTAKES = [
         "trainer: {cpu_offload: true, critic_offload: {param_offload: true}}",
         "trainer.cpu_offload keeps the models in the host's memory already: leave trainer.critic",
     ),
+    (
+        "model: {lora: {rank: 8}}\ntrainer: {engine: megatron}",
+        "model.lora.rank is 8, and adapters are trained on FSDP only: set trainer.engine fsdp",
+    ),
+    (
+        "model: {lora: {alpha: 8}}",
+        "model.lora.alpha is set, and model.lora.rank 0 has no adapters: set model.lora.rank",
+    ),
+    (
+        "model: {lora: {rank: 8, target_modules: [all-linear, q_proj]}}",
+        "model.lora.target_modules has all-linear beside other names: keep it alone",
+    ),
+    ("model: {lora: {rank: 8, target_modules: []}}", "model.lora.target_modules is empty: name"),
+    ("model: {lora: {rank: 8, dropout: 1.0}}", "must be a number from 0 to below 1"),
     ("trainer: {engine: megatron, packing: true}", "trainer.packing is for FSDP only"),
     ("trainer: {engine: verl, packing: true}", "trainer.packing is not for veRL's engine: leave"),
     (

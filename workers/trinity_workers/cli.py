@@ -369,13 +369,24 @@ def explorer(
 def convert(
     source: Annotated[Path, typer.Argument(help="Folder to convert.", show_default=False)],
     target: Annotated[Path, typer.Argument(help="Folder to create.", show_default=False)],
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Write adapters alone, as a folder that PEFT loads.")
+    ] = False,
+    base: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the adapters' base; by default the one that they were trained on.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Convert a checkpoint to a Hugging Face folder, or such a folder to a Megatron checkpoint.
 
     The content of the source decides the direction: FSDP's shard files, a Megatron checkpoint, or
     the folder of a step, global_step_N. Loading a Megatron checkpoint unpickles it, and so can run
-    code: convert only checkpoints from people that you trust.
+    code: convert only checkpoints from people that you trust. Adapters (LoRA) are merged into their
+    base.
 
     Example: trinity-events convert ./Qwen2-0.5B ./qwen2-megatron
     """
@@ -388,7 +399,7 @@ def convert(
     warnings.filterwarnings("ignore", module=r"(megatron|mbridge)\.")
     from .convert import convert as run
 
-    done = run(source, target)
+    done = run(source, target, adapter=adapter, base=base)
     if as_json:
         print_json(done)
     else:

@@ -18,6 +18,8 @@ from .algorithms.settings import contradictions as algorithm_contradictions
 from .colocated_limits import contradictions as colocated_contradictions
 from .evaluation.settings import EvaluationConfig
 from .evaluation.settings import contradictions as evaluation_contradictions
+from .lora_settings import LoraConfig
+from .lora_settings import contradictions as lora_contradictions
 from .offload import FrozenOffload, Offload
 from .reward_settings import RewardsConfig
 from .reward_settings import contradictions as reward_contradictions
@@ -63,6 +65,7 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     dtype: DtypeName = "float32"
     """Data type in which the policy computes while it is trained. The optimizer works on float32
     copies of the parameters."""
+    lora: LoraConfig = LoraConfig()
 
 
 class TaskConfig(Section, frozen=True, kw_only=True):
@@ -481,6 +484,7 @@ def contradictions(
     sync = config.sync
     yield from trainer_contradictions(config, named)
     yield from colocated_contradictions(config, named)
+    yield from lora_contradictions(config, named)
     if config.checkpoints.save_hf_checkpoint != "never" and not config.checkpoints.interval:
         interval, saved = named("checkpoints.interval"), named("checkpoints.save_hf_checkpoint")
         yield (

@@ -8,7 +8,6 @@ number of layers.
 from __future__ import annotations
 
 import ctypes
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -19,17 +18,18 @@ import torch.distributed as dist
 from msgspec import Struct
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from trinity_events.checkpoint_layout import FILE_DIGESTS, MODEL_FOLDER
+from trinity_events.checkpoint_layout import MODEL_FOLDER
 from trinity_events.errors import IncompatibleWeights
 from trinity_events.open_folder import partial_folder
 
+from .adapter_conversion import SavedAdapters
 from .convertible import ConversionRefused, SourceForm, source_of
 from .engines.base import NamedTensors
 from .engines.buffers import saved_buffers
 from .engines.megatron import leave
 from .engines.megatron.meta_model import MetaModel
 from .engines.megatron.model_description import Description, read_description, write_description
-from .engines.model_folder import INDEX, SHARD_BYTES, FolderReader, write_model_folder
+from .engines.model_folder import SHARD_BYTES, FolderReader, copy_files, write_model_folder
 from .engines.reshard import tensors_of_shards
 from .engines.state_files import make_folder, sync
 from .learning.value_head import head_tensors
@@ -54,29 +54,43 @@ def convert(
     target: Path,
     *,
     shard_bytes: int = SHARD_BYTES,
+    adapter: bool = False,
+    base: Path | None = None,
 ) -> Conversion:
     """Convert a Hugging Face folder to a Megatron checkpoint, or any checkpoint to the former.
 
     A checkpoint has the form that an engine's ``save_checkpoint`` writes, or is the folder of a
-    step. Megatron's checkpoints are unpickled on load.
+    step. Megatron's checkpoints are unpickled on load. Adapters are merged into their base.
 
     Args:
         source: Folder to convert.
         target: Folder to create; it appears complete or not at all.
         shard_bytes: Maximum size of a safetensors file, unless one tensor is larger.
+        adapter: Write adapters alone, as a folder of PEFT.
+        base: Folder of the adapters' base; by default the one that they were trained on.
 
     Raises:
         ConversionRefused: if there is no model to convert, or the target exists.
+        AdaptersRefused: if the base is not that of the adapters.
         UnsupportedModel: if megatron-core has no model of this configuration.
         IncompatibleWeights: if the weights do not match the configuration.
     """
     folder, form = source_of(source, target)
+    if form != "adapters" and (adapter or base is not None):
+        raise ConversionRefused(f"{source} has no adapters: leave --adapter and --base out")
     _map_large_blocks()
     make_folder(target.parent)
     with partial_folder(target) as staging:
         with _alone() if form in {"huggingface", "megatron"} else nullcontext():
             if form == "huggingface":
                 sizes = _to_megatron(folder, staging / "result")
+            elif form == "adapters":
+                saved = SavedAdapters(folder, base)
+                sizes = (
+                    saved.write_alone(staging / "result")
+                    if adapter
+                    else saved.write_merged(staging / "result", shard_bytes)
+                )
             else:
                 tensors = _TENSORS[form](folder)
                 sizes = _to_huggingface(folder, tensors, staging / "result", shard_bytes)
@@ -87,7 +101,7 @@ def convert(
     return Conversion(
         source=str(source),
         target=str(target),
-        to="megatron" if form == "huggingface" else "huggingface",
+        to="megatron" if form == "huggingface" else "adapter" if adapter else "huggingface",
         tensors=len(sizes),
         bytes=sum(sizes),
     )
@@ -191,12 +205,6 @@ _TENSORS: dict[SourceForm, Callable[[Path], NamedTensors]] = {
     "exported": _of_folder,
 }
 """Full tensors of a checkpoint, by its form."""
-
-
-def copy_files(source: Path, target: Path) -> None:
-    """Copy a folder, except for weights and the list of digests."""
-    left_out = shutil.ignore_patterns("*.safetensors", INDEX, FILE_DIGESTS)
-    shutil.copytree(source, target, ignore=left_out, dirs_exist_ok=True)
 
 
 def _planned(outline: MetaModel) -> Iterator[tuple[str, torch.Tensor]]:

@@ -8,7 +8,9 @@ from typing import Literal, NamedTuple
 from trinity_events.checkpoint_layout import FILE_DIGESTS, MODEL_FOLDER
 from trinity_events.errors import TrinityError
 
-SourceForm = Literal["huggingface", "megatron", "fsdp", "exported"]
+SourceForm = Literal["huggingface", "megatron", "fsdp", "exported", "adapters"]
+ADAPTER_CONFIG = "adapter_config.json"
+"""File by which PEFT describes adapters."""
 
 
 class ConversionRefused(TrinityError):
@@ -21,7 +23,8 @@ class Source(NamedTuple):
     folder: Path
     form: SourceForm
     """A Hugging Face folder becomes a Megatron checkpoint, and every other form the former. A
-    checkpoint is `exported` if it has its model in Hugging Face's format."""
+    checkpoint is `exported` if it has its model in Hugging Face's format. It has `adapters` alone
+    if it is of a run that trains them."""
 
 
 def source_of(source: Path, target: Path) -> Source:
@@ -35,6 +38,8 @@ def source_of(source: Path, target: Path) -> Source:
         raise ConversionRefused(f"{source} is no folder: give the folder of the model")
     inner, described = MODEL_FOLDER
     folder = source / inner if (source / inner).is_dir() else source
+    if any((one / ADAPTER_CONFIG).is_file() for one in (folder, folder / described)):
+        return Source(folder, "adapters")
     if (folder / "config.json").is_file():
         return Source(folder, "huggingface")
     form: SourceForm | None = None

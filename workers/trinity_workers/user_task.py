@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import anyio.to_thread
 
 from trinity_events.waits import NO_REPORTS, WaitReporter
 
-from .config import BadSettings, TrainConfig
+from .config import BadSettings, ModelConfig, TrainConfig
 from .environments import EnvironmentProcesses
 from .held_out_sets import held_out_sets
 from .object_store import ObjectStore
@@ -91,10 +92,17 @@ async def check_user_task(config: TrainConfig) -> None:
         )
     if config.reward_folder is not None:
         await anyio.to_thread.run_sync(_check_reward_model, config.reward_folder)
+    if config.model.lora.rank:
+        await anyio.to_thread.run_sync(_check_adapters, config.model)
     await anyio.to_thread.run_sync(_check_questions, config)
     if config.explorer.engine not in ENGINES:
         await anyio.to_thread.run_sync(
-            find_engine, config.explorer.engine, config.rollouts.on_update
+            partial(
+                find_engine,
+                config.explorer.engine,
+                config.rollouts.on_update,
+                adapters=config.model.lora.rank > 0,
+            )
         )
     if config.checkpoints.mirror is not None:
         await anyio.to_thread.run_sync(_check_mirror, config.checkpoints.mirror)
@@ -129,6 +137,12 @@ def _check_reward_model(folder: Path) -> None:
     from .learning.reward_model import reward_tokenizer
 
     reward_tokenizer(folder)
+
+
+def _check_adapters(model: ModelConfig) -> None:
+    from .learning.adapters import check_adapters
+
+    check_adapters(model.lora, None if model.path is None else Path(model.path))
 
 
 def _check_model(folder: Path) -> None:

@@ -64,6 +64,12 @@ def per_tensor_params(engine: TrainEngine) -> NamedTensors:
     return _each_once(found[0] if isinstance(found, tuple) else found)
 
 
+def trained_module(engine: Any) -> Any:
+    """Return the module of the tensors that are trained: the engine's adapters, or its model."""
+    adapters = getattr(engine, "adapters", None)
+    return engine.module if adapters is None else adapters
+
+
 def resident(model: Any, *parts: Part) -> AbstractContextManager[None]:
     """Return a block in which these parts of a model are on its device; by default its parameters.
 

@@ -26,8 +26,11 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from trinity_events.checkpoint_layout import MODEL_FOLDER
 
 from ..collectives import together
+from ..learning.adapters import adapter_config, adapter_tree, without_adapters
 from ..learning.packing import check_isolation
 from ..offload import FrozenOffload, Offload
+from .adapter_folder import BaseModel, check_adapters, describe_adapters
+from .base import trained_module
 from .buffers import saved_buffers
 from .fsdp_options import FSDPOptions
 from .learning_rate import LearningRate, learning_rate_of
@@ -61,6 +64,7 @@ class FSDPEngine:
         dtype: Data type in which the model computes and is published. Parameters and optimizer
             are float32: in bfloat16, an update of less than 0.4% of a parameter would be lost.
         load: Returns model and tokenizer of the folder in that data type; by default the policy's.
+            Of a model with adapters these alone are trained, published and saved.
         options: Recomputation, offload to the host's memory, and packing.
         offload: Parts that leave the device while no method needs them. Hold them with
             :meth:`resident` over several calls, and where the module itself computes.
@@ -87,17 +91,24 @@ class FSDPEngine:
         loaded: tuple[Any, Any] = (load or load_policy)(model_folder, dtype)
         model, self.tokenizer = loaded
         self._device = device
-        self.published_dtypes = {name: one.dtype for name, one in model.named_parameters()}
+        trained = adapter_tree(model) or model
+        self.published_dtypes = {name: one.dtype for name, one in trained.named_parameters()}
         options.prepare(model)
         self.module: Any = _shard(model, device, getattr(torch, dtype), options)
-        if options.packing and load is None:  # other models than the policy have its layers
+        self.adapters = adapter_tree(self.module)
+        """Tree of the model's adapters; None if the model itself is trained."""
+        self._base: BaseModel | None = None
+        if self.adapters is not None and dist.get_rank() == 0:
+            self._base = BaseModel.of(model_folder)
+        # Other models than the policy have its layers.
+        if options.packing and (load is None or self.adapters is not None):
             check_isolation(self.module, device)
             self.module.reshard()  # the optimizer is of the shards
         self._sharded_by_layers = _is_large(model)
         self._gradient_norm = gradient_norm
         rate = learning_rate_of(learning_rate)
         self.optimizer = torch.optim.AdamW(
-            self.module.parameters(), lr=rate.highest, betas=(0.9, 0.99), fused=True
+            trained_module(self).parameters(), lr=rate.highest, betas=(0.9, 0.99), fused=True
         )
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rate.share)
         self._memory = ModelMemory(
@@ -107,6 +118,10 @@ class FSDPEngine:
             lambda: optimizer_tensors(self.optimizer),
         )
         self._memory.guard(self.module)
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Return a block without gradients in which the model computes as its base does."""
+        return without_adapters(self.module)
 
     def resident(self, *parts: Part) -> AbstractContextManager[None]:
         """Return a block in which these parts are on the device; by default the parameters.
@@ -153,7 +168,7 @@ class FSDPEngine:
     @holding(*ALL)
     def apply_gradients(self) -> float:
         """Clip the gradients and take the step; return their norm before the clip. Collective."""
-        parameters = list(self.module.parameters())
+        parameters = list(trained_module(self).parameters())
         norm: Any = get_total_norm([one.grad for one in parameters if one.grad is not None])
         norm = norm.full_tensor()  # once: clip_grad_norm_() would reduce it for itself
         clip_grads_with_norm_(parameters, self._gradient_norm, norm)
@@ -164,7 +179,8 @@ class FSDPEngine:
     def get_per_tensor_param(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield full tensors by Hugging Face name, one gathered at a time. Collective.
 
-        A tied tensor appears once, under its first name. Buffers of the state dict come last.
+        Adapters have PEFT's names, and the rest of their model is left out. A tied tensor appears
+        once, under its first name. Buffers of the state dict come last.
         """
         return self._full_tensors(self.published_dtypes)
 
@@ -175,14 +191,25 @@ class FSDPEngine:
     def _full_tensors(self, dtypes: dict[str, torch.dtype]) -> Iterator[tuple[str, torch.Tensor]]:
         copy = not self._memory.is_resident()  # else a tensor of one rank alone may be a view
         with self.resident():
-            for name, tensor in chain(self.module.named_parameters(), saved_buffers(self.module)):
+            module = trained_module(self)
+            for name, tensor in chain(module.named_parameters(), saved_buffers(module)):
                 value = tensor.detach().to(dtypes.get(name, tensor.dtype))
                 full = value.full_tensor() if isinstance(value, DTensor) else value
                 yield name, full.clone() if copy else full
 
     def write_description(self, folder: Path) -> None:
-        """Write configuration, generation defaults and tokenizer; durable on return."""
-        write_huggingface(folder, self.module, self.tokenizer)
+        """Write configuration, generation defaults and tokenizer; durable on return. On rank 0.
+
+        Beside adapters there are their own configuration, the identity of their base, and the
+        tokenizer: transformers takes a folder with the model's configuration for a whole model.
+        """
+        if self._base is None:
+            write_huggingface(folder, self.module, self.tokenizer)
+            return
+        make_folder(folder)
+        self.tokenizer.save_pretrained(folder)
+        sync_tree(folder)
+        describe_adapters(folder, adapter_config(self.module), self._base)
 
     @holding("optimizer")
     def training_state(self) -> dict[str, Any]:
@@ -205,10 +232,11 @@ class FSDPEngine:
         del hdfs_path, global_step, max_ckpt_to_keep
         folder = Path(local_path)
         with together():
-            write_state(folder / shard_name("model"), copied(self.module.state_dict()))
+            state = copied(trained_module(self).state_dict())
+            write_state(folder / shard_name(saved_part(self)), state)
             write_state(folder / shard_name("optim"), self.training_state())
             if dist.get_rank() == 0:
-                write_description(folder, self.module, self.tokenizer)
+                write_description(folder, self)
 
     @holding(*ALL)
     def load_checkpoint(
@@ -222,13 +250,18 @@ class FSDPEngine:
         Raises:
             FileNotFoundError: if a shard is missing.
             ReshardRefused: if the shards do not fit the model.
+            AdaptersRefused: if they are of other adapters, or of another base.
             PeerFailed: if another rank could not read its shard; nothing is loaded then.
         """
         del hdfs_path, del_local_after_load
         folder = Path(local_path)
         with together():
+            if dist.get_rank() == 0:
+                config = None if self.adapters is None else adapter_config(self.module)
+                check_adapters(folder / MODEL_FOLDER[-1], config, self._base)
             model, training = self._read_shards(folder, saved_world(folder))
-        self.module.load_state_dict(model)
+        self.module.reshard()  # what was gathered of adapters would be of their earlier values
+        trained_module(self).load_state_dict(model)
         self.optimizer.load_state_dict(training["optimizer"])
         self.scheduler.load_state_dict(training["scheduler"])
         if "random" in training:
@@ -239,12 +272,12 @@ class FSDPEngine:
         return self._read_model(folder, world), self._read_training(folder, world)
 
     def _read_model(self, folder: Path, world: int) -> dict[str, Any]:
-        whole = folder / MODEL_FOLDER[-1]
-        if not shard_file(folder, "model", world, 0).is_file() and has_weights(whole):
-            return model_from_folder(FolderReader(whole), self.module)
+        whole, module, part = folder / MODEL_FOLDER[-1], trained_module(self), saved_part(self)
+        if not shard_file(folder, part, world, 0).is_file() and has_weights(whole):
+            return model_from_folder(FolderReader(whole), module)
         if world == dist.get_world_size():
-            return read_state(folder / shard_name("model"))
-        return resharded_model(states_of_shards(folder, "model", world), self.module)
+            return read_state(folder / shard_name(part))
+        return resharded_model(states_of_shards(folder, part, world), module)
 
     def _read_training(self, folder: Path, world: int) -> dict[str, Any]:
         if world == dist.get_world_size():
@@ -299,18 +332,41 @@ def shard_name(what: str) -> str:
     return shard_file(Path(), what, dist.get_world_size(), dist.get_rank()).name
 
 
-def write_description(folder: Path, module: Any, tokenizer: Any) -> None:
+def saved_part(engine: Any) -> str:
+    """Return the name of the part that an engine's shards are of: its model, or its adapters."""
+    return "model" if getattr(engine, "adapters", None) is None else "adapter"
+
+
+def write_description(folder: Path, engine: Any) -> None:
     """Write the files that a merger of the shards reads; durable on return. For one rank.
 
     ``fsdp_config.json`` has the FSDP version and the number of ranks, for veRL's merger.
-    ``huggingface`` has configuration, generation defaults and tokenizer.
+    ``huggingface`` has what the engine's ``write_description`` writes. The engine may be veRL's.
     """
-    is_fsdp1 = bool(FullyShardedDataParallel.fsdp_modules(module))
+    is_fsdp1 = bool(FullyShardedDataParallel.fsdp_modules(engine.module))
     write_json(
         folder / "fsdp_config.json",
         {"FSDP_version": 1 if is_fsdp1 else 2, "world_size": dist.get_world_size()},
     )
-    write_huggingface(folder / MODEL_FOLDER[-1], module, tokenizer)
+    describe(engine, folder / MODEL_FOLDER[-1])
+
+
+def describe(engine: Any, folder: Path) -> None:
+    """Write configuration and tokenizer, of this project's engines and of veRL's."""
+    own = getattr(engine, "write_description", None)
+    if own is not None:
+        own(folder)
+        return
+    write_huggingface(folder, engine.module, tokenizer_of(engine))
+
+
+def tokenizer_of(engine: Any) -> Any:
+    """Return the tokenizer of this project's engines and of veRL's; None if there is none."""
+    own = getattr(engine, "tokenizer", None)
+    if own is not None:
+        return own
+    # veRL's tokenizer belongs to the checkpoint manager.
+    return getattr(getattr(engine, "checkpoint_manager", None), "processing_class", None)
 
 
 def write_huggingface(folder: Path, module: Any, tokenizer: Any) -> None:
@@ -334,8 +390,10 @@ def _is_large(model: Any) -> bool:
 def _shard(model: Any, device: torch.device, dtype: torch.dtype, options: FSDPOptions) -> Any:
     if not options.cpu_offload:  # else one layer at a time goes to the device
         model.to(device)
+    adapted = adapter_tree(model) is not None
     for parameter in model.parameters():
-        parameter.data = parameter.data.float()
+        if parameter.requires_grad or not adapted:  # the base of adapters has no optimizer
+            parameter.data = parameter.data.float()
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype is torch.float32 else dtype, reduce_dtype=torch.float32
     )

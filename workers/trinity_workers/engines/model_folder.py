@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -53,6 +54,12 @@ def write_model_folder(
             del tensor
     seal(folder)
     return writer.nbytes
+
+
+def copy_files(source: Path, target: Path) -> None:
+    """Copy a folder, except for weights and the list of digests."""
+    left_out = shutil.ignore_patterns("*.safetensors", "*.bin", "*.pth", INDEX, FILE_DIGESTS)
+    shutil.copytree(source, target, ignore=left_out, dirs_exist_ok=True)
 
 
 def seal(folder: Path) -> None:

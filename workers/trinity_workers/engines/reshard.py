@@ -62,8 +62,15 @@ def _several(folder: Path, worlds: Sequence[int]) -> ReshardRefused:
     )
 
 
-def tensors_of_shards(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_of_shards(
+    folder: Path, names: Iterable[str] | None = None, *, part: str = "model"
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield full tensors from the shard files of all ranks, without a process group.
+
+    Args:
+        folder: Folder of the files.
+        names: Names of the tensors; by default all.
+        part: Part that the files are of, as `saved_part` names it.
 
     Raises:
         FileNotFoundError: if a shard file is missing.
@@ -73,8 +80,8 @@ def tensors_of_shards(folder: Path, names: Iterable[str]) -> Iterator[tuple[str,
     if others:
         raise _several(folder, [world, *others])
     with _no_mesh_warnings():
-        states = states_of_shards(folder, "model", world)
-    for name in names:
+        states = states_of_shards(folder, part, world)
+    for name in states[0] if names is None else names:
         if name not in states[0]:
             raise ReshardRefused(f"{folder} has no tensor {name}: is its config.json another's?")
         yield name, _joined([state[name] for state in states])

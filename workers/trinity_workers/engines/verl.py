@@ -164,7 +164,7 @@ class VerlEngine:
             for path, state in self.training_files(folder).items():
                 write_state(path, state)
             if self.verl.rank == 0:
-                write_description(folder, self.module, self.tokenizer)
+                write_description(folder, self)
 
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False

@@ -154,6 +154,8 @@ class Explorer:
             synchronizer=self._synchronizer,
             deterministic=config.explorer.deterministic,
             on_update=config.rollouts.on_update,
+            lora=config.model.lora,
+            seed=config.seed,
             options=config.explorer.engine_options,
         )
         return load_engine(config.explorer.engine, options)

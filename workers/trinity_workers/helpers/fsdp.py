@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from trinity_events.weights import Synchronizer
 
-from ..engines.base import TrainEngine, per_tensor_params, resident
-from ..engines.fsdp import shard_name, write_description
+from ..engines.base import TrainEngine, per_tensor_params, resident, trained_module
+from ..engines.fsdp import saved_part, shard_name, write_description
 from ..engines.state_files import copied, write_state
 from .broadcast import UpdateGroup, broadcast_stream
 from .full_tensors import full_tensors
@@ -40,7 +40,7 @@ def fsdp_save_state_dict(
     name: str = SAVE_NAME,
     is_state_dict: bool = True,
 ) -> None:
-    """Save the sharded model state dict in the background.
+    """Save the sharded model state dict, or that of its adapters, in the background.
 
     The calling thread copies the shard to the CPU; the coordinator writes it while training
     continues. As part of its save, rank 0 also writes the files that a merger of the shards reads:
@@ -58,15 +58,15 @@ def fsdp_save_state_dict(
         is_state_dict: False for a model that is a part of checkpoints alone, such as a critic.
     """
     folder = Path(local_path)
-    path = folder / shard_name("model")
+    path = folder / shard_name(saved_part(engine))
     with resident(engine):
-        state = copied(engine.module.state_dict())
+        state = copied(trained_module(engine).state_dict())
     first = dist.get_rank() == 0
 
     def save() -> None:
         write_state(path, state)
         if first:
-            write_description(folder, engine.module, tokenizer_of(engine))
+            write_description(folder, engine)
 
     logger.info("step %d: saves %s in the background", global_step, path)
     coordinator.save_async(
@@ -109,7 +109,8 @@ def fsdp_upload_state_dict(
     """
     dtypes = getattr(engine, "published_dtypes", {})  # veRL's engines have none
     weights = ModelWeights(
-        full=lambda: per_tensor_params(engine), shards=lambda: fsdp_shards(engine.module, dtypes)
+        full=lambda: per_tensor_params(engine),
+        shards=lambda: fsdp_shards(trained_module(engine), dtypes),
     )
     with resident(engine):
         strategy.publish(weights, synchronizer, global_step, logger)
@@ -134,12 +135,3 @@ def fsdp_sync_weight_nccl(engine: TrainEngine, model_update_group: UpdateGroup |
     """
     with resident(engine):
         broadcast_stream(full_tensors(engine), model_update_group)
-
-
-def tokenizer_of(engine: Any) -> Any:
-    """Return the tokenizer of this project's engines and of veRL's; None if there is none."""
-    own = getattr(engine, "tokenizer", None)
-    if own is not None:
-        return own
-    # veRL's tokenizer belongs to the checkpoint manager.
-    return getattr(getattr(engine, "checkpoint_manager", None), "processing_class", None)

@@ -18,10 +18,10 @@ from trinity_events.core.file_versions import WEIGHTS_SAVE
 from trinity_events.errors import DeadlineExceeded
 
 from ..collectives import CollectiveBroken, raise_together, rank_and_world
+from ..engines.adapter_folder import write_adapter_folder
 from ..engines.base import NamedTensors, TrainEngine
-from ..engines.fsdp import write_huggingface
+from ..engines.fsdp import describe, saved_part
 from ..engines.model_folder import write_model_folder
-from .fsdp import tokenizer_of
 from .full_tensors import full_tensors
 from .publishing import drain
 
@@ -61,7 +61,8 @@ def save_huggingface(
 
     All ranks gather the tensors one by one. Rank 0 copies them to a bounded queue, from which a
     thread writes, so that the call returns before the files are durable. The folder is
-    ``huggingface`` below ``local_path``, and the save's digest is that of its list of digests.
+    ``huggingface`` below ``local_path``, and the save's digest is that of its list of digests. An
+    engine with adapters saves these alone, in a folder that PEFT loads.
 
     Args:
         engine: The engine.
@@ -112,17 +113,9 @@ def save_huggingface(
 
 
 def _write(engine: Any, folder: Path, queue: TensorQueue) -> None:
+    write = write_adapter_folder if saved_part(engine) == "adapter" else write_model_folder
     with queue:
-        write_model_folder(folder, lambda into: _describe(engine, into), queue)
-
-
-def _describe(engine: Any, folder: Path) -> None:
-    """Write configuration and tokenizer, of this project's engines and of veRL's."""
-    own = getattr(engine, "write_description", None)
-    if own is not None:
-        own(folder)
-        return
-    write_huggingface(folder, engine.module, tokenizer_of(engine))
+        write(folder, partial(describe, engine), queue)
 
 
 class TensorQueue:

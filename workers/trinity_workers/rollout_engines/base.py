@@ -12,6 +12,8 @@ from msgspec import Struct
 from trinity_events.errors import TrinityError
 from trinity_schemas import Sampling, StepReady, StepRef
 
+from ..lora_settings import LoraConfig
+
 if TYPE_CHECKING:
     import torch
 
@@ -71,7 +73,7 @@ class EngineOptions:
     """Options with which an entry point makes its engine."""
 
     model_folder: Path
-    """Hugging Face folder of the policy; its weights are replaced by the first version."""
+    """Hugging Face folder of the policy, whose weights the first version replaces."""
     dtype: str = "float32"
     """Data type of the served parameters, `float32` or `bfloat16`."""
     device: str = "cpu"
@@ -84,6 +86,10 @@ class EngineOptions:
     """Treatment of unfinished turns when a version is installed."""
     serves: StepRef | None = None
     """Version that the folder's weights are; None if they are not to be served."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters that versions are of; the folder's weights are then their base, and stay."""
+    seed: int = 0
+    """Seed of the run."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of this engine."""
 

@@ -25,10 +25,12 @@ from transformers import (
 )
 
 from trinity_events import Synchronizer
+from trinity_events.waits import NO_REPORTS
 from trinity_events.weights import model_digest
 from trinity_schemas import StepReady, StepRef
 
-from ..learning.policy import end_tokens, load_policy
+from ..learning.adapters import adapter_tree, policy_loader
+from ..learning.policy import end_tokens
 from .base import (
     EngineOptions,
     Generation,
@@ -38,7 +40,7 @@ from .base import (
     RolloutEngineError,
 )
 from .gate import Gate
-from .loading import updates_amid_turns
+from .loading import applies_adapters, updates_amid_turns
 from .sampling import NoisySampler, turn_key
 from .turns import Turn, turn_limit
 
@@ -57,7 +59,8 @@ class HuggingFaceEngine:
     so a token now and then. With it, only the requests of one ordinal and turn share one.
 
     Args:
-        model: The model; its generation defaults are replaced, except its ends of sequence.
+        model: The model; its generation defaults are replaced, except its ends of sequence. If it
+            has adapters, versions are of these alone.
         tokenizer: Its tokenizer, for the ids of padding and end of sequence.
         synchronizer: Brings weight versions.
         deterministic: Generate each ordinal by itself.
@@ -82,6 +85,8 @@ class HuggingFaceEngine:
         self.on_update = on_update
         model.train(False)
         self._model = model
+        self._versioned = adapter_tree(model) or model
+        """Module of the tensors that a version fills."""
         self._synchronizer = synchronizer
         self._max_batch = max_batch
         self._ends = end_tokens(model, tokenizer)
@@ -89,10 +94,11 @@ class HuggingFaceEngine:
         # `generate` fills what it is not told from here: Qwen2.5's folder has a repetition penalty.
         configure: Any = GenerationConfig  # its constructor has no annotations
         model.generation_config = configure(pad_token_id=self._pad, eos_token_id=[*self._ends])
-        self._gate = Gate()
+        self._gate = Gate(NO_REPORTS if synchronizer is None else synchronizer.waits)
         self._generating = threading.Lock()
 
     @classmethod
+    @applies_adapters
     @updates_amid_turns("keep_cache", "recompute_cache")
     def open(cls, options: EngineOptions) -> HuggingFaceEngine:
         """Return an engine of a Hugging Face folder.
@@ -106,7 +112,8 @@ class HuggingFaceEngine:
             raise RolloutEngineError(
                 f"options of the rollout engine huggingface: {error}; there is {known}"
             ) from None
-        model, tokenizer = load_policy(options.model_folder, options.dtype)
+        load = policy_loader(options.lora, options.seed)
+        model, tokenizer = load(options.model_folder, options.dtype)
         move: Any = model.to  # its annotations lack strings
         return cls(
             move(options.device),
@@ -149,10 +156,9 @@ class HuggingFaceEngine:
         self._gate.resume()
 
     async def release(self) -> torch.nn.Module | None:
-        """Serve no version, and return the module."""
+        """Serve no version, and return the module that versions fill."""
         await anyio.to_thread.run_sync(self._release)
-        module: torch.nn.Module = self._model
-        return module
+        return self._versioned
 
     async def install(self, ready: StepReady) -> None:
         """Serve a weight version; see :class:`~.base.RolloutEngine`."""
@@ -177,10 +183,10 @@ class HuggingFaceEngine:
             raise RolloutEngineError("the rollout engine has no synchronizer to install from")
         if self.serves is None:
             with self._changing(ready):
-                self._synchronizer.load(self._model, ready, cast=True)
+                self._synchronizer.load(self._versioned, ready, cast=True)
         else:
             self._synchronizer.apply(
-                self._model, ready, cast=True, held=lambda: self._changing(ready)
+                self._versioned, ready, cast=True, held=lambda: self._changing(ready)
             )
 
     @contextmanager

@@ -15,6 +15,8 @@ GROUP = "trinity_events.rollout_engines"
 """Group of entry points under which packages offer engines: functions of :class:`EngineOptions`."""
 _MODES = "on_update"
 """Attribute of such a function; its value are the modes that its engine knows beside `finish`."""
+_ADAPTERS = "adapters"
+"""Attribute of such a function; True if its engine applies versions of adapters."""
 
 P = ParamSpec("P")
 E = TypeVar("E")
@@ -34,6 +36,12 @@ def updates_amid_turns(*modes: OnUpdate) -> Callable[[Callable[P, E]], Callable[
     return decorate
 
 
+def applies_adapters(make: Callable[P, E]) -> Callable[P, E]:
+    """Decorate a function that makes an engine whose versions may be of adapters alone."""
+    setattr(make, _ADAPTERS, True)
+    return make
+
+
 def load_engine(name: str, options: EngineOptions, *, folder: Path = Path()) -> RolloutEngine:
     """Return a rollout engine.
 
@@ -44,12 +52,15 @@ def load_engine(name: str, options: EngineOptions, *, folder: Path = Path()) -> 
 
     Raises:
         TaskError: There is none of that name.
-        RolloutEngineError: It cannot treat unfinished turns as the options ask.
+        RolloutEngineError: It cannot treat unfinished turns as the options ask, or adapters.
     """
-    return find_engine(name, options.on_update, folder=folder)(options)
+    adapters = options.lora.rank > 0
+    return find_engine(name, options.on_update, adapters=adapters, folder=folder)(options)
 
 
-def find_engine(name: str, on_update: OnUpdate = "finish", *, folder: Path = Path()) -> Make:
+def find_engine(
+    name: str, on_update: OnUpdate = "finish", *, adapters: bool = False, folder: Path = Path()
+) -> Make:
     """Return the function that makes an engine; arguments and errors as :func:`load_engine`."""
     make: Make = load_object(
         name, kind="rollout engine", group=GROUP, built_in=ENGINES, folder=folder
@@ -59,5 +70,10 @@ def find_engine(name: str, on_update: OnUpdate = "finish", *, folder: Path = Pat
         raise RolloutEngineError(
             f"rollouts.on_update is {on_update}, and the rollout engine {name} knows "
             f"{' and '.join(known)} only: choose that, or another explorer.engine"
+        )
+    if adapters and not getattr(make, _ADAPTERS, False):
+        raise RolloutEngineError(
+            f"the rollout engine {name} applies no versions of adapters: set model.lora.rank 0, or "
+            "another explorer.engine"
         )
     return make

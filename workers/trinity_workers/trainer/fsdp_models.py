@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from ..config import RunConfig
 from ..engines import FSDPEngine
 from ..engines.fsdp import frozen_policy
 from ..engines.fsdp_options import FSDPOptions
+from ..engines.model_memory import Part
+from ..learning.adapters import policy_loader
 from ..learning.reward_model import RewardModel, load_reward_model
 from ..learning.teacher import checked_teacher
 from ..learning.values import load_critic
@@ -45,10 +48,15 @@ def load_models(
     folder = config.model_folder
     trainer = config.trainer
     clipped = common | {"gradient_norm": trainer.gradient_norm}
-    policy = critic = None
+    policy = critic = reference = None
     if "policy" in wanted:
+        lora = config.model.lora
         policy = FSDPEngine(
-            folder, learning_rate=policy_rate(config), offload=trainer.policy_offload, **clipped
+            folder,
+            learning_rate=policy_rate(config),
+            load=policy_loader(lora, config.seed) if lora.rank else None,
+            offload=trainer.policy_offload,
+            **clipped,
         )
     if "critic" in wanted:
         critic = FSDPEngine(
@@ -62,7 +70,11 @@ def load_models(
     def frozen(path: Path, **options: Any) -> Any:
         return frozen_policy(path, offload=trainer.reference_offload, **common, **options)
 
-    reference = frozen(folder) if "reference" in wanted else None
+    if "reference" in wanted:
+        if policy is not None and policy.adapters is not None:
+            reference = AdaptedBase(policy)
+        else:
+            reference = frozen(folder)
     teacher = judge = None
     if "teacher" in wanted and (path := config.teacher_folder) is not None:
         teacher = frozen(checked_teacher(path, folder))
@@ -70,6 +82,30 @@ def load_models(
         tokens = reward_tokens(config, path)
         judge = RewardModel(frozen(path, load=load_reward_model), tokens)
     return Models(policy, critic, reference, teacher, judge)
+
+
+class AdaptedBase:
+    """Base of an engine's adapters, as a frozen model: the reference, without memory of its own.
+
+    Args:
+        engine: Engine of a policy with adapters.
+    """
+
+    def __init__(self, engine: FSDPEngine) -> None:
+        self._engine = engine
+
+    def resident(self, *parts: Part) -> AbstractContextManager[None]:
+        """Return a block in which the policy's parameters are on the device."""
+        return self._engine.resident(*parts)
+
+    def get_output_embeddings(self) -> Any:
+        """Return the output head, which has no adapter."""
+        return self._engine.module.get_output_embeddings()
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Compute as the model does without its adapters, and without gradients. Collective."""
+        with self._engine.without_adapters():
+            return self._engine.module(**inputs)
 
 
 def make_step(

@@ -13,7 +13,7 @@ from trinity_schemas import StepRef
 
 from ..config import RunConfig
 from ..engines.buffers import saved_buffers
-from ..learning.policy import load_policy
+from ..learning.adapters import adapter_tree, policy_loader
 from ..rollout_engines.base import Generation, GenerationRequest
 
 
@@ -78,7 +78,8 @@ class FSDPRollouts:
     def __init__(self, config: RunConfig, device: torch.device, policy: Any) -> None:
         from ..rollout_engines.huggingface import HuggingFaceEngine
 
-        model, tokenizer = load_policy(config.model_folder, config.model.dtype)
+        load = policy_loader(config.model.lora, config.seed)
+        model, tokenizer = load(config.model_folder, config.model.dtype)
         move: Any = model.to  # its annotations lack strings
         self._model: Any = move(device)
         self._policy = policy
@@ -89,7 +90,8 @@ class FSDPRollouts:
     def generate(self, prompts: Sequence[GenerationRequest], version: StepRef) -> list[Generation]:
         """Generate with the weights of the version, gathered where they are new. Collective."""
         if self._engine.serves != version:
-            own = dict(chain(self._model.named_parameters(), saved_buffers(self._model)))
+            module = adapter_tree(self._model) or self._model
+            own = dict(chain(module.named_parameters(), saved_buffers(module)))
             with torch.no_grad():
                 for name, tensor in self._policy.get_per_tensor_param():
                     own[name].copy_(tensor)

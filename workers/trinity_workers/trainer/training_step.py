@@ -55,7 +55,7 @@ class Models(NamedTuple):
     """Engine with optimizer, as is the critic."""
     critic: Any = None
     reference: Any = None
-    """Model without gradients, as is the teacher."""
+    """Model without gradients, as is the teacher; of adapters, their base."""
     teacher: Any = None
     reward_model: Any = None
     """RewardModel whose scores are added to rewards."""

@@ -1,0 +1,137 @@
+"""Adapters in a folder, in PEFT's format, beside the identity of the base that they are for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from msgspec import Struct
+
+from trinity_events.checkpoint_layout import FILE_DIGESTS
+from trinity_events.errors import TrinityError
+from trinity_events.weights.tensors import Digesting
+
+from ..convertible import ADAPTER_CONFIG
+from .model_folder import seal
+from .state_files import make_folder, write_json
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+BASE_MODEL = "base_model.json"
+"""File that names the base of the adapters."""
+_PIECE = 4 << 20
+_COMPARED = {"r": "rank", "lora_alpha": "alpha", "target_modules": "target_modules"}
+"""Fields of PEFT's configuration that adapters must share with those of a run, by its names."""
+
+
+class AdaptersRefused(TrinityError):
+    """Raised if saved adapters are not those of the run, or of another base."""
+
+
+class BaseModel(Struct, frozen=True, kw_only=True):
+    """Base that adapters were trained on."""
+
+    path: str
+    """Hugging Face folder that it was loaded from."""
+    digest: str
+    """Digest of the files of its weights."""
+
+    @classmethod
+    def of(cls, folder: Path) -> BaseModel:
+        """Read the folder's weights, and return their identity."""
+        return cls(path=str(folder), digest=weights_digest(folder))
+
+
+def weights_digest(folder: Path) -> str:
+    """Return a digest of the names and bytes of the files with a folder's weights."""
+    found = Digesting()
+    for path in sorted((*folder.glob("*.safetensors"), *folder.glob("*.bin"))):
+        found.update(f"{path.name}:{path.stat().st_size}:".encode())
+        with path.open("rb", buffering=0) as file:
+            while data := file.read(_PIECE):
+                found.update(data)
+    return found.digest()
+
+
+def describe_adapters(folder: Path, config: dict[str, Any], base: BaseModel) -> None:
+    """Write PEFT's configuration, and the identity of the base, into a folder; both durable."""
+    write_json(folder / ADAPTER_CONFIG, config)
+    write_json(folder / BASE_MODEL, base)
+
+
+def check_adapters(folder: Path, config: dict[str, Any] | None, base: BaseModel | None) -> None:
+    """Raise AdaptersRefused unless a folder describes adapters like these, on the same base.
+
+    Args:
+        folder: Folder of :func:`describe_adapters`, or of a model.
+        config: PEFT's configuration of the run; None for a run without adapters.
+        base: Base of the run.
+    """
+    file = folder / ADAPTER_CONFIG
+    if config is None or base is None:
+        if file.is_file():
+            raise AdaptersRefused(
+                f"{folder} has adapters, and the run trains the policy itself: set model.lora as "
+                "it was, or begin anew with --fresh"
+            )
+        return
+    if not file.is_file():
+        raise AdaptersRefused(
+            f"{folder} has no {ADAPTER_CONFIG}, and the run trains adapters: set model.lora.rank 0 "
+            "as it was, or begin anew with --fresh"
+        )
+    saved = json.loads(file.read_bytes())
+    for field, name in _COMPARED.items():
+        if saved.get(field) != config[field]:
+            raise AdaptersRefused(
+                f"the adapters in {folder} have another model.lora.{name} than the run: set it as "
+                "it was, or begin anew with --fresh"
+            )
+    found = read_base(folder)
+    if found.digest != base.digest:
+        raise AdaptersRefused(
+            f"the adapters in {folder} were trained on the weights of {found.path}, and those of "
+            f"{base.path} are others: set model.path to the same weights, or begin anew with "
+            "--fresh"
+        )
+
+
+def read_base(folder: Path) -> BaseModel:
+    """Return the base of a folder's adapters. Raises AdaptersRefused if it is not named."""
+    file = folder / BASE_MODEL
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=BaseModel)
+    except (OSError, msgspec.DecodeError) as error:
+        raise AdaptersRefused(
+            f"{file}, which names the base of the adapters, cannot be read ({error})"
+        ) from None
+
+
+def write_adapter_folder(
+    folder: Path,
+    describe: Callable[[Path], None],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+) -> int:
+    """Write a folder that PEFT loads, its list of digests last; return the tensors' bytes.
+
+    Memory holds all tensors: PEFT reads one file, whose header names them all.
+
+    Args:
+        folder: Folder to write to; files that it has are replaced.
+        describe: Writes all files but that of the weights.
+        tensors: The adapters by PEFT's names.
+    """
+    from safetensors.torch import save_file
+
+    make_folder(folder)
+    (folder / FILE_DIGESTS).unlink(missing_ok=True)
+    describe(folder)
+    held = {name: tensor.contiguous() for name, tensor in tensors}
+    partial = folder / f".{ADAPTER_WEIGHTS}.tmp"
+    save_file(held, partial, metadata={"format": "pt"})
+    partial.replace(folder / ADAPTER_WEIGHTS)
+    seal(folder)
+    return sum(tensor.nbytes for tensor in held.values())

@@ -1,0 +1,224 @@
+"""LoRA adapters of a policy, through PEFT: the layers, and a tree of their tensors.
+
+PEFT replaces linear layers of the model by layers that hold both: the frozen base, and two small
+matrices. The tree has these matrices alone, under the names that PEFT's files have. It is what is
+trained, published, installed and saved.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from trinity_events.errors import TrinityError
+
+from ..lora_settings import ALL_LINEAR, LoraConfig
+from .policy import BadPolicy, isolated_rng, load_policy
+
+Loaded: TypeAlias = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+
+_ADAPTER = "default"
+_PREFIX = "base_model.model."
+"""Prefix of all names in PEFT's files."""
+_PLACES = ("lora_A", "lora_B")
+
+
+class MissingPeft(TrinityError):
+    """Raised if adapters are asked for, and PEFT is not installed."""
+
+
+def require_peft() -> Any:
+    """Import and return PEFT. Raises MissingPeft."""
+    try:
+        import peft
+    except ImportError as error:
+        raise MissingPeft(
+            f"model.lora needs PEFT ({error}): pip install 'trinity-events[lora]', or set "
+            "model.lora.rank 0"
+        ) from None
+    return peft
+
+
+def check_adapters(lora: LoraConfig, folder: Path | None) -> None:
+    """Check that adapters can be made, without reading weights.
+
+    Args:
+        lora: Settings of the adapters.
+        folder: Folder of the policy, if it is there.
+
+    Raises:
+        MissingPeft: if PEFT is not installed.
+        BadPolicy: as :func:`add_adapters`.
+    """
+    require_peft()
+    if folder is None:
+        return
+    make: Any = AutoModelForCausalLM  # its methods have no annotations
+    with torch.device("meta"):
+        model = make.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+    _targets(model, lora, folder)
+
+
+def policy_loader(lora: LoraConfig, seed: int) -> Callable[[Path, str], Loaded]:
+    """Return the function that loads a policy from a folder in a dtype, with its adapters if any.
+
+    Args:
+        lora: Settings of the adapters.
+        seed: Seed of the adapters' first values, the same on all ranks.
+    """
+    return partial(_load_adapted, lora=lora, seed=seed) if lora.rank else load_policy
+
+
+def _load_adapted(folder: Path, dtype: str, *, lora: LoraConfig, seed: int) -> Loaded:
+    model, tokenizer = load_policy(folder, dtype)
+    add_adapters(model, lora, seed, base=folder)
+    return model, tokenizer
+
+
+def add_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int, *, base: Path) -> None:
+    """Give layers of a model adapters, in place, and freeze all else.
+
+    The product of new adapters is 0: the model computes what it did.
+
+    Args:
+        model: The model.
+        lora: Settings of the adapters.
+        seed: Seed of their first values.
+        base: Folder of the model, which is named beside saved adapters.
+
+    Raises:
+        MissingPeft: if PEFT is not installed.
+        BadPolicy: if the model has no such layers, or a layer cannot have an adapter.
+    """
+    peft = require_peft()
+    layers = _targets(model, lora, base)
+    settings = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=str(base),
+        r=lora.rank,
+        lora_alpha=lora.scaled_alpha,
+        lora_dropout=lora.dropout,
+        target_modules=layers if ALL_LINEAR in lora.target_modules else [*lora.target_modules],
+    )
+    with isolated_rng(seed):
+        peft.inject_adapter_in_model(settings, model, _ADAPTER)
+    dtype = model.dtype
+    for name, parameter in model.named_parameters():
+        trained = _is_adapters(name)
+        parameter.requires_grad_(trained)
+        if trained:
+            parameter.data = parameter.data.to(dtype)  # PEFT makes them float32 in any case
+    model.train(model.training)
+
+
+def _targets(model: PreTrainedModel, lora: LoraConfig, base: Path) -> list[str]:
+    """Return the names of the layers that are to have adapters, each of which can have one."""
+    untyped: Any = model
+    head = untyped.get_output_embeddings()
+    found, missing = list[str](), {*lora.target_modules}
+    for name, layer in model.named_modules():
+        is_linear = type(layer) is nn.Linear and layer is not head
+        wanted = {one for one in lora.target_modules if f".{name}".endswith(f".{one}")}
+        if wanted and not is_linear:
+            raise BadPolicy(
+                f"{name} of the model in {base} is no linear layer below the output head, and "
+                "only those take adapters: leave it out of model.lora.target_modules"
+            )
+        if is_linear and (wanted or ALL_LINEAR in lora.target_modules):
+            found.append(name)
+            missing -= {*wanted, ALL_LINEAR}
+    if missing:
+        raise BadPolicy(
+            f"the model in {base} has no linear layer {min(missing)}: name others in "
+            "model.lora.target_modules"
+        )
+    return found
+
+
+def _is_adapters(name: str) -> bool:
+    return any(f".{place}.{_ADAPTER}." in name for place in _PLACES)
+
+
+def adapter_tree(model: nn.Module) -> nn.Module | None:
+    """Return a module of a model's adapters alone, under PEFT's names; None if it has none.
+
+    It has the very parameters of the model, as they are now: sharded ones of a sharded model.
+    """
+    tree = nn.Module()
+    for name, parameter in model.named_parameters():
+        if _is_adapters(name):
+            *path, last = saved_name(name).split(".")
+            owner = tree
+            for part in path:
+                if part not in owner._modules:
+                    owner.add_module(part, nn.Module())
+                owner = owner.get_submodule(part)
+            owner.register_parameter(last, parameter)
+    return tree if tree._modules else None
+
+
+def saved_name(name: str) -> str:
+    """Return the name that a parameter of an adapter has in PEFT's files."""
+    for place in _PLACES:
+        name = name.replace(f".{place}.{_ADAPTER}.", f".{place}.")
+    return _PREFIX + name
+
+
+def weight_names(name: str) -> tuple[str, str]:
+    """Return the names in PEFT's files of the adapter for a weight: `lora_A`, and `lora_B`."""
+    layer = _PREFIX + name.removesuffix(".weight")
+    first, second = (f"{layer}.{place}.weight" for place in _PLACES)
+    return first, second
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Let the model compute as its base does, for a block without gradients."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [one for one in model.modules() if isinstance(one, BaseTunerLayer)]
+    trained = [one for one in model.parameters() if one.requires_grad]
+    for layer in layers:
+        layer.enable_adapters(False)
+    for one in trained:
+        # PEFT froze them too, and FSDP keeps for ever what it finds at its first gather.
+        one.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def adapter_config(model: Any) -> dict[str, Any]:
+    """Return the content of PEFT's ``adapter_config.json`` for the model's adapters."""
+    settings = copy.copy(model.peft_config[_ADAPTER])
+    settings.inference_mode = True
+    found: dict[str, Any] = settings.to_dict()
+    return {name: sorted(one) if isinstance(one, set) else one for name, one in found.items()}
+
+
+def merged(weight: Tensor, first: Tensor, second: Tensor, scale: float) -> Tensor:
+    """Return a layer's weight with its adapter's product, computed in float32.
+
+    Args:
+        weight: Weight of the base, whose dtype the result has.
+        first: Matrix that is applied first, ``lora_A``.
+        second: The other one, ``lora_B``.
+        scale: Factor of their product.
+    """
+    product = second.float() @ first.float() * scale
+    return (weight.float() + product).to(weight.dtype)
