@@ -22,7 +22,7 @@ VERL_VERSIONS ?= 0.9.1 0.8.0
 # veRL patches a class of a TRL that it finds, which newer ones have not.
 TRL_VERSION ?= 1.16.0
 
-.PHONY: setup demo test check slowest compiled lowest oldest-server bench gpu learn chaos crash matrix simulate verl base-install \
+.PHONY: setup demo test check slowest compiled lowest oldest-server bench gpu learn chaos crash hangs matrix simulate verl base-install \
 	schemas docs picture lint format clean
 
 setup: $(VENV)/installed
@@ -93,6 +93,10 @@ chaos: setup
 # Runs that are killed at random moments and resumed. make crash ARGS="--kills 5"
 crash: setup
 	$(BIN)/python -m tests.crashes $(ARGS)
+
+# Hangs that are planted in real processes, and their causes as explain names them. make hangs ARGS="--keep"
+hangs: setup
+	$(BIN)/python -m tests.hangs $(ARGS)
 
 # Each sync method with each style, as whole runs, one at a time. It goes on where it was interrupted.
 # make matrix ARGS="--only megatron"

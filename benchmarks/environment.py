@@ -128,14 +128,17 @@ def reset_run(client: redis.Redis, run_id: str, events_from: str) -> None:
 
 
 @contextmanager
-def process(*arguments: str, home: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a Python module in a process that ends with the block or with this process."""
+def process(*arguments: str, home: Path, told: bool = False) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a Python module in a process that ends with the block or with this process.
+
+    With ``told`` its standard output can be read.
+    """
     started = subprocess.Popen(
         [sys.executable, "-m", *arguments],
         cwd=HERE,
         env={**os.environ, "TRINITY_HOME": str(home)},
         stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE if told else subprocess.DEVNULL,
     )
     try:
         yield started
@@ -148,6 +151,8 @@ def process(*arguments: str, home: Path) -> Iterator[subprocess.Popen[bytes]]:
         except subprocess.TimeoutExpired:
             started.kill()
             started.wait()
+        if started.stdout is not None:
+            started.stdout.close()
 
 
 @contextmanager

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.published_waits import PublishedWaits
-from tests.support.waits import child
+from tests.support.waits import child, wait_until
 from trinity_events import stacks
 from trinity_events.errors import DeadlineExceeded
-from trinity_events.stacks import take_stacks, write_stacks_when_asked
+from trinity_events.stacks import host_processes, take_stacks, write_stacks_when_asked
 from trinity_events.waits import WaitReporter
 from trinity_schemas import WaitEnded
 
@@ -90,8 +90,14 @@ def test_files_of_processes_that_were_killed_are_removed_by_the_next(hanging, ru
     with child(command, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         names = {one.name for one in folder.iterdir()}
-        assert {one.partition(".")[0] for one in names} == {str(process.pid), run_id}
-        assert len(names) == 2
+        [file] = [one for one in names if one.endswith(".stacks")]
+        assert file.startswith(f"{process.pid}.")
+        found = host_processes(run_id)
+        assert found["explorer-0"] == (hanging.pid, "ended")
+        assert found["trainer-0"] == (process.pid, "running")
+        os.kill(process.pid, signal.SIGSTOP)
+        wait_until(lambda: host_processes(run_id)["trainer-0"].condition == "stopped")
+        os.kill(process.pid, signal.SIGCONT)
         process.send_signal(signal.SIGINT)
         process.wait()
         assert not any(one.suffix == ".stacks" for one in folder.iterdir())

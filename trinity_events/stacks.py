@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from trinity_schemas import StacksTaken
 
@@ -28,6 +28,8 @@ _LOOK = 0.02
 """Seconds between two looks at a file; one that did not grow meanwhile is complete."""
 _LARGEST = 16_000
 """Maximum characters of the stacks of one process, its main thread's last."""
+_NAMED = 86_400.0
+"""Seconds for which the name of a process that has ended stays."""
 _SIGNAL = signal.SIGUSR1
 _SUFFIX = ".stacks"
 
@@ -45,11 +47,25 @@ def write_stacks_when_asked(run_id: str, process: str) -> None:
         process: Role and rank, as those that wait for it name it: ``explorer-3``.
     """
     with suppress(OSError):
-        folder = _folder()
-        name = folder / f"{run_id}.{process}"
+        _own_file(_folder())
+        name_process(run_id, process)
+
+
+def prepare_stacks() -> None:
+    """Let this process write its stacks when it is asked, under names that come later."""
+    with suppress(OSError):
+        _own_file(_folder())
+
+
+def name_process(run_id: str, process: str) -> None:
+    """Give this process one more name, if it writes its stacks when it is asked."""
+    if _own is None or _pid(_own) != os.getpid():
+        return
+    with suppress(OSError):
+        name = _folder() / f"{run_id}.{process}"
         link = name.with_name(f"{name.name}.{os.getpid()}")
         link.unlink(missing_ok=True)
-        link.symlink_to(_own_file(folder).name)
+        link.symlink_to(_own.name)
         link.replace(name)
 
 
@@ -72,6 +88,43 @@ def take_stacks(run_id: str, processes: Iterable[str]) -> list[StacksTaken]:
             )
             for one in asked
         ]
+
+
+class HostProcess(NamedTuple):
+    """Process of a run on this host."""
+
+    pid: int
+    condition: Literal["running", "stopped", "ended"]
+
+
+def host_processes(run_id: str) -> dict[str, HostProcess]:
+    """Return the processes of this user on this host that have a name in a run.
+
+    It only reads, and asks no process for anything.
+    """
+    found: dict[str, HostProcess] = {}
+    with suppress(OSError):
+        folder = _folder()
+        for link in folder.glob(f"{run_id}.*"):
+            name = link.name.removeprefix(f"{run_id}.")
+            if "." in name or not link.is_symlink():
+                continue
+            with suppress(OSError, ValueError):
+                target = folder / link.readlink().name
+                found[name] = HostProcess(_pid(target), _condition(target))
+    return found
+
+
+def _condition(path: Path) -> Literal["running", "stopped", "ended"]:
+    """Return the condition of the process of a file; a process that is traced is stopped too."""
+    pid, _, began = path.name.removesuffix(_SUFFIX).partition(".")
+    try:
+        state, found = _state(int(pid))
+    except OSError:
+        return "ended"
+    if str(found) != began or state in "ZX":
+        return "ended"
+    return "stopped" if state in "Tt" else "running"
 
 
 def answer_of(descriptor: int, begin: int, end: float) -> str:
@@ -134,11 +187,16 @@ def _own_file(folder: Path) -> Path:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove the files and names of processes that have ended."""
+    """Remove the files of processes that have ended, and their names a day later.
+
+    Until then :func:`host_processes` tells that they have ended.
+    """
     for path in folder.iterdir():
         with suppress(OSError):
-            target = folder / path.readlink().name if path.is_symlink() else path
-            if target.suffix == _SUFFIX and not _is_alive(target):
+            is_name = path.is_symlink()
+            target = folder / path.readlink().name if is_name else path
+            old = not is_name or time.time() - path.lstat().st_mtime > _NAMED
+            if target.suffix == _SUFFIX and old and not _is_alive(target):
                 path.unlink()
 
 
@@ -156,4 +214,10 @@ def _is_alive(path: Path) -> bool:
 
 def _began(pid: int) -> int:
     """Return the time at which a process began, in clock ticks since boot."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return _state(pid)[1]
+
+
+def _state(pid: int) -> tuple[str, int]:
+    """Return the letter of a process's state, and the clock ticks from boot to its begin."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], int(fields[19])

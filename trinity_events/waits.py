@@ -51,8 +51,14 @@ class Wait:
     """Wait that is under way, as its reporter yields it."""
 
     def __init__(
-        self, reporter: WaitReporter, what: str, waits_for: tuple[str, ...], deadline: float | None
+        self,
+        reporter: WaitReporter,
+        what: str,
+        waits_for: tuple[str, ...],
+        deadline: float | None,
+        step: int | None,
     ) -> None:
+        self.step = step
         self.wait_id = ""
         """Name of the wait, given to it by its first report."""
         self.deadline = deadline
@@ -115,7 +121,12 @@ class WaitReporter:
 
     @contextmanager
     def waiting(
-        self, what: str, waits_for: Iterable[str] = (), *, deadline: float | None = None
+        self,
+        what: str,
+        waits_for: Iterable[str] = (),
+        *,
+        deadline: float | None = None,
+        step: int | None = None,
     ) -> Iterator[Wait]:
         """Report the block as a wait if it lasts; yield the wait, which the block may update.
 
@@ -123,8 +134,10 @@ class WaitReporter:
             what: Object of the wait, in words.
             waits_for: Processes that it waits for, by role and rank, such as ``explorer-3``.
             deadline: Seconds after which the block gives up.
+            step: Step whose saves or weights it waits for, so that the chain of waits goes on with
+                what that step lacks.
         """
-        wait = Wait(self, what, tuple(waits_for), deadline)
+        wait = Wait(self, what, tuple(waits_for), deadline, step)
         outcome: Outcome = "cancelled"
         self._begin(wait)
         try:
@@ -211,6 +224,7 @@ class WaitReporter:
                 waits_for=tuple(one[:LONGEST_NAME] for one in waits_for[:_MOST_NAMES] if one),
                 seconds=now - wait.began,
                 deadline=wait.deadline,
+                step=wait.step,
             )
         )
         if taken:

@@ -520,6 +520,9 @@ class WaitStarted(_Event, frozen=True):
     deadline: Annotated[
         Seconds | None, Meta(description="Seconds after which it gives up, from the beginning.")
     ] = None
+    step: Annotated[Step | None, Meta(description="Step whose saves or weights it waits for.")] = (
+        None
+    )
 
 
 class WaitEnded(_Event, frozen=True):

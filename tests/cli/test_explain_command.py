@@ -49,6 +49,7 @@ async def test_what_a_terminal_cannot_show_is_written_out(cli, waiting_run, publ
 async def test_with_json_it_says_the_same_to_programs(cli, waiting_run):
     answer = json.loads(cli("explain", waiting_run, "3", "--json").stdout)
     assert answer.pop("explanation").startswith("Step 3 state_dict waits for")
+    assert [one["reason"] for one in answer.pop("causes")] == ["no-reducer", "missing"]
     assert answer == {
         "run_id": waiting_run,
         "epoch": 1,

@@ -1,4 +1,4 @@
-"""Short form of ``make crash``: runs that are killed (-9, everything) and started again."""
+"""Short form of ``make crash`` on policy; that of asynchronous runs is in test_resume.py."""
 
 import secrets
 
@@ -9,7 +9,6 @@ pytest.importorskip("ray")
 
 from tests.crashes.killed_run import (
     ADAPTERS,
-    ASYNCHRONOUS,
     ON_POLICY,
     KilledRun,
     differences,
@@ -59,12 +58,3 @@ def test_a_run_of_adapters_that_was_killed_ends_with_the_bits_of_an_undisturbed_
     assert not any("embed_tokens" in name for name in weights), "nothing of the base"
     assert differences(weights, undisturbed.weights(steps)) == []
     assert killed.faults(steps) == undisturbed.faults(steps) == []
-
-
-@pytest.mark.timeout(1200)
-def test_an_asynchronous_run_that_was_killed_lost_no_prompt_and_trained_none_twice(
-    tmp_path, model, redis_url, run_id, seed
-):
-    run = KilledRun(tmp_path, model, redis_url, run_id, ASYNCHRONOUS)
-    steps = killed_at_random(run, kills=1, seed=seed)
-    assert run.faults(steps) == []

@@ -84,6 +84,26 @@ def test_an_address_leads_to_the_state_after_an_event(page, address):
     assert page.problems == []
 
 
+def test_pages_of_the_past_show_nothing_that_came_later(page, address):
+    page.open(f"{address}#/{DEMO.run_id}/versions")
+    page.wait_for("document.querySelectorAll('.matrix tbody tr').length === 47")
+    last = "Number([...document.querySelectorAll('.matrix thead button')].at(-1)?.innerText)"
+    newest = page.evaluate(last)
+    asked = f"fetch('/api/runs/{DEMO.run_id}/at?number={LAST - LAST // 20}')"
+    entry = page.evaluate(f"{asked}.then((one) => one.json()).then((one) => one.position)")
+    page.evaluate(f"location.hash = '#/{DEMO.run_id}/versions/{entry}'")
+    page.wait_for(f"document.querySelector('.banner') && {last} < {newest}")
+    early = "1767258806917-0"
+    page.evaluate(f"location.hash = '#/{DEMO.run_id}/versions/{early}'")
+    page.wait_for("document.body.innerText.includes('which all came later')")
+    page.evaluate(f"location.hash = '#/{DEMO.run_id}/figures/{entry}'")
+    page.wait_for("document.querySelector('main')?.dataset.page === 'figures'")
+    page.wait_for("document.querySelectorAll('svg.chart').length > 0")
+    page.evaluate(f"location.hash = '#/{DEMO.run_id}/ledger/{entry}'")
+    page.wait_for("document.body.innerText.includes('for the newest state alone')")
+    assert page.problems == []
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_no_page_is_wider_than_a_narrow_screen(page, address, scheme):
     page.open(f"{address}#/{DEMO.run_id}/overview", wide=400, scheme=scheme)

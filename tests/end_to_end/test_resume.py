@@ -1,73 +1,103 @@
 """Runs that are started again under their name, after all of their processes were killed."""
 
+import json
+import random
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("ray")
 
+from tests.crashes.killed_run import ASYNCHRONOUS, MOMENTS, PROMPTS  # noqa: E402
 from tests.support.pipeline import events_of  # noqa: E402
 from tests.support.run_processes import small_run  # noqa: E402
 from tests.support.saved_checkpoints import ready_checkpoints  # noqa: E402
 from tests.support.sessions import kill_session  # noqa: E402
+from tests.support.style_properties import serving_faults  # noqa: E402
 from tests.support.waits import PATIENCE, child, wait_until  # noqa: E402
+from tests.support.whole_logs import ledger_faults, whole_log  # noqa: E402
 from trinity_events.checkpoint_layout import final_name  # noqa: E402
 from trinity_events.log import RedisEventLog  # noqa: E402
-from trinity_events.server import connect  # noqa: E402
+from trinity_events.server import connect, connect_sync  # noqa: E402
 from trinity_schemas import (  # noqa: E402
+    RunKeys,
     RunResumed,
     StepCommitted,
     StepRef,
     TrainerStatusChanged,
 )
+from trinity_workers.config import TrainConfig  # noqa: E402
+from trinity_workers.config_files import read_config  # noqa: E402
 from trinity_workers.engines.state_files import read_state  # noqa: E402
 
 pytestmark = pytest.mark.timeout(1200)
 
 
-@pytest.fixture
-def train(tmp_path, policy_folder, run_id, redis_url):
-    """Returns the command that trains so many steps on two ranks, with these settings."""
-    saving = {"interval": 3, "root": str(tmp_path)}
-    file = small_run(tmp_path, policy_folder, trainer={"ranks": 2}, checkpoints=saving)
+EXAMPLES = Path(__file__).parents[2] / "examples" / "train"
 
-    def command(steps: int, *settings: str) -> list[str]:
+
+@pytest.fixture
+def train(run_id, redis_url):
+    """Returns the command that trains so many steps as a file says, with these settings."""
+
+    def command(file: Path, steps: int, *settings: str) -> list[str]:
         chosen = [word for one in (f"steps={steps}", *settings) for word in ("--set", one)]
         return [
-            sys.executable,
-            "-m",
-            "trinity_events",
-            "train",
-            str(file),
-            "--run",
-            run_id,
-            *chosen,
+            *(sys.executable, "-m", "trinity_events", "train", str(file), "--run", run_id),
+            *("--redis-url", redis_url, "--json", *chosen),
         ]
 
     return command
 
 
+@pytest.fixture
+def kill(redis_url, run_id):
+    """Starts a command, and kills all of it after a checkpoint; returns the newest one's step."""
+
+    def run(command: list[str], *, entries: int = 0) -> int:
+        log = RunKeys.of(run_id).events
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        with (
+            child(command, start_new_session=True, **quiet) as process,
+            connect_sync(redis_url) as client,
+        ):
+            wait_until(lambda: ready_checkpoints(redis_url, run_id), patience=3 * PATIENCE)
+            enough = client.xlen(log) + entries
+            wait_until(lambda: client.xlen(log) >= enough, patience=3 * PATIENCE)
+            kill_session(process.pid)
+            process.wait(PATIENCE)
+        return ready_checkpoints(redis_url, run_id)[-1].step
+
+    return run
+
+
+def finished(command: list[str]) -> str:
+    """Run a command to its end; return what it printed for people, in one line."""
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=3 * PATIENCE
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["outcome"] == "finished"
+    return " ".join(done.stderr.split())
+
+
 async def test_a_run_goes_on_from_its_checkpoint_after_everything_was_killed(
-    train, redis_url, run_id, tmp_path
+    train, kill, redis_url, run_id, tmp_path, policy_folder
 ):
-    with child(train(100_000), stderr=subprocess.DEVNULL, start_new_session=True) as process:
-        wait_until(lambda: ready_checkpoints(redis_url, run_id), patience=3 * PATIENCE)
-        kill_session(process.pid)
-        process.wait(PATIENCE)
-    saved = ready_checkpoints(redis_url, run_id)[-1].step
+    """No prompt is lost, and none trained twice, although versions are asynchronous."""
+    moment = random.SystemRandom().randrange(MOMENTS)
+    print(f"killed {moment} entries after a checkpoint")  # of a failure
+    rollouts = {"prompts_per_step": PROMPTS, "claim_lease": 5.0} | ASYNCHRONOUS["rollouts"]
+    saving = {"interval": 3, "root": str(tmp_path)}
+    sections = ASYNCHRONOUS | {"rollouts": rollouts, "checkpoints": saving}
+    file = small_run(tmp_path, policy_folder, **sections)
+    saved = kill(train(file, 100_000, "trainer.ranks=2"), entries=moment)
     steps = saved + 4
     # Fewer ranks than before, and more explorers.
-    again = subprocess.run(
-        train(steps, "trainer.ranks=1", "explorer.count=2"),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=3 * PATIENCE,
-    )
-    assert again.returncode == 0, again.stderr
-    said = " ".join(again.stderr.split())
+    said = finished(train(file, steps, "trainer.ranks=1", "explorer.count=2"))
     async with connect(redis_url) as client:
         log = RedisEventLog(client, run_id)
         [resumed] = await events_of(log, RunResumed)
@@ -85,31 +115,34 @@ async def test_a_run_goes_on_from_its_checkpoint_after_everything_was_killed(
     # The checkpoint's own weights are published first, and every later step once.
     assert committed == list(range(resumed_from.step, steps + 1))
     assert (tmp_path / run_id / f"global_step_{steps}").is_dir()
+    assert ledger_faults(redis_url, run_id, steps=steps, prompts=PROMPTS) == []
+    assert serving_faults(whole_log(redis_url, run_id)) == []
 
 
 @pytest.mark.megatron
-def test_a_run_on_megatron_goes_on_at_the_same_layout_after_everything_was_killed(
-    train, redis_url, run_id, tmp_path
+async def test_the_example_on_megatron_goes_on_at_its_layout_after_everything_was_killed(
+    train, kill, redis_url, run_id, tmp_path, policy_folder
 ):
+    """It is saved at its end as at a step, and its configuration is in log and folder."""
     pytest.importorskip("megatron.core")
-    megatron = "trainer.engine=megatron"
-    command = train(100_000, megatron)
-    with child(command, stderr=subprocess.DEVNULL, start_new_session=True) as process:
-        wait_until(lambda: ready_checkpoints(redis_url, run_id), patience=3 * PATIENCE)
-        kill_session(process.pid)
-        process.wait(PATIENCE)
-    steps = ready_checkpoints(redis_url, run_id)[-1].step + 4
-    again = subprocess.run(
-        train(steps, megatron),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=3 * PATIENCE,
+    settings = (
+        *("rollouts.prompts_per_step=2", "rollouts.samples_per_prompt=2", "evaluation.sets={}"),
+        *("checkpoints.interval=2", f"checkpoints.root={tmp_path}", f"model.path={policy_folder}"),
     )
-    assert again.returncode == 0, again.stderr
-    assert "resumes from the checkpoint of step" in " ".join(again.stderr.split())
-    training = tmp_path / run_id / final_name(steps) / "actor" / "training"
+    file = EXAMPLES / "megatron.yaml"
+    steps = kill(train(file, 100_000, *settings)) + 3
+    said = finished(train(file, steps, *settings))
+    assert "resumes from the checkpoint of step" in said
+    folder = tmp_path / run_id
+    assert (folder / "latest_checkpointed_iteration.txt").read_text() == str(steps)
+    actor = folder / final_name(steps) / "actor"
+    assert {one.name for one in actor.iterdir()} == {"model", "training", "huggingface"}
+    assert (actor / "model" / "metadata.json").is_file()
     for rank in range(2):
-        assert {"python", "numpy", "torch"} <= set(
-            read_state(training / f"rank_{rank}.pt")["random"]
-        )
+        state = read_state(actor / "training" / f"rank_{rank}.pt")
+        assert {"python", "numpy", "torch"} <= set(state["random"])
+    async with connect(redis_url) as client:
+        [resumed] = await events_of(RedisEventLog(client, run_id), RunResumed)
+    logged = TrainConfig.from_text(resumed.event.config)
+    assert logged == read_config(folder / "config.yaml").checked()
+    assert (logged.steps, logged.trainer.engine) == (steps, "megatron")

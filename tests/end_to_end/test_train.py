@@ -16,13 +16,13 @@ FEW = ("steps=2", "rollouts.prompts_per_step=2", "rollouts.samples_per_prompt=2"
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("engine", ["fsdp", pytest.param("megatron", marks=pytest.mark.megatron)])
 async def test_an_example_trains_and_its_configuration_is_in_log_and_folder(
-    cli, log, redis_url, tmp_path, engine
+    cli, log, redis_url, tmp_path
 ):
+    """On FSDP, with the model that a run makes; test_resume.py has the example on Megatron."""
     settings = [word for one in (*FEW, "evaluation.sets={}") for word in ("--set", one)]
     place = ("--run", log.run_id, "--redis-url", redis_url, "--checkpoint-root", str(tmp_path))
-    said = cli("train", str(EXAMPLES / f"{engine}.yaml"), *settings, *place, "--json", timeout=500)
+    said = cli("train", str(EXAMPLES / "fsdp.yaml"), *settings, *place, "--json", timeout=500)
     assert said.returncode == 0, said.stderr
     log_of_run = json.loads(said.stdout)["log"]
     assert (log_of_run["steps"], log_of_run["versions_published"]) == (2, 3)
@@ -31,10 +31,6 @@ async def test_an_example_trains_and_its_configuration_is_in_log_and_folder(
     folder = tmp_path / log.run_id
     for name in ("latest_checkpointed_iteration.txt", "latest_state_dict_iteration.txt"):
         assert (folder / name).read_text() == "2"
-    if engine == "megatron":
-        actor = folder / "global_step_2" / "actor"
-        assert {one.name for one in actor.iterdir()} == {"model", "training", "huggingface"}
-        assert (actor / "model" / "metadata.json").is_file()
 
     entries = await log.read()
     [opened] = [
@@ -45,7 +41,7 @@ async def test_an_example_trains_and_its_configuration_is_in_log_and_folder(
     logged = TrainConfig.from_text(opened.config)
     kept = read_config(folder / "config.yaml").checked()
     assert logged == kept
-    assert (kept.steps, kept.trainer.engine, kept.rollouts.prompts_per_step) == (2, engine, 2)
+    assert (kept.steps, kept.trainer.engine, kept.rollouts.prompts_per_step) == (2, "fsdp", 2)
 
 
 @pytest.mark.timeout(600)

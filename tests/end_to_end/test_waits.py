@@ -135,7 +135,8 @@ async def test_explain_walks_from_the_trainer_to_the_reward_that_hangs(
                 )
 
             await until(both_are_told)
-            lines = cli("explain", run_id).stdout.splitlines()
+            cause, *lines = cli("explain", run_id).stdout.splitlines()
+            assert cause.startswith(f"First cause: No reducer leads run {run_id}")
             first = r"trainer-0 waits for the rollouts of 0 from explorer-3 for [\d.]+ s"
             assert re.fullmatch(rf"{first}, and gives up in \d+ s\.", lines[0].rstrip())
             second = r"  explorer-3 waits for the reward \S+mine\.py:hangs from process \d+ for "

@@ -66,6 +66,7 @@ class Server:
         self.folder = folder
         self.port, self.bus = ports or free_ports(2)
         """The second is the one on which it meets the others of its cluster."""
+        self.binary = find_binary()
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -83,7 +84,7 @@ class Server:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._process = subprocess.Popen(
             [
-                *(str(find_binary()), "--port", str(self.port), "--bind", "127.0.0.1"),
+                *(str(self.binary), "--port", str(self.port), "--bind", "127.0.0.1"),
                 *("--dir", str(self.folder), "--logfile", str(self.folder / "log")),
                 *("--save", "", "--appendonly", "yes", "--appendfsync", "always"),
                 *("--cluster-port", str(self.bus)),

@@ -197,6 +197,10 @@ MISTAKES = [
         "trainer.colocated generates in model.dtype: leave explorer.dtype out",
     ),
     (
+        "{trainer: {colocated: true}, sync: {max_staleness: 0}, model: {path: x, lora: {rank: 4}}}",
+        "trainer.colocated generates with whole weights, and model.lora.rank trains adapters",
+    ),
+    (
         "trainer: {engine: megatron, rollout_tensor_parallel: 1}",
         "is for ranks that generate: set trainer.colocated true, or leave it out",
     ),

@@ -17,15 +17,17 @@ from ..archive import Archive, ArchiveMissing
 from ..archive.export import whole_stream
 from ..core import MonitorState, unfinished
 from ..core import explain as in_words
+from ..core.causes import Cause, first_causes
 from ..core.explain import profiles_of
 from ..core.outcomes import Outcome, ended_in, outcome_of, outcomes_in_words
 from ..core.proof import Proof, ProofEntry, proof_line
 from ..core.waits import chains_of_waits, words_of_stacks
 from ..errors import TrinityError
+from ..live_facts import live_facts
 from ..log import RedisEventLog, Stream, before, require_run
 from ..replay import current_state, envelope_of
-from ..server import server_clock
 from ..views import waits_as_json
+from ..views.as_json import causes_as_json
 from ..views.terminal import say
 from .last_entries import decoded
 from .options import CheckpointRoot, Json, RedisUrl, checkpoint_root, client_of, print_json
@@ -43,6 +45,8 @@ class _Known(Struct, frozen=True, kw_only=True):
     """State of a run, with the outcomes of one step."""
 
     state: MonitorState
+    causes: list[Cause]
+    """Causes for which the run does not go on, the first cause first."""
     now: int
     outcomes: list[Outcome]
     """Announced outcomes from the log, if the state no longer has the step."""
@@ -71,7 +75,8 @@ def explain(
     """Explain the outcome of a step, or why it is not ready: what is missing, and since when.
 
     Prints one line per kind, and the cause first. The outcome of an old step is read from the log.
-    Without a step, explains what a run waits for: each wait, and what its culprit waits for.
+    Without a step, explains what a run waits for: the first cause of a standstill, then each wait,
+    and what its culprit waits for.
 
     Example: trinity-events explain demo-1 100
 
@@ -106,6 +111,7 @@ def explain(
             "explanation": " ".join(line.strip() for line in lines),
         }
         | ({"proof": known.proof} if proof else {})
+        | causes_as_json(known.causes, known.now)
         | waits_as_json(state, known.now)
     )
 
@@ -128,6 +134,7 @@ def _lines_of_run(known: _Known) -> list[str]:
     """Return the waits of a run, and the steps that are neither ready nor failed."""
     state = known.state
     lines = [
+        *(f"First cause: {one.sentence}" for one in known.causes[:1]),
         *chains_of_waits(state, known.now),
         *unfinished(state, now=known.now),
         *_stacks(known),
@@ -175,7 +182,8 @@ async def _look_up(
     async with client_of(redis_url) as client:
         log = RedisEventLog(client, await require_run(client, run))
         state = await current_state(log)
-        now = await server_clock(client, log.keys.events)
+        facts = await live_facts(client, log.run_id)
+        now = facts.now
         outcomes: list[Outcome] = []
         if step is not None and step not in state.steps:
             outcomes = await _announced(log, Archive(root / log.run_id, log.run_id), step)
@@ -183,7 +191,10 @@ async def _look_up(
         if proof and step is not None:
             found = await _proof(log, Archive(root / log.run_id, log.run_id), step)
         stacks = await _stacks_in(log, Archive(root / log.run_id, log.run_id), state)
-        return _Known(state=state, now=now, outcomes=outcomes, proof=found, stacks=stacks)
+        causes = first_causes(state, facts)
+        return _Known(
+            state=state, causes=causes, now=now, outcomes=outcomes, proof=found, stacks=stacks
+        )
 
 
 async def _stacks_in(

@@ -15,6 +15,7 @@ from ..reducer import Policy, reduce_all, tune_process, writable_root
 from ..reducer.policy import GROUP_IDLE, KEEP_CHECKPOINTS, STEP_DEADLINE
 from ..server import serving
 from ..signals import cancelled_by_signals
+from ..stacks import prepare_stacks
 from .options import (
     CheckpointRoot,
     RedisUrl,
@@ -97,6 +98,7 @@ def reducer(
     )
     folder = writable_root(checkpoint_root(root))
     tune_process()
+    prepare_stacks()
     with serving(redis_url) as url:
         reduce = partial(reduce_all, url, run_id=run, root=folder, policy=policy)
         anyio.run(until_stopped, reduce, lifeline)

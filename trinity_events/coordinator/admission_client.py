@@ -38,7 +38,7 @@ def wait_for_turn(publisher: Publisher, request: SaveRequested, deadline: float)
         PublishError: if the server refuses the request permanently.
     """
     what = f"a turn to save {request.slot.name} of step {request.slot.step}"
-    with publisher.waits.waiting(what, deadline=deadline):
+    with publisher.waits.waiting(what, deadline=deadline, step=request.slot.step):
         _wait_for_turn(publisher, request, deadline)
 
 

@@ -38,7 +38,9 @@ class InflightSaves:
         name = attempt.slot.name
         with self._changed:
             if name in self._saves:
-                with self._waits.waiting(*_object(self._saves[name]), deadline=deadline) as wait:
+                earlier = self._saves[name]
+                step = earlier.attempt.slot.step
+                with self._waits.waiting(*_object(earlier), deadline=deadline, step=step) as wait:
                     self._wait_for_earlier(attempt, deadline, wait)
             self._saves[name] = _Save(attempt, thread, time.monotonic())
 
@@ -86,7 +88,8 @@ class InflightSaves:
         running = self._running(name)
         if not running:
             return True
-        with self._waits.waiting(*_object(*running), deadline=deadline):
+        step = running[0].attempt.slot.step
+        with self._waits.waiting(*_object(*running), deadline=deadline, step=step):
             return self._changed.wait_for(lambda: not self._running(name), deadline)
 
     @staticmethod

@@ -226,6 +226,29 @@ def missing(step: StepState, kind: Kind, now: int, named: int | None = None) -> 
     return found
 
 
+def missing_processes(step: StepState, kind: Kind, publisher: str) -> list[str]:
+    """Return the processes, by role and rank, whose saves or parts a kind waits for.
+
+    It is the trainer if only its commit or its registration is missing. ``publisher`` is the role
+    of the ranks that publish weights.
+    """
+    state, found = step.kinds[kind], list[str]()
+    if kind == "weights":
+        version = step.version
+        if version is not None:
+            ranks = [rank for rank in version.ranks if rank not in version.parts]
+            found = [f"{publisher}-{rank}" for rank in ranks]
+    else:
+        unsaved = [slot.slot for slot in state.slots.values() if slot.proof is None]
+        unsaved += _lacking(state)[2]
+        if kind == "checkpoint" and state.with_state_dict:
+            found = missing_processes(step, "state_dict", publisher)
+        found = [*(f"{one.role}-{one.rank}" for one in unsaved), *found]
+    if not found and (state.committed_at is None or not (kind == "weights" or state.registrations)):
+        return ["trainer-0"]
+    return list(dict.fromkeys(found))
+
+
 def _missing_state_dict(checkpoint: KindState, state_dict: KindState) -> list[str]:
     lacking, expected, _ = _lacking(state_dict)
     place = None

@@ -54,18 +54,27 @@ _decoder = msgspec.msgpack.Decoder(_Encoded)
 
 def encode_kept(kept: KeptState) -> bytes:
     """Encode a kept state."""
-    snapshot = zlib.compress(encode_state(kept.state), level=1)
-    return msgspec.msgpack.encode(_Encoded(kept.log, kept.entry, snapshot))
+    return msgspec.msgpack.encode(_Encoded(kept.log, kept.entry, compress_state(kept.state)))
 
 
 def decode_kept(data: bytes) -> KeptState:
     """Decode a kept state. Raises msgspec.DecodeError, also for a state of another version."""
     found = _decoder.decode(data)
+    return KeptState(log=found.log, entry=found.entry, state=inflate_state(found.snapshot))
+
+
+def compress_state(state: MonitorState) -> bytes:
+    """Compress the snapshot of a state."""
+    return zlib.compress(encode_state(state), level=1)
+
+
+def inflate_state(data: bytes) -> MonitorState:
+    """Decode a compressed snapshot. Raises msgspec.DecodeError."""
     inflate = zlib.decompressobj()
     try:
-        snapshot = inflate.decompress(found.snapshot, _LARGEST)
+        snapshot = inflate.decompress(data, _LARGEST)
     except zlib.error as error:
         raise msgspec.DecodeError(str(error)) from None
     if not inflate.eof:
         raise msgspec.DecodeError("the state was cut off, or is too large")
-    return KeptState(log=found.log, entry=found.entry, state=decode_state(snapshot))
+    return decode_state(snapshot)

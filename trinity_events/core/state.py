@@ -186,6 +186,8 @@ class OpenWait(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Seconds after which it gives up, from the beginning."""
     heard_at: int | None = None
     """Milliseconds of its last report."""
+    step: int | None = None
+    """Step whose saves or weights it waits for, if it waits for some."""
 
 
 class Profile(Struct, frozen=True, kw_only=True):

@@ -44,6 +44,7 @@ def wait_started(fold: FoldState, event: WaitStarted, envelope: Envelope) -> Non
         since=since if known is None else min(since, known.since),
         deadline=event.deadline,
         heard_at=fold.now,
+        step=event.step,
     )
     keep_last(state.waits, KEPT_WAITS)
 
@@ -122,7 +123,7 @@ def chains_of_waits(state: MonitorState, now: int) -> list[str]:
     The latter are indented. Waits beyond the first few are counted.
     """
     links = chained_waits(state, now)
-    lines = ["  " * one.depth + _sentence(one.wait, now) for one in links[:_TOLD]]
+    lines = ["  " * one.depth + sentence_of(one.wait, now) for one in links[:_TOLD]]
     more = [f"{len(links) - _TOLD} more waits are open."] if len(links) > _TOLD else []
     return [*lines, *more]
 
@@ -145,7 +146,8 @@ def culprits(wait: OpenWait) -> str:
     return f"{', '.join(wait.waits_for)}{more}"
 
 
-def _sentence(wait: OpenWait, now: int) -> str:
+def sentence_of(wait: OpenWait, now: int) -> str:
+    """Return a wait in one sentence."""
     named = f" from {culprits(wait)}" if wait.waits_for else ""
     left = seconds_left(wait, now)
     deadline = "" if left is None else f", and gives up in {left:.0f} s"

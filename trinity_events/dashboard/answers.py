@@ -447,9 +447,9 @@ async def versions(reader: RunReader) -> dict[str, Any]:
             for name, applied in one.applied.items()
         ],
         "refused": [
-            [column, name, reason]
+            [column, name, refused.reason, refused.at]
             for column, one in enumerate(last)
-            for name, reason in one.refused.items()
+            for name, refused in one.refused.items()
         ],
     }
 

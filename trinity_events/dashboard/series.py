@@ -80,6 +80,13 @@ class Applied(Struct, frozen=True):
     pause: float
 
 
+class Refused(Struct, frozen=True):
+    """Refusal of one version by one explorer."""
+
+    reason: str
+    at: float
+
+
 class Version(Struct):
     """Weight version, with its times and the explorers that applied or refused it."""
 
@@ -92,7 +99,7 @@ class Version(Struct):
     ready_at: float = 0.0
     digest: str = ""
     applied: dict[str, Applied] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, Refused] = field(default_factory=dict)
 
 
 class Figures:
@@ -162,9 +169,9 @@ class Figures:
             self.times["transfer"].raise_to(ref.epoch, ref.step, seconds)
         self.times["pause"].raise_to(ref.epoch, ref.step, phases.pause)
 
-    def _refused(self, _: float, envelope: Envelope, event: VersionRefused) -> None:
+    def _refused(self, at: float, envelope: Envelope, event: VersionRefused) -> None:
         version = self._version(event.version)
-        version.refused[describe_producer(envelope.producer)] = event.reason[:200]
+        version.refused[describe_producer(envelope.producer)] = Refused(event.reason[:200], at)
 
     def _version(self, ref: StepRef) -> Version:
         version = self.versions.get(ref)

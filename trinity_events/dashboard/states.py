@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import zlib
 from bisect import bisect_right
 
 from msgspec import Struct
 
-from ..core import MonitorState, decode_state, encode_state
+from ..core import MonitorState
+from ..core.kept_states import compress_state, inflate_state
 
 SPACING = 500
 """Entries between two kept states of a short log."""
@@ -31,7 +31,7 @@ class KeptState(Struct, frozen=True):
 
     def decode(self) -> MonitorState:
         """Return the state, which the caller may fold on."""
-        return decode_state(zlib.decompress(self.snapshot))
+        return inflate_state(self.snapshot)
 
 
 class KeptStates:
@@ -59,7 +59,7 @@ class KeptStates:
 
     def keep(self, number: int, state: MonitorState) -> None:
         """Keep a state; drop every second one if there are too many."""
-        kept = KeptState(number, state.position, zlib.compress(encode_state(state), level=1))
+        kept = KeptState(number, state.position, compress_state(state))
         self._kept.append(kept)
         self._numbers.append(number)
         self._bytes += len(kept.snapshot)

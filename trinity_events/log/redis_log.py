@@ -111,6 +111,10 @@ class RedisEventLog(RedisGroups):
         """Store the log's identity, unless one is stored; it outlives the first entry."""
         await self._redis.set(self.keys.identity, identity, nx=True)
 
+    async def newest_epoch(self) -> int:
+        """Return the newest epoch of the run; 0 before the first one."""
+        return parse_number(self.keys.epoch, await self._redis.get(self.keys.epoch))
+
     async def open_epoch(self, payload: Callable[[int], bytes]) -> int:
         """Take the next epoch and append its first event, in one script; return the epoch."""
         epoch = parse_number(self.keys.epoch, await self._redis.get(self.keys.epoch)) + 1

@@ -61,7 +61,8 @@ class CheckpointFiles:
         self.lock = threading.Lock()
         """Held while folders are renamed."""
         self._claim = claim
-        self._reported: set[str] = set()
+        self.faults: dict[str, str] = {}
+        """Files that cannot be written now, each with the error in words."""
 
     @contextmanager
     def opened(self, *, create: bool = False) -> Iterator[OpenFolder]:
@@ -96,13 +97,16 @@ class CheckpointFiles:
         # A disk that is full for a while must not stop the run: the next call tries again.
         try:
             changed = act()
-            self._reported.discard(what)
+            self.faults.pop(self._in_words(what), None)
         except OSError as error:
-            if what not in self._reported:
-                self._reported.add(what)
+            if self._in_words(what) not in self.faults:
                 logger.error("%s of %s: %s", what, self.folder, error)
+            self.faults[self._in_words(what)] = str(error)
             return False
         return changed
+
+    def _in_words(self, what: str) -> str:
+        return f"{what} of {self.folder}"
 
     def _promote(self, promotion: Promotion) -> bool:
         *above, name = parts_of(promotion.staged, self.folder)

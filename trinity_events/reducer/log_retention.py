@@ -42,7 +42,8 @@ class LogRetention:
         self._log = log
         self._archive = archive
         self._token = token
-        self._failing = False
+        self.fault: str | None = None
+        """Error for which the log is not archived now."""
 
     async def begin(self) -> None:
         """Remove unfinished segments, and set aside segments that belong to another log.
@@ -83,7 +84,7 @@ class LogRetention:
             for stream in Stream:
                 await self._keep(stream, position)
         except OSError as error:
-            if not self._failing:
+            if self.fault is None:
                 logger.error(
                     "the log of %s cannot be archived to %s (%s): it stays on the server until "
                     "it can",
@@ -91,9 +92,9 @@ class LogRetention:
                     self._archive.folder,
                     error,
                 )
-            self._failing = True
+            self.fault = str(error)
             return False
-        self._failing = False
+        self.fault = None
         return True
 
     async def _keep(self, stream: Stream, position: str) -> None:

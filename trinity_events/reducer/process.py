@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import resource
+import secrets
 import sys
 from contextlib import suppress
 from functools import partial
@@ -15,8 +17,12 @@ import anyio.to_thread
 import redis
 import redis.asyncio
 
+from trinity_schemas import WaitStarted
+
 from ..archive.ownership import FolderOwner, log_identity
 from ..archive.segments import Archive
+from ..core import MonitorState
+from ..core.limits import LONGEST_WAIT
 from ..error_text import first_error
 from ..errors import FolderTaken, LogExhausted, TrinityError
 from ..log import ORIGIN, RedisEventLog, Stream
@@ -24,9 +30,12 @@ from ..log.error_replies import reply_text
 from ..log.retry import CONNECTION_ERRORS, backoff_delays
 from ..reducer_root import mark_folder
 from ..server import address_of
+from ..stacks import name_process
+from ..waits import RENEWAL
 from .checkpoint_files import CheckpointFiles
 from .checkpoint_retention import CheckpointRetention
 from .checkpoint_trash import CheckpointTrash
+from .folder_waits import FolderWaits
 from .idle_groups import IdleGroups
 from .leader import LEASE, Leader, LeaderPublisher
 from .log_retention import LogRetention
@@ -69,6 +78,8 @@ async def reduce_run(
             if await lead.once(until_closed=until_closed):
                 return
             logger.warning("lost the lead of run %s", run_id)
+        except* FolderTaken as errors:  # it is an OSError too, and no fault of the server
+            await lead.tell_fault(first_error(errors))
         except* ABSENCE as errors:
             logger.warning(
                 "run %s waits for the server: %s", run_id, reply_text(first_error(errors))
@@ -76,8 +87,7 @@ async def reduce_run(
         except* LogExhausted as errors:
             logger.warning("run %s is about to be repaired: %s", run_id, first_error(errors))
         except* TrinityError as errors:
-            logger.error("run %s cannot be folded: %s", run_id, first_error(errors))
-            await anyio.sleep(LONG_BREAK)
+            await lead.tell_fault(first_error(errors))
         except* Exception:
             logger.exception("run %s cannot be folded", run_id)
         if anyio.current_time() - began > LEASE:
@@ -103,13 +113,33 @@ class _Lead:
             self._files = CheckpointFiles(root, log.run_id, self._owner.claim)
             self._archive = Archive(folder, log.run_id, self._owner.claim)
         self._reached = ORIGIN
+        self._token = 0
+        self._fault_id = secrets.token_hex(8)
+        self._tell_again = -math.inf
+
+    async def tell_fault(self, error: BaseException) -> None:
+        """Report why the run cannot be folded, also to the log as a wait; then pause."""
+        logger.error("run %s cannot be folded: %s", self._log.run_id, error)
+        publisher = LeaderPublisher(self._log, self._token)
+        told = WaitStarted(
+            wait_id=self._fault_id,
+            what=f"a repair of run {self._log.run_id} ({error})"[:LONGEST_WAIT],
+            seconds=0.0,
+        )
+        with suppress(*IN_THE_WAY):
+            if anyio.current_time() >= self._tell_again:
+                epoch = await self._log.newest_epoch()
+                await publisher.publish(told, MonitorState(run_id=self._log.run_id), epoch)
+                self._tell_again = anyio.current_time() + RENEWAL
+        await anyio.sleep(LONG_BREAK)
 
     async def once(self, *, until_closed: bool) -> bool:
         """Lead once; return True if the run was closed, False if the lead was lost."""
         leader = Leader(self._log)
         closed = False
-        token = await leader.take()
+        self._token = token = await leader.take()
         logger.info("leads run %s with token %d", self._log.run_id, token)
+        name_process(self._log.run_id, "reducer-0")
         retention = LogRetention(self._log, self._archive, token) if self._archive else None
         reducer = self._reducer(token, retention)
         try:
@@ -169,6 +199,7 @@ class _Lead:
             clock.leases,
             clock.deadlines,
             IdleGroups(log, publisher, token, policy.group_idle).run,
+            FolderWaits(publisher, partial(self._faults, retention)).run,
         ]
         if self._files is not None:
             trash = CheckpointTrash(self._files, token)
@@ -182,6 +213,13 @@ class _Lead:
             beside=beside,
             reached=self._reached,
         )
+
+    def _faults(self, retention: LogRetention | None) -> dict[str, str]:
+        """Return what the leader cannot write now, each with the error in words."""
+        found = {} if self._files is None else dict(self._files.faults)
+        if retention is not None and self._archive is not None and retention.fault is not None:
+            found[f"the archive {self._archive.folder}"] = retention.fault
+        return found
 
 
 def tune_process() -> None:

@@ -136,6 +136,8 @@ class DispatchState:
         """Number of the newest request; the entry ids of requests count on."""
         self._dropped: dict[str, list[int]] = {}
         """Ordinals that were dropped since the last step, by reason."""
+        self._stale = 0
+        """Answers that were too old, since the last step."""
         self._new_tasks = ledger.fingerprint not in (None, settings.fingerprint)
         if self._new_tasks:
             self._drop("task-set", ledger.open_ordinals())
@@ -216,6 +218,24 @@ class DispatchState:
         if request.earlier is not None and request.ordinal not in self.arrived:
             asked.number, asked.versions = request.number, request.versions
             asked.explorer = None
+
+    @property
+    def refused_in_words(self) -> str:
+        """Return the answers of this step that were refused, once they fill a step.
+
+        Their numbers are powers of two, so that they change seldom.
+        """
+        counts = {"stale": self._stale} | {one: len(two) for one, two in self._dropped.items()}
+        told = [
+            f"{1 << (count.bit_length() - 1)} or more answers were {reason}"
+            for reason, count in counts.items()
+            if count >= self.settings.prompts_per_step
+        ]
+        return f", after {' and '.join(told)}" if told else ""
+
+    def note_stale(self) -> None:
+        """Count an answer that was too old."""
+        self._stale += 1
 
     def drop(self, reason: str, ordinal: int) -> None:
         """Give up an ordinal; the event of the next step tells it."""
@@ -395,6 +415,7 @@ class DispatchState:
         self.ledger.train(ordinals)
         self.taken.difference_update(ordinals)
         self._dropped.clear()
+        self._stale = 0
 
 
 def _versions_of(group: Group) -> set[StepRef]:

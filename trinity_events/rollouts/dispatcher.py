@@ -263,7 +263,9 @@ class RolloutDispatcher:
             if anyio.current_time() >= next_words and (missing := self.waits_for(count)):
                 next_words = anyio.current_time() + _WORDS
                 self._say_missing(wait, missing)
-                reported.update(object_of_wait(missing), holders_of(missing))
+                reported.update(
+                    object_of_wait(missing) + self._state.refused_in_words, holders_of(missing)
+                )
             block = min(wait.left(), LONGEST_BLOCK, next_look - anyio.current_time())
             found = await self._answers.next(wait, block)
             self._receive(found)
@@ -522,6 +524,7 @@ class RolloutDispatcher:
     def _refuse(self, group: Group, reason: str) -> None:
         self._useless += self._state.refuse(group.ordinal).entry_ids
         if reason == "stale":
+            self._state.note_stale()
             self._due[group.ordinal] = Due(group.ordinal, reason)
         else:
             self._state.drop(reason, group.ordinal)

@@ -8,7 +8,7 @@ from .deadline import Deadline
 from .embedded import EmbeddedServer, trinity_home
 from .private_files import make_home, make_private, open_private
 from .resolve import serving, serving_weights
-from .server_info import server_clock, warn_of_eviction
+from .server_info import server_clock, server_info, warn_of_eviction
 from .url import LOG_SERVER, WEIGHTS_SERVER, Setting, redacted
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "permission_error",
     "redacted",
     "server_clock",
+    "server_info",
     "serving",
     "serving_weights",
     "trinity_home",

@@ -22,11 +22,17 @@ async def server_clock(client: Any, key: str) -> int:
 
     It uses INFO, since viewers may not run scripts.
     """
+    return int((await server_info(client, key, "server"))["server_time_usec"]) // 1000
+
+
+async def server_info(client: Any, key: str, section: str) -> dict[str, Any]:
+    """Return a section of what a key's server tells about itself."""
     where: dict[str, Any] = {}
     if isinstance(client, redis.asyncio.RedisCluster):
         await client.initialize()
         where["target_nodes"] = client.get_node_from_key(key)
-    return int((await client.info("server", **where))["server_time_usec"]) // 1000
+    found: dict[str, Any] = await client.info(section, **where)
+    return found
 
 
 async def warn_of_eviction(

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from ..core import MonitorState
+from ..core.causes import Cause
 from ..core.waits import open_waits, seconds_left
 
 _OF_RUN = ("opened_at", "closed_at")
@@ -64,6 +65,17 @@ def waits_as_json(state: MonitorState, now: int) -> dict[str, Any]:
         if id(one) in shown
     }
     return {"waits": waits} if waits else {}
+
+
+def causes_as_json(causes: Iterable[Cause], now: int) -> dict[str, Any]:
+    """Return the causes of a standstill as the item ``causes``; nothing without any."""
+    built = []
+    for one in causes:
+        cause = msgspec.to_builtins(one)
+        if one.since is not None:
+            cause |= {"since": one.since / 1000, "seconds": max(0, now - one.since) / 1000}
+        built.append(cause)
+    return {"causes": built} if built else {}
 
 
 def seconds(milliseconds: int | None) -> float | None:

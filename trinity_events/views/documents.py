@@ -16,6 +16,7 @@ from trinity_schemas.schemas import DIALECT, tidy
 from ..archive.verify import Report
 from ..core import MonitorState
 from ..core.audit import Audit
+from ..core.causes import Cause
 from ..core.changes import Change
 from ..core.outcomes import OutcomeName
 from ..core.proof import ProofEntry
@@ -63,6 +64,13 @@ class _ShownWait(OpenWait, frozen=True, kw_only=True):
     """Seconds until it gives up; null without a deadline."""
 
 
+class _ShownCause(Cause, frozen=True, kw_only=True):
+    """Cause of a standstill, with its age."""
+
+    seconds: float | UnsetType = UNSET
+    """Age of the wait for it."""
+
+
 class _State(MonitorState, kw_only=True):
     """State of a run; moments are Unix seconds."""
 
@@ -82,6 +90,8 @@ class Explanation(_Document, frozen=True):
     """The same in words, the cause first."""
     proof: list[ProofEntry] | UnsetType = UNSET
     waits: dict[str, _ShownWait] | UnsetType = UNSET
+    causes: list[_ShownCause] | UnsetType = UNSET
+    """Causes for which the run does not go on, the first cause first."""
 
 
 class TailLine(Envelope, frozen=True, kw_only=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
@@ -57,6 +58,8 @@ class Publication:
         self._writer: PartWriter | None = None
         self._ended = False
         self._began = time.monotonic()
+        self._reported = ExitStack()
+        """Report of the publication as a wait, if it lasts."""
 
     def __enter__(self) -> Self:
         return self
@@ -81,6 +84,8 @@ class Publication:
         if self._writer is None:
             if self._ranks is not None:
                 self._publisher.open_version(self.global_step, ranks=self._ranks)
+            what = f"its part of the weights of step {self.global_step} to be stored"
+            self._reported.enter_context(self._publisher.waits.waiting(what))
             self._writer = self._publisher.begin_part(
                 self.global_step, self.rank, subset=self._subset, dtype=self._dtype
             )
@@ -112,6 +117,7 @@ class Publication:
         stall = time.monotonic() - self._began if seconds is None else seconds
         self._publisher.part_published(self.global_step, self.rank, report, stall)
         self.published = True
+        self._reported.close()
         return report
 
     def fail(self, error: BaseException) -> None:
@@ -126,6 +132,7 @@ class Publication:
         if self._ended:
             return
         self._ended = True
+        self._reported.close()
         try:
             tell()
         except Exception:

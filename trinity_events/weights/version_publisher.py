@@ -11,6 +11,7 @@ import torch
 from trinity_schemas import StepRef, VersionOpened, VersionPartPublished
 
 from ..log.retry import is_transient
+from ..waits import WaitReporter
 from .deltas.tracker import LastPublished
 from .part_attempt import PartAttempt
 from .part_layout import LastLayout
@@ -39,6 +40,11 @@ class VersionPublisher:
         self._ready_versions = ReadyVersions()
         self._last: dict[int, LastPublished] = {}
         self._last_layouts: dict[int, LastLayout] = {}
+
+    @property
+    def waits(self) -> WaitReporter:
+        """Reporter of this process's long waits."""
+        return self._session.events.waits
 
     def open_version(self, global_step: int, ranks: Iterable[int]) -> None:
         """Publish that these ranks will publish a version."""

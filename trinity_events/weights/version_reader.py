@@ -119,6 +119,23 @@ class VersionReader:
         held: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> AppliedPhases:
         """Implement :meth:`Synchronizer.apply`."""
+        with self._reported(ready):
+            return self._apply_or_pull_again(module, ready, wanted, cast, held)
+
+    def _reported(self, ready: StepReady) -> AbstractContextManager[object]:
+        """Report the block as a wait for the version's bytes, if it lasts."""
+        source = "files" if ready.kind == "state_dict" else ready.transport
+        what = f"the bytes of the weights of step {ready.step}, from {source}"
+        return self._session.events.waits.waiting(what)
+
+    def _apply_or_pull_again(
+        self,
+        module: torch.nn.Module,
+        ready: StepReady,
+        wanted: Selection | None,
+        cast: bool,
+        held: Callable[[], AbstractContextManager[object]],
+    ) -> AppliedPhases:
         began = time.monotonic()
 
         def apply(have: Collection[str]) -> AppliedPhases:
@@ -190,7 +207,7 @@ class VersionReader:
         store = self._session.stores.of(ready.transport or RedisChunkStore.name)
         self._installed.forget()
         try:
-            with self._telling_refusals(ready):
+            with self._telling_refusals(ready), self._reported(ready):
                 parts = load_version(
                     store,
                     self._run_id,

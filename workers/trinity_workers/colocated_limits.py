@@ -41,6 +41,12 @@ def contradictions(config: TrainConfig, named: Callable[[str], str]) -> Found:
                 f"{colocated} generates between two steps, with the weights of the last one: set "
                 f"{named(path)} {value}, or {colocated} false",
             )
+    if config.model.lora.rank:
+        yield (
+            ("trainer.colocated", "model.lora.rank"),
+            f"{colocated} generates with whole weights, and {named('model.lora.rank')} trains "
+            f"adapters: set {colocated} false, or leave the adapters out",
+        )
     if config.explorer.dtype not in {None, config.model.dtype}:
         yield (
             ("trainer.colocated", "explorer.dtype", "model.dtype"),

@@ -14,7 +14,7 @@ from .environments import EnvironmentProcesses
 from .held_out_sets import held_out_sets
 from .object_store import ObjectStore
 from .rewards import RewardPool, Rewards, RewardSource, TaskRewards
-from .rewards.chosen import chosen_rewards
+from .rewards.judge_choice import chosen_rewards
 from .rollout_engines.loading import ENGINES, find_engine
 from .tasks import Task, built_in_task, is_built_in, load_task
 

@@ -17,6 +17,7 @@ from trinity_workers.algorithms.collate import collate  # noqa: E402
 from trinity_workers.algorithms.prepare import prepare  # noqa: E402
 from trinity_workers.algorithms.settings import preset_values  # noqa: E402
 from trinity_workers.config import TrainConfig  # noqa: E402
+from trinity_workers.lora_settings import LoraConfig  # noqa: E402
 from trinity_workers.roles import (  # noqa: E402
     ActorRolloutRefWorker,
     CriticWorker,
@@ -24,8 +25,12 @@ from trinity_workers.roles import (  # noqa: E402
     RewardWorker,
     RoleRefused,
 )
-from trinity_workers.rollout_engines.base import GenerationRequest  # noqa: E402
+from trinity_workers.rollout_engines.base import (  # noqa: E402
+    GenerationRequest,
+    RolloutEngineError,
+)
 from trinity_workers.trainer.fsdp_models import make_step  # noqa: E402
+from trinity_workers.trainer.rank_rollouts import rank_rollouts  # noqa: E402
 from trinity_workers.worker_group.dispatch import Dispatch  # noqa: E402
 from trinity_workers.worker_group.registered import registered_methods  # noqa: E402
 
@@ -120,6 +125,13 @@ def test_a_role_that_lacks_a_model_or_has_loaded_none_says_so(config):
         reference.update_actor(batch)
     with pytest.raises(RoleRefused, match=r"the run has no reward model: set reward\.model"):
         RewardWorker(config, 0).init_model()
+
+
+def test_a_role_of_adapters_does_not_generate_and_says_so(config):
+    model = msgspec.structs.replace(config.model, lora=LoraConfig(rank=4))
+    adapted = msgspec.structs.replace(config, model=model)
+    with pytest.raises(RolloutEngineError, match="let explorers generate"):
+        rank_rollouts(adapted, torch.device("cpu"), None)
 
 
 def test_methods_have_the_dispatch_modes_of_verls_workers():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -137,7 +139,7 @@ def reward_folder(tmp_path_factory):
 def told(rank_processes, make_config, reward_folder):
     rank_processes.leave()
 
-    def run(batch: Batch, **trainer) -> Told:
+    def run(batch: Batch, folder=None, **trainer) -> Told:
         config = make_config(
             algorithm={
                 **preset_values("ppo"),
@@ -150,6 +152,8 @@ def told(rank_processes, make_config, reward_folder):
             trainer={"ramp_steps": 0} | trainer,
             sync={"timeout": PATIENCE},
         )
+        if folder is not None:
+            config = msgspec.structs.replace(config, model_folder=folder)
         roles = Roles(rank_processes, config)
         try:
             answers = [roles.call("actor", "generate_sequences", requests())]
@@ -232,17 +236,32 @@ def test_roles_answer_at_every_layout_what_plain_models_answer(told, policy_fold
     greedy = [one.tokens for one in engine.generate_here(requests())]
     for trainer in LAYOUTS.values():
         found = told(batch, **trainer)
-        assert found.fields.keys() == expected.fields.keys()
-        for name, value in found.fields.items():
-            torch.testing.assert_close(value, expected.fields[name], atol=1e-4, rtol=1e-4)
-        assert found.metrics.keys() == expected.metrics.keys()
-        for name, value in found.metrics.items():
-            assert value == pytest.approx(expected.metrics[name], abs=1e-3, rel=1e-3), name
-        first, second = found.answers
-        assert [one.tokens for one in first] == greedy
-        for step, (answers, others) in enumerate(zip(found.answers, expected.answers, strict=True)):
-            for mine, theirs in zip(answers, others, strict=True):
-                assert mine.tokens == theirs.tokens
-                assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-3)
-                assert mine.versions == [(StepRef(1, step), len(mine.tokens))]
-        assert [one.logprobs for one in first] != [one.logprobs for one in second]
+        assert_close(found, expected)
+        assert [one.tokens for one in found.answers[0]] == greedy
+
+
+def assert_close(found: Told, expected: Told) -> None:
+    assert found.fields.keys() == expected.fields.keys()
+    for name, value in found.fields.items():
+        torch.testing.assert_close(value, expected.fields[name], atol=1e-4, rtol=1e-4)
+    assert found.metrics.keys() == expected.metrics.keys()
+    for name, value in found.metrics.items():
+        assert value == pytest.approx(expected.metrics[name], abs=1e-3, rel=1e-3), name
+    for step, (answers, others) in enumerate(zip(found.answers, expected.answers, strict=True)):
+        for mine, theirs in zip(answers, others, strict=True):
+            assert mine.tokens == theirs.tokens
+            assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-3)
+            assert mine.versions == [(StepRef(1, step), len(mine.tokens))]
+    first, second = found.answers
+    assert [one.logprobs for one in first] != [one.logprobs for one in second]
+
+
+def test_roles_of_a_mixture_of_experts_answer_where_its_experts_are_spread(
+    told, megatron_folder, policy_folder, tmp_path
+):
+    folder = shutil.copytree(megatron_folder("qwen3-moe"), tmp_path / "moe")
+    load_tokenizer(policy_folder).save_pretrained(folder)
+    batch = batch_of_noise()
+    expected = told(batch, folder, ranks=1)
+    spread = {**MEGATRON, "ranks": 2, "expert_parallel": 2, "rollout_tensor_parallel": 1}
+    assert_close(told(batch, folder, **spread), expected)

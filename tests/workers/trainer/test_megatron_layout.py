@@ -2,11 +2,13 @@
 
 import pytest
 
+torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-from trinity_workers.config import TrainerConfig
-from trinity_workers.engines.megatron import ParallelLayout
-from trinity_workers.trainer.megatron_layout import parallel_layout
+from trinity_workers.config import TrainerConfig  # noqa: E402
+from trinity_workers.engines.megatron import LayoutRefused, ParallelLayout  # noqa: E402
+from trinity_workers.trainer.megatron_layout import parallel_layout  # noqa: E402
+from trinity_workers.trainer.megatron_models import load_models  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -26,3 +28,9 @@ def test_sizes_of_the_configuration_are_those_of_the_layout(settings, layout):
     found = parallel_layout(TrainerConfig(engine="megatron", **settings))
     assert found == ParallelLayout(**layout)
     found.check(settings["ranks"])
+
+
+def test_experts_that_the_policy_does_not_have_are_not_spread(make_config):
+    config = make_config(trainer={"engine": "megatron", "expert_parallel": 2})
+    with pytest.raises(LayoutRefused, match="has no experts: leave it out"):
+        load_models(config, torch.device("cpu"))

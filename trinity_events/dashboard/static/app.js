@@ -1,13 +1,13 @@
 // The pages: which run and which page is shown, what is asked for it, and the keyboard.
 
-import { renderFigures } from "./charts.js";
+import { figuresUntil, renderFigures } from "./charts.js";
 import { CATEGORY_COLORS, CATEGORY_WORDS, clock, count, day, empty, h, hideTip, panel } from "./format.js";
-import { culpritsOf, renderHealth, renderLedger, renderNow } from "./now.js";
+import { culpritsOf, deadUntil, renderHealth, renderLedger, renderNow } from "./now.js";
 import { Scrubber } from "./scrubber.js";
 import { eventPanel, searchPage, wholePanel } from "./search.js";
 import { openSource, takeToken } from "./source.js";
 import { Timeline, rowsOf } from "./timeline.js";
-import { renderVersions } from "./versions.js";
+import { renderVersions, versionsUntil } from "./versions.js";
 
 const PAGES = [["overview", "Overview"], ["versions", "Versions"], ["figures", "Figures"], ["ledger", "Ledger"], ["health", "Health"], ["search", "Search"]];
 const RECENT = 240000; // milliseconds of the timeline's first window
@@ -260,9 +260,17 @@ async function renderPage() {
 async function partsOf(page, shownView) {
   try {
     if (page === "overview") return renderNow(shownView, actions);
-    if (page === "versions") return renderVersions(await ask("versions"), shownView, actions);
-    if (page === "health") return renderHealth({ ...state.newest, ...shownView }, await ask("dead"), actions);
-    state.figures = await ask("figures");
+    const past = Boolean(state.past);
+    if (page === "versions") {
+      const found = await ask("versions");
+      return renderVersions(past ? versionsUntil(found, shownView.at) : found, shownView, actions);
+    }
+    if (page === "health") {
+      const dead = await ask("dead");
+      return renderHealth(past ? { ...shownView, groups: [] } : { ...state.newest, ...shownView }, past ? deadUntil(dead, shownView.at) : dead, actions);
+    }
+    const figures = await ask("figures");
+    state.figures = past ? figuresUntil(figures, shownView) : figures;
     if (page === "ledger") return renderLedger(shownView, state.figures);
     return renderFigures(state.figures, null);
   } catch (error) { return [panel("This cannot be shown", "", h("p", { class: "callout" }, error.message))]; }

@@ -81,6 +81,13 @@ function byEpoch(points) {
 
 const FIRST = ["reward/mean", "reward", "loss", "kl", "entropy"];
 
+// The figures as they were at a moment of the past: those of steps up to that one.
+export function figuresUntil(figures, { epoch, step }) {
+  const known = (one) => one[0] < epoch || (one[0] === epoch && one[1] <= step);
+  const cut = (series) => Object.fromEntries(Object.entries(series).map(([name, points]) => [name, points.filter(known)]).filter((one) => one[1].length));
+  return { metrics: cut(figures.metrics), times: cut(figures.times), staleness: null };
+}
+
 export function renderFigures(figures, pick) {
   const times = [["stall", "#0072b2", null], ["transfer", "#e69f00", "6 3"], ["pause", "#cc79a7", "2 2.5"]].map(([name, color, dash]) => ({ name, color, dash, points: figures.times[name] ?? [] })).filter((one) => one.points.length);
   const names = Object.keys(figures.metrics).sort((one, other) => (FIRST.indexOf(one) + 1 || 99) - (FIRST.indexOf(other) + 1 || 99) || one.localeCompare(other));

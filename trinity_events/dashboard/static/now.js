@@ -140,8 +140,13 @@ export function renderLedger(view, figures) {
       h("dl", { class: "facts" },
         h("dt", {}, "Every prompt below"), h("dd", {}, `${count(ledger.mark)} has a fate`),
         ledger.settled ? [h("dt", {}, "Above it, these have one"), h("dd", {}, ledger.settled)] : null)),
-    panel("Staleness of trained samples", samples ? `${count(samples)} samples` : "", samples ? h("table", { class: "bars" }, h("tbody", {}, staleness.map(([steps, number]) => h("tr", {}, h("th", {}, steps ? `${steps} behind` : "on-policy"), h("td", { class: "wide" }, meter(number / samples)), h("td", { class: "number" }, `${figure((100 * number) / samples)} %`), h("td", { class: "number muted" }, count(number)))))) : empty("No step tells it.")),
+    panel("Staleness of trained samples", samples ? `${count(samples)} samples` : "", samples ? h("table", { class: "bars" }, h("tbody", {}, staleness.map(([steps, number]) => h("tr", {}, h("th", {}, steps ? `${steps} behind` : "on-policy"), h("td", { class: "wide" }, meter(number / samples)), h("td", { class: "number" }, `${figure((100 * number) / samples)} %`), h("td", { class: "number muted" }, count(number)))))) : empty(figures?.staleness === null ? "It is summed up for the newest state alone." : "No step tells it.")),
   ];
+}
+
+// The dead letters up to a moment of the past, in milliseconds.
+export function deadUntil(found, at) {
+  return { dead: found.dead.filter((one) => Number(one[0].split("-")[0]) <= at) };
 }
 
 export function renderHealth(view, dead, actions) {

@@ -24,17 +24,17 @@ ADVANTAGES = {
     "reinforce++": f"{_HERE}.advantages.returns:reinforce_plus_plus",
     "reinforce++-baseline": f"{_HERE}.advantages.groups:reinforce_plus_plus_baseline",
     "gae": f"{_HERE}.advantages.returns:gae",
-    "teacher": f"{_HERE}.advantages.distilled:teacher",
-    "none": f"{_HERE}.advantages.distilled:none",
+    "teacher": f"{_HERE}.advantages.from_teacher:teacher",
+    "none": f"{_HERE}.advantages.from_teacher:none",
 }
 """Built-in advantages."""
 POLICY_LOSSES = {
     "ppo": f"{_HERE}.policy_losses.clipped:ppo",
     "gspo": f"{_HERE}.policy_losses.clipped:gspo",
     "cispo": f"{_HERE}.policy_losses.clipped:cispo",
-    "reinforce": f"{_HERE}.policy_losses.plain:reinforce",
-    "supervised": f"{_HERE}.policy_losses.plain:supervised",
-    "divergence": f"{_HERE}.policy_losses.plain:divergence",
+    "reinforce": f"{_HERE}.policy_losses.without_ratio:reinforce",
+    "supervised": f"{_HERE}.policy_losses.without_ratio:supervised",
+    "divergence": f"{_HERE}.policy_losses.without_ratio:divergence",
 }
 """Built-in losses of the policy."""
 

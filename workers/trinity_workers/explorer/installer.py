@@ -167,7 +167,8 @@ class VersionInstaller:
     async def _newest(self, step: int) -> StepReady:
         timeout = self._config.sync.timeout
         reports = self._synchronizer.waits
-        with reports.waiting(f"the weights of step {step}", ["trainer-0"], deadline=timeout):
+        what = f"the weights of step {step}"
+        with reports.waiting(what, ["trainer-0"], deadline=timeout, step=step):
             return await self._versions.wait(step, deadline=timeout)
 
     def _serves(self, step: int) -> bool:

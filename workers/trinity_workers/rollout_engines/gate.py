@@ -8,15 +8,21 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from trinity_events.waits import NO_REPORTS, WaitReporter
+
 
 class Gate:
     """Lets one generation pass from token to token, unless it is paused or held.
 
     A pause ends by itself after its lease. A hold belongs to a block of code in this process, and
     ends with it.
+
+    Args:
+        waits: Reporter of long pauses; by default none reports them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, waits: WaitReporter = NO_REPORTS) -> None:
+        self._waits = waits
         self._changed = threading.Condition()
         self._paused_until = -math.inf
         self._holds = 0
@@ -66,9 +72,12 @@ class Gate:
                 self._enter()
 
     def _enter(self) -> None:
-        while self._is_closed():
-            left = self._paused_until - time.monotonic()
-            self._changed.wait(None if self._holds else max(left, 0.0))
+        if self._is_closed():
+            what = "the end of an installation" if self._holds else "its paused engine"
+            with self._waits.waiting(what):
+                while self._is_closed():
+                    left = self._paused_until - time.monotonic()
+                    self._changed.wait(None if self._holds else max(left, 0.0))
         self._moving += 1
 
     def _leave(self) -> None:

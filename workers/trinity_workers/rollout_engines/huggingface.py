@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from trinity_events import Synchronizer
+from trinity_events.waits import NO_REPORTS
 from trinity_events.weights import model_digest
 from trinity_schemas import StepReady, StepRef
 
@@ -93,7 +94,7 @@ class HuggingFaceEngine:
         # `generate` fills what it is not told from here: Qwen2.5's folder has a repetition penalty.
         configure: Any = GenerationConfig  # its constructor has no annotations
         model.generation_config = configure(pad_token_id=self._pad, eos_token_id=[*self._ends])
-        self._gate = Gate()
+        self._gate = Gate(NO_REPORTS if synchronizer is None else synchronizer.waits)
         self._generating = threading.Lock()
 
     @classmethod

@@ -2,7 +2,7 @@
 
 from .base import Answer, Message, Question, RewardFunction, Task, TaskError
 from .complex_sums import ComplexSums
-from .drawn import DrawnTask
+from .drawn_task import DrawnTask
 from .loading import absolute, built_in_task, is_built_in, load_reward, load_task
 from .objects import load_object
 from .question_set import QuestionSet

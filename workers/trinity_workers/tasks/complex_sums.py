@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from .base import Question
-from .drawn import DrawnTask
+from .drawn_task import DrawnTask
 from .splits import Split, split_of
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .base import RewardFunction, Task, TaskError
-from .drawn import DrawnTask
+from .drawn_task import DrawnTask
 from .objects import load_object, refused_arguments
 from .question_set import QuestionSet
 from .sources import REASONING_GYM, QuestionOptions, family_reward, read_questions

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from .base import Answer, Question
-from .drawn import DrawnTask
+from .drawn_task import DrawnTask
 
 EXACT_SCORE = 0.999
 """Score from which an answer is right: a verifier adds up fractions, and may end just below 1."""

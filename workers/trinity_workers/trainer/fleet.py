@@ -26,7 +26,7 @@ from ..placement import rank_options
 from ..rollout_engines.base import Generation, GenerationRequest
 from ..worker_group.group import WorkerGroup
 from .state import TrainerState, write_trainer_state
-from .worker import TrainWorker
+from .worker import ROLE, TrainWorker
 from .wrapper import NoWeightSyncGroup, TrainEngineWrapper, WeightSyncAddress
 
 logger = logging.getLogger(__name__)
@@ -251,7 +251,9 @@ class RayTrainerFleet(TrainEngineWrapper):
 
     async def _ask(self, method: str, /, *args: Any, **options: Any) -> Any:
         assert self._workers is not None
-        return await self._workers.ask(method, *args, **options)
+        ranks = [f"{ROLE}-{rank}" for rank in range(self._config.trainer.ranks)]
+        with self._publisher.waits.waiting(f"{method} of its ranks", ranks):
+            return await self._workers.ask(method, *args, **options)
 
     def _of_death(self, method: str) -> str:
         step = self._step + (method == "train_step")  # which is not taken yet

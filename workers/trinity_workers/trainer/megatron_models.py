@@ -10,12 +10,15 @@ import torch
 from ..config import RunConfig
 from ..engines import LearningRate
 from ..engines.megatron import (
+    LayoutRefused,
     MegatronCritic,
     MegatronEngine,
     MegatronRewardModel,
     ModelOptions,
     OptimizerOptions,
 )
+from ..engines.megatron.model import has_experts
+from ..engines.megatron.model_description import read_description
 from ..learning.reward_model import RewardModel
 from ..learning.teacher import checked_teacher
 from ..offload import FrozenOffload, Offload
@@ -68,6 +71,7 @@ def load_models(
 
     policy = critic = None
     if "policy" in wanted:
+        _check_experts(config)
         policy = MegatronEngine(
             folder,
             optimizer=optimizer(policy_rate(config)),
@@ -103,3 +107,13 @@ def make_step(
         limit=micro_batch_limit(config.trainer),
         reward_weight=config.reward.weight,
     )
+
+
+def _check_experts(config: RunConfig) -> None:
+    """Raise LayoutRefused if the layout spreads experts that the policy does not have."""
+    ranks = config.trainer.expert_parallel
+    if ranks > 1 and not has_experts(read_description(config.model_folder).config):
+        raise LayoutRefused(
+            f"trainer.expert_parallel is {ranks}, and the model in {config.model_folder} has no "
+            "experts: leave it out, or take a mixture of experts"
+        )

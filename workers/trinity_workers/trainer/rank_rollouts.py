@@ -14,7 +14,7 @@ from trinity_schemas import StepRef
 from ..config import RunConfig
 from ..engines.buffers import saved_buffers
 from ..learning.adapters import adapter_tree, policy_loader
-from ..rollout_engines.base import Generation, GenerationRequest
+from ..rollout_engines.base import Generation, GenerationRequest, RolloutEngineError
 
 
 class RankRollouts(Protocol):
@@ -73,11 +73,19 @@ class MegatronRollouts:
 
 
 class FSDPRollouts:
-    """Rollouts of a copy of the whole policy on this rank, gathered for each new version."""
+    """Rollouts of a copy of the whole policy on this rank, gathered for each new version.
+
+    Raises RolloutEngineError for a policy of adapters.
+    """
 
     def __init__(self, config: RunConfig, device: torch.device, policy: Any) -> None:
         from ..rollout_engines.huggingface import HuggingFaceEngine
 
+        if config.model.lora.rank:
+            raise RolloutEngineError(
+                "ranks generate with whole weights, and the policy trains adapters "
+                "(model.lora.rank): let explorers generate, or leave the adapters out"
+            )
         load = policy_loader(config.model.lora, config.seed)
         model, tokenizer = load(config.model_folder, config.model.dtype)
         move: Any = model.to  # its annotations lack strings

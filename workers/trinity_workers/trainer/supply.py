@@ -75,7 +75,9 @@ class RolloutSupply:
         """
         timeout, oldest = self._config.sync.timeout, max(self._config.version_wanted(step), 0)
         with (
-            self._waits.waiting(f"the announcement of step {oldest}", deadline=timeout),
+            self._waits.waiting(
+                f"the announcement of step {oldest}", deadline=timeout, step=oldest
+            ),
             anyio.move_on_after(timeout),
         ):
             async with self._announced:

@@ -88,7 +88,8 @@ def transformer_config(hf: Any, layout: ParallelLayout, options: ModelOptions) -
         "tensor_model_parallel_size": layout.tensor,
         "pipeline_model_parallel_size": layout.pipeline,
         "virtual_pipeline_model_parallel_size": layout.virtual,
-        "expert_model_parallel_size": layout.expert,
+        # A reward model without experts is whole on each rank that spreads the policy's.
+        "expert_model_parallel_size": layout.expert if has_experts(hf) else 1,
         "context_parallel_size": layout.context,
         "sequence_parallel": layout.sequence_parallel,
         "batch_p2p_comm": False,

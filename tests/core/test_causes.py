@@ -1,0 +1,134 @@
+"""The first cause is at the end of the chains of waits, and what cannot go on comes before it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.event_histories import History
+from trinity_events.core.causes import (
+    CheckpointReader,
+    HostProcess,
+    LiveFacts,
+    UnreadGroup,
+    first_causes,
+)
+from trinity_schemas import (
+    ExplorerStatusChanged,
+    RunClosed,
+    StepCommitted,
+    VersionOpened,
+    WaitStarted,
+)
+
+
+def waits(wait_id, *waits_for, what="rollouts", step=None):
+    return WaitStarted(wait_id=wait_id, what=what, waits_for=waits_for, seconds=1.0, step=step)
+
+
+def causes(history, **facts):
+    state = history.fold()[0].state
+    now = int(state.position.partition("-")[0]) + 1000
+    return first_causes(state, LiveFacts(now=now, **facts))
+
+
+def first(history, **facts):
+    cause, *_ = causes(history, **facts)
+    return cause.reason, cause.process, cause.step
+
+
+def on_this_host(**conditions):
+    return {
+        name.replace("_", "-"): HostProcess(pid=7, condition=condition)
+        for name, condition in conditions.items()
+    }
+
+
+def chain():
+    history = History()
+    history.add(waits("a", "explorer-0", "explorer-1"), by="trainer")
+    history.add(waits("b", "process 9", what="the reward mine.py"), by="explorer", rank=0)
+    return history
+
+
+def test_the_first_cause_is_the_end_of_the_longest_chain():
+    cause, *more = causes(chain())
+    assert (cause.reason, cause.process, cause.waiting) == ("waits", "process 9", "explorer-0")
+    assert "the reward mine.py" in cause.sentence
+    assert [one.process for one in more] == ["explorer-1"]
+
+
+def test_a_process_that_cannot_go_on_comes_before_one_that_is_busy():
+    found = on_this_host(explorer_1="stopped", explorer_0="running")
+    assert first(chain(), processes=found) == ("stopped", "explorer-1", None)
+    assert "kill -CONT 7" in causes(chain(), processes=found)[0].sentence
+    assert first(chain(), processes=on_this_host(explorer_1="ended"))[0] == "ended"
+
+
+def test_a_run_without_a_reducer_waits_for_one_first():
+    assert first(chain(), is_led=False)[0] == "no-reducer"
+    assert first(chain(), unfolded_since=-9_000)[0] == "reducer-behind"
+
+
+def test_a_server_that_takes_nothing_is_the_cause_of_all():
+    fault = ("server-full", "its memory is full")
+    assert first(chain(), is_led=False, server_fault=fault)[0] == "server-full"
+
+
+def test_a_wait_for_the_weights_of_a_step_goes_on_with_the_ranks_that_it_lacks():
+    history = History()
+    history.add(waits("a", "trainer-0", what="the weights of step 3", step=3), by="explorer")
+    history.add(VersionOpened(step=3, ranks=(0, 1), transport="memory"))
+    assert first(history) == ("missing", "actor-0", 3)
+    assert first(history, processes=on_this_host(actor_1="stopped")) == ("stopped", "actor-1", 3)
+
+
+def test_a_step_that_lacks_its_commit_alone_waits_for_the_trainer():
+    history = History()
+    history.add(VersionOpened(step=3, ranks=(), transport="memory"))
+    assert first(history) == ("missing", "trainer-0", 3)
+
+
+def test_a_step_whose_registered_saves_are_nameless_names_no_process():
+    history = History()
+    history.add(StepCommitted(step=3, kind="state_dict"))
+    cause = causes(history)[0]
+    assert (cause.reason, cause.step) == ("missing", 3)
+
+
+def test_a_trainer_that_names_no_process_waits_for_any_explorer():
+    history = History()
+    history.add(waits("a"), by="trainer")
+    assert first(history) == ("no-explorer", "trainer-0", None)
+    history.add(ExplorerStatusChanged(status="running"), by="explorer", rank=2)
+    assert first(history) == ("waits", "explorer-2", None)
+
+
+def test_processes_that_wait_for_each_other_have_a_first_cause_too():
+    history = History()
+    history.add(waits("a", "explorer-0"), by="trainer")
+    history.add(waits("b", "trainer-0"), by="explorer")
+    assert first(history) == ("waits", "explorer-0", None)
+
+
+def test_a_process_that_waits_for_its_own_save_is_the_cause():
+    history = History()
+    history.add(waits("a", "actor-0", what="the end of its save", step=3), by="actor")
+    assert first(history) == ("waits", "actor-0", 3)
+
+
+@pytest.mark.parametrize(("idle", "told"), [(60_000, ["unread-group"]), (100, [])])
+def test_a_group_that_acknowledges_nothing_is_told_once_it_is_idle(idle, told):
+    group = UnreadGroup(stream="announcements", group="evaluation", pending=2, idle=idle)
+    assert [one.reason for one in causes(History(), groups=(group,))] == told
+
+
+def test_readers_of_checkpoints_are_told_last():
+    held = (CheckpointReader(step=3, reader="a reader"),)
+    assert [one.reason for one in causes(chain(), readers=held)][-1] == "held-checkpoint"
+
+
+def test_a_run_that_has_ended_waits_for_nothing_and_names_its_error():
+    history = chain()
+    history.add(RunClosed(reason="failed", error="actor-1 died"))
+    [cause] = causes(history, is_led=False)
+    assert (cause.reason, cause.sentence) == ("closed", "The run ended (failed): actor-1 died.")
