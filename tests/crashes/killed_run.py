@@ -109,10 +109,13 @@ class KilledRun:
 
     def kill_with_checkpoint(self) -> int:
         """Start it, and kill all of it once a checkpoint is ready; return the newest one's step."""
-        self._kill(1_000_000, 1, lambda: self.newest_checkpoint() > 0)
+        # A look reads the log: too many of them would hold up the run.
+        self._kill(1_000_000, 1, lambda: self.newest_checkpoint() > 0, between=0.2)
         return self.newest_checkpoint()
 
-    def _kill(self, steps: int, explorers: int, is_due: Callable[[], bool]) -> None:
+    def _kill(
+        self, steps: int, explorers: int, is_due: Callable[[], bool], *, between: float = 0.002
+    ) -> None:
         with subprocess.Popen(
             self._command(steps, explorers),
             stdout=subprocess.DEVNULL,
@@ -122,7 +125,7 @@ class KilledRun:
             give_up = time.monotonic() + 5 * PATIENCE
             while process.poll() is None and not is_due():
                 assert time.monotonic() < give_up, "the run stood still"
-                time.sleep(0.002)
+                time.sleep(between)
             kill_session(process.pid)
 
     def newest_checkpoint(self) -> int:
