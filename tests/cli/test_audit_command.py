@@ -189,6 +189,7 @@ async def test_status_and_explain_name_the_chain_of_waits(cli, publisher, log, r
 
 
 async def test_a_run_in_which_nothing_waits_is_explained_in_one_sentence(cli, publisher, run_id):
+    await publisher.publish(RunClosed(reason="finished"))
     shown = cli("explain", run_id)
     assert shown.returncode == 0
     assert shown.stdout == (
