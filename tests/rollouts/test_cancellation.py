@@ -19,12 +19,14 @@ class Canceller:
 
     async def __call__(self, call):
         self.left -= 1
-        if self.left == 0 and self.place == "before":
+        is_nth = self.left == 0  # another call may begin before the reply to this one
+        if is_nth and self.place == "before":
             await self.cancel()
-        reply = await call()
-        if self.left == 0 and self.place == "after":
-            await self.cancel()
-        return reply
+        try:
+            return await call()
+        finally:  # the reply may be an error
+            if is_nth and self.place == "after":
+                await self.cancel()
 
     async def cancel(self):
         self.scope.cancel()
