@@ -46,7 +46,8 @@ test: compiled
 slowest: compiled
 	$(BIN)/pytest -q --durations=0 | $(BIN)/python -m tests.support.slowest
 
-# Linters, types and every test without other processes: before each commit.
+# Linters, types and every test without other processes: before each commit. Its tests compute little.
+check: WORKERS = 6
 check: lint compiled
 	$(BIN)/pytest -q $(LIGHT_TESTS) -m "not processes and not ray and not megatron" \
 		--ignore-glob='*megatron*' --ignore=tests/verl --ignore=tests/trl
