@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from tests.support.experiences import make_groups
 from trinity_workers.algorithms.batch import Batch
+from trinity_workers.algorithms.collate import collate
 
 OPTIONAL = (
     "behaviour_logprobs",
@@ -71,3 +73,8 @@ def near(found, expected, tolerance=1e-6):
         atol=tolerance,
         rtol=tolerance,
     )
+
+
+def batch_of(rank, seed) -> Batch:
+    """A rank's share of made-up groups, of one length whatever the share."""
+    return collate(make_groups("r", seed)[rank.number :: rank.world], 0).padded(13)

@@ -11,6 +11,15 @@ from tests.support.pipeline import announced
 from tests.support.waits import PATIENCE
 from trinity_schemas import StepReady
 
+DIVIDED = {
+    "epochs": 2,
+    "mini_batches": 2,
+    "importance_sampling": {"ratio_to": "proximal", "weights": "token"},
+    "kl": {"estimator": "k1", "where": "reward", "coefficient": 0.1},
+    "entropy_coefficient": 0.01,
+}
+"""Algorithm of several updates a step, with all that is computed before the first one."""
+
 
 @dataclass(frozen=True)
 class Where:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.experiences import make_groups
-from tests.support.fsdp_runs import ready
+from tests.support.fsdp_runs import DIVIDED, ready
 from tests.support.pipeline import reducer_task
 from tests.support.tensors import assert_equal, identical
 from tests.support.waits import PATIENCE, until
@@ -86,15 +86,6 @@ def workers(verl_processes, make_config):
     yield make
     if set_up_ones:
         all_ranks(call, "shutdown")
-
-
-DIVIDED = {
-    "epochs": 2,
-    "mini_batches": 2,
-    "importance_sampling": {"ratio_to": "proximal", "weights": "token"},
-    "kl": {"estimator": "k1", "where": "reward", "coefficient": 0.1},
-    "entropy_coefficient": 0.01,
-}
 
 
 @pytest.mark.parametrize(

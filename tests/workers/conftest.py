@@ -1,4 +1,4 @@
-"""Folders of tiny models, each made once a session."""
+"""Folders of tiny models, each made once a session, and the run that ranks of FSDP publish to."""
 
 import pytest
 
@@ -15,3 +15,17 @@ def own_model_folder(tmp_path_factory):
         return made[name]
 
     return folder
+
+
+@pytest.fixture
+def where(publisher, redis_url, weights_url, run_id, policy_folder, tmp_path):
+    from tests.support.fsdp_runs import Where
+
+    return Where(
+        run_id=run_id,
+        epoch=publisher.epoch,
+        redis_url=redis_url,
+        weights_url=weights_url,
+        model_folder=policy_folder,
+        run_folder=tmp_path / run_id,
+    )

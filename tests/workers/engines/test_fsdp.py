@@ -126,18 +126,6 @@ def processes(rank_processes) -> RankProcesses:
 
 
 @pytest.fixture
-def where(publisher, redis_url, weights_url, run_id, policy_folder, tmp_path) -> Where:
-    return Where(
-        run_id=run_id,
-        epoch=publisher.epoch,
-        redis_url=redis_url,
-        weights_url=weights_url,
-        model_folder=policy_folder,
-        run_folder=tmp_path / run_id,
-    )
-
-
-@pytest.fixture
 async def ranks(rank_group, where):
     """Two processes in a new process group, each with an engine of its own."""
     ranks = Ranks(rank_group(WORLD))

@@ -16,6 +16,7 @@ peft = pytest.importorskip("peft")
 
 from transformers import AutoModelForCausalLM  # noqa: E402
 
+from tests.support.batches import batch_of  # noqa: E402
 from tests.support.experiences import make_groups  # noqa: E402
 from tests.support.tensors import assert_equal, identical  # noqa: E402
 from trinity_workers.algorithms.collate import collate  # noqa: E402
@@ -50,10 +51,6 @@ def make_engine(folder, lora=LORA, **settings):
     )
     engine.module.train()
     return engine
-
-
-def batch_of(rank, seed):
-    return collate(make_groups("r", seed)[rank.number :: rank.world], 0).padded(13)
 
 
 def train(rank, engine, seeds):

@@ -12,9 +12,8 @@ pytest.importorskip("transformers")
 
 from torch import nn  # noqa: E402
 
-from tests.support.experiences import make_groups  # noqa: E402
+from tests.support.batches import batch_of  # noqa: E402
 from tests.support.tensors import assert_equal  # noqa: E402
-from trinity_workers.algorithms.collate import collate  # noqa: E402
 from trinity_workers.engines import FSDPEngine, fsdp  # noqa: E402
 from trinity_workers.engines.fsdp import frozen_policy  # noqa: E402
 from trinity_workers.engines.fsdp_options import FSDPOptions, RecomputeRefused  # noqa: E402
@@ -31,10 +30,6 @@ def make_engine(folder, **settings):
     engine = FSDPEngine(folder, device=CPU, learning_rate=RATE, **settings)
     engine.module.train()
     return engine
-
-
-def batch_of(rank, seed):
-    return collate(make_groups("r", seed)[rank.number :: rank.world], 0).padded(13)
 
 
 def train(rank, engine, seeds):

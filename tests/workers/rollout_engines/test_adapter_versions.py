@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 from tests.support.experiences import make_groups  # noqa: E402
-from tests.support.fsdp_runs import Where, ready  # noqa: E402
+from tests.support.fsdp_runs import ready  # noqa: E402
 from tests.support.rollout_engines import in_thread, requests_for  # noqa: E402
 from tests.support.tensors import identical  # noqa: E402
 from trinity_events import Synchronizer  # noqa: E402
@@ -71,18 +71,6 @@ def train_and_publish(rank, step, form):
     with torch.no_grad():
         logprobs = response_logprobs(engine.module, batch())
     return logprobs, {name: tuple(one.shape) for name, one in engine.get_per_tensor_param()}
-
-
-@pytest.fixture
-def where(publisher, redis_url, weights_url, run_id, policy_folder, tmp_path):
-    return Where(
-        run_id=run_id,
-        epoch=publisher.epoch,
-        redis_url=redis_url,
-        weights_url=weights_url,
-        model_folder=policy_folder,
-        run_folder=tmp_path / run_id,
-    )
 
 
 def logprobs_of(engine):

@@ -16,6 +16,7 @@ pytest.importorskip("megatron.core")
 import torch.distributed as dist  # noqa: E402
 
 from tests.support.experiences import make_groups  # noqa: E402
+from tests.support.fsdp_runs import DIVIDED  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_schemas import RunClosed, decode_envelope  # noqa: E402
 from trinity_workers.algorithms.settings import read_settings  # noqa: E402
@@ -112,15 +113,6 @@ def test_training_on_megatron_is_training_on_fsdp(trained, run_id, world, settin
         for name, value in weights.items():
             # Megatron lets no weight decay pull at biases and norms.
             torch.testing.assert_close(value, expected_weights[name], atol=1e-4, rtol=0)
-
-
-DIVIDED = {
-    "epochs": 2,
-    "mini_batches": 2,
-    "importance_sampling": {"ratio_to": "proximal", "weights": "token"},
-    "kl": {"estimator": "k1", "where": "reward", "coefficient": 0.1},
-    "entropy_coefficient": 0.01,
-}
 
 
 @pytest.mark.parametrize(

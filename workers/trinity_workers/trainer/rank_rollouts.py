@@ -13,7 +13,7 @@ from trinity_schemas import StepRef
 
 from ..config import RunConfig
 from ..engines.buffers import saved_buffers
-from ..learning.adapters import adapter_tree, policy_loader
+from ..learning.policy import load_policy
 from ..rollout_engines.base import Generation, GenerationRequest, RolloutEngineError
 
 
@@ -86,8 +86,7 @@ class FSDPRollouts:
                 "ranks generate with whole weights, and the policy trains adapters "
                 "(model.lora.rank): let explorers generate, or leave the adapters out"
             )
-        load = policy_loader(config.model.lora, config.seed)
-        model, tokenizer = load(config.model_folder, config.model.dtype)
+        model, tokenizer = load_policy(config.model_folder, config.model.dtype)
         move: Any = model.to  # its annotations lack strings
         self._model: Any = move(device)
         self._policy = policy
@@ -98,8 +97,7 @@ class FSDPRollouts:
     def generate(self, prompts: Sequence[GenerationRequest], version: StepRef) -> list[Generation]:
         """Generate with the weights of the version, gathered where they are new. Collective."""
         if self._engine.serves != version:
-            module = adapter_tree(self._model) or self._model
-            own = dict(chain(module.named_parameters(), saved_buffers(module)))
+            own = dict(chain(self._model.named_parameters(), saved_buffers(self._model)))
             with torch.no_grad():
                 for name, tensor in self._policy.get_per_tensor_param():
                     own[name].copy_(tensor)
