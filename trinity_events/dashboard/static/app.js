@@ -1,7 +1,17 @@
 // The pages: which run and which page is shown, what is asked for it, and the keyboard.
 
 import { figuresUntil, renderFigures } from "./charts.js";
-import { CATEGORY_COLORS, CATEGORY_WORDS, clock, count, day, empty, h, hideTip, panel } from "./format.js";
+import {
+  CATEGORY_COLORS,
+  CATEGORY_WORDS,
+  clock,
+  count,
+  day,
+  empty,
+  h,
+  hideTip,
+  panel,
+} from "./format.js";
 import { culpritsOf, deadUntil, renderHealth, renderLedger, renderNow } from "./now.js";
 import { Scrubber } from "./scrubber.js";
 import { eventPanel, searchPage, wholePanel } from "./search.js";
@@ -9,16 +19,43 @@ import { openSource, takeToken } from "./source.js";
 import { Timeline, rowsOf } from "./timeline.js";
 import { renderVersions, versionsUntil } from "./versions.js";
 
-const PAGES = [["overview", "Overview"], ["versions", "Versions"], ["figures", "Figures"], ["ledger", "Ledger"], ["health", "Health"], ["search", "Search"]];
+const PAGES = [
+  ["overview", "Overview"],
+  ["versions", "Versions"],
+  ["figures", "Figures"],
+  ["ledger", "Ledger"],
+  ["health", "Health"],
+  ["search", "Search"],
+];
 const RECENT = 240000; // milliseconds of the timeline's first window
-const state = { run: null, page: "overview", newest: null, past: null, lanes: null, figures: null, filter: "", problem: null, busy: 0 };
-let source, scrubber, timeline, stop = () => {}, main, shownAt = 0;
+const state = {
+  run: null,
+  page: "overview",
+  newest: null,
+  past: null,
+  lanes: null,
+  figures: null,
+  filter: "",
+  problem: null,
+  busy: 0,
+};
+let source,
+  scrubber,
+  timeline,
+  stop = () => {},
+  main,
+  shownAt = 0;
 
 const actions = {
   go: (page) => go(page),
   scrub: (to) => scrub(to),
   scrubTime: (time) => scrub({ time }),
-  lane: (name) => { state.filter = name; go("overview"); setRows(); document.querySelector(".timeline")?.scrollIntoView({ behavior: "smooth", block: "center" }); },
+  lane: (name) => {
+    state.filter = name;
+    go("overview");
+    setRows();
+    document.querySelector(".timeline")?.scrollIntoView({ behavior: "smooth", block: "center" });
+  },
   again: () => renderPage(),
 };
 
@@ -33,7 +70,10 @@ async function begin() {
   document.getElementById("scrubber").append(...scrubber.element);
   document.addEventListener("keydown", pressed);
   window.addEventListener("hashchange", route);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { timeline?.draw(); scrubber.paint(); });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+    timeline?.draw();
+    scrubber.paint();
+  });
   setTheme(stored("theme") ?? "auto");
   await route();
 }
@@ -42,7 +82,9 @@ function stored(name, value) {
   try {
     if (value !== undefined) localStorage.setItem(`trinity-events-${name}`, value);
     return localStorage.getItem(`trinity-events-${name}`);
-  } catch { return null; } // storage may be off
+  } catch {
+    return null;
+  } // storage may be off
 }
 
 function setTheme(theme) {
@@ -59,28 +101,106 @@ async function route() {
     if (run !== state.run) await openRun(run);
     go(PAGES.some((one) => one[0] === page) ? page : "overview");
     if (entry && entry !== state.past?.position) await scrub({ entry });
-  } catch (error) { fail(error); }
+  } catch (error) {
+    fail(error);
+  }
 }
 
 function fail(error) {
-  main.replaceChildren(panel("This cannot be shown", "", h("p", { class: "callout" }, error.message), h("p", {}, h("a", { href: "#/" }, "All runs"))));
+  main.replaceChildren(
+    panel(
+      "This cannot be shown",
+      "",
+      h("p", { class: "callout" }, error.message),
+      h("p", {}, h("a", { href: "#/" }, "All runs")),
+    ),
+  );
 }
 
 async function listRuns() {
   closeRun();
   renderHead();
   const { runs } = await source.runs();
-  if (runs.length === 1 && runs[0].recorded) { location.hash = `#/${runs[0].run}`; return; }
-  const rows = runs.map((one) => h("tr", { onclick: () => { location.hash = `#/${one.run}`; } },
-    h("td", {}, h("a", { href: `#/${one.run}`, class: "strong" }, one.run)), h("td", { class: "nowrap" }, one.opened_at ? `${day(one.opened_at)} ${clock(one.opened_at)}` : "–"),
-    h("td", { class: one.problem ? "state bad" : one.silent_since ? "state going" : "" }, one.problem ?? (one.silent_since ? "silent" : one.trainer ?? "–")), h("td", { class: "number" }, count(one.step)), h("td", { class: "number" }, count(one.ready?.weights)), h("td", { class: "number" }, count(one.ready?.checkpoint)), h("td", { class: "number" }, count(one.explorers)), h("td", { class: "number" }, count(one.entries)), h("td", { class: "number" }, one.problems ? count(one.problems) : "–")));
-  main.replaceChildren(panel("Runs", `${runs.length}`, runs.length ? h("div", { class: "scroll" }, h("table", { class: "list runs" }, h("thead", {}, h("tr", {}, ["run", "opened", "trainer", "step", "weights", "checkpoint", "explorers", "events", "odd"].map((one) => h("th", {}, one)))), h("tbody", {}, rows))) : empty("No runs yet. Start one with: trinity-events demo")));
+  if (runs.length === 1 && runs[0].recorded) {
+    location.hash = `#/${runs[0].run}`;
+    return;
+  }
+  const rows = runs.map((one) =>
+    h(
+      "tr",
+      {
+        onclick: () => {
+          location.hash = `#/${one.run}`;
+        },
+      },
+      h("td", {}, h("a", { href: `#/${one.run}`, class: "strong" }, one.run)),
+      h(
+        "td",
+        { class: "nowrap" },
+        one.opened_at ? `${day(one.opened_at)} ${clock(one.opened_at)}` : "–",
+      ),
+      h(
+        "td",
+        { class: one.problem ? "state bad" : one.silent_since ? "state going" : "" },
+        one.problem ?? (one.silent_since ? "silent" : (one.trainer ?? "–")),
+      ),
+      h("td", { class: "number" }, count(one.step)),
+      h("td", { class: "number" }, count(one.ready?.weights)),
+      h("td", { class: "number" }, count(one.ready?.checkpoint)),
+      h("td", { class: "number" }, count(one.explorers)),
+      h("td", { class: "number" }, count(one.entries)),
+      h("td", { class: "number" }, one.problems ? count(one.problems) : "–"),
+    ),
+  );
+  main.replaceChildren(
+    panel(
+      "Runs",
+      `${runs.length}`,
+      runs.length
+        ? h(
+            "div",
+            { class: "scroll" },
+            h(
+              "table",
+              { class: "list runs" },
+              h(
+                "thead",
+                {},
+                h(
+                  "tr",
+                  {},
+                  [
+                    "run",
+                    "opened",
+                    "trainer",
+                    "step",
+                    "weights",
+                    "checkpoint",
+                    "explorers",
+                    "events",
+                    "odd",
+                  ].map((one) => h("th", {}, one)),
+                ),
+              ),
+              h("tbody", {}, rows),
+            ),
+          )
+        : empty("No runs yet. Start one with: trinity-events demo"),
+    ),
+  );
 }
 
 function closeRun() {
   stop();
   timeline?.close();
-  Object.assign(state, { run: null, newest: null, past: null, lanes: null, figures: null, problem: null });
+  Object.assign(state, {
+    run: null,
+    newest: null,
+    past: null,
+    lanes: null,
+    figures: null,
+    problem: null,
+  });
   timeline = null;
   document.body.classList.remove("in-run");
 }
@@ -95,7 +215,14 @@ async function openRun(run) {
   await told(await ask("now"));
   await loadLanes();
   shown();
-  stop = source.follow(run, (data) => told(data), (why) => { state.problem = why; renderHead(); });
+  stop = source.follow(
+    run,
+    (data) => told(data),
+    (why) => {
+      state.problem = why;
+      renderHead();
+    },
+  );
 }
 
 async function loadLanes() {
@@ -103,14 +230,21 @@ async function loadLanes() {
   state.lanes = lanes;
   state.lanesAt = performance.now();
   scrubber.setOverview(overview, lanes.marks, lanes.categories);
-  if (timeline) { timeline.categories = lanes.categories; timeline.grow(lanes.end); setRows(); }
+  if (timeline) {
+    timeline.categories = lanes.categories;
+    timeline.grow(lanes.end);
+    setRows();
+  }
 }
 
 async function told(data) {
   state.newest = data;
   state.problem = data.problem;
   const now = performance.now();
-  if (state.lanes && now - state.lanesAt > (data.progress < 1 ? 700 : 3000)) { state.lanesAt = now; loadLanes().catch(fail); }
+  if (state.lanes && now - state.lanesAt > (data.progress < 1 ? 700 : 3000)) {
+    state.lanesAt = now;
+    loadLanes().catch(fail);
+  }
   if (timeline) timeline.grow(data.end);
   if (!state.past) shown();
   else renderHead();
@@ -120,7 +254,11 @@ function shown() {
   renderHead();
   if (!state.lanes) return;
   scrubber.show(view(), Boolean(state.past), Math.max(state.newest.number, state.newest.indexed));
-  if (timeline) { timeline.at = state.past ? view().at : null; setRows(); timeline.draw(); }
+  if (timeline) {
+    timeline.at = state.past ? view().at : null;
+    setRows();
+    timeline.draw();
+  }
   const now = performance.now();
   clearTimeout(state.later);
   const calm = ["overview", "ledger", "health"].includes(state.page) ? 240 : 2500;
@@ -143,7 +281,9 @@ async function scrub(to, dragged) {
       state.past = await ask("at", asked);
       history.replaceState(null, "", `${address(state.page)}/${state.past.position}`);
       shown();
-    } catch (error) { note(error.message); }
+    } catch (error) {
+      note(error.message);
+    }
   }
   state.busy = 0;
   if (timeline && !dragged && view() && (view().at < timeline.begin || view().at > timeline.end)) {
@@ -161,7 +301,9 @@ function backToNewest() {
 let noteTimer;
 
 function note(words) {
-  const box = document.querySelector(".note") ?? document.body.appendChild(h("div", { class: "note", role: "alert" }));
+  const box =
+    document.querySelector(".note") ??
+    document.body.appendChild(h("div", { class: "note", role: "alert" }));
   box.textContent = words;
   clearTimeout(noteTimer);
   noteTimer = setTimeout(() => box.remove(), 6000);
@@ -172,14 +314,70 @@ function note(words) {
 function renderHead() {
   const { newest, past, run, problem } = state;
   const live = newest?.live && !newest.closed;
-  const pill = problem ? ["bad", "not connected"] : !newest ? ["", "…"] : newest.progress < 1 ? ["going", `indexing ${Math.floor(newest.progress * 100)} %`] : past ? ["past", "a past state"] : live ? ["ok", "live"] : ["", newest.closed ?? (source?.offline ? "file" : "recorded")];
-  const tabs = run ? h("nav", { "aria-label": "Pages" }, PAGES.map(([name, words], at) => h("a", { href: `#/${encodeURIComponent(run)}/${name}`, class: name === state.page ? "on" : "", "aria-current": name === state.page ? "page" : null, title: `${words} (${at + 1})` }, words))) : null;
+  const pill = problem
+    ? ["bad", "not connected"]
+    : !newest
+      ? ["", "…"]
+      : newest.progress < 1
+        ? ["going", `indexing ${Math.floor(newest.progress * 100)} %`]
+        : past
+          ? ["past", "a past state"]
+          : live
+            ? ["ok", "live"]
+            : ["", newest.closed ?? (source?.offline ? "file" : "recorded")];
+  const tabs = run
+    ? h(
+        "nav",
+        { "aria-label": "Pages" },
+        PAGES.map(([name, words], at) =>
+          h(
+            "a",
+            {
+              href: `#/${encodeURIComponent(run)}/${name}`,
+              class: name === state.page ? "on" : "",
+              "aria-current": name === state.page ? "page" : null,
+              title: `${words} (${at + 1})`,
+            },
+            words,
+          ),
+        ),
+      )
+    : null;
   const theme = document.documentElement.dataset.theme;
   const next = { auto: "light", light: "dark", dark: "auto" }[theme] ?? "light";
   document.getElementById("top").replaceChildren(
-    h("div", { class: "brand" }, h("a", { href: "#/", class: "logo", "aria-label": "All runs" }, logo(), h("span", {}, "Trinity Events")), run ? h("span", { class: "run-name", title: run }, run) : null, run ? h("span", { class: `pill ${pill[0]}`, title: problem ?? "" }, pill[1]) : null),
+    h(
+      "div",
+      { class: "brand" },
+      h(
+        "a",
+        { href: "#/", class: "logo", "aria-label": "All runs" },
+        logo(),
+        h("span", {}, "Trinity Events"),
+      ),
+      run ? h("span", { class: "run-name", title: run }, run) : null,
+      run ? h("span", { class: `pill ${pill[0]}`, title: problem ?? "" }, pill[1]) : null,
+    ),
     tabs,
-    h("div", { class: "head-tools" }, h("button", { class: "tool", title: `Colours: ${theme} (T)`, "aria-label": `Colours: ${theme}`, onclick: () => { setTheme(next); renderHead(); } }, { auto: "◐", light: "☀", dark: "☾" }[theme] ?? "◐"), h("button", { class: "tool", title: "Keys (?)", "aria-label": "Keys", onclick: keys }, "?")));
+    h(
+      "div",
+      { class: "head-tools" },
+      h(
+        "button",
+        {
+          class: "tool",
+          title: `Colours: ${theme} (T)`,
+          "aria-label": `Colours: ${theme}`,
+          onclick: () => {
+            setTheme(next);
+            renderHead();
+          },
+        },
+        { auto: "◐", light: "☀", dark: "☾" }[theme] ?? "◐",
+      ),
+      h("button", { class: "tool", title: "Keys (?)", "aria-label": "Keys", onclick: keys }, "?"),
+    ),
+  );
 }
 
 function showTab() {
@@ -187,12 +385,21 @@ function showTab() {
 }
 
 function logo() {
-  return h("span", { class: "mark-box", "aria-hidden": "true" }, h("i", {}), h("i", {}), h("i", {}));
+  return h(
+    "span",
+    { class: "mark-box", "aria-hidden": "true" },
+    h("i", {}),
+    h("i", {}),
+    h("i", {}),
+  );
 }
 
 function go(page) {
   if (!state.run) return;
-  if (state.page !== page || !main.dataset.page) { state.page = page; main.dataset.page = ""; }
+  if (state.page !== page || !main.dataset.page) {
+    state.page = page;
+    main.dataset.page = "";
+  }
   if (!location.hash.startsWith(`${address(page)}`)) history.pushState(null, "", address(page));
   hideTip();
   renderHead();
@@ -206,7 +413,10 @@ function address(page) {
 
 function important() {
   const found = new Set(view().waits.flatMap((one) => [one.by, ...one.for]));
-  for (const mark of state.lanes.marks.slice(-40)) { const who = /^([\w.-]+-\d+):/.exec(mark[4]); if (who) found.add(who[1]); }
+  for (const mark of state.lanes.marks.slice(-40)) {
+    const who = /^([\w.-]+-\d+):/.exec(mark[4]);
+    if (who) found.add(who[1]);
+  }
   for (const name of culpritsOf(view().waits)) found.add(name);
   return found;
 }
@@ -218,13 +428,42 @@ function setRows() {
 
 function timelinePanel() {
   if (!timeline) {
-    timeline = new Timeline({ ask: (query) => ask("timeline", query), scrub, window: [state.lanes.begin, Math.max(state.lanes.end, state.lanes.begin + 1000)], rows: rowsOf(state.lanes.lanes, state.filter, important()) });
+    timeline = new Timeline({
+      ask: (query) => ask("timeline", query),
+      scrub,
+      window: [state.lanes.begin, Math.max(state.lanes.end, state.lanes.begin + 1000)],
+      rows: rowsOf(state.lanes.lanes, state.filter, important()),
+    });
     timeline.categories = state.lanes.categories;
     timeline.begin = Math.max(timeline.begin, timeline.end - RECENT);
-    const filter = h("input", { class: "filter", placeholder: "lanes: explorer:0-15 node-03 waiting", "aria-label": "Lanes to show", value: state.filter });
-    filter.addEventListener("input", () => { state.filter = filter.value; setRows(); });
+    const filter = h("input", {
+      class: "filter",
+      placeholder: "lanes: explorer:0-15 node-03 waiting",
+      "aria-label": "Lanes to show",
+      value: state.filter,
+    });
+    filter.addEventListener("input", () => {
+      state.filter = filter.value;
+      setRows();
+    });
     timeline.filter = filter;
-    timeline.panel = panel("Timeline", h("div", { class: "tools" }, filter, timeline.tools), timeline.element, h("div", { class: "legend" }, state.lanes.categories.map((name) => h("span", {}, h("i", { class: `dot shape-${name}`, css: { background: CATEGORY_COLORS[name] } }), CATEGORY_WORDS[name]))));
+    timeline.panel = panel(
+      "Timeline",
+      h("div", { class: "tools" }, filter, timeline.tools),
+      timeline.element,
+      h(
+        "div",
+        { class: "legend" },
+        state.lanes.categories.map((name) =>
+          h(
+            "span",
+            {},
+            h("i", { class: `dot shape-${name}`, css: { background: CATEGORY_COLORS[name] } }),
+            CATEGORY_WORDS[name],
+          ),
+        ),
+      ),
+    );
   }
   if (timeline.filter.value !== state.filter) timeline.filter.value = state.filter;
   return timeline.panel;
@@ -236,8 +475,16 @@ async function renderPage() {
   if (!state.newest || !state.lanes) return;
   document.body.classList.toggle("past", Boolean(state.past));
   if (page === "search") {
-    if (main.dataset.page !== "search") { main.dataset.page = "search"; main.replaceChildren(h("div", { class: "page-event" }), ...searchPage(source, state.run, state.lanes, actions)); }
-    main.querySelector(".page-event")?.replaceChildren(...[state.past && eventPanel(state.past)].filter(Boolean));
+    if (main.dataset.page !== "search") {
+      main.dataset.page = "search";
+      main.replaceChildren(
+        h("div", { class: "page-event" }),
+        ...searchPage(source, state.run, state.lanes, actions),
+      );
+    }
+    main
+      .querySelector(".page-event")
+      ?.replaceChildren(...[state.past && eventPanel(state.past)].filter(Boolean));
     return;
   }
   const shownView = view();
@@ -248,7 +495,11 @@ async function renderPage() {
     // The timeline stays in its place: moving it would lose the keyboard's focus.
     main.querySelector(".page-top").replaceChildren(...above, ...parts);
   } else if (page === "overview") {
-    main.replaceChildren(h("div", { class: "page-top" }, above, parts), timelinePanel(), wholePanel(whole));
+    main.replaceChildren(
+      h("div", { class: "page-top" }, above, parts),
+      timelinePanel(),
+      wholePanel(whole),
+    );
   } else {
     const open = document.activeElement?.closest("details");
     if (open && main.dataset.page === page) return;
@@ -267,49 +518,110 @@ async function partsOf(page, shownView) {
     }
     if (page === "health") {
       const dead = await ask("dead");
-      return renderHealth(past ? { ...shownView, groups: [] } : { ...state.newest, ...shownView }, past ? deadUntil(dead, shownView.at) : dead, actions);
+      return renderHealth(
+        past ? { ...shownView, groups: [] } : { ...state.newest, ...shownView },
+        past ? deadUntil(dead, shownView.at) : dead,
+        actions,
+      );
     }
     const figures = await ask("figures");
     state.figures = past ? figuresUntil(figures, shownView) : figures;
     if (page === "ledger") return renderLedger(shownView, state.figures);
     return renderFigures(state.figures, null);
-  } catch (error) { return [panel("This cannot be shown", "", h("p", { class: "callout" }, error.message))]; }
+  } catch (error) {
+    return [panel("This cannot be shown", "", h("p", { class: "callout" }, error.message))];
+  }
 }
 
 async function whole() {
   const found = await ask("at", { number: view().number, whole: 1 });
-  return JSON.stringify(found.whole, null, 2) ?? "This file does not have it: open the run in trinity-events dashboard.";
+  return (
+    JSON.stringify(found.whole, null, 2) ??
+    "This file does not have it: open the run in trinity-events dashboard."
+  );
 }
 
 function banner() {
   const { past, newest } = state;
-  if (past) return h("div", { class: "banner" }, h("span", {}, "You see the state after event ", h("strong", {}, count(past.number)), ` (${past.position}), ${day(past.at)} ${clock(past.at, true)}.`), h("button", { class: "link", onclick: backToNewest }, "Back to the newest"));
+  if (past)
+    return h(
+      "div",
+      { class: "banner" },
+      h(
+        "span",
+        {},
+        "You see the state after event ",
+        h("strong", {}, count(past.number)),
+        ` (${past.position}), ${day(past.at)} ${clock(past.at, true)}.`,
+      ),
+      h("button", { class: "link", onclick: backToNewest }, "Back to the newest"),
+    );
   return newest.note ? h("div", { class: "banner" }, newest.note) : null;
 }
 
 // --- keyboard -----------------------------------------------------------------------------
 
-const KEYS = [["1 – 6", "open a page"], [", and .", "the event before, the event after"], ["L", "back to the newest state"], ["← →", "move the timeline"], ["+ − 0", "zoom the timeline; show all of it"], ["/", "search"], ["R", "all runs"], ["T", "light, dark, or as the system"], ["?", "these keys"]];
+const KEYS = [
+  ["1 – 6", "open a page"],
+  [", and .", "the event before, the event after"],
+  ["L", "back to the newest state"],
+  ["← →", "move the timeline"],
+  ["+ − 0", "zoom the timeline; show all of it"],
+  ["/", "search"],
+  ["R", "all runs"],
+  ["T", "light, dark, or as the system"],
+  ["?", "these keys"],
+];
 
 function keys() {
-  const box = h("dialog", { class: "keys", "aria-label": "Keys" }, h("h2", {}, "Keys"), h("dl", { class: "facts" }, KEYS.flatMap(([key, words]) => [h("dt", {}, h("kbd", {}, key)), h("dd", {}, words)])), h("form", { method: "dialog" }, h("button", { class: "primary" }, "Close")));
+  const box = h(
+    "dialog",
+    { class: "keys", "aria-label": "Keys" },
+    h("h2", {}, "Keys"),
+    h(
+      "dl",
+      { class: "facts" },
+      KEYS.flatMap(([key, words]) => [h("dt", {}, h("kbd", {}, key)), h("dd", {}, words)]),
+    ),
+    h("form", { method: "dialog" }, h("button", { class: "primary" }, "Close")),
+  );
   box.addEventListener("close", () => box.remove());
   document.body.append(box);
   box.showModal();
 }
 
 function pressed(event) {
-  if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, select, textarea, dialog")) return;
+  if (
+    event.ctrlKey ||
+    event.metaKey ||
+    event.altKey ||
+    event.target.closest("input, select, textarea, dialog")
+  )
+    return;
   const { key } = event;
   if (/^[1-6]$/.test(key) && state.run) go(PAGES[key - 1][0]);
   else if (key === ",") scrubber.step(-1);
   else if (key === ".") scrubber.step(1);
   else if (key === "l" && state.run) backToNewest();
   else if (key === "r") location.hash = "#/";
-  else if (key === "t") { setTheme({ auto: "light", light: "dark", dark: "auto" }[document.documentElement.dataset.theme] ?? "light"); renderHead(); }
-  else if (key === "?") keys();
-  else if (key === "/" && state.run) { event.preventDefault(); go("search"); setTimeout(() => document.getElementById("search-type")?.focus(), 50); }
-  else if (timeline && state.page === "overview" && event.target !== timeline.canvas && timeline.key(key)) event.preventDefault();
+  else if (key === "t") {
+    setTheme(
+      { auto: "light", light: "dark", dark: "auto" }[document.documentElement.dataset.theme] ??
+        "light",
+    );
+    renderHead();
+  } else if (key === "?") keys();
+  else if (key === "/" && state.run) {
+    event.preventDefault();
+    go("search");
+    setTimeout(() => document.getElementById("search-type")?.focus(), 50);
+  } else if (
+    timeline &&
+    state.page === "overview" &&
+    event.target !== timeline.canvas &&
+    timeline.key(key)
+  )
+    event.preventDefault();
 }
 
 begin().catch(fail);

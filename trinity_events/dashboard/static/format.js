@@ -1,18 +1,34 @@
 // Elements, numbers and times, as all pages show them.
 
 export const CATEGORY_COLORS = {
-  run: "#8591a1", train: "#0072b2", rollouts: "#56b4e9", save: "#009e73", publish: "#e69f00",
-  apply: "#cc79a7", wait: "#8a8f98", failure: "#d55e00", ready: "#0b7a5c",
+  run: "#8591a1",
+  train: "#0072b2",
+  rollouts: "#56b4e9",
+  save: "#009e73",
+  publish: "#e69f00",
+  apply: "#cc79a7",
+  wait: "#8a8f98",
+  failure: "#d55e00",
+  ready: "#0b7a5c",
 };
 export const CATEGORY_WORDS = {
-  run: "run", train: "training", rollouts: "rollouts", save: "saves", publish: "publishes",
-  apply: "applies", wait: "waits", failure: "failures", ready: "announced",
+  run: "run",
+  train: "training",
+  rollouts: "rollouts",
+  save: "saves",
+  publish: "publishes",
+  apply: "applies",
+  wait: "waits",
+  failure: "failures",
+  ready: "announced",
 };
 
 export function h(tag, properties, ...children) {
   const element = document.createElement(tag);
   setAll(element, properties);
-  element.append(...children.flat().filter((one) => one !== null && one !== undefined && one !== false));
+  element.append(
+    ...children.flat().filter((one) => one !== null && one !== undefined && one !== false),
+  );
   return element;
 }
 
@@ -27,7 +43,8 @@ function setAll(element, properties) {
   for (const [name, value] of Object.entries(properties ?? {})) {
     if (value === null || value === undefined || value === false) continue;
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-    else if (name === "css") for (const [key, one] of Object.entries(value)) element.style.setProperty(key, one);
+    else if (name === "css")
+      for (const [key, one] of Object.entries(value)) element.style.setProperty(key, one);
     else element.setAttribute(name, value === true ? "" : value);
   }
 }
@@ -42,13 +59,18 @@ export function figure(value) {
   if (size >= 1e6) return `${(value / 1e6).toPrecision(3)} M`;
   if (size >= 1e4) return `${(value / 1e3).toPrecision(3)} k`;
   if (size >= 100 || Number.isInteger(value)) return String(Math.round(value));
-  return size >= 0.001 || size === 0 ? String(Number(value.toPrecision(3))) : value.toExponential(1);
+  return size >= 0.001 || size === 0
+    ? String(Number(value.toPrecision(3)))
+    : value.toExponential(1);
 }
 
 export function bytes(number) {
   const units = ["B", "kB", "MB", "GB", "TB"];
   let at = 0;
-  while (number >= 1000 && at < units.length - 1) { number /= 1000; at += 1; }
+  while (number >= 1000 && at < units.length - 1) {
+    number /= 1000;
+    at += 1;
+  }
   return `${at ? number.toFixed(1) : number} ${units[at]}`;
 }
 
@@ -58,7 +80,8 @@ export function duration(milliseconds) {
   if (seconds < 10) return `${seconds.toFixed(1)} s`;
   if (seconds < 120) return `${Math.round(seconds)} s`;
   if (seconds < 7200) return `${Math.floor(seconds / 60)} min ${Math.round(seconds % 60)} s`;
-  if (seconds < 172800) return `${Math.floor(seconds / 3600)} h ${Math.round((seconds % 3600) / 60)} min`;
+  if (seconds < 172800)
+    return `${Math.floor(seconds / 3600)} h ${Math.round((seconds % 3600) / 60)} min`;
   return `${Math.floor(seconds / 86400)} d ${Math.round((seconds % 86400) / 3600)} h`;
 }
 
@@ -92,7 +115,12 @@ export function ofTheme(name) {
 }
 
 export function panel(title, aside, ...children) {
-  const head = h("div", { class: "panel-head" }, h("h2", {}, title), aside ? h("div", { class: "aside" }, aside) : null);
+  const head = h(
+    "div",
+    { class: "panel-head" },
+    h("h2", {}, title),
+    aside ? h("div", { class: "aside" }, aside) : null,
+  );
   return h("section", { class: "panel", "aria-label": title }, head, ...children);
 }
 
@@ -104,7 +132,9 @@ const tip = () => document.getElementById("tip");
 
 export function showTip(x, y, lines) {
   const box = tip();
-  box.replaceChildren(...lines.filter(Boolean).map((line, at) => h("div", { class: at ? "" : "strong" }, line)));
+  box.replaceChildren(
+    ...lines.filter(Boolean).map((line, at) => h("div", { class: at ? "" : "strong" }, line)),
+  );
   box.hidden = false;
   const { innerWidth, innerHeight } = window;
   const { width, height } = box.getBoundingClientRect();

@@ -6,24 +6,56 @@ export class Scrubber {
   constructor({ scrub, live }) {
     this.scrub = scrub;
     this.strip = h("canvas", { "aria-hidden": "true" });
-    this.range = h("input", { type: "range", min: 0, max: 1, step: 1, "aria-label": "Time of the state that is shown" });
-    this.range.addEventListener("input", () => this.scrub({ time: Number(this.range.value) }, true));
+    this.range = h("input", {
+      type: "range",
+      min: 0,
+      max: 1,
+      step: 1,
+      "aria-label": "Time of the state that is shown",
+    });
+    this.range.addEventListener("input", () =>
+      this.scrub({ time: Number(this.range.value) }, true),
+    );
     this.words = h("span", { class: "scrub-words" });
-    this.number = h("input", { class: "scrub-number", inputmode: "numeric", "aria-label": "Number of the event", size: 9 });
+    this.number = h("input", {
+      class: "scrub-number",
+      inputmode: "numeric",
+      "aria-label": "Number of the event",
+      size: 9,
+    });
     this.number.addEventListener("change", () => {
       const text = this.number.value.replaceAll(",", "").trim();
       this.scrub(/^\d+-\d+$/.test(text) ? { entry: text } : { number: Number(text) || 0 });
     });
-    const step = (by, label, words) => h("button", { class: "tool", title: label, "aria-label": label, onclick: () => this.step(by) }, words);
-    this.liveButton = h("button", { class: "live", onclick: live, title: "Back to the newest state (L)" }, "Newest");
+    const step = (by, label, words) =>
+      h(
+        "button",
+        { class: "tool", title: label, "aria-label": label, onclick: () => this.step(by) },
+        words,
+      );
+    this.liveButton = h(
+      "button",
+      { class: "live", onclick: live, title: "Back to the newest state (L)" },
+      "Newest",
+    );
     this.element = [
-      h("div", { class: "scrub-tools" }, step(-1, "Previous event (,)", "‹"), this.number, step(1, "Next event (.)", "›"), this.words, this.liveButton),
-      h("div", { class: "scrub-strip" }, this.strip, this.range)];
+      h(
+        "div",
+        { class: "scrub-tools" },
+        step(-1, "Previous event (,)", "‹"),
+        this.number,
+        step(1, "Next event (.)", "›"),
+        this.words,
+        this.liveButton,
+      ),
+      h("div", { class: "scrub-strip" }, this.strip, this.range),
+    ];
     new ResizeObserver(() => this.paint()).observe(this.strip.parentElement ?? this.element[1]);
   }
 
   step(by) {
-    if (this.view) this.scrub({ number: Math.max(this.first, Math.min(this.last, this.view.number + by)), by });
+    if (this.view)
+      this.scrub({ number: Math.max(this.first, Math.min(this.last, this.view.number + by)), by });
   }
 
   setOverview(overview, marks, categories) {
@@ -40,7 +72,8 @@ export class Scrubber {
     this.first = view.first;
     this.last = last;
     if (document.activeElement !== this.number) this.number.value = count(view.number);
-    if (document.activeElement !== this.range || !past) this.range.value = past ? view.at : this.range.max;
+    if (document.activeElement !== this.range || !past)
+      this.range.value = past ? view.at : this.range.max;
     this.range.setAttribute("aria-valuetext", `event ${view.number}, ${clock(view.at)}`);
     this.words.textContent = `of ${count(last)} · ${day(view.at)} ${clock(view.at, true)}`;
     this.liveButton.classList.toggle("on", !past);
@@ -54,7 +87,9 @@ export class Scrubber {
 
   paintNow() {
     const { strip, overview } = this;
-    const wide = strip.parentElement.clientWidth, high = 34, scale = window.devicePixelRatio || 1;
+    const wide = strip.parentElement.clientWidth,
+      high = 34,
+      scale = window.devicePixelRatio || 1;
     if (!overview || !wide) return;
     strip.width = wide * scale;
     strip.height = high * scale;
@@ -69,7 +104,9 @@ export class Scrubber {
       found.set(category, (found.get(category) ?? 0) + number);
       columns.set(column, found);
     }
-    const sums = [...columns.values()].map((one) => [...one.values()].reduce((sum, each) => sum + each, 0)).sort((one, other) => one - other);
+    const sums = [...columns.values()]
+      .map((one) => [...one.values()].reduce((sum, each) => sum + each, 0))
+      .sort((one, other) => one - other);
     const most = sums[Math.floor(sums.length * 0.98)] || 1;
     const thick = Math.max(1, x(overview.begin + overview.width) - x(overview.begin) - 0.2);
     for (const [column, found] of columns) {
@@ -88,14 +125,18 @@ export class Scrubber {
       const bad = !["run-opened", "run-resumed"].includes(name);
       pen.fillStyle = bad ? CATEGORY_COLORS.failure : ofTheme("--ink");
       pen.beginPath();
-      pen.moveTo(x(at) - 3.5, 1); pen.lineTo(x(at) + 3.5, 1); pen.lineTo(x(at), 7);
+      pen.moveTo(x(at) - 3.5, 1);
+      pen.lineTo(x(at) + 3.5, 1);
+      pen.lineTo(x(at), 7);
       pen.fill();
     }
     if (overview.indexed < overview.end) {
       pen.fillStyle = ofTheme("--line");
       pen.fillRect(x(overview.indexed), 8, x(overview.end) - x(overview.indexed), high - 12);
     }
-    const at = this.view ? Math.min(overview.end, Math.max(overview.begin, Number(this.range.value))) : overview.end;
+    const at = this.view
+      ? Math.min(overview.end, Math.max(overview.begin, Number(this.range.value)))
+      : overview.end;
     pen.fillStyle = ofTheme("--accent");
     pen.fillRect(x(at) - 1, 0, 2, high);
   }

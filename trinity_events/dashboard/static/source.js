@@ -13,7 +13,11 @@ class LiveSource {
   offline = false;
 
   async ask(path, query) {
-    const asked = new URLSearchParams(Object.entries(query ?? {}).filter(([, value]) => value !== null && value !== undefined && value !== ""));
+    const asked = new URLSearchParams(
+      Object.entries(query ?? {}).filter(
+        ([, value]) => value !== null && value !== undefined && value !== "",
+      ),
+    );
     const answer = await fetch(`/api/${path}?${asked}`, { headers: this.headers() });
     const found = await answer.json();
     if (!answer.ok) throw new Error(found.error ?? answer.statusText);
@@ -25,9 +29,13 @@ class LiveSource {
     return token ? { authorization: `Bearer ${token}` } : {};
   }
 
-  runs() { return this.ask("runs"); }
+  runs() {
+    return this.ask("runs");
+  }
 
-  of(run, name, query) { return this.ask(`runs/${encodeURIComponent(run)}/${name}`, query); }
+  of(run, name, query) {
+    return this.ask(`runs/${encodeURIComponent(run)}/${name}`, query);
+  }
 
   // Calls `told` with each state, and `lost` while the stream is away; returns what ends it.
   follow(run, told, lost) {
@@ -35,9 +43,15 @@ class LiveSource {
     const read = async () => {
       for (let pause = 500; !ending.signal.aborted; pause = Math.min(pause * 2, 8000)) {
         try {
-          const answer = await fetch(`/api/runs/${encodeURIComponent(run)}/live`, { headers: this.headers(), signal: ending.signal });
+          const answer = await fetch(`/api/runs/${encodeURIComponent(run)}/live`, {
+            headers: this.headers(),
+            signal: ending.signal,
+          });
           if (!answer.ok) throw new Error((await answer.json()).error);
-          await events(answer.body, (data) => { pause = 500; told(data); });
+          await events(answer.body, (data) => {
+            pause = 500;
+            told(data);
+          });
         } catch (error) {
           if (ending.signal.aborted) return;
           lost(error.message);
@@ -58,7 +72,9 @@ async function events(body, told) {
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
     // Only the newest state counts.
-    const data = parts.flatMap((part) => part.split("\n")).filter((line) => line.startsWith("data: "));
+    const data = parts
+      .flatMap((part) => part.split("\n"))
+      .filter((line) => line.startsWith("data: "));
     if (data.length) told(JSON.parse(data.at(-1).slice(6)));
   }
 }
@@ -66,17 +82,24 @@ async function events(body, told) {
 class FileSource {
   offline = true;
 
-  constructor(data) { this.data = data; }
+  constructor(data) {
+    this.data = data;
+  }
 
-  async runs() { return { runs: [{ run: this.data.now.run, recorded: true }] }; }
+  async runs() {
+    return { runs: [{ run: this.data.now.run, recorded: true }] };
+  }
 
   async of(run, name, query) {
     const found = this[`_${name}`] ? this[`_${name}`](query ?? {}) : this.data[name];
-    if (found === undefined) throw new Error("this file does not have it: open the run in trinity-events dashboard");
+    if (found === undefined)
+      throw new Error("this file does not have it: open the run in trinity-events dashboard");
     return found;
   }
 
-  follow() { return () => {}; }
+  follow() {
+    return () => {};
+  }
 
   // Of the past, a file has some states alone: a step leads to the next of them.
   _at({ number, entry, time, by }) {
@@ -85,7 +108,8 @@ class FileSource {
       const at = states.findLastIndex((one) => one.number <= number - by);
       return states[Math.max(0, Math.min(states.length - 1, at + by))];
     }
-    if (entry) number = states.find((one) => one.position === entry)?.number ?? this.numberOf(entry);
+    if (entry)
+      number = states.find((one) => one.position === entry)?.number ?? this.numberOf(entry);
     let found = states[0];
     for (const one of states) {
       const reached = time !== undefined ? one.at <= time : one.number <= number;
@@ -105,24 +129,40 @@ class FileSource {
     const rowOf = timeline.rows.map((name) => {
       const [, role, rank] = /^(.*)-(\d+)$/.exec(name) ?? [];
       const single = names.indexOf(name);
-      return single >= 0 ? single : ranges.findIndex((one) => one && one[1] === role && rank >= Number(one[2]) && rank <= Number(one[3]));
+      return single >= 0
+        ? single
+        : ranges.findIndex(
+            (one) => one && one[1] === role && rank >= Number(one[2]) && rank <= Number(one[3]),
+          );
     });
-    const placed = (all) => all.map((one) => [rowOf[one[0]], ...one.slice(1)]).filter((one) => one[0] >= 0);
-    const cells = placed(timeline.cells).filter((one) => one[1] >= from - timeline.width && one[1] <= to);
+    const placed = (all) =>
+      all.map((one) => [rowOf[one[0]], ...one.slice(1)]).filter((one) => one[0] >= 0);
+    const cells = placed(timeline.cells).filter(
+      (one) => one[1] >= from - timeline.width && one[1] <= to,
+    );
     // Spans are of the newest events; a window that begins long before them shows numbers.
     const detailed = to > timeline.since && to - timeline.since > (to - from) / 2;
     if (!detailed) return { mode: "counts", width: timeline.width, cells };
-    const spans = placed(timeline.spans).filter((one) => one[2] >= from && one[1] <= to && !ranges[one[0]]);
-    return { mode: "spans", width: timeline.width, spans, cells: cells.filter((one) => ranges[one[0]] || one[1] < timeline.since - timeline.width) };
+    const spans = placed(timeline.spans).filter(
+      (one) => one[2] >= from && one[1] <= to && !ranges[one[0]],
+    );
+    return {
+      mode: "spans",
+      width: timeline.width,
+      spans,
+      cells: cells.filter((one) => ranges[one[0]] || one[1] < timeline.since - timeline.width),
+    };
   }
 
   _events({ type, producer, step, since, until, before, limit }) {
     const types = type ? type.split(",") : [];
-    const wanted = (row) => (!before || row[0] < before)
-      && (!types.length || types.includes(row[4]))
-      && (!producer || row[3] === producer || row[3].replace(/-\d+$/, "") === producer)
-      && (step === undefined || step === null || step === "" || row[5] === Number(step))
-      && (!since || row[2] >= since) && (!until || row[2] <= until);
+    const wanted = (row) =>
+      (!before || row[0] < before) &&
+      (!types.length || types.includes(row[4])) &&
+      (!producer || row[3] === producer || row[3].replace(/-\d+$/, "") === producer) &&
+      (step === undefined || step === null || step === "" || row[5] === Number(step)) &&
+      (!since || row[2] >= since) &&
+      (!until || row[2] <= until);
     const found = this.data.found.filter(wanted).slice(0, limit ?? 50);
     return { found, before: found.length === (limit ?? 50) ? found.at(-1)[0] : null, until: null };
   }
