@@ -34,16 +34,21 @@ async def live_facts(client: redis.asyncio.Redis, run_id: str) -> LiveFacts:
         is_led=bool(await client.exists(log.keys.leader)),
         unfolded_since=await _unfolded_since(client, log),
         server_fault=await _server_fault(client, log.keys.events),
-        processes={
-            name: HostProcess(pid=one.pid, condition=one.condition)
-            for name, one in host_processes(run_id).items()
-        },
+        processes=processes_here(run_id),
         heard=await _heard(log),
         groups=tuple(
             [one for stream in Stream for one in await _unread_groups(client, log, stream)]
         ),
         readers=await _readers(client, log, now),
     )
+
+
+def processes_here(run_id: str) -> dict[str, HostProcess]:
+    """Return the processes of a run on this host and of this user, by role and rank."""
+    return {
+        name: HostProcess(pid=one.pid, condition=one.condition)
+        for name, one in host_processes(run_id).items()
+    }
 
 
 async def _unfolded_since(client: redis.asyncio.Redis, log: RedisEventLog) -> int | None:

@@ -1,6 +1,8 @@
 """What commands print with ``--json``, held to the schemas in ``schemas/json/commands``."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import jsonschema
@@ -10,11 +12,13 @@ from typer.main import get_group
 
 from tests.support.event_histories import committed, failed, registration, started
 from tests.support.pipeline import folded, publish_steps, reducer_task
+from tests.support.waits import child
 from trinity_events.cli.app import build
 from trinity_events.log import AsyncPublisher, new_producer
 from trinity_schemas import (
     ExplorerStatusChanged,
     RolloutsDispatched,
+    RunClosed,
     StepTrained,
     SyncRequested,
     WaitStarted,
@@ -77,6 +81,31 @@ async def test_what_a_command_prints_is_what_its_schema_says(cli, run, name):
     assert len(lines) == 1 or name in LINE_BY_LINE
     for line in lines:
         validator.validate(json.loads(line))
+
+
+PROCESS = """
+import sys
+from trinity_events.stacks import write_stacks_when_asked
+
+write_stacks_when_asked(sys.argv[1], "actor-1")
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+async def test_status_lists_the_processes_of_an_open_run_on_this_host(cli, run, publisher):
+    command = [sys.executable, "-c", PROCESS, run]
+    with child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"ready\n"
+        told = json.loads(cli("status", run, "--json").stdout)
+        schema_of("status").validate(told)
+        assert told["processes"] == {"actor-1": {"pid": process.pid, "condition": "running"}}
+        assert f"actor-1       {process.pid}" in cli("status", run).stdout
+        process.kill()
+        process.wait()
+        assert "ended" in cli("status", run).stdout.partition("PROCESS HERE")[2]
+    await publisher.publish(RunClosed(reason="finished"))
+    assert "PROCESS HERE" not in cli("status", run).stdout
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import anyio
+import msgspec
 
 from ..core import MonitorState
+from ..core.causes import HostProcess
+from ..live_facts import processes_here
 from ..liveness import abandoned_since
 from ..log import RedisEventLog, position, require_run
 from ..replay import current_state
@@ -13,27 +18,43 @@ from ..views import seconds, state_as_json, status_panel, waits_as_json
 from .options import Json, OptionalRun, RedisUrl, client_of, console, print_json
 
 
+class _Known(NamedTuple):
+    state: MonitorState
+    now: int | None
+    """Milliseconds of the server's clock; None if the run is closed."""
+    silent_since: int | None
+    """Milliseconds since which the run is abandoned."""
+    processes: dict[str, HostProcess]
+    """Processes of an open run on this host."""
+
+
 def status(run: OptionalRun = None, redis_url: RedisUrl = None, as_json: Json = False) -> None:
     """Show the ready steps, the weights of each explorer, and what steps and processes wait for.
 
+    Of an open run it lists the processes of this host with their process ids.
+
     Example: trinity-events status demo-1
     """
-    state, now, since = anyio.run(_state, redis_url, run)
-    if as_json:
-        silent = {} if since is None else {"silent_since": seconds(since)}
-        at = position(state.position)[0] if now is None else now
-        shown = {name: value for name, value in state_as_json(state).items() if name != "waits"}
-        print_json(shown | waits_as_json(state, at) | silent)
-    else:
-        console().print(status_panel(state, now=now, silent_since=since))
+    known = anyio.run(_look_up, redis_url, run)
+    if not as_json:
+        console().print(status_panel(*known))
+        return
+    state, now, since, processes = known
+    shown = {name: value for name, value in state_as_json(state).items() if name != "waits"}
+    at = position(state.position)[0] if now is None else now
+    print_json(
+        shown
+        | waits_as_json(state, at)
+        | ({} if since is None else {"silent_since": seconds(since)})
+        | ({"processes": msgspec.to_builtins(processes)} if processes else {})
+    )
 
 
-async def _state(
-    redis_url: str | None, run: str | None
-) -> tuple[MonitorState, int | None, int | None]:
-    """Return the run's state, the time now if it is open, and since when it is abandoned."""
+async def _look_up(redis_url: str | None, run: str | None) -> _Known:
     async with client_of(redis_url) as client:
         log = RedisEventLog(client, await require_run(client, run))
         state = await current_state(log)
-        now = await server_clock(client, log.keys.events) if state.closed is None else None
-        return state, now, await abandoned_since(client, state)
+        is_open = state.closed is None
+        now = await server_clock(client, log.keys.events) if is_open else None
+        processes = processes_here(log.run_id) if is_open else {}
+        return _Known(state, now, await abandoned_since(client, state), processes)

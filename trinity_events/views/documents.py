@@ -16,7 +16,7 @@ from trinity_schemas.schemas import DIALECT, tidy
 from ..archive.verify import Report
 from ..core import MonitorState
 from ..core.audit import Audit
-from ..core.causes import Cause
+from ..core.causes import Cause, HostProcess
 from ..core.changes import Change
 from ..core.outcomes import OutcomeName
 from ..core.proof import ProofEntry
@@ -76,6 +76,13 @@ class _State(MonitorState, kw_only=True):
 
     silent_since: float | UnsetType = UNSET
     """Unix seconds of an abandoned run's last event."""
+
+
+class _Status(_State, kw_only=True):
+    """State of a run, with its processes on the host of the question."""
+
+    processes: dict[str, HostProcess] | UnsetType = UNSET
+    """Processes of an open run by role and rank."""
 
 
 class Explanation(_Document, frozen=True):
@@ -169,7 +176,7 @@ DOCUMENTS: dict[str, Any] = {
     "replay": _State,
     "replay-step": Step,
     "runs": list[RunRow],
-    "status": _State,
+    "status": _Status,
     "tail": (TailLine, UndecodableLine),
     "tail-cloudevents": CloudEvent,
     "verify": Report,

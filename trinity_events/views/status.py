@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -13,6 +13,7 @@ from trinity_schemas import Kind
 
 from ..checkpoint_layout import final_name
 from ..core import MonitorState, failures, unfinished
+from ..core.causes import HostProcess
 from ..core.refusals import suspects, words_of_refusal
 from ..core.state import KINDS, ExplorerState
 from ..core.waits import chained_waits, culprits, seconds_left
@@ -53,7 +54,10 @@ def runs_table(runs: Iterable[tuple[MonitorState, int | None]]) -> Table:
 
 
 def status_panel(
-    state: MonitorState, *, now: int | None = None, silent_since: int | None = None
+    state: MonitorState,
+    now: int | None = None,
+    silent_since: int | None = None,
+    processes: Mapping[str, HostProcess] | None = None,
 ) -> RenderableType:
     """Return the panel of one run's state.
 
@@ -62,6 +66,7 @@ def status_panel(
         now: Milliseconds of the server's clock, to which ages are counted; by default those of
             the last entry.
         silent_since: The milliseconds of the last entry of an abandoned run; else None.
+        processes: Processes of the run on this host, by role and rank.
     """
     silent = silent_since is not None
     head = Text.assemble(
@@ -98,6 +103,7 @@ def status_panel(
     ]
     tables = (
         *(Text(), _ready(state), Text(), _explorers(state, now, silent=silent)),
+        *_processes(processes or {}),
         *_evaluations(state, now),
         *_waits_table(state, _moment_of(state, now)),
     )
@@ -154,6 +160,19 @@ def _explorers(state: MonitorState, now: int | None, *, silent: bool) -> Table:
         status = _explorer_status(state, name, explorer, silent=silent)
         table.add_row(name, status, serves, date_and_time(explorer.applied_at), heard)
     return table
+
+
+def _processes(processes: Mapping[str, HostProcess]) -> Iterator[RenderableType]:
+    """Yield the table of the processes on this host; nothing without any."""
+    if not processes:
+        return
+    table = Table(box=None, pad_edge=False)
+    for column in ("PROCESS HERE", "PID", "STATE"):
+        table.add_column(column)
+    for name, one in sorted(processes.items()):
+        style = "" if one.condition == "running" else "red"
+        table.add_row(visible(name, lines=False), str(one.pid), Text(one.condition, style))
+    yield from (Text(), table)
 
 
 def _waits_table(state: MonitorState, now: int) -> list[RenderableType]:
