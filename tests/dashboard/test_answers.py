@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
 from tests.support.dashboards import SMALL, dashboard, put_run, server_runs, shared_dashboard
 from trinity_events.core import MonitorState
 from trinity_events.core.fold import Monitor
 from trinity_events.core.fold_state import describe_producer
+from trinity_events.core.proof import Proof
 from trinity_events.dashboard import answers
 from trinity_events.dashboard.simulated_run import Plan, simulated_run
 from trinity_events.log import position
-from trinity_events.replay import fold
+from trinity_events.replay import fold, fold_one
 from trinity_events.views import state_as_json
 from trinity_schemas import decode_envelope, event_tag
 
@@ -196,6 +198,42 @@ async def test_versions_are_proven_by_the_announced_digest(demo):
     assert len(found["versions"]) == 24
     verdicts = {cell[6] for cell in found["cells"] if found["versions"][cell[0]][3]}
     assert verdicts == {"proven"}
+
+
+async def test_versions_of_the_past_are_those_of_the_log_up_to_then(demo):
+    newest = await demo.json(f"{RUN}/versions")
+    assert await demo.json(f"{RUN}/versions", number=len(ENTRIES)) == newest
+    past = await demo.json(f"{RUN}/versions", number=3633)
+    state = folded(3633)
+    assert [one[1] for one in past["versions"]][-2:] == [40, 41]
+    assert past["explorers"] == sorted(state.explorers)
+    serves = {name: one.version.step for name, one in state.explorers.items()}
+    applied = {(past["versions"][one[0]][1], one[1]) for one in past["cells"]}
+    assert {(step, name) for name, step in serves.items()} <= applied
+    assert max(one[2] for one in past["cells"]) <= position(ENTRIES[3632].id)[0] / 1000
+
+
+async def test_causes_of_the_past_are_those_that_the_log_tells(demo):
+    now = await demo.json(f"{RUN}/now")
+    assert now["causes"][0]["process"] == "reward-1"
+    assert now["processes"] == []
+    begin = await demo.json(f"{RUN}/at", number=500)
+    assert begin["causes"] == []
+
+
+@pytest.mark.parametrize("step", [40, 90, 120])
+async def test_a_step_is_proven_by_the_entries_that_explain_names(demo, step):
+    proof, monitor = Proof(step), Monitor(MonitorState(run_id=DEMO.run_id))
+    results = [(one.id, fold_one(monitor, one)) for one in ENTRIES]
+    for entry_id, result in results:
+        for announcement in result.announcements:
+            proof.add_announcement(entry_id, announcement)
+    for entry_id, result in results:
+        if result.envelope is not None:
+            proof.add(entry_id, result.envelope)
+    found = await demo.json(f"{RUN}/explain", step=step)
+    assert found["proof"] == json.loads(msgspec.json.encode(proof.entries))
+    assert any(one["final"] for one in found["proof"])
 
 
 async def test_figures_have_metrics_by_step_and_the_slowest_times_by_version(demo):

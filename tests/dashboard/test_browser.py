@@ -52,7 +52,7 @@ PAINTED = """(() => {
 def test_the_demo_is_read_and_scrubbed_by_keyboard_alone(page, address):
     page.open(address)
     page.wait_for("document.querySelector('.headline h1')?.innerText.includes('trainer-0 waits')")
-    assert "reward-1" in page.text(".headline")
+    assert "reward-1 reports no wait" in page.text(".cause")
     assert page.evaluate("document.querySelectorAll('.cells button').length") == DEMO.explorers
     page.wait_for(PAINTED)
     page.press(",")
@@ -64,7 +64,7 @@ def test_the_demo_is_read_and_scrubbed_by_keyboard_alone(page, address):
     page.wait_for("document.querySelectorAll('.matrix tbody tr').length === 47")
     assert page.text(".matrix tbody th") == "explorer-20"
     page.press("3")
-    page.wait_for("document.querySelectorAll('svg.chart').length === 9")
+    page.wait_for("document.querySelectorAll('.chart canvas').length === 9")
     page.press("4")
     page.wait_for("document.querySelector('.equation')?.innerText.includes('dispatched =')")
     page.press("5")
@@ -85,22 +85,45 @@ def test_an_address_leads_to_the_state_after_an_event(page, address):
 
 
 def test_pages_of_the_past_show_nothing_that_came_later(page, address):
-    page.open(f"{address}#/{DEMO.run_id}/versions")
-    page.wait_for("document.querySelectorAll('.matrix tbody tr').length === 47")
     last = "Number([...document.querySelectorAll('.matrix thead button')].at(-1)?.innerText)"
-    newest = page.evaluate(last)
-    asked = f"fetch('/api/runs/{DEMO.run_id}/at?number={LAST - LAST // 20}')"
-    entry = page.evaluate(f"{asked}.then((one) => one.json()).then((one) => one.position)")
-    page.evaluate(f"location.hash = '#/{DEMO.run_id}/versions/{entry}'")
-    page.wait_for(f"document.querySelector('.banner') && {last} < {newest}")
-    early = "1767258806917-0"
-    page.evaluate(f"location.hash = '#/{DEMO.run_id}/versions/{early}'")
-    page.wait_for("document.body.innerText.includes('which all came later')")
-    page.evaluate(f"location.hash = '#/{DEMO.run_id}/figures/{entry}'")
+    early = "1767258806917-0"  # while step 41 was published
+    page.open(f"{address}#/{DEMO.run_id}/versions/{early}")
+    page.wait_for(f"document.querySelector('.banner') && {last} === 41")
+    assert page.evaluate("document.querySelectorAll('.matrix thead button').length") == 24
+    page.evaluate(f"location.hash = '#/{DEMO.run_id}/figures/{early}'")
     page.wait_for("document.querySelector('main')?.dataset.page === 'figures'")
-    page.wait_for("document.querySelectorAll('svg.chart').length > 0")
-    page.evaluate(f"location.hash = '#/{DEMO.run_id}/ledger/{entry}'")
+    page.wait_for("document.querySelectorAll('.chart canvas').length > 0")
+    page.evaluate(f"location.hash = '#/{DEMO.run_id}/ledger/{early}'")
     page.wait_for("document.body.innerText.includes('for the newest state alone')")
+    assert page.problems == []
+
+
+def test_a_step_leads_to_its_events_and_its_proof(page, address):
+    page.open(f"{address}#/{DEMO.run_id}/overview")
+    page.wait_for("document.querySelector('.steps .link')")
+    page.evaluate("document.querySelector('.steps .link').click()")
+    page.wait_for("document.querySelectorAll('.proof-entries tbody tr').length === 41")
+    assert "Step 120 checkpoint is ready." in page.text(".proof")
+    assert page.evaluate("document.querySelector('[name=step]').value") == "120"
+    page.evaluate("document.querySelector('.proof-entries .final .link').click()")
+    page.wait_for("document.querySelector('.page-event')?.innerText.includes('announced')")
+    assert page.problems == []
+
+
+def test_a_chart_is_zoomed_with_all_others_and_shown_whole_again(page, address):
+    page.open(f"{address}#/{DEMO.run_id}/figures")
+    page.wait_for("document.querySelectorAll('.chart canvas').length === 9")
+    shown = "document.querySelector('.figure-tools .tool').hidden"
+    assert page.evaluate(shown)
+    place = "document.querySelector('.u-over').getBoundingClientRect()"
+    box = page.evaluate(f"(({{ left, top }}) => [left, top])({place})")
+    at = {"x": box[0] + 40, "y": box[1] + 40, "button": "left", "clickCount": 1}
+    page.call("Input.dispatchMouseEvent", type="mousePressed", **at)
+    page.call("Input.dispatchMouseEvent", type="mouseMoved", **{**at, "x": box[0] + 140})
+    page.call("Input.dispatchMouseEvent", type="mouseReleased", **{**at, "x": box[0] + 140})
+    page.wait_for(f"!{shown}")
+    page.evaluate("document.querySelector('.figure-tools .tool').click()")
+    page.wait_for(shown)
     assert page.problems == []
 
 
@@ -127,9 +150,16 @@ async def test_a_running_run_is_followed(client, log, run_id, page):
         await _in_thread(
             page.wait_for, "document.querySelector('.tiles')?.innerText.includes('4,321')"
         )
+        rows = "document.querySelectorAll('.explorers tbody tr').length"
+        assert await _in_thread(page.evaluate, rows) == SMALL.explorers
         await publisher.publish(RunClosed(reason="failed", error=HOSTILE))
         await _in_thread(page.wait_for, "document.querySelector('.headline.bad')")
         assert HOSTILE in await _in_thread(page.text, ".headline")
+        await _in_thread(page.wait_for, "document.querySelector('.headline .link')")
+        await _in_thread(page.evaluate, "document.querySelector('.headline .link').click()")
+        await _in_thread(page.wait_for, "document.querySelector('.banner')")
+        assert "4,321" in await _in_thread(page.text, ".tiles")
+        assert "failed" not in await _in_thread(page.text, ".headline")
         assert await _in_thread(page.evaluate, "document.title") != "taken"
         assert page.problems == []
 

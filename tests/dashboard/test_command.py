@@ -186,7 +186,8 @@ async def test_an_exported_page_may_run_its_own_script_alone():
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
     assert "connect-src" not in policy
-    assert set(re.findall(r"https?://[^\s\"'`]+", page)) == {"http://www.w3.org/2000/svg"}
+    # It is in a comment, which names the library of the charts.
+    assert set(re.findall(r"https?://[^\s\"'`]+", page)) == {"https://github.com/leeoniya/uPlot"}
 
 
 def test_two_forms_of_an_export_are_refused(cli):

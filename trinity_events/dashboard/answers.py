@@ -7,12 +7,14 @@ from typing import Any
 
 import anyio.to_thread
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from trinity_schemas import Envelope, EnvelopeReader, StepRef, event_tag
 
+from ..core.causes import LiveFacts
 from ..core.fold import Monitor
 from ..core.fold_state import describe_producer
+from ..core.proof import Proof
 from ..errors import TrinityError
 from ..log import Entry, before, position
 from ..replay import fold_one
@@ -20,9 +22,9 @@ from ..views import event_line, state_as_json
 from .categories import BIT_OF_TAG, CATEGORIES, TYPES, category_of, step_of
 from .history import OTHERS, History, Lane
 from .run_reader import RunReader
-from .series import Version
+from .series import Figures, Version
 from .spans import Grouping, Span, merged
-from .state_view import proof_of, step_in_words, view_of
+from .state_view import causes_of, proof_of, step_in_words, view_of
 
 DETAILED = 6000
 """Maximum entries of a window whose events are grouped; a longer one is answered with counts."""
@@ -36,6 +38,8 @@ SEARCHED = 24
 """Maximum blocks that one search reads; the answer says where to go on."""
 _MATRIX = 24
 """Versions of the matrix, the last ones."""
+_BEFORE = 8000
+"""Entries before a moment of the past from which its versions are read."""
 
 
 class BadQuestion(TrinityError):
@@ -81,8 +85,17 @@ async def now_view(reader: RunReader) -> dict[str, Any]:
     history = await reader.indexed()
     state = reader.newest
     assert state is not None
-    around = reader.around
-    return view_of(state, reader.now, digests(history)) | {
+    around, now = reader.around, reader.now
+    facts = (around and around.facts) or LiveFacts(now=now)
+    late = 0 if facts.unfolded_since is None else facts.now - facts.unfolded_since
+    # Ages of the facts are those of the moment at which they were read.
+    facts = structs.replace(facts, now=now, unfolded_since=now - late if late else None)
+    return view_of(state, now, digests(history)) | {
+        "causes": causes_of(state, facts),
+        "unfolded": late,
+        "processes": []
+        if state.closed is not None
+        else [[name, one.pid, one.condition] for name, one in sorted(facts.processes.items())],
         "live": reader.source.is_live,
         "progress": reader.progress,
         "problem": reader.problem,
@@ -98,11 +111,7 @@ async def now_view(reader: RunReader) -> dict[str, Any]:
 
 def digests(history: History) -> dict[StepRef, str]:
     """Return the digests of the ready weight versions that are known."""
-    found = {ref: one.digest for ref, one in history.figures.versions.items() if one.digest}
-    newest = history.state.ready.get("weights")
-    if newest is not None and newest.digest is not None:
-        found[newest.at] = newest.digest
-    return found
+    return {ref: one.digest for ref, one in history.figures.versions.items() if one.digest}
 
 
 async def state_at(
@@ -123,7 +132,9 @@ async def state_at(
     found = await reader.at(number)
     history = await reader.indexed()
     state = found.state
-    view = view_of(state, position(state.position)[0], digests(history)) | {
+    now = position(state.position)[0]
+    view = view_of(state, now, digests(history)) | {
+        "causes": causes_of(state, LiveFacts(now=now)),
         "first": history.first,
         "indexed": history.number,
         "problem": found.problem,
@@ -156,11 +167,44 @@ def _line(entry_id: str, envelope: Envelope) -> str:
 
 
 async def explain_step(reader: RunReader, step: int) -> dict[str, Any]:
-    """Return the explanation of a step by the newest state."""
-    await reader.indexed()
+    """Return the explanation of a step by the newest state, and the entries that prove it.
+
+    Entries are sought in the last blocks with events of the step, at most :data:`SEARCHED`.
+    """
+    history = await reader.indexed()
     state = reader.newest
     assert state is not None
-    return {"step": step, "words": step_in_words(state, step, reader.now)}
+    told: list[tuple[str, Envelope]] = []
+    announced: list[tuple[str, Envelope]] = []
+    blocks = [one for one in history.blocks.all if one.least_step <= step <= one.greatest_step]
+    for block in blocks[-SEARCHED:]:
+        start = await reader.at(block.number)
+        entries = await reader.source.read(before(block.first), limit=block.entries)
+        found = await anyio.to_thread.run_sync(_folded, start.state, entries)
+        for entry_id, envelope, announcements in found:
+            told.append((entry_id, envelope))
+            announced += [(entry_id, one) for one in announcements]
+    proof = Proof(step)
+    for entry_id, envelope in announced:
+        proof.add_announcement(entry_id, envelope)
+    for entry_id, envelope in told:
+        proof.add(entry_id, envelope)
+    return {
+        "step": step,
+        "words": step_in_words(state, step, reader.now) if step in state.steps else "",
+        "proof": msgspec.to_builtins(proof.entries[:FOUND]),
+    }
+
+
+def _folded(state: Any, entries: list[Entry]) -> list[tuple[str, Envelope, list[Envelope]]]:
+    """Return the entries that can be decoded, each with its envelope and announcements."""
+    monitor, decode = Monitor(state), EnvelopeReader().decode
+    folded = [fold_one(monitor, entry, decode) for entry in entries]
+    return [
+        (entry.id, one.envelope, one.announcements)
+        for entry, one in zip(entries, folded, strict=True)
+        if one.envelope is not None
+    ]
 
 
 # --- timeline ------------------------------------------------------------------------------
@@ -423,15 +467,27 @@ def _found(number: int, entry_id: str, envelope: Envelope) -> list[Any]:
 # --- versions, figures, health -------------------------------------------------------------
 
 
-async def versions(reader: RunReader) -> dict[str, Any]:
-    """Return the last weight versions, and for each explorer the versions that it applied."""
+async def versions(reader: RunReader, number: int | None = None) -> dict[str, Any]:
+    """Return the last weight versions, and for each explorer the versions that it applied.
+
+    Args:
+        reader: The run.
+        number: Number of entries up to a moment of the past, whose last versions are returned; by
+            default the newest moment.
+    """
     history = await reader.indexed()
-    last = list(history.figures.versions.values())[-_MATRIX:]
+    found, state = history.figures, history.state
+    if number is not None and number < history.number:
+        end = max(history.first, number)
+        start = await reader.at(max(history.first, end - _BEFORE))
+        entries = await reader.exactly(start.state.position, end - start.state.entries)
+        found, state = await anyio.to_thread.run_sync(_figures, start.state, entries)
+    # One that was opened before the first entry read is known in part alone.
+    last = [one for one in found.versions.values() if one.opened][-_MATRIX:]
     return {
         "versions": [_version(one) for one in last],
         "explorers": sorted(
-            {name for one in last for name in (*one.applied, *one.refused)}
-            | set(history.state.explorers)
+            {name for one in last for name in (*one.applied, *one.refused)} | set(state.explorers)
         ),
         "cells": [
             [
@@ -452,6 +508,15 @@ async def versions(reader: RunReader) -> dict[str, Any]:
             for name, refused in one.refused.items()
         ],
     }
+
+
+def _figures(state: Any, entries: list[Entry]) -> tuple[Figures, Any]:
+    """Return the figures of some entries, and the state after them."""
+    figures = Figures()
+    for entry_id, envelope, announcements in _folded(state, entries):
+        for one in (envelope, *announcements):
+            figures.add(position(entry_id)[0] / 1000, one)
+    return figures, state
 
 
 def _version(version: Version) -> list[Any]:

@@ -94,7 +94,7 @@ def application(
         Route("/api/runs/{run}/live", live),
         *(Route(f"/api/runs/{{run}}/{name}", _of_run(one)) for name, one in _ANSWERS.items()),
         Route("/", _file("index.html")),
-        *(Route(f"/{path.name}", _file(path.name)) for path in STATIC.iterdir() if path.is_file()),
+        *(Route(f"/{name}", _file(name)) for name in _static_files()),
     ]
     guard = Middleware(Guard, token=token, hosts=hosts)
     app = Starlette(routes=routes, middleware=[guard], lifespan=lifespan)
@@ -102,11 +102,15 @@ def application(
     return app
 
 
+def _static_files() -> list[str]:
+    return [str(one.relative_to(STATIC)) for one in STATIC.rglob("*") if one.suffix in _TYPES]
+
+
 def _file(name: str) -> Callable[[Request], Awaitable[Response]]:
     path = STATIC / name
 
     async def send(_: Request) -> Response:
-        kind = _TYPES.get(path.suffix, "application/octet-stream")
+        kind = _TYPES[path.suffix]
         return FileResponse(path, media_type=kind, headers={"cache-control": "no-cache"})
 
     return send
@@ -211,6 +215,10 @@ async def _explain(request: Request, reader: RunReader) -> Any:
     return await answers.explain_step(reader, step)
 
 
+async def _versions(request: Request, reader: RunReader) -> Any:
+    return await answers.versions(reader, _number(request, "number"))
+
+
 def _plain(ask: Callable[[RunReader], Awaitable[Any]]) -> Answer:
     async def answer(_: Request, reader: RunReader) -> Any:
         return await ask(reader)
@@ -222,7 +230,7 @@ _ANSWERS: dict[str, Answer] = {
     "now": _plain(answers.now_view),
     "lanes": _plain(answers.lanes),
     "overview": _plain(answers.overview),
-    "versions": _plain(answers.versions),
+    "versions": _versions,
     "figures": _plain(answers.figures),
     "dead": _plain(answers.dead_letters),
     "at": _at,

@@ -170,7 +170,7 @@ class History:
 
 def _words(event: Event) -> str:
     """Return the words of a failure, or of the begin or end of an epoch."""
-    for name in ("reason", "message", "error", "error_type"):
+    for name in ("error", "message", "reason", "error_type"):
         text = getattr(event, name, None)
         if text:
             return str(text)

@@ -19,8 +19,8 @@ from .sources import Source
 
 STATIC = Path(__file__).parent / "static"
 MODULES = (
-    *("format.js", "source.js", "now.js", "charts.js", "versions.js"),
-    *("search.js", "timeline.js", "scrubber.js", "app.js"),
+    *("format.js", "source.js", "runs.js", "overview.js", "versions.js", "figures.js"),
+    *("ledger.js", "health.js", "search.js", "event.js", "timeline.js", "scrubber.js", "app.js"),
 )
 """Modules of the pages: each imports those before it alone."""
 _STATES = 160
@@ -34,8 +34,8 @@ _SPANS = 40_000
 _PIXELS = 8000
 _FAILURES = ("save-failed", "step-failed", "version-refused", "lease-expired", "deadline-reached")
 
-_IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+\.js)";\n', re.MULTILINE)
-_EXPORT = re.compile(r"^export ", re.MULTILINE)
+_IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./(\w+\.js)";\n', re.MULTILINE)
+_EXPORT = re.compile(r"^export (?:async )?(?:function|class|const) (\w+)", re.MULTILINE)
 
 
 async def html_of(source: Source) -> str:
@@ -132,9 +132,12 @@ async def _found(reader: RunReader) -> list[list[Any]]:
 def _page(data: dict[str, Any]) -> str:
     """Return the file: the page with its style, its script and the data inside."""
     style, script = (STATIC / "style.css").read_text(), bundle()
+    charts = (STATIC / "vendor" / "uPlot.iife.min.js").read_text()
+    charts_style = (STATIC / "vendor" / "uPlot.min.css").read_text()
     icon = base64.b64encode((STATIC / "icon.svg").read_bytes()).decode()
     policy = (
-        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
+        f"default-src 'none'; script-src '{_hash(script)}' '{_hash(charts)}'; "
+        f"style-src '{_hash(style)}' '{_hash(charts_style)}'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
     packed = base64.b64encode(gzip.compress(msgspec.json.encode(data), 9)).decode()
@@ -142,7 +145,12 @@ def _page(data: dict[str, Any]) -> str:
     for written, instead in (
         ('<meta charset="utf-8">', f'<meta charset="utf-8">\n{_meta(policy)}'),
         ('href="icon.svg"', f'href="data:image/svg+xml;base64,{icon}"'),
+        (
+            '<link rel="stylesheet" href="vendor/uPlot.min.css">',
+            f"<style>{charts_style}</style>",
+        ),
         ('<link rel="stylesheet" href="style.css">', f"<style>{style}</style>"),
+        ('<script src="vendor/uPlot.iife.min.js"></script>', f"<script>{charts}</script>"),
         ('<script type="module" src="app.js"></script>\n', ""),
         (
             "</body>",
@@ -156,17 +164,20 @@ def _page(data: dict[str, Any]) -> str:
 
 
 def bundle() -> str:
-    """Return all modules as one: their names are different, and their imports are left out."""
-    parts = []
+    """Return all modules as one script, each a function that returns what it exports."""
+    parts = ["const modules = {};"]
     for name in MODULES:
-        text = _IMPORT.sub("", (STATIC / name).read_text())
-        parts.append(f"// {name}\n{_EXPORT.sub('', text)}")
+        text = (STATIC / name).read_text()
+        exported = ", ".join(_EXPORT.findall(text))
+        body = _IMPORT.sub(r'const \1 = modules["\2"];\n', text)
+        body = _EXPORT.sub(lambda found: found[0].removeprefix("export "), body)
+        parts.append(f'modules["{name}"] = (() => {{\n{body}\nreturn {{ {exported} }};\n}})();')
     return "\n".join(parts)
 
 
 def imports_of(name: str) -> list[str]:
     """Return the modules that a module imports."""
-    return _IMPORT.findall((STATIC / name).read_text())
+    return [module for _, module in _IMPORT.findall((STATIC / name).read_text())]
 
 
 def _meta(policy: str) -> str:

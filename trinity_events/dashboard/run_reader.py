@@ -265,13 +265,13 @@ class RunReader:
         assert kept is not None
         monitor = Monitor(kept.decode())
         wanted = number - monitor.state.entries
-        entries = await self._exactly(kept.position, wanted)
+        entries = await self.exactly(kept.position, wanted)
         if not entries:
             return At(monitor.state, number, None, None, [], None)
         fold(monitor, entries[:-1])
         return At(monitor.state, number, *fold_one(monitor, entries[-1]))
 
-    async def _exactly(self, after: str, count: int) -> list[Entry]:
+    async def exactly(self, after: str, count: int) -> list[Entry]:
         """Return ``count`` entries after a position."""
         entries: list[Entry] = []
         while len(entries) < count:

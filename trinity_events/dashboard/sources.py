@@ -17,6 +17,8 @@ from msgspec import Struct
 from ..archive import Archive, ArchiveMissing, read_recording
 from ..archive.export import whole_stream
 from ..core import MonitorState
+from ..core.causes import LiveFacts
+from ..live_facts import live_facts
 from ..log import ORIGIN, DeadLetter, Entry, RedisEventLog, Stream, position
 from ..log.redis_groups import FIRST_MEMBER
 from ..replay import load_monitor
@@ -64,6 +66,8 @@ class Surroundings(Struct, frozen=True):
     committed: str | None = None
     """Position that the reducer has committed."""
     end: str = ORIGIN
+    facts: LiveFacts | None = None
+    """Facts about processes and server; None for a recorded log."""
 
 
 class Source(Protocol):
@@ -183,6 +187,7 @@ class ServerSource:
             dead=tuple(await log.dead_letters(last=_LETTERS)),
             committed=None if committed is None else committed.decode(errors="replace"),
             end=await log.last_id(),
+            facts=await live_facts(self._client, self.run_id),
         )
 
     async def _groups(self, stream: Stream) -> list[Group]:

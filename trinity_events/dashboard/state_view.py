@@ -8,6 +8,7 @@ from typing import Any
 from trinity_schemas import StepRef
 
 from ..core import MonitorState, failures, unfinished
+from ..core.causes import Cause, LiveFacts, first_causes
 from ..core.completeness import registered
 from ..core.explain import explain
 from ..core.fold_state import describe_producer, describe_slot
@@ -17,6 +18,8 @@ from ..core.state import KINDS, ExplorerState, KindState, StepState
 from ..core.waits import chained_waits, seconds_left
 from ..log import position
 
+_LASTING = 5_000
+"""Milliseconds for which a cause holds a run up before it is shown, as for reported waits."""
 _WAITS = 64
 _SAVES = 64
 _LINES = 32
@@ -101,6 +104,27 @@ def _waits(state: MonitorState, now: int) -> list[dict[str, Any]]:
     ]
 
 
+def causes_of(state: MonitorState, facts: LiveFacts) -> list[dict[str, Any]]:
+    """Return the causes for which an open run does not go on, the first cause first.
+
+    Args:
+        state: The run's state.
+        facts: Facts about its processes and its server, at the moment of the question.
+    """
+    if state.closed is not None:
+        return []
+    return [
+        {"words": one.sentence, "reason": one.reason, "process": one.process, "pid": one.pid}
+        for one in first_causes(state, facts)
+        if _lasts(one, facts.now)
+    ]
+
+
+def _lasts(cause: Cause, now: int) -> bool:
+    """Return True if a cause is no wait of a moment, such as every step has."""
+    return cause.since is None or now - cause.since >= _LASTING
+
+
 def _steps(state: MonitorState) -> list[dict[str, Any]]:
     return [
         {"step": step, "kinds": [_kind(found, name, found.kinds[name]) for name in found.kinds]}
@@ -149,6 +173,8 @@ def _saves(state: MonitorState) -> list[dict[str, Any]]:
 def _explorers(state: MonitorState, digests: Mapping[StepRef, str]) -> list[list[Any]]:
     """Return one row for each explorer; rows rather than maps, since there may be thousands."""
     newest = state.ready.get("weights")
+    if newest is not None and newest.digest is not None:
+        digests = {**digests, newest.at: newest.digest}
     return [
         [
             name,

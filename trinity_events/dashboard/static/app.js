@@ -1,6 +1,7 @@
 // The pages: which run and which page is shown, what is asked for it, and the keyboard.
 
-import { figuresUntil, renderFigures } from "./charts.js";
+import { eventPanel, wholePanel } from "./event.js";
+import { FigureWall, figuresUntil } from "./figures.js";
 import {
   CATEGORY_COLORS,
   CATEGORY_WORDS,
@@ -12,12 +13,15 @@ import {
   hideTip,
   panel,
 } from "./format.js";
-import { culpritsOf, deadUntil, renderHealth, renderLedger, renderNow } from "./now.js";
+import { deadUntil, renderHealth } from "./health.js";
+import { renderLedger } from "./ledger.js";
+import { culpritsOf, renderOverview } from "./overview.js";
+import { runsPanel } from "./runs.js";
 import { Scrubber } from "./scrubber.js";
-import { eventPanel, searchPage, wholePanel } from "./search.js";
+import { searchFor, searchPage } from "./search.js";
 import { openSource, takeToken } from "./source.js";
 import { Timeline, rowsOf } from "./timeline.js";
-import { renderVersions, versionsUntil } from "./versions.js";
+import { renderVersions } from "./versions.js";
 
 const PAGES = [
   ["overview", "Overview"],
@@ -27,14 +31,15 @@ const PAGES = [
   ["health", "Health"],
   ["search", "Search"],
 ];
-const RECENT = 240000; // milliseconds of the timeline's first window
+const LONGEST = 240000; // milliseconds of the timeline's first window, at most
+const SHORTEST = 5000; // and at least
+const RUNS_EVERY = 5000; // milliseconds between two looks at the list of runs
 const state = {
   run: null,
   page: "overview",
   newest: null,
   past: null,
   lanes: null,
-  figures: null,
   filter: "",
   problem: null,
   busy: 0,
@@ -42,12 +47,18 @@ const state = {
 let source,
   scrubber,
   timeline,
+  wall,
   stop = () => {},
   main,
   shownAt = 0;
 
 const actions = {
   go: (page) => go(page),
+  search: (conditions) => {
+    searchFor(conditions);
+    main.dataset.page = "";
+    go("search");
+  },
   scrub: (to) => scrub(to),
   scrubTime: (time) => scrub({ time }),
   lane: (name) => {
@@ -70,10 +81,10 @@ async function begin() {
   document.getElementById("scrubber").append(...scrubber.element);
   document.addEventListener("keydown", pressed);
   window.addEventListener("hashchange", route);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-    timeline?.draw();
-    scrubber.paint();
-  });
+  // A page that a browser keeps for its back button would keep its stream, of the few that a host may have.
+  window.addEventListener("pagehide", () => stop());
+  window.addEventListener("pageshow", (event) => event.persisted && location.reload());
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
   setTheme(stored("theme") ?? "auto");
   await route();
 }
@@ -90,8 +101,13 @@ function stored(name, value) {
 function setTheme(theme) {
   stored("theme", theme);
   document.documentElement.dataset.theme = theme;
+  repaint();
+}
+
+function repaint() {
   timeline?.draw();
   scrubber?.paint();
+  wall?.redraw();
 }
 
 async function route() {
@@ -125,83 +141,26 @@ async function listRuns() {
     location.hash = `#/${runs[0].run}`;
     return;
   }
-  const rows = runs.map((one) =>
-    h(
-      "tr",
-      {
-        onclick: () => {
-          location.hash = `#/${one.run}`;
-        },
-      },
-      h("td", {}, h("a", { href: `#/${one.run}`, class: "strong" }, one.run)),
-      h(
-        "td",
-        { class: "nowrap" },
-        one.opened_at ? `${day(one.opened_at)} ${clock(one.opened_at)}` : "–",
-      ),
-      h(
-        "td",
-        { class: one.problem ? "state bad" : one.silent_since ? "state going" : "" },
-        one.problem ?? (one.silent_since ? "silent" : (one.trainer ?? "–")),
-      ),
-      h("td", { class: "number" }, count(one.step)),
-      h("td", { class: "number" }, count(one.ready?.weights)),
-      h("td", { class: "number" }, count(one.ready?.checkpoint)),
-      h("td", { class: "number" }, count(one.explorers)),
-      h("td", { class: "number" }, count(one.entries)),
-      h("td", { class: "number" }, one.problems ? count(one.problems) : "–"),
-    ),
-  );
-  main.replaceChildren(
-    panel(
-      "Runs",
-      `${runs.length}`,
-      runs.length
-        ? h(
-            "div",
-            { class: "scroll" },
-            h(
-              "table",
-              { class: "list runs" },
-              h(
-                "thead",
-                {},
-                h(
-                  "tr",
-                  {},
-                  [
-                    "run",
-                    "opened",
-                    "trainer",
-                    "step",
-                    "weights",
-                    "checkpoint",
-                    "explorers",
-                    "events",
-                    "odd",
-                  ].map((one) => h("th", {}, one)),
-                ),
-              ),
-              h("tbody", {}, rows),
-            ),
-          )
-        : empty("No runs yet. Start one with: trinity-events demo"),
-    ),
-  );
+  if (state.run) return;
+  main.replaceChildren(runsPanel(runs));
+  if (source.offline) return;
+  const again = setTimeout(() => listRuns().catch(fail), RUNS_EVERY);
+  stop = () => clearTimeout(again);
 }
 
 function closeRun() {
   stop();
+  stop = () => {};
   timeline?.close();
+  wall?.close();
   Object.assign(state, {
     run: null,
     newest: null,
     past: null,
     lanes: null,
-    figures: null,
     problem: null,
   });
-  timeline = null;
+  timeline = wall = null;
   document.body.classList.remove("in-run");
 }
 
@@ -238,12 +197,14 @@ async function loadLanes() {
 }
 
 async function told(data) {
+  const isIndexed = data.progress === 1 && state.newest?.progress < 1;
   state.newest = data;
   state.problem = data.problem;
   const now = performance.now();
-  if (state.lanes && now - state.lanesAt > (data.progress < 1 ? 700 : 3000)) {
+  const calm = data.progress < 1 ? 700 : 3000;
+  if (state.lanes && (isIndexed || now - state.lanesAt > calm)) {
     state.lanesAt = now;
-    loadLanes().catch(fail);
+    loadLanes().then(shown).catch(fail);
   }
   if (timeline) timeline.grow(data.end);
   if (!state.past) shown();
@@ -345,7 +306,7 @@ function renderHead() {
     : null;
   const theme = document.documentElement.dataset.theme;
   const next = { auto: "light", light: "dark", dark: "auto" }[theme] ?? "light";
-  document.getElementById("top").replaceChildren(
+  const parts = [
     h(
       "div",
       { class: "brand" },
@@ -377,7 +338,8 @@ function renderHead() {
       ),
       h("button", { class: "tool", title: "Keys (?)", "aria-label": "Keys", onclick: keys }, "?"),
     ),
-  );
+  ];
+  document.getElementById("top").replaceChildren(...parts.filter(Boolean));
 }
 
 function showTab() {
@@ -426,6 +388,17 @@ function setRows() {
   timeline.setRows(rowsOf(state.lanes.lanes, state.filter, important()));
 }
 
+// Returns the milliseconds of the timeline's first window: the last steps, of seconds or of minutes.
+function firstWindow() {
+  const committed = view().steps.flatMap((one) => one.kinds.map((kind) => kind.committed ?? 0));
+  const first = Math.min(...committed.filter(Boolean));
+  const steps = Number.isFinite(first) ? timeline.end - first : LONGEST;
+  return Math.min(LONGEST, Math.max(SHORTEST, steps));
+}
+
+// Returns the failures, and the openings and ends of epochs, up to the shown state.
+const marks = () => state.lanes.marks.filter((one) => one[1] <= view().number);
+
 function timelinePanel() {
   if (!timeline) {
     timeline = new Timeline({
@@ -435,7 +408,7 @@ function timelinePanel() {
       rows: rowsOf(state.lanes.lanes, state.filter, important()),
     });
     timeline.categories = state.lanes.categories;
-    timeline.begin = Math.max(timeline.begin, timeline.end - RECENT);
+    timeline.begin = Math.max(timeline.begin, timeline.end - firstWindow());
     const filter = h("input", {
       class: "filter",
       placeholder: "lanes: explorer:0-15 node-03 waiting",
@@ -510,24 +483,22 @@ async function renderPage() {
 
 async function partsOf(page, shownView) {
   try {
-    if (page === "overview") return renderNow(shownView, actions);
-    const past = Boolean(state.past);
+    if (page === "overview") return renderOverview(shownView, marks(), actions);
+    const { past } = state;
     if (page === "versions") {
-      const found = await ask("versions");
-      return renderVersions(past ? versionsUntil(found, shownView.at) : found, shownView, actions);
+      const found = await ask("versions", past ? { number: past.number } : {});
+      return renderVersions(found, shownView, actions);
     }
     if (page === "health") {
       const dead = await ask("dead");
-      return renderHealth(
-        past ? { ...shownView, groups: [] } : { ...state.newest, ...shownView },
-        past ? deadUntil(dead, shownView.at) : dead,
-        actions,
-      );
+      return renderHealth(shownView, past ? deadUntil(dead, shownView.at) : dead, actions);
     }
-    const figures = await ask("figures");
-    state.figures = past ? figuresUntil(figures, shownView) : figures;
-    if (page === "ledger") return renderLedger(shownView, state.figures);
-    return renderFigures(state.figures, null);
+    const all = await ask("figures");
+    const figures = past ? figuresUntil(all, shownView) : all;
+    if (page === "ledger") return renderLedger(shownView, figures);
+    wall ??= new FigureWall();
+    wall.show(figures);
+    return [wall.element];
   } catch (error) {
     return [panel("This cannot be shown", "", h("p", { class: "callout" }, error.message))];
   }

@@ -32,13 +32,6 @@ export function h(tag, properties, ...children) {
   return element;
 }
 
-export function svg(tag, properties, ...children) {
-  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  setAll(element, properties);
-  element.append(...children.flat().filter((one) => one));
-  return element;
-}
-
 function setAll(element, properties) {
   for (const [name, value] of Object.entries(properties ?? {})) {
     if (value === null || value === undefined || value === false) continue;
@@ -51,6 +44,10 @@ function setAll(element, properties) {
 
 export function count(number) {
   return number === null || number === undefined ? "–" : Number(number).toLocaleString("en");
+}
+
+export function plural(number, noun) {
+  return `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
 }
 
 export function figure(value) {
@@ -122,6 +119,35 @@ export function panel(title, aside, ...children) {
     aside ? h("div", { class: "aside" }, aside) : null,
   );
   return h("section", { class: "panel", "aria-label": title }, head, ...children);
+}
+
+// Returns a table; a heading is a text, or a text and the class of its column.
+export function table(heads, rows, kind) {
+  const head = heads.map((one) =>
+    Array.isArray(one) ? h("th", { class: one[1] }, one[0]) : h("th", {}, one),
+  );
+  return h(
+    "table",
+    { class: kind },
+    heads.length ? h("thead", {}, h("tr", {}, head)) : null,
+    h("tbody", {}, rows),
+  );
+}
+
+// Returns a bar of a share from 0 to 1.
+export function meter(share, mood) {
+  const filled = Math.round(100 * Math.min(1, Math.max(0, share || 0)));
+  return h(
+    "div",
+    {
+      class: `meter ${mood ?? ""}`,
+      role: "meter",
+      "aria-valuenow": filled,
+      "aria-valuemin": 0,
+      "aria-valuemax": 100,
+    },
+    h("div", { css: { width: `${filled}%` } }),
+  );
 }
 
 export function empty(text) {

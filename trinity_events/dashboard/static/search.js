@@ -1,88 +1,103 @@
-// Search of events by type, producer, step and time.
+// Search of events by type, producer, step and time, and the proof of a step.
 
-import { CATEGORY_COLORS, clock, count, day, empty, h, panel } from "./format.js";
+import { CATEGORY_COLORS, clock, count, day, h, panel, table } from "./format.js";
 
+const PAGE = 50; // results of one answer
 const asked = { type: "", producer: "", step: "", since: "", until: "" };
 
-export function searchPage(source, run, lanes, { scrub }) {
+// Fills in the conditions of the next search.
+export function searchFor(conditions) {
+  for (const name of Object.keys(asked)) asked[name] = conditions[name] ?? "";
+}
+
+export function searchPage(source, run, lanes, actions) {
   const results = h("tbody", {});
   const note = h("p", { class: "empty" });
-  let before = null,
+  const proof = h("div", { class: "proof" });
+  const moment = (name) => (asked[name] ? new Date(asked[name]).getTime() : null);
+  let before = null;
+  let number = 0;
+  const further = h("button", { class: "more", hidden: true, onclick: () => add() }, "Search on");
+
+  const find = () => {
+    before = null;
     number = 0;
-  const field = (name, label, properties) =>
-    h("label", {}, h("span", {}, label), h("input", { name, value: asked[name], ...properties }));
-  const moments = (name) => (asked[name] ? new Date(asked[name]).getTime() : null);
-  const find = async (more) => {
-    if (!more) {
-      before = null;
-      number = 0;
-      results.replaceChildren();
-    }
+    results.replaceChildren();
+    add();
+    proof.replaceChildren();
+    if (/^\d+$/.test(asked.step)) prove(source, run, asked.step, proof, actions);
+  };
+  const add = async () => {
     note.textContent = "Searching…";
-    const from = before;
     try {
       const found = await source.of(run, "events", {
-        type: asked.type,
-        producer: asked.producer,
-        step: asked.step,
-        since: moments("since"),
-        until: moments("until"),
-        before: from,
-        limit: 50,
+        ...asked,
+        since: moment("since"),
+        until: moment("until"),
+        before,
+        limit: PAGE,
       });
       number += found.found.length;
-      results.append(
-        ...found.found.map((row) =>
-          h(
-            "tr",
-            { onclick: () => scrub({ entry: row[1] }) },
-            h("td", { class: "muted nowrap", title: day(row[2]) }, clock(row[2], true)),
-            h(
-              "td",
-              {},
-              h(
-                "button",
-                { class: "link", onclick: () => scrub({ entry: row[1] }) },
-                count(row[0]),
-              ),
-            ),
-            h("td", { class: "nowrap" }, row[3]),
-            h(
-              "td",
-              { class: "nowrap" },
-              h("i", {
-                class: "dot",
-                css: { background: CATEGORY_COLORS[lanes.categories[row[6]]] ?? "#d55e00" },
-              }),
-              row[4] || "dead letter",
-            ),
-            h("td", { class: "mono line-cell" }, row[7]),
-          ),
-        ),
-      );
+      results.append(...found.found.map((row) => resultRow(row, lanes, actions)));
       before = found.before;
       further.hidden = before === null;
-      note.textContent =
-        before !== null && found.until
-          ? `${count(number)} found; searched back to ${day(found.until)} ${clock(found.until)}.`
-          : `${count(number)} found.`;
+      const back = `; searched back to ${day(found.until)} ${clock(found.until)}`;
+      note.textContent = `${count(number)} found${before !== null && found.until ? back : ""}.`;
     } catch (error) {
       note.textContent = error.message;
     }
   };
-  const further = h(
-    "button",
-    { class: "more", hidden: true, onclick: () => find(true) },
-    "Search on",
-  );
+
+  find();
+  return [
+    panel(
+      "Search",
+      "newest first; a row leads to the state after its event",
+      searchForm(lanes, find),
+      proof,
+      h(
+        "div",
+        { class: "scroll" },
+        h(
+          "table",
+          { class: "list found" },
+          h(
+            "thead",
+            {},
+            h(
+              "tr",
+              {},
+              HEADS.map((one) => h("th", {}, one)),
+            ),
+          ),
+          results,
+        ),
+      ),
+      note,
+      further,
+    ),
+  ];
+}
+
+const HEADS = ["time", "event", "producer", "type", "fields"];
+
+function searchForm(lanes, find) {
+  const field = (name, label, properties) =>
+    h("label", {}, h("span", {}, label), h("input", { name, value: asked[name], ...properties }));
+  const choices = (id, all) =>
+    h(
+      "datalist",
+      { id },
+      all.map((value) => h("option", { value })),
+    );
   const form = h(
     "form",
     {
       class: "search",
       onsubmit: (event) => {
         event.preventDefault();
-        for (const [name, value] of new FormData(form)) asked[name] = value;
-        find(false);
+        searchFor(Object.fromEntries(new FormData(form)));
+        find();
       },
     },
     field("type", "Type", {
@@ -100,94 +115,74 @@ export function searchPage(source, run, lanes, { scrub }) {
     field("since", "Since", { type: "datetime-local", step: 1 }),
     field("until", "Until", { type: "datetime-local", step: 1 }),
     h("button", { class: "primary" }, "Search"),
-    h(
-      "datalist",
-      { id: "types" },
-      lanes.types.map((one) => h("option", { value: one })),
-    ),
-    h(
-      "datalist",
-      { id: "producers" },
-      lanes.lanes.slice(0, 200).map((one) => h("option", { value: one[0] })),
+    choices("types", lanes.types),
+    choices(
+      "producers",
+      lanes.lanes.slice(0, 200).map((one) => one[0]),
     ),
   );
-  find(false);
-  return [
-    panel(
-      "Search",
-      "newest first; a row leads to the state after its event",
-      form,
+  return form;
+}
+
+function resultRow(row, lanes, { scrub }) {
+  const [number, entry, at, producer, type, , category, line] = row;
+  const color = CATEGORY_COLORS[lanes.categories[category]] ?? CATEGORY_COLORS.failure;
+  const open = () => scrub({ entry });
+  return h(
+    "tr",
+    { onclick: open },
+    h("td", { class: "muted nowrap", title: day(at) }, clock(at, true)),
+    h("td", {}, h("button", { class: "link", onclick: open }, count(number))),
+    h("td", { class: "nowrap" }, producer),
+    h(
+      "td",
+      { class: "nowrap" },
+      h("i", { class: "dot", css: { background: color } }),
+      type || "dead letter",
+    ),
+    h("td", { class: "mono line-cell" }, line),
+  );
+}
+
+// Shows why a step is as it is, and the entries that prove it; a file has no proofs.
+async function prove(source, run, step, place, { scrub }) {
+  let found;
+  try {
+    found = await source.of(run, "explain", { step });
+  } catch {
+    return;
+  }
+  const rows = found.proof.map((one) =>
+    h(
+      "tr",
+      { class: one.final ? "final" : "" },
+      h("td", { title: one.final ? "the outcome follows from it" : "" }, one.final ? "➤" : ""),
       h(
-        "div",
-        { class: "scroll" },
-        h(
-          "table",
-          { class: "list found" },
+        "td",
+        { class: "nowrap" },
+        h("button", { class: "link", onclick: () => scrub({ entry: one.id }) }, one.id),
+      ),
+      h("td", {}, one.kind.replace("_", " ")),
+      h("td", {}, one.part),
+      h("td", { class: "nowrap" }, one.by),
+      h("td", { class: "line-cell" }, one.what.replace(/(:[0-9a-f]{12})[0-9a-f]{20,}/, "$1…")),
+    ),
+  );
+  const heads = ["", "entry", "kind", "part", "by", "what"];
+  place.replaceChildren(
+    ...found.words
+      .split("\n")
+      .filter(Boolean)
+      .map((line) => h("p", { class: "strong" }, line)),
+    ...(rows.length
+      ? [
           h(
-            "thead",
-            {},
-            h(
-              "tr",
-              {},
-              ["time", "event", "producer", "type", "fields"].map((one) => h("th", {}, one)),
-            ),
+            "details",
+            { open: true },
+            h("summary", {}, `Proof: ${count(rows.length)} entries`),
+            h("div", { class: "scroll" }, table(heads, rows, "list proof-entries")),
           ),
-          results,
-        ),
-      ),
-      note,
-      further,
-    ),
-  ];
-}
-
-export function eventPanel(view) {
-  if (!view.event)
-    return view.problem
-      ? panel("This event", "dead letter", h("p", {}, `It could not be decoded: ${view.problem}`))
-      : null;
-  const { event } = view;
-  return panel(
-    "This event",
-    `${event.producer} on ${event.node} · epoch ${event.epoch}`,
-    h("p", {}, h("strong", {}, event.type), " ", h("span", { class: "mono muted" }, event.line)),
-    view.announcements.map((one) =>
-      h(
-        "p",
-        { class: "callout" },
-        "announced: ",
-        h("strong", {}, one.type),
-        " ",
-        h("span", { class: "mono" }, one.line),
-      ),
-    ),
-    h(
-      "details",
-      {},
-      h("summary", {}, "All fields"),
-      h("pre", {}, JSON.stringify(event.fields, null, 2)),
-    ),
-  );
-}
-
-export function wholePanel(load) {
-  const text = h("pre", {});
-  return panel(
-    "Whole state",
-    "",
-    h(
-      "details",
-      {
-        ontoggle: async (event) => {
-          if (event.target.open && !text.textContent) {
-            text.textContent = "…";
-            text.textContent = await load();
-          }
-        },
-      },
-      h("summary", {}, "As replay --json shows it"),
-      text,
-    ),
-    h("p", { class: "empty" }),
+        ]
+      : []),
   );
 }

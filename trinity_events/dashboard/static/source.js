@@ -79,6 +79,31 @@ async function events(body, told) {
   }
 }
 
+// The versions as they were at a moment of the past, in milliseconds.
+function versionsUntil(found, at) {
+  const seconds = at / 1000,
+    kept = new Map();
+  const versions = found.versions.filter(
+    (one, column) => one[2] <= seconds && kept.set(column, kept.size),
+  );
+  const moved = (one) => [kept.get(one[0]), ...one.slice(1)];
+  const cells = found.cells.filter((one) => kept.has(one[0]) && one[2] <= seconds).map(moved);
+  const applied = (column) => cells.filter((one) => one[0] === column).length;
+  return {
+    versions: versions.map((one, column) => [
+      ...one.slice(0, 3),
+      one[3] <= seconds ? one[3] : 0,
+      one[4],
+      ...one.slice(5, 9),
+      applied(column),
+    ]),
+    explorers: found.explorers,
+    later: found.versions.length,
+    cells,
+    refused: found.refused.filter((one) => kept.has(one[0]) && one[3] <= seconds).map(moved),
+  };
+}
+
 class FileSource {
   offline = true;
 
@@ -116,6 +141,11 @@ class FileSource {
       if (reached) found = one;
     }
     return found;
+  }
+
+  _versions({ number }) {
+    const past = this.data.states.find((one) => one.number === number);
+    return past ? versionsUntil(this.data.versions, past.at) : this.data.versions;
   }
 
   numberOf(entry) {

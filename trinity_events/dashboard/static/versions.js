@@ -17,31 +17,6 @@ import {
 
 let shownRows = 64;
 
-// The versions as they were at a moment of the past, in milliseconds.
-export function versionsUntil(found, at) {
-  const seconds = at / 1000,
-    kept = new Map();
-  const versions = found.versions.filter(
-    (one, column) => one[2] <= seconds && kept.set(column, kept.size),
-  );
-  const moved = (one) => [kept.get(one[0]), ...one.slice(1)];
-  const cells = found.cells.filter((one) => kept.has(one[0]) && one[2] <= seconds).map(moved);
-  const applied = (column) => cells.filter((one) => one[0] === column).length;
-  return {
-    versions: versions.map((one, column) => [
-      ...one.slice(0, 3),
-      one[3] <= seconds ? one[3] : 0,
-      one[4],
-      ...one.slice(5, 9),
-      applied(column),
-    ]),
-    explorers: found.explorers,
-    later: found.versions.length,
-    cells,
-    refused: found.refused.filter((one) => kept.has(one[0]) && one[3] <= seconds).map(moved),
-  };
-}
-
 export function renderVersions(found, view, { lane, scrubTime, again }) {
   if (!found.versions.length)
     return [
@@ -50,7 +25,7 @@ export function renderVersions(found, view, { lane, scrubTime, again }) {
         "",
         empty(
           found.later
-            ? `The matrix has the last ${found.later} versions, which all came later. The overview shows who served what.`
+            ? `The file has the last ${found.later} versions, which all came later. The overview shows who served what.`
             : "No weight version was opened yet.",
         ),
       ),

@@ -1,0 +1,377 @@
+// Charts of metrics by step and of times by version, by uPlot: they share cursor and zoom.
+
+import { byName, empty, figure, h, ofTheme, panel } from "./format.js";
+
+const HIGH = 190; // pixels of a chart
+const FIRST = ["reward", "reward/mean", "score", "loss", "approx_kl", "kl", "entropy"];
+const SMOOTHED = 0.9; // share of the mean so far in a smoothed point
+const TIMES = [
+  ["stall", "#0072b2", null],
+  ["transfer", "#e69f00", [6, 3]],
+  ["pause", "#cc79a7", [2, 2.5]],
+];
+const TIMES_TITLE = "Stall, transfer and pause by version";
+
+// Returns the figures as they were at a moment of the past: those of steps up to that one.
+export function figuresUntil(figures, { epoch, step }) {
+  const known = (one) => one[0] < epoch || (one[0] === epoch && one[1] <= step);
+  const cut = (all) =>
+    Object.fromEntries(
+      Object.entries(all)
+        .map(([name, points]) => [name, points.filter(known)])
+        .filter((one) => one[1].length),
+    );
+  return { metrics: cut(figures.metrics), times: cut(figures.times), staleness: null };
+}
+
+// Returns the points that stand, and those that a later epoch discarded. A point is epoch, step, value.
+export function lineage(points) {
+  const firsts = new Map();
+  for (const [epoch, step] of points) if (!firsts.has(epoch)) firsts.set(epoch, step);
+  const discarded = ([epoch, step]) =>
+    [...firsts].some(([later, first]) => later > epoch && first <= step);
+  return [points.filter((one) => !discarded(one)), points.filter(discarded)];
+}
+
+function smoothed(points) {
+  let mean = null;
+  return points.map(([epoch, step, value]) => {
+    mean = mean === null ? value : SMOOTHED * mean + (1 - SMOOTHED) * value;
+    return [epoch, step, mean];
+  });
+}
+
+// Returns the charts of some figures: title, lines, and the band of an interval where there is one.
+export function chartsOf({ metrics, times }) {
+  const charts = [];
+  const timed = TIMES.filter(([name]) => times[name]?.length);
+  if (timed.length)
+    charts.push({
+      title: TIMES_TITLE,
+      group: "weights",
+      unit: "s",
+      log: true,
+      lines: timed.map(([name, color, dash]) => ({ name, color, dash, points: times[name] })),
+    });
+  const isBound = (name) =>
+    /_(low|high)$/.test(name) && name.replace(/_(low|high)$/, "") in metrics;
+  for (const [name, points] of Object.entries(metrics)) {
+    if (isBound(name)) continue;
+    const bounds = [metrics[`${name}_low`], metrics[`${name}_high`]];
+    charts.push({
+      title: name,
+      group: name.includes("/") ? name.slice(0, name.lastIndexOf("/")) : "training",
+      lines: [{ name, color: "--accent", points }],
+      band: bounds[0] && bounds[1] ? bounds : null,
+    });
+  }
+  const rank = (one) => FIRST.indexOf(one.title) + 1 || (one.title === TIMES_TITLE ? 0.5 : 99);
+  const groups = ["training", "weights"];
+  const place = (one) => groups.indexOf(one.group) + 1 || 9;
+  return charts.sort(
+    (one, other) =>
+      place(one) - place(other) ||
+      byName(one.group, other.group) ||
+      rank(one) - rank(other) ||
+      byName(one.title, other.title),
+  );
+}
+
+// Wall of charts, which stays while its figures grow.
+export class FigureWall {
+  constructor() {
+    this.charts = new Map();
+    this.smooth = false;
+    this.window = null;
+    this.figures = null;
+    this.body = h("div", { class: "figure-groups" });
+    const toggle = h("input", { type: "checkbox" });
+    toggle.addEventListener("change", () => {
+      this.smooth = toggle.checked;
+      this.show(this.figures);
+    });
+    this.reset = h(
+      "button",
+      { class: "tool wide-tool", hidden: true, onclick: () => this.zoom(null) },
+      "Show all steps",
+    );
+    this.element = h(
+      "div",
+      { class: "figures" },
+      h(
+        "div",
+        { class: "tools figure-tools" },
+        h("label", { class: "muted" }, toggle, " smooth"),
+        h("span", { class: "muted" }, "drag over a chart to zoom, double-click to show all"),
+        this.reset,
+      ),
+      this.body,
+    );
+    this.sized = new ResizeObserver(() => {
+      for (const one of this.charts.values()) one.resize();
+    });
+    this.sized.observe(this.element);
+  }
+
+  close() {
+    this.sized.disconnect();
+    for (const one of this.charts.values()) one.close();
+    this.charts.clear();
+  }
+
+  redraw() {
+    for (const one of this.charts.values()) one.plot?.redraw(false);
+  }
+
+  show(figures) {
+    this.figures = figures;
+    const wanted = chartsOf(figures);
+    const names = wanted.map((one) => one.title).join("\n");
+    if (names !== this.names) this.arrange(wanted);
+    this.names = names;
+    for (const one of wanted) this.charts.get(one.title).show(one, this.smooth, this.window);
+  }
+
+  arrange(wanted) {
+    for (const one of this.charts.values()) one.close();
+    this.charts = new Map(wanted.map((one) => [one.title, new Chart(one.title, this)]));
+    const groups = [...new Set(wanted.map((one) => one.group))];
+    this.body.replaceChildren(
+      ...groups.map((group) =>
+        h(
+          "section",
+          { class: "figure-group", "aria-label": group },
+          h("h3", {}, group),
+          h(
+            "div",
+            { class: "charts" },
+            wanted
+              .filter((one) => one.group === group)
+              .map((one) => this.charts.get(one.title).element),
+          ),
+        ),
+      ),
+      ...(wanted.length ? [] : [empty("No step has told its metrics yet.")]),
+    );
+  }
+
+  zoom(window) {
+    this.window = window;
+    this.reset.hidden = window === null;
+    for (const one of this.charts.values()) one.zoom(window);
+  }
+}
+
+// One chart of a wall.
+class Chart {
+  constructor(title, wall) {
+    this.title = title;
+    this.wall = wall;
+    this.values = h("div", { class: "chart-values" });
+    this.place = h("div", { class: "chart", role: "img" });
+    this.element = panel(title, this.values, this.place);
+    this.plot = null;
+  }
+
+  close() {
+    this.plot?.destroy();
+    this.plot = null;
+  }
+
+  resize() {
+    if (this.plot && this.place.clientWidth)
+      this.plot.setSize({ width: this.place.clientWidth, height: HIGH });
+  }
+
+  show(chart, smooth, window) {
+    const lines = drawnLines(chart, smooth);
+    const shape = lines.map((one) => one.name + one.kind).join();
+    if (this.shape !== shape || !this.plot) {
+      this.close();
+      this.shape = shape;
+      this.chart = chart;
+      this.lines = lines;
+      if (this.place.isConnected && this.place.clientWidth) this.draw(window);
+      else requestAnimationFrame(() => this.place.isConnected && !this.plot && this.draw(window));
+      return;
+    }
+    this.lines = lines;
+    this.plot.setData(aligned(lines, chart.log), window === null);
+    if (window) this.zoom(window);
+    this.read();
+  }
+
+  draw(window) {
+    const band = this.lines.findIndex((one) => one.kind === "low");
+    this.plot = new uPlot(
+      {
+        width: this.place.clientWidth || 300,
+        height: HIGH,
+        padding: [8, 14, 0, 0],
+        legend: { show: false },
+        cursor: {
+          y: false,
+          drag: { x: true, y: false, setScale: false },
+          sync: { key: "figures", scales: ["x", null] },
+        },
+        scales: {
+          x: { time: false, range: this.rangeOfSteps },
+          y: this.chart.log ? { distr: 3 } : { range: padded },
+        },
+        axes: [
+          axis({ incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5] }),
+          axis({
+            size: 52,
+            values: (_, all) => all.map((one) => (one === null ? "" : figure(one))),
+            grid: {
+              stroke: () => ofTheme("--line"),
+              width: 1,
+              ...(this.chart.log ? { filter: (_, all) => all.map(powerOfTen) } : {}),
+            },
+          }),
+        ],
+        series: [{}, ...this.lines.map(seriesOf)],
+        bands:
+          band < 0 ? [] : [{ series: [band + 2, band + 1], fill: () => faint("--accent", 0.14) }],
+        hooks: {
+          setCursor: [() => this.read()],
+          setSelect: [(plot) => this.selected(plot)],
+        },
+      },
+      aligned(this.lines, this.chart.log),
+      this.place,
+    );
+    this.plot.over.addEventListener("dblclick", () => this.wall.zoom(null));
+    if (window) this.zoom(window);
+    this.read();
+  }
+
+  rangeOfSteps = (plot, low, high) => (low === high ? [low - 1, high + 1] : [low, high]);
+
+  selected(plot) {
+    const { left, width } = plot.select;
+    if (width > 3) this.wall.zoom([plot.posToVal(left, "x"), plot.posToVal(left + width, "x")]);
+    plot.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
+  }
+
+  zoom(window) {
+    if (!this.plot) return;
+    const steps = this.plot.data[0];
+    const [min, max] = window ?? [steps[0], steps.at(-1)];
+    this.plot.setScale("x", { min, max });
+  }
+
+  // Shows the values at the cursor, or the last ones.
+  read() {
+    if (!this.plot) return;
+    const { data, cursor } = this.plot;
+    const at = cursor.idx ?? null;
+    const shown = this.lines
+      .map((line, number) => [line, data[number + 1]])
+      .filter(([line]) => line.kind === "line");
+    const several = shown.length > 1;
+    const step = at === null ? "" : h("span", { class: "muted" }, `step ${data[0][at]}`);
+    this.values.replaceChildren(
+      step,
+      ...shown.map(([line, values]) => {
+        const value = at === null ? values.findLast((one) => one !== null) : values[at];
+        const words = `${figure(value ?? NaN)}${this.chart.unit ? ` ${this.chart.unit}` : ""}`;
+        return h(
+          "span",
+          { class: "strong" },
+          several
+            ? [h("i", { class: "key", css: { background: line.color } }), `${line.name} `]
+            : "",
+          words,
+        );
+      }),
+    );
+    this.place.setAttribute("aria-label", `${this.title} by step: ${this.values.innerText}`);
+  }
+}
+
+// Returns the lines that a chart draws: bounds, discarded points, raw points and the line itself.
+function drawnLines(chart, smooth) {
+  const found = [];
+  if (chart.band)
+    chart.band.forEach((points, at) =>
+      found.push({
+        name: chart.title,
+        kind: at ? "high" : "low",
+        color: "--accent",
+        points: lineage(points)[0],
+      }),
+    );
+  for (const { name, color, dash, points } of chart.lines) {
+    const [kept, discarded] = lineage(points);
+    if (discarded.length) found.push({ name, kind: "discarded", color, dash, points: discarded });
+    if (smooth && kept.length > 2) found.push({ name, kind: "raw", color, dash, points: kept });
+    found.push({
+      name,
+      kind: "line",
+      color,
+      dash,
+      points: smooth && kept.length > 2 ? smoothed(kept) : kept,
+    });
+  }
+  return found;
+}
+
+// Returns the lines as uPlot takes them: all steps, and for each line a value or null for each step.
+function aligned(lines, isLog) {
+  const steps = [...new Set(lines.flatMap((one) => one.points.map((point) => point[1])))];
+  steps.sort((one, other) => one - other);
+  const place = new Map(steps.map((step, at) => [step, at]));
+  const columns = lines.map(({ points }) => {
+    const column = new Array(steps.length).fill(null);
+    // A logarithm knows no zero.
+    for (const [, step, value] of points)
+      column[place.get(step)] = isLog && value <= 0 ? null : value;
+    return column;
+  });
+  return [steps, ...columns];
+}
+
+function seriesOf({ name, kind, color, dash, points }) {
+  const faded = kind === "raw" || kind === "discarded";
+  const isBound = kind === "low" || kind === "high";
+  return {
+    label: name,
+    stroke: () => (isBound ? faint(color, 0.01) : faint(color, faded ? 0.3 : 1)),
+    width: kind === "line" ? 1.6 : 1,
+    dash: kind === "discarded" ? [3, 3] : (dash ?? undefined),
+    spanGaps: true,
+    points: { show: kind === "line" && points.length < 30, size: 5 },
+  };
+}
+
+function axis(more) {
+  return {
+    stroke: () => ofTheme("--muted"),
+    grid: { stroke: () => ofTheme("--line"), width: 1 },
+    ticks: { show: false, size: 0 },
+    font: "11px system-ui, sans-serif",
+    gap: 4,
+    size: 22,
+    ...more,
+  };
+}
+
+const powerOfTen = (value) => (Number.isInteger(Math.log10(value)) ? value : null);
+
+// Range with a margin, so that no line lies on the border.
+function padded(_, low, high) {
+  if (low === null) return [0, 1];
+  const margin = (high - low || Math.abs(high) || 1) * 0.08;
+  return [low - margin, high + margin];
+}
+
+// Returns a color, or that of a name of the theme, with an opacity.
+function faint(color, opacity) {
+  const hex = color.startsWith("--") ? ofTheme(color) : color;
+  return opacity === 1
+    ? hex
+    : `${hex}${Math.round(opacity * 255)
+        .toString(16)
+        .padStart(2, "0")}`;
+}
