@@ -18,11 +18,14 @@ from tests.support.dashboards import (
     server_runs,
 )
 from tests.support.waits import PATIENCE
+from trinity_events.core import MonitorState, encode_state
+from trinity_events.core.fold import Monitor
 from trinity_events.dashboard import app, run_reader
 from trinity_events.dashboard.simulated_run import Plan, simulated_run
-from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer
+from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, position
 from trinity_events.log import Stream as Streams
-from trinity_schemas import ExplorerStatusChanged, TrainerStatusChanged
+from trinity_events.replay import fold
+from trinity_schemas import ExplorerStatusChanged, RunKeys, TrainerStatusChanged
 
 pytestmark = pytest.mark.server
 
@@ -133,6 +136,34 @@ async def test_a_question_during_indexing_waits_for_its_entries(client, run_id, 
     await put_run(client, run_id, entries)
     last = await at.json(f"/api/runs/{run_id}/at", entry=entries[-1].id)
     assert last["number"] == len(entries)
+
+
+async def test_the_newest_state_and_timeline_are_shown_while_the_log_is_indexed(
+    client, run_id, at, monkeypatch
+):
+    entries = list(simulated_run(plan_of(run_id, steps=200)))
+    await put_run(client, run_id, entries)
+    monitor = Monitor(MonitorState(run_id=run_id))
+    fold(monitor, entries)
+    keys = RunKeys.of(run_id)
+    await client.mset({keys.snapshot: encode_state(monitor.state), keys.position: entries[-1].id})
+    held = anyio.Event()
+    index = run_reader.RunReader._index
+
+    async def hold(reader, found, nbytes):
+        await held.wait()
+        await index(reader, found, nbytes)
+
+    monkeypatch.setattr(run_reader.RunReader, "_index", hold)
+    now = await at.json(f"/api/runs/{run_id}/now")
+    assert (now["step"], now["position"], now["indexed"]) == (200, entries[-1].id, 0)
+    end = position(entries[-1].id)[0]
+    window = {"from": end - 60_000, "to": end, "rows": "actor-1,explorer-0"}
+    early = await at.json(f"/api/runs/{run_id}/timeline", **window)
+    held.set()
+    await at.indexed(run_id)
+    assert early == await at.json(f"/api/runs/{run_id}/timeline", **window)
+    assert early["spans"]
 
 
 async def test_a_run_that_is_opened_later_is_followed_from_its_first_event(client, run_id, at):

@@ -11,6 +11,7 @@ from msgspec import Struct, structs
 
 from trinity_schemas import Envelope, EnvelopeReader, StepRef, event_tag
 
+from ..core import MonitorState
 from ..core.causes import LiveFacts
 from ..core.fold import Monitor
 from ..core.fold_state import describe_producer
@@ -255,13 +256,20 @@ async def timeline(
         rows: Its rows.
     """
     history = await reader.indexed()
+    tail = reader.tail
     end = max(end, begin + 1)
+    if tail is not None and history.last < begin and tail.begin < end:
+        history = tail  # the last events need not wait until all those before them are indexed
     rows = rows or [Row(one.name, one.role, one.rank, one.rank) for one in history.lanes[:ROWS]]
     answer: dict[str, Any] = {"begin": begin, "end": end, "rows": [one.name for one in rows]}
     if history.blocks.count_between(begin, end) > DETAILED:
         cells = await anyio.to_thread.run_sync(counts, history, begin, end, rows)
         return answer | {"mode": "counts", "width": history.activity.width, "cells": cells}
-    spans = await spans_of(reader, begin, end)
+    if history is tail:
+        empty = MonitorState(run_id=reader.source.run_id, epoch=history.state.epoch)
+        spans = await _spans_from(reader, empty, f"{begin - 1}-{2**64 - 1}", begin, end)
+    else:
+        spans = await spans_of(reader, begin, end)
     resolution = (end - begin) / max(100, pixels)
     return answer | {"mode": "spans"} | rows_of_spans(spans, rows, history, begin, resolution)
 
@@ -284,11 +292,18 @@ async def spans_of(reader: RunReader, begin: int, end: int) -> list[Span]:
     """Group the entries of a window; what began before it comes from the state at its begin."""
     history = await reader.indexed()
     first = await reader.number_at(begin - 1) if begin > history.begin else history.first
-    start = await reader.at(max(first, history.first))
+    start = (await reader.at(max(first, history.first))).state
+    return await _spans_from(reader, start, start.position, begin, end)
+
+
+async def _spans_from(
+    reader: RunReader, start: MonitorState, after: str, begin: int, end: int
+) -> list[Span]:
+    """Group the entries after a position up to the end of a window."""
     entries: list[Entry] = []
-    async for page in reader.pages(start.state.position, f"{end}-{2**64 - 1}"):
+    async for page in reader.pages(after, f"{end}-{2**64 - 1}"):
         entries += page
-    return await anyio.to_thread.run_sync(_grouped, start.state, entries, begin, end)
+    return await anyio.to_thread.run_sync(_grouped, start, entries, begin, end)
 
 
 def _grouped(state: Any, entries: list[Entry], begin: int, end: int) -> list[Span]:

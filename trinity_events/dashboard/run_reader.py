@@ -32,6 +32,8 @@ _LONGEST_PAUSE = 2.0
 """Maximum seconds between two attempts to reach a server."""
 _SURROUNDINGS_EVERY = 4.0
 """Seconds between two looks at the groups and dead letters of a run that is viewed."""
+_TAIL = 20_000
+"""Last entries whose timeline is shown while the index is far behind."""
 _TURN = 100
 """Entries that are indexed before others get their turn: some 2 ms."""
 
@@ -73,6 +75,8 @@ class RunReader:
     def __init__(self, source: Source) -> None:
         self.source = source
         self.history: History | None = None
+        self.tail: History | None = None
+        """Index of the last entries alone, while that of the whole log is far behind."""
         self.around: Surroundings | None = None
         self.problem: str | None = None
         """Sentence on why the log cannot be read now."""
@@ -114,18 +118,32 @@ class RunReader:
             ahead = await self.source.newest_state()
             if ahead is not None and ahead.entries - begun.state.entries > PAGE:
                 self._ahead = Monitor(ahead)
+                self.tail = await self._tail_of(ahead)
             self.history = History(begun.state, begun.begin, begun.end)
         self.problem = None
         page = PageSize(PAGE)
         while found := await self.source.read(self.history.state.position, limit=page.limit):
             nbytes = page.learn(found)
             await self._index(found, nbytes)
-        self.caught_up, self._ahead = True, None
+        self.caught_up, self._ahead, self.tail = True, None, None
         self._changed()
         while True:
             found = await self.source.wait(self.history.state.position)
             if found:
                 await self._index(found, page.learn(found))
+
+    async def _tail_of(self, newest: MonitorState) -> History | None:
+        """Return an index of the last entries: their times, lanes and failures, and no state."""
+        entries = await self.source.read_last(_TAIL)
+        if not entries:
+            return None
+        begin, end = (position(entries[at].id)[0] for at in (0, -1))
+        # Of the state, only the epoch matters: events of another one would count as anomalies.
+        tail = History(MonitorState(run_id=self.source.run_id, epoch=newest.epoch), begin, end)
+        for some in in_turns(entries, sum(len(one.payload) for one in entries), _TURN):
+            tail.feed(some)
+            await anyio.lowlevel.checkpoint()
+        return tail
 
     async def _index(self, found: list[Entry], nbytes: int) -> None:
         assert self.history is not None
@@ -153,6 +171,9 @@ class RunReader:
         """Fold the entries after the reducer's snapshot, while the index is far behind."""
         while found := await self.source.read(monitor.state.position, limit=PAGE):
             fold(monitor, found)
+            if self.tail is not None:
+                known = position(self.tail.state.position)
+                self.tail.feed([one for one in found if position(one.id) > known])
             await anyio.lowlevel.checkpoint()
 
     def _changed(self) -> None:

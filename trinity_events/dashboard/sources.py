@@ -21,7 +21,7 @@ from ..core.causes import LiveFacts
 from ..live_facts import live_facts
 from ..log import ORIGIN, DeadLetter, Entry, RedisEventLog, Stream, position
 from ..log.redis_groups import FIRST_MEMBER
-from ..replay import load_monitor
+from ..replay import PAGE, load_monitor
 from ..server import server_clock
 
 _BLOCKS = 5.0
@@ -87,6 +87,10 @@ class Source(Protocol):
 
     async def wait(self, after: str) -> list[Entry]:
         """Return entries after a position; wait some seconds while there are none."""
+        ...
+
+    async def read_last(self, limit: int) -> list[Entry]:
+        """Return up to ``limit`` entries at the end of the log, in its order."""
         ...
 
     async def newest_state(self) -> MonitorState | None:
@@ -168,6 +172,19 @@ class ServerSource:
         """Return entries after a position; wait some seconds while there are none."""
         found = await self._log.read_blocking({Stream.EVENTS: after}, seconds=_BLOCKS)
         return [entry for _, entry in found]
+
+    async def read_last(self, limit: int) -> list[Entry]:
+        """Return up to ``limit`` entries that are on the server, the last ones, in their order."""
+        found: list[Entry] = []
+        while len(found) < limit:
+            before_these = found[-1].id if found else "+"
+            page = await self._log.read_back(
+                before_these, limit=min(PAGE, limit - len(found)), inclusive=not found
+            )
+            if not page:
+                break
+            found += page
+        return found[::-1]
 
     async def newest_state(self) -> MonitorState | None:
         """Return the state of the reducer's last snapshot; None without one."""
@@ -315,6 +332,10 @@ class RecordedSource:
     async def wait(self, after: str) -> list[Entry]:
         """Return no entries: none follow."""
         await anyio.sleep_forever()
+        return []
+
+    async def read_last(self, limit: int) -> list[Entry]:
+        """Return no entries: without a newer state, none are shown before they are indexed."""
         return []
 
     async def newest_state(self) -> MonitorState | None:

@@ -205,6 +205,7 @@ async function told(data) {
   if (state.lanes && (isIndexed || now - state.lanesAt > calm)) {
     state.lanesAt = now;
     loadLanes().then(shown).catch(fail);
+    if (isIndexed) timeline?.load();
   }
   if (timeline) timeline.grow(data.end);
   if (!state.past) shown();
