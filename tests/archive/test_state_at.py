@@ -5,7 +5,14 @@ import pytest
 
 from tests.support.pipeline import folded, publish_steps, reducer_task
 from trinity_events.archive import Archive, Header, record_run
-from trinity_events.archive.format import bare_line, events_from, read_lines, write_lines
+from trinity_events.archive.format import (
+    bare_line,
+    events_from,
+    last_events,
+    lines_of_stream,
+    read_lines,
+    write_lines,
+)
 from trinity_events.archive.kept_states import KeptStates
 from trinity_events.archive.state_at import FileSource, RunSource, StateAt
 from trinity_events.core import Monitor, MonitorState, kept_states
@@ -171,3 +178,7 @@ def test_bisection_finds_every_line_of_a_file(tmp_path, count):
         assert list(events_from(path, entry.id)) == entries[at:]
     assert list(events_from(path, f"{count + 1}-0")) == []
     assert len(list(read_lines(path)[1])) == 2 * count
+    assert [line.entry for line in lines_of_stream(path, "announcements")] == entries
+    assert list(lines_of_stream(path, "dead")) == []
+    for limit in (1, 3, count, 2 * count):
+        assert last_events(path, limit) == entries[-limit:]

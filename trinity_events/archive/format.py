@@ -327,40 +327,118 @@ class _Place(Struct, frozen=True, kw_only=True):
     id: str
 
 
+class _Bytes(_Place, frozen=True, kw_only=True):
+    """Line without the decoded event, which a reader of the bytes need not decode."""
+
+    payload: bytes
+    reason: str | None = None
+
+
+_ORDER: tuple[LineStream, ...] = ("events", "announcements", "dead")
+"""Order of the streams in an exported file."""
+_CHUNK = 1 << 20
+"""Bytes that are read at once for a digest."""
+
+
+def check_recording(path: Path) -> Header:
+    """Return the header of a file whose bytes are those that were written.
+
+    It compares the digest alone, and reads the lines only to tell what is wrong, or if an older
+    file has no digest. Raises BadRecording.
+    """
+    with _opened(path) as file:
+        first = file.readline(_LONGEST_HEADER)
+        header = _header(path, first)
+        if header.digest is not None:
+            digest = hashlib.sha256()
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+            if _digest(digest, _with_digest(first, header.digest, _NO_DIGEST)) == header.digest:
+                return header
+    for _ in _lines(path, header, first):
+        pass
+    return header
+
+
 def events_from(path: Path, entry_id: str) -> Iterator[Entry]:
     """Yield the events of a file from an entry on, without reading the lines before.
 
     It finds the entry by bisection, for `export` writes events first, in order. In a file of
     another order it may miss the entry. The file's digest is not checked.
     """
-    wanted, decoder = position(entry_id), msgspec.json.Decoder(_Place)
+    wanted = position(entry_id)
 
-    def is_before(raw: bytes) -> bool:
-        place = decoder.decode(raw)
+    def is_before(place: _Place) -> bool:
         return place.stream == "events" and position(place.id) < wanted
 
-    lines = msgspec.json.Decoder(Line)
+    return (line.entry for line in _lines_after(path, is_before, "events"))
+
+
+def lines_of_stream(path: Path, stream: LineStream) -> Iterator[Line]:
+    """Yield the lines of a stream, without reading those of other streams, as above."""
+    number = _ORDER.index(stream)
+    return _lines_after(path, lambda place: _ORDER.index(place.stream) < number, stream)
+
+
+def last_events(path: Path, limit: int) -> list[Entry]:
+    """Return about ``limit`` events at the end of a file's events, as above."""
+    with _opened(path) as file:
+        begin = len(file.readline())
+        end = _bisected(path, file, lambda place: place.stream == "events")
+        size = max(1, len(file.readline()))
+        while True:
+            file.seek(max(begin, end - limit * size))
+            if file.tell() > begin:
+                file.readline()
+            raw = file.read(max(0, end - file.tell())).splitlines()
+            if len(raw) >= limit or end - limit * size <= begin:
+                decoder = msgspec.json.Decoder(_Bytes)
+                found = (decoder.decode(one) for one in raw[-limit:])
+                return [Entry(one.id, one.payload) for one in found]
+            size *= 2
+
+
+def _lines_after(
+    path: Path, is_before: Callable[[_Place], bool], stream: LineStream
+) -> Iterator[Line]:
+    """Yield the lines of a stream after those that are before it."""
+    decoder = msgspec.json.Decoder(_Bytes)
     try:
         with _opened(path) as file:
             file.readline()
-            low, high = file.tell(), path.stat().st_size
-            while low < high:  # the first line that begins at or after `low` may be the one
-                middle = (low + high) // 2
-                raw = _first_line_from(file, middle)
-                if raw and is_before(raw):
-                    low = file.tell()
-                else:
-                    high = middle
-            file.seek(low)
+            file.seek(_bisected(path, file, is_before))
             for raw in file:
-                line = lines.decode(raw)
-                if line.stream == "events":
-                    yield line.entry
+                one = decoder.decode(raw)
+                if one.stream == stream:
+                    yield Line(stream=stream, id=one.id, payload=one.payload, reason=one.reason)
+                elif _ORDER.index(one.stream) > _ORDER.index(stream):
+                    return
     except _UNREADABLE as error:
-        raise BadRecording(
-            f"{path} has a line that is not an entry ({error}): the file was cut off or changed; "
-            "export the run again"
-        ) from None
+        raise _no_entry(path, error) from None
+
+
+def _bisected(path: Path, file: BinaryIO, is_before: Callable[[_Place], bool]) -> int:
+    """Return the offset of the first line that is not before; the file is behind its header."""
+    decoder = msgspec.json.Decoder(_Place)
+    low, high = file.tell(), path.stat().st_size
+    try:
+        while low < high:  # the first line that begins at or after `low` may be the one
+            middle = (low + high) // 2
+            raw = _first_line_from(file, middle)
+            if raw and is_before(decoder.decode(raw)):
+                low = file.tell()
+            else:
+                high = middle
+    except _UNREADABLE as error:
+        raise _no_entry(path, error) from None
+    return low
+
+
+def _no_entry(path: Path, error: Exception) -> BadRecording:
+    return BadRecording(
+        f"{path} has a line that is not an entry ({error}): the file was cut off or changed; "
+        "export the run again"
+    )
 
 
 def _first_line_from(file: BinaryIO, offset: int) -> bytes:

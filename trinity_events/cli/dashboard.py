@@ -123,7 +123,7 @@ def _log_of(recording: Path | None) -> RecordedSource:
 
     if recording is None:
         plan = Plan()
-        return RecordedSource(plan.run_id, simulated_run(plan))
+        return RecordedSource.of_entries(plan.run_id, simulated_run(plan))
     if recording.is_dir():
         return RecordedSource.of_archive(recording)
     return RecordedSource.of_file(recording)

@@ -11,7 +11,7 @@ import anyio
 import anyio.lowlevel
 import redis
 
-from trinity_schemas import Envelope
+from trinity_schemas import ContractError, Envelope, decode_envelope
 
 from ..core import MonitorState
 from ..core.fold import Monitor
@@ -118,7 +118,8 @@ class RunReader:
             ahead = await self.source.newest_state()
             if ahead is not None and ahead.entries - begun.state.entries > PAGE:
                 self._ahead = Monitor(ahead)
-                self.tail = await self._tail_of(ahead)
+            if self._ahead is not None or begun.entries > _TAIL:
+                self.tail = await self._tail_of_log()
             self.history = History(begun.state, begun.begin, begun.end)
         self.problem = None
         page = PageSize(PAGE)
@@ -132,14 +133,15 @@ class RunReader:
             if found:
                 await self._index(found, page.learn(found))
 
-    async def _tail_of(self, newest: MonitorState) -> History | None:
+    async def _tail_of_log(self) -> History | None:
         """Return an index of the last entries: their times, lanes and failures, and no state."""
         entries = await self.source.read_last(_TAIL)
         if not entries:
             return None
         begin, end = (position(entries[at].id)[0] for at in (0, -1))
+        epoch = max((_epoch_of(one) for one in entries[-_TURN:]), default=0)
         # Of the state, only the epoch matters: events of another one would count as anomalies.
-        tail = History(MonitorState(run_id=self.source.run_id, epoch=newest.epoch), begin, end)
+        tail = History(MonitorState(run_id=self.source.run_id, epoch=epoch), begin, end)
         for some in in_turns(entries, sum(len(one.payload) for one in entries), _TURN):
             tail.feed(some)
             await anyio.lowlevel.checkpoint()
@@ -328,3 +330,10 @@ class RunReader:
         """Wait until groups and dead letters were read once."""
         while self.around is None and self.problem is None:
             await self.changed(self.version, 1.0)
+
+
+def _epoch_of(entry: Entry) -> int:
+    try:
+        return decode_envelope(entry.payload).epoch
+    except ContractError:
+        return 0

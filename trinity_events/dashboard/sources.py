@@ -1,11 +1,8 @@
-"""Sources of a run's log: its server and archive, or entries in a temporary file."""
+"""Sources of a run's log: its server and archive, or a recorded log."""
 
 from __future__ import annotations
 
-import struct
-import tempfile
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -23,6 +20,7 @@ from ..log import ORIGIN, DeadLetter, Entry, RedisEventLog, Stream, position
 from ..log.redis_groups import FIRST_MEMBER
 from ..replay import PAGE, load_monitor
 from ..server import server_clock
+from .recorded_events import FileEvents, RecordedEvents, StoredEvents
 
 _BLOCKS = 5.0
 """Seconds for which one read waits on the server for new entries."""
@@ -30,6 +28,8 @@ _GROUPS = 32
 """Consumer groups of a stream that are shown."""
 _LETTERS = 50
 """Dead letters that are shown, the last ones."""
+_CURSORS = 4
+"""Places of a recorded log from which it is read on."""
 
 
 class Beginning(NamedTuple):
@@ -40,6 +40,8 @@ class Beginning(NamedTuple):
     end: int
     note: str | None = None
     """Reason for which the index does not begin with the log."""
+    entries: int = 0
+    """Entries that follow; 0 if they are not counted."""
 
 
 class Group(NamedTuple):
@@ -237,17 +239,12 @@ class ServerSource:
         """Do nothing: the client belongs to the caller."""
 
 
-_LENGTHS = struct.Struct(">QQI")
-_INDEXED = 250
-"""Entries between two that the index of a temporary file knows by their place."""
-
-
 class RecordedSource:
-    """Log whose entries lie in a temporary file, so that any part of it is read at once.
+    """Recorded log, to which no entries are added.
 
     Args:
         run_id: The run.
-        entries: Events, in their order.
+        events: Its events.
         dead: Dead letters.
         committed: Position that the reducer had committed.
     """
@@ -257,35 +254,33 @@ class RecordedSource:
     def __init__(
         self,
         run_id: str,
-        entries: Iterable[Entry],
+        events: RecordedEvents,
         dead: Iterable[DeadLetter] = (),
         committed: str | None = None,
     ) -> None:
         self.run_id = run_id
+        self._events = events
         self._dead = tuple(dead)[-_LETTERS:]
         self._committed = committed
-        self._file = tempfile.TemporaryFile(prefix="trinity-events-")  # noqa: SIM115
-        self._positions: list[tuple[int, int]] = []
-        self._offsets: list[int] = []
-        self.first = self.last = ORIGIN
-        for number, entry in enumerate(entries):
-            at = position(entry.id)
-            if number % _INDEXED == 0:
-                self._positions.append(at)
-                self._offsets.append(self._file.tell())
-            if number == 0:
-                self.first = entry.id
-            self._file.write(_LENGTHS.pack(*at, len(entry.payload)))
-            self._file.write(entry.payload)
-            self.last = entry.id
-        self._end = self._file.tell()
+        self._cursors: dict[str, Generator[Entry, None, None]] = {}
+        """Iterators that go on after a position, so that a log is read on without a search."""
+
+    @classmethod
+    def of_entries(cls, run_id: str, entries: Iterable[Entry]) -> RecordedSource:
+        """Return a log of entries, which a temporary file holds."""
+        return cls(run_id, StoredEvents(entries))
 
     @classmethod
     def of_file(cls, path: Path) -> RecordedSource:
         """Return the log of a file that ``export`` wrote. Raises BadRecording."""
         recording = read_recording(path)
         header = recording.header
-        return cls(header.run_id, recording.events, recording.dead, header.position)
+        if header.digest is None:  # written by an older version: its order is not known
+            return cls(
+                header.run_id, StoredEvents(recording.events), recording.dead, header.position
+            )
+        events = FileEvents(path, header.entries or 0)
+        return cls(header.run_id, events, recording.dead, header.position)
 
     @classmethod
     def of_archive(cls, run_folder: Path) -> RecordedSource:
@@ -296,12 +291,14 @@ class RecordedSource:
                 f"{run_folder} has no archived log: name the folder of a run, which has a folder "
                 "named log, or a file that export wrote"
             )
-        return cls(run_folder.name, archive.read(Stream.EVENTS))
+        return cls.of_entries(run_folder.name, archive.read(Stream.EVENTS))
 
     async def begin(self) -> Beginning:
         """Return the empty state, with the times of the first and the last entry."""
-        begin, end = position(self.first)[0], position(self.last)[0]
-        return Beginning(MonitorState(run_id=self.run_id), begin, end)
+        events = self._events
+        begin, end = position(events.first)[0], position(events.last)[0]
+        state = MonitorState(run_id=self.run_id)
+        return Beginning(state, begin, end, entries=events.entries)
 
     async def read(self, after: str, *, through: str = "+", limit: int = 1000) -> list[Entry]:
         """Return up to ``limit`` entries after a position."""
@@ -309,25 +306,25 @@ class RecordedSource:
 
     def read_now(self, after: str, *, through: str = "+", limit: int = 1000) -> list[Entry]:
         """Return up to ``limit`` entries after a position."""
-        begin = position(after)
         end = None if through == "+" else position(through)
+        cursor = self._cursors.pop(after, None) or self._events.after(after)
         found: list[Entry] = []
-        for at, payload in self._from(begin):
-            if end is not None and at > end:
+        for entry in cursor:
+            if end is not None and position(entry.id) > end:
                 break
-            if at > begin:
-                found.append(Entry(f"{at[0]}-{at[1]}", payload))
+            found.append(entry)
             if len(found) >= limit:
-                break
+                self._keep(entry.id, cursor)
+                return found
+        cursor.close()
         return found
 
-    def _from(self, begin: tuple[int, int]) -> Iterator[tuple[tuple[int, int], bytes]]:
-        at = bisect_right(self._positions, begin) - 1
-        file = self._file
-        file.seek(self._offsets[max(at, 0)] if self._offsets else 0)
-        while file.tell() < self._end:
-            milliseconds, number, length = _LENGTHS.unpack(file.read(_LENGTHS.size))
-            yield (milliseconds, number), file.read(length)
+    def _keep(self, at: str, cursor: Generator[Entry, None, None]) -> None:
+        if at in self._cursors:
+            self._cursors.pop(at).close()
+        self._cursors[at] = cursor
+        while len(self._cursors) > _CURSORS:
+            self._cursors.pop(next(iter(self._cursors))).close()
 
     async def wait(self, after: str) -> list[Entry]:
         """Return no entries: none follow."""
@@ -335,8 +332,8 @@ class RecordedSource:
         return []
 
     async def read_last(self, limit: int) -> list[Entry]:
-        """Return no entries: without a newer state, none are shown before they are indexed."""
-        return []
+        """Return about ``limit`` entries at the end of the log, in its order."""
+        return self._events.last_ones(limit)
 
     async def newest_state(self) -> MonitorState | None:
         """Return None: only the fold of all entries gives the state."""
@@ -344,10 +341,14 @@ class RecordedSource:
 
     async def surroundings(self) -> Surroundings:
         """Return the recorded dead letters, at the time of the last entry."""
+        last = self._events.last
         return Surroundings(
-            now=position(self.last)[0], dead=self._dead, committed=self._committed, end=self.last
+            now=position(last)[0], dead=self._dead, committed=self._committed, end=last
         )
 
     def close(self) -> None:
-        """Close the temporary file, which removes it."""
-        self._file.close()
+        """Close the files that are open."""
+        for cursor in self._cursors.values():
+            cursor.close()
+        self._cursors.clear()
+        self._events.close()
