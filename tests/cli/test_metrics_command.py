@@ -3,14 +3,8 @@
 import os
 import signal
 import socket
-import subprocess
-import sys
-import threading
-import urllib.request
-from contextlib import contextmanager
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.acl_rules import rules
 from tests.support.event_histories import (
@@ -22,9 +16,10 @@ from tests.support.event_histories import (
     registration,
     started,
 )
+from tests.support.metrics_command import metrics_served
 from tests.support.pipeline import publish_steps
 from tests.support.redis_servers import servers
-from tests.support.waits import PATIENCE, child, until
+from tests.support.waits import until
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open_run
 from trinity_events.log.deletion import delete_run
 from trinity_events.server import connect
@@ -39,35 +34,10 @@ from trinity_schemas import (
 )
 
 
-@contextmanager
-def serving(of, *arguments):
-    """Starts the command; a function reads the values of a metric by its run."""
-    command = [sys.executable, "-m", "trinity_events", "metrics", "--port", "0", *arguments]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with child(command, **pipes) as process:
-        said = process.stdout.readline()
-        assert said.startswith(f"metrics {of} at http://127.0.0.1:"), process.stderr.read()
-        url = said.split()[-1]
-        told = []
-        threading.Thread(target=lambda: told.extend(process.stderr), daemon=True).start()
-
-        def samples(metric, /, **labels):
-            with urllib.request.urlopen(url, timeout=PATIENCE) as answer:
-                families = text_string_to_metric_families(answer.read().decode())
-                found = [one for family in families for one in family.samples]
-            return {
-                one.labels.get("run"): one.value
-                for one in found
-                if one.name == metric and labels.items() <= one.labels.items()
-            }
-
-        yield samples, told
-
-
 @pytest.fixture
 def scraped(redis_url, run_id, publisher):
     """Starts the command, and returns a function that reads a metric of the run."""
-    with serving(f"of run {run_id}", run_id, "--redis-url", redis_url) as (samples, _):
+    with metrics_served(f"of run {run_id}", run_id, "--redis-url", redis_url) as (samples, _, _):
 
         def read(metric, /, **labels):
             found = samples(metric, **labels)
@@ -138,7 +108,7 @@ async def test_all_open_runs_are_served_whatever_one_of_them_meets(tmp_path):
                 return publisher
 
             await trained("first", 1)
-            with serving("of all open runs", "--redis-url", url) as (samples, told):
+            with metrics_served("of all open runs", "--redis-url", url) as (samples, told, _):
 
                 def steps(**wanted):
                     return lambda: samples("trinity_trainer_step") == wanted
@@ -172,7 +142,7 @@ async def test_a_scrape_never_waits_for_a_server_that_is_stopped(tmp_path):
     with servers(tmp_path, 1) as [server]:
         async with connect(server.url) as client:
             await open_run(client, "one")
-            with serving("of all open runs", "--redis-url", server.url) as (samples, _):
+            with metrics_served("of all open runs", "--redis-url", server.url) as (samples, _, _):
                 await until(lambda: samples("trinity_epoch") == {"one": 1})
                 os.kill(server._process.pid, signal.SIGSTOP)
                 try:
