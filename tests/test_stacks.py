@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.published_waits import PublishedWaits
-from tests.support.waits import child, wait_until
-from trinity_events import stacks
+from tests.support.waits import PATIENCE, child, wait_until
+from trinity_events import py_spy, stacks
 from trinity_events.errors import DeadlineExceeded
 from trinity_events.stacks import host_processes, take_stacks, write_stacks_when_asked
 from trinity_events.waits import WaitReporter
@@ -55,11 +55,76 @@ def test_stacks_name_the_function_that_a_process_hangs_in(hanging, run_id):
     assert hanging.poll() is None
 
 
-def test_a_process_that_is_stopped_has_empty_stacks(hanging, run_id, monkeypatch):
+@pytest.fixture
+def stopped(hanging, run_id, monkeypatch):
     monkeypatch.setattr(stacks, "PATIENCE", 0.1)
     hanging.send_signal(signal.SIGSTOP)
+    wait_until(lambda: host_processes(run_id)["explorer-0"].condition == "stopped")
+    return hanging
+
+
+def use_program(monkeypatch, tmp_path, script):
+    """Have a script in the place of py-spy, or none."""
+    path = tmp_path / "py-spy"
+    if script is not None:
+        path.write_text(f"#!{sys.executable} -IS\n{script}")
+        path.chmod(0o700)
+    monkeypatch.setattr(py_spy, "find_program", lambda: None if script is None else str(path))
+
+
+def test_the_stacks_of_a_process_that_is_stopped_are_read_by_py_spy(stopped, run_id, monkeypatch):
+    monkeypatch.setattr(py_spy, "PATIENCE", PATIENCE)
+    if py_spy.find_program() is None:
+        pytest.skip("py-spy is not installed: pip install 'trinity-events[stacks]'")
+    taken = {one.process: one for one in take_stacks(run_id, ["explorer-0", "explorer-9"])}
+    if not taken["explorer-0"].stacks:
+        pytest.skip("py-spy may not read other processes here: it needs the right to trace them")
+    assert taken["explorer-0"].stacks == taken["explorer-9"].stacks
+    first, *lines = taken["explorer-0"].stacks.splitlines()
+    assert first == py_spy.SOURCE
+    assert any("generate_for_ever" in line for line in lines)
+    assert HANGS.strip().splitlines()[0] not in lines, "the command line is left out"
+    assert host_processes(run_id)["explorer-0"].condition == "stopped"
+
+
+def test_a_process_that_answers_is_not_read(hanging, run_id, monkeypatch):
+    monkeypatch.setattr(stacks, "read_stacks", None)
     [taken] = take_stacks(run_id, ["explorer-0"])
-    assert (taken.pid, taken.stacks) == (hanging.pid, "")
+    assert py_spy.SOURCE not in taken.stacks
+
+
+DUMP = 'print("Process 7: a --password x\\nPython v3\\n\\nThread 7")'
+
+
+@pytest.mark.parametrize(
+    ("script", "patience"),
+    [
+        (None, PATIENCE),
+        (f"{DUMP}; import sys; sys.exit(1)", PATIENCE),
+        ('print("Process 7: a --password x")', PATIENCE),
+        ("import time; time.sleep(600)", 0.3),
+        (f"{DUMP}; import sys, os, time; sys.stdout.flush(); os.close(1); time.sleep(600)", 0.3),
+        ("import time\nwhile True: time.sleep(0.01); print('x', flush=True)", 0.3),
+    ],
+    ids=["missing", "fails", "another output", "hangs", "does not end", "goes on"],
+)
+def test_a_py_spy_that_reads_nothing_changes_nothing(
+    stopped, run_id, monkeypatch, tmp_path, script, patience
+):
+    use_program(monkeypatch, tmp_path, script)
+    monkeypatch.setattr(py_spy, "PATIENCE", patience)
+    [taken] = take_stacks(run_id, ["explorer-0"])
+    assert (taken.pid, taken.stacks) == (stopped.pid, "")
+
+
+def test_stacks_that_are_read_are_cut_and_without_the_command_line(
+    stopped, run_id, monkeypatch, tmp_path
+):
+    use_program(monkeypatch, tmp_path, f"{DUMP}\nwhile True: print('frame' * 10)")
+    [taken] = take_stacks(run_id, ["explorer-0"])
+    assert taken.stacks.startswith(f"{py_spy.SOURCE}\nThread 7\nframe")
+    assert "password" not in taken.stacks
+    assert len(taken.stacks) == 16_000
 
 
 def test_a_process_that_has_ended_is_asked_no_more(hanging, run_id):

@@ -1,7 +1,8 @@
 """Stacks of processes on this host, which those that wait for them take at a deadline.
 
 A process of a run writes the stacks of its threads when it is sent SIGUSR1. The handler is C code:
-it needs no lock of the interpreter, and answers in a process that never runs Python again.
+it needs no lock of the interpreter, and answers in a process that never runs Python again. The
+stacks of a process that is stopped are read by py-spy, where it is installed and may look.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import Literal, NamedTuple
 
 from trinity_schemas import StacksTaken
 
+from .py_spy import read_stacks
+
 PATIENCE = 2.0
 """Seconds in which processes write their stacks; one that is stopped writes none."""
 MOST = 8
@@ -27,7 +30,7 @@ MOST = 8
 _LOOK = 0.02
 """Seconds between two looks at a file; one that did not grow meanwhile is complete."""
 _LARGEST = 16_000
-"""Maximum characters of the stacks of one process, its main thread's last."""
+"""Maximum characters of the stacks of one process; those of its main thread are kept."""
 _NAMED = 86_400.0
 """Seconds for which the name of a process that has ended stays."""
 _SIGNAL = signal.SIGUSR1
@@ -72,22 +75,25 @@ def name_process(run_id: str, process: str) -> None:
 def take_stacks(run_id: str, processes: Iterable[str]) -> list[StacksTaken]:
     """Take the stacks of processes of this user on this host; others are left out.
 
-    It returns within :data:`PATIENCE`. A process that wrote none has empty stacks: it is stopped.
+    It returns within :data:`PATIENCE`, and that of :mod:`.py_spy` if a process wrote none. Such a
+    process is stopped; its stacks are empty if py-spy cannot read them either.
     """
     with ExitStack() as files:
         asked = [
             one for name in list(processes)[:MOST] if (one := _ask(run_id, name, files)) is not None
         ]
         end = time.monotonic() + PATIENCE
-        return [
-            StacksTaken(
-                process=one.process,
-                node=socket.gethostname(),
-                pid=one.pid,
-                stacks=answer_of(one.descriptor, one.begin, end)[-_LARGEST:],
-            )
-            for one in asked
-        ]
+        found = {
+            one.process: answer_of(one.descriptor, one.begin, end)[-_LARGEST:] for one in asked
+        }
+    silent = [one for one in asked if not found[one.process] and _is_alive(one.path)]
+    read = read_stacks(dict.fromkeys(one.pid for one in silent)) if silent else {}
+    found |= {one.process: read.get(one.pid, "")[:_LARGEST] for one in silent}
+    node = socket.gethostname()
+    return [
+        StacksTaken(process=one.process, node=node, pid=one.pid, stacks=found[one.process])
+        for one in asked
+    ]
 
 
 class HostProcess(NamedTuple):
@@ -144,6 +150,7 @@ def answer_of(descriptor: int, begin: int, end: float) -> str:
 
 class _Asked(NamedTuple):
     process: str
+    path: Path
     pid: int
     descriptor: int
     begin: int
@@ -161,7 +168,7 @@ def _ask(run_id: str, process: str, files: ExitStack) -> _Asked | None:
         os.kill(pid, _SIGNAL)
     except OSError:
         return None
-    return _Asked(process, pid, descriptor, begin)
+    return _Asked(process, path, pid, descriptor, begin)
 
 
 def _folder() -> Path:

@@ -196,11 +196,12 @@ async def test_readers_that_nobody_looks_at_give_way_to_others(client, run_id, a
 
 
 async def test_consumer_groups_are_shown_with_what_is_pending(client, log, run_id, at):
-    await put_run(client, run_id, simulated_run(plan_of(run_id)))
+    entries = await put_run(client, run_id, simulated_run(plan_of(run_id)))
     await log.create_group(Streams.EVENTS, "eval", "0-0")
     await log.read_group(Streams.EVENTS, "eval", "one", seconds=1, limit=3)
     async with Stream.of(at, run_id) as stream:
         state = await stream.until(lambda state: state["groups"])
-    [[stream_name, name, _, pending, _, oldest, _, caught_up]] = state["groups"]
+    [[stream_name, name, _, pending, _, oldest, _, caught_up, lag]] = state["groups"]
     assert (stream_name, name, pending, caught_up) == ("events", "eval", 3, False)
+    assert lag == entries - 3
     assert oldest is not None

@@ -12,7 +12,7 @@ import yaml
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from trinity_events.views.metrics import RunMetrics
+from trinity_events.views.metrics import OPERATIONS, ServerMetrics
 
 FOLDER = Path(__file__).parents[2] / "examples" / "monitoring"
 OTHERS = {"up"}
@@ -20,12 +20,18 @@ OTHERS = {"up"}
 SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
 
 
+def text_of(*runs):
+    found = ServerMetrics()
+    for run in runs:
+        found.add(run)
+    return generate_latest(found.registry).decode()
+
+
 @pytest.fixture(scope="module")
 def exported():
-    text = generate_latest(RunMetrics("run").registry).decode()
     return {
         family.name + suffix
-        for family in text_string_to_metric_families(text)
+        for family in text_string_to_metric_families(text_of("run"))
         for suffix in SUFFIXES[family.type]
     }
 
@@ -68,9 +74,19 @@ def test_every_metric_is_in_the_dashboard_or_an_alert(exported):
 
 
 def test_failures_are_counted_from_zero_so_that_an_alert_sees_the_first():
-    text = generate_latest(RunMetrics("run").registry).decode()
+    text = text_of("run")
     assert 'trinity_save_failures_total{kind="state_dict",run="run"} 0.0' in text
     assert 'trinity_step_failures_total{kind="weights",run="run"} 0.0' in text
+
+
+def test_each_metric_is_named_once_with_the_series_of_all_runs():
+    text = text_of("a", "b")
+    families = [one.name for one in text_string_to_metric_families(text)]
+    assert len(families) == len(set(families))
+    for run in ("a", "b"):
+        for operation in OPERATIONS:
+            name = "trinity_rl_weight_update_operation_duration_seconds_count"
+            assert f'{name}{{operation="{operation}",run="{run}"}} 0.0' in text
 
 
 def test_every_alert_has_a_severity_and_names_the_way_out():
@@ -95,10 +111,14 @@ def test_panels_do_not_overlap_and_have_ids_of_their_own():
 
 @pytest.mark.parametrize(
     "arguments",
-    [("check", "rules", "alerts.yml"), ("test", "rules", "alerts_test.yml")],
-    ids=lambda one: one[0],
+    [
+        ("check", "config", "prometheus.yml"),
+        ("check", "rules", "alerts.yml"),
+        ("test", "rules", "alerts_test.yml"),
+    ],
+    ids=lambda one: " ".join(one[:2]),
 )
-def test_promtool_accepts_the_rules_and_their_histories(arguments):
+def test_promtool_accepts_the_files_and_the_rules_histories(arguments):
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed (Debian's package prometheus has it)")

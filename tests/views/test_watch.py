@@ -7,13 +7,15 @@ import tempfile
 from functools import partial
 
 import anyio.to_thread
+import msgspec
 import pytest
 import redis
 
 from tests.support.event_histories import committed, failed, opened, part, registration, started
 from tests.support.pipeline import publish_steps
 from tests.support.waits import PATIENCE, until, wait_until
-from trinity_events.log import AsyncPublisher, new_producer
+from trinity_events.live_facts import Surroundings, surroundings
+from trinity_events.log import AsyncPublisher, Stream, new_producer
 from trinity_events.replay import follow_state
 from trinity_events.views.watch import WatchApp
 from trinity_schemas import (
@@ -77,6 +79,60 @@ async def test_it_shows_what_is_wrong_what_travels_and_who_is_behind_in_80_colum
     [explorer] = [line for line in lines if line.strip("│ ").startswith("explorer-3  running")]
     assert explorer.split()[3:5] == [f"{1}/1", "2"]
     assert screen.index("Waits and errors") < screen.index("Explorers")
+
+
+async def test_lags_of_readers_are_shown_in_80_columns(run, client):
+    await run.create_group(Stream.EVENTS, "an-evaluation-of-each-step", "0-0")
+    await run.read_group(Stream.EVENTS, "an-evaluation-of-each-step", "one", seconds=0, limit=2)
+    await run.create_group(Stream.EVENTS, "quick", "0-0")
+    found = await run.read_group(Stream.EVENTS, "quick", "two", seconds=0)
+    for entry in found:
+        await run.ack(Stream.EVENTS, "quick", entry.id)
+    await client.xadd(run.keys.dead, {"e": b"?", "reason": "it is\x1b[31m no event", "id": "1-0"})
+    looks = []
+
+    async def look():
+        looks.append(await surroundings(client, run.run_id, letters=1))
+        return msgspec.structs.replace(looks[-1], now=looks[-1].unfolded_since + 5_000)
+
+    app = WatchApp(run.run_id, partial(follow_state, run), look=look)
+    async with app.run_test(size=(80, 60)) as pilot:
+        await until(shows(app, "Behind the log", "explorer-3"))
+        await pilot.pause()
+        lines = text_of(app)
+    assert max(map(len, lines)) == 80
+    rows = [line.strip("│ \n") for line in lines]
+    assert "The reducer has not folded an entry of 5 s ago." in rows
+    [dead] = [row for row in rows if row.startswith("Last dead letter")]
+    assert dead.endswith("it is\\x1b[31m no event")
+    [late] = [row.split() for row in rows if row.startswith("an-evaluation-of-ea")]
+    [quick] = [row.split() for row in rows if row.startswith("quick")]
+    assert late[1:5] == ["events", "1", str(len(found) - 2), "2"]
+    assert quick[1:6] == ["events", "1", "0", "0", "-"]
+    assert rows.index(next(row for row in rows if row.startswith("quick"))) > rows.index(
+        next(row for row in rows if row.startswith("an-evaluation"))
+    )
+
+
+async def test_without_a_reader_that_lags_there_is_no_such_panel(run):
+    async def look():
+        return Surroundings(now=1000, unfolded_since=500)
+
+    app = WatchApp(run.run_id, partial(follow_state, run), look=look)
+    async with app.run_test(size=(80, 60)):
+        await until(shows(app, "explorer-3"))
+        await until(lambda: app._around is not None)
+        assert not app.query_one("#lags").display
+
+
+async def test_a_look_that_fails_leaves_the_screen_as_it_is(run):
+    async def look():
+        raise redis.ConnectionError("it is away")
+
+    app = WatchApp(run.run_id, partial(follow_state, run), look=look)
+    async with app.run_test(size=(80, 60)):
+        await until(shows(app, "explorer-3"))
+        assert not app.query_one("#lags").display
 
 
 async def test_it_goes_on_with_the_run_and_can_be_held_still(run, publisher):

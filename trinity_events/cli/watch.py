@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from ..errors import TrinityError
+from ..live_facts import surroundings
 from ..log import RedisEventLog, require_run
 from ..replay import follow_state
 from ..server import server_clock
@@ -24,7 +25,7 @@ class CannotWatch(TrinityError):
 
 
 def watch(run: OptionalRun = None, redis_url: RedisUrl = None) -> None:
-    """Watch a run in a full-screen terminal view: its state, waits, saves, explorers and events.
+    """Watch a run in a full-screen terminal view: state, waits, saves, explorers, lags, events.
 
     Keys: q quits, space holds the screen still, e shows or hides the events. It only reads.
 
@@ -45,4 +46,5 @@ async def _watch(app: type[WatchApp], redis_url: str | None, run: str | None) ->
     async with client_of(redis_url) as client:
         log = RedisEventLog(client, await require_run(client, run))
         ahead = await server_clock(client, log.keys.events) - time.time() * 1000
-        await app(log.run_id, partial(follow_state, log), ahead).run_async()
+        look = partial(surroundings, client, log.run_id, letters=1)
+        await app(log.run_id, partial(follow_state, log), ahead, look).run_async()

@@ -17,12 +17,13 @@ from ..core import MonitorState
 from ..core.fold import Monitor
 from ..error_text import leaf_errors
 from ..errors import TrinityError
+from ..live_facts import Surroundings
 from ..log import Entry, before, position
 from ..log.page_size import PageSize, in_turns
 from ..log.retry import backoff_delays, is_transient
 from ..replay import PAGE, fold, fold_one
 from .history import History
-from .sources import Source, Surroundings
+from .sources import Source
 
 logger = logging.getLogger(__name__)
 

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import anyio
 import anyio.to_thread
 import redis.asyncio
-from msgspec import Struct
+from msgspec import structs
 
 from ..archive import Archive, ArchiveMissing, read_recording
 from ..archive.export import whole_stream
 from ..core import MonitorState
-from ..core.causes import LiveFacts
-from ..live_facts import live_facts
+from ..live_facts import Surroundings, live_facts, surroundings
 from ..log import ORIGIN, DeadLetter, Entry, RedisEventLog, Stream, position
-from ..log.redis_groups import FIRST_MEMBER
 from ..replay import PAGE, load_monitor
-from ..server import server_clock
 from .recorded_events import FileEvents, RecordedEvents, StoredEvents
 
 _BLOCKS = 5.0
 """Seconds for which one read waits on the server for new entries."""
-_GROUPS = 32
-"""Consumer groups of a stream that are shown."""
-_LETTERS = 50
+LETTERS = 50
 """Dead letters that are shown, the last ones."""
 _CURSORS = 4
 """Places of a recorded log from which it is read on."""
@@ -42,34 +37,6 @@ class Beginning(NamedTuple):
     """Reason for which the index does not begin with the log."""
     entries: int = 0
     """Entries that follow; 0 if they are not counted."""
-
-
-class Group(NamedTuple):
-    """Consumer group of a stream, as a viewer may see it."""
-
-    stream: str
-    name: str
-    members: int
-    pending: int
-    last_delivered: str
-    oldest_pending: str | None
-    idle: float
-    """Seconds since a member last read."""
-    caught_up: bool
-
-
-class Surroundings(Struct, frozen=True):
-    """Parts of a run that its events do not tell: consumer groups, dead letters, the reducer."""
-
-    now: int
-    """Milliseconds of the server's clock."""
-    groups: tuple[Group, ...] = ()
-    dead: tuple[DeadLetter, ...] = ()
-    committed: str | None = None
-    """Position that the reducer has committed."""
-    end: str = ORIGIN
-    facts: LiveFacts | None = None
-    """Facts about processes and server; None for a recorded log."""
 
 
 class Source(Protocol):
@@ -197,43 +164,8 @@ class ServerSource:
 
     async def surroundings(self) -> Surroundings:
         """Return consumer groups, dead letters and the reducer's position."""
-        log = self._log
-        groups = [one for stream in Stream for one in await self._groups(stream)]
-        committed: Any = await self._client.get(log.keys.position)
-        return Surroundings(
-            now=await server_clock(self._client, log.keys.events),
-            groups=tuple(groups),
-            dead=tuple(await log.dead_letters(last=_LETTERS)),
-            committed=None if committed is None else committed.decode(errors="replace"),
-            end=await log.last_id(),
-            facts=await live_facts(self._client, self.run_id),
-        )
-
-    async def _groups(self, stream: Stream) -> list[Group]:
-        """Return the groups of a stream; viewers may not run the script that reducers use."""
-        client: Any = self._client
-        key = self._log.keys.events if stream is Stream.EVENTS else self._log.keys.announcements
-        if not await client.exists(key):
-            return []
-        end, found = await self._log.last_id(stream), []
-        for one in (await client.xinfo_groups(key))[:_GROUPS]:
-            waiting = await client.xpending(key, one["name"])
-            members = await client.xinfo_consumers(key, one["name"])
-            idle = [member["idle"] for member in members]
-            delivered = one["last-delivered-id"].decode()
-            found.append(
-                Group(
-                    stream=stream.value,
-                    name=one["name"].decode(errors="backslashreplace"),
-                    members=sum(member["name"] != FIRST_MEMBER.encode() for member in members),
-                    pending=one["pending"],
-                    last_delivered=delivered,
-                    oldest_pending=waiting["min"].decode() if waiting["min"] else None,
-                    idle=min(idle, default=0) / 1000,
-                    caught_up=not one["pending"] and position(delivered) >= position(end),
-                )
-            )
-        return found
+        found = await surroundings(self._client, self.run_id, letters=LETTERS)
+        return structs.replace(found, facts=await live_facts(self._client, self.run_id))
 
     def close(self) -> None:
         """Do nothing: the client belongs to the caller."""
@@ -260,7 +192,7 @@ class RecordedSource:
     ) -> None:
         self.run_id = run_id
         self._events = events
-        self._dead = tuple(dead)[-_LETTERS:]
+        self._dead = tuple(dead)[-LETTERS:]
         self._committed = committed
         self._cursors: dict[str, Generator[Entry, None, None]] = {}
         """Iterators that go on after a position, so that a log is read on without a search."""

@@ -1,15 +1,22 @@
-"""Metrics of a run for Prometheus, by prometheus-client (extra ``metrics``).
+"""Metrics of runs for Prometheus, by prometheus-client (extra ``metrics``).
 
-Names have base units. Labels are bounded: kinds, types, statuses, and the first names of training
-metrics; no label names a process, a step or a version.
+Names have base units. Labels are bounded: kinds, types, statuses, operations, and the first names
+of training metrics; no label names a process, a step or a version.
+
+The metrics of weight updates have the words of vLLM, so that one query fits both:
+``vllm:rl_weight_update_operation_duration_seconds`` and
+``vllm:rl_weight_update_operations_in_flight``, both with the label ``operation``
+(``vllm/entrypoints/serve/dev/rlhf/metrics.py``, in later versions
+``vllm/entrypoints/rl/online/metrics.py``). Its operations are the calls of its own API; ours are
+those of :data:`OPERATIONS`.
 """
 
 from __future__ import annotations
 
 from collections import Counter as Count
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 
 from trinity_schemas import (
     EvaluationFinished,
@@ -29,7 +36,12 @@ from ..core.waits import open_waits
 from ..log import position
 from ..replay import Folded
 
-_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0, 300.0, 1800.0)
+OPERATIONS = ("publish", "fetch", "pause")
+"""Operations of a weight update: of a trainer rank, and the two phases of an explorer."""
+_UPDATE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 120, 300, 600)
+"""Seconds, with all bounds of vLLM's histogram: quantiles of both can be compared."""
+_SAVE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 60, 300, 1800)
+"""Seconds."""
 _METRICS = 64
 """Maximum names of training metrics; later ones are left out."""
 _STATUSES = ("running", "require_sync", "stopped")
@@ -77,15 +89,33 @@ class RunMetrics:
             self._failed_steps.labels(run_id, one)
         self._bytes = counter("published_bytes", "Bytes of published weights.")
         self._applied = counter("applied_bytes", "Bytes of weights that explorers applied.")
-        self._durations = {
-            name: self._histogram(name, told)
-            for name, told in (
-                ("save_seconds", "Duration of a save to files."),
-                ("publish_seconds", "Time for which a publication holds a trainer rank."),
-                ("fetch_seconds", "Time in which an explorer fetched and verified weights."),
-                ("pause_seconds", "Time for which an installation held an explorer's engine."),
-            )
-        }
+        self._save = Histogram(
+            "trinity_save_seconds",
+            "Duration of a save to files.",
+            ("run",),
+            registry=self.registry,
+            buckets=_SAVE_BUCKETS,
+        )
+        self._operation = Histogram(
+            "trinity_rl_weight_update_operation_duration_seconds",
+            "Duration of an operation of a weight update: a publication holds a trainer rank, a "
+            "fetch verifies the bytes, a pause holds an explorer's engine.",
+            ("run", "operation"),
+            registry=self.registry,
+            buckets=_UPDATE_BUCKETS,
+        )
+        for operation in OPERATIONS:
+            self._operation.labels(run_id, operation)
+        self._in_flight = gauge(
+            "rl_weight_update_operations_in_flight",
+            "Parts that trainer ranks are publishing, and explorers that asked for weights.",
+            "operation",
+        )
+        self._readable = gauge("run_readable", "1 while the log of the run can be read, else 0.")
+
+    def show_unreadable(self) -> None:
+        """Show that the log cannot be read, so that all other metrics are of the past."""
+        self._readable.labels(self._run).set(0)
 
     def update(self, state: MonitorState, folded: Sequence[Folded], now: int) -> None:
         """Take a state, and the entries that led to it.
@@ -109,15 +139,15 @@ class RunMetrics:
         run = self._run
         match event:
             case SaveFinished(seconds=seconds):
-                self._durations["save_seconds"].labels(run).observe(seconds)
+                self._save.labels(run).observe(seconds)
             case SaveFailed(slot=slot):
                 self._failed_saves.labels(run, slot.kind).inc()
             case VersionPartPublished(seconds=seconds, bytes=nbytes):
-                self._durations["publish_seconds"].labels(run).observe(seconds)
+                self._operation.labels(run, "publish").observe(seconds)
                 self._bytes.labels(run).inc(nbytes)
             case WeightsApplied(phases=phases, bytes=nbytes):
-                self._durations["fetch_seconds"].labels(run).observe(phases.fetch)
-                self._durations["pause_seconds"].labels(run).observe(phases.pause)
+                self._operation.labels(run, "fetch").observe(phases.fetch)
+                self._operation.labels(run, "pause").observe(phases.pause)
                 self._applied.labels(run).inc(nbytes)
             case StepTrained(metrics=metrics) | StepCommitted(metrics=metrics):
                 self._take_metrics(metrics)
@@ -160,17 +190,17 @@ class RunMetrics:
         for name, number in state.anomaly_counts.items():
             self._anomalies.labels(run, name).set(number)
         self._refused.labels(run).set(state.refused)
+        self._in_flight.labels(run, "publish").set(_unpublished(state))
+        asked = [one for one in state.explorers.values() if one.requested_at is not None]
+        waiting = sum(one.status != "stopped" for one in asked)
+        self._in_flight.labels(run, "fetch").set(waiting)
+        self._readable.labels(run).set(1)
 
     def _gauge(self, name: str, told: str, *labels: str) -> Gauge:
         return Gauge(f"trinity_{name}", told, ("run", *labels), registry=self.registry)
 
     def _counter(self, name: str, told: str, *labels: str) -> Counter:
         return Counter(f"trinity_{name}", told, ("run", *labels), registry=self.registry)
-
-    def _histogram(self, name: str, told: str) -> Histogram:
-        return Histogram(
-            f"trinity_{name}", told, ("run",), registry=self.registry, buckets=_BUCKETS
-        )
 
 
 def _behind(state: MonitorState) -> int:
@@ -184,3 +214,71 @@ def _behind(state: MonitorState) -> int:
         if one.status != "stopped"
     ]
     return max(0, pointer.at.step - min(served, default=pointer.at.step))
+
+
+def _unpublished(state: MonitorState) -> int:
+    """Return the parts that open weight versions lack; none once the run is closed."""
+    if state.closed is not None:
+        return 0
+    count = 0
+    for step in state.steps.values():
+        kind = step.kinds.get("weights")
+        if step.version is not None and (kind is None or not kind.settled):
+            count += len(step.version.ranks) - len(step.version.parts)
+    return count
+
+
+class ServerMetrics:
+    """Metrics of the runs of a server: their registries, joined anew at each scrape.
+
+    A run that is dropped takes its series with it.
+    """
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        self._own = CollectorRegistry()
+        self._up = Gauge(
+            "trinity_server_up",
+            "1 while the server of the log answers, else 0: metrics of runs are of the past.",
+            registry=self._own,
+        )
+        self._left_out = Gauge(
+            "trinity_runs_left_out",
+            "Open runs without metrics, since newer runs take all places.",
+            registry=self._own,
+        )
+        self._runs: dict[str, RunMetrics] = {}
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """Runs with metrics."""
+        return tuple(self._runs)
+
+    def add(self, run_id: str) -> RunMetrics:
+        """Add a run; return its metrics."""
+        # A new dictionary each time: a scrape reads the old one in a thread of its own.
+        self._runs = self._runs | {run_id: RunMetrics(run_id)}
+        return self._runs[run_id]
+
+    def drop(self, run_id: str) -> None:
+        """Drop the metrics of a run."""
+        self._runs = {name: one for name, one in self._runs.items() if name != run_id}
+
+    def show_server(self, *, up: bool) -> None:
+        """Show whether the server answers."""
+        self._up.set(up)
+
+    def show_left_out(self, runs: int) -> None:
+        """Show the number of runs that have no metrics."""
+        self._left_out.set(runs)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield each metric once, with the samples of all runs."""
+        found: dict[str, Metric] = {}
+        for registry in (self._own, *(one.registry for one in self._runs.values())):
+            for metric in registry.collect():
+                known = found.setdefault(metric.name, metric)
+                if known is not metric:
+                    known.samples.extend(metric.samples)
+        yield from found.values()

@@ -14,6 +14,7 @@ from ..core.fold_state import describe_slot
 from ..core.refusals import suspects
 from ..core.state import KINDS
 from ..core.waits import chains_of_waits
+from ..live_facts import Surroundings
 from ..log import position
 from .status import ago, ready_step, trainer_status
 from .terminal import visible
@@ -23,6 +24,12 @@ _LINES = 12
 _BAR = 20
 """Columns of a progress bar."""
 _NO_TIME = "-"
+_LONGEST_NAME = 20
+"""Columns of the name of a consumer group."""
+_GROUPS = 8
+"""Maximum consumer groups of the panel of lags; the others are counted."""
+_REDUCER_LATE = 2_000
+"""Milliseconds from which an entry that no reducer has folded is shown: some wait at any moment."""
 
 
 def head_panel(state: MonitorState, now: int) -> RenderableType:
@@ -121,6 +128,48 @@ def explorers_panel(state: MonitorState, now: int) -> RenderableType:
     told = ", ".join(f"{count} serve step {step}" for step, count in versions.most_common(4))
     more = f"; {len(order) - _LINES} more" if len(order) > _LINES else ""
     return Group(table, Text(f"{told}{more}", "dim"))
+
+
+def lags_panel(around: Surroundings) -> RenderableType | None:
+    """Return the panel of the readers behind the end of the log; None if there is nothing to show.
+
+    It has the reducer, consumer groups, those that are furthest behind first, and dead letters.
+    """
+    lines: list[RenderableType] = []
+    late = 0 if around.unfolded_since is None else around.now - around.unfolded_since
+    if late >= _REDUCER_LATE:
+        told = f"The reducer has not folded an entry of {ago(late)}."
+        lines.append(Text(told, "yellow"))
+    if around.groups:
+        lines.append(_groups_table(around))
+    if around.dead:
+        last = around.dead[-1]
+        when, reason = (
+            ago(around.now - position(last.entry.id)[0]),
+            visible(last.reason, lines=False),
+        )
+        lines.append(Text(f"Last dead letter, {when}: {reason}", "red", no_wrap=True))
+    return Group(*lines) if lines else None
+
+
+def _groups_table(around: Surroundings) -> RenderableType:
+    table = Table(box=None, pad_edge=False, collapse_padding=True)
+    for column in ("GROUP", "STREAM", "MEMBERS", "LAG", "PENDING", "OLDEST", "LAST READ"):
+        table.add_column(column, no_wrap=True)
+    order = sorted(around.groups, key=lambda one: (one.caught_up, -one.pending, one.name))
+    for one in order[:_GROUPS]:
+        since = None if one.oldest_pending is None else position(one.oldest_pending)[0]
+        table.add_row(
+            visible(one.name, lines=False)[:_LONGEST_NAME],
+            one.stream,
+            str(one.members),
+            _NO_TIME if one.lag is None else Text(str(one.lag), "yellow" if one.lag else ""),
+            Text(str(one.pending), "yellow" if one.pending else ""),
+            _age(since, around.now),
+            ago(int(one.idle * 1000)),
+        )
+    more = len(order) - _GROUPS
+    return Group(table, Text(f"and {more} more groups", "dim")) if more > 0 else table
 
 
 def _written(state: MonitorState, step: int, kind: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import ClassVar
 
@@ -15,9 +15,11 @@ from textual.containers import VerticalScroll
 from textual.widgets import Footer, RichLog, Static
 
 from ..core import MonitorState
+from ..errors import TrinityError
+from ..live_facts import Surroundings
 from ..replay import Folded, Followed
 from .lines import folded_lines
-from .panels import explorers_panel, head_panel, transfers_panel, trouble_panel
+from .panels import explorers_panel, head_panel, lags_panel, transfers_panel, trouble_panel
 from .terminal import visible
 
 _KEPT_LINES = 500
@@ -25,6 +27,10 @@ _KEPT_LINES = 500
 _AGAIN = 2.0
 """Seconds after which a server that went away is asked again."""
 
+_LOOK = 3.0
+"""Seconds between two looks at what lags behind the log."""
+
+Look = Callable[[], Awaitable[Surroundings]]
 Follow = Callable[[], AsyncGenerator[Followed, None]]
 
 
@@ -35,11 +41,13 @@ class WatchApp(App[None]):
         run_id: The run.
         follow: Starts to follow the run's state.
         ahead: Milliseconds by which the server's clock is ahead of this host's.
+        look: Asks the server what lags behind the log; None for a view without that panel.
     """
 
     CSS = """
     #fault { color: red; height: auto; display: none; }
     .panel { height: auto; border: round $primary; padding: 0 1; }
+    #lags { display: none; }
     #events { height: 10; border: round $primary; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -48,11 +56,15 @@ class WatchApp(App[None]):
         Binding("e", "events", "Events"),
     ]
 
-    def __init__(self, run_id: str, follow: Follow, ahead: float = 0.0) -> None:
+    def __init__(
+        self, run_id: str, follow: Follow, ahead: float = 0.0, look: Look | None = None
+    ) -> None:
         super().__init__()
         self.title = visible(run_id, lines=False)
         self._follow = follow
         self._ahead = ahead
+        self._look = look
+        self._around: Surroundings | None = None
         self._held = False
         self._state: MonitorState | None = None
         self.fault = ""
@@ -67,6 +79,7 @@ class WatchApp(App[None]):
                 ("trouble", "Waits and errors"),
                 ("transfers", "Saves and publications"),
                 ("explorers", "Explorers"),
+                ("lags", "Behind the log"),
             ):
                 panel = Static(id=name, classes="panel")
                 panel.border_title = title
@@ -78,7 +91,9 @@ class WatchApp(App[None]):
 
     def on_mount(self) -> None:
         """Begin to follow the run, and let ages grow."""
-        self.run_worker(self._read(), exclusive=True)
+        self.run_worker(self._read())
+        if self._look is not None:
+            self.run_worker(self._look_around(self._look))
         self.set_interval(1.0, self._show)
 
     def action_hold(self) -> None:
@@ -107,6 +122,18 @@ class WatchApp(App[None]):
                 self._show()
             await anyio.sleep(_AGAIN)
 
+    async def _look_around(self, look: Look) -> None:
+        """Ask what lags, again and again; what cannot be asked is not shown."""
+        import anyio
+
+        while True:
+            try:
+                self._around = await look()
+            except (redis.RedisError, OSError, TrinityError):
+                self._around = None  # the reader of the log tells of a server that is away
+            self._show()
+            await anyio.sleep(_LOOK)
+
     def _write(self, folded: list[Folded]) -> None:
         events = self.query_one("#events", RichLog)
         for one in folded[-_KEPT_LINES:]:
@@ -127,3 +154,7 @@ class WatchApp(App[None]):
             ("explorers", explorers_panel),
         ):
             self.query_one(f"#{name}", Static).update(panel(state, now))
+        lags = self.query_one("#lags", Static)
+        found = None if self._around is None else lags_panel(self._around)
+        lags.display = found is not None
+        lags.update("" if found is None else found)

@@ -80,7 +80,7 @@ export function renderHealth(view, dead, { scrub }) {
 }
 
 function groupsPanel(view, link) {
-  const rows = (view.groups ?? []).map(([stream, name, members, pending, , oldest, idle, done]) =>
+  const rows = (view.groups ?? []).map(([stream, name, members, pending, , oldest, idle, done, lag]) =>
     h(
       "tr",
       {},
@@ -88,6 +88,7 @@ function groupsPanel(view, link) {
       h("td", {}, stream),
       h("td", { class: "number" }, members),
       h("td", { class: "number" }, count(pending)),
+      h("td", { class: "number" }, count(lag)),
       h("td", {}, oldest ?? "–"),
       h("td", { class: "number" }, duration(idle * 1000)),
       h("td", { class: `state ${done ? "ok" : "going"}` }, done ? "✓ caught up" : "behind"),
@@ -98,6 +99,7 @@ function groupsPanel(view, link) {
     "stream",
     ["members", "number"],
     ["pending", "number"],
+    ["not delivered", "number"],
     "oldest pending",
     ["idle", "number"],
     "",

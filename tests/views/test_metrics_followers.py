@@ -1,0 +1,113 @@
+"""Runs that have metrics: open ones and those that were closed lately, within a bound."""
+
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+
+from tests.support.dashboards import put_run
+from tests.support.redis_servers import servers
+from tests.support.waits import until
+from trinity_events.log import AsyncPublisher, Entry, RedisEventLog, new_producer, open_run
+from trinity_events.server import connect
+from trinity_events.views import metrics_followers
+from trinity_events.views.metrics import ServerMetrics
+from trinity_events.views.metrics_followers import RunFollowers
+from trinity_schemas import RunClosed
+
+
+@pytest.fixture
+async def own(tmp_path, monkeypatch):
+    """A client of a server of the test's own, whose index is looked at often."""
+    monkeypatch.setattr(metrics_followers, "LOOK", 0.05)
+    monkeypatch.setattr(metrics_followers, "RECHECK", 0.1)
+    with servers(tmp_path, 1) as [server]:
+        async with connect(server.url) as client:
+            yield client
+
+
+@asynccontextmanager
+async def followed(client):
+    metrics = ServerMetrics()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(RunFollowers(client, metrics, None).run)
+        yield metrics
+        tasks.cancel_scope.cancel()
+
+
+def served(metrics, *wanted):
+    return lambda: set(metrics.runs) == set(wanted)
+
+
+async def close(client, run):
+    log = RedisEventLog(client, run)
+    publisher = AsyncPublisher(log, await log.newest_epoch(), new_producer("trainer"))
+    await publisher.publish(RunClosed(reason="finished"))
+
+
+def left_out(metrics):
+    return metrics.registry.get_sample_value("trinity_runs_left_out")
+
+
+async def test_the_newest_runs_are_served_and_the_others_counted(own, monkeypatch):
+    monkeypatch.setattr(metrics_followers, "MOST", 2)
+    monkeypatch.setattr(metrics_followers, "CLOSED_FOR", 0.0)
+    for run in ("a", "b", "c"):
+        await open_run(own, run)
+    async with followed(own) as metrics:
+        await until(served(metrics, "b", "c"))
+        await until(lambda: left_out(metrics) == 1)
+        await close(own, "b")
+        await until(served(metrics, "a", "c"))
+        await until(lambda: left_out(metrics) == 0)
+        await open_run(own, "b")
+        await until(served(metrics, "b", "c"))
+
+
+async def test_an_open_run_goes_before_later_ones_that_are_closed(own, monkeypatch):
+    monkeypatch.setattr(metrics_followers, "MOST", 2)
+    for run in ("a", "b", "c"):
+        await open_run(own, run)
+        if run != "a":
+            await close(own, run)
+    async with followed(own) as metrics:
+        await until(served(metrics, "a", "c"))
+        assert left_out(metrics) == 0
+
+
+async def test_a_closed_run_stays_for_a_while(own, monkeypatch):
+    await open_run(own, "a")
+    await close(own, "a")
+    async with followed(own) as metrics:
+        await until(served(metrics, "a"))
+        await until(lambda: metrics.registry.get_sample_value("trinity_open", {"run": "a"}) == 0)
+        monkeypatch.setattr(metrics_followers, "CLOSED_FOR", 0.0)
+        await until(served(metrics))
+
+
+async def test_a_run_that_was_left_open_days_ago_has_no_place(own):
+    await put_run(own, "old", [Entry("1000-0", b"any")])
+    await open_run(own, "new")
+    async with followed(own) as metrics:
+        await until(served(metrics, "new"))
+        assert left_out(metrics) == 0
+
+
+async def test_a_run_whose_follower_fails_does_not_end_the_others(own, monkeypatch):
+    follow = metrics_followers.follow_state
+
+    async def follow_or_fail(log):
+        if log.run_id == "a":
+            raise RuntimeError("it cannot be followed")
+        async for one in follow(log):
+            yield one
+
+    monkeypatch.setattr(metrics_followers, "follow_state", follow_or_fail)
+    for run in ("a", "b"):
+        await open_run(own, run)
+    async with followed(own) as metrics:
+
+        def readable(run):
+            return metrics.registry.get_sample_value("trinity_run_readable", {"run": run})
+
+        await until(lambda: (readable("a"), readable("b")) == (0, 1))

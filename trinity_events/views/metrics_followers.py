@@ -1,0 +1,197 @@
+"""Followers of the runs of a server, which keep their metrics."""
+
+from __future__ import annotations
+
+import time
+from contextlib import aclosing
+from typing import Literal, NamedTuple
+
+import anyio
+import anyio.abc
+import redis.asyncio
+
+from trinity_schemas import RUN_INDEX
+
+from ..core import MonitorState
+from ..log import RedisEventLog, list_runs, position
+from ..log.error_replies import reply_text
+from ..log.retry import backoff_delays, is_transient
+from ..replay import current_state, follow_state
+from ..server import server_clock
+from .metrics import RunMetrics, ServerMetrics
+from .terminal import tell
+
+MOST = 16
+"""Maximum runs with metrics: the newest open ones, then closed ones. Others are counted."""
+CLOSED_FOR = 900.0
+"""Seconds for which a closed run keeps its metrics, so that the last values are scraped."""
+SILENT_FOR = 86_400.0
+"""Seconds after which a run without an event and without a reducer counts as gone."""
+LOOK = 2.0
+"""Seconds between two looks at the server and its index."""
+RECHECK = 60.0
+"""Seconds after which a run is checked again for being open."""
+_ANSWER = 5.0
+"""Seconds within which the server must answer a look."""
+_CHECKS = 4
+"""Runs that are checked at once."""
+_SHORTEST_PAUSE = 0.5
+_LONGEST_PAUSE = 30.0
+"""Seconds between two attempts at a run that cannot be read; random between both."""
+
+
+Condition = Literal["open", "closed", "gone"]
+"""A run is closed for some time after its end, and gone then."""
+
+
+class _Checked(NamedTuple):
+    """Result of a check of a run."""
+
+    opened: float
+    """Time at which the index listed the run last: it is checked again after a later opening."""
+    at: float
+    condition: Condition
+
+
+class RunFollowers:
+    """Followers of one run, or of every open run of a server; each goes on whatever others meet.
+
+    Only reads from the server, with the rights of the user ``viewer``.
+
+    Args:
+        client: Client of the server.
+        metrics: Metrics that the followers keep.
+        run_id: The one run; None follows every run of the index that is open or was closed lately.
+    """
+
+    def __init__(
+        self, client: redis.asyncio.Redis, metrics: ServerMetrics, run_id: str | None
+    ) -> None:
+        self._client = client
+        self._metrics = metrics
+        self._run = run_id
+        self._ahead = 0.0
+        """Milliseconds by which the server's clock is ahead of this host's."""
+        self._listed: dict[str, float] = {} if run_id is None else {run_id: 0.0}
+        """Runs of the index, oldest first, with the time of their last opening."""
+        self._checked: dict[str, _Checked] = {}
+        self._checking: set[str] = set()
+        self._checks = anyio.CapacityLimiter(_CHECKS)
+        self._states: dict[str, MonitorState] = {}
+        self._scopes: dict[str, anyio.CancelScope] = {}
+        self._problem = ""
+
+    async def run(self) -> None:
+        """Follow, until cancelled."""
+        async with anyio.create_task_group() as tasks:
+            while True:
+                await self._look(tasks)
+                await anyio.sleep(LOOK)
+
+    async def _look(self, tasks: anyio.abc.TaskGroup) -> None:
+        """Look at the server once, and follow the runs that it has now."""
+        try:
+            with anyio.fail_after(_ANSWER):
+                clock = await server_clock(self._client, RUN_INDEX)
+                if self._run is None:
+                    self._listed = await list_runs(self._client)
+        except Exception as error:
+            self._metrics.show_server(up=False)
+            self._tell(f"the server does not answer ({_text(error)}): the metrics are of the past")
+            return
+        self._ahead = clock - time.time() * 1000
+        self._metrics.show_server(up=True)
+        self._tell("")
+        if self._run is None:
+            self._begin_checks(tasks)
+        self._choose(tasks)
+
+    def _tell(self, problem: str) -> None:
+        """Print a problem once, and its end."""
+        if problem != self._problem:
+            tell(problem or "the server answers again")
+            self._problem = problem
+
+    def _begin_checks(self, tasks: anyio.abc.TaskGroup) -> None:
+        """Check the runs that were opened since their last check, and others after some time."""
+        self._checked = {run: one for run, one in self._checked.items() if run in self._listed}
+        for run, opened in reversed(self._listed.items()):
+            known = self._checked.get(run)
+            old = known is None or known.opened != opened
+            if run not in self._checking and (
+                old or (known is not None and anyio.current_time() - known.at > RECHECK)
+            ):
+                self._checking.add(run)
+                tasks.start_soon(self._check, run, opened, tasks)
+
+    async def _check(self, run: str, opened: float, tasks: anyio.abc.TaskGroup) -> None:
+        """Check a run, beside the others: one may have a long log."""
+        try:
+            async with self._checks:
+                found = await self._condition(run)
+        except Exception:
+            return  # a transient error: the next look checks the run again
+        finally:
+            self._checking.discard(run)
+        self._checked[run] = _Checked(opened, anyio.current_time(), found)
+        self._choose(tasks)
+
+    async def _condition(self, run: str) -> Condition:
+        """Return the condition of a run; one that cannot be read is open: its follower says so."""
+        try:
+            log = RedisEventLog(self._client, run)
+            last, clock = position(await log.last_id())[0], time.time() * 1000 + self._ahead
+            if clock - last > SILENT_FOR * 1000 and not await self._client.exists(log.keys.leader):
+                return "gone"
+            state = self._states.get(run) or await current_state(log)
+        except Exception as error:
+            if is_transient(error):
+                raise
+            return "open"
+        if state.closed is None:
+            return "open"
+        closed_at = last if state.closed_at is None else state.closed_at
+        return "closed" if clock - closed_at <= CLOSED_FOR * 1000 else "gone"
+
+    def _choose(self, tasks: anyio.abc.TaskGroup) -> None:
+        """Begin and end followers: of the one run, or of the newest runs, open ones first."""
+        found: dict[Condition, list[str]] = {"open": [], "closed": [], "gone": []}
+        for run in reversed(self._listed):
+            if run == self._run:
+                found["open"].append(run)
+            elif (known := self._checked.get(run)) is not None:
+                found[known.condition].append(run)
+        chosen = [*found["open"], *found["closed"]][:MOST]
+        self._metrics.show_left_out(max(0, len(found["open"]) - MOST))
+        for run in set(self._scopes).difference(chosen):
+            self._scopes.pop(run).cancel()
+            self._states.pop(run, None)
+            self._metrics.drop(run)
+        for run in chosen:
+            if run not in self._scopes:
+                scope = self._scopes[run] = anyio.CancelScope()
+                tasks.start_soon(self._follow, run, self._metrics.add(run), scope)
+
+    async def _follow(self, run: str, found: RunMetrics, scope: anyio.CancelScope) -> None:
+        """Update a run's metrics with each entry, until its scope is cancelled."""
+        log, told, pauses = RedisEventLog(self._client, run), "", backoff_delays(_LONGEST_PAUSE)
+        with scope:
+            while True:
+                try:
+                    async with aclosing(follow_state(log)) as following:
+                        async for state, folded in following:
+                            self._states[run] = state
+                            found.update(state, folded, int(time.time() * 1000 + self._ahead))
+                            told, pauses = "", backoff_delays(_LONGEST_PAUSE)
+                except Exception as error:
+                    # One that this run alone meets must not end the followers of the others.
+                    if not is_transient(error):
+                        found.show_unreadable()
+                        if told != _text(error):
+                            told = _text(error)
+                            tell(f"the metrics of run {run} are of the past: {told}")
+                await anyio.sleep(max(_SHORTEST_PAUSE, next(pauses)))
+
+
+def _text(error: Exception) -> str:
+    return reply_text(error) or type(error).__name__
