@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.dashboards import SMALL, dashboard, put_run, server_runs, shared_dashboard
 from trinity_events.core import MonitorState
+from trinity_events.core.changes import changes
 from trinity_events.core.fold import Monitor
 from trinity_events.core.fold_state import describe_producer
 from trinity_events.core.proof import Proof
@@ -17,6 +18,7 @@ from trinity_events.dashboard.simulated_run import Plan, simulated_run
 from trinity_events.log import position
 from trinity_events.replay import fold, fold_one
 from trinity_events.views import state_as_json
+from trinity_events.views.changes import change_line, tells
 from trinity_schemas import decode_envelope, event_tag
 
 DEMO = Plan()
@@ -43,6 +45,14 @@ async def test_the_state_at_an_entry_is_the_fold_of_the_log_up_to_it(demo, numbe
     assert found["number"] == number
     assert found["position"] == ENTRIES[number - 1].id
     assert found["event"] is None or found["event"]["entry"] == ENTRIES[number - 1].id
+
+
+@pytest.mark.parametrize("number", [1, 500, 3633, len(ENTRIES)])
+async def test_what_an_entry_changed_is_what_replay_shows(demo, number):
+    found = await demo.json(f"{RUN}/at", number=number, changed="")
+    former, state = state_as_json(folded(number - 1)), state_as_json(folded(number))
+    told = [change_line(one) for one in changes(former, state) if tells(one)]
+    assert found["changed"] == told[: answers.FOUND]
 
 
 async def test_a_state_is_found_by_entry_and_by_time(demo):

@@ -81,6 +81,8 @@ def test_an_address_leads_to_the_state_after_an_event(page, address):
     page.wait_for("document.querySelector('.headline.bad h1')")
     assert "Step 40 checkpoint FAILED" in page.text(".headline")
     assert "lease-expired" in page.text(".page-top")
+    page.evaluate("document.querySelector('.page-top summary').click()")
+    page.wait_for("document.querySelector('.page-top pre')?.innerText.includes('steps.40')")
     assert page.problems == []
 
 

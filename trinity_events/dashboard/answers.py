@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import anyio.to_thread
@@ -13,6 +14,7 @@ from trinity_schemas import Envelope, EnvelopeReader, StepRef, event_tag
 
 from ..core import MonitorState
 from ..core.causes import LiveFacts
+from ..core.changes import changes
 from ..core.fold import Monitor
 from ..core.fold_state import describe_producer
 from ..core.proof import Proof
@@ -20,6 +22,7 @@ from ..errors import TrinityError
 from ..log import Entry, before, position
 from ..replay import fold_one
 from ..views import event_line, state_as_json
+from ..views.changes import change_line, tells
 from .categories import BIT_OF_TAG, CATEGORIES, TYPES, category_of, step_of
 from .history import OTHERS, History, Lane
 from .run_reader import RunReader
@@ -122,8 +125,18 @@ async def state_at(
     entry: str | None = None,
     time: int | None = None,
     whole: bool = False,
+    changed: bool = False,
 ) -> dict[str, Any]:
-    """Return the state after an entry, given by its number, its id or a moment."""
+    """Return the state after an entry, given by its number, its id or a moment.
+
+    Args:
+        reader: The run.
+        number: Number of entries up to the state.
+        entry: Id of the last of them.
+        time: Milliseconds of the moment.
+        whole: True to add the whole state, as JSON.
+        changed: True to add the changes of the state by the entry, at most :data:`FOUND`.
+    """
     if entry is not None:
         number = await reader.number_of(entry)
     elif time is not None:
@@ -142,7 +155,13 @@ async def state_at(
         "event": None if found.envelope is None else event_of(found.entry, found.envelope),
         "announcements": [event_of(found.entry, one) for one in found.announcements],
     }
-    return view | ({"whole": state_as_json(state)} if whole else {})
+    if whole:
+        view["whole"] = state_as_json(state)
+    if changed and number > history.first:
+        former = state_as_json((await reader.at(number - 1)).state)
+        found_changes = filter(tells, changes(former, state_as_json(state)))
+        view["changed"] = [change_line(one) for one in islice(found_changes, FOUND)]
+    return view
 
 
 def event_of(entry: Entry | None, envelope: Envelope) -> dict[str, Any]:

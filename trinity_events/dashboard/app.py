@@ -178,6 +178,7 @@ async def _at(request: Request, reader: RunReader) -> Any:
         entry=request.query_params.get("entry"),
         time=_number(request, "time"),
         whole="whole" in request.query_params,
+        changed="changed" in request.query_params,
     )
 
 

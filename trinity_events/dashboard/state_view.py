@@ -52,6 +52,7 @@ def view_of(state: MonitorState, now: int, digests: Mapping[StepRef, str]) -> di
         "strategy": state.strategy,
         "waits": _waits(state, now),
         "unfinished": unfinished(state, now=now)[:_LINES],
+        "stacks": list(state.stacks.items())[-_LINES:],
         "failures": [one.sentence for one in failures(state)][-_LINES:],
         "steps": _steps(state),
         "saves": _saves(state),

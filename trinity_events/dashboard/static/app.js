@@ -458,13 +458,13 @@ async function renderPage() {
     }
     main
       .querySelector(".page-event")
-      ?.replaceChildren(...[state.past && eventPanel(state.past)].filter(Boolean));
+      ?.replaceChildren(...[state.past && eventPanel(state.past, more)].filter(Boolean));
     return;
   }
   const shownView = view();
   const parts = await partsOf(page, shownView);
   if (state.page !== page) return;
-  const above = [banner(), state.past ? eventPanel(shownView) : null].filter(Boolean);
+  const above = [banner(), state.past ? eventPanel(shownView, more) : null].filter(Boolean);
   if (page === "overview" && main.dataset.page === "overview") {
     // The timeline stays in its place: moving it would lose the keyboard's focus.
     main.querySelector(".page-top").replaceChildren(...above, ...parts);
@@ -472,7 +472,7 @@ async function renderPage() {
     main.replaceChildren(
       h("div", { class: "page-top" }, above, parts),
       timelinePanel(),
-      wholePanel(whole),
+      wholePanel(more),
     );
   } else {
     const open = document.activeElement?.closest("details");
@@ -505,13 +505,8 @@ async function partsOf(page, shownView) {
   }
 }
 
-async function whole() {
-  const found = await ask("at", { number: view().number, whole: 1 });
-  return (
-    JSON.stringify(found.whole, null, 2) ??
-    "This file does not have it: open the run in trinity-events dashboard."
-  );
-}
+// Returns the answer about the shown state, with parts that are asked for alone.
+const more = (parts) => ask("at", { number: view().number, ...parts });
 
 function banner() {
   const { past, newest } = state;

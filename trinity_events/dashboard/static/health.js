@@ -80,19 +80,20 @@ export function renderHealth(view, dead, { scrub }) {
 }
 
 function groupsPanel(view, link) {
-  const rows = (view.groups ?? []).map(([stream, name, members, pending, , oldest, idle, done, lag]) =>
-    h(
-      "tr",
-      {},
-      h("td", { class: "strong" }, name),
-      h("td", {}, stream),
-      h("td", { class: "number" }, members),
-      h("td", { class: "number" }, count(pending)),
-      h("td", { class: "number" }, count(lag)),
-      h("td", {}, oldest ?? "–"),
-      h("td", { class: "number" }, duration(idle * 1000)),
-      h("td", { class: `state ${done ? "ok" : "going"}` }, done ? "✓ caught up" : "behind"),
-    ),
+  const rows = (view.groups ?? []).map(
+    ([stream, name, members, pending, , oldest, idle, done, lag]) =>
+      h(
+        "tr",
+        {},
+        h("td", { class: "strong" }, name),
+        h("td", {}, stream),
+        h("td", { class: "number" }, members),
+        h("td", { class: "number" }, count(pending)),
+        h("td", { class: "number" }, count(lag)),
+        h("td", {}, oldest ?? "–"),
+        h("td", { class: "number" }, duration(idle * 1000)),
+        h("td", { class: `state ${done ? "ok" : "going"}` }, done ? "✓ caught up" : "behind"),
+      ),
   );
   const heads = [
     "group",

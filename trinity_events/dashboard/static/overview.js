@@ -168,7 +168,7 @@ function troublesOf(view) {
   ].filter((one) => one[0]);
 }
 
-function waitsPanel(view, { lane }) {
+function waitsPanel(view, { lane, scrub }) {
   const chip = (name, kind = "") =>
     h("button", { class: `chip ${kind}`, onclick: () => lane(name) }, name);
   const rows = view.waits.map((one) => {
@@ -199,6 +199,7 @@ function waitsPanel(view, { lane }) {
     "Who waits for whom",
     rows.length ? `${rows.length} open` : "",
     causesBox(view),
+    stacksLine(view, scrub),
     rows.length
       ? h("ul", { class: "waits" }, rows)
       : empty(view.closed ? "The run is over." : "No process has reported a wait."),
@@ -225,6 +226,18 @@ function causesBox(view) {
           ),
         )
       : null,
+  );
+}
+
+function stacksLine(view, scrub) {
+  if (!view.stacks.length) return null;
+  const link = ([process, entry]) =>
+    h("button", { class: "link", onclick: () => scrub({ entry }) }, process);
+  return h(
+    "p",
+    { class: "muted" },
+    "Stacks were taken at the deadline of a wait: ",
+    view.stacks.flatMap((one, at) => [at ? ", " : "", link(one)]),
   );
 }
 
