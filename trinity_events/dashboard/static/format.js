@@ -42,8 +42,10 @@ function setAll(element, properties) {
   }
 }
 
+const numbers = new Intl.NumberFormat("en");
+
 export function count(number) {
-  return number === null || number === undefined ? "–" : Number(number).toLocaleString("en");
+  return number === null || number === undefined ? "–" : numbers.format(number);
 }
 
 export function plural(number, noun) {
@@ -103,9 +105,9 @@ export function short(digest) {
   return digest ? `${digest.replace(/^[a-z0-9]+:/, "").slice(0, 10)}` : "–";
 }
 
-export function byName(one, other) {
-  return one.localeCompare(other, "en", { numeric: true });
-}
+// Compares names so that explorer-9 comes before explorer-10. One collator serves all: a thousand names
+// that are each compared by localeCompare take a tenth of a second.
+export const byName = new Intl.Collator("en", { numeric: true }).compare;
 
 export function ofTheme(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();

@@ -6,6 +6,7 @@ export class Scrubber {
   constructor({ scrub, live }) {
     this.scrub = scrub;
     this.strip = h("canvas", { "aria-hidden": "true" });
+    this.at = h("i", { class: "scrub-at", "aria-hidden": "true" });
     this.range = h("input", {
       type: "range",
       min: 0,
@@ -48,7 +49,7 @@ export class Scrubber {
         this.words,
         this.liveButton,
       ),
-      h("div", { class: "scrub-strip" }, this.strip, this.range),
+      h("div", { class: "scrub-strip" }, this.strip, this.at, this.range),
     ];
     new ResizeObserver(() => this.paint()).observe(this.strip.parentElement ?? this.element[1]);
   }
@@ -77,7 +78,16 @@ export class Scrubber {
     this.range.setAttribute("aria-valuetext", `event ${view.number}, ${clock(view.at)}`);
     this.words.textContent = `of ${count(last)} · ${day(view.at)} ${clock(view.at, true)}`;
     this.liveButton.classList.toggle("on", !past);
-    this.paint();
+    this.mark();
+  }
+
+  // Moves the mark of the shown state; the strip below it stays as it is painted.
+  mark() {
+    const { overview } = this;
+    if (!overview) return;
+    const at = this.view ? Number(this.range.value) : overview.end;
+    const share = (at - overview.begin) / spanOf(overview);
+    this.at.style.left = `calc(8px + (100% - 16px) * ${Math.min(1, Math.max(0, share))})`;
   }
 
   paint() {
@@ -95,7 +105,7 @@ export class Scrubber {
     strip.height = high * scale;
     const pen = strip.getContext("2d");
     pen.scale(scale, scale);
-    const span = Math.max(1000, overview.end - overview.begin);
+    const span = spanOf(overview);
     const x = (at) => 8 + ((at - overview.begin) / span) * (wide - 16);
     const columns = new Map();
     for (const [bucket, category, number] of overview.cells) {
@@ -134,10 +144,8 @@ export class Scrubber {
       pen.fillStyle = ofTheme("--line");
       pen.fillRect(x(overview.indexed), 8, x(overview.end) - x(overview.indexed), high - 12);
     }
-    const at = this.view
-      ? Math.min(overview.end, Math.max(overview.begin, Number(this.range.value)))
-      : overview.end;
-    pen.fillStyle = ofTheme("--accent");
-    pen.fillRect(x(at) - 1, 0, 2, high);
+    this.mark();
   }
 }
+
+const spanOf = (overview) => Math.max(1000, overview.end - overview.begin);

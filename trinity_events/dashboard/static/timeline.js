@@ -90,7 +90,9 @@ export class Timeline {
     );
     this.element = h("div", { class: "timeline" }, this.axis, this.body);
     this.listen();
+    this.measure();
     this.sized = new ResizeObserver(() => {
+      this.measure();
       this.draw();
       this.load();
     });
@@ -157,12 +159,11 @@ export class Timeline {
     return Boolean(act);
   }
 
-  get wide() {
-    return Math.max(80, this.element.clientWidth - this.labels);
-  }
-
-  get labels() {
-    return this.element.clientWidth < 560 ? 84 : LABELS;
+  // Measures the element; a question for each span would lay out the page anew each time.
+  measure() {
+    this.outer = this.element.clientWidth;
+    this.labels = this.outer < 560 ? 84 : LABELS;
+    this.wide = Math.max(80, this.outer - this.labels);
   }
 
   x(time) {
@@ -261,7 +262,7 @@ export class Timeline {
 
   canvasOf(canvas, high) {
     const scale = window.devicePixelRatio || 1,
-      wide = this.element.clientWidth;
+      wide = this.outer;
     canvas.width = wide * scale;
     canvas.height = high * scale;
     canvas.style.width = `${wide}px`;
@@ -279,7 +280,8 @@ export class Timeline {
   }
 
   paint() {
-    if (!this.element.clientWidth) return;
+    if (!this.outer) this.measure();
+    if (!this.outer) return;
     this.ink = ofTheme("--ink");
     this.muted = ofTheme("--muted");
     this.line = ofTheme("--line");
@@ -317,7 +319,7 @@ export class Timeline {
     pen.textAlign = "left";
     this.rows.forEach((name, row) => {
       pen.fillStyle = this.line;
-      pen.fillRect(0, (row + 1) * ROW - 1, this.element.clientWidth, 1);
+      pen.fillRect(0, (row + 1) * ROW - 1, this.outer, 1);
       pen.fillStyle = name === this.hotRow ? this.ink : this.muted;
       pen.fillText(name.replace(":", " "), 6, row * ROW + ROW / 2, this.labels - 10);
     });
