@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from trinity_events.log.position import ORIGIN
 from trinity_events.replay import fold
 from trinity_schemas import EnvelopeReader, RunKeys
 
+from .dashboard_browser import InBrowser, has_browser, in_browser
 from .environment import HERE, Stage, list_run
 from .measure import Findings, Noise, Row, median, say, spread
 from .report import SPEED
@@ -59,6 +61,8 @@ class Measured(NamedTuple):
     """Seconds until every entry of the log is indexed."""
     scrubs: list[float]
     peak_bytes: int
+    browser: InBrowser | None
+    """None without a browser."""
 
 
 def run(on: Stage, size: Size, noise: Noise) -> Findings:
@@ -89,14 +93,46 @@ def run(on: Stage, size: Size, noise: Noise) -> Findings:
             short.peak_bytes / 1e6,
         ),
     ]
+    rows += _rows_of_browser(long, short, events, before)
     notes = [
         f"A simulated run of {size.workers:,} workers. The page is open once the newest state, the "
         "lanes and the strip of the whole run are answered; the past fills in while it is indexed. "
         "Opening is asked to take at most 3 s, and the median scrub 100 ms.",
         "A scrub is one question over HTTP for the state after a random event. Memory is the "
         "largest resident set of the process.",
+        "In a browser (Chromium without a window, which draws on the processor), the newest state "
+        "and the timeline of the last steps are painted before the log is indexed. Frames are "
+        "those of 60 turns of the wheel and 60 moves of the pointer over the timeline.",
     ]
     return Findings(rows, notes)
+
+
+def _rows_of_browser(long: Measured, short: Measured, events: str, before: str) -> list[Row]:
+    if long.browser is None or short.browser is None:
+        return [Row(what="pages in a browser", figure="no browser is at hand")]
+    one, other = long.browser, short.browser
+    return [
+        _row(f"paint the page of {events} in a browser (s)", one.painted, before, other.painted),
+        _row(
+            f"frame while the timeline of {events} moves, median (ms)",
+            median(one.zoom),
+            before,
+            median(other.zoom),
+        ),
+        _row(
+            f"frame while the timeline of {events} moves, slowest (ms)",
+            max(one.zoom),
+            before,
+            max(other.zoom),
+        ),
+        _row(
+            f"scrub to an event of {events} in a browser, median (ms)",
+            1000 * median(one.scrubs),
+            before,
+            1000 * median(other.scrubs),
+            spread(one.scrubs),
+        ),
+    ]
 
 
 def _row(what: str, value: float, peer: str, peers: float, varies: float | None = None) -> Row:
@@ -119,20 +155,31 @@ def measured(on: Stage, events: int, size: Size, noise: Noise) -> Measured:
     noise.beat()
     with dashboard(on) as (port, process):
         began = time.perf_counter()
-        while (now := ask(port, run_id, "now"))["position"] != last:
+        while ask(port, run_id, "now")["position"] != last:
             time.sleep(0.02)
         ask(port, run_id, "lanes")
         ask(port, run_id, "overview")
         opened = time.perf_counter() - began
-        while now["progress"] < 1:
-            if time.perf_counter() - began > _DEADLINE:
-                raise TimeoutError(f"the log was not indexed in {_DEADLINE:.0f} s")
-            time.sleep(0.2)
-            now = ask(port, run_id, "now")
+        until_indexed(port, run_id)
         indexed = time.perf_counter() - began
         draw = random.Random(events)
         scrubs = [scrub(port, run_id, draw.randint(1, events)) for _ in range(size.scrubs)]
-        return Measured(opened, indexed, scrubs, process.memory_info().rss)
+        peak = process.memory_info().rss
+    found = None
+    if has_browser():
+        with dashboard(on) as (port, _):
+            wait = partial(until_indexed, port, run_id)
+            found = in_browser(port, run_id, events, min(30, size.scrubs), wait)
+    return Measured(opened, indexed, scrubs, peak, found)
+
+
+def until_indexed(port: int, run_id: str) -> None:
+    """Wait until a dashboard has indexed the log of a run. Raises TimeoutError."""
+    give_up = time.monotonic() + _DEADLINE
+    while ask(port, run_id, "now")["progress"] < 1:
+        if time.monotonic() > give_up:
+            raise TimeoutError(f"the log was not indexed in {_DEADLINE:.0f} s")
+        time.sleep(0.2)
 
 
 def put(on: Stage, run_id: str, events: int, workers: int) -> str:

@@ -294,6 +294,7 @@ export class Timeline {
     pen.rect(this.labels, 0, this.wide, high);
     pen.clip();
     if (this.data) {
+      this.element.dataset.shown = this.data.mode;
       for (const cell of this.data.cells ?? []) this.cell(pen, cell);
       for (const span of this.data.spans ?? []) this.span(pen, span);
     }
