@@ -23,7 +23,7 @@ VERL_VERSIONS ?= 0.9.1 0.8.0
 TRL_VERSION ?= 1.16.0
 
 .PHONY: setup demo test check slowest compiled lowest oldest-server bench gpu learn chaos crash hangs matrix simulate verl base-install \
-	schemas docs picture lint format clean
+	schemas docs picture screenshots lint format clean
 
 setup: $(VENV)/installed
 
@@ -138,6 +138,11 @@ docs: setup
 # docs/demo.svg, of a demo that it runs.
 picture: setup
 	$(BIN)/python docs/picture.py
+
+# The pictures of docs/gallery.md and docs/dashboard.md, of runs that it makes; Chromium must be installed.
+# make screenshots ARGS="--only overview"
+screenshots: setup
+	$(BIN)/python docs/screenshots.py $(ARGS)
 
 lint: setup
 	$(BIN)/ruff format --check .

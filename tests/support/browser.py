@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import fcntl
 import json
 import os
@@ -25,6 +26,7 @@ OPTIONS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"),
     *("--disable-dev-shm-usage", "--disable-background-networking", "--remote-debugging-pipe"),
     *("--disable-component-update", "--disable-sync", "--mute-audio"),
+    "--disable-back-forward-cache",  # a page that was left would keep its live stream open
 )
 
 
@@ -45,6 +47,16 @@ os.execv(sys.argv[3], sys.argv[3:])
 """Program that becomes the browser, with its pipes where the browser looks for them."""
 
 
+_STILL = """
+document.fonts.status === "loaded" && document.getAnimations().every((one) =>
+  one.playState !== "running" || one.effect.getComputedTiming().endTime === Infinity)
+"""
+"""Condition of a page at rest; animations that never end, such as a pulse, do not count."""
+_PAINTED_TWICE = """
+new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))
+"""
+
+
 class Page:
     """The one page of a browser."""
 
@@ -62,13 +74,16 @@ class Page:
     def open(self, url: str, *, wide: int = 1280, high: int = 900, scheme: str = "light") -> None:
         """Open an address, in a window of a size, in light or dark."""
         self._browser.problems.clear()
-        size = {"width": wide, "height": high, "deviceScaleFactor": 1, "mobile": False}
-        self.call("Emulation.setDeviceMetricsOverride", **size)
+        self._size(wide, high)
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self.call("Emulation.setEmulatedMedia", features=[feature])
         # A new fragment alone would not load the page anew.
         self.call("Page.navigate", url="about:blank")
         self.call("Page.navigate", url=url)
+
+    def _size(self, wide: int, high: int) -> None:
+        size = {"width": wide, "height": high, "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
 
     def evaluate(self, expression: str) -> Any:
         """Return the value of an expression in the page."""
@@ -96,6 +111,24 @@ class Page:
         text = {"text": key} if len(key) == 1 else {}
         self.call("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
+
+    def fit(self, highest: int) -> None:
+        """Make the window as high as the page, or of a largest height."""
+        wide, high = self.evaluate("[innerWidth, document.documentElement.scrollHeight]")
+        self._size(wide, min(high, highest))
+
+    def screenshot(self) -> bytes:
+        """Return the window as PNG, once what is painted and animated has come to rest."""
+        self.wait_for(_STILL)
+        self.evaluate(_PAINTED_TWICE)
+        return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
+
+    def zoom(self, selector: str) -> None:
+        """Turn the wheel near the right edge of an element, with Ctrl held."""
+        box = f"document.querySelector({json.dumps(selector)}).getBoundingClientRect()"
+        right, top = self.evaluate(f"(({{right, top}}) => [right, top])({box})")
+        turned = {"type": "mouseWheel", "deltaX": 0, "deltaY": -400, "modifiers": 2}
+        self.call("Input.dispatchMouseEvent", x=right - 1, y=top + 40, **turned)
 
     def text(self, selector: str) -> str:
         """Return the text of the first element; empty without one."""
