@@ -2,10 +2,12 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +98,66 @@ def ended(process: subprocess.Popen[str], seconds: float = PATIENCE) -> tuple[in
     out, error = process.communicate(timeout=seconds)
     assert "Traceback" not in error
     return process.returncode, out, error
+
+
+class TrainRun:
+    """Run of all parts, by ``train`` in a session of its own, and the lines it has printed.
+
+    Args:
+        file: Configuration of the run.
+        args: Further arguments of ``train``.
+    """
+
+    def __init__(self, file: Path, *args: str) -> None:
+        self.said: list[str] = []
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "trinity_events", "train", str(file), *args],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._listening = threading.Thread(target=self._listen)
+        self._listening.start()
+
+    def _listen(self) -> None:
+        assert self.process.stderr is not None
+        self.said += self.process.stderr
+
+    def until(self, met: Callable[[], Any]) -> Any:
+        """Wait for a condition while the run goes on."""
+        give_up = time.monotonic() + 3 * PATIENCE
+        while not (found := met()):
+            assert self.process.poll() is None, "".join(self.said)
+            assert time.monotonic() < give_up, "waited in vain"
+            time.sleep(0.02)
+        return found
+
+    def actor(self, name: str) -> int:
+        """Return the process id of one of its Ray actors."""
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                session = int((path / "stat").read_text().rpartition(")")[2].split()[3])
+                command = (path / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if session == self.process.pid and command.startswith(f"ray::{name}".encode()):
+                return int(path.name)
+        raise AssertionError(f"{name} is not there")
+
+    def ended(self) -> tuple[int, str, str]:
+        """Wait for its end; return its status, its output, and the lines of its progress."""
+        assert self.process.stdout is not None
+        out = self.process.stdout.read()
+        status = self.process.wait(3 * PATIENCE)
+        self._listening.join()
+        return status, out, "".join(self.said)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self._listening.join()
+        for stream in (self.process.stdout, self.process.stderr):
+            assert stream is not None
+            stream.close()

@@ -1,0 +1,163 @@
+"""The steps of docs/walkthrough.md, in real processes: a rank is killed, and the run goes on."""
+
+import json
+import os
+import re
+import secrets
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.support.run_processes import TrainRun, small_run
+from trinity_events.server import connect_sync
+from trinity_schemas import (
+    Envelope,
+    RunClosed,
+    RunKeys,
+    RunResumed,
+    StepReady,
+    decode_envelope,
+)
+
+pytestmark = pytest.mark.timeout(1200)
+
+
+class Killed(NamedTuple):
+    """Run that ended because one of its trainer ranks was killed, and what it has told."""
+
+    run_id: str
+    file: Path
+    folder: Path
+    pid: int
+    status: int
+    told: dict[str, Any]
+    said: str
+    closing: str
+    """Id of the event that closed it."""
+
+
+def stream_of(redis_url: str, key: str) -> list[tuple[str, Envelope]]:
+    with connect_sync(redis_url) as client:
+        found = client.xrange(key)
+    return [(entry.decode(), decode_envelope(fields[b"e"])) for entry, fields in found]
+
+
+def checkpoints(redis_url: str, run_id: str) -> list[StepReady]:
+    """Return the announcements of checkpoints."""
+    announced = stream_of(redis_url, RunKeys.of(run_id).announcements)
+    events = [envelope.event for _, envelope in announced]
+    return [one for one in events if isinstance(one, StepReady) and one.kind == "checkpoint"]
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory, policy_folder, redis_url, cli):
+    """A run whose second rank is killed after its first checkpoint, found by its process id."""
+    folder = tmp_path_factory.mktemp("walkthrough")
+    run_id = f"test-{secrets.token_hex(6)}"
+    file = small_run(
+        folder,
+        policy_folder,
+        steps=100_000,
+        trainer={"ranks": 2},
+        checkpoints={"interval": 2, "root": str(folder)},
+    )
+    run = TrainRun(file, "--run", run_id, "--json")
+    try:
+        run.until(lambda: checkpoints(redis_url, run_id))
+        shown = json.loads(cli("status", run_id, "--json").stdout)
+        pid = shown["processes"]["actor-1"]["pid"]
+        os.kill(pid, signal.SIGKILL)
+        status, out, said = run.ended()
+    finally:
+        run.close()
+    [line] = out.splitlines()
+    events = stream_of(redis_url, RunKeys.of(run_id).events)
+    [closing] = [entry for entry, one in events if isinstance(one.event, RunClosed)]
+    return Killed(run_id, file, folder, pid, status, json.loads(line), said, closing)
+
+
+def test_a_rank_that_was_killed_by_the_id_that_status_lists_is_in_the_object_of_the_run(killed):
+    assert killed.status == 1
+    assert killed.told["outcome"] == "failed"
+    assert re.fullmatch(
+        rf"\w+: trainer worker 1 \(process {killed.pid} on {socket.gethostname()}\) of .* died.*: "
+        r"killed by SIGKILL .*",
+        killed.told["error"],
+    )
+    assert killed.told["error"].partition(": ")[2] in killed.said
+    newest = killed.told["newest_checkpoint"]
+    assert newest["folder"] == str(killed.folder / killed.run_id / f"global_step_{newest['step']}")
+    assert Path(newest["folder"]).is_dir()
+    assert killed.told["log"]["steps"] >= newest["step"]
+
+
+def test_status_and_explain_name_the_killed_rank_and_blame_no_explorer(killed, cli):
+    explained = json.loads(cli("explain", killed.run_id, "--json").stdout)
+    first = explained["causes"][0]
+    assert first["reason"] == "closed"
+    assert f"trainer worker 1 (process {killed.pid} on" in first["sentence"]
+    assert first["sentence"] in cli("explain", killed.run_id).stdout
+    shown = cli("status", killed.run_id, env={"COLUMNS": "300"}).stdout
+    [explorer] = [line for line in shown.splitlines() if line.startswith("explorer-0")]
+    assert explorer.split()[1] != "lost"
+    # A save that was under way when the summary was made may become ready after it.
+    [step] = re.findall(r"newest ready checkpoint is that of step (\d+)", shown)
+    assert int(step) >= killed.told["newest_checkpoint"]["step"]
+
+
+def test_bisect_finds_the_event_that_closed_it_and_a_step_back_shows_it_open(killed, cli):
+    found = json.loads(cli("bisect", killed.run_id, "closed == 'failed'", "--json").stdout)
+    assert found["found"]["id"] == killed.closing
+    changed = cli(
+        *("replay", killed.run_id, "--step", "--json", "--until", killed.closing),
+        *("--from", str(killed.told["newest_checkpoint"]["step"])),
+    )
+    *_, before, closing = map(json.loads, changed.stdout.splitlines())
+    assert closing["id"] == killed.closing
+    assert {"closed", "closed_error"} <= {one["path"] for one in closing["changes"]}
+    between = json.loads(cli("diff", killed.run_id, before["id"], killed.closing, "--json").stdout)
+    [change] = [one for one in between["changes"] if one["path"] == "closed"]
+    assert change["after"] == "failed"
+
+
+@pytest.mark.parametrize("until", [(), ("--until", "2")])
+def test_its_history_as_a_test_passes_under_pytest(killed, cli, tmp_path, until):
+    written = tmp_path / "test_history.py"
+    shown = cli("export", killed.run_id, "--pytest", *until, "--output", str(written))
+    assert shown.returncode == 0, shown.stderr
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(written)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"^7 passed", done.stdout, re.MULTILINE)
+
+
+def test_the_command_that_it_told_goes_on_from_the_newest_checkpoint(killed, redis_url, cli):
+    told = shlex.split(killed.told["next_command"])
+    at = told.index("train")
+    assert told[at + 1 :] == [str(killed.file), "--run", killed.run_id, "--json"]
+    left = checkpoints(redis_url, killed.run_id)[-1]
+    run = TrainRun(killed.file, *told[at + 2 :])
+    try:
+        run.until(
+            lambda: [
+                one
+                for one in checkpoints(redis_url, killed.run_id)
+                if (one.epoch, one.step) == (2, left.step + 2)
+            ]
+        )
+        run.process.send_signal(signal.SIGTERM)
+        status, out, said = run.ended()
+    finally:
+        run.close()
+    assert status == 143
+    assert f"resumes from the checkpoint of step {left.step}: epoch 1 " in said
+    events = stream_of(redis_url, RunKeys.of(killed.run_id).events)
+    [resumed] = [one.event for _, one in events if isinstance(one.event, RunResumed)]
+    assert (resumed.step, resumed.checkpoint.epoch) == (left.step, 1)
+    assert json.loads(out)["outcome"] == "interrupted"
