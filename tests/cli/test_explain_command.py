@@ -75,6 +75,13 @@ async def test_stacks_that_were_taken_at_a_deadline_are_shown(cli, waiting_run, 
     assert "generate" in cli("explain", waiting_run, "3").stdout
 
 
+async def test_a_run_that_failed_is_explained_with_the_way_on(cli, waiting_run, publisher):
+    await publisher.publish(RunClosed(reason="failed", error="WorkerDied: actor-1 died"))
+    shown = cli("explain", waiting_run).stdout.splitlines()
+    assert shown[0] == "First cause: The run ended (failed): WorkerDied: actor-1 died."
+    assert shown[-1].startswith("No checkpoint is ready: the run, started again under its name,")
+
+
 async def test_a_step_that_is_not_known_is_one_sentence(cli, waiting_run):
     shown = cli("explain", waiting_run, "9")
     assert (shown.returncode, shown.stdout) == (1, "")

@@ -1,6 +1,7 @@
 """What commands print with ``--json``, held to the schemas in ``schemas/json/commands``."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -100,12 +101,12 @@ async def test_status_lists_the_processes_of_an_open_run_on_this_host(cli, run, 
         told = json.loads(cli("status", run, "--json").stdout)
         schema_of("status").validate(told)
         assert told["processes"] == {"actor-1": {"pid": process.pid, "condition": "running"}}
-        assert f"actor-1       {process.pid}" in cli("status", run).stdout
+        assert re.search(rf"^actor-1 +{process.pid} +running", cli("status", run).stdout, re.M)
         process.kill()
         process.wait()
-        assert "ended" in cli("status", run).stdout.partition("PROCESS HERE")[2]
+        assert "ended" in cli("status", run).stdout.partition("ON THIS HOST")[2]
     await publisher.publish(RunClosed(reason="finished"))
-    assert "PROCESS HERE" not in cli("status", run).stdout
+    assert "ON THIS HOST" not in cli("status", run).stdout
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -86,7 +86,7 @@ def test_a_rank_that_was_killed_by_the_id_that_status_lists_is_in_the_object_of_
     assert killed.status == 1
     assert killed.told["outcome"] == "failed"
     assert re.fullmatch(
-        rf"\w+: trainer worker 1 \(process {killed.pid} on {socket.gethostname()}\) of .* died.*: "
+        rf"\w+: actor-1 \(process {killed.pid} on {socket.gethostname()}\) of .* died.*: "
         r"killed by SIGKILL .*",
         killed.told["error"],
     )
@@ -101,7 +101,7 @@ def test_status_and_explain_name_the_killed_rank_and_blame_no_explorer(killed, c
     explained = json.loads(cli("explain", killed.run_id, "--json").stdout)
     first = explained["causes"][0]
     assert first["reason"] == "closed"
-    assert f"trainer worker 1 (process {killed.pid} on" in first["sentence"]
+    assert f"actor-1 (process {killed.pid} on" in first["sentence"]
     assert first["sentence"] in cli("explain", killed.run_id).stdout
     shown = cli("status", killed.run_id, env={"COLUMNS": "300"}).stdout
     [explorer] = [line for line in shown.splitlines() if line.startswith("explorer-0")]

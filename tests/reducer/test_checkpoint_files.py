@@ -230,6 +230,14 @@ def test_one_fault_does_not_keep_the_rest_from_being_done(files, caplog):
     assert len(caplog.records) == 1, "said once, not every second"
 
 
+def test_the_fault_of_a_file_that_is_planned_no_more_is_forgotten(files):
+    write(files.folder, ".staging")  # a file, where a folder belongs
+    for staged in ((".staging/a",), (".staging/b",), ()):
+        promotions = tuple(Promotion(1, one) for one in staged)
+        files.reconcile(FilePlan(promotions=promotions, iterations=()))
+        assert [one.partition(" ")[0] for one in files.faults] == list(staged)
+
+
 def test_a_root_that_is_a_file_is_refused_in_one_sentence(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointRootUnusable, match="cannot be written"):

@@ -61,7 +61,10 @@ def bisect(
     if as_json:
         print_json({"run_id": run_id, "expression": expression, "found": _as_json(found)})
     elif found is None:
-        say(f"{expression!r} is not true after any event that was asked about", lines=False)
+        hint = (
+            "" if every else "; --every asks about each event, for what was true for a while only"
+        )
+        say(f"{expression!r} is not true after any event that was asked about{hint}", lines=False)
     else:
         for line in folded_lines(found):
             say(line, lines=False)

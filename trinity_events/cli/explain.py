@@ -28,9 +28,18 @@ from ..log import RedisEventLog, Stream, before, require_run
 from ..replay import current_state, envelope_of
 from ..views import waits_as_json
 from ..views.as_json import causes_as_json
+from ..views.status import next_step
 from ..views.terminal import say
 from .last_entries import decoded
 from .options import CheckpointRoot, Json, RedisUrl, checkpoint_root, client_of, print_json
+
+_TOLD = frozenset(
+    (
+        *("server-full", "server-read-only", "no-reducer", "reducer-behind"),
+        *("stopped", "ended", "unread-group"),
+    )
+)
+"""Reasons of further causes that are printed; the chains of waits tell of the others."""
 
 
 class StepNotFound(TrinityError):
@@ -133,10 +142,15 @@ def _lines_of_step(known: _Known, step: int) -> list[str]:
 def _lines_of_run(known: _Known) -> list[str]:
     """Return the waits of a run, and the steps that are neither ready nor failed."""
     state = known.state
+    chains = list(chains_of_waits(state, known.now))
+    if len(chains) == 1 and known.causes and chains[0] in known.causes[0].sentence:
+        chains = []  # the first cause says it
     lines = [
         *(f"First cause: {one.sentence}" for one in known.causes[:1]),
-        *chains_of_waits(state, known.now),
+        *(f"Another cause: {one.sentence}" for one in known.causes[1:] if one.reason in _TOLD),
+        *chains,
         *unfinished(state, now=known.now),
+        *([next_step(state)] if state.closed in ("failed", "interrupted") else []),
         *_stacks(known),
     ]
     return lines or [

@@ -91,7 +91,9 @@ def tail(
     ] = False,
     types: Annotated[
         list[str] | None,
-        typer.Option("--type", "-t", help="Only events of this type, such as step-ready."),
+        typer.Option(
+            "--type", "-t", help="Only events of these types, such as step-ready,step-failed."
+        ),
     ] = None,
     producers: Annotated[
         list[str] | None,
@@ -206,7 +208,7 @@ async def _filter(client: redis.asyncio.Redis, log: RedisEventLog, asked: _Asked
         if asked.until is not None:
             bounds["until"] = moment(asked.until, now, end=True)
     return EventFilter(
-        types=frozenset(_known_type(one) for one in asked.types),
+        types=frozenset(_known_type(one) for given in asked.types for one in given.split(",")),
         producers=frozenset(asked.producers),
         steps=tuple(_steps(one) for one in asked.steps),
         **bounds,

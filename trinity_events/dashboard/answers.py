@@ -95,7 +95,8 @@ async def now_view(reader: RunReader) -> dict[str, Any]:
     # Ages of the facts are those of the moment at which they were read.
     facts = structs.replace(facts, now=now, unfolded_since=now - late if late else None)
     return view_of(state, now, digests(history)) | {
-        "causes": causes_of(state, facts),
+        # Without the facts of a live run, another process would be blamed than `explain` names.
+        "causes": [] if reader.source.is_live and around is None else causes_of(state, facts),
         "unfolded": late,
         "processes": []
         if state.closed is not None

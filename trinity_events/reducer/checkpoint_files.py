@@ -86,6 +86,7 @@ class CheckpointFiles:
         """
         promoted = 0
         with self.lock:
+            self._forget_all_but(plan)
             for promotion in plan.promotions:
                 promoted += self._attempt(promotion.staged, partial(self._promote, promotion))
             for iteration in plan.iterations:
@@ -104,6 +105,13 @@ class CheckpointFiles:
             self.faults[self._in_words(what)] = str(error)
             return False
         return changed
+
+    def _forget_all_but(self, plan: FilePlan) -> None:
+        """Forget the faults of files that are no longer planned, and so are tried no more."""
+        planned = {one.staged for one in plan.promotions} | {one.name for one in plan.iterations}
+        words = {self._in_words(one) for one in planned}
+        for gone in self.faults.keys() - words:
+            del self.faults[gone]
 
     def _in_words(self, what: str) -> str:
         return f"{what} of {self.folder}"

@@ -55,15 +55,21 @@ def folded_as_json(folded: Folded) -> dict[str, Any]:
 
 _NAMED = 16
 """Elements of a field that are named; the others are counted."""
+_LONGEST = 600
+"""Maximum characters of a field; a run's configuration is longer, and is shown with --json."""
 _LEFT_OUT = {"save_id", "caused_by", "saves", "parts", "registrations", "verified_at", "attempts"}
 
 
 def _details(fields: dict[str, Any]) -> list[str]:
     return [
-        f"{name}={_value(value)}"
+        f"{name}={_cut(_value(value))}"
         for name, value in fields.items()
         if name not in _LEFT_OUT and value is not False and value not in (None, "", (), {})
     ]
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({len(text):,} characters)"
 
 
 def _more(value: tuple[Any, ...]) -> list[str]:

@@ -96,13 +96,14 @@ def status_panel(
     if silent:
         about.append(Text(_abandoned(state, silent_since), style="red"))
     if silent or state.closed in ("failed", "interrupted"):
-        about.append(Text(_next_step(state), style="red"))
+        about.append(Text(next_step(state), style="red"))
     failed = [Text(visible(one.sentence, lines=False), style="red") for one in failures(state)]
     waiting = [
         Text(visible(line, lines=False), style="yellow") for line in unfinished(state, now=now)
     ]
     tables = (
-        *(Text(), _ready(state), Text(), _explorers(state, now, silent=silent)),
+        *((Text(), _ready(state)) if state.ready else ()),
+        *((Text(), _explorers(state, now, silent=silent)) if state.explorers else ()),
         *_processes(processes or {}),
         *_evaluations(state, now),
         *_waits_table(state, _moment_of(state, now)),
@@ -137,11 +138,22 @@ def _evaluations(state: MonitorState, now: int | None) -> Iterator[RenderableTyp
     for name, evaluated in sorted(state.evaluations.items()):
         shown = [] if evaluated.last is None else [evaluated.last]
         for one in (*shown, *evaluated.open):
-            result = ", ".join(f"{key} {value:.3g}" for key, value in one.metrics.items())
-            told = visible(one.failure or result or "open", lines=False)
+            result = visible(one.failure or _result(one.metrics) or "open", lines=False)
             since = date_and_time(one.since) if now is None else ago(now - one.since)
-            table.add_row(name, str(one.version.step), since, told)
+            table.add_row(name, str(one.version.step), since, result)
     yield from (Text(), table)
+
+
+def _result(metrics: Mapping[str, float]) -> str:
+    """Return metrics in words, each with the interval that two others give."""
+    told = []
+    for name, value in metrics.items():
+        if name.removesuffix("_low").removesuffix("_high") in metrics.keys() - {name}:
+            continue
+        low, high = metrics.get(f"{name}_low"), metrics.get(f"{name}_high")
+        interval = "" if low is None or high is None else f" ({low:.3g} to {high:.3g})"
+        told.append(f"{name} {value:.3g}{interval}")
+    return ", ".join(told)
 
 
 def _prompts(state: MonitorState) -> str:
@@ -167,7 +179,7 @@ def _processes(processes: Mapping[str, HostProcess]) -> Iterator[RenderableType]
     if not processes:
         return
     table = Table(box=None, pad_edge=False)
-    for column in ("PROCESS HERE", "PID", "STATE"):
+    for column in ("PROCESS", "PID", "ON THIS HOST"):
         table.add_column(column)
     for name, one in sorted(processes.items()):
         style = "" if one.condition == "running" else "red"
@@ -241,17 +253,18 @@ def _abandoned(state: MonitorState, since: int | None) -> str:
     )
 
 
-def _next_step(state: MonitorState) -> str:
-    """Return the sentence on the newest checkpoint of a run that did not finish."""
+def next_step(state: MonitorState) -> str:
+    """Return the sentence on how a run goes on that did not finish."""
     pointer = state.ready.get("checkpoint")
-    newest = "No checkpoint is ready"
-    if pointer is not None:
+    if pointer is None:
+        newest = "No checkpoint is ready: the run, started again under its name, begins at step 1."
+    else:
         folder = f", in {final_name(pointer.at.step)} of its directory" if pointer.named else ""
-        newest = f"The newest ready checkpoint is that of step {pointer.at.step}{folder}"
-    return (
-        f"{newest}. Start the run again under its name: it goes on from there, or from step 1. "
-        f"Look at what it did with: trinity-events replay {state.run_id}"
-    )
+        newest = (
+            f"The newest ready checkpoint is that of step {pointer.at.step}{folder}: the run, "
+            "started again under its name, goes on from there, or with --fresh from step 1."
+        )
+    return f"{newest} Look at what it did with: trinity-events replay {state.run_id}"
 
 
 def ready_step(state: MonitorState, kind: Kind) -> str:

@@ -135,12 +135,16 @@ class WatchApp(App[None]):
             await anyio.sleep(_LOOK)
 
     def _write(self, folded: list[Folded]) -> None:
+        if not self.is_running:  # it quits, and its panels are gone
+            return
         events = self.query_one("#events", RichLog)
         for one in folded[-_KEPT_LINES:]:
             for line in folded_lines(one):
                 events.write(Text(visible(line, lines=False), no_wrap=True))
 
     def _show(self) -> None:
+        if not self.is_running:
+            return
         fault = self.query_one("#fault", Static)
         fault.display = bool(self.fault) or self._held
         fault.update(Text(self.fault or "held still: press space to go on"))

@@ -208,5 +208,5 @@ async def test_a_rank_killed_in_a_training_step_is_what_the_closing_event_names(
     [closed] = [one for one in said if isinstance(one, RunClosed)]
     assert closed.reason == "failed"
     said = closed.error or ""
-    assert said.startswith("WorkerDied: trainer worker 1 (process ")
+    assert said.startswith("WorkerDied: actor-1 (process ")
     assert f"of run {run_id} died in train_step at step 2: killed by SIGKILL" in said

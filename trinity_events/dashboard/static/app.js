@@ -84,6 +84,7 @@ async function begin() {
   // A page that a browser keeps for its back button would keep its stream, of the few that a host may have.
   window.addEventListener("pagehide", () => stop());
   window.addEventListener("pageshow", (event) => event.persisted && location.reload());
+  document.addEventListener("visibilitychange", () => (document.hidden ? stop() : follow()));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
   setTheme(stored("theme") ?? "auto");
   await route();
@@ -174,14 +175,17 @@ async function openRun(run) {
   await told(await ask("now"));
   await loadLanes();
   shown();
-  stop = source.follow(
-    run,
-    (data) => told(data),
-    (why) => {
-      state.problem = why;
-      renderHead();
-    },
-  );
+  follow();
+}
+
+// Follows the shown run, unless its page is in the background: a browser opens six streams of a host.
+function follow() {
+  if (!state.run || document.hidden) return;
+  stop();
+  stop = source.follow(state.run, told, (why) => {
+    state.problem = why;
+    renderHead();
+  });
 }
 
 async function loadLanes() {
@@ -207,6 +211,7 @@ async function told(data) {
     loadLanes().then(shown).catch(fail);
     if (isIndexed) timeline?.load();
   }
+  if (!data.live && data.progress === 1) stop(); // nothing follows
   if (timeline) timeline.grow(data.end);
   if (!state.past) shown();
   else renderHead();
@@ -477,7 +482,7 @@ async function renderPage() {
   } else {
     const open = document.activeElement?.closest("details");
     if (open && main.dataset.page === page) return;
-    main.replaceChildren(...above, ...parts);
+    main.replaceChildren(...above, ...parts.filter(Boolean));
   }
   main.dataset.page = page;
 }

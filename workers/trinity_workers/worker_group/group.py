@@ -41,7 +41,7 @@ class WorkerGroup:
     Args:
         kind: Class of the workers, with methods marked by :func:`.registered.register`.
         workers: Handles of the actors, by rank.
-        name: Name of a worker in errors, before its rank.
+        name: Role of the workers, which errors name as ``actor-1``.
         told: Returns the words that errors append to the name of a method, such as its step.
         timeout: Maximum seconds of a call; None leaves it to the deadlines of the ranks.
     """
@@ -148,7 +148,7 @@ class WorkerGroup:
 
     def _named(self, rank: int) -> str:
         process = self._processes[rank] if self._processes else None
-        return named(f"{self._name} {rank}", process)
+        return named(f"{self._name}-{rank}", process)
 
 
 class _Call(NamedTuple):
