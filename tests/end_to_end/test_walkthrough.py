@@ -5,15 +5,19 @@ import os
 import re
 import secrets
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+from tests.support.browser import NAMES, browser
+from tests.support.dashboards import dashboard_process
 from tests.support.run_processes import TrainRun, small_run
 from trinity_events.server import connect_sync
 from trinity_schemas import (
@@ -40,6 +44,8 @@ class Killed(NamedTuple):
     said: str
     closing: str
     """Id of the event that closed it."""
+    seen: dict[str, str] | None
+    """Texts of a page while it trained, after its end and just before; None without a browser."""
 
 
 def stream_of(redis_url: str, key: str) -> list[tuple[str, Envelope]]:
@@ -68,18 +74,32 @@ def killed(tmp_path_factory, policy_folder, redis_url, cli):
         checkpoints={"interval": 2, "root": str(folder)},
     )
     run = TrainRun(file, "--run", run_id, "--json")
-    try:
+    seen: dict[str, str] | None = None
+    with ExitStack() as exits:
+        exits.callback(run.close)
         run.until(lambda: checkpoints(redis_url, run_id))
+        page = None
+        if any(map(shutil.which, NAMES)):
+            page = exits.enter_context(browser(tmp_path_factory.mktemp("browser")))
+            page.open(f"{exits.enter_context(dashboard_process(redis_url))}#/{run_id}/overview")
+            page.wait_for("document.querySelectorAll('.explorers tbody tr').length === 1")
+            page.wait_for("document.querySelector('.pill.ok')")
+            seen = {"live": page.text(".pill") + page.text(".tiles")}
         shown = json.loads(cli("status", run_id, "--json").stdout)
         pid = shown["processes"]["actor-1"]["pid"]
         os.kill(pid, signal.SIGKILL)
         status, out, said = run.ended()
-    finally:
-        run.close()
+        if page is not None and seen is not None:
+            page.wait_for("document.querySelector('.headline.bad .link')")
+            seen["failed"] = page.text(".headline")
+            page.evaluate("document.querySelector('.headline .link').click()")
+            page.wait_for("document.querySelector('.banner')")
+            seen["before"] = page.text("main")
+            assert page.problems == []
     [line] = out.splitlines()
     events = stream_of(redis_url, RunKeys.of(run_id).events)
     [closing] = [entry for entry, one in events if isinstance(one.event, RunClosed)]
-    return Killed(run_id, file, folder, pid, status, json.loads(line), said, closing)
+    return Killed(run_id, file, folder, pid, status, json.loads(line), said, closing, seen)
 
 
 def test_a_rank_that_was_killed_by_the_id_that_status_lists_is_in_the_object_of_the_run(killed):
@@ -109,6 +129,16 @@ def test_status_and_explain_name_the_killed_rank_and_blame_no_explorer(killed, c
     # A save that was under way when the summary was made may become ready after it.
     [step] = re.findall(r"newest ready checkpoint is that of step (\d+)", shown)
     assert int(step) >= killed.told["newest_checkpoint"]["step"]
+
+
+def test_the_dashboard_shows_it_live_and_why_it_failed_and_the_state_just_before(killed):
+    if killed.seen is None:
+        pytest.skip("no browser is at hand")
+    assert "live" in killed.seen["live"]
+    assert "running" in killed.seen["live"]
+    assert f"actor-1 (process {killed.pid} on" in killed.seen["failed"]
+    assert "You see the state after event" in killed.seen["before"]
+    assert "The run failed" not in killed.seen["before"]
 
 
 def test_bisect_finds_the_event_that_closed_it_and_a_step_back_shows_it_open(killed, cli):

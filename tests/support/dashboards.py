@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import re
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
 from functools import partial
@@ -15,7 +18,7 @@ import anyio
 import anyio.from_thread
 import anyio.to_thread
 
-from tests.support.waits import PATIENCE
+from tests.support.waits import PATIENCE, child
 from trinity_events.dashboard.board import Board, RecordedRuns, Runs, ServerRuns, board
 from trinity_events.dashboard.simulated_run import Plan, simulated_run
 from trinity_events.dashboard.sources import RecordedSource
@@ -164,3 +167,14 @@ class Stream:
                     state = json.loads(line[6:])
                     if wanted(state):
                         return state
+
+
+@contextmanager
+def dashboard_process(redis_url: str) -> Iterator[str]:
+    """Run the command on a server; yield the address of its pages."""
+    command = [sys.executable, "-m", "trinity_events", "dashboard", "--port", "0"]
+    with child([*command, "--redis-url", redis_url], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        found = re.search(r"http://\S+/", process.stdout.readline())
+        assert found is not None, "the dashboard did not start"
+        yield found[0]

@@ -23,7 +23,9 @@ from ..replay import Folded
 from .times import time_of_day
 
 
-def event_line(entry_id: str, envelope: Envelope, *, run_start: float | None = None) -> str:
+def event_line(
+    entry_id: str, envelope: Envelope, *, run_start: float | None = None, has_id: bool = True
+) -> str:
     """Return the entry as a line: id, time, producer, event and fields."""
     at = position(entry_id)[0]
     when = time_of_day(at) if run_start is None else f"{at / 1000 - run_start:+9.3f}s"
@@ -31,15 +33,18 @@ def event_line(entry_id: str, envelope: Envelope, *, run_start: float | None = N
     mark = "»" if isinstance(event, ANNOUNCEMENT_TYPES) else " "
     who = describe_producer(envelope.producer)
     details = " ".join(_details(asdict(event)))
-    return f"{entry_id:<18} {when} {mark} {who:<12} {event_tag(event):<23} {details}".rstrip()
+    line = f"{when} {mark} {who:<12} {event_tag(event):<23} {details}".rstrip()
+    return f"{entry_id:<18} {line}" if has_id else line
 
 
-def folded_lines(folded: Folded, *, run_start: float | None = None) -> list[str]:
+def folded_lines(
+    folded: Folded, *, run_start: float | None = None, has_id: bool = True
+) -> list[str]:
     """Return an entry and its announcements as lines."""
     if folded.envelope is None:
         return [f"{folded.entry.id:<18} undecodable"]
     return [
-        event_line(folded.entry.id, one, run_start=run_start)
+        event_line(folded.entry.id, one, run_start=run_start, has_id=has_id)
         for one in (folded.envelope, *folded.announcements)
     ]
 

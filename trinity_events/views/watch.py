@@ -139,7 +139,7 @@ class WatchApp(App[None]):
             return
         events = self.query_one("#events", RichLog)
         for one in folded[-_KEPT_LINES:]:
-            for line in folded_lines(one):
+            for line in folded_lines(one, has_id=False):  # 80 columns have no room for ids
                 events.write(Text(visible(line, lines=False), no_wrap=True))
 
     def _show(self) -> None:

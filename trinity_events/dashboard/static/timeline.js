@@ -223,10 +223,19 @@ export class Timeline {
     this.changed();
   }
 
+  // Draws, and asks for the window: at once for a person who moves it, every so often for a run that grows.
   changed(calm) {
     this.draw();
+    if (calm) {
+      // A run that tells something four times a second must not put the question off each time.
+      this.growth ??= setTimeout(() => {
+        this.growth = null;
+        this.load();
+      }, 400);
+      return;
+    }
     clearTimeout(this.timer);
-    this.timer = setTimeout(() => this.load(), calm ? 400 : 90);
+    this.timer = setTimeout(() => this.load(), 90);
   }
 
   async load() {
