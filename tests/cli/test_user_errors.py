@@ -63,7 +63,7 @@ def test_authorities_that_are_none_are_named(cli, tmp_path):
 def test_no_sentence_has_two_full_stops(cli):
     step = StepState(kinds={"weights": KindState(failure="Connection refused.")})
     said = explain(MonitorState(run_id="run", steps={1: step}), 1)
-    assert said == "Step 1 weights FAILED: Connection refused; it waits for " + (
+    assert said == "Step 1 weights FAILED: Connection refused; a retry still needs " + (
         "the trainer's commit, its version to be opened."
     )
     said = is_a_sentence(cli("runs", "--redis-url", "redis://127.0.0.1:1"))

@@ -656,7 +656,10 @@ def test_explain_tells_who_waits_for_its_turn_and_how_far_the_others_are():
     history.add(requested(4, "b", rank=1))
     history.add(failed(4, "c", rank=2))
     said = explain(history.fold()[0].state, 4)
-    assert "waits for 3 of 3 saves: model of actor-0 (started 0.0 s ago, 1,000,000 bytes" in said
+    assert (
+        "a retry still needs 3 of 3 saves: model of actor-0 (started 0.0 s ago, 1,000,000 bytes"
+        in said
+    )
     assert "model of actor-1 (waiting for its turn for 0.0 s); model of actor-2 (failed)" in said
 
 

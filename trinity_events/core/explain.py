@@ -114,8 +114,8 @@ def _explain_kind(state: MonitorState, step: int, kind: Kind, now: int, named: i
     lacks = f"{wanting}{age}{at_it}."
     if kind_state.failure is not None:
         # The reason is a sentence of its own, which often ends with a full stop.
-        verb = "lacked" if closed else "waits for"
-        return f"{subject} FAILED: {kind_state.failure.rstrip('.')}; it {verb} {lacks}"
+        retry = "it lacked" if closed else "a retry still needs"
+        return f"{subject} FAILED: {kind_state.failure.rstrip('.')}; {retry} {lacks}"
     if closed:
         return f"{subject} was not complete when the run ended: it lacked {lacks}"
     return f"{subject} waits for {lacks}"
