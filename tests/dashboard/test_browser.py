@@ -129,6 +129,12 @@ def test_a_chart_is_zoomed_with_all_others_and_shown_whole_again(page, address):
     assert page.problems == []
 
 
+def test_more_tabs_than_a_browser_opens_streams_show_a_recorded_run(page, address):
+    for tab in [page.another() for _ in range(8)]:
+        tab.open(address)
+        tab.wait_for("document.querySelector('.headline h1')")
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_no_page_is_wider_than_a_narrow_screen(page, address, scheme):
     page.open(f"{address}#/{DEMO.run_id}/overview", wide=400, scheme=scheme)

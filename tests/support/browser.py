@@ -58,7 +58,7 @@ new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => do
 
 
 class Page:
-    """The one page of a browser."""
+    """Page of a browser."""
 
     def __init__(self, browser: Browser, session: str) -> None:
         self._browser, self._session = browser, session
@@ -70,6 +70,10 @@ class Page:
 
     def call(self, method: str, **parameters: Any) -> Any:
         return self._browser.call(method, parameters, self._session)
+
+    def another(self) -> Page:
+        """Return a further page of the same browser."""
+        return self._browser.page()
 
     def open(self, url: str, *, wide: int = 1280, high: int = 900, scheme: str = "light") -> None:
         """Open an address, in a window of a size, in light or dark."""

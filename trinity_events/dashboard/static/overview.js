@@ -159,11 +159,12 @@ const sum = (numbers) => numbers.reduce((total, one) => total + one, 0);
 
 // Returns the kinds of problems that there are: number, words, and true if a person must look.
 function troublesOf(view) {
+  const odd = sum(Object.values(view.anomaly_counts));
   return [
     [view.closed === "failed" ? 1 : 0, "run failed", true],
     [view.failures.length, "failed", true],
     [view.refused, "refused", true],
-    [sum(Object.values(view.anomaly_counts)), "anomalies", false],
+    [odd, odd === 1 ? "anomaly" : "anomalies", false],
     [view.dead_letters, "undecodable", false],
   ].filter((one) => one[0]);
 }

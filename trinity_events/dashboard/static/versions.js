@@ -11,6 +11,7 @@ import {
   hideTip,
   moment,
   panel,
+  plural,
   short,
   showTip,
 } from "./format.js";
@@ -127,7 +128,7 @@ export function renderVersions(found, view, { lane, scrubTime, again }) {
   return [
     panel(
       "Which explorer serves what",
-      `${count(names.length)} explorers · the last ${found.versions.length} versions`,
+      `${plural(names.length, "explorer")} · the last ${plural(found.versions.length, "version")}`,
       h(
         "div",
         { class: "scroll" },
