@@ -13,6 +13,7 @@ import redis
 import torch
 
 from tests.support.acl_rules import DOCS, rules
+from tests.support.dashboards import Stream, dashboard, server_runs
 from tests.support.event_histories import History, committed, registration, started
 from tests.support.pipeline import announced, publish_steps, reducer_task
 from tests.support.redis_servers import servers
@@ -21,6 +22,7 @@ from tests.support.waits import PATIENCE, child
 from trinity_events import StepReady, subscribe
 from trinity_events.archive.export import Recording, import_recording
 from trinity_events.archive.format import Header
+from trinity_events.dashboard.simulated_run import Plan, simulated_run
 from trinity_events.errors import PermissionDenied
 from trinity_events.log import (
     ORIGIN,
@@ -142,6 +144,32 @@ def scraped(env):
                 return told
             time.sleep(0.05)
         return told
+
+
+async def test_the_dashboard_shows_all_of_a_run_to_the_viewer_and_asks_for_nothing_more(clean):
+    plan = Plan(run_id=RUN, ranks=2, explorers=2, steps=3, faults=False)
+    async with connect(url_of(clean, "trainer")) as trainers:
+        await open_run(trainers, RUN)
+    with admin(clean) as client:
+        client.delete(KEYS.events)  # the simulated run has its own opening
+        for entry in simulated_run(plan):
+            client.xadd(KEYS.events, {"e": entry.payload}, id=entry.id)
+        client.xgroup_create(KEYS.events, "eval", "0-0")
+        client.xreadgroup("eval", "one", {KEYS.events: ">"}, count=2)
+    async with (
+        connect(url_of(clean, "viewer")) as viewers,
+        dashboard(server_runs(viewers)) as at,
+        Stream.of(at, RUN) as stream,
+    ):
+        shown = await stream.until(lambda state: state["progress"] == 1 and state["groups"])
+        assert shown["step"] == 3
+        assert shown["causes"][0]["reason"] == "no-reducer"
+        path = f"/api/runs/{RUN}"
+        for name in ("lanes", "overview", "versions", "figures", "dead", "timeline", "events"):
+            await at.json(f"{path}/{name}")
+        assert (await at.json(f"{path}/explain", step=3))["proof"]
+        assert (await at.json(f"{path}/at", number=5, changed=""))["number"] == 5
+        assert [one["run"] for one in (await at.json("/api/runs"))["runs"]] == [RUN]
 
 
 async def test_an_explorer_may_claim_its_rank_and_give_it_up(clean):
