@@ -89,6 +89,7 @@ import sys
 from trinity_events.stacks import write_stacks_when_asked
 
 write_stacks_when_asked(sys.argv[1], "actor-1")
+write_stacks_when_asked(sys.argv[1], "explorer-7")  # of which the log has nothing
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -100,11 +101,14 @@ async def test_status_lists_the_processes_of_an_open_run_on_this_host(cli, run, 
         assert process.stdout.readline() == b"ready\n"
         told = json.loads(cli("status", run, "--json").stdout)
         schema_of("status").validate(told)
-        assert told["processes"] == {"actor-1": {"pid": process.pid, "condition": "running"}}
+        running = {"pid": process.pid, "condition": "running"}
+        assert told["processes"] == {"actor-1": running, "explorer-7": running}
         assert re.search(rf"^actor-1 +{process.pid} +running", cli("status", run).stdout, re.M)
         process.kill()
         process.wait()
-        assert "ended" in cli("status", run).stdout.partition("ON THIS HOST")[2]
+        shown = cli("status", run).stdout
+        assert re.search(rf"^actor-1 +{process.pid} +ended", shown, re.M)
+        assert "explorer-7" not in shown
     await publisher.publish(RunClosed(reason="finished"))
     assert "ON THIS HOST" not in cli("status", run).stdout
 

@@ -8,7 +8,7 @@ import anyio
 import msgspec
 
 from ..core import MonitorState
-from ..core.causes import HostProcess
+from ..core.causes import HostProcess, processes_of_epoch
 from ..live_facts import processes_here
 from ..liveness import abandoned_since
 from ..log import RedisEventLog, position, require_run
@@ -56,5 +56,5 @@ async def _look_up(redis_url: str | None, run: str | None) -> _Known:
         state = await current_state(log)
         is_open = state.closed is None
         now = await server_clock(client, log.keys.events) if is_open else None
-        processes = processes_here(log.run_id) if is_open else {}
+        processes = processes_of_epoch(state, processes_here(log.run_id)) if is_open else {}
         return _Known(state, now, await abandoned_since(client, state), processes)

@@ -6,7 +6,7 @@ process that is stopped or a reducer that is gone, comes as :class:`LiveFacts`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from msgspec import Struct, field
@@ -156,6 +156,23 @@ def first_causes(state: MonitorState, facts: LiveFacts) -> list[Cause]:
     return list({(one.reason, one.process, one.what, one.step): one for one in told}.values())[
         :_TOLD
     ]
+
+
+def processes_of_epoch(
+    state: MonitorState, processes: Mapping[str, HostProcess]
+) -> dict[str, HostProcess]:
+    """Return processes without explorers that stopped, or that an earlier launch of the run had."""
+
+    def is_past(name: str, one: HostProcess) -> bool:
+        known = state.explorers.get(name)
+        is_explorer = name.startswith("explorer-")
+        return (
+            one.condition == "ended"
+            and is_explorer
+            and (known is None or known.status == "stopped")
+        )
+
+    return {name: one for name, one in processes.items() if not is_past(name, one)}
 
 
 # --- the server, the reducer, and what no process waits for ---------------------------------------

@@ -13,7 +13,7 @@ from msgspec import Struct, structs
 from trinity_schemas import Envelope, EnvelopeReader, StepRef, event_tag
 
 from ..core import MonitorState
-from ..core.causes import LiveFacts
+from ..core.causes import LiveFacts, processes_of_epoch
 from ..core.changes import changes
 from ..core.fold import Monitor
 from ..core.fold_state import describe_producer
@@ -100,7 +100,10 @@ async def now_view(reader: RunReader) -> dict[str, Any]:
         "unfolded": late,
         "processes": []
         if state.closed is not None
-        else [[name, one.pid, one.condition] for name, one in sorted(facts.processes.items())],
+        else [
+            [name, one.pid, one.condition]
+            for name, one in sorted(processes_of_epoch(state, facts.processes).items())
+        ],
         "live": reader.source.is_live,
         "progress": reader.progress,
         "problem": reader.problem,
