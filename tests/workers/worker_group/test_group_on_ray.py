@@ -97,7 +97,7 @@ async def test_a_group_deals_out_and_collects_and_tells_deaths_and_silence(made)
         await group.ask("fails_later")
     await group.watch()
     # The peer's error is there at once, and Ray's of the death after it.
-    with pytest.raises(WorkerDied, match=r"^stage 1 \(process \d+ on .*\) died in fails at step 3"):
+    with pytest.raises(WorkerDied, match=r"^stage-1 \(process \d+ on .*\) died in fails at step 3"):
         await group.ask("fails", 1, CollectiveBroken)
 
 
