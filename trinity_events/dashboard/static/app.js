@@ -84,7 +84,11 @@ async function begin() {
   // A page that a browser keeps for its back button would keep its stream, of the few that a host may have.
   window.addEventListener("pagehide", () => stop());
   window.addEventListener("pageshow", (event) => event.persisted && location.reload());
-  document.addEventListener("visibilitychange", () => (document.hidden ? stop() : follow()));
+  document.addEventListener("visibilitychange", () => {
+    if (document.hidden) stop();
+    else if (state.run) follow();
+    else route(); // the list of runs is looked at again
+  });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
   setTheme(stored("theme") ?? "auto");
   await route();
@@ -180,7 +184,7 @@ async function openRun(run) {
 
 // Follows the shown run, unless its page is in the background: a browser opens six streams of a host.
 function follow() {
-  if (!state.run || document.hidden) return;
+  if (document.hidden) return;
   stop();
   stop = source.follow(state.run, told, (why) => {
     state.problem = why;
