@@ -8,7 +8,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -138,23 +138,48 @@ class OpenFolder:
 
         The end of the block removes the file unless it was finished.
         """
-        part = self._new_part(name)
-        try:
-            yield part
-        except BaseException:
-            part.discard()
-            raise
-        if not part.finished:
-            part.discard()
-
-    def _new_part(self, name: str) -> Part:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        while True:
-            own = _part_name(name)
-            descriptor = os.open(own, flags, 0o666, dir_fd=self.descriptor)
-            if _claimed(descriptor) and self._is_at(descriptor, own):
-                return Part(self, name, own, os.fdopen(descriptor, "wb"))
-            os.close(descriptor)  # another process took it for a dead writer's file and removed it
+
+        def create(own: str) -> int:
+            return os.open(own, flags, 0o666, dir_fd=self.descriptor)
+
+        with self._temporary(name, create) as (own, descriptor):
+            part = Part(self, name, own, os.fdopen(descriptor, "wb", closefd=False))
+            try:
+                yield part
+            finally:
+                with suppress(OSError):  # flushing may fail; the data is discarded
+                    part.file.close()
+
+    @contextmanager
+    def _temporary(self, name: str, create: Callable[[str], int]) -> Iterator[tuple[str, int]]:
+        """Create and lock an entry of a random name; remove it at the end, unless it was renamed.
+
+        A signal that ends the process leaves nothing behind, wherever it arrives: the name is known
+        before the entry is created, and this folder may be closed before the entry is removed.
+        """
+        here = OpenFolder(os.dup(self.descriptor), self.path)
+        own, descriptor = "", None
+        try:
+            while descriptor is None:
+                own = f".{name}.{secrets.token_hex(8)}{_PART}"
+                descriptor = create(own)
+                if not (_claimed(descriptor) and here._is_at(descriptor, own)):
+                    # Another process saw no writer yet, and removed it.
+                    taken, descriptor = descriptor, None
+                    os.close(taken)
+            yield own, descriptor
+        finally:
+            try:
+                here.remove(own)
+            except BaseException as error:
+                with suppress(OSError):  # again, since a signal may have interrupted it
+                    here.remove(own)
+                if not isinstance(error, OSError):
+                    raise
+            os.close(here.descriptor)
+            if descriptor is not None:
+                os.close(descriptor)
 
     def remove_abandoned(self, name: str, *, but: str | None = None) -> bool:
         """Remove unfinished files of dead writers; return True if a live writer has one.
@@ -225,7 +250,6 @@ class Part:
         self.own = own
         """Temporary name."""
         self.file = file
-        self.finished = False
 
     def finish(self, *, replace: bool = True) -> None:
         """Make the file durable and give it its final name.
@@ -241,44 +265,26 @@ class Part:
         else:
             os.link(self.own, self._name, src_dir_fd=of, dst_dir_fd=of, follow_symlinks=False)
             self._folder.remove(self.own)
-        self.finished = True
         self.file.close()
         self._folder.sync()
-
-    def discard(self) -> None:
-        """Remove the file, unless it is finished."""
-        if not self.finished:
-            self._folder.remove(self.own)
-        with suppress(OSError):  # flushing may fail; the data is discarded
-            self.file.close()
 
 
 @contextmanager
 def partial_folder(target: Path) -> Iterator[Path]:
     """Make a temporary folder beside ``target``, and remove it at the end of the block.
 
-    The caller renames it to ``target`` once it is complete. Removes first the temporary folders
-    of killed writers.
+    The caller moves what is in it to ``target`` once that is complete. Removes first the temporary
+    folders of killed writers.
     """
     with OpenFolder.at(target.parent) as parent:
-        parent.remove_abandoned(target.name)
-        while True:
-            own = _part_name(target.name)
+
+        def create(own: str) -> int:
             os.mkdir(own, 0o700, dir_fd=parent.descriptor)
-            descriptor = os.open(own, _FOLDER | os.O_NOFOLLOW, dir_fd=parent.descriptor)
-            if _claimed(descriptor) and parent._is_at(descriptor, own):
-                break
-            os.close(descriptor)
-        try:
+            return os.open(own, _FOLDER | os.O_NOFOLLOW, dir_fd=parent.descriptor)
+
+        parent.remove_abandoned(target.name)
+        with parent._temporary(target.name, create) as (own, _):
             yield target.parent / own
-        finally:
-            with suppress(OSError):
-                parent.remove(own)
-            os.close(descriptor)
-
-
-def _part_name(name: str) -> str:
-    return f".{name}.{secrets.token_hex(8)}{_PART}"
 
 
 def _claimed(descriptor: int) -> bool:
