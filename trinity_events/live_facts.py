@@ -5,6 +5,7 @@ They are read as the user ``viewer`` may read them: no script runs, and nothing 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -25,8 +26,8 @@ _HEARD = 500
 """Last entries of the log that are read for the time at which each process was heard."""
 _FULL = 0.99
 """Part of a server's memory beyond which it counts as full: its clients' buffers change."""
-_GROUPS = 32
-"""Consumer groups of a stream that are shown."""
+_GROUPS = 256
+"""Maximum consumer groups of a stream that are asked for."""
 
 
 class Group(NamedTuple):
@@ -38,11 +39,13 @@ class Group(NamedTuple):
     pending: int
     last_delivered: str
     oldest_pending: str | None
-    idle: float
-    """Seconds since a member last read."""
+    idle: float | None
+    """Seconds since a member last read; None if there was none."""
     caught_up: bool
     lag: int | None = None
     """Entries that no member was given yet; None where the server does not know."""
+    holder: str | None = None
+    """Member with the most pending entries; None if nothing is pending."""
 
 
 class Surroundings(Struct, frozen=True):
@@ -52,29 +55,46 @@ class Surroundings(Struct, frozen=True):
     """Milliseconds of the server's clock."""
     groups: tuple[Group, ...] = ()
     dead: tuple[DeadLetter, ...] = ()
-    committed: str | None = None
-    """Position that the reducer has committed."""
     end: str = ORIGIN
     unfolded_since: int | None = None
     """Milliseconds of the oldest entry that no reducer has folded."""
     facts: LiveFacts | None = None
-    """Facts about processes and server, if they were read too."""
+    """Facts about processes and server; None for a recorded log, whose processes are not there."""
 
 
 async def live_facts(client: redis.asyncio.Redis, run_id: str) -> LiveFacts:
     """Return the facts of this moment about a run."""
     log = RedisEventLog(client, run_id)
+    return await _facts(client, log, await _consumer_groups(client, log))
+
+
+async def surroundings(client: redis.asyncio.Redis, run_id: str, *, letters: int) -> Surroundings:
+    """Return consumer groups, the last dead letters, and the facts of this moment."""
+    log = RedisEventLog(client, run_id)
+    groups = await _consumer_groups(client, log)
+    facts = await _facts(client, log, groups)
+    return Surroundings(
+        now=facts.now,
+        groups=groups,
+        dead=tuple(await log.dead_letters(last=letters)),
+        end=await log.last_id(),
+        unfolded_since=facts.unfolded_since,
+        facts=facts,
+    )
+
+
+async def _facts(
+    client: redis.asyncio.Redis, log: RedisEventLog, groups: tuple[Group, ...]
+) -> LiveFacts:
     now = await server_clock(client, log.keys.events)
     return LiveFacts(
         now=now,
         is_led=bool(await client.exists(log.keys.leader)),
-        unfolded_since=await _unfolded_since(log, await _committed(client, log)),
+        unfolded_since=await _unfolded_since(client, log),
         server_fault=await _server_fault(client, log.keys.events),
-        processes=processes_here(run_id),
+        processes=processes_here(log.run_id),
         heard=await _heard(log),
-        groups=tuple(
-            [one for stream in Stream for one in await _unread_groups(client, log, stream)]
-        ),
+        groups=tuple(_unread(groups)),
         readers=await _readers(client, log, now),
     )
 
@@ -87,35 +107,20 @@ def processes_here(run_id: str) -> dict[str, HostProcess]:
     }
 
 
-async def surroundings(client: redis.asyncio.Redis, run_id: str, *, letters: int) -> Surroundings:
-    """Return consumer groups, the last dead letters and the reducer's position."""
-    log = RedisEventLog(client, run_id)
-    groups = [one for stream in Stream for one in await _groups(client, log, stream)]
-    committed = await _committed(client, log)
-    return Surroundings(
-        now=await server_clock(client, log.keys.events),
-        groups=tuple(groups),
-        dead=tuple(await log.dead_letters(last=letters)),
-        committed=committed,
-        end=await log.last_id(),
-        unfolded_since=await _unfolded_since(log, committed),
-    )
-
-
-async def _committed(client: redis.asyncio.Redis, log: RedisEventLog) -> str | None:
-    """Return the position that the reducer has committed."""
-    committed: Any = await client.get(log.keys.position)
-    return None if committed is None else committed.decode(errors="replace")
-
-
-async def _unfolded_since(log: RedisEventLog, committed: str | None) -> int | None:
+async def _unfolded_since(client: redis.asyncio.Redis, log: RedisEventLog) -> int | None:
     """Return the milliseconds of the oldest entry that no reducer has folded."""
-    found = await log.read(committed or ORIGIN, limit=1)
+    committed: Any = await client.get(log.keys.position)
+    after = ORIGIN if committed is None else committed.decode(errors="replace")
+    found = await log.read(after, limit=1)
     return position(found[0].id)[0] if found else None
 
 
+async def _consumer_groups(client: redis.asyncio.Redis, log: RedisEventLog) -> tuple[Group, ...]:
+    """Return the groups of all streams; viewers may not run the script that reducers use."""
+    return tuple([one for stream in Stream for one in await _groups(client, log, stream)])
+
+
 async def _groups(client: redis.asyncio.Redis, log: RedisEventLog, stream: Stream) -> list[Group]:
-    """Return the groups of a stream; viewers may not run the script that reducers use."""
     connection: Any = client
     key = getattr(log.keys, stream.value)
     if not await connection.exists(key):
@@ -125,18 +130,20 @@ async def _groups(client: redis.asyncio.Redis, log: RedisEventLog, stream: Strea
         waiting = await connection.xpending(key, one["name"])
         members = await connection.xinfo_consumers(key, one["name"])
         idle = [member["idle"] for member in members]
+        most = max(members, key=lambda member: member["pending"], default=None)
         delivered = one["last-delivered-id"].decode()
         found.append(
             Group(
                 stream=stream.value,
-                name=one["name"].decode(errors="backslashreplace"),
+                name=_text(one["name"]),
                 members=sum(member["name"] != FIRST_MEMBER.encode() for member in members),
                 pending=one["pending"],
                 last_delivered=delivered,
                 oldest_pending=waiting["min"].decode() if waiting["min"] else None,
-                idle=min(idle, default=0) / 1000,
+                idle=min(idle) / 1000 if idle else None,
                 caught_up=not one["pending"] and position(delivered) >= position(end),
                 lag=one.get("lag"),
+                holder=_text(most["name"]) if most and most["pending"] else None,
             )
         )
     return found
@@ -163,30 +170,17 @@ async def _heard(log: RedisEventLog) -> dict[str, int]:
     return heard
 
 
-async def _unread_groups(
-    client: redis.asyncio.Redis, log: RedisEventLog, stream: Stream
-) -> list[UnreadGroup]:
-    key = getattr(log.keys, stream.value)
-    if not await client.exists(key):
-        return []
-    found = []
-    for group in await client.xinfo_groups(key):
-        if not (group["pending"] or group.get("lag")):
-            continue
-        members = await client.xinfo_consumers(key, group["name"])
-        idle = min((one["idle"] for one in members), default=None)
-        if idle is not None:
-            most = max(members, key=lambda one: one["pending"])
-            found.append(
-                UnreadGroup(
-                    stream=stream.value,
-                    group=_text(group["name"]),
-                    pending=group["pending"],
-                    idle=idle,
-                    member=_text(most["name"]) if most["pending"] else None,
-                )
+def _unread(groups: Iterable[Group]) -> Iterator[UnreadGroup]:
+    """Yield the groups that have, or had, a member and do not read all that there is for them."""
+    for one in groups:
+        if one.idle is not None and (one.pending or one.lag):
+            yield UnreadGroup(
+                stream=one.stream,
+                group=one.name,
+                pending=one.pending,
+                idle=round(1000 * one.idle),
+                member=one.holder,
             )
-    return found
 
 
 async def _readers(

@@ -201,7 +201,8 @@ async def test_consumer_groups_are_shown_with_what_is_pending(client, log, run_i
     await log.read_group(Streams.EVENTS, "eval", "one", seconds=1, limit=3)
     async with Stream.of(at, run_id) as stream:
         state = await stream.until(lambda state: state["groups"])
-    [[stream_name, name, _, pending, _, oldest, _, caught_up, lag]] = state["groups"]
+    [[stream_name, name, _, pending, _, oldest, _, caught_up, lag, holder]] = state["groups"]
     assert (stream_name, name, pending, caught_up) == ("events", "eval", 3, False)
+    assert holder == "one"
     assert lag == entries - 3
     assert oldest is not None

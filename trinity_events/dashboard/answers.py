@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..core.fold_state import describe_producer
 from ..core.proof import Proof
 from ..errors import TrinityError
 from ..log import Entry, before, position
-from ..replay import fold_one
+from ..replay import Folded, fold_one
 from ..views import event_line, state_as_json
 from ..views.changes import change_line, tells
 from .categories import BIT_OF_TAG, CATEGORIES, TYPES, category_of, step_of
@@ -112,7 +112,6 @@ async def now_view(reader: RunReader) -> dict[str, Any]:
         "first": history.first,
         "begin": history.begin,
         "end": max(reader.end, history.last),
-        "committed": None if around is None else around.committed,
         "groups": [] if around is None else list(around.groups),
     }
 
@@ -198,21 +197,19 @@ async def explain_step(reader: RunReader, step: int) -> dict[str, Any]:
     history = await reader.indexed()
     state = reader.newest
     assert state is not None
-    told: list[tuple[str, Envelope]] = []
-    announced: list[tuple[str, Envelope]] = []
+    found: list[Folded] = []
     blocks = [one for one in history.blocks.all if one.least_step <= step <= one.greatest_step]
     for block in blocks[-SEARCHED:]:
         start = await reader.at(block.number)
         entries = await reader.source.read(before(block.first), limit=block.entries)
-        found = await anyio.to_thread.run_sync(_folded, start.state, entries)
-        for entry_id, envelope, announcements in found:
-            told.append((entry_id, envelope))
-            announced += [(entry_id, one) for one in announcements]
+        found += await anyio.to_thread.run_sync(list, _folded(start.state, entries))
     proof = Proof(step)
-    for entry_id, envelope in announced:
-        proof.add_announcement(entry_id, envelope)
-    for entry_id, envelope in told:
-        proof.add(entry_id, envelope)
+    for one in found:
+        for announcement in one.announcements:
+            proof.add_announcement(one.entry.id, announcement)
+    for one in found:
+        if one.envelope is not None:
+            proof.add(one.entry.id, one.envelope)
     return {
         "step": step,
         "words": step_in_words(state, step, reader.now) if step in state.steps else "",
@@ -220,15 +217,11 @@ async def explain_step(reader: RunReader, step: int) -> dict[str, Any]:
     }
 
 
-def _folded(state: Any, entries: list[Entry]) -> list[tuple[str, Envelope, list[Envelope]]]:
-    """Return the entries that can be decoded, each with its envelope and announcements."""
+def _folded(state: MonitorState, entries: list[Entry]) -> Iterator[Folded]:
+    """Fold entries into a state, one by one as they are asked for."""
     monitor, decode = Monitor(state), EnvelopeReader().decode
-    folded = [fold_one(monitor, entry, decode) for entry in entries]
-    return [
-        (entry.id, one.envelope, one.announcements)
-        for entry, one in zip(entries, folded, strict=True)
-        if one.envelope is not None
-    ]
+    for entry in entries:
+        yield fold_one(monitor, entry, decode)
 
 
 # --- timeline ------------------------------------------------------------------------------
@@ -329,15 +322,13 @@ async def _spans_from(
     return await anyio.to_thread.run_sync(_grouped, start, entries, begin, end)
 
 
-def _grouped(state: Any, entries: list[Entry], begin: int, end: int) -> list[Span]:
+def _grouped(state: MonitorState, entries: list[Entry], begin: int, end: int) -> list[Span]:
     grouping = Grouping(state, begin)
-    monitor, decode = Monitor(state), EnvelopeReader().decode
-    for entry in entries:
-        folded = fold_one(monitor, entry, decode)
+    for folded in _folded(state, entries):
         if folded.envelope is not None:
-            grouping.add(entry.id, folded.envelope)
+            grouping.add(folded.entry.id, folded.envelope)
         for one in folded.announcements:
-            grouping.announced(entry.id, one)
+            grouping.announced(folded.entry.id, one)
     last = position(entries[-1].id)[0] if entries else begin
     return grouping.finish(max(last, begin) if last < end else end)
 
@@ -469,20 +460,19 @@ async def search(reader: RunReader, asked: Search) -> dict[str, Any]:
     }
 
 
-def _matching(state: Any, entries: list[Entry], asked: Search) -> list[list[Any]]:
+def _matching(state: MonitorState, entries: list[Entry], asked: Search) -> list[list[Any]]:
     """Return the matching events and announcements of one block, oldest first."""
-    monitor, decode, found = Monitor(state), EnvelopeReader().decode, []
-    for entry in entries:
+    found = []
+    for entry, envelope, announcements, problem in _folded(state, entries):
         milliseconds = position(entry.id)[0]
-        folded = fold_one(monitor, entry, decode)
-        if folded.envelope is None:
+        if envelope is None:
             if not (asked.types or asked.producer) and asked.step is None:
-                reason = str(folded.problem)[:300]
+                reason = str(problem)[:300]
                 found.append([state.entries, entry.id, milliseconds, "", "", None, -1, reason])
             continue
         found += [
             _found(state.entries, entry.id, one)
-            for one in (folded.envelope, *folded.announcements)
+            for one in (envelope, *announcements)
             if asked.wants(one, milliseconds)
         ]
     return found
@@ -548,12 +538,13 @@ async def versions(reader: RunReader, number: int | None = None) -> dict[str, An
     }
 
 
-def _figures(state: Any, entries: list[Entry]) -> tuple[Figures, Any]:
+def _figures(state: MonitorState, entries: list[Entry]) -> tuple[Figures, MonitorState]:
     """Return the figures of some entries, and the state after them."""
     figures = Figures()
-    for entry_id, envelope, announcements in _folded(state, entries):
-        for one in (envelope, *announcements):
-            figures.add(position(entry_id)[0] / 1000, one)
+    for entry, envelope, announcements, _ in _folded(state, entries):
+        if envelope is not None:
+            for one in (envelope, *announcements):
+                figures.add(position(entry.id)[0] / 1000, one)
     return figures, state
 
 

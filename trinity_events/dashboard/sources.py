@@ -9,12 +9,11 @@ from typing import NamedTuple, Protocol
 import anyio
 import anyio.to_thread
 import redis.asyncio
-from msgspec import structs
 
 from ..archive import Archive, ArchiveMissing, read_recording
 from ..archive.export import whole_stream
 from ..core import MonitorState
-from ..live_facts import Surroundings, live_facts, surroundings
+from ..live_facts import Surroundings, surroundings
 from ..log import ORIGIN, DeadLetter, Entry, RedisEventLog, Stream, position
 from ..replay import PAGE, load_monitor
 from .recorded_events import FileEvents, RecordedEvents, StoredEvents
@@ -163,9 +162,8 @@ class ServerSource:
         return (await load_monitor(self._log)).monitor.state
 
     async def surroundings(self) -> Surroundings:
-        """Return consumer groups, dead letters and the reducer's position."""
-        found = await surroundings(self._client, self.run_id, letters=LETTERS)
-        return structs.replace(found, facts=await live_facts(self._client, self.run_id))
+        """Return consumer groups, dead letters, and facts about processes and server."""
+        return await surroundings(self._client, self.run_id, letters=LETTERS)
 
     def close(self) -> None:
         """Do nothing: the client belongs to the caller."""
@@ -178,7 +176,6 @@ class RecordedSource:
         run_id: The run.
         events: Its events.
         dead: Dead letters.
-        committed: Position that the reducer had committed.
     """
 
     is_live = False
@@ -188,12 +185,10 @@ class RecordedSource:
         run_id: str,
         events: RecordedEvents,
         dead: Iterable[DeadLetter] = (),
-        committed: str | None = None,
     ) -> None:
         self.run_id = run_id
         self._events = events
         self._dead = tuple(dead)[-LETTERS:]
-        self._committed = committed
         self._cursors: dict[str, Generator[Entry, None, None]] = {}
         """Iterators that go on after a position, so that a log is read on without a search."""
 
@@ -208,11 +203,9 @@ class RecordedSource:
         recording = read_recording(path)
         header = recording.header
         if header.digest is None:  # written by an older version: its order is not known
-            return cls(
-                header.run_id, StoredEvents(recording.events), recording.dead, header.position
-            )
+            return cls(header.run_id, StoredEvents(recording.events), recording.dead)
         events = FileEvents(path, header.entries or 0)
-        return cls(header.run_id, events, recording.dead, header.position)
+        return cls(header.run_id, events, recording.dead)
 
     @classmethod
     def of_archive(cls, run_folder: Path) -> RecordedSource:
@@ -274,9 +267,7 @@ class RecordedSource:
     async def surroundings(self) -> Surroundings:
         """Return the recorded dead letters, at the time of the last entry."""
         last = self._events.last
-        return Surroundings(
-            now=position(last)[0], dead=self._dead, committed=self._committed, end=last
-        )
+        return Surroundings(now=position(last)[0], dead=self._dead, end=last)
 
     def close(self) -> None:
         """Close the files that are open."""

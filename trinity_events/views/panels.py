@@ -166,7 +166,7 @@ def _groups_table(around: Surroundings) -> RenderableType:
             _NO_TIME if one.lag is None else Text(str(one.lag), "yellow" if one.lag else ""),
             Text(str(one.pending), "yellow" if one.pending else ""),
             _age(since, around.now),
-            ago(int(one.idle * 1000)),
+            _NO_TIME if one.idle is None else ago(int(one.idle * 1000)),
         )
     more = len(order) - _GROUPS
     return Group(table, Text(f"and {more} more groups", "dim")) if more > 0 else table

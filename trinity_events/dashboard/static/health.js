@@ -81,7 +81,7 @@ export function renderHealth(view, dead, { scrub }) {
 
 function groupsPanel(view, link) {
   const rows = (view.groups ?? []).map(
-    ([stream, name, members, pending, , oldest, idle, done, lag]) =>
+    ([stream, name, members, pending, , oldest, idle, done, lag, holder]) =>
       h(
         "tr",
         {},
@@ -89,9 +89,10 @@ function groupsPanel(view, link) {
         h("td", {}, stream),
         h("td", { class: "number" }, members),
         h("td", { class: "number" }, count(pending)),
+        h("td", {}, holder ?? "–"),
         h("td", { class: "number" }, count(lag)),
         h("td", {}, oldest ?? "–"),
-        h("td", { class: "number" }, duration(idle * 1000)),
+        h("td", { class: "number" }, idle === null ? "–" : duration(idle * 1000)),
         h("td", { class: `state ${done ? "ok" : "going"}` }, done ? "✓ caught up" : "behind"),
       ),
   );
@@ -100,6 +101,7 @@ function groupsPanel(view, link) {
     "stream",
     ["members", "number"],
     ["pending", "number"],
+    "most of it with",
     ["not delivered", "number"],
     "oldest pending",
     ["idle", "number"],
