@@ -1,6 +1,7 @@
 """Files and folders that are written under a temporary name, and what interrupts leave of them."""
 
 import dis
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +40,7 @@ def _exit_at(place: int, run: Callable[[], None]) -> bool:
         return trace
 
     before = sys.gettrace()
+    gc.disable()  # its callbacks are of other tests, and Python drops what they raise
     sys.settrace(trace)
     try:
         run()
@@ -46,6 +48,7 @@ def _exit_at(place: int, run: Callable[[], None]) -> bool:
         pass
     finally:
         sys.settrace(before)
+        gc.enable()
     return count >= place
 
 
