@@ -137,7 +137,7 @@ def fsdp_pass(folder: Path) -> Callable[..., int]:
     """Return a pass over a batch on FSDP, which returns the bytes of the logits."""
     import torch
 
-    from trinity_workers.engines import FSDPEngine
+    from trinity_workers.engines.fsdp import FSDPEngine
     from trinity_workers.learning.logprobs import response_statistics
 
     engine = FSDPEngine(folder, device=torch.device("cpu"), learning_rate=1e-6)

@@ -18,7 +18,7 @@ import torch.distributed.tensor  # to load sharded tensors
 from tests.support.run_processes import small_run
 from tests.support.waits import PATIENCE, child, wait_until
 from trinity_events.server import connect_sync
-from trinity_events.weights.transports.shared_memory.segments import users_folder
+from trinity_events.shared_memory import users_folder
 from trinity_schemas import RunKeys
 from trinity_workers.config import SyncConfig
 from trinity_workers.launch.ray_reaper import processes_of

@@ -18,7 +18,7 @@ from tests.support.tensors import identical
 from trinity_events import CheckpointCoordinator
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_events.server import open_client
-from trinity_workers.engines import FSDPEngine
+from trinity_workers.engines.fsdp import FSDPEngine
 from trinity_workers.helpers import fsdp_save_state_dict
 
 pytestmark = pytest.mark.timeout(420)  # its own deadlines are shorter, and say what is missing

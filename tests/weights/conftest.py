@@ -9,9 +9,9 @@ from tests.support.transport_processes import CHUNK, Where
 from tests.support.waits import PATIENCE
 from trinity_events import Synchronizer
 from trinity_events.server import open_client
+from trinity_events.shared_memory import available
 from trinity_events.weights import SharedMemoryStore
 from trinity_events.weights.tensors import copy_bytes
-from trinity_events.weights.transports.shared_memory import available
 from trinity_workers.config import SyncConfig
 from trinity_workers.explorer.prefetch import VersionPrefetcher
 

@@ -18,7 +18,7 @@ from .transports.collective import CollectiveStore, WeightSyncInfo
 from .transports.cuda import CudaStore
 from .transports.ray import RayStore
 from .transports.redis import RedisChunkStore
-from .transports.shared_memory import SharedMemoryStore
+from .transports.shared_memory.store import SharedMemoryStore
 from .verify_model import check_installed, model_digest
 
 __all__ = [

@@ -24,6 +24,7 @@ from trinity_events.open_folder import partial_folder
 
 from .adapter_conversion import SavedAdapters
 from .convertible import ConversionRefused, SourceForm, source_of
+from .durable_files import make_folder, sync
 from .engines.base import NamedTensors
 from .engines.buffers import saved_buffers
 from .engines.megatron import leave
@@ -31,7 +32,6 @@ from .engines.megatron.meta_model import MetaModel
 from .engines.megatron.model_description import Description, read_description, write_description
 from .engines.model_folder import SHARD_BYTES, FolderReader, copy_files, write_model_folder
 from .engines.reshard import tensors_of_shards
-from .engines.state_files import make_folder, sync
 from .learning.value_head import head_tensors
 
 _READ_BYTES = 16 << 20  # bytes read before memory-mapped files are closed

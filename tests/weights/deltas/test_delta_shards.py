@@ -14,6 +14,7 @@ from tests.support.transport_processes import Where
 from tests.support.waits import PATIENCE
 from tests.support.weight_versions import ready
 from trinity_events.errors import VersionUnavailable
+from trinity_events.shared_memory import available
 from trinity_events.weights import (
     PartRef,
     PartWriter,
@@ -24,7 +25,6 @@ from trinity_events.weights import (
 from trinity_events.weights.deltas.apply import InstalledBases, ModelDiffers
 from trinity_events.weights.deltas.tracker import LastPublished
 from trinity_events.weights.slices import ShardOffset, TensorSlice
-from trinity_events.weights.transports.shared_memory import available
 from trinity_schemas import VersionPartPublished, decode_envelope
 from trinity_workers.engines.base import LocalShard
 from trinity_workers.helpers import PublishSnapshot

@@ -23,14 +23,14 @@ from tests.support.transport_processes import (
 from tests.support.waits import PATIENCE, wait_until
 from tests.support.weight_versions import ready
 from trinity_events.errors import CorruptVersion
-from trinity_events.weights import PartWriter, SharedMemoryStore
-from trinity_events.weights.transports.shared_memory import prefetch
-from trinity_events.weights.transports.shared_memory.prefetch import PartPrefetch
-from trinity_events.weights.transports.shared_memory.segments import (
+from trinity_events.shared_memory import (
     available,
     read_beside,
     users_folder,
 )
+from trinity_events.weights import PartWriter, SharedMemoryStore
+from trinity_events.weights.transports.shared_memory import prefetch
+from trinity_events.weights.transports.shared_memory.prefetch import PartPrefetch
 from trinity_schemas import decode_manifest
 
 pytestmark = pytest.mark.skipif(not available(), reason="the host has no shared memory as files")

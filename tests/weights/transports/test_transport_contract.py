@@ -46,6 +46,12 @@ from trinity_events.errors import (
     VersionUnavailable,
 )
 from trinity_events.server import open_client
+from trinity_events.shared_memory import (
+    Owner,
+    available,
+    sweep,
+    users_folder,
+)
 from trinity_events.weights import (
     CudaStore,
     PartWriter,
@@ -67,12 +73,6 @@ from trinity_events.weights.transports.ray.directory import (
     pointed,
 )
 from trinity_events.weights.transports.ray.source import RaySource
-from trinity_events.weights.transports.shared_memory.segments import (
-    Owner,
-    available,
-    sweep,
-    users_folder,
-)
 from trinity_schemas import (
     ALIGNMENT,
     PublishedPart,

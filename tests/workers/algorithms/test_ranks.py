@@ -71,7 +71,7 @@ def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
 
 def step(rank: Rank, folder: Path, values: dict) -> tuple[dict, dict]:
     """Take a step on this rank's share of the groups; returns full gradients, and metrics."""
-    from trinity_workers.engines import FSDPEngine
+    from trinity_workers.engines.fsdp import FSDPEngine
 
     engine = FSDPEngine(
         folder, device=torch.device("cpu"), learning_rate=0.0, gradient_norm=float("inf")

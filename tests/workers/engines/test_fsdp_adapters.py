@@ -22,12 +22,16 @@ from tests.support.tensors import assert_equal, identical  # noqa: E402
 from trinity_workers.algorithms.collate import collate  # noqa: E402
 from trinity_workers.convert import convert  # noqa: E402
 from trinity_workers.convertible import ConversionRefused  # noqa: E402
-from trinity_workers.engines import FSDPEngine, fsdp  # noqa: E402
+from trinity_workers.engines import fsdp  # noqa: E402
 from trinity_workers.engines.adapter_folder import (  # noqa: E402
     AdaptersRefused,
     write_adapter_folder,
 )
-from trinity_workers.engines.fsdp import frozen_policy, shard_name  # noqa: E402
+from trinity_workers.engines.fsdp import (  # noqa: E402
+    FSDPEngine,
+    frozen_policy,
+    shard_name,
+)
 from trinity_workers.engines.fsdp_options import FSDPOptions  # noqa: E402
 from trinity_workers.engines.model_memory import ALL  # noqa: E402
 from trinity_workers.engines.state_files import write_state  # noqa: E402

@@ -14,8 +14,8 @@ from torch import nn  # noqa: E402
 
 from tests.support.batches import batch_of  # noqa: E402
 from tests.support.tensors import assert_equal  # noqa: E402
-from trinity_workers.engines import FSDPEngine, fsdp  # noqa: E402
-from trinity_workers.engines.fsdp import frozen_policy  # noqa: E402
+from trinity_workers.engines import fsdp  # noqa: E402
+from trinity_workers.engines.fsdp import FSDPEngine, frozen_policy  # noqa: E402
 from trinity_workers.engines.fsdp_options import FSDPOptions, RecomputeRefused  # noqa: E402
 from trinity_workers.learning.logprobs import response_logprobs, response_statistics  # noqa: E402
 from trinity_workers.learning.packing import PackingRefused, check_isolation  # noqa: E402

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from trinity_workers.engines import LearningRate
+from trinity_workers.engines.learning_rate import LearningRate
 
 CASES = [
     ({}, [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),

@@ -11,8 +11,7 @@ import torch.distributed as dist  # noqa: E402
 
 from tests.support import megatron_ranks as at  # noqa: E402
 from tests.support.tensors import identical  # noqa: E402
-from trinity_workers.engines import FSDPEngine  # noqa: E402
-from trinity_workers.engines.fsdp import frozen_policy  # noqa: E402
+from trinity_workers.engines.fsdp import FSDPEngine, frozen_policy  # noqa: E402
 from trinity_workers.engines.megatron import OptimizerOptions, ParallelLayout  # noqa: E402
 from trinity_workers.engines.model_memory import (  # noqa: E402
     ALL,

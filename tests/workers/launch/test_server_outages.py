@@ -24,7 +24,7 @@ from trinity_events.cli.tail import _Asked, _tail
 from trinity_events.errors import DeadlineExceeded, RunNotFound
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open_run
 from trinity_events.server import clients, connect
-from trinity_events.weights.transports.shared_memory import available
+from trinity_events.shared_memory import available
 from trinity_schemas import (
     ExplorerStatusChanged,
     StepCommitted,

@@ -19,7 +19,7 @@ from trinity_events import Synchronizer  # noqa: E402
 from trinity_events.errors import IncompatibleWeights  # noqa: E402
 from trinity_schemas import StepRef  # noqa: E402
 from trinity_workers.algorithms.collate import collate  # noqa: E402
-from trinity_workers.engines import FSDPEngine  # noqa: E402
+from trinity_workers.engines.fsdp import FSDPEngine  # noqa: E402
 from trinity_workers.helpers import fsdp_upload_state_dict, strategy_for  # noqa: E402
 from trinity_workers.learning.adapters import policy_loader  # noqa: E402
 from trinity_workers.learning.logprobs import response_logprobs  # noqa: E402

@@ -20,8 +20,8 @@ from trinity_workers.algorithms.distillation import token_divergence  # noqa: E4
 from trinity_workers.algorithms.prepare import prepare  # noqa: E402
 from trinity_workers.algorithms.settings import AlgorithmConfig, read_settings  # noqa: E402
 from trinity_workers.algorithms.update import policy_update, value_update  # noqa: E402
-from trinity_workers.engines import FSDPEngine, LearningRate  # noqa: E402
-from trinity_workers.engines.fsdp import frozen_policy  # noqa: E402
+from trinity_workers.engines.fsdp import FSDPEngine, frozen_policy  # noqa: E402
+from trinity_workers.engines.learning_rate import LearningRate  # noqa: E402
 from trinity_workers.learning.logprobs import response_logits, response_logprobs  # noqa: E402
 from trinity_workers.learning.policy import create_policy, load_policy  # noqa: E402
 from trinity_workers.learning.values import load_critic  # noqa: E402

@@ -22,8 +22,8 @@ from trinity_events.errors import (
     VersionUnavailable,
 )
 from trinity_events.server import open_client
+from trinity_events.shared_memory import available
 from trinity_events.weights.tensors import as_bytes
-from trinity_events.weights.transports.shared_memory import available
 from trinity_schemas import StepRef, WeightsApplied
 from trinity_workers.collectives import CollectiveBroken
 from trinity_workers.config import BadSettings

@@ -1,7 +1,1 @@
-"""Training engines, which hold and train the model."""
-
-from .base import TrainEngine
-from .fsdp import FSDPEngine
-from .learning_rate import LearningRate
-
-__all__ = ["FSDPEngine", "LearningRate", "TrainEngine"]
+"""Training engines, which hold and train the model. Each module is imported where it is used."""

@@ -16,8 +16,8 @@ from trinity_events.errors import TrinityError
 from trinity_events.weights.tensors import Digesting
 
 from ..convertible import ADAPTER_CONFIG
+from ..durable_files import make_folder, write_json
 from .model_folder import seal
-from .state_files import make_folder, write_json
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 BASE_MODEL = "base_model.json"

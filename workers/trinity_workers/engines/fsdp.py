@@ -26,6 +26,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from trinity_events.checkpoint_layout import MODEL_FOLDER
 
 from ..collectives import together
+from ..durable_files import make_folder, sync_tree, write_json
 from ..learning.adapters import adapter_config, adapter_tree, without_adapters
 from ..learning.packing import check_isolation
 from ..offload import FrozenOffload, Offload
@@ -45,7 +46,7 @@ from .reshard import (
     shard_file,
     states_of_shards,
 )
-from .state_files import copied, make_folder, read_state, sync_tree, write_json, write_state
+from .state_files import copied, read_state, write_state
 
 # Below this number of parameters, one all-gather is faster than one per layer.
 _SHARD_LAYERS_FROM = 10_000_000

@@ -16,7 +16,7 @@ from trinity_events.open_folder import OpenFolder
 from trinity_events.weights.model_folder import FILE_DTYPES, list_digests
 from trinity_events.weights.tensors import DTYPES, as_bytes
 
-from .state_files import make_folder, sync_tree
+from ..durable_files import make_folder, sync_tree
 
 SHARD_BYTES = 512 << 20
 """Maximum bytes of a file's tensors, unless one tensor is larger."""

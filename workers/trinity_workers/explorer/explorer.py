@@ -10,10 +10,8 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import redis.asyncio
-import torch
 from msgspec import Struct
 
-from trinity_events import Synchronizer
 from trinity_events.coordinator import this_process
 from trinity_events.error_text import first_error, ungrouped
 from trinity_events.errors import (
@@ -80,6 +78,10 @@ class Explorer:
     """
 
     def __init__(self, config: RunConfig, rank: int) -> None:
+        from trinity_events import (
+            Synchronizer,  # imports torch, which a launcher does not need
+        )
+
         self.config = config
         self.rank = rank
         self._groups = 0
@@ -126,6 +128,8 @@ class Explorer:
 
     async def prepare(self) -> None:
         """Load the engine, whose weights the first version replaces, and the task."""
+        import torch
+
         config = self.config
         write_stacks_when_asked(config.run_id, self.name)
         self.join()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
 
-from trinity_events import Synchronizer
 from trinity_events.errors import CorruptVersion, DeadlineExceeded, TrinityError, VersionUnavailable
 from trinity_schemas import StepReady, StepRef, SyncRequested
 
@@ -18,6 +18,9 @@ from ..rollout_engines import RolloutEngine
 from ..sync_schedule import publishes_on_demand
 from .prefetch import VersionPrefetcher
 from .versions import VersionFollower
+
+if TYPE_CHECKING:
+    from trinity_events import Synchronizer
 
 logger = logging.getLogger(__name__)
 

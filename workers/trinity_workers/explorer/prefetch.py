@@ -6,18 +6,22 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
-import torch
 from anyio.abc import TaskGroup
 
-from trinity_events import Synchronizer
 from trinity_events.errors import TrinityError
 from trinity_events.subscriptions import subscribe
 from trinity_schemas import VersionOpened
 
 from ..config import RunConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from trinity_events import Synchronizer
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from trinity_events.errors import TrinityError
 from trinity_events.weights import Synchronizer
 
 from ..collectives import CollectiveBroken, PeerFailed, raise_together, together
+from ..durable_files import sync_tree
 from ..engines.base import TrainEngine, per_tensor_params, resident
-from ..engines.state_files import sync_tree
 from .broadcast import UpdateGroup, broadcast_stream
 from .publish_full import FULL
 from .publish_strategy import PublishStrategy

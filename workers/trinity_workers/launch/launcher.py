@@ -34,8 +34,8 @@ from trinity_events.server import (
     warn_of_eviction,
 )
 from trinity_events.server.connect import redacted
+from trinity_events.shared_memory import sweep
 from trinity_events.trackers import find_tracker
-from trinity_events.weights.transports.shared_memory import sweep
 from trinity_schemas import ANNOUNCEMENT_TYPES, ContractError, StepRef, decode_envelope
 
 from ..config import RunConfig, TrainConfig
@@ -303,7 +303,7 @@ async def _room(
 async def _work(job: _Job, explorers_here: int, room: Room) -> None:
     """Make the model, train and explore; keep the results in the job."""
     config = job.config
-    # Actors first: they import torch while the model is made.
+    # Actors first: their processes start, and import torch, while the model is made.
     trainer = Trainer.get_actor(config, room.trainer)
     explorers = [
         Explorer.get_actor(config, rank, room.explorer(rank)) for rank in range(explorers_here)

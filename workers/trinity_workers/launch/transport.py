@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch.distributed
-
 from trinity_events.errors import GroupBroken, RayUnusable, SharedMemoryUnusable
-from trinity_events.weights.transports.shared_memory import SHARED_MEMORY, available, free_bytes
+from trinity_events.shared_memory import SHARED_MEMORY, available, free_bytes
 from trinity_schemas import ChosenTransport
 
 from ..config import SyncConfig, WeightsPath
@@ -47,6 +45,8 @@ def chosen_transport(sync: SyncConfig, *, explorers_here: bool, one_host: bool =
     if sync.method == "checkpoint":
         return Chosen("files", "as sync.method says")
     if sync.method == "nccl":
+        import torch.distributed
+
         if not torch.distributed.is_available():
             raise GroupBroken(
                 "this torch was built without torch.distributed: choose another sync.method than "

@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from trinity_events.errors import TrinityError
@@ -22,6 +21,7 @@ from trinity_events.errors import TrinityError
 from ..tasks import Message
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 
@@ -47,6 +47,8 @@ def isolated_rng(seed: int, device: torch.device | None = None) -> Iterator[None
     the global generator and takes no other: weight initialisation, Hugging Face `generate`. There
     is one for the whole process, so only one thread at a time may be in such a block.
     """
+    import torch  # loaded here, since prompts are encoded without it
+
     cuda = device is not None and device.type == "cuda"
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[device] if cuda else []))
@@ -103,6 +105,7 @@ def load_policy(
     Raises:
         BadPolicy: in one sentence, if the folder does not hold them.
     """
+    import torch
     from transformers import AutoModelForCausalLM
 
     tokenizer = load_tokenizer(folder)

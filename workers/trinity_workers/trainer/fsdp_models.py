@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from ..config import RunConfig
-from ..engines import FSDPEngine
-from ..engines.fsdp import frozen_policy
+from ..engines.fsdp import FSDPEngine, frozen_policy
 from ..engines.fsdp_options import FSDPOptions
 from ..engines.model_memory import Part
 from ..learning.adapters import policy_loader

@@ -18,8 +18,8 @@ from ..algorithms.distillation import token_divergence
 from ..algorithms.settings import AlgorithmConfig
 from ..algorithms.update import Update
 from ..collectives import all_reduced, together
-from ..engines import FSDPEngine
 from ..engines.base import resident
+from ..engines.fsdp import FSDPEngine
 from ..learning.logprobs import (
     response_logits,
     response_logprobs,

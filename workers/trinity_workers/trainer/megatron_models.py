@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..config import RunConfig
-from ..engines import LearningRate
+from ..engines.learning_rate import LearningRate
 from ..engines.megatron import (
     LayoutRefused,
     MegatronCritic,

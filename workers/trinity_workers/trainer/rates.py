@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..config import RunConfig
-from ..engines import LearningRate
+from ..engines.learning_rate import LearningRate
 
 
 def policy_rate(config: RunConfig) -> LearningRate:

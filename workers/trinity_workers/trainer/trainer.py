@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.to_thread
@@ -42,12 +42,14 @@ from ..garbage import exempt_loaded_objects
 from ..held_out_sets import held_out_sets
 from ..sync_schedule import asks_once_ready, publishes_on_demand
 from ..user_task import task_of
-from .colocated import ColocatedAnswers
 from .evaluator import Evaluator
 from .explorer_requests import ExplorerRequests
 from .state import TrainerState, read_trainer_state
 from .supply import RolloutSupply
 from .wrapper import TrainEngineWrapper, WeightSyncAddress, get_trainer_wrapper
+
+if TYPE_CHECKING:
+    from .colocated import ColocatedAnswers
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +129,8 @@ class Trainer:
         )
         self._answers: ColocatedAnswers | None = None
         if config.trainer.colocated:
+            from .colocated import ColocatedAnswers  # as an explorer, it needs torch
+
             self._answers = ColocatedAnswers(config, self.engine, client, self._waits)
             await self._answers.prepare(task, sets, self._exits)
         await self._dispatcher.start()

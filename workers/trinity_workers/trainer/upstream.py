@@ -12,7 +12,6 @@ from trinity_events.checkpoint_layout import (
 )
 
 from ..config import RunConfig
-from ..engines.model_folder import has_weights
 
 _FIRST_OF_WORKERS = (0, 8)
 """First version of veRL with the engines that Trinity-RFT's present workers drive."""
@@ -25,6 +24,8 @@ def get_latest_hf_checkpoint_path(config: RunConfig) -> str | None:
     steps do not count: they are of an epoch that was discarded, or of a step without a checkpoint.
     A folder with configuration and tokenizer alone does not count either.
     """
+    from ..engines.model_folder import has_weights  # imports torch
+
     root = config.checkpoint_folder
     try:
         newest = int((root / ITERATION_FILES["checkpoint"]).read_text())

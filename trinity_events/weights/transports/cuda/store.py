@@ -15,8 +15,8 @@ from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from ....errors import VersionUnavailable
+from ....shared_memory import SHARED_MEMORY, Segment
 from ..base import PartRef
-from ..shared_memory.segments import SHARED_MEMORY, Segment
 from ..shared_memory.store import SharedMemorySink, SharedMemoryStore
 from .block_pool import BlockPool
 from .memory import CudaMemory, DeviceMemory

@@ -14,8 +14,8 @@ from trinity_schemas.codec import MAX_MANIFEST_BYTES
 
 from ....errors import CorruptVersion
 from ....file_locks import try_lock
+from ....shared_memory import end_beside
 from ..base import Check, PartRef
-from .segments import end_beside
 
 DATA = 4096
 """Byte at which the data begins, after a page for the header."""

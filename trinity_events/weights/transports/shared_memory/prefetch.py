@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ....file_locks import try_lock
+from ....shared_memory import read_beside
 from ...tensors import digest
 from ..base import Ended, PartRef, Take, Taker
 from .part import (
@@ -29,7 +30,6 @@ from .part import (
     let_go,
     name_while_written,
 )
-from .segments import read_beside
 
 _AT_ONCE = 16
 """Maximum chunks digested for one part before the next part has its turn."""

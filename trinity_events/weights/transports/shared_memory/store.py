@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ....errors import SharedMemoryUnusable
+from ....shared_memory import SHARED_MEMORY, Owner, Segment, owned, sweep, users_folder
 from ..base import Ended, PartRef, Taker
 from .part import (
     DATA,
@@ -37,7 +38,6 @@ from .part import (
     name_while_written,
 )
 from .prefetch import PartPrefetch, prefetch
-from .segments import SHARED_MEMORY, Owner, Segment, owned, sweep, users_folder
 
 CHUNK_BYTES = 512 << 10
 """Bytes of a chunk; small enough to be digested while it is in the processor's cache."""

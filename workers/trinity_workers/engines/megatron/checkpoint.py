@@ -21,7 +21,8 @@ import torch.distributed.checkpoint as dcp
 from trinity_events.errors import TrinityError
 
 from ...collectives import together
-from ..state_files import copied, make_folder, sync_tree, write_state
+from ...durable_files import make_folder, sync_tree
+from ..state_files import copied, write_state
 from .cpu import adapted
 from .rank_state import rank_file
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from ..state_files import make_folder, sync_tree
+from ...durable_files import make_folder, sync_tree
 
 GENERATION_CONFIG = "generation_config.json"
 

@@ -19,8 +19,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from ....errors import SharedMemoryUnusable
-from ....file_locks import try_lock
+from .errors import SharedMemoryUnusable
+from .file_locks import try_lock
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 _LOCK = "owner"

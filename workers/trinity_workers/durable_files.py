@@ -1,0 +1,58 @@
+"""Files and folders that are written durably: complete or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write the file durably, complete or not at all."""
+    with whole_file(path) as file:
+        file.write(msgspec.json.format(msgspec.json.encode(value), indent=2))
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Yield a file that gets its name, on disk, if the block ends without an error."""
+    make_folder(path.parent)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)  # a partial shard would keep a full disk full
+        raise
+    sync(path.parent)
+
+
+def make_folder(folder: Path) -> None:
+    """Create the folder and its missing parents, durably."""
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for one in missing:
+        sync(one.parent)
+
+
+def sync_tree(folder: Path) -> None:
+    """Make all files in the folder durable, whichever process wrote them."""
+    for path in folder.rglob("*"):
+        sync(path)
+    sync(folder)
+
+
+def sync(path: Path) -> None:
+    """Make a file's content, or a folder's names, durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
