@@ -58,6 +58,7 @@ from trinity_schemas import (
     ProfileWritten,
     Registration,
     ResendRequested,
+    RunClosed,
     RunOpened,
     RunResumed,
     SaveGranted,
@@ -70,6 +71,7 @@ from trinity_schemas import (
     StepSuperseded,
     SyncRequested,
     ThreadCountRegistered,
+    TrainerStatusChanged,
     VersionRetired,
     WeightsApplied,
     decode_envelope,
@@ -294,6 +296,17 @@ def test_a_resume_moves_the_pointers_back_at_once():
     monitor, said = history.fold()
     assert ready(said)[-1] == ("state_dict", 101)
     assert monitor.state.ready["state_dict"].at == StepRef(2, 101)
+
+
+def test_a_run_that_is_resumed_has_no_trainer_until_it_is_heard():
+    history = History()
+    history.add(TrainerStatusChanged(status="running", step=105))
+    history.add(RunClosed(reason="interrupted"))
+    history.add(RunResumed(step=100), by="second", epoch=2)
+    state = history.fold()[0].state
+    assert (state.closed, state.trainer, state.trainer_step) == (None, None, 100)
+    history.add(TrainerStatusChanged(status="running", step=100), by="second", epoch=2)
+    assert history.fold()[0].state.trainer == "running"
 
 
 def test_what_an_old_epoch_left_open_is_superseded_by_the_new_one():

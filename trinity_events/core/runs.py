@@ -67,7 +67,7 @@ def _open_epoch(fold: FoldState, epoch: int, step: int, opening: RunOpened | Run
     state.transport = opening.transport
     state.attempts, state.queue, state.turns = {}, {}, {}
     state.complete_checkpoints = [one for one in state.complete_checkpoints if one <= step]
-    state.trainer_step = step
+    state.trainer, state.trainer_step = None, step
     state.steps = {}
     state.forgotten_through = -1
     state.closed = state.closed_error = state.closed_at = None
