@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from tests.support.experiences import group
-from tests.support.rank_processes import Rank
+from tests.support.rank_processes import GROUP_TIMEOUT, Rank
 from tests.support.tensors import identical
 from trinity_workers.algorithms.batch import Batch
 from trinity_workers.algorithms.collate import collate
@@ -126,7 +126,7 @@ def make_engine(
         device=torch.device("cpu"),
         layout=layout,
         optimizer=optimizer,
-        model=ModelOptions(**(options or {})),
+        model=ModelOptions(**{"timeout": GROUP_TIMEOUT} | (options or {})),
         **keywords,
     )
 

@@ -434,6 +434,24 @@ def test_an_explorer_killed_in_a_broadcast_fails_all_ranks_after_the_gathers(
     ranks(at.full_weights)  # the trainer's own collectives still match
 
 
+def stop_or(rank, stops, function, *args):
+    """Run the function; the rank that is to stop does so before, as one that hangs."""
+    if rank.number == stops:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return function(rank, *args)
+
+
+def test_a_rank_that_hangs_in_a_training_step_fails_the_others_within_the_engines_timeout(
+    mortal_ranks,
+):
+    ranks = mortal_ranks("qwen3", 2, TENSOR, TRAINED, {"timeout": timedelta(seconds=2)})
+    call = (stop_or, 1, at.train, [at.padded_batch(1)])
+    answer, _ = [ranks.processes.ask(rank, *call) for rank in (0, 1)]
+    found = answer(PATIENCE)
+    assert isinstance(found, RuntimeError)
+    assert "Timed out waiting 2000ms" in str(found), "and not the 30 minutes of megatron-core"
+
+
 @pytest.mark.parametrize(("layout", "dies"), [(TENSOR, 1), (PIPELINE, 1), (PIPELINE, 0)])
 def test_a_rank_killed_in_a_training_step_fails_the_others(mortal_ranks, layout, dies):
     ranks = mortal_ranks("qwen3", 2, layout, TRAINED)

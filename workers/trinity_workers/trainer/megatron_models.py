@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -60,6 +61,7 @@ def load_models(
             fused_loss=config.trainer.fused_loss,
             recompute=trainer.recompute,
             offload=offload,
+            timeout=timedelta(seconds=config.sync.timeout),
         )
 
     def optimizer(rate: LearningRate) -> OptimizerOptions:

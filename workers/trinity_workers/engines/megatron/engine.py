@@ -79,7 +79,8 @@ class MegatronEngine:
         device: Device of this rank: its own GPU, or the CPU if there is no CUDA.
         layout: Distribution of the model over the ranks.
         optimizer: Optimizer options; None makes a reference model without gradients.
-        model: Data type, recomputation, kind of layers, and what leaves the device while idle.
+        model: Data type, recomputation, kind of layers, what leaves the device while idle, and the
+            timeout of the layout's groups.
         pipeline_parts: Micro-batches of a step; by default one per pipeline stage.
         seed: Seed of all random draws.
         load_weights: If False, the weights are undefined until a checkpoint is loaded.
@@ -121,7 +122,7 @@ class MegatronEngine:
         self._parts = pipeline_parts or layout.pipeline
         self._fused_loss = model.fused_loss
         self._optimizer_options = optimizer
-        join(layout, seed)
+        join(layout, seed, model.timeout)
         self._transformer = transformer_config(self.config, layout, model)
         self._chunks = build_chunks(self.config, self._transformer, model)
         names = mapping(self.config, self._transformer, layout.tensor)

@@ -13,6 +13,9 @@ from trinity_events.errors import TrinityError
 
 from .cpu import adapted, seed_generators
 
+TIMEOUT = timedelta(minutes=30)
+"""Maximum time that ranks wait for each other unless told otherwise, as in megatron-core."""
+
 
 class LayoutRefused(TrinityError):
     """Raised if the model cannot be distributed so, or not on this machine."""
@@ -82,11 +85,16 @@ def has_transformer_engine() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
-def join(layout: ParallelLayout, seed: int) -> None:
+def join(layout: ParallelLayout, seed: int, timeout: timedelta = TIMEOUT) -> None:
     """Make megatron-core's groups from the default process group's ranks. Collective.
 
     All models that are trained in one process share them: a second model of the same layout changes
     nothing. Models that only generate may have a layout of their own: :func:`rollout_groups`.
+
+    Args:
+        layout: Sizes of the groups.
+        seed: Seed of all random draws.
+        timeout: Maximum time that ranks wait for each other; it is not that of the default group.
 
     Raises:
         LayoutRefused: if the layout does not fit, or another one is in use.
@@ -108,6 +116,7 @@ def join(layout: ParallelLayout, seed: int) -> None:
             virtual_pipeline_model_parallel_size=layout.virtual,
             context_parallel_size=layout.context,
             expert_model_parallel_size=layout.expert,
+            distributed_timeout_minutes=timeout / timedelta(minutes=1),
         )
         seed_generators(seed)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from trinity_events.errors import TrinityError
 from ...learning.value_head import head_tensors
 from ...offload import FrozenOffload, Offload
 from .cpu import adapted
-from .layout import LayoutRefused, ParallelLayout, has_transformer_engine
+from .layout import TIMEOUT, LayoutRefused, ParallelLayout, has_transformer_engine
 
 MODEL_TYPES = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 
@@ -41,6 +42,9 @@ class ModelOptions(Struct, frozen=True, kw_only=True):
     offload: Offload | FrozenOffload = Offload()
     """Parts that leave the device while no method of the engine needs them. A block of the engine's
     ``resident()`` keeps them over several calls."""
+    timeout: timedelta = TIMEOUT
+    """Maximum time that ranks wait for each other in the groups of the layout, which the first
+    engine of a process makes."""
 
     @property
     def fused(self) -> bool:
