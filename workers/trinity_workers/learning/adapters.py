@@ -12,23 +12,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
 
 from trinity_events.errors import TrinityError
 
 from ..lora_settings import ALL_LINEAR, LoraConfig
 from .policy import BadPolicy, isolated_rng, load_policy
 
-Loaded: TypeAlias = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Loaded: TypeAlias = "tuple[PreTrainedModel, PreTrainedTokenizerBase]"
 
 _ADAPTER = "default"
 _PREFIX = "base_model.model."
@@ -66,6 +63,8 @@ def check_adapters(lora: LoraConfig, folder: Path | None) -> None:
     require_peft()
     if folder is None:
         return
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     make: Any = AutoModelForCausalLM  # its methods have no annotations
     with torch.device("meta"):
         model = make.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
