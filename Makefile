@@ -9,10 +9,10 @@ SIZE_BY_INDEX = With torch's build for CPUs, 0.5 GB are downloaded and 1.8 GB in
 SIZE_OF_PIPS = On Linux 3 GB are downloaded, most of it CUDA; without: make setup TORCH_INDEX=URL
 VENV := .venv
 BIN := $(VENV)/bin
-# Processes of pytest-xdist, whose tests run side by side; 0 runs one test at a time. Light tests wait more
-# than they compute, and three processes keep two cores busy. Whole runs take both cores by themselves.
+# Processes of pytest-xdist, whose tests run side by side; 0 runs one test at a time. They keep two cores busy:
+# light tests wait more than they compute, and whole runs wait too while their processes start and end.
 WORKERS ?= 3
-HEAVY_WORKERS ?= 0
+HEAVY_WORKERS ?= 2
 LIGHT_TESTS = -n $(WORKERS) --dist worksteal
 # By files in their order, the longest of which come first, so that the tests of a file share its runs.
 HEAVY_TESTS = -n $(HEAVY_WORKERS) --dist loadfile --no-loadscope-reorder
