@@ -59,7 +59,7 @@ class Surroundings(Struct, frozen=True):
     unfolded_since: int | None = None
     """Milliseconds of the oldest entry that no reducer has folded."""
     facts: LiveFacts | None = None
-    """Facts about processes and server; None for a recorded log, whose processes are not there."""
+    """Facts about processes and server, if they were asked for."""
 
 
 async def live_facts(client: redis.asyncio.Redis, run_id: str) -> LiveFacts:
@@ -68,18 +68,19 @@ async def live_facts(client: redis.asyncio.Redis, run_id: str) -> LiveFacts:
     return await _facts(client, log, await _consumer_groups(client, log))
 
 
-async def surroundings(client: redis.asyncio.Redis, run_id: str, *, letters: int) -> Surroundings:
-    """Return consumer groups, the last dead letters, and the facts of this moment."""
+async def surroundings(
+    client: redis.asyncio.Redis, run_id: str, *, letters: int, with_facts: bool = False
+) -> Surroundings:
+    """Return consumer groups and the last dead letters; with the facts of this moment if asked."""
     log = RedisEventLog(client, run_id)
     groups = await _consumer_groups(client, log)
-    facts = await _facts(client, log, groups)
     return Surroundings(
-        now=facts.now,
+        now=await server_clock(client, log.keys.events),
         groups=groups,
         dead=tuple(await log.dead_letters(last=letters)),
         end=await log.last_id(),
-        unfolded_since=facts.unfolded_since,
-        facts=facts,
+        unfolded_since=await _unfolded_since(client, log),
+        facts=await _facts(client, log, groups) if with_facts else None,
     )
 
 

@@ -163,7 +163,7 @@ class ServerSource:
 
     async def surroundings(self) -> Surroundings:
         """Return consumer groups, dead letters, and facts about processes and server."""
-        return await surroundings(self._client, self.run_id, letters=LETTERS)
+        return await surroundings(self._client, self.run_id, letters=LETTERS, with_facts=True)
 
     def close(self) -> None:
         """Do nothing: the client belongs to the caller."""
