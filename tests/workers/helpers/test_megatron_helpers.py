@@ -219,9 +219,15 @@ def broadcast(rank, place, shapes, timeout, dies_after=None):
     return received
 
 
+def imported(rank):
+    """Do nothing: to be asked it, a process imports this module, for longer than a group waits."""
+
+
 def broadcasts(ranks, *calls):
     """What two ranks of a trainer and an explorer answer, each asked for a call of its own."""
     ranks.processes.start(3)
+    for answer in [ranks.processes.ask(rank, imported) for rank in range(3)]:
+        assert answer() is None
     asked = [ranks.processes.ask(rank, *one) for rank, one in enumerate(calls)]
     return [answer() for answer in asked]
 
