@@ -65,7 +65,10 @@ class Surroundings(Struct, frozen=True):
 async def live_facts(client: redis.asyncio.Redis, run_id: str) -> LiveFacts:
     """Return the facts of this moment about a run."""
     log = RedisEventLog(client, run_id)
-    return await _facts(client, log, await _consumer_groups(client, log))
+    now = await server_clock(client, log.keys.events)
+    unfolded_since = await _unfolded_since(client, log)
+    groups = await _consumer_groups(client, log)
+    return await _facts(client, log, groups, now, unfolded_since)
 
 
 async def surroundings(
@@ -73,25 +76,31 @@ async def surroundings(
 ) -> Surroundings:
     """Return consumer groups and the last dead letters; with the facts of this moment if asked."""
     log = RedisEventLog(client, run_id)
+    now = await server_clock(client, log.keys.events)
+    unfolded_since = await _unfolded_since(client, log)
     groups = await _consumer_groups(client, log)
+    facts = await _facts(client, log, groups, now, unfolded_since) if with_facts else None
     return Surroundings(
-        now=await server_clock(client, log.keys.events),
+        now=now,
         groups=groups,
         dead=tuple(await log.dead_letters(last=letters)),
         end=await log.last_id(),
-        unfolded_since=await _unfolded_since(client, log),
-        facts=await _facts(client, log, groups) if with_facts else None,
+        unfolded_since=unfolded_since,
+        facts=facts,
     )
 
 
 async def _facts(
-    client: redis.asyncio.Redis, log: RedisEventLog, groups: tuple[Group, ...]
+    client: redis.asyncio.Redis,
+    log: RedisEventLog,
+    groups: tuple[Group, ...],
+    now: int,
+    unfolded_since: int | None,
 ) -> LiveFacts:
-    now = await server_clock(client, log.keys.events)
     return LiveFacts(
         now=now,
         is_led=bool(await client.exists(log.keys.leader)),
-        unfolded_since=await _unfolded_since(client, log),
+        unfolded_since=unfolded_since,
         server_fault=await _server_fault(client, log.keys.events),
         processes=processes_here(log.run_id),
         heard=await _heard(log),

@@ -27,11 +27,7 @@ from trinity_workers.engines.adapter_folder import (  # noqa: E402
     AdaptersRefused,
     write_adapter_folder,
 )
-from trinity_workers.engines.fsdp import (  # noqa: E402
-    FSDPEngine,
-    frozen_policy,
-    shard_name,
-)
+from trinity_workers.engines.fsdp import FSDPEngine, frozen_policy, shard_name  # noqa: E402
 from trinity_workers.engines.fsdp_options import FSDPOptions  # noqa: E402
 from trinity_workers.engines.model_memory import ALL  # noqa: E402
 from trinity_workers.engines.state_files import write_state  # noqa: E402

@@ -78,9 +78,8 @@ class Explorer:
     """
 
     def __init__(self, config: RunConfig, rank: int) -> None:
-        from trinity_events import (
-            Synchronizer,  # imports torch, which a launcher does not need
-        )
+        # Here, since it imports torch, which a launcher does not need.
+        from trinity_events import Synchronizer
 
         self.config = config
         self.rank = rank
