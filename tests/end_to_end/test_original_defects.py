@@ -213,7 +213,7 @@ async def test_a_checkpoint_waits_for_each_of_its_saves_and_names_them():
             ("optimizer", critic, False),
         ):
             await run.settled()
-            assert run.announcements == []
+            assert of(run.announcements, StepReady) == []
             worker.save_sync(lambda: None, 5, is_state_dict, name=save)
             await in_thread(worker.wait_all, PATIENCE)
         await run.settled()

@@ -11,6 +11,7 @@ import redis
 import redis.asyncio
 
 from trinity_schemas import (
+    REPORTER_ROLE,
     ChosenTransport,
     Event,
     Producer,
@@ -51,6 +52,7 @@ class AsyncPublisher:
     ) -> None:
         self.log = log
         self._stamp = EnvelopeFactory(log.run_id, epoch, producer)
+        self._append = log.append_report if producer.role == REPORTER_ROLE else log.append
         self._deadline = deadline
         self._lock = anyio.Lock()
 
@@ -74,7 +76,7 @@ class AsyncPublisher:
             payload = self._stamp.next(event)
             try:
                 return await _within(
-                    self._deadline, lambda: self.log.append(payload), what, give_up=give_up
+                    self._deadline, lambda: self._append(payload), what, give_up=give_up
                 )
             except (redis.RedisError, OSError, KeyConflict) as error:
                 # Refused, so not in the log. After a lost connection it may be: keep the number.

@@ -14,6 +14,7 @@ from trinity_schemas import (
     AppliedPhases,
     ExplorerStatusChanged,
     Producer,
+    PublicationStarted,
     StepCommitted,
     StepReady,
     SyncRequested,
@@ -228,7 +229,7 @@ class Synchronizer:
     def prefetch(
         self,
         epoch: int,
-        opened: VersionOpened,
+        opened: VersionOpened | PublicationStarted,
         stop: threading.Event,
         deadline: float,
         into: torch.nn.Module | None = None,

@@ -10,18 +10,16 @@ import anyio
 import redis.asyncio
 from msgspec import Struct
 
-from trinity_events.archive import Archive
-from trinity_events.errors import DeadlineExceeded, RunNotFound, TrinityError
+from trinity_events.errors import RunNotFound, TrinityError
 from trinity_events.log import RedisEventLog, require_run
 from trinity_events.server import connect, serving, serving_weights
-from trinity_events.subscriptions import subscribe
-from trinity_schemas import RunClosed, StepReady
+from trinity_schemas import EpochClosed
 
 from ..config import RunConfig, TrainConfig
 from ..explorer import ExplorationResult, Explorer
-from ..explorer.versions import RunEnded
+from ..explorer.run_follower import RunFollower, followed_run
+from ..explorer.versions import RunEnded, VersionFollower
 from ..health import beating
-from ..sync_method import is_version
 from .epochs import EpochFollower, Opening
 from .lifecycle import interruptible
 from .ranks import claimed_rank
@@ -70,28 +68,27 @@ async def run_explorer(options: ExplorerOptions) -> ExplorationResult | None:
         log = RedisEventLog(client, options.run_id)
         await _tell_nearest(client, log, options.wait)
         folder = options.checkpoint_root / options.run_id
-        epochs = EpochFollower(log, Archive(folder, options.run_id))
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(epochs.follow)
-            outcome: ExplorationResult | RunClosed | None = None
-            while outcome is None:
-                opening = await epochs.opened(options.wait)
-                if isinstance(opening, RunClosed):
-                    outcome = opening
-                    continue
-                config = _settings(opening, options.run_id).placed(
-                    run_id=options.run_id,
-                    epoch=opening.epoch,
-                    redis_url=redis_url,
-                    weights_url=weights_url,
-                    checkpoint_folder=folder,
-                )
-                async with claimed_rank(client, config, options.rank) as rank:
-                    outcome = await _epoch(config, rank, epochs, opening)
-                if outcome is None:
-                    logger.warning("run %s was opened anew: starting over", options.run_id)
-            tasks.cancel_scope.cancel()
-        if isinstance(outcome, RunClosed):
+        run = await exits.enter_async_context(followed_run(options.run_id, redis_url))
+        epochs = EpochFollower(run)
+        await exits.enter_async_context(epochs.listening())
+        outcome: ExplorationResult | EpochClosed | None = None
+        while outcome is None:
+            opening = await epochs.opened(options.wait)
+            if isinstance(opening, EpochClosed):
+                outcome = opening
+                continue
+            config = _settings(opening, options.run_id).placed(
+                run_id=options.run_id,
+                epoch=opening.epoch,
+                redis_url=redis_url,
+                weights_url=weights_url,
+                checkpoint_folder=folder,
+            )
+            async with claimed_rank(client, config, options.rank) as rank:
+                outcome = await _epoch(config, rank, run, epochs, opening)
+            if outcome is None:
+                logger.warning("run %s was opened anew: starting over", options.run_id)
+        if isinstance(outcome, EpochClosed):
             if outcome.reason == "failed":
                 raise RunFailed(f"run {options.run_id} failed: {outcome.error}")
             return None
@@ -102,7 +99,7 @@ async def run_explorer(options: ExplorerOptions) -> ExplorationResult | None:
 async def _tell_nearest(client: redis.asyncio.Redis, log: RedisEventLog, wait: float) -> None:
     """Tell at once that the server does not know the run, whose name may be mistyped."""
     with suppress(redis.RedisError, OSError):  # it is waited for like the run
-        if not await log.exists():
+        if not await log.newest_epoch():
             try:
                 await require_run(client, log.run_id, f"waiting up to {wait:g} s for it")
             except RunNotFound as error:
@@ -110,21 +107,21 @@ async def _tell_nearest(client: redis.asyncio.Redis, log: RedisEventLog, wait: f
 
 
 async def _epoch(
-    config: RunConfig, rank: int, epochs: EpochFollower, opening: Opening
-) -> ExplorationResult | RunClosed | None:
+    config: RunConfig, rank: int, run: RunFollower, epochs: EpochFollower, opening: Opening
+) -> ExplorationResult | EpochClosed | None:
     """Explore one epoch; return None if another one has taken its place."""
-    outcome: ExplorationResult | RunClosed | None = None
+    outcome: ExplorationResult | EpochClosed | None = None
     async with anyio.create_task_group() as tasks:
 
         async def watch() -> None:
             nonlocal outcome
-            outcome = await epochs.ended(opening)
-            if outcome is None or outcome.reason != "finished":
+            closed = outcome = await epochs.ended(opening)
+            if closed is None or closed.reason != "finished":
                 tasks.cancel_scope.cancel()
 
         tasks.start_soon(watch)
         try:
-            result = await _explore(config, rank)
+            result = await _explore(config, rank, run)
         except RunEnded:
             outcome = await epochs.ended(opening)
         else:
@@ -133,32 +130,18 @@ async def _epoch(
     return outcome
 
 
-async def _explore(config: RunConfig, rank: int) -> ExplorationResult:
+async def _explore(config: RunConfig, rank: int, run: RunFollower) -> ExplorationResult:
     explorer = Explorer(config, rank)
     explorer.join()
     try:
-        await _first_version(config)
+        # The first version is ready: so the model's folder is whole, and its settings are final.
+        versions = VersionFollower(run, config.epoch, method=config.sync.method)
+        async with versions.listening():
+            await versions.wait(0, deadline=config.sync.timeout)
         await explorer.prepare()
-        return await explorer.explore()
+        return await explorer.explore(run)
     finally:
         explorer.leave()
-
-
-async def _first_version(config: RunConfig) -> None:
-    # The first version is ready: so the model's folder is whole, and its settings are final.
-    weights = subscribe(config.run_id, StepReady, redis_url=config.redis_url)
-    try:
-        with anyio.fail_after(config.sync.timeout):
-            async with weights:
-                async for delivered in weights:
-                    event = delivered.event
-                    if event.epoch == config.epoch and is_version(event, config.sync.method):
-                        break
-    except TimeoutError:
-        raise DeadlineExceeded(
-            f"no weights of run {config.run_id} were ready within {config.sync.timeout:g} s: "
-            f"see trinity-events status {config.run_id}"
-        ) from None
 
 
 def _settings(opening: Opening, run_id: str) -> TrainConfig:
