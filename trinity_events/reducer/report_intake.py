@@ -71,9 +71,10 @@ class ReportIntake:
                 accepted.append(entry.payload)
         if refused:
             logger.warning(
-                "run %s: %d reports were refused, the last one since %s",
+                "run %s: %d reports were refused and are dead letters, the last one %s: %s",
                 self._log.run_id,
                 len(refused),
+                refused[-1].entry.id,
                 refused[-1].reason,
             )
         return Intake(
