@@ -151,7 +151,10 @@ def test_every_reference_resolves_in_its_own_document():
 def test_every_message_of_asyncapi_is_in_one_channel_and_its_operations_know_only_those():
     document = asyncapi()
     channels = document["channels"]
-    of_channels = [name for one in channels.values() for name in one["messages"]]
+    # What explorers report is copied to the events.
+    own = [channel for name, channel in channels.items() if name != "reports"]
+    of_channels = [name for channel in own for name in channel["messages"]]
+    assert set(channels["reports"]["messages"]) <= set(channels["events"]["messages"])
     assert sorted(of_channels) == sorted(document["components"]["messages"])
     for operation in document["operations"].values():
         messages = channels[operation["channel"]["$ref"].rpartition("/")[2]]["messages"]
@@ -170,6 +173,7 @@ def test_a_channels_address_is_the_key_once_its_parameter_has_the_literal_braces
     assert addresses == {
         "events": keys.events,
         "announcements": keys.announcements,
+        "reports": keys.reports,
         "experiences": keys.experiences,
         "rollouts": keys.rollouts,
         "deadLetters": keys.dead,
