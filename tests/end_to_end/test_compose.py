@@ -20,9 +20,11 @@ from typing import get_args
 
 import pytest
 
+from tests.support.redis_servers import servers
 from tests.support.run_processes import Processes, ended, small_run
 from tests.support.waits import PATIENCE
 from trinity_events.server import connect_sync
+from trinity_events.server.access_rules import access_rules
 from trinity_schemas import RunKeys, SaveStrategy
 from trinity_workers.config import BadSettings, CheckpointsConfig, ExplorerConfig, TrainConfig
 
@@ -222,10 +224,28 @@ class SeparateRun:
 
 
 @pytest.fixture(scope="module")
-def separate(tmp_path_factory, redis_url, weights_url):
-    """A run whose explorer was killed and started again; contained where that can be."""
+def access_controlled(tmp_path_factory):
+    """A server on which each role is a user with the rules of docs/security.md."""
+    folder = tmp_path_factory.mktemp("server")
+    users = folder / "users.acl"
+    users.write_text("\n".join([*access_rules(), "user admin on >ADMIN ~* &* +@all", ""]))
+    with servers(folder, 1, "--aclfile", str(users)) as [server]:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def separate(tmp_path_factory, access_controlled):
+    """A run whose explorer was killed and started again; contained where that can be.
+
+    Each process has the password of its role alone.
+    """
     folder, contains = tmp_path_factory.mktemp("separate"), can_contain()
-    run = Processes(folder, f"separate-{os.getpid()}", redis_url, weights_url)
+    urls = {
+        user: access_controlled.url_of(user, user.upper())
+        for user in ("admin", "reducer", "trainer", "explorer")
+    }
+    run = Processes(folder, f"separate-{os.getpid()}", urls["admin"], urls["admin"])
+    run.urls = urls
     room = tempfile.mkdtemp(prefix="t-", dir="/tmp")  # short, for Ray's sockets
     run.env |= {"HOME": f"{room}/home", "TMPDIR": room, "TRINITY_HOME": ""}
     within = contained(folder, Path(room)) if contains else ()
@@ -244,6 +264,11 @@ def separate(tmp_path_factory, redis_url, weights_url):
     finally:
         run.end()
         shutil.rmtree(room)
+
+
+def test_no_process_of_a_run_is_refused_anything_that_its_role_may_not(separate):
+    with connect_sync(separate.processes.redis_url) as client:
+        assert client.acl_log() == []
 
 
 def test_a_run_of_separate_processes_survives_an_explorer_and_comes_to_its_end(separate):
