@@ -14,6 +14,7 @@ from tests.support.waits import PATIENCE, child, until
 from trinity_events.archive import Recording, read_recording, record_run
 from trinity_events.log import AsyncPublisher, RedisEventLog, Stream, position
 from trinity_events.reducer import reduce_run
+from trinity_events.reducer.report_intake import ReportIntake
 from trinity_events.server import connect
 from trinity_schemas import (
     SaveGranted,
@@ -84,6 +85,17 @@ async def reports_accepted(log: RedisEventLog) -> None:
         return not await log.has_reports()
 
     await until(accepted)
+
+
+async def accept_reports(log: RedisEventLog) -> None:
+    """Move all reports of now into the events, where no reducer runs, as a leader would."""
+    token, _ = await log.lead(60)
+    assert token, "a reducer leads: wait for reports_accepted"
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ReportIntake(log, token).run)
+        await reports_accepted(log)
+        tasks.cancel_scope.cancel()
+    await log.renew(token, 0)
 
 
 async def folded(log: RedisEventLog) -> None:
