@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import anyio
 import redis.asyncio
 from msgspec import Struct
 
 from trinity_events.archive import Archive
+from trinity_events.error_text import ungrouped
 from trinity_events.errors import DeadlineExceeded, RunNotFound, TrinityError
 from trinity_events.log import RedisEventLog, require_run
 from trinity_events.server import connect, serving, serving_weights
@@ -20,8 +22,10 @@ from trinity_schemas import RunClosed, StepReady
 from ..config import RunConfig, TrainConfig
 from ..explorer import ExplorationResult, Explorer
 from ..explorer.versions import RunEnded
+from ..garbage import collect_exempted_objects
 from ..health import beating
 from ..sync_method import is_version
+from ..trusted_settings import Host, OwnConfig, merge
 from .epochs import EpochFollower, Opening
 from .lifecycle import interruptible
 from .ranks import claimed_rank
@@ -39,24 +43,88 @@ class ExplorerOptions(Struct, frozen=True, kw_only=True):
     checkpoint_root: Path
     wait: float
     health_file: Path | None = None
+    own: OwnConfig | None = None
+    """Configuration that the explorer's side gives; without it, all is read from the log."""
+
+
+class Wait(NamedTuple):
+    """Wait for a run to be opened, and the option or setting that bounds it."""
+
+    seconds: float
+    setting: str
+
+    def __str__(self) -> str:
+        """Return the end of a sentence about a run that was closed; empty without a wait."""
+        if not self.seconds:
+            return ""
+        return f", and the run was not opened again within {self.seconds:g} s ({self.setting})"
+
+
+NO_WAIT = Wait(0.0, "")
+
+
+class Unexplored(Struct, frozen=True, kw_only=True):
+    """End of an explorer without a result: the run was closed, and no newer epoch came in time."""
+
+    run_id: str
+    reason: Literal["finished", "interrupted"]
+    waited: Wait
+
+    def __str__(self) -> str:
+        """Return the sentence for the user."""
+        reason = _format_reason(self.reason)
+        return f"run {self.run_id} {reason}{self.waited}: there is nothing to explore"
 
 
 class RunFailed(TrinityError):
-    """Raised if the trainer gave the run up."""
+    """Raised if the trainer gave the run up, and no newer epoch came in time.
+
+    Attributes:
+        run_id: The run.
+        error: The error with which it was closed.
+        waited: Wait for a newer epoch.
+    """
+
+    def __init__(self, run_id: str, error: str | None, waited: Wait) -> None:
+        super().__init__(f"run {run_id} failed: {error}{waited}")
+        self.run_id = run_id
+        self.error = error
+        self.waited = waited
+
+
+class TrainerSilent(DeadlineExceeded):
+    """Raised if the trainer neither asked nor published, and no newer epoch came in time.
+
+    Attributes:
+        run_id: The run.
+        silence: The wait that passed its deadline.
+        waited: Wait for a newer epoch.
+    """
+
+    def __init__(self, run_id: str, silence: DeadlineExceeded, waited: Wait) -> None:
+        super().__init__(f"{silence}{waited}")
+        self.run_id = run_id
+        self.silence = silence
+        self.waited = waited
 
 
 class NoSettings(TrinityError):
     """Raised if the run was opened without its configuration, or with one without explorers."""
 
 
-async def run_explorer(options: ExplorerOptions) -> ExplorationResult | None:
+async def run_explorer(options: ExplorerOptions) -> ExplorationResult | Unexplored:
     """Explore the run's newest epoch to its end, from the start when a newer one is opened.
 
+    After an epoch that failed, was interrupted, or fell silent, a newer one is waited for, for
+    ``explorer.wait_for_run`` seconds.
+
     Returns:
-        Its result, or None if the trainer ended the run before.
+        Its result, or how the run ended before there was one.
 
     Raises:
         Interrupted: on SIGINT or SIGTERM.
+        SettingsRefused: The log names code, a path, a URL or an environment variable that the
+            options do not.
         TrinityError: If the run is not opened in time, or fails.
     """
     async with (
@@ -71,32 +139,104 @@ async def run_explorer(options: ExplorerOptions) -> ExplorationResult | None:
         await _tell_nearest(client, log, options.wait)
         folder = options.checkpoint_root / options.run_id
         epochs = EpochFollower(log, Archive(folder, options.run_id))
+        place = _Place(options, client, redis_url, weights_url, folder)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(epochs.follow)
-            outcome: ExplorationResult | RunClosed | None = None
-            while outcome is None:
-                opening = await epochs.opened(options.wait)
-                if isinstance(opening, RunClosed):
-                    outcome = opening
-                    continue
-                config = _settings(opening, options.run_id).placed(
-                    run_id=options.run_id,
-                    epoch=opening.epoch,
-                    redis_url=redis_url,
-                    weights_url=weights_url,
-                    checkpoint_folder=folder,
-                )
-                async with claimed_rank(client, config, options.rank) as rank:
-                    outcome = await _epoch(config, rank, epochs, opening)
-                if outcome is None:
-                    logger.warning("run %s was opened anew: starting over", options.run_id)
+            outcome = await _explore_epochs(place, epochs)
             tasks.cancel_scope.cancel()
-        if isinstance(outcome, RunClosed):
-            if outcome.reason == "failed":
-                raise RunFailed(f"run {options.run_id} failed: {outcome.error}")
-            return None
         return outcome
     raise AssertionError("unreachable")
+
+
+class _Place(NamedTuple):
+    """Servers and folder of an explorer."""
+
+    options: ExplorerOptions
+    client: redis.asyncio.Redis
+    redis_url: str
+    weights_url: str
+    folder: Path
+
+    def get_config(self, opening: Opening) -> RunConfig:
+        """Return the configuration of an epoch. Raises as :func:`run_explorer`."""
+        return _settings(opening, self.options).placed(
+            run_id=self.options.run_id,
+            epoch=opening.epoch,
+            redis_url=self.redis_url,
+            weights_url=self.weights_url,
+            checkpoint_folder=self.folder,
+        )
+
+
+async def _explore_epochs(place: _Place, epochs: EpochFollower) -> ExplorationResult | Unexplored:
+    """Explore one epoch after the other, until one comes to its end or none follows in time."""
+    run_id, first = place.options.run_id, Wait(place.options.wait, "--wait")
+    wait = first
+    while True:
+        opening = await epochs.opened(wait.seconds)
+        if isinstance(opening, RunClosed):
+            return _get_end(run_id, opening, wait)
+        config = place.get_config(opening)
+        try:
+            with ungrouped():
+                async with claimed_rank(place.client, config, place.options.rank) as rank:
+                    outcome = await _epoch(config, rank, epochs, opening)
+        except DeadlineExceeded as silence:
+            outcome = await _outlive_silence(silence, config, epochs, opening)
+        if isinstance(outcome, ExplorationResult):
+            return outcome
+        if outcome is None:  # the newer epoch is known, and may even have ended
+            logger.warning("run %s was opened anew: starting over", run_id)
+            wait = first
+        elif outcome.reason == "finished" or not config.explorer.wait_for_run:
+            return _get_end(run_id, outcome, NO_WAIT)
+        else:
+            wait = _wait_for_run(config)
+            logger.warning(
+                "run %s %s: waiting up to %g s for it to be opened again",
+                *(run_id, _format_reason(outcome.reason), wait.seconds),
+            )
+        collect_exempted_objects()
+
+
+def _get_end(run_id: str, closed: RunClosed, waited: Wait) -> Unexplored:
+    """Return the end of a run without a result. Raises RunFailed if the run failed."""
+    if closed.reason == "failed":
+        raise RunFailed(run_id, closed.error, waited)
+    return Unexplored(run_id=run_id, reason=closed.reason, waited=waited)
+
+
+async def _outlive_silence(
+    silence: DeadlineExceeded, config: RunConfig, epochs: EpochFollower, opening: Opening
+) -> RunClosed | None:
+    """Wait for the end of an epoch whose trainer is silent, and may have died without a word.
+
+    Returns:
+        How it was closed; None if a newer epoch has taken its place.
+
+    Raises:
+        TrainerSilent: Neither came in time.
+    """
+    wait = _wait_for_run(config)
+    if wait.seconds:
+        logger.warning(
+            "%s: waiting up to %g s for run %s to be opened again",
+            *(silence, wait.seconds, config.run_id),
+        )
+        with anyio.move_on_after(wait.seconds):
+            closed = await epochs.ended(opening)
+            if closed is not None and closed.reason == "finished":
+                raise silence  # the trainer did its part
+            return closed
+    raise TrainerSilent(config.run_id, silence, wait) from silence
+
+
+def _format_reason(reason: str) -> str:
+    return {"failed": "failed", "interrupted": "was interrupted"}.get(reason, "was closed")
+
+
+def _wait_for_run(config: RunConfig) -> Wait:
+    return Wait(config.explorer.wait_for_run, "explorer.wait_for_run")
 
 
 async def _tell_nearest(client: redis.asyncio.Redis, log: RedisEventLog, wait: float) -> None:
@@ -161,16 +301,17 @@ async def _first_version(config: RunConfig) -> None:
         ) from None
 
 
-def _settings(opening: Opening, run_id: str) -> TrainConfig:
+def _settings(opening: Opening, options: ExplorerOptions) -> TrainConfig:
+    """Return the configuration of an epoch, before anything that it names is imported."""
     if opening.config is None:
         raise NoSettings(
-            f"epoch {opening.epoch} of run {run_id} was opened without its settings: "
+            f"epoch {opening.epoch} of run {options.run_id} was opened without its settings: "
             "open it with trinity-events trainer"
         )
-    settings = TrainConfig.from_text(opening.config)
-    if settings.trainer.colocated:
+    logged = TrainConfig.from_text(opening.config)
+    if logged.trainer.colocated:
         raise NoSettings(
-            f"run {run_id} takes no explorers: its trainer's ranks answer the rollouts "
+            f"run {options.run_id} takes no explorers: its trainer's ranks answer the rollouts "
             "(trainer.colocated true)"
         )
-    return settings
+    return merge(options.run_id, logged, options.own, Host.local(options.checkpoint_root))
