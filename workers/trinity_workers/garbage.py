@@ -13,9 +13,3 @@ def exempt_loaded_objects() -> None:
     """
     gc.collect()
     gc.freeze()
-
-
-def collect_exempted_objects() -> None:
-    """Collect garbage among exempted objects too, once those of an ended run are no longer used."""
-    gc.unfreeze()
-    gc.collect()

@@ -22,7 +22,6 @@ from trinity_schemas import RunClosed, StepReady
 from ..config import RunConfig, TrainConfig
 from ..explorer import ExplorationResult, Explorer
 from ..explorer.versions import RunEnded
-from ..garbage import collect_exempted_objects
 from ..health import beating
 from ..sync_method import is_version
 from ..trusted_settings import Host, OwnConfig, merge
@@ -196,7 +195,6 @@ async def _explore_epochs(place: _Place, epochs: EpochFollower) -> ExplorationRe
                 "run %s %s: waiting up to %g s for it to be opened again",
                 *(run_id, _format_reason(outcome.reason), wait.seconds),
             )
-        collect_exempted_objects()
 
 
 def _get_end(run_id: str, closed: RunClosed, waited: Wait) -> Unexplored:
