@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 import threading
 from contextlib import asynccontextmanager, contextmanager
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import anyio
-import anyio.to_thread
 import pytest
 
 pytest.importorskip("torch")
@@ -23,8 +23,10 @@ from tests.support.trainer_side import TrainerSide
 from tests.support.waits import PATIENCE, until
 from trinity_events.log import AsyncPublisher, new_producer, open_run
 from trinity_schemas import RunClosed, explorer_key
+from trinity_workers import cli
 from trinity_workers.config import BadSettings, TrainConfig
 from trinity_workers.config_files import read_config
+from trinity_workers.explorer import ExplorationResult
 from trinity_workers.launch.explore import (
     NO_WAIT,
     ExplorerOptions,
@@ -137,7 +139,7 @@ def recorder():
 
 
 async def test_an_explorer_runs_no_code_of_the_log_and_sends_no_secret_of_its_host(
-    trainer, cli, redis_url, weights_url, run_id, policy_folder, tmp_path
+    trainer, redis_url, weights_url, run_id, policy_folder, tmp_path
 ):
     proof = tmp_path / "proof"
     shutil.copytree(policy_folder, tmp_path / run_id / "model")
@@ -147,27 +149,28 @@ async def test_an_explorer_runs_no_code_of_the_log_and_sends_no_secret_of_its_ho
         async with reducer_task(redis_url, run_id):
             side = await trainer.open(code.settings | secret.settings)
             await side.publish(0)  # an explorer of this run would have all that it needs
-            command = partial(
-                cli,
-                *("explorer", "--run", run_id, "--checkpoint-root", str(tmp_path)),
-                *("--redis-url", redis_url, "--weights-redis-url", weights_url),
-                env={"SECRET": "hunter2"},
+            command = (
+                *(sys.executable, "-m", "trinity_events", "explorer", "--run", run_id),
+                *("--checkpoint-root", str(tmp_path), "--redis-url", redis_url),
+                *("--weights-redis-url", weights_url),
             )
-            ended = await anyio.to_thread.run_sync(command)
+            with anyio.fail_after(PATIENCE):
+                ended = await anyio.run_process(
+                    command, env=os.environ | {"SECRET": "hunter2"}, check=False
+                )
         assert not proof.exists()
         assert requests == []
     assert ended.returncode == 1
-    [sentence] = ended.stderr.splitlines()
+    [sentence] = ended.stderr.decode().splitlines()
     for setting in code.refused | secret.refused:
         assert setting in sentence
     assert "--config FILE" in sentence
     assert "hunter2" not in sentence
 
 
-def test_settings_without_a_file_are_refused_by_the_command(cli, run_id):
-    ended = cli("explorer", "--run", run_id, "--set", "steps=3")
-    assert ended.returncode == 1
-    assert "--set steps=3 is laid over a file" in ended.stderr
+def test_settings_without_a_file_are_refused_by_the_command(run_id):
+    with pytest.raises(BadSettings, match="--set steps=3 is laid over a file"):
+        cli.explorer(run=run_id, settings=["steps=3"])
 
 
 # --- how an explorer waits for the next epoch -----------------------------------------------
@@ -241,7 +244,7 @@ async def test_an_explorer_of_a_finished_run_waits_for_no_other(
 async def test_an_explorer_outlives_a_trainer_that_died_without_a_word(trainer, explore):
     await trainer.open({"sync.timeout": SHORT})
     async with explore() as outcome:
-        await until(lambda: "to be opened again" in outcome.log.text)
+        await until(lambda: "starting over, for up to 300 s" in outcome.log.text)
         await trainer.open({"explorer.wait_for_run": 0})
         await trainer.close("interrupted")
     assert outcome.error is None
@@ -249,15 +252,43 @@ async def test_an_explorer_outlives_a_trainer_that_died_without_a_word(trainer, 
     assert outcome.result.waited == NO_WAIT, "it is the newer epoch whose end counts"
 
 
-async def test_an_explorer_of_a_silent_trainer_says_what_it_waited_for(trainer, explore, run_id):
-    await trainer.open({"sync.timeout": SHORT, "explorer.wait_for_run": SHORT})
+async def test_an_explorer_serves_a_slow_trainer_that_was_silent_for_longer_than_its_timeout(
+    trainer, explore, redis_url, run_id, policy_folder, tmp_path
+):
+    shutil.copytree(policy_folder, tmp_path / run_id / "model")
+    async with reducer_task(redis_url, run_id):
+        side = await trainer.open({"sync.timeout": 1.0})
+        async with explore() as outcome:
+            await until(lambda: "starting over" in outcome.log.text)
+            dispatcher = await side.dispatcher()
+            await side.publish(0)
+            await dispatcher.dispatch(2, side.version(0))
+            groups = await dispatcher.take(2, deadline=PATIENCE)
+            await dispatcher.trained(1, groups)
+            await side.publish(1)
+    assert outcome.error is None
+    assert isinstance(outcome.result, ExplorationResult)
+
+
+async def test_a_trainer_that_stays_silent_is_given_up_in_time(trainer, explore, run_id):
+    await trainer.open({"sync.timeout": SHORT, "explorer.wait_for_run": 3 * SHORT})
     async with explore() as outcome:
         pass
+    assert outcome.log.text.count("starting over") >= 2
     assert isinstance(outcome.error, TrainerSilent)
     assert outcome.error.run_id == run_id
-    assert outcome.error.waited == Wait(SHORT, "explorer.wait_for_run")
+    assert outcome.error.waited == Wait(3 * SHORT, "explorer.wait_for_run")
     assert "no weights of run" in str(outcome.error.silence)
     assert str(outcome.error).startswith(str(outcome.error.silence))
+
+
+async def test_a_long_timeout_is_cut_short_by_the_end_of_the_wait(trainer, explore):
+    await trainer.open({"sync.timeout": 1.0, "explorer.wait_for_run": SHORT})
+    async with explore() as outcome:
+        pass
+    [silence] = [record.args[0] for record in outcome.log.records if "starting over" in record.msg]
+    assert isinstance(outcome.error, TrainerSilent)
+    assert outcome.error.silence is silence, "a second timeout would be another error"
 
 
 def test_the_wait_is_bounded_in_a_file_and_in_the_log(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import anyio
 import redis.asyncio
@@ -92,12 +92,12 @@ class RunFailed(TrinityError):
 
 
 class TrainerSilent(DeadlineExceeded):
-    """Raised if the trainer neither asked nor published, and no newer epoch came in time.
+    """Raised if the trainer neither asked nor published, and was given up.
 
     Attributes:
         run_id: The run.
         silence: The wait that passed its deadline.
-        waited: Wait for a newer epoch.
+        waited: Wait for the trainer after that, or for a newer epoch.
     """
 
     def __init__(self, run_id: str, silence: DeadlineExceeded, waited: Wait) -> None:
@@ -114,8 +114,8 @@ class NoSettings(TrinityError):
 async def run_explorer(options: ExplorerOptions) -> ExplorationResult | Unexplored:
     """Explore the run's newest epoch to its end, from the start when a newer one is opened.
 
-    After an epoch that failed, was interrupted, or fell silent, a newer one is waited for, for
-    ``explorer.wait_for_run`` seconds.
+    After an epoch that failed or was interrupted, a newer one is waited for, for
+    ``explorer.wait_for_run`` seconds. If the trainer is silent, the explorer starts over meanwhile.
 
     Returns:
         Its result, or how the run ended before there was one.
@@ -170,31 +170,56 @@ class _Place(NamedTuple):
 async def _explore_epochs(place: _Place, epochs: EpochFollower) -> ExplorationResult | Unexplored:
     """Explore one epoch after the other, until one comes to its end or none follows in time."""
     run_id, first = place.options.run_id, Wait(place.options.wait, "--wait")
-    wait = first
+    wait, silence = first, None
     while True:
         opening = await epochs.opened(wait.seconds)
         if isinstance(opening, RunClosed):
             return _get_end(run_id, opening, wait)
         config = place.get_config(opening)
+        wait = _wait_for_run(config)
         try:
             with ungrouped():
                 async with claimed_rank(place.client, config, place.options.rank) as rank:
-                    outcome = await _epoch(config, rank, epochs, opening)
-        except DeadlineExceeded as silence:
-            outcome = await _outlive_silence(silence, config, epochs, opening)
+                    outcome = await _epoch(config, rank, epochs, opening, silence)
+        except TrainerSilent:
+            raise
+        except DeadlineExceeded as error:  # the server is away
+            outcome = _Silence.extend(silence, error, wait)
+        silence = outcome if isinstance(outcome, _Silence) else None
         if isinstance(outcome, ExplorationResult):
             return outcome
-        if outcome is None:  # the newer epoch is known, and may even have ended
+        if isinstance(outcome, _Silence):
+            if anyio.current_time() >= outcome.until:
+                raise TrainerSilent(run_id, outcome.error, wait) from outcome.error
+            logger.warning("%s: starting over, for up to %g s", outcome.error, wait.seconds)
+        elif outcome is None:  # the newer epoch is known, and may even have ended
             logger.warning("run %s was opened anew: starting over", run_id)
             wait = first
-        elif outcome.reason == "finished" or not config.explorer.wait_for_run:
+        elif outcome.reason == "finished" or not wait.seconds:
             return _get_end(run_id, outcome, NO_WAIT)
         else:
-            wait = _wait_for_run(config)
             logger.warning(
                 "run %s %s: waiting up to %g s for it to be opened again",
                 *(run_id, _format_reason(outcome.reason), wait.seconds),
             )
+
+
+class _Silence(NamedTuple):
+    """Outcome of an epoch whose trainer neither asked nor published for ``sync.timeout``.
+
+    The trainer may be slow, or have died without a word. So the explorer starts over, in the same
+    epoch or in a newer one, until the trainer is given up.
+    """
+
+    error: DeadlineExceeded
+    until: float
+    """Moment at which the trainer is given up, by the event loop's clock."""
+
+    @classmethod
+    def extend(cls, silence: Self | None, error: DeadlineExceeded, wait: Wait) -> Self:
+        """Return the silence that an error begins, or goes on with."""
+        until = anyio.current_time() + wait.seconds if silence is None else silence.until
+        return cls(error, until)
 
 
 def _get_end(run_id: str, closed: RunClosed, waited: Wait) -> Unexplored:
@@ -204,37 +229,12 @@ def _get_end(run_id: str, closed: RunClosed, waited: Wait) -> Unexplored:
     return Unexplored(run_id=run_id, reason=closed.reason, waited=waited)
 
 
-async def _outlive_silence(
-    silence: DeadlineExceeded, config: RunConfig, epochs: EpochFollower, opening: Opening
-) -> RunClosed | None:
-    """Wait for the end of an epoch whose trainer is silent, and may have died without a word.
-
-    Returns:
-        How it was closed; None if a newer epoch has taken its place.
-
-    Raises:
-        TrainerSilent: Neither came in time.
-    """
-    wait = _wait_for_run(config)
-    if wait.seconds:
-        logger.warning(
-            "%s: waiting up to %g s for run %s to be opened again",
-            *(silence, wait.seconds, config.run_id),
-        )
-        with anyio.move_on_after(wait.seconds):
-            closed = await epochs.ended(opening)
-            if closed is not None and closed.reason == "finished":
-                raise silence  # the trainer did its part
-            return closed
-    raise TrainerSilent(config.run_id, silence, wait) from silence
+def _wait_for_run(config: RunConfig) -> Wait:
+    return Wait(config.explorer.wait_for_run, "explorer.wait_for_run")
 
 
 def _format_reason(reason: str) -> str:
     return {"failed": "failed", "interrupted": "was interrupted"}.get(reason, "was closed")
-
-
-def _wait_for_run(config: RunConfig) -> Wait:
-    return Wait(config.explorer.wait_for_run, "explorer.wait_for_run")
 
 
 async def _tell_nearest(client: redis.asyncio.Redis, log: RedisEventLog, wait: float) -> None:
@@ -248,10 +248,18 @@ async def _tell_nearest(client: redis.asyncio.Redis, log: RedisEventLog, wait: f
 
 
 async def _epoch(
-    config: RunConfig, rank: int, epochs: EpochFollower, opening: Opening
-) -> ExplorationResult | RunClosed | None:
-    """Explore one epoch; return None if another one has taken its place."""
-    outcome: ExplorationResult | RunClosed | None = None
+    config: RunConfig,
+    rank: int,
+    epochs: EpochFollower,
+    opening: Opening,
+    silence: _Silence | None,
+) -> ExplorationResult | RunClosed | _Silence | None:
+    """Explore one epoch; return None if another one has taken its place.
+
+    After a silence the epoch is given up at its end, unless requests were answered meanwhile.
+    """
+    outcome: ExplorationResult | RunClosed | _Silence | None = None
+    explorer = Explorer(config, rank)
     async with anyio.create_task_group() as tasks:
 
         async def watch() -> None:
@@ -260,19 +268,32 @@ async def _epoch(
             if outcome is None or outcome.reason != "finished":
                 tasks.cancel_scope.cancel()
 
+        async def give_up(silence: _Silence) -> None:
+            nonlocal outcome
+            await anyio.sleep_until(silence.until)
+            if not explorer.groups:
+                outcome = silence
+                tasks.cancel_scope.cancel()
+
         tasks.start_soon(watch)
+        if silence is not None:
+            tasks.start_soon(give_up, silence)
         try:
-            result = await _explore(config, rank)
+            result = await _explore(config, explorer)
         except RunEnded:
             outcome = await epochs.ended(opening)
+        except DeadlineExceeded as error:
+            if isinstance(outcome, RunClosed) and outcome.reason == "finished":
+                raise TrainerSilent(config.run_id, error, NO_WAIT) from error
+            earlier = None if explorer.groups else silence
+            outcome = _Silence.extend(earlier, error, _wait_for_run(config))
         else:
             outcome = result
         tasks.cancel_scope.cancel()
     return outcome
 
 
-async def _explore(config: RunConfig, rank: int) -> ExplorationResult:
-    explorer = Explorer(config, rank)
+async def _explore(config: RunConfig, explorer: Explorer) -> ExplorationResult:
     explorer.join()
     try:
         await _first_version(config)
