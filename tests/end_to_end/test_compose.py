@@ -157,13 +157,19 @@ def test_a_file_of_ones_own_is_trained_by_the_same_services(compose, cli):
         assert set(service) <= {"command", "volumes"}
         [folder] = set(service["volumes"]) - set(compose["services"][name]["volumes"])
         assert folder.endswith("}:/task:ro")
+    file = "/task/${TRINITY_CONFIG:-train.yaml}"
     command = [
-        one.replace("/task/${TRINITY_CONFIG:-train.yaml}", str(ROOT / "examples/train/fsdp.yaml"))
+        one.replace(file, str(ROOT / "examples/train/fsdp.yaml"))
         for one in services["trainer"]["command"]
         if "TRINITY_RUN" not in one
     ]
     checked = cli(*command, "--run", "one", "--check")
     assert checked.returncode == 0, checked.stderr
+    own = set(services["explorer"]["command"]) - set(compose["services"]["explorer"]["command"])
+    assert own == {f"--config={file}"}, "the explorers have the same file"
+    assert (
+        len(services["explorer"]["command"]) == len(compose["services"]["explorer"]["command"]) + 1
+    )
     assert set(compose["services"]["trainer"]["command"][-2:]) <= set(command)
 
 
@@ -367,18 +373,19 @@ def test_a_frozen_explorer_is_named_and_is_not_healthy_and_a_terminal_that_goes_
 ):
     reducer = processes.start("reducer")
     files = [tmp_path / f"alive-{rank}" for rank in (0, 1)]
-    explorers = [
-        processes.start("explorer", "--rank", str(rank), "--health-file", str(file))
-        for rank, file in enumerate(files)
-    ]
     at_work = tmp_path / "alive"
     file = small_run(
         tmp_path,
         policy_folder,
         steps=100_000,
-        explorer={"count": 2, "groups_per_claim": 1},
+        explorer={"count": 2, "groups_per_claim": 1, "wait_for_run": 0},
         rollouts={"claim_lease": 600.0},
     )
+    own = ("--config", str(file))
+    explorers = [
+        processes.start("explorer", "--rank", str(rank), "--health-file", str(alive), *own)
+        for rank, alive in enumerate(files)
+    ]
     with terminal() as streams:
         options = ("--parts", "trainer", "--health-file", str(at_work))
         trainer = processes.start("train", str(file), *options, **streams)
@@ -433,11 +440,12 @@ def collective(tmp_path_factory, redis_url, weights_url, policy_folder):
     file = small_run(folder, policy_folder, steps=COLLECTIVE_STEPS, explorer=explorer, sync=sync)
     try:
         reducer = run.start("reducer", "--checkpoint-root", str(folder / "theirs"))
-        explorers = [run.start("explorer", "--rank", rank, "--json") for rank in "01"]
+        own = ("--json", "--config", str(file))
+        explorers = [run.start("explorer", "--rank", rank, *own) for rank in "01"]
         trainer = run.start("train", str(file), "--parts", "trainer", "--json")
         run.wait_for_announcements(4, trainer)
         explorers[1].kill()
-        explorers[1] = run.start("explorer", "--rank", "1", "--json")
+        explorers[1] = run.start("explorer", "--rank", "1", *own)
         found = {"trainer": ended(trainer, 2 * PATIENCE)}
         found |= {f"explorer-{rank}": ended(one) for rank, one in enumerate(explorers)}
         reducer.terminate()

@@ -187,7 +187,7 @@ def _of_shards(source: Path) -> NamedTensors:
     # Their methods have no annotations.
     make: Any = AutoModelForTokenClassification if head_tensors(config) else AutoModelForCausalLM
     with torch.device("meta"):
-        model = make.from_config(config)
+        model = make.from_config(config, trust_remote_code=False)
     names = [name for name, _ in (*model.named_parameters(), *saved_buffers(model))]
     return tensors_of_shards(source, names)
 

@@ -113,6 +113,11 @@ class Explorer:
         """Name of the explorer in events."""
         return f"{ROLE}-{self.rank}"
 
+    @property
+    def groups(self) -> int:
+        """Return the number of groups that it has answered."""
+        return self._groups
+
     def process(self) -> Process:
         """Return the process that it runs in."""
         return this_process()

@@ -115,6 +115,7 @@ def load_policy(
             dtype=getattr(torch, dtype),
             attn_implementation="sdpa",
             local_files_only=True,
+            trust_remote_code=False,
         )
     table: Any = model.get_input_embeddings()
     known = int(table.weight.shape[0])
@@ -131,7 +132,7 @@ def context_length(folder: Path) -> int | None:
     from transformers import AutoConfig
 
     with _told_as(f"config.json in {folder} cannot be read"):
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     found: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return found
 
@@ -151,12 +152,14 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
             "folder"
         )
     with _told_as(f"the tokenizer in {folder} cannot be loaded"):
-        AutoConfig.from_pretrained(folder, local_files_only=True)
+        AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         # The file as it is: AutoTokenizer takes the class of the model's type, with its own rules
         # of splitting (a Qwen2's tokenizer of single characters loses its spaces).
         whole = (folder / "tokenizer.json").is_file()
         kind: Any = PreTrainedTokenizerFast if whole else AutoTokenizer
-        tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(folder, local_files_only=True)
+        tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     if tokenizer.eos_token_id is None:
         raise BadPolicy(
             f"the tokenizer in {folder} has no end of sequence (eos_token): set it in "

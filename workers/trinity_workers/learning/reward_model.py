@@ -56,6 +56,7 @@ def load_reward_model(
             dtype=getattr(torch, dtype),
             attn_implementation="sdpa",
             local_files_only=True,
+            trust_remote_code=False,
         )
     except (OSError, ValueError, RuntimeError) as error:
         told = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -71,7 +72,7 @@ def load_reward_model(
 def _config(folder: Path) -> Any:
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(folder, local_files_only=True)
+    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 class RewardModel(NamedTuple):
