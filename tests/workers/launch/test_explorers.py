@@ -79,8 +79,10 @@ class Trainer:
 
 
 @pytest.fixture
-def trainer(client, log, redis_url, weights_url, tmp_path):
-    return Trainer(client, log, redis_url, weights_url, tmp_path)
+async def trainer(client, log, redis_url, weights_url, tmp_path):
+    """Trainer of the run, beside a reducer, which announces its epochs."""
+    async with reducer_task(redis_url, log.run_id):
+        yield Trainer(client, log, redis_url, weights_url, tmp_path)
 
 
 @pytest.fixture
@@ -146,18 +148,17 @@ async def test_an_explorer_runs_no_code_of_the_log_and_sends_no_secret_of_its_ho
     with recorder() as (url, requests):
         hostile = hostile_configs(proof, url)
         code, secret = hostile["task.name with options"], hostile["rewards.service"]
-        async with reducer_task(redis_url, run_id):
-            side = await trainer.open(code.settings | secret.settings)
-            await side.publish(0)  # an explorer of this run would have all that it needs
-            command = (
-                *(sys.executable, "-m", "trinity_events", "explorer", "--run", run_id),
-                *("--checkpoint-root", str(tmp_path), "--redis-url", redis_url),
-                *("--weights-redis-url", weights_url),
+        side = await trainer.open(code.settings | secret.settings)
+        await side.publish(0)  # an explorer of this run would have all that it needs
+        command = (
+            *(sys.executable, "-m", "trinity_events", "explorer", "--run", run_id),
+            *("--checkpoint-root", str(tmp_path), "--redis-url", redis_url),
+            *("--weights-redis-url", weights_url),
+        )
+        with anyio.fail_after(PATIENCE):
+            ended = await anyio.run_process(
+                command, env=os.environ | {"SECRET": "hunter2"}, check=False
             )
-            with anyio.fail_after(PATIENCE):
-                ended = await anyio.run_process(
-                    command, env=os.environ | {"SECRET": "hunter2"}, check=False
-                )
         assert not proof.exists()
         assert requests == []
     assert ended.returncode == 1
@@ -180,20 +181,19 @@ async def test_an_explorer_outlives_a_trainer_and_serves_the_next_epoch(
     trainer, explore, redis_url, run_id, policy_folder, tmp_path
 ):
     shutil.copytree(policy_folder, tmp_path / run_id / "model")
-    async with reducer_task(redis_url, run_id):
-        first = await trainer.open({})
-        async with explore() as outcome:
-            await first.publish(0)
-            await until(lambda: first.served(0))
-            await trainer.close("failed", "OSError: disk full")
-            await until(lambda: "for it to be opened again" in outcome.log.text)
-            second = await trainer.open({})
-            dispatcher = await second.dispatcher()
-            await second.publish(0)
-            await dispatcher.dispatch(2, second.version(0))
-            groups = await dispatcher.take(2, deadline=PATIENCE)
-            await dispatcher.trained(1, groups)
-            await second.publish(1)
+    first = await trainer.open({})
+    async with explore() as outcome:
+        await first.publish(0)
+        await until(lambda: first.served(0))
+        await trainer.close("failed", "OSError: disk full")
+        await until(lambda: "for it to be opened again" in outcome.log.text)
+        second = await trainer.open({})
+        dispatcher = await second.dispatcher()
+        await second.publish(0)
+        await dispatcher.dispatch(2, second.version(0))
+        groups = await dispatcher.take(2, deadline=PATIENCE)
+        await dispatcher.trained(1, groups)
+        await second.publish(1)
     assert outcome.error is None
     assert (outcome.result.rank, outcome.result.groups, outcome.result.applied) == (0, 2, 2)
 
@@ -232,12 +232,11 @@ async def test_an_explorer_of_a_finished_run_waits_for_no_other(
     trainer, explore, redis_url, run_id, policy_folder, tmp_path
 ):
     shutil.copytree(policy_folder, tmp_path / run_id / "model")
-    async with reducer_task(redis_url, run_id):
-        side = await trainer.open({"explorer.wait_for_run": 3600})
-        async with explore() as outcome:
-            await side.publish(0)
-            await until(lambda: side.served(0))
-            await trainer.close("finished")
+    side = await trainer.open({"explorer.wait_for_run": 3600})
+    async with explore() as outcome:
+        await side.publish(0)
+        await until(lambda: side.served(0))
+        await trainer.close("finished")
     assert (outcome.result.reason, outcome.result.waited) == ("finished", NO_WAIT)
 
 
@@ -256,16 +255,15 @@ async def test_an_explorer_serves_a_slow_trainer_that_was_silent_for_longer_than
     trainer, explore, redis_url, run_id, policy_folder, tmp_path
 ):
     shutil.copytree(policy_folder, tmp_path / run_id / "model")
-    async with reducer_task(redis_url, run_id):
-        side = await trainer.open({"sync.timeout": 1.0})
-        async with explore() as outcome:
-            await until(lambda: "starting over" in outcome.log.text)
-            dispatcher = await side.dispatcher()
-            await side.publish(0)
-            await dispatcher.dispatch(2, side.version(0))
-            groups = await dispatcher.take(2, deadline=PATIENCE)
-            await dispatcher.trained(1, groups)
-            await side.publish(1)
+    side = await trainer.open({"sync.timeout": 1.0})
+    async with explore() as outcome:
+        await until(lambda: "starting over" in outcome.log.text)
+        dispatcher = await side.dispatcher()
+        await side.publish(0)
+        await dispatcher.dispatch(2, side.version(0))
+        groups = await dispatcher.take(2, deadline=PATIENCE)
+        await dispatcher.trained(1, groups)
+        await side.publish(1)
     assert outcome.error is None
     assert isinstance(outcome.result, ExplorationResult)
 
@@ -278,7 +276,7 @@ async def test_a_trainer_that_stays_silent_is_given_up_in_time(trainer, explore,
     assert isinstance(outcome.error, TrainerSilent)
     assert outcome.error.run_id == run_id
     assert outcome.error.waited == Wait(3 * SHORT, "explorer.wait_for_run")
-    assert "no weights of run" in str(outcome.error.silence)
+    assert "weights of step 0" in str(outcome.error.silence)
     assert str(outcome.error).startswith(str(outcome.error.silence))
 
 
