@@ -169,7 +169,7 @@ def _run_job(told: _Told, run: _Run, place: _Place, read: Callable[[], TrainConf
     # Wrong arguments are refused before the heavy imports.
     checked_run(run.run_id)
     chosen = read()
-    folder = writable_root(_root(place.root, chosen))
+    folder = writable_root(_resolve_root(place.root, chosen))
     modules = _MODULES[chosen.trainer.engine]
     if chosen.trainer.engine == "verl":
         _require(*modules, way="pip install 'trinity-events[verl]', then verl with --no-deps")
@@ -376,7 +376,7 @@ def explorer(
         rank=rank,
         redis_url=redis_url,
         weights_redis_url=weights_redis_url,
-        checkpoint_root=_root(root, own.config if own else TrainConfig()),
+        checkpoint_root=_resolve_root(root, own.config if own else TrainConfig()),
         wait=wait,
         health_file=health_file,
         own=own,
@@ -405,7 +405,7 @@ def _read_own_config(file: Path | None, settings: Sequence[str]) -> OwnConfig | 
     return OwnConfig(file=file, config=config)
 
 
-def _root(given: Path | None, config: TrainConfig) -> Path:
+def _resolve_root(given: Path | None, config: TrainConfig) -> Path:
     """Return the checkpoint root: the given one, else that of the configuration."""
     configured = config.checkpoints.root
     return checkpoint_root(given or (Path(configured) if configured else None))

@@ -272,13 +272,13 @@ def _get_settings(config: TrainConfig) -> Iterator[_Setting]:
     """Yield every setting of a configuration, in order."""
     values = _to_values(config)
     for path in fields():
-        first, named, last = path.partition(f".{NAME}.")
-        before = first.split(".")
-        for name in _descend(values, before) if named else ():
-            keys = (*before, name, *last.split("."))
+        before, named, field = path.partition(f".{NAME}.")
+        collection = before.split(".")
+        for name in _descend(values, collection) if named else ():
+            keys = (*collection, name, *field.split("."))
             yield _Setting(path, keys, _descend(values, keys))
         if not named:
-            yield _Setting(path, tuple(before), _descend(values, before))
+            yield _Setting(path, tuple(collection), _descend(values, collection))
 
 
 def _is_used(path: str) -> bool:
@@ -312,13 +312,14 @@ def _is_below(path: Path, root: Path) -> bool:
 def _find_differences(settings: Iterable[_Setting], own: OwnConfig) -> Iterator[str]:
     """Yield the names of the references that differ in the log and in a file."""
     folder = own.file.parent.resolve()
-    logged = {setting.keys: setting for setting in settings}
-    given = {setting.keys: setting for setting in _get_settings(own.config)}
-    for keys, setting in (logged | given).items():
+    logged_settings = {setting.keys: setting for setting in settings}
+    own_settings = {setting.keys: setting for setting in _get_settings(own.config)}
+    for keys, setting in (logged_settings | own_settings).items():
         if _is_used(setting.path):
-            absent = setting._replace(value=fields()[setting.path].default)
-            values = logged.get(keys, absent).value, given.get(keys, absent).value
-            if not _is_same(setting.path, *values, folder):
+            # A set of questions that one side does not have names none.
+            default = setting._replace(value=fields()[setting.path].default)
+            logged = logged_settings.get(keys, default).value
+            if not _is_same(setting.path, logged, own_settings.get(keys, default).value, folder):
                 yield setting.name
 
 

@@ -166,8 +166,8 @@ class _Place(NamedTuple):
 
 async def _explore_epochs(place: _Place, epochs: EpochFollower) -> ExplorationResult | Unexplored:
     """Explore one epoch after the other, until one comes to its end or none follows in time."""
-    run_id, first = place.options.run_id, Wait(place.options.wait, "--wait")
-    wait, silence = first, None
+    run_id, first_wait = place.options.run_id, Wait(place.options.wait, "--wait")
+    wait, silence = first_wait, None
     while True:
         opening = await epochs.opened(wait.seconds)
         if isinstance(opening, EpochClosed):
@@ -192,7 +192,7 @@ async def _explore_epochs(place: _Place, epochs: EpochFollower) -> ExplorationRe
             logger.warning("%s: starting over, for up to %g s", outcome.error, wait.seconds)
         elif outcome is None:  # the newer epoch is known, and may even have ended
             logger.warning("run %s was opened anew: starting over", run_id)
-            wait = first
+            wait = first_wait
         elif outcome.reason == "finished" or not wait.seconds:
             return _get_end(run_id, outcome, NO_WAIT)
         else:
