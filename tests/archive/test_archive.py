@@ -319,6 +319,9 @@ async def test_verify_finds_what_the_log_does_not_give(finished_run, log, publis
 async def test_verify_finds_an_iteration_file_that_lies(
     publisher, log, redis_url, run_id, tmp_path
 ):
+    saved = tmp_path / run_id / "global_step_7"
+    saved.mkdir(parents=True)
+    (saved / "model.pt").touch()
     async with reducer_task(redis_url, run_id, tmp_path):
         await publisher.publish(committed(7, "checkpoint", registration("checkpoint")))
         await publisher.publish(finished(7, kind="checkpoint"))
