@@ -189,7 +189,7 @@ def test_an_iteration_file_never_names_a_checkpoint_that_is_not_there(files, cap
     checkpoint(history, 7, "a")
     reconcile(files, history)  # nothing was written to the staged folder
     assert not (files.folder / "latest_checkpointed_iteration.txt").exists()
-    assert "global_step_7 is no folder" in caplog.text
+    assert "global_step_7 is not there" in caplog.text
 
 
 def test_the_checkpoint_of_an_earlier_epoch_is_kept_aside(files):

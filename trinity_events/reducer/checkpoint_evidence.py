@@ -41,7 +41,7 @@ _decoder = msgspec.json.Decoder(Evidence)
 
 
 class NotVerified(OSError):
-    """A step that the log has as ready lacks a folder with its saves.
+    """A folder that does not count for a step, whatever the log says of the step.
 
     Args:
         step: The step.
@@ -50,7 +50,7 @@ class NotVerified(OSError):
     """
 
     def __init__(self, step: int, folder: Path, reason: str) -> None:
-        super().__init__(f"step {step} is ready in the log, but {folder} {reason}")
+        super().__init__(f"step {step} has no verified files: {folder} {reason}")
         self.step = step
         self.folder = folder
         self.reason = reason
@@ -138,7 +138,8 @@ def load_evidence(
     name = final_name(step)
     path = run.path / name
     if not run.is_folder(name):
-        raise NotVerified(step, path, "is no folder")
+        reason = "is not there" if run.stat(name) is None else "is no folder"
+        raise NotVerified(step, path, reason)
     with run.below(name) as folder:
         if not has_files(folder):
             raise NotVerified(step, path, "has no files")

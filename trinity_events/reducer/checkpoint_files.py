@@ -211,7 +211,7 @@ class CheckpointFiles:
         if error is None:
             self._unproven.pop(name, None)
         elif self._unproven.get(name) != str(error):
-            logger.warning("%s does not name it: %s", name, error)
+            logger.warning("%s does not name the newest ready step: %s", name, error)
             self._unproven[name] = str(error)
 
 
