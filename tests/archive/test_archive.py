@@ -336,6 +336,9 @@ async def test_verify_finds_an_iteration_file_that_lies(
     assert "says '8', the log 7" in finding.what
     path.unlink()
     assert "cannot be read" in verify(recording, run_folder=tmp_path / run_id).findings[0].what
+    saved.rename(tmp_path / "elsewhere")
+    report = verify(recording, run_folder=tmp_path / run_id)
+    assert [finding.severity for finding in report.findings] == ["open"], "no folder, no file"
 
 
 async def test_a_run_that_ends_is_kept_in_its_folder(finished_run, log, run_id):
