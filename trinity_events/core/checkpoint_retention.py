@@ -1,7 +1,7 @@
 """Choice of the folders that may be removed: they go on evidence from the disk, not on events.
 
 1. A step counts as a newer checkpoint, or as one of those that stay, if the log has it as complete
-   and its folder has evidence. A client that may only append events can cause neither.
+   and its folder has evidence. Events alone make no folder, and no evidence.
 2. Nothing goes before the current epoch has made a folder with evidence: an invented epoch, and an
    invented resume of another lineage, remove nothing.
 3. A folder without evidence is never removed, and lets none be removed.

@@ -173,13 +173,11 @@ def _saves_in(
 ) -> tuple[SavedFile, ...]:
     """Return the saves that a folder has once the files of ``adds`` are in it."""
     return tuple(
-        sorted(
-            SavedFile(path.removeprefix(place).removeprefix("/"), slot.nbytes)
-            for slot, path in _finished(step, kinds)
-            if (place := staged_in(path)) is not None
-            # A slot that was saved to the folder too is there by a path that the state lacks.
-            and (place == folder or (place == adds and folder not in slot.others))
-        )
+        SavedFile(path[len(place) + 1 :], slot.nbytes)
+        for slot, path in _finished(step, kinds)
+        if (place := staged_in(path)) is not None
+        # A slot that was saved to the folder too is there by a path that the state lacks.
+        and (place == folder or (place == adds and folder not in slot.others))
     )
 
 
@@ -189,11 +187,9 @@ def _saves_in_place(state: MonitorState, at: StepRef) -> tuple[SavedFile, ...]:
     if step is None:
         return ()
     return tuple(
-        sorted(
-            SavedFile(path, slot.nbytes)
-            for slot, path in _finished(step, _complete_kinds(step))
-            if staged_in(path) is None
-        )
+        SavedFile(path, slot.nbytes)
+        for slot, path in _finished(step, _complete_kinds(step))
+        if staged_in(path) is None
     )
 
 
