@@ -319,6 +319,9 @@ async def test_verify_finds_what_the_log_does_not_give(finished_run, log, publis
 async def test_verify_finds_an_iteration_file_that_lies(
     publisher, log, redis_url, run_id, tmp_path
 ):
+    saved = tmp_path / run_id / "global_step_7"
+    saved.mkdir(parents=True)
+    (saved / "model.pt").touch()
     async with reducer_task(redis_url, run_id, tmp_path):
         await publisher.publish(committed(7, "checkpoint", registration("checkpoint")))
         await publisher.publish(finished(7, kind="checkpoint"))
@@ -333,6 +336,9 @@ async def test_verify_finds_an_iteration_file_that_lies(
     assert "says '8', the log 7" in finding.what
     path.unlink()
     assert "cannot be read" in verify(recording, run_folder=tmp_path / run_id).findings[0].what
+    saved.rename(tmp_path / "elsewhere")
+    report = verify(recording, run_folder=tmp_path / run_id)
+    assert [finding.severity for finding in report.findings] == ["open"], "no folder, no file"
 
 
 async def test_a_run_that_ends_is_kept_in_its_folder(finished_run, log, run_id):

@@ -90,6 +90,9 @@ async def test_a_leader_that_slept_through_a_take_over_writes_nothing_when_it_wa
 ):
     said = tmp_path / "said.txt"
     pointer = tmp_path / run_id / "latest_state_dict_iteration.txt"
+    for step in (1, 2, 3):
+        (tmp_path / run_id / f"global_step_{step}").mkdir(parents=True)
+        (tmp_path / run_id / f"global_step_{step}" / "model.pt").touch()
     with (
         said.open("wb") as stderr,
         reducer_process(redis_url, run_id, tmp_path, stderr=stderr) as old,

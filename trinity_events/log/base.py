@@ -195,6 +195,13 @@ class EventLog(ReportLog, Protocol):
         """Take the next epoch and append its first event, in one script; return the epoch."""
         ...
 
+    async def raise_epoch(self, token: int, epoch: int) -> int | None:
+        """Raise the counter of epochs to ``epoch``; return the counter as it was.
+
+        Return None, and change nothing, if ``token`` is not the newest leader's.
+        """
+        ...
+
     async def current_announcements(self) -> list[CurrentAnnouncement]:
         """Return the last announcement of every subject."""
         ...

@@ -235,6 +235,18 @@ class MemoryEventLog:
                     self._add(Stream.EVENTS, first)
                     return epoch
 
+    async def raise_epoch(self, token: int, epoch: int) -> int | None:
+        """Raise the counter of epochs to ``epoch``; return the counter as it was.
+
+        Return None, and change nothing, if ``token`` is not the newest leader's.
+        """
+        await anyio.lowlevel.checkpoint()
+        with self._lock:
+            if not self._leads(token):
+                return None
+            counted, self._epoch = self._epoch, max(self._epoch, epoch)
+            return counted
+
     async def current_announcements(self) -> list[CurrentAnnouncement]:
         """Return the last announcement of every subject."""
         await anyio.lowlevel.checkpoint()

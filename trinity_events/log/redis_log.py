@@ -10,6 +10,7 @@ import redis.asyncio
 
 from trinity_schemas import grant_key, heartbeat_key
 
+from ..errors import EpochBehind
 from ..reducer_root import of_leader
 from .base import (
     DEAD_LETTERS_KEPT,
@@ -116,15 +117,29 @@ class RedisEventLog(RedisGroups):
         """Return the newest epoch of the run; 0 before the first one."""
         return parse_number(self.keys.epoch, await self._redis.get(self.keys.epoch))
 
-    async def open_epoch(self, payload: Callable[[int], bytes]) -> int:
-        """Take the next epoch and append its first event, in one script; return the epoch."""
-        epoch = parse_number(self.keys.epoch, await self._redis.get(self.keys.epoch)) + 1
+    async def open_epoch(self, payload: Callable[[int], bytes], *, above: int = 0) -> int:
+        """Take the next epoch and append its first event, in one script; return the epoch.
+
+        Raises EpochBehind while the counter of epochs is below ``above``.
+        """
+        epoch = await self.newest_epoch() + 1
+        if epoch <= above:
+            raise EpochBehind(self.run_id, above, epoch - 1)
         while True:
             keys = [self.keys.epoch, self.keys.events]
             taken = await self._run("open_epoch", keys=keys, args=[epoch, payload(epoch)])
             if int(taken) < 0:
                 return epoch
             epoch = int(taken) + 1
+
+    async def raise_epoch(self, token: int, epoch: int) -> int | None:
+        """Raise the counter of epochs to ``epoch``; return the counter as it was.
+
+        Return None, and change nothing, if ``token`` is not the newest leader's.
+        """
+        keys = [self.keys.epoch, self.keys.fence]
+        counted = await self._run("raise_epoch", keys=keys, args=[token, epoch])
+        return None if counted is None else int(counted)
 
     async def current_announcements(self) -> list[CurrentAnnouncement]:
         """Return the last announcement of every subject."""

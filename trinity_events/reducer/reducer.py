@@ -361,6 +361,8 @@ class Reducer:
         # Plan here and not in the thread, because the fold changes the state meanwhile.
         plan = plan_files(state)
         promoted = await anyio.to_thread.run_sync(files.reconcile, plan)
+        if promoted:
+            self._live.notify()  # retention counts folders that have their name
         # An earlier leader may have died between a promotion and its notification.
         self._unnotified = promoted or (self._unnotified and bool(plan.promotions))
         if self._unnotified:

@@ -55,7 +55,7 @@ _RULES = {
         (*_READ_RUN, *_INDEX),
         (
             f"-@all +xadd ~{RUN_INDEX}",
-            "-@all +xadd +evalsha +incr +incrby ~RUN:events ~RUN:epoch",
+            "-@all +xadd +evalsha +incr ~RUN:events ~RUN:epoch",
             "-@all +set +del ~RUN:alive:*",
             "-@all +evalsha ~RUN:epoch ~RUN:rollouts ~RUN:experiences ~RUN:evaluations ~RUN:judged",
             "-@all +xadd +xdel +xack +xtrim +del +xgroup|create +xgroup|destroy "
