@@ -30,6 +30,8 @@ OrdinalRanges = Annotated[
 DropReason = Annotated[
     Slug, Meta(description="Final reason, such as filtered, attempts or task-set.")
 ]
+MAX_EXCLUDED_NAMES = 64
+"""Maximum explorers that a request names as excluded: every request repeats them."""
 Attempts = Annotated[int, Meta(ge=1, le=2**31, description="Number of the attempt, from 1.")]
 Samples = Annotated[int, Meta(ge=1, le=2**20, description="Samples of a group.")]
 
@@ -76,6 +78,13 @@ class RolloutRequest(Struct, frozen=True, kw_only=True):
     deadline: Annotated[
         Seconds, Meta(description="Seconds after which the request is issued again.")
     ]
+    excluded: Annotated[
+        tuple[Name, ...],
+        Meta(
+            max_length=MAX_EXCLUDED_NAMES,
+            description="Explorers whose answers are not taken, the last ones excluded.",
+        ),
+    ] = ()
 
 
 class Turn(Struct, frozen=True, kw_only=True):

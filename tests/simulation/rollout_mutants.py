@@ -37,7 +37,12 @@ MUTANTS = (
     _mutant(
         "a lost request is not issued again",
         40,
-        (DispatchState, "observe", 'due.append(Due(ordinal, "lost"))', "pass"),
+        (
+            DispatchState,
+            "observe",
+            'due.append(Due(ordinal, asked.refusal or "lost"))',
+            "pass",
+        ),
     ),
     _mutant(
         "a step may train a group again",

@@ -12,6 +12,7 @@ from trinity_schemas import (
     EvaluationFinished,
     EvaluationStarted,
     Event,
+    ExplorerExcluded,
     ExplorerStatusChanged,
     LeaseExpired,
     LedgerRestored,
@@ -81,6 +82,7 @@ _OF: dict[str, tuple[type[Struct], ...]] = {
         DeadlineReached,
         StepFailed,
         EvaluationFailed,
+        ExplorerExcluded,
     ),
     "ready": (StepReady, StepSuperseded),
 }
