@@ -17,16 +17,8 @@ from msgspec import Struct
 
 from trinity_schemas import Experience, Sampling, StepRef, Turn
 from trinity_schemas.identity import LONGEST_NAME
+from trinity_schemas.rollouts import MAX_FLOAT32, MAX_REWARD, MAX_REWARD_PARTS, REWARD_RANGE
 
-MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
-"""Largest finite float32, in which trainers compute; a larger float64 becomes infinite in it."""
-MAX_REWARD = 1e16
-"""Largest reward. Advantages add up squares of rewards: those of 2**20 such samples, which is the
-largest group of the contract, are still finite in float32."""
-REWARD_RANGE = f"finite, from {-MAX_REWARD:g} to {MAX_REWARD:g}"
-"""Range of rewards in words."""
-MAX_REWARD_PARTS = 256
-"""Maximum named parts of a reward; a reward function has some dozens at most."""
 LOGPROB_TOLERANCE = 0.01
 """Excess over 0 that rounding may give a log-probability. Logits of 10,000 less their logarithmic
 sum in float32 are wrong by up to 0.001."""
