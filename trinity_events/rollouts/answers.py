@@ -75,13 +75,14 @@ class AnswerReader:
 
     async def rest(self, wait: Deadline) -> AsyncIterator[list[Answer]]:
         """Yield all entries that are there."""
-        newest = await self._streams.newest_answer(wait)
+        newest, mended = await self._streams.newest_answer(wait), self._mended
         if position(newest) < position(self._cursor):
             self._cursor = ORIGIN
             yield [Restarted()]
         while answers := await self._read(wait):
             yield answers
-        if not is_from_a_clock(newest):  # an entry with this id may have been removed
+        if self._mended == mended and not is_from_a_clock(newest):
+            # The entry with this id was removed, so that it was not read.
             await self._mend(wait, newest)
 
     async def _read(self, wait: Deadline, block: float | None = None) -> list[Answer]:

@@ -247,7 +247,8 @@ class AnswerInspector:
         """Note why the answer of a request was refused, as the reason to issue it again."""
         asked = self._state.asked.get(ordinal)
         if asked is not None:
-            asked.refusal = reason
+            # The first one stays: further samples of that answer may be refused for another reason.
+            asked.refusal = asked.refusal or reason
             self.refused = True
 
 

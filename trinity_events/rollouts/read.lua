@@ -21,5 +21,6 @@ for _ = 1, tonumber(ARGV[2]) do
   if bytes > tonumber(ARGV[3]) and #found > 0 then break end
   found[#found + 1] = row
   after = entry[1]
+  if after == '18446744073709551615-18446744073709551615' then break end -- none can follow
 end
 return found
