@@ -291,7 +291,7 @@ async def test_entries_of_any_content_are_passed_over(parts, caplog):
     assert group.attempt == 1
     await dispatcher.trained(1, [group])
     assert await parts.client.xlen(experiences_of(parts)) == 0
-    counts = [one for one in caplog.messages if "are no answers to its requests" in one]
+    counts = [one for one in caplog.messages if "which are passed over" in one]
     assert len(counts) == 3, "the first, the second and the fourth of seven"
 
 
