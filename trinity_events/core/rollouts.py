@@ -60,7 +60,7 @@ def format_exclusion(explorer: str, malformed: int, reason: str) -> str:
     """Return the exclusion of an explorer as a sentence without its full stop."""
     return (
         f"{explorer} is excluded until the run's next epoch, since {malformed} of its answers were "
-        f"malformed, the last one because {reason}"
+        f"malformed (the last one: {reason})"
     )
 
 

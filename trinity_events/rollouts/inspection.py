@@ -154,8 +154,8 @@ class AnswerInspector:
         self._unreadable += 1
         if self._unreadable.bit_count() == 1:
             logger.warning(
-                "run %s: %d entries of the answers are no answers to its requests, the last one "
-                "since %s; they are passed over",
+                "run %s: the answers have entries that answer none of its requests (%d so far; the "
+                "last one: %s), which are passed over",
                 *(self._settings.run_id, self._unreadable, _format_reason(entry.reason)),
             )
 
