@@ -51,7 +51,7 @@ async def test_an_excluded_explorer_is_named_in_its_status_too(cli, waiting_run,
     await publisher.publish(excluded)
     for command in ("explain", "status"):
         shown = " ".join(cli(command, waiting_run).stdout.split())
-        assert r"explorer-1\n is excluded until the run's next epoch" in shown
+        assert r"'explorer-1\n' is excluded until the run's next epoch" in shown
         assert "(the last one: its reward is inf)" in shown
 
 

@@ -124,17 +124,17 @@ def test_a_group_that_acknowledges_nothing_is_told_once_it_is_idle(idle, told):
 
 
 @pytest.mark.parametrize(
-    ("running", "told"), [((1,), ["excluded", "waits"]), ((0, 1), ["waits", "excluded"])]
+    ("running", "reasons"), [((1,), ["excluded", "waits"]), ((0, 1), ["waits", "excluded"])]
 )
-def test_an_excluded_explorer_is_the_cause_unless_another_one_may_answer(running, told):
+def test_an_excluded_explorer_is_the_cause_unless_another_one_may_answer(running, reasons):
     history = History()
     for rank in running:
         history.add(ExplorerStatusChanged(status="running"), by="explorer", rank=rank)
     history.add(waits("a", "explorer-0"), by="trainer")
     history.add(ExplorerExcluded(explorer="explorer-1", malformed=3, reason="a reward is inf"))
-    found = causes(history)
-    assert [one.reason for one in found] == told
-    [excluded] = [one for one in found if one.reason == "excluded"]
+    ordered = causes(history)
+    assert [cause.reason for cause in ordered] == reasons
+    [excluded] = [cause for cause in ordered if cause.reason == "excluded"]
     assert excluded.process == "explorer-1"
     assert "3 of its answers were malformed (the last one: a reward is inf)" in excluded.sentence
 

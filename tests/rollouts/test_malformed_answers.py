@@ -39,13 +39,18 @@ FOR_EVER = 3600.0
 
 async def events(parts, kind):
     entries = await parts.publisher.log.read()
-    found = [decode_envelope(entry.payload).event for entry in entries]
-    return [event for event in found if isinstance(event, kind)]
+    every = [decode_envelope(entry.payload).event for entry in entries]
+    return [event for event in every if isinstance(event, kind)]
 
 
 async def reissued(parts):
-    told = await events(parts, RolloutsDispatched)
-    return {(one.ordinal, one.attempt, one.reason) for event in told for one in event.reissued}
+    dispatched = await events(parts, RolloutsDispatched)
+    again = [rollout for event in dispatched for rollout in event.reissued]
+    return {(rollout.ordinal, rollout.attempt, rollout.reason) for rollout in again}
+
+
+def explorers_of(groups):
+    return {sample.explorer for group in groups for sample in group.experiences}
 
 
 async def send(parts, claim, payloads, keys=None):
@@ -98,7 +103,7 @@ async def test_every_malformed_answer_is_issued_again_and_costs_no_attempt(parts
         await send(parts, claim, [encode(first), malformed(kind, replace(second))])
     groups = await take(parts, dispatcher, count, parts.explorer("sound"))
     assert [group.ordinal for group in groups] == list(range(count))
-    assert {one.explorer for group in groups for one in group.experiences} == {"sound"}
+    assert explorers_of(groups) == {"sound"}
     assert await reissued(parts) == {(ordinal, 2, "malformed") for ordinal in range(count)}
     await dispatcher.trained(1, groups)
     assert dispatcher.ledger.dropped == {}
@@ -181,19 +186,19 @@ async def test_an_explorer_that_repeats_it_is_excluded_and_no_prompt_is_lost(par
     dispatcher = await parts.dispatcher(max_attempts=1)
     await dispatcher.dispatch(count, parts.version)
     bad = parts.explorer("explorer-1")
-    held = await bad.claim(2, seconds=PATIENCE)
+    early = await bad.claim(2, seconds=PATIENCE)
     assert len(await send_malformed(parts, bad, MALFORMED_ANSWERS)) == MALFORMED_ANSWERS
     groups = await take(parts, dispatcher, count, parts.explorer("explorer-0"))
-    assert {one.explorer for group in groups for one in group.experiences} == {"explorer-0"}
+    assert explorers_of(groups) == {"explorer-0"}
     again = await reissued(parts)
-    assert {(one, 2, "malformed") for one in range(2, count)} <= again
+    assert {(ordinal, 2, "malformed") for ordinal in range(2, count)} <= again
     assert {reason for _, _, reason in again} == {"malformed", "excluded"}
-    [told] = await events(parts, ExplorerExcluded)
-    assert (told.explorer, told.malformed) == ("explorer-1", MALFORMED_ANSWERS)
-    assert "its reward is inf" in told.reason
+    [excluded] = await events(parts, ExplorerExcluded)
+    assert (excluded.explorer, excluded.malformed) == ("explorer-1", MALFORMED_ANSWERS)
+    assert "its reward is inf" in excluded.reason
     assert "explorer-1 is excluded" in caplog.text
     assert dispatcher.ledger.dropped == {}
-    late = [await bad.answer(claim, samples_of(claim, bad.name)) for claim in held]
+    late = [await bad.answer(claim, samples_of(claim, bad.name)) for claim in early]
     assert late == [False, False], "what it held was issued again at once"
 
 
@@ -264,8 +269,8 @@ async def test_training_and_evaluations_exclude_the_same_explorers(parts):
     )
     await training.start()
     await training.dispatch(1, parts.version)
-    [told] = await events(parts, ExplorerExcluded)
-    assert told.explorer == "explorer-1"
+    [excluded] = await events(parts, ExplorerExcluded)
+    assert excluded.explorer == "explorer-1"
     assert await parts.explorer("explorer-1").claim(1, seconds=0.0) == []
 
 
@@ -291,7 +296,7 @@ async def test_entries_of_any_content_are_passed_over(parts, caplog):
     assert group.attempt == 1
     await dispatcher.trained(1, [group])
     assert await parts.client.xlen(experiences_of(parts)) == 0
-    counts = [one for one in caplog.messages if "which are passed over" in one]
+    counts = [line for line in caplog.messages if "which are passed over" in line]
     assert len(counts) == 3, "the first, the second and the fourth of seven"
 
 
@@ -304,9 +309,9 @@ async def test_one_read_is_bounded_by_bytes(parts):
     wait = Deadline(PATIENCE, "not read")
     first = await streams.answers_after(wait, "0-0", 1.0)
     assert 0 < sum(len(fields[b"e"]) for _, fields in first) <= BYTES_AT_ONCE
-    rest = await streams.answers_after(wait, first[-1][0].decode())
-    assert len(first) + len(rest) == 13
-    assert rest[-1][1] == {b"large": b"%d" % (2 * MAX_EVENT_BYTES + 1)}
+    second = await streams.answers_after(wait, first[-1][0].decode())
+    assert len(first) + len(second) == 13
+    assert second[-1][1] == {b"large": b"%d" % (2 * MAX_EVENT_BYTES + 1)}
 
 
 @pytest.mark.parametrize("is_removed", [False, True], ids=["there", "removed"])

@@ -20,7 +20,7 @@ Change = Callable[[Plain], object]
 
 
 def _set(**values: Any) -> Change:
-    return lambda one: one.update(values)
+    return lambda plain: plain.update(values)
 
 
 def _parts(**parts: float) -> Change:
@@ -28,12 +28,12 @@ def _parts(**parts: float) -> Change:
 
 
 def _turn(place: int, **values: Any) -> Change:
-    return lambda one: one["turns"][place].update(values)
+    return lambda plain: plain["turns"][place].update(values)
 
 
 def _policy(count: int, token: int = 7, **values: Any) -> Change:
-    def change(one: Plain) -> None:
-        turn = one["turns"][1]
+    def change(plain: Plain) -> None:
+        turn = plain["turns"][1]
         versions = [(turn["versions"][0][0], count)]
         turn |= {"tokens": [token] * count, "logprobs": [-0.5] * count, "versions": versions}
         turn |= values
@@ -46,13 +46,13 @@ def _logprobs(*values: float) -> Change:
 
 
 def _versions(*versions: tuple[int, int, int]) -> Change:
-    count = sum(one[2] for one in versions)
+    count = sum(tokens for _, _, tokens in versions)
     named = [({"epoch": epoch, "step": step}, tokens) for epoch, step, tokens in versions]
     return _policy(count, versions=named)
 
 
-def _add_turns(one: Plain) -> None:
-    one["turns"] += [{"role": "environment", "tokens": [1]}, one["turns"][1]]
+def _add_turns(plain: Plain) -> None:
+    plain["turns"] += [{"role": "environment", "tokens": [1]}, plain["turns"][1]]
 
 
 FAULTS: dict[str, tuple[str, Change]] = {
@@ -88,7 +88,7 @@ FAULTS: dict[str, tuple[str, Change]] = {
         "unreadable",
         _policy(2, versions=[({"epoch": 1, "step": 0}, 1)]),
     ),
-    "no turn of the policy": ("unreadable", lambda one: one["turns"].pop()),
+    "no turn of the policy": ("unreadable", lambda plain: plain["turns"].pop()),
     "unknown role": ("unreadable", _turn(1, role="system")),
     "sample beyond its group": ("unreadable", _set(sample=2)),
     "another number of samples": ("request", _set(samples=3)),
@@ -101,8 +101,8 @@ give it weights that are not finite, or to be trained on.
 """
 
 
-def malformed(kind: str, one: Experience) -> bytes:
+def malformed(kind: str, experience: Experience) -> bytes:
     """Return the payload of an experience that was made malformed."""
-    plain = msgspec.to_builtins(one)
+    plain = msgspec.to_builtins(experience)
     FAULTS[kind][1](plain)
     return msgspec.msgpack.encode(plain)

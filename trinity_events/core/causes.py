@@ -236,8 +236,8 @@ def _of_explorers(state: MonitorState, facts: LiveFacts) -> Iterator[Cause]:
 
 def _of_excluded(state: MonitorState) -> Iterator[Cause]:
     for name, excluded in state.excluded.items():
-        said = format_exclusion(name, excluded.malformed, excluded.reason)
-        yield Cause(reason="excluded", sentence=f"{said}.", process=name, since=excluded.at)
+        sentence = f"{format_exclusion(name, excluded.malformed, excluded.reason)}."
+        yield Cause(reason="excluded", sentence=sentence, process=name, since=excluded.at)
 
 
 def _of_groups(facts: LiveFacts) -> Iterator[Cause]:

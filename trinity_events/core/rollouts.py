@@ -58,8 +58,9 @@ def explorer_excluded(fold: FoldState, event: ExplorerExcluded, _: Envelope) -> 
 
 def format_exclusion(explorer: str, malformed: int, reason: str) -> str:
     """Return the exclusion of an explorer as a sentence without its full stop."""
+    name = explorer if explorer.isprintable() else repr(explorer)
     return (
-        f"{explorer} is excluded until the run's next epoch, since {malformed} of its answers were "
+        f"{name} is excluded until the run's next epoch, since {malformed} of its answers were "
         f"malformed (the last one: {reason})"
     )
 

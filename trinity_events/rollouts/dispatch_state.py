@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -360,7 +360,7 @@ class DispatchState:
     # --- claims ------------------------------------------------------------------------------
 
     def observe(
-        self, sight: Sight, now: float, calm: float, excluded: Collection[str] = ()
+        self, sight: Sight, now: float, calm: float, excluded: Container[str] = ()
     ) -> list[Due]:
         """Note who holds what; return the ordinals whose attempt counts no more.
 

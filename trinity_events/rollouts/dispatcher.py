@@ -86,6 +86,11 @@ def always(_: Group) -> bool:
     return True
 
 
+def _is_never_current(_: StepRef) -> bool:
+    """Return False: no answer of an earlier epoch is to be kept."""
+    return False
+
+
 class RolloutDispatcher:
     """Dispatcher of one epoch: the only writer of requests, and the only reader of answers.
 
@@ -176,9 +181,10 @@ class RolloutDispatcher:
         wait = self._wait("the dispatch did not start")
         kept = self.settings.keep_answers == "checkpoint"
         self._state.number = await self._streams.begin(wait, withdraw_answers=not kept)
+        if not kept:
+            stands = _is_never_current
         async for answers in self._answers.rest(wait):
-            if stands is None:
-                stands = await self._lineage(wait) if kept else (lambda _: False)
+            stands = stands or await self._lineage(wait)
             self._inspector.add_earlier(answers, stands)
         self._inspector.end_entries()
         await self._free(wait)
@@ -191,7 +197,7 @@ class RolloutDispatcher:
             state = await wait.ask(lambda: current_state(log))
         except SnapshotUnreadable as error:
             logger.warning("run %s: no answers are kept: %s", self.settings.run_id, error)
-            return lambda _: False
+            return _is_never_current
         return partial(lineage.stands, state)
 
     async def dispatch(self, count: int, oldest: StepRef, *, exact: bool = False) -> int:
@@ -584,7 +590,7 @@ class RolloutDispatcher:
         self._inspector.end_entries()
         now = anyio.current_time()
         calm = min(now - self._streams.answers_since, sight.uptime)
-        for due in self._state.observe(sight, now, calm, self.exclusions.names):
+        for due in self._state.observe(sight, now, calm, self.exclusions):
             self._due.setdefault(due.ordinal, due)
         self._looked_at = anyio.current_time()
         await self._remove_members(wait)

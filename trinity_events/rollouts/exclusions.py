@@ -31,9 +31,10 @@ class ExplorersExcluded(DeadlineExceeded):
         self, message: str, *, run_id: str = "", explorers: Sequence[ExplorerExcluded] = ()
     ) -> None:
         self.run_id = run_id
-        self.explorers = tuple(one.explorer for one in explorers)
+        self.explorers = tuple(exclusion.explorer for exclusion in explorers)
         named = "; ".join(
-            format_exclusion(one.explorer, one.malformed, one.reason) for one in explorers[:_NAMED]
+            format_exclusion(exclusion.explorer, exclusion.malformed, exclusion.reason)
+            for exclusion in explorers[:_NAMED]
         )
         unnamed = len(explorers) - _NAMED
         more = f"; {unnamed} further explorers are excluded" if unnamed > 0 else ""
@@ -53,6 +54,8 @@ class Exclusions:
         self._excluded: dict[str, ExplorerExcluded] = {}
         self.unpublished: list[ExplorerExcluded] = []
         """Exclusions that are not in the log yet."""
+        self._published = 0
+        """Exclusions that are, or will be, in the log: more names are invented ones."""
 
     def add_malformed(self, explorer: str, reason: str) -> ExplorerExcluded | None:
         """Count a malformed answer; return the exclusion of its explorer if it follows from it."""
@@ -67,7 +70,9 @@ class Exclusions:
         excluded = ExplorerExcluded(explorer=explorer, malformed=count, reason=reason)
         self._excluded[explorer] = excluded
         _drop_first(self._excluded)
-        self.unpublished.append(excluded)
+        if self._published < _KEPT_NAMES:
+            self._published += 1
+            self.unpublished.append(excluded)
         return excluded
 
     @property

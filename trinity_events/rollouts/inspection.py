@@ -73,7 +73,7 @@ class AnswerInspector:
         """
         named = self._state.oldest_named
         oldest = self._state.oldest if named is None else min(named, self._state.oldest)
-        earlier = {one for one in self._published or () if one.step >= oldest}
+        earlier = {published for published in self._published or () if published.step >= oldest}
         self._published = earlier | {version}
 
     def pop_useless(self) -> list[str]:
@@ -109,8 +109,12 @@ class AnswerInspector:
         """Refuse incomplete answers, once all entries were read."""
         partial, self._partial = self._partial, {}
         for (epoch, ordinal, attempt, explorer), answer in partial.items():
-            self._useless += [one.entry_id for one in answer.samples.values()]
-            if epoch == self._settings.epoch and not answer.is_malformed and self._needs(ordinal):
+            self._useless += [sample.entry_id for sample in answer.samples.values()]
+            if (
+                epoch == self._settings.epoch
+                and not answer.is_malformed
+                and self._needs_answer(ordinal)
+            ):
                 count = f"{len(answer.samples)} of {self._settings.samples} samples"
                 fault = Fault("request", f"it has {count}")
                 self._refuse(ordinal, attempt, explorer, fault)
@@ -119,21 +123,23 @@ class AnswerInspector:
     # --- entries -----------------------------------------------------------------------------
 
     def _add_sample(self, sample: Sample) -> Group | None:
-        one = sample.experience
-        if one.run_id != self._settings.run_id or one.epoch > self._settings.epoch:
+        experience = sample.experience
+        if experience.run_id != self._settings.run_id or experience.epoch > self._settings.epoch:
             self._add_unreadable(Unreadable(sample.entry_id, "it is of another run or epoch"))
             return None
-        if one.epoch < self._settings.epoch or self._is_answered(one.ordinal):
+        if experience.epoch < self._settings.epoch or self._is_answered(experience.ordinal):
             self._useless.append(sample.entry_id)
             return None
-        if one.explorer in self._exclusions:
-            self._mark(one.ordinal, EXCLUDED)
+        if experience.explorer in self._exclusions:
+            self._mark(experience.ordinal, EXCLUDED)
             self._useless.append(sample.entry_id)
             return None
-        fault = self._find_fault(one)
+        fault = self._find_fault(experience)
         if fault is not None:
             self._useless.append(sample.entry_id)
-            self._count(one.ordinal, one.attempt, one.explorer, fault)
+            self._count_malformed(
+                experience.ordinal, experience.attempt, experience.explorer, fault
+            )
             return None
         return self._assemble(sample)
 
@@ -143,13 +149,13 @@ class AnswerInspector:
         if (
             sender is not None
             and (sender.run_id, sender.epoch) == (self._settings.run_id, self._settings.epoch)
-            and self._needs(sender.ordinal)
+            and self._needs_answer(sender.ordinal)
         ):
             if sender.explorer in self._exclusions:
                 self._mark(sender.ordinal, EXCLUDED)
             else:
                 fault = Fault("unreadable", entry.reason)
-                self._count(sender.ordinal, sender.attempt, sender.explorer, fault)
+                self._count_malformed(sender.ordinal, sender.attempt, sender.explorer, fault)
             return
         self._unreadable += 1
         if self._unreadable.bit_count() == 1:
@@ -161,64 +167,68 @@ class AnswerInspector:
 
     def _assemble(self, sample: Sample) -> Group | None:
         """Return the group of a sample if the sample is its last one."""
-        one = sample.experience
-        name = one.epoch, one.ordinal, one.attempt, one.explorer
+        experience = sample.experience
+        name = experience.epoch, experience.ordinal, experience.attempt, experience.explorer
         partial = self._partial.setdefault(name, _Partial())
-        replaced = partial.samples.get(one.sample)
+        replaced = partial.samples.get(experience.sample)
         if replaced is not None:
             self._useless.append(replaced.entry_id)
-        partial.samples[one.sample] = sample
+        partial.samples[experience.sample] = sample
         if len(partial.samples) < self._settings.samples:
             return None
         del self._partial[name]
         ordered = [partial.samples[index] for index in sorted(partial.samples)]
         return Group(
-            ordinal=one.ordinal,
-            attempt=one.attempt,
+            ordinal=experience.ordinal,
+            attempt=experience.attempt,
             experiences=[sample.experience for sample in ordered],
             entry_ids=[sample.entry_id for sample in ordered],
         )
 
     # --- checks ------------------------------------------------------------------------------
 
-    def _find_fault(self, one: Experience) -> Fault | None:
+    def _find_fault(self, experience: Experience) -> Fault | None:
         """Return the first fault of an answer to a request of this epoch."""
-        settings, asked = self._settings, self._state.asked.get(one.ordinal)
+        settings, asked = self._settings, self._state.asked.get(experience.ordinal)
         if asked is None:
-            return Fault("request", f"it answers ordinal {one.ordinal}, which was not asked for")
-        if one.attempt > asked.attempt:
             return Fault(
-                "request", f"it is of attempt {one.attempt}, and {asked.attempt} were made"
+                "request", f"it answers ordinal {experience.ordinal}, which was not asked for"
             )
-        return self._find_content_fault(one) or find_version_fault(
-            one,
+        if experience.attempt > asked.attempt:
+            return Fault(
+                "request", f"it is of attempt {experience.attempt}, and {asked.attempt} were made"
+            )
+        return self._find_content_fault(experience) or find_version_fault(
+            experience,
             epoch=settings.epoch,
             exact=asked.versions.oldest if asked.versions.exact else None,
             published=self._published,
         )
 
-    def _find_content_fault(self, one: Experience) -> Fault | None:
-        if one.samples != self._settings.samples:
+    def _find_content_fault(self, experience: Experience) -> Fault | None:
+        if experience.samples != self._settings.samples:
             return Fault(
-                "request", f"it is one of {one.samples} samples, not of {self._settings.samples}"
+                "request",
+                f"it is one of {experience.samples} samples, not of {self._settings.samples}",
             )
-        return find_fault(one, self._settings.limits, self._settings.sampling)
+        return find_fault(experience, self._settings.limits, self._settings.sampling)
 
-    def _is_sound(self, one: Experience) -> bool:
+    def _is_sound(self, experience: Experience) -> bool:
         """Return True if an answer of an earlier epoch has no fault; it counts against none."""
-        known = one.run_id == self._settings.run_id and one.epoch <= self._settings.epoch
-        return known and self._find_content_fault(one) is None
+        of_run = experience.run_id == self._settings.run_id
+        is_earlier = experience.epoch <= self._settings.epoch
+        return of_run and is_earlier and self._find_content_fault(experience) is None
 
-    def _needs(self, ordinal: int) -> bool:
+    def _needs_answer(self, ordinal: int) -> bool:
         return ordinal in self._state.asked and ordinal not in self._state.arrived
 
     def _is_answered(self, ordinal: int) -> bool:
         """Return True if an ordinal was asked for in this lineage, and needs no answer now."""
-        return ordinal < self._state.ledger.next and not self._needs(ordinal)
+        return ordinal < self._state.ledger.next and not self._needs_answer(ordinal)
 
     # --- refusals ----------------------------------------------------------------------------
 
-    def _count(self, ordinal: int, attempt: int, explorer: str, fault: Fault) -> None:
+    def _count_malformed(self, ordinal: int, attempt: int, explorer: str, fault: Fault) -> None:
         """Refuse an answer for one of its samples, if it was not refused for another one."""
         name = self._settings.epoch, ordinal, attempt, explorer
         partial = self._partial.setdefault(name, _Partial())
@@ -234,7 +244,7 @@ class AnswerInspector:
             logger.warning(
                 "run %s: the answer of %s to attempt %d of ordinal %d is malformed (%s): %s; it is "
                 "asked for again",
-                *(run_id, explorer, attempt, ordinal, fault.kind, reason),
+                *(run_id, _format_reason(explorer), attempt, ordinal, fault.kind, reason),
             )
         excluded = self._exclusions.add_malformed(explorer, reason)
         if excluded is not None:

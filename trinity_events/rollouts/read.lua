@@ -3,7 +3,7 @@
 -- above the limit of its bytes has its number of bytes as its only field: its content is not sent.
 -- KEYS: experiences   ARGV: id, maximum entries, maximum bytes, maximum bytes of an entry
 local KNOWN = {e = true, failed = true, reason = true}
-local found, bytes, after = {}, 0, ARGV[1]
+local rows, bytes, after = {}, 0, ARGV[1]
 for _ = 1, tonumber(ARGV[2]) do
   local entry = redis.call('XRANGE', KEYS[1], '(' .. after, '+', 'COUNT', 1)[1]
   if not entry then break end
@@ -18,9 +18,9 @@ for _ = 1, tonumber(ARGV[2]) do
   end
   if size > tonumber(ARGV[4]) then row = {entry[1], 'large', tostring(size)} end
   for i = 2, #row do bytes = bytes + #row[i] end
-  if bytes > tonumber(ARGV[3]) and #found > 0 then break end
-  found[#found + 1] = row
+  if bytes > tonumber(ARGV[3]) and #rows > 0 then break end
+  rows[#rows + 1] = row
   after = entry[1]
   if after == '18446744073709551615-18446744073709551615' then break end -- none can follow
 end
-return found
+return rows

@@ -223,10 +223,10 @@ def _waits_table(state: MonitorState, now: int) -> list[RenderableType]:
 def _exclusions(state: MonitorState) -> list[Text]:
     return [
         Text(
-            visible(f"{format_exclusion(name, one.malformed, one.reason)}.", lines=False),
+            visible(f"{format_exclusion(name, excluded.malformed, excluded.reason)}.", lines=False),
             style="red",
         )
-        for name, one in list(state.excluded.items())[-_EXCLUDED:]
+        for name, excluded in list(state.excluded.items())[-_EXCLUDED:]
     ]
 
 

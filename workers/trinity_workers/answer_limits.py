@@ -34,19 +34,19 @@ def read_answer_limits(config: RunConfig, *, reward_part: str | None = None) -> 
 
 def _read_model_config(path: Path) -> dict[str, Any]:
     try:
-        found = msgspec.json.decode(path.read_bytes())
+        model = msgspec.json.decode(path.read_bytes())
     except (OSError, msgspec.DecodeError):
         return {}  # The ranks, which load the model, raise a sentence about it.
-    if not isinstance(found, dict):
+    if not isinstance(model, dict):
         return {}
     # A model for several modalities has the sizes of its language model in a part.
-    text = found.get("text_config")
-    return {**found, **text} if isinstance(text, dict) else found
+    text = model.get("text_config")
+    return {**model, **text} if isinstance(text, dict) else model
 
 
 def _find_size(model: dict[str, Any], name: str) -> int | None:
-    found = model.get(name)
-    return found if isinstance(found, int) and found > 0 else None
+    size = model.get(name)
+    return size if isinstance(size, int) and size > 0 else None
 
 
 def _find_rope_factor(model: dict[str, Any]) -> float:
@@ -55,6 +55,6 @@ def _find_rope_factor(model: dict[str, Any]) -> float:
     if not isinstance(scaling, dict):
         return 1.0
     # Of models whose kinds of layers differ, the parameters are by kind.
-    found = [scaling, *(one for one in scaling.values() if isinstance(one, dict))]
-    factors = [one.get("factor") for one in found]
-    return max([1.0, *(float(one) for one in factors if isinstance(one, int | float))])
+    by_kind = [kind for kind in scaling.values() if isinstance(kind, dict)]
+    factors = [parameters.get("factor") for parameters in (scaling, *by_kind)]
+    return max([1.0, *(float(factor) for factor in factors if isinstance(factor, int | float))])

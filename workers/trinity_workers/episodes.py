@@ -263,14 +263,13 @@ class Episodes:
     def _check_part(self, judged: Sequence[Rewarded]) -> None:
         """Refuse rewards without the part that the trainer reads, as it refuses their answers."""
         part = self.needed_part
-        lacking = (
-            None if part is None else next((one for one in judged if part not in one.parts), None)
-        )
-        if lacking is not None:
-            have = ", ".join(lacking.parts) or "none"
-            raise RewardFailed(
-                f"filters.part is {part!r}, and the reward has no such part: its parts are {have}"
-            )
+        for rewarded in judged if part is not None else ():
+            if part not in rewarded.parts:
+                names = ", ".join(rewarded.parts) or "none"
+                raise RewardFailed(
+                    f"filters.part is {part!r}, and the reward has no such part: its parts are "
+                    f"{names}"
+                )
 
     def _experience(self, episode: _Episode, rewarded: Rewarded) -> Experience:
         request = episode.request

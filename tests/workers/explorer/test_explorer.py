@@ -84,15 +84,15 @@ async def test_an_excluded_explorer_answers_nothing_and_takes_weights_to_the_end
     dispatcher = await trainer.dispatcher(max_attempts=1)
     for _ in range(MALFORMED_ANSWERS):
         dispatcher.exclusions.add_malformed("explorer-0", "its reward is inf")
-    async with exploring(Explorer(config, 0), Explorer(config, 1)) as found:
+    async with exploring(Explorer(config, 0), Explorer(config, 1)) as finished:
         for step in range(STEPS):
             await trainer.publish(step)
             await dispatcher.dispatch(4, trainer.version(step))
             groups = await dispatcher.take(4, deadline=PATIENCE)
-            assert {one.experiences[0].explorer for one in groups} == {"explorer-1"}
+            assert {group.experiences[0].explorer for group in groups} == {"explorer-1"}
             await dispatcher.trained(step + 1, groups)
         await trainer.publish(STEPS)
-    assert [one.groups for one in found.results] == [0, 4 * STEPS]
+    assert [result.groups for result in finished.results] == [0, 4 * STEPS]
     assert dispatcher.ledger.dropped == {}
 
 

@@ -338,14 +338,14 @@ async def test_a_dead_explorer_is_not_waited_for_and_a_live_one_is(
 
 
 async def test_an_excluded_explorer_is_a_line_of_the_terminal(log, publisher, monkeypatch):
-    said = []
+    lines = []
     view = ProgressView(RUN, 1)
-    monkeypatch.setattr(view, "say", lambda line, style="": said.append(line))
+    monkeypatch.setattr(view, "say", lambda line, style="": lines.append(line))
     excluded = ExplorerExcluded(explorer="explorer-1", malformed=3, reason="its reward is inf")
     await publisher.publish(excluded)
     async with launcher._shown(view, log):
-        await until(lambda: said)
-    [line] = said
+        await until(lambda: lines)
+    [line] = lines
     assert line.startswith("explorer-1 is excluded")
 
 

@@ -32,8 +32,8 @@ def learn(rank, folder, groups):
     policy = FSDPEngine(folder, device=torch.device("cpu"), learning_rate=1e-3, gradient_norm=1.0)
     step = FSDPTrainingStep(Models(policy), AlgorithmConfig().with_limit(4))
     metrics = step.learn(collate(groups, 0, vocabulary_size=98))
-    weights = [one.detach().full_tensor() for one in policy.module.parameters()]
-    return metrics["loss"], all(bool(one.isfinite().all()) for one in weights)
+    weights = [weight.detach().full_tensor() for weight in policy.module.parameters()]
+    return metrics["loss"], all(bool(weight.isfinite().all()) for weight in weights)
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ async def test_the_weights_stay_finite_whatever_an_explorer_sends(
         tasks.start_soon(keep_answering)
         groups = await dispatcher.take(len(kinds), deadline=PATIENCE)
         tasks.cancel_scope.cancel()
-    assert {one.experiences[0].explorer for one in groups} == {"sound"}
+    assert {group.experiences[0].explorer for group in groups} == {"sound"}
     assert dispatcher.exclusions.names == ("bad",)
     samples = [group.experiences for group in groups]
     train = partial(rank_group(1), learn, policy_folder, samples)

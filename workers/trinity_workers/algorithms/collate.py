@@ -119,10 +119,10 @@ def _checked(group: Sequence[Experience], limits: AnswerLimits) -> Sequence[Expe
     ordinals = sorted({one.ordinal for one in group})
     if len(ordinals) > 1:
         raise ValueError(f"one group has episodes of the ordinals {ordinals}")
-    for one in group:
-        fault = find_fault(one, limits)
+    for experience in group:
+        fault = find_fault(experience, limits)
         if fault is not None:
-            raise MalformedExperience.of(one, fault)
+            raise MalformedExperience.of(experience, fault)
     return group
 
 
