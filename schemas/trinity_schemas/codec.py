@@ -10,9 +10,9 @@ import msgspec
 
 from .envelope import Envelope, Sequence
 from .events import EVENT_TYPES, event_tag
-from .identity import Producer, RunId
+from .identity import Epoch, Name, Producer, RunId
 from .manifest import CheckedEntries, EncodedManifest, TensorEntry, WeightManifest
-from .rollouts import Experience, RolloutRequest
+from .rollouts import Attempts, Experience, Ordinal, RolloutRequest
 
 MAX_EVENT_BYTES = 4 << 20
 """Bytes of an envelope, a request or an experience; larger ones are refused."""
@@ -36,6 +36,16 @@ class Sender(msgspec.Struct, frozen=True, kw_only=True):
     sequence: Sequence
 
 
+class ExperienceSender(msgspec.Struct, frozen=True, kw_only=True):
+    """Sender of an experience and its request, decodable although other fields are not."""
+
+    run_id: RunId
+    epoch: Epoch
+    ordinal: Ordinal
+    attempt: Attempts
+    explorer: Name
+
+
 class _Tag(msgspec.Struct, gc=False):
     type: str
 
@@ -54,6 +64,14 @@ class UnknownEventType(ContractError):
         self.sender = sender
 
 
+class ExperienceUnreadable(ContractError):
+    """Bytes that are no experience, with their sender if that much is readable."""
+
+    def __init__(self, message: str, sender: ExperienceSender | None = None) -> None:
+        super().__init__(message)
+        self.sender = sender
+
+
 _TAGS = frozenset(event_tag(event) for event in EVENT_TYPES)
 _encoder = msgspec.msgpack.Encoder()
 _envelopes = msgspec.msgpack.Decoder(Envelope)
@@ -63,6 +81,7 @@ _manifests = msgspec.msgpack.Decoder(EncodedManifest)
 _entries = msgspec.msgpack.Decoder(tuple[TensorEntry, ...])
 _requests = msgspec.msgpack.Decoder(RolloutRequest)
 _experiences = msgspec.msgpack.Decoder(Experience)
+_experience_senders = msgspec.msgpack.Decoder(ExperienceSender)
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Errors that decoders raise for bytes that they cannot decode."""
 T = TypeVar("T")
@@ -137,8 +156,11 @@ def decode_request(payload: bytes) -> RolloutRequest:
 
 
 def decode_experience(payload: bytes) -> Experience:
-    """Decode one sample of a group. Raises :class:`ContractError`."""
-    return _decode(_experiences, payload, MAX_EVENT_BYTES, "an experience")
+    """Decode one sample of a group. Raises :class:`ExperienceUnreadable`."""
+    try:
+        return _decode(_experiences, payload, MAX_EVENT_BYTES, "an experience")
+    except ContractError as error:
+        raise ExperienceUnreadable(str(error), _experience_sender(payload)) from None
 
 
 def to_json(message: msgspec.Struct) -> dict[str, Any]:
@@ -176,6 +198,15 @@ def _check_size(payload: bytes, limit: int) -> None:
 def _sender(payload: bytes) -> Sender | None:
     try:
         return _senders.decode(payload)
+    except UNREADABLE:
+        return None
+
+
+def _experience_sender(payload: bytes) -> ExperienceSender | None:
+    if len(payload) > MAX_EVENT_BYTES:
+        return None
+    try:
+        return _experience_senders.decode(payload)
     except UNREADABLE:
         return None
 

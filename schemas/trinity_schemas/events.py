@@ -460,7 +460,9 @@ class ReissuedRollout(Struct, frozen=True, kw_only=True):
 
     ordinal: Ordinal
     attempt: Attempts
-    reason: Annotated[Slug, Meta(description="Reason, such as deadline, failed or stale.")]
+    reason: Annotated[
+        Slug, Meta(description="Reason, such as deadline, failed, malformed or stale.")
+    ]
 
 
 class RolloutsDispatched(_Event, frozen=True):
@@ -504,6 +506,14 @@ class StepTrained(_Event, frozen=True):
     def __post_init__(self) -> None:
         for ranges in (self.trained, *self.dropped.values()):
             check_ranges(ranges)
+
+
+class ExplorerExcluded(_Event, frozen=True):
+    """The trainer takes no more answers of an explorer in this epoch, as some were malformed."""
+
+    explorer: Annotated[Name, Meta(description="Name of the explorer, as its answers have it.")]
+    malformed: Annotated[Count, Meta(description="Number of its answers that were malformed.")]
+    reason: Annotated[Text, Meta(description="Fault of the last one.")]
 
 
 class LedgerRestored(_Event, frozen=True):
@@ -673,6 +683,7 @@ Event = (
     | ResendRequested
     | RolloutsDispatched
     | StepTrained
+    | ExplorerExcluded
     | LedgerRestored
     | ProfileWritten
     | EvaluationStarted
@@ -733,6 +744,7 @@ SENT_BY: dict[type[Struct], SenderRole] = {
     ResendRequested: "explorer",
     RolloutsDispatched: "trainer",
     StepTrained: "trainer",
+    ExplorerExcluded: "trainer",
     LedgerRestored: "trainer",
     ProfileWritten: "worker",
     EvaluationStarted: "trainer",

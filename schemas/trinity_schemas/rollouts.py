@@ -30,6 +30,17 @@ OrdinalRanges = Annotated[
 DropReason = Annotated[
     Slug, Meta(description="Final reason, such as filtered, attempts or task-set.")
 ]
+MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
+"""Largest finite float32, in which trainers compute; a larger float64 becomes infinite in it."""
+MAX_REWARD = 1e16
+"""Largest reward. Advantages add up squares of rewards: those of 2**20 such samples, which is the
+largest group of the contract, are still finite in float32."""
+REWARD_RANGE = f"finite, from {-MAX_REWARD:g} to {MAX_REWARD:g}"
+"""Range of rewards in words."""
+MAX_REWARD_PARTS = 256
+"""Maximum named parts of a reward; a reward function has some dozens at most."""
+MAX_EXCLUDED_NAMES = 64
+"""Maximum explorers that a request names as excluded: every request repeats them."""
 Attempts = Annotated[int, Meta(ge=1, le=2**31, description="Number of the attempt, from 1.")]
 Samples = Annotated[int, Meta(ge=1, le=2**20, description="Samples of a group.")]
 
@@ -76,6 +87,13 @@ class RolloutRequest(Struct, frozen=True, kw_only=True):
     deadline: Annotated[
         Seconds, Meta(description="Seconds after which the request is issued again.")
     ]
+    excluded: Annotated[
+        tuple[Name, ...],
+        Meta(
+            max_length=MAX_EXCLUDED_NAMES,
+            description="Explorers whose answers are not taken, the last ones excluded.",
+        ),
+    ] = ()
 
 
 class Turn(Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.event_histories import committed, failed, finished, registration, started
 from trinity_events.log import AsyncPublisher, new_producer
-from trinity_schemas import ProfileWritten, RunClosed, StacksTaken
+from trinity_schemas import ExplorerExcluded, ProfileWritten, RunClosed, StacksTaken
 
 
 @pytest.fixture
@@ -44,6 +44,15 @@ async def test_what_a_terminal_cannot_show_is_written_out(cli, waiting_run, publ
     shown = cli("replay", waiting_run, env={"PYTHONIOENCODING": "ascii"})
     assert (shown.returncode, shown.stderr) == (0, "")
     assert r"\u221a" in shown.stdout
+
+
+async def test_an_excluded_explorer_is_named_in_its_status_too(cli, waiting_run, publisher):
+    excluded = ExplorerExcluded(explorer="explorer-1\n", malformed=3, reason="its reward is inf")
+    await publisher.publish(excluded)
+    for command in ("explain", "status"):
+        shown = " ".join(cli(command, waiting_run).stdout.split())
+        assert r"'explorer-1\n' is excluded until the run's next epoch" in shown
+        assert "(the last one: its reward is inf)" in shown
 
 
 async def test_with_json_it_says_the_same_to_programs(cli, waiting_run):

@@ -13,6 +13,7 @@ from trinity_events.core.causes import (
     first_causes,
 )
 from trinity_schemas import (
+    ExplorerExcluded,
     ExplorerStatusChanged,
     RunClosed,
     StepCommitted,
@@ -120,6 +121,22 @@ def test_a_process_that_waits_for_its_own_save_is_the_cause():
 def test_a_group_that_acknowledges_nothing_is_told_once_it_is_idle(idle, told):
     group = UnreadGroup(stream="announcements", group="evaluation", pending=2, idle=idle)
     assert [one.reason for one in causes(History(), groups=(group,))] == told
+
+
+@pytest.mark.parametrize(
+    ("running", "reasons"), [((1,), ["excluded", "waits"]), ((0, 1), ["waits", "excluded"])]
+)
+def test_an_excluded_explorer_is_the_cause_unless_another_one_may_answer(running, reasons):
+    history = History()
+    for rank in running:
+        history.add(ExplorerStatusChanged(status="running"), by="explorer", rank=rank)
+    history.add(waits("a", "explorer-0"), by="trainer")
+    history.add(ExplorerExcluded(explorer="explorer-1", malformed=3, reason="a reward is inf"))
+    ordered = causes(history)
+    assert [cause.reason for cause in ordered] == reasons
+    [excluded] = [cause for cause in ordered if cause.reason == "excluded"]
+    assert excluded.process == "explorer-1"
+    assert "3 of its answers were malformed (the last one: a reward is inf)" in excluded.sentence
 
 
 def test_readers_of_checkpoints_are_told_last():

@@ -8,9 +8,11 @@ import pytest
 from tests.support.event_histories import History
 from trinity_events.core import decode_state, encode_state
 from trinity_events.core import ledger as ledger_module
+from trinity_events.core import rollouts as rollouts_module
 from trinity_events.core.ledger import Ledger
 from trinity_events.core.summary import Summarizer
 from trinity_schemas import (
+    ExplorerExcluded,
     LedgerRestored,
     ReissuedRollout,
     RolloutsDispatched,
@@ -123,6 +125,23 @@ def test_a_resume_goes_on_with_the_ledger_of_its_checkpoint():
     history.add(StepTrained(step=3, trained=((9, 12),)), epoch=1, by="old")
     state = history.fold()[0].state
     assert (state.ledger.trained, state.anomaly_counts) == (8, {"stale-epoch": 1})
+
+
+def test_an_excluded_explorer_is_known_until_the_next_epoch(monkeypatch):
+    monkeypatch.setattr(rollouts_module, "KEPT_EXCLUDED", 2)
+    history = History()
+    for rank in (0, 1, 2, 1):
+        excluded = ExplorerExcluded(explorer=f"explorer-{rank}", malformed=3, reason=f"no. {rank}")
+        history.add(excluded)
+    state = history.fold()[0].state
+    assert list(state.excluded) == ["explorer-2", "explorer-1"], "the last ones"
+    assert (state.excluded["explorer-1"].malformed, state.excluded["explorer-1"].reason) == (
+        3,
+        "no. 1",
+    )
+    assert decode_state(encode_state(state)) == state
+    history.add(RunOpened(), epoch=2)
+    assert history.fold()[0].state.excluded == {}
 
 
 UNSOUND = Ledger(mark=4, next=16, trained=4, fingerprint=FINGERPRINT)

@@ -19,6 +19,7 @@ ARGUMENTS = {
     "answer": lambda claim, _: [claim.entry_id, 2, *map(encode, samples_of(claim))],
     "fail": lambda claim, _: [claim.entry_id, "reason"],
     "free": lambda _, answered: [answered.decode()],
+    "mend": lambda _, answered: [answered.decode()],
 }
 """Arguments, after the epoch and the group, with which a script of the present epoch writes."""
 
@@ -32,7 +33,7 @@ async def everything(client, run_id):
     found = []
     for key in (keys.rollouts, keys.experiences):
         found.append(await client.xrange(key))
-        groups = await client.xinfo_groups(key)
+        groups = await client.xinfo_groups(key) if await client.exists(key) else []
         found.append([(one["name"], one["pending"], one["consumers"]) for one in groups])
         for one in groups:
             pending = await client.xpending_range(key, one["name"], "-", "+", 10)
@@ -41,7 +42,7 @@ async def everything(client, run_id):
 
 
 async def prepared(parts):
-    """A claimed request, and the id of an answered sample."""
+    """A claimed request, and the id of the newest sample."""
     dispatcher = await parts.dispatcher()
     await dispatcher.dispatch(2, parts.version)
     explorer = parts.explorer()
@@ -50,12 +51,12 @@ async def prepared(parts):
     # Redis 7.0 makes no member of a client that found nothing.
     streams = RolloutStreams(parts.client, parts.run_id, parts.publisher.epoch)
     await parts.client.xgroup_createconsumer(streams.keys.rollouts, streams.group, "idle")
-    [[entry_id, _], _] = await parts.client.xrange(RunKeys.of(parts.run_id).experiences)
+    [_, [entry_id, _]] = await parts.client.xrange(RunKeys.of(parts.run_id).experiences)
     return claim, entry_id
 
 
 def group_of(name, streams):
-    return [] if name == "free" else [streams.group]
+    return [] if name in ("free", "mend") else [streams.group]
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)

@@ -7,6 +7,7 @@ from tests.simulation.rollout_server import RolloutServer
 from tests.simulation.rollouts import TrainerLife, simulate
 from trinity_events.rollouts.dispatch_state import DispatchState
 from trinity_events.rollouts.dispatcher import RolloutDispatcher
+from trinity_events.rollouts.inspection import AnswerInspector
 
 MUTANTS = (
     _mutant(
@@ -37,7 +38,22 @@ MUTANTS = (
     _mutant(
         "a lost request is not issued again",
         40,
-        (DispatchState, "observe", 'due.append(Due(ordinal, "lost"))', "pass"),
+        (
+            DispatchState,
+            "observe",
+            'due.append(Due(ordinal, asked.refusal or "lost"))',
+            "pass",
+        ),
+    ),
+    _mutant(
+        "a malformed answer is taken",
+        40,
+        (AnswerInspector, "_add_sample", "if fault is not None:", "if False:"),
+    ),
+    _mutant(
+        "a malformed answer of an earlier epoch is kept",
+        200,
+        (AnswerInspector, "_is_sound", "self._find_content_fault(experience) is None", "True"),
     ),
     _mutant(
         "a step may train a group again",

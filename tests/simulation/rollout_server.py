@@ -17,7 +17,10 @@ from trinity_events.log.scripts import _text
 from trinity_schemas import RunKeys
 
 At = tuple[int, int]
-SCRIPTS = ("begin", "issue", "look", "renew", "leave", "answer", "fail", "free")
+SCRIPTS = (
+    *("begin", "issue", "look", "renew", "leave", "answer", "fail", "free"),
+    *("read", "mend"),
+)
 NOTHING: At = (0, 0)
 
 
@@ -75,6 +78,8 @@ class RolloutServer:
         given = [_said(one) for one in args]
         if name == "look":
             return self._look(given[0].decode(), int(given[1]))
+        if name == "read":
+            return self._read(given[0].decode(), *map(int, given[1:]))
         if int(given[0]) != self._epoch():
             raise redis.ResponseError(f"STALEEPOCH {self._epoch()}")
         try:
@@ -170,6 +175,26 @@ class RolloutServer:
         for one in ids.split():
             (self.answers or {}).pop(position(one.decode()), None)
         return 1
+
+    def _mend(self, newest: bytes) -> int:
+        if self.answers is not None and _name(self.last_answer) != newest:
+            return 0
+        self.answers, self.last_answer = None, NOTHING
+        return 1
+
+    def _read(self, cursor: str, count: int, most: int, largest: int) -> list[list[bytes]]:
+        rows: list[list[bytes]] = []
+        total = 0
+        for entry_id, fields in self.answered_after(cursor, count):
+            row = [entry_id, *(part for field in fields.items() for part in field)]
+            size = sum(map(len, row[1:]))
+            if size > largest:
+                row = [entry_id, b"large", b"%d" % size]
+            total += sum(map(len, row[1:]))
+            if total > most and rows:
+                break
+            rows.append(row)
+        return rows
 
     def _add_answer(self, fields: dict[bytes, bytes]) -> None:
         milliseconds, number = self.last_answer

@@ -2,7 +2,7 @@
 
 Only the server is a model (``rollout_server.py``), and the clock jumps. Trainers and explorers die
 at any call, before or after the server has done it, or stand still there and wake up later.
-Explorers answer twice, late, or never; connections break, and the streams vanish.
+Explorers answer twice, late, malformed, or never; connections break, and the streams vanish.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf, isfinite
 from random import Random
 from typing import Any
 
 import anyio
 import redis
+from msgspec import structs
 
 from tests.simulation import clock
 from tests.simulation.rollout_server import RolloutClientOfServer, RolloutServer
@@ -245,9 +247,8 @@ class World:
 
     async def _serve(self, explorer: RolloutClient, claim: Claim) -> None:
         samples = samples_of(claim, explorer.name)
-        match self.random.choices(["answer", "late", "twice", "fail", "forget"], [12, 1, 2, 1, 1])[
-            0
-        ]:
+        conduct = {"answer": 12, "late": 1, "twice": 2, "fail": 1, "forget": 1, "malformed": 1}
+        match self.random.choices([*conduct], [*conduct.values()])[0]:
             case "answer":
                 async with explorer.renewing([claim]):
                     await anyio.sleep(self.random.random() ** 4 * 2 * LEASE)
@@ -259,6 +260,13 @@ class World:
                 await explorer.answer(claim, samples)
                 if await explorer.answer(claim, samples):
                     self.wrong.append("a second answer counted")
+            case "malformed":
+                # Under a name that has no other answer, so that none of the explorers is excluded.
+                name = f"invented-{self.random.random()}"
+                await explorer.answer(
+                    claim,
+                    [structs.replace(sample, explorer=name, reward=inf) for sample in samples],
+                )
             case "fail":
                 await explorer.fail(claim, "by chance")
 
@@ -338,6 +346,9 @@ class TrainerLife:
             used = {one.oldest_version for group in groups for one in group.experiences}
             if strange := used - self.world.standing:
                 self.world.wrong.append(f"trained on versions that do not stand: {strange}")
+            rewards = [sample.reward for group in groups for sample in group.experiences]
+            if not all(map(isfinite, rewards)):
+                self.world.wrong.append(f"trained on a malformed answer: {rewards}")
         self.model += [group.ordinal for group in groups]
         await dispatcher.trained(self.step + 1, groups)
         self.step += 1

@@ -21,7 +21,7 @@ CALLS = 200
 OFTEN = {
     **dict.fromkeys(("issue", "claim"), 20),
     **dict.fromkeys(("answer", "fail", "renew", "look", "leave", "again", "read"), 10),
-    **dict.fromkeys(("free", "begin"), 3),
+    **dict.fromkeys(("free", "begin", "mend"), 3),
     **dict.fromkeys(("vanish", "opened"), 1),
 }
 """Calls, each with its weight."""
@@ -104,6 +104,8 @@ class Both:
             "renew": [member, *ids],
             "leave": [idle, random.choice(["", member])],
         }
+        if name == "mend":
+            return lambda one: one.mend_answers(wait, "99999999999999999-1")
         if name == "begin":
             return lambda one: one.begin(wait, withdraw_answers=withdraw)
         if name in written:

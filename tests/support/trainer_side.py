@@ -16,6 +16,7 @@ from trinity_events import Synchronizer
 from trinity_events.error_text import ungrouped
 from trinity_events.rollouts import RolloutDispatcher
 from trinity_schemas import StepRef, WeightsApplied
+from trinity_workers.answer_limits import read_answer_limits
 from trinity_workers.learning.policy import load_policy
 from trinity_workers.trainer.trainer import dispatch_settings
 from trinity_workers.user_task import task_of
@@ -42,7 +43,8 @@ class TrainerSide:
 
     async def dispatcher(self, **changes) -> RolloutDispatcher:
         fingerprint = task_of(self.config).fingerprint
-        settings = msgspec.structs.replace(dispatch_settings(self.config, fingerprint), **changes)
+        asked = dispatch_settings(self.config, fingerprint, read_answer_limits(self.config))
+        settings = msgspec.structs.replace(asked, **changes)
         made = RolloutDispatcher(self.client, self.publisher, settings)
         await made.start()
         return made

@@ -26,6 +26,7 @@ from trinity_workers.learning.policy import (  # noqa: E402
     load_policy,
     load_tokenizer,
 )
+from trinity_workers.rewards import RewardFailed  # noqa: E402
 from trinity_workers.rollout_engines import (  # noqa: E402
     EngineOptions,
     Generation,
@@ -297,6 +298,14 @@ async def test_the_examples_tool_answers_from_its_process(tokenizer):
     assert told == ["42", *(f"error: {one}" for one in errors)]
     assert judge.judged[0].text == "42"
     assert [turn.role for turn in found.turns][-3:] == ["policy", "environment", "policy"]
+
+
+async def test_a_reward_without_the_part_that_the_trainer_reads_is_a_failed_reward(tokenizer):
+    task = task_of(chat("q"))
+    for part, failed in (("length", False), ("score", True)):
+        episodes = episodes_of(Scripted(tokenizer, "a"), tokenizer, task, needed_part=part)
+        [answer] = await episodes.answer_all([request_for(task)])
+        assert isinstance(answer, RewardFailed) is failed
 
 
 async def test_a_request_that_fails_spoils_no_other(tokenizer):

@@ -36,7 +36,7 @@ from .options import CheckpointRoot, Json, RedisUrl, checkpoint_root, client_of,
 _TOLD = frozenset(
     (
         *("server-full", "server-read-only", "no-reducer", "reducer-behind"),
-        *("stopped", "ended", "unread-group"),
+        *("stopped", "ended", "excluded", "unread-group"),
     )
 )
 """Reasons of further causes that are printed; the chains of waits tell of the others."""

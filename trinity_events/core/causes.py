@@ -15,6 +15,7 @@ from trinity_schemas import Kind
 
 from .completeness import missing, missing_processes
 from .fold_state import describe_slot
+from .rollouts import format_exclusion
 from .state import KINDS, KindState, MonitorState
 from .waits import open_waits, sentence_of
 
@@ -33,6 +34,7 @@ Reason = Literal[
     "waits",
     "missing",
     "no-explorer",
+    "excluded",
     "unread-group",
     "held-checkpoint",
 ]
@@ -42,7 +44,8 @@ Reason = Literal[
 with an error. `no-reducer`: none leads. `reducer-behind`: the leader folds no entries. `stopped`,
 `ended`: a process that is waited for cannot go on. `failed`: a kind of a step failed. `waits`: a
 process waits for an object, or for a process that reports no wait. `missing`: a save, a part, a
-commit or a registration has not come. `no-explorer`: rollouts have no taker. `unread-group`: a
+commit or a registration has not come. `no-explorer`: rollouts have no taker. `excluded`: the
+trainer takes no answers of an explorer. `unread-group`: a
 consumer group acknowledges nothing. `held-checkpoint`: a reader holds a checkpoint.
 """
 
@@ -145,11 +148,16 @@ def first_causes(state: MonitorState, facts: LiveFacts) -> list[Cause]:
         return list(_closed(state))
     links = _links(state, facts.now)
     ends = sorted(_ends(links), key=lambda one: _blame(one, facts))
+    excluded = list(_of_excluded(state))
+    # Without another explorer, nothing else can end the trainer's wait for rollouts.
+    first = excluded if state.excluded.keys() >= set(_running_explorers(state)) else []
     told = [
         *_of_server(facts),
         *_of_reducer(state, facts),
+        *first,
         *(_cause(one, facts) for one in ends),
         *_of_explorers(state, facts),
+        *excluded,
         *_of_groups(facts),
         *_of_readers(facts),
     ]
@@ -224,6 +232,12 @@ def _of_explorers(state: MonitorState, facts: LiveFacts) -> Iterator[Cause]:
                 process=name,
                 pid=found.pid,
             )
+
+
+def _of_excluded(state: MonitorState) -> Iterator[Cause]:
+    for name, excluded in state.excluded.items():
+        sentence = f"{format_exclusion(name, excluded.malformed, excluded.reason)}."
+        yield Cause(reason="excluded", sentence=sentence, process=name, since=excluded.at)
 
 
 def _of_groups(facts: LiveFacts) -> Iterator[Cause]:

@@ -28,6 +28,8 @@ KEPT_ATTEMPTS = 8
 """Attempts kept for each slot: failed, waiting, running, and finished elsewhere, each."""
 KEPT_EXPLORERS = 4096
 """Explorers whose status is known; the one that was silent longest is dropped first."""
+KEPT_EXCLUDED = 64
+"""Excluded explorers that are known; the one that was excluded first is dropped first."""
 KEPT_DETACHED = 32
 """Detached consumer groups that are remembered."""
 KEPT_PROFILES = 64

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from trinity_schemas import Envelope, LedgerRestored, RolloutsDispatched, StepTrained
+from trinity_schemas import (
+    Envelope,
+    ExplorerExcluded,
+    LedgerRestored,
+    RolloutsDispatched,
+    StepTrained,
+)
 
-from .fold_state import FoldState
+from .fold_state import FoldState, keep_last
 from .ledger import Contradictions, Ledger, LedgerError
+from .limits import KEPT_EXCLUDED, LONGEST_REFUSAL
 from .lineage import lineage_of
 from .ordinal_ranges import Range, union, words_of_ranges
-from .state import MonitorState
+from .state import ExcludedExplorer, MonitorState
 
 
 def rollouts_dispatched(fold: FoldState, event: RolloutsDispatched, _: Envelope) -> None:
@@ -37,6 +44,25 @@ def step_trained(fold: FoldState, event: StepTrained, _: Envelope) -> None:
         dropped = _settle(fold, ledger, reason, ordinals)
         _note(fold, "dropped-after-fate", dropped.settled, f" ({reason})")
         _note(fold, "fate-without-dispatch", dropped.undispatched, f" ({reason})")
+
+
+def explorer_excluded(fold: FoldState, event: ExplorerExcluded, _: Envelope) -> None:
+    """Keep the explorer, and the reason, until the next epoch."""
+    excluded = fold.state.excluded
+    excluded.pop(event.explorer, None)
+    excluded[event.explorer] = ExcludedExplorer(
+        at=fold.now, malformed=event.malformed, reason=event.reason[:LONGEST_REFUSAL]
+    )
+    keep_last(excluded, KEPT_EXCLUDED)
+
+
+def format_exclusion(explorer: str, malformed: int, reason: str) -> str:
+    """Return the exclusion of an explorer as a sentence without its full stop."""
+    name = explorer if explorer.isprintable() else repr(explorer)
+    return (
+        f"{name} is excluded until the run's next epoch, since {malformed} of its answers were "
+        f"malformed (the last one: {reason})"
+    )
 
 
 def ledger_restored(fold: FoldState, event: LedgerRestored, _: Envelope) -> None:

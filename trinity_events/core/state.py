@@ -176,6 +176,17 @@ class Refusal(Struct, frozen=True, kw_only=True, omit_defaults=True):
     reason: str
 
 
+class ExcludedExplorer(Struct, frozen=True, kw_only=True):
+    """Explorer whose answers the trainer takes no more in the current epoch."""
+
+    at: int
+    """Milliseconds of the event."""
+    malformed: int
+    """Number of its answers that were malformed."""
+    reason: str
+    """Fault of the last one."""
+
+
 class OpenWait(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Wait of a process that it has reported, and that has not ended."""
 
@@ -300,6 +311,8 @@ class MonitorState(Struct, kw_only=True, omit_defaults=True):
     turns: dict[str, str] = field(default_factory=dict)
     """Save id that has its turn to its group; all are of one group."""
     explorers: dict[str, ExplorerState] = field(default_factory=dict)
+    excluded: dict[str, ExcludedExplorer] = field(default_factory=dict)
+    """Explorers that the trainer has excluded in the current epoch, by name."""
     refused: int = 0
     """Number of refused weight versions."""
     refusals: list[Refusal] = field(default_factory=list)

@@ -14,6 +14,7 @@ from trinity_schemas import (
     EvaluationFinished,
     EvaluationStarted,
     Event,
+    ExplorerExcluded,
     ExplorerStatusChanged,
     LeaseExpired,
     LedgerRestored,
@@ -93,6 +94,7 @@ _OF: dict[str, tuple[type[Struct], ...]] = {
         DeadlineReached,
         StepFailed,
         EvaluationFailed,
+        ExplorerExcluded,
     ),
     "ready": (StepReady, StepSuperseded),
 }

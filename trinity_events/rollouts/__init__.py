@@ -3,12 +3,17 @@
 from .client import Claim, RolloutClient
 from .dispatch_state import Group, HeldRequest
 from .dispatcher import RolloutDispatcher, RolloutsFailed
+from .exclusions import Exclusions, ExplorersExcluded
+from .experience_checks import AnswerLimits
 from .settings import DispatchSettings
 from .streams import evaluation_keys
 
 __all__ = [
+    "AnswerLimits",
     "Claim",
     "DispatchSettings",
+    "Exclusions",
+    "ExplorersExcluded",
     "Group",
     "HeldRequest",
     "RolloutClient",

@@ -3,7 +3,7 @@
 -- KEYS: epoch, rollouts, experiences
 -- ARGV: epoch, group, then for each: id of the request, number of samples, samples
 --include fence
-redis.call('XLEN', KEYS[3]) -- fails before the first write if the key is no stream
+--include takes_entries
 local counted = {}
 local at = 3
 while at < #ARGV do

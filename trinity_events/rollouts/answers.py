@@ -1,19 +1,38 @@
-"""Reader of the stream of answers: it puts samples together to groups."""
+"""Reader of the stream of answers: it decodes entries, and keeps the stream able to take more.
+
+1. Every entry is returned once, in order. A stream that began again is read from its beginning, and
+   an :class:`Restarted` comes before its first entry.
+2. No content of an entry raises; one that is no message of this run is an :class:`Unreadable`.
+3. What one read has in memory is bounded by number and by bytes, but for one entry.
+4. A stream whose newest id was chosen by a writer is deleted once all of it was read: the server
+   gives no id after the largest one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+import logging
+from collections.abc import AsyncIterator
 from typing import NamedTuple
 
-from trinity_schemas import ContractError, Experience
+from trinity_schemas import Experience, ExperienceSender, ExperienceUnreadable
 from trinity_schemas.codec import decode_experience
 
-from ..log.position import position
+from ..log.position import LAST_ID, ORIGIN, is_from_a_clock, position
 from ..server import Deadline
-from .dispatch_state import Group
-from .streams import ANSWERS_AT_ONCE, RolloutStreams
+from .experience_checks import LONGEST_DETAIL
+from .streams import RolloutStreams
 
-Entry = tuple[bytes, dict[bytes, bytes]]
+_LONGEST_ID = 42
+"""Characters of the longest entry id."""
+
+logger = logging.getLogger(__name__)
+
+
+class Sample(NamedTuple):
+    """Experience that an explorer sent; its content is not checked."""
+
+    entry_id: str
+    experience: Experience
 
 
 class Failed(NamedTuple):
@@ -25,10 +44,20 @@ class Failed(NamedTuple):
     reason: str
 
 
-class Useless(NamedTuple):
+class Unreadable(NamedTuple):
     """Entry that is no message of this run."""
 
     entry_id: str
+    reason: str
+    sender: ExperienceSender | None = None
+    """Explorer and request of the message, if that much is readable."""
+
+
+class Restarted(NamedTuple):
+    """Beginning of a new stream: further entries of the one before will not come."""
+
+
+Answer = Sample | Failed | Unreadable | Restarted
 
 
 class AnswerReader:
@@ -36,55 +65,61 @@ class AnswerReader:
 
     def __init__(self, streams: RolloutStreams) -> None:
         self._streams = streams
-        self._cursor = "0-0"
-        self._partial: dict[tuple[int, int, int], dict[int, tuple[str, Experience]]] = {}
+        self._cursor = ORIGIN
+        self._mended = 0
+        """Number of times that the stream was deleted."""
 
-    async def next(self, wait: Deadline, block: float) -> list[Group | Failed | Useless]:
-        """Return what arrives within ``block`` seconds."""
-        return list(self._sort(await self._streams.answers_after(wait, self._cursor, block)))
+    async def next(self, wait: Deadline, block: float) -> list[Answer]:
+        """Return the entries that arrive within ``block`` seconds."""
+        return await self._read(wait, block)
 
-    async def rest(self, wait: Deadline) -> AsyncIterator[list[Group | Failed | Useless]]:
-        """Yield everything that is there, and read anew a stream that began anew."""
-        newest = await self._streams.newest_answer(wait)
+    async def rest(self, wait: Deadline) -> AsyncIterator[list[Answer]]:
+        """Yield all entries that are there."""
+        newest, mended = await self._streams.newest_answer(wait), self._mended
         if position(newest) < position(self._cursor):
-            self._cursor = "0-0"
-            self._partial.clear()
-        while True:
-            entries = await self._streams.answers_after(wait, self._cursor)
-            yield list(self._sort(entries))
-            if len(entries) < ANSWERS_AT_ONCE:
-                return
+            self._cursor = ORIGIN
+            yield [Restarted()]
+        while answers := await self._read(wait):
+            yield answers
+        if self._mended == mended and not is_from_a_clock(newest):
+            # The entry with this id was removed, so that it was not read.
+            await self._mend(wait, newest)
 
-    def _sort(self, entries: list[Entry]) -> Iterator[Group | Failed | Useless]:
-        for entry_id, fields in entries:
-            self._cursor = entry_id.decode()
-            request = fields.get(b"failed")
-            if request is not None:
-                reason = fields.get(b"reason", b"").decode(errors="replace")
-                yield Failed(self._cursor, request.decode(errors="replace"), reason)
-                continue
-            try:
-                experience = decode_experience(fields.get(b"e", b""))
-            except ContractError:
-                yield Useless(self._cursor)
-                continue
-            if experience.run_id != self._streams.run_id:
-                yield Useless(self._cursor)
-            elif (group := self._add(self._cursor, experience)) is not None:
-                yield group
+    async def _read(self, wait: Deadline, block: float | None = None) -> list[Answer]:
+        chosen = not is_from_a_clock(self._cursor)
+        entries = []
+        if self._cursor != LAST_ID:  # a server answers a read after this one with an error
+            entries = await self._streams.answers_after(
+                wait, self._cursor, None if chosen else block
+            )
+        if entries:
+            self._cursor = entries[-1][0].decode()
+        elif chosen:
+            await self._mend(wait, self._cursor)
+        return [self._decode(entry_id.decode(), fields) for entry_id, fields in entries]
 
-    def _add(self, entry_id: str, experience: Experience) -> Group | None:
-        """Return the group of a sample if the sample is its last one."""
-        name = experience.epoch, experience.ordinal, experience.attempt
-        samples = self._partial.setdefault(name, {})
-        samples[experience.sample] = entry_id, experience
-        if len(samples) < experience.samples:
-            return None
-        del self._partial[name]
-        ordered = [samples[index] for index in sorted(samples)]
-        return Group(
-            ordinal=experience.ordinal,
-            attempt=experience.attempt,
-            experiences=[sample for _, sample in ordered],
-            entry_ids=[one for one, _ in ordered],
-        )
+    async def _mend(self, wait: Deadline, newest: str) -> None:
+        if not await self._streams.mend_answers(wait, newest):
+            return  # It has a later entry, which is read first.
+        self._cursor = ORIGIN
+        self._mended += 1
+        if self._mended.bit_count() == 1:  # A writer may choose such ids all the time.
+            logger.warning(
+                "run %s: a writer gave an entry of the answers the id %s, after which the stream "
+                "may take no more: all answers were read, and the stream begins again (time %d); "
+                "see docs/security.md for who may write",
+                *(self._streams.run_id, newest, self._mended),
+            )
+
+    def _decode(self, entry_id: str, fields: dict[bytes, bytes]) -> Answer:
+        request = fields.get(b"failed")
+        if request is not None:
+            reason = fields.get(b"reason", b"")[: 4 * LONGEST_DETAIL].decode(errors="replace")
+            return Failed(entry_id, request[:_LONGEST_ID].decode(errors="replace"), reason)
+        if (size := fields.get(b"large")) is not None:
+            return Unreadable(entry_id, f"it has {size.decode()} bytes")
+        try:
+            experience = decode_experience(fields.get(b"e", b""))
+        except ExperienceUnreadable as error:
+            return Unreadable(entry_id, str(error), error.sender)
+        return Sample(entry_id, experience)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -17,12 +18,14 @@ from trinity_schemas.codec import decode_request
 from ..error_text import ungrouped
 from ..errors import DeadlineExceeded, StaleEpoch, TrinityError
 from ..server import Deadline
-from .streams import LONGEST_BLOCK, SUPERSEDED, Request, RolloutStreams, is_without_group
+from .streams import EXCLUDED, LONGEST_BLOCK, SUPERSEDED, Request, RolloutStreams, is_without_group
 
 _WITHOUT_GROUP = 0.5
 """Seconds between two attempts to claim while the trainer's dispatcher has not started."""
 _AT_ONCE = 0.001
 """Seconds that a read waits which first looks for claims whose reply was lost."""
+
+logger = logging.getLogger(__name__)
 
 
 class Claim(Struct, frozen=True):
@@ -60,6 +63,8 @@ class RolloutClient:
         self.name = name
         self.discarded = 0
         """Answers that came after another attempt had taken their place."""
+        self.is_excluded = False
+        """True once a request names this explorer as excluded; it claims nothing more then."""
         self._lease = lease
         self._deadline = deadline
         self._streams = RolloutStreams(client, run_id, epoch, keys=keys)
@@ -72,7 +77,8 @@ class RolloutClient:
     async def claim(self, count: int, *, seconds: float) -> list[Claim]:
         """Return at most ``count`` requests; wait at most ``seconds`` for the first one.
 
-        Claims whose reply was lost come first, also those of an earlier process of this name.
+        Claims whose reply was lost come first, also those of an earlier process of this name. An
+        explorer that the trainer has excluded gets none, after ``seconds``.
 
         Raises:
             StaleEpoch: The run has a newer epoch.
@@ -80,6 +86,9 @@ class RolloutClient:
         wait = self._wait("no requests were claimed")
         give_up = anyio.current_time() + seconds
         while True:
+            if self.is_excluded:
+                await anyio.sleep(seconds)
+                return []
             left = max(give_up - anyio.current_time(), 0.0)
             async with self._claiming:
                 claims = await self._read(wait, count, min(left, LONGEST_BLOCK, self._lease / 3))
@@ -191,8 +200,22 @@ class RolloutClient:
                 claims.append(Claim(entry_id, decode_request(payload)))
             except ContractError:
                 await self._write("fail", entry_id, "unreadable")
+        if any(self.name in claim.request.excluded for claim in claims):
+            await self._end_claiming(claims)
+            return []
         self._held.update(one.entry_id for one in claims)
         return claims
+
+    async def _end_claiming(self, claims: Iterable[Claim]) -> None:
+        """Give requests back, since the trainer takes no answers of this explorer."""
+        self.is_excluded = True
+        logger.error(
+            "run %s: the trainer has excluded %s, as some of its answers were malformed (see "
+            "trinity-events explain %s): it answers nothing more in epoch %d",
+            *(self._streams.run_id, self.name, self._streams.run_id, self._streams.epoch),
+        )
+        for claim in claims:
+            await self._write("fail", claim.entry_id, EXCLUDED)
 
     async def _claim(self, count: int, block: float) -> list[Request]:
         """Return at most ``count`` requests, first those whose claim the server never told."""

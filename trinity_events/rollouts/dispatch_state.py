@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -13,10 +13,14 @@ from trinity_schemas import Experience, OrdinalRange, StepRef, StepTrained
 from ..core.ledger import Ledger, LedgerError, ranges
 from ..core.ordinal_ranges import words_of_ranges
 from .settings import DispatchSettings
-from .streams import SUPERSEDED, Sight
+from .streams import EXCLUDED, MALFORMED, SUPERSEDED, Sight
 
-NOT_THE_EXPLORERS = ("stale", SUPERSEDED, "lost")
-"""Reasons to ask again that are no failure of an attempt, and do not count against the maximum."""
+NOT_THE_EXPLORERS = ("stale", SUPERSEDED, "lost", MALFORMED, EXCLUDED)
+"""Reasons to ask again that are no failure of an attempt, and do not count against the maximum.
+
+A malformed answer counts against its explorer, which is excluded after some. If it counted against
+the prompt too, an explorer could have the run drop prompts.
+"""
 _NAMED = 4
 """Maximum ranges of ordinals that the object of a wait names."""
 
@@ -98,6 +102,8 @@ class Asked(Struct):
     failures: int = 0
     explorer: str | None = None
     claimed_at: float = 0.0
+    refusal: str | None = None
+    """Reason for which an answer was refused that names it; a later one may still be taken."""
 
 
 class Request(NamedTuple):
@@ -205,6 +211,7 @@ class DispatchState:
     ) -> Request:
         self.number += 1
         asked = self.asked[ordinal]
+        asked.refusal = None
         if earlier is None:  # Nothing can keep it from being written.
             asked.number, asked.versions, asked.explorer = self.number, versions, None
         return Request(ordinal, self.number, asked.attempt, versions, due, earlier)
@@ -276,6 +283,12 @@ class DispatchState:
         """Return the answer of an ordinal that is not to be used, and forget it."""
         return self.arrived.pop(ordinal)
 
+    def give_back(self, number: int, reason: str) -> None:
+        """Note the reason for which an explorer gave a request back; no attempt failed."""
+        for asked in self.asked.values():
+            if asked.number == number:
+                asked.refusal = reason
+
     def fail(self, number: int) -> int | None:
         """Note that an explorer gave a request back; return its ordinal, if it is still open."""
         for ordinal, asked in self.asked.items():
@@ -346,7 +359,9 @@ class DispatchState:
 
     # --- claims ------------------------------------------------------------------------------
 
-    def observe(self, sight: Sight, now: float, calm: float) -> list[Due]:
+    def observe(
+        self, sight: Sight, now: float, calm: float, excluded: Container[str] = ()
+    ) -> list[Due]:
         """Note who holds what; return the ordinals whose attempt counts no more.
 
         Args:
@@ -354,13 +369,15 @@ class DispatchState:
             now: Seconds of a clock that is never set.
             calm: Seconds for which the server has answered without a fault. Claims count as idle
                 for no longer, so that each gets one full lease after an outage.
+            excluded: Explorers whose claims count no more.
         """
         due = []
         for ordinal, asked in self.asked.items():
             if ordinal in self.arrived:
                 continue
             if asked.number is None or asked.number not in sight.numbers:
-                due.append(Due(ordinal, "lost"))
+                asked.number = None
+                due.append(Due(ordinal, asked.refusal or "lost"))
                 continue
             claim = sight.claims.get(asked.number)
             if claim is None:
@@ -369,7 +386,9 @@ class DispatchState:
             if asked.explorer is None:
                 asked.claimed_at = now - claim.idle
             asked.explorer = claim.explorer
-            if min(claim.idle, calm) >= self.settings.claim_lease:
+            if claim.explorer in excluded:
+                due.append(Due(ordinal, EXCLUDED))
+            elif min(claim.idle, calm) >= self.settings.claim_lease:
                 due.append(Due(ordinal, "lapsed", self.settings.claim_lease))
             elif calm >= self.settings.claim_lease and self._is_overdue(asked, now):
                 due.append(Due(ordinal, "deadline"))

@@ -13,6 +13,7 @@ import redis.asyncio
 from msgspec.structs import replace
 
 from trinity_schemas import (
+    ExplorerExcluded,
     ReissuedRollout,
     RolloutRequest,
     RolloutsDispatched,
@@ -22,15 +23,16 @@ from trinity_schemas import (
     TrainedLedger,
     encode,
 )
+from trinity_schemas.rollouts import MAX_EXCLUDED_NAMES
 
 from ..core import lineage
 from ..core.ledger import Ledger, LedgerError, ranges
-from ..errors import TrinityError
+from ..errors import DeadlineExceeded, TrinityError
 from ..log import AsyncPublisher
 from ..replay import SnapshotUnreadable, current_state
 from ..server import Deadline
 from ..waits import NO_REPORTS, Wait, WaitReporter
-from .answers import AnswerReader, Failed, Useless
+from .answers import Answer, AnswerReader, Failed
 from .dispatch_state import (
     DispatchState,
     Due,
@@ -42,8 +44,10 @@ from .dispatch_state import (
     holders_of,
     object_of_wait,
 )
+from .exclusions import Exclusions, ExplorersExcluded
+from .inspection import AnswerInspector
 from .settings import DispatchSettings
-from .streams import LONGEST_BLOCK, SUPERSEDED, RolloutStreams
+from .streams import EXCLUDED, LONGEST_BLOCK, SUPERSEDED, RolloutStreams
 
 Usable = Callable[[Group], bool | str]
 Waiting = Callable[[list[HeldRequest], float], Awaitable[None]]
@@ -62,6 +66,9 @@ _LOOK = 2.0
 """Maximum seconds between two looks at the claims, so that a long wait names their holders."""
 _LOOK_ANEW = 1.0
 """Maximum seconds from the last look of one step to the first one of the next."""
+_LOOK_REFUSED = 0.2
+"""Seconds from a look at the claims to the next one after an answer was refused. It bounds how
+often a request is issued again whose every answer is refused."""
 _WORDS = 0.25
 """Seconds between two descriptions of what is missing, while answers arrive."""
 _GATHER = 0.002
@@ -79,11 +86,17 @@ def always(_: Group) -> bool:
     return True
 
 
+def _is_never_current(_: StepRef) -> bool:
+    """Return False: no answer of an earlier epoch is to be kept."""
+    return False
+
+
 class RolloutDispatcher:
     """Dispatcher of one epoch: the only writer of requests, and the only reader of answers.
 
     Each event is in the log before the requests that it tells of. A request that is then never
-    written is found to be missing and issued again, by this epoch or by the next.
+    written is found to be missing and issued again, by this epoch or by the next. Answers that are
+    malformed are refused, and an explorer that sends several is excluded (:mod:`.inspection`).
 
     Args:
         client: Client of the server of the run's log.
@@ -95,6 +108,7 @@ class RolloutDispatcher:
         deadline: Seconds for which a write waits for a server that is away.
         waits: Reporter of the trainer's long waits for rollouts; by default none reports them.
         keys: Keys with the streams; by default those of the run's rollouts.
+        exclusions: Excluded explorers, which the dispatchers of an epoch share; by default none.
     """
 
     def __init__(
@@ -107,7 +121,9 @@ class RolloutDispatcher:
         deadline: float = 300.0,
         waits: WaitReporter = NO_REPORTS,
         keys: RunKeys | None = None,
+        exclusions: Exclusions | None = None,
     ) -> None:
+        self.exclusions = Exclusions() if exclusions is None else exclusions
         self.settings = settings
         self.ledger = Ledger() if ledger is None else ledger
         if self.ledger.fingerprint is None:
@@ -124,6 +140,7 @@ class RolloutDispatcher:
             keys=keys,
         )
         self._answers = AnswerReader(self._streams)
+        self._inspector = AnswerInspector(settings, self._state, self.exclusions)
         self._deadline = deadline
         self._waits = waits
         self._lock = anyio.Lock()
@@ -164,22 +181,23 @@ class RolloutDispatcher:
         wait = self._wait("the dispatch did not start")
         kept = self.settings.keep_answers == "checkpoint"
         self._state.number = await self._streams.begin(wait, withdraw_answers=not kept)
-        if kept:
-            async for answers in self._answers.rest(wait):
-                if answers:
-                    stands = stands or await self._lineage(wait)
-                    self._keep(answers, stands)
+        if not kept:
+            stands = _is_never_current
+        async for answers in self._answers.rest(wait):
+            stands = stands or await self._lineage(wait)
+            self._inspector.add_earlier(answers, stands)
+        self._inspector.end_entries()
         await self._free(wait)
 
     async def _lineage(self, wait: Deadline) -> Stands:
         """Return a function that tells if the lineage in the log holds a version."""
         try:
-            assert self._publisher is not None
+            assert self._publisher is not None  # answers are kept for resumes of training alone
             log = self._publisher.log
             state = await wait.ask(lambda: current_state(log))
         except SnapshotUnreadable as error:
             logger.warning("run %s: no answers are kept: %s", self.settings.run_id, error)
-            return lambda _: False
+            return _is_never_current
         return partial(lineage.stands, state)
 
     async def dispatch(self, count: int, oldest: StepRef, *, exact: bool = False) -> int:
@@ -203,6 +221,13 @@ class RolloutDispatcher:
             await self._ask(wait, count - self._asked)
             asked, self._asked = self._asked, 0
             return asked
+
+    def add_published(self, version: StepRef) -> None:
+        """Let answers have tokens of a version; call it before the version is published.
+
+        Without a call, they may have tokens of any version of this epoch or an earlier one.
+        """
+        self._inspector.add_published(version)
 
     async def take(
         self,
@@ -228,13 +253,21 @@ class RolloutDispatcher:
 
         Raises:
             DeadlineExceeded: Groups are missing; it names them, and the explorers that hold them.
+            ExplorersExcluded: The same, and it names the explorers that were excluded.
             RolloutsFailed: As many prompts in a row as a step has, at least 8, were given up.
             StaleEpoch: The run has a newer epoch.
         """
         self._check_count(count)
         self._state.oldest = oldest
         with self._waits.waiting("rollouts", deadline=deadline) as reported:
-            return await self._take(count, deadline, usable, waiting, reported)
+            try:
+                return await self._take(count, deadline, usable, waiting, reported)
+            except DeadlineExceeded as error:
+                if not self.exclusions.names:
+                    raise
+                raise ExplorersExcluded(
+                    str(error), run_id=self.settings.run_id, explorers=self.exclusions.all
+                ) from None
 
     async def _take(
         self, count: int, deadline: float, usable: Usable, waiting: Waiting | None, reported: Wait
@@ -269,6 +302,8 @@ class RolloutDispatcher:
             block = min(wait.left(), LONGEST_BLOCK, next_look - anyio.current_time())
             found = await self._answers.next(wait, block)
             self._receive(found)
+            if self._inspector.refused:
+                next_look = min(next_look, self._looked_at + _LOOK_REFUSED)
             if found and self._state.lacks_several(count):
                 await anyio.sleep(_GATHER)
             if waiting is not None and (missing := self.waits_for(count)):
@@ -304,6 +339,10 @@ class RolloutDispatcher:
             else:
                 self._useless += entry_ids
             wait = self._wait("answers were not freed")
+            if not self._useless:
+                # The log takes events of older epochs, which count for nothing. The script refuses
+                # such a trainer, also where answers are kept (seed 1622 of the simulation).
+                await self._streams.write(wait, "free", "")
             await self._free(wait)
             await self._remove_members(wait)
 
@@ -353,7 +392,10 @@ class RolloutDispatcher:
             await self._complete(wait)
 
     async def _complete(self, wait: Deadline) -> None:
-        """Tell what is to be asked for, and write its requests."""
+        """Tell what is to be asked for and who is excluded, and write the requests."""
+        while self._publisher is not None and self.exclusions.unpublished:
+            await self._publish(self.exclusions.unpublished[0])
+            del self.exclusions.unpublished[0]
         if self._untold is not None:
             ordinals, versions = self._untold
             await self._tell(versions, RolloutsDispatched(ordinals=ranges(ordinals)))
@@ -432,7 +474,7 @@ class RolloutDispatcher:
         )
         await self._publish(event)
 
-    async def _publish(self, event: RolloutsDispatched | StepTrained) -> None:
+    async def _publish(self, event: RolloutsDispatched | StepTrained | ExplorerExcluded) -> None:
         if (publisher := self._publisher) is not None:
             await self._streams.timed(lambda: publisher.publish(event))
 
@@ -449,6 +491,7 @@ class RolloutDispatcher:
             exact=request.versions.exact,
             fingerprint=self.settings.fingerprint,
             deadline=self.settings.request_deadline,
+            excluded=tuple(self.exclusions.names[-MAX_EXCLUDED_NAMES:]),
         )
         earlier = self._replaced(request.earlier, request.due)
         return [*earlier, self._streams.request_id(request.number), encode(payload)]
@@ -467,18 +510,24 @@ class RolloutDispatcher:
 
     # --- answers -----------------------------------------------------------------------------
 
-    def _receive(self, answers: Iterable[Group | Failed | Useless]) -> None:
+    def _receive(self, answers: Iterable[Answer]) -> None:
         for answer in answers:
-            if isinstance(answer, Group):
-                ours = answer.experiences[0].epoch == self.settings.epoch
-                if ours and self._is_whole(answer) and self._state.arrive(answer):
+            if isinstance(answer, Failed):
+                self._receive_failure(answer)
+            elif (group := self._inspector.add(answer)) is not None:
+                if self._state.arrive(group):
                     self._failed_in_a_row = 0
-                    continue
-            elif isinstance(answer, Failed):
-                ordinal = self._state.fail(self._streams.number_of(answer.request))
-                if ordinal is not None:
-                    self._note_failure(ordinal, answer.reason)
-            self._useless += _entry_ids(answer)
+                else:
+                    self._useless += group.entry_ids
+
+    def _receive_failure(self, failed: Failed) -> None:
+        self._useless.append(failed.entry_id)
+        number = self._streams.number_of(failed.request)
+        if failed.reason == EXCLUDED:
+            self._state.give_back(number, EXCLUDED)
+            self._inspector.refused = True
+        elif (ordinal := self._state.fail(number)) is not None:
+            self._note_failure(ordinal, failed.reason)
 
     def _note_failure(self, ordinal: int, reason: str) -> None:
         if reason == SUPERSEDED:
@@ -489,16 +538,6 @@ class RolloutDispatcher:
             "run %s: an attempt of ordinal %d failed: %s", self.settings.run_id, ordinal, reason
         )
         self._due[ordinal] = Due(ordinal, "failed")
-
-    def _keep(self, answers: Iterable[Group | Failed | Useless], stands: Stands) -> None:
-        for answer in answers:
-            group = answer if isinstance(answer, Group) and self._is_whole(answer) else None
-            if group is not None and self._state.keep(group, stands):
-                continue
-            self._useless += _entry_ids(answer)
-
-    def _is_whole(self, group: Group) -> bool:
-        return len(group.experiences) == self.settings.samples
 
     def _refuse_stale(self) -> bool:
         """Refuse all groups that are too old; return True if there were any."""
@@ -530,6 +569,7 @@ class RolloutDispatcher:
             self._state.drop(reason, group.ordinal)
 
     async def _free(self, wait: Deadline) -> None:
+        self._useless += self._inspector.pop_useless()
         while self._useless:
             several = self._useless[:_FREED_AT_ONCE]
             await self._streams.write(wait, "free", " ".join(several))
@@ -547,9 +587,10 @@ class RolloutDispatcher:
             sight = await self._streams.look(wait, 2 * self.settings.window)
         async for answers in self._answers.rest(wait):
             self._receive(answers)
+        self._inspector.end_entries()
         now = anyio.current_time()
         calm = min(now - self._streams.answers_since, sight.uptime)
-        for due in self._state.observe(sight, now, calm):
+        for due in self._state.observe(sight, now, calm, self.exclusions):
             self._due.setdefault(due.ordinal, due)
         self._looked_at = anyio.current_time()
         await self._remove_members(wait)
@@ -581,7 +622,3 @@ class RolloutDispatcher:
                 f"a step of {count} groups cannot be taken: the window is {self.settings.window} "
                 "ordinals, so take at least 1 and at most so many"
             )
-
-
-def _entry_ids(answer: Group | Failed | Useless) -> list[str]:
-    return answer.entry_ids if isinstance(answer, Group) else [answer.entry_id]

@@ -2,7 +2,7 @@
 -- if the request was answered, replaced or withdrawn before. Returns 1 if the failure counts.
 -- KEYS: epoch, rollouts, experiences   ARGV: epoch, group, id of the request, reason
 --include fence
-redis.call('XLEN', KEYS[3]) -- fails before the first write if the key is no stream
+--include takes_entries
 if redis.call('XACK', KEYS[2], ARGV[2], ARGV[3]) == 0 then return 0 end
 redis.call('XDEL', KEYS[2], ARGV[3])
 redis.call('XADD', KEYS[3], '*', 'failed', ARGV[3], 'reason', ARGV[4])

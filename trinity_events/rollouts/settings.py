@@ -8,6 +8,8 @@ from msgspec import Struct
 
 from trinity_schemas import Sampling
 
+from .experience_checks import NO_LIMITS, AnswerLimits
+
 
 class DispatchSettings(Struct, frozen=True, kw_only=True):
     """Settings of a run's dispatcher."""
@@ -17,6 +19,8 @@ class DispatchSettings(Struct, frozen=True, kw_only=True):
     samples: int
     """Samples of a group."""
     sampling: Sampling
+    limits: AnswerLimits = NO_LIMITS
+    """Limits of answers that the run's model and task have."""
     prompts_per_step: int
     fingerprint: str
     """Fingerprint of the task set."""

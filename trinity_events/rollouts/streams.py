@@ -10,10 +10,10 @@ import anyio
 import redis
 import redis.asyncio
 
-from trinity_schemas import RunKeys
+from trinity_schemas import MAX_EVENT_BYTES, RunKeys
 
-from ..errors import LogLost, StaleEpoch
-from ..log.key_errors import wrong_type
+from ..errors import LogExhausted, LogLost, StaleEpoch
+from ..log.key_errors import is_exhausted, wrong_type
 from ..log.scripts import Scripts
 from ..server import Deadline
 
@@ -25,12 +25,20 @@ LONGEST_BLOCK = 5.0
 SUPERSEDED = "superseded"
 """Reason of an explorer that gives a request back, as it cannot get the request's exact version."""
 
+EXCLUDED = "excluded"
+"""Reason to issue a request again whose explorer is excluded; an explorer gives it as its own."""
+
+MALFORMED = "malformed"
+"""Reason to issue a request again whose answer was malformed."""
+
 ANSWERS_AT_ONCE = 256
 """Maximum samples of one read."""
+BYTES_AT_ONCE = 16 << 20
+"""Bytes of answers from which on one read has no further one: decoded, they take ten times that."""
 _KEYS = {
     **dict.fromkeys(("issue", "renew", "leave"), ("epoch", "rollouts")),
     **dict.fromkeys(("begin", "answer", "fail"), ("epoch", "rollouts", "experiences")),
-    "free": ("epoch", "experiences"),
+    **dict.fromkeys(("free", "mend"), ("epoch", "experiences")),
 }
 """Keys of the scripts that check the caller's epoch."""
 
@@ -170,16 +178,31 @@ class RolloutStreams:
     async def answers_after(
         self, wait: Deadline, cursor: str, block: float | None = None
     ) -> list[tuple[bytes, dict[bytes, bytes]]]:
-        """Return entries of the stream of answers; wait ``block`` seconds for the first one."""
-        milliseconds = None if block is None else max(1, int(block * 1000))
-        reply = await self.ask(
-            wait,
-            lambda: self.client.xread(
-                {self.keys.experiences: cursor}, count=ANSWERS_AT_ONCE, block=milliseconds
-            ),
-            block=block or 0.0,
-        )
-        return reply[0][1] if reply else []
+        """Return entries of the stream of answers; wait ``block`` seconds for the first one.
+
+        An entry above the limit of an experience's bytes comes without its content.
+        """
+        if block is not None:
+            # No script can block, and no command that blocks has a limit of bytes. So this one only
+            # waits, for one entry, and the script reads that one again.
+            milliseconds = max(1, int(block * 1000))
+            streams = {self.keys.experiences: cursor}
+            if not await self.ask(
+                wait, lambda: self.client.xread(streams, count=1, block=milliseconds), block=block
+            ):
+                return []
+        args = [cursor, ANSWERS_AT_ONCE, BYTES_AT_ONCE, MAX_EVENT_BYTES]
+        keys = [self.keys.experiences]
+        rows = await self.ask(wait, lambda: self._scripts("read", keys=keys, args=args))
+        return [(row[0], dict(zip(row[1::2], row[2::2], strict=True))) for row in rows]
+
+    async def mend_answers(self, wait: Deadline, newest: str) -> bool:
+        """Delete the stream of answers, whose largest id a writer chose, so that it takes entries.
+
+        Returns False if it has a larger id by now. Answers in it that a resume could have used are
+        computed again: the stream is a cache.
+        """
+        return bool(await self.write(wait, "mend", newest))
 
     async def newest_answer(self, wait: Deadline) -> str:
         """Return the largest id that the stream of answers ever had; 0-0 if there is none."""
@@ -201,7 +224,7 @@ class RolloutStreams:
         """
         faults = wait.faults
         try:
-            answer = await self.timed(lambda: wait.ask(question), block)
+            answer = await self.timed(lambda: wait.ask(lambda: _unless_exhausted(question)), block)
         except redis.ResponseError as error:
             raise self._refusal(error) or await self._conflict(error) or error from None
         finally:
@@ -250,6 +273,19 @@ class RolloutStreams:
             f"the server holds epoch {found} of run {self.run_id}, and this process is of epoch "
             f"{self.epoch}: the server lost data, so open the run anew"
         )
+
+
+async def _unless_exhausted(question: Callable[[], Awaitable[T]]) -> T:
+    """Return a server's answer. Raises LogExhausted, after which a retry may help."""
+    try:
+        return await question()
+    except redis.ResponseError as error:
+        if not is_exhausted(error):
+            raise
+        raise LogExhausted(
+            "the stream of answers takes no more entries, since a writer gave one an id past year "
+            "9999: the trainer mends it when it takes its next step"
+        ) from None
 
 
 def _requests(entries: Iterable[tuple[bytes, dict[bytes, bytes] | None]]) -> list[Request]:

@@ -15,6 +15,7 @@ from ..checkpoint_layout import final_name
 from ..core import MonitorState, failures, unfinished
 from ..core.causes import HostProcess
 from ..core.refusals import suspects, words_of_refusal
+from ..core.rollouts import format_exclusion
 from ..core.state import KINDS, ExplorerState
 from ..core.waits import chained_waits, culprits, seconds_left
 from ..log import position
@@ -23,6 +24,8 @@ from .times import date_and_time
 
 _TABLED = 16
 """Number of waits that the table shows; the others are counted."""
+_EXCLUDED = 8
+"""Excluded explorers that are named, the last ones; status --json has them all."""
 _DEEPEST = 8
 """Maximum indentation of a wait in its table."""
 
@@ -108,7 +111,16 @@ def status_panel(
         *_evaluations(state, now),
         *_waits_table(state, _moment_of(state, now)),
     )
-    return Group(head, *about, *tables, *failed, *waiting, *_refusals(state), *_anomalies(state))
+    return Group(
+        head,
+        *about,
+        *tables,
+        *failed,
+        *waiting,
+        *_exclusions(state),
+        *_refusals(state),
+        *_anomalies(state),
+    )
 
 
 def _moment_of(state: MonitorState, now: int | None) -> int:
@@ -206,6 +218,16 @@ def _waits_table(state: MonitorState, now: int) -> list[RenderableType]:
     more = len(links) - _TABLED
     rest = [Text(f"{more} more waits are open.", style="yellow")] if more > 0 else []
     return [Text(), table, *rest]
+
+
+def _exclusions(state: MonitorState) -> list[Text]:
+    return [
+        Text(
+            visible(f"{format_exclusion(name, excluded.malformed, excluded.reason)}.", lines=False),
+            style="red",
+        )
+        for name, excluded in list(state.excluded.items())[-_EXCLUDED:]
+    ]
 
 
 def _refusals(state: MonitorState) -> list[Text]:

@@ -20,7 +20,7 @@ from trinity_events.errors import TrinityError
 from trinity_schemas import Experience, RolloutRequest, StepRef, Turn
 
 from .learning.policy import BadPolicy, encode_prompt
-from .rewards import Rewarded, Rewards
+from .rewards import Rewarded, RewardFailed, Rewards
 from .rollout_engines.base import Generation, GenerationRequest, TurnGenerator
 from .tasks.base import Answer, Message, Question, Task
 
@@ -80,6 +80,7 @@ class Episodes:
         explorer: Name of the explorer.
         environment: Other side of the episodes; without one, an episode has one turn.
         max_turns: Maximum number of the policy's turns in an episode.
+        needed_part: Part of the reward that the trainer reads, if it reads one.
     """
 
     engine: TurnGenerator
@@ -89,6 +90,7 @@ class Episodes:
     explorer: str
     environment: Replier | None = None
     max_turns: int = 1
+    needed_part: str | None = None
 
     async def answer(self, request: RolloutRequest) -> list[Experience]:
         """Return the experiences of one request; see :meth:`answer_all`. Raises what failed."""
@@ -250,12 +252,24 @@ class Episodes:
         ]
         try:
             judged = await self.judge.judge(group[0].question, asked)
+            self._check_part(judged)
         except TrinityError as error:
             failed[place] = error
             return
         answers[place] = [
             self._experience(one, rewarded) for one, rewarded in zip(group, judged, strict=True)
         ]
+
+    def _check_part(self, judged: Sequence[Rewarded]) -> None:
+        """Refuse rewards without the part that the trainer reads, as it refuses their answers."""
+        part = self.needed_part
+        for rewarded in judged if part is not None else ():
+            if part not in rewarded.parts:
+                names = ", ".join(rewarded.parts) or "none"
+                raise RewardFailed(
+                    f"filters.part is {part!r}, and the reward has no such part: its parts are "
+                    f"{names}"
+                )
 
     def _experience(self, episode: _Episode, rewarded: Rewarded) -> Experience:
         request = episode.request

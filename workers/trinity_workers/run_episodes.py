@@ -65,6 +65,7 @@ async def open_episodes(
         explorer=name,
         environment=environment,
         max_turns=config.rollouts.max_turns,
+        needed_part=config.algorithm.filters.needed_part,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -17,7 +18,7 @@ from tests.support.rollout_messages import PROMPT, experience, policy  # noqa: E
 from tests.support.tensors import assert_equal, identical  # noqa: E402
 from trinity_schemas import Experience, Turn  # noqa: E402
 from trinity_workers.algorithms.batch import Batch, concatenate  # noqa: E402
-from trinity_workers.algorithms.collate import collate  # noqa: E402
+from trinity_workers.algorithms.collate import MalformedExperience, collate  # noqa: E402
 from trinity_workers.algorithms.errors import AlgorithmError  # noqa: E402
 
 lengths = st.lists(st.integers(1, 6), min_size=1, max_size=9)
@@ -184,14 +185,26 @@ def changed(episode: Experience, **values) -> Experience:
     ("group", "said"),
     [
         ([], "no episodes"),
-        ([experience(PROMPT, policy(()))], "sample 1 of ordinal 3 has no token of the policy"),
-        (
-            [changed(experience(), reward=float("nan"))],
-            "the reward of sample 1 of ordinal 3 is nan",
-        ),
         ([experience(), changed(experience(), ordinal=4)], r"of the ordinals \[3, 4\]"),
     ],
 )
 def test_experiences_that_make_no_batch_are_refused_by_name(group, said):
     with pytest.raises(ValueError, match=said):
         collate([group], pad_token_id=0)
+
+
+@pytest.mark.parametrize(
+    ("episode", "fault"),
+    [
+        (experience(PROMPT, policy(())), "length"),
+        (changed(experience(), reward=float("nan")), "reward"),
+        (changed(experience(), reward=1e300), "reward"),
+        (experience(PROMPT, policy((2, 90))), "tokens"),
+        (experience(PROMPT, policy(logprobs=[-0.5, float("nan")])), "logprobs"),
+    ],
+)
+def test_a_malformed_experience_makes_no_batch_and_is_named(episode, fault):
+    with pytest.raises(MalformedExperience) as raised:
+        collate([[episode]], pad_token_id=0, vocabulary_size=90)
+    error = pickle.loads(pickle.dumps(raised.value))
+    assert (error.ordinal, error.sample, error.fault) == (3, 1, fault)

@@ -15,6 +15,7 @@ from tests.support.trainer_side import TrainerSide, exploring  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_events.errors import CorruptVersion, DeadlineExceeded  # noqa: E402
 from trinity_events.log import open_run  # noqa: E402
+from trinity_events.rollouts.exclusions import MALFORMED_ANSWERS  # noqa: E402
 from trinity_events.weights import version_reader  # noqa: E402
 from trinity_schemas import (  # noqa: E402
     ExplorerStatusChanged,
@@ -78,6 +79,22 @@ async def test_what_it_claims_is_answered_with_the_version_that_it_serves(config
     await reports_accepted(log)
     told = [one.event.status for one in await events_of(log, ExplorerStatusChanged)]
     assert told == ["running", "stopped"]
+
+
+async def test_an_excluded_explorer_answers_nothing_and_takes_weights_to_the_end(config, trainer):
+    dispatcher = await trainer.dispatcher(max_attempts=1)
+    for _ in range(MALFORMED_ANSWERS):
+        dispatcher.exclusions.add_malformed("explorer-0", "its reward is inf")
+    async with exploring(Explorer(config, 0), Explorer(config, 1)) as finished:
+        for step in range(STEPS):
+            await trainer.publish(step)
+            await dispatcher.dispatch(4, trainer.version(step))
+            groups = await dispatcher.take(4, deadline=PATIENCE)
+            assert {group.experiences[0].explorer for group in groups} == {"explorer-1"}
+            await dispatcher.trained(step + 1, groups)
+        await trainer.publish(STEPS)
+    assert [result.groups for result in finished.results] == [0, 4 * STEPS]
+    assert dispatcher.ledger.dropped == {}
 
 
 async def test_a_request_for_a_version_to_come_waits_for_it(config, trainer):

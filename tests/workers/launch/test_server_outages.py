@@ -25,6 +25,7 @@ from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open
 from trinity_events.server import clients, connect
 from trinity_events.shared_memory import available
 from trinity_schemas import (
+    ExplorerExcluded,
     ExplorerStatusChanged,
     StepCommitted,
     decode_envelope,
@@ -356,6 +357,18 @@ async def test_a_dead_explorer_is_not_waited_for_and_a_live_one_is(
         tasks.start_soon(launcher._last_weights_taken, client, config, view)
     [line] = said
     assert line.startswith("explorer-1 did not take the last weights within 3 s")
+
+
+async def test_an_excluded_explorer_is_a_line_of_the_terminal(log, publisher, monkeypatch):
+    lines = []
+    view = ProgressView(RUN, 1)
+    monkeypatch.setattr(view, "say", lambda line, style="": lines.append(line))
+    excluded = ExplorerExcluded(explorer="explorer-1", malformed=3, reason="its reward is inf")
+    await publisher.publish(excluded)
+    async with launcher._shown(view, log):
+        await until(lambda: lines)
+    [line] = lines
+    assert line.startswith("explorer-1 is excluded")
 
 
 async def test_a_server_that_stays_away_is_named_where_the_last_weights_were_not_seen(

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import anyio
 import pytest
+from msgspec import structs
 
+from tests.support.rollout_messages import experience
 from tests.support.waits import until
+from trinity_events.rollouts.experience_checks import find_fault
 from trinity_workers.rewards import RewardFailed, RewardPool, RewardSource
 from trinity_workers.rewards.base import rewarded
 from trinity_workers.tasks import Answer, Question, TaskError
@@ -71,7 +74,7 @@ def on_demand(question, answer):
     return {
         "nan": float("nan"), "inf": float("-inf"), "none": None, "text": "1.0",
         "list": [1.0], "unnamed": {"score": 1.0}, "bad part": {"reward": 1.0, "score": "high"},
-        "huge": 10**400,
+        "huge": 10**400, "large": 1e39,
     }.get(text, 0.5)
 
 three = 3
@@ -155,6 +158,7 @@ async def test_one_process_judges_call_after_call_and_is_not_this_one(pool):
         ("unnamed", "returned named numbers without 'reward': score"),
         ("bad part", "returned score = 'high', and a reward is a number"),
         ("huge", "returned 10000000000"),
+        ("large", "returned 1e+39, and a reward is finite, from -1e+16 to 1e+16"),
     ],
 )
 async def test_a_function_that_fails_is_told_in_one_sentence_and_judges_again(pool, text, told):
@@ -164,6 +168,33 @@ async def test_a_function_that_fails_is_told_in_one_sentence_and_judges_again(po
     assert f"the reward ./mine.py:on_demand {told}" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert await rewards(judging, "fine", "fine") == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        1e39,
+        -1e17,
+        float("nan"),
+        {"reward": 1e300},
+        {"reward": 1.0, "score": 1e300},
+        {"reward": 1.0, "score": float("nan")},
+        {"reward": 1.0, "x" * 257: 0.0},
+        {"reward": 1.0} | {f"part {at}": 0.0 for at in range(257)},
+    ],
+)
+def test_a_value_that_the_trainer_would_refuse_is_no_reward(value):
+    with pytest.raises(ValueError, match="returned"):
+        rewarded(value)
+
+
+@pytest.mark.parametrize(
+    "value", [1e16, {"reward": -1e16, "score": 3e38}, {"reward": 0.0, "x" * 256: 1.0}]
+)
+def test_a_reward_at_the_limits_is_what_the_trainer_takes(value):
+    judged = rewarded(value)
+    sample = structs.replace(experience(), reward=judged.reward, reward_parts=judged.parts)
+    assert find_fault(sample) is None
 
 
 @pytest.mark.parametrize("text", ["hang", "close"])

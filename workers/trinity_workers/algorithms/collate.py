@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
+from trinity_events.errors import TrinityError
+from trinity_events.rollouts.experience_checks import AnswerLimits, Fault, find_fault
 from trinity_schemas import Experience
 
 from .batch import NO_GROUP, Batch
+
+
+class MalformedExperience(TrinityError, ValueError):
+    """Raised for an experience that cannot be trained on.
+
+    Attributes:
+        ordinal: Ordinal of its prompt.
+        sample: Index in its group.
+        fault: Property that is at fault, as :data:`.FaultKind`.
+    """
+
+    def __init__(self, message: str, experience: Experience | None = None, fault: str = "") -> None:
+        super().__init__(message)
+        self.ordinal = -1 if experience is None else experience.ordinal
+        self.sample = -1 if experience is None else experience.sample
+        self.fault = fault
+
+    @classmethod
+    def of(cls, experience: Experience, fault: Fault) -> MalformedExperience:
+        """Return the error for a fault of an experience."""
+        return cls(
+            f"sample {experience.sample} of ordinal {experience.ordinal} is malformed: "
+            f"{fault.detail}; the dispatcher refuses such an answer, so that it came another way",
+            experience,
+            fault.kind,
+        )
 
 
 class _Row(NamedTuple):
@@ -20,15 +47,28 @@ class _Row(NamedTuple):
     logprobs: list[float]
 
 
-def collate(groups: Sequence[Sequence[Experience]], pad_token_id: int) -> Batch:
+def collate(
+    groups: Sequence[Sequence[Experience]],
+    pad_token_id: int,
+    *,
+    vocabulary_size: int | None = None,
+) -> Batch:
     """Return all episodes as a batch on the CPU, in order; a row's group is its ordinal.
 
     Only the policy's tokens are trained on. Those of the environment are among the response.
 
-    Raises ValueError for an episode without a token to train on, a reward that is not finite, or
-    a group of two prompts.
+    Args:
+        groups: Samples of each prompt.
+        pad_token_id: Token id of padding.
+        vocabulary_size: Token ids of the model, if it is known.
+
+    Raises:
+        MalformedExperience: An experience cannot be trained on, such as one with a token id
+            outside of the vocabulary, or with a reward that is not finite.
+        ValueError: There are no experiences, or a group has those of two prompts.
     """
-    episodes = [(one, _row(one)) for group in groups for one in _checked(group)]
+    limits = AnswerLimits(vocabulary_size=vocabulary_size)
+    episodes = [(one, _row(one)) for group in groups for one in _checked(group, limits)]
     if not episodes:
         raise ValueError("no episodes to make a batch of")
     prompt_width = max(len(row.prompt) for _, row in episodes)
@@ -75,16 +115,14 @@ def padding_row(pad_token_id: int) -> Batch:
     )
 
 
-def _checked(group: Sequence[Experience]) -> Sequence[Experience]:
+def _checked(group: Sequence[Experience], limits: AnswerLimits) -> Sequence[Experience]:
     ordinals = sorted({one.ordinal for one in group})
     if len(ordinals) > 1:
         raise ValueError(f"one group has episodes of the ordinals {ordinals}")
-    for one in group:
-        if not math.isfinite(one.reward):
-            raise ValueError(
-                f"the reward of sample {one.sample} of ordinal {one.ordinal} is {one.reward}, and "
-                "must be finite"
-            )
+    for experience in group:
+        fault = find_fault(experience, limits)
+        if fault is not None:
+            raise MalformedExperience.of(experience, fault)
     return group
 
 
@@ -96,8 +134,4 @@ def _row(episode: Experience) -> _Row:
         row.response.extend(turn.tokens)
         row.mask.extend([sampled] * len(turn.tokens))
         row.logprobs.extend(turn.logprobs if sampled else [0.0] * len(turn.tokens))
-    if not any(row.mask):
-        raise ValueError(
-            f"sample {episode.sample} of ordinal {episode.ordinal} has no token of the policy"
-        )
     return row

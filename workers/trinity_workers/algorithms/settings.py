@@ -64,6 +64,11 @@ class FiltersConfig(Section, frozen=True, kw_only=True):
     part: str | None = None
     """Named part of the reward that is compared when groups are dropped. Null compares rewards."""
 
+    @property
+    def needed_part(self) -> str | None:
+        """Return the part of the reward that each answer needs, if it needs one."""
+        return self.part if self.zero_variance == "resample" else None
+
 
 class OverlongConfig(Section, frozen=True, kw_only=True):
     """Responses that meet their limit of tokens."""

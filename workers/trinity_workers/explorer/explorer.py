@@ -305,6 +305,9 @@ class Explorer:
                     async with self._turns.training():
                         await installer.refresh(0)
                     idle_since = anyio.current_time()
+                elif requests.is_excluded:
+                    # It stays a member of the collective group, which a version needs whole.
+                    idle_since = anyio.current_time()
                 elif self._demand is not None and self._engine.serves is not None:
                     await self._tell(self._demand.idle(self._engine.serves))
                 if anyio.current_time() - idle_since > config.sync.timeout:

@@ -11,11 +11,12 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.text import Text
 
 from trinity_events.core import Monitor, MonitorState
+from trinity_events.core.rollouts import format_exclusion
 from trinity_events.log import Entry, EventLog, PageSize, Stream
 from trinity_events.replay import PAGE
 from trinity_events.server import Deadline
-from trinity_events.views.terminal import Terminal
-from trinity_schemas import ContractError, StepTrained, decode_envelope
+from trinity_events.views.terminal import Terminal, visible
+from trinity_schemas import ContractError, ExplorerExcluded, StepTrained, decode_envelope
 
 from .failed_saves import FailedSaves
 
@@ -88,6 +89,9 @@ class ProgressView:
             return
         for line in self._failed.heard(envelope.event, announced):
             self.say(line, style="bold red")
+        if isinstance(excluded := envelope.event, ExplorerExcluded):
+            line = format_exclusion(excluded.explorer, excluded.malformed, excluded.reason)
+            self.say(visible(line, lines=False), style="bold red")
         if isinstance(envelope.event, StepTrained) and "reward" in envelope.event.metrics:
             self._metrics = envelope.event.metrics
             self._rewards.append(self._metrics["reward"])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from msgspec import Struct
 
 from trinity_events.errors import TrinityError
+from trinity_schemas.identity import LONGEST_NAME
+from trinity_schemas.rollouts import MAX_FLOAT32, MAX_REWARD, MAX_REWARD_PARTS, REWARD_RANGE
 
 from ..tasks import Answer, Question
 from ..user_processes.frames import shown
@@ -48,14 +49,43 @@ class Rewards(Protocol):
 
 
 def rewarded(value: object) -> Rewarded:
-    """Return a reward function's value, checked. Raises ValueError if it is no reward."""
+    """Return a reward function's value, checked. Raises ValueError if it is no reward.
+
+    Its limits are those of an experience: the trainer refuses one that exceeds them.
+    """
     if not isinstance(value, Mapping):
-        return Rewarded(reward=_number("", value))
+        return Rewarded(reward=_reward("", value))
     if "reward" not in value:
         names = ", ".join(map(str, value)) or "nothing"
         raise ValueError(f"returned named numbers without 'reward': {names}")
-    numbers = {str(name): _number(f"{name} = ", part) for name, part in value.items()}
-    return Rewarded(reward=numbers.pop("reward"), parts=numbers)
+    if len(value) - 1 > MAX_REWARD_PARTS:
+        raise ValueError(
+            f"returned {len(value) - 1} numbers beside 'reward', and a reward has at most "
+            f"{MAX_REWARD_PARTS} parts"
+        )
+    parts = {str(name): _part(str(name), part) for name, part in value.items() if name != "reward"}
+    return Rewarded(reward=_reward("reward = ", value["reward"]), parts=parts)
+
+
+def _reward(name: str, value: object) -> float:
+    number = _number(name, value)
+    # A comparison with NaN is false, so that it fails here too.
+    if not -MAX_REWARD <= number <= MAX_REWARD:
+        raise ValueError(f"returned {name}{number:g}, and a reward is {REWARD_RANGE}")
+    return number
+
+
+def _part(name: str, value: object) -> float:
+    if len(name) > LONGEST_NAME:
+        raise ValueError(
+            f"returned a part with a name of {len(name)} letters, and {LONGEST_NAME} are the most"
+        )
+    number = _number(f"{name} = ", value)
+    if not -MAX_FLOAT32 <= number <= MAX_FLOAT32:
+        raise ValueError(
+            f"returned {name} = {number:g}, and a part of a reward is finite in float32"
+        )
+    return number
 
 
 def _number(name: str, value: object) -> float:
@@ -68,6 +98,4 @@ def _number(name: str, value: object) -> float:
         raise ValueError(
             f"returned {name}{shown(value)}, and a reward is a number or a mapping with 'reward'"
         ) from None
-    if not math.isfinite(number):
-        raise ValueError(f"returned {name}{number}, and a reward is finite")
     return number

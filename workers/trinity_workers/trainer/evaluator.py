@@ -13,7 +13,14 @@ import redis.asyncio
 
 from trinity_events.errors import StaleEpoch, TrinityError
 from trinity_events.log import AsyncPublisher
-from trinity_events.rollouts import DispatchSettings, RolloutDispatcher, evaluation_keys
+from trinity_events.rollouts import (
+    AnswerLimits,
+    DispatchSettings,
+    Exclusions,
+    RolloutDispatcher,
+    evaluation_keys,
+)
+from trinity_events.rollouts.experience_checks import NO_LIMITS
 from trinity_events.waits import NO_REPORTS, WaitReporter
 from trinity_schemas import EvaluationFailed, EvaluationFinished, EvaluationStarted, StepRef
 
@@ -50,6 +57,8 @@ class Evaluator:
         sets: Sets of held-out questions.
         through: Newest version by set that needs no evaluation any more, as the log tells it.
         waits: Reporter of the trainer's long waits.
+        limits: Limits of the answers.
+        exclusions: Excluded explorers of the epoch; by default none.
     """
 
     def __init__(
@@ -61,12 +70,16 @@ class Evaluator:
         through: Mapping[str, StepRef],
         *,
         waits: WaitReporter = NO_REPORTS,
+        limits: AnswerLimits = NO_LIMITS,
+        exclusions: Exclusions | None = None,
     ) -> None:
         self._config = config
         self._client = client
         self._publisher = publisher
         self._sets = sets
         self._waits = waits
+        self._limits = limits
+        self._exclusions = Exclusions() if exclusions is None else exclusions
         self._asked = {name: one.step for name, one in through.items()}
         """Step by set of the last version that needs no evaluation any more, or is asked for."""
         self._open: deque[Evaluation] = deque()
@@ -153,9 +166,10 @@ class Evaluator:
         dispatcher = RolloutDispatcher(
             self._client,
             None,
-            _settings(config, held_out),
+            _settings(config, held_out, self._limits),
             deadline=deadline,
             keys=evaluation_keys(config.run_id),
+            exclusions=self._exclusions,
         )
         await dispatcher.start()
         rewards: list[list[float]] = []
@@ -168,13 +182,14 @@ class Evaluator:
         return rewards
 
 
-def _settings(config: RunConfig, held_out: HeldOutSet) -> DispatchSettings:
+def _settings(config: RunConfig, held_out: HeldOutSet, limits: AnswerLimits) -> DispatchSettings:
     rollouts = config.rollouts
     return DispatchSettings(
         run_id=config.run_id,
         epoch=config.epoch,
         samples=held_out.settings.samples,
         sampling=held_out.sampling,
+        limits=limits,
         prompts_per_step=AT_ONCE,
         fingerprint=held_out.fingerprint,
         window=AT_ONCE,

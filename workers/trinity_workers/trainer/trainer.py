@@ -7,11 +7,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.to_thread
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from trinity_events import publishing
 from trinity_events.coordinator import this_process
@@ -21,7 +22,7 @@ from trinity_events.error_text import ungrouped
 from trinity_events.errors import DeadlineExceeded
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer
 from trinity_events.replay import current_state
-from trinity_events.rollouts import DispatchSettings, Group, RolloutDispatcher
+from trinity_events.rollouts import AnswerLimits, DispatchSettings, Group, RolloutDispatcher
 from trinity_events.server import connect
 from trinity_events.stacks import write_stacks_when_asked
 from trinity_events.subscriptions import subscribe
@@ -32,10 +33,12 @@ from trinity_schemas import (
     ResendRequested,
     StepFailed,
     StepReady,
+    StepRef,
     SyncRequested,
     TrainerStatusChanged,
 )
 
+from ..answer_limits import read_answer_limits
 from ..background_tasks import background_tasks
 from ..config import RunConfig
 from ..garbage import exempt_loaded_objects
@@ -113,10 +116,14 @@ class Trainer:
         # In the background: a report of a wait never delays the loop that waits.
         reports = publishing(config.run_id, config.epoch, "trainer", redis_url=config.redis_url)
         self._waits = self._exits.enter_context(reports).waits
+        compared = config.algorithm.filters
+        limits = await anyio.to_thread.run_sync(
+            partial(read_answer_limits, config, reward_part=compared.needed_part)
+        )
         self._dispatcher = RolloutDispatcher(
             client,
             self._publisher,
-            dispatch_settings(config, task.fingerprint),
+            dispatch_settings(config, task.fingerprint, limits),
             ledger,
             deadline=config.sync.timeout,
             waits=self._waits,
@@ -125,7 +132,14 @@ class Trainer:
         sets = await anyio.to_thread.run_sync(held_out_sets, config, task)
         through = evaluated_through(await current_state(log)) if sets else {}
         self._evaluator = Evaluator(
-            config, client, self._publisher, sets, through, waits=self._waits
+            config,
+            client,
+            self._publisher,
+            sets,
+            through,
+            waits=self._waits,
+            limits=structs.replace(limits, reward_part=None),
+            exclusions=self._dispatcher.exclusions,
         )
         self._answers: ColocatedAnswers | None = None
         if config.trainer.colocated:
@@ -211,6 +225,7 @@ class Trainer:
         if self._answers is None:
             await self.sync_weight(self._metrics or None)
         else:
+            self._add_published()
             await self._evaluator.publishing(self.train_step_num)
 
     async def _take(self, step: int) -> list[Group]:
@@ -328,6 +343,7 @@ class Trainer:
     async def sync_weight(self, metrics: dict[str, float] | None = None) -> None:
         """Publish the present weights as a version."""
         async with self._publishing:
+            self._add_published()
             await self._evaluator.publishing(self.train_step_num)
             for requests in (self._resends, self._demands):
                 requests.publishing(self.train_step_num)
@@ -337,6 +353,10 @@ class Trainer:
                 await self.engine.save_state_dict(metrics)
             else:
                 await self.engine.upload_state_dict(metrics)
+
+    def _add_published(self) -> None:
+        """Let answers have tokens of the present weights, which explorers are about to get."""
+        self._dispatcher.add_published(StepRef(self.config.epoch, self.train_step_num))
 
     async def save_checkpoint(
         self, block_until_saved: bool = False, save_as_hf: bool = False
@@ -385,12 +405,15 @@ def has_mixed_versions(sample: Experience) -> bool:
     return len({version for turn in sample.turns for version, _ in turn.versions}) > 1
 
 
-def dispatch_settings(config: RunConfig, fingerprint: str) -> DispatchSettings:
+def dispatch_settings(
+    config: RunConfig, fingerprint: str, limits: AnswerLimits
+) -> DispatchSettings:
     """Return the settings of a run's dispatcher.
 
     Args:
         config: The run.
         fingerprint: Fingerprint of its task set.
+        limits: Limits of its answers.
     """
     rollouts = config.rollouts
     return DispatchSettings(
@@ -398,6 +421,7 @@ def dispatch_settings(config: RunConfig, fingerprint: str) -> DispatchSettings:
         epoch=config.epoch,
         samples=rollouts.samples_per_prompt,
         sampling=config.sampling,
+        limits=limits,
         prompts_per_step=rollouts.prompts_per_step,
         fingerprint=fingerprint,
         order=rollouts.order,

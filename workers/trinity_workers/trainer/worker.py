@@ -19,6 +19,7 @@ from trinity_events.weights import ModelUpdateGroup
 from trinity_schemas import Experience, StepRef
 
 from ..algorithms.collate import collate, padding_row
+from ..answer_limits import read_answer_limits
 from ..collectives import together
 from ..config import RunConfig
 from ..engines.base import NamedTensors, per_tensor_params
@@ -67,6 +68,7 @@ class TrainWorker(TrainingRank):
         write_stacks_when_asked(config.run_id, f"{ROLE}-{self._rank}")
         self._step: Any = self._make_step()
         self._models: Models = self._step.models
+        self._vocabulary_size = read_answer_limits(config).vocabulary_size
         self._rollouts: RankRollouts | None = None
         if config.trainer.colocated:
             self._rollouts = rank_rollouts(config, self._device, self._engine)
@@ -120,7 +122,9 @@ class TrainWorker(TrainingRank):
         """Take one step on this rank's groups; metrics are of all ranks."""
         padding = self._engine.tokenizer.pad_token_id
         with together():  # a rank with bad groups must not leave the others
-            batch = collate(groups, padding) if groups else padding_row(padding)
+            batch = padding_row(padding)
+            if groups:
+                batch = collate(groups, padding, vocabulary_size=self._vocabulary_size)
         self._taken += 1
         with self._profiler.step(self._taken):
             metrics: dict[str, float] = self._step.learn(batch.to(self._device))

@@ -1,0 +1,202 @@
+"""Checks of experiences, which an explorer may send with any content. No I/O.
+
+1. An experience without a fault can be trained on: no number of it is, or becomes by a square and a
+   sum, a float32 that is not finite, and no token lies outside of the vocabulary.
+2. A check reads an experience and changes nothing.
+3. No content of an experience raises.
+4. A fault says in one sentence what is wrong, with at most :data:`LONGEST_DETAIL` characters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Literal, NamedTuple
+
+from msgspec import Struct
+
+from trinity_schemas import Experience, Sampling, StepRef, Turn
+from trinity_schemas.identity import LONGEST_NAME
+from trinity_schemas.rollouts import MAX_FLOAT32, MAX_REWARD, MAX_REWARD_PARTS, REWARD_RANGE
+
+LOGPROB_TOLERANCE = 0.01
+"""Excess over 0 that rounding may give a log-probability. Logits of 10,000 less their logarithmic
+sum in float32 are wrong by up to 0.001."""
+MIN_LOGPROB = -104.0
+"""Least log-probability at temperature 1. The smallest positive float32 has the logarithm -103.3,
+so a softmax in float32 samples no token below it."""
+LONGEST_DETAIL = 500
+"""Maximum characters of a fault in words, as it goes into logs and events."""
+
+FaultKind = Literal[
+    "unreadable", "request", "reward", "reward-parts", "logprobs", "tokens", "length", "versions"
+]
+"""Property of an experience that is at fault.
+
+`unreadable`: no experience of the contract. `request`: samples or an attempt that were not asked
+for. The others name the field.
+"""
+
+
+class Fault(NamedTuple):
+    """Reason for which an experience is malformed."""
+
+    kind: FaultKind
+    detail: str
+    """Sentence about the experience, without its subject's name and without a full stop."""
+
+
+class AnswerLimits(Struct, frozen=True, kw_only=True):
+    """Limits of answers that follow from a run's model and task; None for a limit that is unknown.
+
+    The number of samples and the tokens of a turn are those of the request.
+    """
+
+    vocabulary_size: int | None = None
+    """Token ids of the model, from 0."""
+    max_positions: int | None = None
+    """Tokens of an episode, its prompt included."""
+    max_turns: int | None = None
+    """Turns of the policy in an episode."""
+    reward_part: str | None = None
+    """Part of the reward that the trainer reads."""
+
+
+NO_LIMITS = AnswerLimits()
+
+
+def find_fault(
+    experience: Experience, limits: AnswerLimits = NO_LIMITS, sampling: Sampling | None = None
+) -> Fault | None:
+    """Return the first fault of an experience that is known from its content alone.
+
+    Args:
+        experience: One sample of a group.
+        limits: Limits of the run's model and task.
+        sampling: Sampling that was asked for; None for an answer to an unknown request.
+    """
+    return (
+        _find_reward_fault(experience, limits)
+        or _find_length_fault(experience, limits, sampling)
+        or _find_turn_fault(experience, limits, sampling)
+    )
+
+
+def find_version_fault(
+    experience: Experience,
+    *,
+    epoch: int,
+    exact: StepRef | None = None,
+    published: Collection[StepRef] | None = None,
+) -> Fault | None:
+    """Return a fault of the weight versions that an experience names.
+
+    Args:
+        experience: One sample of a group, without another fault.
+        epoch: Epoch of the run.
+        exact: The one version that may serve the request, if there is only one.
+        published: Versions that the trainer has published; None if it did not list them.
+    """
+    for version in {version for turn in experience.turns for version, _ in turn.versions}:
+        named = f"a token is of the version of epoch {version.epoch}, step {version.step}"
+        if version.epoch > epoch:
+            return Fault("versions", f"{named}, and the run is at epoch {epoch}")
+        if exact is not None and version != exact:
+            needed = f"epoch {exact.epoch}, step {exact.step}"
+            return Fault("versions", f"{named}, and its request names {needed} alone")
+        if exact is None and published is not None and version not in published:
+            return Fault("versions", f"{named}, which the trainer has not published")
+    return None
+
+
+def _find_reward_fault(experience: Experience, limits: AnswerLimits) -> Fault | None:
+    reward, parts = experience.reward, experience.reward_parts
+    # A comparison with NaN is false, so that it fails here too.
+    if not -MAX_REWARD <= reward <= MAX_REWARD:
+        return Fault("reward", f"its reward is {reward:g}, and rewards are {REWARD_RANGE}")
+    if len(parts) > MAX_REWARD_PARTS:
+        return Fault("reward-parts", f"its reward has {len(parts)} parts, above {MAX_REWARD_PARTS}")
+    for name, value in parts.items():
+        if len(name) > LONGEST_NAME:
+            return Fault("reward-parts", f"a part of its reward has a name of {len(name)} letters")
+        if not -MAX_FLOAT32 <= value <= MAX_FLOAT32:
+            return Fault(
+                "reward-parts",
+                f"the part {name!r} of its reward is {value:g}, and is to be finite in float32",
+            )
+    if limits.reward_part is not None and limits.reward_part not in parts:
+        return Fault("reward-parts", f"its reward has no part {limits.reward_part!r}")
+    return None
+
+
+def _find_length_fault(
+    experience: Experience, limits: AnswerLimits, sampling: Sampling | None
+) -> Fault | None:
+    turns = experience.turns
+    sampled = [len(turn.tokens) for turn in turns if turn.role == "policy"]
+    total = sum(len(turn.tokens) for turn in turns)
+    if not sum(sampled):
+        return Fault("length", "it has no token of the policy")
+    if sampling is not None and max(sampled) > sampling.max_new_tokens:
+        return Fault(
+            "length",
+            f"a turn has {max(sampled)} tokens of the policy, and {sampling.max_new_tokens} were "
+            "asked for at most",
+        )
+    if limits.max_turns is not None and len(sampled) > limits.max_turns:
+        return Fault(
+            "length",
+            f"it has {len(sampled)} turns of the policy, and {limits.max_turns} were asked for at "
+            "most",
+        )
+    if limits.max_positions is not None and total > limits.max_positions:
+        return Fault(
+            "length", f"it has {total} tokens, and the model has {limits.max_positions} positions"
+        )
+    return None
+
+
+def _find_turn_fault(
+    experience: Experience, limits: AnswerLimits, sampling: Sampling | None
+) -> Fault | None:
+    hottest = max(1.0, sampling.temperature) if sampling is not None else 1.0
+    least = MIN_LOGPROB * hottest  # of an engine that reports logits before the temperature
+    for turn in experience.turns:
+        fault = _find_token_fault(turn, limits.vocabulary_size)
+        if fault is None and turn.role == "policy" and turn.tokens:
+            fault = _find_logprob_fault(turn.logprobs, least) or _find_count_fault(turn)
+        if fault is not None:
+            return fault
+    return None
+
+
+def _find_token_fault(turn: Turn, vocabulary_size: int | None) -> Fault | None:
+    # The decoder has checked that no token id is negative.
+    if vocabulary_size is None or not turn.tokens or max(turn.tokens) < vocabulary_size:
+        return None
+    return Fault(
+        "tokens",
+        f"the {turn.role} has the token id {max(turn.tokens)}, and the model's end at "
+        f"{vocabulary_size - 1}",
+    )
+
+
+def _find_logprob_fault(logprobs: list[float], least: float) -> Fault | None:
+    # NaN and infinity survive the sum, which is made in C; max and min alone may pass over NaN.
+    if not math.isfinite(sum(logprobs)):
+        return Fault("logprobs", "a log-probability is not finite, or their sum is not")
+    highest, lowest = max(logprobs), min(logprobs)
+    if highest > LOGPROB_TOLERANCE:
+        return Fault("logprobs", f"a log-probability is {highest:g}, above 0")
+    if lowest < least:
+        return Fault(
+            "logprobs", f"a log-probability is {lowest:g}, and a float32 softmax ends at {least:g}"
+        )
+    return None
+
+
+def _find_count_fault(turn: Turn) -> Fault | None:
+    # The counts add up to the tokens (the contract); a negative one would let others exceed them.
+    if min(count for _, count in turn.versions) < 1:
+        return Fault("versions", "a version has fewer than one token")
+    return None

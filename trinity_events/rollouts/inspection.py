@@ -1,0 +1,267 @@
+"""Inspection of answers: no experience reaches training that was not checked. No I/O.
+
+1. A group has the samples of one explorer's answer to one attempt of an ordinal that needs an
+   answer; each was found to be without fault (:mod:`.experience_checks`).
+2. A malformed answer counts once against the explorer that it names. After several the explorer is
+   excluded, and no answer that names it is taken.
+3. What an entry says withdraws no request: a request is issued again once it is gone from the
+   server, which only its claim's answer removes. So a false answer cannot displace a true one.
+4. Every entry is used in a group, or is to be freed.
+5. State is bounded: samples of incomplete groups are dropped whenever all entries were read. The
+   script of an answer writes a group at once, so that its other samples will not come.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from msgspec import Struct, field
+
+from trinity_schemas import Experience, StepRef
+
+from ..core.rollouts import format_exclusion
+from .answers import Answer, Restarted, Sample, Unreadable
+from .dispatch_state import DispatchState, Group, Stands
+from .exclusions import Exclusions
+from .experience_checks import LONGEST_DETAIL, Fault, find_fault, find_version_fault
+from .settings import DispatchSettings
+from .streams import EXCLUDED, MALFORMED
+
+_LOGGED = 16
+"""Malformed answers that are logged one by one; of later ones, those whose number is a power of 2:
+an explorer may send any number of them under names that it invents."""
+
+logger = logging.getLogger(__name__)
+
+
+class _Partial(Struct):
+    """Samples of an answer that were read so far, by their index."""
+
+    samples: dict[int, Sample] = field(default_factory=dict)
+    is_malformed: bool = False
+    """True if one of its samples was malformed, so that the answer has been counted."""
+
+
+class AnswerInspector:
+    """Inspection of the answers of one epoch.
+
+    Args:
+        settings: Settings of the dispatch.
+        state: State of the dispatch, of which it marks requests whose answer was refused.
+        exclusions: Excluded explorers of the epoch.
+    """
+
+    def __init__(
+        self, settings: DispatchSettings, state: DispatchState, exclusions: Exclusions
+    ) -> None:
+        self.refused = False
+        """True if an answer was refused since all entries were read last."""
+        self._settings = settings
+        self._state = state
+        self._exclusions = exclusions
+        self._partial: dict[tuple[int, int, int, str], _Partial] = {}
+        """Incomplete groups by epoch, ordinal, attempt and explorer."""
+        self._useless: list[str] = []
+        self._published: set[StepRef] | None = None
+        self._malformed = self._unreadable = 0
+
+    def add_published(self, version: StepRef) -> None:
+        """Let answers have tokens of a version; without a call they may have those of any.
+
+        Versions are forgotten that are older than what an open request names.
+        """
+        named = self._state.oldest_named
+        oldest = self._state.oldest if named is None else min(named, self._state.oldest)
+        earlier = {published for published in self._published or () if published.step >= oldest}
+        self._published = earlier | {version}
+
+    def pop_useless(self) -> list[str]:
+        """Return the ids of entries that are to be freed, each once."""
+        useless, self._useless = self._useless, []
+        return useless
+
+    def add(self, answer: Sample | Unreadable | Restarted) -> Group | None:
+        """Inspect an entry; return the group that is complete with it."""
+        match answer:
+            case Sample():
+                return self._add_sample(answer)
+            case Unreadable():
+                self._add_unreadable(answer)
+            case Restarted():
+                self._partial.clear()
+        return None
+
+    def add_earlier(self, answers: Iterable[Answer], stands: Stands) -> None:
+        """Keep the sound groups of earlier epochs of which each token's version is current."""
+        for answer in answers:
+            if isinstance(answer, Restarted):
+                self._partial.clear()
+                continue
+            sound = isinstance(answer, Sample) and self._is_sound(answer.experience)
+            group = self._assemble(answer) if sound and isinstance(answer, Sample) else None
+            if group is not None and not self._state.keep(group, stands):
+                self._useless += group.entry_ids
+            elif not sound:
+                self._useless.append(answer.entry_id)
+
+    def end_entries(self) -> None:
+        """Refuse incomplete answers, once all entries were read."""
+        partial, self._partial = self._partial, {}
+        for (epoch, ordinal, attempt, explorer), answer in partial.items():
+            self._useless += [sample.entry_id for sample in answer.samples.values()]
+            if (
+                epoch == self._settings.epoch
+                and not answer.is_malformed
+                and self._needs_answer(ordinal)
+            ):
+                count = f"{len(answer.samples)} of {self._settings.samples} samples"
+                fault = Fault("request", f"it has {count}")
+                self._refuse(ordinal, attempt, explorer, fault)
+        self.refused = False
+
+    # --- entries -----------------------------------------------------------------------------
+
+    def _add_sample(self, sample: Sample) -> Group | None:
+        experience = sample.experience
+        if experience.run_id != self._settings.run_id or experience.epoch > self._settings.epoch:
+            self._add_unreadable(Unreadable(sample.entry_id, "it is of another run or epoch"))
+            return None
+        if experience.epoch < self._settings.epoch or self._is_answered(experience.ordinal):
+            self._useless.append(sample.entry_id)
+            return None
+        if experience.explorer in self._exclusions:
+            self._mark(experience.ordinal, EXCLUDED)
+            self._useless.append(sample.entry_id)
+            return None
+        fault = self._find_fault(experience)
+        if fault is not None:
+            self._useless.append(sample.entry_id)
+            self._count_malformed(
+                experience.ordinal, experience.attempt, experience.explorer, fault
+            )
+            return None
+        return self._assemble(sample)
+
+    def _add_unreadable(self, entry: Unreadable) -> None:
+        self._useless.append(entry.entry_id)
+        sender = entry.sender
+        if (
+            sender is not None
+            and (sender.run_id, sender.epoch) == (self._settings.run_id, self._settings.epoch)
+            and self._needs_answer(sender.ordinal)
+        ):
+            if sender.explorer in self._exclusions:
+                self._mark(sender.ordinal, EXCLUDED)
+            else:
+                fault = Fault("unreadable", entry.reason)
+                self._count_malformed(sender.ordinal, sender.attempt, sender.explorer, fault)
+            return
+        self._unreadable += 1
+        if self._unreadable.bit_count() == 1:
+            logger.warning(
+                "run %s: the answers have entries that answer none of its requests (%d so far; the "
+                "last one: %s), which are passed over",
+                *(self._settings.run_id, self._unreadable, _format_reason(entry.reason)),
+            )
+
+    def _assemble(self, sample: Sample) -> Group | None:
+        """Return the group of a sample if the sample is its last one."""
+        experience = sample.experience
+        name = experience.epoch, experience.ordinal, experience.attempt, experience.explorer
+        partial = self._partial.setdefault(name, _Partial())
+        replaced = partial.samples.get(experience.sample)
+        if replaced is not None:
+            self._useless.append(replaced.entry_id)
+        partial.samples[experience.sample] = sample
+        if len(partial.samples) < self._settings.samples:
+            return None
+        del self._partial[name]
+        ordered = [partial.samples[index] for index in sorted(partial.samples)]
+        return Group(
+            ordinal=experience.ordinal,
+            attempt=experience.attempt,
+            experiences=[sample.experience for sample in ordered],
+            entry_ids=[sample.entry_id for sample in ordered],
+        )
+
+    # --- checks ------------------------------------------------------------------------------
+
+    def _find_fault(self, experience: Experience) -> Fault | None:
+        """Return the first fault of an answer to a request of this epoch."""
+        settings, asked = self._settings, self._state.asked.get(experience.ordinal)
+        if asked is None:
+            return Fault(
+                "request", f"it answers ordinal {experience.ordinal}, which was not asked for"
+            )
+        if experience.attempt > asked.attempt:
+            return Fault(
+                "request", f"it is of attempt {experience.attempt}, and {asked.attempt} were made"
+            )
+        return self._find_content_fault(experience) or find_version_fault(
+            experience,
+            epoch=settings.epoch,
+            exact=asked.versions.oldest if asked.versions.exact else None,
+            published=self._published,
+        )
+
+    def _find_content_fault(self, experience: Experience) -> Fault | None:
+        if experience.samples != self._settings.samples:
+            return Fault(
+                "request",
+                f"it is one of {experience.samples} samples, not of {self._settings.samples}",
+            )
+        return find_fault(experience, self._settings.limits, self._settings.sampling)
+
+    def _is_sound(self, experience: Experience) -> bool:
+        """Return True if an answer of an earlier epoch has no fault; it counts against none."""
+        of_run = experience.run_id == self._settings.run_id
+        is_earlier = experience.epoch <= self._settings.epoch
+        return of_run and is_earlier and self._find_content_fault(experience) is None
+
+    def _needs_answer(self, ordinal: int) -> bool:
+        return ordinal in self._state.asked and ordinal not in self._state.arrived
+
+    def _is_answered(self, ordinal: int) -> bool:
+        """Return True if an ordinal was asked for in this lineage, and needs no answer now."""
+        return ordinal < self._state.ledger.next and not self._needs_answer(ordinal)
+
+    # --- refusals ----------------------------------------------------------------------------
+
+    def _count_malformed(self, ordinal: int, attempt: int, explorer: str, fault: Fault) -> None:
+        """Refuse an answer for one of its samples, if it was not refused for another one."""
+        name = self._settings.epoch, ordinal, attempt, explorer
+        partial = self._partial.setdefault(name, _Partial())
+        if not partial.is_malformed:
+            partial.is_malformed = True
+            self._refuse(ordinal, attempt, explorer, fault)
+
+    def _refuse(self, ordinal: int, attempt: int, explorer: str, fault: Fault) -> None:
+        self._mark(ordinal, MALFORMED)
+        self._malformed += 1
+        run_id, reason = self._settings.run_id, _format_reason(fault.detail)
+        if self._malformed <= _LOGGED or self._malformed.bit_count() == 1:
+            logger.warning(
+                "run %s: the answer of %s to attempt %d of ordinal %d is malformed (%s): %s; it is "
+                "asked for again",
+                *(run_id, _format_reason(explorer), attempt, ordinal, fault.kind, reason),
+            )
+        excluded = self._exclusions.add_malformed(explorer, reason)
+        if excluded is not None:
+            logger.error(
+                "run %s: %s; its requests are issued again",
+                *(run_id, format_exclusion(explorer, excluded.malformed, excluded.reason)),
+            )
+
+    def _mark(self, ordinal: int, reason: str) -> None:
+        """Note why the answer of a request was refused, as the reason to issue it again."""
+        asked = self._state.asked.get(ordinal)
+        if asked is not None:
+            # The first one stays: further samples of that answer may be refused for another reason.
+            asked.refusal = asked.refusal or reason
+            self.refused = True
+
+
+def _format_reason(text: str) -> str:
+    """Return a text on one line, as far as logs and events take it."""
+    return " ".join(text[: 2 * LONGEST_DETAIL].split())[:LONGEST_DETAIL]
