@@ -51,8 +51,14 @@ def view(port, source):
     return statuses
 
 
-@pytest.mark.parametrize("sent", [HALF_HEAD, HALF_BODY, b""], ids=["head", "body", "nothing"])
-@pytest.mark.parametrize("source", ["127.0.0.1", "127.0.0.2"], ids=["same", "other"])
+@pytest.mark.parametrize(
+    ("sent", "source"),
+    [
+        pytest.param(HALF_HEAD, "127.0.0.1", id="heads of the viewer's address"),
+        pytest.param(HALF_HEAD, "127.0.0.2", id="heads of another address"),
+        pytest.param(HALF_BODY, "127.0.0.1", id="bodies"),
+    ],
+)
 def test_a_viewer_gets_its_page_while_600_requests_are_half_sent(port, sent, source):
     begun = time.monotonic()
     with half_sent(port, COUNT, sent) as held:

@@ -20,7 +20,7 @@ from trinity_events.http_server.serving import (
     serve_application,
 )
 
-DEADLINE = 0.3
+DEADLINE = 0.2
 """Seconds of a deadline under test."""
 HEAD = b"GET /%s HTTP/1.1\r\nhost: here\r\n\r\n"
 HALF_HEAD = b"GET / HTTP/1.1\r\nhost: he"
@@ -32,6 +32,8 @@ class Face:
     def __init__(self):
         self.holding = asyncio.Semaphore(0)
         """Released once for each answer that is held."""
+        self.answered = asyncio.Event()
+        """Set once ``/long`` was answered."""
         self.released = asyncio.Event()
         """Set to end the answers of ``/held``, and streams."""
 
@@ -41,6 +43,7 @@ class Face:
             await answer(send, 200, b"page")
         elif path == "/long":
             await answer(send, 200, bytes(32 << 20))
+            self.answered.set()
         else:
             try:
                 with connection_of(scope).admitted():
@@ -177,7 +180,6 @@ async def send_bytewise(peer, data):
 @pytest.mark.parametrize("sent", [b"", b"\r\n", HALF_HEAD], ids=["nothing", "a line", "half"])
 async def test_a_head_that_is_not_complete_ends_at_its_deadline(server, short_head, sent):
     async with server.peer(sent) as peer:
-        assert await peer.is_open()
         await peer.until_closed()
 
 
@@ -189,8 +191,11 @@ async def test_bytes_one_by_one_do_not_extend_the_deadline_of_a_head(server, sho
 
 
 @pytest.mark.parametrize("pipelined", [True, False], ids=["with the first", "after its answer"])
-async def test_the_head_of_a_later_request_has_the_same_deadline(server, short_head, pipelined):
-    async with server.peer(HEAD % b"" + (HALF_HEAD if pipelined else b"")) as peer:
+async def test_the_head_of_a_later_request_has_the_same_deadline(server, monkeypatch, pipelined):
+    async with server.peer(HEAD % b"held" + (HALF_HEAD if pipelined else b"")) as peer:
+        await server.until_holding()
+        monkeypatch.setattr(connections, "HEAD_SECONDS", DEADLINE)
+        server.face.released.set()
         assert await peer.status() == 200
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(send_bytewise, peer, b"ere" if pipelined else HALF_HEAD)
@@ -206,13 +211,14 @@ def short_idle(monkeypatch):
 async def test_a_connection_without_a_further_request_ends(short_idle, server):
     async with server.peer(HEAD % b"") as peer:
         assert await peer.status() == 200
-        assert await peer.is_open()
         await peer.until_closed()
 
 
-async def test_an_answer_has_no_deadline_of_a_head(server, short_head):
+async def test_an_answer_has_no_deadline_of_a_head(server, monkeypatch):
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.5)  # the head itself must come in time
     async with server.peer(HEAD % b"held") as peer:
-        await asyncio.sleep(2 * DEADLINE)
+        await server.until_holding()
+        await asyncio.sleep(0.6)
         server.face.released.set()
         assert await peer.status() == 200
 
@@ -238,6 +244,8 @@ async def test_an_empty_body_is_none(server):
 async def test_an_answer_that_is_not_read_ends_at_its_deadline(server, monkeypatch):
     monkeypatch.setattr(connections, "READ_SECONDS", DEADLINE)
     async with server.peer(HEAD % b"long", limit=1024) as peer:
+        with anyio.fail_after(PATIENCE):
+            await server.face.answered.wait()
         await asyncio.sleep(2 * DEADLINE)
         read = 0
         with anyio.fail_after(PATIENCE):
