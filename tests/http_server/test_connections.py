@@ -33,7 +33,7 @@ class Face:
         self.holding = asyncio.Semaphore(0)
         """Released once for each answer that is held."""
         self.answered = asyncio.Event()
-        """Set once ``/long`` was answered."""
+        """Set once ``/long`` or ``/left`` was answered."""
         self.released = asyncio.Event()
         """Set to end the answers of ``/held``, and streams."""
 
@@ -41,6 +41,13 @@ class Face:
         path = scope["path"]
         if path == "/":
             await answer(send, 200, b"page")
+        elif path == "/left":
+            self.holding.release()
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            with connection_of(scope).admitted():
+                connection_of(scope).become_stream()
+            self.answered.set()
         elif path == "/long":
             await answer(send, 200, bytes(32 << 20))
             self.answered.set()
@@ -106,10 +113,8 @@ class Peer:
     async def is_open(self):
         """Return True if the server has not closed the connection."""
         with anyio.move_on_after(0.05):
-            try:
-                return bool(await self._reader.read(1))
-            except ConnectionError:
-                return False
+            await self.until_closed()
+            return False
         return True
 
 
@@ -316,6 +321,23 @@ async def test_requests_are_limited_by_address_and_in_all_and_then_answered_agai
     server.face.released.set()
     assert [await peer.status() for peer in held] == [200] * 3
     assert await server.status(b"data") == 200
+
+
+async def test_a_request_whose_peer_left_before_it_was_admitted_keeps_no_place(
+    server, exits, monkeypatch
+):
+    monkeypatch.setattr(connections, "STREAMS", 2)
+    streams = []
+    for address in ("127.0.0.1", "127.0.0.3"):
+        if streams:
+            async with server.peer(HEAD % b"left", address="127.0.0.2"):
+                await server.until_holding()
+            with anyio.fail_after(PATIENCE):
+                await server.face.answered.wait()
+        peer = await exits.enter_async_context(server.peer(HEAD % b"stream", address=address))
+        await peer.until_begun()
+        streams.append(peer)
+    assert all([await peer.is_open() for peer in streams])
 
 
 async def test_beyond_the_limit_of_streams_the_oldest_of_the_address_that_has_most_ends(

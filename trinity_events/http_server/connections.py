@@ -217,7 +217,9 @@ class Connection(H11Protocol):
             yield
         finally:
             self._admitted -= 1
-            if not self._admitted and not self._is_lost:
+            if self._is_lost:  # maybe before the request was admitted
+                self._pool.remove(self)
+            elif not self._admitted:
                 self._pool.add_waiting(self)
 
     def become_stream(self) -> None:
