@@ -145,7 +145,7 @@ async def test_panels_have_data_and_alerts_fire(binary, tmp_path):
             )
             served = metrics_served("of all open runs", "--redis-url", server.url)
             with (
-                served as (_, _, url),
+                served as (_, _, url, _),
                 prometheus(
                     binary, tmp_path / "prometheus", urllib.parse.urlsplit(url).netloc
                 ) as at,
