@@ -32,8 +32,8 @@ class RewardsConfig(Section, frozen=True, kw_only=True):
     judge_model: str | None = None
     """Model that the judge's endpoint is asked for."""
     judge_prompt: str = JUDGE_PROMPT
-    """Prompt of the judge, with the places `{prompt}`, `{reference}` and `{response}`. Its reply ends
-    with the grade, or names it."""
+    """Prompt of the judge, with the places `{prompt}`, `{reference}` and `{response}`. Its reply
+    ends with the grade, or names it."""
     best_grade: Annotated[float, Meta(gt=0)] = 10.0
     """Best grade of the judge: grades from 0 to it are rewards from 0 to 1. A grade with a scale of
     its own, such as 3/5 or 80%, is read by that."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 import time
 
 import anyio
@@ -16,7 +17,6 @@ from trinity_workers.config import TrainConfig
 from trinity_workers.config_files import read_config
 from trinity_workers.reward_settings import RewardsConfig
 from trinity_workers.rewards import RewardFailed
-from trinity_workers.rewards.code import code_of
 from trinity_workers.tasks import Answer, Question
 from trinity_workers.user_task import start_rewards
 
@@ -343,14 +343,45 @@ def _runs(pid):
         return False
 
 
+async def test_the_same_program_earns_the_same_reward_in_every_fence():
+    indented = textwrap.indent(GOOD, "   ")
+    texts = [
+        f"Here:\n```python3\n{GOOD}\n```",
+        f"```Python\n{GOOD}\n```\n",
+        f"Here:\n```python\n{GOOD}\n```".replace("\n", "\r\n"),
+        f"1. Code:\n   ```py\n{indented}\n   ```",
+        f"~~~python\n{GOOD}\n~~~",
+        f"````markdown\n```python\n{GOOD}\n```\n````",
+        f"Code: ```python\n{GOOD}```",
+    ]
+    found = await judged(CODE, question(tests=TESTS), answers(*texts))
+    assert [one.reward for one in found] == [1.0] * len(texts)
+
+
+async def test_a_block_that_uses_the_program_does_not_take_its_place():
+    texts = [
+        f"```python\n{GOOD}\n```\nIt is used so:\n```python\nprint(add(1, 2))\n```",
+        f"```python\n{GOOD}\n```\nIt prints:\n```\n3\n```",
+        f"```python\n{GOOD}\n```\n```python\n>>> add(1, 2)\n3\n```",
+        "```python\nimport operator\n```\n```python\ndef add(a, b):\n"
+        "    return operator.add(a, b)\n```",
+        f"First `a`:\n```python\nif a:\n    return b\n```\nThen:\n```python\n{GOOD}\n```",
+        f"```python\nraise ValueError\n```\n```python\n{GOOD}\n```",
+    ]
+    found = await judged(CODE, question(tests=TESTS), answers(*texts))
+    assert [one.reward for one in found] == [1.0] * len(texts)
+
+
+async def test_the_last_program_is_judged_and_no_draft_before_it():
+    wrong = "def add(a, b):\n    return a - b"
+    text = f"```python\n{GOOD}\n```\nNo:\n```python\n{wrong}\n```"
+    found = await judged(CODE, question(tests=TESTS), answers(text))
+    assert [one.reward for one in found] == [0.0]
+
+
 async def test_a_question_without_tests_is_told():
     with pytest.raises(RewardFailed, match="no text in its field 'tests'"):
         await judged(CODE, question(), answers(GOOD))
-
-
-def test_the_last_block_of_python_is_the_code():
-    assert code_of("```python\na\n```\n```py\nb\n```\n") == "b\n"
-    assert code_of("no block") == "no block"
 
 
 # --- mistakes -----------------------------------------------------------------------------------
