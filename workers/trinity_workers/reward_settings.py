@@ -40,8 +40,8 @@ class RewardsConfig(Section, frozen=True, kw_only=True):
     token_variable: str | None = None
     """Environment variable of the explorers with the token that a service or judge asks for."""
     code_tests: str | None = None
-    """Field of a question's record with Python code that tests an answer's code: the reward is 1 if
-    both run to their end, else 0."""
+    """Field of a question's record with Python code that tests an answer's code, or the path to it:
+    the reward is 1 if both run to their end, else 0."""
     code_memory_mb: Positive = 512
     """Address space of the process of an answer's code, in MiB."""
     code_file_mb: Positive = 16

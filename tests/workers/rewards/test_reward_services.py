@@ -380,8 +380,14 @@ async def test_the_last_program_is_judged_and_no_draft_before_it():
 
 
 async def test_a_question_without_tests_is_told():
-    with pytest.raises(RewardFailed, match="no text in its field 'tests'"):
-        await judged(CODE, question(), answers(GOOD))
+    with pytest.raises(RewardFailed, match=r"no text in its field 'tests', .* mean 'a\.tests'\?"):
+        await judged(CODE, question(a={"tests": TESTS}), answers(GOOD))
+
+
+async def test_tests_may_be_at_a_path_of_the_record():
+    settings = RewardsConfig(code_tests="extra_info.tests")
+    found = await judged(settings, question(extra_info={"tests": TESTS}), answers(GOOD))
+    assert [one.reward for one in found] == [1.0]
 
 
 # --- mistakes -----------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from msgspec import Struct
 from trinity_events.waits import NO_REPORTS, WaitReporter
 
 from ..tasks import Answer, Question
+from ..tasks.fields import propose_field, read_field
 from .base import Rewarded, RewardFailed
 from .code_blocks import find_code
 
@@ -46,7 +47,7 @@ class CodeRewards:
     user may read.
 
     Args:
-        field: Field of a question's record with the tests.
+        field: Field of a question's record with the tests, or the path to it.
         limits: Limits of each process.
         processes: Maximum number of processes.
         waits: Reporter of long waits.
@@ -75,11 +76,11 @@ class CodeRewards:
 
     async def judge(self, question: Question, answers: Sequence[Answer]) -> list[Rewarded]:
         """Return the reward of each answer. Raises RewardFailed if the question has no tests."""
-        tests = question.data.get(self._field)
+        tests = read_field(question.data, self._field)
         if not isinstance(tests, str):
             raise RewardFailed(
                 f"a question has no text in its field {self._field!r}, which rewards.code_tests "
-                "names: its records need the tests there"
+                f"names: {propose_field(question.data, self._field)}"
             )
         found = dict.fromkeys(range(len(answers)), 0.0)
 
