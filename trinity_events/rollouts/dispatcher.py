@@ -307,6 +307,21 @@ class RolloutDispatcher:
             await self._free(wait)
             await self._remove_members(wait)
 
+    async def publish_dropped(self) -> None:
+        """Publish the fates of ordinals dropped since the last step, if no step is to follow.
+
+        Raises:
+            PublishError: The event was not published; nothing changed.
+        """
+        async with self._lock:
+            if self._state.dropped:
+                await self._publish(
+                    RolloutsDispatched(
+                        dropped=self._state.dropped, fingerprint=self.settings.fingerprint
+                    )
+                )
+                self._state.clear_dropped()
+
     async def checkpointed(self, step: int) -> None:
         """Free the answers that a checkpoint of a step covers."""
         async with self._lock:
