@@ -22,8 +22,8 @@ Normalisation = Literal["token-mean", "sequence-mean", "sequence-mean-token-sum"
 Scale = Literal["group", "batch", "none"]
 
 _DEVIATION_EPSILON = 1e-4
-"""As in TRL's `GRPOTrainer`: rewards that differ by 1e-5, such as by noise of a reward model, have
-advantages below 0.1 then. With veRL's 1e-6 these are near 1."""
+"""Value of TRL's `GRPOTrainer`: rewards that differ by 1e-5, by noise of a reward model for example,
+have advantages below 0.1 then. With veRL's 1e-6 these are near 1."""
 
 
 class KLConfig(Section, frozen=True, kw_only=True):
