@@ -22,7 +22,7 @@ Normalisation = Literal["token-mean", "sequence-mean", "sequence-mean-token-sum"
 Scale = Literal["group", "batch", "none"]
 
 _DEVIATION_EPSILON = 1e-4
-"""Value of TRL's `GRPOTrainer`: rewards that differ by 1e-5, by noise of a reward model for example,
+"""Value of TRL's `GRPOTrainer`: rewards that differ by 1e-5, by a reward model's noise for example,
 have advantages below 0.1 then. With veRL's 1e-6 these are near 1."""
 
 
