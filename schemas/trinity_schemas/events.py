@@ -481,9 +481,20 @@ class RolloutsDispatched(_Event, frozen=True):
         bool, Meta(description="True if no other version than `oldest` may serve them.")
     ] = False
     fingerprint: Annotated[Digest | None, Meta(description="Fingerprint of the task set.")] = None
+    dropped: Annotated[
+        dict[DropReason, OrdinalRanges],
+        Meta(
+            max_length=64,
+            description=(
+                "Ordinals that were given up since the last step, by reason, of a trainer that "
+                "takes no further step."
+            ),
+        ),
+    ] = {}
 
     def __post_init__(self) -> None:
-        check_ranges(self.ordinals)
+        for ranges in (self.ordinals, *self.dropped.values()):
+            check_ranges(ranges)
 
 
 class StepTrained(_Event, frozen=True):

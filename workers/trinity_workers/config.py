@@ -79,9 +79,11 @@ class TaskConfig(Section, frozen=True, kw_only=True):
     """Source of the questions: a JSONL or Parquet file, `reasoning-gym:NAME` or `datasets:NAME`.
     Null takes those of the task itself."""
     prompt: str = "prompt"
-    """Field of a question's record that holds the prompt: text, or a list of chat messages."""
-    answer: str = "answer"
-    """Field of a question's record that holds the right answer, for the reward."""
+    """Field of a question's record that holds the prompt: text, or a list of chat messages. It may
+    be a path, such as `extra_info.question`."""
+    answer: str | None = "answer"
+    """Field of a question's record that holds the right answer, for the reward. It may be a path,
+    such as `reward_model.ground_truth`. Null if no record has one."""
     reward: str | None = None
     """Reward function, `module:attribute` or `./file.py:attribute`. Null takes the task's own."""
     reward_deadline: Seconds = 30.0

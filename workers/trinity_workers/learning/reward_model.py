@@ -129,7 +129,8 @@ class RewardTokens:
     def _anew(self, prompt: list[int], answer: list[int], ordinal: int) -> list[int]:
         """Return an episode in the reward model's tokens."""
         if not self._own.chat_template:
-            return encode_prompt(self._own, self._text(prompt) + self._text(answer))
+            text = self._text(prompt) + self._text(answer)
+            return encode_prompt(self._own, text, answered=True)
         said: Message = {"role": "assistant", "content": self._text(answer)}
         return encode_prompt(self._own, [*self._messages(prompt, ordinal), said], answered=True)
 
