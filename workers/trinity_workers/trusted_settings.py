@@ -99,7 +99,8 @@ _DATA = {
     "trainer.critic_offload": "param_offload grad_offload optimizer_offload",
     "trainer.reference_offload": "param_offload",
     "algorithm": """
-        preset scale deviation deviation_epsilon gamma gae_lambda normalisation normalisation_length epochs
+        preset scale deviation deviation_epsilon gamma gae_lambda normalisation normalisation_length
+        epochs
         mini_batches clip_low clip_high dual_clip entropy_coefficient
         """,
     "algorithm.kl": "estimator coefficient where weighted",
