@@ -188,17 +188,13 @@ def _admit_epoch(fold: FoldState, envelope: Envelope) -> bool:
         return True
     if isinstance(envelope.event, _WAIT_EVENTS) and envelope.producer.role == "explorer":
         return True
-    if isinstance(envelope.event, _EPOCH_EVENTS) and envelope.epoch > epoch:
-        if envelope.epoch - epoch <= MOST_EPOCHS_AT_ONCE:
-            return True
-        fold.note_anomaly(
-            "epoch-jump",
-            f"{event_tag(envelope.event)} of epoch {envelope.epoch} from "
-            f"{describe_producer(envelope.producer)} is too far ahead of epoch {epoch}",
-        )
-        return False
+    opens = isinstance(envelope.event, _EPOCH_EVENTS)
+    if opens and epoch < envelope.epoch <= epoch + MOST_EPOCHS_AT_ONCE:
+        return True
     name = "stale-epoch" if envelope.epoch < epoch else "unopened-epoch"
-    if envelope.epoch == epoch > 0:
+    if opens and envelope.epoch > epoch:
+        name = "epoch-jump"
+    elif envelope.epoch == epoch > 0:
         name = "opened-twice"
     fold.note_anomaly(
         name,
