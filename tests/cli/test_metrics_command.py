@@ -21,7 +21,7 @@ from tests.support.event_histories import (
 )
 from tests.support.half_sent import HALF_BODY, HALF_HEAD, half_sent
 from tests.support.metrics_command import metrics_served
-from tests.support.pipeline import publish_steps
+from tests.support.pipeline import accept_reports, publish_steps
 from tests.support.redis_servers import servers
 from tests.support.waits import until
 from trinity_events.http_server.connections import HEAD_SECONDS
@@ -67,6 +67,7 @@ async def test_metrics_follow_the_log(scraped, publisher, log, run_id):
         )
     )
     await explorer.publish(SyncRequested(wanted=StepRef(publisher.epoch, 4)))
+    await accept_reports(log)
     await publisher.publish(opened(4, 0, 1))
     await publisher.publish(part(4))
     await publisher.publish(committed(2, "state_dict", registration(expected=3)))

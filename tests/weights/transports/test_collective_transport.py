@@ -176,8 +176,7 @@ async def test_every_explorer_serves_the_trainers_weights_and_says_so_by_digest(
         assert event.transport == "collective"
         for found in await off(run.ask, run.explorers, at.apply, event):
             assert_equal(found, expected())
-    async with reducer_task(places.redis_url, places.run_id):
-        await reports_accepted(log)
+    await reports_accepted(log)
     heard = await told(log)
     applied = [(one.producer.rank, one.event) for one in heard]
     applied = [(rank, one) for rank, one in applied if isinstance(one, WeightsApplied)]
