@@ -23,6 +23,7 @@ from tests.support.event_histories import (
     slot,
     started,
 )
+from tests.support.pipeline import OUTCOMES
 from tests.support.waits import PATIENCE
 from trinity_events import CheckpointCoordinator
 from trinity_events.core import FilePlan, IterationFile, encode_state
@@ -274,12 +275,13 @@ async def reducing(log: MemoryEventLog):
 
 
 async def announced(log: MemoryEventLog):
-    """What is announced once all that was published is folded."""
+    """The outcomes that are announced once all that was published is folded."""
     with anyio.fail_after(PATIENCE):
         while (await log.load())[1] != log.last_id_now():
             await anyio.sleep(0.01)
     found = log.read_now(stream=Stream.ANNOUNCEMENTS)
-    return [decode_envelope(entry.payload).event for entry in found]
+    events = [decode_envelope(entry.payload).event for entry in found]
+    return [event for event in events if isinstance(event, OUTCOMES)]
 
 
 async def test_what_is_known_of_a_step_outlives_the_reducer():

@@ -11,7 +11,13 @@ import torch
 
 from tests.support.acl_rules import DOCS, rules
 from tests.support.event_histories import History, committed, registration, started
-from tests.support.pipeline import announced, publish_steps, reducer_task
+from tests.support.pipeline import (
+    announced,
+    count_announcements,
+    folded,
+    publish_steps,
+    reducer_task,
+)
 from tests.support.redis_servers import cluster
 from tests.support.rollout_parts import Parts, samples_of
 from tests.support.waits import PATIENCE
@@ -38,7 +44,7 @@ from trinity_events.reducer import reduce_all
 from trinity_events.replay import current_state
 from trinity_events.server import connect, connect_sync, open_client
 from trinity_events.weights import PartRef, PartWriter, RedisChunkStore
-from trinity_schemas import RUN_INDEX, RunKeys, SaveStarted, encode
+from trinity_schemas import RUN_INDEX, ExplorerStatusChanged, RunKeys, SaveStarted, encode
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +88,10 @@ async def test_the_whole_pipeline_runs_on_a_cluster(nodes, url, tmp_path):
                     event = await anext(aiter(events))
                     assert event.step == 1
                     await event.ack()
+            explorer = AsyncPublisher(log, epoch, new_producer("explorer", 3))
+            await explorer.publish(ExplorerStatusChanged(status="running"))
+            await folded(log)
+            assert "explorer-3" in (await current_state(log)).explorers
             assert run_id in await list_runs(client)
 
 
@@ -92,7 +102,7 @@ async def test_ids_that_no_clock_makes_are_mended_on_every_node(nodes, url):
             epoch = await open_run(client, run_id)
             await client.xadd(log.keys.events, {"e": b"no event"}, id=LAST_ID)
             trainer = AsyncPublisher(log, epoch, new_producer("trainer"))
-            before = len(await log.read(stream=Stream.ANNOUNCEMENTS))
+            before = await count_announcements(log)
             async with reducer_task(url, run_id):
                 await publish_steps(trainer, [1])
                 await announced(log, before + 1)

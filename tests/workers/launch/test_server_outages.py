@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("reasoning_gym")
 
 from tests.support.event_histories import committed
-from tests.support.pipeline import reducer_task, reports_accepted, until
+from tests.support.pipeline import accept_reports, reducer_task, reports_accepted, until
 from tests.support.redis_servers import servers
 from tests.support.waits import PATIENCE
 from trinity_events import Synchronizer
@@ -178,7 +178,7 @@ async def test_a_view_that_fails_does_not_end_the_training(log, publisher, monke
 # --- epochs ---------------------------------------------------------------------------------
 
 
-@pytest.fixture
+@asynccontextmanager
 async def followed_epochs(server, log):
     """Epochs of the run, as a stand-alone explorer follows them, beside a reducer."""
     async with reducer_task(server.url, log.run_id), followed_run(RUN, server.url) as run:
@@ -187,16 +187,17 @@ async def followed_epochs(server, log):
             yield epochs
 
 
-async def test_an_explorer_hears_of_an_opening_after_an_outage(server, client, followed_epochs):
-    assert (await followed_epochs.opened(PATIENCE)).epoch == 1
-    await outage(server)
-    await open_run(client, RUN)
-    await until(lambda: followed_epochs._newest.epoch == 2)
+async def test_an_explorer_hears_of_an_opening_after_an_outage(server, client, log):
+    async with followed_epochs(server, log) as epochs:
+        assert (await epochs.opened(PATIENCE)).epoch == 1
+        await outage(server)
+        await open_run(client, RUN)
+        await until(lambda: epochs._newest.epoch == 2)
 
 
-async def test_openings_that_cannot_be_read_at_first_are_read_later(server, followed_epochs):
-    async with beside(partial(outage, server)):
-        assert (await followed_epochs.opened(PATIENCE)).epoch == 1
+async def test_openings_that_cannot_be_read_at_first_are_read_later(server, log):
+    async with followed_epochs(server, log) as epochs, beside(partial(outage, server)):
+        assert (await epochs.opened(PATIENCE)).epoch == 1
 
 
 async def test_a_server_that_stays_away_is_named_as_the_cause_that_no_run_was_found(server):
@@ -322,12 +323,14 @@ async def test_the_last_weights_are_waited_for_through_an_outage(
 ):
     explorer = AsyncPublisher(log, 1, new_producer("explorer"))
     await explorer.publish(ExplorerStatusChanged(status="running"))
+    await accept_reports(log)
     async with claimed_rank(client, config, 0), anyio.create_task_group() as tasks:
         view = ProgressView(RUN, 1)
         tasks.start_soon(launcher._last_weights_taken, client, config, view)
         await anyio.sleep(0.1)
         await outage(server)
         await explorer.publish(ExplorerStatusChanged(status="stopped"))
+        await accept_reports(log)
     assert "did not take" not in capsys.readouterr().err
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("reasoning_gym")
 
 from tests.support.local_training import LocalEngine  # noqa: E402
-from tests.support.pipeline import events_of, reducer_task, until  # noqa: E402
+from tests.support.pipeline import events_of, reducer_task, reports_accepted, until  # noqa: E402
 from tests.support.trainer_side import TrainerSide, exploring  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_events.core.evaluations import evaluated_through  # noqa: E402
@@ -72,14 +72,18 @@ class EvaluatingTrainer(TrainerSide):
         await super().publish(step)
 
     @asynccontextmanager
-    async def evaluating(self):
-        """Run the evaluator in the block, and have it end all that is open."""
+    async def evaluating(self, *, last: bool = True):
+        """Run the evaluator in the block, and have it end all that is open.
+
+        Training ends after the last block, and the explorers with it.
+        """
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self.evaluator.run)
             yield
             with anyio.fail_after(PATIENCE):
                 await self.evaluator.drain()
-            await self.publisher.publish(TrainerStatusChanged(status="stopped", step=STEPS))
+            if last:
+                await self.publisher.publish(TrainerStatusChanged(status="stopped", step=STEPS))
             tasks.cancel_scope.cancel()
 
     async def told(self, kind):
@@ -137,6 +141,7 @@ async def test_a_late_evaluation_is_of_the_version_that_it_names(config, trainer
     async with exploring(Explorer(config, 0)), trainer.evaluating():
         pass
     assert await trainer.told(EvaluationFinished) == asked
+    await reports_accepted(log)
     served = [one.event.version.step for one in await events_of(log, WeightsApplied)]
     assert [served[0], *sorted(set(served))] == [STEPS, 0, 1, STEPS]
     assert (await current_state(log)).anomaly_counts == {}
@@ -179,6 +184,11 @@ async def test_no_step_of_training_waits_for_an_evaluation(config, trainer):
     assert {("each", 0), ("each", 3), ("greedy", 0), ("greedy", 3)} <= set(told)
 
 
+async def explore(explorer):
+    await explorer.prepare()
+    await explorer.explore()
+
+
 async def held(explorer):
     return getattr(explorer, "held", 0) > 0
 
@@ -189,12 +199,7 @@ async def test_an_explorer_that_dies_amid_an_evaluation_loses_nothing(config, tr
     async with trainer.evaluating():
         await trainer.publish(STEPS)
         async with anyio.create_task_group() as tasks:
-
-            async def explore():
-                await dying.prepare()
-                await dying.explore()
-
-            tasks.start_soon(explore)
+            tasks.start_soon(explore, dying)
             await until(lambda: held(dying))
             tasks.cancel_scope.cancel()  # with claims that are neither answered nor given back
         async with exploring(Explorer(config, 1)):
@@ -261,10 +266,12 @@ async def test_results_depend_on_no_explorer_and_no_order(config, trainer, log):
     for ranks in ((0,), (1, 2)):
         await trainer.begin()
         trainer.evaluator._asked.clear()  # the same version once more
-        await trainer.publisher.publish(TrainerStatusChanged(status="running", step=STEPS))
         await trainer.publish(STEPS)
-        explorers = [Explorer(trainer.config, rank) for rank in ranks]
-        async with exploring(*explorers), trainer.evaluating():
-            pass
+        async with anyio.create_task_group() as tasks:
+            for rank in ranks:
+                tasks.start_soon(explore, Explorer(trainer.config, rank))
+            async with trainer.evaluating(last=False):
+                pass
+            tasks.cancel_scope.cancel()
         found.append((await events_of(log, EvaluationFinished))[-1].event.metrics)
     assert found[0] == found[1]
