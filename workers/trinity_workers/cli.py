@@ -75,6 +75,15 @@ Fresh = Annotated[
         help="Begin at step 1 although the run has a checkpoint to resume from, which stays.",
     ),
 ]
+FromStep = Annotated[
+    int | None,
+    typer.Option(
+        "--from-step",
+        min=1,
+        help="Resume from the checkpoint of this step; by default from the newest one.",
+        show_default=False,
+    ),
+]
 HealthFile = Annotated[
     Path | None,
     typer.Option(
@@ -100,6 +109,7 @@ class _Place:
     """Options of a run that are no part of its configuration."""
 
     fresh: Fresh = False
+    from_step: FromStep = None
     root: CheckpointRoot = None
     adopt_folder: AdoptFolder = False
     redis_url: RedisUrl = None
@@ -168,6 +178,8 @@ class _Told:
 def _run_job(told: _Told, run: _Run, place: _Place, read: Callable[[], TrainConfig]) -> None:
     # Wrong arguments are refused before the heavy imports.
     checked_run(run.run_id)
+    if place.fresh and place.from_step is not None:
+        raise BadSettings("--fresh begins at step 1, and --from-step resumes: give one of them")
     chosen = read()
     folder = writable_root(_resolve_root(place.root, chosen))
     modules = _MODULES[chosen.trainer.engine]
@@ -187,6 +199,7 @@ def _run_job(told: _Told, run: _Run, place: _Place, read: Callable[[], TrainConf
         checkpoint_root=folder,
         adopt_folder=place.adopt_folder,
         fresh=place.fresh,
+        from_step=place.from_step,
         health_file=place.health_file,
         ray_address=run.ray_address,
         resume_command=resume_command(sys.argv[1:], run.run_id),

@@ -9,11 +9,19 @@ from msgspec import structs
 from tests.support.event_histories import committed, finished, registration
 from tests.support.pipeline import events_of
 from tests.support.waits import PATIENCE, child
-from trinity_events.log import open_run
+from trinity_events.checkpoint_layout import VERIFIED
+from trinity_events.log import AsyncPublisher, new_producer, open_run
 from trinity_events.server import connect
 from trinity_schemas import RunOpened, StepRef, TrainerStatusChanged
 from trinity_workers.config import CheckpointsConfig, TrainConfig
-from trinity_workers.launch.resume import CannotResume, earlier_run, held_checkpoint
+from trinity_workers.launch.resume import (
+    CannotResume,
+    CheckpointMissing,
+    NoSuchCheckpoint,
+    earlier_run,
+    held_checkpoint,
+)
+from trinity_workers.launch.resume_command import resume_command
 
 
 def command(name, run_id, redis_url, root, *more):
@@ -68,6 +76,73 @@ async def test_an_earlier_run_is_gone_on_from_only_where_its_lineage_stands(
         assert await open_run(client, run_id) == 3  # with --fresh
     with pytest.raises(CannotResume, match="of step 5 from before it was begun anew"):
         await earlier_run(log, tmp_path, 9, fresh=False)
+
+
+def put_checkpoint(folder, step):
+    made = folder / f"global_step_{step}"
+    made.mkdir(parents=True)
+    (made / VERIFIED).write_text("{}")
+
+
+async def test_an_older_checkpoint_is_resumed_from_by_its_step(publisher, log, run_id, tmp_path):
+    for step in (2, 4, 6):
+        await saved(publisher, step)
+    for step in (2, 4):
+        put_checkpoint(tmp_path, step)
+    earlier = await earlier_run(log, tmp_path, 9, fresh=False, from_step=2)
+    assert earlier.checkpoint == StepRef(1, 2)
+    with pytest.raises(NoSuchCheckpoint) as refusal:  # in the log alone
+        await earlier_run(log, tmp_path, 9, fresh=False, from_step=6)
+    assert (refusal.value.run_id, refusal.value.step, refusal.value.steps) == (run_id, 6, (2, 4))
+    put_checkpoint(tmp_path, 3)
+    with pytest.raises(NoSuchCheckpoint):  # on the disk alone
+        await earlier_run(log, tmp_path, 9, fresh=False, from_step=3)
+
+
+async def test_an_older_checkpoint_is_resumed_from_by_the_epoch_that_wrote_it(
+    publisher, log, client, run_id, tmp_path
+):
+    for step in (2, 4):
+        await saved(publisher, step)
+        put_checkpoint(tmp_path, step)
+    assert await open_run(client, run_id, resume_from=StepRef(1, 4)) == 2
+    second = AsyncPublisher(log, 2, new_producer("trainer"))
+    await saved(second, 6)
+    put_checkpoint(tmp_path, 6)
+    by_step = {2: StepRef(1, 2), 4: StepRef(1, 4), 6: StepRef(2, 6)}
+    for step, checkpoint in by_step.items():
+        earlier = await earlier_run(log, tmp_path, 9, fresh=False, from_step=step)
+        assert earlier.checkpoint == checkpoint
+
+
+async def test_a_checkpoint_that_is_gone_names_the_newest_older_one(
+    publisher, make_config, run_id, tmp_path
+):
+    for step in (2, 4, 6):
+        await saved(publisher, step)
+    for step in (2, 4):
+        put_checkpoint(tmp_path / run_id, step)
+    config = structs.replace(make_config(), resumed_step=6)
+    with pytest.raises(CheckpointMissing) as refusal:
+        async with held_checkpoint(config, tmp_path):
+            pass
+    assert (refusal.value.run_id, refusal.value.step, refusal.value.older) == (run_id, 6, 4)
+    assert "--from-step 4 continues" in str(refusal.value)
+
+
+def test_a_step_to_resume_from_and_a_fresh_start_exclude_each_other(
+    cli, redis_url, run_id, tmp_path
+):
+    options = ("--fresh", "--from-step", "2")
+    refused = cli(*command("trainer", run_id, redis_url, tmp_path, *options), timeout=PATIENCE)
+    assert refused.returncode == 1
+    assert "give one of them" in refused.stderr
+
+
+def test_the_command_that_goes_on_resumes_from_the_newest_checkpoint(run_id):
+    for words in (["--from-step", "2"], ["--from-step=2"]):
+        typed = resume_command(["train", "run.yaml", *words, "--run", run_id], run_id)
+        assert typed.endswith(f"trinity-events train run.yaml --run {run_id}")
 
 
 async def test_a_checkpoint_that_is_not_here_is_not_resumed_from(

@@ -96,6 +96,8 @@ class LaunchOptions(Struct, frozen=True, kw_only=True):
     """True to take over the run's folder if it belongs to another log."""
     fresh: bool = False
     """True to begin at step 1 although the run has a checkpoint to resume from."""
+    from_step: int | None = None
+    """Step of the checkpoint to resume from; None takes the newest one."""
     ray_address: str | None = None
     """Ray cluster to join; None starts one on this host."""
     health_file: Path | None = None
@@ -158,7 +160,9 @@ async def _run(options: LaunchOptions, report: Report) -> None:
         log = RedisEventLog(client, options.run_id)
         claim = partial(own_folder, log, folder, redacted(redis_url), adopt=options.adopt_folder)
         await claim()  # before the run is opened: it would be opened in vain
-        earlier = await earlier_run(log, folder, settings.steps, fresh=options.fresh)
+        earlier = await earlier_run(
+            log, folder, settings.steps, fresh=options.fresh, from_step=options.from_step
+        )
         checkpoint = None if earlier is None else earlier.checkpoint
         reducer = None
         if alone:

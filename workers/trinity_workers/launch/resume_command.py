@@ -8,6 +8,9 @@ from collections.abc import Sequence
 
 from trinity_events.server.url import redacted
 
+_FROM_STEP = "--from-step"
+"""Option with a value, which names an older checkpoint than the newest."""
+
 
 def resume_command(arguments: Sequence[str], run_id: str) -> str:
     """Return what to type to go on with a run, from its newest ready checkpoint.
@@ -18,9 +21,14 @@ def resume_command(arguments: Sequence[str], run_id: str) -> str:
     """
     words = ["trinity-events"]
     named = False
-    for argument in arguments:
+    remaining = iter(arguments)
+    for argument in remaining:
         option, equals, value = argument.partition("=")
         if argument == "--fresh":
+            continue
+        if option == _FROM_STEP:
+            if not equals:
+                next(remaining, None)
             continue
         named = named or option == "--run"
         if equals and "://" in value:
