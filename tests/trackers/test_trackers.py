@@ -19,7 +19,7 @@ REWARDS = {1: 0.25, 2: 0.5, 3: 1.0}
 
 async def publish(publisher, steps=REWARDS):
     for step in steps:
-        metrics = {"loss": 1.0 / step, "reward": REWARDS[step]}
+        metrics = {"loss": 1.0 / step, "reward": REWARDS[step], "acc@8": REWARDS[step]}
         await publisher.publish(StepTrained(step=step, staleness={1: 4}, metrics=metrics))
 
 
@@ -69,13 +69,16 @@ async def test_every_tracker_gets_a_runs_metrics_by_step(given, run_id, tmp_path
 
     lines = lines_of(tmp_path / f"{run_id}.metrics.jsonl")
     assert {one["step"]: one["values"]["rollout/reward"] for one in lines} == REWARDS
+    assert {one["step"]: one["values"]["train/acc@8"] for one in lines} == REWARDS
 
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = reader.EventAccumulator(str(tmp_path / "tensorboard" / run_id)).Reload()
     assert {one.step: one.value for one in events.Scalars("rollout/reward")} == REWARDS
+    assert {one.step: one.value for one in events.Scalars("train/acc_at_8")} == REWARDS
     assert events.Scalars("off_policy/staleness")[0].value == 1.0
 
-    assert wandb_rewards(tmp_path) == REWARDS
+    assert wandb_values(tmp_path, "rollout/reward") == REWARDS
+    assert wandb_values(tmp_path, "train/acc@8") == REWARDS
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     tracking = pytest.importorskip("mlflow.tracking")
@@ -83,15 +86,16 @@ async def test_every_tracker_gets_a_runs_metrics_by_step(given, run_id, tmp_path
     experiment = client.get_experiment_by_name("checks")
     [found] = client.search_runs([experiment.experiment_id])
     assert found.data.tags["trinity.run"] == run_id
-    history = client.get_metric_history(found.info.run_id, "rollout/reward")
-    assert {one.step: one.value for one in history} == REWARDS
+    for name in ("rollout/reward", "train/acc_at_8"):
+        history = client.get_metric_history(found.info.run_id, name)
+        assert {one.step: one.value for one in history} == REWARDS
 
 
-def wandb_rewards(folder):
-    """Return rewards by step from the file of Weights & Biases' offline run."""
+def wandb_values(folder, name):
+    """Return a metric by step from the file of Weights & Biases' offline run."""
     records = pytest.importorskip("wandb.proto.wandb_internal_pb2")
     [path] = (folder / "wandb").glob("offline-run-*/run-*.wandb")
-    rewards = {}
+    values = {}
     for payload in leveldb_records(path.read_bytes()):
         record = records.Record()
         record.ParseFromString(payload)
@@ -99,9 +103,9 @@ def wandb_rewards(folder):
             "/".join(item.nested_key) or item.key: json.loads(item.value_json)
             for item in record.history.item
         }
-        if "rollout/reward" in row:
-            rewards[row["step"]] = row["rollout/reward"]
-    return rewards
+        if name in row:
+            values[row["step"]] = row[name]
+    return values
 
 
 def leveldb_records(content):
@@ -157,6 +161,58 @@ async def test_a_tracker_that_fails_leaves_the_others_alone(
     assert len(lines_of(tmp_path / "run-1.metrics.jsonl")) == 3
 
 
+@pytest.fixture
+def mlflow_runs(tmp_path, monkeypatch):
+    """Log metrics by MLflow; return the values of each name that arrived."""
+    tracking = pytest.importorskip("mlflow.tracking")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlruns")
+
+    def log(*steps):
+        with open_trackers(["mlflow"], tracked(tmp_path)) as trackers:
+            for step, values in enumerate(steps, 1):
+                trackers["mlflow"].log(StepMetrics(1, step, 1e9 + step, values))
+        client = tracking.MlflowClient()
+        experiment = client.get_experiment_by_name("checks")
+        [run] = client.search_runs([experiment.experiment_id])
+        return {
+            name: [one.value for one in client.get_metric_history(run.info.run_id, name)]
+            for name in run.data.metrics
+        }
+
+    return log
+
+
+def test_a_metric_whose_name_mlflow_refuses_arrives_under_another_one(mlflow_runs):
+    names = ("train/acc@8", "train/a, b", "/train//x/../y", "train/gr\u00f6\u00dfe")
+    found = mlflow_runs(*[dict.fromkeys(names, 0.5) | {"train/loss": 1.0}] * 2)
+    assert found.keys() == {
+        *("train/acc_at_8", "train/a_ b", "train/x/y", "train/gr\u00f6\u00dfe", "train/loss")
+    }
+    assert all(len(values) == 2 for values in found.values())
+
+
+def test_a_metric_that_mlflow_cannot_take_costs_no_other_one(mlflow_runs, caplog):
+    refused = ("train/acc_at_8", "train/" + "x" * 300, "train/loss/part")
+    step = {"train/acc@8": 0.5, "train/loss": 1.0} | dict.fromkeys(refused, 2.0)
+    with caplog.at_level(logging.WARNING):
+        found = mlflow_runs(*[step | {"train/other": 3.0}] * 3)
+    assert found == {
+        "train/acc_at_8": [0.5] * 3,
+        "train/loss": [1.0] * len(found["train/loss"]),
+        "train/other": [3.0] * len(found["train/other"]),
+    }
+    warned = [one for one in caplog.messages if "is left out of MLflow" in one]
+    assert [name for one in warned for name in refused if repr(name) in one] == sorted(
+        refused, key=[*step].index
+    ), "each is warned of once"
+
+
+def test_more_metrics_than_fit_into_one_call_arrive(mlflow_runs, monkeypatch):
+    monkeypatch.setattr("trinity_events.trackers.mlflow._MOST_METRICS", 2)
+    assert len(mlflow_runs({f"train/{number}": 1.0 for number in range(5)})) == 5
+
+
 def test_a_resumed_run_appends_lines_and_purges_steps_that_do_not_stand(tmp_path):
     pytest.importorskip("tensorboardX")
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -164,13 +220,15 @@ def test_a_resumed_run_appends_lines_and_purges_steps_that_do_not_stand(tmp_path
         run = tracked(tmp_path, resumed_after)
         with open_trackers(["jsonl", "tensorboard"], run) as trackers:
             for step in steps:
-                metrics = StepMetrics(epoch, step, 1e9 + step, {"train/loss": float(epoch)})
+                values = {"train/loss": float(epoch), "train/a@b": 1.0, "train/a_at_b": 2.0}
+                metrics = StepMetrics(epoch, step, 1e9 + step, values)
                 for one in trackers.values():
                     one.log(metrics)
     assert [one["step"] for one in lines_of(tmp_path / "run-1.metrics.jsonl")] == [1, 2, 3, 2]
     events = reader.EventAccumulator(str(tmp_path / "tensorboard" / "run-1")).Reload()
     losses = {one.step: one.value for one in events.Scalars("train/loss")}
     assert losses == {1: 1.0, 2: 2.0}
+    assert [one.value for one in events.Scalars("train/a_at_b")] == [1.0] * 2, "of one metric"
 
 
 def test_an_unknown_tracker_is_refused_with_the_nearest_name():

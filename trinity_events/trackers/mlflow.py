@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 from mlflow.entities import Metric, Run
 from mlflow.exceptions import MlflowException
@@ -9,15 +11,24 @@ from mlflow.tracking import MlflowClient
 
 from ..core.metrics import StepMetrics
 from .base import TrackedRun, TrackerUnusable
+from .metric_names import MetricNames
 
 _LONGEST_PARAMETER = 500
 """Characters of a parameter that every version of MLflow takes."""
+_MOST_METRICS = 1000
+"""Metrics of one call; MLflow refuses more."""
+_REFUSED_CHARACTERS = re.compile(r"[^\w\-. :/]")
+_ONE_METRIC = (NotADirectoryError, IsADirectoryError, FileExistsError)
+"""Errors of MLflow's file store for a metric whose name is the folder of another: `a` and `a/b`."""
 
 
 class MLflow:
     """Tracker that logs to a run of an MLflow experiment; its tag ``trinity.run`` is the run's id.
 
     A resumed run goes on with the run of this tag. The server is that of MLFLOW_TRACKING_URI.
+
+    Names that MLflow refuses are changed: ``acc@8`` is ``acc_at_8``. A metric that is refused all
+    the same is left out with a warning, and costs no other one.
     """
 
     def __init__(self, run: TrackedRun) -> None:
@@ -30,6 +41,7 @@ class MLflow:
                 f"MLflow cannot be used: {reason}: set MLFLOW_TRACKING_URI to your server"
             ) from None
         self._id: str = found.info.run_id
+        self._names = MetricNames("MLflow", _REFUSED_CHARACTERS)
 
     def _found(self, run: TrackedRun) -> Run:
         experiment = self._client.get_experiment_by_name(run.project)
@@ -51,13 +63,37 @@ class MLflow:
         return made
 
     def log(self, metrics: StepMetrics) -> None:
-        """Log metrics of one step in one call."""
+        """Log metrics of one step, most often in one call."""
         moment = int(metrics.occurred_at * 1000)
         values = [
-            Metric(name, value, moment, metrics.step) for name, value in metrics.values.items()
+            (name, Metric(accepted, value, moment, metrics.step))
+            for name, value in metrics.values.items()
+            if (accepted := self._names.get(name)) is not None
         ]
-        self._client.log_batch(self._id, metrics=values)
+        for first in range(0, len(values), _MOST_METRICS):
+            batch = values[first : first + _MOST_METRICS]
+            try:
+                self._client.log_batch(self._id, metrics=[metric for _, metric in batch])
+            except Exception as error:
+                if not _is_of_one_metric(error):
+                    raise
+                self._log_singly(batch)
+
+    def _log_singly(self, batch: list[tuple[str, Metric]]) -> None:
+        for name, metric in batch:
+            try:
+                self._client.log_batch(self._id, metrics=[metric])
+            except Exception as error:
+                if not _is_of_one_metric(error):
+                    raise
+                self._names.leave_out(name, str(error).splitlines()[0])
 
     def close(self) -> None:
         """End the run."""
         self._client.set_terminated(self._id)
+
+
+def _is_of_one_metric(error: Exception) -> bool:
+    """Return True if a call failed by the name or value of a metric, and not by its server."""
+    invalid = isinstance(error, MlflowException) and error.error_code == "INVALID_PARAMETER_VALUE"
+    return invalid or isinstance(error.__context__, _ONE_METRIC)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 from tensorboardX import SummaryWriter
 
 from ..core.metrics import StepMetrics
 from .base import TrackedRun
+from .metric_names import MetricNames
+
+_REFUSED_CHARACTERS = re.compile(r"[^-/\w.]")
+"""Characters that tensorboardX replaces itself, where two metrics may then have one name."""
 
 
 class TensorBoard:
@@ -23,6 +29,7 @@ class TensorBoard:
             purge_step=first if folder.exists() else None,
             filename_suffix=f".{first}",  # files are named by seconds, and an epoch may be short
         )
+        self._names = MetricNames("TensorBoard", _REFUSED_CHARACTERS)
         if run.config is not None:
             indented = msgspec.json.format(run.config, indent=2)
             self._writer.add_text("config", f"```json\n{indented}\n```")
@@ -30,7 +37,8 @@ class TensorBoard:
     def log(self, metrics: StepMetrics) -> None:
         """Write scalars."""
         for name, value in metrics.values.items():
-            self._writer.add_scalar(name, value, metrics.step, walltime=metrics.occurred_at)
+            if (tag := self._names.get(name)) is not None:
+                self._writer.add_scalar(tag, value, metrics.step, walltime=metrics.occurred_at)
         self._writer.flush()
 
     def close(self) -> None:

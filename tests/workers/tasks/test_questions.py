@@ -147,9 +147,28 @@ def test_a_file_of_another_encoding_is_refused_with_the_way_to_convert_it(
     assert "iconv -t UTF-8 -f" in message
 
 
-def test_an_answer_that_is_no_number_of_json_is_refused(write):
-    path = write("mine.py", "listed = [{'prompt': 'a', 'answer': float('nan')}]\n")
-    assert "has the answer nan" in refused(path.parent, "./mine.py:listed")
+@pytest.mark.parametrize("answer", ["nan", "inf", "[1.0, nan]", "{'low': -inf}"])
+def test_an_answer_that_is_no_number_of_json_is_refused(write, answer):
+    path = write(
+        "mine.py", f"from math import inf, nan\nlisted = [{{'prompt': 'a', 'answer': {answer}}}]\n"
+    )
+    assert f"has the answer {answer}, and JSON" in refused(path.parent, "./mine.py:listed")
+
+
+def test_answers_may_be_arrays_and_numbers_of_any_size(write):
+    pytest.importorskip("numpy")
+    text = (
+        "import numpy\nfrom decimal import Decimal\nanswers = [10**400, numpy.ones((2, 2)), "
+        "numpy.float32(0.5), Decimal('1.10'), {'a': (1, None)}, True]\n"
+        "listed = [{'prompt': str(number), 'answer': one} for number, one in enumerate(answers)]\n"
+    )
+    write("mine.py", text)
+    options = {"shuffle": False, "evaluation": "./mine.py:listed"}
+    folder = write("x", "").parent
+    task = load_task(questions="./mine.py:listed", folder=folder, options=options)
+    assert [task.question(number).answer for number in range(len(task))] == [
+        *(10**400, [[1.0, 1.0]] * 2, 0.5, "1.10", {"a": [1, None]}, True)
+    ]
 
 
 def test_held_out_questions_are_a_tenth_and_never_trained_on(jsonl):

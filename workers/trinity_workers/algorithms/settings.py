@@ -376,8 +376,9 @@ def _of_advantages(
     if config.deviation_epsilon != _DEVIATION_EPSILON and config.divisor != "group":
         yield (
             ("deviation_epsilon", "advantage", "scale"),
-            f"{named('deviation_epsilon')} is added to the deviation of a group, and {advantage} "
-            f"{config.advantage} is divided by none here: leave it out, or set {scale} group",
+            f"{named('deviation_epsilon')} is added to the deviation of a group, by which "
+            f"{advantage} {config.advantage} is not divided here: leave it out, or choose "
+            f"{advantage} grpo with {scale} group",
         )
     if samples == 1 and config.advantage in _COMPARING:
         yield (

@@ -125,12 +125,12 @@ class UnclearGrade(Exception):
 
 
 class _Grade(NamedTuple):
-    """Grade of a reply, and the place in the text where it ends."""
+    """Grade of a reply."""
 
     share: float
     """Grade from 0 to 1."""
     has_scale: bool
-    end: int
+    """True if the reply writes its scale."""
 
 
 def parse_grade(reply: str, best: float) -> float:
@@ -275,13 +275,13 @@ def _end_of(line: str, amount: re.Match[str], best: float) -> int:
 def _read_amount(line: str, amount: re.Match[str], best: float) -> _Grade:
     number = _number(amount["number"], best)
     if amount["percent"] is not None:
-        return _Grade(number / 100, True, amount.end())
+        return _Grade(number / 100, has_scale=True)
     if amount["scale"] is None:
-        return _Grade(number / best, False, amount.end())
+        return _Grade(number / best, has_scale=False)
     scale = _number(amount["scale"], best)
     if not scale > 0:
         raise UnclearGrade(f"gave a grade of a scale without a best grade: {_shorten(line)}")
-    return _Grade(number / scale, True, amount.end())
+    return _Grade(number / scale, has_scale=True)
 
 
 def _number(text: str, best: float) -> float:

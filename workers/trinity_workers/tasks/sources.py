@@ -10,7 +10,7 @@ import codecs
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 import msgspec
 from msgspec import Struct
@@ -21,6 +21,8 @@ from .objects import load_object
 
 REASONING_GYM = "reasoning-gym:"
 DATASETS = "datasets:"
+_CONVERT = "convert it by iconv -t UTF-8 -f"
+"""Way out for a file of another encoding, whose name follows."""
 
 
 class QuestionOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -119,8 +121,8 @@ def _question(
             f"{where} has no field {prompt!r} for the prompt: {propose_field(record, prompt)}"
         )
     right = ABSENT if answer is None else read_field(record, answer)
-    if _has_no_json(right):
-        raise TaskError(f"{where} has the answer {right!r}, which JSON has not: write it as text")
+    if not _is_finite(right):
+        raise TaskError(f"{where} has the answer {right!r}, and JSON has no such number")
     data = {str(key): value for key, value in record.items() if key not in {prompt, answer}}
     question: Any = Question(
         prompt=text,  # type: ignore[arg-type]  # checked next
@@ -149,12 +151,16 @@ def _checked(where: str, question: Question) -> Question:
     return checked
 
 
-def _has_no_json(value: object) -> bool:
-    """Return True for NaN and infinity, which would arrive as null."""
-    try:
-        return isinstance(value, float) and not math.isfinite(value)
-    except TypeError:
-        return False
+def _is_finite(value: object) -> bool:
+    """Return False for NaN and infinity, also within others: JSON has null in their place."""
+    if isinstance(value, Mapping):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_finite, value))
+    if hasattr(value, "tolist"):  # arrays and numbers of NumPy
+        return _is_finite(value.tolist())
+    # Decimals, too; text has no __float__, and an integer may be too large for one.
+    return isinstance(value, int) or not isinstance(value, SupportsFloat) or math.isfinite(value)
 
 
 def _plain(value: Any) -> Any:
@@ -184,9 +190,6 @@ def _jsonl(path: Path) -> Iterator[object]:
                     yield _decoded(text, f"line {number} of {path}")
 
     return _from_file(path, lines)
-
-
-_CONVERT = "convert it by iconv -t UTF-8 -f"
 
 
 def _decoded(line: bytes, where: str) -> object:
