@@ -22,7 +22,9 @@ def save(publisher, run_id, tmp_path):
         path = f"{staged(step, name=name)}/{kind}.pt"
         (tmp_path / run_id / path).parent.mkdir(parents=True)
         (tmp_path / run_id / path).write_text(kind)
-        await publisher.publish(finished(step, f"{kind}-{step}", kind=kind, path=path))
+        await publisher.publish(
+            finished(step, f"{kind}-{step}", kind=kind, path=path, nbytes=len(kind))
+        )
         await publisher.publish(committed(step, kind, registration(kind)))
 
     return save

@@ -9,6 +9,7 @@
       latest_state_dict_iteration.txt      newest step whose state dict is ready
       global_step_STEP/                    files of a ready step
         .made_from                         staged folder that these files were saved to
+        .verified                          epoch, step and kinds that the reducer checked them for
         actor/                             files of model and optimizer
           huggingface/                     configuration, tokenizer and, if they were saved, weights
             XXH128SUMS                     digests of its files, which xxhsum -c reads too
@@ -42,6 +43,10 @@ ARCHIVE = "log"
 """Folder for archive segments."""
 MADE_FROM = ".made_from"
 """File in a final folder with the relative path of the staged folder that it was."""
+VERIFIED = ".verified"
+"""File in a final folder with the evidence that the folder counts as a checkpoint."""
+REDUCER_FILES = frozenset({MADE_FROM, VERIFIED})
+"""Files that the reducer adds to a folder of saves: they are part of no save."""
 BELONGS_TO = ".belongs_to"
 """File that identifies the log of the run."""
 MODEL_FOLDER = ("actor", "huggingface")

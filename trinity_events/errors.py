@@ -93,6 +93,26 @@ class StaleEpoch(TrinityError):
     """The run has a newer epoch than this process, so the fold ignores its events."""
 
 
+class EpochBehind(TrinityError):
+    """The counter of epochs is behind the log, whose newest epoch took no number from it.
+
+    Args:
+        run_id: The run.
+        epoch: Newest epoch in the log.
+        counted: Last number that an opening took.
+    """
+
+    def __init__(self, run_id: str, epoch: int, counted: int) -> None:
+        super().__init__(
+            f"the log of run {run_id} is in epoch {epoch}, which an event opened without taking a "
+            f"number, and the last number taken is {counted}: start a reducer of the run, which "
+            "raises it"
+        )
+        self.run_id = run_id
+        self.epoch = epoch
+        self.counted = counted
+
+
 class GroupDetached(TrinityError):
     """A consumer group was idle for too long, and the log was trimmed without it."""
 

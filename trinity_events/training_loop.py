@@ -185,7 +185,7 @@ class TrainingLoop:
         self,
         step: int,
         named_tensors: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor],
-        metrics: dict[str, float] | None = None,
+        metrics: Mapping[str, object] | None = None,
     ) -> None:
         """Publish the whole model's weights of a step from rank 0; other ranks do nothing.
 
@@ -218,7 +218,7 @@ class TrainingLoop:
         self.commit_checkpoint(step)
 
     def commit_checkpoint(
-        self, step: int, *, saves: int = 1, metrics: dict[str, float] | None = None
+        self, step: int, *, saves: int = 1, metrics: Mapping[str, object] | None = None
     ) -> None:
         """Say on rank 0 that every rank began ``saves`` saves of a step; others do nothing."""
         if self.rank == 0:

@@ -100,6 +100,8 @@ class WaitReporter:
         threshold: Seconds after which a wait is reported.
         run_id: The run, to take the stacks of the processes that a wait names when it reaches its
             deadline; None takes none.
+        owner: Incarnation of the publisher's process, with which the names of its waits begin: no
+            report of an explorer can end the wait of another process.
     """
 
     def __init__(
@@ -108,7 +110,9 @@ class WaitReporter:
         *,
         threshold: float = THRESHOLD,
         run_id: str | None = None,
+        owner: str = "",
     ) -> None:
+        self._owner = owner
         self._publisher = publisher
         self._run_id = run_id
         self._threshold = threshold
@@ -216,7 +220,7 @@ class WaitReporter:
             wait.due = now + self._threshold
             return
         what, waits_for = wait.object
-        wait.wait_id = wait.wait_id or secrets.token_hex(8)
+        wait.wait_id = wait.wait_id or f"{self._owner or 'wait'}-{secrets.token_hex(4)}"
         taken = self._publish(
             WaitStarted(
                 wait_id=wait.wait_id,

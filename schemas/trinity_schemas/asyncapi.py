@@ -7,7 +7,8 @@ from typing import Any
 from msgspec import Struct
 
 from .envelope import SCHEMA_VERSION
-from .events import ANNOUNCEMENT_TYPES, EVENT_TYPES, SENT_BY, event_tag
+from .events import ANNOUNCEMENT_TYPES, EVENT_TYPES, REPORT_TYPES, SENT_BY, event_tag
+from .identity import REPORTER_ROLE
 from .keys import RunKeys
 from .rollouts import Experience, RolloutRequest
 from .schemas import components
@@ -16,6 +17,8 @@ Object = dict[str, Any]
 MSGPACK = "application/msgpack"
 _SCHEMAS = "#/components/schemas/"
 _PUBLISHED = tuple(event for event in EVENT_TYPES if event not in ANNOUNCEMENT_TYPES)
+_REPORTS = tuple(event for event in EVENT_TYPES if event in REPORT_TYPES)
+_FOLLOWED = ("EpochOpened", "EpochClosed", "TrainingEnded", "PublicationStarted", "VersionResent")
 _DEAD_LETTER = "DeadLetter"
 
 # Redis wants the braces for its hash tag and AsyncAPI for its parameter: the parameter is the
@@ -59,8 +62,14 @@ def _channels() -> Object:
     return {
         "events": channel(
             _KEYS.events,
-            "Events of trainers, workers, explorers and the reducer.",
+            "Events of trainers, workers and the reducer, and accepted reports of explorers.",
             _names(_PUBLISHED),
+        ),
+        "reports": channel(
+            _KEYS.reports,
+            "Reports of explorers. The leading reducer checks each, and copies it to the events "
+            "or makes it a dead letter.",
+            _names(_REPORTS),
         ),
         "announcements": channel(
             _KEYS.announcements,
@@ -80,7 +89,9 @@ def _channels() -> Object:
             [RolloutRequest.__name__],
         ),
         "deadLetters": channel(
-            _KEYS.dead, "Entries of the events that could not be decoded.", [_DEAD_LETTER]
+            _KEYS.dead,
+            "Entries of the events that could not be decoded, and reports that were refused.",
+            [_DEAD_LETTER],
         ),
     }
 
@@ -97,13 +108,17 @@ def _operations() -> Object:
 
     published, announced = _names(_PUBLISHED), _names(ANNOUNCEMENT_TYPES)
     samples, requests = [Experience.__name__], [RolloutRequest.__name__]
+    roles = dict.fromkeys(SENT_BY[event] for event in _PUBLISHED)
     operations = {
         f"{role}SendsEvents": operation(
             role, "send", "events", _names(tuple(e for e in _PUBLISHED if SENT_BY[e] == role))
         )
-        for role in dict.fromkeys(SENT_BY[event] for event in _PUBLISHED)
+        for role in roles
+        if role != REPORTER_ROLE
     }
     return operations | {
+        "explorerSendsReports": operation(REPORTER_ROLE, "send", "reports", _names(_REPORTS)),
+        "reducerReceivesReports": operation("reducer", "receive", "reports", _names(_REPORTS)),
         "reducerReceivesEvents": operation("reducer", "receive", "events", published),
         "reducerSendsAnnouncements": operation("reducer", "send", "announcements", announced),
         "reducerSendsDeadLetters": operation("reducer", "send", "deadLetters", [_DEAD_LETTER]),
@@ -115,7 +130,7 @@ def _operations() -> Object:
             "worker", "receive", "announcements", ["SaveGranted", "VersionRetired"]
         ),
         "explorerReceivesAnnouncements": operation(
-            "explorer", "receive", "announcements", ["StepReady"]
+            "explorer", "receive", "announcements", ["StepReady", *_FOLLOWED]
         ),
         "subscriberReceivesEvents": operation("subscriber", "receive", "events", published),
         "subscriberReceivesAnnouncements": operation(

@@ -16,6 +16,8 @@ from .rollouts import Attempts, Experience, Ordinal, RolloutRequest
 
 MAX_EVENT_BYTES = 4 << 20
 """Bytes of an envelope, a request or an experience; larger ones are refused."""
+MAX_REPORT_BYTES = 256 << 10
+"""Bytes of an explorer's report; the largest has a few stacks and the names of some processes."""
 MAX_MANIFEST_BYTES = 64 << 20
 """Bytes of a weight manifest; larger ones are refused."""
 _SHARED_ENTRIES = 64

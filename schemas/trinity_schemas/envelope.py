@@ -6,10 +6,32 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from .events import Event
+from .events import (
+    Event,
+    RunClosed,
+    RunOpened,
+    RunResumed,
+    TrainerStatusChanged,
+    VersionOpened,
+    VersionPartPublished,
+)
 from .identity import Epoch, Producer, RunId
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""Newest version of the contract that this package writes and reads."""
+FIRST_VERSION = 1
+MEANING_SINCE: dict[type[Struct], int] = dict.fromkeys(
+    (
+        *(RunOpened, RunResumed, RunClosed, TrainerStatusChanged),
+        *(VersionOpened, VersionPartPublished),
+    ),
+    2,
+)
+"""Event type to the version of the contract that gave it its present meaning; 1 for the others.
+
+Since version 2, these events have announcements, so that explorers need not read the events. An
+envelope without a version is of version 1, and folds as it did then.
+"""
 
 Sequence = Annotated[
     int, Meta(ge=1, le=2**53, description="Number of the event among its sender's, from 1.")
@@ -40,6 +62,7 @@ class Envelope(Struct, frozen=True, kw_only=True, omit_defaults=True):
     occurred_at: Annotated[float, Meta(description="Unix seconds by the sender's clock.")]
     event: Annotated[Event, Meta(description="The event.")]
     schema_version: Annotated[
-        int, Meta(ge=1, le=2**15, description="Version of the contract that the sender uses.")
-    ] = SCHEMA_VERSION
+        int,
+        Meta(ge=1, le=2**15, description="Version of the contract by which the event is folded."),
+    ] = FIRST_VERSION
     trace: Trace | None = None

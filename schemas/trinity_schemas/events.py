@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from .identity import (
+    REPORTER_ROLE,
     Bytes,
     Count,
     Digest,
@@ -98,10 +99,13 @@ class RunResumed(_Event, frozen=True):
             )
 
 
+RunOutcome = Annotated[Literal["finished", "interrupted", "failed"], Meta(description="Outcome.")]
+
+
 class RunClosed(_Event, frozen=True):
     """The run's current epoch ended; ``error`` is the cause of a failure."""
 
-    reason: Annotated[Literal["finished", "interrupted", "failed"], Meta(description="Outcome.")]
+    reason: RunOutcome
     step: Annotated[Step | None, Meta(description="Last training step, if known.")] = None
     error: Annotated[Text | None, Meta(description="Error that ended the run.")] = None
 
@@ -369,6 +373,55 @@ class SaveGranted(_Event, frozen=True):
     ]
 
 
+class EpochOpened(_Event, frozen=True):
+    """A new epoch of the run is open; follows ``run-opened`` or ``run-resumed``."""
+
+    epoch: Epoch
+    step: Annotated[Step, Meta(description="Step that the trainer starts from; 0 at first.")]
+    caused_by: Annotated[EntryId, Meta(description="Event that it follows from.")]
+    config: Annotated[
+        Text | None, Meta(description="Configuration as JSON, without URLs and secrets.")
+    ] = None
+
+
+class EpochClosed(_Event, frozen=True):
+    """An epoch of the run is closed; follows ``run-closed``."""
+
+    epoch: Epoch
+    caused_by: Annotated[EntryId, Meta(description="Event that it follows from.")]
+    reason: RunOutcome
+    step: Annotated[Step | None, Meta(description="Last training step, if known.")] = None
+    error: Annotated[Text | None, Meta(description="Error that ended the run.")] = None
+
+
+class TrainingEnded(_Event, frozen=True):
+    """The trainer takes no further step in this epoch; follows its status ``stopped``."""
+
+    epoch: Epoch
+    step: Step
+    caused_by: Annotated[EntryId, Meta(description="Event that it follows from.")]
+
+
+class PublicationStarted(_Event, frozen=True):
+    """Ranks begin to publish a version, which readers may prefetch; follows ``version-opened``."""
+
+    epoch: Epoch
+    step: Step
+    caused_by: Annotated[EntryId, Meta(description="Event that it follows from.")]
+    ranks: Annotated[
+        tuple[Rank, ...], Meta(max_length=16_384, description="Ranks that publish a part.")
+    ]
+    transport: Transport
+
+
+class VersionResent(_Event, frozen=True):
+    """A ready version was sent to its collective group again, as an explorer requested."""
+
+    epoch: Epoch
+    step: Step
+    caused_by: Annotated[EntryId, Meta(description="Event that it follows from.")]
+
+
 # --- status --------------------------------------------------------------------------------
 
 
@@ -428,9 +481,20 @@ class RolloutsDispatched(_Event, frozen=True):
         bool, Meta(description="True if no other version than `oldest` may serve them.")
     ] = False
     fingerprint: Annotated[Digest | None, Meta(description="Fingerprint of the task set.")] = None
+    dropped: Annotated[
+        dict[DropReason, OrdinalRanges],
+        Meta(
+            max_length=64,
+            description=(
+                "Ordinals that were given up since the last step, by reason, of a trainer that "
+                "takes no further step."
+            ),
+        ),
+    ] = {}
 
     def __post_init__(self) -> None:
-        check_ranges(self.ordinals)
+        for ranges in (self.ordinals, *self.dropped.values()):
+            check_ranges(ranges)
 
 
 class StepTrained(_Event, frozen=True):
@@ -642,8 +706,24 @@ Event = (
     | LeaseExpired
     | DeadlineReached
     | ConsumerDetached
+    | EpochOpened
+    | EpochClosed
+    | TrainingEnded
+    | PublicationStarted
+    | VersionResent
 )
-Announcement = StepReady | StepFailed | StepSuperseded | VersionRetired | SaveGranted
+Announcement = (
+    StepReady
+    | StepFailed
+    | StepSuperseded
+    | VersionRetired
+    | SaveGranted
+    | EpochOpened
+    | EpochClosed
+    | TrainingEnded
+    | PublicationStarted
+    | VersionResent
+)
 
 EVENT_TYPES: tuple[type[Struct], ...] = Event.__args__
 ANNOUNCEMENT_TYPES: tuple[type[Struct], ...] = Announcement.__args__
@@ -687,8 +767,23 @@ SENT_BY: dict[type[Struct], SenderRole] = {
     LeaseExpired: "reducer",
     DeadlineReached: "reducer",
     ConsumerDetached: "reducer",
+    EpochOpened: "reducer",
+    EpochClosed: "reducer",
+    TrainingEnded: "reducer",
+    PublicationStarted: "reducer",
+    VersionResent: "reducer",
 }
 """Role that sends each event. The reducer sends announcements, and events of time and trimming."""
+
+REPORT_TYPES: frozenset[type[Struct]] = frozenset(
+    {
+        *(event for event, role in SENT_BY.items() if role == REPORTER_ROLE),
+        WaitStarted,
+        WaitEnded,
+        StacksTaken,
+    }
+)
+"""Events that an explorer may report: its own, and those about its waits."""
 
 
 def event_tag(event: type[Struct] | Struct) -> str:

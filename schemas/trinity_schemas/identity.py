@@ -99,6 +99,25 @@ class Producer(Struct, frozen=True, kw_only=True):
     incarnation: Incarnation
 
 
+REPORTER_ROLE = "explorer"
+"""Role whose producers append to the reports of a run; all others append to its events."""
+
+
+def reporter_incarnation(rank: int, token: str) -> str:
+    """Return the incarnation of an explorer's start.
+
+    It names the explorer, so that a report can never take the sequence of another role's producer:
+    their incarnations are random digits.
+    """
+    return f"{REPORTER_ROLE}-{rank}-{token}"
+
+
+def is_reporter(producer: Producer) -> bool:
+    """Return True if a producer has the role and the incarnation of an explorer."""
+    named = reporter_incarnation(producer.rank, "")
+    return producer.role == REPORTER_ROLE and producer.incarnation.startswith(named)
+
+
 class Slot(Struct, frozen=True, kw_only=True):
     """Place of one save: one kind of one step, from one rank, under one name.
 

@@ -31,6 +31,8 @@ class RunKeys(NamedTuple):
     evaluations: str
     judged: str
     promoted: str
+    reports: str
+    reported: str
 
     @classmethod
     def of(cls, run_id: str) -> RunKeys:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from msgspec import Struct
+
 from .events import ANNOUNCEMENT_TYPES, EVENT_TYPES, SENT_BY, event_tag
+from .identity import REPORTER_ROLE
 from .schemas import Schema, components
 
 _REF = "#"
@@ -17,9 +20,8 @@ def event_tables() -> str:
     lines = ["| event | from | stream | says |", "|---|---|---|---|"]
     for event in EVENT_TYPES:
         tag = event_tag(event)
-        stream = "announcements" if event in ANNOUNCEMENT_TYPES else "events"
         says = tables.says(event.__name__).partition("\n")[0]
-        lines.append(f"| [`{tag}`](#{tag}) | {SENT_BY[event]} | {stream} | {says} |")
+        lines.append(f"| [`{tag}`](#{tag}) | {SENT_BY[event]} | {_stream(event)} | {says} |")
     for event in EVENT_TYPES:
         lines += tables.section(event_tag(event), event.__name__, 3)
     names = {event.__name__ for event in EVENT_TYPES}
@@ -29,6 +31,12 @@ def event_tables() -> str:
     lines += ["", "## Words", "", "| word | text that matches |", "|---|---|"]
     lines += [f"| {word} | `{pattern}` |" for word, pattern in sorted(tables.words.items())]
     return "\n".join(lines)
+
+
+def _stream(event: type[Struct]) -> str:
+    if event in ANNOUNCEMENT_TYPES:
+        return "announcements"
+    return "reports, then events" if SENT_BY[event] == REPORTER_ROLE else "events"
 
 
 class _Tables:

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from tests.support.event_histories import committed, finished, registration, started
-from tests.support.pipeline import announced, publish_steps, recorded, reducer_task, until
+from tests.support.pipeline import publish_steps, recorded, reducer_task, until
 from tests.support.waits import PATIENCE, child
 from trinity_events.archive import (
     Archive,
@@ -189,7 +189,7 @@ async def test_an_imported_run_is_the_run_on_another_server(exported, log, run_i
             # A reducer that finds it announces nothing again.
             await anyio.sleep(0.3)
             count = len(list(read_recording(exported).announcements))
-            assert len(await announced(elsewhere, count)) == count
+            assert len(await elsewhere.read(stream=Stream.ANNOUNCEMENTS)) == count
 
 
 async def test_an_import_never_touches_a_run_that_is_there(exported, client, log):
@@ -305,7 +305,8 @@ async def test_verify_finds_what_the_log_does_not_give(finished_run, log, publis
     other = [*recording.announcements[:-1], Entry("9999999999999-0", b"forged")]
     forged = recording._replace(announcements=other)
     assert not verify(fewer).sound
-    assert "announcement 8 is not the one" in verify(forged).findings[0].what
+    last = len(other)
+    assert f"announcement {last} is not the one" in verify(forged).findings[0].what
     version, state = msgspec.msgpack.decode(snapshot, strict=False)
     changed = msgspec.msgpack.encode([version, {**state, "announced": 999}])
     assert not verify(recording, changed).sound
@@ -319,6 +320,9 @@ async def test_verify_finds_what_the_log_does_not_give(finished_run, log, publis
 async def test_verify_finds_an_iteration_file_that_lies(
     publisher, log, redis_url, run_id, tmp_path
 ):
+    saved = tmp_path / run_id / "global_step_7"
+    saved.mkdir(parents=True)
+    (saved / "model.pt").touch()
     async with reducer_task(redis_url, run_id, tmp_path):
         await publisher.publish(committed(7, "checkpoint", registration("checkpoint")))
         await publisher.publish(finished(7, kind="checkpoint"))
@@ -333,6 +337,9 @@ async def test_verify_finds_an_iteration_file_that_lies(
     assert "says '8', the log 7" in finding.what
     path.unlink()
     assert "cannot be read" in verify(recording, run_folder=tmp_path / run_id).findings[0].what
+    saved.rename(tmp_path / "elsewhere")
+    report = verify(recording, run_folder=tmp_path / run_id)
+    assert [finding.severity for finding in report.findings] == ["open"], "no folder, no file"
 
 
 async def test_a_run_that_ends_is_kept_in_its_folder(finished_run, log, run_id):

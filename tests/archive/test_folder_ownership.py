@@ -53,7 +53,8 @@ async def save(publisher, folder, step):
     (folder / name / "model.pt").write_text(name)
     await publisher.publish(committed(step, "checkpoint", registration("checkpoint")))
     path = f"{name}/model.pt"
-    await publisher.publish(finished(step, f"s{step}", kind="checkpoint", path=path))
+    save = finished(step, f"s{step}", kind="checkpoint", path=path, nbytes=len(name))
+    await publisher.publish(save)
 
 
 def steps(folder):

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.support.pipeline import publish_steps, reducer_task, until
+from tests.support.pipeline import accept_reports, publish_steps, reducer_task, until
 from trinity_events.log import AsyncPublisher, Stream, new_producer, open_run
 from trinity_events.reducer import log_retention, reducer
 from trinity_schemas import (
@@ -148,16 +148,24 @@ async def test_status_and_runs_show_the_sums(cli, publisher, run_id):
 
 
 async def test_status_and_explain_name_the_chain_of_waits(cli, publisher, log, run_id):
-    explorer = AsyncPublisher(log, publisher.epoch, new_producer("explorer", 1))
+    producer = new_producer("explorer", 1)
+    explorer_wait = f"{producer.incarnation}-1"
+    explorer = AsyncPublisher(log, publisher.epoch, producer)
     await publisher.publish(VersionOpened(step=4, ranks=(0,), transport="redis"))
     await explorer.publish(
-        WaitStarted(wait_id="b", what="the weights of step 4", waits_for=("actor-0",), seconds=5.0)
+        WaitStarted(
+            wait_id=explorer_wait,
+            what="the weights of step 4",
+            waits_for=("actor-0",),
+            seconds=5.0,
+        )
     )
     await publisher.publish(
         WaitStarted(
             wait_id="a", what="rollouts", waits_for=("explorer-1",), seconds=20.0, deadline=600.0
         )
     )
+    await accept_reports(log)
     shown = cli("status", run_id).stdout.splitlines()
     at = next(index for index, line in enumerate(shown) if line.startswith("WAITS"))
     rows = [re.split(r"  +", line.strip()) for line in shown[at : at + 3]]
@@ -171,7 +179,8 @@ async def test_status_and_explain_name_the_chain_of_waits(cli, publisher, log, r
     told = json.loads(cli("status", run_id, "--json").stdout)["waits"]
     assert 20 <= told["a"]["seconds"] < 600
     assert told["a"]["seconds_left"] == pytest.approx(600 - told["a"]["seconds"])
-    assert (told["b"]["by"], told["b"]["seconds_left"]) == ("explorer-1", None)
+    shown_wait = told[explorer_wait]
+    assert (shown_wait["by"], shown_wait["seconds_left"]) == ("explorer-1", None)
     trainer = r"trainer-0 waits for rollouts from explorer-1 for \d+\.\d s, and gives up"
     culprit = r"explorer-1 waits for the weights of step 4 from actor-0 for \d+\.\d s\."
     chain = re.compile(rf"^{trainer} in 5\d\d s\.\s*\n  {culprit}\s*$", re.MULTILINE)
@@ -183,7 +192,8 @@ async def test_status_and_explain_name_the_chain_of_waits(cli, publisher, log, r
     told = json.loads(cli("explain", run_id, "--json").stdout)
     assert told["waits"]["a"]["waits_for"] == ["explorer-1"]
     assert told["step"] is None
-    await explorer.publish(WaitEnded(wait_id="b", outcome="over"))
+    await explorer.publish(WaitEnded(wait_id=explorer_wait, outcome="over"))
+    await accept_reports(log)
     await publisher.publish(RunClosed(reason="finished"))
     assert "WAITS" not in cli("status", run_id).stdout
 

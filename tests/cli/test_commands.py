@@ -18,7 +18,14 @@ from typer import Context
 from typer.main import get_group
 
 from tests.support.event_histories import committed, registration, started
-from tests.support.pipeline import announced, publish_steps, reducer_task, until
+from tests.support.pipeline import (
+    accept_reports,
+    announced,
+    folded,
+    publish_steps,
+    reducer_task,
+    until,
+)
 from tests.support.redis_servers import free_ports
 from tests.support.waits import PATIENCE, child
 from trinity_events import liveness
@@ -41,6 +48,7 @@ COMMANDS = (
     *(
         "dashboard",
         "traces",
+        "acl",
         "audit",
         "export",
         "import",
@@ -124,7 +132,7 @@ async def test_status_and_tail_say_why_a_run_failed_and_who_is_lost(
         await lost.publish(ExplorerStatusChanged(status="running"))
         await ended.publish(ExplorerStatusChanged(status="stopped"))
         await publisher.publish(RunClosed(reason="failed", step=1, error=f"{error}\n  so it is"))
-        await until(lambda: _is_folded(log))
+        await folded(log)
     shown = cli("status", run_id, env={"COLUMNS": "150"}).stdout
     assert error in shown
     found = dict(line.split()[:2] for line in shown.splitlines() if line.startswith("explorer-"))
@@ -177,7 +185,7 @@ async def test_status_says_that_nobody_is_there_once_all_signs_of_life_have_laps
         await publish_steps(publisher, [1])
         await explorer.publish(ExplorerStatusChanged(status="running"))
         await publisher.publish(structs.replace(started(2), lease=60.0))
-        await until(lambda: _is_folded(log))
+        await folded(log)
         assert await silent() is None, "a reducer leads"
     signs = {
         "a rank saves": heartbeat_key(run_id, publisher._stamp.producer.incarnation),
@@ -199,6 +207,7 @@ async def test_status_says_in_a_sentence_that_nobody_is_there_and_runs_in_a_word
     explorer = AsyncPublisher(log, 1, new_producer("explorer", 0))
     await publish_steps(publisher, [1])
     await explorer.publish(ExplorerStatusChanged(status="running"))
+    await accept_reports(log)
     await anyio.sleep(liveness.ABANDONED_AFTER)
     shown = " ".join(cli("status", run_id, env={"COLUMNS": "300"}).stdout.split())
     assert "The run seems abandoned: it is open, but no reducer leads it" in shown
@@ -218,10 +227,6 @@ def _trainer_in_runs(cli, run_id):
     shown = cli("runs").stdout.splitlines()
     [line] = [one for one in shown if one.startswith(run_id)]
     return line.split()[4]
-
-
-async def _is_folded(log):
-    return (await log.load())[1] == await log.last_id()
 
 
 async def test_runs_lists_the_run(cli, finished_run):

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from tests.support.event_histories import History, committed, failed, registration, slot, started
+from tests.support.pipeline import accept_reports
 from trinity_events.core import explain, failures
 from trinity_events.log import AsyncPublisher, new_producer
 from trinity_schemas import DeadlineReached, ExplorerStatusChanged, RunClosed, SaveFailed
@@ -74,6 +75,7 @@ async def full_disk_run(publisher, log, run_id):
     explorer = AsyncPublisher(log, 1, new_producer("explorer", 0))
     actor = AsyncPublisher(log, 1, new_producer("actor"))
     await explorer.publish(ExplorerStatusChanged(status="running"))
+    await accept_reports(log)
     for step in range(10, 60, 10):
         await publisher.publish(committed(step, "checkpoint", registration("checkpoint", 1)))
         await actor.publish(full_disk(step, "checkpoint"))

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from tests.support.event_histories import History, committed, opened, registration, started
+from tests.support.pipeline import accept_reports
 from trinity_events.log import AsyncPublisher, new_producer
 from trinity_events.views import state_as_json
 from trinity_schemas import (
@@ -41,6 +42,7 @@ async def test_moments_are_seconds_since_1970_in_every_command(
     explorer = AsyncPublisher(log, 1, new_producer("explorer", 0))
     await explorer.publish(ExplorerStatusChanged(status="running"))
     await explorer.publish(SyncRequested())
+    await accept_reports(log)
     await publisher.publish(committed(1, "state_dict", registration()))
     await publisher.publish(started(1))
     await publisher.publish(RunClosed(reason="finished"))

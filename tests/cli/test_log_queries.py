@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 import pytest
 
 from tests.support.event_histories import History, committed, failed, opened, registration, started
-from tests.support.pipeline import publish_steps, reducer_task, until
+from tests.support.pipeline import folded, publish_steps, reducer_task, until
 from trinity_events.cli.times import BadTime, moment
 from trinity_events.core import explain
 from trinity_events.core.event_filter import steps_of
@@ -37,12 +37,8 @@ async def run(publisher, log, redis_url, run_id):
         await actor.publish(failed(5, kind="checkpoint", rank=1))
         await publisher.publish(TrainerStatusChanged(status="stopped", step=STEPS - 1))
         await publisher.publish(RunClosed(reason="failed", error="WorkerDied: rank 1 died"))
-        await until(lambda: _is_folded(log))
+        await folded(log)
     return run_id
-
-
-async def _is_folded(log):
-    return (await log.load())[1] == await log.last_id()
 
 
 def lines(shown) -> list[dict]:

@@ -1,8 +1,11 @@
 """``trinity-events metrics``, scraped as Prometheus does."""
 
 import os
+import resource
 import signal
 import socket
+import time
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -16,10 +19,12 @@ from tests.support.event_histories import (
     registration,
     started,
 )
+from tests.support.half_sent import HALF_BODY, HALF_HEAD, half_sent
 from tests.support.metrics_command import metrics_served
-from tests.support.pipeline import publish_steps
+from tests.support.pipeline import accept_reports, publish_steps
 from tests.support.redis_servers import servers
 from tests.support.waits import until
+from trinity_events.http_server.connections import HEAD_SECONDS
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open_run
 from trinity_events.log.deletion import delete_run
 from trinity_events.server import connect
@@ -37,7 +42,7 @@ from trinity_schemas import (
 @pytest.fixture
 def scraped(redis_url, run_id, publisher):
     """Starts the command, and returns a function that reads a metric of the run."""
-    with metrics_served(f"of run {run_id}", run_id, "--redis-url", redis_url) as (samples, _, _):
+    with metrics_served(f"of run {run_id}", run_id, "--redis-url", redis_url) as (samples, _, _, _):
 
         def read(metric, /, **labels):
             found = samples(metric, **labels)
@@ -62,6 +67,7 @@ async def test_metrics_follow_the_log(scraped, publisher, log, run_id):
         )
     )
     await explorer.publish(SyncRequested(wanted=StepRef(publisher.epoch, 4)))
+    await accept_reports(log)
     await publisher.publish(opened(4, 0, 1))
     await publisher.publish(part(4))
     await publisher.publish(committed(2, "state_dict", registration(expected=3)))
@@ -108,7 +114,7 @@ async def test_all_open_runs_are_served_whatever_one_of_them_meets(tmp_path):
                 return publisher
 
             await trained("first", 1)
-            with metrics_served("of all open runs", "--redis-url", url) as (samples, told, _):
+            with metrics_served("of all open runs", "--redis-url", url) as (samples, told, _, _):
 
                 def steps(**wanted):
                     return lambda: samples("trinity_trainer_step") == wanted
@@ -142,7 +148,12 @@ async def test_a_scrape_never_waits_for_a_server_that_is_stopped(tmp_path):
     with servers(tmp_path, 1) as [server]:
         async with connect(server.url) as client:
             await open_run(client, "one")
-            with metrics_served("of all open runs", "--redis-url", server.url) as (samples, _, _):
+            with metrics_served("of all open runs", "--redis-url", server.url) as (
+                samples,
+                _,
+                _,
+                _,
+            ):
                 await until(lambda: samples("trinity_epoch") == {"one": 1})
                 os.kill(server._process.pid, signal.SIGSTOP)
                 try:
@@ -151,6 +162,19 @@ async def test_a_scrape_never_waits_for_a_server_that_is_stopped(tmp_path):
                 finally:
                     os.kill(server._process.pid, signal.SIGCONT)
                 await until(lambda: samples("trinity_server_up") == {None: 1})
+
+
+@pytest.mark.parametrize("sent", [HALF_HEAD, HALF_BODY], ids=["head", "body"])
+async def test_a_scrape_is_answered_while_600_requests_are_half_sent(
+    redis_url, run_id, publisher, sent
+):
+    with metrics_served(f"of run {run_id}", run_id, "--redis-url", redis_url) as served:
+        # As many connections as files that the process may open would keep all others out.
+        resource.prlimit(served.pid, resource.RLIMIT_NOFILE, (400, 400))
+        begun = time.monotonic()
+        with half_sent(int(urlsplit(served.url).port), 600, sent):
+            assert served.samples("trinity_server_up") == {None: 1}
+        assert time.monotonic() - begun < HEAD_SECONDS
 
 
 def test_a_run_that_is_not_there_is_one_sentence(cli, publisher):
@@ -168,4 +192,4 @@ def test_a_port_that_is_taken_is_one_sentence(cli, publisher, run_id):
         shown = cli("metrics", run_id, "--port", str(port))
     assert shown.returncode == 1
     [line] = shown.stderr.splitlines()
-    assert line.startswith(f"error: port {port} of 127.0.0.1 cannot be listened at (")
+    assert line.startswith(f"error: metrics cannot listen at 127.0.0.1 port {port} (")

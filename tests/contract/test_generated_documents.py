@@ -17,65 +17,20 @@ import trinity_schemas
 from tests.support.event_histories import (
     DIGEST,
     History,
-    failed,
-    finished,
-    opened,
-    part,
-    registration,
-    slot,
 )
+from tests.support.event_samples import SAMPLES
 from tests.support.rollout_messages import REQUEST, experience
 from tests.support.waits import PATIENCE
 from trinity_schemas import (
     ANNOUNCEMENT_TYPES,
     EVENT_TYPES,
     SENT_BY,
-    AppliedPhases,
     Chunk,
-    ConsumerDetached,
     DeadlineReached,
-    EvaluationFailed,
-    EvaluationFinished,
-    EvaluationStarted,
-    ExpiredAttempt,
-    ExplorerExcluded,
-    ExplorerStatusChanged,
-    LeaseExpired,
-    LedgerRestored,
-    PartDelta,
-    Producer,
-    ProfileWritten,
-    PublishedPart,
-    ReissuedRollout,
-    ResendRequested,
-    RolloutsDispatched,
-    RunClosed,
     RunKeys,
-    RunOpened,
-    RunResumed,
-    SaveGranted,
-    SaveProgressed,
-    SaveProof,
-    SaveRequested,
-    SaveStarted,
-    StacksTaken,
-    StepCommitted,
-    StepFailed,
-    StepReady,
-    StepRef,
-    StepSuperseded,
-    StepTrained,
-    SyncRequested,
     TensorEntry,
-    ThreadCountRegistered,
-    TrainedLedger,
-    TrainerStatusChanged,
-    VersionRefused,
     VersionRetired,
-    WaitEnded,
-    WaitStarted,
     WeightManifest,
-    WeightsApplied,
     decode_envelope,
     encode,
     event_tag,
@@ -86,93 +41,6 @@ from trinity_schemas.documents import FOLDER, PAGE, lagging, main, write
 from trinity_schemas.schemas import json_schemas
 
 ROOT = Path(__file__).parents[2]
-AT = StepRef(2, 7)
-LEDGER = TrainedLedger(
-    step=7,
-    mark=5,
-    next=16,
-    settled=((7, 8),),
-    trained=6,
-    dropped={"filtered": 1},
-    fingerprint=DIGEST,
-)
-SAMPLES = [
-    RunOpened(config_digest=DIGEST),
-    RunResumed(step=7, checkpoint=StepRef(1, 7)),
-    RunClosed(reason="failed", step=7, error="out of memory"),
-    ThreadCountRegistered(step=7, registration=registration()),
-    SaveRequested(save_id="a", slot=slot(7)),
-    SaveGranted(epoch=2, save_id="a", slot=slot(7), caused_by="1-0", lease=30.0),
-    SaveStarted(save_id="a", slot=slot(7), path=".staging/x/actor"),
-    SaveProgressed(save_id="a", slot=slot(7), bytes=4, total=8),
-    finished(7, path="a/b"),
-    failed(7),
-    StepCommitted(step=7, kind="weights", registrations=(registration(),), metrics={"loss": 0.5}),
-    opened(7, 0, 1),
-    msgspec.structs.replace(
-        part(7),
-        delta=PartDelta(base=AT, whole=8, dense=1, delta=2, skip=3, changed=4, elements=5),
-    ),
-    VersionRetired(epoch=2, step=7),
-    StepReady(
-        epoch=2,
-        step=7,
-        kind="weights",
-        caused_by="1-0",
-        saves=(SaveProof(slot=slot(7), save_id="a", bytes=8, digest=DIGEST),),
-        save_count=1,
-        path=".staging/x",
-        parts=(PublishedPart(rank=0, manifest_digest=DIGEST, bytes=8, base=AT),),
-        version_digest=DIGEST,
-        transport="redis",
-    ),
-    StepFailed(epoch=2, step=7, kind="checkpoint", caused_by="1-0", reason="disk full"),
-    StepSuperseded(epoch=2, step=7, kind="checkpoint", caused_by="1-0", by=AT),
-    WeightsApplied(
-        version=AT,
-        digest=DIGEST,
-        bytes=8,
-        verified_at=1.5,
-        phases=AppliedPhases(fetch=0.5, pause=0.25),
-    ),
-    VersionRefused(version=AT, rank=0, chunk=3, reason="chunk 3 is not what was published"),
-    TrainerStatusChanged(status="require_sync", step=7),
-    ExplorerStatusChanged(status="running"),
-    SyncRequested(wanted=AT),
-    ResendRequested(version=AT),
-    RolloutsDispatched(
-        ordinals=((8, 15),),
-        reissued=(ReissuedRollout(ordinal=3, attempt=2, reason="deadline"),),
-        oldest=AT,
-        exact=True,
-        fingerprint=DIGEST,
-    ),
-    StepTrained(
-        step=7,
-        trained=((0, 3), (5, 5)),
-        dropped={"filtered": ((4, 4),)},
-        staleness={0: 12, 1: 4},
-        metrics={"loss": 0.5},
-    ),
-    ExplorerExcluded(explorer="explorer-1", malformed=3, reason="its reward is inf"),
-    LedgerRestored(ledger=LEDGER, digest=LEDGER.digest),
-    ProfileWritten(step=7, path="profiles/step_7_actor_0.json.gz", bytes=8),
-    EvaluationStarted(name="hard", version=AT, questions=8, samples=4, fingerprint=DIGEST),
-    EvaluationFinished(name="hard", version=AT, metrics={"mean": 0.5}, answers=32, seconds=1.5),
-    EvaluationFailed(name="hard", version=AT, reason="no explorer answered"),
-    WaitStarted(
-        wait_id="a", what="rollouts", waits_for=("explorer-0",), seconds=5.0, deadline=60.0
-    ),
-    WaitEnded(wait_id="a", outcome="over", seconds=9.0),
-    StacksTaken(process="explorer-0", node="here", pid=7, stacks="Thread 1"),
-    LeaseExpired(
-        holder=Producer(role="actor", rank=1, node="here", incarnation="x"),
-        lease=10.0,
-        attempts=(ExpiredAttempt(save_id="a", slot=slot(7)),),
-    ),
-    DeadlineReached(step=7, kind="checkpoint", seconds=60.0),
-    ConsumerDetached(group="eval", stream="announcements", position="1-0", pending=3, idle=9.0),
-]
 MANIFEST = WeightManifest(
     run_id="r",
     epoch=1,
@@ -283,7 +151,10 @@ def test_every_reference_resolves_in_its_own_document():
 def test_every_message_of_asyncapi_is_in_one_channel_and_its_operations_know_only_those():
     document = asyncapi()
     channels = document["channels"]
-    of_channels = [name for one in channels.values() for name in one["messages"]]
+    # What explorers report is copied to the events.
+    own = [channel for name, channel in channels.items() if name != "reports"]
+    of_channels = [name for channel in own for name in channel["messages"]]
+    assert set(channels["reports"]["messages"]) <= set(channels["events"]["messages"])
     assert sorted(of_channels) == sorted(document["components"]["messages"])
     for operation in document["operations"].values():
         messages = channels[operation["channel"]["$ref"].rpartition("/")[2]]["messages"]
@@ -302,6 +173,7 @@ def test_a_channels_address_is_the_key_once_its_parameter_has_the_literal_braces
     assert addresses == {
         "events": keys.events,
         "announcements": keys.announcements,
+        "reports": keys.reports,
         "experiences": keys.experiences,
         "rollouts": keys.rollouts,
         "deadLetters": keys.dead,

@@ -354,6 +354,7 @@ def test_a_sample_beyond_its_group_is_refused():
 def test_ranges_of_ordinals_that_overlap_or_do_not_ascend_are_refused(ranges):
     for event, fields in (
         (RolloutsDispatched(ordinals=((0, 1),)), {"ordinals": ranges}),
+        (RolloutsDispatched(), {"dropped": {"filtered": ranges}}),
         (StepTrained(step=1, trained=((0, 1),)), {"trained": ranges}),
         (StepTrained(step=1), {"dropped": {"filtered": ranges}}),
     ):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.event_histories import History, committed, opened, part
+from tests.support.event_histories import History, committed, opened, part, verified
 from trinity_events.core import decode_state, encode_state
 from trinity_events.core.checkpoint_retention import removable_steps
 from trinity_events.core.evaluations import evaluated_through, open_versions
@@ -77,7 +77,7 @@ def test_the_files_of_a_version_under_evaluation_stay():
     history.add(started(1))
     state = history.fold()[0].state
     state.complete_checkpoints = [1, 2, 3]
-    made = dict.fromkeys((1, 2, 3), 1)
+    made = verified(1, 1, 2, 3)
     state.ready = {}
     assert removable_steps(state, made, 1) == []
     from trinity_events.core.state import ReadyPointer

@@ -21,6 +21,7 @@ from tests.support.event_histories import (
     registration,
     slot,
     started,
+    verified,
 )
 from trinity_events.core import (
     Monitor,
@@ -1080,4 +1081,4 @@ def test_opening_a_run_again_makes_no_checkpoint_removable():
         history.add(finished(step, f"s{step}", kind="checkpoint"), by="worker")
         history.add(committed(step, "checkpoint", registration("checkpoint", 1)))
     history.add(RunOpened(), epoch=2)
-    assert removable_steps(history.fold()[0].state, dict.fromkeys([10, 20, 30, 40], 1), 3) == []
+    assert removable_steps(history.fold()[0].state, verified(1, 10, 20, 30, 40), 3) == []

@@ -237,6 +237,9 @@ async def test_the_iteration_files_hold_what_the_original_writes(tmp_path):
     ]
     expected = taken_without_error(history)[-1][1]
     assert expected == {"state_dict": 3, "checkpoint": 2}
+    for step in expected.values():  # where the original's workers write
+        (tmp_path / "run" / f"global_step_{step}").mkdir(parents=True)
+        (tmp_path / "run" / f"global_step_{step}" / "model.pt").touch()
     async with Pipeline("test", checkpoint_folder=tmp_path / "run") as run:
         trainer, actor = run.publisher("trainer"), run.publisher("actor")
         for one in history:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tests.support.event_histories import History
+from tests.support.event_histories import RUN, History
 from trinity_events.core import decode_state, encode_state
 from trinity_events.core import ledger as ledger_module
 from trinity_events.core import rollouts as rollouts_module
+from trinity_events.core.audit import Auditor
 from trinity_events.core.ledger import Ledger
 from trinity_events.core.summary import Summarizer
 from trinity_schemas import (
@@ -72,6 +73,11 @@ def test_a_snapshot_keeps_the_ledger():
             StepTrained(step=3, dropped={"attempts": ((21, 21),)}),
             "fate-without-dispatch",
             "21 (attempts)",
+        ),
+        (
+            RolloutsDispatched(dropped={"filtered": ((8, 9),)}),
+            "dropped-after-fate",
+            "8 (filtered)",
         ),
         (dispatched((4, 8)), "dispatched-after-fate", "5 to 8"),
         (dispatched(again=(0, 4)), "dispatched-after-fate", "0"),
@@ -142,6 +148,32 @@ def test_an_excluded_explorer_is_known_until_the_next_epoch(monkeypatch):
     assert decode_state(encode_state(state)) == state
     history.add(RunOpened(), epoch=2)
     assert history.fold()[0].state.excluded == {}
+
+
+def audited(history):
+    auditor = Auditor(RUN)
+    for _, envelope in history.entries:
+        auditor.add(envelope)
+    return auditor.audit()
+
+
+def test_what_a_trainer_dropped_before_its_end_counts_until_a_resume_asks_for_it_again():
+    history = trained_through_step_2()
+    at_step_2 = history.fold()[0].state.ledger
+    history.add(RolloutsDispatched(dropped={"filtered": ((11, 18),), "attempts": ((19, 19),)}))
+    ledger = history.fold()[0].state.ledger
+    assert (ledger.trained, ledger.dropped) == (8, {"filtered": 9, "attempts": 1})
+    audit = audited(history)
+    assert audit.balanced
+    assert audit.lineages[-1].dropped == ledger.dropped
+    assert audit.lineages[-1].dropped_ordinals["filtered"] == [(10, 18)]
+    history.add(RunResumed(step=2, checkpoint=StepRef(1, 2)), epoch=2)
+    history.add(restored(at_step_2, 2), epoch=2)
+    history.add(dispatched((11, 19)), epoch=2)
+    history.add(StepTrained(step=3, trained=((11, 19),)), epoch=2)
+    state, audit = history.fold()[0].state, audited(history)
+    assert (state.ledger.trained, state.ledger.dropped) == (17, {"filtered": 1})
+    assert (audit.balanced, audit.lineages[-1].trained, state.anomaly_counts) == (True, 17, {})
 
 
 UNSOUND = Ledger(mark=4, next=16, trained=4, fingerprint=FINGERPRINT)

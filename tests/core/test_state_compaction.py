@@ -8,8 +8,11 @@ from tests.support.event_histories import (
     finished,
     publish_weights,
     registration,
+    verified,
 )
+from trinity_events.checkpoint_layout import parse_staged_name, staged_name
 from trinity_events.core import encode_state, plan_files, removable_steps
+from trinity_events.core.checkpoint_retention import LEFTOVERS_KEPT, passed_leftovers
 from trinity_schemas import RunOpened, RunResumed, StepReady
 
 RANKS = 64
@@ -104,7 +107,7 @@ def folders(*steps, keep=2, kind="checkpoint", resumed=None):
     if resumed is not None:
         history.add(RunResumed(step=resumed), epoch=2)
     return lambda *present: removable_steps(
-        history.fold()[0].state, dict.fromkeys(present or steps, 1), keep
+        history.fold()[0].state, verified(1, *(present or steps), kinds=(kind,)), keep
     )
 
 
@@ -141,31 +144,100 @@ def again(*steps, opening):
 
 @pytest.mark.parametrize("steps", [(100, 200, 300, 400), (150, 250, 350, 450), (1000, 2000)])
 def test_nothing_of_an_earlier_epoch_goes_when_a_run_begins_anew(steps):
-    state = again(*steps, opening=RunOpened())
-    assert removable_steps(state, {100: 1, 200: 1, 300: 1}, 1) == []
-    assert removable_steps(state, {100: 1, 200: 1, 300: 1} | dict.fromkeys(steps, 2), 1) == list(
-        steps[:-1]
-    )
+    state, earlier = again(*steps, opening=RunOpened()), verified(1, 100, 200, 300)
+    assert removable_steps(state, earlier, 1) == []
+    assert removable_steps(state, earlier | verified(2, *steps), 1) == list(steps[:-1])
 
 
 def test_of_the_epoch_that_a_run_goes_on_from_goes_only_what_it_goes_on_from():
     state = again(250, 350, 450, opening=RunResumed(step=200))
-    present = {100: 1, 200: 1, 250: 2, 300: 1, 350: 2, 450: 2}
+    present = verified(1, 100, 200, 300) | verified(2, 250, 350, 450)
     assert removable_steps(state, present, 2) == [100, 200, 250]
-
-
-def test_of_a_folder_that_does_not_tell_its_epoch_only_what_is_known_goes():
-    state = again(150, 250, opening=RunOpened())
-    assert removable_steps(state, {100: None, 150: None, 200: None, 250: None}, 1) == [150]
-    assert folders(10, 20, 30)(10, 20, 30) == [10]
 
 
 def test_a_checkpoint_that_was_whole_too_late_is_one_of_those_that_stay():
     state = again(100, 300, 200, opening=RunOpened())
     assert state.steps[200].kinds["checkpoint"].outcome == "superseded"
-    assert removable_steps(state, {100: 2, 200: 2, 300: 2}, 2) == [100]
+    assert removable_steps(state, verified(2, 100, 200, 300), 2) == [100]
 
 
-def test_after_a_resume_what_is_ahead_of_it_stays_until_it_is_passed():
+def test_after_a_resume_nothing_goes_before_the_new_epoch_has_a_checkpoint():
     assert folders(10, 20, 30, 40, resumed=20)() == []
-    assert folders(10, 20, 30, 40, resumed=20, keep=1)() == [10]
+    assert folders(10, 20, 30, 40, resumed=20, keep=1)() == []
+
+
+# --- evidence: a client that may append events makes no checkpoint removable --------------------
+
+
+def invent(history, *steps, kind="checkpoint"):
+    """Complete steps as the log has them, of saves that no process made."""
+    for step in steps:
+        history.add(finished(step, f"evil-{step}", kind=kind), by="evil")
+        history.add(committed(step, kind, registration(kind)), by="evil")
+
+
+@pytest.fixture
+def three_checkpoints():
+    history = History()
+    for step in (10, 20, 30):
+        save_step(history, step, ranks=1)
+    return history
+
+
+def removable(history, made, keep=2):
+    return removable_steps(history.fold()[0].state, made, keep)
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "state_dict"])
+def test_invented_steps_without_a_folder_remove_nothing(three_checkpoints, kind):
+    invent(three_checkpoints, 90_001, 90_002, 90_003, kind=kind)
+    assert removable(three_checkpoints, verified(1, 20, 30)) == []
+
+
+def test_a_folder_without_evidence_is_not_counted_and_not_removed(three_checkpoints):
+    made = verified(1, 10, 20) | {30: None}
+    assert removable(three_checkpoints, made) == []
+    assert removable(three_checkpoints, made | verified(1, 30) | {10: None}, 1) == [20]
+
+
+def test_checkpoints_are_removed_as_before_beside_invented_ones(three_checkpoints):
+    invent(three_checkpoints, 90_001, 90_002, 90_003)
+    save_step(three_checkpoints, 40, ranks=1)
+    assert removable(three_checkpoints, verified(1, 10, 20, 30, 40)) == [10, 20]
+
+
+def test_an_invented_checkpoint_in_the_folder_of_a_state_dict_counts_for_nothing():
+    history = History()
+    for step in (10, 20):
+        save_step(history, step, ranks=1)
+    for step in (21, 22):
+        save_step(history, step, "state_dict", ranks=1)
+    made = verified(1, 10, 20) | verified(1, 21, 22, kinds=("state_dict",))
+    invent(history, 21, 22)
+    assert removable(history, made) == []
+
+
+@pytest.mark.parametrize(
+    "opening", [RunOpened(), RunResumed(step=10), RunResumed(step=30), RunResumed(step=90_000)]
+)
+def test_an_invented_epoch_removes_nothing(three_checkpoints, opening):
+    three_checkpoints.add(opening, by="evil", epoch=7)
+    three_checkpoints.epoch = 7
+    invent(three_checkpoints, 90_001, 90_002)
+    assert removable(three_checkpoints, verified(1, 10, 20, 30), 1) == []
+
+
+def leftover(step, epoch=1, token="a"):
+    return parse_staged_name(staged_name(epoch, step, token))
+
+
+def test_a_staged_folder_goes_once_a_newer_one_has_evidence():
+    given_up = [leftover(20), leftover(30), leftover(30, token="b"), leftover(5, epoch=2)]
+    assert set(passed_leftovers(given_up, verified(1, 30))) == set(given_up[:3])
+    assert set(passed_leftovers(given_up, verified(2, 5))) == set(given_up)
+
+
+def test_the_newest_staged_folders_stay_without_evidence_of_a_newer_one():
+    given_up = [leftover(20, epoch) for epoch in range(1, 6)]
+    for made in ({}, {20: None}, verified(1, 10)):
+        assert set(passed_leftovers(given_up, made)) == set(given_up[:-LEFTOVERS_KEPT])

@@ -25,7 +25,7 @@ from trinity_events.dashboard.simulated_run import Plan, simulated_run
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, position
 from trinity_events.log import Stream as Streams
 from trinity_events.replay import fold
-from trinity_schemas import ExplorerStatusChanged, RunKeys, TrainerStatusChanged
+from trinity_schemas import RunKeys, TrainerStatusChanged
 
 pytestmark = pytest.mark.server
 
@@ -103,7 +103,7 @@ async def test_a_viewer_that_never_reads_is_dropped_and_others_go_on(
     monkeypatch.setattr(app, "_FRAMES", 0.0)
     plan = plan_of(run_id, explorers=300, steps=1)
     await put_run(client, run_id, simulated_run(plan))
-    publisher = AsyncPublisher(log, 1, new_producer("explorer"))
+    publisher = AsyncPublisher(log, 1, new_producer("trainer"))
     with socket.socket() as silent:
         silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         silent.connect(("127.0.0.1", at.port))
@@ -114,7 +114,7 @@ async def test_a_viewer_that_never_reads_is_dropped_and_others_go_on(
             with anyio.fail_after(PATIENCE):
                 while not _is_closed(silent):
                     number += 1
-                    await publisher.publish(ExplorerStatusChanged(status="running"))
+                    await publisher.publish(TrainerStatusChanged(status="running", step=1))
                     await reading.until(partial(_has, number))
 
 

@@ -20,9 +20,11 @@ from typing import get_args
 
 import pytest
 
+from tests.support.redis_servers import servers
 from tests.support.run_processes import Processes, ended, small_run
 from tests.support.waits import PATIENCE
 from trinity_events.server import connect_sync
+from trinity_events.server.access_rules import access_rules
 from trinity_schemas import RunKeys, SaveStrategy
 from trinity_workers.config import BadSettings, CheckpointsConfig, ExplorerConfig, TrainConfig
 
@@ -155,13 +157,19 @@ def test_a_file_of_ones_own_is_trained_by_the_same_services(compose, cli):
         assert set(service) <= {"command", "volumes"}
         [folder] = set(service["volumes"]) - set(compose["services"][name]["volumes"])
         assert folder.endswith("}:/task:ro")
+    file = "/task/${TRINITY_CONFIG:-train.yaml}"
     command = [
-        one.replace("/task/${TRINITY_CONFIG:-train.yaml}", str(ROOT / "examples/train/fsdp.yaml"))
+        one.replace(file, str(ROOT / "examples/train/fsdp.yaml"))
         for one in services["trainer"]["command"]
         if "TRINITY_RUN" not in one
     ]
     checked = cli(*command, "--run", "one", "--check")
     assert checked.returncode == 0, checked.stderr
+    own = set(services["explorer"]["command"]) - set(compose["services"]["explorer"]["command"])
+    assert own == {f"--config={file}"}, "the explorers have the same file"
+    assert (
+        len(services["explorer"]["command"]) == len(compose["services"]["explorer"]["command"]) + 1
+    )
     assert set(compose["services"]["trainer"]["command"][-2:]) <= set(command)
 
 
@@ -222,10 +230,28 @@ class SeparateRun:
 
 
 @pytest.fixture(scope="module")
-def separate(tmp_path_factory, redis_url, weights_url):
-    """A run whose explorer was killed and started again; contained where that can be."""
+def access_controlled(tmp_path_factory):
+    """A server on which each role is a user with the rules of docs/security.md."""
+    folder = tmp_path_factory.mktemp("server")
+    users = folder / "users.acl"
+    users.write_text("\n".join([*access_rules(), "user admin on >ADMIN ~* &* +@all", ""]))
+    with servers(folder, 1, "--aclfile", str(users)) as [server]:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def separate(tmp_path_factory, access_controlled):
+    """A run whose explorer was killed and started again; contained where that can be.
+
+    Each process has the password of its role alone.
+    """
     folder, contains = tmp_path_factory.mktemp("separate"), can_contain()
-    run = Processes(folder, f"separate-{os.getpid()}", redis_url, weights_url)
+    urls = {
+        user: access_controlled.url_of(user, user.upper())
+        for user in ("admin", "reducer", "trainer", "explorer")
+    }
+    run = Processes(folder, f"separate-{os.getpid()}", urls["admin"], urls["admin"])
+    run.urls = urls
     room = tempfile.mkdtemp(prefix="t-", dir="/tmp")  # short, for Ray's sockets
     run.env |= {"HOME": f"{room}/home", "TMPDIR": room, "TRINITY_HOME": ""}
     within = contained(folder, Path(room)) if contains else ()
@@ -244,6 +270,11 @@ def separate(tmp_path_factory, redis_url, weights_url):
     finally:
         run.end()
         shutil.rmtree(room)
+
+
+def test_no_process_of_a_run_is_refused_anything_that_its_role_may_not(separate):
+    with connect_sync(separate.processes.redis_url) as client:
+        assert client.acl_log() == []
 
 
 def test_a_run_of_separate_processes_survives_an_explorer_and_comes_to_its_end(separate):
@@ -342,18 +373,19 @@ def test_a_frozen_explorer_is_named_and_is_not_healthy_and_a_terminal_that_goes_
 ):
     reducer = processes.start("reducer")
     files = [tmp_path / f"alive-{rank}" for rank in (0, 1)]
-    explorers = [
-        processes.start("explorer", "--rank", str(rank), "--health-file", str(file))
-        for rank, file in enumerate(files)
-    ]
     at_work = tmp_path / "alive"
     file = small_run(
         tmp_path,
         policy_folder,
         steps=100_000,
-        explorer={"count": 2, "groups_per_claim": 1},
+        explorer={"count": 2, "groups_per_claim": 1, "wait_for_run": 0},
         rollouts={"claim_lease": 600.0},
     )
+    own = ("--config", str(file))
+    explorers = [
+        processes.start("explorer", "--rank", str(rank), "--health-file", str(alive), *own)
+        for rank, alive in enumerate(files)
+    ]
     with terminal() as streams:
         options = ("--parts", "trainer", "--health-file", str(at_work))
         trainer = processes.start("train", str(file), *options, **streams)
@@ -408,11 +440,12 @@ def collective(tmp_path_factory, redis_url, weights_url, policy_folder):
     file = small_run(folder, policy_folder, steps=COLLECTIVE_STEPS, explorer=explorer, sync=sync)
     try:
         reducer = run.start("reducer", "--checkpoint-root", str(folder / "theirs"))
-        explorers = [run.start("explorer", "--rank", rank, "--json") for rank in "01"]
+        own = ("--json", "--config", str(file))
+        explorers = [run.start("explorer", "--rank", rank, *own) for rank in "01"]
         trainer = run.start("train", str(file), "--parts", "trainer", "--json")
         run.wait_for_announcements(4, trainer)
         explorers[1].kill()
-        explorers[1] = run.start("explorer", "--rank", "1", "--json")
+        explorers[1] = run.start("explorer", "--rank", "1", *own)
         found = {"trainer": ended(trainer, 2 * PATIENCE)}
         found |= {f"explorer-{rank}": ended(one) for rank, one in enumerate(explorers)}
         reducer.terminate()

@@ -16,7 +16,7 @@ from trinity_schemas import RolloutsDispatched, RunKeys, StepTrained
 
 SETTINGS = {
     "steps": 1_000_000,
-    "explorer": {"groups_per_claim": 4},
+    "explorer": {"groups_per_claim": 4, "wait_for_run": 0},
     "rollouts": {"prompts_per_step": 16, "claim_lease": 6.0},
 }
 
@@ -61,13 +61,14 @@ def test_explorers_join_and_die_and_no_step_waits_beyond_a_claim(
     processes, policy_folder, tmp_path
 ):
     file = small_run(tmp_path, policy_folder, **SETTINGS)
+    own = ("--config", str(file))
     reducer = processes.start("reducer")
     trainer = processes.start("train", str(file), "--parts", "trainer")
-    explorers = {"explorer-0": processes.start("explorer", "--rank", "0")}
+    explorers = {"explorer-0": processes.start("explorer", "--rank", "0", *own)}
     wait_until(lambda: trained(processes) >= 3, patience=3 * PATIENCE)
 
     for rank in range(1, 4):
-        explorers[f"explorer-{rank}"] = processes.start("explorer", "--rank", str(rank))
+        explorers[f"explorer-{rank}"] = processes.start("explorer", "--rank", str(rank), *own)
     joined: set[str] = set()
     wait_until(
         lambda: joined.update(claimed(processes)) or joined >= explorers.keys(),

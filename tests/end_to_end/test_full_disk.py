@@ -152,7 +152,8 @@ def test_pointers_wait_for_room_and_are_then_right(small_disk, caplog):
     history = History()
     history.add(committed(7, "state_dict", registration()))
     history.add(finished(7))
-    (small_disk / "run").mkdir()
+    (small_disk / "run" / "global_step_7").mkdir(parents=True)
+    (small_disk / "run" / "global_step_7" / "model.pt").touch()
     plan = plan_files(history.fold()[0].state)
     fill(small_disk)
     files.reconcile(plan)
@@ -180,6 +181,8 @@ async def test_a_disk_that_hangs_holds_up_no_grant(
     worker = AsyncPublisher(log, epoch, new_producer("actor"))
     own = SyncEventLog(sync_client, run_id)
     pointer = tmp_path / run_id / "latest_state_dict_iteration.txt"
+    (tmp_path / run_id / "global_step_1").mkdir(parents=True)
+    (tmp_path / run_id / "global_step_1" / "model.pt").touch()
     async with reducer_task(redis_url, run_id, tmp_path):
         try:
             await until(asked.is_set)

@@ -44,6 +44,7 @@ from trinity_schemas import (
     SaveRequested,
     StepFailed,
     StepReady,
+    StepRef,
     StepSuperseded,
     ThreadCountRegistered,
     decode_envelope,
@@ -213,7 +214,7 @@ async def test_a_checkpoint_waits_for_each_of_its_saves_and_names_them():
             ("optimizer", critic, False),
         ):
             await run.settled()
-            assert run.announcements == []
+            assert of(run.announcements, StepReady) == []
             worker.save_sync(lambda: None, 5, is_state_dict, name=save)
             await in_thread(worker.wait_all, PATIENCE)
         await run.settled()
@@ -342,9 +343,12 @@ def test_an_iteration_file_is_whole_at_every_moment(tmp_path, monkeypatch):
     """14: there, it is emptied before it is written, and a crash in between ends the resume."""
     files = CheckpointFiles(tmp_path, "run")
     plan = [
-        FilePlan(promotions=(), iterations=(IterationFile(name, step),))
+        FilePlan(promotions=(), iterations=(IterationFile(name, "state_dict", StepRef(1, step)),))
         for name, step in ((STATE_DICT, 1), (STATE_DICT, 2))
     ]
+    for step in (1, 2):
+        (tmp_path / "run" / f"global_step_{step}").mkdir(parents=True)
+        (tmp_path / "run" / f"global_step_{step}" / "model.pt").touch()
     files.reconcile(plan[0])
     tracker = tmp_path / "run" / STATE_DICT
     seen, fsync = [], os.fsync

@@ -164,6 +164,14 @@ async def test_an_opening_that_fails_takes_no_epoch(log):
     assert payloads(await log.read()) == [b"first"]
 
 
+async def test_the_leader_alone_raises_the_counter_of_epochs_and_it_never_goes_back(log):
+    token, _ = await log.lead(60)
+    assert await log.open_epoch(lambda epoch: b"") == 1
+    assert await log.raise_epoch(token - 1, 9) is None
+    assert [await log.raise_epoch(token, epoch) for epoch in (1, 7, 5)] == [1, 1, 7]
+    assert await log.open_epoch(lambda epoch: b"") == 8
+
+
 async def test_publishers_number_their_events_in_the_order_of_the_log(log, sync_log):
     publisher = Publisher(sync_log, 1, new_producer("actor"))
 

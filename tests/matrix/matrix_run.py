@@ -116,7 +116,8 @@ def _run(file: Path, where: list[str], outputs: tuple[Path, Path], hold: Path, l
     with _started("train", str(file), *where, output=outputs[0]) as training:
         _wait(lambda: _trained(log()) >= JOINS_AFTER, "no steps were trained", training)
         hold.touch()
-        with _started("explorer", "--rank", str(LATE), *where, output=outputs[1]) as late:
+        own = ("--rank", str(LATE), "--config", str(file))
+        with _started("explorer", *own, *where, output=outputs[1]) as late:
             name = f"explorer-{LATE}"
             _wait(
                 lambda: name in served_versions(log()), "the late explorer serves nothing", training

@@ -178,8 +178,11 @@ async def test_what_saves_left_behind_is_removed_and_what_may_be_written_is_not(
     assert run.left_in_staging == [one.removeprefix(".staging/") for one in others]
     run.history.add(RunResumed(step=1), epoch=2)
     await run.look()
+    assert len(run.left_in_staging) == 3, "the log alone removes none"
+    run.save(4, epoch=2)
+    await run.look()
     assert run.left_in_staging == ["epoch_2_step_9_eeee"]
-    assert run.steps == [1]
+    assert run.steps == [1, 4]
 
 
 async def test_what_lies_still_for_a_short_while_only_is_not_left_behind(tmp_path):
@@ -284,7 +287,8 @@ async def test_a_reducer_removes_old_checkpoints_but_not_from_under_a_reader(
         (path / "model.pt").write_text(str(step))
         await publisher.publish(committed(step, "checkpoint", registration("checkpoint")))
         at = f"{staged(step)}/model.pt"
-        await publisher.publish(finished(step, f"s{step}", kind="checkpoint", path=at))
+        save = finished(step, f"s{step}", kind="checkpoint", path=at, nbytes=len(str(step)))
+        await publisher.publish(save)
 
     def hold(step, run=run_id):
         return hold_checkpoint(run, step, redis_url=redis_url, checkpoint_root=tmp_path)

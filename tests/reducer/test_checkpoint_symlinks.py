@@ -42,13 +42,20 @@ def untouched(precious):
     assert content() == before
 
 
-def checkpoint(history, step, attempt):
-    history.add(committed(step, "checkpoint", registration("checkpoint")))
-    path = f".staging/{attempt}/actor/optim.pt"
-    history.add(finished(step, f"save-{attempt}", kind="checkpoint", path=path))
+A, B = staged(7, name="a"), staged(7, name="b")
+WEIGHTS = "weights"
 
 
-def write(path: Path, text: str = "weights") -> None:
+def saved(path, kind, save_id):
+    return finished(7, save_id, kind=kind, path=path, nbytes=len(WEIGHTS))
+
+
+def checkpoint(history, folder):
+    history.add(committed(7, "checkpoint", registration("checkpoint")))
+    history.add(saved(f"{folder}/actor/optim.pt", "checkpoint", "save-checkpoint"))
+
+
+def write(path: Path, text: str = WEIGHTS) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
 
@@ -91,23 +98,23 @@ async def test_of_the_trash_only_what_was_moved_there_is_removed(tmp_path, monke
 
 def test_the_mark_of_a_staged_folder_is_written_through_no_link(tmp_path, untouched):
     files, history = CheckpointFiles(tmp_path, "run"), History()
-    checkpoint(history, 7, "a")
-    write(files.folder / ".staging/a/actor/optim.pt")
-    (files.folder / ".staging/a" / MADE_FROM).symlink_to(untouched / "notes")
+    checkpoint(history, A)
+    write(files.folder / A / "actor/optim.pt")
+    (files.folder / A / MADE_FROM).symlink_to(untouched / "notes")
     files.reconcile(plan_files(history.fold()[0].state))
     mark = files.folder / "global_step_7" / MADE_FROM
     assert not mark.is_symlink()
-    assert mark.read_text() == ".staging/a"
+    assert mark.read_text() == A
 
 
-@pytest.mark.parametrize("place", ["", ".staging", ".staging/a"])
+@pytest.mark.parametrize("place", ["", ".staging", A])
 def test_nothing_is_promoted_through_a_link(tmp_path, untouched, place, caplog):
     files, history = CheckpointFiles(tmp_path, "run"), History()
-    checkpoint(history, 7, "a")
+    checkpoint(history, A)
     (untouched / "thesis" / "actor").mkdir()
     link = files.folder / place
     link.parent.mkdir(parents=True, exist_ok=True)
-    link.symlink_to(untouched if place != ".staging/a" else untouched / "thesis")
+    link.symlink_to(untouched if place != A else untouched / "thesis")
     files.reconcile(plan_files(history.fold()[0].state))
     assert not (untouched / "thesis" / MADE_FROM).exists()
     assert not (files.folder / "global_step_7").exists()
@@ -120,12 +127,12 @@ def test_files_are_taken_over_from_a_state_dict_into_no_folder_that_is_a_link(
 ):
     files, history = CheckpointFiles(tmp_path, "run"), History()
     history.add(committed(7, "state_dict", registration()))
-    history.add(finished(7, path=".staging/a/actor/model.pt"))
-    write(files.folder / ".staging/a/actor/model.pt")
+    history.add(saved(f"{A}/actor/model.pt", "state_dict", "save-state-dict"))
+    write(files.folder / A / "actor/model.pt")
     files.reconcile(plan_files(history.fold()[0].state))
-    checkpoint(history, 7, "b")
-    write(files.folder / ".staging/b/optim.pt")
-    (files.folder / ".staging/b/actor").symlink_to(untouched)
+    checkpoint(history, B)
+    write(files.folder / B / "optim.pt")
+    (files.folder / B / "actor").symlink_to(untouched)
     files.reconcile(plan_files(history.fold()[0].state))
     assert not (untouched / "model.pt").exists()
     assert "actor is a link" in caplog.text
@@ -135,7 +142,7 @@ def test_the_temporary_name_of_an_iteration_file_cannot_be_guessed(tmp_path, unt
     files, history = CheckpointFiles(tmp_path, "run"), History()
     history.add(committed(7, "checkpoint", registration("checkpoint")))
     history.add(finished(7, kind="checkpoint"))
-    files.folder.mkdir()
+    write(files.folder / "global_step_7/model.pt")
     name = "latest_checkpointed_iteration.txt"
     guessed = files.folder / f".{name}.{socket.gethostname()}-{os.getpid()}"
     guessed.symlink_to(untouched / "notes")
@@ -149,7 +156,7 @@ def test_a_pipe_in_the_place_of_an_iteration_file_holds_nothing_up(tmp_path):
     files, history = CheckpointFiles(tmp_path, "run"), History()
     history.add(committed(7, "checkpoint", registration("checkpoint")))
     history.add(finished(7, kind="checkpoint"))
-    files.folder.mkdir()
+    write(files.folder / "global_step_7/model.pt")
     path = files.folder / "latest_checkpointed_iteration.txt"
     os.mkfifo(path)
     files.reconcile(plan_files(history.fold()[0].state))

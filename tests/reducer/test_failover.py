@@ -90,6 +90,9 @@ async def test_a_leader_that_slept_through_a_take_over_writes_nothing_when_it_wa
 ):
     said = tmp_path / "said.txt"
     pointer = tmp_path / run_id / "latest_state_dict_iteration.txt"
+    for step in (1, 2, 3):
+        (tmp_path / run_id / f"global_step_{step}").mkdir(parents=True)
+        (tmp_path / run_id / f"global_step_{step}" / "model.pt").touch()
     with (
         said.open("wb") as stderr,
         reducer_process(redis_url, run_id, tmp_path, stderr=stderr) as old,
@@ -211,7 +214,8 @@ async def test_without_a_readable_snapshot_a_trimmed_log_is_folded_from_its_arch
     replay.feed(archived.read(Stream.EVENTS))
     async for entry in read_all(log, after=replay.state.position):
         replay.feed([entry])
-    assert replay.state.announced == before.announced + 2  # it is ready, an older one is retired
+    # Its publication was started, it is ready, and an older one is retired.
+    assert replay.state.announced == before.announced + 3
     announcements = [entry async for entry in read_all(log, Stream.ANNOUNCEMENTS)]
     last = decode_envelope(announcements[-1].payload)
     assert last.sequence == replay.state.announced, "numbered as if nothing had happened"

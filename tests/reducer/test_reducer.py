@@ -31,6 +31,7 @@ from trinity_events.log import (
     open_run,
     opening_envelope,
 )
+from trinity_events.log.envelopes import EnvelopeFactory
 from trinity_events.reducer import (
     Leader,
     Reducer,
@@ -126,13 +127,10 @@ async def test_a_replay_gives_the_state_and_the_bytes_of_the_live_reducer(
 async def test_a_foreign_entry_goes_to_the_dead_letters_and_the_run_goes_on(
     publisher, log, client, redis_url, run_id
 ):
-    other = AsyncPublisher(
-        RedisEventLog(client, "another-run"), publisher.epoch, new_producer("trainer")
-    )
-    other.log = log  # an event of one run in another's log
+    of_another = EnvelopeFactory("another-run", publisher.epoch, new_producer("trainer"))
     async with reducer_task(redis_url, run_id):
         await log.append(b"\x81")
-        await other.publish(committed(1, "state_dict", registration(expected=0)))
+        await log.append(of_another.next(committed(1, "state_dict", registration(expected=0))))
         await publisher.publish(committed(2, "state_dict", registration(expected=0)))
         [ready] = await announced(log, 1)
     assert ready.step == 2

@@ -334,11 +334,16 @@ async def _is_folded_to(log, entry_id):
     return (await log.load())[1] == entry_id
 
 
+async def opening_announced(log) -> str:
+    """Wait for the announcement of the run's opening; return its id."""
+    [opening] = await until(partial(log.read, stream=Stream.ANNOUNCEMENTS))
+    return opening.id
+
+
 @pytest.mark.parametrize("by", ["subscribe", "a client of its own"])
 async def test_a_group_that_waits_is_not_detached(publisher, log, redis_url, run_id, by):
     """A member that blocks leaves no trace on Redis 7.0, and a group of others only that."""
     policy, heard = Policy(group_idle=1.0), anyio.Event()
-    await log.create_group(Stream.ANNOUNCEMENTS, "eval", "0-0")
 
     async def listen():
         if by == "subscribe":
@@ -352,6 +357,7 @@ async def test_a_group_that_waits_is_not_detached(publisher, log, redis_url, run
         heard.set()
 
     async with reducer_task(redis_url, run_id, policy=policy), anyio.create_task_group() as tasks:
+        await log.create_group(Stream.ANNOUNCEMENTS, "eval", await opening_announced(log))
         tasks.start_soon(listen)
         looked = anyio.current_time()
         await until(lambda: _is_later(looked + 4 * policy.group_idle))
@@ -367,7 +373,6 @@ async def test_a_group_is_not_detached_while_a_member_waits_beside_one_that_is_s
 ):
     monkeypatch.setattr(context, "BLOCK", 0.2)
     policy = Policy(group_idle=3.0)
-    await log.create_group(Stream.ANNOUNCEMENTS, "eval", "0-0")
 
     async def wait_for_more():
         async with subscribe(run_id, StepReady, redis_url=redis_url, group="eval") as events:
@@ -375,6 +380,9 @@ async def test_a_group_is_not_detached_while_a_member_waits_beside_one_that_is_s
 
     async with reducer_task(redis_url, run_id, policy=policy), anyio.create_task_group() as tasks:
         await publish_steps(publisher, [1])
+        await announced(log, 1)
+        *_, earlier, _ = await log.read(stream=Stream.ANNOUNCEMENTS)
+        await log.create_group(Stream.ANNOUNCEMENTS, "eval", earlier.id)
         assert await log.read_group(Stream.ANNOUNCEMENTS, "eval", "slow", seconds=30)
         tasks.start_soon(wait_for_more)
         await anyio.sleep(3 * policy.group_idle)
@@ -391,8 +399,8 @@ async def _is_later(moment):
 async def test_a_group_that_has_dealt_with_everything_holds_up_nothing_and_stays(
     publisher, log, redis_url, run_id
 ):
-    await log.create_group(Stream.ANNOUNCEMENTS, "weekly", "0-0")
     async with reducer_task(redis_url, run_id, policy=Policy(group_idle=0.5)):
+        await log.create_group(Stream.ANNOUNCEMENTS, "weekly", await opening_announced(log))
         await anyio.sleep(1.5)
         assert await events_of(log, ConsumerDetached) == []
         await publish_steps(publisher, [1])

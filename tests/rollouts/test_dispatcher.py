@@ -43,6 +43,19 @@ async def test_a_step_takes_whole_groups_and_tells_their_fate(parts):
     assert await parts.client.xlen(keys.experiences) == await parts.client.xlen(keys.rollouts) == 0
 
 
+async def test_fates_of_dropped_ordinals_are_published_once_where_no_step_follows(parts):
+    dispatcher = await parts.dispatcher()
+    await dispatcher.dispatch(2, parts.version)
+    assert await answer(parts.explorer(), 2) == [0, 1]
+    with pytest.raises(DeadlineExceeded):
+        await dispatcher.take(2, deadline=0.3, usable=lambda _: "filtered")
+    for _ in range(2):
+        await dispatcher.publish_dropped()
+    dropped = [one.dropped for one in await events(parts, RolloutsDispatched) if one.dropped]
+    assert dropped == [{"filtered": ((0, 1),)}]
+    assert dispatcher.ledger.dropped == {"filtered": 2}
+
+
 async def test_the_order_of_ordinals_waits_for_the_lowest(parts):
     dispatcher = await parts.dispatcher()
     await dispatcher.dispatch(4, parts.version)

@@ -41,6 +41,7 @@ from trinity_events.log.scripts import Scripts
 from trinity_events.replay import current_state
 from trinity_events.rollouts import Group, RolloutClient, RolloutDispatcher
 from trinity_events.server import connect, connect_sync, open_client
+from trinity_events.server.access_rules import access_rules
 from trinity_events.weights import PartRef, PartWriter, RedisChunkStore, WeightSyncInfo
 from trinity_events.weights.transports.collective.rendezvous import Rendezvous
 from trinity_schemas import (
@@ -316,8 +317,10 @@ async def test_a_group_outlives_its_members_with_these_rules(clean):
     assert letter.reason == "group eval: delivered 2 times and never acknowledged"
 
 
-@pytest.mark.parametrize("user", ["trainer", "explorer"])
-async def test_the_reducer_may_mend_a_log_to_which_a_writer_gave_the_largest_id(clean, user):
+@pytest.mark.parametrize(("user", "stream"), [("trainer", "events"), ("explorer", "reports")])
+async def test_the_reducer_may_mend_a_log_to_which_a_writer_gave_the_largest_id(
+    clean, user, stream
+):
     with admin(clean) as client:
         client.xgroup_create(KEYS.events, "group", mkstream=True)
     async with (
@@ -326,7 +329,7 @@ async def test_the_reducer_may_mend_a_log_to_which_a_writer_gave_the_largest_id(
     ):
         epoch = await open_run(trainers, RUN)
         payload = encode(History().entries[0][1])
-        await writers.xadd(KEYS.events, {"e": payload}, id=LAST_ID)
+        await writers.xadd(getattr(KEYS, stream), {"e": payload}, id=LAST_ID)
         trainer = AsyncPublisher(RedisEventLog(trainers, RUN), epoch, new_producer("trainer"))
         async with reducer_task(url_of(clean, "reducer"), RUN):
             await publish_steps(trainer, [1])
@@ -363,6 +366,8 @@ TAMPERING = {
     "announcing by a script": ("EVAL", ANNOUNCE, "1", KEYS.announcements),
     "trimming the announcements": ("XTRIM", KEYS.announcements, "MAXLEN", "0"),
     "deleting the announcements": ("DEL", KEYS.announcements),
+    "moving the intake of reports": ("SET", KEYS.reported, "0-0"),
+    "trimming the reports": ("XTRIM", KEYS.reports, "MAXLEN", "0"),
     "trimming the events": ("XTRIM", KEYS.events, "MAXLEN", "0"),
     "deleting an event": ("XDEL", KEYS.events, "1-0"),
     "moving the reducer": ("SET", KEYS.position, "0-0"),
@@ -373,6 +378,7 @@ TAMPERING = {
     "flushing": ("FLUSHALL",),
     "ending connections": ("CLIENT", "KILL", "TYPE", "normal"),
     "hearing of all keys": ("CLIENT", "TRACKING", "ON", "BCAST"),
+    "listing all keys": ("SCAN", "0"),
     "making users": ("ACL", "SETUSER", "me", "on"),
     "configuring": ("CONFIG", "SET", "maxmemory", "1"),
 }
@@ -403,13 +409,45 @@ def test_the_reducer_announces(clean):
         assert client.execute_command(*TAMPERING["announcing"])
 
 
-@pytest.mark.parametrize("user", ["consumer", "viewer"])
-def test_who_only_listens_publishes_nothing(server, user):
+@pytest.mark.parametrize("user", ["explorer", "consumer", "viewer"])
+def test_only_trainer_and_reducer_append_events(server, user):
     with (
         open_client(url_of(server, user)) as client,
         pytest.raises(redis.exceptions.NoPermissionError),
     ):
         SyncEventLog(client, RUN).append(b"forged")
+
+
+@pytest.mark.parametrize("user", ["trainer", "consumer", "viewer"])
+def test_only_an_explorer_reports(server, user):
+    with (
+        open_client(url_of(server, user)) as client,
+        pytest.raises(redis.exceptions.NoPermissionError),
+    ):
+        SyncEventLog(client, RUN).append_reports([b"forged"])
+
+
+@pytest.mark.parametrize("key", ["events", "snapshot", "dead", "reports", "folder", "identity"])
+def test_an_explorer_reads_what_was_announced_alone(server, key):
+    with (
+        open_client(url_of(server, "explorer")) as client,
+        pytest.raises(redis.exceptions.NoPermissionError),
+    ):
+        client.exists(getattr(KEYS, key))
+
+
+def test_the_page_has_the_lines_that_the_command_prints(cli):
+    assert cli("acl").stdout.splitlines() == rules() == access_rules()
+    printed = cli("acl", "grpo-7b").stdout
+    assert "~trinity:{grpo-7b}:reports" in printed and "{*}" not in printed
+    assert cli("acl", "grpo-7b:x").returncode == 1
+
+
+def test_rules_of_two_servers_name_the_keys_of_each(cli):
+    of_log, of_weights = (cli("acl", "--server", name).stdout for name in ("log", "weights"))
+    assert "trinity-weights" not in of_log
+    assert "trinity:" not in of_weights.replace("trinity-weights:", "")
+    assert "user explorer on >EXPLORER -@all +@read" in of_weights
 
 
 @pytest.mark.parametrize("user", ["explorer", "consumer", "viewer"])

@@ -32,7 +32,9 @@ class Run:
         self.history.epoch = epoch
         self.history.add(committed(step, "checkpoint", registration("checkpoint")))
         path = f"{staged(step, epoch, name)}/model.pt"
-        self.history.add(finished(step, f"{epoch}-{step}", kind="checkpoint", path=path))
+        nbytes = len(f"{epoch}.{step}")
+        save = finished(step, f"{epoch}-{step}", kind="checkpoint", path=path, nbytes=nbytes)
+        self.history.add(save)
         self.files.reconcile(plan_files(self.state))
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trinity_events.core import Monitor, MonitorState
+from trinity_events.core import Evidence, Monitor, MonitorState
 from trinity_schemas import (
     Envelope,
     Event,
@@ -92,9 +92,12 @@ def finished(
     path: str | None = None,
     *,
     ranks: int | None = None,
+    nbytes: int = 8,
     **at,
 ) -> SaveFinished:
-    return SaveFinished(save_id=save_id, slot=slot(step, **at), bytes=8, path=path, ranks=ranks)
+    return SaveFinished(
+        save_id=save_id, slot=slot(step, **at), bytes=nbytes, path=path, ranks=ranks
+    )
 
 
 def failed(step: int, save_id: str = "a", **at) -> SaveFailed:
@@ -115,6 +118,11 @@ def part(step: int, rank: int = 0, digest: str = DIGEST) -> VersionPartPublished
     return VersionPartPublished(
         step=step, rank=rank, manifest_digest=digest, bytes=8, tensors=1, chunks=1
     )
+
+
+def verified(epoch: int, *steps: int, kinds=("checkpoint",)) -> dict[int, Evidence]:
+    """Folders of an epoch with the marks that the reducer gave them."""
+    return {step: Evidence(epoch=epoch, step=step, kinds=kinds) for step in steps}
 
 
 def publish_weights(history: History, step: int) -> None:

@@ -23,6 +23,7 @@ class Served(NamedTuple):
     told: list[str]
     """Lines of its standard error so far."""
     url: str
+    pid: int
 
 
 @contextmanager
@@ -47,4 +48,4 @@ def metrics_served(of: str, *arguments: str) -> Iterator[Served]:
                 if one.name == metric and labels.items() <= one.labels.items()
             }
 
-        yield Served(samples, told, url)
+        yield Served(samples, told, url, process.pid)

@@ -14,8 +14,16 @@ from tests.support.waits import PATIENCE, child, until
 from trinity_events.archive import Recording, read_recording, record_run
 from trinity_events.log import AsyncPublisher, RedisEventLog, Stream, position
 from trinity_events.reducer import reduce_run
+from trinity_events.reducer.report_intake import ReportIntake
 from trinity_events.server import connect
-from trinity_schemas import StepReady, decode_envelope
+from trinity_schemas import (
+    SaveGranted,
+    StepFailed,
+    StepReady,
+    StepSuperseded,
+    VersionRetired,
+    decode_envelope,
+)
 
 
 @contextmanager
@@ -51,16 +59,48 @@ async def reducer_task(redis_url, run_id, root=None, policy=None):
             await task
 
 
+OUTCOMES = (StepReady, StepFailed, StepSuperseded, VersionRetired, SaveGranted)
+"""Announcements about steps and saves; the others repeat what the trainer published."""
+
+
 async def announced(log: RedisEventLog, count: int) -> list[StepReady]:
-    """The first announcements, once there are that many."""
+    """The announced outcomes, once there are ``count`` at least."""
     with anyio.fail_after(PATIENCE):
-        while len(found := await log.read(stream=Stream.ANNOUNCEMENTS, limit=100_000)) < count:
+        while len(events := await outcomes(log)) < count:
             await anyio.sleep(0.01)
-    return [decode_envelope(entry.payload).event for entry in found]
+    return events
+
+
+async def outcomes(log) -> list:
+    """The outcomes that were announced so far."""
+    entries = await log.read(stream=Stream.ANNOUNCEMENTS, limit=100_000)
+    events = [decode_envelope(entry.payload).event for entry in entries]
+    return [event for event in events if isinstance(event, OUTCOMES)]
+
+
+async def reports_accepted(log: RedisEventLog) -> None:
+    """Wait until the reducer has moved all reports of now into the events."""
+
+    async def accepted():
+        return not await log.has_reports()
+
+    await until(accepted)
+
+
+async def accept_reports(log: RedisEventLog) -> None:
+    """Move all reports of now into the events, where no reducer runs, as a leader would."""
+    token, _ = await log.lead(60)
+    assert token, "a reducer leads: wait for reports_accepted"
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ReportIntake(log, token).run)
+        await reports_accepted(log)
+        tasks.cancel_scope.cancel()
+    await log.renew(token, 0)
 
 
 async def folded(log: RedisEventLog) -> None:
-    """Wait until the reducer has folded all that is in the log now."""
+    """Wait until the reducer has folded all that is in the log, or was reported to it, now."""
+    await reports_accepted(log)
     last = position(await log.last_id())
     await until(lambda: _reached(log, last))
 
@@ -83,7 +123,7 @@ async def publish_steps(publisher: AsyncPublisher, steps) -> None:
 
 
 async def count_announcements(log: RedisEventLog) -> int:
-    return await log._redis.xlen(log.keys.announcements)
+    return len(await outcomes(log))
 
 
 async def recorded(log, archive=None) -> Recording:

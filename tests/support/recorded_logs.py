@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+from msgspec import structs
 
 from tests.support.event_histories import (
     committed,
@@ -54,6 +55,7 @@ from trinity_schemas import (
     ThreadCountRegistered,
     TrainedLedger,
     TrainerStatusChanged,
+    VersionOpened,
     VersionRefused,
     WaitEnded,
     WaitStarted,
@@ -260,7 +262,7 @@ def later_version():
 
     def add(event, by, rank=0, **fields):
         raw = to_json(tape.envelope(event, by, rank))
-        raw |= {"schema_version": 2, "region": "north", "trace": {"traceparent": "00-1", "x": 1}}
+        raw |= {"schema_version": 9, "region": "north", "trace": {"traceparent": "00-1", "x": 1}}
         raw["producer"]["pid"] = 4711
         raw["event"] |= fields
         if "slot" in raw["event"]:
@@ -357,6 +359,34 @@ def rollouts():
     return tape
 
 
+def second_contract():
+    """Openings, closings, the trainer's end and publications, as version 2 announces them."""
+    tape = Tape("second-contract")
+
+    def add(event, by="trainer", rank=0):
+        tape.put(encode(structs.replace(tape.envelope(event, by, rank), schema_version=2)))
+
+    add(RunOpened(config='{"steps": 2}'))
+    add(TrainerStatusChanged(status="running"))
+    add(VersionOpened(step=0, ranks=(1, 0, 1), transport="collective"), "actor")
+    add(VersionOpened(step=0, ranks=(0,), transport="collective"), "actor")  # it is open already
+    for rank in (0, 1):
+        add(part(0, rank, f"sha256:{0:032x}{rank:032x}"), "actor", rank)
+    tape.add(committed(0, "weights"))
+    add(part(0, 0, f"sha256:{0:064x}"), "actor")  # sent to the group again
+    add(opened(1, 0), "actor")
+    add(part(1, 0, f"sha256:{1:064x}"), "actor")
+    tape.add(committed(1, "weights"))
+    add(part(1, 0, f"sha256:{1:064x}"), "actor")  # of a transport that keeps versions
+    add(TrainerStatusChanged(status="stopped", step=1))
+    add(RunClosed(reason="failed", step=1, error="out of memory"))
+    tape.epoch = 2
+    add(RunResumed(step=1, config='{"steps": 2}'), "second-trainer")
+    add(TrainerStatusChanged(status="stopped", step=2), "second-trainer")
+    add(RunClosed(reason="finished", step=2), "second-trainer")
+    return tape
+
+
 def waited(wait_id, *waits_for, what="the rollouts of 0 to 3", seconds=5.0):
     return WaitStarted(
         wait_id=wait_id, what=what, waits_for=waits_for, seconds=seconds, deadline=300.0
@@ -370,6 +400,7 @@ TAPES = {
     "second-epoch": second_epoch,
     "later-version": later_version,
     "refusals": refusals,
+    "second-contract": second_contract,
 }
 
 

@@ -89,6 +89,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def _judge(self, mode: str, asked: dict, count: int) -> None:
         prompt = asked["messages"][0]["content"]
+        if mode.startswith("raw"):
+            self._send(prompt.encode("latin-1"))
+            return
         reply = f"The answer is short.\n{'7' if 'right' in prompt else '2.5'}"
         if mode.startswith("hesitant") and count < 3:
             reply = "I cannot say." if count < 2 else "Grade: 11"

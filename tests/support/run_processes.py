@@ -52,6 +52,8 @@ class Processes:
             "TRINITY_REDIS_URL": redis_url,
             "TRINITY_WEIGHTS_REDIS_URL": weights_url,
         }
+        self.urls: dict[str, str] = {}
+        """Command to the URL of its user, where that is another; for log and weights."""
         self._started: list[subprocess.Popen[str]] = []
 
     def start(
@@ -63,13 +65,18 @@ class Processes:
                 *(sys.executable, "-m", "trinity_events", command, "--run", self.run_id),
                 *("--checkpoint-root", str(self.folder), *args),
             ],
-            env=self.env,
+            env=self._env_of(command),
             text=True,
             start_new_session=True,
             **({"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams),
         )
         self._started.append(process)
         return process
+
+    def _env_of(self, command: str) -> dict[str, str]:
+        names = ("TRINITY_REDIS_URL", "TRINITY_WEIGHTS_REDIS_URL")
+        url = self.urls.get(command)
+        return self.env if url is None else self.env | dict.fromkeys(names, url)
 
     def wait_for_announcements(self, count: int, process: subprocess.Popen[str]) -> None:
         give_up = time.monotonic() + 2 * PATIENCE

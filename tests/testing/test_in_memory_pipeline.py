@@ -14,7 +14,7 @@ import anyio
 import pytest
 
 from tests.support.event_histories import committed, finished, opened, part, registration, started
-from tests.support.pipeline import announced, publish_steps, reducer_task
+from tests.support.pipeline import OUTCOMES, announced, publish_steps, reducer_task
 from tests.support.waits import PATIENCE, wait_until
 from trinity_events import StepReady
 from trinity_events.coordinator import staged_path
@@ -42,6 +42,10 @@ def ready(run):
     return [(one.kind, one.step) for one in run.announcements if isinstance(one, StepReady)]
 
 
+def outcomes_of(run):
+    return [event for event in run.announcements if isinstance(event, OUTCOMES)]
+
+
 # The pipeline
 
 
@@ -50,11 +54,11 @@ async def test_what_is_published_is_folded_and_announced_by_the_time_it_is_settl
         trainer = run.publisher("trainer")
         await trainer.publish(committed(1, "state_dict", registration()))
         await run.settled()
-        assert run.announcements == []
+        assert outcomes_of(run) == []
         before = run.state
         cause = await run.publisher("actor").publish(finished(1))
         await run.settled()
-        [announcement] = run.announcements
+        [announcement] = outcomes_of(run)
         assert (announcement.step, announcement.caused_by) == (1, cause)
         assert run.state.ready["state_dict"].at.step == 1
         assert "state_dict" not in before.ready, "a state once taken stays as it was"
@@ -102,7 +106,7 @@ async def test_a_save_that_fails_fails_its_step():
             coordinator.wait_all()
         await coordinator.register_and_monitor(5, checkpoint_thread_count=1)
         await run.settled()
-        [announcement] = run.announcements
+        [announcement] = outcomes_of(run)
         assert (event_tag(type(announcement)), announcement.step) == ("step-failed", 5)
         assert any(isinstance(one, SaveFailed) for one in run.events)
 
@@ -189,7 +193,7 @@ async def test_the_twin_announces_what_the_server_announces(redis_url, run_id):
     async with Pipeline(run_id) as run:
         await publish(run.publisher("trainer"))
         await run.settled()
-        twins = told(run.announcements)
+        twins = told(outcomes_of(run))
     async with connect(redis_url) as client, reducer_task(redis_url, run_id):
         log = RedisEventLog(client, run_id)
         trainer = AsyncPublisher(log, await open_run(client, run_id), new_producer("trainer"))

@@ -21,7 +21,7 @@ from tests.support.event_histories import (
     started,
 )
 from tests.support.metrics_command import metrics_served
-from tests.support.pipeline import publish_steps
+from tests.support.pipeline import accept_reports, publish_steps
 from tests.support.redis_servers import free_ports, servers
 from tests.support.waits import PATIENCE, child, until
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open_run
@@ -125,6 +125,7 @@ async def train(log, publisher):
     )
     await publish_steps(publisher, range(1, 11))
     await explorer.publish(applied)
+    await accept_reports(log)
     await publisher.publish(opened(11, 0, 1))
     await publisher.publish(part(11))
     await publisher.publish(StepTrained(step=10, metrics={"loss": 0.5}))
@@ -145,7 +146,7 @@ async def test_panels_have_data_and_alerts_fire(binary, tmp_path):
             )
             served = metrics_served("of all open runs", "--redis-url", server.url)
             with (
-                served as (_, _, url),
+                served as (_, _, url, _),
                 prometheus(
                     binary, tmp_path / "prometheus", urllib.parse.urlsplit(url).netloc
                 ) as at,

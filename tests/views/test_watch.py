@@ -12,7 +12,7 @@ import pytest
 import redis
 
 from tests.support.event_histories import committed, failed, opened, part, registration, started
-from tests.support.pipeline import publish_steps
+from tests.support.pipeline import accept_reports, publish_steps
 from tests.support.waits import PATIENCE, until, wait_until
 from trinity_events.live_facts import Surroundings, surroundings
 from trinity_events.log import AsyncPublisher, Stream, new_producer
@@ -53,6 +53,7 @@ async def run(publisher, log):
             phases=AppliedPhases(fetch=0.1, pause=0.1),
         )
     )
+    await accept_reports(log)
     await publisher.publish(committed(2, "state_dict", registration(expected=2)))
     await actor.publish(started(2, "a"))
     await actor.publish(failed(2, "b", rank=1))

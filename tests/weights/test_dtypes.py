@@ -5,7 +5,7 @@ from contextlib import closing
 import pytest
 import torch
 
-from tests.support.pipeline import reducer_task
+from tests.support.pipeline import reducer_task, reports_accepted
 from tests.support.published_parts import announcement
 from tests.support.shards import module_of, publish, rows
 from tests.support.tensors import identical
@@ -75,6 +75,7 @@ async def test_another_dtype_is_refused_with_the_way_out_and_taken_where_that_is
     take(serving, event, cast=True)
     assert has(serving, source)
     explorer.flush()
+    await reports_accepted(log)
     told = [decode_envelope(entry.payload).event for entry in await log.read()]
     [applied] = [one for one in told if isinstance(one, WeightsApplied)]
     assert applied.digest == event.version_digest, "of what travelled"

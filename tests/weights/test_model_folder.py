@@ -11,7 +11,7 @@ import pytest
 import torch
 import xxhash
 
-from tests.support.pipeline import events_of, reducer_task
+from tests.support.pipeline import accept_reports, events_of, reducer_task
 from tests.support.tensors import assert_equal, identical
 from tests.support.weight_versions import awkward
 from tests.support.weight_versions import ready as announced_ready
@@ -91,6 +91,7 @@ async def test_an_explorer_says_which_version_it_serves_by_its_digest(explorer, 
         take(model, event)
         assert identical(model.weight, source.weight)
     explorer.flush()
+    await accept_reports(log)
     found = [one.event for one in await events_of(log, WeightsApplied)]
     assert {(one.version, one.digest) for one in found} == {
         (StepRef(1, STEP), event.saves[0].digest)
@@ -150,6 +151,7 @@ async def test_other_bytes_than_those_announced_are_refused_and_leave_the_model_
         explorer.apply(model, event)
     assert identical(model.weight, before)
     explorer.flush()
+    await accept_reports(log)
     [refused] = await events_of(log, VersionRefused)
     assert refused.event.version == StepRef(1, STEP)
     assert not await events_of(log, WeightsApplied)

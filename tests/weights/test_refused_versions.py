@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support.event_histories import History, publish_weights
+from tests.support.pipeline import reports_accepted
 from tests.support.weight_versions import publish, ready
 from trinity_events.core import Summarizer, explain
 from trinity_events.core.limits import KEPT_REFUSALS
@@ -60,6 +61,7 @@ async def test_a_damaged_chunk_is_an_event_of_the_explorer(
     with pytest.raises(CorruptVersion) as raised:
         TAKES[how](explorer, model, event)
     explorer.flush()
+    await reports_accepted(log)
     [envelope] = [one for one in await told(log) if isinstance(one.event, VersionRefused)]
     assert (envelope.producer.role, envelope.producer.rank) == ("explorer", 1)
     assert envelope.producer.node
@@ -78,6 +80,7 @@ async def test_a_manifest_that_is_another_is_refused_without_a_chunk(
     with pytest.raises(CorruptVersion), explorer.pull(event):
         pass
     explorer.flush()
+    await reports_accepted(log)
     [said] = [one.event for one in await told(log) if isinstance(one.event, VersionRefused)]
     assert (said.version.step, said.rank, said.chunk) == (1, 0, None)
     assert "not the one that was announced" in said.reason
@@ -97,6 +100,7 @@ async def test_every_view_of_the_run_tells_it(
         with pytest.raises(CorruptVersion):
             explorer.apply(torch.nn.Linear(32, 4), event)
     explorer.flush()
+    await reports_accepted(log)
     run = explorer.run_id
     who = "explorer-1 on "
     wide = {"COLUMNS": "400"}
@@ -167,6 +171,7 @@ async def test_the_summary_counts_a_refused_version_as_such(trainer, explorer, l
         else:
             explorer.apply(model, event)
     explorer.flush()
+    await reports_accepted(log)
     summarizer = Summarizer(explorer.run_id)
     for stream in Stream:
         for entry in await log.read(stream=stream):

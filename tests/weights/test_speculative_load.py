@@ -31,6 +31,7 @@ from trinity_events.weights.slices import ShardOffset
 from trinity_events.weights.speculative_load import SpeculativeLoad
 from trinity_events.weights.transports.shared_memory import prefetch
 from trinity_schemas import VersionOpened, decode_manifest
+from trinity_workers.explorer.run_follower import followed_run
 
 pytestmark = pytest.mark.skipif(not available(), reason="the host has no shared memory as files")
 
@@ -321,26 +322,23 @@ async def test_an_explorer_that_waits_is_filled_with_what_the_log_says_is_begun(
 ):
     trainer, explorer, prefetcher = prefetching_ends
     module = empty()
-    async with reducer_task(redis_url, run_id), anyio.create_task_group() as tasks:
+    async with reducer_task(redis_url, run_id), followed_run(run_id, redis_url) as run:
         trainer.open_version(1)
         trainer.publish(SOME, 1)
         trainer.commit(1)
         explorer.apply(module, await ready(log, 1))
-        tasks.start_soon(prefetcher.follow)
         with anyio.fail_after(PATIENCE):
-            with prefetcher.into(module):
-                while not follower_of(explorer._session.stores.opened["shm"]):
-                    trainer.open_version(2)  # until it listens, it does not hear of it
+            async with prefetcher.listening(run):
+                with prefetcher.into(module):
+                    trainer.open_version(2)
                     part = trainer.publication(2)
                     write(part.begin(), changed())
-                    await anyio.sleep(0.1)
-                while not has(module, changed()[:-1]):
-                    await anyio.sleep(0.01)
-                assert not has(module, changed())
-                part.publish()
-                trainer.commit(2)
-                event = await ready(log, 2)
-            async with prefetcher.paused():
-                explorer.load(module, event)
-            assert has(module, changed())
-        tasks.cancel_scope.cancel()
+                    while not has(module, changed()[:-1]):
+                        await anyio.sleep(0.01)
+                    assert not has(module, changed())
+                    part.publish()
+                    trainer.commit(2)
+                    event = await ready(log, 2)
+                async with prefetcher.paused():
+                    explorer.load(module, event)
+        assert has(module, changed())

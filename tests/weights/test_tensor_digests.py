@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.pipeline import reducer_task
+from tests.support.pipeline import reducer_task, reports_accepted
 from tests.support.published_parts import announcement
 from tests.support.weight_versions import awkward, publish, ready
 from trinity_events import Synchronizer
@@ -143,6 +143,7 @@ async def test_an_explorer_says_that_it_serves_only_what_its_model_has(
             explorer.apply(model, await ready(log, 2))
         getattr(explorer, way)(model, event)
         explorer.flush()
+        await reports_accepted(log)
         told = [decode_envelope(entry.payload).event for entry in await log.read()]
         assert [one.version.step for one in told if isinstance(one, WeightsApplied)] == [1]
         [refused] = [one for one in told if isinstance(one, VersionRefused)]

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from tests.support.pipeline import announced, reducer_task
+from tests.support.pipeline import announced, folded, outcomes, reducer_task, reports_accepted
 from tests.support.tensors import identical
 from tests.support.waits import PATIENCE
 from tests.support.weight_versions import awkward, publish, ready
@@ -63,6 +63,7 @@ async def test_applying_installs_in_place_and_reports_what_is_served(trainer, ex
     assert identical(model.bias, source.bias)
     assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
     explorer.flush()
+    await reports_accepted(log)
     told = [decode_envelope(entry.payload) for entry in await log.read()][-1]
     assert isinstance(told.event, WeightsApplied)
     assert (told.producer.role, told.producer.rank) == ("explorer", 1)
@@ -73,8 +74,9 @@ async def test_applying_installs_in_place_and_reports_what_is_served(trainer, ex
 async def test_a_version_is_invisible_before_it_is_committed(trainer, log):
     trainer.open_version(1)
     trainer.publish([("a", torch.ones(100))], 1)
-    await anyio.sleep(0.2)
-    assert await log._redis.xlen(log.keys.announcements) == 0
+    trainer.flush()
+    await folded(log)
+    assert await outcomes(log) == []
     trainer.commit(1)
     await ready(log, 1)
 
@@ -428,6 +430,7 @@ async def test_an_explorer_that_joins_loads_a_version_straight_into_its_model_an
     explorer.load(module, event)
     assert identical(module.weight, source.weight)
     explorer.flush()
+    await reports_accepted(log)
     said = [decode_envelope(entry.payload).event for entry in await log.read()]
     [applied] = [one for one in said if isinstance(one, WeightsApplied)]
     assert (applied.digest, applied.bytes) == (event.version_digest, 4 * 31 * 40 - 40)

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 fsspec = pytest.importorskip("fsspec")
 
+from tests.support.checkpoint_runs import staged  # noqa: E402
 from tests.support.event_histories import committed, finished, registration  # noqa: E402
 from tests.support.object_servers import has_s3, s3_server  # noqa: E402
 from tests.support.pipeline import reducer_task  # noqa: E402
@@ -140,11 +141,11 @@ async def test_a_ready_checkpoint_is_mirrored_and_fetched_where_its_folder_is_lo
         with anyio.fail_after(PATIENCE):
             async with mirrored(config):
                 for kind, name in (("state_dict", "model.pt"), ("checkpoint", "optim.pt")):
-                    path = f".staging/a/actor/{name}"
+                    path = f"{staged(3)}/actor/{name}"
                     file = config.checkpoint_folder / path
                     file.parent.mkdir(parents=True, exist_ok=True)
                     file.write_text(name)
-                    await actor.publish(finished(3, kind=kind, path=path))
+                    await actor.publish(finished(3, kind=kind, path=path, nbytes=len(name)))
                 await publisher.publish(committed(3, "checkpoint", *both))
                 while not (config.folder_of(3) / "actor" / "optim.pt").exists():
                     await anyio.sleep(0.01)

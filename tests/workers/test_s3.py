@@ -8,6 +8,7 @@ import anyio
 import pytest
 from msgspec.structs import replace
 
+from tests.support.checkpoint_runs import staged
 from tests.support.event_histories import committed, finished, registration
 from tests.support.object_servers import environment, guarded_s3_server, has_s3
 from tests.support.pipeline import reducer_task
@@ -74,11 +75,11 @@ class Training:
     async def save(self, step: int) -> None:
         names = {"state_dict": "model.pt", "checkpoint": "optim.pt"}
         for kind, name in names.items():
-            path = f".staging/{step}/actor/{name}"
+            path = f"{staged(step)}/actor/{name}"
             file = self._config.checkpoint_folder / path
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(name.encode() * 50_000)
-            await self._actor.publish(finished(step, kind=kind, path=path))
+            nbytes = file.write_bytes(name.encode() * 50_000)
+            await self._actor.publish(finished(step, kind=kind, path=path, nbytes=nbytes))
         registered = [registration(kind) for kind in names]
         await self._trainer.publish(committed(step, "checkpoint", *registered))
 

@@ -13,6 +13,7 @@ from trinity_schemas import Envelope, SaveFinished
 from ..checkpoint_layout import (
     FILE_DIGESTS,
     MADE_FROM,
+    REDUCER_FILES,
     STAGING,
     digest_of_files,
     parse_final_name,
@@ -137,7 +138,7 @@ def _measure_all(run: OpenFolder, path: str, file: str) -> Iterator[tuple[str, t
         with folder.below(name) as saved:
             for at, one in saved.walk():
                 for entry in one.names():
-                    if one.is_file(entry) and entry != MADE_FROM:
+                    if one.is_file(entry) and entry not in REDUCER_FILES:
                         yield str(below.joinpath(*at, entry)), _sha256_of(one, entry)
 
 
@@ -157,5 +158,5 @@ def _sizes(folder: OpenFolder) -> Iterator[int]:
     for _, one in folder.walk():
         for name in one.names():
             found = one.stat(name)
-            if found is not None and one.is_file(name) and name != MADE_FROM:
+            if found is not None and one.is_file(name) and name not in REDUCER_FILES:
                 yield found.st_size

@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from trinity_schemas import ContractError, EnvelopeReader, encode
 
+from ..checkpoint_layout import final_name
 from ..core import FilePlan, Monitor, MonitorState, decode_state, plan_files
 from ..core.refusals import suspects, words_of_refusal
 from ..core.state import SnapshotVersion
@@ -184,16 +185,22 @@ def _check_digests(recording: Recording, folder: Path, findings: list[Finding]) 
 def _compare_files(plan: FilePlan, folder: Path) -> list[Finding]:
     findings: list[Finding] = []
     for iteration in plan.iterations:
-        path = folder / iteration.name
+        path, step = folder / iteration.name, iteration.at.step
+        final = folder / final_name(step)
+        if not final.is_dir():
+            # The reducer names no folder that is not there.
+            what = f"{final} is not there, and the log has step {step} as ready"
+            findings.append(
+                _mismatch(what) if iteration.is_named else Finding(severity="open", what=what)
+            )
+            continue
         try:
             text = path.read_text()
         except (OSError, UnicodeDecodeError) as error:
             findings.append(_mismatch(f"{path} cannot be read: {error}"))
             continue
-        if text != str(iteration.step):
-            findings.append(_mismatch(f"{path} says {text[:40]!r}, the log {iteration.step}"))
-        if iteration.needs is not None and not (folder / iteration.needs).is_dir():
-            findings.append(_mismatch(f"{folder / iteration.needs} is not there"))
+        if text != str(step):
+            findings.append(_mismatch(f"{path} says {text[:40]!r}, the log {step}"))
     return findings
 
 

@@ -19,6 +19,7 @@ from ..errors import TrinityError
 from ..log.error_replies import is_reply, reply_text
 from ..server import permission_error
 from ..views.terminal import LogFormatter, say, tell
+from .acl import acl
 from .audit import audit
 from .bisect import bisect
 from .dashboard import dashboard
@@ -88,7 +89,7 @@ def build() -> typer.Typer:
     )
     listing = (
         *(serve, reducer, runs, status, watch, explain, tail, dashboard, replay),
-        *(diff, bisect, audit, export, import_, verify, delete, metrics, traces, track, plot),
+        *(diff, bisect, audit, export, import_, verify, delete, metrics, traces, track, plot, acl),
     )
     for command in listing:
         app.command(command.__name__.rstrip("_"))(command)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from importlib import import_module
 from typing import Annotated
 
 import anyio
@@ -23,11 +25,17 @@ _Run = Annotated[
 
 
 class MetricsMissing(TrinityError):
-    """The package of the metrics is not installed."""
+    """A package of the metrics is not installed.
 
+    Attributes:
+        package: Name of the package.
+    """
 
-class CannotListen(TrinityError):
-    """The address cannot be listened at."""
+    def __init__(self, package: str) -> None:
+        self.package = package
+        super().__init__(
+            f"metrics needs the package {package}: pip install 'trinity-events[metrics]'"
+        )
 
 
 def metrics(
@@ -43,18 +51,18 @@ def metrics(
 
     Example: trinity-events metrics --port 9760
     """
-    try:
-        import prometheus_client  # noqa: F401
-    except ImportError:
-        raise MetricsMissing(
-            "metrics needs the package prometheus-client: pip install 'trinity-events[metrics]'"
-        ) from None
+    for package, module in (("prometheus-client", "prometheus_client"), ("uvicorn", "uvicorn")):
+        try:
+            import_module(module)
+        except ModuleNotFoundError:
+            raise MetricsMissing(package) from None
     anyio.run(_serve, redis_url, run, host, port)
 
 
 async def _serve(redis_url: str | None, run: str | None, host: str, port: int) -> None:
-    from prometheus_client import start_http_server
+    from prometheus_client import make_asgi_app
 
+    from ..http_server.serving import open_listening_socket, serve_application
     from ..views.metrics import ServerMetrics
     from ..views.metrics_followers import RunFollowers
 
@@ -63,21 +71,14 @@ async def _serve(redis_url: str | None, run: str | None, host: str, port: int) -
             run = await require_run(client, run)
         else:
             await list_runs(client)  # raises if the index cannot be read
-        found = ServerMetrics()
-        followers = RunFollowers(client, found, run)
-        try:
-            server, thread = start_http_server(port, host, found.registry)
-        except OSError as error:
-            raise CannotListen(
-                f"port {port} of {host} cannot be listened at ({error.strerror}): name another "
-                "with --port"
-            ) from None
-        of = "of all open runs" if run is None else f"of run {run}"
-        say_at_once(f"metrics {of} at http://{host}:{server.server_port}/metrics")
-        try:
-            async with cancelled_by_signals():
+        served = ServerMetrics()
+        followers = RunFollowers(client, served, run)
+        runs = "of all open runs" if run is None else f"of run {run}"
+        with open_listening_socket("metrics", host, port) as listening:
+            url = f"http://{host}:{listening.getsockname()[1]}/metrics"
+            started = partial(say_at_once, f"metrics {runs} at {url}")
+            application = make_asgi_app(served.registry)
+            serve = partial(serve_application, application, listening, on_start=started)
+            async with cancelled_by_signals(), anyio.create_task_group() as tasks:
+                tasks.start_soon(serve)
                 await followers.run()
-        finally:
-            server.shutdown()
-            server.server_close()
-            thread.join()

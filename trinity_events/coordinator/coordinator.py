@@ -6,7 +6,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from ..checkpoint_layout import STAGING, staged_name
 from ..error_text import checkpoint_cause
 from ..errors import PublishError, SaveError, StaleEpoch
 from ..log import Publisher
+from ..metric_values import check_metrics, split_metrics
 from ..reducer_root import other_folder
 from .admission_client import wait_for_turn
 from .heartbeat import Heartbeat
@@ -261,7 +262,7 @@ class CheckpointCoordinator:
         state_dict_thread_count: int = 0,
         checkpoint_thread_count: int = 0,
         *,
-        metrics: dict[str, float] | None = None,
+        metrics: Mapping[str, object] | None = None,
     ) -> None:
         """Register the expected number of saves of a step, and commit the step.
 
@@ -274,9 +275,10 @@ class CheckpointCoordinator:
             is_state_dict: True to commit the state dict, False to commit the checkpoint.
             state_dict_thread_count: State-dict saves to expect, over all workers.
             checkpoint_thread_count: Checkpoint saves to expect, over all workers.
-            metrics: Metrics of the training step, for display.
+            metrics: Metrics of the training step, for display: numbers of Python, NumPy or torch.
 
         Raises:
+            MetricRefused: A metric is no number. The step is committed, without it.
             PublishError: if the log did not accept the events within :data:`FLUSH_DEADLINE`
                 seconds. It may still accept them later; calling again does no harm.
         """
@@ -298,7 +300,7 @@ class CheckpointCoordinator:
         state_dict_thread_count: int = 0,
         checkpoint_thread_count: int = 0,
         *,
-        metrics: dict[str, float] | None = None,
+        metrics: Mapping[str, object] | None = None,
     ) -> None:
         """Do as :meth:`register_and_monitor`, in code without an event loop or inside of one."""
         kind: Kind = "state_dict" if is_state_dict else "checkpoint"
@@ -319,13 +321,13 @@ class CheckpointCoordinator:
             self._publisher.publish(
                 ThreadCountRegistered(step=global_step, registration=registration)
             )
+        numbers, refused = split_metrics(metrics)
         self._publisher.publish(
-            StepCommitted(
-                step=global_step, kind=kind, registrations=registrations, metrics=metrics or {}
-            )
+            StepCommitted(step=global_step, kind=kind, registrations=registrations, metrics=numbers)
         )
         self._publisher.flush(FLUSH_DEADLINE)
         self._warn_if_other_folder()
+        check_metrics(global_step, refused)
 
     def _warn_if_other_folder(self) -> None:
         """Warn once if the reducer uses another folder than this process."""

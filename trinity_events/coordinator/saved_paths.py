@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from ..checkpoint_layout import FILE_DIGESTS, MADE_FROM, digest_of_files
+from ..checkpoint_layout import FILE_DIGESTS, REDUCER_FILES, digest_of_files
 
 SavedPath: TypeAlias = Path | str | Sequence[Path | str]
 """Path of a save, or a sequence of files and folders that this save alone writes."""
@@ -76,7 +76,7 @@ def _files_of(path: Path) -> Iterator[Path]:
         yield path
         return
     for one in path.rglob("*"):
-        if one.is_file() and one.name != MADE_FROM:  # the reducer writes that mark
+        if one.is_file() and one.name not in REDUCER_FILES:
             yield one
 
 

@@ -1,9 +1,9 @@
 """Pure core: fold of a run's log and queries of its state. No I/O, no clock, no randomness."""
 
-from .checkpoint_retention import removable_steps
+from .checkpoint_retention import Evidence, removable_steps
 from .explain import explain, unfinished
 from .failures import Failure, failures
-from .file_plan import FilePlan, IterationFile, Promotion, plan_files
+from .file_plan import FilePlan, IterationFile, Promotion, SavedFile, plan_files
 from .fold import MONITOR, Monitor
 from .state import MonitorState, ReadyPointer, decode_state, encode_state
 from .summary import RunSummary, Summarizer
@@ -11,6 +11,7 @@ from .timeouts import LeaseHolder, Waiting, expired, lease_holders, overdue, wai
 
 __all__ = [
     "MONITOR",
+    "Evidence",
     "Failure",
     "FilePlan",
     "IterationFile",
@@ -20,6 +21,7 @@ __all__ = [
     "Promotion",
     "ReadyPointer",
     "RunSummary",
+    "SavedFile",
     "Summarizer",
     "Waiting",
     "decode_state",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import insort
 
 from trinity_schemas import (
+    Announcement,
+    Envelope,
     Kind,
     PublishedPart,
     SaveProof,
@@ -15,6 +17,7 @@ from trinity_schemas import (
     VersionRetired,
     version_digest,
 )
+from trinity_schemas.envelope import MEANING_SINCE
 
 from .compaction import compact_step
 from .completeness import (
@@ -142,6 +145,15 @@ def _note_complete_checkpoint(fold: FoldState, step: int) -> None:
     complete = fold.state.complete_checkpoints
     insort(complete, step)
     del complete[:-KEPT_COMPLETE_CHECKPOINTS]
+
+
+def announce_since_2(fold: FoldState, envelope: Envelope, announcement: Announcement) -> None:
+    """Announce what version 2 of the contract added; nothing for an event of an older sender.
+
+    A log of version 1 then gives the announcements that were written when it was made.
+    """
+    if envelope.schema_version >= MEANING_SINCE[type(envelope.event)]:
+        fold.announcements.append(announcement)
 
 
 def announce_failure(fold: FoldState, step: int, kind: Kind, reason: str) -> None:

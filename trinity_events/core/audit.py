@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 import msgspec
 from msgspec import Struct, field
@@ -183,6 +184,9 @@ class _Bookkeeper:
                 case RolloutsDispatched():
                     self._require_ledger()
                     self._dispatch(fact)
+                    if span.last is None:
+                        # The ledger of an epoch that resumes this one has them open.
+                        self._drop(fact.dropped)
                 case StepTrained():
                     if span.last is not None and fact.step > span.last:
                         return
@@ -262,10 +266,13 @@ class _Bookkeeper:
         for late, number in fact.staleness.items():
             books.staleness[late] = books.staleness.get(late, 0) + number
         self._settle(None, fact.trained, "trained-twice", f"trained in step {step}")
-        for reason, ordinals in fact.dropped.items():
+        self._drop(fact.dropped)
+
+    def _drop(self, dropped: Mapping[str, tuple[Range, ...]]) -> None:
+        named = self.books.dropped_ordinals
+        for reason, ordinals in dropped.items():
             self._settle(reason, ordinals, "dropped-after-fate", f"dropped ({reason})")
-            known = books.dropped_ordinals.get(reason, [])
-            books.dropped_ordinals[reason] = union(known, ordinals)
+            named[reason] = union(named.get(reason, []), ordinals)
 
     def _settle(
         self, reason: str | None, ordinals: tuple[Range, ...], twice: str, what: str

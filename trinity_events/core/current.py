@@ -7,29 +7,40 @@ from collections.abc import Sequence
 from trinity_schemas import (
     ANNOUNCEMENT_TYPES,
     Envelope,
+    EpochClosed,
+    EpochOpened,
+    PublicationStarted,
     SaveGranted,
     StepFailed,
     StepReady,
     StepSuperseded,
+    TrainingEnded,
+    VersionResent,
     VersionRetired,
     event_tag,
 )
 
 from .state import KINDS, MonitorState
 
-OF_AN_EPOCH = tuple(
-    f"{event_tag(one)}/{kind}"
-    for one in (StepReady, StepFailed, StepSuperseded)
-    for kind in KINDS
-    if not (one is StepReady and kind == "weights")
+_WITHOUT_KIND = (EpochOpened, EpochClosed, TrainingEnded, PublicationStarted, VersionResent)
+OF_AN_EPOCH = (
+    *(
+        f"{event_tag(event)}/{kind}"
+        for event in (StepReady, StepFailed, StepSuperseded)
+        for kind in KINDS
+        if not (event is StepReady and kind == "weights")
+    ),
+    *(event_tag(event) for event in _WITHOUT_KIND if event is not EpochOpened),
 )
 """Subjects that are current only in their epoch: a resume may go back to an earlier step."""
 
 
 def subject(envelope: Envelope) -> str:
-    """Return the subject of an announcement: its type and its kind."""
+    """Return the subject of an announcement: its type, and its kind if there are several."""
     event = envelope.event
     assert isinstance(event, ANNOUNCEMENT_TYPES)
+    if isinstance(event, _WITHOUT_KIND):
+        return event_tag(event)
     return f"{event_tag(event)}/{getattr(event, 'kind', 'weights')}"
 
 

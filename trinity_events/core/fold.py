@@ -47,7 +47,7 @@ from trinity_schemas import (
 from . import evaluation_events, rollouts, runs, saves, waits, weights
 from .compaction import drop_oldest_steps
 from .fold_state import FoldState, describe_producer, keep_last
-from .limits import KEPT_PRODUCERS, KEPT_STEPS, REORDERED_PRODUCERS
+from .limits import KEPT_PRODUCERS, KEPT_STEPS, MOST_EPOCHS_AT_ONCE, REORDERED_PRODUCERS
 from .state import MonitorState
 
 MONITOR = Producer(role="reducer", rank=0, node="log", incarnation="monitor")
@@ -188,10 +188,13 @@ def _admit_epoch(fold: FoldState, envelope: Envelope) -> bool:
         return True
     if isinstance(envelope.event, _WAIT_EVENTS) and envelope.producer.role == "explorer":
         return True
-    if isinstance(envelope.event, _EPOCH_EVENTS) and envelope.epoch > epoch:
+    opens = isinstance(envelope.event, _EPOCH_EVENTS)
+    if opens and epoch < envelope.epoch <= epoch + MOST_EPOCHS_AT_ONCE:
         return True
     name = "stale-epoch" if envelope.epoch < epoch else "unopened-epoch"
-    if envelope.epoch == epoch > 0:
+    if opens and envelope.epoch > epoch:
+        name = "epoch-jump"
+    elif envelope.epoch == epoch > 0:
         name = "opened-twice"
     fold.note_anomaly(
         name,

@@ -44,6 +44,14 @@ KEPT_UNDER_WAY = 16_384
 """Attempts under way at once; the oldest ones beyond that are ended."""
 EXPIRED_AT_ONCE = 1000
 """Attempts that one event fails, so that it stays below the limit of an event's size."""
+MOST_EPOCHS_AT_ONCE = 2**26
+"""Epochs by which one opening may be ahead of the newest one.
+
+Trainers take numbers in turn, so an opening is more than one ahead only if openings before it were
+lost or could not be decoded. 2**26 is one opening a second for two years: no log that a trainer
+wrote is folded otherwise. And 2**27 invented openings, of 30 GB, are needed to reach 2**53, the
+largest epoch of the contract; without a bound, one was enough.
+"""
 LONGEST_REASON = 4000
 """Characters of an announced reason."""
 LONGEST_REFUSAL = 500

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from trinity_schemas import RunOpened, RunResumed, StepRef
@@ -37,6 +38,13 @@ def stands(state: MonitorState, version: StepRef) -> bool:
         and span.first <= version.step
         and (span.last is None or version.step <= span.last)
         for span in lineage_of(state)
+    )
+
+
+def covers(epoch: int, lineage: Iterable[StepRef], at: StepRef) -> bool:
+    """Return True if a step is of an epoch, or of what the epoch's lineage continues."""
+    return at.epoch == epoch or any(
+        earlier.epoch == at.epoch and at.step <= earlier.step for earlier in lineage
     )
 
 

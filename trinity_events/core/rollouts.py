@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from trinity_schemas import (
     Envelope,
     ExplorerExcluded,
@@ -19,7 +21,7 @@ from .state import ExcludedExplorer, MonitorState
 
 
 def rollouts_dispatched(fold: FoldState, event: RolloutsDispatched, _: Envelope) -> None:
-    """Open the ordinals that the trainer asked for."""
+    """Open the ordinals that the trainer asked for, and settle those that it gave up at its end."""
     ledger = _ledger(fold)
     if event.fingerprint is not None:
         ledger.fingerprint = event.fingerprint
@@ -31,6 +33,7 @@ def rollouts_dispatched(fold: FoldState, event: RolloutsDispatched, _: Envelope)
         _note(fold, "reissued-without-dispatch", reissued.undispatched)
     _note(fold, "dispatched-after-fate", fated)
     _note(fold, "dispatch-gap", skipped)
+    _settle_dropped(fold, ledger, event.dropped)
 
 
 def step_trained(fold: FoldState, event: StepTrained, _: Envelope) -> None:
@@ -40,10 +43,7 @@ def step_trained(fold: FoldState, event: StepTrained, _: Envelope) -> None:
     trained = _settle(fold, ledger, None, event.trained)
     _note(fold, "trained-twice", trained.settled, f" in step {event.step}")
     _note(fold, "fate-without-dispatch", trained.undispatched, f" in step {event.step}")
-    for reason, ordinals in event.dropped.items():
-        dropped = _settle(fold, ledger, reason, ordinals)
-        _note(fold, "dropped-after-fate", dropped.settled, f" ({reason})")
-        _note(fold, "fate-without-dispatch", dropped.undispatched, f" ({reason})")
+    _settle_dropped(fold, ledger, event.dropped)
 
 
 def explorer_excluded(fold: FoldState, event: ExplorerExcluded, _: Envelope) -> None:
@@ -92,6 +92,15 @@ def _ledger(fold: FoldState) -> Ledger:
     if state.ledger is None:
         state.ledger = Ledger()
     return state.ledger
+
+
+def _settle_dropped(
+    fold: FoldState, ledger: Ledger, dropped: Mapping[str, tuple[Range, ...]]
+) -> None:
+    for reason, ordinals in dropped.items():
+        contradictions = _settle(fold, ledger, reason, ordinals)
+        _note(fold, "dropped-after-fate", contradictions.settled, f" ({reason})")
+        _note(fold, "fate-without-dispatch", contradictions.undispatched, f" ({reason})")
 
 
 def _settle(

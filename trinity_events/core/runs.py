@@ -5,6 +5,8 @@ from __future__ import annotations
 from trinity_schemas import (
     ConsumerDetached,
     Envelope,
+    EpochClosed,
+    EpochOpened,
     Kind,
     ProfileWritten,
     RunClosed,
@@ -12,9 +14,10 @@ from trinity_schemas import (
     RunResumed,
     StepRef,
     TrainerStatusChanged,
+    TrainingEnded,
 )
 
-from .announcements import supersede
+from .announcements import announce_since_2, supersede
 from .completeness import staged_folder
 from .evaluations import continue_evaluations
 from .fold_state import FoldState, describe_producer, keep_last
@@ -26,6 +29,7 @@ from .state import DetachedConsumer, Profile, ReadyPointer
 def run_opened(fold: FoldState, event: RunOpened, envelope: Envelope) -> None:
     """Begin an epoch at step 0."""
     _open_epoch(fold, envelope.epoch, 0, event)
+    _announce_opening(fold, event.config, envelope)
 
 
 def run_resumed(fold: FoldState, event: RunResumed, envelope: Envelope) -> None:
@@ -44,6 +48,18 @@ def run_resumed(fold: FoldState, event: RunResumed, envelope: Envelope) -> None:
                 path=old.path if old.at.step == at.step else None,
                 resumed=old.named,
             )
+    _announce_opening(fold, event.config, envelope)
+
+
+def _announce_opening(fold: FoldState, config: str | None, envelope: Envelope) -> None:
+    state = fold.state
+    announce_since_2(
+        fold,
+        envelope,
+        EpochOpened(
+            epoch=state.epoch, step=state.trainer_step, caused_by=fold.entry_id, config=config
+        ),
+    )
 
 
 def _open_epoch(fold: FoldState, epoch: int, step: int, opening: RunOpened | RunResumed) -> None:
@@ -77,19 +93,35 @@ def _open_epoch(fold: FoldState, epoch: int, step: int, opening: RunOpened | Run
         state.opened_at = fold.now
 
 
-def run_closed(fold: FoldState, event: RunClosed, _: Envelope) -> None:
+def run_closed(fold: FoldState, event: RunClosed, envelope: Envelope) -> None:
     """Note that the epoch ended, and its reason."""
     state = fold.state
     state.closed, state.closed_error = event.reason, event.error
     state.closed_at, state.waits = fold.now, {}
     state.trainer = "stopped"
+    announce_since_2(
+        fold,
+        envelope,
+        EpochClosed(
+            epoch=state.epoch,
+            caused_by=fold.entry_id,
+            reason=event.reason,
+            step=event.step,
+            error=event.error,
+        ),
+    )
 
 
-def trainer_status_changed(fold: FoldState, event: TrainerStatusChanged, _: Envelope) -> None:
+def trainer_status_changed(
+    fold: FoldState, event: TrainerStatusChanged, envelope: Envelope
+) -> None:
     """Note the trainer's status and its step."""
     state = fold.state
     state.trainer = event.status
     state.trainer_step = max(state.trainer_step, event.step)
+    if event.status == "stopped":
+        ended = TrainingEnded(epoch=state.epoch, step=state.trainer_step, caused_by=fold.entry_id)
+        announce_since_2(fold, envelope, ended)
 
 
 def profile_written(fold: FoldState, event: ProfileWritten, envelope: Envelope) -> None:

@@ -132,11 +132,13 @@ def _finished_again(
     if before is None or before.save_id == proof.save_id:
         return False
     folder, newest = staged_in(path) or "", staged_in(slot.path) or ""
+    if path is not None and path == slot.path and proof.bytes != slot.nbytes:
+        slot.rewritten = proof.bytes
     if folder in (newest, *slot.others):
         needed = False
     elif kind.outcome is None:
         slot.others[newest] = before
-        slot.proof, slot.path = proof, path
+        slot.proof, slot.path, slot.rewritten = proof, path, None
         needed = True
     else:
         needed = _awaits_checkpoint(fold, proof.slot)

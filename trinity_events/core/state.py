@@ -58,6 +58,15 @@ class SlotState(Struct, kw_only=True, omit_defaults=True):
 
     The key is empty for an attempt outside of staging.
     """
+    rewritten: int | None = None
+    """Bytes of a later attempt at the same path, which are on disk in place of the proof's."""
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes that a finished slot has at its path; 0 without a finished attempt."""
+        if self.rewritten is not None:
+            return self.rewritten
+        return 0 if self.proof is None else self.proof.bytes
 
 
 class KindState(Struct, kw_only=True, omit_defaults=True):

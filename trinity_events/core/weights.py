@@ -6,6 +6,7 @@ from trinity_schemas import (
     Envelope,
     ExplorerStatusChanged,
     Producer,
+    PublicationStarted,
     PublishedPart,
     ResendRequested,
     StepRef,
@@ -13,10 +14,11 @@ from trinity_schemas import (
     VersionOpened,
     VersionPartPublished,
     VersionRefused,
+    VersionResent,
     WeightsApplied,
 )
 
-from .announcements import announce_complete
+from .announcements import announce_complete, announce_since_2
 from .attempts import end_attempt
 from .fold_state import FoldState, describe_producer, keep_last
 from .limits import KEPT_EXPLORERS, KEPT_REFUSALS
@@ -25,17 +27,28 @@ from .state import ExplorerState
 from .waits import forget_waits
 
 
-def version_opened(fold: FoldState, event: VersionOpened, _: Envelope) -> None:
-    """Note the ranks that a version needs parts of."""
+def version_opened(fold: FoldState, event: VersionOpened, envelope: Envelope) -> None:
+    """Note the ranks that a version needs parts of, and announce that they publish it."""
     version = fold.ensure_version(event.step)
     if version is not None and not version.ranks:
         version.ranks = tuple(dict.fromkeys(event.ranks))
         version.transport = event.transport
+        announce_since_2(
+            fold,
+            envelope,
+            PublicationStarted(
+                epoch=fold.state.epoch,
+                step=event.step,
+                caused_by=fold.entry_id,
+                ranks=version.ranks,
+                transport=event.transport,
+            ),
+        )
         announce_complete(fold, event.step, "weights")
 
 
-def part_published(fold: FoldState, event: VersionPartPublished, _: Envelope) -> None:
-    """Add a rank's part to its version."""
+def part_published(fold: FoldState, event: VersionPartPublished, envelope: Envelope) -> None:
+    """Add a rank's part to its version; announce the part of a ready version as sent again."""
     step = event.step
     if event.save_id is not None:
         end_attempt(fold, event.save_id)
@@ -54,6 +67,10 @@ def part_published(fold: FoldState, event: VersionPartPublished, _: Envelope) ->
         )
         if kind.committed_at is not None:  # Most parts come before the commit.
             announce_complete(fold, step, "weights")
+    elif kind.outcome == "ready" and version.transport == "collective":
+        # No other transport publishes a ready version again: a group keeps none for who joins late.
+        resent = VersionResent(epoch=fold.state.epoch, step=step, caused_by=fold.entry_id)
+        announce_since_2(fold, envelope, resent)
 
 
 def weights_applied(fold: FoldState, event: WeightsApplied, envelope: Envelope) -> None:

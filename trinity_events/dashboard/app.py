@@ -17,11 +17,12 @@ import redis
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ..errors import RunNotFound, TrinityError
+from ..http_server.connections import connection_of
 from . import answers
 from .answers import BadQuestion, Search
 from .board import Board, TooManyRuns
@@ -59,7 +60,6 @@ _STATUS: tuple[tuple[type[Exception], int], ...] = (
 
 Answer = Callable[[Request, RunReader], Awaitable[Any]]
 Opened = Callable[[], AbstractAsyncContextManager[Board]]
-Drop = Callable[[Scope], None]
 
 
 def application(
@@ -67,7 +67,6 @@ def application(
     *,
     token: str | None = None,
     hosts: Collection[str] = (),
-    drop: Drop | None = None,
 ) -> Starlette:
     """Return the application.
 
@@ -75,7 +74,6 @@ def application(
         opened: Opens the board.
         token: Token that the data needs; None for none.
         hosts: Names that the server is known by.
-        drop: Closes the connection of a viewer that reads nothing.
     """
 
     @asynccontextmanager
@@ -88,7 +86,7 @@ def application(
         board: Board = request.app.state.board
         return _json(request, {"runs": await board.listed()})
 
-    live = _Live(drop)
+    live = _Live()
     routes = [
         Route("/api/runs", _answering(runs)),
         Route("/api/runs/{run}/live", live),
@@ -108,10 +106,12 @@ def _static_files() -> list[str]:
 
 def _file(name: str) -> Callable[[Request], Awaitable[Response]]:
     path = STATIC / name
+    kind, content = _TYPES[path.suffix], path.read_bytes()
 
+    # From memory, in one turn of the event loop: until it is answered, a connection without a token
+    # may end for another one.
     async def send(_: Request) -> Response:
-        kind = _TYPES[path.suffix]
-        return FileResponse(path, media_type=kind, headers={"cache-control": "no-cache"})
+        return Response(content, media_type=kind, headers={"cache-control": "no-cache"})
 
     return send
 
@@ -249,8 +249,7 @@ class _Live:
     dropped.
     """
 
-    def __init__(self, drop: Drop | None) -> None:
-        self._drop = drop
+    def __init__(self) -> None:
         self._stopping = anyio.Event()
         self._frames: dict[str, tuple[RunReader, int, bytes]] = {}
         self._encoding = anyio.Lock()
@@ -265,6 +264,7 @@ class _Live:
             status = next(status for kind, status in _STATUS if isinstance(error, kind))
             await _json(request, {"error": str(error)}, status)(scope, receive, send)
             return
+        connection_of(scope).become_stream()
         reader.viewers += 1
         try:
             async with anyio.create_task_group() as tasks:
@@ -307,8 +307,7 @@ class _Live:
                     await anyio.sleep(_FRAMES)
         except TimeoutError:
             logger.info("a viewer of run %s that read nothing was dropped", reader.source.run_id)
-            if self._drop is not None:
-                self._drop(scope)
+            connection_of(scope).drop()
         except OSError:
             pass  # the viewer went away, which ends the stream
 

@@ -8,6 +8,8 @@ from trinity_schemas import (
     EVENT_TYPES,
     ConsumerDetached,
     DeadlineReached,
+    EpochClosed,
+    EpochOpened,
     EvaluationFailed,
     EvaluationFinished,
     EvaluationStarted,
@@ -17,6 +19,7 @@ from trinity_schemas import (
     LeaseExpired,
     LedgerRestored,
     ProfileWritten,
+    PublicationStarted,
     ResendRequested,
     RolloutsDispatched,
     RunClosed,
@@ -37,9 +40,11 @@ from trinity_schemas import (
     SyncRequested,
     ThreadCountRegistered,
     TrainerStatusChanged,
+    TrainingEnded,
     VersionOpened,
     VersionPartPublished,
     VersionRefused,
+    VersionResent,
     VersionRetired,
     WaitEnded,
     WaitStarted,
@@ -53,19 +58,26 @@ CATEGORIES = ("run", "train", "rollouts", "save", "publish", "apply", "wait", "f
 """Names of the categories; their places are the numbers in all answers."""
 
 _OF: dict[str, tuple[type[Struct], ...]] = {
-    "run": (RunOpened, RunResumed, RunClosed, ConsumerDetached),
+    "run": (RunOpened, RunResumed, RunClosed, EpochOpened, EpochClosed, ConsumerDetached),
     "train": (
         StepCommitted,
         StepTrained,
         ThreadCountRegistered,
         TrainerStatusChanged,
+        TrainingEnded,
         ProfileWritten,
         EvaluationStarted,
         EvaluationFinished,
     ),
     "rollouts": (RolloutsDispatched, LedgerRestored),
     "save": (SaveRequested, SaveGranted, SaveStarted, SaveProgressed, SaveFinished),
-    "publish": (VersionOpened, VersionPartPublished, VersionRetired),
+    "publish": (
+        VersionOpened,
+        PublicationStarted,
+        VersionPartPublished,
+        VersionResent,
+        VersionRetired,
+    ),
     "apply": (WeightsApplied,),
     "wait": (
         WaitStarted,
@@ -102,7 +114,7 @@ BIT_OF_TAG: dict[str, int] = {tag: 1 << number for number, tag in enumerate(TYPE
 
 def category_of(event: Struct) -> int:
     """Return the number of an event's category; that of failures for a run that failed."""
-    if isinstance(event, RunClosed) and event.reason != "finished":
+    if isinstance(event, RunClosed | EpochClosed) and event.reason != "finished":
         return FAILURE
     return CATEGORY[type(event)]
 

@@ -12,6 +12,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..http_server.connections import ServerBusy, connection_of
+
 POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -35,6 +37,9 @@ class Guard:
     A request needs a host name that this server is known by: a page elsewhere whose name was bound
     to this address (DNS rebinding) has another one. An IP address as host is no name, and so cannot
     be bound to. A request of another site's page is refused by the headers that browsers send.
+
+    A request for data is admitted once its token was checked. Until then, and for the files of the
+    page, its connection waits: it may end for another one of its address.
 
     Args:
         app: The application.
@@ -73,7 +78,17 @@ class Guard:
             response = JSONResponse({"error": why}, status_code=status, headers=headers)
             await response(scope, receive, guarded)
             return
-        await self._app(scope, receive, guarded)
+        if not _is_for_data(scope):
+            await self._app(scope, receive, guarded)
+            return
+        try:
+            with connection_of(scope).admitted():
+                await self._app(scope, receive, guarded)
+        except ServerBusy as error:
+            response = JSONResponse(
+                {"error": str(error)}, status_code=503, headers={"retry-after": "1"}
+            )
+            await response(scope, receive, guarded)
 
     def _refused(self, scope: Scope) -> tuple[int, str] | None:
         """Return the status and the reason of a refusal; None for a request that may go on."""
@@ -88,7 +103,7 @@ class Guard:
             )
         if self._is_foreign(headers, host, scope["path"]):
             return 403, "requests of other sites' pages are refused"
-        if scope["path"].startswith("/api/") and not self._has_token(headers):
+        if _is_for_data(scope) and not self._has_token(headers):
             return 401, (
                 "the token is missing or wrong: open the address that the dashboard printed when "
                 "it started"
@@ -123,3 +138,8 @@ class Guard:
             return True
         kind, _, given = headers.get("authorization", "").partition(" ")
         return kind.lower() == "bearer" and hmac.compare_digest(given.encode(), self._token)
+
+
+def _is_for_data(scope: Scope) -> bool:
+    path: str = scope["path"]
+    return path.startswith("/api/")

@@ -13,6 +13,8 @@ from .base import (
     EventLog,
     GroupedLog,
     GroupInfo,
+    Intake,
+    ReportLog,
     Stream,
 )
 from .envelopes import new_producer, opening_envelope
@@ -39,11 +41,13 @@ __all__ = [
     "EventLog",
     "GroupInfo",
     "GroupedLog",
+    "Intake",
     "MemoryEventLog",
     "MergedReader",
     "PageSize",
     "Publisher",
     "RedisEventLog",
+    "ReportLog",
     "Stream",
     "SyncEventLog",
     "before",

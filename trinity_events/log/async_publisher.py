@@ -11,6 +11,7 @@ import redis
 import redis.asyncio
 
 from trinity_schemas import (
+    REPORTER_ROLE,
     ChosenTransport,
     Event,
     Producer,
@@ -51,6 +52,7 @@ class AsyncPublisher:
     ) -> None:
         self.log = log
         self._stamp = EnvelopeFactory(log.run_id, epoch, producer)
+        self._append = log.append_report if producer.role == REPORTER_ROLE else log.append
         self._deadline = deadline
         self._lock = anyio.Lock()
 
@@ -74,7 +76,7 @@ class AsyncPublisher:
             payload = self._stamp.next(event)
             try:
                 return await _within(
-                    self._deadline, lambda: self.log.append(payload), what, give_up=give_up
+                    self._deadline, lambda: self._append(payload), what, give_up=give_up
                 )
             except (redis.RedisError, OSError, KeyConflict) as error:
                 # Refused, so not in the log. After a lost connection it may be: keep the number.
@@ -90,6 +92,7 @@ async def open_run(
     config: str | None = None,
     save_strategy: SaveStrategy = "unrestricted",
     transport: ChosenTransport | None = None,
+    above: int = 0,
     deadline: float = 60.0,
 ) -> int:
     """Open the next epoch of the run, from its beginning or from a step; return the epoch.
@@ -97,7 +100,9 @@ async def open_run(
     ``resume_from`` is a step, or the checkpoint of a step by the epoch that wrote it.
     ``config`` is JSON for the run's other processes: no URLs, no secrets, no absolute paths.
     ``save_strategy`` tells which saves may run at the same time. ``transport`` shows users the
-    transport of the weights and the reason for it. ``deadline`` is in seconds.
+    transport of the weights and the reason for it. ``deadline`` is in seconds. ``above`` is the
+    newest epoch of the folded log, if the caller has folded it. An event may have opened it without
+    taking its number; the opening then waits until a reducer has raised the counter.
 
     The run is listed in the index before its first event: a crash in between leaves an empty run,
     never an unlisted one. It is listed again after: a reducer that just dropped the run finds it.
@@ -117,6 +122,7 @@ async def open_run(
             save_strategy=save_strategy,
             transport=transport,
         )
+    opening = opening_envelope(run_id, event)
     give_up = time.monotonic() + deadline
     what = f"run {run_id} was not opened"
 
@@ -125,7 +131,7 @@ async def open_run(
 
     try:
         await patiently(lambda: add_run(client, run_id))
-        epoch = await patiently(lambda: log.open_epoch(opening_envelope(run_id, event)))
+        epoch = await patiently(lambda: log.open_epoch(opening, above=above))
         await patiently(lambda: add_run(client, run_id))
     except (redis.AuthenticationError, redis.exceptions.NoPermissionError) as error:
         raise PermissionDenied(

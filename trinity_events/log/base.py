@@ -108,7 +108,52 @@ class Commit(Struct, frozen=True, kw_only=True):
     snapshot: bytes | None = None
 
 
-class EventLog(Protocol):
+class Intake(Struct, frozen=True, kw_only=True):
+    """Reports that the leading reducer moves into the events, whole or not at all.
+
+    ``after`` and ``position`` are the positions in the reports before and after it. Refused
+    reports become dead letters.
+    """
+
+    token: int
+    after: str
+    position: str
+    accepted: Sequence[bytes] = ()
+    refused: Sequence[DeadLetter] = ()
+
+
+class ReportLog(Protocol):
+    """Reports of a run's explorers, which are no part of its log until a reducer accepts them.
+
+    A report stays until it is accepted or refused, and is removed then.
+    """
+
+    async def append_report(self, payload: bytes) -> str:
+        """Append a report; return its entry id."""
+        ...
+
+    async def read_reports(self, after: str, *, seconds: float, limit: int) -> list[Entry]:
+        """Return up to ``limit`` reports after a position; wait on the server for the first."""
+        ...
+
+    async def reports_position(self) -> str:
+        """Return the position up to which reports were accepted or refused."""
+        ...
+
+    async def has_reports(self) -> bool:
+        """Return True if there is a report that was neither accepted nor refused."""
+        ...
+
+    async def accept_reports(self, intake: Intake) -> bool:
+        """Append accepted reports to the events; return False if another reducer leads."""
+        ...
+
+    async def renumber_reports(self, token: int, after: str) -> int | None:
+        """Renumber reports as :meth:`EventLog.renumber` does events."""
+        ...
+
+
+class EventLog(ReportLog, Protocol):
     """Log of one run.
 
     Positions are entry ids; reading begins after them. Methods raise the client's connection
@@ -148,6 +193,13 @@ class EventLog(Protocol):
 
     async def open_epoch(self, payload: Callable[[int], bytes]) -> int:
         """Take the next epoch and append its first event, in one script; return the epoch."""
+        ...
+
+    async def raise_epoch(self, token: int, epoch: int) -> int | None:
+        """Raise the counter of epochs to ``epoch``; return the counter as it was.
+
+        Return None, and change nothing, if ``token`` is not the newest leader's.
+        """
         ...
 
     async def current_announcements(self) -> list[CurrentAnnouncement]:

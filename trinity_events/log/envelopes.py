@@ -7,15 +7,28 @@ import socket
 import time
 from collections.abc import Callable
 
-from trinity_schemas import Envelope, Event, Producer, decode_envelope, encode
+from trinity_schemas import (
+    REPORT_TYPES,
+    REPORTER_ROLE,
+    ContractError,
+    Envelope,
+    Event,
+    Producer,
+    decode_envelope,
+    encode,
+    event_tag,
+    reporter_incarnation,
+)
+from trinity_schemas.envelope import FIRST_VERSION, MEANING_SINCE
 from trinity_schemas.trace_context import trace_of
 
 
 def new_producer(role: str, rank: int = 0) -> Producer:
     """Return a producer on this host with a new, random incarnation."""
-    return Producer(
-        role=role, rank=rank, node=socket.gethostname(), incarnation=secrets.token_hex(8)
-    )
+    incarnation = secrets.token_hex(8)
+    if role == REPORTER_ROLE:
+        incarnation = reporter_incarnation(rank, incarnation)
+    return Producer(role=role, rank=rank, node=socket.gethostname(), incarnation=incarnation)
 
 
 class EnvelopeFactory:
@@ -28,7 +41,15 @@ class EnvelopeFactory:
         self._sequence = 0
 
     def next(self, event: Event) -> bytes:
-        """Return the encoded event with the next number. A ContractError uses up no number."""
+        """Return the encoded event with the next number. A ContractError uses up no number.
+
+        An event that no explorer may report is refused here, before the reducer would do so.
+        """
+        if self.producer.role == REPORTER_ROLE and type(event) not in REPORT_TYPES:
+            raise ContractError(
+                f"{event_tag(event)} is not an event of the role {REPORTER_ROLE}: publish it with "
+                "a producer of another role"
+            )
         envelope = Envelope(
             run_id=self.run_id,
             epoch=self.epoch,
@@ -36,6 +57,7 @@ class EnvelopeFactory:
             sequence=self._sequence + 1,
             occurred_at=time.time(),
             event=event,
+            schema_version=MEANING_SINCE.get(type(event), FIRST_VERSION),
             trace=trace_of(self.run_id, self.epoch, self.producer.incarnation, event),
         )
         payload = encode(envelope)

@@ -20,10 +20,12 @@ C = TypeVar("C")
 _TYPES = {
     **dict.fromkeys(("evaluations", "judged"), "stream"),
     **dict.fromkeys(
-        ("events", "announcements", "dead", "experiences", "rollouts", "promoted"), "stream"
+        ("events", "announcements", "dead", "experiences", "rollouts", "promoted", "reports"),
+        "stream",
     ),
     **dict.fromkeys(
-        ("position", "epoch", "fence", "leader", "snapshot", "identity", "folder"), "string"
+        ("position", "epoch", "fence", "leader", "snapshot", "identity", "folder", "reported"),
+        "string",
     ),
     **{"current": "hash", "holds": "zset", "doomed": "set"},
 }

@@ -24,6 +24,7 @@ from .base import (
     DeadLetter,
     Entry,
     GroupInfo,
+    Intake,
     Stream,
 )
 from .memory_stream import MemoryGroup, MemoryStream, entry_id
@@ -61,6 +62,8 @@ class MemoryEventLog:
         self._lock = threading.Lock()
         self._granting = threading.Condition(self._lock)
         self._streams = {stream: MemoryStream() for stream in Stream}
+        self._reports = MemoryStream()
+        self._reported = ORIGIN
         self._waiting: dict[asyncio.Future[None], asyncio.AbstractEventLoop] = {}
         self._epoch = 0
         self._fence = 0
@@ -90,6 +93,60 @@ class MemoryEventLog:
         """Append events in this order, all at once."""
         with self._lock:
             return [self._add(Stream.EVENTS, payload) for payload in payloads]
+
+    async def append_report(self, payload: bytes) -> str:
+        """Append a report; return its entry id."""
+        await anyio.lowlevel.checkpoint()
+        return self.append_reports_now([payload])[0]
+
+    def append_reports_now(self, payloads: Sequence[bytes]) -> list[str]:
+        """Append reports in this order, all at once, from any thread."""
+        with self._lock:
+            now = int(self._clock() * 1000)
+            added = [self._reports.add(payload, now) for payload in payloads]
+            self._wake()
+            return added
+
+    async def read_reports(self, after: str, *, seconds: float, limit: int) -> list[Entry]:
+        """Return up to ``limit`` reports after a position; wait for the first."""
+        return await self._until_some(
+            lambda: self._reports.between(position(after), limit), seconds
+        )
+
+    async def reports_position(self) -> str:
+        """Return the position up to which reports were accepted or refused."""
+        await anyio.lowlevel.checkpoint()
+        with self._lock:
+            return self._reported
+
+    async def has_reports(self) -> bool:
+        """Return True if there is a report that was neither accepted nor refused."""
+        await anyio.lowlevel.checkpoint()
+        return self.has_reports_now()
+
+    def has_reports_now(self) -> bool:
+        """Return as :meth:`has_reports`, from any thread."""
+        with self._lock:
+            return self._reports.last > position(self._reported)
+
+    async def accept_reports(self, intake: Intake) -> bool:
+        """Append accepted reports to the events; return False if another reducer leads."""
+        await anyio.lowlevel.checkpoint()
+        with self._lock:
+            if not self._leads(intake.token) or intake.after != self._reported:
+                return False
+            for payload in intake.accepted:
+                self._add(Stream.EVENTS, payload)
+            for letter in intake.refused:
+                self._bury(letter)
+            self._reported = intake.position
+            self._reports.trim(position(intake.position))
+            self._wake()
+            return True
+
+    async def renumber_reports(self, token: int, after: str) -> int | None:
+        """Return as :meth:`renumber`: all ids here are of the clock."""
+        return await self.renumber(token, after)
 
     async def append_leading(self, token: int, payload: bytes) -> str | None:
         """Append for the newest leader alone; return None if ``token`` is not its fence token."""
@@ -177,6 +234,18 @@ class MemoryEventLog:
                     self._epoch = epoch
                     self._add(Stream.EVENTS, first)
                     return epoch
+
+    async def raise_epoch(self, token: int, epoch: int) -> int | None:
+        """Raise the counter of epochs to ``epoch``; return the counter as it was.
+
+        Return None, and change nothing, if ``token`` is not the newest leader's.
+        """
+        await anyio.lowlevel.checkpoint()
+        with self._lock:
+            if not self._leads(token):
+                return None
+            counted, self._epoch = self._epoch, max(self._epoch, epoch)
+            return counted
 
     async def current_announcements(self) -> list[CurrentAnnouncement]:
         """Return the last announcement of every subject."""
@@ -498,6 +567,10 @@ class SyncMemoryEventLog(SyncEventLog):
     def append_many(self, payloads: Sequence[bytes]) -> list[str]:
         """Append events in this order, all at once; return their entry ids."""
         return self._log.append_many_now(payloads)
+
+    def append_reports(self, payloads: Sequence[bytes]) -> list[str]:
+        """Append reports in this order, all at once; return their entry ids."""
+        return self._log.append_reports_now(payloads)
 
     def beat(self, incarnation: str, lease: float) -> None:
         """Renew a process's heartbeat for ``lease`` seconds."""

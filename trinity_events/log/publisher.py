@@ -11,7 +11,7 @@ import time
 from functools import cached_property
 from weakref import ReferenceType, WeakSet, ref
 
-from trinity_schemas import Event, Producer, event_tag
+from trinity_schemas import REPORTER_ROLE, Event, Producer, event_tag
 
 from ..errors import BufferFull, PublishError
 from ..waits import WaitReporter
@@ -64,6 +64,9 @@ class Publisher:
     ) -> None:
         self.log = log
         self._stamp = EnvelopeFactory(log.run_id, epoch, producer)
+        # An explorer may append to the reports alone: see `core/report_checks.py`.
+        reports = producer.role == REPORTER_ROLE
+        self._append = log.append_reports if reports else log.append_many
         self._outbox = Outbox(capacity, capacity_bytes)
         self._changed = threading.Condition()
         self._process = os.getpid()
@@ -78,7 +81,7 @@ class Publisher:
     @cached_property
     def waits(self) -> WaitReporter:
         """Reporter of the long waits of this publisher's process."""
-        return WaitReporter(self, run_id=self.run_id)
+        return WaitReporter(self, run_id=self.run_id, owner=self.producer.incarnation)
 
     @property
     def run_id(self) -> str:
@@ -166,7 +169,7 @@ class Publisher:
 
     def _take(self, event: Event, payload: bytes) -> None:
         if not self.log.remote:
-            self.log.append(payload)
+            self._append([payload])
             return
         if self._thread is None:  # before the put: an event that cannot be sent is not taken
             self._thread = self._start_sender(event)
@@ -198,7 +201,7 @@ class Publisher:
         faults = backoff_delays(LONGEST_PAUSE)
         while batch := self._next_batch():
             try:
-                self.log.append_many(batch)
+                self._append(batch)
             except Exception as error:  # no caller would see it in this thread
                 self._note(error)
                 self._pause(next(faults))

@@ -10,6 +10,7 @@ import redis.asyncio
 
 from trinity_schemas import grant_key, heartbeat_key
 
+from ..errors import EpochBehind
 from ..reducer_root import of_leader
 from .base import (
     DEAD_LETTERS_KEPT,
@@ -18,6 +19,7 @@ from .base import (
     CurrentAnnouncement,
     DeadLetter,
     Entry,
+    Intake,
     Stream,
 )
 from .key_errors import (
@@ -28,7 +30,7 @@ from .key_errors import (
     parse_position,
     wrong_type,
 )
-from .position import LAST_ID, LATEST, ORIGIN
+from .position import LAST_ID, LATEST, ORIGIN, position
 from .redis_groups import RedisGroups
 from .redis_replies import FIELD, entries, flat_entries
 
@@ -115,15 +117,29 @@ class RedisEventLog(RedisGroups):
         """Return the newest epoch of the run; 0 before the first one."""
         return parse_number(self.keys.epoch, await self._redis.get(self.keys.epoch))
 
-    async def open_epoch(self, payload: Callable[[int], bytes]) -> int:
-        """Take the next epoch and append its first event, in one script; return the epoch."""
-        epoch = parse_number(self.keys.epoch, await self._redis.get(self.keys.epoch)) + 1
+    async def open_epoch(self, payload: Callable[[int], bytes], *, above: int = 0) -> int:
+        """Take the next epoch and append its first event, in one script; return the epoch.
+
+        Raises EpochBehind while the counter of epochs is below ``above``.
+        """
+        epoch = await self.newest_epoch() + 1
+        if epoch <= above:
+            raise EpochBehind(self.run_id, above, epoch - 1)
         while True:
             keys = [self.keys.epoch, self.keys.events]
             taken = await self._run("open_epoch", keys=keys, args=[epoch, payload(epoch)])
             if int(taken) < 0:
                 return epoch
             epoch = int(taken) + 1
+
+    async def raise_epoch(self, token: int, epoch: int) -> int | None:
+        """Raise the counter of epochs to ``epoch``; return the counter as it was.
+
+        Return None, and change nothing, if ``token`` is not the newest leader's.
+        """
+        keys = [self.keys.epoch, self.keys.fence]
+        counted = await self._run("raise_epoch", keys=keys, args=[token, epoch])
+        return None if counted is None else int(counted)
 
     async def current_announcements(self) -> list[CurrentAnnouncement]:
         """Return the last announcement of every subject."""
@@ -176,9 +192,48 @@ class RedisEventLog(RedisGroups):
         The order of the events stays. Return None if ``token`` is not the newest leader's. Nothing
         changes if ``after``, the last folded position, is itself such an id.
         """
-        keys = [self.keys.events, f"{self.keys.events}:renumbered", self.keys.fence]
-        found = int(await self._run("renumber", keys=keys, args=[f"{LATEST + 1}-0", after, token]))
-        return None if found < 0 else found
+        return await self._renumber(self.keys.events, token, after)
+
+    async def _renumber(self, key: str, token: int, after: str) -> int | None:
+        keys = [key, f"{key}:renumbered", self.keys.fence]
+        number = int(await self._run("renumber", keys=keys, args=[f"{LATEST + 1}-0", after, token]))
+        return None if number < 0 else number
+
+    async def append_report(self, payload: bytes) -> str:
+        """Append a report; return its entry id."""
+        entry_id: bytes = await self._redis.xadd(self.keys.reports, {FIELD: payload})
+        return entry_id.decode()
+
+    async def read_reports(self, after: str, *, seconds: float, limit: int) -> list[Entry]:
+        """Return up to ``limit`` reports after a position; wait on the server for the first."""
+        block = max(1, int(seconds * 1000))
+        reply = await self._redis.xread({self.keys.reports: after}, count=limit, block=block)
+        return entries(reply[0][1]) if reply else []
+
+    async def reports_position(self) -> str:
+        """Return the position up to which reports were accepted or refused."""
+        key = self.keys.reported
+        value = await self._redis.get(key)
+        return ORIGIN if value is None else parse_position(key, value)
+
+    async def has_reports(self) -> bool:
+        """Return True if there is a report that was neither accepted nor refused."""
+        newest = entries(await self._redis.xrevrange(self.keys.reports, count=1))
+        return bool(newest) and position(newest[0].id) > position(await self.reports_position())
+
+    async def accept_reports(self, intake: Intake) -> bool:
+        """Append accepted reports to the events; return False if another reducer leads."""
+        args: list[Any] = [intake.token, intake.after, intake.position, DEAD_LETTERS_KEPT]
+        args += [len(intake.accepted), *intake.accepted]
+        for entry, reason in (letter.kept for letter in intake.refused):
+            args += (entry.id, reason, entry.payload)
+        keys = self.keys
+        written = [keys.reported, keys.fence, keys.reports, keys.events, keys.dead]
+        return bool(await self._run("accept_reports", keys=written, args=args) == b"ok")
+
+    async def renumber_reports(self, token: int, after: str) -> int | None:
+        """Renumber reports as :meth:`renumber` does events."""
+        return await self._renumber(self.keys.reports, token, after)
 
     async def heartbeat_ttls(self, incarnations: Collection[str]) -> dict[str, float]:
         """Return the seconds left of each heartbeat that has not lapsed, by incarnation."""

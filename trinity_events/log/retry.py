@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import redis
 import redis.exceptions as of_redis
 
-from ..errors import LogExhausted
+from ..errors import EpochBehind, LogExhausted
 
 _SHORTEST = 0.05
 
@@ -39,7 +39,7 @@ def is_transient(error: BaseException) -> bool:
     """Return True if a later retry may help; False if the server refuses for good."""
     if isinstance(error, _REFUSED):
         return False
-    if isinstance(error, (*CONNECTION_ERRORS, LogExhausted)):
+    if isinstance(error, (*CONNECTION_ERRORS, EpochBehind, LogExhausted)):
         return True
     return isinstance(error, redis.ResponseError) and str(error).startswith(_PASSING)
 

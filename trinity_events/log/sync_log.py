@@ -41,17 +41,24 @@ class SyncEventLog:
 
     def append(self, payload: bytes) -> str:
         """Append an event; return its entry id."""
-        with self._naming():
+        with self._naming(self.keys.events):
             entry_id: bytes = self._redis.xadd(self.keys.events, {FIELD: payload})
         return entry_id.decode()
 
     def append_many(self, payloads: Sequence[bytes]) -> list[str]:
         """Append events in this order, all or none; return their entry ids."""
+        return self._append_many(self.keys.events, payloads)
+
+    def append_reports(self, payloads: Sequence[bytes]) -> list[str]:
+        """Append reports in this order, all or none; return their entry ids."""
+        return self._append_many(self.keys.reports, payloads)
+
+    def _append_many(self, key: str, payloads: Sequence[bytes]) -> list[str]:
         if not payloads:
             return []
-        with self._used(), self._naming():
-            found = self._run("append_many", keys=[self.keys.events], args=payloads)
-        return [entry_id.decode() for entry_id in found]
+        with self._used(), self._naming(key):
+            ids = self._run("append_many", keys=[key], args=payloads)
+        return [entry_id.decode() for entry_id in ids]
 
     def read(
         self, after: str = ORIGIN, *, stream: Stream = Stream.EVENTS, limit: int = 1000
@@ -114,8 +121,8 @@ class SyncEventLog:
                 self._redis.close()
 
     @contextmanager
-    def _naming(self) -> Iterator[None]:
-        """Raise KeyConflict if the key of the events is of another type."""
+    def _naming(self, key: str) -> Iterator[None]:
+        """Raise KeyConflict if the key of a stream is of another type."""
         try:
             yield
         except redis.ResponseError as error:
@@ -123,5 +130,5 @@ class SyncEventLog:
                 raise exhausted(f"the log of run {self.run_id}") from None
             if not str(error).startswith("WRONGTYPE"):
                 raise
-            found = self._redis.type(self.keys.events).decode()
-            raise wrong_type(self.keys.events, found, "stream") from None
+            actual = self._redis.type(key).decode()
+            raise wrong_type(key, actual, "stream") from None

@@ -7,15 +7,23 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from ..checkpoint_layout import MADE_FROM, final_name, replaced_name
+from ..checkpoint_layout import MADE_FROM, final_name, parse_final_name, replaced_name
 from ..core import FilePlan, IterationFile, Promotion
 from ..errors import CheckpointRootUnusable
 from ..open_folder import OpenFolder, UnsafePath, leads_out, parts_of
 from ..server import make_home, trinity_home
+from .checkpoint_evidence import (
+    NotVerified,
+    check_names,
+    check_promotion,
+    check_saves,
+    load_evidence,
+    write_evidence,
+)
 
 __all__ = ["CheckpointFiles", "UnsafePath", "writable_root"]
 
@@ -48,6 +56,10 @@ class CheckpointFiles:
     completes the rest. The root may be a link. The run's folder and the folders below it may
     not, so that no operation changes a file outside.
 
+    The log decides which step is to have a name. The disk decides if the step has it: a staged
+    folder is checked before it is renamed, and an iteration file names a step with evidence only
+    (:mod:`.checkpoint_evidence`).
+
     Args:
         root: The checkpoint root.
         run_id: The run.
@@ -63,6 +75,10 @@ class CheckpointFiles:
         self._claim = claim
         self.faults: dict[str, str] = {}
         """Files that cannot be written now, each with the error in words."""
+        self.promoted = 0
+        """Number of folders that this process gave their final name."""
+        self._unproven: dict[str, str] = {}
+        """Iteration file to what its newest step lacks, for steps whose saves name no folder."""
 
     @contextmanager
     def opened(self, *, create: bool = False) -> Iterator[OpenFolder]:
@@ -84,14 +100,16 @@ class CheckpointFiles:
 
         Return True if any folder was promoted.
         """
-        promoted = 0
+        before = self.promoted
         with self.lock:
             self._forget_all_but(plan)
             for promotion in plan.promotions:
-                promoted += self._attempt(promotion.staged, partial(self._promote, promotion))
+                self.promoted += self._attempt(
+                    _subject(promotion), partial(self._promote, promotion)
+                )
             for iteration in plan.iterations:
-                self._attempt(iteration.name, partial(self._point, iteration))
-        return promoted > 0
+                self._attempt(iteration.name, partial(self._point, iteration, plan))
+        return self.promoted > before
 
     def _attempt(self, what: str, act: Callable[[], bool]) -> bool:
         """Return True if the act changed anything."""
@@ -108,7 +126,8 @@ class CheckpointFiles:
 
     def _forget_all_but(self, plan: FilePlan) -> None:
         """Forget the faults of files that are no longer planned, and so are tried no more."""
-        planned = {one.staged for one in plan.promotions} | {one.name for one in plan.iterations}
+        planned = {_subject(one) for one in plan.promotions}
+        planned |= {one.name for one in plan.iterations}
         words = {self._in_words(one) for one in planned}
         for gone in self.faults.keys() - words:
             del self.faults[gone]
@@ -136,12 +155,14 @@ class CheckpointFiles:
         # Promoted before: a late writer has made the staged folder again.
         if there and (promotion.only_if_absent or made_from(run, final) == promotion.staged):
             return False
+        check_names(promotion, self.folder)
         added = self._added(run, staging, promotion)
         with staging.below(name) as staged:
             if added is not None:
                 above, last = added
                 with above.below(last) as source:
                     _link_missing(source, staged)
+            write_evidence(staged, check_promotion(promotion, self.folder, staged))
             staged.write(MADE_FROM, promotion.staged.encode())
         old = replaced_name(name, final)
         if there:
@@ -163,18 +184,88 @@ class CheckpointFiles:
             return staging, name
         return (run, final) if made_from(run, final) == promotion.adds else None
 
-    def _point(self, iteration: IterationFile) -> bool:
-        if iteration.needs is not None and not (self.folder / iteration.needs).is_dir():
-            raise FileNotFoundError(
-                f"{iteration.needs} is not there, so {iteration.name} does not name it"
-            )
+    def _point(self, iteration: IterationFile, plan: FilePlan) -> bool:
+        """Write the iteration file. Raises NotVerified if the newest ready step has no evidence.
+
+        The file then names the newest older step that has some: neither an invented step nor a
+        folder that was removed by hand keeps later checkpoints from being named.
+        """
         with self.opened(create=True) as run:
-            step = str(iteration.step).encode()
-            if run.read(iteration.name, _LONGEST_STEP) == step:
-                return False
-            run.remove_abandoned(iteration.name)
-            run.write(iteration.name, step)
-            return True
+            unproven: NotVerified | None = None
+            try:
+                _check_named(run, iteration)
+                step: int | None = iteration.at.step
+            except NotVerified as error:
+                unproven, step = error, _newest_proven(run, iteration, plan)
+            changed = step is not None and _write_step(run, iteration.name, step)
+        if unproven is not None and iteration.is_named:
+            raise unproven
+        self._note_unproven(iteration.name, unproven)
+        return changed
+
+    def _note_unproven(self, name: str, error: NotVerified | None) -> None:
+        """Log once that the saves of a step named no folder, and that none has its name.
+
+        It is no fault of the disk: the files may be wherever the caller keeps them.
+        """
+        if error is None:
+            self._unproven.pop(name, None)
+        elif self._unproven.get(name) != str(error):
+            logger.warning("%s does not name the newest ready step: %s", name, error)
+            self._unproven[name] = str(error)
+
+
+def _subject(promotion: Promotion) -> str:
+    """Format what a promotion makes; a folder may be named by several steps."""
+    return f"{promotion.staged} as {final_name(promotion.step)}"
+
+
+def _check_named(run: OpenFolder, iteration: IterationFile) -> None:
+    """Raise NotVerified unless the folder of the newest ready step is there, and is of this step.
+
+    A folder that the reducer did not make was saved to in place, or copied by hand.
+    """
+    at, path = iteration.at, run.path / final_name(iteration.at.step)
+    evidence = load_evidence(run, at.step, iteration.kinds)
+    if evidence is None:
+        check_saves(at.step, run, iteration.saves)
+    elif evidence.epoch != at.epoch and not iteration.resumed:
+        raise NotVerified(at.step, path, f"is of epoch {evidence.epoch}, and not of {at.epoch}")
+    elif iteration.kind not in evidence.kinds and (evidence.kinds or not iteration.resumed):
+        kinds = " and ".join(evidence.kinds) or "no kind"
+        raise NotVerified(at.step, path, f"was verified as {kinds}, and not as {iteration.kind}")
+
+
+def _newest_proven(run: OpenFolder, iteration: IterationFile, plan: FilePlan) -> int | None:
+    """Return the newest step up to the ready one that the file may name; None to leave the file.
+
+    A step that the file names already counts if its folder was saved to in place.
+    """
+    text = run.read(iteration.name, _LONGEST_STEP) or b""
+    named = int(text) if text.isdigit() else None
+    steps = [step for name in run.names() if (step := parse_final_name(name)) is not None]
+    for step in sorted((step for step in steps if step <= iteration.at.step), reverse=True):
+        with suppress(OSError):
+            evidence = load_evidence(run, step)
+            if evidence is None and step == named:
+                return None
+            if (
+                evidence is not None
+                and iteration.kind in evidence.kinds
+                and plan.covers(evidence.epoch, step)
+            ):
+                return step
+    return None
+
+
+def _write_step(run: OpenFolder, name: str, step: int) -> bool:
+    """Write an iteration file; return False if it names the step already."""
+    text = str(step).encode()
+    if run.read(name, _LONGEST_STEP) == text:
+        return False
+    run.remove_abandoned(name)
+    run.write(name, text)
+    return True
 
 
 def made_from(folder: OpenFolder, name: str) -> str | None:

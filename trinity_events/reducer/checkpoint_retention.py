@@ -11,7 +11,8 @@ import anyio.to_thread
 
 from ..checkpoint_layout import StagedFolder, staged_path_of
 from ..core import MonitorState, plan_files
-from ..core.checkpoint_retention import is_of_this_line, removable_steps
+from ..core.checkpoint_retention import is_of_this_line, passed_leftovers, removable_steps
+from ..core.file_plan import complete_kinds
 from ..log import EventLog
 from .checkpoint_trash import CheckpointTrash
 from .live_state import LiveState
@@ -55,14 +56,14 @@ class CheckpointRetention:
         self._failing = False
 
     async def run(self, live: LiveState) -> None:
-        """Check whenever a newer step is ready, and periodically."""
+        """Check whenever a newer step is ready or a folder got its name, and periodically."""
         state = live.state
         # Marks of a leader that died: this leader decides anew.
         await self._log.clear_deleting(self._token)
         while True:
-            newest, looked = _newest(state), True
+            seen = self._progress(state)
             try:
-                looked = await self.look(state)
+                await self.look(state)
             except OSError as error:
                 self._faults.append(error)
             if self._faults and not self._failing:
@@ -70,21 +71,24 @@ class CheckpointRetention:
                 logger.error("old checkpoints of %s cannot be removed: %s", state.run_id, first)
             self._failing = bool(self._faults)
             await anyio.sleep(_BETWEEN)
-            with anyio.move_on_after(LOOK if looked else 0):
-                await live.wait_until(lambda state, newest=newest: _newest(state) != newest)  # type: ignore[misc]
+            with anyio.move_on_after(LOOK):
+                await live.wait_until(lambda state, seen=seen: self._progress(state) != seen)  # type: ignore[misc]
 
-    async def look(self, state: MonitorState) -> bool:
-        """Remove what may be removed now; return False if the newest folder is not promoted yet.
+    def _progress(self, state: MonitorState) -> list[object]:
+        """Return what a check depends on: the newest ready steps, and the folders with a name."""
+        pointers = [pointer.at for kind, pointer in state.ready.items() if kind != "weights"]
+        return [state.epoch, *pointers, self._trash.promoted]
+
+    async def look(self, state: MonitorState) -> None:
+        """Remove what may be removed now.
 
         A folder that cannot be removed is recorded as a fault, and does not stop the others.
         """
         self._faults.clear()
-        needed = {one.needs for one in plan_files(state).iterations if one.needs is not None}
-        if not await anyio.to_thread.run_sync(self._trash.has, needed):
-            return False
         made = await anyio.to_thread.run_sync(self._trash.made)
-        epochs = await anyio.to_thread.run_sync(self._trash.epochs, made)
-        steps = removable_steps(state, epochs, self._keep)
+        kinds = {step: complete_kinds(state, step) for step in made}
+        evidence = await anyio.to_thread.run_sync(self._trash.evidence, kinds)
+        steps = removable_steps(state, evidence, self._keep)
         if steps:
             doomed = await self._log.mark_deleting(self._token, steps)
             try:
@@ -94,11 +98,11 @@ class CheckpointRetention:
                 with anyio.move_on_after(1, shield=True):
                     await self._log.clear_deleting(self._token, doomed)
         staged = await anyio.to_thread.run_sync(self._trash.staged)
-        for name in left_behind(state, staged, made.keys(), self._keep):
-            if await anyio.to_thread.run_sync(self._may_go, name, state):
-                await self._try(self._trash.move_staged, name, self._grace)
+        leftovers = left_behind(state, staged, made.keys(), self._keep)
+        for leftover in passed_leftovers(leftovers, evidence):
+            if await anyio.to_thread.run_sync(self._may_go, leftover.name, state):
+                await self._try(self._trash.move_staged, leftover.name, self._grace)
         await self._empty()
-        return True
 
     def _may_go(self, name: str, state: MonitorState) -> bool:
         """Return True unless the folder is a checkpoint of another line of the run's epochs."""
@@ -130,14 +134,14 @@ class CheckpointRetention:
 
 def left_behind(
     state: MonitorState, staged: Iterable[StagedFolder], made: Collection[int], keep: int
-) -> list[str]:
-    """Return the staged folders that will never be promoted.
+) -> list[StagedFolder]:
+    """Return the staged folders that will never be promoted, by the log.
 
     These are folders of an older epoch, folders of a settled step, and replaced folders whose
     replacement is gone. A folder that a running attempt may write to is never among them.
     """
     planned = {promotion.staged for promotion in plan_files(state).promotions}
-    found: list[str] = []
+    found: list[StagedFolder] = []
     for one in staged:
         if staged_path_of(one.name) in planned:
             continue
@@ -145,7 +149,7 @@ def left_behind(
         if one.replaced is not None:
             over = keep > 0 and one.replaced not in made
         if over:
-            found.append(one.name)
+            found.append(one)
     return found
 
 
@@ -158,7 +162,3 @@ def _is_over(state: MonitorState, one: StagedFolder) -> bool:
     if any(attempt.slot.step == one.step for attempt in state.attempts.values()):
         return False
     return bool(found.kinds) and all(kind.outcome is not None for kind in found.kinds.values())
-
-
-def _newest(state: MonitorState) -> list[object]:
-    return [state.epoch, *(p.at for kind, p in state.ready.items() if kind != "weights")]

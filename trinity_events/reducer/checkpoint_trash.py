@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import NamedTuple
+
+from trinity_schemas import Kind
 
 from ..checkpoint_layout import (
     MADE_FROM,
@@ -20,8 +23,12 @@ from ..checkpoint_layout import (
     parse_trashed_name,
     trashed_name,
 )
+from ..core import Evidence
 from ..open_folder import OpenFolder
+from .checkpoint_evidence import NotVerified, load_evidence
 from .checkpoint_files import CheckpointFiles, made_from
+
+logger = logging.getLogger(__name__)
 
 _OTHERS_STAY = 60.0
 """Seconds before a folder that another leader moved is removed; that leader may restore it."""
@@ -48,6 +55,7 @@ class CheckpointTrash:
     def __init__(self, files: CheckpointFiles, token: int) -> None:
         self._files = files
         self._token = token
+        self._unproven: dict[int, str] = {}
 
     def made(self) -> dict[int, int]:
         """Return the steps whose folder the reducer made, each with the folder's inode."""
@@ -61,18 +69,34 @@ class CheckpointTrash:
                             found[step] = os.fstat(folder.descriptor).st_ino
         return found
 
-    def epochs(self, steps: Iterable[int]) -> dict[int, int | None]:
-        """Return each step with the epoch that made its final folder; None if it is unknown."""
-        found: dict[int, int | None] = {}
-        with self._opened() as run:
-            for step in steps:
-                origin = _origin(run, final_name(step))
-                found[step] = None if origin is None else origin.epoch
+    @property
+    def promoted(self) -> int:
+        """Return the number of folders that this process gave their final name."""
+        return self._files.promoted
+
+    def evidence(self, kinds: Mapping[int, tuple[Kind, ...]]) -> dict[int, Evidence | None]:
+        """Return the evidence of each step's folder; None without any.
+
+        Args:
+            kinds: Steps that have a folder, each with the kinds that the log has as complete.
+        """
+        found: dict[int, Evidence | None] = {}
+        # Locked, since a folder of version 0.1 gets its mark.
+        with self._files.lock, self._opened() as run:
+            for step in kinds if run else ():
+                assert run is not None
+                try:
+                    found[step] = load_evidence(run, step, kinds[step])
+                except NotVerified as error:
+                    found[step] = None
+                    self._note_unproven(step, str(error))
         return found
 
-    def has(self, names: Iterable[str]) -> bool:
-        """Return True if all these folders exist."""
-        return all((self._files.folder / name).is_dir() for name in names)
+    def _note_unproven(self, step: int, why: str) -> None:
+        """Log once why the folder of a step counts for nothing; it is never removed."""
+        if self._unproven.get(step) != why:
+            logger.warning("%s; it does not count as a checkpoint, and is not removed", why)
+            self._unproven[step] = why
 
     def move(self, step: int, identity: int) -> str | None:
         """Move a step's folder to the trash if it has this inode; return its name there."""

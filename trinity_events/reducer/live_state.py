@@ -18,7 +18,7 @@ class LiveState:
         self._moved: anyio.Event | None = None
 
     def notify(self) -> None:
-        """Wake the waiting tasks after entries were folded."""
+        """Wake the waiting tasks after entries were folded, or folders got their final name."""
         if self._moved is not None:
             self._moved.set()
             self._moved = None

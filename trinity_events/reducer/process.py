@@ -35,6 +35,7 @@ from ..waits import RENEWAL
 from .checkpoint_files import CheckpointFiles
 from .checkpoint_retention import CheckpointRetention
 from .checkpoint_trash import CheckpointTrash
+from .epoch_counter import EpochCounter
 from .folder_waits import FolderWaits
 from .idle_groups import IdleGroups
 from .leader import LEASE, Leader, LeaderPublisher
@@ -198,6 +199,7 @@ class _Lead:
         beside = [
             clock.leases,
             clock.deadlines,
+            EpochCounter(log, token).run,
             IdleGroups(log, publisher, token, policy.group_idle).run,
             FolderWaits(publisher, partial(self._faults, retention)).run,
         ]

@@ -26,6 +26,7 @@ from ..replay import Work, fold, load_monitor
 from .background_job import BackgroundJob, TaskResult
 from .checkpoint_files import CheckpointFiles
 from .live_state import LiveState
+from .report_intake import ReportIntake
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,11 @@ SLICE = TURN
 """Most entries folded before other tasks run; see :func:`in_turns`."""
 RECONCILE_EVERY = 1.0
 """Seconds after which the files are compared with an unchanged state."""
+LATE_REPORTS = 60.0
+"""Seconds after its end for which a run is served, while an explorer has not reported its own end.
+
+An explorer ends what it generates first. Later reports wait until the run is served again.
+"""
 _SHORTEST_WAIT = 0.01
 KEEP_AGAIN = 10.0
 """Seconds before failed archiving is tried again."""
@@ -147,6 +153,7 @@ class Reducer:
         for beside in (self._file_job.run, self._archive_job.run):
             tasks.start_soon(beside)
         self._live = LiveState(monitor.state)
+        tasks.start_soon(ReportIntake(self._log, self._token).run)
         for attend in self._beside:
             tasks.start_soon(attend, self._live)
         self._submit_reconcile(monitor.state)
@@ -206,10 +213,19 @@ class Reducer:
             found = await self._wait(state, asked)
             if not found and self._file_job.is_idle:
                 over = state.closed is not None and not lease_holders(state)
-                if until_closed and over and self._is_kept:
+                ended = until_closed and over and self._is_kept
+                if ended and not await self._awaits_reports(state):
                     return True
                 if position(await self._log.last_id()) < position(state.position):
                     return False  # the server lost entries: load the state anew
+
+    async def _awaits_reports(self, state: MonitorState) -> bool:
+        """Return True if explorers of a closed run have reports to come."""
+        if await self._log.has_reports():
+            return True
+        if all(explorer.status == "stopped" for explorer in state.explorers.values()):
+            return False
+        return await self._log.now() < (state.closed_at or 0) + LATE_REPORTS * 1000
 
     async def _renumber(self, state: MonitorState, found: list[Entry]) -> bool:
         """Give entries ids of the server's clock; return False if another reducer leads."""
@@ -345,6 +361,8 @@ class Reducer:
         # Plan here and not in the thread, because the fold changes the state meanwhile.
         plan = plan_files(state)
         promoted = await anyio.to_thread.run_sync(files.reconcile, plan)
+        if promoted:
+            self._live.notify()  # retention counts folders that have their name
         # An earlier leader may have died between a promotion and its notification.
         self._unnotified = promoted or (self._unnotified and bool(plan.promotions))
         if self._unnotified:

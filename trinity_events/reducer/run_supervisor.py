@@ -139,6 +139,8 @@ async def _is_over(log: RedisEventLog) -> bool:
 
 async def _has_more(log: RedisEventLog) -> bool:
     try:
+        if await log.has_reports():
+            return True
         folded = (await log.load())[1]
         # A log that lost entries ends before the folded position: there is nothing to serve.
         return position(folded) < position(await log.last_id())

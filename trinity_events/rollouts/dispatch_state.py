@@ -418,22 +418,28 @@ class DispatchState:
                 f"step {step} cannot train ordinals {strange or sorted(ordinals)}: train each "
                 "group once, that was taken"
             )
-        dropped: dict[str, tuple[OrdinalRange, ...]] = {
-            reason: ranges(several) for reason, several in self._dropped.items()
-        }
         return StepTrained(
             step=step,
             trained=ranges(ordinals),
-            dropped=dropped,
+            dropped=self.dropped,
             staleness=staleness,
             metrics=metrics,
         )
+
+    @property
+    def dropped(self) -> dict[str, tuple[OrdinalRange, ...]]:
+        """Ordinals that were dropped since the last event with their fates, by reason."""
+        return {reason: ranges(ordinals) for reason, ordinals in self._dropped.items()}
+
+    def clear_dropped(self) -> None:
+        """Forget the dropped ordinals, once an event with their fates is in the log."""
+        self._dropped.clear()
 
     def train(self, ordinals: Sequence[int]) -> None:
         """Give ordinals their fate, once the event of their step is in the log."""
         self.ledger.train(ordinals)
         self.taken.difference_update(ordinals)
-        self._dropped.clear()
+        self.clear_dropped()
         self._stale = 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import anyio
@@ -29,6 +29,7 @@ from ..core import lineage
 from ..core.ledger import Ledger, LedgerError, ranges
 from ..errors import DeadlineExceeded, TrinityError
 from ..log import AsyncPublisher
+from ..metric_values import check_metrics, split_metrics
 from ..replay import SnapshotUnreadable, current_state
 from ..server import Deadline
 from ..waits import NO_REPORTS, Wait, WaitReporter
@@ -314,21 +315,21 @@ class RolloutDispatcher:
         step: int,
         groups: Sequence[Group],
         *,
-        metrics: dict[str, float] | None = None,
+        metrics: Mapping[str, object] | None = None,
         staleness: dict[int, int] | None = None,
     ) -> None:
         """Tell the fates of a step's groups, and of ordinals dropped before it; free the answers.
 
         Raises:
+            MetricRefused: A metric is no number. The step is published, without it.
             LedgerError: A group was not taken from this dispatcher, or was trained already.
             PublishError: The event was not published; nothing changed.
             StaleEpoch: The run has a newer epoch, and the event counts for nothing.
         """
         ordinals = [group.ordinal for group in groups]
+        numbers, refused = split_metrics(metrics)
         async with self._lock:
-            event = self._state.told(
-                step, ordinals, metrics=metrics or {}, staleness=staleness or {}
-            )
+            event = self._state.told(step, ordinals, metrics=numbers, staleness=staleness or {})
             await self._publish(event)
             self._state.train(ordinals)
             self._step = step
@@ -345,6 +346,22 @@ class RolloutDispatcher:
                 await self._streams.write(wait, "free", "")
             await self._free(wait)
             await self._remove_members(wait)
+        check_metrics(step, refused)
+
+    async def publish_dropped(self) -> None:
+        """Publish the fates of ordinals dropped since the last step, if no step is to follow.
+
+        Raises:
+            PublishError: The event was not published; nothing changed.
+        """
+        async with self._lock:
+            if self._state.dropped:
+                await self._publish(
+                    RolloutsDispatched(
+                        dropped=self._state.dropped, fingerprint=self.settings.fingerprint
+                    )
+                )
+                self._state.clear_dropped()
 
     async def checkpointed(self, step: int) -> None:
         """Free the answers that a checkpoint of a step covers."""

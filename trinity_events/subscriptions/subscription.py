@@ -47,12 +47,17 @@ class Subscription(Generic[E]):
         self._deadline = deadline
         self._exits = AsyncExitStack()
         self._iterator: AsyncIterator[Delivered[E]] | None = None
+        self._reading: SubscriptionContext[E] | None = None
+
+    def fault(self) -> str:
+        """Return why the server could not be read, as the end of a sentence; empty if it could."""
+        return "" if self._reading is None else self._reading.wait.why()
 
     async def __aenter__(self) -> Subscription[E]:
         async with AsyncExitStack() as exits:
             log = await exits.enter_async_context(self._open_log())
             self._exits = exits.pop_all()
-        reading = SubscriptionContext(log, self._wanted, self._deadline)
+        self._reading = reading = SubscriptionContext(log, self._wanted, self._deadline)
         self._iterator = (
             follow(reading, self._start)
             if self._group is None

@@ -228,7 +228,7 @@ class Pipeline:
             raise RuntimeError(f"the pipeline of run {self.run_id} is not running")
         if self._reducer.done():
             self._reducer.result()
-        if self._idle_at != self.log.last_id_now():
+        if self._idle_at != self.log.last_id_now() or self.log.has_reports_now():
             return False
         return self._files is None or self._files.done == plan_files(self._folded())
 

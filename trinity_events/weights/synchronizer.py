@@ -14,6 +14,7 @@ from trinity_schemas import (
     AppliedPhases,
     ExplorerStatusChanged,
     Producer,
+    PublicationStarted,
     StepCommitted,
     StepReady,
     SyncRequested,
@@ -24,6 +25,7 @@ from trinity_schemas import (
 from .. import blocking
 from ..coordinator import LEASE
 from ..errors import VersionUnavailable
+from ..metric_values import check_metrics, split_metrics
 from ..waits import WaitReporter
 from .model_update import ModelUpdateGroup
 from .publication import Publication
@@ -217,18 +219,26 @@ class Synchronizer:
                     part.add(name, tensor)
             return part.publish()
 
-    def commit(self, global_step: int, metrics: dict[str, float] | None = None) -> None:
-        """Publish that all parts of the version are dispatched. Called by the trainer."""
+    def commit(self, global_step: int, metrics: Mapping[str, object] | None = None) -> None:
+        """Publish that all parts of the version are dispatched. Called by the trainer.
+
+        Metrics are numbers of Python, NumPy or torch.
+
+        Raises:
+            MetricRefused: A metric is no number. The version is committed, without it.
+        """
+        numbers, refused = split_metrics(metrics)
         self._session.events.publish(
-            StepCommitted(step=global_step, kind="weights", metrics=metrics or {})
+            StepCommitted(step=global_step, kind="weights", metrics=numbers)
         )
+        check_metrics(global_step, refused)
 
     # --- pulling ---------------------------------------------------------------------------
 
     def prefetch(
         self,
         epoch: int,
-        opened: VersionOpened,
+        opened: VersionOpened | PublicationStarted,
         stop: threading.Event,
         deadline: float,
         into: torch.nn.Module | None = None,

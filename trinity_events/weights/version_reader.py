@@ -12,6 +12,7 @@ import torch
 
 from trinity_schemas import (
     AppliedPhases,
+    PublicationStarted,
     ResendRequested,
     StepReady,
     StepRef,
@@ -69,7 +70,7 @@ class VersionReader:
     def prefetch(
         self,
         epoch: int,
-        opened: VersionOpened,
+        opened: VersionOpened | PublicationStarted,
         stop: threading.Event,
         deadline: float,
         into: torch.nn.Module | None = None,

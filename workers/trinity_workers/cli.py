@@ -6,7 +6,7 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -35,12 +35,13 @@ from trinity_events.reducer import writable_root
 from trinity_events.server import LOG_SERVER, WEIGHTS_SERVER, connect_sync
 from trinity_events.views.terminal import say, tell
 
-from .config import TrainConfig
+from .config import BadSettings, TrainConfig
 from .config_files import Reading, read_config, to_yaml, typed_setting
 from .config_options import overlaid, overlay_parameters
 from .convertible import source_of
 from .launch.results import Failure, Outcome, results_alone
 from .launch.resume_command import resume_command
+from .trusted_settings import OwnConfig
 
 if TYPE_CHECKING:
     from .launch.summary import DemoSummary
@@ -168,10 +169,7 @@ def _run_job(told: _Told, run: _Run, place: _Place, read: Callable[[], TrainConf
     # Wrong arguments are refused before the heavy imports.
     checked_run(run.run_id)
     chosen = read()
-    configured = chosen.checkpoints.root
-    folder = writable_root(
-        checkpoint_root(place.root or (Path(configured) if configured else None))
-    )
+    folder = writable_root(_resolve_root(place.root, chosen))
     modules = _MODULES[chosen.trainer.engine]
     if chosen.trainer.engine == "verl":
         _require(*modules, way="pip install 'trinity-events[verl]', then verl with --no-deps")
@@ -312,7 +310,7 @@ def trainer(run: Run, **options: Any) -> None:
     """Open a run and train it, with a reducer and explorers that run elsewhere.
 
     They need this trainer's servers and, by --checkpoint-root, its folder. The explorers read the
-    run's settings from its log.
+    run's settings from its log, since none of this command's options names code.
 
     Example: trinity-events trainer --run grpo-1 --redis-url redis://localhost:6379
     """
@@ -326,8 +324,32 @@ def explorer(
         int | None,
         typer.Option(min=0, help="Rank of the explorer; by default a free one."),
     ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            help="The configuration that the run is trained with; needed if it names code, files, "
+            "URLs or environment variables.",
+            show_default=False,
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="Setting laid over the file's, as of train; may be given repeatedly.",
+            show_default=False,
+        ),
+    ] = None,
     wait: Annotated[
-        float, typer.Option(min=0, help="Seconds to wait for the run to be opened.")
+        float,
+        typer.Option(
+            min=0,
+            help="Seconds to wait for the run to be opened at first. After its trainer failed, "
+            "was interrupted or died, explorer.wait_for_run counts.",
+        ),
     ] = 300,
     root: CheckpointRoot = None,
     redis_url: RedisUrl = None,
@@ -337,33 +359,56 @@ def explorer(
 ) -> None:
     """Explore a run that a trainer opens elsewhere, until its last weights are applied.
 
-    Example: trinity-events explorer --run grpo-1 --redis-url redis://localhost:6379
+    It outlives its trainer: when the run failed or was interrupted, it waits for the run to be
+    opened again, for the seconds of the setting explorer.wait_for_run (300).
+
+    Example: trinity-events explorer --run grpo-1 --config grpo.yaml
     """
     run_id = checked_run(run)
+    own = _read_own_config(file, settings or ())
     _require("torch", "transformers", "reasoning_gym", "xxhash")
     _reach(redis_url, weights_redis_url)
     log_to_stderr(verbose=False)
-    from .launch.explore import ExplorerOptions, run_explorer
+    from .launch.explore import ExplorerOptions, Unexplored, run_explorer
 
     options = ExplorerOptions(
         run_id=run_id,
         rank=rank,
         redis_url=redis_url,
         weights_redis_url=weights_redis_url,
-        checkpoint_root=checkpoint_root(root),
+        checkpoint_root=_resolve_root(root, own.config if own else TrainConfig()),
         wait=wait,
         health_file=health_file,
+        own=own,
     )
     result = _interruptible(run_explorer, options)
     if as_json:
-        print_json(result)
-    elif result is None:
-        say(f"run {run_id} was closed: there is nothing to explore")
+        print_json(None if isinstance(result, Unexplored) else result)
+    elif isinstance(result, Unexplored):
+        say(str(result))
     else:
         say(
             f"explorer {result.rank} of run {run_id}: {result.groups} groups of answers, "
             f"{result.applied} weight versions applied"
         )
+
+
+def _read_own_config(file: Path | None, settings: Sequence[str]) -> OwnConfig | None:
+    """Return the configuration of an explorer's own side, read as `train` reads it."""
+    if file is None:
+        if settings:
+            raise BadSettings(
+                f"--set {settings[0]} is laid over a file, and there is none: give it by --config"
+            )
+        return None
+    config = read_config(file, [typed_setting(text) for text in settings]).checked()
+    return OwnConfig(file=file, config=config)
+
+
+def _resolve_root(given: Path | None, config: TrainConfig) -> Path:
+    """Return the checkpoint root: the given one, else that of the configuration."""
+    configured = config.checkpoints.root
+    return checkpoint_root(given or (Path(configured) if configured else None))
 
 
 def convert(

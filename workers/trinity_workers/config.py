@@ -50,6 +50,8 @@ Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
 Cpus = Annotated[float, Meta(gt=0)]
+LONGEST_WAIT_FOR_RUN = 7 * 24 * 3600
+"""Seconds; an explorer reads its wait from the log, whose writer must not keep it for ever."""
 
 
 class BadSettings(TrinityError):
@@ -77,9 +79,11 @@ class TaskConfig(Section, frozen=True, kw_only=True):
     """Source of the questions: a JSONL or Parquet file, `reasoning-gym:NAME` or `datasets:NAME`.
     Null takes those of the task itself."""
     prompt: str = "prompt"
-    """Field of a question's record that holds the prompt: text, or a list of chat messages."""
-    answer: str = "answer"
-    """Field of a question's record that holds the right answer, for the reward."""
+    """Field of a question's record that holds the prompt: text, or a list of chat messages. It may
+    be a path, such as `extra_info.question`."""
+    answer: str | None = "answer"
+    """Field of a question's record that holds the right answer, for the reward. It may be a path,
+    such as `reward_model.ground_truth`. Null if no record has one."""
     reward: str | None = None
     """Reward function, `module:attribute` or `./file.py:attribute`. Null takes the task's own."""
     reward_deadline: Seconds = 30.0
@@ -181,6 +185,9 @@ class ExplorerConfig(Section, frozen=True, kw_only=True):
     cpus: Cpus | None = None
     """CPUs that Ray reserves for each explorer, and its threads. Null reserves one; without
     RAY_ADDRESS the explorers then share the threads of the host."""
+    wait_for_run: Annotated[float, Meta(ge=0, le=LONGEST_WAIT_FOR_RUN)] = 300.0
+    """Seconds that an explorer, which is started by itself, waits for the run to be opened again
+    after its trainer failed, was interrupted or died. 0 ends the explorer with its trainer."""
 
 
 class RolloutsConfig(Section, frozen=True, kw_only=True):
@@ -443,7 +450,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
         """Decode settings from JSON. Raises BadSettings if the writer's version does not fit."""
         try:
             return msgspec.json.decode(text, type=TrainConfig)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise BadSettings(
                 f"the run's settings cannot be read ({error}): "
                 "do all of its processes have the same version of trinity-events?"

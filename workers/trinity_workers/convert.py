@@ -34,7 +34,6 @@ from .engines.model_folder import SHARD_BYTES, FolderReader, copy_files, write_m
 from .engines.reshard import tensors_of_shards
 from .learning.value_head import head_tensors
 
-_READ_BYTES = 16 << 20  # bytes read before memory-mapped files are closed
 _CONVERTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _M_MMAP_THRESHOLD = -3  # value in glibc's malloc.h
 
@@ -123,10 +122,8 @@ def _to_megatron(source: Path, target: Path) -> list[int]:
     for key, names in outline.stored_together().items():
         found = [reader.dtype(one) for name in names for one in outline.sources(name)]
         outline.set_dtype(names, _checked(found, key, source))
-    read = 0
 
     def value(name: str) -> torch.Tensor:
-        nonlocal read
         found = []
         for expected, empty in outline.tensors(name):
             tensor = reader.tensor(expected)
@@ -135,11 +132,9 @@ def _to_megatron(source: Path, target: Path) -> list[int]:
                     f"{source}: {expected} is {tuple(tensor.shape)}, the model's is "
                     f"{tuple(empty.shape)}: is its config.json the one of these weights?"
                 )
-            read += tensor.nbytes
             found.append(tensor)
-        if read >= _READ_BYTES:
-            reader.forget()
-            read = 0
+        # A small tensor maps much more of the file than its bytes, and layers store it far apart.
+        reader.forget()
         return outline.mapping.to_megatron(name, found)
 
     outline.save(target / "model", value)
@@ -187,7 +182,7 @@ def _of_shards(source: Path) -> NamedTensors:
     # Their methods have no annotations.
     make: Any = AutoModelForTokenClassification if head_tensors(config) else AutoModelForCausalLM
     with torch.device("meta"):
-        model = make.from_config(config)
+        model = make.from_config(config, trust_remote_code=False)
     names = [name for name, _ in (*model.named_parameters(), *saved_buffers(model))]
     return tensors_of_shards(source, names)
 

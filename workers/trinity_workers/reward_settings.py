@@ -32,15 +32,16 @@ class RewardsConfig(Section, frozen=True, kw_only=True):
     judge_model: str | None = None
     """Model that the judge's endpoint is asked for."""
     judge_prompt: str = JUDGE_PROMPT
-    """Prompt of the judge, with the places `{prompt}`, `{reference}` and `{response}`. The last
-    number of its reply is the grade."""
+    """Prompt of the judge, with the places `{prompt}`, `{reference}` and `{response}`. Its reply
+    ends with the grade, or names it."""
     best_grade: Annotated[float, Meta(gt=0)] = 10.0
-    """Best grade of the judge: grades from 0 to it are rewards from 0 to 1."""
+    """Best grade of the judge: grades from 0 to it are rewards from 0 to 1. A grade with a scale of
+    its own, such as 3/5 or 80%, is read by that."""
     token_variable: str | None = None
     """Environment variable of the explorers with the token that a service or judge asks for."""
     code_tests: str | None = None
-    """Field of a question's record with Python code that tests an answer's code: the reward is 1 if
-    both run to their end, else 0."""
+    """Field of a question's record with Python code that tests an answer's code, or the path to it:
+    the reward is 1 if both run to their end, else 0."""
     code_memory_mb: Positive = 512
     """Address space of the process of an answer's code, in MiB."""
     code_file_mb: Positive = 16
@@ -110,4 +111,10 @@ def _wrong_place(prompt: str) -> str | None:
         return f"cannot be read ({error})"
     if unknown := sorted(places - _PLACES):
         return f"has the unknown place {{{unknown[0]}}}"
-    return None if "response" in places else "has no place for the response"
+    if "response" not in places:
+        return "has no place for the response"
+    try:
+        prompt.format(prompt="", reference="", response="")
+    except (ValueError, LookupError) as error:  # "{prompt:d}": the places are text
+        return f"cannot be filled in ({error})"
+    return None

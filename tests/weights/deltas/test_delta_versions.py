@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import torch
 
-from tests.support.pipeline import reducer_task
+from tests.support.pipeline import reducer_task, reports_accepted
 from tests.support.published_parts import announcement
 from tests.support.stored_parts import left
 from tests.support.tensors import identical
@@ -399,6 +399,7 @@ async def test_joiners_at_any_time_get_every_version_and_the_log_says_how_it_tra
             late.close()
         steady.flush()
         trainer.flush()
+        await reports_accepted(log)
     told, applied, summary = [], [], Summarizer(run_id)
     for stream in Stream:
         for entry in await log.read(stream=stream):

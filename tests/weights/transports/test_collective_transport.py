@@ -21,7 +21,7 @@ import torch
 from tests.support import collective_processes as at
 from tests.support.collective_processes import TRAINERS, Places, Tiny
 from tests.support.gpu import GPU
-from tests.support.pipeline import reducer_task
+from tests.support.pipeline import reducer_task, reports_accepted
 from tests.support.rank_processes import RankProcesses
 from tests.support.tensors import identical
 from tests.support.waits import PATIENCE, wait_until
@@ -54,6 +54,7 @@ from trinity_workers.collectives import CollectiveBroken, PeerFailed
 from trinity_workers.config import ExplorerConfig, SyncConfig, TrainConfig
 from trinity_workers.explorer.installer import VersionInstaller
 from trinity_workers.explorer.prefetch import VersionPrefetcher
+from trinity_workers.explorer.run_follower import followed_run
 from trinity_workers.explorer.versions import VersionFollower
 from trinity_workers.learning.policy import load_policy
 from trinity_workers.rollout_engines import EngineOptions, load_engine
@@ -175,6 +176,7 @@ async def test_every_explorer_serves_the_trainers_weights_and_says_so_by_digest(
         assert event.transport == "collective"
         for found in await off(run.ask, run.explorers, at.apply, event):
             assert_equal(found, expected())
+    await reports_accepted(log)
     heard = await told(log)
     applied = [(one.producer.rank, one.event) for one in heard]
     applied = [(rank, one) for rank, one in applied if isinstance(one, WeightsApplied)]
@@ -437,9 +439,12 @@ async def test_an_explorer_that_comes_too_late_asks_and_the_weights_are_sent_aga
         await off(sent, trainer, 1, trained.named_parameters())
 
     resends = ExplorerRequests(places.run_id, places.redis_url, ResendRequested, send)
-    versions = VersionFollower(places.run_id, places.epoch, places.redis_url, method="nccl")
     began = await log.last_id()
-    async with reducer_task(places.redis_url, places.run_id):
+    async with (
+        reducer_task(places.redis_url, places.run_id),
+        followed_run(places.run_id, places.redis_url) as run,
+    ):
+        versions = VersionFollower(run, places.epoch, method="nccl")
         await send()
         committer.commit(1)
         event = await ready(log, 1)
@@ -449,14 +454,13 @@ async def test_an_explorer_that_comes_too_late_asks_and_the_weights_are_sent_aga
         prefetcher = VersionPrefetcher(config, late)
         installer = VersionInstaller(config, engine, late, versions, prefetcher)
         with anyio.fail_after(PATIENCE):
-            async with resends.listening(began), anyio.create_task_group() as tasks:
-                tasks.start_soon(versions.follow)
-                async with resends.allowed():
-                    await installer.refresh(1)
-                tasks.cancel_scope.cancel()
+            async with resends.listening(began), versions.listening(), resends.allowed():
+                await installer.refresh(1)
     assert engine.serves == StepRef(places.epoch, 1)
     assert await engine.prove() == model_digest(trained)
     await off(late.flush)
+    async with reducer_task(places.redis_url, places.run_id):
+        await reports_accepted(log)
     heard = [one.event for one in await told(log)]
     [asked] = [one for one in heard if isinstance(one, ResendRequested)]
     assert asked.version == StepRef(places.epoch, 1)

@@ -20,7 +20,7 @@ from tests.support.transport_processes import (
     publishes_until,
     reads_along,
 )
-from tests.support.waits import PATIENCE, wait_until
+from tests.support.waits import PATIENCE, until, wait_until
 from tests.support.weight_versions import ready
 from trinity_events.errors import CorruptVersion
 from trinity_events.shared_memory import (
@@ -32,6 +32,7 @@ from trinity_events.weights import PartWriter, SharedMemoryStore
 from trinity_events.weights.transports.shared_memory import prefetch
 from trinity_events.weights.transports.shared_memory.prefetch import PartPrefetch
 from trinity_schemas import decode_manifest
+from trinity_workers.explorer.run_follower import followed_run
 
 pytestmark = pytest.mark.skipif(not available(), reason="the host has no shared memory as files")
 
@@ -195,17 +196,17 @@ async def test_an_explorer_reads_along_what_the_log_says_is_begun(
     prefetching_ends, redis_url, run_id, log, digested
 ):
     trainer, explorer, prefetcher = prefetching_ends
-    async with reducer_task(redis_url, run_id), anyio.create_task_group() as tasks:
-        tasks.start_soon(prefetcher.follow)
+    async with (
+        reducer_task(redis_url, run_id),
+        followed_run(run_id, redis_url) as run,
+        prefetcher.listening(run),
+    ):
         with anyio.fail_after(PATIENCE):
-            # Until it listens, what is begun is not heard of.
-            while not explorer._session.stores.opened:
-                trainer.open_version(1)
-                await anyio.sleep(0.1)
+            trainer.open_version(1)
             part = trainer.publication(1)
             write(part.begin())
-            while follower_of(explorer._session.stores.opened["shm"]) < CHUNKS:
-                await anyio.sleep(0.01)
+            stores = explorer._session.stores.opened
+            await until(lambda: "shm" in stores and follower_of(stores["shm"]) == CHUNKS)
             part.publish()
             trainer.commit(1)
             event = await ready(log, 1)
@@ -213,4 +214,3 @@ async def test_an_explorer_reads_along_what_the_log_says_is_begun(
                 with explorer.pull(event) as version:
                     assert_same(dict(version.tensors()), SOME)
         assert len(digested) == 1
-        tasks.cancel_scope.cancel()

@@ -32,14 +32,44 @@ def two_groups(**given):
 def test_grpo_divides_by_the_deviation_of_the_group():
     # Group 7: mean 1/2, squares 4 * 1/4, population deviation 1/2: +-1.
     # Group 9: mean 2, squares 2 * 1, population deviation 1: +-1.
-    near(advantages(two_groups()), [[1, 0], [-1, -1], [-1, 0], [1, 0], [1, 1], [-1, 0]])
+    near(
+        advantages(two_groups(), deviation_epsilon=0.0),
+        [[1, 0], [-1, -1], [-1, 0], [1, 0], [1, 1], [-1, 0]],
+    )
+
+
+def test_grpo_adds_an_epsilon_to_the_deviation_of_the_group():
+    # Group 7: 1/2 / (1/2 + 1/4). Group 9: 1 / (1 + 1/4). By default 1e-4, as in TRL.
+    a, b = 2 / 3, 4 / 5
+    near(
+        advantages(two_groups(), deviation_epsilon=0.25),
+        [[a, 0], [-a, -a], [-a, 0], [a, 0], [b, b], [-b, 0]],
+    )
+    assert advantages(two_groups())[0, 0] == pytest.approx(0.5 / 0.5001)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "reinforce++-baseline", "rloo"])
+@pytest.mark.parametrize("reward", [0.0, 0.5, 1000.0])
+def test_noise_of_rounding_in_equal_rewards_is_not_learned_from(name, reward):
+    noise = 1e-7 * max(reward, 1.0)
+    rewards = torch.tensor([reward, reward + noise, reward, reward], dtype=torch.float64)
+    batch = make_batch([1, 2, 1, 1], groups=[3] * 4, rewards=rewards, token_rewards=None)
+    assert not advantages(batch, preset=name).any()
+    assert prepare(batch, read_settings({})).metrics.values()["zero_variance"] == 1.0
+
+
+def test_small_differences_of_rewards_have_small_advantages():
+    rewards = torch.tensor([0.5, 0.5 + 1e-5, 0.5, 0.5], dtype=torch.float64)
+    batch = make_batch([1, 2, 1, 1], groups=[3] * 4, rewards=rewards, token_rewards=None)
+    largest = advantages(batch).abs().max()
+    assert 0 < largest < 0.1
 
 
 def test_grpo_with_the_samples_deviation_divides_by_one_less():
     # Group 7: sqrt(1/3), so 1/2 / sqrt(1/3) = sqrt(3)/2. Group 9: sqrt(2), so 1/sqrt(2).
     a, b = sqrt(3) / 2, 1 / sqrt(2)
     near(
-        advantages(two_groups(), deviation="sample"),
+        advantages(two_groups(), deviation="sample", deviation_epsilon=0.0),
         [[a, 0], [-a, -a], [-a, 0], [a, 0], [b, b], [-b, 0]],
     )
 
@@ -173,10 +203,7 @@ def test_a_group_of_equal_rewards_has_advantages_of_exactly_zero(name):
         rewards=torch.full((3,), 0.1, dtype=torch.float64),
         token_rewards=None,
     )
-    found = advantages(batch, preset=name)
-    assert found.abs().max() < 1e-6
-    if name != "rloo":
-        assert not found.any()
+    assert not advantages(batch, preset=name).any()
 
 
 def test_a_teachers_advantage_is_the_negative_divergence_of_each_token():

@@ -162,6 +162,9 @@ def test_dynamic_sampling_drops_groups_of_equal_rewards():
     assert is_informative(group(0.0, 1.0, 0.0), drops)
     assert not is_informative(group(1.0, 1.0), drops)
     assert not is_informative(group(0.0, 0.0), drops)
+    assert not is_informative(group(0.5, 0.5 + 1e-7), drops)
+    assert not is_informative(group(1000.0, 1000.0001), drops)
+    assert is_informative(group(0.5, 0.5 + 1e-4), drops)
     assert is_informative(group(1.0, 1.0), FiltersConfig())
 
 
@@ -194,7 +197,7 @@ def test_overlong_rows_count_in_their_group_and_are_not_trained_on():
         finished=torch.tensor([True, False]),
         token_rewards=None,
     )
-    found = prepare(batch, read_settings({"overlong": {"mask": True}}))
+    found = prepare(batch, read_settings({"overlong": {"mask": True}, "deviation_epsilon": 0.0}))
     near(found.batch.advantages, [[1.0, 1.0], [0.0, 0.0]])
     assert found.batch.response_mask.sum(dim=-1).tolist() == [2, 0]
     assert found.metrics.values()["overlong"] == 0.5
@@ -218,7 +221,7 @@ def replace_penalty(config, penalty):
 def test_the_penalty_is_added_to_the_reward_before_groups_are_compared():
     # Rewards 1 and 1, of 10 and 1 tokens: 0 and 1 after the penalty, so advantages -1 and 1.
     batch = make_batch([10, 1], groups=[5, 5], rewards=torch.ones(2), token_rewards=None)
-    config = read_settings({"preset": "dapo"}).with_limit(10)
+    config = read_settings({"preset": "dapo", "deviation_epsilon": 0.0}).with_limit(10)
     found = prepare(batch, config)
     near(found.batch.advantages[:, 0], [-1.0, 1.0])
     assert found.metrics.values()["overlong_penalty"] == -0.5

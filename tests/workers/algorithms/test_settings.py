@@ -134,6 +134,8 @@ WRONG = [
         "icepop judges single tokens",
     ),
     ({"filters": {"part": "right"}}, "filters.part is compared when groups are dropped"),
+    ({"preset": "dr_grpo", "deviation_epsilon": 1e-6}, "deviation_epsilon is added to the deviat"),
+    ({"preset": "rloo", "deviation_epsilon": 1e-6}, "advantage rloo is divided by none here"),
 ]
 
 

@@ -87,6 +87,23 @@ def test_a_small_learning_rate_changes_master_weights_where_bfloat16_would_round
     assert largest > 2 * SMALL
 
 
+def masters_after_a_forward_pass(rank):
+    engine = rank.held.engine
+    expected = {name: value.clone() for name, value in engine.master_params()}
+    with torch.no_grad():  # so that no backward pass frees what was gathered
+        loss_of(engine.module)
+    return expected, {name: value.clone() for name, value in engine.master_params()}
+
+
+def test_masters_are_float32_also_after_a_forward_pass_alone(rank_group, policy_folder):
+    ranks = rank_group(2)
+    ranks(make_engine, policy_folder)
+    ranks(train)
+    expected, masters = ranks(masters_after_a_forward_pass)[0]
+    assert {value.dtype for value in masters.values()} == {torch.float32}
+    assert_equal(masters, expected)
+
+
 def test_it_is_published_in_bfloat16_as_explorers_load_it(rank_group, policy_folder):
     ranks = rank_group(2)
     ranks(make_engine, policy_folder)

@@ -55,6 +55,28 @@ def test_a_checkpoint_keeps_the_defaults_of_generation(engine_ranks, megatron_fo
     assert kept == given
 
 
+def save_model(rank, folder):
+    rank.held.engine.checkpoint_manager.checkpoint_save_contents = ["model"]
+    save(rank, folder)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_step_after_a_load_of_the_model_alone_begins_with_the_loaded_weights(
+    engine_ranks, tmp_path, distributed
+):
+    # A rate of 0, so that a step writes back the optimizer's float32 copies as they are.
+    rests = OptimizerOptions(learning_rate=0.0, distributed=distributed)
+    options = {"dtype": torch.bfloat16}
+    ranks = engine_ranks("qwen3", 2, ONE, TRAINED, options)
+    ranks(at.train, batches(1))
+    ranks(save_model, tmp_path / "checkpoint")
+    expected = ranks(at.full_weights)[0]
+    ranks = engine_ranks("qwen3", 2, ONE, rests, options)
+    ranks(load, tmp_path / "checkpoint")
+    ranks(at.train, batches(1))
+    at.assert_same(ranks(at.full_weights)[0], expected)
+
+
 def optimizer_state(rank):
     """The ordinary optimizer's state by kind and tensor, gathered from all ranks, and its steps."""
     engine = rank.held.engine

@@ -157,6 +157,38 @@ def test_memory_changes_hands_and_training_goes_on_as_if_nothing_was_generated(e
     assert not identical(found[0][2][0], found[1][2][0]), "replicas draw differently"
 
 
+def save_model(rank, folder):
+    rank.held.engine.checkpoint_manager.checkpoint_save_contents = ["model"]
+    rank.held.engine.save_checkpoint(str(folder))
+
+
+def load(rank, folder):
+    rank.held.engine.load_checkpoint(str(folder))
+
+
+def generate_once(rank):
+    """Return answers, and the weights that they were generated with."""
+    hybrid = rank.held.hybrid
+    rollouts = MegatronRolloutEngine(hybrid, deterministic=True)
+    with rollouts.serving(VERSION):
+        weights = {name: value.clone() for name, value in hybrid.full_tensors()}
+        return rollouts.generate_here(requests_of(0)), weights
+
+
+def test_answers_after_a_load_are_of_the_loaded_weights(engine_ranks, megatron_folder, tmp_path):
+    ranks = engine_ranks("qwen2", 2, SPLIT, RATE, {"offload": EVERYTHING})
+    ranks(make_hybrid, 1)
+    ranks(save_model, tmp_path)
+    ranks(at.train, [at.padded_batch(0)])
+    trained, _ = ranks(generate_once)[0]
+    ranks(load, tmp_path)
+    for answers, weights in ranks(generate_once):
+        at.assert_same(weights, at.in_folder(megatron_folder("qwen2")))
+        assert answers != trained
+        expected = huggingface_answers(megatron_folder("qwen2"), requests_of(0))
+        assert [one.tokens for one in answers] == [one.tokens for one in expected]
+
+
 def reshard_with(rank, fault, culprit: int):
     """Reshard in small buckets; one rank meets the fault in its second one."""
     calls = 0

@@ -71,6 +71,32 @@ def test_a_file_ends_where_its_header_would_outgrow_its_room(tmp_path, monkeypat
     assert_equal({name: reader.tensor(name) for name in tensors}, tensors)
 
 
+def test_dtypes_are_read_without_mapping_any_values(tmp_path):
+    weights = {name: value.repeat(1 << 16) for name, value in awkward().items() if value.dim() == 1}
+    assert weights
+    write_model_folder(tmp_path, nothing_more, weights.items())
+    reader = FolderReader(tmp_path)
+    assert {name: reader.dtype(name) for name in weights} == {
+        name: value.dtype for name, value in weights.items()
+    }
+    assert mapped_bytes(tmp_path / "model.safetensors") == 0
+    value = reader.tensor(next(iter(weights)))
+    assert mapped_bytes(tmp_path / "model.safetensors") > 0
+    del value
+
+
+def mapped_bytes(file):
+    """Return the bytes of a file that this process has mapped into memory."""
+    mapped, current = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        field, *values = line.split(maxsplit=5)
+        if not field.endswith(":"):
+            current = values[-1] == str(file)
+        elif field == "Rss:" and current:
+            mapped += int(values[0]) * 1024
+    return mapped
+
+
 def test_writing_a_folder_again_leaves_no_file_of_the_first_time(tmp_path):
     write_model_folder(tmp_path, nothing_more, awkward().items(), shard_bytes=300)
     write_model_folder(tmp_path, nothing_more, {"a": torch.ones(2)}.items())

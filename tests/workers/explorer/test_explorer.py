@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("reasoning_gym")
 
-from tests.support.pipeline import events_of, reducer_task, until  # noqa: E402
+from tests.support.pipeline import events_of, reducer_task, reports_accepted, until  # noqa: E402
 from tests.support.rollout_engines import Steps  # noqa: E402
 from tests.support.trainer_side import TrainerSide, exploring  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
@@ -76,6 +76,7 @@ async def test_what_it_claims_is_answered_with_the_version_that_it_serves(config
     [result] = found.results
     assert (result.rank, result.groups, result.discarded) == (4, 2 * STEPS, 0)
     assert result.applied == STEPS + 1, "the last version is served too"
+    await reports_accepted(log)
     told = [one.event.status for one in await events_of(log, ExplorerStatusChanged)]
     assert told == ["running", "stopped"]
 
@@ -389,6 +390,7 @@ async def test_the_end_of_the_run_ends_it(config, trainer, client, log, moment, 
     ended = "was closed: interrupted" if how == "closed" else "was opened anew as epoch 2"
     with pytest.raises(RunEnded, match=ended):
         await to_the_end()
+    await reports_accepted(log)
     told = [one.event.status for one in await events_of(log, ExplorerStatusChanged)]
     assert told[0] == "running"
     if how == "closed":

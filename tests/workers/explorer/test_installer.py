@@ -24,9 +24,9 @@ from trinity_events.server import open_client  # noqa: E402
 from trinity_events.shared_memory import available  # noqa: E402
 from trinity_events.weights import model_digest  # noqa: E402
 from trinity_schemas import RunClosed, Sampling, StepRef, WeightsApplied, chunk_key  # noqa: E402
-from trinity_workers.background_tasks import background_tasks  # noqa: E402
 from trinity_workers.explorer.installer import VersionInstaller  # noqa: E402
 from trinity_workers.explorer.prefetch import VersionPrefetcher  # noqa: E402
+from trinity_workers.explorer.run_follower import followed_run  # noqa: E402
 from trinity_workers.explorer.versions import RunEnded, VersionFollower  # noqa: E402
 from trinity_workers.learning.policy import load_policy  # noqa: E402
 from trinity_workers.rollout_engines import (  # noqa: E402
@@ -80,19 +80,25 @@ async def explorer_of(config):
     )
     options = EngineOptions(model_folder=config.model_folder, synchronizer=synchronizer)
     engine = await anyio.to_thread.run_sync(load_engine, "huggingface", options)
-    versions = VersionFollower(config.run_id, config.epoch, config.redis_url)
     prefetcher = VersionPrefetcher(config, synchronizer)
-    with closing(synchronizer):
-        async with background_tasks(versions.follow, prefetcher.follow):
-            yield SimpleNamespace(
-                engine=engine,
-                versions=versions,
-                installer=VersionInstaller(config, engine, synchronizer, versions, prefetcher),
-                # The same engine, with little patience.
-                impatient=VersionInstaller(
-                    config.replaced("sync", timeout=1.0), engine, synchronizer, versions, prefetcher
-                ),
-            )
+    async with followed_run(config.run_id, config.redis_url) as run:
+        versions = VersionFollower(run, config.epoch)
+        with closing(synchronizer):
+            async with versions.listening(), prefetcher.listening(run):
+                parts = engine, synchronizer, versions, prefetcher
+                yield SimpleNamespace(
+                    engine=engine,
+                    versions=versions,
+                    installer=VersionInstaller(config, *parts),
+                    # The same engine, with little patience.
+                    impatient=VersionInstaller(
+                        config.replaced("sync", timeout=1.0),
+                        engine,
+                        synchronizer,
+                        versions,
+                        prefetcher,
+                    ),
+                )
 
 
 async def published(trainer, config, step):

@@ -2,23 +2,23 @@
 
 from contextlib import asynccontextmanager
 
-import anyio
 import pytest
 
+from tests.support.pipeline import reducer_task
 from tests.support.waits import PATIENCE
 from trinity_events.log import AsyncPublisher, new_producer, open_run
 from trinity_schemas import RunClosed
+from trinity_workers.explorer.run_follower import followed_run
 from trinity_workers.explorer.versions import RunEnded, VersionFollower
 
 
 @asynccontextmanager
 async def following(run_id, redis_url):
     """The versions of the run's first epoch, as an explorer of it follows them."""
-    versions = VersionFollower(run_id, 1, redis_url)
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(versions.follow)
-        yield versions
-        tasks.cancel_scope.cancel()
+    async with reducer_task(redis_url, run_id), followed_run(run_id, redis_url) as run:
+        versions = VersionFollower(run, 1)
+        async with versions.listening():
+            yield versions
 
 
 async def close(log, epoch, reason):

@@ -15,11 +15,10 @@ pytest.importorskip("transformers")
 pytest.importorskip("reasoning_gym")
 
 from tests.support.event_histories import committed
-from tests.support.pipeline import until
+from tests.support.pipeline import reducer_task, reports_accepted, until
 from tests.support.redis_servers import servers
 from tests.support.waits import PATIENCE
 from trinity_events import Synchronizer
-from trinity_events.archive import Archive
 from trinity_events.cli.tail import _Asked, _tail
 from trinity_events.errors import DeadlineExceeded, RunNotFound
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open_run
@@ -33,8 +32,9 @@ from trinity_schemas import (
     explorer_key,
 )
 from trinity_workers.config import RunConfig, SyncConfig, TrainConfig
+from trinity_workers.explorer.run_follower import followed_run
 from trinity_workers.launch import launcher, lifecycle, processes, ranks
-from trinity_workers.launch.epochs import EpochFollower
+from trinity_workers.launch.epochs import EpochFollower, EpochNotAnnounced
 from trinity_workers.launch.processes import ReducerFailed, ReducerProcess
 from trinity_workers.launch.progress import ProgressView
 from trinity_workers.launch.ranks import RankLost, claimed_rank
@@ -178,29 +178,45 @@ async def test_a_view_that_fails_does_not_end_the_training(log, publisher, monke
 # --- epochs ---------------------------------------------------------------------------------
 
 
-async def test_an_explorer_hears_of_an_opening_after_an_outage(server, client, log, tmp_path):
-    epochs = EpochFollower(log, Archive(tmp_path, RUN))
-    async with beside(epochs.follow):
-        assert (await epochs.opened(5)).epoch == 1
-        await outage(server)
-        await open_run(client, RUN)
-        await until(lambda: epochs._newest.epoch == 2)
+@pytest.fixture
+async def followed_epochs(server, log):
+    """Epochs of the run, as a stand-alone explorer follows them, beside a reducer."""
+    async with reducer_task(server.url, log.run_id), followed_run(RUN, server.url) as run:
+        epochs = EpochFollower(run)
+        async with epochs.listening():
+            yield epochs
 
 
-async def test_openings_that_cannot_be_read_at_first_are_read_later(server, log, tmp_path):
-    epochs = EpochFollower(log, Archive(tmp_path, RUN))
-    async with beside(partial(outage, server), epochs.follow):
-        assert (await epochs.opened(10)).epoch == 1
+async def test_an_explorer_hears_of_an_opening_after_an_outage(server, client, followed_epochs):
+    assert (await followed_epochs.opened(PATIENCE)).epoch == 1
+    await outage(server)
+    await open_run(client, RUN)
+    await until(lambda: followed_epochs._newest.epoch == 2)
 
 
-async def test_a_server_that_stays_away_is_named_as_the_cause_that_no_run_was_found(
-    server, log, tmp_path
-):
-    epochs = EpochFollower(log, Archive(tmp_path, RUN))
-    server.kill()
-    async with beside(epochs.follow):
-        with pytest.raises(RunNotFound, match=r"within 0.3 s: the server does not answer \(Error"):
-            await epochs.opened(0.3)
+async def test_openings_that_cannot_be_read_at_first_are_read_later(server, followed_epochs):
+    async with beside(partial(outage, server)):
+        assert (await followed_epochs.opened(PATIENCE)).epoch == 1
+
+
+async def test_a_server_that_stays_away_is_named_as_the_cause_that_no_run_was_found(server):
+    async with followed_run("never-opened", server.url) as run:
+        epochs = EpochFollower(run)
+        async with epochs.listening():
+            server.kill()
+            await until(run.fault)
+            with pytest.raises(RunNotFound, match=r"within 0.3 s: the server does not answer \(E"):
+                await epochs.opened(0.3)
+
+
+@pytest.mark.usefixtures("log")
+async def test_a_run_of_an_older_trainer_is_refused_by_its_epoch(server):
+    async with followed_run(RUN, server.url) as run:  # no reducer announces its opening
+        epochs = EpochFollower(run)
+        async with epochs.listening():
+            with pytest.raises(EpochNotAnnounced) as refusal:
+                await epochs.opened(0.1)
+    assert (refusal.value.run_id, refusal.value.epoch) == (RUN, 1)
 
 
 # --- ranks ------------------------------------------------------------------------------------
@@ -325,12 +341,18 @@ async def test_a_dead_explorer_is_not_waited_for_and_a_live_one_is(
     monkeypatch.setattr(view, "say", said.append)
     config = config.replaced("explorer", count=2)
     dead, alive = (AsyncPublisher(log, 1, new_producer("explorer", rank)) for rank in (0, 1))
-    async with claimed_rank(client, config, 1), anyio.create_task_group() as tasks:
+    async with (
+        reducer_task(config.redis_url, RUN),
+        claimed_rank(client, config, 1),
+        anyio.create_task_group() as tasks,
+    ):
         with anyio.fail_after(PATIENCE):
             await dead.publish(ExplorerStatusChanged(status="running"))
+            await reports_accepted(log)
             await launcher._last_weights_taken(client, config, view)
             assert not said
         await alive.publish(ExplorerStatusChanged(status="running"))
+        await reports_accepted(log)
         monkeypatch.setattr(launcher, "EXPLORERS_DEADLINE", 3)
         tasks.start_soon(launcher._last_weights_taken, client, config, view)
     [line] = said

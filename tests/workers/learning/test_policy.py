@@ -112,3 +112,46 @@ def test_chat_messages_need_a_chat_template(folder: Path) -> None:
     _, tokenizer = policy.load_policy(folder)
     with pytest.raises(policy.BadPolicy, match="has no chat template"):
         policy.encode_prompt(tokenizer, [{"role": "user", "content": "hi"}])
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message['role'] }}:{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture(params=["<unk> $A", "$A <eos>", "<unk> $A <eos>", "$A"])
+def adding(request, folder: Path, tmp_path: Path):
+    """Return a tokenizer that adds tokens to a text; <unk> is its beginning of sequence."""
+    processors = pytest.importorskip("tokenizers.processors")
+    tokenizer = policy.load_tokenizer(folder)
+    names = [policy.UNKNOWN, policy.END]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=request.param,
+        special_tokens=[(name, tokenizer.convert_tokens_to_ids(name)) for name in names],
+    )
+    tokenizer.bos_token = policy.UNKNOWN
+    tokenizer.chat_template = TEMPLATE
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    tokenizer.save_pretrained(tmp_path)
+    return policy.load_tokenizer(tmp_path), request.param
+
+
+def test_a_prompt_has_one_beginning_of_sequence_and_no_end(adding) -> None:
+    tokenizer, adds = adding
+    begin = [policy.UNKNOWN] if adds.startswith(policy.UNKNOWN) else []
+    end = [policy.END] if adds.endswith(policy.END) else []
+
+    def encoded(prompt, **options):
+        tokens = policy.encode_prompt(tokenizer, prompt, **options)
+        return tokenizer.convert_ids_to_tokens(tokens)
+
+    assert encoded("2+2=") == [*begin, *"2+2="]
+    assert encoded(f"{policy.UNKNOWN}2+2=") == [policy.UNKNOWN, *"2+2="]
+    assert encoded(f"2{policy.END}") == [*begin, "2", policy.END], "a text may have its own"
+    assert encoded("2+2=4", answered=True) == [*begin, *"2+2=4", *end]
+    assert encoded(f"4{policy.END}", answered=True) == [*begin, "4", policy.END]
+    question = [{"role": "user", "content": "2"}]
+    assert encoded(question) == [policy.UNKNOWN, *"user:2"]
+    answered = [*question, {"role": "assistant", "content": "4"}]
+    assert encoded(answered, answered=True) == [policy.UNKNOWN, *"user:2assistant:4", policy.END]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import textwrap
 import time
 
 import anyio
@@ -15,7 +17,6 @@ from trinity_workers.config import TrainConfig
 from trinity_workers.config_files import read_config
 from trinity_workers.reward_settings import RewardsConfig
 from trinity_workers.rewards import RewardFailed
-from trinity_workers.rewards.code import code_of
 from trinity_workers.tasks import Answer, Question
 from trinity_workers.user_task import start_rewards
 
@@ -183,7 +184,7 @@ async def test_fates_tell_of_a_service_that_is_slow_lies_floods_and_dies(
 # --- judges -------------------------------------------------------------------------------------
 
 
-async def test_a_judge_grades_each_answer_by_its_last_number(server):
+async def test_a_judge_grades_each_answer_by_its_reply(server):
     settings = RewardsConfig(judge=f"{server}/v1", judge_model="judge")
     found = await judged(settings, question(), answers("right", "wrong {braces}"))
     # The built-in prompt has the word "right" itself: both answers get its grade.
@@ -199,12 +200,87 @@ async def test_a_judge_without_a_grade_is_asked_again_within_its_attempts(server
     settings = RewardsConfig(judge=f"{server}/hesitant", judge_model="judge", calls=1)
     [found] = await judged(settings, question(), answers("right"))
     assert found.reward == 0.7
-    with pytest.raises(RewardFailed, match="gave no grade, 2 times"):
+    with pytest.raises(RewardFailed, match=r"gave no grade: .*, 2 times"):
         await judged(
             RewardsConfig(judge=f"{server}/mute", judge_model="judge", attempts=2),
             question(),
             answers("a"),
         )
+
+
+def completion(reply, **choice):
+    return json.dumps({"choices": [{"message": {"content": reply}, **choice}]})
+
+
+@pytest.mark.parametrize(
+    ("reply", "grade"),
+    [
+        ("**Grade:** 3/10", 3.0),
+        ("0/10", 0.0),
+        (".5", 0.5),
+        ("80%", 8.0),
+        ([{"type": "text", "text": "Grade: "}, {"type": "text", "text": "8"}], 8.0),
+    ],
+)
+async def test_the_reward_is_the_grade_over_its_scale(server, reply, grade):
+    settings = RewardsConfig(judge=f"{server}/raw", judge_model="j", judge_prompt="{response}")
+    [found] = await judged(settings, question(), answers(completion(reply)))
+    assert (found.reward, found.parts) == (grade / 10, {"grade": grade})
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (completion("Grade: 1", finish_reason="length"), "cut off"),
+        (completion([{"type": "image_url", "image_url": {}}]), "no text: image_url"),
+        (completion({"grade": 8}), "neither text nor parts"),
+        (completion(None), "gave no grade"),
+        ('{"choices": []}', "gave no grade"),
+        ('{"choices": [{"message": {"content": "\xf6"}}]}', "no chat completion"),
+        ("[" * 100_000, "no chat completion"),
+    ],
+)
+async def test_a_reply_that_cannot_be_graded_is_refused(server, body, reason):
+    settings = RewardsConfig(
+        judge=f"{server}/raw", judge_model="j", judge_prompt="{response}", attempts=1
+    )
+    with pytest.raises(RewardFailed, match=reason):
+        await judged(settings, question(), answers(body))
+
+
+CALL = [{"type": "function", "function": {"name": "clock", "arguments": {"zone": "right"}}}]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": [{"type": "text", "text": "ri"}, "ght"]}],
+        [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": CALL}],
+        [{"role": "assistant", "content": None, "tool_calls": []}, {"role": "right"}],
+    ],
+)
+async def test_a_judge_reads_messages_of_several_parts_and_of_tool_calls(server, messages):
+    settings = RewardsConfig(
+        judge=f"{server}/v1", judge_model="j", judge_prompt="{prompt} {response}"
+    )
+    [found] = await judged(settings, Question(prompt=messages), answers("a"))
+    assert found.reward == 0.7, "the judge found the word in the prompt"
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ({"content": "?"}, "has no role"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "image_url"),
+        ({"role": "user", "content": 3}, "neither text nor parts"),
+        ({"role": "assistant", "tool_calls": [object()]}, "are no JSON"),
+        ({"role": "user", "content": "\ud83d"}, "cannot be sent"),
+    ],
+)
+async def test_a_message_that_a_judge_cannot_read_fails_the_reward(server, message, reason):
+    settings = RewardsConfig(judge=f"{server}/v1", judge_model="j")
+    with pytest.raises(RewardFailed, match=reason):
+        await judged(settings, Question(prompt=[message]), answers("a"))
 
 
 # --- code ---------------------------------------------------------------------------------------
@@ -267,14 +343,51 @@ def _runs(pid):
         return False
 
 
+async def test_the_same_program_earns_the_same_reward_in_every_fence():
+    indented = textwrap.indent(GOOD, "   ")
+    texts = [
+        f"Here:\n```python3\n{GOOD}\n```",
+        f"```Python\n{GOOD}\n```\n",
+        f"Here:\n```python\n{GOOD}\n```".replace("\n", "\r\n"),
+        f"1. Code:\n   ```py\n{indented}\n   ```",
+        f"~~~python\n{GOOD}\n~~~",
+        f"````markdown\n```python\n{GOOD}\n```\n````",
+        f"Code: ```python\n{GOOD}```",
+    ]
+    found = await judged(CODE, question(tests=TESTS), answers(*texts))
+    assert [one.reward for one in found] == [1.0] * len(texts)
+
+
+async def test_a_block_that_uses_the_program_does_not_take_its_place():
+    texts = [
+        f"```python\n{GOOD}\n```\nIt is used so:\n```python\nprint(add(1, 2))\n```",
+        f"```python\n{GOOD}\n```\nIt prints:\n```\n3\n```",
+        f"```python\n{GOOD}\n```\n```python\n>>> add(1, 2)\n3\n```",
+        "```python\nimport operator\n```\n```python\ndef add(a, b):\n"
+        "    return operator.add(a, b)\n```",
+        f"First `a`:\n```python\nif a:\n    return b\n```\nThen:\n```python\n{GOOD}\n```",
+        f"```python\nraise ValueError\n```\n```python\n{GOOD}\n```",
+    ]
+    found = await judged(CODE, question(tests=TESTS), answers(*texts))
+    assert [one.reward for one in found] == [1.0] * len(texts)
+
+
+async def test_the_last_program_is_judged_and_no_draft_before_it():
+    wrong = "def add(a, b):\n    return a - b"
+    text = f"```python\n{GOOD}\n```\nNo:\n```python\n{wrong}\n```"
+    found = await judged(CODE, question(tests=TESTS), answers(text))
+    assert [one.reward for one in found] == [0.0]
+
+
 async def test_a_question_without_tests_is_told():
-    with pytest.raises(RewardFailed, match="no text in its field 'tests'"):
-        await judged(CODE, question(), answers(GOOD))
+    with pytest.raises(RewardFailed, match=r"no text in its field 'tests', .* mean 'a\.tests'\?"):
+        await judged(CODE, question(a={"tests": TESTS}), answers(GOOD))
 
 
-def test_the_last_block_of_python_is_the_code():
-    assert code_of("```python\na\n```\n```py\nb\n```\n") == "b\n"
-    assert code_of("no block") == "no block"
+async def test_tests_may_be_at_a_path_of_the_record():
+    settings = RewardsConfig(code_tests="extra_info.tests")
+    found = await judged(settings, question(extra_info={"tests": TESTS}), answers(GOOD))
+    assert [one.reward for one in found] == [1.0]
 
 
 # --- mistakes -----------------------------------------------------------------------------------
@@ -290,6 +403,7 @@ def test_the_last_block_of_python_is_the_code():
         ({"judge_prompt": "{answer}"}, {}, "unknown place {answer}"),
         ({"judge_prompt": "{"}, {}, "cannot be read"),
         ({"judge_prompt": "grade"}, {}, "has no place for the response"),
+        ({"judge_prompt": "{response:d}"}, {}, "cannot be filled in"),
     ],
 )
 def test_mistakes_in_the_settings_are_one_sentence(rewards, task, told, tmp_path):

@@ -16,7 +16,9 @@ from trinity_schemas import Sampling  # noqa: E402
 from trinity_workers.algorithms.collate import collate  # noqa: E402
 from trinity_workers.algorithms.prepare import prepare  # noqa: E402
 from trinity_workers.algorithms.settings import preset_values  # noqa: E402
+from trinity_workers.collectives import PeerFailed  # noqa: E402
 from trinity_workers.config import TrainConfig  # noqa: E402
+from trinity_workers.engines.state_files import read_state, write_state  # noqa: E402
 from trinity_workers.lora_settings import LoraConfig  # noqa: E402
 from trinity_workers.roles import (  # noqa: E402
     ActorRolloutRefWorker,
@@ -114,6 +116,80 @@ def test_roles_train_as_a_training_step_does_and_generate_with_the_new_weights(r
         sampled = collate([group(prompt, [one.tokens], [one.logprobs], [1.0])], pad)
         again = actor.compute_log_prob(sampled)["proximal_logprobs"]
         torch.testing.assert_close(again[0], torch.tensor(one.logprobs), atol=1e-4, rtol=0)
+
+
+@pytest.fixture
+def generate(roles):
+    """Generates turns with the actor, and checks that the present weights sampled them."""
+    actor, _ = roles
+    pad = actor._step.models.policy.tokenizer.pad_token_id
+    prompt = [5, 6, 7]
+    request = GenerationRequest(
+        tokens=prompt, sampling=Sampling(max_new_tokens=5, seed=3), ordinal=0, sample=0
+    )
+
+    def generated():
+        [answer] = actor.generate_sequences([request])
+        sampled = collate([group(prompt, [answer.tokens], [answer.logprobs], [1.0])], pad)
+        present = actor.compute_log_prob(sampled)["proximal_logprobs"]
+        torch.testing.assert_close(present[0], torch.tensor(answer.logprobs), atol=1e-4, rtol=0)
+        return answer.logprobs
+
+    return generated
+
+
+def doubled(state):
+    return {name: 2 * value for name, value in state.items()}
+
+
+def load_checkpoint_of_others(actor, folder):
+    [path] = folder.glob("policy/model_world_size_1_rank_0.pt")
+    write_state(path, doubled(read_state(path)))
+    actor.load_checkpoint(str(folder))
+
+
+def load_state_of_others(actor, folder):
+    module = actor._step.models.policy.module
+    module.load_state_dict(doubled(module.state_dict()))
+
+
+@pytest.mark.parametrize("load", [load_checkpoint_of_others, load_state_of_others])
+def test_answers_after_a_load_are_of_the_loaded_weights_at_an_equal_step(
+    roles, generate, tmp_path, load
+):
+    actor, _ = roles
+    policy = actor._step.models.policy
+    actor.save_checkpoint(str(tmp_path))
+    before, steps = generate(), policy.steps
+    load(actor, tmp_path)
+    assert policy.steps == steps
+    assert generate() != before
+
+
+def test_weights_that_were_gathered_by_half_are_gathered_again(roles, generate, monkeypatch):
+    actor, _ = roles
+    policy = actor._step.models.policy
+    generate()
+    load_state_of_others(actor, None)
+    whole = policy.get_per_tensor_param
+
+    def interrupted():
+        yield next(whole())
+        raise PeerFailed("planted")
+
+    monkeypatch.setattr(policy, "get_per_tensor_param", interrupted)
+    with pytest.raises(PeerFailed):
+        generate()
+    monkeypatch.undo()
+    generate()
+
+
+def test_weights_that_have_not_changed_are_not_gathered_again(roles, generate, monkeypatch):
+    actor, _ = roles
+    policy = actor._step.models.policy
+    before = generate()
+    monkeypatch.setattr(policy, "get_per_tensor_param", None)
+    assert generate() == before
 
 
 def test_a_role_that_lacks_a_model_or_has_loaded_none_says_so(config):

@@ -73,6 +73,85 @@ def test_other_fields_may_hold_prompt_and_answer(write):
     assert (task.question(7).prompt, task.question(7).answer) == ("2 + 2 =", [4])
 
 
+VERL = {
+    "prompt": [{"role": "user", "content": "1 + 1?"}],
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"question": "1 + 1?", "index": 0},
+}
+
+
+def test_a_field_may_be_a_path_to_one_within_others(write):
+    path = write("q.jsonl", json.dumps(VERL | {"a.b": "dots"}))
+    cases = [
+        ("prompt", "reward_model.ground_truth", VERL["prompt"], "2"),
+        ("extra_info.question", "extra_info.index", "1 + 1?", 0),
+        ("prompt", "a.b", VERL["prompt"], "dots"),
+    ]
+    for prompt, answer, text, right in cases:
+        task = load_task(questions="q.jsonl", prompt=prompt, answer=answer, folder=path.parent)
+        question = task.question(0)
+        assert (question.prompt, question.answer) == (text, right)
+        assert question.data["reward_model"] == VERL["reward_model"]
+
+
+@pytest.mark.parametrize(
+    ("record", "answer", "reason"),
+    [
+        ({"answer": "2"}, "anwser", "did you mean 'answer'?"),
+        ({"reward_model": {"ground_truth": "2"}}, "ground_truth", "'reward_model.ground_truth'?"),
+        ({"reward_model": {"ground_truth": "2"}}, "reward_model.truth", "model.ground_truth'?"),
+        ({"solution": "2"}, "answer", "it has prompt, solution"),
+        ({"answer": None}, "answer", "it is null in each"),
+    ],
+)
+def test_an_answer_that_no_record_has_is_refused_with_the_nearest_field(
+    write, record, answer, reason
+):
+    path = write("q.jsonl", (json.dumps({"prompt": "a"} | record) + "\n") * 2)
+    message = refused(path.parent, "q.jsonl", answer=answer)
+    assert f"no record of q.jsonl has an answer in its field {answer!r}" in message
+    assert reason in message
+    task = load_task(questions="q.jsonl", answer=None, folder=path.parent)
+    assert task.question(0).answer is None
+    write("q.jsonl", path.read_text() + json.dumps({"prompt": "b", answer: "3"}))
+    task = load_task(questions="q.jsonl", answer=answer, folder=path.parent)
+    assert {task.question(number).answer for number in range(len(task))} <= {None, "3"}
+
+
+def test_questions_of_python_may_have_no_answer(write):
+    path = write(
+        "mine.py",
+        "from trinity_workers.tasks import Question\nlisted = [Question(prompt='b')] * 2\n",
+    )
+    assert load_task(questions="./mine.py:listed", folder=path.parent).question(0).answer is None
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path, encoding):
+    text = json.dumps({"prompt": "Gr\u00f6\u00dfe", "answer": "\u6570"}, ensure_ascii=False)
+    (tmp_path / "q.jsonl").write_bytes(text.encode(encoding))
+    question = load_task(questions="q.jsonl", folder=tmp_path).question(0)
+    assert (question.prompt, question.answer) == ("Gr\u00f6\u00dfe", "\u6570")
+
+
+@pytest.mark.parametrize(
+    ("encoding", "reason"), [("latin-1", "line 1 of"), ("utf-16", "is UTF-16, and is read as")]
+)
+def test_a_file_of_another_encoding_is_refused_with_the_way_to_convert_it(
+    tmp_path, encoding, reason
+):
+    text = json.dumps({"prompt": "Gr\u00f6\u00dfe", "answer": "1"}, ensure_ascii=False)
+    (tmp_path / "q.jsonl").write_bytes(text.encode(encoding))
+    message = refused(tmp_path, "q.jsonl")
+    assert reason in message
+    assert "iconv -t UTF-8 -f" in message
+
+
+def test_an_answer_that_is_no_number_of_json_is_refused(write):
+    path = write("mine.py", "listed = [{'prompt': 'a', 'answer': float('nan')}]\n")
+    assert "has the answer nan" in refused(path.parent, "./mine.py:listed")
+
+
 def test_held_out_questions_are_a_tenth_and_never_trained_on(jsonl):
     tasks = [
         load_task(questions="questions.jsonl", folder=jsonl.parent, seed=seed) for seed in (0, 1)
@@ -143,7 +222,7 @@ def test_prompts_become_chat_messages_on_demand(write):
         + json.dumps({"prompt": [{"role": "user", "content": "ho"}]}),
     )
     options = {"system": "Be brief.", "shuffle": False, "evaluation": "q.jsonl"}
-    task = load_task(questions="q.jsonl", folder=path.parent, options=options)
+    task = load_task(questions="q.jsonl", answer=None, folder=path.parent, options=options)
     assert [task.question(ordinal).prompt for ordinal in (0, 1)] == [
         [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
         for text in ("hi", "ho")
@@ -205,6 +284,7 @@ def test_questions_come_from_a_data_set(jsonl, monkeypatch):
     ("content", "told"),
     [
         ("{", "line 1 of {path} is no JSON"),
+        ("[" * 100_000, "line 1 of {path} is no JSON"),
         ("[1]", "record 1 of q.jsonl is list, not a mapping of fields to values"),
         (
             '{"promt": "a"}',

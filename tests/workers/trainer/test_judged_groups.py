@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import pickle
+
+import anyio
+import msgspec
 import pytest
 
 pytest.importorskip("torch")
 
 from tests.support.experiences import group
+from tests.support.rollout_parts import Parts, samples_of
+from tests.support.waits import PATIENCE
 from trinity_events.rollouts import Group
-from trinity_workers.algorithms.settings import FiltersConfig
-from trinity_workers.trainer.supply import judged
+from trinity_events.waits import NO_REPORTS
+from trinity_schemas import RolloutsDispatched, decode_envelope
+from trinity_workers.algorithms.settings import AlgorithmConfig, FiltersConfig
+from trinity_workers.config import RolloutsConfig, RunConfig, SyncConfig
+from trinity_workers.trainer.supply import GroupsFiltered, RolloutSupply, judged
 
 DYNAMIC = FiltersConfig(zero_variance="resample")
 
@@ -31,3 +40,47 @@ def sampled(rewards):
 )
 def test_a_group_is_taken_or_dropped(rewards, filters, verdict):
     assert judged(sampled(rewards), filters) == verdict
+
+
+async def test_a_step_that_got_groups_of_equal_rewards_alone_fails_with_their_number(
+    client, publisher, log, redis_url, run_id, tmp_path
+):
+    parts = Parts(client, publisher, run_id)
+    dispatcher = await parts.dispatcher(window=64)
+    config = RunConfig(
+        run_id=run_id,
+        epoch=publisher.epoch,
+        redis_url=redis_url,
+        weights_url=redis_url,
+        checkpoint_folder=tmp_path,
+        model_folder=tmp_path,
+        steps=1,
+        rollouts=RolloutsConfig(prompts_per_step=2),
+        algorithm=AlgorithmConfig(filters=DYNAMIC),
+        sync=SyncConfig(timeout=1.0),
+    )
+    supply = RolloutSupply(config, dispatcher, NO_REPORTS)
+    answered = []
+
+    async def explore():
+        explorer = parts.explorer()
+        for _ in range(3):
+            for claim in await explorer.claim(2, seconds=PATIENCE):
+                equal = [msgspec.structs.replace(one, reward=0.5) for one in samples_of(claim)]
+                await explorer.answer(claim, equal)
+                answered.append(claim.request.ordinal)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(explore)
+        await supply.ask(0)
+        with pytest.raises(GroupsFiltered) as caught:
+            await supply.take(1)
+        tasks.cancel_scope.cancel()
+    error = caught.value
+    assert (error.run_id, error.step, error.filtered) == (run_id, 1, len(answered))
+    assert f"{len(answered)} groups were dropped" in str(error)
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.filtered) == (str(error), error.filtered), "Ray carries it"
+    events = [decode_envelope(entry.payload).event for entry in await log.read(limit=1000)]
+    dropped = [one.dropped for one in events if isinstance(one, RolloutsDispatched) if one.dropped]
+    assert dropped == [{"filtered": ((0, len(answered) - 1),)}]

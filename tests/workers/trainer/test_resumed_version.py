@@ -22,9 +22,9 @@ from trinity_events.log import Publisher, SyncEventLog, new_producer, open_run  
 from trinity_events.server import open_client  # noqa: E402
 from trinity_events.weights import model_digest  # noqa: E402
 from trinity_schemas import StepRef  # noqa: E402
-from trinity_workers.background_tasks import background_tasks  # noqa: E402
 from trinity_workers.engines.fsdp import write_huggingface  # noqa: E402
 from trinity_workers.engines.model_folder import write_model_folder  # noqa: E402
+from trinity_workers.explorer.run_follower import followed_run  # noqa: E402
 from trinity_workers.explorer.versions import VersionFollower  # noqa: E402
 from trinity_workers.learning.policy import load_policy  # noqa: E402
 from trinity_workers.trainer.fleet import RayTrainerFleet  # noqa: E402
@@ -90,7 +90,6 @@ async def test_a_run_that_was_killed_announces_its_checkpoints_version_anew_and_
     resumed = msgspec.structs.replace(config, epoch=epoch, resumed_step=STEP)
     served, _ = load_policy(config.model_folder)
     fleet = FleetWithoutRanks(resumed)
-    versions = VersionFollower(run_id, epoch, redis_url, method="checkpoint")
     explorer = Synchronizer(
         *(run_id, 0), redis_url=redis_url, role="explorer", checkpoint_folder=root / run_id
     )
@@ -99,13 +98,15 @@ async def test_a_run_that_was_killed_announces_its_checkpoints_version_anew_and_
         held = hold_checkpoint(run_id, STEP, redis_url=redis_url, checkpoint_root=root)
         async with (
             reducer_task(redis_url, run_id, root),
-            background_tasks(versions.follow),
+            followed_run(run_id, redis_url) as run,
             held as folder,
         ):
+            versions = VersionFollower(run, epoch, method="checkpoint")
             before = times(folder)
             await fleet.load_checkpoint(folder, STEP)
             await fleet.save_state_dict()
-            announced = await versions.wait(STEP, deadline=PATIENCE)
+            async with versions.listening():
+                announced = await versions.wait(STEP, deadline=PATIENCE)
             assert (announced.epoch, announced.step) == (epoch, STEP)
             await anyio.to_thread.run_sync(explorer.apply, served, announced)
             assert times(folder) == before

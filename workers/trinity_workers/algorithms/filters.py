@@ -9,19 +9,25 @@ from trinity_schemas import Experience
 from .errors import AlgorithmError
 from .settings import FiltersConfig
 
+EQUAL_WITHIN = 1e-6
+"""Difference within which the rewards of a group are equal; above 1, as a share of the largest. It
+is several roundings in float32, in which reward models compute."""
+
 
 def is_informative(group: Sequence[Experience], config: FiltersConfig) -> bool:
     """Return False for a group that dynamic sampling drops: all of its rewards are equal.
 
     Source: DAPO (arXiv 2503.14476) eq. 11, 0 < number of right answers < G. The named part of the
-    reward is compared, if there is one.
+    reward is compared, if there is one. Rewards are equal within :data:`EQUAL_WITHIN`.
 
     Raises:
         AlgorithmError: if an experience does not have the named part.
     """
     if config.zero_variance != "resample":
         return True
-    return len({_compared(one, config.part) for one in group}) > 1
+    rewards = [_compared(experience, config.part) for experience in group]
+    low, high = min(rewards), max(rewards)
+    return high - low > EQUAL_WITHIN * max(1.0, abs(low), abs(high))
 
 
 def _compared(experience: Experience, part: str | None) -> float:

@@ -21,6 +21,10 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Normalisation = Literal["token-mean", "sequence-mean", "sequence-mean-token-sum", "constant"]
 Scale = Literal["group", "batch", "none"]
 
+_DEVIATION_EPSILON = 1e-4
+"""Value of TRL's `GRPOTrainer`: rewards that differ by 1e-5, by a reward model's noise for example,
+have advantages below 0.1 then. With veRL's 1e-6 these are near 1."""
+
 
 class KLConfig(Section, frozen=True, kw_only=True):
     """Penalty for the distance from a reference policy."""
@@ -123,6 +127,9 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     estimator's own."""
     deviation: Literal["population", "sample"] = "population"
     """Deviations are divided by n, or by n - 1."""
+    deviation_epsilon: NotNegative = _DEVIATION_EPSILON
+    """Number that is added to the deviation of a group, in advantage grpo with scale group. TRL
+    adds 1e-4, veRL 1e-6."""
     gamma: Share = 1.0
     """Discount of rewards, by token."""
     gae_lambda: Share = 1.0
@@ -365,6 +372,12 @@ def _of_advantages(
             ("advantage", "scale"),
             f"{advantage} {config.advantage} cannot be divided by the deviation of its "
             f"{config.scale}: {scale} is {' or '.join(allowed)}, or left out",
+        )
+    if config.deviation_epsilon != _DEVIATION_EPSILON and config.divisor != "group":
+        yield (
+            ("deviation_epsilon", "advantage", "scale"),
+            f"{named('deviation_epsilon')} is added to the deviation of a group, and {advantage} "
+            f"{config.advantage} is divided by none here: leave it out, or set {scale} group",
         )
     if samples == 1 and config.advantage in _COMPARING:
         yield (

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .aggregation import masked_sum
+from .filters import EQUAL_WITHIN
 from .settings import AlgorithmConfig
 from .types import Reduce
 
@@ -25,7 +26,7 @@ class GroupStatistics(NamedTuple):
     size: Tensor
     """int64. Rows of the group."""
     equal: Tensor
-    """bool. True if all values of the group are equal."""
+    """bool. True if all values of the group are equal within :data:`.filters.EQUAL_WITHIN`."""
 
 
 def group_statistics(values: Tensor, groups: Tensor, config: AlgorithmConfig) -> GroupStatistics:
@@ -48,8 +49,9 @@ def group_statistics(values: Tensor, groups: Tensor, config: AlgorithmConfig) ->
     deviation = (squares / divisor.clamp(min=1)).sqrt()[place]
     low = empty.scatter_reduce(0, place, exact, "amin", include_self=False)[place]
     high = empty.scatter_reduce(0, place, exact, "amax", include_self=False)[place]
-    # Tested on the values: the deviation of equal ones may be a rounding error above 0.
-    equal = low == high
+    # Tested on the values, as :func:`.filters.is_informative` does: the deviation of equal values
+    # may be a rounding error above 0.
+    equal = high - low <= EQUAL_WITHIN * torch.maximum(low.abs(), high.abs()).clamp(min=1.0)
     return GroupStatistics(mean, deviation, count[place], equal)
 
 

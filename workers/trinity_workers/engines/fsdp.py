@@ -31,7 +31,7 @@ from ..learning.adapters import adapter_config, adapter_tree, without_adapters
 from ..learning.packing import check_isolation
 from ..offload import FrozenOffload, Offload
 from .adapter_folder import BaseModel, check_adapters, describe_adapters
-from .base import trained_module
+from .base import refuse_load_arguments, refuse_save_arguments, trained_module
 from .buffers import saved_buffers
 from .fsdp_options import FSDPOptions
 from .learning_rate import LearningRate, learning_rate_of
@@ -47,6 +47,7 @@ from .reshard import (
     states_of_shards,
 )
 from .state_files import copied, read_state, write_state
+from .weight_changes import WeightChanges
 
 # Below this number of parameters, one all-gather is faster than one per layer.
 _SHARD_LAYERS_FROM = 10_000_000
@@ -112,6 +113,7 @@ class FSDPEngine:
             trained_module(self).parameters(), lr=rate.highest, betas=(0.9, 0.99), fused=True
         )
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rate.share)
+        self.weight_changes = WeightChanges(self.module, self.optimizer)
         self._memory = ModelMemory(
             offload,
             lambda: _settled_parameters(self.module),
@@ -192,6 +194,9 @@ class FSDPEngine:
     def _full_tensors(self, dtypes: dict[str, torch.dtype]) -> Iterator[tuple[str, torch.Tensor]]:
         copy = not self._memory.is_resident()  # else a tensor of one rank alone may be a view
         with self.resident():
+            # A forward pass without a backward leaves parameters gathered, in the dtype in which
+            # they compute.
+            reshard(self.module)
             module = trained_module(self)
             for name, tensor in chain(module.named_parameters(), saved_buffers(module)):
                 value = tensor.detach().to(dtypes.get(name, tensor.dtype))
@@ -229,8 +234,14 @@ class FSDPEngine:
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
     ) -> None:
-        """Write model and training state below ``local_path``; durable on return. Collective."""
-        del hdfs_path, global_step, max_ckpt_to_keep
+        """Write model and training state below ``local_path``; durable on return. Collective.
+
+        ``global_step`` has no effect.
+
+        Raises:
+            ArgumentRefused: for ``hdfs_path`` and ``max_ckpt_to_keep``.
+        """
+        refuse_save_arguments(self, hdfs_path, max_ckpt_to_keep)
         folder = Path(local_path)
         with together():
             state = copied(trained_module(self).state_dict())
@@ -252,16 +263,17 @@ class FSDPEngine:
             FileNotFoundError: if a shard is missing.
             ReshardRefused: if the shards do not fit the model.
             AdaptersRefused: if they are of other adapters, or of another base.
+            ArgumentRefused: for ``hdfs_path`` and ``del_local_after_load``.
             PeerFailed: if another rank could not read its shard; nothing is loaded then.
         """
-        del hdfs_path, del_local_after_load
+        refuse_load_arguments(self, hdfs_path, del_local_after_load)
         folder = Path(local_path)
         with together():
             if dist.get_rank() == 0:
                 config = None if self.adapters is None else adapter_config(self.module)
                 check_adapters(folder / MODEL_FOLDER[-1], config, self._base)
             model, training = self._read_shards(folder, saved_world(folder))
-        self.module.reshard()  # what was gathered of adapters would be of their earlier values
+        reshard(self.module)  # what was gathered of adapters would be of their earlier values
         trained_module(self).load_state_dict(model)
         self.optimizer.load_state_dict(training["optimizer"])
         self.scheduler.load_state_dict(training["scheduler"])
@@ -322,10 +334,15 @@ def frozen_policy(
 
 def _settled_parameters(module: Any) -> Iterator[torch.Tensor]:
     """Yield the sharded parameters, after freeing what was gathered of them."""
-    for one in module.modules():
-        if isinstance(one, FSDPModule):
-            one.reshard()
+    reshard(module)
     yield from module.parameters()
+
+
+def reshard(module: Any) -> None:
+    """Free what was gathered of a model's parameters, which are then those of the optimizer."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def shard_name(what: str) -> str:

@@ -23,6 +23,7 @@ SHARD_BYTES = 512 << 20
 INDEX = "model.safetensors.index.json"
 DTYPE_NAMES = {DTYPES[dtype]: name for name, dtype in FILE_DTYPES.items()}
 """Names of the dtypes in safetensors files."""
+_NAMED_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _HEADER_ROOM = 64 << 10
 """Bytes that a file reserves for its header, which is written last: the tensors to come are not
 known. A file ends where its header would take more."""
@@ -213,20 +214,29 @@ class FolderReader:
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return one tensor. Raises IncompatibleWeights if the folder has none of that name."""
-        if name not in self._where:
-            raise IncompatibleWeights(
-                f"{self._folder} has no tensor {name}: is its config.json the one of its weights?"
-            )
+        self._check_name(name)
         found: torch.Tensor = self._open(self._where[name]).get_tensor(name)
         return found
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the tensor's dtype without reading values."""
-        return self.tensor(name).dtype
+        """Return the tensor's dtype without reading values.
+
+        It comes from the header: a tensor of the library maps 64 KiB of the file as it is made, so
+        that the dtypes of a model of many layers would take as much memory as several layers.
+        """
+        self._check_name(name)
+        dtype = _NAMED_DTYPES.get(self._open(self._where[name]).get_slice(name).get_dtype())
+        return self.tensor(name).dtype if dtype is None else dtype
 
     def forget(self) -> None:
         """Close the memory-mapped files: the pages that were read count as memory until then."""
         self._files.clear()
+
+    def _check_name(self, name: str) -> None:
+        if name not in self._where:
+            raise IncompatibleWeights(
+                f"{self._folder} has no tensor {name}: is its config.json the one of its weights?"
+            )
 
     def _open(self, file: str) -> Any:
         from safetensors import safe_open

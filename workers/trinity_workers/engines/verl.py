@@ -19,12 +19,18 @@ from trinity_events.errors import TrinityError
 from ..algorithms.logits import TokenStatistics
 from ..collectives import together
 from ..learning.policy import load_tokenizer
-from .base import NamedTensors, per_tensor_params
-from .fsdp import shard_name, write_description
+from .base import (
+    NamedTensors,
+    per_tensor_params,
+    refuse_load_arguments,
+    refuse_save_arguments,
+)
+from .fsdp import reshard, shard_name, write_description
 from .learning_rate import LearningRate
 from .model_folder import FolderReader, has_weights
 from .reshard import model_from_folder
 from .state_files import copied, read_state, write_state
+from .weight_changes import WeightChanges
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -75,6 +81,7 @@ class VerlEngine:
         self.verl = _initialized(folder, device, options)
         dtype: torch.dtype = getattr(torch, options.dtype)
         self.published_dtypes = {name: dtype for name, _ in self.module.named_parameters()}
+        self.weight_changes = WeightChanges(self.module, self.verl.optimizer)
 
     @property
     def module(self) -> Any:
@@ -135,6 +142,7 @@ class VerlEngine:
 
     def master_params(self) -> NamedTensors:
         """Yield full parameters in the dtype of the optimizer. Collective."""
+        reshard(self.module)  # as in FSDPEngine
         for name, parameter in self.module.named_parameters():
             value = parameter.detach()
             yield name, value.full_tensor() if isinstance(value, DTensor) else value
@@ -156,8 +164,14 @@ class VerlEngine:
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
     ) -> None:
-        """Write model and training state below ``local_path``; durable on return. Collective."""
-        del hdfs_path, global_step, max_ckpt_to_keep
+        """Write model and training state below ``local_path``; durable on return. Collective.
+
+        ``global_step`` has no effect.
+
+        Raises:
+            ArgumentRefused: for ``hdfs_path`` and ``max_ckpt_to_keep``.
+        """
+        refuse_save_arguments(self, hdfs_path, max_ckpt_to_keep)
         folder = Path(local_path)
         with together():
             write_state(folder / shard_name("model"), copied(self.module.state_dict()))
@@ -174,10 +188,11 @@ class VerlEngine:
         The model may also be a Hugging Face folder with weights.
 
         Raises:
+            ArgumentRefused: for ``hdfs_path`` and ``del_local_after_load``.
             FileNotFoundError: if a shard is missing.
             PeerFailed: if another rank could not read its shard; nothing is loaded then.
         """
-        del hdfs_path, del_local_after_load
+        refuse_load_arguments(self, hdfs_path, del_local_after_load)
         folder = Path(local_path)
         with together():
             model = self._read_model(folder)

@@ -82,7 +82,7 @@ def _replied(runner: asyncio.Runner, reply: Replier, payload: bytes) -> Replied 
         value = reply(asked.question, asked.messages)
         if inspect.isawaitable(value):
             value = runner.run(_awaited(value))
-    except Exception as error:
+    except BaseException as error:  # such as a cancelled task, or an exit
         return Raised(_told(error))
     try:
         encoded(Replied(value))

@@ -47,6 +47,7 @@ from .demand import VersionDemand
 from .evaluation import EngineTurns, EvaluationAnswers
 from .installer import VersionInstaller
 from .prefetch import VersionPrefetcher
+from .run_follower import RunFollower, followed_run
 from .versions import RunEnded, VersionFollower
 
 logger = logging.getLogger(__name__)
@@ -112,6 +113,11 @@ class Explorer:
         """Name of the explorer in events."""
         return f"{ROLE}-{self.rank}"
 
+    @property
+    def groups(self) -> int:
+        """Return the number of groups that it has answered."""
+        return self._groups
+
     def process(self) -> Process:
         """Return the process that it runs in."""
         return this_process()
@@ -163,15 +169,23 @@ class Explorer:
         )
         return load_engine(config.explorer.engine, options)
 
-    async def explore(self) -> ExplorationResult:
+    async def explore(self, run: RunFollower | None = None) -> ExplorationResult:
         """Answer requests until the weights of the last step are installed.
+
+        Args:
+            run: Follower of the run that this process has; None makes one for the call.
 
         Raises:
             RunEnded: The run was closed before that, or opened anew.
             DeadlineExceeded: The trainer neither asked nor published for ``sync.timeout``.
         """
         try:
-            return await self._run()
+            async with AsyncExitStack() as exits:
+                if run is None:
+                    run = await exits.enter_async_context(
+                        followed_run(self.config.run_id, self.config.redis_url)
+                    )
+                return await self._run(run)
         except BaseExceptionGroup as errors:
             # Ray passes one error on, and no group.
             error = first_error(errors)
@@ -181,15 +195,17 @@ class Explorer:
                 await self._exits.aclose()
             self.leave()
 
-    async def _run(self) -> ExplorationResult:
+    async def _run(self, run: RunFollower) -> ExplorationResult:
         config = self.config
-        versions = VersionFollower(
-            config.run_id, config.epoch, config.redis_url, method=config.sync.method
-        )
+        versions = VersionFollower(run, config.epoch, method=config.sync.method)
         installer = VersionInstaller(
             config, self._engine, self._synchronizer, versions, self._prefetcher
         )
-        async with connect(config.redis_url) as client, anyio.create_task_group() as tasks:
+        async with (
+            connect(config.redis_url) as client,
+            versions.listening(),
+            self._prefetcher.listening(run),
+        ):
             requests = self._client_of(client)
             evaluations = self._client_of(client, evaluation_keys(config.run_id))
             answers = EvaluationAnswers(
@@ -200,8 +216,6 @@ class Explorer:
                 self._turns,
                 at_once=config.groups_per_claim,
             )
-            tasks.start_soon(versions.follow)
-            tasks.start_soon(self._prefetcher.follow)
             await self._say("running")
             try:
                 return await self._explore(requests, versions, installer, answers)
@@ -213,7 +227,6 @@ class Explorer:
                     if self._held_out:
                         await evaluations.leave()
                     await self._say("stopped")
-                tasks.cancel_scope.cancel()
         raise AssertionError("unreachable")
 
     def _client_of(self, client: redis.asyncio.Redis, keys: RunKeys | None = None) -> RolloutClient:

@@ -13,10 +13,10 @@ import anyio.to_thread
 from anyio.abc import TaskGroup
 
 from trinity_events.errors import TrinityError
-from trinity_events.subscriptions import subscribe
-from trinity_schemas import VersionOpened
+from trinity_schemas import PublicationStarted
 
 from ..config import RunConfig
+from .run_follower import Followed, RunFollower
 
 if TYPE_CHECKING:
     import torch
@@ -40,32 +40,29 @@ class VersionPrefetcher:
         self._synchronizer = synchronizer
         self._stop = threading.Event()
         self._lock = anyio.Lock()
-        self._opened: VersionOpened | None = None
-        """Version that is being published, as far as the log told."""
+        self._opened: PublicationStarted | None = None
+        """Version that is being published, as far as the run's announcements say."""
         self._into: torch.nn.Module | None = None
         self._tasks: TaskGroup | None = None
 
-    async def follow(self) -> None:
-        """Follow the log until cancelled; without the log, nothing is prefetched."""
-        try:
-            await self._follow()
-        except* TrinityError as errors:
-            logger.warning("weights are verified only once they are announced: %s", errors)
-
-    async def _follow(self) -> None:
-        config = self._config
+    @asynccontextmanager
+    async def listening(self, run: RunFollower) -> AsyncIterator[None]:
+        """Read each version as its publication is announced, for the block."""
         async with anyio.create_task_group() as tasks:
             self._tasks = tasks
             try:
-                events = subscribe(config.run_id, VersionOpened, redis_url=config.redis_url)
-                async with events:
-                    async for delivered in events:
-                        if delivered.envelope.epoch == config.epoch:
-                            self._opened = delivered.event
-                            self._begin()
+                async with run.listening(self._hear):
+                    yield
             finally:
                 self._tasks = None
                 self._stop.set()  # The thread is waited for, and sees no cancellation.
+                tasks.cancel_scope.cancel()
+
+    async def _hear(self, announcement: Followed) -> None:
+        match announcement:
+            case PublicationStarted(epoch=epoch) if epoch == self._config.epoch:
+                self._opened = announcement
+                self._begin()
 
     def _begin(self) -> None:
         """Read the version that is being published; the one before is whole, or never will be."""
@@ -98,7 +95,7 @@ class VersionPrefetcher:
             yield
 
     async def _read(
-        self, opened: VersionOpened, stop: threading.Event, into: torch.nn.Module | None
+        self, opened: PublicationStarted, stop: threading.Event, into: torch.nn.Module | None
     ) -> None:
         config = self._config
         async with self._lock:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractAsyncContextManager, nullcontext
+
 import anyio
 
 from trinity_events.errors import DeadlineExceeded, TrinityError, VersionUnavailable
-from trinity_events.subscriptions import subscribe
-from trinity_schemas import (
-    RunClosed,
-    RunOpened,
-    RunResumed,
-    StepReady,
-    StepRef,
-    TrainerStatusChanged,
-    VersionPartPublished,
-)
+from trinity_events.subscriptions import subscription_on
+from trinity_schemas import EpochClosed, StepReady, StepRef, TrainingEnded, VersionResent
 
 from ..config import SyncMethod
 from ..sync_method import is_version
+from .run_follower import Followed, RunFollower
 
 _KEPT = 4
 """Announced versions that are remembered; a reducer retires all but two."""
@@ -28,78 +23,56 @@ class RunEnded(TrinityError):
 
 
 class VersionFollower:
-    """Follows the ready weight versions of one epoch, and keeps the newest.
+    """Ready weight versions of one epoch, of which it keeps the newest.
 
     Args:
-        run_id: The run.
+        run: Follower of the run.
         epoch: The epoch.
-        redis_url: The server of the log.
         method: The run's sync method. Versions are files with `checkpoint`; with `nccl`, one may be
             sent again.
     """
 
-    def __init__(
-        self, run_id: str, epoch: int, redis_url: str, *, method: SyncMethod = "memory"
-    ) -> None:
-        self._run_id = run_id
+    def __init__(self, run: RunFollower, epoch: int, *, method: SyncMethod = "memory") -> None:
+        self._run = run
+        self._run_id = run.log.run_id
         self._epoch = epoch
-        self._redis_url = redis_url
         self._method = method
         self._changed = anyio.Condition()
         self.newest: StepReady | None = None
         self._announced: dict[int, StepReady] = {}
         self._skipped: StepRef | None = None
-        self._closed: RunClosed | None = None
+        self._closed: EpochClosed | None = None
         self._newer_epoch: int | None = None
-        self._trainer_stopped = False
+        self._training_ended = False
 
-    async def follow(self) -> None:
-        """Follow until cancelled."""
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._follow_end)
-            if self._method == "nccl":
-                tasks.start_soon(self._follow_sent)
-            async with subscribe(self._run_id, StepReady, redis_url=self._redis_url) as events:
-                async for delivered in events:
-                    event = delivered.event
-                    if event.epoch == self._epoch and is_version(event, self._method):
-                        async with self._changed:
-                            self.newest = event
-                            self._announced[event.step] = event
-                            for old in list(self._announced)[:-_KEPT]:
-                                del self._announced[old]
-                            self._changed.notify_all()
+    def listening(self) -> AbstractAsyncContextManager[None]:
+        """Listen to the run's announcements for the block."""
+        return self._run.listening(self._hear)
 
-    async def _follow_end(self) -> None:
-        events = subscribe(
-            self._run_id,
-            *(RunOpened, RunResumed, RunClosed, TrainerStatusChanged),
-            redis_url=self._redis_url,
-            start="beginning",
-        )
-        async with events:
-            async for delivered in events:
-                epoch, event = delivered.envelope.epoch, delivered.event
-                if epoch < self._epoch:
-                    continue
-                async with self._changed:
-                    if epoch > self._epoch:
-                        self._newer_epoch = epoch
-                    elif isinstance(event, RunClosed):
-                        self._closed = event
-                    elif isinstance(event, TrainerStatusChanged):
-                        self._trainer_stopped = event.status == "stopped"
-                    self._changed.notify_all()
+    async def _hear(self, announcement: Followed) -> None:
+        epoch = announcement.epoch
+        if epoch < self._epoch:
+            return
+        async with self._changed:
+            if epoch > self._epoch:
+                self._newer_epoch = epoch
+            elif isinstance(announcement, StepReady):
+                if is_version(announcement, self._method):
+                    self._note(announcement)
+            elif isinstance(announcement, EpochClosed):
+                self._closed = announcement
+            elif isinstance(announcement, TrainingEnded):
+                self._training_ended = True
+            elif isinstance(announcement, VersionResent):
+                resent = StepRef(epoch, announcement.step)
+                self._skipped = None if resent == self._skipped else self._skipped
+            self._changed.notify_all()
 
-    async def _follow_sent(self) -> None:
-        events = subscribe(self._run_id, VersionPartPublished, redis_url=self._redis_url)
-        async with events:
-            async for delivered in events:
-                ref = StepRef(delivered.envelope.epoch, delivered.event.step)
-                if ref == self._skipped:
-                    async with self._changed:
-                        self._skipped = None
-                        self._changed.notify_all()
+    def _note(self, ready: StepReady) -> None:
+        self.newest = ready
+        self._announced[ready.step] = ready
+        for old in list(self._announced)[:-_KEPT]:
+            del self._announced[old]
 
     def skip(self, version: StepRef) -> None:
         """Wait for no version of this step, unless it is sent again."""
@@ -122,7 +95,15 @@ class VersionFollower:
         known = self._announced.get(version.step)
         if known is not None or self.newest is None:
             return self._found(version, known)
-        events = subscribe(self._run_id, StepReady, redis_url=self._redis_url, start="beginning")
+        events = subscription_on(
+            lambda: nullcontext(self._run.log),
+            self._run_id,
+            StepReady,
+            start="beginning",
+            group=None,
+            deadline=None,
+            claim_after=1.0,
+        )
         async with events:
             async for delivered in events:
                 event = delivered.event
@@ -144,7 +125,7 @@ class VersionFollower:
     async def until_trainer_stops(self) -> None:
         """Wait until the trainer has stopped, or the run was closed or opened anew."""
         async with self._changed:
-            while not self._trainer_stopped and self._closed is None and self._newer_epoch is None:
+            while not self._training_ended and self._closed is None and self._newer_epoch is None:
                 await self._changed.wait()
 
     async def wait(self, step: int, *, deadline: float | None) -> StepReady:

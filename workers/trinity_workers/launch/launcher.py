@@ -179,6 +179,7 @@ async def _run(options: LaunchOptions, report: Report) -> None:
                 config=settings.to_text(),
                 save_strategy=settings.checkpoints.strategy,
                 transport=chosen.told(),
+                above=0 if earlier is None else earlier.reached.epoch,
             ),
             redis_url=redis_url,
             weights_url=weights_url,

@@ -67,7 +67,8 @@ def check_adapters(lora: LoraConfig, folder: Path | None) -> None:
 
     make: Any = AutoModelForCausalLM  # its methods have no annotations
     with torch.device("meta"):
-        model = make.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        model = make.from_config(config, trust_remote_code=False)
     _targets(model, lora, folder)
 
 

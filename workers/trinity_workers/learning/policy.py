@@ -115,6 +115,7 @@ def load_policy(
             dtype=getattr(torch, dtype),
             attn_implementation="sdpa",
             local_files_only=True,
+            trust_remote_code=False,
         )
     table: Any = model.get_input_embeddings()
     known = int(table.weight.shape[0])
@@ -131,7 +132,7 @@ def context_length(folder: Path) -> int | None:
     from transformers import AutoConfig
 
     with _told_as(f"config.json in {folder} cannot be read"):
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     found: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return found
 
@@ -151,12 +152,14 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
             "folder"
         )
     with _told_as(f"the tokenizer in {folder} cannot be loaded"):
-        AutoConfig.from_pretrained(folder, local_files_only=True)
+        AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         # The file as it is: AutoTokenizer takes the class of the model's type, with its own rules
         # of splitting (a Qwen2's tokenizer of single characters loses its spaces).
         whole = (folder / "tokenizer.json").is_file()
         kind: Any = PreTrainedTokenizerFast if whole else AutoTokenizer
-        tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(folder, local_files_only=True)
+        tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     if tokenizer.eos_token_id is None:
         raise BadPolicy(
             f"the tokenizer in {folder} has no end of sequence (eos_token): set it in "
@@ -179,14 +182,17 @@ def encode_prompt(
 ) -> list[int]:
     """Return a prompt's token ids: text as it is, chat messages by the chat template.
 
-    Pass ``answered`` if the last message is the answer, so that no other one is begun.
+    Text gets what its tokenizer puts before a text, such as a beginning of sequence, once. It gets
+    nothing after it: a policy that reads an end of sequence begins another text.
+
+    Pass ``answered`` if the last message is the answer, so that no other one is begun, or if text
+    has its answer, so that its tokenizer may end it.
 
     Raises BadPolicy if the tokenizer has no template, or the template refuses the messages.
     """
     tokens: list[int]
     if isinstance(prompt, str):
-        tokens = tokenizer.encode(prompt)
-        return tokens
+        return _encode_text(tokenizer, prompt, ended=answered)
     if not tokenizer.chat_template:
         raise BadPolicy(
             "a prompt has chat messages, and the model's tokenizer has no chat template: ask "
@@ -198,6 +204,24 @@ def encode_prompt(
             prompt, add_generation_prompt=not answered, tokenize=True, return_dict=False
         )
     return tokens
+
+
+def _encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, ended: bool) -> list[int]:
+    """Return the tokens of a text, between those that its tokenizer adds and the text lacks."""
+    tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    whole: list[int] = tokenizer.encode(text)
+    places = range(len(whole) - len(tokens) + 1)
+    begin = next((at for at in places if whole[at : at + len(tokens)] == tokens), None)
+    if begin is None:  # such as a tokenizer that splits a text in another way at its begin
+        before = whole[:1] if whole[:1] == [tokenizer.bos_token_id] else []
+        after = whole[-1:] if whole[-1:] == [tokenizer.eos_token_id] else []
+    else:
+        before, after = whole[:begin], whole[begin + len(tokens) :]
+    if tokens[: len(before)] == before:
+        before = []
+    if not ended or (after and tokens[-len(after) :] == after):
+        after = []
+    return [*before, *tokens, *after]
 
 
 def _require_readable(folder: Path) -> None:

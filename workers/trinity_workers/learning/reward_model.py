@@ -56,6 +56,7 @@ def load_reward_model(
             dtype=getattr(torch, dtype),
             attn_implementation="sdpa",
             local_files_only=True,
+            trust_remote_code=False,
         )
     except (OSError, ValueError, RuntimeError) as error:
         told = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -71,7 +72,7 @@ def load_reward_model(
 def _config(folder: Path) -> Any:
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(folder, local_files_only=True)
+    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 class RewardModel(NamedTuple):
@@ -128,7 +129,8 @@ class RewardTokens:
     def _anew(self, prompt: list[int], answer: list[int], ordinal: int) -> list[int]:
         """Return an episode in the reward model's tokens."""
         if not self._own.chat_template:
-            return encode_prompt(self._own, self._text(prompt) + self._text(answer))
+            text = self._text(prompt) + self._text(answer)
+            return encode_prompt(self._own, text, answered=True)
         said: Message = {"role": "assistant", "content": self._text(answer)}
         return encode_prompt(self._own, [*self._messages(prompt, ordinal), said], answered=True)
 

@@ -2,4 +2,5 @@
 
 from .child import main
 
-main()
+if __name__ == "__main__":  # multiprocessing imports this module in processes that it spawns
+    main()

@@ -10,7 +10,7 @@ import asyncio
 import faulthandler
 import inspect
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -90,8 +90,15 @@ def main() -> None:
         tell(Verdict(fault=str(error)))
         return
     tell(Verdict())
-    while (request := _read(frames, Judge)) is not None:
-        asyncio.run(_judge(function, request, source.deadline, tell))
+    # One loop for the life of the process: what a coroutine function makes once, such as a
+    # semaphore or a client's connections, belongs to the loop in which it was first used. It is
+    # not the thread's own, which a function may set, run and close.
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+        while (request := _read(frames, Judge)) is not None:
+            try:
+                _judge(runner, function, request, source.deadline, tell)
+            finally:
+                faulthandler.cancel_dump_traceback_later()
 
 
 def _read(frames: BinaryIO, kind: Any) -> Any:
@@ -99,37 +106,62 @@ def _read(frames: BinaryIO, kind: Any) -> Any:
     return None if payload is None else msgspec.json.decode(payload, type=kind)
 
 
-async def _judge(
-    function: Callable[..., Any], request: Judge, deadline: float, tell: Callable[[Verdict], None]
+def _judge(
+    runner: asyncio.Runner,
+    function: Callable[..., Any],
+    request: Judge,
+    deadline: float,
+    tell: Callable[[Verdict], None],
 ) -> None:
-    """Tell a verdict on each answer; those of a coroutine function run side by side."""
+    """Tell a verdict on each answer; those that are awaited are judged side by side.
 
-    async def one(index: int, answer: Answer) -> None:
-        # In C, so it ends even a function that never lets go of the interpreter.
-        faulthandler.dump_traceback_later(_SELF_END * deadline, exit=True)
-        tell(await _verdict(function, index, request.question, answer, deadline))
+    The function is called while no loop runs, so that it may run one itself. A coroutine function
+    does nothing before its coroutine is awaited.
+    """
+    awaited = []
+    for index, answer in enumerate(request.answers):
+        _end_after(deadline)
+        try:
+            value = function(request.question, answer)
+        except BaseException as error:  # all that ends the function is its fault, not the process's
+            tell(Verdict(index=index, fault=_raised(error)))
+            continue
+        if inspect.isawaitable(value):
+            awaited.append(_await_verdict(index, value, deadline, tell))
+        else:
+            tell(_verdict(index, value))
+    if awaited:
+        runner.run(_gather(awaited))
 
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            for index, answer in enumerate(request.answers):
-                tasks.create_task(one(index, answer))
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+
+async def _gather(verdicts: Iterable[Coroutine[Any, Any, None]]) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        for verdict in verdicts:
+            tasks.create_task(verdict)
 
 
-async def _verdict(
-    function: Callable[..., Any], index: int, question: Question, answer: Answer, deadline: float
-) -> Verdict:
+async def _await_verdict(
+    index: int, value: Awaitable[Any], deadline: float, tell: Callable[[Verdict], None]
+) -> None:
+    _end_after(deadline)
     limit = asyncio.timeout(deadline)
     try:
-        value = function(question, answer)
-        if inspect.isawaitable(value):
-            async with limit:
-                value = await value
-    except (Exception, SystemExit) as error:
+        async with limit:
+            result = await value
+    except BaseException as error:  # a cancelled task too: without a verdict its parent waits
         late = isinstance(error, TimeoutError) and limit.expired()
-        told = f"did not return within {deadline:g} s" if late else _raised(error)
-        return Verdict(index=index, fault=told)
+        fault = f"did not return within {deadline:g} s" if late else _raised(error)
+        tell(Verdict(index=index, fault=fault))
+    else:
+        tell(_verdict(index, result))
+
+
+def _end_after(deadline: float) -> None:
+    """End this process if it judges for long: in C, for code that holds the interpreter."""
+    faulthandler.dump_traceback_later(_SELF_END * deadline, exit=True)
+
+
+def _verdict(index: int, value: object) -> Verdict:
     try:
         return Verdict(index=index, rewarded=rewarded(value))
     except ValueError as error:

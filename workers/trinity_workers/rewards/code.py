@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import signal
 import sys
@@ -21,10 +20,11 @@ from msgspec import Struct
 from trinity_events.waits import NO_REPORTS, WaitReporter
 
 from ..tasks import Answer, Question
+from ..tasks.fields import propose_field, read_field
 from .base import Rewarded, RewardFailed
+from .code_blocks import find_code
 
 _RUNNER = Path(__file__).with_name("code_runner.py")
-_FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 _TOKEN_BYTES = 16
 
 
@@ -40,12 +40,14 @@ class CodeLimits(Struct, frozen=True, kw_only=True):
 class CodeRewards:
     """Judge by running an answer's Python code and then the question's tests, each time anew.
 
-    The reward is 1 if both run to their end, else 0: code that hangs, dies or floods is a wrong
-    answer, not a failed attempt. The process has no environment, an empty folder of its own, and
-    limits. It is no sandbox: it may use the network, and read what the explorer's user may read.
+    The code is the last block of Python of the answer, after earlier blocks that define names which
+    it or the tests lack. The reward is 1 if both run to their end, else 0: code that hangs, dies or
+    floods is a wrong answer, not a failed attempt. The process has no environment, an empty folder
+    of its own, and limits. It is no sandbox: it may use the network, and read what the explorer's
+    user may read.
 
     Args:
-        field: Field of a question's record with the tests.
+        field: Field of a question's record with the tests, or the path to it.
         limits: Limits of each process.
         processes: Maximum number of processes.
         waits: Reporter of long waits.
@@ -66,7 +68,7 @@ class CodeRewards:
 
     async def start(self) -> None:
         """Raise RewardFailed unless code runs here within the limits."""
-        if not await self._passes("assert 1 + 1 == 2"):
+        if not await self._passes(["total = 1 + 1"], "assert total == 2"):
             raise RewardFailed(
                 "a program of one line does not run within the limits of an answer's code: raise "
                 "rewards.code_memory_mb or task.reward_deadline"
@@ -74,16 +76,16 @@ class CodeRewards:
 
     async def judge(self, question: Question, answers: Sequence[Answer]) -> list[Rewarded]:
         """Return the reward of each answer. Raises RewardFailed if the question has no tests."""
-        tests = question.data.get(self._field)
+        tests = read_field(question.data, self._field)
         if not isinstance(tests, str):
             raise RewardFailed(
                 f"a question has no text in its field {self._field!r}, which rewards.code_tests "
-                "names: its records need the tests there"
+                f"names: {propose_field(question.data, self._field)}"
             )
         found = dict.fromkeys(range(len(answers)), 0.0)
 
         async def one(index: int, answer: Answer) -> None:
-            found[index] = float(await self._passes(f"{code_of(answer.text)}\n\n{tests}\n"))
+            found[index] = float(await self._passes(find_code(answer.text), tests))
 
         async with anyio.create_task_group() as tasks:
             for index, answer in enumerate(answers):
@@ -93,8 +95,9 @@ class CodeRewards:
     async def aclose(self) -> None:
         """Do nothing: each process ends with its answer."""
 
-    async def _passes(self, program: str) -> bool:
-        """Return True if a program runs to its end within the limits."""
+    async def _passes(self, blocks: list[str], tests: str) -> bool:
+        """Return True if a program and its tests run to their end within the limits."""
+        program = msgspec.json.encode({"blocks": blocks, "tests": tests})
         token = secrets.token_hex(_TOKEN_BYTES).encode()
         seconds = self._limits.seconds
         async with self._free:
@@ -121,29 +124,25 @@ class CodeRewards:
                     with anyio.CancelScope(shield=True):
                         await _kill(process)
 
-    async def _exchange(self, process: anyio.abc.Process, token: bytes, program: str) -> bytes:
+    async def _exchange(self, process: anyio.abc.Process, token: bytes, program: bytes) -> bytes:
         """Send limits, token and program; return what comes back, no longer than the token."""
         assert process.stdin is not None and process.stdout is not None
         limits = msgspec.json.encode(self._limits)
         received = b""
         with suppress(anyio.BrokenResourceError, anyio.EndOfStream, OSError):
-            await process.stdin.send(limits + b"\n" + token + b"\n" + program.encode())
+            await process.stdin.send(limits + b"\n" + token + b"\n" + program)
             await process.stdin.aclose()
             while len(received) <= len(token):
                 received += await process.stdout.receive(len(token) + 1 - len(received))
         return received
 
 
-def code_of(text: str) -> str:
-    """Return the last fenced block of Python in a text, or the text if it has none."""
-    blocks = _FENCED.findall(text)
-    return str(blocks[-1]) if blocks else text
-
-
 async def _kill(process: anyio.abc.Process) -> None:
     """Kill a process, and all that it started in its session."""
-    with suppress(ProcessLookupError, PermissionError):
+    try:
         os.killpg(process.pid, signal.SIGKILL)
-    with suppress(ProcessLookupError):
-        process.kill()
+    except (ProcessLookupError, PermissionError):
+        with suppress(ProcessLookupError):
+            # Only here: it reaps a process that has ended, and asyncio then warns that it cannot.
+            process.kill()
     await process.aclose()

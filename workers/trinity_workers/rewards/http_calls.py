@@ -17,6 +17,8 @@ from .base import RewardFailed
 
 T = TypeVar("T")
 
+UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""Errors of msgspec for bytes that are no JSON: not all of them are its own."""
 LARGEST_REPLY = 1 << 20
 """Bytes of a reply; a service that sends more is not read further."""
 _LONGEST_PAUSE = 2.0
@@ -102,9 +104,13 @@ class HttpCalls:
         ``read`` raises Unusable for a reply that another attempt may better, and RewardFailed for
         one that is final.
 
-        Raises RewardFailed: after the attempts, after the deadline, or for a refusal.
+        Raises RewardFailed: after the attempts, after the deadline, for a refusal, or for a body
+        that is no JSON.
         """
-        content = msgspec.json.encode(body)
+        try:
+            content = msgspec.json.encode(body)
+        except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+            raise RewardFailed(f"{self.name} cannot be sent this question: {error}") from None
         async with self._free:
             fault = "no attempt was made"
             pauses = backoff_delays(_LONGEST_PAUSE)

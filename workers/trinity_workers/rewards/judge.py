@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
+from typing import Any
 
 import anyio
 import msgspec
@@ -12,19 +12,20 @@ from msgspec import Struct
 from trinity_events.error_text import ungrouped
 
 from ..reward_settings import RewardsConfig
-from ..tasks import Answer, Question
-from .base import Rewarded
-from .http_calls import HttpCalls, Unusable
+from ..tasks import Answer, Message, Question
+from ..user_processes.frames import shown
+from .base import Rewarded, RewardFailed
+from .grades import UnclearGrade, parse_grade
+from .http_calls import UNDECODABLE, HttpCalls, Unusable
 
-_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 
-
-class _Message(Struct):
-    content: str | None = None
+class _Reply(Struct):
+    content: Any = None
 
 
 class _Choice(Struct):
-    message: _Message
+    message: _Reply
+    finish_reason: str | None = None
 
 
 class _Completion(Struct):
@@ -32,7 +33,7 @@ class _Completion(Struct):
 
 
 class JudgeRewards:
-    """Judge by a model: each answer is one chat completion, and the last number is its grade.
+    """Judge by a model: each answer is one chat completion, whose reply has its grade.
 
     Args:
         url: Base URL of the endpoint.
@@ -65,17 +66,19 @@ class JudgeRewards:
         return [found[index] for index in range(len(answers))]
 
     def _request(self, question: Question, answer: Answer) -> dict[str, object]:
-        prompt = "\n".join(f"{one['role']}: {one['content']}" for one in question.messages())
+        """Return the body of the call. Raises RewardFailed for a prompt that is no text."""
         if isinstance(question.prompt, str):
             prompt = question.prompt
-        asked = self._settings.judge_prompt.format(
+        else:
+            prompt = "\n".join(map(_format_message, question.prompt))
+        content = self._settings.judge_prompt.format(
             prompt=prompt,
-            reference="" if question.answer is None else question.answer,
+            reference="" if question.answer is None else str(question.answer),
             response=answer.text,
         )
         return {
             "model": self._settings.judge_model,
-            "messages": [{"role": "user", "content": asked}],
+            "messages": [{"role": "user", "content": content}],
             "temperature": 0,
         }
 
@@ -83,16 +86,64 @@ class JudgeRewards:
         """Return the reward of a reply. Raises Unusable: another reply may have a grade."""
         try:
             choices = msgspec.json.decode(reply, type=_Completion).choices
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             raise Unusable(f"sent what is no chat completion: {error}") from None
-        numbers = _NUMBER.findall((choices[0].message.content or "") if choices else "")
-        if not numbers:
+        if not choices:
             raise Unusable("gave no grade")
-        grade, best = float(numbers[-1]), self._settings.best_grade
-        if not 0 <= grade <= best:
-            raise Unusable(f"gave the grade {grade:g}, which is not from 0 to {best:g}")
-        return Rewarded(reward=grade / best, parts={"grade": grade})
+        if choices[0].finish_reason == "length":  # the end of "Grade: 10" may be missing
+            raise Unusable("was cut off before its grade: raise its limit of tokens")
+        best = self._settings.best_grade
+        try:
+            share = parse_grade(_join_text(choices[0].message.content), best)
+        except (UnclearGrade, ValueError) as error:
+            raise Unusable(str(error)) from None
+        return Rewarded(reward=share, parts={"grade": share * best})
 
     async def aclose(self) -> None:
         """Close the connections."""
         await self._http.aclose()
+
+
+def _format_message(message: Message) -> str:
+    """Return a message of a prompt as text: its role, its content, and its tool calls.
+
+    Raises RewardFailed for a message without a role, or with content that is no text.
+    """
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise RewardFailed(f"a message of the prompt has no role: {shown(message)}")
+    try:
+        text = _join_text(message.get("content"))
+    except ValueError as error:
+        raise RewardFailed(
+            f"the judge reads text, and a message of {role} {error}: give the question to a reward "
+            "function or a reward service"
+        ) from None
+    if not message.get("tool_calls"):
+        return f"{role}: {text}"
+    try:
+        calls = msgspec.json.encode(message["tool_calls"]).decode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RewardFailed(f"the tool calls of a message of {role} are no JSON: {error}") from None
+    return f"{role}: {text}{' ' if text else ''}calls {calls}"
+
+
+def _join_text(content: object) -> str:
+    """Return the content of a message as text, its parts in order.
+
+    Raises ValueError, with the end of a sentence, for a part that is no text, such as an image.
+    """
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError(f"has content that is neither text nor parts: {shown(content)}")
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) else part
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, dict) else None
+            raise ValueError(f"has a part that is no text: {kind or shown(part)}")
+        texts.append(text)
+    return "".join(texts)

@@ -11,7 +11,7 @@ from msgspec import Struct
 from ..tasks import Answer, Question
 from ..user_processes.frames import shown
 from .base import Rewarded, RewardFailed, rewarded
-from .http_calls import HttpCalls
+from .http_calls import UNDECODABLE, HttpCalls
 
 
 class _Asked(Struct, frozen=True, kw_only=True):
@@ -54,7 +54,7 @@ class ServiceRewards:
     def _values(self, reply: bytes, count: int) -> list[Any]:
         try:
             decoded = msgspec.json.decode(reply)
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             raise RewardFailed(f"{self._http.name} sent what is no JSON: {error}") from None
         values = decoded.get("rewards") if isinstance(decoded, dict) else None
         if not isinstance(values, list):

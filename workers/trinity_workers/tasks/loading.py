@@ -35,7 +35,7 @@ def load_task(
     seed: int = 0,
     questions: str | None = None,
     prompt: str = "prompt",
-    answer: str = "answer",
+    answer: str | None = "answer",
     options: Mapping[str, Any] | None = None,
     folder: Path = Path(),
 ) -> Task:
@@ -46,8 +46,9 @@ def load_task(
             is called with the options, and with the seed if it takes one.
         seed: Seed of the order of the questions.
         questions: Source of the questions, instead of a named task.
-        prompt: Field of a record that holds the prompt.
-        answer: Field of a record that holds the right answer.
+        prompt: Field of a record that holds the prompt, or the path to it.
+        answer: Field of a record that holds the right answer, or the path to it; None if the
+            questions have none.
         options: Options of the task; for a source, those of :class:`QuestionOptions`.
         folder: Directory that relative names start from.
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
+import zlib
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from functools import reduce
@@ -15,6 +17,9 @@ from types import ModuleType
 from typing import Any
 
 from .base import TaskError
+
+_PACKAGE = "trinity_user"
+"""Package of the modules of users' files whose names are other modules'."""
 
 
 def load_object(
@@ -92,14 +97,13 @@ def _from_file(path: Path, kind: str) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
         raise TaskError(f"there is no file {path} with the {kind}")
-    # Its own name in sys.modules, so that a user's json.py does not stand in for Python's.
-    name = f"trinity_user.{path.stem}_{hash(str(path)) & 0xFFFFFFFF:08x}"
+    _search(path.parent)
+    name = _module_name(path)
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    _search(path.parent)
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
@@ -109,6 +113,27 @@ def _from_file(path: Path, kind: str) -> ModuleType:
             raise
         raise TaskError(f"{path} cannot be imported: {_told(error)}") from error
     return module
+
+
+def _module_name(path: Path) -> str:
+    """Return the name of a file's module, by which other processes find it too.
+
+    multiprocessing sends functions by the name of their module. Where another module has the name
+    of the file, such as Python's for a user's json.py, the module gets a name of its own. Processes
+    that are forked find it by that; those that are spawned do not.
+    """
+    if path.stem.isidentifier():
+        try:
+            spec = importlib.util.find_spec(path.stem)
+        except ValueError:  # a module without a spec, such as __main__
+            spec = None
+        if spec is not None and spec.origin is not None and Path(spec.origin).resolve() == path:
+            return path.stem
+    if _PACKAGE not in sys.modules:  # pickle imports the package of a module
+        package = ModuleType(_PACKAGE)
+        package.__path__ = []
+        sys.modules[_PACKAGE] = package
+    return f"{_PACKAGE}.{path.stem}_{zlib.crc32(os.fsencode(path)):08x}"
 
 
 def _import(name: str, folder: Path) -> ModuleType:

@@ -6,8 +6,9 @@ one source needs are imported when it is read.
 
 from __future__ import annotations
 
+import codecs
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from .base import Answer, Question, RewardFunction, TaskError
+from .fields import ABSENT, propose_field, read_field
 from .objects import load_object
 
 REASONING_GYM = "reasoning-gym:"
@@ -50,7 +52,7 @@ def read_questions(
     options: QuestionOptions,
     *,
     prompt: str = "prompt",
-    answer: str = "answer",
+    answer: str | None = "answer",
     folder: Path = Path(),
 ) -> list[Question]:
     """Return the questions of a source.
@@ -59,8 +61,9 @@ def read_questions(
         source: JSONL or Parquet file, `datasets:NAME`, `reasoning-gym:NAME`, `module:attribute` or
             `./file.py:attribute`.
         options: Options of the task.
-        prompt: Field that holds the prompt.
-        answer: Field that holds the right answer; a record may lack it.
+        prompt: Field that holds the prompt, or the path to it.
+        answer: Field that holds the right answer, or the path to it; None if the questions have
+            none. A record may lack it, but not all of them: the field is then another one.
         folder: Directory that relative paths start from.
 
     Raises:
@@ -83,25 +86,48 @@ def read_questions(
             f"{source!r} is no source of questions: give a file (.jsonl or .parquet), "
             "datasets:NAME, reasoning-gym:NAME, module:attribute or ./file.py:attribute"
         )
-    return [
-        _with_chat(_question(source, number, record, prompt, answer), options)
-        for number, record in enumerate(records, 1)
-    ]
+    questions = []
+    unanswered: Mapping[str, object] | None = None
+    answered = answer is None
+    for number, record in enumerate(records, 1):
+        question = _question(source, number, record, prompt, answer)
+        questions.append(_with_chat(question, options))
+        if isinstance(record, Mapping):
+            answered = answered or question.answer is not None
+            unanswered = unanswered or record
+    if unanswered is not None and answer is not None and not answered:
+        absent = read_field(unanswered, answer) is ABSENT
+        reason = propose_field(unanswered, answer) if absent else "it is null in each"
+        raise TaskError(
+            f"no record of {source} has an answer in its field {answer!r}: {reason}: name another "
+            "in task.answer, or set that to null if the reward needs none"
+        )
+    return questions
 
 
-def _question(source: str, number: int, record: object, prompt: str, answer: str) -> Question:
+def _question(
+    source: str, number: int, record: object, prompt: str, answer: str | None
+) -> Question:
     where = f"record {number} of {source}"
     if isinstance(record, Question):
         return _checked(where, record)
     if not isinstance(record, Mapping):
         raise TaskError(f"{where} is {type(record).__name__}, not a mapping of fields to values")
-    if prompt not in record:
-        near = get_close_matches(prompt, [str(name) for name in record], n=1)
-        others = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(map(str, record))}"
-        raise TaskError(f"{where} has no field {prompt!r} for the prompt: {others}")
-    text = record[prompt]
+    text = read_field(record, prompt)
+    if text is ABSENT:
+        raise TaskError(
+            f"{where} has no field {prompt!r} for the prompt: {propose_field(record, prompt)}"
+        )
+    right = ABSENT if answer is None else read_field(record, answer)
+    if _has_no_json(right):
+        raise TaskError(f"{where} has the answer {right!r}, which JSON has not: write it as text")
     data = {str(key): value for key, value in record.items() if key not in {prompt, answer}}
-    return _checked(where, Question(prompt=text, answer=record.get(answer), data=data))
+    question: Any = Question(
+        prompt=text,  # type: ignore[arg-type]  # checked next
+        answer=None if right is ABSENT else right,
+        data=data,
+    )
+    return _checked(where, question)
 
 
 def _checked(where: str, question: Question) -> Question:
@@ -113,7 +139,7 @@ def _checked(where: str, question: Question) -> Question:
         raise TaskError(
             f"{where}: the prompt is neither text nor chat messages ({error})"
         ) from None
-    except (TypeError, ValueError, msgspec.MsgspecError) as error:
+    except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise TaskError(f"{where} holds what JSON cannot: {error}") from None
     empty = not checked.prompt or any(
         "role" not in one for one in checked.prompt if isinstance(one, dict)
@@ -121,6 +147,14 @@ def _checked(where: str, question: Question) -> Question:
     if empty:
         raise TaskError(f"{where} has an empty prompt, or a message without a role")
     return checked
+
+
+def _has_no_json(value: object) -> bool:
+    """Return True for NaN and infinity, which would arrive as null."""
+    try:
+        return isinstance(value, float) and not math.isfinite(value)
+    except TypeError:
+        return False
 
 
 def _plain(value: Any) -> Any:
@@ -143,13 +177,26 @@ def _jsonl(path: Path) -> Iterator[object]:
     def lines() -> Iterator[object]:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                if line.strip():
-                    try:
-                        yield msgspec.json.decode(line)
-                    except msgspec.DecodeError as error:
-                        raise TaskError(f"line {number} of {path} is no JSON: {error}") from None
+                if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                    raise TaskError(f"{path} is UTF-16, and is read as UTF-8: {_CONVERT} UTF-16")
+                text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                if text.strip():
+                    yield _decoded(text, f"line {number} of {path}")
 
     return _from_file(path, lines)
+
+
+_CONVERT = "convert it by iconv -t UTF-8 -f"
+
+
+def _decoded(line: bytes, where: str) -> object:
+    try:
+        return msgspec.json.decode(line)
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise TaskError(f"{where} is not UTF-8 (byte 0x{byte:02x}): {_CONVERT} LATIN1") from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise TaskError(f"{where} is no JSON: {error}") from None
 
 
 def _parquet(path: Path) -> Iterator[object]:
@@ -166,6 +213,8 @@ def _parquet(path: Path) -> Iterator[object]:
                     yield from batch.to_pylist()
         except pyarrow.lib.ArrowException as error:
             raise TaskError(f"{path} is no Parquet file: {error}") from None
+        except UnicodeDecodeError as error:
+            raise TaskError(f"{path} has text that is not UTF-8: {error}") from None
 
     return _from_file(path, rows)
 
@@ -186,11 +235,9 @@ def _datasets(source: str, options: Mapping[str, Any]) -> Iterator[object]:
         raise TaskError(f"{source} needs datasets: pip install datasets") from None
     name = source.removeprefix(DATASETS)
     try:
-        found: Any = datasets.load_dataset(name, **{"split": "train", **options})
+        yield from datasets.load_dataset(name, **{"split": "train", **options})
     except Exception as error:
         raise TaskError(f"{source} cannot be loaded: {_first_line(error)}") from None
-    records: Iterator[object] = iter(found)
-    return records
 
 
 def family_reward(source: str, options: Mapping[str, Any]) -> RewardFunction:

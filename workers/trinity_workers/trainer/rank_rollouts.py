@@ -73,7 +73,7 @@ class MegatronRollouts:
 
 
 class FSDPRollouts:
-    """Rollouts of a copy of the whole policy on this rank, gathered for each new version.
+    """Rollouts of a copy of the whole policy on this rank, gathered when its weights have changed.
 
     Raises RolloutEngineError for a policy of adapters.
     """
@@ -90,17 +90,23 @@ class FSDPRollouts:
         move: Any = model.to  # its annotations lack strings
         self._model: Any = move(device)
         self._policy = policy
+        self._gathered: int | None = None
+        """Changes of the policy's weights when they were gathered; None if they are not whole."""
         self._engine = HuggingFaceEngine(
             self._model, tokenizer, deterministic=config.explorer.deterministic
         )
 
     def generate(self, prompts: Sequence[GenerationRequest], version: StepRef) -> list[Generation]:
-        """Generate with the weights of the version, gathered where they are new. Collective."""
-        if self._engine.serves != version:
+        """Generate with the present weights, gathered if they have changed. Collective."""
+        # Not by version: a load may bring other weights at the same step.
+        changes: int = self._policy.weight_changes.count
+        if self._gathered != changes:
+            self._gathered = None
             own = dict(chain(self._model.named_parameters(), saved_buffers(self._model)))
             with torch.no_grad():
                 for name, tensor in self._policy.get_per_tensor_param():
                     own[name].copy_(tensor)
-            self._engine.serves = version
+            self._gathered = changes
+        self._engine.serves = version
         found: list[Generation] = self._engine.generate_here(prompts)
         return found

@@ -2,19 +2,53 @@
 
 from __future__ import annotations
 
+import logging
+
 import anyio
 
-from trinity_events.errors import DeadlineExceeded
+from trinity_events.errors import DeadlineExceeded, TrinityError
 from trinity_events.rollouts import Group, RolloutDispatcher
 from trinity_events.subscriptions import subscribe
 from trinity_events.waits import WaitReporter
-from trinity_schemas import StepReady, StepRef
+from trinity_schemas import ContractError, StepReady, StepRef
 
 from ..algorithms.filters import is_informative
 from ..algorithms.settings import FiltersConfig
 from ..config import RunConfig
 from ..sync_method import is_version
 from ..sync_schedule import names_exact_version, prompts_open
+
+FILTERED = "filtered"
+"""Reason for which a group of equal rewards is dropped."""
+_PUBLISH_DEADLINE = 10.0
+"""Seconds for the last event of a trainer that fails: its server may be what failed."""
+
+logger = logging.getLogger(__name__)
+
+
+class GroupsFiltered(DeadlineExceeded):
+    """Groups are missing at the deadline of a step, as others were dropped for equal rewards.
+
+    Attributes:
+        run_id: The run.
+        step: The step.
+        filtered: Number of groups that were dropped for it.
+    """
+
+    def __init__(
+        self, message: str, *, run_id: str = "", step: int = 0, filtered: int = 0, part: str = ""
+    ) -> None:
+        self.run_id = run_id
+        self.step = step
+        self.filtered = filtered
+        compared = f"part {part!r} of the rewards" if part else "rewards"
+        super().__init__(
+            f"{message}; {filtered} groups were dropped for step {step}, as the {compared} of each "
+            "were equal: let the answers to a prompt differ in reward (easier prompts, more "
+            "samples, a reward with steps), or set algorithm.filters.zero_variance to keep or mask"
+            if filtered
+            else message
+        )
 
 
 class RolloutSupply:
@@ -94,17 +128,50 @@ class RolloutSupply:
 
         Raises:
             DeadlineExceeded: Groups are missing.
+            GroupsFiltered: The same, and others were dropped, as their rewards were equal.
         """
         config = self._config
         filters = config.algorithm.filters
-        groups = await self._dispatcher.take(
-            config.rollouts.prompts_per_step,
-            deadline=config.sync.timeout,
-            oldest=config.version_wanted(step),
-            usable=lambda group: judged(group, filters),
-        )
+        filtered = 0
+
+        def judge(group: Group) -> bool | str:
+            nonlocal filtered
+            verdict = judged(group, filters)
+            filtered += verdict == FILTERED
+            return verdict
+
+        try:
+            groups = await self._dispatcher.take(
+                config.rollouts.prompts_per_step,
+                deadline=config.sync.timeout,
+                oldest=config.version_wanted(step),
+                usable=judge,
+            )
+        except TrinityError as error:
+            await self._publish_dropped()
+            if type(error) is not DeadlineExceeded or not filtered:
+                raise
+            raise GroupsFiltered(
+                str(error),
+                run_id=config.run_id,
+                step=step,
+                filtered=filtered,
+                part=filters.part or "",
+            ) from None
         self._begun = step
         return groups
+
+    async def _publish_dropped(self) -> None:
+        """Publish the fates of dropped groups, which the next step would have reported."""
+        try:
+            with anyio.fail_after(_PUBLISH_DEADLINE):
+                await self._dispatcher.publish_dropped()
+        except (TrinityError, ContractError, TimeoutError) as error:
+            logger.warning(
+                "run %s: the fates of its dropped prompts are not in the log: %s",
+                self._config.run_id,
+                error,
+            )
 
 
 def judged(group: Group, filters: FiltersConfig) -> bool | str:
@@ -114,4 +181,4 @@ def judged(group: Group, filters: FiltersConfig) -> bool | str:
         group: All samples of one prompt.
         filters: The algorithm's filters.
     """
-    return is_informative(group.experiences, filters) or "filtered"
+    return is_informative(group.experiences, filters) or FILTERED

@@ -12,18 +12,21 @@ from ..types import Advantages, Reduce
 
 
 def grpo(batch: Batch, config: AlgorithmConfig, reduce: Reduce) -> Advantages:
-    """Return (r_i - mean(r)) / deviation(r) within each group.
+    """Return (r_i - mean(r)) / (deviation(r) + epsilon) within each group.
 
-    Source: GRPO, DeepSeekMath (arXiv 2402.03300) section 4.1.2. With scale `none` it is Dr. GRPO's
-    r_i - mean(r) (arXiv 2503.20783, section 3.2); with scale `batch` the deviation is that of all
-    rewards of the batch (arXiv 2508.08221). It is 0 where all rewards of a group are equal.
+    Source: GRPO, DeepSeekMath (arXiv 2402.03300) section 4.1.2; the paper has no epsilon, and its
+    implementations do (TRL, veRL). With scale `none` it is Dr. GRPO's r_i - mean(r) (arXiv
+    2503.20783, section 3.2); with scale `batch` the deviation is that of all rewards of the batch
+    (arXiv 2508.08221). It is 0 where all rewards of a group are equal up to rounding.
 
     r_i is the sum of the row's `token_rewards`. Returns [B, R] float32.
     """
     scores, groups = _compared(batch, config)
     centred = scores - groups.mean
     if config.divisor == "group":
-        centred = centred / groups.deviation.masked_fill(groups.equal, 1.0)
+        # Without an epsilon, differences of 1e-7 would become advantages of 1.
+        divisor = groups.deviation.masked_fill(groups.equal, 1.0) + config.deviation_epsilon
+        centred = centred / divisor
     elif config.divisor == "batch":
         centred = centred / moments(scores, batch.groups != NO_GROUP, config, reduce).deviation
     return _spread(centred.masked_fill(groups.equal, 0.0), batch)
@@ -33,7 +36,7 @@ def rloo(batch: Batch, config: AlgorithmConfig, reduce: Reduce) -> Advantages:
     """Return r_i less the mean reward of the other samples of its group.
 
     Source: RLOO (arXiv 2402.14740), its estimator: r_i - 1/(k - 1) sum_{j != i} r_j, computed as
-    k/(k - 1) (r_i - mean(r)).
+    k/(k - 1) (r_i - mean(r)). It is 0 where all rewards of a group are equal up to rounding.
 
     r_i is the sum of the row's `token_rewards`. Returns [B, R] float32.
 
@@ -48,7 +51,8 @@ def rloo(batch: Batch, config: AlgorithmConfig, reduce: Reduce) -> Advantages:
             f"{int(batch.groups[alone][0])} has one"
         )
     others = groups.size / (groups.size - 1).clamp(min=1)
-    return _spread((scores - groups.mean) * others, batch)
+    centred = (scores - groups.mean).masked_fill(groups.equal, 0.0)
+    return _spread(centred * others, batch)
 
 
 def reinforce_plus_plus_baseline(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,7 +16,7 @@ from trinity_events.errors import TrinityError
 
 from ...algorithms.batch import Batch
 from ...collectives import together
-from ..base import LocalShard
+from ..base import LocalShard, refuse_load_arguments, refuse_save_arguments
 from ..learning_rate import LearningRate, learning_rate_of
 from ..model_folder import has_weights
 from ..model_memory import ALL, ModelMemory, Part, holding, optimizer_tensors
@@ -289,9 +288,14 @@ class MegatronEngine:
         """Write the manager's contents below ``local_path``; durable on return. Collective.
 
         ``model`` holds the weights, ``training`` the optimizer and extra state; both suit any
-        layout. ``huggingface`` holds the configuration and the tokenizer.
+        layout. ``huggingface`` holds the configuration and the tokenizer. ``global_step`` has no
+        effect.
+
+        Raises:
+            ArgumentRefused: for ``hdfs_path`` and ``max_ckpt_to_keep``.
+            CheckpointRefused: if the optimizer's state would not load again.
         """
-        del hdfs_path, global_step, max_ckpt_to_keep
+        refuse_save_arguments(self, hdfs_path, max_ckpt_to_keep)
         for write in self.prepare_checkpoint(local_path, copy=False).values():
             write()
 
@@ -359,20 +363,25 @@ class MegatronEngine:
         unpickled on load: see :mod:`.checkpoint`.
 
         Raises:
+            ArgumentRefused: for ``hdfs_path`` and ``del_local_after_load``.
             CheckpointRefused: if it is missing, or this layout cannot load its optimizer state.
         """
-        del hdfs_path
+        refuse_load_arguments(self, hdfs_path, del_local_after_load)
         folder = Path(local_path)
         self._check_optimizer_loads(folder)
         self._load_model(folder)
         if self.optimizer is not None and (folder / "training").is_dir():
             self._load_training_state(folder / "training")
-        if del_local_after_load:
-            with together():
-                if dist.get_rank() == 0:
-                    shutil.rmtree(folder)
 
     def _load_model(self, folder: Path) -> None:
+        self._fill_model(folder)
+        if self.optimizer is not None:
+            # Of a checkpoint of the model alone, the optimizer's float32 copies of bfloat16
+            # parameters would be the earlier ones, and its next step would bring them back.
+            with adapted():
+                self.optimizer.reload_model_params()
+
+    def _fill_model(self, folder: Path) -> None:
         whole = folder / MODEL_FOLDER[-1]
         if not (folder / "model").exists() and has_weights(whole):
             with together():

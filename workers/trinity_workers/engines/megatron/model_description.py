@@ -41,9 +41,11 @@ def read_description(folder: Path) -> Description:
     from transformers import AutoConfig, AutoTokenizer
 
     tokenizer = None
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if (folder / "tokenizer_config.json").is_file():
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     generation = folder / GENERATION_CONFIG
     return Description(config, tokenizer, generation.read_bytes() if generation.is_file() else None)
 

@@ -1,0 +1,108 @@
+"""Checks of reports: what an explorer may say, and nothing else."""
+
+import math
+
+import pytest
+from msgspec import structs
+
+from tests.support.event_histories import started
+from tests.support.event_samples import SAMPLES
+from trinity_events.core.report_checks import check_report
+from trinity_events.log.envelopes import EnvelopeFactory
+from trinity_schemas import (
+    EVENT_TYPES,
+    MAX_REPORT_BYTES,
+    REPORT_TYPES,
+    AppliedPhases,
+    ContractError,
+    Envelope,
+    ExplorerStatusChanged,
+    Producer,
+    StacksTaken,
+    StepRef,
+    WaitEnded,
+    WaitStarted,
+    WeightsApplied,
+    encode,
+    event_tag,
+    reporter_incarnation,
+)
+
+RUN = "reports"
+EXPLORER = Producer(
+    role="explorer", rank=3, node="host", incarnation=reporter_incarnation(3, "5eed")
+)
+
+
+def report(event, producer=EXPLORER, **fields):
+    envelope = Envelope(
+        run_id=RUN, epoch=1, producer=producer, sequence=1, occurred_at=1.0, event=event
+    )
+    return encode(structs.replace(envelope, **fields))
+
+
+def applied(fetch=0.5):
+    return WeightsApplied(
+        version=StepRef(1, 1),
+        digest="sha256:" + "0" * 64,
+        bytes=1,
+        verified_at=1.0,
+        phases=AppliedPhases(fetch=fetch, pause=0.1),
+    )
+
+
+@pytest.mark.parametrize("event_type", sorted(REPORT_TYPES, key=event_tag), ids=event_tag)
+def test_an_explorer_reports_each_event_of_its_own(event_type):
+    event = next(sample for sample in SAMPLES if type(sample) is event_type)
+    if isinstance(event, WaitStarted | WaitEnded):
+        event = structs.replace(event, wait_id=f"{EXPLORER.incarnation}-1")
+    check_report(report(event), RUN)
+
+
+@pytest.mark.parametrize(
+    "event_type", sorted(set(EVENT_TYPES) - REPORT_TYPES, key=event_tag), ids=event_tag
+)
+def test_no_other_event_is_a_report(event_type):
+    event = next(sample for sample in SAMPLES if type(sample) is event_type)
+    with pytest.raises(ContractError, match=f"{event_tag(event)} is not an event that explorers"):
+        check_report(report(event), RUN)
+
+
+RUNNING = ExplorerStatusChanged(status="running")
+REFUSED = {
+    "another run": report(RUNNING, run_id="other"),
+    "the trainer's role": report(RUNNING, structs.replace(EXPLORER, role="trainer")),
+    "the trainer's incarnation": report(
+        RUNNING, structs.replace(EXPLORER, incarnation="0123456789abcdef")
+    ),
+    "the incarnation of another explorer": report(RUNNING, structs.replace(EXPLORER, rank=30)),
+    "the start of another process's wait": report(
+        WaitStarted(wait_id="0123456789abcdef-1", what="nothing")
+    ),
+    "the end of another process's wait": report(
+        WaitEnded(wait_id="0123456789abcdef-1", outcome="over")
+    ),
+    "a time that is no number": report(RUNNING, occurred_at=math.nan),
+    "an infinite phase": report(applied(fetch=math.inf)),
+    "too many bytes": report(RUNNING, producer=EXPLORER) + b"\0" * MAX_REPORT_BYTES,
+    "no envelope": b"\xff",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_report_is_refused_for(what):
+    with pytest.raises(ContractError):
+        check_report(REFUSED[what], RUN)
+
+
+def test_an_explorer_is_told_before_it_sends_what_is_no_report():
+    factory = EnvelopeFactory(RUN, 1, EXPLORER)
+    with pytest.raises(ContractError, match="save-started is not an event of the role explorer"):
+        factory.next(started(1))
+    check_report(factory.next(RUNNING), RUN)
+
+
+def test_the_largest_report_of_our_own_is_within_the_limit():
+    stacks = StacksTaken(process="p" * 256, node="n" * 256, pid=1, stacks="\N{SNOWMAN}" * 16_384)
+    assert len(report(stacks)) < MAX_REPORT_BYTES

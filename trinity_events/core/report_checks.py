@@ -1,0 +1,72 @@
+"""Checks of the reports of explorers, before a reducer copies them into the events.
+
+Explorers may run on hosts that are trusted less than the trainer's, so they may not append to the
+log that the fold believes. They append reports. What a report can say is bounded here:
+
+1. A report is an envelope of this run, of at most :data:`MAX_REPORT_BYTES`.
+2. Its event is of a type that explorers send: none opens or closes a run, registers, saves,
+   commits, publishes, trains or announces.
+3. Its producer has the role and the incarnation of an explorer. No report uses up the sequence of
+   another role's producer, whose next event the fold would take for a duplicate.
+4. It starts and ends only waits that are named after its own incarnation.
+5. Its numbers are finite.
+
+Explorers of one run are not told apart: each of them can report in the name of another. A secret
+for each would not be in the log, and a replay could not check it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from msgspec import Struct
+
+from trinity_schemas import (
+    MAX_REPORT_BYTES,
+    REPORT_TYPES,
+    ContractError,
+    Envelope,
+    decode_envelope,
+    event_tag,
+    is_reporter,
+)
+
+
+def check_report(
+    payload: bytes, run_id: str, decode: Callable[[bytes], Envelope] = decode_envelope
+) -> None:
+    """Check that a report may be copied into the events of a run.
+
+    Raises:
+        ContractError: It may not; the text says why.
+    """
+    if len(payload) > MAX_REPORT_BYTES:
+        raise ContractError(f"{len(payload)} bytes, above the limit of {MAX_REPORT_BYTES}")
+    envelope = decode(payload)
+    producer, event = envelope.producer, envelope.event
+    if envelope.run_id != run_id:
+        raise ContractError(f"an event of run {envelope.run_id!r}, not of {run_id!r}")
+    if type(event) not in REPORT_TYPES:
+        raise ContractError(f"{event_tag(event)} is not an event that explorers report")
+    if not is_reporter(producer):
+        raise ContractError(
+            f"the producer {producer.role}-{producer.rank} with the incarnation "
+            f"{producer.incarnation} is not an explorer"
+        )
+    wait_id = getattr(event, "wait_id", producer.incarnation)
+    if not wait_id.startswith(producer.incarnation):
+        raise ContractError(f"the wait {wait_id} is of another process")
+    if not all(map(math.isfinite, (envelope.occurred_at, *_numbers(event)))):
+        raise ContractError(f"{event_tag(event)} has a number that is not finite")
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    """Yield the floating-point numbers of a struct; reports have no other containers of them."""
+    for name in value.__struct_fields__:
+        field = getattr(value, name)
+        if isinstance(field, float):
+            yield field
+        elif isinstance(field, Struct):
+            yield from _numbers(field)
