@@ -281,7 +281,7 @@ async def test_entries_of_any_content_are_passed_over(parts, caplog):
     dispatcher = await parts.dispatcher()
     await dispatcher.dispatch(1, parts.version)
     for fields in (
-        {"x": b"y"},
+        {"large": b"\xff"},
         {"e": b""},
         {"e": b"\xff" * 100},
         {"e": b"\x81\xa6run_id\xa1\xff"},

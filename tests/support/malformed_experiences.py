@@ -11,7 +11,8 @@ import msgspec
 from trinity_events.rollouts import AnswerLimits
 from trinity_schemas import Experience
 
-LIMITS = AnswerLimits(vocabulary_size=98, max_positions=128, max_turns=1)
+STEP_0 = {"epoch": 1, "step": 0}
+LIMITS = AnswerLimits(vocabulary_size=98, max_positions=128, max_turns=2)
 """Limits of the built-in policy."""
 
 Plain = dict[str, Any]
@@ -52,7 +53,7 @@ def _versions(*versions: tuple[int, int, int]) -> Change:
 
 
 def _add_turns(plain: Plain) -> None:
-    plain["turns"] += [{"role": "environment", "tokens": [1]}, plain["turns"][1]]
+    plain["turns"] += [{"role": "environment", "tokens": [1]}, plain["turns"][1]] * 2
 
 
 FAULTS: dict[str, tuple[str, Change]] = {
@@ -80,13 +81,20 @@ FAULTS: dict[str, tuple[str, Change]] = {
     "empty policy turn": ("length", _turn(1, tokens=[], logprobs=[], versions=[])),
     "answer of 5,000 tokens": ("length", _policy(5000)),
     "prompt of 5,000 tokens": ("length", _turn(0, tokens=[5] * 5000)),
-    "two turns": ("length", _add_turns),
+    "three turns": ("length", _add_turns),
     "negative count of a version": ("versions", _versions((1, 0, -1), (1, 0, 2))),
+    "version of a prompt": ("versions", _turn(0, versions=[(STEP_0, 1), (STEP_0, -1)])),
+    "version of no token": (
+        "versions",
+        lambda plain: plain["turns"].append(
+            {"role": "policy", "tokens": [], "versions": [(STEP_0, 0)]}
+        ),
+    ),
     "version of an epoch to come": ("versions", _versions((9, 0, 1))),
     "fewer logprobs than tokens": ("unreadable", _policy(2, logprobs=[-0.5])),
     "fewer versions than tokens": (
         "unreadable",
-        _policy(2, versions=[({"epoch": 1, "step": 0}, 1)]),
+        _policy(2, versions=[(STEP_0, 1)]),
     ),
     "no turn of the policy": ("unreadable", lambda plain: plain["turns"].pop()),
     "unknown role": ("unreadable", _turn(1, role="system")),

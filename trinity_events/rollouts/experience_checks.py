@@ -162,9 +162,9 @@ def _find_turn_fault(
     hottest = max(1.0, sampling.temperature) if sampling is not None else 1.0
     least = MIN_LOGPROB * hottest  # of an engine that reports logits before the temperature
     for turn in experience.turns:
-        fault = _find_token_fault(turn, limits.vocabulary_size)
-        if fault is None and turn.role == "policy" and turn.tokens:
-            fault = _find_logprob_fault(turn.logprobs, least) or _find_count_fault(turn)
+        fault = _find_token_fault(turn, limits.vocabulary_size) or _find_count_fault(turn)
+        if fault is None and turn.logprobs:
+            fault = _find_logprob_fault(turn.logprobs, least)
         if fault is not None:
             return fault
     return None
@@ -196,7 +196,8 @@ def _find_logprob_fault(logprobs: list[float], least: float) -> Fault | None:
 
 
 def _find_count_fault(turn: Turn) -> Fault | None:
-    # The counts add up to the tokens (the contract); a negative one would let others exceed them.
-    if min(count for _, count in turn.versions) < 1:
+    # The counts add up to the tokens of the policy (the contract). With one below 1 others exceed
+    # them, or a turn without such tokens names a version, by which staleness would be measured.
+    if turn.versions and min(count for _, count in turn.versions) < 1:
         return Fault("versions", "a version has fewer than one token")
     return None

@@ -35,6 +35,8 @@ ANSWERS_AT_ONCE = 256
 """Maximum samples of one read."""
 BYTES_AT_ONCE = 16 << 20
 """Bytes of answers from which on one read has no further one: decoded, they take ten times that."""
+_ANSWER_FIELDS = (b"e", b"failed", b"reason")
+"""Fields of an entry of the answers; others are no part of a message."""
 _KEYS = {
     **dict.fromkeys(("issue", "renew", "leave"), ("epoch", "rollouts")),
     **dict.fromkeys(("begin", "answer", "fail"), ("epoch", "rollouts", "experiences")),
@@ -182,19 +184,22 @@ class RolloutStreams:
 
         An entry above the limit of an experience's bytes comes without its content.
         """
-        if block is not None:
-            # No script can block, and no command that blocks has a limit of bytes. So this one only
-            # waits, for one entry, and the script reads that one again.
-            milliseconds = max(1, int(block * 1000))
-            streams = {self.keys.experiences: cursor}
-            if not await self.ask(
-                wait, lambda: self.client.xread(streams, count=1, block=milliseconds), block=block
-            ):
-                return []
         args = [cursor, ANSWERS_AT_ONCE, BYTES_AT_ONCE, MAX_EVENT_BYTES]
         keys = [self.keys.experiences]
         rows = await self.ask(wait, lambda: self._scripts("read", keys=keys, args=args))
-        return [(row[0], dict(zip(row[1::2], row[2::2], strict=True))) for row in rows]
+        if rows or block is None:
+            return [(row[0], dict(zip(row[1::2], row[2::2], strict=True))) for row in rows]
+        # No script can block, and no command that blocks has a limit of bytes: so the wait is for
+        # one entry, and those that came with it are read by the next call.
+        milliseconds = max(1, int(block * 1000))
+        streams = {self.keys.experiences: cursor}
+        reply = await self.ask(
+            wait, lambda: self.client.xread(streams, count=1, block=milliseconds), block=block
+        )
+        return [
+            (entry_id, {name: fields[name] for name in _ANSWER_FIELDS if name in fields})
+            for entry_id, fields in (reply[0][1] if reply else ())
+        ]
 
     async def mend_answers(self, wait: Deadline, newest: str) -> bool:
         """Delete the stream of answers, whose largest id a writer chose, so that it takes entries.

@@ -45,7 +45,7 @@ async def test_the_weights_stay_finite_whatever_an_explorer_sends(
     parts, make_config, policy_folder, rank_group
 ):
     kinds = list(FAULTS)
-    limits = read_answer_limits(make_config())
+    limits = read_answer_limits(make_config(rollouts={"max_turns": 2}))
     asked = settings(parts.run_id, 1, limits=limits, window=len(kinds), max_attempts=1)
     dispatcher = RolloutDispatcher(parts.client, parts.publisher, asked)
     await dispatcher.start()
