@@ -11,7 +11,10 @@ from trinity_events.core import MonitorState
 from trinity_events.log import Entry, Stream, SyncEventLog
 from trinity_events.replay import Replay
 from trinity_schemas import (
+    EpochOpened,
     Event,
+    PublicationStarted,
+    RunKeys,
     StepFailed,
     StepReady,
     StepSuperseded,
@@ -63,9 +66,8 @@ def missing(pipeline: Pipeline) -> str | None:
             if not (place.done / f"{order.name}-{rank}").exists():
                 return f"worker {rank} has not saved step {int(order.name.partition('-')[2])}"
     log = SyncEventLog(pipeline.client, RUN)
-    newest = pipeline.client.xrevrange(log.keys.events, count=1)[0][0]
-    if pipeline.client.get(log.keys.position) != newest:
-        return f"the reducer has not folded {newest.decode()}"
+    if behind := _not_reduced(pipeline, log.keys):
+        return behind
     announced = [entry.id for entry in log.read(stream=Stream.ANNOUNCEMENTS, limit=100_000)]
     for who in ("explorer", "group"):
         lacks = set(announced) - set(heard(place, who))
@@ -75,6 +77,15 @@ def missing(pipeline: Pipeline) -> str | None:
     if group["pending"]:
         return f"the group has not acknowledged {group['pending']} announcements"
     return _missing_pointer(place)
+
+
+def _not_reduced(pipeline: Pipeline, keys: RunKeys) -> str | None:
+    """Return what the reducer has not yet read; None when it has read everything."""
+    for stream, read_to in ((keys.reports, keys.reported), (keys.events, keys.position)):
+        for newest, _ in pipeline.client.xrevrange(stream, count=1):
+            if pipeline.client.get(read_to) != newest:
+                return f"the reducer has not read {newest.decode()} of {stream}"
+    return None
 
 
 def _missing_pointer(place: Place) -> str | None:
@@ -96,7 +107,8 @@ def faults(place: Place, outcome: Outcome, expected: Ready) -> list[str]:
     """The promises that were broken, in words."""
     found = [f"{kind} of step {step} was never ready" for step, kind in expected - outcome.ready]
     said = [decode_envelope(entry.payload).event for entry in outcome.announcements]
-    for kind in (StepReady, StepFailed, StepSuperseded, VersionRetired):
+    once = (StepReady, StepFailed, StepSuperseded, VersionRetired, EpochOpened, PublicationStarted)
+    for kind in once:
         subjects = [
             (one.epoch, one.step, getattr(one, "kind", "")) for one in said if type(one) is kind
         ]

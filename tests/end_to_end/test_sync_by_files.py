@@ -49,6 +49,7 @@ def test_explorers_load_versions_from_files_and_so_does_one_that_joins_late(proc
     assert result["applied"]
     assert result["groups"]
 
+    processes.wait_for_reports()
     events = [one.event for one in processes.log()]
     saved = {
         one.slot.step: one.digest

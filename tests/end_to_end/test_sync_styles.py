@@ -16,7 +16,7 @@ pytest.importorskip("reasoning_gym")
 from transformers import Qwen2ForCausalLM  # noqa: E402
 
 from tests.support.local_training import LocalEngine  # noqa: E402
-from tests.support.pipeline import events_of, reducer_task, until  # noqa: E402
+from tests.support.pipeline import events_of, reducer_task, reports_accepted, until  # noqa: E402
 from tests.support.rollout_engines import logprobs_of  # noqa: E402
 from tests.support.style_properties import PROPERTIES, reissued, stalest  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
@@ -100,6 +100,7 @@ async def test_a_run_of_a_style_has_its_property_and_no_other(
     config = small(make_config, steps=STEPS, checkpoints={"interval": 0}, sync=sync)
     async with reducer_task(redis_url, run_id):
         results = await run(config, log)
+        await reports_accepted(log)
     found = await whole_log(log)
     assert {name for name, holds in PROPERTIES.items() if holds(found)} == {style}
     assert stalest(found) <= config.staleness_bound

@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 from tests.support.judging_explorer import DEADLINE, LEASE
-from tests.support.pipeline import events_of
+from tests.support.pipeline import accept_reports, events_of
 from tests.support.rollout_parts import settings
 from tests.support.waits import PATIENCE, child, until
 from trinity_events.errors import DeadlineExceeded
@@ -114,6 +114,12 @@ async def test_an_explorer_that_is_stopped_is_named_by_status_within_the_thresho
     assert "WAITS" not in cli("status", run_id).stdout
 
 
+async def accepted_events(log, kind):
+    """The events of a type, once all that explorers reported is among them."""
+    await accept_reports(log)
+    return await events_of(log, kind)
+
+
 async def _take(dispatcher):
     await dispatcher.take(1, deadline=LEASE)
 
@@ -129,7 +135,7 @@ async def test_explain_walks_from_the_trainer_to_the_reward_that_hangs(
             tasks.start_soon(_take, dispatcher)
 
             async def both_are_told():
-                told = await events_of(log, WaitStarted)
+                told = await accepted_events(log, WaitStarted)
                 return {"trainer", "explorer"} == {one.producer.role for one in told} and any(
                     one.event.waits_for == ("explorer-3",) for one in told
                 )
@@ -145,10 +151,11 @@ async def test_explain_walks_from_the_trainer_to_the_reward_that_hangs(
             assert len(lines) == 2
             tasks.cancel_scope.cancel()
     # The killed explorer told no end of its wait: that it is gone is told by the next one.
-    await until(lambda: events_of(log, WaitEnded))
+    await until(lambda: accepted_events(log, WaitEnded))
     assert "explorer-3 waits" in cli("explain", run_id).stdout
     again = AsyncPublisher(log, 0, new_producer("explorer", 3))
     await again.publish(ExplorerStatusChanged(status="running"))
+    await accept_reports(log)
     assert "explorer-3 waits" not in cli("explain", run_id).stdout
     await publisher.publish(RunClosed(reason="finished"))
 
@@ -175,4 +182,4 @@ async def test_a_run_in_which_nothing_lasts_reports_no_wait(reporting, explorer,
             await dispatcher.dispatch(4, StepRef(1, step - 1))
             groups = await dispatcher.take(4, deadline=PATIENCE)
             await dispatcher.trained(step, groups)
-    assert await events_of(log, (WaitStarted, WaitEnded)) == []
+    assert await accepted_events(log, (WaitStarted, WaitEnded)) == []

@@ -11,7 +11,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.waits import PATIENCE
+import redis
+
+from tests.support.pipeline import OUTCOMES
+from tests.support.waits import PATIENCE, wait_until
+from trinity_events.log import position
 from trinity_events.server import connect_sync
 from trinity_schemas import Envelope, RunClosed, RunKeys, decode_envelope
 
@@ -80,11 +84,25 @@ class Processes:
 
     def wait_for_announcements(self, count: int, process: subprocess.Popen[str]) -> None:
         give_up = time.monotonic() + 2 * PATIENCE
+        """Wait until ``count`` outcomes of steps and saves are announced."""
         with connect_sync(self.redis_url) as client:
-            while client.xlen(RunKeys.of(self.run_id).announcements) < count:
+            while self._count_outcomes(client) < count:
                 assert process.poll() is None, process.communicate()
                 assert time.monotonic() < give_up, "waited in vain"
                 time.sleep(0.02)
+
+    def _count_outcomes(self, client: redis.Redis) -> int:
+        entries = client.xrange(RunKeys.of(self.run_id).announcements)
+        events = [decode_envelope(fields[b"e"]).event for _, fields in entries]
+        return sum(isinstance(event, OUTCOMES) for event in events)
+
+    def wait_for_reports(self) -> None:
+        """Wait until the reducer has moved all reports of now into the events."""
+        keys = RunKeys.of(self.run_id)
+        with connect_sync(self.redis_url) as client:
+            newest = client.xrevrange(keys.reports, count=1)
+            last = position(newest[0][0].decode()) if newest else (0, 0)
+            wait_until(lambda: position((client.get(keys.reported) or b"0-0").decode()) >= last)
 
     def log(self) -> list[Envelope]:
         with connect_sync(self.redis_url) as client:

@@ -39,7 +39,7 @@ def wait_until(
 
 
 @contextmanager
-def child(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen]:
+def child(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
     """Start a process that is killed, should it still run, and reaped when the block is left."""
     with subprocess.Popen(command, **options) as process:
         try:

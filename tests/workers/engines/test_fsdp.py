@@ -40,7 +40,7 @@ from tests.support.failing_synchronizers import (  # noqa: E402
     TellsNothingOnRank1,
 )
 from tests.support.fsdp_runs import Where, ready  # noqa: E402
-from tests.support.pipeline import folded, reducer_task, until  # noqa: E402
+from tests.support.pipeline import folded, outcomes, reducer_task, until  # noqa: E402
 from tests.support.rank_processes import Rank, RankGroup, RankProcesses  # noqa: E402
 from tests.support.tensors import (  # noqa: E402
     assert_equal,
@@ -50,7 +50,7 @@ from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_events import CheckpointCoordinator, Synchronizer  # noqa: E402
 from trinity_events.coordinator import staged_path  # noqa: E402
 from trinity_events.errors import BufferFull  # noqa: E402
-from trinity_events.log import Publisher, Stream, SyncEventLog, new_producer  # noqa: E402
+from trinity_events.log import Publisher, SyncEventLog, new_producer  # noqa: E402
 from trinity_events.server import open_client  # noqa: E402
 from trinity_events.weights import PartWriter, Publication  # noqa: E402
 from trinity_schemas import (  # noqa: E402
@@ -579,7 +579,7 @@ async def test_a_state_dict_is_ready_when_all_ranks_wrote_it_although_one_was_re
         )
         await folded(log)
         assert shard(folder, 0).exists()
-        assert await log.read(stream=Stream.ANNOUNCEMENTS) == []
+        assert await outcomes(log) == []
         await ranks(finish_saving)
         assert len((await ready(log, "state_dict", 5)).saves) == WORLD
         named = where.run_folder / "global_step_5" / "actor"

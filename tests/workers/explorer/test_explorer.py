@@ -220,6 +220,7 @@ async def test_versions_that_come_amid_answers_are_installed_at_once(config, tra
     told = steps_by_token(groups)
     assert [0, 1, 2] in told and all(one == [0, 1, 2][: len(one)] for one in told)
     assert all(one.oldest_version.step == 0 for group in groups for one in group.experiences)
+    await reports_accepted(log)
     applied = [one.event.version.step for one in await events_of(log, WeightsApplied)]
     assert applied == [0, 1, 2, STEPS]
     assert found.results[0].applied == STEPS + 1

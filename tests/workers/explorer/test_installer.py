@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.support.pipeline import events_of, reducer_task, until  # noqa: E402
+from tests.support.pipeline import events_of, reducer_task, reports_accepted, until  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
 from tests.support.weight_versions import publish, ready  # noqa: E402
 from trinity_events import Synchronizer  # noqa: E402
@@ -137,6 +137,7 @@ async def test_the_newest_version_is_installed_and_said_to_be_served(config, tra
         assert explorer.installer.is_current
         await explorer.installer.refresh(1)
         assert explorer.installer.installed == 1, "what is served is not installed again"
+    await reports_accepted(log)
     applied = [one.event for one in await events_of(log, WeightsApplied)]
     assert [one.version for one in applied] == [StepRef(config.epoch, 1)]
 

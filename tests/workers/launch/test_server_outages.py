@@ -15,13 +15,15 @@ pytest.importorskip("transformers")
 pytest.importorskip("reasoning_gym")
 
 from tests.support.event_histories import committed
-from tests.support.pipeline import accept_reports, reducer_task, reports_accepted, until
+from tests.support.pipeline import accept_reports, events_of, reducer_task, reports_accepted, until
 from tests.support.redis_servers import servers
 from tests.support.waits import PATIENCE
 from trinity_events import Synchronizer
 from trinity_events.cli.tail import _Asked, _tail
 from trinity_events.errors import DeadlineExceeded, RunNotFound
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open_run
+from trinity_events.reducer.report_intake import ReportIntake
+from trinity_events.replay import current_state
 from trinity_events.server import clients, connect
 from trinity_events.shared_memory import available
 from trinity_schemas import (
@@ -316,6 +318,27 @@ def test_the_command_that_replays_a_run_can_be_typed_as_it_is(tmp_path, monkeypa
 
 
 # --- the end of a run -------------------------------------------------------------------------
+
+
+async def test_a_run_ends_once_the_last_reports_of_its_explorers_are_accepted(
+    client, log, config, monkeypatch
+):
+    accept = ReportIntake.run
+
+    async def accept_late(intake):
+        await until(partial(is_closed, log))
+        await anyio.sleep(0.2)
+        await accept(intake)
+
+    monkeypatch.setattr(ReportIntake, "run", accept_late)
+    explorer = AsyncPublisher(log, 1, new_producer("explorer"))
+    async with reducer_task(config.redis_url, RUN), lifecycle.closing(client, config):
+        await explorer.publish(ExplorerStatusChanged(status="stopped"))
+    assert [one.event.status for one in await events_of(log, ExplorerStatusChanged)] == ["stopped"]
+
+
+async def is_closed(log):
+    return (await current_state(log)).closed is not None
 
 
 async def test_the_last_weights_are_waited_for_through_an_outage(

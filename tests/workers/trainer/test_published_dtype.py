@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_file  # noqa: E402
 
 from tests.support.experiences import make_groups  # noqa: E402
-from tests.support.pipeline import events_of, reducer_task  # noqa: E402
+from tests.support.pipeline import events_of, reducer_task, reports_accepted  # noqa: E402
 from tests.support.tensors import identical  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
 from tests.support.weight_versions import ready  # noqa: E402
@@ -118,6 +118,7 @@ async def test_versions_and_deltas_are_published_as_they_are_served(
                 await ask(train_step, step)
             elements = sum(one.numel() for one in model.parameters())
             explorer.flush()
+            await reports_accepted(log)
     published = [one.event for one in await events_of(log, VersionPartPublished)]
     full = sum(one.bytes for one in published if one.step == 1)
     assert 2 * elements <= full < 2.2 * elements, "two bytes an element, where the model has four"
@@ -145,6 +146,7 @@ async def test_a_group_and_files_get_them_so_too_and_a_checkpoint_keeps_float32(
             await anyio.to_thread.run_sync(explorer.apply, model, await ready(log, 1))
             assert_serves(model, weights)
             explorer.flush()
+            await reports_accepted(log)
         for masters in (False, True):
             folder = tmp_path / config.run_id / ".staging" / f"masters-{masters}"
             await ask(save, folder, masters)

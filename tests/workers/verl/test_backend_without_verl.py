@@ -11,7 +11,7 @@ import pytest
 import redis
 import torch
 
-from tests.support.pipeline import events_of, reducer_task
+from tests.support.pipeline import events_of, reducer_task, reports_accepted
 from tests.support.waits import PATIENCE
 from tests.support.weight_versions import awkward
 from trinity_events import Synchronizer
@@ -279,6 +279,7 @@ async def test_a_version_that_is_gone_is_an_error_and_not_reported_as_served(
     with pytest.raises(VersionUnavailable, match=r"weights of step 1 \(epoch 1, rank 0\)"):
         await taken(ends.receivers[0], 1)
     ends.receivers[0].finish()
+    await reports_accepted(log)
     assert await events_of(log, WeightsApplied) == []
 
 

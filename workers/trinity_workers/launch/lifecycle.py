@@ -97,3 +97,8 @@ async def _close(
         last = position(await publisher.publish(closed))
         while position((await wait.ask(log.load))[1]) < last:  # noqa: ASYNC110
             await anyio.sleep(0.02)
+        # The caller ends the reducer next. Reports that it has not accepted would be missing from
+        # the summary, and their explorers would be shown as lost.
+        wait.missing = f"the last reports of the explorers of run {config.run_id} were not accepted"
+        while await wait.ask(log.has_reports):  # noqa: ASYNC110
+            await anyio.sleep(0.02)
