@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from itertools import chain
@@ -27,6 +28,7 @@ from trinity_events.checkpoint_layout import MODEL_FOLDER
 
 from ..collectives import together
 from ..durable_files import make_folder, sync_tree, write_json
+from ..finite import backward_gradient
 from ..learning.adapters import adapter_config, adapter_tree, without_adapters
 from ..learning.packing import check_isolation
 from ..offload import FrozenOffload, Offload
@@ -147,7 +149,10 @@ class FSDPEngine:
 
     @holding(*ALL)
     def optimizer_step(self, loss: torch.Tensor) -> float:
-        """Run backward of a 0-dim loss, clip and step; return the gradient norm before the clip."""
+        """Run backward of a 0-dim loss, clip and step; return the gradient norm before the clip.
+
+        The step is skipped as in :meth:`apply_gradients`.
+        """
         self.accumulate(loss, first=True, last=True)
         return self.apply_gradients()
 
@@ -164,14 +169,21 @@ class FSDPEngine:
         if first:
             self.optimizer.zero_grad(set_to_none=True)
         self.module.set_requires_gradient_sync(last or self._sharded_by_layers)
-        torch.autograd.backward(loss)
+        torch.autograd.backward(loss, backward_gradient(loss))
 
     @holding(*ALL)
     def apply_gradients(self) -> float:
-        """Clip the gradients and take the step; return their norm before the clip. Collective."""
+        """Clip the gradients and take the step; return their norm before the clip. Collective.
+
+        If the norm is not finite, on all ranks alike, the step is skipped: parameters, optimizer
+        and schedule stay as they are, and the gradients are dropped.
+        """
         parameters = list(trained_module(self).parameters())
         norm: Any = get_total_norm([one.grad for one in parameters if one.grad is not None])
         norm = norm.full_tensor()  # once: clip_grad_norm_() would reduce it for itself
+        if not math.isfinite(float(norm)):
+            self.optimizer.zero_grad(set_to_none=True)
+            return float(norm)
         clip_grads_with_norm_(parameters, self._gradient_norm, norm)
         self.optimizer.step()
         self.scheduler.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from trinity_events.errors import TrinityError
 
 from ..algorithms.logits import TokenStatistics
 from ..collectives import together
+from ..finite import with_backward_gradient
 from ..learning.policy import load_tokenizer
 from .base import NamedTensors, per_tensor_params
 from .fsdp import shard_name, write_description
@@ -104,6 +106,8 @@ class VerlEngine:
     ) -> float:
         """Take one optimizer step; return the gradients' norm before the clip. Collective.
 
+        If the norm is not finite, the step is skipped, and the schedule stays as it is.
+
         Args:
             parts: Micro-batches, as many on every rank.
             loss_of: Returns the loss of a micro-batch. What it raises must be raised on all ranks.
@@ -116,7 +120,9 @@ class VerlEngine:
                 data = _no_padding(part, temperature, calculate_entropy=entropy)
                 self.verl.forward_backward_batch(data, _loss_function(loss_of, part))
             norm = float(self.verl.optimizer_step())
-            self.verl.lr_scheduler_step()
+            # veRL's optimizer_step() takes no step on a norm that is not finite, and returns it.
+            if math.isfinite(norm):
+                self.verl.lr_scheduler_step()
         return norm
 
     # --- weights -------------------------------------------------------------------------------
@@ -298,7 +304,7 @@ def _loss_function(loss_of: LossOf, part: Batch) -> Callable[..., tuple[Tensor, 
             _of_responses(model_output["log_probs"], part),
             None if entropy is None else _of_responses(entropy, part),
         )
-        return loss_of(part, current), {}
+        return with_backward_gradient(loss_of(part, current)), {}
 
     return loss
 
