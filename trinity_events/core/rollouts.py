@@ -8,6 +8,7 @@ from .fold_state import FoldState
 from .ledger import Contradictions, Ledger, LedgerError
 from .lineage import lineage_of
 from .ordinal_ranges import Range, union, words_of_ranges
+from .skipped_updates import ANOMALY, format_skipped_updates
 from .state import MonitorState
 
 
@@ -37,6 +38,8 @@ def step_trained(fold: FoldState, event: StepTrained, _: Envelope) -> None:
         dropped = _settle(fold, ledger, reason, ordinals)
         _note(fold, "dropped-after-fate", dropped.settled, f" ({reason})")
         _note(fold, "fate-without-dispatch", dropped.undispatched, f" ({reason})")
+    for sentence in format_skipped_updates(event.step, event.metrics):
+        fold.note_anomaly(ANOMALY, sentence)
 
 
 def ledger_restored(fold: FoldState, event: LedgerRestored, _: Envelope) -> None:

@@ -136,6 +136,8 @@ def _extremes(tensor: Tensor) -> Tensor | None:
     if not tensor.is_floating_point():
         return None
     if tensor.dtype not in _DIRECT:
+        if not str(tensor.dtype).startswith("torch.float8"):
+            return None  # float4 has neither NaN nor infinity
         tensor = tensor.float()
     return torch.stack(torch.aminmax(tensor)).double()
 

@@ -28,13 +28,13 @@ from trinity_events.checkpoint_layout import MODEL_FOLDER
 
 from ..collectives import together
 from ..durable_files import make_folder, sync_tree, write_json
-from ..finite import backward_gradient
+from ..finite import backward_gradient, check_finite, nested_tensors
 from ..learning.adapters import adapter_config, adapter_tree, without_adapters
 from ..learning.packing import check_isolation
 from ..offload import FrozenOffload, Offload
 from .adapter_folder import BaseModel, check_adapters, describe_adapters
 from .base import trained_module
-from .buffers import saved_buffers
+from .buffers import all_buffer_names, saved_buffers
 from .fsdp_options import FSDPOptions
 from .learning_rate import LearningRate, learning_rate_of
 from .model_folder import FolderReader, has_weights
@@ -241,12 +241,18 @@ class FSDPEngine:
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
     ) -> None:
-        """Write model and training state below ``local_path``; durable on return. Collective."""
+        """Write model and training state below ``local_path``; durable on return. Collective.
+
+        Raises:
+            NonFiniteWeights: if parameters or optimizer state are not finite.
+            PeerFailed: on the ranks that did not fail themselves.
+        """
         del hdfs_path, global_step, max_ckpt_to_keep
         folder = Path(local_path)
         with together():
-            state = copied(trained_module(self).state_dict())
-            write_state(folder / shard_name(saved_part(self)), state)
+            module = trained_module(self)
+            file, state = folder / shard_name(saved_part(self)), copied(module.state_dict())
+            write_state(file, state, exempt=all_buffer_names(module))
             write_state(folder / shard_name("optim"), self.training_state())
             if dist.get_rank() == 0:
                 write_description(folder, self)
@@ -264,6 +270,7 @@ class FSDPEngine:
             FileNotFoundError: if a shard is missing.
             ReshardRefused: if the shards do not fit the model.
             AdaptersRefused: if they are of other adapters, or of another base.
+            NonFiniteWeights: if parameters or optimizer state are not finite.
             PeerFailed: if another rank could not read its shard; nothing is loaded then.
         """
         del hdfs_path, del_local_after_load
@@ -273,6 +280,11 @@ class FSDPEngine:
                 config = None if self.adapters is None else adapter_config(self.module)
                 check_adapters(folder / MODEL_FOLDER[-1], config, self._base)
             model, training = self._read_shards(folder, saved_world(folder))
+            exempt = all_buffer_names(trained_module(self))
+            check_finite(nested_tensors(model), str(folder), exempt=exempt)
+            check_finite(
+                nested_tensors(training["optimizer"]), f"the optimizer's state in {folder}"
+            )
         self.module.reshard()  # what was gathered of adapters would be of their earlier values
         trained_module(self).load_state_dict(model)
         self.optimizer.load_state_dict(training["optimizer"])

@@ -19,9 +19,15 @@ from trinity_events.errors import TrinityError
 
 from ..algorithms.logits import TokenStatistics
 from ..collectives import together
-from ..finite import with_backward_gradient
+from ..finite import (
+    check_finite,
+    check_finite_model,
+    nested_tensors,
+    with_backward_gradient,
+)
 from ..learning.policy import load_tokenizer
 from .base import NamedTensors, per_tensor_params
+from .buffers import all_buffer_names
 from .fsdp import shard_name, write_description
 from .learning_rate import LearningRate
 from .model_folder import FolderReader, has_weights
@@ -68,6 +74,7 @@ class VerlEngine:
 
     Raises:
         VerlUnusable: if veRL is not installed.
+        NonFiniteWeights: if the folder's weights are not finite.
     """
 
     def __init__(self, folder: Path, *, device: torch.device, options: VerlOptions) -> None:
@@ -75,6 +82,8 @@ class VerlEngine:
         self.options = options
         self._device = device
         self.verl = _initialized(folder, device, options)
+        with together():
+            check_finite_model(self.module, str(folder))
         dtype: torch.dtype = getattr(torch, options.dtype)
         self.published_dtypes = {name: dtype for name, _ in self.module.named_parameters()}
 
@@ -166,7 +175,8 @@ class VerlEngine:
         del hdfs_path, global_step, max_ckpt_to_keep
         folder = Path(local_path)
         with together():
-            write_state(folder / shard_name("model"), copied(self.module.state_dict()))
+            model, buffers = copied(self.module.state_dict()), all_buffer_names(self.module)
+            write_state(folder / shard_name("model"), model, exempt=buffers)
             for path, state in self.training_files(folder).items():
                 write_state(path, state)
             if self.verl.rank == 0:
@@ -181,6 +191,7 @@ class VerlEngine:
 
         Raises:
             FileNotFoundError: if a shard is missing.
+            NonFiniteWeights: if parameters or optimizer state are not finite.
             PeerFailed: if another rank could not read its shard; nothing is loaded then.
         """
         del hdfs_path, del_local_after_load
@@ -188,6 +199,8 @@ class VerlEngine:
         with together():
             model = self._read_model(folder)
             optimizer, extra = map(read_state, self.training_paths(folder))
+            check_finite(nested_tensors(model), str(folder), exempt=all_buffer_names(self.module))
+            check_finite(nested_tensors(optimizer), f"the optimizer's state in {folder}")
         self.module.load_state_dict(model)
         self.verl.optimizer.load_state_dict(optimizer)
         self.verl.lr_scheduler.load_state_dict(extra["lr_scheduler"])

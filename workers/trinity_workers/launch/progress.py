@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.text import Text
 
 from trinity_events.core import Monitor, MonitorState
+from trinity_events.core.skipped_updates import format_skipped_updates
 from trinity_events.log import Entry, EventLog, PageSize, Stream
 from trinity_events.replay import PAGE
 from trinity_events.server import Deadline
@@ -88,6 +89,9 @@ class ProgressView:
             return
         for line in self._failed.heard(envelope.event, announced):
             self.say(line, style="bold red")
+        if isinstance(envelope.event, StepTrained):
+            for line in format_skipped_updates(envelope.event.step, envelope.event.metrics):
+                self.say(line, style="bold red")
         if isinstance(envelope.event, StepTrained) and "reward" in envelope.event.metrics:
             self._metrics = envelope.event.metrics
             self._rewards.append(self._metrics["reward"])

@@ -12,6 +12,8 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
+from trinity_events.core.skipped_updates import SKIPPED_UPDATES
+
 from ..algorithms.aggregation import Means
 from ..algorithms.batch import NO_GROUP, Batch
 from ..algorithms.logits import TokenStatistics
@@ -92,7 +94,6 @@ class Learner(NamedTuple):
     norm_name: str
     rate_name: str
     model: Trained
-    skipped_name: str
 
 
 class TrainingStep(ABC):
@@ -201,7 +202,7 @@ class TrainingStep(ABC):
         figures = {
             learner.rate_name: rate,
             learner.norm_name: taken_norm([one.norm for one in taken]),
-            learner.skipped_name: float(len(skipped)),
+            SKIPPED_UPDATES[learner.model]: float(len(skipped)),
         }
         return Updated(means, figures)
 
@@ -239,7 +240,6 @@ class TrainingStep(ABC):
                 norm_name="critic/grad_norm",
                 rate_name="critic/lr",
                 model=model,
-                skipped_name="critic/skipped_updates",
             )
         return Learner(
             models.policy,
@@ -248,7 +248,6 @@ class TrainingStep(ABC):
             norm_name="gradient_norm",
             rate_name="learning_rate",
             model=model,
-            skipped_name="skipped_updates",
         )
 
     def _value_loss(self, values: Tensor, part: Batch) -> Update:
