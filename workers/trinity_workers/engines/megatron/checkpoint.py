@@ -22,7 +22,7 @@ from trinity_events.errors import TrinityError
 
 from ...collectives import together
 from ...durable_files import make_folder, sync_tree
-from ...finite import check_finite, nested_tensors
+from ...finite import NonFiniteWeights, check_finite, nested_tensors
 from ..state_files import copied, write_state
 from .cpu import adapted
 from .rank_state import rank_file
@@ -77,9 +77,9 @@ def prepare(
     planner = _planner(value)
 
     def write() -> None:
-        with together(group):
-            # In this thread, so that training does not wait for it if the tensors are copies.
+        with together(group):  # before the folder's content is replaced
             check_finite(_named_tensors(mine), str(folder))
+        with together(group):
             if dist.get_rank() == 0:
                 shutil.rmtree(folder, ignore_errors=True)
                 make_folder(folder)
@@ -90,6 +90,8 @@ def prepare(
         # not an Exception; raised on all ranks alike
         except _torch_dcp.CheckpointException as error:
             rank, (cause, _) = next(iter(error.failures.items()))
+            if isinstance(cause, NonFiniteWeights):  # of a value that was made as it was written
+                raise cause from None
             raise CheckpointFailed(f"rank {rank} could not write: {cause}") from None
         with together(group):
             if own is not None:
