@@ -187,8 +187,8 @@ def test_skipped_steps_in_a_row_end_the_run_on_all_ranks_with_the_prompts_of_the
         assert (error.model, error.count) == ("policy", 3)
         assert error.cause == SkipCause("rewards", 1, (1,))
         assert str(error).startswith(
-            "step 6: no update of the policy for 3 steps in a row, because the rewards of rank 1 "
-            "(prompts 1) are not finite: "
+            "step 6: updates of the policy were skipped in 3 steps in a row, because the rewards "
+            "of rank 1 (prompts 1) are not finite: "
         )
 
 

@@ -83,9 +83,9 @@ class TooManySkippedSteps(TrinityError):
         where = "" if self.step is None else f"step {self.step}: "
         steps = "1 step" if self.count == 1 else f"{self.count} steps in a row"
         return (
-            f"{where}no update of the {self.model} for {steps}, because {self.cause}: see to these "
-            "numbers, or lower trainer.learning_rate, and resume from the last checkpoint; "
-            "trainer.max_skipped_steps sets after how many steps the run fails"
+            f"{where}updates of the {self.model} were skipped in {steps}, because {self.cause}: "
+            "correct what computes these numbers, or lower trainer.learning_rate, and resume from "
+            "the last checkpoint; trainer.max_skipped_steps sets after how many steps a run fails"
         )
 
 
