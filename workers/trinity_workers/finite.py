@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 
 from trinity_events.errors import TrinityError
@@ -85,11 +86,11 @@ def check_finite(
     for name, tensor in tensors:
         if name in exempt:
             continue
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        extremes = _extremes(local.detach())
-        if extremes is not None:
-            pending.append((name, local, extremes))
-        if len(pending) == _CHECKED_AT_ONCE:
+        for local in _local_tensors(tensor):
+            extremes = _extremes(local)
+            if extremes is not None:
+                pending.append((name, local, extremes))
+        if len(pending) >= _CHECKED_AT_ONCE:
             _raise_first(pending, place)
             pending.clear()
     _raise_first(pending, place)
@@ -121,6 +122,15 @@ def nested_tensors(value: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             yield from nested_tensors(item, f"{prefix}.{index}" if prefix else str(index))
+
+
+def _local_tensors(tensor: Tensor) -> list[Tensor]:
+    """Return the plain tensors of which this rank holds a tensor."""
+    if isinstance(tensor, DTensor):
+        return [tensor.to_local().detach()]
+    if isinstance(tensor, ShardedTensor):  # FSDP1 has them in sharded state dicts
+        return [shard.tensor.detach() for shard in tensor.local_shards()]
+    return [tensor.detach()]
 
 
 def _extremes(tensor: Tensor) -> Tensor | None:

@@ -212,6 +212,22 @@ def fail_by_loss(rank: Rank, folder: Path) -> SkipCause:
     return raised.value.cause
 
 
+def score_infinitely(rank: Rank, folder: Path) -> SkipCause:
+    """Take a step whose reward model gives the rows of the first prompt an infinite score."""
+    step = make_step(folder, {}, max_skipped_steps=1)
+    step.models = step.models._replace(reward_model=object())
+    step.compute_rm_score = lambda batch, _: torch.where(batch.groups == 0, math.inf, 0.5)
+    with pytest.raises(TooManySkippedSteps) as raised:
+        step.learn(rows_of(rank, 1))
+    assert step.models.policy.steps == 0
+    return raised.value.cause
+
+
+def test_scores_of_a_reward_model_that_are_not_finite_are_no_step(rank_group, policy_folder):
+    [cause] = rank_group(1)(score_infinitely, policy_folder)
+    assert cause == SkipCause("rewards", 0, (0,))
+
+
 class VerlRecorder:
     """veRL's engine, as far as an update calls it; its norm is given."""
 
