@@ -161,5 +161,7 @@ def _raise_first(pending: list[tuple[str, Tensor, Tensor]], place: str) -> None:
         return
     for name, tensor, extremes in pending:
         if not bool(torch.isfinite(extremes).all()):
-            count = tensor.numel() - int(torch.isfinite(tensor).sum())
+            # isfinite() is not there for some formats of float8, and wrong for others.
+            comparable = tensor if tensor.is_complex() else tensor.double()
+            count = tensor.numel() - int(torch.isfinite(comparable).sum())
             raise NonFiniteWeights(name, place, count, tensor.numel())

@@ -70,6 +70,15 @@ def test_one_value_among_the_largest_and_smallest_is_found(dtype, value):
     assert str(error).startswith("1 of 3 values of tensor in here are not finite")
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e8m0fnu], ids=str)
+def test_formats_without_infinity_have_a_nan_that_is_found(dtype):
+    tensor = torch.tensor([0x38, 0xFF, 0x38], dtype=torch.uint8).view(dtype)
+    check_finite([("tensor", tensor[:1])], "here")
+    with pytest.raises(NonFiniteWeights) as raised:
+        check_finite([("tensor", tensor)], "here")
+    assert (raised.value.count, raised.value.size) == (1, 3)
+
+
 def test_integers_tensors_without_values_and_exempt_names_are_not_checked():
     tensors = [
         ("integers", torch.ones(3, dtype=torch.int64)),
