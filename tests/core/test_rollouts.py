@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import pytest
 
@@ -10,6 +12,7 @@ from trinity_events.core import decode_state, encode_state
 from trinity_events.core import ledger as ledger_module
 from trinity_events.core import rollouts as rollouts_module
 from trinity_events.core.audit import Auditor
+from trinity_events.core.explain import explain
 from trinity_events.core.ledger import Ledger
 from trinity_events.core.summary import Summarizer
 from trinity_schemas import (
@@ -52,6 +55,27 @@ def test_the_state_has_the_fate_of_every_dispatched_ordinal():
     assert ledger.open_ranges() == [(4, 4), (9, 9), (11, 19)]
     assert ledger.fingerprint == FINGERPRINT
     assert (state.trainer_step, state.anomaly_counts) == (2, {})
+
+
+@pytest.mark.parametrize(
+    ("metrics", "models"),
+    [
+        ({"skipped_updates": 1.0}, ["policy"]),
+        ({"skipped_updates": 2.0, "critic/skipped_updates": 1.0}, ["policy", "critic"]),
+        ({"skipped_updates": 0.0, "critic/skipped_updates": math.nan}, []),
+    ],
+)
+def test_skipped_updates_are_an_anomaly_and_a_sentence_about_their_step_and_no_other(
+    metrics, models
+):
+    history = trained_through_step_2()
+    history.add(StepTrained(step=3, trained=((11, 14),), metrics=metrics))
+    state = history.fold()[0].state
+    assert state.anomaly_counts == ({"update-skipped": len(models)} if models else {})
+    assert state.ledger.trained == 12, "the prompts of a skipped update were trained"
+    named = [model for model in ("policy", "critic") if f"of the {model}" in explain(state, 3)]
+    assert named == models
+    assert "skipped" not in explain(state, 2)
 
 
 def test_a_snapshot_keeps_the_ledger():

@@ -7,6 +7,7 @@ from trinity_schemas import Kind, StepRef
 from .completeness import missing
 from .fold_state import describe_slot
 from .refusals import words_of_refusal
+from .skipped_updates import skipped_in
 from .state import KINDS, KindState, MonitorState, StepState
 
 _NAMED = 8
@@ -30,7 +31,8 @@ def explain(
         words_of_refusal(one) for one in state.refusals if one.version == StepRef(state.epoch, step)
     ]
     more = f"{len(refused) - _NAMED} more refusals came before." if len(refused) > _NAMED else ""
-    return "\n".join([said, *refused[-_NAMED:], *([more] if more else [])])
+    skipped = [f"The trainer, in {anomaly.detail}." for anomaly in skipped_in(state, step)]
+    return "\n".join([said, *refused[-_NAMED:], *([more] if more else []), *skipped])
 
 
 def _explained(state: MonitorState, step: int, now: int | None, named: int | None) -> str:

@@ -17,6 +17,7 @@ from .ledger import Contradictions, Ledger, LedgerError
 from .limits import KEPT_EXCLUDED, LONGEST_REFUSAL
 from .lineage import lineage_of
 from .ordinal_ranges import Range, union, words_of_ranges
+from .skipped_updates import ANOMALY, format_skipped_updates
 from .state import ExcludedExplorer, MonitorState
 
 
@@ -44,6 +45,8 @@ def step_trained(fold: FoldState, event: StepTrained, _: Envelope) -> None:
     _note(fold, "trained-twice", trained.settled, f" in step {event.step}")
     _note(fold, "fate-without-dispatch", trained.undispatched, f" in step {event.step}")
     _settle_dropped(fold, ledger, event.dropped)
+    for sentence in format_skipped_updates(event.step, event.metrics):
+        fold.note_anomaly(ANOMALY, sentence)
 
 
 def explorer_excluded(fold: FoldState, event: ExplorerExcluded, _: Envelope) -> None:

@@ -232,7 +232,7 @@ class DetachedConsumer(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Anomaly(Struct, frozen=True, kw_only=True):
-    """Entry of the log that is out of order or unexpected, and that changed nothing else."""
+    """Entry of the log that is out of order or unexpected."""
 
     entry_id: str
     name: str

@@ -23,6 +23,7 @@ from .engines.adapter_folder import (
 from .engines.base import NamedTensors
 from .engines.model_folder import FolderReader, copy_files, write_model_folder
 from .engines.reshard import tensors_of_shards
+from .finite import check_finite
 from .learning.adapters import merged, weight_names
 
 _OTHER = (
@@ -42,6 +43,7 @@ class SavedAdapters:
     Raises:
         ConversionRefused: if there is no base, or PEFT's configuration is not one of this project.
         AdaptersRefused: if the base has other weights than the one that they were trained on.
+        NonFiniteWeights: if the adapters, or weights that they are merged into, are not finite.
     """
 
     def __init__(self, folder: Path, base: Path | None = None) -> None:
@@ -58,6 +60,7 @@ class SavedAdapters:
             self.tensors = {name: reader.tensor(name) for name in reader.names()}
         else:
             self.tensors = dict(tensors_of_shards(folder, part="adapter"))
+        check_finite(self.tensors.items(), str(folder))
 
     def write_alone(self, target: Path) -> list[int]:
         """Write a folder that PEFT loads; return the tensors' sizes in bytes."""
@@ -109,6 +112,7 @@ class SavedAdapters:
             tensor = reader.tensor(name)
             if first in self.tensors:
                 tensor = merged(tensor, self.tensors[first], self.tensors[second], scale)
+            check_finite([(name, tensor)], str(base))
             yield name, tensor
             reader.forget()
 

@@ -161,6 +161,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Ranks that trace these steps. Null is all."""
     gradient_norm: Annotated[float, Meta(gt=0)] = 1.0
     """Norm to which gradients are clipped."""
+    max_skipped_steps: Positive = 3
+    """Steps in a row without an update, because a loss or a gradient is not finite, after which the
+    run fails. A step that skips one is reported as `train/skipped_updates`."""
     policy_offload: Offload = Offload()
     critic_offload: Offload = Offload()
     reference_offload: FrozenOffload = FrozenOffload()

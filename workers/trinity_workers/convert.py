@@ -26,12 +26,13 @@ from .adapter_conversion import SavedAdapters
 from .convertible import ConversionRefused, SourceForm, source_of
 from .durable_files import make_folder, sync
 from .engines.base import NamedTensors
-from .engines.buffers import saved_buffers
+from .engines.buffers import all_buffer_names, saved_buffers
 from .engines.megatron import leave
 from .engines.megatron.meta_model import MetaModel
 from .engines.megatron.model_description import Description, read_description, write_description
 from .engines.model_folder import SHARD_BYTES, FolderReader, copy_files, write_model_folder
 from .engines.reshard import tensors_of_shards
+from .finite import check_finite, finite_tensors
 from .learning.value_head import head_tensors
 
 _CONVERTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -73,6 +74,7 @@ def convert(
         AdaptersRefused: if the base is not that of the adapters.
         UnsupportedModel: if megatron-core has no model of this configuration.
         IncompatibleWeights: if the weights do not match the configuration.
+        NonFiniteWeights: if parameters have values that are not finite.
     """
     folder, form = source_of(source, target)
     if form != "adapters" and (adapter or base is not None):
@@ -132,6 +134,7 @@ def _to_megatron(source: Path, target: Path) -> list[int]:
                     f"{source}: {expected} is {tuple(tensor.shape)}, the model's is "
                     f"{tuple(empty.shape)}: is its config.json the one of these weights?"
                 )
+            check_finite([(expected, tensor)], str(source))
             found.append(tensor)
         # A small tensor maps much more of the file than its bytes, and layers store it far apart.
         reader.forget()
@@ -168,13 +171,21 @@ def _of_megatron(source: Path) -> NamedTensors:
     for name, dtype in outline.saved_dtypes(source / "model"):
         outline.set_dtype([name], _checked([dtype], name, source))
     for name, whole in outline.load(source / "model"):
-        yield from outline.mapping.to_huggingface(name, whole)
+        yield from finite_tensors(outline.mapping.to_huggingface(name, whole), str(source))
 
 
 def _of_shards(source: Path) -> NamedTensors:
-    """Yield the tensors of FSDP's shard files, a tied one under its first name alone.
+    """Yield the tensors of FSDP's shard files, a tied one under its first name alone."""
+    model = _meta_model(source)
+    buffers = [name for name, _ in saved_buffers(model)]
+    names = [*(name for name, _ in model.named_parameters()), *buffers]
+    return finite_tensors(tensors_of_shards(source, names), str(source), exempt=buffers)
 
-    A critic's are those of a model for token classification.
+
+def _meta_model(source: Path) -> Any:
+    """Return the model of a checkpoint, without values.
+
+    A critic is a model for token classification.
     """
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
@@ -182,15 +193,17 @@ def _of_shards(source: Path) -> NamedTensors:
     # Their methods have no annotations.
     make: Any = AutoModelForTokenClassification if head_tensors(config) else AutoModelForCausalLM
     with torch.device("meta"):
-        model = make.from_config(config, trust_remote_code=False)
-    names = [name for name, _ in (*model.named_parameters(), *saved_buffers(model))]
-    return tensors_of_shards(source, names)
+        return make.from_config(config, trust_remote_code=False)
 
 
 def _of_folder(source: Path) -> NamedTensors:
     reader = _reader(source / MODEL_FOLDER[-1])
+    buffers = all_buffer_names(_meta_model(source))
     for name in reader.names():
-        yield name, reader.tensor(name)
+        tensor = reader.tensor(name)
+        check_finite([(name, tensor)], str(source), exempt=buffers)
+        yield name, tensor
+        del tensor
         reader.forget()
 
 

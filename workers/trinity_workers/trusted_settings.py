@@ -93,7 +93,7 @@ _DATA = {
         engine ranks cpus tensor_parallel pipeline_parallel virtual_pipeline expert_parallel
         context_parallel sequence_parallel distributed_optimizer colocated rollout_tensor_parallel
         recompute cpu_offload packing learning_rate ramp_steps schedule micro_batch_rows
-        micro_batch_tokens fused_loss profile_steps profile_ranks gradient_norm
+        micro_batch_tokens fused_loss profile_steps profile_ranks gradient_norm max_skipped_steps
         """,
     "trainer.policy_offload": "param_offload grad_offload optimizer_offload",
     "trainer.critic_offload": "param_offload grad_offload optimizer_offload",

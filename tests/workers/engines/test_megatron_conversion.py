@@ -176,7 +176,11 @@ def deep_folder(folder, layers):
     config = Qwen3Config(**sizes, head_dim=64, tie_word_embeddings=True)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    model.to_empty(device="cpu").save_pretrained(folder)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()  # what the memory had before may not be finite
+    model.save_pretrained(folder)
     return (folder / "model.safetensors").stat().st_size
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import math
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -10,6 +13,7 @@ pytest.importorskip("megatron.core")
 from tests.support import megatron_ranks as at  # noqa: E402
 from trinity_workers.engines.learning_rate import LearningRate  # noqa: E402
 from trinity_workers.engines.megatron import OptimizerOptions, ParallelLayout  # noqa: E402
+from trinity_workers.finite import nested_tensors  # noqa: E402
 from trinity_workers.learning.logprobs import response_logprobs  # noqa: E402
 
 STEPS = 20
@@ -126,3 +130,49 @@ def test_logprobs_of_padded_rows_are_hugging_faces(
     assert found
     for one in found:
         torch.testing.assert_close(one, expected, atol=1e-4, rtol=0)
+
+
+def spoil_one_step(rank, batches, spoiled_rank: int) -> tuple[list[float], bool]:
+    """Take three steps, the second on a loss that is infinite on one rank's last stage.
+
+    Returns the norms, and True if parameters, optimizer and schedule stayed as they were.
+    """
+    engine = rank.held.engine
+    norms, states = [], []
+    for number, batch in enumerate(batches):
+
+        def loss(current, _, number=number):
+            value = -current.logprobs.mean()
+            is_bad = number == 1 and rank.number == spoiled_rank
+            return value + (math.inf if is_bad else 0.0), None
+
+        norms.append(engine.train_batch(batch, loss)[1])
+        optimizer = [one.optimizer.state_dict() for one in engine.optimizer.chained_optimizers]
+        parameters = [one.detach() for chunk in engine.module for one in chunk.parameters()]
+        tensors = [one for _, one in nested_tensors([parameters, optimizer])]
+        states.append((copy.deepcopy(tensors), engine.steps, engine.learning_rate))
+    (one, *counts), (other, *others) = states[:2]
+    same = all(torch.equal(mine, its) for mine, its in zip(one, other, strict=True))
+    return norms, same and counts == others and states[2][1] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "values", "options"),
+    [
+        ("qwen3", ParallelLayout(), {}, BFLOAT16),
+        ("qwen3", ParallelLayout(), {"distributed": True}, {}),
+        ("qwen3", ParallelLayout(pipeline=2), {}, {}),
+        ("qwen3", ParallelLayout(tensor=2), {}, {}),
+        ("qwen3-moe", ParallelLayout(expert=2), {}, {}),
+    ],
+)
+def test_a_loss_that_is_not_finite_on_one_rank_is_no_step_on_any(
+    engine_ranks, batches, name, layout, values, options
+):
+    ranks = engine_ranks(name, 2, layout, optimizer(**values), options)
+    # Of tensor-parallel ranks each has the same loss; one alone is not finite here.
+    for norms, is_unchanged in ranks(spoil_one_step, batches[:3], 1):
+        assert math.isfinite(norms[0])
+        assert not math.isfinite(norms[1])
+        assert math.isfinite(norms[2])
+        assert is_unchanged

@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
+from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoModelForSequenceClassification, Qwen2Config  # noqa: E402
 
 from tests.support import megatron_ranks as at  # noqa: E402
@@ -16,6 +17,7 @@ from trinity_workers.algorithms.collate import collate  # noqa: E402
 from trinity_workers.algorithms.settings import read_settings  # noqa: E402
 from trinity_workers.engines.fsdp import frozen_policy  # noqa: E402
 from trinity_workers.engines.megatron import MegatronRewardModel, ParallelLayout  # noqa: E402
+from trinity_workers.finite import NonFiniteWeights  # noqa: E402
 from trinity_workers.learning.policy import (  # noqa: E402
     BadPolicy,
     encode_prompt,
@@ -154,3 +156,14 @@ def test_what_is_no_reward_model_is_one_sentence(policy_folder, tmp_path):
     )
     with pytest.raises(BadPolicy, match=r"gives 3 outputs a token"):
         reward_tokenizer(tmp_path)
+
+
+def test_a_reward_model_with_a_weight_that_is_not_finite_is_not_loaded(tmp_path):
+    folder = make_reward_folder(tmp_path)
+    [file] = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["score.weight"][0, 0] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(NonFiniteWeights) as raised:
+        load_reward_model(folder)
+    assert raised.value.tensor == "score.weight"

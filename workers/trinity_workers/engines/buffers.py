@@ -16,3 +16,8 @@ def saved_buffers(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
             if name not in one._non_persistent_buffers_set and id(buffer) not in seen:
                 seen.add(id(buffer))
                 yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def all_buffer_names(module: Any) -> frozenset[str]:
+    """Return all names of the buffers of a state dict; one that is shared has several."""
+    return frozenset(name for name, _ in module.named_buffers(remove_duplicate=False))

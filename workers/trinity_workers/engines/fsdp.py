@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from itertools import chain
@@ -27,12 +28,13 @@ from trinity_events.checkpoint_layout import MODEL_FOLDER
 
 from ..collectives import together
 from ..durable_files import make_folder, sync_tree, write_json
+from ..finite import backward_gradient, check_finite, nested_tensors
 from ..learning.adapters import adapter_config, adapter_tree, without_adapters
 from ..learning.packing import check_isolation
 from ..offload import FrozenOffload, Offload
 from .adapter_folder import BaseModel, check_adapters, describe_adapters
 from .base import refuse_load_arguments, refuse_save_arguments, trained_module
-from .buffers import saved_buffers
+from .buffers import all_buffer_names, saved_buffers
 from .fsdp_options import FSDPOptions
 from .learning_rate import LearningRate, learning_rate_of
 from .model_folder import FolderReader, has_weights
@@ -149,7 +151,10 @@ class FSDPEngine:
 
     @holding(*ALL)
     def optimizer_step(self, loss: torch.Tensor) -> float:
-        """Run backward of a 0-dim loss, clip and step; return the gradient norm before the clip."""
+        """Run backward of a 0-dim loss, clip and step; return the gradient norm before the clip.
+
+        The step is skipped as in :meth:`apply_gradients`.
+        """
         self.accumulate(loss, first=True, last=True)
         return self.apply_gradients()
 
@@ -166,14 +171,21 @@ class FSDPEngine:
         if first:
             self.optimizer.zero_grad(set_to_none=True)
         self.module.set_requires_gradient_sync(last or self._sharded_by_layers)
-        torch.autograd.backward(loss)
+        torch.autograd.backward(loss, backward_gradient(loss))
 
     @holding(*ALL)
     def apply_gradients(self) -> float:
-        """Clip the gradients and take the step; return their norm before the clip. Collective."""
+        """Clip the gradients and take the step; return their norm before the clip. Collective.
+
+        If the norm is not finite, on all ranks alike, the step is skipped: parameters, optimizer
+        and schedule stay as they are, and the gradients are dropped.
+        """
         parameters = list(trained_module(self).parameters())
         norm: Any = get_total_norm([one.grad for one in parameters if one.grad is not None])
         norm = norm.full_tensor()  # once: clip_grad_norm_() would reduce it for itself
+        if not math.isfinite(float(norm)):
+            self.optimizer.zero_grad(set_to_none=True)
+            return float(norm)
         clip_grads_with_norm_(parameters, self._gradient_norm, norm)
         self.optimizer.step()
         self.scheduler.step()
@@ -240,12 +252,15 @@ class FSDPEngine:
 
         Raises:
             ArgumentRefused: for ``hdfs_path`` and ``max_ckpt_to_keep``.
+            NonFiniteWeights: if parameters or optimizer state are not finite.
+            PeerFailed: on the ranks that did not fail themselves.
         """
         refuse_save_arguments(self, hdfs_path, max_ckpt_to_keep)
         folder = Path(local_path)
         with together():
-            state = copied(trained_module(self).state_dict())
-            write_state(folder / shard_name(saved_part(self)), state)
+            module = trained_module(self)
+            file, state = folder / shard_name(saved_part(self)), copied(module.state_dict())
+            write_state(file, state, exempt=all_buffer_names(module))
             write_state(folder / shard_name("optim"), self.training_state())
             if dist.get_rank() == 0:
                 write_description(folder, self)
@@ -264,6 +279,7 @@ class FSDPEngine:
             ReshardRefused: if the shards do not fit the model.
             AdaptersRefused: if they are of other adapters, or of another base.
             ArgumentRefused: for ``hdfs_path`` and ``del_local_after_load``.
+            NonFiniteWeights: if parameters or optimizer state are not finite.
             PeerFailed: if another rank could not read its shard; nothing is loaded then.
         """
         refuse_load_arguments(self, hdfs_path, del_local_after_load)
@@ -273,6 +289,11 @@ class FSDPEngine:
                 config = None if self.adapters is None else adapter_config(self.module)
                 check_adapters(folder / MODEL_FOLDER[-1], config, self._base)
             model, training = self._read_shards(folder, saved_world(folder))
+            exempt = all_buffer_names(trained_module(self))
+            check_finite(nested_tensors(model), str(folder), exempt=exempt)
+            check_finite(
+                nested_tensors(training["optimizer"]), f"the optimizer's state in {folder}"
+            )
         reshard(self.module)  # what was gathered of adapters would be of their earlier values
         trained_module(self).load_state_dict(model)
         self.optimizer.load_state_dict(training["optimizer"])

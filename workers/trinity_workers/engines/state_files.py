@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed.tensor  # without it, torch.load refuses sharded tensors
 
 from ..durable_files import whole_file
+from ..finite import check_finite, nested_tensors
 
 
 def copied(value: Any) -> Any:
@@ -22,8 +24,18 @@ def copied(value: Any) -> Any:
     return value
 
 
-def write_state(path: Path, state: dict[str, Any]) -> None:
-    """Write the file durably, complete or not at all."""
+def write_state(path: Path, state: dict[str, Any], *, exempt: Collection[str] = ()) -> None:
+    """Write the file durably, complete or not at all.
+
+    Args:
+        path: The file.
+        state: Tensors and plain values.
+        exempt: Names of tensors that may have values that are not finite, such as buffers.
+
+    Raises:
+        NonFiniteWeights: if another tensor has some; nothing is written then.
+    """
+    check_finite(nested_tensors(state), str(path), exempt=exempt)
     with whole_file(path) as file:
         torch.save(state, file)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,12 @@ from trinity_events.errors import TrinityError
 
 from ..algorithms.logits import TokenStatistics
 from ..collectives import together
+from ..finite import (
+    check_finite,
+    check_finite_model,
+    nested_tensors,
+    with_backward_gradient,
+)
 from ..learning.policy import load_tokenizer
 from .base import (
     NamedTensors,
@@ -25,6 +32,7 @@ from .base import (
     refuse_load_arguments,
     refuse_save_arguments,
 )
+from .buffers import all_buffer_names
 from .fsdp import reshard, shard_name, write_description
 from .learning_rate import LearningRate
 from .model_folder import FolderReader, has_weights
@@ -72,6 +80,7 @@ class VerlEngine:
 
     Raises:
         VerlUnusable: if veRL is not installed.
+        NonFiniteWeights: if the folder's weights are not finite.
     """
 
     def __init__(self, folder: Path, *, device: torch.device, options: VerlOptions) -> None:
@@ -79,6 +88,8 @@ class VerlEngine:
         self.options = options
         self._device = device
         self.verl = _initialized(folder, device, options)
+        with together():
+            check_finite_model(self.module, str(folder))
         dtype: torch.dtype = getattr(torch, options.dtype)
         self.published_dtypes = {name: dtype for name, _ in self.module.named_parameters()}
         self.weight_changes = WeightChanges(self.module, self.verl.optimizer)
@@ -111,6 +122,8 @@ class VerlEngine:
     ) -> float:
         """Take one optimizer step; return the gradients' norm before the clip. Collective.
 
+        If the norm is not finite, the step is skipped, and the schedule stays as it is.
+
         Args:
             parts: Micro-batches, as many on every rank.
             loss_of: Returns the loss of a micro-batch. What it raises must be raised on all ranks.
@@ -123,7 +136,9 @@ class VerlEngine:
                 data = _no_padding(part, temperature, calculate_entropy=entropy)
                 self.verl.forward_backward_batch(data, _loss_function(loss_of, part))
             norm = float(self.verl.optimizer_step())
-            self.verl.lr_scheduler_step()
+            # veRL's optimizer_step() takes no step on a norm that is not finite, and returns it.
+            if math.isfinite(norm):
+                self.verl.lr_scheduler_step()
         return norm
 
     # --- weights -------------------------------------------------------------------------------
@@ -174,7 +189,8 @@ class VerlEngine:
         refuse_save_arguments(self, hdfs_path, max_ckpt_to_keep)
         folder = Path(local_path)
         with together():
-            write_state(folder / shard_name("model"), copied(self.module.state_dict()))
+            model, buffers = copied(self.module.state_dict()), all_buffer_names(self.module)
+            write_state(folder / shard_name("model"), model, exempt=buffers)
             for path, state in self.training_files(folder).items():
                 write_state(path, state)
             if self.verl.rank == 0:
@@ -190,6 +206,7 @@ class VerlEngine:
         Raises:
             ArgumentRefused: for ``hdfs_path`` and ``del_local_after_load``.
             FileNotFoundError: if a shard is missing.
+            NonFiniteWeights: if parameters or optimizer state are not finite.
             PeerFailed: if another rank could not read its shard; nothing is loaded then.
         """
         refuse_load_arguments(self, hdfs_path, del_local_after_load)
@@ -197,6 +214,8 @@ class VerlEngine:
         with together():
             model = self._read_model(folder)
             optimizer, extra = map(read_state, self.training_paths(folder))
+            check_finite(nested_tensors(model), str(folder), exempt=all_buffer_names(self.module))
+            check_finite(nested_tensors(optimizer), f"the optimizer's state in {folder}")
         self.module.load_state_dict(model)
         self.verl.optimizer.load_state_dict(optimizer)
         self.verl.lr_scheduler.load_state_dict(extra["lr_scheduler"])
@@ -313,7 +332,7 @@ def _loss_function(loss_of: LossOf, part: Batch) -> Callable[..., tuple[Tensor, 
             _of_responses(model_output["log_probs"], part),
             None if entropy is None else _of_responses(entropy, part),
         )
-        return loss_of(part, current), {}
+        return with_backward_gradient(loss_of(part, current)), {}
 
     return loss
 

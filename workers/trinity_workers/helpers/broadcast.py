@@ -23,7 +23,12 @@ class _Sender(TakesTensors, Protocol):
     def fail(self, error: BaseException) -> None: ...
 
 
-def broadcast_stream(tensors: NamedTensors, model_update_group: UpdateGroup | None) -> None:
+def broadcast_stream(
+    tensors: NamedTensors,
+    model_update_group: UpdateGroup | None,
+    *,
+    buffers: frozenset[str] = frozenset(),
+) -> None:
     """Send full tensors to the other ranks of a group, streamed from rank 0. Collective.
 
     If rank 0 fails, all ranks finish the gathers and then raise.
@@ -32,18 +37,20 @@ def broadcast_stream(tensors: NamedTensors, model_update_group: UpdateGroup | No
         tensors: Full tensors, gathered on all ranks as the iterator advances.
         model_update_group: The group, on its rank 0, which is the trainer's rank 0; None on other
             ranks.
+        buffers: Names of tensors that may have values that are not finite.
 
     Raises:
         PeerFailed: on the ranks that did not fail themselves.
         GroupBroken: on rank 0, if a member of the group died or was too slow.
         CollectiveBroken: if a rank of the trainer died or was too slow.
+        NonFiniteWeights: on rank 0, if a parameter has values that are not finite.
     """
     sender = _sender(model_update_group)
     error: Exception | None = None
     if sender is None and rank_and_world()[0] == 0:
         error = ValueError("rank 0 broadcasts the weights: it needs the group that receives them")
     try:
-        error = drain(tensors, sender, error)
+        error = drain(tensors, sender, error, buffers=buffers)
     except Exception as caught:
         broken = CollectiveBroken(
             f"the weights could not be gathered, because a rank died or was too slow: {caught}"

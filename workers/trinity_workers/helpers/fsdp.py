@@ -15,13 +15,14 @@ import torch.distributed as dist
 from trinity_events.weights import Synchronizer
 
 from ..engines.base import TrainEngine, per_tensor_params, resident, trained_module
+from ..engines.buffers import all_buffer_names
 from ..engines.fsdp import saved_part, shard_name, write_description
 from ..engines.state_files import copied, write_state
 from .broadcast import UpdateGroup, broadcast_stream
 from .full_tensors import full_tensors
 from .publish_full import FULL
 from .publish_strategy import PublishStrategy
-from .publishing import ModelWeights
+from .publishing import ModelWeights, buffer_names
 from .shards import fsdp_shards
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ def fsdp_save_state_dict(
     continues. As part of its save, rank 0 also writes the files that a merger of the shards reads:
     ``huggingface`` (configuration, generation defaults, tokenizer) and ``fsdp_config.json``. Every
     rank's save is a slot of its own and carries the number of ranks. So the step is ready when all
-    ranks have written, whatever number was registered.
+    ranks have written, whatever number was registered. A save with parameters that are not finite
+    fails, and writes nothing.
 
     Args:
         engine: The engine; ``engine.module`` is the sharded model.
@@ -59,12 +61,14 @@ def fsdp_save_state_dict(
     """
     folder = Path(local_path)
     path = folder / shard_name(saved_part(engine))
+    module = trained_module(engine)
+    buffers = all_buffer_names(module)
     with resident(engine):
-        state = copied(trained_module(engine).state_dict())
+        state = copied(module.state_dict())
     first = dist.get_rank() == 0
 
     def save() -> None:
-        write_state(path, state)
+        write_state(path, state, exempt=buffers)
         if first:
             write_description(folder, engine)
 
@@ -106,11 +110,13 @@ def fsdp_upload_state_dict(
     Raises:
         PeerFailed: on the ranks that did not fail themselves.
         ShardsRefused: if the module's layout cannot be published as shards.
+        NonFiniteWeights: on the ranks that publish parameters with values that are not finite.
     """
     dtypes = getattr(engine, "published_dtypes", {})  # veRL's engines have none
     weights = ModelWeights(
         full=lambda: per_tensor_params(engine),
         shards=lambda: fsdp_shards(trained_module(engine), dtypes),
+        buffers=buffer_names(trained_module(engine)),
     )
     with resident(engine):
         strategy.publish(weights, synchronizer, global_step, logger)
@@ -134,4 +140,6 @@ def fsdp_sync_weight_nccl(engine: TrainEngine, model_update_group: UpdateGroup |
         CollectiveBroken: if a rank of the trainer died or was too slow.
     """
     with resident(engine):
-        broadcast_stream(full_tensors(engine), model_update_group)
+        broadcast_stream(
+            full_tensors(engine), model_update_group, buffers=buffer_names(trained_module(engine))
+        )

@@ -19,11 +19,12 @@ from trinity_events.errors import DeadlineExceeded
 
 from ..collectives import CollectiveBroken, raise_together, rank_and_world
 from ..engines.adapter_folder import write_adapter_folder
-from ..engines.base import NamedTensors, TrainEngine
+from ..engines.base import NamedTensors, TrainEngine, trained_module
 from ..engines.fsdp import describe, saved_part
 from ..engines.model_folder import write_model_folder
+from ..finite import finite_tensors
 from .full_tensors import full_tensors
-from .publishing import drain
+from .publishing import buffer_names, drain
 
 if TYPE_CHECKING:
     from trinity_events import CheckpointCoordinator
@@ -62,7 +63,8 @@ def save_huggingface(
     All ranks gather the tensors one by one. Rank 0 copies them to a bounded queue, from which a
     thread writes, so that the call returns before the files are durable. The folder is
     ``huggingface`` below ``local_path``, and the save's digest is that of its list of digests. An
-    engine with adapters saves these alone, in a folder that PEFT loads.
+    engine with adapters saves these alone, in a folder that PEFT loads. A save with parameters that
+    are not finite fails, and its folder is not complete.
 
     Args:
         engine: The engine.
@@ -87,7 +89,7 @@ def save_huggingface(
         try:
             coordinator.save_async(
                 target.name,
-                partial(_write, engine, folder, queue),
+                partial(_write, engine, folder, queue, buffer_names(trained_module(engine))),
                 global_step,
                 is_state_dict=target.is_state_dict,
                 path=folder,
@@ -96,7 +98,9 @@ def save_huggingface(
         except Exception as caught:
             error = caught
     try:
-        error = drain(full_tensors(engine) if tensors is None else tensors, queue, error)
+        gathered = full_tensors(engine) if tensors is None else tensors
+        # The thread of the save checks them, beside training.
+        error = drain(gathered, queue, error, buffers=None)
     except BaseException as caught:
         broken = CollectiveBroken(
             f"the weights of step {global_step} could not be gathered, because a rank died or was "
@@ -112,10 +116,10 @@ def save_huggingface(
     raise_together(error)
 
 
-def _write(engine: Any, folder: Path, queue: TensorQueue) -> None:
+def _write(engine: Any, folder: Path, queue: TensorQueue, buffers: frozenset[str]) -> None:
     write = write_adapter_folder if saved_part(engine) == "adapter" else write_model_folder
     with queue:
-        write(folder, partial(describe, engine), queue)
+        write(folder, partial(describe, engine), finite_tensors(queue, str(folder), exempt=buffers))
 
 
 class TensorQueue:

@@ -24,6 +24,7 @@ class PublishFull:
         Raises:
             PeerFailed: on the ranks that did not fail themselves.
             CollectiveBroken: if a rank died or was too slow.
+            NonFiniteWeights: on rank 0, if a parameter has values that are not finite.
         """
         rank, _ = rank_and_world()
         part = synchronizer.publication(global_step, rank, ranks=(0,))
@@ -34,7 +35,8 @@ class PublishFull:
             except Exception as caught:
                 error = caught
         try:
-            error = drain(weights.full(), part if rank == 0 else None, error)
+            sink = part if rank == 0 else None
+            error = drain(weights.full(), sink, error, buffers=weights.buffers)
         except Exception as caught:
             broken = CollectiveBroken(
                 f"the weights of step {global_step} could not be gathered, because a rank died or "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from logging import Logger
 
@@ -10,7 +10,8 @@ from trinity_events.weights import Publication, PublishedPartReport, ShardOffset
 
 from ..collectives import PeerFailed, rank_and_world, together
 from ..engines.base import LocalShard
-from .publishing import ModelWeights
+from ..finite import check_finite
+from .publishing import PUBLISHED, ModelWeights
 
 
 class PublishShards:
@@ -28,6 +29,7 @@ class PublishShards:
             PeerFailed: on the ranks that did not fail themselves.
             CollectiveBroken: when a rank died, or was too slow.
             ShardsRefused: if the model's layout cannot be published as shards.
+            NonFiniteWeights: if a shard of a parameter has values that are not finite.
         """
         shards = weights.shards()
         rank, ranks = rank_and_world()
@@ -36,7 +38,7 @@ class PublishShards:
             with _agreed(part):
                 # First: refused shards leave the version unopened, to be published in full.
                 held = list(shards)
-                report = write_shards(part, held)
+                report = write_shards(part, held, weights.buffers)
             with _agreed(part):
                 # Only now: a part in the log is whole, and so is every other.
                 part.publish()
@@ -46,9 +48,18 @@ class PublishShards:
         """Do nothing: a version is published on return."""
 
 
-def write_shards(part: Publication, shards: Sequence[LocalShard]) -> PublishedPartReport:
-    """Begin a rank's part, write its shards, and seal it."""
+def write_shards(
+    part: Publication, shards: Sequence[LocalShard], buffers: Collection[str]
+) -> PublishedPartReport:
+    """Begin a rank's part, check and write its shards, and seal it.
+
+    The check comes after the start, so that its failure is an event of the part.
+
+    Raises:
+        NonFiniteWeights: naming the first shard of a parameter with values that are not finite.
+    """
     part.begin()
+    check_finite(((one.name, one.tensor) for one in shards), PUBLISHED, exempt=buffers)
     places = [ShardOffset(one.offsets, one.global_shape) for one in shards]
     part.add_all([one.name for one in shards], [one.tensor for one in shards], places)
     return part.seal()

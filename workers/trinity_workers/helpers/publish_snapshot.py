@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from logging import Logger
+from typing import NamedTuple
 
 from trinity_events.errors import DeadlineExceeded
 from trinity_events.weights import Publication, Synchronizer
@@ -14,6 +15,14 @@ from ..collectives import raise_together, rank_and_world
 from ..engines.base import LocalShard
 from .publish_shards import write_shards
 from .publishing import ModelWeights
+
+
+class _Snapshot(NamedTuple):
+    """Copied shards of a rank, and the part that they are sent as."""
+
+    part: Publication
+    shards: list[LocalShard]
+    buffers: frozenset[str]
 
 
 class PublishSnapshot:
@@ -77,7 +86,8 @@ class PublishSnapshot:
                 part.fail(error)
         self._step = global_step
         stall = time.monotonic() - began
-        self._sending = self._thread.submit(self._send, part, held, began, stall, logger)
+        sent = _Snapshot(part, held, weights.buffers)
+        self._sending = self._thread.submit(self._send, sent, began, stall, logger)
 
     def _wait_for_previous(self, synchronizer: Synchronizer) -> None:
         what = f"the publication of the weights of step {self._step}"
@@ -107,18 +117,12 @@ class PublishSnapshot:
         finally:
             self._thread.shutdown(wait=False)
 
-    def _send(
-        self,
-        part: Publication,
-        shards: list[LocalShard],
-        began: float,
-        stall: float,
-        logger: Logger,
-    ) -> None:
+    def _send(self, snapshot: _Snapshot, began: float, stall: float, logger: Logger) -> None:
+        part = snapshot.part
         with part:
             if self._staging.settle():  # a GPU trains on meanwhile only as far as it may
                 stall = time.monotonic() - began
-            report = write_shards(part, shards)
+            report = write_shards(part, snapshot.shards, snapshot.buffers)
             part.publish(stall)
         logger.info(
             "step %d: rank %d published %d bytes of a copy",

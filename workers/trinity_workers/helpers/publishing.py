@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, Protocol
 
 import torch
 from msgspec import Struct
 
+from trinity_events.weights.compatibility import plain_name
+
 from ..engines.base import LocalShard, NamedTensors
+from ..engines.buffers import saved_buffers
+from ..finite import check_finite
+
+PUBLISHED = "the weights to be published"
+"""Name of a version's weights in errors; the event of the failure names the step."""
 
 
 class ModelWeights(Struct, frozen=True):
@@ -21,6 +28,8 @@ class ModelWeights(Struct, frozen=True):
 
     The call is collective. The iteration is not, and raises ShardsRefused on its own.
     """
+    buffers: frozenset[str] = frozenset()
+    """Names of tensors that may have values that are not finite, since they are no parameters."""
 
 
 class TakesTensors(Protocol):
@@ -31,13 +40,33 @@ class TakesTensors(Protocol):
         ...
 
 
+def buffer_names(module: Any) -> frozenset[str]:
+    """Return the published names of a model's buffers; none for a list of Megatron's chunks."""
+    if not isinstance(module, torch.nn.Module):
+        return frozenset()
+    return frozenset(plain_name(name) for name, _ in saved_buffers(module))
+
+
 def drain(
-    tensors: NamedTensors, taker: TakesTensors | None, error: Exception | None
+    tensors: NamedTensors,
+    taker: TakesTensors | None,
+    error: Exception | None,
+    *,
+    buffers: Collection[str] | None = frozenset(),
 ) -> Exception | None:
-    """Take part in every gather, and write as long as nothing went wrong; returns what did."""
+    """Take part in every gather, and write as long as nothing went wrong; return what did.
+
+    Args:
+        tensors: Full tensors, gathered as the iterator advances.
+        taker: Sink of the tensors; None on ranks that only gather.
+        error: Error because of which nothing is written.
+        buffers: Names of tensors that need not be finite; None if the sink checks by itself.
+    """
     for name, tensor in tensors:
         if taker is not None and error is None:
             try:
+                if buffers is not None:
+                    check_finite([(name, tensor)], PUBLISHED, exempt=buffers)
                 taker.add(name, tensor)
             except Exception as caught:
                 error = caught  # the others are inside the gathers: go on with them

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from trinity_events.core import Monitor, MonitorState
 from trinity_events.core.rollouts import format_exclusion
+from trinity_events.core.skipped_updates import format_skipped_updates
 from trinity_events.log import Entry, EventLog, PageSize, Stream
 from trinity_events.replay import PAGE
 from trinity_events.server import Deadline
@@ -92,6 +93,9 @@ class ProgressView:
         if isinstance(excluded := envelope.event, ExplorerExcluded):
             line = format_exclusion(excluded.explorer, excluded.malformed, excluded.reason)
             self.say(visible(line, lines=False), style="bold red")
+        if isinstance(envelope.event, StepTrained):
+            for line in format_skipped_updates(envelope.event.step, envelope.event.metrics):
+                self.say(line, style="bold red")
         if isinstance(envelope.event, StepTrained) and "reward" in envelope.event.metrics:
             self._metrics = envelope.event.metrics
             self._rewards.append(self._metrics["reward"])

@@ -104,9 +104,12 @@ def load_policy(
 
     Raises:
         BadPolicy: in one sentence, if the folder does not hold them.
+        NonFiniteWeights: if parameters have values that are not finite.
     """
     import torch
     from transformers import AutoModelForCausalLM
+
+    from ..finite import check_finite_model
 
     tokenizer = load_tokenizer(folder)
     with _no_progress_bars(), _told_as(f"the model in {folder} cannot be loaded"):
@@ -117,6 +120,7 @@ def load_policy(
             local_files_only=True,
             trust_remote_code=False,
         )
+    check_finite_model(model, str(folder))
     table: Any = model.get_input_embeddings()
     known = int(table.weight.shape[0])
     if len(tokenizer) > known:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..algorithms.batch import NO_GROUP, Batch
+from ..finite import check_finite_model
 from ..tasks import Message, Question
 from .policy import BadPolicy, encode_prompt, load_tokenizer
 from .value_head import checked_head, head_tensors
@@ -41,6 +42,7 @@ def load_reward_model(
 
     Raises:
         BadPolicy: in one sentence, if the folder does not hold them.
+        NonFiniteWeights: if parameters have values that are not finite.
     """
     from transformers import (
         AutoModelForSequenceClassification,
@@ -61,6 +63,7 @@ def load_reward_model(
     except (OSError, ValueError, RuntimeError) as error:
         told = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise BadPolicy(f"the reward model in {folder} cannot be loaded: {told}") from error
+    check_finite_model(model, str(folder))
     if not isinstance(getattr(model, "score", None), torch.nn.Linear):
         raise BadPolicy(
             f"the reward model in {folder} has no linear head called score, as transformers' "

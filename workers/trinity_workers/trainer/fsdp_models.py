@@ -118,6 +118,7 @@ def make_step(
         limit=micro_batch_limit(config.trainer),
         fused=config.trainer.fused_loss,
         reward_weight=config.reward.weight,
+        max_skipped_steps=config.trainer.max_skipped_steps,
     )
 
 

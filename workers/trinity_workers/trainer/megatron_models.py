@@ -108,6 +108,7 @@ def make_step(
         temperature=config.rollouts.temperature,
         limit=micro_batch_limit(config.trainer),
         reward_weight=config.reward.weight,
+        max_skipped_steps=config.trainer.max_skipped_steps,
     )
 
 

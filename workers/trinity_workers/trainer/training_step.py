@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
-from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
+
+from trinity_events.core.skipped_updates import SKIPPED_UPDATES
 
 from ..algorithms.aggregation import Means
 from ..algorithms.batch import NO_GROUP, Batch
@@ -30,6 +32,7 @@ from .division import (
     loss_denominators,
     response_tokens,
 )
+from .skipped_updates import MAX_SKIPPED_STEPS, SkippedUpdates, taken_norm
 
 ModelName = Literal["policy", "critic", "reference", "teacher", "reward_model"]
 Trained = Literal["policy", "critic"]
@@ -71,6 +74,7 @@ class Taken(NamedTuple):
 
     means: Means
     norm: float
+    """Not finite, on all ranks alike, if the engine skipped the step."""
 
 
 class Updated(NamedTuple):
@@ -89,6 +93,7 @@ class Learner(NamedTuple):
     prefix: str
     norm_name: str
     rate_name: str
+    model: Trained
 
 
 class TrainingStep(ABC):
@@ -100,6 +105,8 @@ class TrainingStep(ABC):
         temperature: Temperature that sampled.
         limit: Maximum size of one pass; by default the engine's.
         reward_weight: Factor of the reward model's scores.
+        max_skipped_steps: Training steps in a row without an update of a model, because a number is
+            not finite, after which the run fails.
     """
 
     def __init__(
@@ -110,15 +117,25 @@ class TrainingStep(ABC):
         temperature: float = 1.0,
         limit: MicroBatchLimit = NO_LIMIT,
         reward_weight: float = 1.0,
+        max_skipped_steps: int = MAX_SKIPPED_STEPS,
     ) -> None:
         self.models = models
         self._settings = settings
         self._temperature = temperature
         self._limit = limit
         self._reward_weight = reward_weight
+        self._skipped = SkippedUpdates(max_skipped_steps)
 
-    def learn(self, batch: Batch) -> dict[str, float]:
-        """Take one step on this replica's batch; return the metrics of all. Collective."""
+    def learn(self, batch: Batch, *, step: int | None = None) -> dict[str, float]:
+        """Take one step on this replica's batch; return the metrics of all. Collective.
+
+        Args:
+            batch: The batch.
+            step: Number of the step, for errors.
+
+        Raises:
+            TooManySkippedSteps: if the updates of a model were skipped in too many steps in a row.
+        """
         settings = self._settings
         division = self._division(batch)
         batch, scored = self._with_scores(batch, division)
@@ -128,7 +145,7 @@ class TrainingStep(ABC):
         counts = self._summed(loss_denominators(mini_batches, settings))
         told: dict[str, float] = {}
         for learner in self._learners():
-            updated = self._updated(learner, mini_batches, counts, division)
+            updated = self._updated(learner, mini_batches, counts, division, step)
             means += updated.means
             told |= updated.figures
         if self.models.critic is not None:
@@ -151,6 +168,9 @@ class TrainingStep(ABC):
         Args:
             batch: This replica's rows of a batch that :func:`.prepare` returned.
             model: The model.
+
+        Raises:
+            TooManySkippedSteps: as :meth:`learn`.
         """
         division = self._division(batch)
         mini_batches = batch.equal_parts(self._settings.mini_batches)
@@ -165,17 +185,26 @@ class TrainingStep(ABC):
         mini_batches: Sequence[Batch],
         counts: Tensor,
         division: BatchDivision,
+        step: int | None = None,
     ) -> Updated:
         """Take a step's updates of a model. ``counts`` are the denominators of their losses."""
         taken, rate = [], 0.0
+        skipped: list[tuple[Means, Sequence[Batch]]] = []
         with resident(learner.engine, *ALL):
             for index in division.updates():
                 rate = learner.engine.learning_rate
                 parts = division.of_update(mini_batches[index], index).parts
                 taken.append(learner.update(parts, counts[index]))
+                if not math.isfinite(taken[-1].norm):
+                    skipped.append((taken[-1].means, parts))
+        self._skipped.record(learner.model, skipped, step=step)
         means = reduce(operator.add, (one.means for one in taken)).prefixed(learner.prefix)
-        norm = fmean(one.norm for one in taken)
-        return Updated(means, {learner.rate_name: rate, learner.norm_name: norm})
+        figures = {
+            learner.rate_name: rate,
+            learner.norm_name: taken_norm([one.norm for one in taken]),
+            SKIPPED_UPDATES[learner.model]: float(len(skipped)),
+        }
+        return Updated(means, figures)
 
     def _with_scores(self, batch: Batch, division: BatchDivision) -> tuple[Batch, Means]:
         """Return the batch with the reward model's scores in its rewards, and their mean."""
@@ -204,9 +233,22 @@ class TrainingStep(ABC):
     def _learner(self, model: Trained) -> Learner:
         models = self.models
         if model == "critic":
-            names = "critic/", "critic/grad_norm", "critic/lr"
-            return Learner(models.critic, self._update_critic, *names)
-        return Learner(models.policy, self._update_policy, "", "gradient_norm", "learning_rate")
+            return Learner(
+                models.critic,
+                self._update_critic,
+                prefix="critic/",
+                norm_name="critic/grad_norm",
+                rate_name="critic/lr",
+                model=model,
+            )
+        return Learner(
+            models.policy,
+            self._update_policy,
+            prefix="",
+            norm_name="gradient_norm",
+            rate_name="learning_rate",
+            model=model,
+        )
 
     def _value_loss(self, values: Tensor, part: Batch) -> Update:
         """Return the critic's loss on a micro-batch."""

@@ -127,7 +127,7 @@ class TrainWorker(TrainingRank):
                 batch = collate(groups, padding, vocabulary_size=self._vocabulary_size)
         self._taken += 1
         with self._profiler.step(self._taken):
-            metrics: dict[str, float] = self._step.learn(batch.to(self._device))
+            metrics: dict[str, float] = self._step.learn(batch.to(self._device), step=self._taken)
         return metrics
 
     @register(dispatch_mode=Dispatch.MEGATRON_PP_AS_DP_PROTO)

@@ -10,7 +10,7 @@ as pickles. Load only checkpoints from people that you trust to run code.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,6 +22,7 @@ from trinity_events.errors import TrinityError
 
 from ...collectives import together
 from ...durable_files import make_folder, sync_tree
+from ...finite import NonFiniteWeights, check_finite, nested_tensors
 from ..state_files import copied, write_state
 from .cpu import adapted
 from .rank_state import rank_file
@@ -60,7 +61,7 @@ def prepare(
         own: State of this rank alone, for a file of its own.
 
     Returns:
-        What writes it. It raises on all ranks what failed on one.
+        What writes it. It raises on all ranks what failed on one, such as NonFiniteWeights.
     """
     from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
     from megatron.core.dist_checkpointing.strategies import torch as megatron_torch
@@ -76,6 +77,8 @@ def prepare(
     planner = _planner(value)
 
     def write() -> None:
+        with together(group):  # before the folder's content is replaced
+            check_finite(_named_tensors(mine), str(folder))
         with together(group):
             if dist.get_rank() == 0:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -87,6 +90,8 @@ def prepare(
         # not an Exception; raised on all ranks alike
         except _torch_dcp.CheckpointException as error:
             rank, (cause, _) = next(iter(error.failures.items()))
+            if isinstance(cause, NonFiniteWeights):  # of a value that was made as it was written
+                raise cause from None
             raise CheckpointFailed(f"rank {rank} could not write: {cause}") from None
         with together(group):
             if own is not None:
@@ -103,6 +108,8 @@ def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     Raises:
         CheckpointRefused: if there is no complete checkpoint.
+        NonFiniteWeights: if a tensor of this rank has values that are not finite.
+        PeerFailed: on the other ranks then.
     """
     from megatron.core import dist_checkpointing
 
@@ -114,6 +121,8 @@ def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
             )
     with adapted():
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder))
+    with together():
+        check_finite(nested_tensors(loaded), str(folder))
     return loaded
 
 
@@ -135,6 +144,16 @@ def _make_whole(folder: Path) -> None:
 
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
     sync_tree(folder)
+
+
+def _named_tensors(state: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a sharded state dict that are on this rank, by their keys."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    for value in nested_values(state):
+        if isinstance(value, ShardedTensor) and value.data is not None:
+            yield value.key, value.data
 
 
 def _copy_tensors(state: Any) -> None:

@@ -27,6 +27,7 @@ from .model import ModelOptions, build_chunks, is_tied, transformer_config
 from .model_description import Description, read_description, write_description
 from .parameter_slices import ParameterSlice, parameter_slices
 from .rank_state import rank_state, restore_rank_state
+from .skipped_step import skipped_unless_finite
 from .stream import WeightStream, load_folder, local_shards
 from .training import (
     LossFunction,
@@ -190,15 +191,18 @@ class MegatronEngine:
     def _optimizer_step(self, accumulate: Callable[[], list[Any]]) -> tuple[list[Any], float]:
         """Take a step on gradients that a function accumulates; return its result and their norm.
 
-        The norm is before clipping.
+        The norm is before clipping. If it is not finite, on all ranks alike, the step is skipped:
+        parameters, optimizer and schedule stay as they are.
         """
         for chunk in self.module:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         found = accumulate()
-        with adapted():
+        with adapted(), skipped_unless_finite(self.optimizer) as skipped:
             self._set_learning_rate()
             _, norm, _ = self.optimizer.step()
+        if skipped.norm is not None:
+            return found, skipped.norm
         self.steps += 1
         return found, float(norm)
 

@@ -15,6 +15,7 @@ from msgspec import Struct
 from trinity_events.errors import IncompatibleWeights
 
 from ...collectives import gather_bytes
+from ...finite import check_finite
 from ..base import LocalShard
 from ..model_folder import FolderReader
 from .weights import WeightMapping, local_mapping
@@ -122,6 +123,7 @@ def load_folder(
     Raises:
         FileNotFoundError: if the folder has no safetensors files.
         IncompatibleWeights: if a tensor is missing or has another shape.
+        NonFiniteWeights: if a tensor has values that are not finite.
     """
     reader = FolderReader(folder)
     for chunk in chunks:
@@ -131,6 +133,7 @@ def load_folder(
             if set(sources) <= absent:
                 continue
             found = [reader.tensor(one) for one in sources]
+            check_finite(zip(sources, found, strict=True), str(folder))
             whole = mapping.to_megatron(name, found)
             group = shard_group(name, chunk.pg_collection)
             shard = mapping.split(name, whole, parameter, group.size())[group.rank()]

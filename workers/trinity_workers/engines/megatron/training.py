@@ -21,6 +21,7 @@ from ...algorithms.logits import (
     token_statistics,
 )
 from ...collectives import all_reduced
+from ...finite import with_backward_gradient
 from ...learning.logprobs import forward_replaced
 from .cpu import adapted
 
@@ -68,7 +69,7 @@ def accumulate_gradients(
     def finish(output: Tensor, row: _Rows) -> tuple[Tensor, Any]:
         value, metrics = loss(row.statistics(output, statistics), row.batch)
         # The schedule divides by the number of micro-batches, as if losses were means.
-        return value * len(parts), metrics
+        return with_backward_gradient(value) * len(parts), metrics
 
     return _run_schedule(chunks, parts, finish, forward_only=False, head=_head_of(statistics))
 
@@ -91,7 +92,7 @@ def accumulate_value_gradients(
 
     def finish(outputs: Tensor, row: _Rows) -> tuple[Tensor, Any]:
         value, metrics = loss(_values(outputs, row), row.batch)
-        return value * len(parts), metrics
+        return with_backward_gradient(value) * len(parts), metrics
 
     return _run_schedule(chunks, parts, finish, forward_only=False)
 
