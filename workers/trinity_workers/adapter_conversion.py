@@ -107,7 +107,13 @@ class SavedAdapters:
         scale = self._config["lora_alpha"] / self._config["r"]
         for (first, second), name in names.items():
             tensor = reader.tensor(name)
-            if first in self.tensors:
+            if first in self.tensors or second in self.tensors:
+                for matrix in (first, second):
+                    if matrix not in self.tensors:
+                        raise ConversionRefused(
+                            f"{self._described} lacks {matrix}, half of an adapter: copy the "
+                            "whole folder again"
+                        )
                 tensor = merged(tensor, self.tensors[first], self.tensors[second], scale)
             yield name, tensor
             reader.forget()

@@ -22,29 +22,6 @@ from trinity_events.errors import TrinityError  # noqa: E402
 from trinity_workers.engines.megatron import ParallelLayout  # noqa: E402
 
 
-def convert(rank, source, target, **keywords):
-    from trinity_workers.convert import convert
-
-    return convert(source, target, **keywords)
-
-
-@pytest.fixture
-def converting(rank_processes):
-    """Converts in a process of its own."""
-    rank_processes.leave()
-    rank_processes.start(1)
-
-    def run(source, target, **keywords):
-        from functools import partial
-
-        answer = rank_processes.ask(0, partial(convert, **keywords), source, target)()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    return run
-
-
 @pytest.mark.parametrize(
     "name",
     ["qwen2", "qwen2-untied", "qwen3", "llama", "llama-one-group", "qwen3-moe", "qwen2-moe"],

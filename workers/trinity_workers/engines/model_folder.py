@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,9 +24,57 @@ SHARD_BYTES = 512 << 20
 INDEX = "model.safetensors.index.json"
 DTYPE_NAMES = {DTYPES[dtype]: name for name, dtype in FILE_DTYPES.items()}
 """Names of the dtypes in safetensors files."""
+OUTPUT_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+"""Names of the output head and of the embedding in the models that Megatron supports."""
+_COMPUTED = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")
+"""Buffers that older releases of transformers saved, and that models compute: it ignores these."""
 _HEADER_ROOM = 64 << 10
 """Bytes that a file reserves for its header, which is written last: the tensors to come are not
 known. A file ends where its header would take more."""
+
+
+class UnusedTensors(IncompatibleWeights):
+    """Raised if a folder has tensors for which a model has no place: they would be lost.
+
+    Args:
+        path: The folder.
+        names: Names of the tensors.
+    """
+
+    def __init__(self, path: Path, names: Sequence[str]) -> None:
+        super().__init__(path, names)  # what a rank needs to unpickle it
+        self.path = path
+        self.names = tuple(names)
+
+    def __str__(self) -> str:
+        more = f" and {len(self.names) - 1} other tensors" if len(self.names) > 1 else ""
+        return (
+            f"{self.path} has {self.names[0]}{more}, for which the model of its config.json has "
+            "no place: is it the one of these weights?"
+        )
+
+
+def check_all_used(path: Path, names: Iterable[str], used: Collection[str]) -> None:
+    """Raise UnusedTensors for names of a folder's tensors that are not among the used ones."""
+    unused = sorted(name for name in names if name not in used and not _COMPUTED.search(name))
+    if unused:
+        raise UnusedTensors(path, unused)
+
+
+def are_equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return True if two tensors have one dtype, one shape and the same values."""
+    return tensor.dtype == other.dtype and torch.equal(tensor, other)  # noqa: TID251  # one dtype
+
+
+def has_separate_head(folder: Path) -> bool:
+    """Return True if a folder has an output head that differs from the embedding."""
+    try:
+        reader = FolderReader(folder)
+    except FileNotFoundError:
+        return False
+    if not {OUTPUT_HEAD, EMBEDDING} <= {*reader.names()}:
+        return False
+    return not are_equal(reader.tensor(OUTPUT_HEAD), reader.tensor(EMBEDDING))
 
 
 def write_model_folder(
@@ -206,6 +255,11 @@ class FolderReader:
             }
         if not self._where:
             raise FileNotFoundError(f"{folder} has no *.safetensors files to load weights from")
+
+    @property
+    def folder(self) -> Path:
+        """The folder."""
+        return self._folder
 
     def names(self) -> list[str]:
         """Return the names of all tensors."""

@@ -43,12 +43,15 @@ class MissingTensors(BadPolicy):
     """
 
     def __init__(self, path: Path, names: Sequence[str]) -> None:
+        super().__init__(path, names)  # what a rank needs to unpickle it
         self.path = path
-        self.names = tuple(sorted(names))
-        more = f" and {len(names) - 1} other tensors" if len(names) > 1 else ""
-        super().__init__(
-            f"the model in {path} lacks {self.names[0]}{more}, which its config.json asks for: "
-            "copy the whole folder again, or correct config.json"
+        self.names = tuple(names)
+
+    def __str__(self) -> str:
+        more = f" and {len(self.names) - 1} other tensors" if len(self.names) > 1 else ""
+        return (
+            f"the model in {self.path} lacks {self.names[0]}{more}, which its config.json asks "
+            "for: copy the whole folder again, or correct config.json"
         )
 
 
@@ -65,11 +68,14 @@ class MismatchedTensor(BadPolicy):
     def __init__(
         self, path: Path, name: str, shape: Sequence[int], expected: Sequence[int]
     ) -> None:
+        super().__init__(path, name, shape, expected)
         self.path, self.name = path, name
         self.shape, self.expected = tuple(shape), tuple(expected)
-        super().__init__(
-            f"the model in {path} has {name} of the shape {self.shape}, and its config.json asks "
-            f"for {self.expected}: take config.json and weights of one model"
+
+    def __str__(self) -> str:
+        return (
+            f"the model in {self.path} has {self.name} of the shape {self.shape}, and its "
+            f"config.json asks for {self.expected}: take config.json and weights of one model"
         )
 
 

@@ -9,6 +9,8 @@ from typing import Any
 from msgspec import Struct
 
 from ...durable_files import make_folder, sync_tree
+from ...learning.value_head import head_tensors
+from ..model_folder import has_separate_head
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -37,11 +39,17 @@ class Description(Struct, frozen=True):
 
 
 def read_description(folder: Path) -> Description:
-    """Read all of the folder but the weights."""
+    """Read all of the folder but the weights.
+
+    A configuration that says tied of weights with a head of their own is corrected, as transformers
+    loads such a folder.
+    """
     from transformers import AutoConfig, AutoTokenizer
 
     tokenizer = None
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    if config.tie_word_embeddings and not head_tensors(config) and has_separate_head(folder):
+        config.tie_word_embeddings = False
     if (folder / "tokenizer_config.json").is_file():
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     generation = folder / GENERATION_CONFIG
