@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,9 @@ from .engines.adapter_folder import (
     write_adapter_folder,
 )
 from .engines.base import NamedTensors
-from .engines.model_folder import FolderReader, copy_files, write_model_folder
+from .engines.model_folder import FolderReader, copy_files, has_separate_head, write_model_folder
 from .engines.reshard import tensors_of_shards
+from .huggingface_files import set_untied
 from .learning.adapters import merged, weight_names
 
 _OTHER = (
@@ -87,7 +87,11 @@ class SavedAdapters:
                 yield name, tensor
                 del tensor
 
-        describe = partial(copy_files, base)
+        def describe(into: Path) -> None:
+            copy_files(base, into)
+            if has_separate_head(base):
+                set_untied(into)
+
         write_model_folder(target, describe, counted(), shard_bytes=shard_bytes)
         return sizes
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,6 +19,7 @@ from trinity_events.weights.model_folder import FILE_DTYPES, list_digests
 from trinity_events.weights.tensors import DTYPES, as_bytes
 
 from ..durable_files import make_folder, sync_tree
+from ..huggingface_files import set_dtype
 
 SHARD_BYTES = 512 << 20
 """Maximum bytes of a file's tensors, unless one tensor is larger."""
@@ -28,6 +30,8 @@ OUTPUT_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 """Names of the output head and of the embedding in the models that Megatron supports."""
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")
 """Buffers that older releases of transformers saved, and that models compute: it ignores these."""
+_WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""Data types that a configuration may name: smaller ones are of quantised weights."""
 _HEADER_ROOM = 64 << 10
 """Bytes that a file reserves for its header, which is written last: the tensors to come are not
 known. A file ends where its header would take more."""
@@ -86,7 +90,8 @@ def write_model_folder(
 ) -> int:
     """Write a Hugging Face folder durably, its list of digests last; return the tensors' bytes.
 
-    Memory holds one tensor. Without the list of digests, the folder is not complete.
+    Memory holds one tensor. A configuration that names another dtype than that of most weights is
+    corrected. Without the list of digests, the folder is not complete.
 
     Args:
         folder: Folder to write to; files that it has are replaced.
@@ -101,6 +106,8 @@ def write_model_folder(
         for name, tensor in tensors:
             writer.add(name, tensor)
             del tensor
+    if writer.dtype is not None:
+        set_dtype(folder, str(writer.dtype).removeprefix("torch."))
     seal(folder)
     return writer.nbytes
 
@@ -142,6 +149,7 @@ class WeightsWriter:
         """Names of the tensors in each file."""
         self.nbytes = 0
         """Bytes of all tensors so far."""
+        self._dtypes: Counter[torch.dtype] = Counter()
 
     def __enter__(self) -> WeightsWriter:
         return self
@@ -165,6 +173,13 @@ class WeightsWriter:
         self._file.add(name, tensor)
         self._files[-1].append(name)
         self.nbytes += tensor.nbytes
+        if tensor.dtype in _WEIGHT_DTYPES:
+            self._dtypes[tensor.dtype] += tensor.numel()
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Data type of most values so far; None without values of a dtype for weights."""
+        return max(self._dtypes, key=self._dtypes.__getitem__, default=None)
 
     def _next_file(self) -> None:
         if self._file is not None:

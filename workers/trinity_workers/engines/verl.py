@@ -18,6 +18,7 @@ from trinity_events.errors import TrinityError
 
 from ..algorithms.logits import TokenStatistics
 from ..collectives import together
+from ..huggingface_files import read_user_files
 from ..learning.policy import load_tokenizer
 from .base import NamedTensors, per_tensor_params
 from .fsdp import shard_name, write_description
@@ -70,6 +71,7 @@ class VerlEngine:
 
     def __init__(self, folder: Path, *, device: torch.device, options: VerlOptions) -> None:
         self.tokenizer = load_tokenizer(folder)
+        self.user_files = read_user_files(folder)
         self.options = options
         self._device = device
         self.verl = _initialized(folder, device, options)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from ..huggingface_files import add_older_names
 from ..tasks import Message
 from .pretrained import BadPolicy as BadPolicy  # noqa: PLC0414  # users import it from here
 from .pretrained import check_pretrained, load_pretrained, no_progress_bars, raising_bad_policy
@@ -87,6 +88,7 @@ def save_policy(model: PreTrainedModel, folder: Path) -> None:
     """Write the model's weights and configuration into `folder`, whose tokenizer stays as it is."""
     with no_progress_bars():
         model.save_pretrained(folder)
+    add_older_names(folder)
 
 
 def load_policy(
