@@ -107,7 +107,10 @@ def load_pretrained(
     if unused:
         names = ", ".join(unused[:_LISTED]) + ", ..." * (len(unused) > _LISTED)
         logger.warning(
-            "the model in %s has no use for %d tensors of its files: %s", folder, len(unused), names
+            "the model in %s does not use %d of the tensors in its files: %s",
+            folder,
+            len(unused),
+            names,
         )
     _set_tie(model)
     return model
