@@ -15,6 +15,9 @@ from .identity import Bytes, Digest, Epoch, Name, Rank, RunId, Step
 DTYPE_BYTES: dict[str, int] = {
     "bool": 1,
     "uint8": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
     "int8": 1,
     "int16": 2,
     "int32": 4,
@@ -25,6 +28,11 @@ DTYPE_BYTES: dict[str, int] = {
     "float64": 8,
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
+    "complex64": 8,
 }
 
 ALIGNMENT = 64

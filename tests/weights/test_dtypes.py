@@ -20,6 +20,8 @@ from trinity_events.weights import (
     load_version,
     pull_version,
 )
+from trinity_events.weights.part_layout import UnpublishableTensor
+from trinity_events.weights.tensors import as_bytes
 from trinity_schemas import VersionPartPublished, WeightsApplied, decode_envelope
 
 
@@ -180,6 +182,54 @@ def test_a_client_publishes_in_its_dtype_through_helpers_too(redis_url, weights_
         writer.add("weight", torch.rand(300, 10))
         assert writer.seal().bytes == 6000
         one.close()
+
+
+RARE = {
+    "float8_e8m0fnu": torch.tensor([0.5, 1.0, 2.0]).to(torch.float8_e8m0fnu),
+    "float8_e4m3fnuz": torch.ones(4).to(torch.float8_e4m3fnuz),
+    "float8_e5m2fnuz": torch.ones(4).to(torch.float8_e5m2fnuz),
+    "float4_e2m1fn_x2": torch.arange(8, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+    "uint16": torch.tensor([0, 1, 65535], dtype=torch.int32).to(torch.uint16),
+    "uint32": torch.tensor([0, 2**32 - 1]).to(torch.uint32),
+    "uint64": torch.tensor([0, -1]).view(torch.uint64),
+    "complex64": torch.polar(torch.ones(4), torch.arange(4.0)).conj(),
+}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_dtypes_of_quantised_weights_and_of_rotary_buffers_arrive_bit_for_bit(
+    shard_stores, part, dtype
+):
+    writer = PartWriter(shard_stores[0], part, dtype=dtype)
+    for name, tensor in RARE.items():
+        writer.add(name, tensor)
+    event = announcement(part, writer.seal())
+    module = torch.nn.Module()
+    for name, tensor in RARE.items():
+        converted = dtype is not None and "nuz" in name
+        module.register_buffer(name, torch.zeros_like(tensor.bfloat16() if converted else tensor))
+    load_version(shard_stores[-1], part.run_id, event, module)
+    for name, tensor in RARE.items():
+        arrived = getattr(module, name)
+        assert as_bytes(arrived) == as_bytes(tensor.to(arrived.dtype)), name
+        assert arrived.dtype == (tensor.dtype if dtype is None or "nuz" not in name else dtype)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "reason"),
+    [
+        (torch.ones(2, dtype=torch.complex128), "its dtype is torch.complex128"),
+        (torch.empty(2, device="meta"), "it is on the meta device"),
+        (torch.eye(2).to_sparse(), "its layout is torch.sparse_coo"),
+    ],
+)
+def test_a_tensor_that_cannot_be_published_is_refused_by_its_name(
+    shard_stores, part, tensor, reason
+):
+    writer = PartWriter(shard_stores[0], part)
+    with pytest.raises(UnpublishableTensor) as caught:
+        writer.add("layer.weight", tensor)
+    assert (caught.value.name, caught.value.reason) == ("layer.weight", reason)
 
 
 def test_a_dtype_that_holds_no_weights_is_refused(shard_stores, part):

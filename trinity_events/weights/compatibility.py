@@ -12,10 +12,12 @@ import torch
 from trinity_schemas import WeightManifest
 
 from ..errors import IncompatibleWeights
-from .tensors import DTYPES, is_freed
+from .tensors import DTYPES, is_castable, is_freed
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 """Prefixes that torch adds to the names of a module that it wraps."""
+_DATA_PARALLEL = "module."
+"""Prefix of DistributedDataParallel and DataParallel, which a child of a model may have too."""
 _MARK = "_mod"
 """Text common to all wrappers, a fast test for models of many tensors."""
 
@@ -36,12 +38,31 @@ def targets_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     targets |= {name: buffer for name, buffer in buffers.items() if plain_name(name) in saved}
     wrapped = {plain_name(name): target for name, target in targets.items() if _MARK in name}
     targets = wrapped | targets
+    if _is_data_parallel(targets):
+        bare = {name: plain_name(name).removeprefix(_DATA_PARALLEL) for name in targets}
+        targets = {bare[name]: target for name, target in targets.items()} | targets
     for name, target in targets.items():
         if target.is_meta:  # a copy into it does nothing and raises nothing
             raise IncompatibleWeights(
                 f"{name!r} has no memory in the model (meta device): materialize it first"
             )
     return targets
+
+
+def unwrapped_names(names: Collection[str]) -> list[str]:
+    """Return the plain names of all tensors of a model, also of one that is data-parallel."""
+    plain = list(map(plain_name, names))
+    if not _is_data_parallel(names):
+        return plain
+    return [name.removeprefix(_DATA_PARALLEL) for name in plain]
+
+
+def _is_data_parallel(names: Collection[str]) -> bool:
+    """Return True if all tensors of a model are in a child that is called as DDP calls it.
+
+    A model whose only child has that name loses the prefix on both sides, and so fits still.
+    """
+    return bool(names) and all(plain_name(name).startswith(_DATA_PARALLEL) for name in names)
 
 
 def plain_name(name: str) -> str:
@@ -73,7 +94,7 @@ def compatible_target(
     target = targets.get(name)
     if target is None:
         raise IncompatibleWeights(f"the model has no {name!r}, which the version brings")
-    castable = target.dtype.is_floating_point and DTYPES[dtype].is_floating_point
+    castable = is_castable(target.dtype) and is_castable(DTYPES[dtype])
     if target.shape != shape or not (target.dtype == DTYPES[dtype] or (cast and castable)):
         way_out = castable and target.shape == shape
         raise IncompatibleWeights(

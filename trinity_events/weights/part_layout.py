@@ -10,6 +10,8 @@ import torch
 
 from trinity_schemas import ALIGNMENT, CheckedEntries, TensorEntry, encode_entries
 
+from ..errors import TrinityError
+from .compatibility import plain_name
 from .slices import ShardOffset
 from .tensors import FormCheck, dtype_name, is_plain
 
@@ -20,22 +22,51 @@ Places: TypeAlias = Sequence[ShardOffset | None] | None
 """Offset of each shard, with None for a whole tensor; None if all tensors are whole."""
 
 
+class UnpublishableTensor(TrinityError, TypeError):
+    """Raised if a tensor cannot be published.
+
+    Args:
+        name: Name of the tensor.
+        reason: What makes it so.
+    """
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(name, reason)
+        self.name, self.reason = name, reason
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name!r} cannot be published, since {self.reason}: leave it out, or publish "
+            "another form of it"
+        )
+
+
 def tensor_entry(
     name: str, tensor: torch.Tensor, place: ShardOffset | None, end: int
 ) -> TensorEntry:
-    """Return the entry of a dense tensor, or shard, that follows ``end`` bytes of the part.
+    """Return the entry of a tensor, or shard, that follows ``end`` bytes of the part.
 
-    Raises TypeError for a dtype outside the contract. Raises ValueError for a name, or a number of
-    dimensions, outside the contract.
+    Its name is the plain one, without the prefixes of torch's wrappers.
+
+    Raises UnpublishableTensor for a dtype outside the contract, and for a tensor without elements
+    in memory, such as one that is sparse or on the meta device. Raises ValueError for a name, or a
+    number of dimensions, outside the contract.
     """
-    dtype = dtype_name(tensor.dtype)
+    if tensor.layout is not torch.strided:
+        raise UnpublishableTensor(name, f"its layout is {tensor.layout}")
+    if tensor.is_meta:
+        raise UnpublishableTensor(name, "it is on the meta device")
+    try:
+        dtype = dtype_name(tensor.dtype)
+    except TypeError:
+        raise UnpublishableTensor(name, f"its dtype is {tensor.dtype}") from None
     if not 0 < len(name) <= _LONGEST_NAME or tensor.dim() > _MOST_DIMENSIONS:
         raise ValueError(
             f"{name[:80]!r} of {tensor.dim()} dimensions cannot be published: a name has 1 to "
             f"{_LONGEST_NAME} characters, and a tensor at most {_MOST_DIMENSIONS} dimensions"
         )
     return TensorEntry(
-        name=name,
+        name=plain_name(name),
         dtype=dtype,
         shape=tuple(tensor.shape),
         offset=end + -end % ALIGNMENT,

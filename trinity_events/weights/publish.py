@@ -36,7 +36,9 @@ from .tensors import (
     copy_bytes,
     digest,
     dtype_name,
+    is_castable,
     is_freed,
+    sent_dtype,
 )
 from .transports.base import ChunkStore, PartRef, SegmentedSink, TensorSink, ZeroCopySink
 
@@ -99,7 +101,7 @@ class PartWriter:
         dtype: torch.dtype | None = None,
         last_layout: LastLayout | None = None,
     ) -> None:
-        if dtype is not None and not (dtype.is_floating_point and dtype_name(dtype)):
+        if dtype is not None and not (is_castable(dtype) and dtype_name(dtype)):
             raise TypeError(
                 f"weights cannot be published as {dtype}: choose a floating-point dtype"
             )
@@ -137,9 +139,10 @@ class PartWriter:
             tensor: The elements of the tensor, or of this rank's shard.
             place: Offset of a shard, and the shape of the whole tensor; None for a whole tensor.
         """
-        if self._dtype is not None and tensor.is_floating_point():
+        sent = sent_dtype(tensor.dtype, self._dtype)
+        if sent != tensor.dtype:
             _check_memory(name, tensor)
-            tensor = tensor.detach().to(self._dtype)
+            tensor = tensor.detach().to(sent)
         entry = tensor_entry(name, tensor, place, self._offset)
         tensor = as_plain(tensor) if self._on_device is None else as_dense(tensor)
         _check_memory(name, tensor)

@@ -27,12 +27,14 @@ from ..coordinator import LEASE
 from ..errors import VersionUnavailable
 from ..metric_values import check_metrics, split_metrics
 from ..waits import WaitReporter
+from .compatibility import unwrapped_names
 from .model_update import ModelUpdateGroup
 from .publication import Publication
 from .publish import PublishedPartReport
 from .pulled_version import PulledVersion, Selection
 from .session import Session
 from .settings import SynchronizerSettings
+from .tensors import sent_dtype
 from .transports.base import Ended
 from .transports.collective import TIMEOUT, WeightSyncInfo
 from .version_publisher import VersionPublisher
@@ -209,15 +211,24 @@ class Synchronizer:
         A ``subset`` has some of the model's tensors, such as an adapter's; readers keep the others.
         Floating-point tensors are sent in ``dtype``, such as the dtype that explorers serve in;
         digests are of the bytes sent. A failure is published and raised, and the part discarded.
+
+        Tensors are published under plain names: prefixes that torch.compile, FSDP, activation
+        checkpointing and (in a state dict) DistributedDataParallel add to names are removed.
         """
         with self.publication(global_step, rank, subset=subset, dtype=dtype) as part:
             part.begin()
             if isinstance(named_tensors, Mapping):
-                part.add_all(list(named_tensors), list(named_tensors.values()))
+                # The names of a subset do not show what its model is wrapped in.
+                names = list(named_tensors) if subset else unwrapped_names(named_tensors)
+                part.add_all(names, list(named_tensors.values()))
             else:
                 for name, tensor in named_tensors:
                     part.add(name, tensor)
             return part.publish()
+
+    def published_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which tensors of a dtype are published by default."""
+        return sent_dtype(dtype, self._session.settings.dtype)
 
     def commit(self, global_step: int, metrics: Mapping[str, object] | None = None) -> None:
         """Publish that all parts of the version are dispatched. Called by the trainer.

@@ -21,6 +21,9 @@ DTYPES = {
     for dtype in (
         torch.bool,
         torch.uint8,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
         torch.int8,
         torch.int16,
         torch.int32,
@@ -31,10 +34,16 @@ DTYPES = {
         torch.float64,
         torch.float8_e4m3fn,
         torch.float8_e5m2,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2fnuz,
+        torch.float8_e8m0fnu,
+        torch.float4_e2m1fn_x2,
+        torch.complex64,
     )
 }
-
-
+_PACKED = (torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
+"""Floating-point dtypes of quantised weights alone, which torch cannot convert to others: powers of
+two that scale blocks, and two numbers in a byte."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -44,6 +53,16 @@ def dtype_name(dtype: torch.dtype) -> str:
     if name is None:
         raise TypeError(f"tensors of dtype {dtype} cannot be published")
     return name
+
+
+def is_castable(dtype: torch.dtype) -> bool:
+    """Return True for a dtype that is converted where another floating-point dtype is asked for."""
+    return dtype.is_floating_point and dtype not in _PACKED
+
+
+def sent_dtype(dtype: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    """Return the dtype in which tensors are published, if ``asked`` is the one for floats."""
+    return asked if asked is not None and is_castable(dtype) else dtype
 
 
 def is_freed(tensor: torch.Tensor) -> bool:
@@ -64,6 +83,7 @@ def is_row_major(tensor: torch.Tensor) -> bool:
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
         and not tensor.is_neg()
+        and not tensor.is_conj()
     )
 
 
@@ -85,7 +105,7 @@ def as_dense(tensor: torch.Tensor) -> torch.Tensor:
     gather = getattr(tensor, "full_tensor", None)
     if gather is not None:
         tensor = gather()
-    dense = tensor.detach().resolve_neg().contiguous().as_subclass(torch.Tensor)
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous().as_subclass(torch.Tensor)
     if type(dense) is torch.Tensor:
         return dense
     # A wrapper has no elements at its address, which is 0; only its own copy reads them.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,10 @@ from .engines.adapter_folder import (
     write_adapter_folder,
 )
 from .engines.base import NamedTensors
-from .engines.model_folder import FolderReader, copy_files, write_model_folder
+from .engines.model_folder import FolderReader, copy_files, has_separate_head, write_model_folder
 from .engines.reshard import tensors_of_shards
 from .finite import check_finite
+from .huggingface_files import set_untied
 from .learning.adapters import merged, weight_names
 
 _OTHER = (
@@ -90,7 +90,11 @@ class SavedAdapters:
                 yield name, tensor
                 del tensor
 
-        describe = partial(copy_files, base)
+        def describe(into: Path) -> None:
+            copy_files(base, into)
+            if has_separate_head(base):
+                set_untied(into)
+
         write_model_folder(target, describe, counted(), shard_bytes=shard_bytes)
         return sizes
 
@@ -110,7 +114,13 @@ class SavedAdapters:
         scale = self._config["lora_alpha"] / self._config["r"]
         for (first, second), name in names.items():
             tensor = reader.tensor(name)
-            if first in self.tensors:
+            if first in self.tensors or second in self.tensors:
+                for matrix in (first, second):
+                    if matrix not in self.tensors:
+                        raise ConversionRefused(
+                            f"{self._described} lacks {matrix}, half of an adapter: copy the "
+                            "whole folder again"
+                        )
                 tensor = merged(tensor, self.tensors[first], self.tensors[second], scale)
             check_finite([(name, tensor)], str(base))
             yield name, tensor

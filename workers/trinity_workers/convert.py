@@ -29,8 +29,16 @@ from .engines.base import NamedTensors
 from .engines.buffers import all_buffer_names, saved_buffers
 from .engines.megatron import leave
 from .engines.megatron.meta_model import MetaModel
+from .engines.megatron.model import is_tied
 from .engines.megatron.model_description import Description, read_description, write_description
-from .engines.model_folder import SHARD_BYTES, FolderReader, copy_files, write_model_folder
+from .engines.model_folder import (
+    OUTPUT_HEAD,
+    SHARD_BYTES,
+    FolderReader,
+    check_all_used,
+    copy_files,
+    write_model_folder,
+)
 from .engines.reshard import tensors_of_shards
 from .finite import check_finite, finite_tensors
 from .learning.value_head import head_tensors
@@ -73,7 +81,8 @@ def convert(
         ConversionRefused: if there is no model to convert, or the target exists.
         AdaptersRefused: if the base is not that of the adapters.
         UnsupportedModel: if megatron-core has no model of this configuration.
-        IncompatibleWeights: if the weights do not match the configuration.
+        IncompatibleWeights: if the weights do not match the configuration: a tensor is missing, or
+            has another shape, or the model has no place for it.
         NonFiniteWeights: if parameters have values that are not finite.
     """
     folder, form = source_of(source, target)
@@ -121,6 +130,10 @@ def _to_megatron(source: Path, target: Path) -> list[int]:
     description = _description(source)
     reader = _reader(source)
     outline = MetaModel(description.config)
+    used = {name for parameter in outline.parameters for name in outline.sources(parameter)}
+    if is_tied(description.config):
+        used.add(OUTPUT_HEAD)  # equal to the embedding, or the description would not say tied
+    check_all_used(source, reader.names(), used)
     for key, names in outline.stored_together().items():
         found = [reader.dtype(one) for name in names for one in outline.sources(name)]
         outline.set_dtype(names, _checked(found, key, source))
@@ -168,6 +181,7 @@ def _to_huggingface(
 def _of_megatron(source: Path) -> NamedTensors:
     # Use the checkpoint's dtypes: a model may be trained in another one than its configuration's.
     outline = MetaModel(_description(source / MODEL_FOLDER[-1]).config)
+    outline.check_all_read(source / "model")
     for name, dtype in outline.saved_dtypes(source / "model"):
         outline.set_dtype([name], _checked([dtype], name, source))
     for name, whole in outline.load(source / "model"):
@@ -179,7 +193,14 @@ def _of_shards(source: Path) -> NamedTensors:
     model = _meta_model(source)
     buffers = [name for name, _ in saved_buffers(model)]
     names = [*(name for name, _ in model.named_parameters()), *buffers]
-    return finite_tensors(tensors_of_shards(source, names), str(source), exempt=buffers)
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    ties = {
+        name: first[id(parameter)]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if first[id(parameter)] != name
+    }
+    tensors = tensors_of_shards(source, names, ties=ties)
+    return finite_tensors(tensors, str(source), exempt=buffers)
 
 
 def _meta_model(source: Path) -> Any:

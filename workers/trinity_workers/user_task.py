@@ -68,7 +68,7 @@ async def start_rewards(config: TrainConfig, waits: WaitReporter = NO_REPORTS) -
 
 
 async def check_user_task(config: TrainConfig) -> None:
-    """Load what is the user's own, and the model's tokenizer, before a run is opened.
+    """Load what is the user's own, and check the models' folders, before a run is opened.
 
     Raises:
         TrinityError: in one sentence, if one of them cannot be used.
@@ -124,9 +124,10 @@ def _check_questions(config: TrainConfig) -> None:
 
 
 def _check_teacher(folder: Path, policy: Path) -> None:
+    from .learning.policy import check_policy
     from .learning.teacher import checked_teacher
 
-    checked_teacher(folder, policy)
+    check_policy(checked_teacher(folder, policy))
 
 
 def _check_mirror(url: str) -> None:
@@ -134,9 +135,9 @@ def _check_mirror(url: str) -> None:
 
 
 def _check_reward_model(folder: Path) -> None:
-    from .learning.reward_model import reward_tokenizer
+    from .learning.reward_model import check_reward_model
 
-    reward_tokenizer(folder)
+    check_reward_model(folder)
 
 
 def _check_adapters(model: ModelConfig) -> None:
@@ -146,6 +147,6 @@ def _check_adapters(model: ModelConfig) -> None:
 
 
 def _check_model(folder: Path) -> None:
-    from .learning.policy import load_tokenizer
+    from .learning.policy import check_policy
 
-    load_tokenizer(folder)
+    check_policy(folder)

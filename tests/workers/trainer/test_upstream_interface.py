@@ -231,6 +231,22 @@ async def test_the_group_forms_at_the_address_that_was_told_and_again(fleet):
     await fleet.teardown_weight_sync_group()
 
 
+def test_tensors_are_described_in_the_dtype_in_which_they_are_sent(make_config):
+    config = make_config(sync={"method": "nccl"})
+    tensors = [("weight", torch.zeros(2)), ("steps", torch.zeros(2, dtype=torch.int64))]
+    worker = TrainWorker.__new__(TrainWorker)
+    worker._models = SimpleNamespace(
+        policy=SimpleNamespace(get_per_tensor_param=lambda: iter(tensors))
+    )
+    urls = {"redis_url": config.redis_url, "weights_url": config.weights_url}
+    worker._synchronizer = Synchronizer(
+        config.run_id, config.epoch, transport="collective", dtype=torch.bfloat16, **urls
+    )
+    with closing(worker._synchronizer):
+        described = worker.describe_tensors()
+    assert described == [("weight", "bfloat16", (2,)), ("steps", "int64", (2,))]
+
+
 async def test_a_group_that_cannot_be_is_refused_in_a_sentence(fleet, make_config):
     host, port, _ = await fleet.get_weight_sync_info()
     with pytest.raises(NoWeightSyncGroup, match=rf"forms at {host}:{port}, and not at elsewhere:1"):

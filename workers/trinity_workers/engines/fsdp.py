@@ -29,6 +29,7 @@ from trinity_events.checkpoint_layout import MODEL_FOLDER
 from ..collectives import together
 from ..durable_files import make_folder, sync_tree, write_json
 from ..finite import backward_gradient, check_finite, nested_tensors
+from ..huggingface_files import UserFiles, read_user_files, write_config, write_user_files
 from ..learning.adapters import adapter_config, adapter_tree, without_adapters
 from ..learning.packing import check_isolation
 from ..offload import FrozenOffload, Offload
@@ -94,6 +95,8 @@ class FSDPEngine:
 
         loaded: tuple[Any, Any] = (load or load_policy)(model_folder, dtype)
         model, self.tokenizer = loaded
+        self.user_files = read_user_files(model_folder) if dist.get_rank() == 0 else {}
+        """Tokenizer and generation defaults of the folder, on the rank that writes them."""
         self._device = device
         trained = adapter_tree(model) or model
         self.published_dtypes = {name: one.dtype for name, one in trained.named_parameters()}
@@ -222,10 +225,10 @@ class FSDPEngine:
         tokenizer: transformers takes a folder with the model's configuration for a whole model.
         """
         if self._base is None:
-            write_huggingface(folder, self.module, self.tokenizer)
+            write_huggingface(folder, self.module, self.tokenizer, self.user_files)
             return
         make_folder(folder)
-        self.tokenizer.save_pretrained(folder)
+        write_user_files(folder, self.user_files)
         sync_tree(folder)
         describe_adapters(folder, adapter_config(self.module), self._base)
 
@@ -396,7 +399,8 @@ def describe(engine: Any, folder: Path) -> None:
     if own is not None:
         own(folder)
         return
-    write_huggingface(folder, engine.module, tokenizer_of(engine))
+    files = getattr(engine, "user_files", None)
+    write_huggingface(folder, engine.module, tokenizer_of(engine), files)
 
 
 def tokenizer_of(engine: Any) -> Any:
@@ -408,16 +412,29 @@ def tokenizer_of(engine: Any) -> Any:
     return getattr(getattr(engine, "checkpoint_manager", None), "processing_class", None)
 
 
-def write_huggingface(folder: Path, module: Any, tokenizer: Any) -> None:
-    """Write configuration, generation defaults and tokenizer; durable on return. For one rank."""
+def write_huggingface(
+    folder: Path, module: Any, tokenizer: Any, files: UserFiles | None = None
+) -> None:
+    """Write configuration, generation defaults and tokenizer; durable on return. For one rank.
+
+    Args:
+        folder: Folder to write to.
+        module: Model of transformers.
+        tokenizer: Its tokenizer, or None.
+        files: Files of the folder that the model was loaded from, which are written as they are.
+            Without them, generation defaults and tokenizer are written by transformers.
+    """
     make_folder(folder)
-    module.config.save_pretrained(folder)
+    write_config(folder, module.config)
     generation = getattr(module, "generation_config", None)
-    if generation is not None:
-        # save_pretrained() refuses generation defaults that released models have.
-        generation.to_json_file(folder / "generation_config.json")
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+    if files is not None:
+        write_user_files(folder, files)
+    else:
+        if generation is not None:
+            # save_pretrained() refuses generation defaults that released models have.
+            generation.to_json_file(folder / "generation_config.json")
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
     sync_tree(folder)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,6 +19,7 @@ from trinity_events.weights.model_folder import FILE_DTYPES, list_digests
 from trinity_events.weights.tensors import DTYPES, as_bytes
 
 from ..durable_files import make_folder, sync_tree
+from ..huggingface_files import set_dtype
 
 SHARD_BYTES = 512 << 20
 """Maximum bytes of a file's tensors, unless one tensor is larger."""
@@ -24,9 +27,59 @@ INDEX = "model.safetensors.index.json"
 DTYPE_NAMES = {DTYPES[dtype]: name for name, dtype in FILE_DTYPES.items()}
 """Names of the dtypes in safetensors files."""
 _NAMED_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+OUTPUT_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+"""Names of the output head and of the embedding in the models that Megatron supports."""
+_COMPUTED = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")
+"""Buffers that older releases of transformers saved, and that models compute: it ignores these."""
+_WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""Data types that a configuration may name: smaller ones are of quantised weights."""
 _HEADER_ROOM = 64 << 10
 """Bytes that a file reserves for its header, which is written last: the tensors to come are not
 known. A file ends where its header would take more."""
+
+
+class UnusedTensors(IncompatibleWeights):
+    """Raised if a folder has tensors for which a model has no place: they would be lost.
+
+    Args:
+        path: The folder.
+        names: Names of the tensors.
+    """
+
+    def __init__(self, path: Path, names: Sequence[str]) -> None:
+        super().__init__(path, names)  # what a rank needs to unpickle it
+        self.path = path
+        self.names = tuple(names)
+
+    def __str__(self) -> str:
+        more = f" and {len(self.names) - 1} other tensors" if len(self.names) > 1 else ""
+        return (
+            f"{self.path} has {self.names[0]}{more}, for which the model of its config.json has "
+            "no place: is it the one of these weights?"
+        )
+
+
+def check_all_used(path: Path, names: Iterable[str], used: Collection[str]) -> None:
+    """Raise UnusedTensors for names of a folder's tensors that are not among the used ones."""
+    unused = sorted(name for name in names if name not in used and not _COMPUTED.search(name))
+    if unused:
+        raise UnusedTensors(path, unused)
+
+
+def are_equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return True if two tensors have one dtype, one shape and the same values."""
+    return tensor.dtype == other.dtype and torch.equal(tensor, other)  # noqa: TID251  # one dtype
+
+
+def has_separate_head(folder: Path) -> bool:
+    """Return True if a folder has an output head that differs from the embedding."""
+    try:
+        reader = FolderReader(folder)
+    except FileNotFoundError:
+        return False
+    if not {OUTPUT_HEAD, EMBEDDING} <= {*reader.names()}:
+        return False
+    return not are_equal(reader.tensor(OUTPUT_HEAD), reader.tensor(EMBEDDING))
 
 
 def write_model_folder(
@@ -38,7 +91,8 @@ def write_model_folder(
 ) -> int:
     """Write a Hugging Face folder durably, its list of digests last; return the tensors' bytes.
 
-    Memory holds one tensor. Without the list of digests, the folder is not complete.
+    Memory holds one tensor. A configuration that names another dtype than that of most weights is
+    corrected. Without the list of digests, the folder is not complete.
 
     Args:
         folder: Folder to write to; files that it has are replaced.
@@ -53,6 +107,8 @@ def write_model_folder(
         for name, tensor in tensors:
             writer.add(name, tensor)
             del tensor
+    if writer.dtype is not None:
+        set_dtype(folder, str(writer.dtype).removeprefix("torch."))
     seal(folder)
     return writer.nbytes
 
@@ -94,6 +150,7 @@ class WeightsWriter:
         """Names of the tensors in each file."""
         self.nbytes = 0
         """Bytes of all tensors so far."""
+        self._dtypes: Counter[torch.dtype] = Counter()
 
     def __enter__(self) -> WeightsWriter:
         return self
@@ -117,6 +174,13 @@ class WeightsWriter:
         self._file.add(name, tensor)
         self._files[-1].append(name)
         self.nbytes += tensor.nbytes
+        if tensor.dtype in _WEIGHT_DTYPES:
+            self._dtypes[tensor.dtype] += tensor.numel()
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Data type of most values so far; None without values of a dtype for weights."""
+        return max(self._dtypes, key=self._dtypes.__getitem__, default=None)
 
     def _next_file(self) -> None:
         if self._file is not None:
@@ -207,6 +271,11 @@ class FolderReader:
             }
         if not self._where:
             raise FileNotFoundError(f"{folder} has no *.safetensors files to load weights from")
+
+    @property
+    def folder(self) -> Path:
+        """The folder."""
+        return self._folder
 
     def names(self) -> list[str]:
         """Return the names of all tensors."""

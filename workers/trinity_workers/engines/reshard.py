@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from trinity_events.errors import TrinityError
 
-from .model_folder import FolderReader
+from .model_folder import FolderReader, are_equal, check_all_used
 from .state_files import read_state
 
 _SHARD_FILE = re.compile(r"(?:model|optim)_world_size_(\d{1,6})_rank_0\.pt")
@@ -63,7 +63,11 @@ def _several(folder: Path, worlds: Sequence[int]) -> ReshardRefused:
 
 
 def tensors_of_shards(
-    folder: Path, names: Iterable[str] | None = None, *, part: str = "model"
+    folder: Path,
+    names: Iterable[str] | None = None,
+    *,
+    part: str = "model",
+    ties: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield full tensors from the shard files of all ranks, without a process group.
 
@@ -71,9 +75,11 @@ def tensors_of_shards(
         folder: Folder of the files.
         names: Names of the tensors; by default all.
         part: Part that the files are of, as `saved_part` names it.
+        ties: Further names of tensors, which the files may have too, with equal values.
 
     Raises:
         FileNotFoundError: if a shard file is missing.
+        UnusedTensors: if the files have tensors of other names, or a tied one differs.
         ReshardRefused: if files of several numbers of ranks are there, or a tensor is missing.
     """
     [world, *others] = _worlds(folder)
@@ -81,10 +87,26 @@ def tensors_of_shards(
         raise _several(folder, [world, *others])
     with _no_mesh_warnings():
         states = states_of_shards(folder, part, world)
-    for name in states[0] if names is None else names:
+    wanted = list(states[0] if names is None else names)
+    ties = {name: first for name, first in (ties or {}).items() if _are_equal(states, name, first)}
+    check_all_used(folder, states[0], {*wanted, *ties})
+    for name in wanted:
         if name not in states[0]:
             raise ReshardRefused(f"{folder} has no tensor {name}: is its config.json another's?")
         yield name, _joined([state[name] for state in states])
+
+
+def _are_equal(states: Sequence[dict[str, Any]], name: str, other: str) -> bool:
+    """Return True if all ranks have two tensors, with equal values."""
+    return all(
+        name in state and other in state and are_equal(_rows(state[name]), _rows(state[other]))
+        for state in states
+    )
+
+
+def _rows(value: torch.Tensor) -> torch.Tensor:
+    """Return what a rank has of a tensor."""
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def states_of_shards(folder: Path, what: str, world: int) -> list[dict[str, Any]]:
@@ -117,7 +139,16 @@ def _no_mesh_warnings() -> Iterator[None]:
 
 
 def resharded_model(states: Sequence[dict[str, Any]], module: Any) -> dict[str, Any]:
-    """Return this rank's state dict, from the state dicts of all ranks that saved."""
+    """Return this rank's state dict, from the state dicts of all ranks that saved.
+
+    Raises ReshardRefused unless the states have the module's tensors, and no others.
+    """
+    different = sorted(module.state_dict().keys() ^ states[0].keys())
+    if different:
+        raise ReshardRefused(
+            f"the saved shards and the model here do not both have {different[0]}: is it a "
+            "checkpoint of this model?"
+        )
     return {
         name: _resharded([state[name] for state in states], like)
         for name, like in module.state_dict().items()
@@ -128,7 +159,10 @@ def model_from_folder(reader: FolderReader, module: Any) -> dict[str, Any]:
     """Return this rank's state dict, from the full tensors of a Hugging Face folder.
 
     A tied tensor is read under whichever of its names the folder has.
+
+    Raises IncompatibleWeights unless the folder has the module's tensors, and no others.
     """
+    check_all_used(reader.folder, reader.names(), module.state_dict().keys())
     parameters = {name: id(one) for name, one in module.named_parameters(remove_duplicate=False)}
     saved = {parameters.get(name, name): name for name in reader.names()}
     return {

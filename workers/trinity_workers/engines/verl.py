@@ -25,6 +25,7 @@ from ..finite import (
     nested_tensors,
     with_backward_gradient,
 )
+from ..huggingface_files import read_user_files
 from ..learning.policy import load_tokenizer
 from .base import (
     NamedTensors,
@@ -85,6 +86,7 @@ class VerlEngine:
 
     def __init__(self, folder: Path, *, device: torch.device, options: VerlOptions) -> None:
         self.tokenizer = load_tokenizer(folder)
+        self.user_files = read_user_files(folder)
         self.options = options
         self._device = device
         self.verl = _initialized(folder, device, options)

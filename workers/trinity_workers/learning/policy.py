@@ -16,17 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from trinity_events.errors import TrinityError
-
+from ..huggingface_files import add_older_names
 from ..tasks import Message
+from .pretrained import BadPolicy as BadPolicy  # noqa: PLC0414  # users import it from here
+from .pretrained import check_pretrained, load_pretrained, no_progress_bars, raising_bad_policy
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-
-
-class BadPolicy(TrinityError):
-    """Raised if a folder holds no policy that can be used."""
 
 
 PAD = "<pad>"
@@ -89,21 +86,23 @@ def create_policy(folder: Path, seed: int) -> None:
 
 def save_policy(model: PreTrainedModel, folder: Path) -> None:
     """Write the model's weights and configuration into `folder`, whose tokenizer stays as it is."""
-    with _no_progress_bars():
+    with no_progress_bars():
         model.save_pretrained(folder)
+    add_older_names(folder)
 
 
 def load_policy(
-    folder: Path, dtype: str = "float32"
+    folder: Path, dtype: str = "float32", *, without_head: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load model (on the CPU, for evaluation) and tokenizer; the hub is never asked.
 
     Args:
         folder: Hugging Face folder of any causal language model.
         dtype: Data type of the parameters, `float32` or `bfloat16`.
+        without_head: Accept a folder without the output head, because the caller replaces it.
 
     Raises:
-        BadPolicy: in one sentence, if the folder does not hold them.
+        BadPolicy: in one sentence, if the folder does not hold them, every tensor included.
         NonFiniteWeights: if parameters have values that are not finite.
     """
     import torch
@@ -112,14 +111,9 @@ def load_policy(
     from ..finite import check_finite_model
 
     tokenizer = load_tokenizer(folder)
-    with _no_progress_bars(), _told_as(f"the model in {folder} cannot be loaded"):
-        model = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=getattr(torch, dtype),
-            attn_implementation="sdpa",
-            local_files_only=True,
-            trust_remote_code=False,
-        )
+    model: PreTrainedModel = load_pretrained(
+        AutoModelForCausalLM, folder, getattr(torch, dtype), without_head=without_head
+    )
     check_finite_model(model, str(folder))
     table: Any = model.get_input_embeddings()
     known = int(table.weight.shape[0])
@@ -131,11 +125,23 @@ def load_policy(
     return model, tokenizer
 
 
+def check_policy(folder: Path) -> None:
+    """Check that a folder has a tokenizer and every tensor of a policy, without loading these.
+
+    Raises:
+        BadPolicy: as :func:`load_policy`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    load_tokenizer(folder)
+    check_pretrained(AutoModelForCausalLM, folder)
+
+
 def context_length(folder: Path) -> int | None:
     """Return the maximum tokens of an episode of a policy; None if its configuration names none."""
     from transformers import AutoConfig
 
-    with _told_as(f"config.json in {folder} cannot be read"):
+    with raising_bad_policy(f"config.json in {folder} cannot be read"):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     found: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return found
@@ -155,7 +161,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
             f"no policy in {folder}: config.json is missing: set model.path to a Hugging Face "
             "folder"
         )
-    with _told_as(f"the tokenizer in {folder} cannot be loaded"):
+    with raising_bad_policy(f"the tokenizer in {folder} cannot be loaded"):
         AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         # The file as it is: AutoTokenizer takes the class of the model's type, with its own rules
         # of splitting (a Qwen2's tokenizer of single characters loses its spaces).
@@ -202,7 +208,7 @@ def encode_prompt(
             "a prompt has chat messages, and the model's tokenizer has no chat template: ask "
             "questions of text, or add chat_template.jinja to the model's folder"
         )
-    with _told_as("the chat template refuses a prompt"):
+    with raising_bad_policy("the chat template refuses a prompt"):
         template: Any = tokenizer.apply_chat_template
         tokens = template(
             prompt, add_generation_prompt=not answered, tokenize=True, return_dict=False
@@ -240,30 +246,6 @@ def _require_readable(folder: Path) -> None:
             f"user {os.geteuid()} cannot read {error.filename}: its owner allows it by "
             f"chmod -R a+rX {folder}"
         ) from error
-
-
-@contextmanager
-def _told_as(what: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        told = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise BadPolicy(f"{what}: {told}") from error
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    from transformers.utils import logging
-
-    # They take milliseconds here, and would be printed into the log of every worker.
-    bars: Any = logging  # its functions have no annotations
-    shown = bars.is_progress_bar_enabled()
-    bars.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            bars.enable_progress_bar()
 
 
 def _character_tokenizer() -> PreTrainedTokenizerFast:

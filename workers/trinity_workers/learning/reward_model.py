@@ -12,6 +12,7 @@ from ..algorithms.batch import NO_GROUP, Batch
 from ..finite import check_finite_model
 from ..tasks import Message, Question
 from .policy import BadPolicy, encode_prompt, load_tokenizer
+from .pretrained import check_pretrained, load_pretrained
 from .value_head import checked_head, head_tensors
 from .values import ValueModel
 
@@ -44,25 +45,8 @@ def load_reward_model(
         BadPolicy: in one sentence, if the folder does not hold them.
         NonFiniteWeights: if parameters have values that are not finite.
     """
-    from transformers import (
-        AutoModelForSequenceClassification,
-        AutoModelForTokenClassification,
-    )
-
     tokenizer, config = reward_tokenizer(folder), _config(folder)
-    has_bias = "score.bias" in head_tensors(config)
-    kind: Any = AutoModelForTokenClassification if has_bias else AutoModelForSequenceClassification
-    try:
-        model = kind.from_pretrained(
-            folder,
-            dtype=getattr(torch, dtype),
-            attn_implementation="sdpa",
-            local_files_only=True,
-            trust_remote_code=False,
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        told = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise BadPolicy(f"the reward model in {folder} cannot be loaded: {told}") from error
+    model = load_pretrained(_model_class(config), folder, getattr(torch, dtype))
     check_finite_model(model, str(folder))
     if not isinstance(getattr(model, "score", None), torch.nn.Linear):
         raise BadPolicy(
@@ -70,6 +54,24 @@ def load_reward_model(
             "classifiers of causal language models have: take one of those"
         )
     return ValueModel(model.base_model, config, model.score, model._no_split_modules), tokenizer
+
+
+def check_reward_model(folder: Path) -> None:
+    """Check that a folder has a tokenizer and every tensor of a reward model, without loading it.
+
+    Raises:
+        BadPolicy: as :func:`load_reward_model`.
+    """
+    reward_tokenizer(folder)
+    check_pretrained(_model_class(_config(folder)), folder)
+
+
+def _model_class(config: Any) -> Any:
+    """Return the class of transformers that has the head of this configuration."""
+    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+    has_bias = "score.bias" in head_tensors(config)
+    return AutoModelForTokenClassification if has_bias else AutoModelForSequenceClassification
 
 
 def _config(folder: Path) -> Any:

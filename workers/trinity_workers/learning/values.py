@@ -52,9 +52,11 @@ class ValueModel(nn.Module):
 def load_critic(folder: Path, dtype: str = "float32") -> tuple[ValueModel, PreTrainedTokenizerBase]:
     """Load the folder's policy as a critic, and its tokenizer. Raises BadPolicy as load_policy.
 
-    The head begins at 0, so that the first values are 0 and all ranks begin alike.
+    A folder without an output head will do: the head of values replaces it.
+
+    The head of values begins at 0, so that the first values are 0 and all ranks begin alike.
     """
-    found, tokenizer = load_policy(folder, dtype)
+    found, tokenizer = load_policy(folder, dtype, without_head=True)
     policy: Any = found
     output = policy.get_output_embeddings().weight
     head = nn.Linear(output.shape[1], 1, dtype=output.dtype)

@@ -234,9 +234,10 @@ class TrainWorker(TrainingRank):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def describe_tensors(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Return name, dtype and shape of each tensor that is published. Collective."""
+        """Return name, dtype and shape of each tensor as it is published. Collective."""
+        sent = self._synchronizer.published_dtype
         return [
-            (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            (name, str(sent(tensor.dtype)).removeprefix("torch."), tuple(tensor.shape))
             for name, tensor in per_tensor_params(self._engine)
         ]
 

@@ -88,6 +88,7 @@ class MegatronEngine:
     Raises:
         LayoutRefused: if the ranks or the model do not fit the layout.
         UnsupportedModel: if megatron-core has no model of this configuration.
+        IncompatibleWeights: if the folder lacks tensors, or has some that the model does not read.
         DeviceRefused: for the CPU if CUDA is present.
     """
 
@@ -132,6 +133,9 @@ class MegatronEngine:
         self._names = names
         self._tied = is_tied(self.config)
         self._stream = WeightStream(self._chunks, names, tied=self._tied, device=device)
+        if load_weights:
+            with together():
+                self._stream.check_all_used(model_folder)
         self.module: list[Any] = self._chunks
         self.optimizer: Any = None
         if optimizer is not None:
@@ -390,6 +394,7 @@ class MegatronEngine:
         if not (folder / "model").exists() and has_weights(whole):
             with together():
                 load_folder(self._chunks, whole, self._names)
+                self._stream.check_all_used(whole)
             return
         loaded = checkpoint.load(self._model_state(), folder / "model")
         for key, chunk in self._keyed_chunks():

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
+from ..model_folder import check_all_used
 from . import checkpoint
 from .layout import ParallelLayout, join
 from .model import ModelOptions, build_chunks, transformer_config
@@ -81,6 +82,22 @@ class MetaModel:
         metadata = _torch_dcp.FileSystemReader(folder).read_metadata()
         for name, parts in self._parts().items():
             yield name, _entry(metadata, parts[0], folder).properties.dtype
+
+    def check_all_read(self, folder: Path) -> None:
+        """Check that the model has a place for every tensor of a checkpoint.
+
+        Raises:
+            UnusedTensors: if it has not.
+        """
+        metadata = _torch_dcp.FileSystemReader(folder).read_metadata()
+        saved = [
+            key
+            for key, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        ]
+        check_all_used(
+            folder, saved, {part.key for parts in self._parts().values() for part in parts}
+        )
 
     def save(self, folder: Path, value: Callable[[str], torch.Tensor]) -> None:
         """Write a checkpoint into a new folder.

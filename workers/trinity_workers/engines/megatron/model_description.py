@@ -9,6 +9,9 @@ from typing import Any
 from msgspec import Struct
 
 from ...durable_files import make_folder, sync_tree
+from ...huggingface_files import UserFiles, read_user_files, write_config, write_user_files
+from ...learning.value_head import head_tensors
+from ..model_folder import has_separate_head
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -19,8 +22,13 @@ class Description(Struct, frozen=True):
     config: Any
     tokenizer: Any
     """Tokenizer; None if the folder has none."""
-    generation_config: bytes | None
-    """Unchanged bytes of the file; None if the folder has none."""
+    files: UserFiles
+    """Files that every folder of the model has with the same bytes."""
+
+    @property
+    def generation_config(self) -> bytes | None:
+        """Generation defaults; None if the folder has none."""
+        return self.files.get(GENERATION_CONFIG)
 
     @property
     def end_tokens(self) -> frozenset[int]:
@@ -37,25 +45,27 @@ class Description(Struct, frozen=True):
 
 
 def read_description(folder: Path) -> Description:
-    """Read all of the folder but the weights."""
+    """Read all of the folder but the weights.
+
+    A configuration that says tied of weights with a head of their own is corrected, as transformers
+    loads such a folder.
+    """
     from transformers import AutoConfig, AutoTokenizer
 
     tokenizer = None
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if config.tie_word_embeddings and not head_tensors(config) and has_separate_head(folder):
+        config.tie_word_embeddings = False
     if (folder / "tokenizer_config.json").is_file():
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    generation = folder / GENERATION_CONFIG
-    return Description(config, tokenizer, generation.read_bytes() if generation.is_file() else None)
+    return Description(config, tokenizer, read_user_files(folder))
 
 
 def write_description(folder: Path, description: Description) -> None:
     """Write a description into a folder; durable on return."""
     make_folder(folder)
-    description.config.save_pretrained(folder)
-    if description.tokenizer is not None:
-        description.tokenizer.save_pretrained(folder)
-    if description.generation_config is not None:
-        (folder / GENERATION_CONFIG).write_bytes(description.generation_config)
+    write_config(folder, description.config)
+    write_user_files(folder, description.files)
     sync_tree(folder)

@@ -17,7 +17,7 @@ from trinity_events.errors import IncompatibleWeights
 from ...collectives import gather_bytes
 from ...finite import check_finite
 from ..base import LocalShard
-from ..model_folder import FolderReader
+from ..model_folder import OUTPUT_HEAD, FolderReader, check_all_used
 from .weights import WeightMapping, local_mapping
 
 _EXPERT = re.compile(r"(\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)")
@@ -83,6 +83,29 @@ class WeightStream:
             for name, one in self._of_all_experts(entry, shard):
                 whole = self._mapping.merge(name, self._of_all_parts(entry, one), entry.dim)
                 yield from self._mapping.to_huggingface(name, whole)
+
+    def huggingface_names(self) -> set[str]:
+        """Return the names that iteration yields, on every rank, without gathering."""
+        ranks = self._groups.ep.size()
+        return {
+            name
+            for entry in self.entries
+            for rank in range(ranks if entry.expert else 1)
+            for name in self._mapping.huggingface_names(
+                _moved(entry.name, rank * self._experts_here)
+            )
+        }
+
+    def check_all_used(self, folder: Path) -> None:
+        """Check that the model has a place for every tensor of a folder. Not collective.
+
+        An output head that is not read is tied, or replaced by a head of values.
+
+        Raises:
+            UnusedTensors: if it has not.
+        """
+        used = self.huggingface_names() | {OUTPUT_HEAD}
+        check_all_used(folder, FolderReader(folder).names(), used)
 
     def _from_owner(self, entry: ParameterEntry) -> torch.Tensor:
         """Return the shard of the owning stage's rank that corresponds to this rank."""

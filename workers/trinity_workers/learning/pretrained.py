@@ -1,0 +1,249 @@
+"""Loading of Hugging Face models, without values that come from nowhere.
+
+1. Every tensor of a loaded model is read from its folder, or shares the memory of one that is. A
+   head that the caller replaces is the exception.
+2. A folder that lacks a tensor, or has one of another shape, is refused by the tensor's name. The
+   folder's headers are enough to find that out, so that a run is refused before it is opened.
+3. The configuration says that the output head is the embedding only where it is.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trinity_events.errors import TrinityError
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+_ATTENTION = "sdpa"
+"""Attention of torch: the one that packs samples, and runs on any device."""
+_LISTED = 3
+"""Names in a warning: a folder of another model may have thousands that nothing reads."""
+
+
+class BadPolicy(TrinityError):
+    """Raised if a folder holds no policy that can be used."""
+
+
+class MissingTensors(BadPolicy):
+    """Raised if a folder lacks tensors of the model that its configuration describes.
+
+    Args:
+        path: The folder.
+        names: Names of the tensors.
+    """
+
+    def __init__(self, path: Path, names: Sequence[str]) -> None:
+        super().__init__(path, names)  # what a rank needs to unpickle it
+        self.path = path
+        self.names = tuple(names)
+
+    def __str__(self) -> str:
+        more = f" and {len(self.names) - 1} other tensors" if len(self.names) > 1 else ""
+        return (
+            f"the model in {self.path} lacks {self.names[0]}{more}, which its config.json asks "
+            "for: copy the whole folder again, or correct config.json"
+        )
+
+
+class MismatchedTensor(BadPolicy):
+    """Raised if a tensor of a folder has another shape than its configuration describes.
+
+    Args:
+        path: The folder.
+        name: Name of the tensor.
+        shape: Its shape in the folder.
+        expected: Its shape in the model.
+    """
+
+    def __init__(
+        self, path: Path, name: str, shape: Sequence[int], expected: Sequence[int]
+    ) -> None:
+        super().__init__(path, name, shape, expected)
+        self.path, self.name = path, name
+        self.shape, self.expected = tuple(shape), tuple(expected)
+
+    def __str__(self) -> str:
+        return (
+            f"the model in {self.path} has {self.name} of the shape {self.shape}, and its "
+            f"config.json asks for {self.expected}: take config.json and weights of one model"
+        )
+
+
+def load_pretrained(
+    kind: Any, folder: Path, dtype: torch.dtype, *, without_head: bool = False
+) -> Any:
+    """Load a model (on the CPU, for evaluation) of a class of transformers; the hub is never asked.
+
+    Args:
+        kind: Class of transformers with ``from_pretrained``.
+        folder: Hugging Face folder.
+        dtype: Data type of the parameters.
+        without_head: Accept a folder without the output head, because the caller replaces it.
+
+    Raises:
+        BadPolicy: in one sentence, if the folder does not hold the model.
+    """
+    with raising_bad_policy(f"the model in {folder} cannot be loaded"), _quiet():
+        model, report = kind.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=_ATTENTION,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
+        )
+    _check_report(folder, model, report, without_head=without_head)
+    unused = sorted(report["unexpected_keys"])
+    if unused:
+        names = ", ".join(unused[:_LISTED]) + ", ..." * (len(unused) > _LISTED)
+        logger.warning(
+            "the model in %s does not use %d of the tensors in its files: %s",
+            folder,
+            len(unused),
+            names,
+        )
+    _set_tie(model)
+    return model
+
+
+def check_pretrained(kind: Any, folder: Path, *, without_head: bool = False) -> None:
+    """Check that a folder has the tensors of its model, by the headers of its files.
+
+    transformers computes which tensors it would miss, from tensors without values. It needs
+    accelerate for that. Without accelerate, for quantised models and for folders without
+    safetensors files, nothing is checked before the model is loaded.
+
+    Raises as :func:`load_pretrained`.
+    """
+    import torch
+    from transformers import AutoConfig
+
+    if find_spec("accelerate") is None or not any(folder.glob("*.safetensors")):
+        return
+    with raising_bad_policy(f"the model in {folder} cannot be loaded"), _quiet():
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if getattr(config, "quantization_config", None) is not None:
+            return  # its tensors are made by a kernel, which may need the ranks' device
+        shapes = _tensor_shapes(folder)
+        with torch.device("meta"):
+            outline = kind.from_config(
+                config, attn_implementation=_ATTENTION, trust_remote_code=False
+            )
+        concrete: Any = type(outline)
+        model, report = concrete.from_pretrained(
+            None,
+            config=config,
+            state_dict={name: torch.empty(shape, device="meta") for name, shape in shapes.items()},
+            dtype=torch.float32,
+            attn_implementation=_ATTENTION,
+            device_map="meta",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    _check_report(folder, model, report, without_head=without_head)
+
+
+def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all tensors in the files that transformers would read, by name."""
+    from safetensors import safe_open
+
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = {
+            folder / Path(file).name
+            for file in json.loads(index.read_bytes())["weight_map"].values()
+        }
+    elif (folder / "model.safetensors").is_file():
+        files = {folder / "model.safetensors"}
+    else:
+        files = {*folder.glob("*.safetensors")}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  # no dictionary
+    return shapes
+
+
+def _check_report(folder: Path, model: Any, report: Any, *, without_head: bool) -> None:
+    """Raise BadPolicy for tensors that transformers would fill with random values."""
+    missing, mismatched = set(report["missing_keys"]), sorted(report["mismatched_keys"])
+    if without_head:
+        replaced = {id(parameter) for parameter in model.get_output_embeddings().parameters()}
+        missing -= {name for name, value in model.named_parameters() if id(value) in replaced}
+    if missing:
+        raise MissingTensors(folder, sorted(missing))
+    if mismatched:
+        name, shape, expected = mismatched[0]
+        raise MismatchedTensor(folder, name, shape, expected)
+
+
+def _set_tie(model: Any) -> None:
+    """Correct a configuration that says tied of a model whose head differs from the embedding.
+
+    transformers loads such a folder without the tie, and leaves the configuration as it is. What
+    is made from the configuration later, such as an export, would lose the head.
+    """
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    table = model.get_input_embeddings()
+    if head is None or table is None or head.weight is table.weight:
+        return
+    for config in {id(one): one for one in (model.config, model.config.get_text_config())}.values():
+        if getattr(config, "tie_word_embeddings", False):
+            config.tie_word_embeddings = False
+
+
+@contextmanager
+def raising_bad_policy(what: str) -> Iterator[None]:
+    """Raise the errors of transformers in a block as BadPolicy, by their first line."""
+    try:
+        yield
+    except BadPolicy:
+        raise
+    except Exception as error:
+        text = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise BadPolicy(f"{what}: {text}") from error
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Keep transformers from printing progress bars in a block."""
+    from transformers.utils import logging as bars
+
+    # They take milliseconds here, and would be printed into the log of every worker.
+    untyped: Any = bars  # its functions have no annotations
+    shown = untyped.is_progress_bar_enabled()
+    untyped.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            untyped.enable_progress_bar()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep progress bars, and what is raised or logged here in one sentence, out of the log."""
+    source = logging.getLogger("transformers.modeling_utils")
+    source.addFilter(_is_wanted)
+    try:
+        with no_progress_bars():
+            yield
+    finally:
+        source.removeFilter(_is_wanted)
+
+
+def _is_wanted(record: logging.LogRecord) -> bool:
+    """Return False for transformers' table of missing and unused tensors, and for its tie."""
+    text = record.getMessage()
+    return "LOAD REPORT" not in text and "we will NOT tie them" not in text
