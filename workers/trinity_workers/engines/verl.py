@@ -138,7 +138,8 @@ class VerlEngine:
                 data = _no_padding(part, temperature, calculate_entropy=entropy)
                 self.verl.forward_backward_batch(data, _loss_function(loss_of, part))
             norm = float(self.verl.optimizer_step())
-            # veRL's optimizer_step() takes no step on a norm that is not finite, and returns it.
+            # It takes no step on a norm that is not finite, and returns it: optimizer_step() of
+            # verl/workers/engine/fsdp/transformer_impl.py.
             if math.isfinite(norm):
                 self.verl.lr_scheduler_step()
         return norm
