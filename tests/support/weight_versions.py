@@ -5,6 +5,7 @@ import torch
 
 from tests.support.pipeline import announced
 from tests.support.waits import PATIENCE
+from trinity_events.weights.model_folder import FILE_DTYPES
 from trinity_events.weights.tensors import DTYPES
 from trinity_schemas import StepReady
 
@@ -33,7 +34,7 @@ def awkward() -> dict[str, torch.Tensor]:
         .view(dtype)
         .clone()
         for name, dtype in DTYPES.items()
-        if dtype is not torch.bool
+        if dtype is not torch.bool and name in FILE_DTYPES.values()
     }
     tensors["dtype.bool"] = torch.tensor([True, False, True])
     tensors["scalar"] = torch.tensor(1.5, dtype=torch.bfloat16)

@@ -132,7 +132,7 @@ async def attempts(log):
 async def test_an_attempt_begins_and_ends_in_the_log(trainer, log):
     trainer.publish(TENSORS, 1)
     with pytest.raises(TypeError, match="complex"):
-        trainer.publish([("a", torch.zeros(1, dtype=torch.complex64))], 2)
+        trainer.publish([("a", torch.zeros(1, dtype=torch.complex128))], 2)
     trainer.publication(3).begin()
     trainer.publication(4).begin()
     trainer.close()

@@ -412,7 +412,7 @@ def test_tensors_of_every_dtype_are_adopted_by_a_model_made_in_inference_mode(
     module = torch.nn.Module()
     with torch.inference_mode():
         module.register_buffer("odd", torch.zeros(1))
-        module.register_buffer("a", torch.zeros(sent.shape).to(dtype))
+        module.register_buffer("a", torch.zeros(sent.shape, dtype=dtype))
     with pulled(shard_stores, part, event) as version:
         adopt(module, version)
         assert identical(module.a, sent)

@@ -66,8 +66,15 @@ FILE_DTYPES = {
     "F64": "float64",
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "U16": "uint16",
+    "U32": "uint32",
+    "U64": "uint64",
+    "C64": "complex64",
 }
-"""Dtypes of the contract by their names in safetensors files."""
+"""Dtypes of the contract by their names in safetensors files. The library's reader for torch has no
+block scales and no packed numbers, so that no folder has them."""
 
 
 class _Tensor(Struct, frozen=True):
