@@ -150,6 +150,7 @@ def check_pretrained(kind: Any, folder: Path, *, without_head: bool = False) -> 
             device_map="meta",
             output_loading_info=True,
             ignore_mismatched_sizes=True,
+            trust_remote_code=False,
         )
     _check_report(folder, model, report, without_head=without_head)
 
