@@ -27,7 +27,7 @@ from trinity_workers.lora_settings import LoraConfig  # noqa: E402
 
 THETA = 1_000_000.0
 FILES = {
-    "generation_config.json": b'{"do_sample": true,\n "temperature": 0.6, "eos_token_id": [1, 2]}',
+    "generation_config.json": b'{"temperature":   0.6, "eos_token_id": [1, 2]}',
     "special_tokens_map.json": b'{"eos_token": "<|end|>"}',
     "additional_chat_templates/tools.jinja": b"{{ messages }}",
     "vocab.json": b"{}",

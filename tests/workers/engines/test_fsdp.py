@@ -64,7 +64,7 @@ from trinity_schemas import (  # noqa: E402
 from trinity_workers.collectives import PeerFailed  # noqa: E402
 from trinity_workers.config import RunConfig  # noqa: E402
 from trinity_workers.engines.base import LocalShard  # noqa: E402
-from trinity_workers.engines.fsdp import FSDPEngine  # noqa: E402
+from trinity_workers.engines.fsdp import FSDPEngine, write_huggingface  # noqa: E402
 from trinity_workers.engines.learning_rate import LearningRate  # noqa: E402
 from trinity_workers.engines.state_files import read_state, write_state  # noqa: E402
 from trinity_workers.helpers import (  # noqa: E402
@@ -640,18 +640,16 @@ async def test_saved_shards_say_how_they_are_merged(ranks, where, tmp_path, how)
             assert value.device_mesh.mesh_dim_names == ("fsdp",)
 
 
-async def test_defaults_of_generation_that_transformers_would_refuse_are_saved_too(
-    ranks, where, tmp_path
+def test_defaults_of_generation_that_transformers_would_refuse_are_saved_too(
+    policy_folder, tmp_path
 ):
-    await ranks(set_temperature, 0.6)
-    await ranks(save_checkpoint, tmp_path / "actor")
-    said = tmp_path / "actor" / "huggingface" / "generation_config.json"
-    assert json.loads(said.read_text())["temperature"] == 0.6
-
-
-def set_temperature(rank: Rank, temperature: float) -> None:
-    """Set it without ``do_sample``, as the defaults of some released models do."""
-    rank.held.engine.module.generation_config.temperature = temperature
+    """As veRL's engine saves them: this project's engines copy the folder's file."""
+    model, _ = load_policy(policy_folder)
+    # Without do_sample, as the defaults of some released models are.
+    model.generation_config.temperature = 0.6
+    write_huggingface(tmp_path, model, tokenizer=None)
+    written = json.loads((tmp_path / "generation_config.json").read_text())
+    assert written["temperature"] == 0.6
 
 
 async def test_a_save_has_finished_only_when_all_of_it_is_on_disk(ranks, where):

@@ -143,22 +143,32 @@ async def test_a_run_is_refused_before_it_is_opened(tmp_path, role):
     assert caught.value.path == broken
 
 
-def test_an_attention_that_a_model_lacks_is_refused_before_the_model_is_loaded(tmp_path):
+def make_gpt_oss(**sizes: Any) -> Any:
     from transformers import GptOssConfig, GptOssForCausalLM
 
-    folder = own_model(tmp_path, "llama")
-    config = GptOssConfig(
-        vocab_size=400,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        num_local_experts=2,
+    return GptOssForCausalLM(GptOssConfig(**sizes, intermediate_size=16, num_local_experts=2))
+
+
+def make_gemma_2(**sizes: Any) -> Any:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    return Gemma2ForCausalLM(Gemma2Config(**sizes, intermediate_size=16))
+
+
+def make_mamba(**sizes: Any) -> Any:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    return MambaForCausalLM(
+        MambaConfig(**{key: sizes[key] for key in ("vocab_size", "hidden_size")})
     )
-    GptOssForCausalLM(config).save_pretrained(folder)
-    with pytest.raises(BadPolicy, match="attention"):
+
+
+@pytest.mark.parametrize("make", [make_gpt_oss, make_gemma_2, make_mamba])
+def test_a_model_without_torchs_attention_is_refused_before_a_run_is_opened(tmp_path, make):
+    folder = own_model(tmp_path, "llama")
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    make(vocab_size=400, hidden_size=16, num_hidden_layers=1, **heads).save_pretrained(folder)
+    with pytest.raises(BadPolicy, match="scaled_dot_product_attention"):
         check_policy(folder)
 
 
