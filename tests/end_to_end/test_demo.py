@@ -15,11 +15,10 @@ import pytest
 import torch
 import torch.distributed.tensor  # to load sharded tensors
 
-from tests.support.run_processes import small_run
+from tests.support.run_processes import count_outcomes, small_run
 from tests.support.waits import PATIENCE, child, wait_until
 from trinity_events.server import connect_sync
 from trinity_events.shared_memory import users_folder
-from trinity_schemas import RunKeys
 from trinity_workers.config import SyncConfig
 from trinity_workers.launch.ray_reaper import processes_of
 from trinity_workers.launch.transport import chosen_transport
@@ -57,9 +56,8 @@ def finished(home, redis_url, weights_url):
         *("--learning-rate", "1e-10", "--weights-full-every", "4"),
         "--weights-tensor-digests",
     )
-    key = RunKeys.of(run_id).announcements
     with connect_sync(redis_url) as client, running as process:
-        wait_until(lambda: client.xlen(key) > 3 or process.poll() is not None)
+        wait_until(lambda: count_outcomes(client, run_id) > 3 or process.poll() is not None)
         # A demo is short: hold the reducer up first, so that it is killed with work to do.
         [reducer] = children(f"reducer\0--lifeline\0--verbose\0--run\0{run_id}\0")
         os.kill(reducer, signal.SIGKILL)

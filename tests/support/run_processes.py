@@ -45,6 +45,13 @@ def small_run(folder: Path, model: Path, **sections: Any) -> Path:
     return file
 
 
+def count_outcomes(client: redis.Redis, run_id: str) -> int:
+    """Count the outcomes of steps and saves that are announced."""
+    entries = client.xrange(RunKeys.of(run_id).announcements)
+    events = [decode_envelope(fields[b"e"]).event for _, fields in entries]
+    return sum(isinstance(event, OUTCOMES) for event in events)
+
+
 class Processes:
     """Processes of a run, which share its servers and its folder, and no Ray cluster."""
 
@@ -86,15 +93,10 @@ class Processes:
         give_up = time.monotonic() + 2 * PATIENCE
         """Wait until ``count`` outcomes of steps and saves are announced."""
         with connect_sync(self.redis_url) as client:
-            while self._count_outcomes(client) < count:
+            while count_outcomes(client, self.run_id) < count:
                 assert process.poll() is None, process.communicate()
                 assert time.monotonic() < give_up, "waited in vain"
                 time.sleep(0.02)
-
-    def _count_outcomes(self, client: redis.Redis) -> int:
-        entries = client.xrange(RunKeys.of(self.run_id).announcements)
-        events = [decode_envelope(fields[b"e"]).event for _, fields in entries]
-        return sum(isinstance(event, OUTCOMES) for event in events)
 
     def wait_for_reports(self) -> None:
         """Wait until the reducer has moved all reports of now into the events."""
