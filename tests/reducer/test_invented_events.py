@@ -21,7 +21,7 @@ async def test_invented_checkpoints_delete_no_real_one_and_are_not_named(
 ):
     """Three of them made the reducer delete all real checkpoints within two seconds."""
     folder = tmp_path / run_id
-    client = AsyncPublisher(log, publisher.epoch, new_producer("explorer", 7))
+    client = AsyncPublisher(log, publisher.epoch, new_producer("actor", 7))
 
     def steps():
         return sorted(int(path.name[12:]) for path in folder.glob("global_step_*"))
