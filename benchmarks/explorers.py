@@ -178,7 +178,7 @@ async def _publish(on: Stage, run_id: str, epoch: int, count: int, versions: int
             sent.append(_sent(on) - before)
     late = on.client.lrange(LATE, 0, -1)
     assert isinstance(late, list)
-    return Versions(sent[WARM_UP:], [float(one) for one in late])
+    return Versions(sent[WARM_UP:], [float(delay) for delay in late])
 
 
 def _sent(on: Stage) -> float:

@@ -245,7 +245,7 @@ async def test_a_member_of_a_group_that_is_cut_off_handles_everything_at_least_o
     assert fault.struck.is_set()
     pending = await client.xpending_range(log.keys.announcements, "eval", "-", "+", 100)
     # An entry of another type, in a reply that was lost, stays pending: no member waits for it.
-    for entry_id in [one["message_id"].decode() for one in pending]:
+    for entry_id in [entry["message_id"].decode() for entry in pending]:
         [entry] = await log.read(
             before(entry_id), stream=Stream.ANNOUNCEMENTS, through=entry_id, limit=1
         )

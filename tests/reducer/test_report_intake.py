@@ -91,7 +91,7 @@ async def test_reports_are_accepted_once_and_by_the_newest_leader_alone(either_l
     assert await log.dead_letters() == [DeadLetter(Entry(ids[1], bytes([1])), "no report")]
     assert await log.reports_position() == ids[2]
     assert await log.has_reports()
-    assert [one.id for one in await log.read_reports(ids[2], seconds=1, limit=9)] == ids[3:]
+    assert [entry.id for entry in await log.read_reports(ids[2], seconds=1, limit=9)] == ids[3:]
     last = Intake(token=token, after=ids[2], position=ids[3])
     assert await log.accept_reports(last)
     assert not await log.has_reports()
@@ -119,8 +119,8 @@ async def test_reports_of_each_explorer_keep_their_order_and_bytes(log, publishe
         await reports_accepted(log)
     envelopes = [decode_envelope(payload) for payload in await payloads(log)]
     for rank in range(3):
-        reported = [one for one in envelopes if one.producer.role == "explorer"]
-        sequences = [one.sequence for one in reported if one.producer.rank == rank]
+        reported = [each for each in envelopes if each.producer.role == "explorer"]
+        sequences = [each.sequence for each in reported if each.producer.rank == rank]
         assert sequences == list(range(1, 21))
     assert (await current_state(log)).anomaly_counts == {}
 

@@ -101,8 +101,10 @@ def passed_leftovers(
     The log alone removes no save: a folder goes once one of its step, or a newer one, has evidence.
     Without a newer folder, the newest :data:`LEFTOVERS_KEPT` stay.
     """
-    proven = max((one.at for one in made.values() if one is not None), default=StepRef(0, 0))
-    newest_first = sorted(leftovers, key=lambda one: (one.epoch, one.step, one.name), reverse=True)
-    unpassed = [one for one in newest_first if proven < StepRef(one.epoch, one.step)]
+    proven = max((mark.at for mark in made.values() if mark is not None), default=StepRef(0, 0))
+    newest_first = sorted(
+        leftovers, key=lambda folder: (folder.epoch, folder.step, folder.name), reverse=True
+    )
+    unpassed = [folder for folder in newest_first if proven < StepRef(folder.epoch, folder.step)]
     spared = set(unpassed[:LEFTOVERS_KEPT])
-    return [one for one in newest_first if one not in spared]
+    return [folder for folder in newest_first if folder not in spared]

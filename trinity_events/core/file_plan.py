@@ -129,15 +129,15 @@ def plan_files(state: MonitorState) -> FilePlan:
 def complete_kinds(state: MonitorState, step: int) -> tuple[Kind, ...]:
     """Return the kinds of files that the log has as complete for a step; empty if unknown."""
     step_state = state.steps.get(step)
-    found = set() if step_state is None else set(_complete_kinds(step_state))
-    found.update(
+    complete = set() if step_state is None else set(_complete_kinds(step_state))
+    complete.update(
         kind
         for kind in ITERATION_FILES
         if (pointer := state.ready.get(kind)) is not None and pointer.at.step == step
     )
     if step in state.complete_checkpoints:
-        found.add("checkpoint")
-    return tuple(kind for kind in ITERATION_FILES if kind in found)
+        complete.add("checkpoint")
+    return tuple(kind for kind in ITERATION_FILES if kind in complete)
 
 
 def _old_promotions(state: MonitorState) -> Iterator[Promotion]:

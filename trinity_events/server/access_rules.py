@@ -116,10 +116,10 @@ def access_rules(run_id: str | None = None, server: Server = "both") -> list[str
 
 
 def _text(rules: _Rules, server: Server) -> str:
-    wanted = {"both": (True, False), "log": (False,), "weights": (True,)}[server]
+    of_weights = {"both": (True, False), "log": (False,), "weights": (True,)}[server]
 
     def is_for(rule: str) -> bool:
-        return (_WEIGHTS in rule) in wanted
+        return (_WEIGHTS in rule) in of_weights
 
     keys = [key for key in rules.keys if is_for(key)]
     commands = rules.commands if keys else ""

@@ -60,9 +60,9 @@ def is_castable(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype not in _PACKED
 
 
-def sent_dtype(dtype: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+def sent_dtype(dtype: torch.dtype, chosen: torch.dtype | None) -> torch.dtype:
     """Return the dtype in which tensors are published, if ``asked`` is the one for floats."""
-    return asked if asked is not None and is_castable(dtype) else dtype
+    return chosen if chosen is not None and is_castable(dtype) else dtype
 
 
 def is_freed(tensor: torch.Tensor) -> bool:

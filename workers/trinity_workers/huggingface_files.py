@@ -100,7 +100,7 @@ def _change_config(folder: Path, change: Callable[[dict[str, Any]], None]) -> No
     file = folder / CONFIG
     before = json.loads(file.read_bytes())
     after = json.loads(file.read_bytes())
-    for values in (after, *(one for one in after.values() if isinstance(one, dict))):
+    for values in (after, *(value for value in after.values() if isinstance(value, dict))):
         if values is after or "model_type" in values:
             change(values)
     if after != before:

@@ -87,10 +87,10 @@ def tensors_of_shards(
         raise _several(folder, [world, *others])
     with _no_mesh_warnings():
         states = states_of_shards(folder, part, world)
-    wanted = list(states[0] if names is None else names)
+    selected = list(states[0] if names is None else names)
     ties = {name: first for name, first in (ties or {}).items() if _are_equal(states, name, first)}
-    check_all_used(folder, states[0], {*wanted, *ties})
-    for name in wanted:
+    check_all_used(folder, states[0], {*selected, *ties})
+    for name in selected:
         if name not in states[0]:
             raise ReshardRefused(f"{folder} has no tensor {name}: is its config.json another's?")
         yield name, _joined([state[name] for state in states])

@@ -59,7 +59,7 @@ def write_shards(
         NonFiniteWeights: naming the first shard of a parameter with values that are not finite.
     """
     part.begin()
-    check_finite(((one.name, one.tensor) for one in shards), PUBLISHED, exempt=buffers)
+    check_finite(((shard.name, shard.tensor) for shard in shards), PUBLISHED, exempt=buffers)
     places = [ShardOffset(one.offsets, one.global_shape) for one in shards]
     part.add_all([one.name for one in shards], [one.tensor for one in shards], places)
     return part.seal()

@@ -199,7 +199,8 @@ def _set_tie(model: Any) -> None:
     table = model.get_input_embeddings()
     if head is None or table is None or head.weight is table.weight:
         return
-    for config in {id(one): one for one in (model.config, model.config.get_text_config())}.values():
+    configs = (model.config, model.config.get_text_config())
+    for config in {id(config): config for config in configs}.values():
         if getattr(config, "tie_word_embeddings", False):
             config.tie_word_embeddings = False
 
