@@ -149,7 +149,7 @@ def test_processes_of_other_runs_and_unknown_ones_are_left_out(hanging, run_id):
 
 @pytest.mark.parametrize(
     "name",
-    ["a\0b", "\ud800", "n" * 10_000, "../../etc/passwd", "", "/", "\N{REPLACEMENT CHARACTER}"],
+    ["a\0b", "\ud800", "n" * 10_000, "../../etc/passwd", "", "/"],
 )
 def test_a_name_that_is_no_name_of_a_file_is_left_out(run_id, name):
     # Explorers choose the names under which they claim requests.
