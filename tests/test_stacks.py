@@ -147,6 +147,15 @@ def test_processes_of_other_runs_and_unknown_ones_are_left_out(hanging, run_id):
     assert take_stacks(run_id, ["trainer-0", "", "../explorer-0"]) == []
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["a\0b", "\ud800", "n" * 10_000, "../../etc/passwd", "", "/"],
+)
+def test_a_name_that_is_no_name_of_a_file_is_left_out(run_id, name):
+    # Explorers choose the names under which they claim requests.
+    assert take_stacks(run_id, [name]) == []
+
+
 def test_files_of_processes_that_were_killed_are_removed_by_the_next(hanging, run_id, tmp_path):
     [folder] = tmp_path.glob("trinity-stacks-*")
     hanging.kill()

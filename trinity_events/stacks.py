@@ -166,7 +166,7 @@ def _ask(run_id: str, process: str, files: ExitStack) -> _Asked | None:
         files.callback(os.close, descriptor)
         pid, begin = _pid(path), os.fstat(descriptor).st_size
         os.kill(pid, _SIGNAL)
-    except OSError:
+    except (OSError, ValueError):  # the name may be any text, also one that is no name of a file
         return None
     return _Asked(process, path, pid, descriptor, begin)
 

@@ -27,6 +27,15 @@ def naming(key):
     )
 
 
+async def test_leases_that_a_reader_invents_end_and_stop_no_deletion(log, client):
+    token, _ = await log.lead(60)
+    await client.zadd(log.keys.holds, {"no step": "inf", BYTES: "inf", "1 reader": "inf"})
+    assert await log.mark_deleting(token, [1, 2]) == {2}
+    leases = await client.zrange(log.keys.holds, 0, -1, withscores=True)
+    now = await log.now()
+    assert leases and all(now < end <= now + 600_000 for _, end in leases)
+
+
 WRONG_TYPES = {
     "appending": ("events", lambda log: log.append(b"")),
     "reading": ("events", lambda log: log.read()),

@@ -97,6 +97,24 @@ async def test_reports_are_accepted_once_and_by_the_newest_leader_alone(either_l
     assert not await log.has_reports()
 
 
+@pytest.mark.parametrize("entry_id", [FAR, LAST_ID])
+async def test_dead_letters_with_an_id_of_a_writer_stop_no_report_and_repeat_none(
+    log, redis_url, entry_id
+):
+    fields = {"id": "1-1", "reason": "invented", "e": b""}
+    await log._redis.xadd(log.keys.dead, fields, id=entry_id)
+    report = EnvelopeFactory(log.run_id, 1, new_producer("explorer")).next(RUNNING)
+    await log.append_report(report)
+    await log.append_report(b"no report")
+    async with reducer_task(redis_url, log.run_id):
+        await reports_accepted(log)
+    assert await payloads(log) == [report]
+    reasons = [letter.reason for letter in await log.dead_letters()]
+    assert reasons[0] == "invented" and len(reasons) == 2
+    newest = await log._redis.xrevrange(log.keys.dead, count=1)
+    assert position(newest[0][0].decode()) < position(FAR)
+
+
 async def test_reports_that_were_moved_take_no_memory(log, redis_url):
     async with reducer_task(redis_url, log.run_id):
         for number in range(50):

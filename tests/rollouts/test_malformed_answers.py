@@ -89,6 +89,77 @@ def experiences_of(parts):
     return RunKeys.of(parts.run_id).experiences
 
 
+# --- commands that rules of access allow explorers, and that no explorer of ours sends ----------
+
+
+async def read_without_claims(client, key, group, requests):
+    await client.xreadgroup(group, "hostile", {key: ">"}, noack=True)
+
+
+async def acknowledge_alone(client, key, group, requests):
+    await client.xreadgroup(group, "hostile", {key: ">"})
+    await client.xack(key, group, *requests)
+
+
+async def remove_the_holder(client, key, group, requests):
+    await client.xreadgroup(group, "hostile", {key: ">"})
+    await client.xgroup_delconsumer(key, group, "hostile")
+
+
+async def move_the_group(client, key, group, requests):
+    await client.execute_command("XCLAIM", key, group, "hostile", 0, "1-1", "LASTID", LAST_ID)
+
+
+async def leave_claims_of_deleted_requests(client, key, group, requests):
+    await client.xreadgroup(group, "hostile", {key: ">"})
+    await client.xdel(key, *requests)
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        read_without_claims,
+        acknowledge_alone,
+        remove_the_holder,
+        move_the_group,
+        leave_claims_of_deleted_requests,
+    ],
+)
+async def test_requests_that_nobody_can_claim_are_issued_again_and_cost_no_attempt(parts, attack):
+    dispatcher = await parts.dispatcher(max_attempts=1)
+    await dispatcher.dispatch(2, parts.version)
+    streams = RolloutStreams(parts.client, parts.run_id, parts.publisher.epoch)
+    key = streams.keys.rollouts
+    requests = [entry_id for entry_id, _ in await parts.client.xrange(key)]
+    await attack(parts.client, key, streams.group, requests)
+    groups = await take(parts, dispatcher, 2, parts.explorer("sound"))
+    assert [(group.ordinal, group.attempt) for group in groups] == [(0, 2), (1, 2)]
+    assert dispatcher.ledger.dropped == {}
+
+
+async def test_claims_of_deleted_requests_hide_no_claim(parts):
+    dispatcher = await parts.dispatcher(window=2)
+    await dispatcher.dispatch(2, parts.version)
+    streams = RolloutStreams(parts.client, parts.run_id, parts.publisher.epoch)
+    key, wait = streams.keys.rollouts, Deadline(PATIENCE, "not seen")
+    for number in range(3, 13):
+        await parts.client.xadd(key, {"e": b""}, id=streams.request_id(number))
+    [[_, claimed]] = await parts.client.xreadgroup(streams.group, "hostile", {key: ">"})
+    await parts.client.xdel(key, *(entry_id for entry_id, _ in claimed[:-1]))
+    assert set((await streams.look(wait)).claims) == {12}
+
+
+async def test_a_name_of_any_bytes_ends_no_trainer(parts):
+    dispatcher = await parts.dispatcher(claim_lease=0.1)
+    await dispatcher.dispatch(1, parts.version)
+    streams = RolloutStreams(parts.client, parts.run_id, parts.publisher.epoch)
+    await parts.client.xreadgroup(streams.group, b"\xff" * 10_000, {streams.keys.rollouts: ">"})
+    [claim] = (await streams.look(Deadline(PATIENCE, "not seen"))).claims.values()
+    assert claim.explorer == "\N{REPLACEMENT CHARACTER}" * 256
+    [group] = await take(parts, dispatcher, 1, parts.explorer("sound"))
+    assert group.attempt == 2
+
+
 # --- malformed answers ------------------------------------------------------------------------
 
 

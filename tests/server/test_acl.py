@@ -291,12 +291,19 @@ async def test_the_reducer_may_put_a_recorded_run_on_the_server(clean):
         assert await RedisEventLog(client, RUN).read() == events
 
 
-@pytest.mark.parametrize("user", ["trainer", "consumer"])
+@pytest.mark.parametrize("user", ["trainer", "explorer", "consumer"])
 async def test_a_reader_of_a_checkpoint_may_hold_it(clean, user):
     async with connect(url_of(clean, user)) as client:
         log = RedisEventLog(client, RUN)
         assert await log.acquire_lease(1, "me", 60)
         await log.release_lease(1, "me")
+
+
+@pytest.mark.parametrize("user", ["trainer", "explorer", "consumer"])
+def test_a_reader_of_a_checkpoint_may_not_write_the_marks_of_deletion(server, user):
+    # A sorted set in the place of the reducer's set would end each of its deletions.
+    with connect_sync(url_of(server, user)) as client, refused():
+        client.zadd(KEYS.doomed, {"1": 1})
 
 
 async def test_a_group_outlives_its_members_with_these_rules(clean):

@@ -77,7 +77,7 @@ class RolloutServer:
         """Run a script."""
         given = [_said(one) for one in args]
         if name == "look":
-            return self._look(given[0].decode(), int(given[1]))
+            return self._look(given[0].decode())
         if name == "read":
             return self._read(given[0].decode(), *map(int, given[1:]))
         if int(given[0]) != self._epoch():
@@ -115,13 +115,14 @@ class RolloutServer:
             self.last = at
         return 1
 
-    def _look(self, group: str, limit: int) -> list[Any]:
+    def _look(self, group: str) -> list[Any]:
         found: list[Any] = [int(self._now() - self._began), [*map(_name, self.requests or {})]]
         if group in self.groups:
-            claims = sorted(self.groups[group].claims.items())[:limit]
+            claims = sorted(self.groups[group].claims.items())
             found.append(
                 [[_name(at), one.member.encode(), self._idle(one.at), 1] for at, one in claims]
             )
+            found.append([])  # no process of ours leaves a request that nobody can claim
         return found
 
     def _renew(self, group: bytes, member: bytes, *ids: bytes) -> list[bytes]:

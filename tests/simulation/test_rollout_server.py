@@ -140,9 +140,9 @@ class Both:
 
 
 async def seen(streams, wait):
-    sight = await streams.look(wait, 5)
+    sight = await streams.look(wait)
     claims = {number: claim.explorer for number, claim in sight.claims.items()}
-    return sight.numbers, claims, sight.group_exists
+    return sight.numbers, claims, sight.group_exists, sight.unclaimable
 
 
 def error_of(error: Exception) -> str:

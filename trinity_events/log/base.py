@@ -152,6 +152,10 @@ class ReportLog(Protocol):
         """Renumber reports as :meth:`EventLog.renumber` does events."""
         ...
 
+    async def renumber_dead_letters(self, token: int) -> int | None:
+        """Renumber all dead letters as :meth:`EventLog.renumber` does events."""
+        ...
+
 
 class EventLog(ReportLog, Protocol):
     """Log of one run.

@@ -17,6 +17,12 @@ for i, key in ipairs(KEYS) do
 end
 if redis.call('GET', KEYS[2]) ~= ARGV[1] then return 'fenced' end
 if (redis.call('GET', KEYS[1]) or '0-0') ~= ARGV[2] then return 'moved' end
+-- A writer of dead letters may choose ids: an error at one would leave the writes before it, which each
+-- retry would repeat. The next leader mends the stream.
+--include helpers
+if is_exhausted(KEYS[4]) then
+  return redis.error_reply('ERR the stream of dead letters has exhausted the last possible ID')
+end
 local at = 8
 for _ = 1, tonumber(ARGV[7]) do
   redis.call('HDEL', KEYS[6], ARGV[at])

@@ -148,6 +148,10 @@ class MemoryEventLog:
         """Return as :meth:`renumber`: all ids here are of the clock."""
         return await self.renumber(token, after)
 
+    async def renumber_dead_letters(self, token: int) -> int | None:
+        """Return as :meth:`renumber`: all ids here are of the clock."""
+        return await self.renumber(token, ORIGIN)
+
     async def append_leading(self, token: int, payload: bytes) -> str | None:
         """Append for the newest leader alone; return None if ``token`` is not its fence token."""
         await anyio.lowlevel.checkpoint()

@@ -235,6 +235,10 @@ class RedisEventLog(RedisGroups):
         """Renumber reports as :meth:`renumber` does events."""
         return await self._renumber(self.keys.reports, token, after)
 
+    async def renumber_dead_letters(self, token: int) -> int | None:
+        """Renumber all dead letters as :meth:`renumber` does events."""
+        return await self._renumber(self.keys.dead, token, ORIGIN)
+
     async def heartbeat_ttls(self, incarnations: Collection[str]) -> dict[str, float]:
         """Return the seconds left of each heartbeat that has not lapsed, by incarnation."""
         asked = list(incarnations)

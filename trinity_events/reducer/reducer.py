@@ -179,6 +179,8 @@ class Reducer:
         # First of all: timeouts cannot be appended to a log that accepts no more entries.
         if await self._log.renumber(self._token, loaded.position) is None:
             return None
+        if await self._log.renumber_dead_letters(self._token) is None:
+            return None
         self._began_before = await self._log.last_id()
         # An earlier leader may have died between its snapshot and archiving up to it.
         self._snapshot_at, self._unkept = loaded.began, int(loaded.began != ORIGIN)

@@ -13,9 +13,9 @@ from trinity_schemas import Experience, OrdinalRange, StepRef, StepTrained
 from ..core.ledger import Ledger, LedgerError, ranges
 from ..core.ordinal_ranges import words_of_ranges
 from .settings import DispatchSettings
-from .streams import EXCLUDED, MALFORMED, SUPERSEDED, Sight
+from .streams import EXCLUDED, MALFORMED, SUPERSEDED, UNCLAIMABLE, Sight
 
-NOT_THE_EXPLORERS = ("stale", SUPERSEDED, "lost", MALFORMED, EXCLUDED)
+NOT_THE_EXPLORERS = ("stale", SUPERSEDED, "lost", MALFORMED, EXCLUDED, UNCLAIMABLE)
 """Reasons to ask again that are no failure of an attempt, and do not count against the maximum.
 
 A malformed answer counts against its explorer, which is excluded after some. If it counted against
@@ -382,6 +382,8 @@ class DispatchState:
             claim = sight.claims.get(asked.number)
             if claim is None:
                 asked.explorer = None
+                if asked.number in sight.unclaimable:
+                    due.append(Due(ordinal, UNCLAIMABLE))
                 continue
             if asked.explorer is None:
                 asked.claimed_at = now - claim.idle

@@ -596,12 +596,12 @@ class RolloutDispatcher:
 
     async def _look(self, wait: Deadline) -> None:
         """Find requests that lapsed, are overdue, or are lost."""
-        sight = await self._streams.look(wait, 2 * self.settings.window)
+        sight = await self._streams.look(wait)
         if not sight.group_exists:
             logger.warning("run %s: the requests are gone, and issued again", self.settings.run_id)
             begun = await self._streams.begin(wait, withdraw_answers=False)
             self._state.number = max(self._state.number, begun)
-            sight = await self._streams.look(wait, 2 * self.settings.window)
+            sight = await self._streams.look(wait)
         async for answers in self._answers.rest(wait):
             self._receive(answers)
         self._inspector.end_entries()

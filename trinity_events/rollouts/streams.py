@@ -11,6 +11,7 @@ import redis
 import redis.asyncio
 
 from trinity_schemas import MAX_EVENT_BYTES, RunKeys
+from trinity_schemas.identity import LONGEST_NAME
 
 from ..errors import LogExhausted, LogLost, StaleEpoch
 from ..log.key_errors import is_exhausted, wrong_type
@@ -30,6 +31,9 @@ EXCLUDED = "excluded"
 
 MALFORMED = "malformed"
 """Reason to issue a request again whose answer was malformed."""
+
+UNCLAIMABLE = "unclaimable"
+"""Reason to issue a request again that was delivered and has no claim: it is in no further read."""
 
 ANSWERS_AT_ONCE = 256
 """Maximum samples of one read."""
@@ -75,6 +79,9 @@ class Sight(NamedTuple):
     """Numbers of the requests that are in the stream."""
     claims: dict[int, SeenClaim]
     group_exists: bool
+    """False also if the group has moved past the newest request, and would deliver none."""
+    unclaimable: frozenset[int] = frozenset()
+    """Numbers of requests without a claim that the group gives to no explorer any more."""
 
 
 class RolloutStreams:
@@ -125,18 +132,20 @@ class RolloutStreams:
             wait, lambda: self._scripts(script, keys=keys, args=[self.epoch, *args])
         )
 
-    async def look(self, wait: Deadline, limit: int) -> Sight:
-        """Return the requests in the stream, and at most ``limit`` claims."""
-        keys, args = [self.keys.rollouts], [self.group, limit]
-        up, ids, *claims = await self.ask(wait, lambda: self._scripts("look", keys=keys, args=args))
+    async def look(self, wait: Deadline) -> Sight:
+        """Return the requests in the stream, and their claims."""
+        keys, args = [self.keys.rollouts], [self.group]
+        up, ids, *group = await self.ask(wait, lambda: self._scripts("look", keys=keys, args=args))
+        claims, unclaimable = group or ((), ())
         return Sight(
             uptime=float(up),
             numbers={self.number_of(one) for one in ids},
             claims={
-                self.number_of(entry_id): SeenClaim(member.decode(), idle / 1000)
-                for entry_id, member, idle, _ in (claims[0] if claims else ())
+                self.number_of(entry_id): SeenClaim(_explorer_name(member), idle / 1000)
+                for entry_id, member, idle, _ in claims
             },
-            group_exists=bool(claims),
+            group_exists=bool(group),
+            unclaimable=frozenset(self.number_of(entry_id) for entry_id in unclaimable),
         )
 
     async def begin(self, wait: Deadline, *, withdraw_answers: bool) -> int:
@@ -291,6 +300,11 @@ async def _unless_exhausted(question: Callable[[], Awaitable[T]]) -> T:
             "the stream of answers takes no more entries, since a writer gave one an id past year "
             "9999: the trainer mends it when it takes its next step"
         ) from None
+
+
+def _explorer_name(member: bytes) -> str:
+    """Return the name of a group's member, for which a client may choose any bytes."""
+    return member.decode(errors="replace")[:LONGEST_NAME]
 
 
 def _requests(entries: Iterable[tuple[bytes, dict[bytes, bytes] | None]]) -> list[Request]:

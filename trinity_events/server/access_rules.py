@@ -44,8 +44,10 @@ def _of_run(access: str, *names: str) -> tuple[str, ...]:
 
 _READ_RUN = _of_run("%R~", "*")
 _INDEX = (f"%R~{RUN_INDEX}",)
-_HOLD_CHECKPOINTS = "-@all +evalsha +zadd +zrem +zremrangebyscore " + " ".join(
-    _of_run("~", "holds", "doomed")
+_HOLD_CHECKPOINTS = (
+    "-@all +evalsha ~RUN:holds ~RUN:doomed",
+    # Not on `doomed`: a user could write a sorted set there, where the reducer needs a set.
+    "-@all +zadd +zrem +zremrangebyscore ~RUN:holds",
 )
 
 _RULES = {
@@ -61,7 +63,7 @@ _RULES = {
             "-@all +xadd +xdel +xack +xtrim +del +xgroup|create +xgroup|destroy "
             "+xgroup|delconsumer ~RUN:rollouts ~RUN:evaluations",
             "-@all +xdel +xtrim +del ~RUN:experiences ~RUN:judged",
-            _HOLD_CHECKPOINTS,
+            *_HOLD_CHECKPOINTS,
             "-@all +get +mget +set +unlink +xadd +expire +xrevrange +evalsha +zadd +zrem +zcard "
             f"+zremrangebyscore +pttl +pexpire ~{_WEIGHTS}*",
         ),
@@ -81,7 +83,7 @@ _RULES = {
             "-@all +xreadgroup +xack +xdel +xclaim +xgroup|delconsumer ~RUN:rollouts "
             "~RUN:evaluations",
             "-@all +evalsha +set +del +pexpire ~RUN:explorer:*",
-            _HOLD_CHECKPOINTS,
+            *_HOLD_CHECKPOINTS,
             f"-@all +evalsha +zadd +zrem +zremrangebyscore +pttl +pexpire ~{_WEIGHTS}*:leases",
         ),
     ),
@@ -93,7 +95,7 @@ _RULES = {
             "+xgroup|createconsumer +xgroup|delconsumer +xinfo|groups +xinfo|consumers "
             "~RUN:announcements ~RUN:events ~RUN:dead",
             "-@all +xadd ~RUN:dead",
-            _HOLD_CHECKPOINTS,
+            *_HOLD_CHECKPOINTS,
         ),
     ),
     "viewer": _Rules("+@read", (*_READ_RUN, *_INDEX)),
