@@ -58,7 +58,8 @@ class Actor:
         write_stacks_when_asked(run, self.name)
         log = SyncEventLog(exits.enter_context(open_client(url)), run)
         self.publisher = Publisher(log, EPOCH, new_producer(role, rank))
-        self.waits = WaitReporter(self.publisher, threshold=THRESHOLD, run_id=run)
+        owner = self.publisher.producer.incarnation
+        self.waits = WaitReporter(self.publisher, threshold=THRESHOLD, run_id=run, owner=owner)
         self.publisher.waits = self.waits  # type: ignore[misc]
         exits.callback(self._close)
 

@@ -37,10 +37,11 @@ async def explore(
     write_stacks_when_asked(run_id, name)
     with ExitStack() as exits:
         log = SyncEventLog(exits.enter_context(open_client(url)), run_id)
-        publisher = Publisher(log, 0, new_producer("explorer", rank))
+        producer = new_producer("explorer", rank)
+        publisher = Publisher(log, 0, producer)
         exits.enter_context(closing(publisher))
         source = RewardSource(reward=reward, task="sums", deadline=DEADLINE)
-        waits = WaitReporter(publisher, threshold=threshold)
+        waits = WaitReporter(publisher, threshold=threshold, owner=producer.incarnation)
         pool = RewardPool(source, processes=1, waits=waits)
         async with connect(url) as client:
             explorer = RolloutClient(client, run_id, epoch, name, lease=LEASE)
