@@ -872,7 +872,7 @@ def surrogate(model, groups: list[list[Experience]]) -> torch.Tensor:
             logits = whole[len(prompt) - 1 : -1]
             logprobs = logits.log_softmax(-1)[range(len(response)), response]
             ratio = (logprobs - torch.tensor(one.turns[1].logprobs)).exp()
-            advantage = (one.reward - mean) / deviation
+            advantage = (one.reward - mean) / (deviation + 1e-4)
             losses.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage))
     return torch.cat(losses).mean()
 

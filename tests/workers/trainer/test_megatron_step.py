@@ -174,7 +174,8 @@ def plainly(folder: Path, reference: Path, batch: Batch) -> Numbers:
         judged = chosen(distributions(AutoModelForCausalLM.from_pretrained(reference), batch))
     groups = batch.rewards.view(-1, 4)
     centred = groups - groups.mean(1, keepdim=True)
-    advantages = (centred / centred.square().mean(1, keepdim=True).sqrt()).reshape(-1, 1)
+    deviations = centred.square().mean(1, keepdim=True).sqrt()
+    advantages = (centred / (deviations + 1e-4)).reshape(-1, 1)
     log_ratio = logprobs - batch.behaviour_logprobs * mask
     ratio = log_ratio.exp()
     free, bounded = ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages

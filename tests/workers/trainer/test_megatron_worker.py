@@ -178,7 +178,7 @@ def test_a_policy_in_bfloat16_learns_as_one_in_float32_and_is_published_so(
 def dies_in_its_next_gradient(worker):
     """Let a rank die in the middle of a training step, when all have begun on it."""
 
-    def learn(batch):
+    def learn(batch, step):
         os.kill(os.getpid(), signal.SIGKILL)
 
     worker._step.learn = learn
