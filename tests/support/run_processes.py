@@ -90,8 +90,8 @@ class Processes:
         return self.env if url is None else self.env | dict.fromkeys(names, url)
 
     def wait_for_announcements(self, count: int, process: subprocess.Popen[str]) -> None:
-        give_up = time.monotonic() + 2 * PATIENCE
         """Wait until ``count`` outcomes of steps and saves are announced."""
+        give_up = time.monotonic() + 2 * PATIENCE
         with connect_sync(self.redis_url) as client:
             while count_outcomes(client, self.run_id) < count:
                 assert process.poll() is None, process.communicate()
