@@ -22,6 +22,8 @@ from .report import SPEED
 
 TITLE = "a run that is watched by viewers of its dashboard"
 PLACE = SPEED
+_OPENED_AT_ONCE = 32
+"""Viewers that connect at a time: a dashboard keeps 64 new connections of one address."""
 _CONNECT = 60.0
 """Maximum seconds until all viewers have the state of the run."""
 
@@ -182,20 +184,24 @@ def _request(run_id: str) -> bytes:
 
 async def view(port: int, run_id: str, count: int) -> None:
     """Read live streams until this process is ended."""
+    places = asyncio.Semaphore(_OPENED_AT_ONCE)
     async with asyncio.timeout(_CONNECT):
-        readers = await asyncio.gather(*(_opened(port, run_id) for _ in range(count)))
+        readers = await asyncio.gather(*(_opened(port, run_id, places) for _ in range(count)))
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     await asyncio.gather(*(_read_on(reader) for reader, _ in readers))
 
 
-async def _opened(port: int, run_id: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
-    writer.write(_request(run_id))
-    await writer.drain()
-    while not (await reader.readline()).startswith(b"data: "):
-        if reader.at_eof():
-            raise ConnectionError("the dashboard closed a stream")
+async def _opened(
+    port: int, run_id: str, places: asyncio.Semaphore
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async with places:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
+        writer.write(_request(run_id))
+        await writer.drain()
+        while not (await reader.readline()).startswith(b"data: "):
+            if reader.at_eof():
+                raise ConnectionError("the dashboard closed a stream")
     return reader, writer
 
 
