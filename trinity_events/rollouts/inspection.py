@@ -189,19 +189,19 @@ class AnswerInspector:
 
     def _find_fault(self, experience: Experience) -> Fault | None:
         """Return the first fault of an answer to a request of this epoch."""
-        settings, asked = self._settings, self._state.asked.get(experience.ordinal)
-        if asked is None:
+        settings, request = self._settings, self._state.asked.get(experience.ordinal)
+        if request is None:
             return Fault(
                 "request", f"it answers ordinal {experience.ordinal}, which was not asked for"
             )
-        if experience.attempt > asked.attempt:
+        if experience.attempt > request.attempt:
             return Fault(
-                "request", f"it is of attempt {experience.attempt}, and {asked.attempt} were made"
+                "request", f"it is of attempt {experience.attempt}, and {request.attempt} were made"
             )
         return self._find_content_fault(experience) or find_version_fault(
             experience,
             epoch=settings.epoch,
-            exact=asked.versions.oldest if asked.versions.exact else None,
+            exact=request.versions.oldest if request.versions.exact else None,
             published=self._published,
         )
 
@@ -255,10 +255,10 @@ class AnswerInspector:
 
     def _mark(self, ordinal: int, reason: str) -> None:
         """Note why the answer of a request was refused, as the reason to issue it again."""
-        asked = self._state.asked.get(ordinal)
-        if asked is not None:
+        request = self._state.asked.get(ordinal)
+        if request is not None:
             # The first one stays: further samples of that answer may be refused for another reason.
-            asked.refusal = asked.refusal or reason
+            request.refusal = request.refusal or reason
             self.refused = True
 
 
