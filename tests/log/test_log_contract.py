@@ -236,10 +236,10 @@ async def test_what_stands_is_the_newest_of_its_subject_until_it_is_retracted(lo
     token, _ = await log.lead(5)
     first = [("a", b"a1"), ("", b"unnamed"), ("b", b"b1"), ("a", b"a2")]
     await log.commit(Commit(token=token, after=ORIGIN, position="1-0", announcements=first))
-    assert {(one.subject, one.entry.payload) for one in await log.current_announcements()} == {
-        ("a", b"a2"),
+    assert [(one.subject, one.entry.payload) for one in await log.current_announcements()] == [
         ("b", b"b1"),
-    }
+        ("a", b"a2"),
+    ], "in the order of the stream"
     # What a step announces stands, although the same step retracts what stood.
     step = Commit(
         token=token, after="1-0", position="2-0", announcements=[("a", b"a3")], retracted=["a", "b"]

@@ -207,7 +207,7 @@ class EventLog(ReportLog, Protocol):
         ...
 
     async def current_announcements(self) -> list[CurrentAnnouncement]:
-        """Return the last announcement of every subject."""
+        """Return the last announcement of every subject, in the order of the stream."""
         ...
 
     async def load(self) -> tuple[bytes | None, str]:

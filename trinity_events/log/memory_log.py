@@ -252,12 +252,13 @@ class MemoryEventLog:
             return counted
 
     async def current_announcements(self) -> list[CurrentAnnouncement]:
-        """Return the last announcement of every subject."""
+        """Return the last announcement of every subject, in the order of the stream."""
         await anyio.lowlevel.checkpoint()
         with self._lock:
-            return [
+            current = [
                 CurrentAnnouncement(subject, entry) for subject, entry in self._standing.items()
             ]
+        return sorted(current, key=lambda announcement: position(announcement.entry.id))
 
     async def load(self) -> tuple[bytes | None, str]:
         """Return the reducer's last snapshot and its position."""

@@ -142,12 +142,13 @@ class RedisEventLog(RedisGroups):
         return None if counted is None else int(counted)
 
     async def current_announcements(self) -> list[CurrentAnnouncement]:
-        """Return the last announcement of every subject."""
-        found: list[CurrentAnnouncement] = []
+        """Return the last announcement of every subject, in the order of the stream."""
+        current: list[CurrentAnnouncement] = []
+        # A server gives the fields of a hash in any order.
         for field, value in (await self._redis.hgetall(self.keys.current)).items():
             subject, entry_id, payload = parse_announcement(self.keys.current, field, value)
-            found.append(CurrentAnnouncement(subject, Entry(entry_id, payload)))
-        return found
+            current.append(CurrentAnnouncement(subject, Entry(entry_id, payload)))
+        return sorted(current, key=lambda announcement: position(announcement.entry.id))
 
     async def load(self) -> tuple[bytes | None, str]:
         """Return the reducer's last snapshot and its position."""

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from trinity_schemas import ANNOUNCEMENT_TYPES, ContractError, decode_envelope, event_tag
 
-from ..log import Entry, GroupedLog, Stream, position
+from ..log import Entry, GroupedLog, Stream
 from ..server import Deadline
 from .delivered import Delivered
 
@@ -80,8 +80,8 @@ class SubscriptionContext(Generic[E]):
         after = {stream: await self.log.last_id(stream) for stream in self.streams}
         if Stream.ANNOUNCEMENTS not in self.streams:
             return after, []
-        found = [one.entry for one in await self.log.current_announcements()]
-        return after, sorted(found, key=lambda entry: position(entry.id))
+        current = await self.log.current_announcements()
+        return after, [announcement.entry for announcement in current]
 
 
 def _stream_of(event_type: type[Struct]) -> Stream:
