@@ -14,7 +14,7 @@ import sys
 import time
 from types import ModuleType
 
-from trinity_events.signals import exit_on_signals
+from trinity_events.system.signals import exit_on_signals
 
 from . import (
     control_plane,

@@ -12,9 +12,9 @@ from trinity_schemas import RolloutRequest, StepRef
 from trinity_workers.algorithms.collate import collate
 from trinity_workers.algorithms.prepare import prepare
 from trinity_workers.algorithms.update import policy_update
-from trinity_workers.config import TrainConfig
+from trinity_workers.config.train_config import TrainConfig
 from trinity_workers.engines.learning_rate import LearningRate
-from trinity_workers.episodes import Episodes
+from trinity_workers.rollouts.episodes import Episodes
 from trinity_workers.learning.logprobs import response_logprobs
 from trinity_workers.learning.policy import load_policy
 from trinity_workers.rewards import TaskRewards

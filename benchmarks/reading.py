@@ -16,7 +16,7 @@ from typing import Any
 import anyio
 
 from trinity_events.log import ORIGIN, RedisEventLog
-from trinity_events.log.redis_replies import FIELD
+from trinity_events.log.redis.replies import FIELD
 from trinity_events.server import connect
 from trinity_schemas import EnvelopeReader, RunKeys, decode_envelope
 

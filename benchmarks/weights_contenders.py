@@ -14,7 +14,7 @@ import torch
 
 from trinity_events.weights import PartRef
 from trinity_events.weights.devices.staging_memory import StagingMemory
-from trinity_events.weights.part_layout import LastLayout
+from trinity_events.weights.publishing.part_layout import LastLayout
 from trinity_schemas import StepReady
 
 from .original_design import LAST

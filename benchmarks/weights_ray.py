@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from trinity_events.weights import PartRef, RayStore, load_version
-from trinity_events.weights.speculative_load import SpeculativeLoad
+from trinity_events.weights.applying.speculative_load import SpeculativeLoad
 from trinity_schemas import StepReady
 
 from .measure import Noise, Rounds, Row, taking_turns

@@ -183,7 +183,7 @@ def policy_folder(tmp_path_factory):
 @pytest.fixture
 def make_config(publisher, redis_url, weights_url, run_id, policy_folder, tmp_path):
     """Makes a configuration of the run, with these settings; weights travel by Redis."""
-    from trinity_workers.config import TrainConfig
+    from trinity_workers.config.train_config import TrainConfig
 
     def config(**settings):
         settings["sync"] = {"transport": "redis"} | settings.get("sync", {})

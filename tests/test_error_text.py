@@ -2,7 +2,7 @@
 
 import pytest
 
-from trinity_events.error_text import cause_of, leaf_errors, ungrouped
+from trinity_events.system.error_text import cause_of, leaf_errors, ungrouped
 from trinity_events.errors import TrinityError
 
 

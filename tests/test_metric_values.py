@@ -11,8 +11,8 @@ from tests.support.rollout_parts import Parts, answer
 from tests.support.waits import PATIENCE
 from trinity_events import CheckpointCoordinator, Synchronizer
 from trinity_events.log import MemoryEventLog, Publisher, new_producer
-from trinity_events.log.memory_log import SyncMemoryEventLog
-from trinity_events.metric_values import MetricRefused, split_metrics
+from trinity_events.log.memory.event_log import SyncMemoryEventLog
+from trinity_events.log.publishing.metric_values import MetricRefused, split_metrics
 from trinity_schemas import StepCommitted, StepTrained, decode_envelope
 
 METRICS = {"loss": 0.5, "acc@8": Fraction(1, 2), "note": "0.5", "absent": None}

@@ -10,7 +10,7 @@ from types import FrameType
 import pytest
 
 from trinity_events.archive.format import write_file
-from trinity_events.open_folder import OpenFolder, partial_folder
+from trinity_events.system.open_folder import OpenFolder, partial_folder
 
 
 class _Exit(SystemExit):

@@ -83,7 +83,7 @@ def test_a_command_ends_even_if_the_interpreter_drops_its_exit(drop, number, sta
 def test_an_exit_that_unwinds_is_not_interrupted_by_more_signals():
     assert ended(
         """
-from trinity_events.signals import exit_on_signals
+from trinity_events.system.signals import exit_on_signals
 exit_on_signals()
 try:
     finalizer(signal.SIGTERM)
@@ -101,7 +101,7 @@ finally:
 def test_a_signal_after_an_exit_that_was_suppressed_exits():
     assert ended(
         """
-from trinity_events.signals import exit_on_signals
+from trinity_events.system.signals import exit_on_signals
 exit_on_signals()
 try:
     hit(signal.SIGTERM)
@@ -114,7 +114,7 @@ wait()
 
 
 BLOCK = """
-from trinity_events.signals import exiting_on_signals
+from trinity_events.system.signals import exiting_on_signals
 hook = sys.unraisablehook
 try:
     with exiting_on_signals():
@@ -147,7 +147,7 @@ def test_a_second_signal_to_a_block_kills_the_process():
 def test_an_error_of_a_finalizer_is_still_reported():
     status, said, errors = ended(
         """
-from trinity_events.signals import exit_on_signals
+from trinity_events.system.signals import exit_on_signals
 exit_on_signals()
 class Failing:
     def __del__(self):
@@ -163,7 +163,7 @@ def test_signals_cancel_a_block_whose_cleanup_they_do_not_interrupt():
     assert ended(
         """
 import anyio
-from trinity_events.signals import cancelled_by_signals, exit_on_signals
+from trinity_events.system.signals import cancelled_by_signals, exit_on_signals
 exit_on_signals()
 handler = signal.getsignal(signal.SIGTERM)
 

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     )
 
     from . import blocking
-    from .checkpoint_lease import hold_checkpoint
+    from .client.checkpoint_lease import hold_checkpoint
     from .coordinator import CheckpointCoordinator
-    from .ready_steps import newest_checkpoint, wait_ready
+    from .client.ready_steps import newest_checkpoint, wait_ready
     from .subscriptions import Delivered, Subscription, subscribe
-    from .training import publishing, training_run
+    from .client.training_run import publishing, training_run
     from .training_loop import TrainingLoop
     from .weights import Synchronizer
 

@@ -18,11 +18,11 @@ from trinity_schemas import SaveStrategy, StepRef, WeightsApplied
 from . import blocking
 from .checkpoint_layout import STAGING
 from .coordinator import CheckpointCoordinator, staged_path
-from .error_text import cause_of
+from .system.error_text import cause_of
 from .errors import DeadlineExceeded, RankFailed
 from .log import Publisher
 from .server import trinity_home
-from .training import publishing, training_run
+from .client.training_run import publishing, training_run
 from .weights import Synchronizer
 
 _MESSAGE_BYTES = 512

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from trinity_events.signals import exit_on_signals
+from trinity_events.system.signals import exit_on_signals
 
 from ..measure import say
 from . import page

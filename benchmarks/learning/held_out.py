@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trinity_schemas import Sampling, StepRef
-from trinity_workers.config import TrainConfig
+from trinity_workers.config.train_config import TrainConfig
 from trinity_workers.engines.state_files import read_state
 from trinity_workers.learning.policy import encode_prompt
 from trinity_workers.rollout_engines.base import GenerationRequest

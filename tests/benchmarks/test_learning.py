@@ -19,7 +19,7 @@ from benchmarks.learning.running import perform, write_settings
 from benchmarks.learning.statistics import band, level, paired_differences, t_interval
 from tests.support.waits import PATIENCE
 from trinity_workers.algorithms.settings import merged
-from trinity_workers.config_files import read_config
+from trinity_workers.config.files import read_config
 
 
 def result(way: str, seed: int, *shares: float, family: str = "spell-backward") -> LearningResult:

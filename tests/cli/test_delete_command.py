@@ -6,7 +6,7 @@ from tests.support.pipeline import folded, publish_steps, reducer_task
 from tests.support.waits import until
 from trinity_events.archive import Archive
 from trinity_events.log import ORIGIN, Stream, list_runs, open_run
-from trinity_events.log.deletion import RunInUse, delete_run
+from trinity_events.log.redis.deletion import RunInUse, delete_run
 from trinity_schemas import RunClosed, RunKeys, explorer_key, grant_key, heartbeat_key
 
 

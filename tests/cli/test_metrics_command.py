@@ -26,7 +26,7 @@ from tests.support.redis_servers import servers
 from tests.support.waits import until
 from trinity_events.http_server.connections import HEAD_SECONDS
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open_run
-from trinity_events.log.deletion import delete_run
+from trinity_events.log.redis.deletion import delete_run
 from trinity_events.server import connect
 from trinity_schemas import (
     AppliedPhases,

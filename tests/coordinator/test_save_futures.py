@@ -11,7 +11,7 @@ from trinity_events import CheckpointCoordinator
 from trinity_events.archive.checkpoint_digests import CheckedFiles, SavedFiles
 from trinity_events.errors import SaveError
 from trinity_events.log import MemoryEventLog, Publisher, new_producer
-from trinity_events.log.memory_log import SyncMemoryEventLog
+from trinity_events.log.memory.event_log import SyncMemoryEventLog
 from trinity_schemas import SaveFailed, SaveFinished, SaveStarted, StepCommitted, decode_envelope
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.event_histories import History
-from trinity_events.core.causes import (
+from trinity_events.analysis.causes import (
     CheckpointReader,
     HostProcess,
     LiveFacts,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_events.core.expressions import BadExpression, Condition, path_in_words
+from trinity_events.analysis.expressions import BadExpression, Condition, path_in_words
 
 STATE = {
     "closed": None,

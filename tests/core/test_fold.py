@@ -29,12 +29,11 @@ from trinity_events.core import (
     completeness,
     decode_state,
     encode_state,
-    explain,
     removable_steps,
-)
+); from trinity_events.analysis.explain import explain
 from trinity_events.core.completeness import slot_key
 from trinity_events.core.current import OF_AN_EPOCH, is_current, newest_subjects
-from trinity_events.core.explain import profiles_of
+from trinity_events.analysis.explain import profiles_of
 from trinity_events.core.fold import _HANDLERS, MONITOR
 from trinity_events.core.limits import (
     KEPT_ATTEMPTS,

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.event_histories import DIGEST, History, committed, opened, part
-from trinity_events.core.metrics import MetricsReader, grouped
+from trinity_events.analysis.metrics import MetricsReader, grouped
 from trinity_schemas import AppliedPhases, StepRef, StepTrained, WeightsApplied
 
 

@@ -13,7 +13,7 @@ from tests.support.event_histories import (
     started,
 )
 from trinity_events.core import Monitor, MonitorState
-from trinity_events.core.proof import Proof, proof_line
+from trinity_events.analysis.proof import Proof, proof_line
 from trinity_schemas import DeadlineReached, ThreadCountRegistered
 
 

@@ -16,7 +16,7 @@ from tests.support.event_histories import (
 )
 from trinity_events.archive.format import read_lines
 from trinity_events.core import Monitor, MonitorState
-from trinity_events.core.timeline import Moment, Span, Timeline, Value
+from trinity_events.analysis.timeline import Moment, Span, Timeline, Value
 from trinity_schemas import (
     AppliedPhases,
     StepRef,

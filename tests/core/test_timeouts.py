@@ -5,11 +5,10 @@ from trinity_events.core import (
     MonitorState,
     Waiting,
     expired,
-    explain,
     lease_holders,
     overdue,
     waiting,
-)
+); from trinity_events.analysis.explain import explain
 from trinity_events.core.limits import KEPT_UNDER_WAY
 from trinity_events.core.state import Attempt
 from trinity_schemas import (

@@ -23,7 +23,7 @@ from trinity_workers.algorithms.settings import (  # noqa: E402
     read_settings,
 )
 from trinity_workers.algorithms.update import policy_update  # noqa: E402
-from trinity_workers.config_files import read_config  # noqa: E402
+from trinity_workers.config.files import read_config  # noqa: E402
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
 STEP, OWN = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)

@@ -18,7 +18,7 @@ from tests.support.waits import PATIENCE, child, until
 from trinity_events.errors import DeadlineExceeded
 from trinity_events.log import AsyncPublisher, Publisher, SyncEventLog, new_producer
 from trinity_events.rollouts import RolloutDispatcher
-from trinity_events.waits import THRESHOLD, WaitReporter
+from trinity_events.diagnostics.waits import THRESHOLD, WaitReporter
 from trinity_schemas import (
     ExplorerStatusChanged,
     RunClosed,

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from trinity_events.signals import exit_on_signals
+from trinity_events.system.signals import exit_on_signals
 
 from .plants import PLANTS, Plant
 from .stage import Stage

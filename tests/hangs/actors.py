@@ -25,8 +25,8 @@ from trinity_events.errors import PublishError, SaveError
 from trinity_events.log import AsyncPublisher, Publisher, RedisEventLog, SyncEventLog, new_producer
 from trinity_events.rollouts import Claim, RolloutClient, RolloutDispatcher
 from trinity_events.server import connect, open_client
-from trinity_events.stacks import write_stacks_when_asked
-from trinity_events.waits import WaitReporter
+from trinity_events.diagnostics.stacks import write_stacks_when_asked
+from trinity_events.diagnostics.waits import WaitReporter
 from trinity_schemas import (
     ExplorerStatusChanged,
     StepReady,
@@ -251,7 +251,7 @@ class ExplorerParts:
 
     async def _environment(self) -> Callable[[Claim], Any]:
         from tests.support.judging_explorer import QUESTION
-        from trinity_workers.environments import EnvironmentProcesses
+        from trinity_workers.sandbox.environments import EnvironmentProcesses
 
         environment = EnvironmentProcesses(
             self._place, deadline=LONG, count=1, waits=self._me.waits

@@ -10,7 +10,7 @@ from tests.support.scripted_server import scripted_server
 from tests.support.waits import PATIENCE
 from trinity_events.errors import DeadlineExceeded, PublishError, ServerRefuses
 from trinity_events.log import Publisher, SyncEventLog, new_producer, open_run
-from trinity_events.log.error_replies import reply_text
+from trinity_events.log.redis.error_replies import reply_text
 from trinity_events.log.retry import is_transient
 from trinity_events.server import Deadline, connect, connect_sync, open_client
 

@@ -26,7 +26,7 @@ from trinity_events.log import (
     new_producer,
     position,
 )
-from trinity_events.log.memory_log import MemoryEventLog, SyncMemoryEventLog
+from trinity_events.log.memory.event_log import MemoryEventLog, SyncMemoryEventLog
 from trinity_events.server import connect, open_client
 from trinity_schemas import ContractError, decode_envelope
 

@@ -25,7 +25,7 @@ from trinity_events.log import (
     new_producer,
     open_run,
 )
-from trinity_events.log.outbox import Outbox
+from trinity_events.log.publishing.outbox import Outbox
 from trinity_events.log.retry import CONNECTION_ERRORS, backoff_delays, is_transient
 from trinity_events.server import EmbeddedServer
 from trinity_schemas import ContractError, decode_envelope, heartbeat_key
@@ -389,7 +389,7 @@ def test_closing_while_the_server_is_away_says_what_is_lost_and_ends_the_thread(
 
 
 def test_a_publisher_that_nothing_refers_to_keeps_no_thread(log, monkeypatch):
-    monkeypatch.setattr("trinity_events.log.publisher._LINGER", 0.01)
+    monkeypatch.setattr("trinity_events.log.publishing.publisher._LINGER", 0.01)
     publisher = Publisher(log, 1, new_producer("actor"))
     for _ in range(3):
         publisher.publish(committed(1))
@@ -415,7 +415,7 @@ def test_a_process_that_ends_refuses_what_no_thread_can_send(log, publishing, mo
 PROCESS = """
 import os, sys, threading, time
 import redis
-import trinity_events.log.publisher as module
+import trinity_events.log.publishing.publisher as module
 from tests.support.event_histories import committed
 from trinity_events.errors import PublishError
 from trinity_events.log import Publisher, SyncEventLog, new_producer

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from tests.support.redis_servers import servers
-from trinity_events.signals import exit_on_signals
+from trinity_events.system.signals import exit_on_signals
 from trinity_workers.learning.policy import create_policy
 
 from .combinations import Combination, combinations

@@ -18,7 +18,7 @@ from trinity_schemas import (
     StepTrained,
     WeightsApplied,
 )
-from trinity_workers.config_files import read_config
+from trinity_workers.config.files import read_config
 from trinity_workers.learning.policy import create_policy
 
 DIGEST, OTHER = (f"sha256:{digit * 64}" for digit in "12")

@@ -7,7 +7,7 @@ from tests.support.checkpoint_runs import Run, staged
 from tests.support.event_histories import committed, finished, registration, started
 from tests.support.pipeline import reducer_task, until
 from trinity_events.checkpoint_layout import TRASH
-from trinity_events.checkpoint_lease import hold_checkpoint
+from trinity_events.client.checkpoint_lease import hold_checkpoint
 from trinity_events.core import plan_files
 from trinity_events.errors import CheckpointHeld, InvalidRunId
 from trinity_events.reducer import Policy, checkpoint_retention
@@ -332,7 +332,7 @@ async def test_a_reader_that_was_too_slow_to_hold_on_is_told(
     log, redis_url, run_id, tmp_path, monkeypatch
 ):
     (tmp_path / run_id / "global_step_1").mkdir(parents=True)
-    monkeypatch.setattr("trinity_events.checkpoint_lease._RENEW_EVERY", 0.1)
+    monkeypatch.setattr("trinity_events.client.checkpoint_lease._RENEW_EVERY", 0.1)
     token, _ = await log.lead(5)
 
     async def read_for_long():

@@ -31,7 +31,7 @@ from trinity_events.log import (
     open_run,
     opening_envelope,
 )
-from trinity_events.log.envelopes import EnvelopeFactory
+from trinity_events.log.publishing.envelopes import EnvelopeFactory
 from trinity_events.reducer import (
     Leader,
     Reducer,

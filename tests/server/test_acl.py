@@ -36,8 +36,8 @@ from trinity_events.log import (
     open_run,
 )
 from trinity_events.log.position import LAST_ID
-from trinity_events.log.run_index import renumber_index
-from trinity_events.log.scripts import Scripts
+from trinity_events.log.redis.run_index import renumber_index
+from trinity_events.log.redis.scripts import Scripts
 from trinity_events.replay import current_state
 from trinity_events.rollouts import Group, RolloutClient, RolloutDispatcher
 from trinity_events.server import connect, connect_sync, open_client

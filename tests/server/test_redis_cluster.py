@@ -39,7 +39,7 @@ from trinity_events.log import (
     open_run,
 )
 from trinity_events.log.position import LAST_ID, is_from_a_clock
-from trinity_events.log.run_index import renumber_index
+from trinity_events.log.redis.run_index import renumber_index
 from trinity_events.reducer import reduce_all
 from trinity_events.replay import current_state
 from trinity_events.server import connect, connect_sync, open_client

@@ -13,7 +13,7 @@ import anyio
 import redis
 
 from trinity_events.log.position import position
-from trinity_events.log.scripts import _text
+from trinity_events.log.redis.scripts import _text
 from trinity_schemas import RunKeys
 
 At = tuple[int, int]

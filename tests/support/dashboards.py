@@ -24,7 +24,7 @@ from trinity_events.dashboard.simulated_run import Plan, simulated_run
 from trinity_events.dashboard.sources import RecordedSource
 from trinity_events.dashboard.web_server import listening_socket, serve_board
 from trinity_events.log import Entry
-from trinity_events.log.run_index import add_run
+from trinity_events.log.redis.run_index import add_run
 from trinity_schemas import RunKeys
 
 SMALL = Plan(run_id="small", ranks=4, explorers=6, steps=24, save_interval=5, faults=False)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from trinity_workers.config import TrainConfig
+from trinity_workers.config.train_config import TrainConfig
 
 
 class Hostile(NamedTuple):

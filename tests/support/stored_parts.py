@@ -4,7 +4,7 @@ import contextlib
 
 from tests.support.ray_clusters import in_ray
 from trinity_events.server import open_client
-from trinity_events.shared_memory import users_folder
+from trinity_events.system.shared_memory import users_folder
 from trinity_events.weights import SharedMemoryStore
 from trinity_events.weights.transports.cuda.layout import decoded
 

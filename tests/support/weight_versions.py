@@ -5,7 +5,7 @@ import torch
 
 from tests.support.pipeline import announced
 from tests.support.waits import PATIENCE
-from trinity_events.weights.model_folder import FILE_DTYPES
+from trinity_events.weights.reading.model_folder import FILE_DTYPES
 from trinity_events.weights.tensors import DTYPES
 from trinity_schemas import StepReady
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tests.support.rollout_histories import count_raw
-from trinity_events.core.audit import Auditor
+from trinity_events.analysis.audit import Auditor
 from trinity_events.log import Entry, position
 from trinity_events.server import connect_sync
 from trinity_schemas import Envelope, RunKeys, decode_envelope

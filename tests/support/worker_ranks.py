@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.support.rank_processes import Rank, RankProcesses
-from trinity_workers.config import RunConfig
+from trinity_workers.config.train_config import RunConfig
 
 
 class WorkerRanks:
@@ -42,7 +42,7 @@ class WorkerRanks:
 
 
 def _make(rank: Rank, config: RunConfig) -> tuple[str, int] | None:
-    from trinity_workers.trainer.fleet import _worker_class
+    from trinity_workers.trainer.ray_backend import _worker_class
 
     rank.held.worker = _worker_class(config)(config, rank.number)
     return rank.held.worker.address() if rank.number == 0 else None

@@ -8,7 +8,7 @@ import struct
 import pytest
 
 from tests.support.waits import PATIENCE
-from trinity_events.core.metrics import StepMetrics
+from trinity_events.analysis.metrics import StepMetrics
 from trinity_events.trackers import TrackedRun, TrackerUnusable, find_tracker, open_trackers
 from trinity_events.trackers.follow import track_live
 from trinity_schemas import RunClosed, StepTrained

@@ -16,7 +16,7 @@ from tests.verl.ranks import Where
 from trinity_events import Synchronizer
 from trinity_events.coordinator import staged_path
 from trinity_schemas import SaveFailed, VersionPartPublished, decode_envelope
-from trinity_workers.collectives import PeerFailed
+from trinity_workers.runtime.collectives import PeerFailed
 from trinity_workers.engines.state_files import read_state
 from trinity_workers.helpers.shards import ShardsRefused
 

@@ -9,10 +9,10 @@ from tests.support.transport_processes import CHUNK, Where
 from tests.support.waits import PATIENCE
 from trinity_events import Synchronizer
 from trinity_events.server import open_client
-from trinity_events.shared_memory import available
+from trinity_events.system.shared_memory import available
 from trinity_events.weights import SharedMemoryStore
 from trinity_events.weights.tensors import copy_bytes
-from trinity_workers.config import SyncConfig
+from trinity_workers.config.train_config import SyncConfig
 from trinity_workers.explorer.prefetch import VersionPrefetcher
 
 
@@ -96,5 +96,5 @@ def copied(monkeypatch):
         sizes.append(nbytes)
         copy_bytes(target, source, nbytes)
 
-    monkeypatch.setattr("trinity_events.weights.speculative_load.copy_bytes", counting)
+    monkeypatch.setattr("trinity_events.weights.applying.speculative_load.copy_bytes", counting)
     return sizes

@@ -14,12 +14,10 @@ from trinity_events.weights import (
     PartWriter,
     ShardOffset,
     check_fit,
-    fit,
     install,
-    part_layout,
     pull_version,
-)
-from trinity_events.weights.part_layout import LastLayout
+); from trinity_events.weights.applying import fit; from trinity_events.weights.publishing import part_layout
+from trinity_events.weights.publishing.part_layout import LastLayout
 
 CHUNKS = 64, 100, 4096
 

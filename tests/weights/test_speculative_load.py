@@ -17,7 +17,7 @@ from tests.support.transport_processes import CHUNK, SOME, Where
 from tests.support.waits import PATIENCE, wait_until
 from tests.support.weight_versions import ready
 from trinity_events.errors import CorruptVersion, IncompatibleWeights
-from trinity_events.shared_memory import available
+from trinity_events.system.shared_memory import available
 from trinity_events.weights import (
     PartRef,
     PartWriter,
@@ -28,7 +28,7 @@ from trinity_events.weights import (
     pull_version,
 )
 from trinity_events.weights.slices import ShardOffset
-from trinity_events.weights.speculative_load import SpeculativeLoad
+from trinity_events.weights.applying.speculative_load import SpeculativeLoad
 from trinity_events.weights.transports.shared_memory import prefetch
 from trinity_schemas import VersionOpened, decode_manifest
 from trinity_workers.explorer.run_follower import followed_run

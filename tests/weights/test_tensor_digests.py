@@ -132,7 +132,7 @@ async def test_an_explorer_says_that_it_serves_only_what_its_model_has(
                 real = version_reader.install
                 patch.setattr(version_reader, "install", lambda fit: (real(fit), spoil()))
             else:
-                at = "trinity_events.weights.load.check_installed"
+                at = "trinity_events.weights.applying.load.check_installed"
                 patch.setattr(at, lambda *told, **how: (spoil(), check_installed(*told, **how)))
             with pytest.raises(CorruptVersion, match="'b' of the model"):
                 getattr(explorer, way)(model, event)

@@ -17,8 +17,8 @@ from trinity_workers.algorithms.collate import collate  # noqa: E402
 from trinity_workers.algorithms.prepare import prepare  # noqa: E402
 from trinity_workers.algorithms.settings import AlgorithmConfig  # noqa: E402
 from trinity_workers.algorithms.update import policy_update  # noqa: E402
-from trinity_workers.environments import EnvironmentFailed, EnvironmentProcesses  # noqa: E402
-from trinity_workers.episodes import Episodes, RequestRefused, continuation  # noqa: E402
+from trinity_workers.sandbox.environments import EnvironmentFailed, EnvironmentProcesses  # noqa: E402
+from trinity_workers.rollouts.episodes import Episodes, RequestRefused, continuation  # noqa: E402
 from trinity_workers.learning.logprobs import response_logprobs  # noqa: E402
 from trinity_workers.learning.policy import (  # noqa: E402
     BadPolicy,

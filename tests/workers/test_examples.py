@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_workers.config_files import read_config
+from trinity_workers.config.files import read_config
 from trinity_workers.tasks import is_built_in
 
 ROOT = Path(__file__).parents[2] / "examples"

@@ -18,7 +18,7 @@ from tests.support.pipeline import reducer_task  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_events.log import AsyncPublisher, new_producer  # noqa: E402
 from trinity_workers.launch.mirror import mirrored, restore  # noqa: E402
-from trinity_workers.object_store import SUMS, ObjectStore, ObjectStoreUnusable  # noqa: E402
+from trinity_workers.storage.object_store import SUMS, ObjectStore, ObjectStoreUnusable  # noqa: E402
 
 RUN = "grpo-7b"
 

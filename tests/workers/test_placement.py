@@ -6,9 +6,9 @@ import socket
 import msgspec
 import pytest
 
-from trinity_workers.config import TrainConfig
-from trinity_workers.network import interface_to, meet_through
-from trinity_workers.placement import Needs, threads, with_reserved_cpus
+from trinity_workers.config.train_config import TrainConfig
+from trinity_workers.runtime.network import interface_to, meet_through
+from trinity_workers.worker_group.placement import Needs, threads, with_reserved_cpus
 
 
 def needs(explorers, **settings):

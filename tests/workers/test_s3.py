@@ -16,7 +16,7 @@ from tests.support.waits import PATIENCE, until
 from trinity_events.log import AsyncPublisher, new_producer
 from trinity_workers.launch.mirror import mirrored
 from trinity_workers.launch.resume import held_checkpoint
-from trinity_workers.object_store import SUMS, ObjectStore, ObjectStoreUnusable
+from trinity_workers.storage.object_store import SUMS, ObjectStore, ObjectStoreUnusable
 
 pytestmark = pytest.mark.skipif(not has_s3, reason="needs s3fs and moto: run make setup")
 

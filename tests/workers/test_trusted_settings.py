@@ -15,10 +15,10 @@ from tests.support.hostile_configs import (
     with_settings,
     write_hostile_code,
 )
-from trinity_workers.config import TrainConfig
-from trinity_workers.config_fields import fields
-from trinity_workers.config_files import _PATHS, _SOURCES, read_config, typed_setting
-from trinity_workers.trusted_settings import (
+from trinity_workers.config.train_config import TrainConfig
+from trinity_workers.config.fields import fields
+from trinity_workers.config.files import _PATHS, _SOURCES, read_config, typed_setting
+from trinity_workers.config.trusted_settings import (
     DATA,
     REFERENCES,
     Host,
@@ -74,7 +74,7 @@ def test_every_path_that_is_resolved_when_a_file_is_read_is_a_reference():
 
 
 def test_a_setting_that_is_in_no_table_is_not_taken_from_the_log(host, monkeypatch):
-    monkeypatch.setattr("trinity_workers.trusted_settings.DATA", DATA - {"task.prompt"})
+    monkeypatch.setattr("trinity_workers.config.trusted_settings.DATA", DATA - {"task.prompt"})
     logged = with_settings({"task.prompt": "theirs", "task.answer": "theirs"})
     merged = merge(RUN, logged, None, host)
     assert (merged.task.prompt, merged.task.answer) == ("prompt", "theirs")

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from trinity_workers.config import (
+from trinity_workers.config.train_config import (
     ExplorerConfig,
     ModelConfig,
     OnUpdate,
@@ -15,7 +15,7 @@ from trinity_workers.config import (
 )
 from trinity_workers.rollout_engines import RolloutEngineError
 from trinity_workers.tasks import TaskError
-from trinity_workers.user_task import check_user_task
+from trinity_workers.rollouts.user_task import check_user_task
 
 FILES = {
     "engine.py": "def make(options):\n    raise AssertionError('no engine is made yet')\n",

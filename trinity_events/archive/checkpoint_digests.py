@@ -20,7 +20,7 @@ from ..checkpoint_layout import (
     staged_in,
 )
 from ..errors import TrinityError
-from ..open_folder import OpenFolder, parts_of
+from ..system.open_folder import OpenFolder, parts_of
 
 _LONGEST_MARK = 4096
 

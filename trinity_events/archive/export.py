@@ -18,8 +18,8 @@ from ..core.current import is_current, subject
 from ..errors import KeyConflict, TrinityError
 from ..log import ORIGIN, DeadLetter, Entry, PageSize, RedisEventLog, Stream, list_runs, position
 from ..log.page_size import PAGE_BYTES
-from ..log.redis_replies import FIELD
-from ..log.run_index import add_run
+from ..log.redis.replies import FIELD
+from ..log.redis.run_index import add_run
 from ..replay import page_of
 from .continuation import common_part
 from .format import (

@@ -20,7 +20,7 @@ from trinity_schemas import ContractError, Envelope, check_run_id, decode_envelo
 
 from ..errors import TrinityError
 from ..log import ORIGIN, Entry, position
-from ..open_folder import OpenFolder, Part
+from ..system.open_folder import OpenFolder, Part
 
 FORMAT = "trinity-events-log"
 FORMAT_VERSION = 1

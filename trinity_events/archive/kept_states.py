@@ -14,7 +14,7 @@ import msgspec
 from ..checkpoint_layout import ARCHIVE
 from ..core.kept_states import KeptState, decode_kept, encode_kept, interval
 from ..log import position
-from ..open_folder import OpenFolder
+from ..system.open_folder import OpenFolder
 from ..server import trinity_home
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from msgspec import Struct
 from ..checkpoint_layout import BELONGS_TO
 from ..errors import FolderTaken
 from ..log import ORIGIN, Entry, RedisEventLog, Stream, position
-from ..open_folder import OpenFolder
+from ..system.open_folder import OpenFolder
 from .continuation import common_part
 from .format import ArchiveMissing, BadRecording
 from .segments import Archive

@@ -16,7 +16,7 @@ from ..checkpoint_layout import (
     segment_pattern,
 )
 from ..log import ORIGIN, Entry, Stream, position
-from ..open_folder import OpenFolder
+from ..system.open_folder import OpenFolder
 from .format import ArchiveMissing, BadRecording, Header, Line, bare_line, read_lines, write_segment
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from ..signals import exit_on_signals, write_stacks_on_signal
+from ..system.signals import exit_on_signals, write_stacks_on_signal
 
 __all__ = ["main"]
 

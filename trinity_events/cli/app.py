@@ -14,9 +14,9 @@ import typer
 from redis.exceptions import RedisClusterException
 from typer.core import TyperGroup
 
-from ..error_text import leaf_errors
+from ..system.error_text import leaf_errors
 from ..errors import TrinityError
-from ..log.error_replies import is_reply, reply_text
+from ..log.redis.error_replies import is_reply, reply_text
 from ..server import permission_error
 from ..views.terminal import LogFormatter, say, tell
 from .acl import acl

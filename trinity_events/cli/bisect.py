@@ -11,7 +11,7 @@ import anyio
 import typer
 
 from ..core import MonitorState
-from ..core.expressions import BadExpression, Condition
+from ..analysis.expressions import BadExpression, Condition
 from ..errors import TrinityError
 from ..replay import Folded
 from ..views import fields_as_json, folded_as_json, folded_lines

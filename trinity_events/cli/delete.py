@@ -17,8 +17,8 @@ from ..archive.segments import Archive
 from ..errors import TrinityError
 from ..liveness import abandoned_since
 from ..log import RedisEventLog, require_run
-from ..log.deletion import RunInUse, delete_run
-from ..open_folder import OpenFolder
+from ..log.redis.deletion import RunInUse, delete_run
+from ..system.open_folder import OpenFolder
 from ..replay import SnapshotUnreadable, current_state
 from ..views.terminal import say, tell
 from .options import CheckpointRoot, RedisUrl, RunArgument, checkpoint_root, client_of

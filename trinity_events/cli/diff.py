@@ -10,7 +10,7 @@ import typer
 
 from ..archive.state_at import StateAt
 from ..core import MonitorState
-from ..core.changes import changes
+from ..analysis.changes import changes
 from ..views import state_as_json
 from ..views.changes import change_line, tells
 from ..views.terminal import say

@@ -15,13 +15,13 @@ from trinity_schemas import ContractError, Envelope, EnvelopeReader, StacksTaken
 
 from ..archive import Archive, ArchiveMissing
 from ..archive.export import whole_stream
-from ..core import MonitorState, unfinished
-from ..core import explain as in_words
-from ..core.causes import Cause, first_causes
-from ..core.explain import profiles_of
-from ..core.outcomes import Outcome, ended_in, outcome_of, outcomes_in_words
-from ..core.proof import Proof, ProofEntry, proof_line
-from ..core.waits import chains_of_waits, words_of_stacks
+from ..core import MonitorState; from ..analysis.explain import unfinished
+from ..analysis.explain import explain as in_words
+from ..analysis.causes import Cause, first_causes
+from ..analysis.explain import profiles_of
+from ..analysis.outcomes import Outcome, ended_in, outcome_of, outcomes_in_words
+from ..analysis.proof import Proof, ProofEntry, proof_line
+from ..core.handlers.waits import chains_of_waits, words_of_stacks
 from ..errors import TrinityError
 from ..live_facts import live_facts
 from ..log import RedisEventLog, Stream, before, require_run

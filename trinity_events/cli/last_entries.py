@@ -11,7 +11,7 @@ from trinity_schemas import ContractError, Envelope, decode_envelope
 
 from ..archive import Archive
 from ..archive.export import whole_stream
-from ..core.event_filter import EventFilter
+from ..analysis.event_filter import EventFilter
 from ..log import Entry, PageSize, RedisEventLog, Stream, before, position, stream_order
 from ..log.merged_reader import Found
 from ..replay import page_of, read_all

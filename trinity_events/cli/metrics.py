@@ -11,7 +11,7 @@ import typer
 
 from ..errors import TrinityError
 from ..log import list_runs, require_run
-from ..signals import cancelled_by_signals
+from ..system.signals import cancelled_by_signals
 from .options import ListenHost, ListenPort, RedisUrl, client_of, say_at_once
 
 PORT = 9760

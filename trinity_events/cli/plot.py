@@ -12,7 +12,7 @@ import typer
 
 from trinity_schemas import ContractError, EnvelopeReader, RunResumed
 
-from ..core.metrics import MetricsReader
+from ..analysis.metrics import MetricsReader
 from ..views.plot import Curves, PlotUnusable, draw
 from ..views.terminal import say
 from .options import CheckpointRoot, RedisUrl

@@ -17,7 +17,7 @@ from ..archive.format import read_lines
 from ..archive.segments import Archive
 from ..archive.state_at import StateAt
 from ..core import MonitorState
-from ..core.changes import changes
+from ..analysis.changes import changes
 from ..log import Entry, Stream, position
 from ..replay import Replay
 from ..views import folded_as_json, folded_lines, state_as_json, status_panel

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ..archive.state_at import FileSource, RunSource, StateAt
-from ..core.timeline import Part, Timeline
+from ..analysis.timeline import Part, Timeline
 from .options import checkpoint_root, log_of
 
 RunOrFile = Annotated[

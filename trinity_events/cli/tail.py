@@ -19,7 +19,7 @@ from trinity_schemas import (
 )
 
 from ..archive import Archive
-from ..core.event_filter import EventFilter
+from ..analysis.event_filter import EventFilter
 from ..errors import TrinityError
 from ..log import (
     Entry,
@@ -30,7 +30,7 @@ from ..log import (
     require_run,
 )
 from ..log.merged_reader import Found
-from ..log.run_index import nearest_name
+from ..log.redis.run_index import nearest_name
 from ..replay import page_of
 from ..server import Deadline, server_clock
 from ..views import event_line

@@ -14,7 +14,7 @@ from trinity_schemas import (
 
 from ..errors import BufferFull, StaleEpoch, TrinityError, TurnNotGranted
 from ..log import Publisher, SyncEventLog
-from ..log.error_replies import reply_text
+from ..log.redis.error_replies import reply_text
 from ..log.retry import backoff_delays, is_transient
 from ..replay import announced
 

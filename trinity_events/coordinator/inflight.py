@@ -7,7 +7,7 @@ import time
 from typing import NamedTuple
 
 from ..errors import DeadlineExceeded
-from ..waits import Wait, WaitReporter
+from ..diagnostics.waits import Wait, WaitReporter
 from .save_attempt import SaveAttempt
 
 

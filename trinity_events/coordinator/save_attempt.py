@@ -14,7 +14,7 @@ from trinity_schemas import (
     Slot,
 )
 
-from ..error_text import checkpoint_cause, message_of
+from ..system.error_text import checkpoint_cause, message_of
 
 _LONGEST_MESSAGE = 2000
 _LONGEST_NAME = 256

@@ -13,11 +13,11 @@ from msgspec import Struct, structs
 from trinity_schemas import Envelope, EnvelopeReader, StepRef, event_tag
 
 from ..core import MonitorState
-from ..core.causes import LiveFacts, processes_of_epoch
-from ..core.changes import changes
+from ..analysis.causes import LiveFacts, processes_of_epoch
+from ..analysis.changes import changes
 from ..core.fold import Monitor
 from ..core.fold_state import describe_producer
-from ..core.proof import Proof
+from ..analysis.proof import Proof
 from ..errors import TrinityError
 from ..log import Entry, before, position
 from ..replay import Folded, fold_one

@@ -52,7 +52,7 @@ from trinity_schemas import (
     event_tag,
 )
 
-from ..core.event_filter import steps_of
+from ..analysis.event_filter import steps_of
 
 CATEGORIES = ("run", "train", "rollouts", "save", "publish", "apply", "wait", "failure", "ready")
 """Names of the categories; their places are the numbers in all answers."""

@@ -15,7 +15,7 @@ from trinity_schemas import ContractError, Envelope, decode_envelope
 
 from ..core import MonitorState
 from ..core.fold import Monitor
-from ..error_text import leaf_errors
+from ..system.error_text import leaf_errors
 from ..errors import TrinityError
 from ..live_facts import Surroundings
 from ..log import Entry, before, position

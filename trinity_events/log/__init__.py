@@ -1,6 +1,6 @@
 """Append-only event log of a run: the port, its implementations and the publishers."""
 
-from .async_publisher import AsyncPublisher, open_run
+from .publishing.async_publisher import AsyncPublisher, open_run
 from .base import (
     DEAD_LETTER_BYTES,
     DEAD_LETTERS_KEPT,
@@ -17,15 +17,15 @@ from .base import (
     ReportLog,
     Stream,
 )
-from .envelopes import new_producer, opening_envelope
-from .memory_log import MemoryEventLog
+from .publishing.envelopes import new_producer, opening_envelope
+from .memory.event_log import MemoryEventLog
 from .merged_reader import MergedReader, stream_order
 from .page_size import PageSize
 from .position import ORIGIN, before, position
-from .publisher import Publisher
-from .redis_log import RedisEventLog
-from .run_index import list_runs, require_run, watch_runs
-from .sync_log import SyncEventLog
+from .publishing.publisher import Publisher
+from .redis.event_log import RedisEventLog
+from .redis.run_index import list_runs, require_run, watch_runs
+from .redis.sync_log import SyncEventLog
 
 __all__ = [
     "DEAD_LETTERS_KEPT",

@@ -33,7 +33,7 @@ from ..checkpoint_layout import (
     parse_made_from,
 )
 from ..core import Evidence, Promotion, SavedFile
-from ..open_folder import OpenFolder, parts_of
+from ..system.open_folder import OpenFolder, parts_of
 
 _LONGEST_MARK = 4096
 """Bytes read of a mark; one of this program has about 80."""

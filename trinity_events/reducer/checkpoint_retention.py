@@ -11,8 +11,8 @@ import anyio.to_thread
 
 from ..checkpoint_layout import StagedFolder, staged_path_of
 from ..core import MonitorState, plan_files
-from ..core.checkpoint_retention import is_of_this_line, passed_leftovers, removable_steps
-from ..core.file_plan import complete_kinds
+from ..core.decisions.checkpoint_retention import is_of_this_line, passed_leftovers, removable_steps
+from ..core.decisions.file_plan import complete_kinds
 from ..log import EventLog
 from .checkpoint_trash import CheckpointTrash
 from .live_state import LiveState

@@ -24,7 +24,7 @@ from ..checkpoint_layout import (
     trashed_name,
 )
 from ..core import Evidence
-from ..open_folder import OpenFolder
+from ..system.open_folder import OpenFolder
 from .checkpoint_evidence import NotVerified, load_evidence
 from .checkpoint_files import CheckpointFiles, made_from
 

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from trinity_schemas import Event, WaitEnded, WaitStarted
 
-from ..waits import RENEWAL
+from ..diagnostics.waits import RENEWAL
 from .leader import LeaderPublisher
 from .live_state import LiveState
 

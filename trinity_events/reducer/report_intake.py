@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from trinity_schemas import ContractError, EnvelopeReader
 
-from ..core.report_checks import check_report
+from ..core.decisions.report_checks import check_report
 from ..log import DeadLetter, Entry, EventLog, Intake, PageSize
 from ..log.position import is_from_a_clock
 

@@ -16,7 +16,7 @@ from trinity_schemas import EnvelopeReader
 from ..core import Monitor, decode_state
 from ..errors import KeyConflict
 from ..log import RedisEventLog, position, watch_runs
-from ..log.error_replies import reply_text
+from ..log.redis.error_replies import reply_text
 from ..log.retry import backoff_delays
 from ..replay import fold
 from ..server import connect, warn_of_eviction

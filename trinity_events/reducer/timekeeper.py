@@ -10,7 +10,7 @@ import anyio
 
 from trinity_schemas import Event
 
-from ..core.timeouts import Waiting, expired, lease_holders, overdue, waiting
+from ..core.decisions.timeouts import Waiting, expired, lease_holders, overdue, waiting
 from ..log import ORIGIN, EventLog, position
 from .leader import LeaderPublisher
 from .live_state import LiveState

@@ -15,7 +15,7 @@ from msgspec import Struct
 from trinity_schemas import ContractError, Experience, RolloutRequest, RunKeys, encode
 from trinity_schemas.codec import decode_request
 
-from ..error_text import ungrouped
+from ..system.error_text import ungrouped
 from ..errors import DeadlineExceeded, StaleEpoch, TrinityError
 from ..server import Deadline
 from .streams import EXCLUDED, LONGEST_BLOCK, SUPERSEDED, Request, RolloutStreams, is_without_group

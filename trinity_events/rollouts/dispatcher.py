@@ -29,10 +29,10 @@ from ..core import lineage
 from ..core.ledger import Ledger, LedgerError, ranges
 from ..errors import DeadlineExceeded, TrinityError
 from ..log import AsyncPublisher
-from ..metric_values import check_metrics, split_metrics
+from ..log.publishing.metric_values import check_metrics, split_metrics
 from ..replay import SnapshotUnreadable, current_state
 from ..server import Deadline
-from ..waits import NO_REPORTS, Wait, WaitReporter
+from ..diagnostics.waits import NO_REPORTS, Wait, WaitReporter
 from .answers import Answer, AnswerReader, Failed
 from .dispatch_state import (
     DispatchState,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from trinity_schemas import ExplorerExcluded
 
-from ..core.rollouts import format_exclusion
+from ..core.handlers.rollouts import format_exclusion
 from ..errors import DeadlineExceeded
 
 MALFORMED_ANSWERS = 3

@@ -20,7 +20,7 @@ from msgspec import Struct, field
 
 from trinity_schemas import Experience, StepRef
 
-from ..core.rollouts import format_exclusion
+from ..core.handlers.rollouts import format_exclusion
 from .answers import Answer, Restarted, Sample, Unreadable
 from .dispatch_state import DispatchState, Group, Stands
 from .exclusions import Exclusions

@@ -14,8 +14,8 @@ from trinity_schemas import MAX_EVENT_BYTES, RunKeys
 from trinity_schemas.identity import LONGEST_NAME
 
 from ..errors import LogExhausted, LogLost, StaleEpoch
-from ..log.key_errors import is_exhausted, wrong_type
-from ..log.scripts import Scripts
+from ..log.redis.key_errors import is_exhausted, wrong_type
+from ..log.redis.scripts import Scripts
 from ..server import Deadline
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ import redis.asyncio
 from redis.exceptions import RedisClusterException
 
 from ..errors import ServerRefuses, ServerTooOld, ServerUnreachable, TrinityError
-from ..log.error_replies import is_reply, reply_text
+from ..log.redis.error_replies import is_reply, reply_text
 from ..log.retry import backoff_delays, is_transient
 from .acl_errors import permission_error
 from .clients import (

@@ -10,7 +10,7 @@ from typing import TypeVar
 import anyio
 
 from ..errors import DeadlineExceeded
-from ..log.error_replies import is_reply, reply_text
+from ..log.redis.error_replies import is_reply, reply_text
 from ..log.retry import backoff_delays, is_transient
 from .acl_errors import permission_error
 

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..log.memory_log import MemoryEventLog, SyncMemoryEventLog
+    from ..log.memory.event_log import MemoryEventLog, SyncMemoryEventLog
     from .history import RecordedHistory
     from .pipeline import Pipeline
 

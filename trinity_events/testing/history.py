@@ -14,7 +14,7 @@ import msgspec
 
 from trinity_schemas import event_tag
 
-from ..core import Monitor, MonitorState, failures, unfinished
+from ..core import Monitor, MonitorState; from ..analysis.failures import failures; from ..analysis.explain import unfinished
 from ..log import Entry
 from ..replay import fold
 

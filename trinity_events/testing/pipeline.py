@@ -28,7 +28,7 @@ from ..coordinator import CheckpointCoordinator
 from ..core import FilePlan, Monitor, MonitorState, decode_state, encode_state, plan_files
 from ..errors import DeadlineExceeded
 from ..log import AsyncPublisher, Entry, EventLog, Publisher, Stream, new_producer, opening_envelope
-from ..log.memory_log import MemoryEventLog, SyncMemoryEventLog
+from ..log.memory.event_log import MemoryEventLog, SyncMemoryEventLog
 from ..reducer import CheckpointFiles, Reducer
 from ..replay import fold
 from ..subscriptions import CLAIM_AFTER, MAX_DELIVERIES, Subscription, subscription_on

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from ..core.metrics import StepMetrics
+from ..analysis.metrics import StepMetrics
 from ..errors import TrinityError
 from ..server import trinity_home
 

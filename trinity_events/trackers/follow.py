@@ -14,7 +14,7 @@ from trinity_schemas import (
     RunClosed,
 )
 
-from ..core.metrics import MEASURED, MetricsReader, StepMetrics
+from ..analysis.metrics import MEASURED, MetricsReader, StepMetrics
 from ..log import Entry
 from ..subscriptions import subscribe
 from .base import Tracker

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ..core.metrics import StepMetrics
+from ..analysis.metrics import StepMetrics
 from .base import TrackedRun
 
 

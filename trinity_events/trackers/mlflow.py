@@ -9,7 +9,7 @@ from mlflow.entities import Metric, Run
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from ..core.metrics import StepMetrics
+from ..analysis.metrics import StepMetrics
 from .base import TrackedRun, TrackerUnusable
 from .metric_names import MetricNames
 

@@ -7,7 +7,7 @@ import re
 import msgspec
 from tensorboardX import SummaryWriter
 
-from ..core.metrics import StepMetrics
+from ..analysis.metrics import StepMetrics
 from .base import TrackedRun
 from .metric_names import MetricNames
 

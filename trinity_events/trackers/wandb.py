@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import wandb
 
-from ..core.metrics import GROUPS, StepMetrics
+from ..analysis.metrics import GROUPS, StepMetrics
 from .base import TrackedRun, TrackerUnusable
 
 

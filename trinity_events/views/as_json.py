@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from ..core import MonitorState
-from ..core.causes import Cause
-from ..core.waits import open_waits, seconds_left
+from ..analysis.causes import Cause
+from ..core.handlers.waits import open_waits, seconds_left
 
 _OF_RUN = ("opened_at", "closed_at")
 _OF_EXPLORER = ("applied_at", "heard_at", "requested_at")

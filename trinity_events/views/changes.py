@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ..core.changes import Change
+from ..analysis.changes import Change
 
 BOOKKEEPING = frozenset({"position", "entries", "sequences", "announced"})
 """Fields of a state that change with every event, and tell nothing of the run."""

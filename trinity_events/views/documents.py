@@ -15,11 +15,11 @@ from trinity_schemas.schemas import DIALECT, tidy
 
 from ..archive.verify import Report
 from ..core import MonitorState
-from ..core.audit import Audit
-from ..core.causes import Cause, HostProcess
-from ..core.changes import Change
-from ..core.outcomes import OutcomeName
-from ..core.proof import ProofEntry
+from ..analysis.audit import Audit
+from ..analysis.causes import Cause, HostProcess
+from ..analysis.changes import Change
+from ..analysis.outcomes import OutcomeName
+from ..analysis.proof import ProofEntry
 from ..core.state import OpenWait
 
 Stream = Literal["events", "announcements"]

@@ -32,7 +32,7 @@ from trinity_schemas import (
 
 from ..core import MonitorState
 from ..core.state import KINDS
-from ..core.waits import open_waits
+from ..core.handlers.waits import open_waits
 from ..log import position
 from ..replay import Folded
 

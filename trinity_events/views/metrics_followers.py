@@ -14,7 +14,7 @@ from trinity_schemas import RUN_INDEX
 
 from ..core import MonitorState
 from ..log import RedisEventLog, list_runs, position
-from ..log.error_replies import reply_text
+from ..log.redis.error_replies import reply_text
 from ..log.retry import backoff_delays, is_transient
 from ..replay import current_state, follow_state
 from ..server import server_clock

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, BinaryIO
 
-from ..core.timeline import Moment, Part, Span, Value
+from ..analysis.timeline import Moment, Part, Span, Value
 from ..errors import TrinityError
 
 _SEQUENCE = 1

@@ -12,12 +12,12 @@ from rich.text import Text
 from trinity_schemas import Kind
 
 from ..checkpoint_layout import final_name
-from ..core import MonitorState, failures, unfinished
-from ..core.causes import HostProcess
+from ..core import MonitorState; from ..analysis.failures import failures; from ..analysis.explain import unfinished
+from ..analysis.causes import HostProcess
 from ..core.refusals import suspects, words_of_refusal
-from ..core.rollouts import format_exclusion
+from ..core.handlers.rollouts import format_exclusion
 from ..core.state import KINDS, ExplorerState
-from ..core.waits import chained_waits, culprits, seconds_left
+from ..core.handlers.waits import chained_waits, culprits, seconds_left
 from ..log import position
 from .terminal import visible
 from .times import date_and_time

@@ -2,15 +2,15 @@
 
 from trinity_schemas import TransportName
 
-from .fit import Fit, check_fit
-from .install import adopt, install
-from .load import load_version
-from .model_folder import list_digests, pull_folder
-from .model_update import ModelUpdateGroup
-from .publication import Publication
-from .publish import PartWriter, PublishedPartReport
-from .pull import pull_version
-from .pulled_version import PulledVersion, Selection
+from .applying.fit import Fit, check_fit
+from .applying.install import adopt, install
+from .applying.load import load_version
+from .reading.model_folder import list_digests, pull_folder
+from .publishing.model_update import ModelUpdateGroup
+from .publishing.publication import Publication
+from .publishing.publish import PartWriter, PublishedPartReport
+from .reading.pull import pull_version
+from .reading.pulled_version import PulledVersion, Selection
 from .slices import ShardOffset, TensorSlice
 from .synchronizer import Synchronizer
 from .transports.base import ChunkStore, PartRef, PartSink, PartSource
@@ -19,7 +19,7 @@ from .transports.cuda import CudaStore
 from .transports.ray import RayStore
 from .transports.redis import RedisChunkStore
 from .transports.shared_memory.store import SharedMemoryStore
-from .verify_model import check_installed, model_digest
+from .applying.verify_model import check_installed, model_digest
 
 __all__ = [
     "ChunkStore",

@@ -22,23 +22,23 @@ from trinity_schemas import (
 )
 
 from ..core.limits import LONGEST_REASON
-from ..error_text import message_of
+from ..system.error_text import message_of
 from ..errors import CorruptVersion
 from .compatibility import is_cast, targets_of
-from .deltas.apply import InstalledBases, ModelDiffers
-from .fit import check_fit
-from .install import install
-from .load import BaseRequired, load_version
-from .model_folder import pull_folder
-from .partial_loads import PartialLoads
-from .pull import pull_version
-from .pulled_version import PulledVersion, Selection
+from .applying.deltas import InstalledBases, ModelDiffers
+from .applying.fit import check_fit
+from .applying.install import install
+from .applying.load import BaseRequired, load_version
+from .reading.model_folder import pull_folder
+from .applying.partial_loads import PartialLoads
+from .reading.pull import pull_version
+from .reading.pulled_version import PulledVersion, Selection
 from .session import Session
-from .speculative_load import SpeculativeLoad
+from .applying.speculative_load import SpeculativeLoad
 from .transports.base import Ended, PartRef, SupportsPrefetch
 from .transports.collective import CollectiveStore
 from .transports.redis.store import RedisChunkStore
-from .verify_model import check_installed
+from .applying.verify_model import check_installed
 
 logger = logging.getLogger(__name__)
 

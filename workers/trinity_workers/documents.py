@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .config import TrainConfig
-from .convert import Conversion
+from .config.train_config import TrainConfig
+from .conversion.convert import Conversion
 from .explorer import ExplorationResult
 from .launch.results import Failure
 from .launch.summary import DemoSummary

@@ -14,7 +14,7 @@ from tests.support.transport_processes import Where
 from tests.support.waits import PATIENCE
 from tests.support.weight_versions import ready
 from trinity_events.errors import VersionUnavailable
-from trinity_events.shared_memory import available
+from trinity_events.system.shared_memory import available
 from trinity_events.weights import (
     PartRef,
     PartWriter,
@@ -22,7 +22,7 @@ from trinity_events.weights import (
     install,
     pull_version,
 )
-from trinity_events.weights.deltas.apply import InstalledBases, ModelDiffers
+from trinity_events.weights.applying.deltas import InstalledBases, ModelDiffers
 from trinity_events.weights.deltas.tracker import LastPublished
 from trinity_events.weights.slices import ShardOffset, TensorSlice
 from trinity_schemas import VersionPartPublished, decode_envelope

@@ -13,7 +13,7 @@ from tests.support.stored_parts import left
 from tests.support.tensors import identical
 from tests.support.transport_processes import SOME, Where, actor, kill
 from tests.support.weight_versions import awkward, publish, ready
-from trinity_events.core import Summarizer
+from trinity_events.analysis.summary import Summarizer
 from trinity_events.errors import CorruptVersion, IncompatibleWeights, VersionUnavailable
 from trinity_events.log import Stream
 from trinity_events.weights import (
@@ -25,7 +25,7 @@ from trinity_events.weights import (
     pull_version,
 )
 from trinity_events.weights.deltas import tracker
-from trinity_events.weights.deltas.apply import InstalledBases, ModelDiffers
+from trinity_events.weights.applying.deltas import InstalledBases, ModelDiffers
 from trinity_events.weights.deltas.tracker import LastPublished
 from trinity_schemas import ALIGNMENT, VersionPartPublished, WeightsApplied, decode_envelope
 

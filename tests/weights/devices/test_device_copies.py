@@ -7,12 +7,12 @@ from tests.support.fake_devices import LateLane
 from tests.support.gpu import GPU
 from tests.support.tensors import bits, identical
 from tests.support.weight_versions import awkward
-from trinity_events.shared_memory import available
+from trinity_events.system.shared_memory import available
 from trinity_events.weights import PartRef, PartWriter, SharedMemoryStore, check_fit, install
 from trinity_events.weights.copy_streams import CudaCopyStream, HostCopyStream, on_host
 from trinity_events.weights.devices.host_to_device import HostToDevice, copy_pairs
 from trinity_events.weights.devices.staging_memory import StagingMemory
-from trinity_events.weights.pull import pull_version
+from trinity_events.weights.reading.pull import pull_version
 
 
 @pytest.fixture(params=["host", "late", GPU])

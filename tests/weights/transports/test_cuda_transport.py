@@ -21,7 +21,7 @@ from tests.support.transport_processes import CHUNK, SOME, Where
 from tests.support.weight_versions import awkward, publish, ready
 from trinity_events import Synchronizer
 from trinity_events.errors import CorruptVersion, GpuUnusable, VersionUnavailable
-from trinity_events.shared_memory import available
+from trinity_events.system.shared_memory import available
 from trinity_events.weights import CudaStore, PartWriter, load_version
 from trinity_events.weights.deltas.tracker import LastPublished
 from trinity_events.weights.devices.digests import digests_of

@@ -15,7 +15,7 @@ from tests.support.transport_processes import Where, actor, kill, publishes_unti
 from tests.support.waits import wait_until
 from trinity_events.errors import CorruptVersion
 from trinity_events.weights import PartWriter, RayStore
-from trinity_events.weights.speculative_load import SpeculativeLoad
+from trinity_events.weights.applying.speculative_load import SpeculativeLoad
 from trinity_events.weights.transports.ray.directory import NONE, Directory, Objects, PutAttempt
 from trinity_events.weights.transports.ray.prefetch import RayPartPrefetch
 from trinity_schemas import decode_manifest

@@ -23,7 +23,7 @@ from tests.support.transport_processes import (
 from tests.support.waits import PATIENCE, until, wait_until
 from tests.support.weight_versions import ready
 from trinity_events.errors import CorruptVersion
-from trinity_events.shared_memory import (
+from trinity_events.system.shared_memory import (
     available,
     read_beside,
     users_folder,

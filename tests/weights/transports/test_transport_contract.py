@@ -46,7 +46,7 @@ from trinity_events.errors import (
     VersionUnavailable,
 )
 from trinity_events.server import open_client
-from trinity_events.shared_memory import (
+from trinity_events.system.shared_memory import (
     Owner,
     available,
     sweep,
@@ -63,7 +63,7 @@ from trinity_events.weights import (
     pull_version,
 )
 from trinity_events.weights.deltas.tracker import LastPublished
-from trinity_events.weights.publish import manifest_digest
+from trinity_events.weights.publishing.publish import manifest_digest
 from trinity_events.weights.transports.cuda.layout import encoded
 from trinity_events.weights.transports.ray.directory import (
     NAMESPACE,
@@ -83,7 +83,7 @@ from trinity_schemas import (
     decode_envelope,
     decode_manifest,
 )
-from trinity_workers.config import SyncConfig
+from trinity_workers.config.train_config import SyncConfig
 from trinity_workers.launch.transport import chosen_transport
 
 pytestmark = pytest.mark.skipif(not available(), reason="the host has no shared memory as files")

@@ -6,7 +6,7 @@ import pytest
 
 
 def convert(rank, source, target, **keywords):
-    from trinity_workers.convert import convert
+    from trinity_workers.conversion.convert import convert
 
     return convert(source, target, **keywords)
 

@@ -20,8 +20,8 @@ from tests.support.batches import batch_of  # noqa: E402
 from tests.support.experiences import make_groups  # noqa: E402
 from tests.support.tensors import assert_equal, identical  # noqa: E402
 from trinity_workers.algorithms.collate import collate  # noqa: E402
-from trinity_workers.convert import convert  # noqa: E402
-from trinity_workers.convertible import ConversionRefused  # noqa: E402
+from trinity_workers.conversion.convert import convert  # noqa: E402
+from trinity_workers.engines.convertible import ConversionRefused  # noqa: E402
 from trinity_workers.engines import fsdp  # noqa: E402
 from trinity_workers.engines.adapter_folder import (  # noqa: E402
     AdaptersRefused,
@@ -34,9 +34,9 @@ from trinity_workers.engines.state_files import write_state  # noqa: E402
 from trinity_workers.learning.adapters import policy_loader  # noqa: E402
 from trinity_workers.learning.logprobs import response_logprobs, response_statistics  # noqa: E402
 from trinity_workers.learning.policy import create_policy, load_policy  # noqa: E402
-from trinity_workers.lora_settings import LoraConfig  # noqa: E402
-from trinity_workers.offload import Offload  # noqa: E402
-from trinity_workers.trainer.fsdp_models import AdaptedBase  # noqa: E402
+from trinity_workers.learning.lora_settings import LoraConfig  # noqa: E402
+from trinity_workers.engines.offload import Offload  # noqa: E402
+from trinity_workers.trainer.models.fsdp import AdaptedBase  # noqa: E402
 
 CPU = torch.device("cpu")
 RATE = 1e-2

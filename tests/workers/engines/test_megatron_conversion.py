@@ -24,7 +24,7 @@ from trinity_workers.engines.megatron import ParallelLayout  # noqa: E402
 
 
 def convert(rank, source, target, **keywords):
-    from trinity_workers.convert import convert
+    from trinity_workers.conversion.convert import convert
 
     return convert(source, target, **keywords)
 
@@ -139,7 +139,7 @@ def measure_peaks(rank, folders):
     import ctypes
     import gc
 
-    from trinity_workers.convert import convert
+    from trinity_workers.conversion.convert import convert
 
     def read_resident(field):
         [line] = [
@@ -226,7 +226,7 @@ def test_what_cannot_be_converted_leaves_nothing(converting, megatron_folder, tm
 
 CONVERTING = (
     "import sys; from pathlib import Path\n"
-    "from trinity_events.open_folder import partial_folder\n"
+    "from trinity_events.system.open_folder import partial_folder\n"
     "with partial_folder(Path(sys.argv[1])) as made:\n"
     "    (made / 'result').mkdir()\n"
     "    print(made.name, flush=True); sys.stdin.read()\n"

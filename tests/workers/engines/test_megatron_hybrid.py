@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from tests.support import megatron_ranks as at  # noqa: E402
 from tests.support.tensors import identical  # noqa: E402
 from trinity_schemas import Sampling, StepRef  # noqa: E402
-from trinity_workers.collectives import CollectiveBroken, PeerFailed  # noqa: E402
+from trinity_workers.runtime.collectives import CollectiveBroken, PeerFailed  # noqa: E402
 from trinity_workers.engines.megatron import (  # noqa: E402
     HybridEngine,
     LayoutRefused,
@@ -27,7 +27,7 @@ from trinity_workers.engines.megatron import (  # noqa: E402
 from trinity_workers.engines.megatron import resharding as module  # noqa: E402
 from trinity_workers.engines.megatron.parameter_slices import parameter_slices  # noqa: E402
 from trinity_workers.engines.megatron.resharding import Resharding  # noqa: E402
-from trinity_workers.offload import Offload  # noqa: E402
+from trinity_workers.engines.offload import Offload  # noqa: E402
 from trinity_workers.rollout_engines.base import GenerationRequest, NotServing  # noqa: E402
 from trinity_workers.rollout_engines.huggingface import HuggingFaceEngine  # noqa: E402
 from trinity_workers.rollout_engines.megatron import MegatronRolloutEngine  # noqa: E402

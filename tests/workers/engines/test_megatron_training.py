@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core")
 from tests.support import megatron_ranks as at  # noqa: E402
 from trinity_workers.engines.learning_rate import LearningRate  # noqa: E402
 from trinity_workers.engines.megatron import OptimizerOptions, ParallelLayout  # noqa: E402
-from trinity_workers.finite import nested_tensors  # noqa: E402
+from trinity_workers.learning.finite import nested_tensors  # noqa: E402
 from trinity_workers.learning.logprobs import response_logprobs  # noqa: E402
 
 STEPS = 20

@@ -21,7 +21,7 @@ from tests.support.rank_processes import Rank  # noqa: E402
 from tests.support.tensors import assert_equal, identical  # noqa: E402
 from tests.support.weight_versions import awkward  # noqa: E402
 from trinity_events.errors import IncompatibleWeights  # noqa: E402
-from trinity_workers.convert import convert  # noqa: E402
+from trinity_workers.conversion.convert import convert  # noqa: E402
 from trinity_workers.engines import model_folder as written  # noqa: E402
 from trinity_workers.engines.fsdp import FSDPEngine  # noqa: E402
 from trinity_workers.engines.learning_rate import LearningRate  # noqa: E402

@@ -17,7 +17,7 @@ from tests.support import megatron_ranks as at  # noqa: E402
 from tests.support.own_models import own_model  # noqa: E402
 from tests.support.rank_processes import Rank  # noqa: E402
 from tests.support.tensors import identical  # noqa: E402
-from trinity_workers.convert import convert  # noqa: E402
+from trinity_workers.conversion.convert import convert  # noqa: E402
 from trinity_workers.engines.fsdp import FSDPEngine  # noqa: E402
 from trinity_workers.engines.megatron import ParallelLayout  # noqa: E402
 from trinity_workers.engines.model_folder import UnusedTensors  # noqa: E402

@@ -8,9 +8,9 @@ import pytest
 
 from tests.support.pipeline import PATIENCE, until
 from tests.support.published_waits import PublishedWaits
-from trinity_events.waits import WaitReporter
+from trinity_events.diagnostics.waits import WaitReporter
 from trinity_schemas import WaitEnded, WaitStarted
-from trinity_workers.environments import EnvironmentFailed, EnvironmentProcesses
+from trinity_workers.sandbox.environments import EnvironmentFailed, EnvironmentProcesses
 from trinity_workers.tasks import Question, TaskError
 
 TOOLS = """

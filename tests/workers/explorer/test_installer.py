@@ -21,7 +21,7 @@ from trinity_events.errors import (  # noqa: E402
     VersionUnavailable,
 )
 from trinity_events.server import open_client  # noqa: E402
-from trinity_events.shared_memory import available  # noqa: E402
+from trinity_events.system.shared_memory import available  # noqa: E402
 from trinity_events.weights import model_digest  # noqa: E402
 from trinity_schemas import RunClosed, Sampling, StepRef, WeightsApplied, chunk_key  # noqa: E402
 from trinity_workers.explorer.installer import VersionInstaller  # noqa: E402

@@ -41,7 +41,7 @@ from trinity_schemas import (  # noqa: E402
     VersionPartPublished,
     decode_envelope,
 )
-from trinity_workers.collectives import CollectiveBroken, PeerFailed  # noqa: E402
+from trinity_workers.runtime.collectives import CollectiveBroken, PeerFailed  # noqa: E402
 from trinity_workers.engines.megatron import OptimizerOptions, ParallelLayout  # noqa: E402
 from trinity_workers.helpers import (  # noqa: E402
     PublishFull,

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from trinity_workers.config import SyncConfig, TrainConfig, TrainerConfig
+from trinity_workers.config.train_config import SyncConfig, TrainConfig, TrainerConfig
 from trinity_workers.helpers import (
     PublishFull,
     PublishShards,

@@ -26,7 +26,7 @@ from trinity_workers.launch.cluster import (
     room_for,
 )
 from trinity_workers.launch.shared_storage import Probe, answer
-from trinity_workers.placement import Needs
+from trinity_workers.worker_group.placement import Needs
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "train" / "ray-cluster.yaml"
 HOSTS = {socket.gethostname(), ELSEWHERE}

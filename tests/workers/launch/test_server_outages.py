@@ -25,7 +25,7 @@ from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open
 from trinity_events.reducer.report_intake import ReportIntake
 from trinity_events.replay import current_state
 from trinity_events.server import clients, connect
-from trinity_events.shared_memory import available
+from trinity_events.system.shared_memory import available
 from trinity_schemas import (
     ExplorerExcluded,
     ExplorerStatusChanged,
@@ -33,7 +33,7 @@ from trinity_schemas import (
     decode_envelope,
     explorer_key,
 )
-from trinity_workers.config import RunConfig, SyncConfig, TrainConfig
+from trinity_workers.config.train_config import RunConfig, SyncConfig, TrainConfig
 from trinity_workers.explorer.run_follower import followed_run
 from trinity_workers.launch import launcher, lifecycle, processes, ranks
 from trinity_workers.launch.epochs import EpochFollower, EpochNotAnnounced

@@ -24,7 +24,7 @@ from trinity_workers.algorithms.prepare import prepare  # noqa: E402
 from trinity_workers.algorithms.settings import AlgorithmConfig  # noqa: E402
 from trinity_workers.algorithms.update import policy_update  # noqa: E402
 from trinity_workers.engines.fsdp import FSDPEngine  # noqa: E402
-from trinity_workers.episodes import Episodes  # noqa: E402
+from trinity_workers.rollouts.episodes import Episodes  # noqa: E402
 from trinity_workers.helpers import PublishShards, fsdp_upload_state_dict  # noqa: E402
 from trinity_workers.learning.logprobs import response_logprobs  # noqa: E402
 from trinity_workers.learning.policy import BadPolicy, load_policy  # noqa: E402

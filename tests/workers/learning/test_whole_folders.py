@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from tests.support.own_models import own_model  # noqa: E402
 from tests.support.tensors import identical  # noqa: E402
 from trinity_workers.algorithms.settings import AlgorithmConfig, TeacherConfig  # noqa: E402
-from trinity_workers.config import ModelConfig, RewardConfig, TrainConfig  # noqa: E402
+from trinity_workers.config.train_config import ModelConfig, RewardConfig, TrainConfig  # noqa: E402
 from trinity_workers.learning.policy import BadPolicy, check_policy, load_policy  # noqa: E402
 from trinity_workers.learning.pretrained import MismatchedTensor, MissingTensors  # noqa: E402
 from trinity_workers.learning.reward_model import (  # noqa: E402
@@ -26,7 +26,7 @@ from trinity_workers.learning.reward_model import (  # noqa: E402
     load_reward_model,
 )
 from trinity_workers.learning.values import load_critic  # noqa: E402
-from trinity_workers.user_task import check_user_task  # noqa: E402
+from trinity_workers.rollouts.user_task import check_user_task  # noqa: E402
 
 Tensors = dict[str, Any]
 

@@ -16,10 +16,10 @@ from trinity_schemas import Sampling  # noqa: E402
 from trinity_workers.algorithms.collate import collate  # noqa: E402
 from trinity_workers.algorithms.prepare import prepare  # noqa: E402
 from trinity_workers.algorithms.settings import preset_values  # noqa: E402
-from trinity_workers.collectives import PeerFailed  # noqa: E402
-from trinity_workers.config import TrainConfig  # noqa: E402
+from trinity_workers.runtime.collectives import PeerFailed  # noqa: E402
+from trinity_workers.config.train_config import TrainConfig  # noqa: E402
 from trinity_workers.engines.state_files import read_state, write_state  # noqa: E402
-from trinity_workers.lora_settings import LoraConfig  # noqa: E402
+from trinity_workers.learning.lora_settings import LoraConfig  # noqa: E402
 from trinity_workers.roles import (  # noqa: E402
     ActorRolloutRefWorker,
     CriticWorker,
@@ -31,8 +31,8 @@ from trinity_workers.rollout_engines.base import (  # noqa: E402
     GenerationRequest,
     RolloutEngineError,
 )
-from trinity_workers.trainer.fsdp_models import make_step  # noqa: E402
-from trinity_workers.trainer.rank_rollouts import rank_rollouts  # noqa: E402
+from trinity_workers.trainer.models.fsdp import make_step  # noqa: E402
+from trinity_workers.trainer.workers.rollouts import rank_rollouts  # noqa: E402
 from trinity_workers.worker_group.dispatch import Dispatch  # noqa: E402
 from trinity_workers.worker_group.registered import registered_methods  # noqa: E402
 

@@ -14,11 +14,11 @@ from tests.support.experiences import group
 from tests.support.rollout_parts import Parts, samples_of
 from tests.support.waits import PATIENCE
 from trinity_events.rollouts import Group
-from trinity_events.waits import NO_REPORTS
+from trinity_events.diagnostics.waits import NO_REPORTS
 from trinity_schemas import RolloutsDispatched, decode_envelope
 from trinity_workers.algorithms.settings import AlgorithmConfig, FiltersConfig
-from trinity_workers.config import RolloutsConfig, RunConfig, SyncConfig
-from trinity_workers.trainer.supply import GroupsFiltered, RolloutSupply, judged
+from trinity_workers.config.train_config import RolloutsConfig, RunConfig, SyncConfig
+from trinity_workers.trainer.rollouts.supply import GroupsFiltered, RolloutSupply, judged
 
 DYNAMIC = FiltersConfig(zero_variance="resample")
 

@@ -21,10 +21,10 @@ from trinity_events.server import Deadline  # noqa: E402
 from trinity_schemas import encode  # noqa: E402
 from trinity_workers.algorithms.collate import collate  # noqa: E402
 from trinity_workers.algorithms.settings import AlgorithmConfig  # noqa: E402
-from trinity_workers.answer_limits import read_answer_limits  # noqa: E402
+from trinity_workers.config.answer_limits import read_answer_limits  # noqa: E402
 from trinity_workers.engines.fsdp import FSDPEngine  # noqa: E402
-from trinity_workers.trainer.fsdp_step import FSDPTrainingStep  # noqa: E402
-from trinity_workers.trainer.training_step import Models  # noqa: E402
+from trinity_workers.trainer.step.fsdp import FSDPTrainingStep  # noqa: E402
+from trinity_workers.trainer.step.base import Models  # noqa: E402
 
 
 def learn(rank, folder, groups):

@@ -33,9 +33,9 @@ from trinity_schemas import (  # noqa: E402
     StepReady,
     decode_envelope,
 )
-from trinity_workers.collectives import CollectiveBroken  # noqa: E402
-from trinity_workers.config import RunConfig  # noqa: E402
-from trinity_workers.trainer.megatron import MegatronTrainWorker  # noqa: E402
+from trinity_workers.runtime.collectives import CollectiveBroken  # noqa: E402
+from trinity_workers.config.train_config import RunConfig  # noqa: E402
+from trinity_workers.trainer.workers.megatron import MegatronTrainWorker  # noqa: E402
 
 WORLD = 2
 

@@ -17,7 +17,7 @@ from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_events.coordinator import staged_path  # noqa: E402
 from trinity_schemas import SaveFinished, decode_envelope  # noqa: E402
 from trinity_workers.algorithms.settings import preset_values, read_settings  # noqa: E402
-from trinity_workers.convert import convert  # noqa: E402
+from trinity_workers.conversion.convert import convert  # noqa: E402
 from trinity_workers.engines.megatron import (  # noqa: E402
     MegatronCritic,
     MegatronEngine,
@@ -25,10 +25,10 @@ from trinity_workers.engines.megatron import (  # noqa: E402
     ParallelLayout,
 )
 from trinity_workers.learning.policy import isolated_rng  # noqa: E402
-from trinity_workers.trainer.division import MicroBatchLimit  # noqa: E402
-from trinity_workers.trainer.megatron import MegatronTrainWorker  # noqa: E402
-from trinity_workers.trainer.megatron_step import MegatronTrainingStep  # noqa: E402
-from trinity_workers.trainer.training_step import Models  # noqa: E402
+from trinity_workers.trainer.step.division import MicroBatchLimit  # noqa: E402
+from trinity_workers.trainer.workers.megatron import MegatronTrainWorker  # noqa: E402
+from trinity_workers.trainer.step.megatron import MegatronTrainingStep  # noqa: E402
+from trinity_workers.trainer.step.base import Models  # noqa: E402
 
 CPU = torch.device("cpu")
 RATE, CLIP, LAMBDA, NORM = 3e-3, 0.02, 0.9, 1.0

@@ -9,8 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from trinity_events.core.event_filter import steps_of  # noqa: E402
-from trinity_workers.trainer.profiling import StepProfiler  # noqa: E402
+from trinity_events.analysis.event_filter import steps_of  # noqa: E402
+from trinity_workers.trainer.workers.profiling import StepProfiler  # noqa: E402
 
 
 @pytest.fixture

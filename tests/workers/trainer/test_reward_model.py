@@ -17,7 +17,7 @@ from trinity_workers.algorithms.collate import collate  # noqa: E402
 from trinity_workers.algorithms.settings import read_settings  # noqa: E402
 from trinity_workers.engines.fsdp import frozen_policy  # noqa: E402
 from trinity_workers.engines.megatron import MegatronRewardModel, ParallelLayout  # noqa: E402
-from trinity_workers.finite import NonFiniteWeights  # noqa: E402
+from trinity_workers.learning.finite import NonFiniteWeights  # noqa: E402
 from trinity_workers.learning.policy import (  # noqa: E402
     BadPolicy,
     encode_prompt,
@@ -30,10 +30,10 @@ from trinity_workers.learning.reward_model import (  # noqa: E402
     reward_tokenizer,
 )
 from trinity_workers.tasks import Question  # noqa: E402
-from trinity_workers.trainer.division import MicroBatchLimit  # noqa: E402
-from trinity_workers.trainer.fsdp_step import FSDPTrainingStep  # noqa: E402
-from trinity_workers.trainer.megatron_step import MegatronTrainingStep  # noqa: E402
-from trinity_workers.trainer.training_step import Models  # noqa: E402
+from trinity_workers.trainer.step.division import MicroBatchLimit  # noqa: E402
+from trinity_workers.trainer.step.fsdp import FSDPTrainingStep  # noqa: E402
+from trinity_workers.trainer.step.megatron import MegatronTrainingStep  # noqa: E402
+from trinity_workers.trainer.step.base import Models  # noqa: E402
 
 CPU = torch.device("cpu")
 BOTH = ParallelLayout(tensor=2, pipeline=2)

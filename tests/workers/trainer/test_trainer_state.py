@@ -85,7 +85,7 @@ def test_a_write_that_fails_leaves_the_earlier_state_alone(folder, path, monkeyp
     def full_disk(_descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("trinity_workers.durable_files.os.fsync", full_disk)
+    monkeypatch.setattr("trinity_workers.storage.durable_files.os.fsync", full_disk)
     with pytest.raises(OSError, match="No space left"):
         write_trainer_state(path, msgspec.structs.replace(STATE, metrics={}))
     monkeypatch.undo()

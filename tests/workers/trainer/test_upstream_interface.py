@@ -17,8 +17,8 @@ from trinity_events import CheckpointCoordinator, Synchronizer  # noqa: E402
 from trinity_events.checkpoint_layout import FILE_DIGESTS  # noqa: E402
 from trinity_workers import trainer as package  # noqa: E402
 from trinity_workers.trainer import upstream  # noqa: E402
-from trinity_workers.trainer.fleet import RayTrainerFleet  # noqa: E402
-from trinity_workers.trainer.worker import TrainWorker  # noqa: E402
+from trinity_workers.trainer.ray_backend import RayTrainerFleet  # noqa: E402
+from trinity_workers.trainer.workers.fsdp import TrainWorker  # noqa: E402
 from trinity_workers.trainer.wrapper import CannotLoad, NoWeightSyncGroup  # noqa: E402
 from trinity_workers.worker_group.group import WorkerGroup  # noqa: E402
 

@@ -15,7 +15,7 @@ from tests.support.batches import make_batch  # noqa: E402
 from tests.support.tensors import assert_equal, identical  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_events.errors import DeadlineExceeded, TrinityError  # noqa: E402
-from trinity_workers.collectives import CollectiveBroken  # noqa: E402
+from trinity_workers.runtime.collectives import CollectiveBroken  # noqa: E402
 from trinity_workers.worker_group.dispatch import Dispatch  # noqa: E402
 from trinity_workers.worker_group.group import UnknownMethod, WorkerDied, WorkerGroup  # noqa: E402
 from trinity_workers.worker_group.ranks import DistRankInfo  # noqa: E402

@@ -10,7 +10,7 @@ import redis
 from trinity_schemas import TransportName
 
 from ...errors import VersionUnavailable
-from ...waits import WaitReporter
+from ...diagnostics.waits import WaitReporter
 from .base import ChunkStore
 from .collective import CollectiveStore
 from .cuda import CudaStore

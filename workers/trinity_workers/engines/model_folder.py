@@ -14,12 +14,12 @@ import torch
 
 from trinity_events.checkpoint_layout import FILE_DIGESTS
 from trinity_events.errors import IncompatibleWeights
-from trinity_events.open_folder import OpenFolder
-from trinity_events.weights.model_folder import FILE_DTYPES, list_digests
+from trinity_events.system.open_folder import OpenFolder
+from trinity_events.weights.reading.model_folder import FILE_DTYPES, list_digests
 from trinity_events.weights.tensors import DTYPES, as_bytes
 
-from ..durable_files import make_folder, sync_tree
-from ..huggingface_files import set_dtype
+from ..storage.durable_files import make_folder, sync_tree
+from ..storage.huggingface_files import set_dtype
 
 SHARD_BYTES = 512 << 20
 """Maximum bytes of a file's tensors, unless one tensor is larger."""

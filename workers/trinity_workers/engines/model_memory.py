@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from trinity_events.errors import TrinityError
 
-from ..offload import FrozenOffload, Offload
+from .offload import FrozenOffload, Offload
 
 Part: TypeAlias = Literal["parameters", "gradients", "optimizer"]
 Tensors: TypeAlias = Callable[[], Iterable[torch.Tensor]]

@@ -18,14 +18,14 @@ from trinity_events.checkpoint_layout import MODEL_FOLDER
 from trinity_events.errors import TrinityError
 
 from ..algorithms.logits import TokenStatistics
-from ..collectives import together
-from ..finite import (
+from ..runtime.collectives import together
+from ..learning.finite import (
     check_finite,
     check_finite_model,
     nested_tensors,
     with_backward_gradient,
 )
-from ..huggingface_files import read_user_files
+from ..storage.huggingface_files import read_user_files
 from ..learning.policy import load_tokenizer
 from .base import (
     NamedTensors,

@@ -12,9 +12,9 @@ from trinity_events.errors import TrinityError
 from trinity_events.rollouts import Claim, RolloutClient
 from trinity_schemas import Experience, StepRef
 
-from ..episodes import Episodes
-from ..held_out_sets import HeldOutSet
-from ..run_episodes import send_answers
+from ..rollouts.episodes import Episodes
+from ..rollouts.held_out_sets import HeldOutSet
+from ..rollouts.run_episodes import send_answers
 from .installer import VersionInstaller
 
 LONGEST_WAIT = 20.0

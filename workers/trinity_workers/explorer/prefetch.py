@@ -15,7 +15,7 @@ from anyio.abc import TaskGroup
 from trinity_events.errors import TrinityError
 from trinity_schemas import PublicationStarted
 
-from ..config import RunConfig
+from ..config.train_config import RunConfig
 from .run_follower import Followed, RunFollower
 
 if TYPE_CHECKING:

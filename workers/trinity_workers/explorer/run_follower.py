@@ -29,7 +29,7 @@ from trinity_schemas import (
     VersionResent,
 )
 
-from ..background_tasks import background_tasks
+from ..runtime.background_tasks import background_tasks
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from trinity_events.weights import ModelUpdateGroup
 
-from ..collectives import CollectiveBroken, raise_together, rank_and_world
+from ..runtime.collectives import CollectiveBroken, raise_together, rank_and_world
 from ..engines.base import NamedTensors
 from .publishing import TakesTensors, drain
 

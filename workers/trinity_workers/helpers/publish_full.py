@@ -6,7 +6,7 @@ from logging import Logger
 
 from trinity_events.weights import Synchronizer
 
-from ..collectives import CollectiveBroken, PeerFailed, raise_together, rank_and_world
+from ..runtime.collectives import CollectiveBroken, PeerFailed, raise_together, rank_and_world
 from .publishing import ModelWeights, drain
 
 

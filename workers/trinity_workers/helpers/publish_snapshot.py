@@ -11,7 +11,7 @@ from trinity_events.errors import DeadlineExceeded
 from trinity_events.weights import Publication, Synchronizer
 from trinity_events.weights.devices.staging_memory import StagingMemory
 
-from ..collectives import raise_together, rank_and_world
+from ..runtime.collectives import raise_together, rank_and_world
 from ..engines.base import LocalShard
 from .publish_shards import write_shards
 from .publishing import ModelWeights

@@ -12,7 +12,7 @@ from trinity_events.weights.compatibility import plain_name
 
 from ..engines.base import LocalShard, NamedTensors
 from ..engines.buffers import saved_buffers
-from ..finite import check_finite
+from ..learning.finite import check_finite
 
 PUBLISHED = "the weights to be published"
 """Name of a version's weights in errors; the event of the failure names the step."""

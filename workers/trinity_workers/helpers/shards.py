@@ -16,7 +16,7 @@ from trinity_events.errors import TrinityError
 from trinity_events.weights.compatibility import plain_name
 from trinity_events.weights.slices import ShardOffset, chunk_of
 
-from ..collectives import gather_bytes, rank_and_world, together
+from ..runtime.collectives import gather_bytes, rank_and_world, together
 from ..engines.base import LocalShard
 from ..engines.buffers import saved_buffers
 

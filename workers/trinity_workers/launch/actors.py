@@ -14,7 +14,7 @@ from redis.exceptions import RedisClusterException
 from trinity_events.errors import TrinityError
 from trinity_schemas import Process
 
-from ..process_exit import ExitWatch, named
+from ..runtime.process_exit import ExitWatch, named
 
 
 class ProcessDied(TrinityError):

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from trinity_events.errors import SharedMemoryUnusable, TrinityError
 
-from ..placement import Needs, has_gpu_each, numbered, place_of
+from ..worker_group.placement import Needs, has_gpu_each, numbered, place_of
 from .processes import local_ray
 
 ANSWER_DEADLINE = 5.0

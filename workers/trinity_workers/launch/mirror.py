@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import anyio
 from anyio import to_thread
 
-from trinity_events.checkpoint_lease import hold_checkpoint
+from trinity_events.client.checkpoint_lease import hold_checkpoint
 from trinity_events.errors import TrinityError
 from trinity_events.log import RedisEventLog
 from trinity_events.replay import current_state
@@ -17,9 +17,9 @@ from trinity_events.server import connect
 from trinity_events.subscriptions import subscribe
 from trinity_schemas import StepReady
 
-from ..background_tasks import background_tasks
-from ..config import RunConfig
-from ..object_store import ObjectStore
+from ..runtime.background_tasks import background_tasks
+from ..config.train_config import RunConfig
+from ..storage.object_store import ObjectStore
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.text import Text
 
 from trinity_events.core import Monitor, MonitorState
-from trinity_events.core.rollouts import format_exclusion
+from trinity_events.core.handlers.rollouts import format_exclusion
 from trinity_events.core.skipped_updates import format_skipped_updates
 from trinity_events.log import Entry, EventLog, PageSize, Stream
 from trinity_events.replay import PAGE

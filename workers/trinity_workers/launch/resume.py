@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from trinity_events.archive import Archive
 from trinity_events.checkpoint_layout import VERIFIED, final_name, parse_final_name
-from trinity_events.checkpoint_lease import hold_checkpoint
+from trinity_events.client.checkpoint_lease import hold_checkpoint
 from trinity_events.core import MonitorState
 from trinity_events.core.lineage import Span, lineage_of, stands
 from trinity_events.errors import CheckpointHeld, DeadlineExceeded, TrinityError
@@ -20,7 +20,7 @@ from trinity_events.log import EventLog, Stream
 from trinity_events.replay import current_state
 from trinity_schemas import StepRef
 
-from ..config import RunConfig
+from ..config.train_config import RunConfig
 from .mirror import restore
 
 _NAMED = 8

@@ -10,11 +10,11 @@ import anyio.to_thread
 import redis.asyncio
 
 from trinity_events.log import RedisEventLog
-from trinity_events.reducer_root import other_folder
+from trinity_events.log.reducer_root import other_folder
 from trinity_events.subscriptions import subscribe
 from trinity_schemas import StepReady
 
-from ..config import RunConfig
+from ..config.train_config import RunConfig
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from msgspec import Struct
 from trinity_events.errors import TrinityError
 from trinity_events.server import LOG_SERVER, WEIGHTS_SERVER, connect_sync
 
-from ..config import RunConfig
+from ..config.train_config import RunConfig
 from .cluster import Node, Room
 
 DEADLINE = 120.0

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from trinity_events.errors import TrinityError
 
-from ..lora_settings import ALL_LINEAR, LoraConfig
+from .lora_settings import ALL_LINEAR, LoraConfig
 from .policy import BadPolicy, isolated_rng, load_policy
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from ..huggingface_files import add_older_names
+from ..storage.huggingface_files import add_older_names
 from ..tasks import Message
 from .pretrained import BadPolicy as BadPolicy  # noqa: PLC0414  # users import it from here
 from .pretrained import check_pretrained, load_pretrained, no_progress_bars, raising_bad_policy
@@ -108,7 +108,7 @@ def load_policy(
     import torch
     from transformers import AutoModelForCausalLM
 
-    from ..finite import check_finite_model
+    from .finite import check_finite_model
 
     tokenizer = load_tokenizer(folder)
     model: PreTrainedModel = load_pretrained(

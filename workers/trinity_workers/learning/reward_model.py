@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..algorithms.batch import NO_GROUP, Batch
-from ..finite import check_finite_model
+from .finite import check_finite_model
 from ..tasks import Message, Question
 from .policy import BadPolicy, encode_prompt, load_tokenizer
 from .pretrained import check_pretrained, load_pretrained

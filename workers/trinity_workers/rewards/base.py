@@ -12,7 +12,7 @@ from trinity_schemas.identity import LONGEST_NAME
 from trinity_schemas.rollouts import MAX_FLOAT32, MAX_REWARD, MAX_REWARD_PARTS, REWARD_RANGE
 
 from ..tasks import Answer, Question
-from ..user_processes.frames import shown
+from ..sandbox.processes.frames import shown
 
 
 class RewardFailed(TrinityError):

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from ..tasks import Answer, Question, TaskError, load_reward
-from ..user_processes.frames import framed, read_frame, take_pipes
+from ..sandbox.processes.frames import framed, read_frame, take_pipes
 from .base import Rewarded, rewarded
 
 _SELF_END = 4.0

@@ -17,7 +17,7 @@ import anyio.abc
 import msgspec
 from msgspec import Struct
 
-from trinity_events.waits import NO_REPORTS, WaitReporter
+from trinity_events.diagnostics.waits import NO_REPORTS, WaitReporter
 
 from ..tasks import Answer, Question
 from ..tasks.fields import propose_field, read_field

@@ -11,7 +11,7 @@ import httpx
 import msgspec
 
 from trinity_events.log.retry import backoff_delays
-from trinity_events.waits import NO_REPORTS, WaitReporter
+from trinity_events.diagnostics.waits import NO_REPORTS, WaitReporter
 
 from .base import RewardFailed
 

@@ -9,11 +9,11 @@ import anyio
 import msgspec
 from msgspec import Struct
 
-from trinity_events.error_text import ungrouped
+from trinity_events.system.error_text import ungrouped
 
-from ..reward_settings import RewardsConfig
+from .settings import RewardsConfig
 from ..tasks import Answer, Message, Question
-from ..user_processes.frames import shown
+from ..sandbox.processes.frames import shown
 from .base import Rewarded, RewardFailed
 from .grades import UnclearGrade, parse_grade
 from .http_calls import UNDECODABLE, HttpCalls, Unusable

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from trinity_events.server import redacted
-from trinity_events.waits import WaitReporter
+from trinity_events.diagnostics.waits import WaitReporter
 
-from ..reward_settings import RewardsConfig
+from .settings import RewardsConfig
 from .base import Rewards
 from .code import CodeLimits, CodeRewards
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import anyio
 import msgspec
 
-from trinity_events.waits import NO_REPORTS, WaitReporter
+from trinity_events.diagnostics.waits import NO_REPORTS, WaitReporter
 
 from ..tasks import Answer, Question, TaskError
-from ..user_processes.pool import (
+from ..sandbox.processes.pool import (
     PIPE_CLOSED,
     START_DEADLINE,
     UserProcess,

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from ..tasks import Answer, Question
-from ..user_processes.frames import shown
+from ..sandbox.processes.frames import shown
 from .base import Rewarded, RewardFailed, rewarded
 from .http_calls import UNDECODABLE, HttpCalls
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from trinity_schemas import StepRef
 
 from ..algorithms.batch import Batch
-from ..config import RunConfig
-from ..trainer.rank_rollouts import RankRollouts, rank_rollouts
-from ..trainer.training_step import ModelName
+from ..config.train_config import RunConfig
+from ..trainer.workers.rollouts import RankRollouts, rank_rollouts
+from ..trainer.step.base import ModelName
 from ..worker_group.dispatch import Dispatch
 from ..worker_group.registered import register
 from .base import RoleWorker

@@ -11,10 +11,10 @@ from torch import Tensor
 from trinity_events.errors import TrinityError
 
 from ..algorithms.batch import Batch
-from ..config import RunConfig
-from ..trainer.fleet import start_workers
-from ..trainer.rank import TrainingRank
-from ..trainer.training_step import ModelName, Trained, TrainingStep
+from ..config.train_config import RunConfig
+from ..trainer.ray_backend import start_workers
+from ..trainer.workers.rank import TrainingRank
+from ..trainer.step.base import ModelName, Trained, TrainingStep
 from ..worker_group.dispatch import Dispatch
 from ..worker_group.group import WorkerGroup
 from ..worker_group.megatron import MegatronWorker
@@ -50,15 +50,15 @@ class RoleWorker(MegatronWorker, TrainingRank):
     def init_model(self) -> None:
         """Load the models of the role. All ranks have joined their process group."""
         if self._config.trainer.engine == "megatron":
-            from ..trainer import megatron_models
+            from ..trainer.models import megatron as megatron_models
 
             self._step = megatron_models.make_step(self._config, self._device, self.models)
         elif self._config.trainer.engine == "verl":
-            from ..trainer import verl_models
+            from ..trainer.models import verl as verl_models
 
             self._step = verl_models.make_step(self._config, self._device, self.models)
         else:
-            from ..trainer import fsdp_models
+            from ..trainer.models import fsdp as fsdp_models
 
             self._step = fsdp_models.make_step(self._config, self._device, self.models)
 

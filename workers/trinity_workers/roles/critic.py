@@ -7,7 +7,7 @@ from collections.abc import Collection
 from torch import Tensor
 
 from ..algorithms.batch import Batch
-from ..trainer.training_step import ModelName
+from ..trainer.step.base import ModelName
 from ..worker_group.dispatch import Dispatch
 from ..worker_group.registered import register
 from .base import RoleWorker

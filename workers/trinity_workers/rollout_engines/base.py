@@ -12,7 +12,7 @@ from msgspec import Struct
 from trinity_events.errors import TrinityError
 from trinity_schemas import Sampling, StepReady, StepRef
 
-from ..lora_settings import LoraConfig
+from ..learning.lora_settings import LoraConfig
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from trinity_events.waits import NO_REPORTS, WaitReporter
+from trinity_events.diagnostics.waits import NO_REPORTS, WaitReporter
 
 
 class Gate:

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from trinity_events import Synchronizer
-from trinity_events.waits import NO_REPORTS
+from trinity_events.diagnostics.waits import NO_REPORTS
 from trinity_events.weights import model_digest
 from trinity_schemas import StepReady, StepRef
 

@@ -20,7 +20,7 @@ import torch
 from trinity_events.weights.tensors import Digesting, as_bytes, dtype_name
 from trinity_schemas import StepReady, StepRef
 
-from ..collectives import gather_bytes, raise_together
+from ..runtime.collectives import gather_bytes, raise_together
 from ..engines.megatron import HybridEngine
 from .base import Generation, GenerationRequest, NotServing, RolloutEngineError
 from .gate import Gate

@@ -11,7 +11,7 @@ from trinity_events.checkpoint_layout import TRAINER_STATE
 from trinity_events.errors import TrinityError
 from trinity_schemas import TrainedLedger
 
-from ..durable_files import write_json
+from ..storage.durable_files import write_json
 
 
 class UnusableTrainerState(TrinityError):

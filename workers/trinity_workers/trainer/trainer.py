@@ -18,13 +18,13 @@ from trinity_events import publishing
 from trinity_events.coordinator import this_process
 from trinity_events.core.evaluations import evaluated_through
 from trinity_events.core.ledger import Ledger
-from trinity_events.error_text import ungrouped
+from trinity_events.system.error_text import ungrouped
 from trinity_events.errors import DeadlineExceeded
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer
 from trinity_events.replay import current_state
 from trinity_events.rollouts import AnswerLimits, DispatchSettings, Group, RolloutDispatcher
 from trinity_events.server import connect
-from trinity_events.stacks import write_stacks_when_asked
+from trinity_events.diagnostics.stacks import write_stacks_when_asked
 from trinity_events.subscriptions import subscribe
 from trinity_schemas import (
     Experience,
@@ -38,21 +38,21 @@ from trinity_schemas import (
     TrainerStatusChanged,
 )
 
-from ..answer_limits import read_answer_limits
-from ..background_tasks import background_tasks
-from ..config import RunConfig
-from ..garbage import exempt_loaded_objects
-from ..held_out_sets import held_out_sets
-from ..sync_schedule import asks_once_ready, publishes_on_demand
-from ..user_task import task_of
-from .evaluator import Evaluator
-from .explorer_requests import ExplorerRequests
+from ..config.answer_limits import read_answer_limits
+from ..runtime.background_tasks import background_tasks
+from ..config.train_config import RunConfig
+from ..runtime.garbage import exempt_loaded_objects
+from ..rollouts.held_out_sets import held_out_sets
+from ..config.sync_schedule import asks_once_ready, publishes_on_demand
+from ..rollouts.user_task import task_of
+from .rollouts.evaluator import Evaluator
+from .rollouts.explorer_requests import ExplorerRequests
 from .state import TrainerState, read_trainer_state
-from .supply import RolloutSupply
+from .rollouts.supply import RolloutSupply
 from .wrapper import TrainEngineWrapper, WeightSyncAddress, get_trainer_wrapper
 
 if TYPE_CHECKING:
-    from .colocated import ColocatedAnswers
+    from .rollouts.colocated import ColocatedAnswers
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ class Trainer:
         )
         self._answers: ColocatedAnswers | None = None
         if config.trainer.colocated:
-            from .colocated import ColocatedAnswers  # as an explorer, it needs torch
+            from .rollouts.colocated import ColocatedAnswers  # as an explorer, it needs torch
 
             self._answers = ColocatedAnswers(config, self.engine, client, self._waits)
             await self._answers.prepare(task, sets, self._exits)

@@ -11,7 +11,7 @@ from trinity_events.checkpoint_layout import (
     parse_final_name,
 )
 
-from ..config import RunConfig
+from ..config.train_config import RunConfig
 
 _FIRST_OF_WORKERS = (0, 8)
 """First version of veRL with the engines that Trinity-RFT's present workers drive."""

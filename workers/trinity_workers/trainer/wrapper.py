@@ -10,7 +10,7 @@ from typing import TypeAlias
 from trinity_events.errors import TrinityError
 from trinity_schemas import Experience
 
-from ..config import RunConfig
+from ..config.train_config import RunConfig
 from ..rollout_engines.base import Generation, GenerationRequest, RolloutEngineError
 from .state import TrainerState
 
@@ -127,7 +127,7 @@ class TrainEngineWrapper(ABC):
 def get_trainer_wrapper(config: RunConfig) -> TrainEngineWrapper:
     """Return the engine that the configuration names. Raises ValueError for others."""
     if config.trainer.engine in {"fsdp", "megatron", "verl"}:
-        from .fleet import RayTrainerFleet
+        from .ray_backend import RayTrainerFleet
 
         return RayTrainerFleet(config)
     raise ValueError(f"there is no engine {config.trainer.engine!r}: choose fsdp, megatron or verl")

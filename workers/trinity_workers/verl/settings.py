@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 
 from trinity_schemas import RunTransport, check_run_id
 
-from ..config import BadSettings, Positive
+from ..config.train_config import BadSettings, Positive
 
 NAME = "trinity"
 """Name of the backend in veRL's configuration."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from trinity_events.errors import SharedMemoryUnusable
-from trinity_events.shared_memory import SHARED_MEMORY, available, free_bytes
+from trinity_events.system.shared_memory import SHARED_MEMORY, available, free_bytes
 from trinity_schemas import RunTransport
 
 from ..launch.transport import ENOUGH

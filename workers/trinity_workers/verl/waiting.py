@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import anyio
 import redis
 
-from trinity_events.core.explain import explain
+from trinity_events.analysis.explain import explain
 from trinity_events.errors import DeadlineExceeded, TrinityError, VersionUnavailable
 from trinity_events.log import RedisEventLog, position
 from trinity_events.replay import current_state

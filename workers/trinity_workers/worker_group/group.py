@@ -12,8 +12,8 @@ from anyio import to_thread
 from trinity_events.errors import DeadlineExceeded, TrinityError
 from trinity_schemas import Process
 
-from ..collectives import CollectiveBroken
-from ..process_exit import ExitWatch, named
+from ..runtime.collectives import CollectiveBroken
+from ..runtime.process_exit import ExitWatch, named
 from .dispatch import Dealt, Dispatch, deal
 from .ranks import NOWHERE, RankTable
 from .registered import Registered, registered_methods

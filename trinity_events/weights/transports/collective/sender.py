@@ -10,7 +10,7 @@ import time
 from typing import Any, TypeVar
 
 from ....errors import DeadlineExceeded, GroupBroken
-from ....waits import Wait, WaitReporter
+from ....diagnostics.waits import Wait, WaitReporter
 from ..base import PartRef
 from .groups import ProcessGroup, backend_for, current_gpu, gpu_identity, open_store
 from .messages import (

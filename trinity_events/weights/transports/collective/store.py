@@ -10,7 +10,7 @@ import redis
 from trinity_schemas import StepRef
 
 from ....errors import GroupBroken
-from ....waits import NO_REPORTS, WaitReporter
+from ....diagnostics.waits import NO_REPORTS, WaitReporter
 from ..base import Check, PartRef
 from ..chunk_slices import check_chunks, cut_chunks
 from .frames import Frame, FrameSender

@@ -15,7 +15,7 @@ from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from ....errors import VersionUnavailable
-from ....shared_memory import SHARED_MEMORY, Segment
+from ....system.shared_memory import SHARED_MEMORY, Segment
 from ..base import PartRef
 from ..shared_memory.store import SharedMemorySink, SharedMemoryStore
 from .block_pool import BlockPool

@@ -11,7 +11,7 @@ import redis
 
 from trinity_schemas import chunk_key, leases_key, manifest_key
 
-from ....log.scripts import Scripts
+from ....log.redis.scripts import Scripts
 from ..base import PartRef
 
 LEASE = 30.0

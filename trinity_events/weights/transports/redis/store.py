@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from trinity_schemas import ContractError, chunk_key, decode_manifest, manifest_key
 
-from ....log.scripts import Scripts
+from ....log.redis.scripts import Scripts
 from ..base import Check, ChunkBuffers, PartRef, ReceivedChunk
 from .expiry import ORPHANED_AFTER, ExpiryRenewal
 from .leases import LEASE, Lease, Retired, unlink

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from trinity_schemas.codec import MAX_MANIFEST_BYTES
 
 from ....errors import CorruptVersion
-from ....file_locks import try_lock
-from ....shared_memory import end_beside
+from ....system.file_locks import try_lock
+from ....system.shared_memory import end_beside
 from ..base import Check, PartRef
 
 DATA = 4096

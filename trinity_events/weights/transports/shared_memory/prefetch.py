@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ....file_locks import try_lock
-from ....shared_memory import read_beside
+from ....system.file_locks import try_lock
+from ....system.shared_memory import read_beside
 from ...tensors import digest
 from ..base import Ended, PartRef, Take, Taker
 from .part import (

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ....errors import SharedMemoryUnusable
-from ....shared_memory import SHARED_MEMORY, Owner, Segment, owned, sweep, users_folder
+from ....system.shared_memory import SHARED_MEMORY, Owner, Segment, owned, sweep, users_folder
 from ..base import Ended, PartRef, Taker
 from .part import (
     DATA,

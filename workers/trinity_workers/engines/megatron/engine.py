@@ -15,7 +15,7 @@ from trinity_events.checkpoint_layout import MODEL_FOLDER
 from trinity_events.errors import TrinityError
 
 from ...algorithms.batch import Batch
-from ...collectives import together
+from ...runtime.collectives import together
 from ..base import LocalShard, refuse_load_arguments, refuse_save_arguments
 from ..learning_rate import LearningRate, learning_rate_of
 from ..model_folder import has_weights

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from msgspec import structs
 
-from ...collectives import together
+from ...runtime.collectives import together
 from ..model_memory import Movable
 from ..random_states import random_states, set_random_states
 from .cpu import adapted

@@ -11,7 +11,7 @@ from msgspec import Struct
 from trinity_events.errors import TrinityError
 
 from ...learning.value_head import head_tensors
-from ...offload import FrozenOffload, Offload
+from ..offload import FrozenOffload, Offload
 from .cpu import adapted
 from .layout import TIMEOUT, LayoutRefused, ParallelLayout, has_transformer_engine
 

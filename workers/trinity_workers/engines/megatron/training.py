@@ -20,8 +20,8 @@ from ...algorithms.logits import (
     head_statistics,
     token_statistics,
 )
-from ...collectives import all_reduced
-from ...finite import with_backward_gradient
+from ...runtime.collectives import all_reduced
+from ...learning.finite import with_backward_gradient
 from ...learning.logprobs import forward_replaced
 from .cpu import adapted
 

@@ -1,0 +1,466 @@
+"""First causes of a standstill: the ends of the chains of waits, and the state of what they name.
+
+The log tells who waits for whom and which saves are missing. What no log can tell, such as a
+process that is stopped or a reducer that is gone, comes as :class:`LiveFacts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from msgspec import Struct, field
+
+from trinity_schemas import Kind
+
+from ..core.completeness import missing, missing_processes
+from ..core.fold_state import describe_slot
+from ..core.handlers.rollouts import format_exclusion
+from ..core.state import KINDS, KindState, MonitorState
+from ..core.handlers.waits import open_waits, sentence_of
+
+Condition = Literal["running", "stopped", "ended"]
+"""State of a process of the host on which the question is asked."""
+
+Reason = Literal[
+    "server-full",
+    "server-read-only",
+    "closed",
+    "no-reducer",
+    "reducer-behind",
+    "stopped",
+    "ended",
+    "failed",
+    "waits",
+    "missing",
+    "no-explorer",
+    "excluded",
+    "unread-group",
+    "held-checkpoint",
+]
+"""Kind of a cause.
+
+`server-full`, `server-read-only`: the server of the log takes no entries. `closed`: the run ended
+with an error. `no-reducer`: none leads. `reducer-behind`: the leader folds no entries. `stopped`,
+`ended`: a process that is waited for cannot go on. `failed`: a kind of a step failed. `waits`: a
+process waits for an object, or for a process that reports no wait. `missing`: a save, a part, a
+commit or a registration has not come. `no-explorer`: rollouts have no taker. `excluded`: the
+trainer takes no answers of an explorer. `unread-group`: a
+consumer group acknowledges nothing. `held-checkpoint`: a reader holds a checkpoint.
+"""
+
+BEHIND = 3_000
+"""Milliseconds for which an entry is not folded before its reducer counts as behind."""
+UNREAD = 5_000
+"""Milliseconds without a call of a group's members before the group counts as unread."""
+_TOLD = 8
+"""Maximum causes that are told."""
+
+
+class HostProcess(Struct, frozen=True, kw_only=True):
+    """Process of the run on the host of the question."""
+
+    pid: int
+    condition: Condition
+
+
+class UnreadGroup(Struct, frozen=True, kw_only=True):
+    """Consumer group with entries that it has not acknowledged."""
+
+    stream: str
+    group: str
+    pending: int
+    """Entries that members have read and not acknowledged."""
+    idle: int
+    """Milliseconds since a member's last call."""
+    member: str | None = None
+    """Member with the most unacknowledged entries."""
+
+
+class CheckpointReader(Struct, frozen=True, kw_only=True):
+    """Reader that holds a checkpoint."""
+
+    step: int
+    reader: str
+
+
+class LiveFacts(Struct, frozen=True, kw_only=True):
+    """Facts of one moment about the processes and the server of a run."""
+
+    now: int
+    """Milliseconds of the server's clock."""
+    is_led: bool = True
+    unfolded_since: int | None = None
+    """Milliseconds of the oldest entry that no reducer has folded."""
+    server_fault: tuple[Reason, str] | None = None
+    """Reason for which the server takes no entries, in words too."""
+    processes: dict[str, HostProcess] = field(default_factory=dict)
+    """Processes of this host by role and rank."""
+    heard: dict[str, int] = field(default_factory=dict)
+    """Milliseconds of the last entry of each process, as far as the end of the log tells."""
+    groups: tuple[UnreadGroup, ...] = ()
+    readers: tuple[CheckpointReader, ...] = ()
+
+
+class Cause(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Reason for which a run, or a part of it, does not go on."""
+
+    reason: Reason
+    sentence: str
+    process: str | None = None
+    """Process at fault by role and rank, as far as it is known."""
+    pid: int | None = None
+    """Its process id, if it is on the host of the question."""
+    step: int | None = None
+    kind: Kind | None = None
+    what: str | None = None
+    """Object that is waited for, or missing."""
+    waiting: str | None = None
+    """Process that waits for it."""
+    since: int | None = None
+    """Milliseconds at which the wait began."""
+
+
+class _Link(NamedTuple):
+    """Wait of a process, or of a step, for others."""
+
+    by: str
+    what: str
+    on: tuple[str, ...]
+    since: int
+    sentence: str
+    step: int | None = None
+    kind: Kind | None = None
+    reason: Reason = "waits"
+
+
+class _End(NamedTuple):
+    """End of a chain: a process without a wait, or a wait that names none."""
+
+    process: str | None
+    link: _Link
+    depth: int
+
+
+def first_causes(state: MonitorState, facts: LiveFacts) -> list[Cause]:
+    """Return the causes for which a run does not go on, the first cause first."""
+    if state.closed is not None:
+        return list(_closed(state))
+    links = _links(state, facts.now)
+    ends = sorted(_ends(links), key=lambda one: _blame(one, facts))
+    excluded = list(_of_excluded(state))
+    # Without another explorer, nothing else can end the trainer's wait for rollouts.
+    first = excluded if state.excluded.keys() >= set(_running_explorers(state)) else []
+    told = [
+        *_of_server(facts),
+        *_of_reducer(state, facts),
+        *first,
+        *(_cause(one, facts) for one in ends),
+        *_of_explorers(state, facts),
+        *excluded,
+        *_of_groups(facts),
+        *_of_readers(facts),
+    ]
+    return list({(one.reason, one.process, one.what, one.step): one for one in told}.values())[
+        :_TOLD
+    ]
+
+
+def processes_of_epoch(
+    state: MonitorState, processes: Mapping[str, HostProcess]
+) -> dict[str, HostProcess]:
+    """Return processes without explorers that stopped, or that an earlier launch of the run had."""
+
+    def is_past(name: str, one: HostProcess) -> bool:
+        known = state.explorers.get(name)
+        is_explorer = name.startswith("explorer-")
+        return (
+            one.condition == "ended"
+            and is_explorer
+            and (known is None or known.status == "stopped")
+        )
+
+    return {name: one for name, one in processes.items() if not is_past(name, one)}
+
+
+# --- the server, the reducer, and what no process waits for ---------------------------------------
+
+
+def _closed(state: MonitorState) -> Iterator[Cause]:
+    if state.closed_error is not None:
+        said = f"The run ended ({state.closed}): {state.closed_error.rstrip('.')}."
+        yield Cause(reason="closed", sentence=said, since=state.closed_at)
+
+
+def _of_server(facts: LiveFacts) -> Iterator[Cause]:
+    if facts.server_fault is not None:
+        reason, words = facts.server_fault
+        yield Cause(reason=reason, sentence=f"The server takes no entries: {words}.")
+
+
+def _of_reducer(state: MonitorState, facts: LiveFacts) -> Iterator[Cause]:
+    name = "reducer-0"
+    found = facts.processes.get(name)
+    pid = None if found is None else found.pid
+    since = facts.unfolded_since
+    behind = since is not None and facts.now - since >= BEHIND
+    if facts.is_led and not behind:
+        return
+    words = "" if since is None else f"; entries are not folded for {_age(facts.now, since)}"
+    last = f"; the last one, {_described(name, found)}" if found is not None else ""
+    last += "".join(
+        f"; {sentence_of(one, facts.now)[:-1]}"
+        for one in open_waits(state, facts.now)
+        if one.by == name
+    )
+    if facts.is_led:
+        said = f"The reducer that leads run {state.run_id} does not fold{words}{last}."
+        yield Cause(reason="reducer-behind", sentence=said, process=name, pid=pid, since=since)
+    else:
+        said = f"No reducer leads run {state.run_id}, so that no step becomes ready{words}{last}."
+        yield Cause(reason="no-reducer", sentence=said, process=name, pid=pid, since=since)
+
+
+def _of_explorers(state: MonitorState, facts: LiveFacts) -> Iterator[Cause]:
+    """Yield explorers of this host that cannot go on, and that no process waits for."""
+    for name in _running_explorers(state):
+        found = facts.processes.get(name)
+        if found is not None and found.condition != "running":
+            yield Cause(
+                reason=found.condition,
+                sentence=f"{_sentence_begin(_described(name, found))}.",
+                process=name,
+                pid=found.pid,
+            )
+
+
+def _of_excluded(state: MonitorState) -> Iterator[Cause]:
+    for name, excluded in state.excluded.items():
+        sentence = f"{format_exclusion(name, excluded.malformed, excluded.reason)}."
+        yield Cause(reason="excluded", sentence=sentence, process=name, since=excluded.at)
+
+
+def _of_groups(facts: LiveFacts) -> Iterator[Cause]:
+    for one in facts.groups:
+        if one.idle < UNREAD:
+            continue
+        member = "" if one.member is None else f", most of them of member {one.member}"
+        yield Cause(
+            reason="unread-group",
+            sentence=(
+                f"Consumer group {one.group} of the {one.stream} has read nothing for "
+                f"{one.idle / 1000:.0f} s, with {one.pending} entries that it has not "
+                f"acknowledged{member}."
+            ),
+            process=one.member,
+            what=one.group,
+            since=facts.now - one.idle,
+        )
+
+
+def _of_readers(facts: LiveFacts) -> Iterator[Cause]:
+    for one in facts.readers:
+        yield Cause(
+            reason="held-checkpoint",
+            sentence=f"Reader {one.reader} holds the checkpoint of step {one.step}, which stays.",
+            process=one.reader,
+            step=one.step,
+        )
+
+
+# --- the graph of waits -------------------------------------------------------------------------
+
+
+def _links(state: MonitorState, now: int) -> list[_Link]:
+    steps = [*_step_links(state, now)]
+    nodes = {link.step: [one.by for one in steps if one.step == link.step] for link in steps}
+    return [*_reported(state, now, nodes), *_turns(state), *steps]
+
+
+def _reported(state: MonitorState, now: int, nodes: dict[int | None, list[str]]) -> Iterator[_Link]:
+    for wait in open_waits(state, now):
+        on = tuple(one for one in wait.waits_for if one != wait.by)
+        # A process that waits for itself, such as for its own save, is an end.
+        is_own = bool(wait.waits_for) and not on
+        of_step = () if is_own or wait.step is None else tuple(nodes.get(wait.step, ()))
+        said = sentence_of(wait, now)
+        if on or of_step or wait.waits_for or not wait.by.startswith("trainer"):
+            # The step names its missing ranks, which are nearer to the cause than the trainer.
+            yield _Link(wait.by, wait.what, of_step or on, wait.since, said, wait.step)
+            continue
+        # A trainer that names no process waits for any explorer.
+        explorers = tuple(_running_explorers(state))
+        reason: Reason = "waits" if explorers or wait.step is not None else "no-explorer"
+        yield _Link(wait.by, wait.what, explorers, wait.since, said, wait.step, None, reason)
+
+
+def _turns(state: MonitorState) -> Iterator[_Link]:
+    """Yield the saves that wait for their turn, each for the processes that have the turn."""
+    having = tuple(
+        _name(attempt.slot.role, attempt.slot.rank)
+        for save_id in state.turns
+        if (attempt := state.attempts.get(save_id)) is not None
+    )
+    for save_id in (one for queued in state.queue.values() for one in queued):
+        attempt = state.attempts.get(save_id)
+        if attempt is not None and having:
+            by = _name(attempt.slot.role, attempt.slot.rank)
+            what = f"its turn to save {describe_slot(attempt.slot)}"
+            on = tuple(one for one in having if one != by)
+            said = f"{by} waits for {what}, which {', '.join(having)} has."
+            yield _Link(by, what, on, attempt.since, said, attempt.slot.step, attempt.slot.kind)
+
+
+def _step_links(state: MonitorState, now: int) -> Iterator[_Link]:
+    for step, found in sorted(state.steps.items()):
+        for kind in KINDS:
+            one = found.kinds.get(kind)
+            if one is None or one.outcome is not None or one.compacted:
+                continue
+            if one.is_failed and _is_overcome(state, step, kind):
+                continue
+            on = tuple(_at_fault(state, step, kind, one))
+            by = f"step {step} {kind}"
+            lacks = ", ".join(missing(found, kind, now, _TOLD)) or "nothing"
+            since = one.committed_at if one.committed_at is not None else _begun(state, step, kind)
+            if one.is_failed:
+                said = f"Step {step} {kind} FAILED: {(one.failure or '').rstrip('.')}."
+            else:
+                said = f"Step {step} {kind} waits for {lacks}."
+            reason: Reason = "failed" if one.is_failed else "missing"
+            what = (one.failure or lacks) if one.is_failed else lacks
+            yield _Link(by, what, on, since or now, said, step, kind, reason)
+
+
+def _at_fault(state: MonitorState, step: int, kind: Kind, one: KindState) -> Iterable[str]:
+    """Return the processes whose saves, parts or word a kind of a step lacks."""
+    if one.is_failed:
+        failed = [slot.slot for slot in one.slots.values() if slot.failed and slot.proof is None]
+        if failed:
+            return [_name(slot.role, slot.rank) for slot in failed]
+    role = next(
+        (
+            attempt.slot.role
+            for attempt in state.attempts.values()
+            if attempt.slot.step == step and attempt.slot.kind == "weights"
+        ),
+        "actor",
+    )
+    return missing_processes(state.steps[step], kind, role)
+
+
+def _is_overcome(state: MonitorState, step: int, kind: Kind) -> bool:
+    """Return True if a later step of a kind is ready, so that its failure holds up nothing."""
+    pointer = state.ready.get(kind)
+    return pointer is not None and (pointer.at.epoch, pointer.at.step) > (state.epoch, step)
+
+
+def _begun(state: MonitorState, step: int, kind: Kind) -> int | None:
+    begun = [
+        one.since
+        for one in state.attempts.values()
+        if one.slot.step == step and one.slot.kind == kind
+    ]
+    return min(begun, default=None)
+
+
+def _ends(links: Sequence[_Link]) -> list[_End]:
+    """Return the ends of all chains, each with the number of waits before it.
+
+    Each wait is walked once, so that the cost is linear in waits and names.
+    """
+    by: dict[str, list[_Link]] = {}
+    for link in links:
+        by.setdefault(link.by, []).append(link)
+    found: list[_End] = []
+    told: set[int] = set()
+
+    def walk(link: _Link, depth: int) -> None:
+        if id(link) in told:
+            return  # a circle, or a wait that two others lead to
+        told.add(id(link))
+        for name in link.on:
+            if name not in by:
+                found.append(_End(name, link, depth))
+            for deeper in by.get(name, ()):
+                walk(deeper, depth + 1)
+        if not link.on and not any(one.on for one in by[link.by]):
+            found.append(_End(None, link, depth))
+
+    named = {name for link in links for name in link.on}
+    # Roots first; a circle has none, and is entered at its oldest wait.
+    for link in sorted(links, key=lambda one: (one.by in named, one.since)):
+        walk(link, 0)
+    if not found and links:
+        oldest = min(links, key=lambda one: one.since)
+        found.append(_End(next(iter(oldest.on), None), oldest, 0))
+    return found
+
+
+def _blame(end: _End, facts: LiveFacts) -> tuple[int, int, int]:
+    """Return the order of an end: lower is nearer to the first cause."""
+    found = facts.processes.get(end.process or end.link.by)
+    if found is not None and found.condition != "running":
+        severity = 0
+    elif end.link.reason == "failed":
+        severity = 1
+    else:
+        severity = 2
+    return severity, -end.depth, end.link.since
+
+
+def _cause(end: _End, facts: LiveFacts) -> Cause:
+    link, process = end.link, end.process
+    culprit = process
+    if culprit is None and not link.by.startswith("step "):
+        culprit = link.by
+    found = None if culprit is None else facts.processes.get(culprit)
+    reason, said = link.reason, link.sentence
+    if culprit is not None and found is not None and found.condition != "running":
+        reason = found.condition
+        said = f"{_sentence_begin(_described(culprit, found))}. {said}"
+    elif process is not None and link.reason in ("waits", "missing"):
+        heard = facts.heard.get(process)
+        told = "" if heard is None else f", and last told the log anything {_age(facts.now, heard)}"
+        ago = "" if heard is None else " ago"
+        said = f"{said} {process} reports no wait{told}{ago}: it computes, hangs or is cut off."
+    elif link.reason == "no-explorer":
+        said = f"{said} No explorer has joined the run."
+    return Cause(
+        reason=reason,
+        sentence=said,
+        process=culprit,
+        pid=None if found is None else found.pid,
+        step=link.step,
+        kind=link.kind,
+        what=link.what,
+        waiting=link.by,
+        since=link.since,
+    )
+
+
+def _running_explorers(state: MonitorState) -> list[str]:
+    return [name for name, one in state.explorers.items() if one.status != "stopped"]
+
+
+def _described(name: str, found: HostProcess | None) -> str:
+    if found is None:
+        return name
+    words = {
+        "running": "runs",
+        "stopped": f"is stopped (kill -CONT {found.pid} lets it go on)",
+        "ended": "has ended",
+    }[found.condition]
+    return f"{name} (process {found.pid} of this host) {words}"
+
+
+def _sentence_begin(words: str) -> str:
+    return words[:1].upper() + words[1:] if words.startswith("step ") else words
+
+
+def _name(role: str, rank: int) -> str:
+    return f"{role}-{rank}"
+
+
+def _age(now: int, since: int) -> str:
+    return f"{max(0, now - since) / 1000:.1f} s"

@@ -1,0 +1,66 @@
+"""Failures of a run, grouped by cause."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from trinity_schemas import Kind
+
+from ..core.state import KINDS, MonitorState
+
+_OF_ONE_ATTEMPT = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
+"""Parts of a reason that differ between failures of one cause: paths and numbers."""
+_LISTED = 3
+"""Steps that a sentence lists before the last one; the others are counted."""
+
+
+class Failure(NamedTuple):
+    """Failures of one cause, with their steps."""
+
+    kinds: tuple[Kind, ...]
+    steps: tuple[int, ...]
+    reason: str
+    """Reason of the last step's failure, as it was announced."""
+
+    @property
+    def sentence(self) -> str:
+        """Return the kinds, the steps and the reason in words."""
+        kinds = " and ".join(self.kinds)
+        if len(self.steps) == 1:
+            return f"Step {self.steps[0]} {kinds} FAILED: {self.reason.rstrip('.')}."
+        return f"Steps {_listed(self.steps)}: {kinds} FAILED; the last: {self.reason.rstrip('.')}."
+
+
+def failures(state: MonitorState) -> list[Failure]:
+    """Return the failures that no retry has overcome, oldest first, one for each cause.
+
+    Kinds of one step that failed of one cause are grouped first, then steps whose kinds failed of
+    the same cause.
+    """
+    grouped: dict[tuple[tuple[Kind, ...], str], list[tuple[int, str]]] = {}
+    for step, found in sorted(state.steps.items()):
+        of_step: dict[str, list[Kind]] = {}
+        for kind in KINDS:
+            one = found.kinds.get(kind)
+            if one is not None and one.is_failed and one.failure is not None:
+                of_step.setdefault(one.failure, []).append(kind)
+        for reason, kinds in of_step.items():
+            grouped.setdefault((tuple(kinds), same_cause(reason)), []).append((step, reason))
+    return [
+        Failure(kinds, tuple(step for step, _ in told), told[-1][1])
+        for (kinds, _), told in grouped.items()
+    ]
+
+
+def same_cause(reason: str) -> str:
+    """Return a reason without its slot, paths and numbers; it is equal for one cause."""
+    _, failed, cause = reason.partition(" failed: ")
+    return _OF_ONE_ATTEMPT.sub("*", cause if failed else reason)
+
+
+def _listed(steps: tuple[int, ...]) -> str:
+    if len(steps) <= _LISTED + 1:
+        return ", ".join(map(str, steps))
+    first = ", ".join(map(str, steps[:_LISTED]))
+    return f"{first}, ..., {steps[-1]} ({len(steps)} of them)"

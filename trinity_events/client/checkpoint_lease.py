@@ -1,0 +1,220 @@
+"""Read lease on a checkpoint, which keeps the reducer from removing it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from stat import S_ISDIR
+
+import anyio
+import anyio.to_thread
+import redis.asyncio
+
+from trinity_schemas import check_run_id
+
+from ..checkpoint_layout import MADE_FROM, final_name
+from ..core import Promotion, plan_files
+from ..system.error_text import ungrouped
+from ..errors import CheckpointHeld, InvalidRunId, KeyConflict
+from ..log import ORIGIN, RedisEventLog, new_producer
+from ..log.retry import CONNECTION_ERRORS, is_transient
+from ..replay import current_state
+from ..server import Deadline, connect, serving, trinity_home
+
+logger = logging.getLogger(__name__)
+
+LEASE = 60.0
+"""Seconds after which the lease of a dead reader expires."""
+PROMOTED = 60.0
+"""Seconds for which a reader waits until the reducer gives a ready folder its final name."""
+_LONGEST_BLOCK = 5.0
+"""Seconds of one wait, after which a folder is looked for again: file servers may be late."""
+_RENEW_EVERY = LEASE / 4
+
+
+@asynccontextmanager
+async def hold_checkpoint(
+    run: str,
+    step: int,
+    *,
+    redis_url: str | None = None,
+    checkpoint_root: Path | str | None = None,
+    deadline: float = PROMOTED,
+) -> AsyncIterator[Path]:
+    """Hold a lease on a step's folder during the block, so that the reducer keeps the folder.
+
+    A step is announced before the reducer gives its folder the final name. A reader that comes in
+    between waits until the reducer notifies it. The lease tolerates a server that is away for a
+    while: it lasts a minute after the last renewal.
+
+    Args:
+        run: The run.
+        step: Step whose ``global_step_N`` the block reads.
+        redis_url: Server of the event log; the embedded server by default.
+        checkpoint_root: Folder with one checkpoint directory for each run; below
+            ``TRINITY_HOME`` by default.
+        deadline: Seconds to wait for the folder of a step that is ready.
+
+    Raises:
+        DeadlineExceeded: if the step is ready, and its folder gets no final name in time.
+        CheckpointHeld: if the checkpoint is being removed or is absent. The block is cancelled
+            with this error if the lease is lost. The end of the block raises it if the folder was
+            replaced meanwhile.
+    """
+    try:
+        check_run_id(run)
+    except ValueError as error:
+        raise InvalidRunId(str(error)) from None
+    folder = Path(checkpoint_root or trinity_home() / "checkpoints") / run / final_name(step)
+    with serving(redis_url) as url:
+        async with connect(url) as client, _held(client, run, step, folder, deadline):
+            yield folder
+
+
+@asynccontextmanager
+async def hold_step(run: str, step: int, *, redis_url: str | None = None) -> AsyncIterator[None]:
+    """Hold a lease on a step during the block, wherever its files lie.
+
+    It is for a reader that checks the files itself: the reducer may still move them to their final
+    folder. Raises CheckpointHeld if they are being removed.
+    """
+    with serving(redis_url) as url:
+        async with connect(url) as client:
+            log, who = RedisEventLog(client, run), new_producer("reader").incarnation
+            with ungrouped():
+                async with _leased(log, step, who), anyio.create_task_group() as tasks:
+                    tasks.start_soon(_lost, log, step, who)
+                    yield
+                    tasks.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def _leased(log: RedisEventLog, step: int, who: str) -> AsyncIterator[None]:
+    """Acquire the lease, and release it at the end. Raises CheckpointHeld if it is refused."""
+    if not await log.acquire_lease(step, who, LEASE):
+        raise CheckpointHeld(
+            f"the checkpoint of step {step} of run {log.run_id} is being removed: take a newer one"
+        )
+    try:
+        yield
+    finally:
+        with (
+            anyio.CancelScope(shield=True),
+            suppress(redis.RedisError, KeyConflict, *CONNECTION_ERRORS),
+        ):
+            with anyio.move_on_after(5):
+                await log.release_lease(step, who)
+
+
+@asynccontextmanager
+async def _held(
+    client: redis.asyncio.Redis, run: str, step: int, folder: Path, deadline: float
+) -> AsyncIterator[None]:
+    log, who = RedisEventLog(client, run), new_producer("reader").incarnation
+    lost, failure = False, None
+    async with _leased(log, step, who):
+        found = await _promoted(log, step, folder, deadline)
+        async with anyio.create_task_group() as tasks:
+
+            async def keep() -> None:
+                nonlocal lost
+                lost = await _lost(log, step, who)
+                tasks.cancel_scope.cancel()
+
+            tasks.start_soon(keep)
+            try:
+                yield
+            except Exception as error:
+                failure = error  # the caller's own error, raised outside of the task group
+            tasks.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+    left = await _identity(folder)
+    if lost or left is None:
+        raise CheckpointHeld(
+            f"the checkpoint of step {step} of run {run} was removed while it was read: this "
+            f"process did not reach the server for {LEASE:g} s; read a newer one"
+        )
+    if left != found:
+        raise CheckpointHeld(
+            f"the checkpoint of step {step} of run {run} was replaced while it was read: its "
+            "trainer saved that step again; read it once more"
+        )
+
+
+async def _promoted(
+    log: RedisEventLog, step: int, folder: Path, deadline: float
+) -> tuple[int, int]:
+    """Wait until the folder has all that is ready of the step; return its identity.
+
+    Raises:
+        CheckpointHeld: The step is not ready, or its files are gone.
+        DeadlineExceeded: The reducer did not move the files in time.
+    """
+    wait = Deadline(
+        deadline,
+        f"step {step} of run {log.run_id} is ready, but its files did not become {folder}",
+        "does a reducer run, with this checkpoint root?",
+    )
+    plan = plan_files(await wait.ask(partial(current_state, log)))
+    promotions = [one for one in plan.promotions if one.step == step]
+    after = ORIGIN
+    while await anyio.to_thread.run_sync(_is_to_come, folder, promotions):
+        seconds = min(_LONGEST_BLOCK, wait.left())
+        after = await wait.ask(partial(log.promoted_after, after, seconds=seconds))
+    found = await _identity(folder)
+    if found is None:
+        raise CheckpointHeld(
+            f"there is no checkpoint {folder}: it was removed or is not ready yet; name "
+            "another step, or the folder of all runs with checkpoint_root"
+        )
+    return found
+
+
+def _is_to_come(folder: Path, promotions: Sequence[Promotion]) -> bool:
+    """Return True if the reducer has yet to make the folder of a staged one."""
+    for promotion in promotions:
+        if (folder.parent / promotion.staged).is_dir():
+            # A late writer may make a staged folder again, which then stays.
+            settled = folder.is_dir() and (
+                promotion.only_if_absent or _made_from(folder) == promotion.staged
+            )
+            if not settled:
+                return True
+    return False
+
+
+def _made_from(folder: Path) -> str | None:
+    with suppress(OSError, ValueError):
+        return (folder / MADE_FROM).read_text()
+    return None
+
+
+async def _identity(folder: Path) -> tuple[int, int] | None:
+    """Return device and inode of a folder; None if it is absent."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        stat = await anyio.Path(folder).stat()
+        if S_ISDIR(stat.st_mode):
+            return stat.st_dev, stat.st_ino
+    return None
+
+
+async def _lost(log: RedisEventLog, step: int, who: str) -> bool:
+    """Renew the lease until the server refuses it; return True then."""
+    pause = _RENEW_EVERY
+    while True:
+        await anyio.sleep(pause)
+        try:
+            if not await log.acquire_lease(step, who, LEASE):
+                return True
+            pause = _RENEW_EVERY
+        except Exception as error:
+            if not is_transient(error):
+                raise
+            logger.warning(
+                "the lease on the checkpoint of step %d was not renewed: %s", step, error
+            )
+            pause = 1.0

@@ -1,0 +1,203 @@
+"""Context managers for a training loop: open and close a run, and publish its events."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from types import TracebackType
+
+from anyio.from_thread import start_blocking_portal
+
+from trinity_schemas import RunClosed, SaveStrategy, TrainerStatusChanged, check_run_id
+
+from ..system.error_text import cause_of, first_error
+from ..errors import InvalidRunId, PublishError, RunOpenedTwice
+from ..log import Publisher, SyncEventLog, new_producer, open_run
+from ..server import connect, open_client, serving, warn_of_eviction
+from ..system.signals import exiting_on_signals
+
+logger = logging.getLogger(__name__)
+
+
+def training_run(
+    run: str,
+    *,
+    resume_from: int | None = None,
+    config: str | None = None,
+    save_strategy: SaveStrategy = "unrestricted",
+    redis_url: str | None = None,
+) -> TrainingRun:
+    """Return the next epoch of a run, for one process of the run to open and to close.
+
+    ``with training_run("grpo-7b") as run`` opens the epoch and yields the trainer's publisher. Its
+    ``epoch`` is an argument of the run's other processes. The run is closed however the block ends.
+    Callbacks have no block, and call :meth:`TrainingRun.open` and :meth:`TrainingRun.close`.
+
+    The log records how the run ended: ``finished``, ``failed`` with the error that left the
+    block, or ``interrupted``. A run that is open when its process ends is ``interrupted``. SIGTERM
+    and SIGHUP raise ``SystemExit`` in the block if the main thread enters it and no other handler
+    is set. A process that is killed otherwise publishes no end.
+
+    Args:
+        run: The run's id.
+        resume_from: Step that training resumes from; None for a new training.
+        config: JSON for the run's other processes: no URLs, no secrets, no absolute paths.
+        save_strategy: Saves that may run at once; the run's coordinators get the same value.
+        redis_url: The server; ``TRINITY_REDIS_URL`` by default, else the embedded server.
+
+    Raises:
+        InvalidRunId: on opening, if the id is not a slug.
+        ServerUnreachable, ServerTooOld, InvalidUrl, PermissionDenied: on opening.
+        RunOpenedTwice: on opening a run that this object opened before.
+        PublishError: if the server did not accept the first event, or some event by the end.
+    """
+    return TrainingRun(
+        run,
+        _opened(
+            run,
+            resume_from=resume_from,
+            config=config,
+            save_strategy=save_strategy,
+            redis_url=redis_url,
+        ),
+    )
+
+
+class TrainingRun:
+    """One epoch of a run in the process that opens and closes it: see :func:`training_run`."""
+
+    def __init__(self, run: str, opened: AbstractContextManager[Publisher]) -> None:
+        self.run_id = run
+        self._unopened: AbstractContextManager[Publisher] | None = opened
+        self._opened: AbstractContextManager[Publisher] | None = None
+
+    def open(self) -> Publisher:
+        """Open the run's next epoch; return the trainer's publisher."""
+        if self._unopened is None:
+            raise RunOpenedTwice(
+                f"run {self.run_id} was opened by this object before: call training_run again "
+                "for its next epoch"
+            )
+        opened, self._unopened = self._unopened, None
+        publisher = opened.__enter__()
+        self._opened = opened
+        _left_open[self] = os.getpid()
+        return publisher
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Close the run: as finished, or with the error that ended training; once.
+
+        Blocks until the log has all that was published, 5 seconds at most. Raises PublishError
+        when it has not, unless ``error`` is given, which is worth more.
+        """
+        opened, self._opened = self._opened, None
+        _left_open.pop(self, None)
+        if opened is not None:
+            if error is None:
+                opened.__exit__(None, None, None)
+            else:
+                opened.__exit__(type(error), error, error.__traceback__)
+
+    def __enter__(self) -> Publisher:
+        return self.open()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close(error)
+
+
+_left_open: dict[TrainingRun, int] = {}
+"""Runs that are open, with the process that opened each; a forked process closes none of them."""
+
+
+@atexit.register
+def _interrupt_all() -> None:
+    """Close what a process leaves open: later, when its generators are finalized, is too late."""
+    for run, process in list(_left_open.items()):
+        if process == os.getpid():
+            logger.warning(
+                "run %s was left open by the process that ends, and is closed as interrupted: "
+                "close it, or open it by a with statement",
+                run.run_id,
+            )
+            run.close(SystemExit())
+
+
+@contextmanager
+def _opened(
+    run: str,
+    *,
+    resume_from: int | None,
+    config: str | None,
+    save_strategy: SaveStrategy,
+    redis_url: str | None,
+) -> Iterator[Publisher]:
+    """Open the run's next epoch, and close it however the block ends."""
+    try:
+        check_run_id(run)
+    except ValueError as error:
+        raise InvalidRunId(str(error)) from None
+
+    async def opened(url: str) -> int:
+        async with connect(url) as client:
+            await warn_of_eviction(client, url)
+            return await open_run(
+                client, run, resume_from=resume_from, config=config, save_strategy=save_strategy
+            )
+
+    with serving(redis_url) as url:
+        with start_blocking_portal() as portal:  # the caller may run its own event loop
+            epoch = portal.call(opened, url)
+        with publishing(run, epoch, "trainer", redis_url=url) as publisher:
+            publisher.publish(TrainerStatusChanged(status="running", step=resume_from or 0))
+            try:
+                with exiting_on_signals():
+                    yield publisher
+            except BaseException as error:
+                with suppress(PublishError):  # raise the error of the block instead
+                    publisher.publish(_closed_by(error))
+                raise
+            publisher.publish(RunClosed(reason="finished"))
+
+
+@contextmanager
+def publishing(
+    run: str, epoch: int, role: str, rank: int = 0, *, redis_url: str | None = None
+) -> Iterator[Publisher]:
+    """Connect to the log, and yield the publisher that a process's coordinator needs.
+
+    Args:
+        run: The run's id.
+        epoch: Epoch that the trainer opened.
+        role: Role of the process in its events, such as ``"actor"``.
+        rank: Rank of the process in that role.
+        redis_url: The server; ``TRINITY_REDIS_URL`` by default, else the embedded server.
+
+    Raises PublishError at the end if the log did not accept every event.
+    """
+    with serving(redis_url) as url, closing(SyncEventLog(open_client(url), run)) as log:
+        publisher = Publisher(log, epoch, new_producer(role, rank))
+        try:
+            yield publisher
+        except BaseException:
+            with suppress(PublishError):
+                publisher.close()
+            raise
+        publisher.close()
+
+
+_INTERRUPTS = (KeyboardInterrupt, SystemExit, asyncio.CancelledError, GeneratorExit)
+
+
+def _closed_by(error: BaseException) -> RunClosed:
+    if isinstance(first_error(error), _INTERRUPTS):
+        return RunClosed(reason="interrupted")
+    return RunClosed(reason="failed", error=cause_of(error))

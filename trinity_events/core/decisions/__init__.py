@@ -1,0 +1,1 @@
+"""Decisions of the reducer on the state: files, deadlines, retention and reports. Pure."""

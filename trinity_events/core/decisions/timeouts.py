@@ -1,0 +1,85 @@
+"""Expired leases and deadlines, as events that the leader's timekeeper appends to the log."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from trinity_schemas import DeadlineReached, ExpiredAttempt, Kind, LeaseExpired, Producer
+
+from ..limits import EXPIRED_AT_ONCE
+from ..state import MonitorState
+
+
+class LeaseHolder(NamedTuple):
+    """Process that has attempts under way and sends heartbeats."""
+
+    producer: Producer
+    lease: float
+    """Seconds without a heartbeat after which the process is taken for dead."""
+
+
+class Waiting(NamedTuple):
+    """Kind of a step that was committed and is neither complete nor failed."""
+
+    epoch: int
+    step: int
+    kind: Kind
+    committed_at: int
+    """Milliseconds of the commit's entry id."""
+
+
+def lease_holders(state: MonitorState) -> dict[str, LeaseHolder]:
+    """Return the processes whose heartbeats are watched, by incarnation."""
+    found: dict[str, LeaseHolder] = {}
+    for attempt in state.attempts.values():
+        if attempt.lease is not None:
+            name = attempt.holder.incarnation
+            known = found.get(name)
+            lease = attempt.lease if known is None else max(known.lease, attempt.lease)
+            found[name] = LeaseHolder(attempt.holder, lease)
+    return found
+
+
+def expired(state: MonitorState, silent: Collection[str]) -> list[LeaseExpired]:
+    """Return the events for incarnations that were silent for their whole lease.
+
+    An event has at most :data:`EXPIRED_AT_ONCE` attempts.
+    """
+    under_way: dict[str, list[ExpiredAttempt]] = {}
+    for save_id, attempt in state.attempts.items():
+        if attempt.lease is not None and attempt.holder.incarnation in silent:
+            under_way.setdefault(attempt.holder.incarnation, []).append(
+                ExpiredAttempt(save_id=save_id, slot=attempt.slot)
+            )
+    known = lease_holders(state)
+    return [
+        LeaseExpired(
+            holder=known[name].producer,
+            lease=known[name].lease,
+            attempts=tuple(attempts[first : first + EXPIRED_AT_ONCE]),
+        )
+        for name, attempts in under_way.items()
+        for first in range(0, len(attempts), EXPIRED_AT_ONCE)
+    ]
+
+
+def waiting(state: MonitorState) -> list[Waiting]:
+    """Return the kinds of steps that have a deadline."""
+    return [
+        Waiting(state.epoch, step, kind, committed_at)
+        for step, step_state in state.steps.items()
+        for kind, kind_state in step_state.kinds.items()
+        if (committed_at := kind_state.committed_at) is not None and not kind_state.settled
+    ]
+
+
+def overdue(
+    state: MonitorState, late: Collection[Waiting], seconds: float
+) -> list[DeadlineReached]:
+    """Return the events for kinds in ``late`` that still wait, ``seconds`` after their commit."""
+    return [
+        DeadlineReached(step=one.step, kind=one.kind, seconds=seconds)
+        for one in waiting(state)
+        if one in late
+    ]

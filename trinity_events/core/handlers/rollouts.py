@@ -1,0 +1,121 @@
+"""Handlers of events about rollouts: the fates of the ordinals of the current lineage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from trinity_schemas import (
+    Envelope,
+    ExplorerExcluded,
+    LedgerRestored,
+    RolloutsDispatched,
+    StepTrained,
+)
+
+from ..fold_state import FoldState, keep_last
+from ..ledger import Contradictions, Ledger, LedgerError
+from ..limits import KEPT_EXCLUDED, LONGEST_REFUSAL
+from ..lineage import lineage_of
+from ..ordinal_ranges import Range, union, words_of_ranges
+from ..skipped_updates import ANOMALY, format_skipped_updates
+from ..state import ExcludedExplorer, MonitorState
+
+
+def rollouts_dispatched(fold: FoldState, event: RolloutsDispatched, _: Envelope) -> None:
+    """Open the ordinals that the trainer asked for, and settle those that it gave up at its end."""
+    ledger = _ledger(fold)
+    if event.fingerprint is not None:
+        ledger.fingerprint = event.fingerprint
+    fated, skipped = ledger.note_dispatched(event.ordinals)
+    if event.reissued:
+        again = union((one.ordinal, one.ordinal) for one in event.reissued)
+        reissued = ledger.contradictions(again)
+        fated = union(fated, reissued.settled)
+        _note(fold, "reissued-without-dispatch", reissued.undispatched)
+    _note(fold, "dispatched-after-fate", fated)
+    _note(fold, "dispatch-gap", skipped)
+    _settle_dropped(fold, ledger, event.dropped)
+
+
+def step_trained(fold: FoldState, event: StepTrained, _: Envelope) -> None:
+    """Settle the ordinals that a step trained, and those that were dropped before it."""
+    state, ledger = fold.state, _ledger(fold)
+    state.trainer_step = max(state.trainer_step, event.step)
+    trained = _settle(fold, ledger, None, event.trained)
+    _note(fold, "trained-twice", trained.settled, f" in step {event.step}")
+    _note(fold, "fate-without-dispatch", trained.undispatched, f" in step {event.step}")
+    _settle_dropped(fold, ledger, event.dropped)
+    for sentence in format_skipped_updates(event.step, event.metrics):
+        fold.note_anomaly(ANOMALY, sentence)
+
+
+def explorer_excluded(fold: FoldState, event: ExplorerExcluded, _: Envelope) -> None:
+    """Keep the explorer, and the reason, until the next epoch."""
+    excluded = fold.state.excluded
+    excluded.pop(event.explorer, None)
+    excluded[event.explorer] = ExcludedExplorer(
+        at=fold.now, malformed=event.malformed, reason=event.reason[:LONGEST_REFUSAL]
+    )
+    keep_last(excluded, KEPT_EXCLUDED)
+
+
+def format_exclusion(explorer: str, malformed: int, reason: str) -> str:
+    """Return the exclusion of an explorer as a sentence without its full stop."""
+    name = explorer if explorer.isprintable() else repr(explorer)
+    return (
+        f"{name} is excluded until the run's next epoch, since {malformed} of its answers were "
+        f"malformed (the last one: {reason})"
+    )
+
+
+def ledger_restored(fold: FoldState, event: LedgerRestored, _: Envelope) -> None:
+    """Take the ledger of the checkpoint that the trainer resumes from."""
+    state = fold.state
+    try:
+        state.ledger = _restored(state, event)
+    except LedgerError as error:
+        fold.note_anomaly("unsound-ledger", str(error))
+
+
+def _restored(state: MonitorState, event: LedgerRestored) -> Ledger:
+    """Return the ledger of an event. Raises LedgerError if the run cannot go on with it."""
+    ledger, resumed = event.ledger, lineage_of(state)[-1].first
+    if state.ledger is not None:
+        raise LedgerError("the epoch has a ledger already")
+    if ledger.step != resumed:
+        raise LedgerError(f"a ledger of step {ledger.step}, and the run goes on from {resumed}")
+    if ledger.digest != event.digest:
+        raise LedgerError("a ledger that differs from its digest")
+    return Ledger.restored(ledger)
+
+
+def _ledger(fold: FoldState) -> Ledger:
+    """Return the ledger of the current lineage, added if the state has none."""
+    state = fold.state
+    if state.ledger is None:
+        state.ledger = Ledger()
+    return state.ledger
+
+
+def _settle_dropped(
+    fold: FoldState, ledger: Ledger, dropped: Mapping[str, tuple[Range, ...]]
+) -> None:
+    for reason, ordinals in dropped.items():
+        contradictions = _settle(fold, ledger, reason, ordinals)
+        _note(fold, "dropped-after-fate", contradictions.settled, f" ({reason})")
+        _note(fold, "fate-without-dispatch", contradictions.undispatched, f" ({reason})")
+
+
+def _settle(
+    fold: FoldState, ledger: Ledger, reason: str | None, ordinals: tuple[Range, ...]
+) -> Contradictions:
+    try:
+        return ledger.settle(reason, ordinals)
+    except LedgerError as error:
+        fold.note_anomaly("ledger-full", str(error))
+        return Contradictions([], [])
+
+
+def _note(fold: FoldState, name: str, ordinals: list[Range], more: str = "") -> None:
+    if ordinals:
+        fold.note_anomaly(name, f"ordinals {words_of_ranges(ordinals)}{more}")

@@ -1,0 +1,147 @@
+"""Handlers of events about a run: its epochs, its trainer, and its consumer groups."""
+
+from __future__ import annotations
+
+from trinity_schemas import (
+    ConsumerDetached,
+    Envelope,
+    EpochClosed,
+    EpochOpened,
+    Kind,
+    ProfileWritten,
+    RunClosed,
+    RunOpened,
+    RunResumed,
+    StepRef,
+    TrainerStatusChanged,
+    TrainingEnded,
+)
+
+from ..announcements import announce_since_2, supersede
+from ..completeness import staged_folder
+from ..evaluations import continue_evaluations
+from ..fold_state import FoldState, describe_producer, keep_last
+from ..limits import KEPT_DETACHED, KEPT_PENDING_PROMOTIONS, KEPT_PROFILES
+from ..lineage import continued_lineage
+from ..state import DetachedConsumer, Profile, ReadyPointer
+
+
+def run_opened(fold: FoldState, event: RunOpened, envelope: Envelope) -> None:
+    """Begin an epoch at step 0."""
+    _open_epoch(fold, envelope.epoch, 0, event)
+    _announce_opening(fold, event.config, envelope)
+
+
+def run_resumed(fold: FoldState, event: RunResumed, envelope: Envelope) -> None:
+    """Begin an epoch at the step that the trainer resumes from."""
+    _open_epoch(fold, envelope.epoch, event.step, event)
+    state = fold.state
+    at = StepRef(state.epoch, event.step)
+    kinds: tuple[Kind, ...] = ("state_dict", "checkpoint")
+    for kind in kinds:
+        # The pointer to the weights stays until the resumed trainer has published a version.
+        old = state.ready.get(kind)
+        if old is not None:
+            state.ready[kind] = ReadyPointer(
+                at=at,
+                entry_id=fold.entry_id,
+                path=old.path if old.at.step == at.step else None,
+                resumed=old.named,
+            )
+    _announce_opening(fold, event.config, envelope)
+
+
+def _announce_opening(fold: FoldState, config: str | None, envelope: Envelope) -> None:
+    state = fold.state
+    announce_since_2(
+        fold,
+        envelope,
+        EpochOpened(
+            epoch=state.epoch, step=state.trainer_step, caused_by=fold.entry_id, config=config
+        ),
+    )
+
+
+def _open_epoch(fold: FoldState, epoch: int, step: int, opening: RunOpened | RunResumed) -> None:
+    state = fold.state
+    for left, step_state in sorted(state.steps.items()):
+        for kind in ("checkpoint", "state_dict"):
+            found = step_state.kinds.get(kind)
+            folder = staged_folder(step_state, kind) if found and found.outcome else None
+            if folder is not None:
+                state.pending_promotions[folder] = left
+                break
+        for kind, kind_state in step_state.kinds.items():
+            if not kind_state.settled:
+                supersede(fold, state.epoch, left, kind, StepRef(epoch, step))
+    for folder in list(state.pending_promotions)[:-KEPT_PENDING_PROMOTIONS]:
+        del state.pending_promotions[folder]
+    state.lineage = continued_lineage(state, opening)
+    state.epoch = epoch
+    continue_evaluations(state)
+    state.strategy = opening.save_strategy
+    state.transport = opening.transport
+    state.attempts, state.queue, state.turns = {}, {}, {}
+    state.complete_checkpoints = [one for one in state.complete_checkpoints if one <= step]
+    state.trainer, state.trainer_step = None, step
+    state.steps = {}
+    state.forgotten_through = -1
+    state.closed = state.closed_error = state.closed_at = None
+    state.waits, state.stacks, state.ledger = {}, {}, None
+    state.excluded = {}
+    if state.opened_at is None:
+        state.opened_at = fold.now
+
+
+def run_closed(fold: FoldState, event: RunClosed, envelope: Envelope) -> None:
+    """Note that the epoch ended, and its reason."""
+    state = fold.state
+    state.closed, state.closed_error = event.reason, event.error
+    state.closed_at, state.waits = fold.now, {}
+    state.trainer = "stopped"
+    announce_since_2(
+        fold,
+        envelope,
+        EpochClosed(
+            epoch=state.epoch,
+            caused_by=fold.entry_id,
+            reason=event.reason,
+            step=event.step,
+            error=event.error,
+        ),
+    )
+
+
+def trainer_status_changed(
+    fold: FoldState, event: TrainerStatusChanged, envelope: Envelope
+) -> None:
+    """Note the trainer's status and its step."""
+    state = fold.state
+    state.trainer = event.status
+    state.trainer_step = max(state.trainer_step, event.step)
+    if event.status == "stopped":
+        ended = TrainingEnded(epoch=state.epoch, step=state.trainer_step, caused_by=fold.entry_id)
+        announce_since_2(fold, envelope, ended)
+
+
+def profile_written(fold: FoldState, event: ProfileWritten, envelope: Envelope) -> None:
+    """Keep the profile among the last few."""
+    profiles = fold.state.profiles
+    by = describe_producer(envelope.producer)
+    profiles.append(Profile(step=event.step, by=by, path=event.path))
+    del profiles[:-KEPT_PROFILES]
+
+
+def consumer_detached(fold: FoldState, event: ConsumerDetached, _: Envelope) -> None:
+    """Note a consumer group that no longer keeps the log from being trimmed."""
+    detached = fold.state.detached
+    name = f"{event.stream}/{event.group}"
+    detached.pop(name, None)
+    detached[name] = DetachedConsumer(
+        entry_id=fold.entry_id,
+        position=event.position,
+        pending=event.pending,
+        idle=event.idle,
+        oldest_pending=event.oldest_pending,
+    )
+    keep_last(detached, KEPT_DETACHED)

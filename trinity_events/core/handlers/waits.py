@@ -1,0 +1,155 @@
+"""Waits that processes report: the handlers of their events, and the chain of open ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from trinity_schemas import Envelope, StacksTaken, WaitEnded, WaitStarted
+
+from ..fold_state import FoldState, describe_producer, keep_last
+from ..limits import KEPT_WAIT_NAMES, KEPT_WAITS, LONGEST_WAIT
+from ..state import MonitorState, OpenWait
+
+_TOLD = 16
+"""Waits that are told in words; the others are counted."""
+_OVERDUE = 60_000
+"""Milliseconds after its deadline from which a wait is shown no more: its process is dead."""
+_SILENT = 200_000
+"""Milliseconds after its last report from which a wait is shown no more: its process is dead.
+
+A process reports its wait again every 60 s (``trinity_events.diagnostics.waits.RENEWAL``).
+"""
+
+
+def wait_started(fold: FoldState, event: WaitStarted, envelope: Envelope) -> None:
+    """Note an open wait, or its new object and processes.
+
+    An explorer that has started again waits no more as it did before. Other processes start again
+    in a new epoch, which forgets all waits.
+    """
+    state = fold.state
+    by, incarnation = describe_producer(envelope.producer), envelope.producer.incarnation
+    if envelope.producer.role == "explorer":
+        forget_waits(fold, by, but=incarnation)
+    since = fold.now - int(min(event.seconds * 1000, fold.now))
+    # Removed and inserted again: the wait that was reported longest ago is dropped first.
+    known = state.waits.pop(event.wait_id, None)
+    state.waits[event.wait_id] = OpenWait(
+        by=by,
+        incarnation=incarnation,
+        what=event.what[:LONGEST_WAIT],
+        waits_for=event.waits_for[:KEPT_WAIT_NAMES],
+        unnamed=max(0, len(event.waits_for) - KEPT_WAIT_NAMES),
+        since=since if known is None else min(since, known.since),
+        deadline=event.deadline,
+        heard_at=fold.now,
+        step=event.step,
+    )
+    keep_last(state.waits, KEPT_WAITS)
+
+
+def wait_ended(fold: FoldState, event: WaitEnded, _: Envelope) -> None:
+    """Forget a wait that is over; it may have been forgotten before."""
+    fold.state.waits.pop(event.wait_id, None)
+
+
+def stacks_taken(fold: FoldState, event: StacksTaken, _: Envelope) -> None:
+    """Note the entry that has the stacks of a process."""
+    taken = fold.state.stacks
+    taken.pop(event.process, None)
+    taken[event.process] = fold.entry_id
+    keep_last(taken, KEPT_WAITS)
+
+
+def words_of_stacks(entry_id: str, taken: StacksTaken) -> list[str]:
+    """Return lines with the stacks of a process, indented below a sentence that names it."""
+    process = f"{taken.process} (process {taken.pid} on {taken.node})"
+    if not taken.stacks:
+        return [f"{process} wrote no stacks at the deadline of a wait for it: it is stopped."]
+    head = f"Stacks of {process} at the deadline of a wait for it, entry {entry_id}:"
+    return [head, *(f"  {line}" for line in taken.stacks.splitlines())]
+
+
+def forget_waits(fold: FoldState, by: str, *, but: str | None = None) -> None:
+    """Forget the waits of a process that has ended, but those of one start of it."""
+    state = fold.state
+    gone = [name for name, one in state.waits.items() if one.by == by and one.incarnation != but]
+    for name in gone:
+        del state.waits[name]
+
+
+def open_waits(state: MonitorState, now: int) -> list[OpenWait]:
+    """Return the open waits at a moment, oldest first, without those of dead processes."""
+    waits = [one for one in state.waits.values() if now <= _shown_until(one)]
+    return sorted(waits, key=lambda one: one.since)
+
+
+def seconds_left(wait: OpenWait, now: int) -> float | None:
+    """Return the seconds until a wait gives up; None if it has no deadline."""
+    if wait.deadline is None:
+        return None
+    return max(0.0, wait.deadline - (now - wait.since) / 1000)
+
+
+def _shown_until(wait: OpenWait) -> float:
+    heard = (wait.since if wait.heard_at is None else wait.heard_at) + _SILENT
+    if wait.deadline is None:
+        return heard
+    return min(heard, wait.since + wait.deadline * 1000 + _OVERDUE)
+
+
+class ChainedWait(NamedTuple):
+    """Open wait in its chain."""
+
+    wait: OpenWait
+    depth: int
+    """Number of waits above it: each names the process of the next one."""
+
+
+def chained_waits(state: MonitorState, now: int) -> list[ChainedWait]:
+    """Return the open waits, each followed by those of the processes it names."""
+    waits = open_waits(state, now)
+    named = {name for one in waits for name in one.waits_for if name != one.by}
+    told: set[int] = set()
+    # Roots first; a circle of waits has none, and is told from its oldest wait.
+    ordered = sorted(waits, key=lambda one: one.by in named)
+    return [link for one in ordered for link in _chain(one, waits, told, 0)]
+
+
+def chains_of_waits(state: MonitorState, now: int) -> list[str]:
+    """Return one sentence for each open wait, followed by those of the processes it names.
+
+    The latter are indented. Waits beyond the first few are counted.
+    """
+    links = chained_waits(state, now)
+    lines = ["  " * one.depth + sentence_of(one.wait, now) for one in links[:_TOLD]]
+    more = [f"{len(links) - _TOLD} more waits are open."] if len(links) > _TOLD else []
+    return [*lines, *more]
+
+
+def _chain(
+    wait: OpenWait, waits: list[OpenWait], told: set[int], depth: int
+) -> Iterator[ChainedWait]:
+    if id(wait) in told:
+        return
+    told.add(id(wait))
+    yield ChainedWait(wait, depth)
+    for one in waits:
+        if one.by in wait.waits_for:
+            yield from _chain(one, waits, told, depth + 1)
+
+
+def culprits(wait: OpenWait) -> str:
+    """Return the processes that a wait is for, as text; empty if it names none."""
+    more = f" and {wait.unnamed} more" if wait.unnamed else ""
+    return f"{', '.join(wait.waits_for)}{more}"
+
+
+def sentence_of(wait: OpenWait, now: int) -> str:
+    """Return a wait in one sentence."""
+    named = f" from {culprits(wait)}" if wait.waits_for else ""
+    left = seconds_left(wait, now)
+    deadline = "" if left is None else f", and gives up in {left:.0f} s"
+    age = max(0, now - wait.since) / 1000
+    return f"{wait.by} waits for {wait.what}{named} for {age:.1f} s{deadline}."

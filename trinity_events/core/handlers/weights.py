@@ -1,0 +1,129 @@
+"""Handlers of events about weights: versions and their parts, and the explorers that use them."""
+
+from __future__ import annotations
+
+from trinity_schemas import (
+    Envelope,
+    ExplorerStatusChanged,
+    Producer,
+    PublicationStarted,
+    PublishedPart,
+    ResendRequested,
+    StepRef,
+    SyncRequested,
+    VersionOpened,
+    VersionPartPublished,
+    VersionRefused,
+    VersionResent,
+    WeightsApplied,
+)
+
+from ..announcements import announce_complete, announce_since_2
+from .attempts import end_attempt
+from ..fold_state import FoldState, describe_producer, keep_last
+from ..limits import KEPT_EXPLORERS, KEPT_REFUSALS
+from ..refusals import refusal_of
+from ..state import ExplorerState
+from .waits import forget_waits
+
+
+def version_opened(fold: FoldState, event: VersionOpened, envelope: Envelope) -> None:
+    """Note the ranks that a version needs parts of, and announce that they publish it."""
+    version = fold.ensure_version(event.step)
+    if version is not None and not version.ranks:
+        version.ranks = tuple(dict.fromkeys(event.ranks))
+        version.transport = event.transport
+        announce_since_2(
+            fold,
+            envelope,
+            PublicationStarted(
+                epoch=fold.state.epoch,
+                step=event.step,
+                caused_by=fold.entry_id,
+                ranks=version.ranks,
+                transport=event.transport,
+            ),
+        )
+        announce_complete(fold, event.step, "weights")
+
+
+def part_published(fold: FoldState, event: VersionPartPublished, envelope: Envelope) -> None:
+    """Add a rank's part to its version; announce the part of a ready version as sent again."""
+    step = event.step
+    if event.save_id is not None:
+        end_attempt(fold, event.save_id)
+    version = fold.ensure_version(step)
+    if version is None:
+        return
+    kind = fold.state.steps[step].kinds["weights"]
+    # Until the version is ready, a retry replaces the part of a failed attempt.
+    if kind.outcome is None:
+        delta = event.delta
+        version.parts[event.rank] = PublishedPart(
+            rank=event.rank,
+            manifest_digest=event.manifest_digest,
+            bytes=event.bytes,
+            base=None if delta is None else delta.base,
+        )
+        if kind.committed_at is not None:  # Most parts come before the commit.
+            announce_complete(fold, step, "weights")
+    elif kind.outcome == "ready" and version.transport == "collective":
+        # No other transport publishes a ready version again: a group keeps none for who joins late.
+        resent = VersionResent(epoch=fold.state.epoch, step=step, caused_by=fold.entry_id)
+        announce_since_2(fold, envelope, resent)
+
+
+def weights_applied(fold: FoldState, event: WeightsApplied, envelope: Envelope) -> None:
+    """Note the version that an explorer serves."""
+    explorer = _explorer(fold, envelope.producer)
+    explorer.version = event.version
+    explorer.digest = event.digest
+    explorer.applied_at = fold.now
+    if explorer.wanted is None or event.version >= explorer.wanted:
+        explorer.wanted = explorer.requested_at = None
+
+
+def version_refused(fold: FoldState, event: VersionRefused, envelope: Envelope) -> None:
+    """Count a refused version, and keep it among the last few."""
+    state = fold.state
+    state.refused += 1
+    state.refusals.append(refusal_of(event, envelope.producer, fold.now))
+    del state.refusals[:-KEPT_REFUSALS]
+
+
+def explorer_status_changed(
+    fold: FoldState, event: ExplorerStatusChanged, envelope: Envelope
+) -> None:
+    """Note an explorer's status; one that stopped, or started again, waits no more as it did."""
+    producer = envelope.producer
+    _explorer(fold, producer).status = event.status
+    lives = None if event.status == "stopped" else producer.incarnation
+    forget_waits(fold, describe_producer(producer), but=lives)
+
+
+def sync_requested(fold: FoldState, event: SyncRequested, envelope: Envelope) -> None:
+    """Note that an explorer asked the trainer to publish."""
+    _note_request(fold, envelope.producer, event.wanted)
+
+
+def resend_requested(fold: FoldState, event: ResendRequested, envelope: Envelope) -> None:
+    """Note that an explorer asked for a version that it missed."""
+    _note_request(fold, envelope.producer, event.version)
+
+
+def _note_request(fold: FoldState, producer: Producer, wanted: StepRef | None) -> None:
+    explorer = _explorer(fold, producer)
+    explorer.wanted = wanted
+    explorer.requested_at = fold.now
+
+
+def _explorer(fold: FoldState, producer: Producer) -> ExplorerState:
+    """Return an explorer, added if the state has none, and note that it sent an event."""
+    explorers = fold.state.explorers
+    name = describe_producer(producer)
+    # Removed and inserted again: the explorer that was silent longest is dropped first.
+    found = explorers.pop(name, None) or ExplorerState()
+    explorers[name] = found
+    found.heard_at = fold.now
+    keep_last(explorers, KEPT_EXPLORERS)
+    return found

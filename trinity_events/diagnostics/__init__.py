@@ -1,0 +1,1 @@
+"""Waits and stacks of this process, for a run that does not move."""

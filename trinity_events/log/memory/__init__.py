@@ -1,0 +1,1 @@
+"""Event log in memory, for tests and simulations."""

@@ -1,0 +1,1 @@
+"""Publishers: events on their way into a log."""

@@ -1,0 +1,167 @@
+"""Publisher for asynchronous code, and the opening of a run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import anyio
+import redis
+import redis.asyncio
+
+from trinity_schemas import (
+    REPORTER_ROLE,
+    ChosenTransport,
+    Event,
+    Producer,
+    RunOpened,
+    RunResumed,
+    SaveStrategy,
+    StepRef,
+    event_tag,
+)
+
+from ...errors import KeyConflict, PermissionDenied, PublishError
+from ..base import EventLog
+from .envelopes import EnvelopeFactory, opening_envelope
+from ..redis.error_replies import reply_text
+from ..redis.event_log import RedisEventLog
+from ..retry import backoff_delays, is_transient
+from ..redis.run_index import add_run
+
+T = TypeVar("T")
+
+_LONGEST_PAUSE = 1.0
+
+
+class AsyncPublisher:
+    """Publishes from asynchronous code, and waits until each event is in the log.
+
+    After a lost reply it sends the event again; the fold ignores the duplicate.
+
+    Args:
+        log: The run's log.
+        epoch: The epoch of this process.
+        producer: Identity of this publisher, which no other publisher may share.
+        deadline: Seconds for which an event waits for a server that is away or full.
+    """
+
+    def __init__(
+        self, log: EventLog, epoch: int, producer: Producer, *, deadline: float = 30.0
+    ) -> None:
+        self.log = log
+        self._stamp = EnvelopeFactory(log.run_id, epoch, producer)
+        self._append = log.append_report if producer.role == REPORTER_ROLE else log.append
+        self._deadline = deadline
+        self._lock = anyio.Lock()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that its events carry."""
+        return self._stamp.epoch
+
+    async def publish(self, event: Event) -> str:
+        """Append the event; return its entry id.
+
+        Raises:
+            PublishError: if no server took it within the deadline, or the server refuses it.
+            ContractError: if the event breaks the contract.
+        """
+        give_up = time.monotonic() + self._deadline
+        what = f"{event_tag(event)} of run {self.log.run_id} was not published"
+        async with self._lock:
+            if time.monotonic() >= give_up:
+                raise PublishError(f"{what}: what was published before it took too long")
+            payload = self._stamp.next(event)
+            try:
+                return await _within(
+                    self._deadline, lambda: self._append(payload), what, give_up=give_up
+                )
+            except (redis.RedisError, OSError, KeyConflict) as error:
+                # Refused, so not in the log. After a lost connection it may be: keep the number.
+                self._stamp.undo()
+                raise PublishError(f"{what}: {reply_text(error)}") from error
+
+
+async def open_run(
+    client: redis.asyncio.Redis,
+    run_id: str,
+    *,
+    resume_from: int | StepRef | None = None,
+    config: str | None = None,
+    save_strategy: SaveStrategy = "unrestricted",
+    transport: ChosenTransport | None = None,
+    above: int = 0,
+    deadline: float = 60.0,
+) -> int:
+    """Open the next epoch of the run, from its beginning or from a step; return the epoch.
+
+    ``resume_from`` is a step, or the checkpoint of a step by the epoch that wrote it.
+    ``config`` is JSON for the run's other processes: no URLs, no secrets, no absolute paths.
+    ``save_strategy`` tells which saves may run at the same time. ``transport`` shows users the
+    transport of the weights and the reason for it. ``deadline`` is in seconds. ``above`` is the
+    newest epoch of the folded log, if the caller has folded it. An event may have opened it without
+    taking its number; the opening then waits until a reducer has raised the counter.
+
+    The run is listed in the index before its first event: a crash in between leaves an empty run,
+    never an unlisted one. It is listed again after: a reducer that just dropped the run finds it.
+
+    Raises:
+        PublishError: if no server took the event in time.
+        PermissionDenied: if the server's access rules forbid it.
+    """
+    log = RedisEventLog(client, run_id)
+    event: Event = RunOpened(config=config, save_strategy=save_strategy, transport=transport)
+    if resume_from is not None:
+        checkpoint = resume_from if isinstance(resume_from, StepRef) else None
+        event = RunResumed(
+            step=resume_from.step if isinstance(resume_from, StepRef) else resume_from,
+            checkpoint=checkpoint,
+            config=config,
+            save_strategy=save_strategy,
+            transport=transport,
+        )
+    opening = opening_envelope(run_id, event)
+    give_up = time.monotonic() + deadline
+    what = f"run {run_id} was not opened"
+
+    async def patiently(step: Callable[[], Awaitable[T]]) -> T:
+        return await _within(deadline, step, what, give_up=give_up)
+
+    try:
+        await patiently(lambda: add_run(client, run_id))
+        epoch = await patiently(lambda: log.open_epoch(opening, above=above))
+        await patiently(lambda: add_run(client, run_id))
+    except (redis.AuthenticationError, redis.exceptions.NoPermissionError) as error:
+        raise PermissionDenied(
+            f"{what}: the server's access rules refuse this user ({error}): "
+            "name a user with the rights of a trainer in the URL"
+        ) from error
+    return epoch
+
+
+async def _within(
+    deadline: float, step: Callable[[], Awaitable[T]], what: str, *, give_up: float
+) -> T:
+    """Return the result of a request; retry it while its error is transient.
+
+    Raises PublishError after the deadline, and any other error at once.
+    """
+    fault: Exception | None = None
+    for pause in backoff_delays(_LONGEST_PAUSE):
+        with anyio.move_on_after(give_up - time.monotonic()):
+            try:
+                return await step()
+            except Exception as error:
+                if not is_transient(error):
+                    if fault is not None:  # an earlier attempt may have been done
+                        raise PublishError(f"{what}: {reply_text(error)}") from error
+                    raise
+                fault = error
+        left = give_up - time.monotonic()
+        if left <= 0:
+            break
+        await anyio.sleep(min(pause, left))
+    why = "it is slow" if fault is None else reply_text(fault)
+    raise PublishError(f"{what}: the server did not take it within {deadline:g} s: {why}")

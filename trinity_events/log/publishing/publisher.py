@@ -1,0 +1,291 @@
+"""Publisher for synchronous code: it numbers events and sends them in order."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+import time
+from functools import cached_property
+from weakref import ReferenceType, WeakSet, ref
+
+from trinity_schemas import REPORTER_ROLE, Event, Producer, event_tag
+
+from ...errors import BufferFull, PublishError
+from ...diagnostics.waits import WaitReporter
+from .envelopes import EnvelopeFactory
+from ..redis.error_replies import reply_text
+from .outbox import Outbox
+from ..retry import backoff_delays, is_transient
+from ..redis.sync_log import SyncEventLog
+
+logger = logging.getLogger(__name__)
+
+CAPACITY = 4096
+"""Events that a publisher buffers at most while no server takes them."""
+CAPACITY_BYTES = 16 << 20
+"""Bytes of those events at most."""
+LONGEST_PAUSE = 1.0
+"""Maximum seconds between two attempts to reach a server."""
+EXIT_DEADLINE = 5.0
+"""Seconds that an exiting process waits for the events that its publishers still buffer."""
+
+_LINGER = 5.0
+"""Seconds for which the sending thread keeps an idle publisher without another user."""
+
+
+class Publisher:
+    """Publishes from any thread without waiting for the server.
+
+    Events are numbered as they are published. A sending thread sends them in that order, and
+    retries while the server is away, full or read-only. An unconfirmed event is sent again; the
+    fold ignores the duplicate. :meth:`flush` returns once every event is in the log. An exiting
+    process closes its publishers within :data:`EXIT_DEADLINE` seconds. A forked process needs its
+    own publisher: the thread and the connection stay in the parent.
+
+    Args:
+        log: The run's log.
+        epoch: The epoch of this process.
+        producer: Identity of this publisher, which no other publisher may share.
+        capacity: Events that it buffers at most.
+        capacity_bytes: Bytes of those events at most.
+    """
+
+    def __init__(
+        self,
+        log: SyncEventLog,
+        epoch: int,
+        producer: Producer,
+        *,
+        capacity: int = CAPACITY,
+        capacity_bytes: int = CAPACITY_BYTES,
+    ) -> None:
+        self.log = log
+        self._stamp = EnvelopeFactory(log.run_id, epoch, producer)
+        # An explorer may append to the reports alone: see `core/report_checks.py`.
+        reports = producer.role == REPORTER_ROLE
+        self._append = log.append_reports if reports else log.append_many
+        self._outbox = Outbox(capacity, capacity_bytes)
+        self._changed = threading.Condition()
+        self._process = os.getpid()
+        self._thread: threading.Thread | None = None
+        self._fault: Exception | None = None
+        self._attempts = 0
+        self._refused = 0  # number of the last refused attempt
+        self._hurried = False
+        self._closed = False
+        _open.add(self)
+
+    @cached_property
+    def waits(self) -> WaitReporter:
+        """Reporter of the long waits of this publisher's process."""
+        return WaitReporter(self, run_id=self.run_id, owner=self.producer.incarnation)
+
+    @property
+    def run_id(self) -> str:
+        """The run of its log."""
+        return self._stamp.run_id
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that its events carry."""
+        return self._stamp.epoch
+
+    @property
+    def producer(self) -> Producer:
+        """The producer that its events name."""
+        return self._stamp.producer
+
+    @property
+    def backlog(self) -> int:
+        """Number of published events that are not known to be in the log."""
+        return len(self._outbox)
+
+    def publish(self, event: Event) -> None:
+        """Buffer an event for the sending thread; return at once.
+
+        Raises:
+            BufferFull: if the buffer is full; the event was not taken, and leaves no gap.
+            PublishError: if the server refuses earlier events; this one was not taken either.
+            ContractError: if the event breaks the contract.
+        """
+        self._check_process()
+        with self._changed:
+            if self._closed:
+                raise self._not_taken(event, "its publisher was closed")
+            if self._is_refused:
+                raise self._not_taken(event, f"the server refuses this user: {self._why}")
+            payload = self._stamp.next(event)
+            try:
+                self._take(event, payload)
+            except BaseException:
+                self._stamp.undo()
+                raise
+
+    def flush(self, deadline: float) -> None:
+        """Wait until every published event is in the log.
+
+        Raises PublishError after ``deadline`` seconds, or as soon as the server refuses an event.
+        The error counts the missing events and gives the reason. They stay buffered and are
+        sent again.
+        """
+        self._check_process()
+        with self._changed:
+            until, begun = self._outbox.accepted, self._attempts
+            self._hurry()
+            # The server may accept by now what it refused before: wait for another attempt.
+            self._changed.wait_for(
+                lambda: self._outbox.taken >= until or self._refused > begun or self._is_over,
+                deadline,
+            )
+            missing = until - self._outbox.taken
+            if missing > 0:
+                how = f"did not take them within {deadline:.3g} s"
+                if self._is_refused:
+                    how = "refuses them"
+                which = "1 event is" if missing == 1 else f"{missing} events are"
+                raise PublishError(
+                    f"in run {self.run_id}, {which} not in the log, since the server {how}: "
+                    f"{self._why}"
+                )
+
+    def close(self, deadline: float = 5.0) -> None:
+        """Flush, and end the sending thread; the log stays open. Raises as :meth:`flush`.
+
+        Later calls of :meth:`publish` fail. Events not taken in time are dropped.
+        """
+        give_up = time.monotonic() + deadline
+        try:
+            self.flush(deadline)
+        finally:
+            with self._changed:
+                self._closed = True
+                thread = self._thread
+                self._changed.notify_all()
+            if thread is not None:
+                thread.join(max(0.0, give_up - time.monotonic()))
+
+    def _take(self, event: Event, payload: bytes) -> None:
+        if not self.log.remote:
+            self._append([payload])
+            return
+        if self._thread is None:  # before the put: an event that cannot be sent is not taken
+            self._thread = self._start_sender(event)
+        if not self._outbox.put(payload):
+            raise BufferFull(
+                f"{event_tag(event)} of run {self.run_id} was not published: {self.backlog} "
+                f"events wait for the server already, which fills the buffer: {self._why}"
+            )
+        self._changed.notify_all()
+
+    def _start_sender(self, event: Event) -> threading.Thread:
+        """Start the thread that sends for as long as the publisher is open and in use.
+
+        An idle thread stays: an exiting process can start no other.
+        """
+        thread = threading.Thread(
+            target=_send_for, args=(ref(self),), name=f"publish-{self.producer.role}", daemon=True
+        )
+        try:
+            if sys.is_finalizing():  # where Python 3.11 would wait for ever
+                raise RuntimeError
+            thread.start()
+        except RuntimeError:
+            raise self._not_taken(event, "this process ends, and can start no thread") from None
+        return thread
+
+    def _send(self) -> bool:
+        """Send batch by batch, each until the server takes it; return False once it is closed."""
+        faults = backoff_delays(LONGEST_PAUSE)
+        while batch := self._next_batch():
+            try:
+                self._append(batch)
+            except Exception as error:  # no caller would see it in this thread
+                self._note(error)
+                self._pause(next(faults))
+            else:
+                faults = backoff_delays(LONGEST_PAUSE)
+                with self._changed:
+                    self._fault = None
+                    self._outbox.drop(len(batch))
+                    self._changed.notify_all()
+        return self._thread is not None
+
+    def _next_batch(self) -> list[bytes]:
+        """Return the next batch; empty after an idle while, and once the publisher is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._outbox) or self._closed, _LINGER)
+            batch = [] if self._closed else self._outbox.batch()
+            self._attempts += 1
+            if self._closed:
+                self._thread = None
+                self._changed.notify_all()
+            return batch
+
+    def _note(self, error: Exception) -> None:
+        with self._changed:
+            if self._fault is None:
+                logger.warning(
+                    "events of run %s wait for the server: %s", self.run_id, reply_text(error)
+                )
+            self._fault = error
+            if self._is_refused:
+                self._refused = self._attempts
+            self._changed.notify_all()
+
+    def _pause(self, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._hurried or self._closed, seconds)
+            self._hurried = False
+
+    def _hurry(self) -> None:
+        self._hurried = len(self._outbox) > 0
+        self._changed.notify_all()
+
+    @property
+    def _is_over(self) -> bool:
+        return self._closed and self._thread is None
+
+    @property
+    def _is_refused(self) -> bool:
+        return self._fault is not None and not is_transient(self._fault)
+
+    @property
+    def _why(self) -> str:
+        return "it is slow" if self._fault is None else reply_text(self._fault) or repr(self._fault)
+
+    def _not_taken(self, event: Event, why: str) -> PublishError:
+        return PublishError(f"{event_tag(event)} of run {self.run_id} was not published: {why}")
+
+    def _check_process(self) -> None:
+        if self._process != os.getpid():
+            raise PublishError(
+                f"a publisher of run {self.run_id} belongs to process {self._process}, from which "
+                "this one was forked: make a publisher in the process that publishes"
+            )
+
+
+def _send_for(reference: ReferenceType[Publisher]) -> None:
+    """Send for a publisher until it is closed, or nothing else refers to it."""
+    while (publisher := reference()) is not None and publisher._send():
+        del publisher
+
+
+_open: WeakSet[Publisher] = WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close the open publishers at exit; threads that are no daemons have ended by now.
+
+    Finalizers run later, when no thread does: an event that they publish is refused at once.
+    """
+    give_up = time.monotonic() + EXIT_DEADLINE
+    for publisher in list(_open):
+        if publisher._process == os.getpid() and not publisher._closed:
+            try:
+                publisher.close(max(0.0, give_up - time.monotonic()))
+            except PublishError as error:
+                logger.error("this process ends: %s", error)

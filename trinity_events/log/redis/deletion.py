@@ -1,0 +1,59 @@
+"""Deletion of a run from a server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import redis.asyncio
+
+from trinity_schemas import RUN_INDEX, RunKeys
+
+from ...errors import TrinityError
+from .key_errors import naming_wrong_type
+from .run_index import run_of_listing
+from .scripts import Scripts
+
+_AT_ONCE = 1000
+"""Keys that one request looks at."""
+
+
+class RunInUse(TrinityError):
+    """The run goes on, or a reducer leads it."""
+
+
+async def delete_run(client: redis.asyncio.Redis, run_id: str, last: str) -> int:
+    """Delete a run's log and its other keys, then its listing; return the number of keys.
+
+    The keys of the log go in one script, and the listing last: a deletion that was killed can be
+    repeated. Chunks of weights expire by themselves.
+
+    Args:
+        client: Client with the rights of a reducer.
+        run_id: The run.
+        last: Last event that the caller knows; the run is left as it is if there is a later one.
+
+    Raises:
+        RunInUse: if a reducer leads the run, or a process has published since.
+    """
+    keys = RunKeys.of(run_id)
+    deleted: int = await Scripts(client)(
+        "delete_run", keys=[keys.events, keys.leader, *keys], args=[last]
+    )
+    if deleted == -1:
+        raise RunInUse(
+            f"a reducer leads run {run_id}: stop it, or wait until it has archived the run, and "
+            "delete the run again"
+        )
+    if deleted == -2:
+        raise RunInUse(f"run {run_id} goes on: it has events after {last}; nothing was deleted")
+    connection: Any = client
+    pattern = keys.events.removesuffix("events") + "*"
+    rest = [one async for one in connection.scan_iter(match=pattern, count=_AT_ONCE)]
+    for begin in range(0, len(rest), _AT_ONCE):
+        deleted += await connection.unlink(*rest[begin : begin + _AT_ONCE])
+    async with naming_wrong_type(client, RUN_INDEX, "stream"):
+        listed = await connection.xrange(RUN_INDEX)
+        listings = [entry_id for entry_id, fields in listed if run_of_listing(fields) == run_id]
+        if listings:
+            await connection.xdel(RUN_INDEX, *listings)
+    return deleted

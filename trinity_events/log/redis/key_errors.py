@@ -1,0 +1,170 @@
+"""Errors for keys of a run that another program wrote, each with its way out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import wraps
+from inspect import iscoroutinefunction
+from typing import Any, TypeVar
+
+import redis
+
+from trinity_schemas import RunKeys
+
+from ...errors import KeyConflict, LogExhausted
+from ..position import position
+
+C = TypeVar("C")
+
+_TYPES = {
+    **dict.fromkeys(("evaluations", "judged"), "stream"),
+    **dict.fromkeys(
+        ("events", "announcements", "dead", "experiences", "rollouts", "promoted", "reports"),
+        "stream",
+    ),
+    **dict.fromkeys(
+        ("position", "epoch", "fence", "leader", "snapshot", "identity", "folder", "reported"),
+        "string",
+    ),
+    **{"current": "hash", "holds": "zset", "doomed": "set"},
+}
+_NUMBERS = ("epoch", "fence")
+_WRONG_TYPE = "WRONGTYPE"
+_NO_NUMBER = "value is not an integer"
+
+
+def naming_key_conflicts(log: type[C]) -> type[C]:
+    """Make the methods of a log raise KeyConflict if the server reports a wrong type."""
+    for name, method in list(vars(log).items()):
+        if iscoroutinefunction(method) and not name.startswith("_"):
+            setattr(log, name, _naming(method))
+    return log
+
+
+def _naming(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    @wraps(method)
+    async def named(self: Any, *args: Any, **keywords: Any) -> Any:
+        try:
+            return await method(self, *args, **keywords)
+        except redis.ResponseError as error:
+            if is_exhausted(error):
+                raise exhausted(f"the log of run {self.run_id}") from None
+            taken = await _conflict(self._redis, self.keys, str(error))
+            if taken is None:
+                raise
+            raise taken from None
+
+    return named
+
+
+def is_exhausted(error: redis.ResponseError) -> bool:
+    """Return True if a stream takes no more entries, since one has the largest possible id."""
+    return "exhausted the last possible ID" in str(error)
+
+
+def exhausted(what: str) -> LogExhausted:
+    """Return the error for a log that takes no more entries."""
+    return LogExhausted(
+        f"{what} takes no more entries, since a writer gave one the largest possible id: start a "
+        "reducer, which repairs that when it leads, and see docs/security.md for who may write"
+    )
+
+
+async def _conflict(client: Any, keys: RunKeys, said: str) -> KeyConflict | None:
+    """Return the error for a reply of the server; None if no key is the cause."""
+    if said.startswith(f"{_WRONG_TYPE} trinity:"):  # reply of a script that checks before it writes
+        return KeyConflict(f"{said.removeprefix(_WRONG_TYPE).strip()}: {WAY_OUT}")
+    if not said.startswith(_WRONG_TYPE) and _NO_NUMBER not in said:
+        return None
+    try:
+        for field, wanted in _TYPES.items():
+            key = getattr(keys, field)
+            found = (await client.type(key)).decode()
+            if found not in ("none", wanted):
+                return wrong_type(key, found, wanted)
+            if field in _NUMBERS and found != "none":
+                parse_number(key, await client.get(key))
+    except KeyConflict as taken:
+        return taken
+    except redis.RedisError:
+        pass  # no permission, or no server: the caller raises the reply itself
+    return None
+
+
+@asynccontextmanager
+async def naming_wrong_type(client: Any, key: str, wanted: str) -> AsyncIterator[None]:
+    """Raise KeyConflict if the block fails since the key is of another type."""
+    try:
+        yield
+    except redis.ResponseError as error:
+        if is_exhausted(error):
+            raise exhausted(key) from None
+        if not str(error).startswith(_WRONG_TYPE):
+            raise
+        raise wrong_type(key, (await client.type(key)).decode(), wanted) from None
+
+
+WAY_OUT = "something else wrote to this key; rename or delete it, and the run goes on"
+
+
+def wrong_type(key: str, found: str, wanted: str) -> KeyConflict:
+    """Return the error for a key of another type."""
+    return KeyConflict(f"{key} is a {found}, where the log keeps a {wanted}: {WAY_OUT}")
+
+
+def parse_number(key: str, value: bytes | None) -> int:
+    """Return the number in a key; 0 if there is none. Raises KeyConflict."""
+    try:
+        return int(value or 0)
+    except ValueError:
+        raise KeyConflict(
+            f"{key} holds {_shown(value)}, which is no number: something else wrote to this key; "
+            "set it back, to no less than it was"
+        ) from None
+
+
+def parse_position(key: str, value: bytes) -> str:
+    """Return the position in a key. Raises KeyConflict."""
+    try:
+        return _position(value)
+    except ValueError:
+        raise KeyConflict(
+            f"{key} holds {_shown(value)}, which is no position in the log: something else wrote "
+            "to this key; set it back to the id of the last entry that was folded (the newest "
+            "announcement tells it, or a later one); replay reads the run without it"
+        ) from None
+
+
+def parse_announcement(key: str, field: bytes, value: bytes) -> tuple[str, str, bytes]:
+    """Return subject, entry id and payload of a current announcement. Raises KeyConflict."""
+    entry_id, _, payload = value.partition(b" ")
+    try:
+        return field.decode(), _position(entry_id), payload
+    except ValueError:
+        raise KeyConflict(
+            f"{key} has a field {_shown(field)} that is no announcement: something else wrote to "
+            "this key; remove the field with HDEL, and the run goes on"
+        ) from None
+
+
+def parse_dead_letter(key: str, at: bytes, fields: dict[bytes, bytes]) -> tuple[str, str, bytes]:
+    """Return entry id, reason and payload of a dead letter. Raises KeyConflict."""
+    try:
+        return _position(fields[b"id"]), fields[b"reason"].decode(), fields[b"e"]
+    except (KeyError, ValueError):
+        raise KeyConflict(
+            f"{key} has an entry {at.decode()} that is no dead letter: something else wrote to "
+            "this key; remove the entry with XDEL"
+        ) from None
+
+
+def _position(value: bytes) -> str:
+    found = value.decode("ascii")
+    position(found)
+    return found
+
+
+def _shown(value: bytes | None) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."

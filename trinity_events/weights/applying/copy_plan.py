@@ -1,0 +1,155 @@
+"""Plan of the copies from the parts of a version into the tensors of a model: which bytes go where.
+
+Made from the manifests alone, before any byte is read. An installation and a load follow one plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from trinity_schemas import TensorEntry, WeightManifest
+
+from ...errors import IncompatibleWeights
+from ..compatibility import brought_twice, check_covered, compatible_target
+from ..part_bytes import PartBytes
+from ..reading.pulled_version import Piece, Selection, selected_slice, shares
+from ..slices import TensorSlice, contiguous_runs
+from ..tensors import DTYPES
+
+_NOWHERE = PartBytes([])
+
+
+class SharedSlice(NamedTuple):
+    """Slices of one tensor: those of the part and of the model, and what both have in common."""
+
+    held: TensorSlice
+    """Slice that the part holds."""
+    box: TensorSlice
+    """Slice that the model's tensor holds."""
+    inner: TensorSlice
+    """Slice that both have in common, which is copied."""
+
+
+class PlannedSlice(NamedTuple):
+    """Copy of a tensor, or of what a part holds of it, into a tensor of the model."""
+
+    entry: TensorEntry
+    """Entry of the tensor, or shard, in the part's manifest."""
+    target: torch.Tensor
+    """Tensor of the model."""
+    shared: SharedSlice | None = None
+    """Slices that are copied; None for a whole tensor."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the part's bytes."""
+        return DTYPES[self.entry.dtype]
+
+    def runs(self) -> Iterator[tuple[int, int, int]]:
+        """Yield the contiguous runs: offset in the part, offset in the tensor, and bytes."""
+        offset, itemsize = self.entry.offset, self.dtype.itemsize
+        if self.shared is None:
+            if self.target.numel():
+                yield offset, 0, self.target.numel() * itemsize
+            return
+        for source, at, nbytes in contiguous_runs(*self.shared, itemsize):
+            yield offset + source, at, nbytes
+
+    def run(self) -> tuple[int, int, int] | None:
+        """Return the only run, as of :meth:`runs`; None if there are several, or no bytes."""
+        first = next(self.runs(), None)
+        if first is None or self.shared is None:
+            return first
+        return first if first[2] == self.dtype.itemsize * self.shared.inner.volume else None
+
+
+class PartPlan(NamedTuple):
+    """Copies from one part. Whole tensors are in two lists: a part may have very many."""
+
+    entries: list[TensorEntry]
+    """Entries of the tensors that the part holds whole, and that are copied whole."""
+    targets: list[torch.Tensor]
+    """Tensor of the model for each of these entries."""
+    slices: list[PlannedSlice]
+    """Copies of slices, and of the shards of other ranks' tensors."""
+
+    def in_order(self) -> list[PlannedSlice]:
+        """Return all copies, in the order of the part's bytes."""
+        whole = map(PlannedSlice, self.entries, self.targets)
+        return sorted([*whole, *self.slices], key=lambda one: one.entry.offset)
+
+
+class CopyPlan(NamedTuple):
+    """Copies of all parts of a version into the tensors of a model."""
+
+    parts: list[PartPlan]
+    twice: list[list[str]]
+    """Groups of names that are one tensor in the model, and whose bytes must be equal."""
+
+
+def plan_copies(
+    targets: Mapping[str, torch.Tensor],
+    manifests: Sequence[WeightManifest],
+    wanted: Selection | None,
+    *,
+    cast: bool = False,
+) -> CopyPlan:
+    """Plan the copies from the parts of a version into these tensors.
+
+    Args:
+        targets: Tensors of the model by name.
+        manifests: Manifests of the parts.
+        wanted: Tensors to copy, and the slice of each that the model's tensor holds.
+        cast: Allow another floating-point dtype in the model.
+
+    Raises IncompatibleWeights when names, shapes or dtypes do not fit, and when shards overlap or
+    leave a hole. It names the first.
+    """
+    parts = [PartPlan([], [], []) for _ in manifests]
+    whole: set[str] = set()
+    pieces: dict[str, list[tuple[int, Piece]]] = {}
+    for number, manifest in enumerate(manifests):
+        entries, filled, _ = parts[number]
+        for entry in manifest.tensors:
+            name = entry.name
+            if wanted is None and entry.begins is None and name not in whole:
+                whole.add(name)
+                entries.append(entry)
+                filled.append(compatible_target(targets, name, entry.dtype, entry.shape, cast=cast))
+            else:
+                pieces.setdefault(name, []).append((number, Piece(entry, _NOWHERE)))
+    for name in pieces.keys() & whole:
+        raise IncompatibleWeights(f"{name!r} comes twice in the version, whole once at least")
+    for name in wanted or ():
+        if name not in pieces:
+            raise IncompatibleWeights(f"the version has no {name!r}, which is wanted")
+    for name in pieces if wanted is None else wanted:
+        box = None if wanted is None else wanted[name]
+        for number, planned in _planned(targets, name, pieces[name], box, cast=cast):
+            parts[number].slices.append(planned)
+    names: Collection[str] = whole | pieces.keys() if wanted is None else wanted.keys()
+    subset = any(manifest.subset for manifest in manifests)
+    if wanted is None and not subset and len(names) < len(targets):
+        check_covered(targets, names)
+    return CopyPlan(parts, brought_twice(targets, names))
+
+
+def _planned(
+    targets: Mapping[str, torch.Tensor],
+    name: str,
+    pieces: list[tuple[int, Piece]],
+    wanted: TensorSlice | None,
+    *,
+    cast: bool,
+) -> Iterator[tuple[int, PlannedSlice]]:
+    """Yield the slices that fill one tensor of the model, each with the number of its part."""
+    shards = [piece for _, piece in pieces]
+    box = selected_slice(name, shards, wanted)
+    target = compatible_target(targets, name, shards[0].entry.dtype, box.shape, cast=cast)
+    numbers = {id(piece): number for number, piece in pieces}
+    for inner, piece in shares(name, shards, box):
+        shared = SharedSlice(piece.box, box, inner)
+        yield numbers[id(piece)], PlannedSlice(piece.entry, target, shared)

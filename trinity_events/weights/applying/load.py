@@ -1,0 +1,184 @@
+"""Load a version into an idle model, without memory for the version itself.
+
+A serving model must not see half of a version, so all of it is verified before any is copied: see
+:mod:`~trinity_events.weights.applying.install`. Here each chunk is copied straight into the model and is
+verified there. A failure on the way leaves a model with bytes of two versions.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+
+import torch
+
+from trinity_schemas import StepReady, WeightManifest
+
+from ...errors import CorruptVersion
+from ..compatibility import is_cast, targets_of
+from .copy_plan import PartPlan, plan_copies
+from .copy_target import ByteRange, CopyTarget, about_to_change, by_chunk, copy_targets
+from ..devices.host_to_device import settle
+from ..publishing.open_part import OpenPart, open_part
+from .partial_loads import PartialLoads
+from ..reading.pulled_version import Selection, names_in
+from .speculative_load import SpeculativeLoad
+from ..tensors import address
+from ..transports.base import ChunkBuffers, ChunkStore, PartRef, TensorSource, ZeroCopySource
+from .verify_model import check_installed
+
+
+class BaseRequired(Exception):
+    """The version is a delta, or has one tensor of the model twice: it must be pulled first."""
+
+
+def load_version(
+    store: ChunkStore,
+    run_id: str,
+    ready: StepReady,
+    module: torch.nn.Module,
+    wanted: Selection | None = None,
+    ahead: SpeculativeLoad | None = None,
+    torn: PartialLoads | None = None,
+    *,
+    cast: bool = False,
+) -> list[WeightManifest]:
+    """Fill a module with the announced version, and return the manifests of its parts.
+
+    Memory use is one chunk, and one tensor if the module's tensors are on a GPU or not row-major.
+    The transport may use more for chunks in flight.
+
+    Args:
+        store: Where the version's parts are.
+        run_id: The run.
+        ready: The announcement.
+        module: The module to fill.
+        wanted: Tensors to load, and the slice of each; only chunks that contain them are read.
+        ahead: Bytes of the version that are in the module already, and the plan for the rest.
+        torn: Tensors of the module that are not whole; updated here.
+        cast: Allow another floating-point dtype in the module. Each such tensor takes memory for
+            itself, in the version's dtype.
+
+    Raises:
+        BaseRequired: before any change, for a delta, and for a version that brings one tensor of
+            the module under two names, which must be compared.
+        VersionUnavailable: when the version is gone, before or during the load.
+        IncompatibleWeights: before any change, when the version does not fit.
+        CorruptVersion: when the stored bytes are not those announced; the module holds some.
+    """
+    with ExitStack() as held:
+        parts = [
+            open_part(
+                store,
+                held,
+                PartRef(run_id, ready.epoch, ready.step, announced.rank),
+                announced,
+                harm="the model has some of it",
+            )
+            for announced in ready.parts
+        ]
+        if any(part.manifest.base is not None for part in parts):
+            raise BaseRequired
+        manifests = [part.manifest for part in parts]
+        elsewhere = (ZeroCopySource, TensorSource)
+        in_memory = not any(isinstance(part.source, elsewhere) for part in parts)
+        refs = [part.ref for part in parts]
+        names = names_in(manifests) if wanted is None else wanted.keys()
+        torn = torn or PartialLoads()
+        if cast and ahead and is_cast(targets_of(module), manifests):
+            ahead.forget()
+        if wanted is None and in_memory and ahead and ahead.leads(refs, module, manifests):
+            with torn.until_whole(module, names):
+                about_to_change(module)
+                for part in parts:
+                    _finish(part, ahead)
+                check_installed(module, manifests)
+            return manifests
+        targets = targets_of(module)
+        plan = plan_copies(targets, manifests, wanted, cast=cast)
+        if plan.twice:
+            raise BaseRequired
+        destinations = copy_targets(plan)
+        with torn.until_whole(module, names):
+            about_to_change(module)
+            for part, copies in zip(parts, plan.parts, strict=True):
+                _fill(part, copies, destinations)
+            check_installed(module, manifests, wanted, cast=cast)
+    return manifests
+
+
+def _fill(part: OpenPart, plan: PartPlan, targets: dict[str, CopyTarget]) -> None:
+    """Copy one part into the model."""
+    sizes = part.sizes
+    coming = by_chunk(sizes, plan, targets)
+    if isinstance(part.source, ZeroCopySource):
+        _receive(part, part.source, coming)
+        return
+    wanted = dict(coming)
+    if isinstance(part.source, TensorSource):
+        _copy(part, part.source, wanted)
+        return
+
+    # The source is in memory: each chunk is verified there, and copied while it is in the cache.
+    def take(index: int, data: memoryview | None, digested: str | None = None) -> None:
+        part.check(index, data, digested)
+        assert data is not None
+        begin = address(data)
+        for run in wanted[index]:
+            run.target.bring(run.at, begin + run.begin, run.nbytes)
+
+    part.source.read(sizes, take, wanted)
+
+
+def _copy(part: OpenPart, source: TensorSource, wanted: dict[int, list[ByteRange]]) -> None:
+    """Copy a part that lies on a device into the model."""
+    came = 0
+    for index, data, digested in source.each(part.sizes, wanted):
+        part.check_received(index, len(data), digested)
+        for run in wanted[index]:
+            run.target.copy(run.at, data[run.begin : run.begin + run.nbytes])
+        came += 1
+    if came < len(wanted):
+        what = f"the {part.ref} are shorter than what was published"
+        raise CorruptVersion(what, part.ref.rank)
+    settle({run.target.device for runs in wanted.values() for run in runs})
+
+
+def _finish(part: OpenPart, ahead: SpeculativeLoad) -> None:
+    """Copy the chunks that were not in the model before the part was sealed."""
+    taken = ahead.taken(part.ref)
+
+    def take(index: int, data: memoryview | None, digested: str | None = None) -> None:
+        part.check(index, data, digested)
+        assert data is not None
+        if index >= taken or digested != part.manifest.chunks[index].digest:
+            ahead.bring(part.ref, index, data)  # the chunk was written after it was digested
+
+    assert not isinstance(part.source, TensorSource)
+    part.source.read(part.sizes, take, ahead.chunks(part.ref))
+
+
+def _receive(
+    part: OpenPart, source: ZeroCopySource, wanted: Iterator[tuple[int, list[ByteRange]]]
+) -> None:
+    """Receive a part from afar straight into the model."""
+    sizes = part.sizes
+    beside = memoryview(bytearray(max(sizes, default=0)))
+    """Scratch memory for bytes that are not selected but belong to a digested chunk."""
+    coming: deque[list[ByteRange]] = deque()
+
+    def rooms() -> Iterator[ChunkBuffers]:
+        for index, found in wanted:
+            coming.append(found)
+            pieces, end = [], 0
+            for run in found:
+                pieces += [beside[end : run.begin], run.memory]
+                end = run.begin + run.nbytes
+            yield index, [*pieces, beside[end : sizes[index]]]
+
+    with closing(source.receive(rooms())) as received:
+        for one in received:
+            part.check_received(one.number, one.length, one.digested, one.into)
+            for run in coming.popleft():
+                run.target.note_copied(run.nbytes)

@@ -1,0 +1,49 @@
+"""Track tensors left partially overwritten by an interrupted load."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from weakref import ref
+
+import torch
+
+from ...errors import IncompatibleWeights
+from ..compatibility import first_uncovered, targets_of
+
+
+class PartialLoads:
+    """Partially overwritten tensors of each model, until a version fills all of them.
+
+    A subset, such as an adapter, does not repair a model whose other tensors are torn.
+    """
+
+    def __init__(self) -> None:
+        self._torn: list[tuple[ref[torch.nn.Module], set[str]]] = []
+
+    def add(self, module: torch.nn.Module, names: Collection[str]) -> None:
+        """Record that these tensors of the module may hold any bytes."""
+        if names:
+            kept = [one for one in self._torn if one[0]() not in (None, module)]
+            self._torn = [*kept, (ref(module), self._of(module) | set(names))]
+
+    @contextmanager
+    def until_whole(self, module: torch.nn.Module, names: Collection[str]) -> Iterator[None]:
+        """Track these tensors as torn until the block, which fills them, has ended.
+
+        Raises IncompatibleWeights at the start if other tensors, not tied to these, are torn.
+        """
+        torn = self._of(module)
+        if not torn <= set(names):
+            name = first_uncovered(targets_of(module), set(names), torn)
+            if name is not None:
+                raise IncompatibleWeights(
+                    f"{name!r} may hold some of a version that never became whole in this model, "
+                    "and is not brought: load or apply a full version first"
+                )
+        self.add(module, names)
+        yield
+        self._torn = [one for one in self._torn if one[0]() not in (None, module)]
+
+    def _of(self, module: torch.nn.Module) -> set[str]:
+        return next((names for one, names in self._torn if one() is module), set())

@@ -1,0 +1,206 @@
+"""Fill an idle model with a version that is still being published, by the last version's layout.
+
+The bytes are not verified yet, and the manifest with their layout comes last. Each chunk is
+therefore written to where the same chunk of the version before belonged. Once the version is
+announced with the same layout, only the digests are left to compare; else it is loaded again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+from weakref import ref
+
+import torch
+from msgspec import Struct
+
+from trinity_schemas import WeightManifest
+
+from ..compatibility import brought_twice, targets_of
+from .copy_plan import plan_copies
+from .copy_target import about_to_change, by_chunk, copy_targets
+from .model_memory import ModelMemory, distinct
+from ..reading.pulled_version import names_in
+from ..tensors import address, copy_bytes, is_plain
+from ..transports.base import PartRef, Take, Taker
+
+
+class _Copy(NamedTuple):
+    """Copy of bytes that are contiguous in a chunk and in the model."""
+
+    target: int
+    source: int
+    """Offset in the chunk, in bytes."""
+    nbytes: int
+
+
+class _Layout(NamedTuple):
+    module: ref[torch.nn.Module]
+    manifests: Sequence[WeightManifest]
+
+
+class _Filling(Struct):
+    """A part whose chunks are being written into the model."""
+
+    plan: dict[int, list[_Copy]]
+    """Copies of each chunk, by its number."""
+    taken: int = 0
+    """Number of the part's first chunks that were written."""
+
+
+class SpeculativeLoad:
+    """Predicted layout of the next version in a model, and the chunks written by it.
+
+    Not thread-safe, except :meth:`bring`. For models on the CPU only: the load of a model on a GPU
+    assembles its tensors in host memory first.
+    """
+
+    def __init__(self) -> None:
+        self._layout: _Layout | None = None
+        self._targets: dict[str, torch.Tensor] = {}
+        """Keep the memory alive that is written to, in case the module replaces its tensors."""
+        self._memory: ModelMemory | None = None
+        self._plans: dict[int, dict[int, list[_Copy]]] = {}
+        """Copies of each chunk, by rank."""
+        self._fillings: dict[PartRef, _Filling] = {}
+        self._took = False
+
+    def note(self, module: torch.nn.Module, manifests: Sequence[WeightManifest]) -> None:
+        """Remember the layout of a full version that was loaded, as a prediction for the next."""
+        if any(manifest.base is not None or manifest.subset for manifest in manifests):
+            self._layout = None
+        elif not self._is_of(module, manifests):
+            # One tensor of the module under two names of the version has to be compared.
+            twice = brought_twice(targets_of(module), names_in(manifests))
+            self._layout = None if twice else _Layout(ref(module), manifests)
+            self._plans = {}
+
+    def begin(self, module: torch.nn.Module) -> Taker | None:
+        """Return a callback that writes incoming chunks into the module; None without a layout."""
+        self.abandon()
+        self._took = False
+        if self._layout is None or self._layout.module() is not module or not self._aim(module):
+            return None
+        about_to_change(module)
+        return self._begin_part
+
+    def forget(self) -> None:
+        """Drop the layout, because the last version was converted to other dtypes."""
+        self.abandon()
+        self._layout = None
+
+    def abandon(self) -> None:
+        """Disregard the chunks written so far, because other code may change the module."""
+        self._fillings = {}
+
+    @property
+    def took(self) -> Collection[str]:
+        """Names of the tensors that chunks written since :meth:`begin` may have changed."""
+        if not self._took or self._layout is None:
+            return ()
+        return names_in(self._layout.manifests)
+
+    def leads(
+        self, parts: Sequence[PartRef], module: torch.nn.Module, manifests: Sequence[WeightManifest]
+    ) -> bool:
+        """Return True if these manifests have the predicted layout, and prepare their parts."""
+        if not self._is_of(module, manifests) or not self._aim(module):
+            return False
+        for part in parts:
+            if part not in self._fillings:
+                self._fillings[part] = _Filling(self._plan(part.rank))
+        return True
+
+    def chunks(self, part: PartRef) -> Collection[int]:
+        """Return the numbers of the chunks that the model needs."""
+        return self._fillings[part].plan.keys()
+
+    def taken(self, part: PartRef) -> int:
+        """Return the number of the part's first chunks that were written, unverified."""
+        return self._fillings[part].taken
+
+    def take(self, part: PartRef, index: int, data: memoryview) -> None:
+        """Write the next chunk into the model, unverified."""
+        self._took = True
+        self.bring(part, index, data)
+        self._fillings[part].taken = index + 1
+
+    def bring(self, part: PartRef, index: int, data: memoryview) -> None:
+        """Copy a chunk into the model. Thread-safe."""
+        begin = address(data)
+        for target, source, nbytes in self._fillings[part].plan.get(index, ()):
+            copy_bytes(target, begin + source, nbytes)
+
+    def _begin_part(self, part: PartRef) -> Take:
+        sizes = self._sizes(part.rank)
+        self._fillings.pop(part, None)  # from an abandoned attempt
+        if sizes:
+            self._fillings[part] = _Filling(self._plan(part.rank))
+
+        def take(index: int, data: memoryview) -> None:
+            if part not in self._fillings:
+                return  # the layout is unknown, or differs from the last one
+            if index < len(sizes) and len(data) == sizes[index]:
+                self.take(part, index, data)
+            else:
+                del self._fillings[part]
+
+        return take
+
+    def _aim(self, module: torch.nn.Module) -> bool:
+        """Return True if the module's tensors can be filled in place.
+
+        If their memory has changed, the plans and the chunks written so far are dropped.
+        """
+        if self._memory is not None and self._memory.unchanged(module) is not None:
+            return True
+        targets = targets_of(module)
+        if not all(map(is_plain, targets.values())):
+            return False
+        if not _lie_alike(targets, self._targets):
+            self._targets = {name: target.detach() for name, target in targets.items()}
+            self._plans, self._fillings = {}, {}
+        self._memory = ModelMemory(module, distinct(targets.values()))
+        return True
+
+    def _plan(self, rank: int) -> dict[int, list[_Copy]]:
+        if rank not in self._plans:
+            assert self._layout is not None
+            manifests = self._layout.manifests
+            plan = plan_copies(self._targets, manifests, None)
+            targets = copy_targets(plan)
+            for manifest, copies in zip(manifests, plan.parts, strict=True):
+                self._plans[manifest.rank] = {
+                    index: [_Copy(address(run.memory), run.begin, run.nbytes) for run in runs]
+                    for index, runs in by_chunk(_sizes(manifest), copies, targets)
+                }
+        return self._plans[rank]
+
+    def _sizes(self, rank: int) -> list[int]:
+        """Return the predicted sizes of the chunks of a rank's part."""
+        manifests = () if self._layout is None else self._layout.manifests
+        return next((_sizes(manifest) for manifest in manifests if manifest.rank == rank), [])
+
+    def _is_of(self, module: torch.nn.Module, manifests: Sequence[WeightManifest]) -> bool:
+        layout = self._layout
+        return (
+            layout is not None
+            and layout.module() is module
+            and _laid_out(layout.manifests) == _laid_out(manifests)
+        )
+
+
+def _laid_out(manifests: Sequence[WeightManifest]) -> list[tuple[object, ...]]:
+    return [(one.rank, one.base, one.subset, one.tensors, _sizes(one)) for one in manifests]
+
+
+def _sizes(manifest: WeightManifest) -> list[int]:
+    return [chunk.nbytes for chunk in manifest.chunks]
+
+
+def _lie_alike(some: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> bool:
+    """Return True if both have the same names, with the same memory, shapes and dtypes."""
+    return some.keys() == others.keys() and all(
+        one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.dtype == other.dtype
+        for one, other in ((one, others[name]) for name, one in some.items())
+    )

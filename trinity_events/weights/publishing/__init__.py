@@ -1,0 +1,1 @@
+"""Publishing of a version: from a rank's tensors to sealed parts."""

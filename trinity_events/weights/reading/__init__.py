@@ -1,0 +1,1 @@
+"""Reading of a version: from parts, or the files of a checkpoint, to verified bytes."""

@@ -1,0 +1,264 @@
+"""Weights in a Hugging Face folder, as a ready state dict announced them.
+
+The folder has a list of its files' digests, whose own digest is in the announcement. So a reader
+knows every byte of the version, wherever the folder lies: the reducer may be giving it its final
+name just then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from anyio.from_thread import start_blocking_portal
+from msgspec import Struct
+
+from trinity_schemas import (
+    Chunk,
+    StepReady,
+    StepRef,
+    TensorEntry,
+    WeightManifest,
+)
+
+from ...checkpoint_layout import (
+    FILE_DIGESTS,
+    MODEL_FOLDER,
+    final_name,
+    staged_in,
+)
+from ...client.checkpoint_lease import hold_step
+from ...core.file_versions import weights_save
+from ...errors import CheckpointHeld, CorruptVersion, IncompatibleWeights, VersionUnavailable
+from ...system.open_folder import OpenFolder
+from ..part_bytes import PartBytes
+from .pulled_version import PulledVersion, Selection
+from ..tensors import Digesting, digest
+
+WEIGHTS = ".safetensors"
+"""Ending of the files that hold weights."""
+LONGEST_HEADER = 100_000_000
+"""Bytes of the longest header of such a file, which the safetensors library sets."""
+_LONGEST_LIST = 16 << 20
+"""Bytes read of a list of digests."""
+_PIECE = 4 << 20
+"""Bytes of a file that are read and digested at a time; a mapped file would count as memory."""
+_ALGORITHM = "xxh3:"
+_LOOKS, _BETWEEN_LOOKS = 3, 0.05
+"""Looks for a folder, and seconds between them: the reducer may replace one by two renames."""
+FILE_DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "I16": "int16",
+    "I32": "int32",
+    "I64": "int64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "U16": "uint16",
+    "U32": "uint32",
+    "U64": "uint64",
+    "C64": "complex64",
+}
+"""Dtypes of the contract by their names in safetensors files. The library's reader for torch has no
+block scales and no packed numbers, so that no folder has them."""
+
+
+class _Tensor(Struct, frozen=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class _File(NamedTuple):
+    name: str
+    data: memoryview
+    digest: str
+    """Digest in the list, which the bytes must have."""
+
+
+def list_digests(folder: Path) -> bytes:
+    """Return the list of the digests of a folder's files, in the form of ``xxhsum -H128``."""
+    files = [
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_file() and path.name != FILE_DIGESTS and not path.name.startswith(".")
+    ]
+    lines = (f"{_digest_of(path).removeprefix(_ALGORITHM)}  {path.name}\n" for path in files)
+    return "".join(lines).encode()
+
+
+def _digest_of(path: Path) -> str:
+    found = Digesting()
+    with path.open("rb", buffering=0) as file:
+        while data := file.read(_PIECE):
+            found.update(data)
+    return found.digest()
+
+
+@contextmanager
+def pull_folder(
+    run_folder: Path,
+    run_id: str,
+    ready: StepReady,
+    wanted: Selection | None = None,
+    *,
+    redis_url: str | None = None,
+) -> Iterator[PulledVersion]:
+    """Hold the announced version, whole and verified, until the block ends.
+
+    Its tensors lie in the mapped files.
+
+    Args:
+        run_folder: The run's checkpoint directory.
+        run_id: The run.
+        ready: Announcement of a state dict.
+        wanted: Tensors to select, and the slice of each.
+        redis_url: Server of the log, which has the lease on the step.
+
+    Raises:
+        VersionUnavailable: when the files are gone, or are not to be found here.
+        CorruptVersion: when they are not those announced.
+        IncompatibleWeights: for a state dict of another form.
+    """
+    proof = weights_save(ready)
+    if proof is None or proof.digest is None:
+        raise IncompatibleWeights(
+            f"the state dict of step {ready.step} has no weights in Hugging Face's format"
+        )
+    with ExitStack() as held:
+        portal = held.enter_context(start_blocking_portal())
+        lease = hold_step(run_id, ready.step, redis_url=redis_url)
+        try:
+            held.enter_context(portal.wrap_async_context_manager(lease))
+        except CheckpointHeld as error:
+            raise VersionUnavailable(str(error)) from None
+        files = _open_files(run_folder, ready, proof.digest)
+        parts = tuple(
+            (_checked(one, run_id, ready, rank), PartBytes([_tensors_of(one)]))
+            for rank, one in enumerate(files)
+        )
+        yield PulledVersion(
+            ref=StepRef(ready.epoch, ready.step),
+            digest=proof.digest,
+            bytes=sum(manifest.nbytes for manifest, _ in parts),
+            parts=parts,
+            bases=(None,) * len(parts),
+            wanted=wanted,
+        )
+
+
+def _open_files(run_folder: Path, ready: StepReady, announced: str) -> list[_File]:
+    """Map the version's files, from whichever of its places they are in."""
+    places = [final_name(ready.step)]
+    staged = staged_in(ready.path)
+    if staged is not None:
+        places.insert(0, staged)
+    other: Path | None = None
+    for look in range(_LOOKS):
+        if look:
+            time.sleep(_BETWEEN_LOOKS)
+        for place in places:
+            try:
+                with (
+                    OpenFolder.of_run(run_folder) as run,
+                    run.below(*place.split("/"), *MODEL_FOLDER) as folder,
+                ):
+                    if (files := _map_files(folder, announced)) is not None:
+                        return files
+                    other = folder.path
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+    if other is not None:
+        raise CorruptVersion(
+            f"{other / FILE_DIGESTS} is not the list of digests that was announced for step "
+            f"{ready.step}"
+        )
+    raise VersionUnavailable(
+        f"the weights of step {ready.step} are not in {run_folder}: has this host the trainer's "
+        "--checkpoint-root, or were they removed?"
+    )
+
+
+def _map_files(folder: OpenFolder, announced: str) -> list[_File] | None:
+    """Map the files of weights; None unless the folder has the announced list of digests."""
+    listed = folder.read(FILE_DIGESTS, _LONGEST_LIST)
+    if listed is None or f"sha256:{hashlib.sha256(listed).hexdigest()}" != announced:
+        return None
+    found = []
+    for line in listed.decode().splitlines():
+        digested, _, name = line.partition("  ")
+        if name.endswith(WEIGHTS):
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(name, flags, dir_fd=folder.descriptor)
+            try:
+                size = os.fstat(descriptor).st_size
+                data = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) if size else b""
+            finally:
+                os.close(descriptor)
+            found.append(_File(name, memoryview(data), f"{_ALGORITHM}{digested}"))
+    return found
+
+
+def _tensors_of(file: _File) -> memoryview:
+    """Return the bytes after the header, whose length the file begins with."""
+    length = int.from_bytes(file.data[:8], "little")
+    return file.data[8 + length :]
+
+
+def _checked(file: _File, run_id: str, ready: StepReady, rank: int) -> WeightManifest:
+    """Verify a file, and return its tensors as the manifest of a part.
+
+    Raises CorruptVersion if its bytes are not those announced, or contradict themselves.
+    """
+    if digest(file.data) != file.digest:
+        raise CorruptVersion(f"{file.name} of step {ready.step} is not the file that was announced")
+    try:
+        data = _tensors_of(file)
+        entries = sorted(_entries(file), key=lambda one: (one.offset, one.nbytes))
+        return WeightManifest(
+            run_id=run_id,
+            epoch=ready.epoch,
+            step=ready.step,
+            rank=rank,
+            tensors=tuple(entries),
+            chunks=(Chunk(nbytes=len(data), digest=file.digest),),
+        )
+    except ValueError as error:  # msgspec's errors are ValueErrors too
+        raise CorruptVersion(
+            f"{file.name} of step {ready.step} contradicts itself: {error}"
+        ) from None
+
+
+def _entries(file: _File) -> Iterator[TensorEntry]:
+    length = int.from_bytes(file.data[:8], "little")
+    if not 0 < length <= min(LONGEST_HEADER, len(file.data) - 8):
+        raise ValueError(f"its header is said to be of {length} bytes")
+    header = msgspec.json.decode(file.data[8 : 8 + length], type=dict[str, msgspec.Raw])
+    header.pop("__metadata__", None)
+    for name, raw in header.items():
+        told = msgspec.json.decode(raw, type=_Tensor)
+        if told.dtype not in FILE_DTYPES:
+            raise IncompatibleWeights(f"{name!r} is of dtype {told.dtype}, which is not supported")
+        begin, end = told.data_offsets
+        entry = TensorEntry(
+            name=name, dtype=FILE_DTYPES[told.dtype], shape=told.shape, offset=begin
+        )
+        if begin + entry.nbytes != end:
+            raise ValueError(
+                f"tensor {name!r} of {entry.nbytes} bytes is said to take {end - begin}"
+            )
+        yield entry

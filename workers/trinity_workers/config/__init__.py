@@ -1,0 +1,1 @@
+"""Configuration of a run: its sections, their rules, and files and options that give values."""

@@ -1,0 +1,94 @@
+"""Command-line options that are laid over the configuration file of the package."""
+
+from __future__ import annotations
+
+from functools import cache
+from inspect import Parameter
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from msgspec import inspect as types
+
+from .train_config import TrainConfig
+from .fields import Field, fields
+from .files import Reading, Setting, read_config
+
+FILE = Path(__file__).with_name("configs") / "demo.toml"
+OPTIONS = {
+    "--steps": "steps",
+    "--explorers": "explorer.count",
+    "--trainers": "trainer.ranks",
+    "--sync-style": "sync.style",
+    "--sync-interval": "sync.interval",
+    "--max-staleness": "sync.max_staleness",
+    "--save-interval": "checkpoints.interval",
+    "--save-strategy": "checkpoints.strategy",
+    "--sync": "sync.method",
+    "--weights": "sync.transport",
+    "--publish": "sync.publish",
+    "--weights-full-every": "sync.full_every",
+    "--weights-tensor-digests": "sync.tensor_digests",
+    "--learning-rate": "trainer.learning_rate",
+    "--seed": "seed",
+    "--engine": "trainer.engine",
+    "--tensor-parallel": "trainer.tensor_parallel",
+    "--pipeline-parallel": "trainer.pipeline_parallel",
+}
+"""Options of ``demo`` and ``trainer``, and the fields that they set."""
+_NAMES = {path: option for option, path in OPTIONS.items()}
+
+
+def overlay_parameters() -> list[Parameter]:
+    """Return the options as parameters, with type, bounds, help and default of their fields."""
+    return [_parameter(option, fields()[path]) for option, path in OPTIONS.items()]
+
+
+def overlaid(given: dict[str, Any]) -> tuple[Reading, dict[str, Any]]:
+    """Lay options over the shipped file; returns the configuration and all other options."""
+    rest = dict(given)
+    settings = [
+        Setting(path, value, option)
+        for option, path in OPTIONS.items()
+        if (value := rest.pop(_identifier(option))) is not None
+    ]
+    return read_config(FILE, settings, named=lambda path: _NAMES.get(path, path)), rest
+
+
+@cache
+def _shipped() -> TrainConfig:
+    return read_config(FILE).checked()
+
+
+def _identifier(option: str) -> str:
+    return option.removeprefix("--").replace("-", "_")
+
+
+def _parameter(option: str, field: Field) -> Parameter:
+    default: Any = _shipped()
+    for name in field.path.split("."):
+        default = getattr(default, name)
+    kind = field.kind
+    bounds: dict[str, Any] = {}
+    if isinstance(kind, types.IntType | types.FloatType):
+        bounds = {"min": kind.ge, "max": kind.le}
+    shown = typer.Option(option, help=field.meaning, show_default=default is not None, **bounds)
+    return Parameter(
+        _identifier(option),
+        Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[_annotation(field), shown],
+    )
+
+
+def _annotation(field: Field) -> Any:
+    match field.kind:
+        case types.IntType():
+            plain: Any = int
+        case types.FloatType():
+            plain = float
+        case types.BoolType():
+            plain = bool
+        case _:
+            plain = Literal[field.choices] if field.choices else str
+    return plain | None if field.optional else plain

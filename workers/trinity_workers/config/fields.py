@@ -1,0 +1,186 @@
+"""Fields of a run's configuration: path, type, default and meaning of each, from its types."""
+
+from __future__ import annotations
+
+import ast
+import math
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, get_args, get_type_hints
+
+import msgspec
+from msgspec import Struct
+from msgspec import inspect as types
+
+from .train_config import TrainConfig
+
+NAME = "NAME"
+"""Stands for the name of a section that users name, in paths such as those of the sets."""
+
+
+class Field(NamedTuple):
+    """One field of the configuration."""
+
+    path: str
+    type: types.Type
+    default: Any
+    meaning: str
+
+    @property
+    def optional(self) -> bool:
+        """Return True if the field may be null."""
+        return isinstance(self.type, types.UnionType) and self.type.includes_none
+
+    @property
+    def kind(self) -> types.Type:
+        """Type of the field without null."""
+        if isinstance(self.type, types.Metadata):
+            return self.type.type
+        if not isinstance(self.type, types.UnionType):
+            return self.type
+        return next(one for one in self.type.types if not isinstance(one, types.NoneType))
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Names that the field takes, in the order of their declaration; empty for any value."""
+        return _choices(_annotation(self.path)) if isinstance(self.kind, types.LiteralType) else ()
+
+    @property
+    def allowed(self) -> str:
+        """Say which values the field takes."""
+        said = "one of " + ", ".join(self.choices) if self.choices else _allowed(self.kind)
+        return said + (" or null" if self.optional else "")
+
+    def converted(self, value: Any) -> Any:
+        """Return the value as the field holds it. Raises ValueError if it is not allowed."""
+        if value is None and self.optional:
+            return None
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{value} is not finite")
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if isinstance(self.kind, types.FloatType) and whole:
+            value = float(value)
+        return msgspec.convert(value, _annotation(self.path))
+
+
+@cache
+def sections() -> dict[str, type[Struct]]:
+    """Return the configuration's sections by path, such as ``algorithm.kl``, in order."""
+    return dict(_sections_of(TrainConfig, ""))
+
+
+@cache
+def fields() -> dict[str, Field]:
+    """Return every field of the configuration by its path, such as ``sync.interval``."""
+    found = list(_read(TrainConfig, ""))
+    for name, section in sections().items():
+        found += _read(section, f"{name}.")
+    return {one.path: one for one in found}
+
+
+@cache
+def collections() -> tuple[str, ...]:
+    """Return the paths of the fields that hold sections by name, such as ``evaluation.sets``."""
+    suffix = f".{NAME}"
+    return tuple(one.removesuffix(suffix) for one in sections() if one.endswith(suffix))
+
+
+def general_path(path: str) -> str:
+    """Return a path with NAME in the place of the name that a user gave to a section."""
+    for prefix in collections():
+        if path.startswith(f"{prefix}."):
+            _, *rest = path.removeprefix(f"{prefix}.").split(".")
+            return ".".join([prefix, NAME, *rest])
+    return path
+
+
+def _sections_of(struct: type[Struct], prefix: str) -> Iterator[tuple[str, type[Struct]]]:
+    for one in _fields_of(struct):
+        if isinstance(one.type, types.StructType):
+            yield prefix + one.name, one.type.cls
+            yield from _sections_of(one.type.cls, f"{prefix}{one.name}.")
+        elif (named := _named_sections(one.type)) is not None:
+            yield f"{prefix}{one.name}.{NAME}", named
+
+
+def _named_sections(kind: types.Type) -> type[Struct] | None:
+    """Return the type of the sections that a field holds by name; None for other fields."""
+    if isinstance(kind, types.DictType) and isinstance(kind.value_type, types.StructType):
+        return kind.value_type.cls
+    return None
+
+
+def _read(struct: type[Struct], prefix: str) -> list[Field]:
+    meanings = _meanings(struct.__module__)[struct.__name__]
+    defaults = struct()
+    return [
+        Field(prefix + one.name, one.type, getattr(defaults, one.name), meanings[one.name])
+        for one in _fields_of(struct)
+        if not isinstance(one.type, types.StructType) and _named_sections(one.type) is None
+    ]
+
+
+def _fields_of(struct: type[Struct]) -> tuple[types.Field, ...]:
+    described = types.type_info(struct)
+    assert isinstance(described, types.StructType)
+    return described.fields
+
+
+def _choices(annotation: Any) -> tuple[str, ...]:
+    found: list[str] = []
+    for one in get_args(annotation):
+        if get_args(one):
+            found += _choices(one)
+        elif isinstance(one, str):
+            found.append(one)
+    return tuple(found)
+
+
+def _annotation(path: str) -> Any:
+    section, _, name = path.rpartition(".")
+    struct = sections()[section] if section else TrainConfig
+    return get_type_hints(struct, include_extras=True)[name]
+
+
+@cache
+def _meanings(module: str) -> dict[str, dict[str, str]]:
+    """Docstrings of the attributes of each class, which follow them in the module's source."""
+    tree = ast.parse(Path(str(sys.modules[module].__file__)).read_text())
+    found: dict[str, dict[str, str]] = {}
+    for struct in (one for one in tree.body if isinstance(one, ast.ClassDef)):
+        found[struct.name] = {
+            field.target.id: " ".join(str(said.value.value).split())
+            for field, said in zip(struct.body, struct.body[1:], strict=False)
+            if isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(said, ast.Expr)
+            and isinstance(said.value, ast.Constant)
+        }
+    return found
+
+
+def _allowed(kind: types.Type) -> str:
+    match kind:
+        case types.IntType():
+            return "an integer" + _bounds(kind)
+        case types.FloatType():
+            return "a number" + _bounds(kind)
+        case types.BoolType():
+            return "true or false"
+        case types.VarTupleType():
+            return f"a list, each {_allowed(kind.item_type)}"
+        case types.DictType():
+            return "a mapping of names to values"
+    return "text"
+
+
+def _bounds(kind: types.IntType | types.FloatType) -> str:
+    if kind.le is not None:
+        return f" from {kind.ge} to {kind.le}"
+    if kind.lt is not None:
+        return f" from {kind.ge} to below {kind.lt:g}"
+    if kind.gt is not None:
+        return f" above {kind.gt:g}"
+    return "" if kind.ge is None else f" of at least {kind.ge}"

@@ -1,0 +1,343 @@
+"""Reader of configuration files, which finds every mistake and says each in one sentence."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct, field
+
+from trinity_events.system.open_folder import OpenFolder
+
+from ..algorithms.errors import AlgorithmError
+from ..algorithms.settings import merged, preset_values
+from .train_config import BadSettings, TrainConfig, contradictions
+from .fields import collections, fields, general_path, sections
+from ..evaluation.settings import NAME as SECTION_NAME
+from .sync_method import METHOD_ALIASES
+from .sync_schedule import STYLE_ALIASES
+from ..tasks import absolute
+
+COPY = "config.yaml"
+"""Name of the effective configuration in a run's folder."""
+_FLOAT = re.compile(r"[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$")
+_PATHS = (
+    *("model.path", "algorithm.teacher.path", "reward.model"),
+    *("checkpoints.root", "tracking.folder"),
+)
+_SOURCES = (
+    *("task.name", "task.questions", "task.reward", "task.environment"),
+    *("explorer.engine", "algorithm.advantage", "algorithm.loss"),
+    "evaluation.sets.NAME.questions",
+)
+ALIASES: dict[str, dict[str, str]] = {
+    "sync.method": METHOD_ALIASES,
+    "sync.style": STYLE_ALIASES,
+}
+"""Names that Trinity-RFT has for the values of fields, and our values."""
+
+
+FIELD_ALIASES = {
+    f"{section}.{name}": f"checkpoints.{ours}"
+    for section in ("trainer", "checkpoints")
+    for name, ours in (
+        ("max_checkpoints_to_keep", "keep"),
+        ("save_hf_checkpoint", "save_hf_checkpoint"),
+    )
+}
+"""Names that Trinity-RFT has for fields, and our names."""
+
+
+class Setting(Struct, frozen=True):
+    """Value that is laid over the file's."""
+
+    path: str
+    value: Any
+    origin: str
+    """Part of the command line that has it, for messages."""
+    text: str | None = None
+    """The value as it was typed, where its type is still to be found out."""
+
+
+class Reading(Struct):
+    """Configuration as far as it can be read, and every mistake in it."""
+
+    config: TrainConfig = field(default_factory=TrainConfig)
+    problems: list[str] = field(default_factory=list)
+
+    def checked(self) -> TrainConfig:
+        """Return the configuration. Raises BadSettings with the first mistake."""
+        if self.problems:
+            others = len(self.problems) - 1
+            more = f" ({others} more: see --check)" if others else ""
+            raise BadSettings(self.problems[0] + more)
+        return self.config
+
+
+def read_config(
+    path: Path,
+    settings: Iterable[Setting] = (),
+    *,
+    named: Callable[[str], str] | None = None,
+) -> Reading:
+    """Read a configuration file.
+
+    Args:
+        path: The file, YAML or TOML.
+        settings: Values that are laid over it.
+        named: Names fields in messages; by default they are named by file and path.
+
+    Raises:
+        BadSettings: If the file cannot be read at all.
+    """
+    reading = _Reader(path)
+    reading.read(_decoded(path))
+    for one in settings:
+        reading.overlay(one)
+    return reading.finished(named or (lambda name: name), "" if named else f"{path}: ")
+
+
+def typed_setting(text: str) -> Setting:
+    """Parse ``section.field=value`` from the command line. Raises BadSettings."""
+    path, equals, value = text.partition("=")
+    if not equals or not path:
+        raise BadSettings(
+            f"--set {text} is no setting: write section.field=value, such as --set sync.interval=2"
+        )
+    return Setting(path, _scalar(value), f"--set {text}", value)
+
+
+def to_yaml(config: TrainConfig) -> str:
+    """Return the configuration as YAML, every field with its value."""
+    import yaml
+
+    values = msgspec.json.decode(config.to_text())
+    return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+
+
+def write_copy(folder: Path, config: TrainConfig) -> None:
+    """Write the configuration into a run's folder, atomically."""
+    with OpenFolder.of_run(folder, create=True) as run:
+        run.write(COPY, to_yaml(config).encode())
+
+
+class _Reader:
+    def __init__(self, path: Path) -> None:
+        self._file = path
+        self._values: dict[str, Any] = {}
+        self._problems: list[str] = []
+        self._wrong: set[str] = set()
+
+    def read(self, found: Any) -> None:
+        """Take the values of the file."""
+        if found is None:
+            return
+        if not isinstance(found, Mapping):
+            self._problems.append(f"{self._file}: the file holds {_shown(found)}, not sections")
+            return
+        self._read_section("", found)
+
+    def _read_section(self, prefix: str, found: Mapping[Any, Any]) -> None:
+        for name, value in found.items():
+            path = f"{prefix}{name}"
+            if path in collections() and isinstance(value, Mapping):
+                self._read_named_sections(path, value, str(self._file), self._file.parent)
+            elif general_path(path) not in (*sections(), *collections()):
+                self._take(path, value, str(self._file), self._file.parent)
+            elif isinstance(value, Mapping):
+                self._read_section(f"{path}.", value)
+            elif value is not None:
+                self._problems.append(
+                    f"{self._file}: {path} is {_shown(value)}, but it is a section: write its "
+                    "fields below it"
+                )
+
+    def _read_named_sections(
+        self, path: str, found: Mapping[Any, Any], origin: str, base: Path
+    ) -> None:
+        """Take sections that the user names, in the place of all that were there."""
+        self._values = {
+            one: value for one, value in self._values.items() if not one.startswith(f"{path}.")
+        }
+        self._values[path] = {}
+        for name, section in found.items():
+            if not SECTION_NAME.fullmatch(str(name)):
+                self._problems.append(
+                    f"{origin}: {path} has {_shown(name)}, but a name there has only lower-case "
+                    "letters, digits, - and _"
+                )
+            elif section is not None and not isinstance(section, Mapping):
+                self._problems.append(
+                    f"{origin}: {path}.{name} is {_shown(section)}, but it is a section: write its "
+                    "fields below it"
+                )
+            else:
+                self._values[f"{path}.{name}"] = {}
+                for field_name, value in (section or {}).items():
+                    self._take(f"{path}.{name}.{field_name}", value, origin, base)
+
+    def overlay(self, setting: Setting) -> None:
+        """Take a value of the command line."""
+        value = setting.value
+        if setting.path in collections() and isinstance(value, Mapping):
+            self._read_named_sections(setting.path, value, setting.origin, Path.cwd())
+            return
+        one = fields().get(general_path(setting.path))
+        if setting.text is not None and one is not None:
+            try:
+                one.converted(value)
+            except ValueError:
+                value = setting.text if _fits(setting.path, setting.text) else value
+        self._take(setting.path, value, setting.origin, Path.cwd())
+
+    def _take(self, path: str, value: Any, origin: str, base: Path) -> None:
+        path = FIELD_ALIASES.get(path, path)
+        known = fields().get(general_path(path))
+        if known is None:
+            self._problems.append(f"{origin}: there is no setting {path}{_nearest(path)}")
+            return
+        if isinstance(value, str):
+            value = ALIASES.get(path, {}).get(value, value)
+        try:
+            self._values[path] = _resolved(path, known.converted(value), base)
+        except ValueError:  # msgspec's error is one
+            self._wrong.add(path)
+            self._problems.append(
+                f"{origin}: {path} is {_shown(value)}, but must be {known.allowed}"
+            )
+
+    def finished(self, named: Callable[[str], str], prefix: str) -> Reading:
+        """Return the configuration, after the checks that concern several fields."""
+        config = msgspec.convert(self._over_preset(_nested(self._values), prefix), TrainConfig)
+        for paths, said in contradictions(config, named):
+            if not self._wrong.intersection(paths):
+                self._problems.append(prefix + said)
+        return Reading(config, self._problems)
+
+    def _over_preset(self, values: dict[str, Any], prefix: str) -> dict[str, Any]:
+        """Return the values laid over those of the preset that they name."""
+        algorithm = values.get("algorithm", {})
+        if (preset := algorithm.get("preset")) is None:
+            return values
+        try:
+            return values | {"algorithm": merged(preset_values(preset), algorithm)}
+        except AlgorithmError as error:
+            self._problems.append(f"{prefix}algorithm.preset: {error}")
+            return values
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by path as sections in one another."""
+    found: dict[str, Any] = {}
+    for path, value in values.items():
+        *names, last = path.split(".")
+        section = found
+        for name in names:
+            section = section.setdefault(name, {})
+        section[last] = dict(value) if isinstance(value, dict) else value
+    return found
+
+
+def _decoded(path: Path) -> Any:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise BadSettings(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise BadSettings(f"{path} cannot be read: it is not text in UTF-8") from None
+    if path.suffix == ".toml":
+        try:
+            return tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise BadSettings(f"{path} is not TOML: {error}") from None
+    if path.suffix not in {".yaml", ".yml"}:
+        raise BadSettings(f"{path} is neither .yaml, .yml nor .toml: give it such an ending")
+    if importlib.util.find_spec("yaml") is None:
+        raise BadSettings(
+            f"{path} cannot be read without pyyaml: pip install 'trinity-events[workers]', or "
+            "write it as TOML"
+        )
+    return _yaml(text, str(path))
+
+
+def _yaml(text: str, origin: str) -> Any:
+    import yaml
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """Loader that refuses a name that is given twice, and reads 5e-4 as a number."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            names = [key.value for key, _ in node.value]
+            for name in names:
+                if names.count(name) > 1:
+                    line = node.start_mark.line + 1
+                    raise BadSettings(
+                        f"{origin}: {name} is given twice in the section at line {line}: "
+                        "leave one out"
+                    )
+            return super().construct_mapping(node, deep)
+
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+    try:
+        return yaml.load(text, Loader)  # noqa: S506 - it is a SafeLoader
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}" if mark else ""
+        reason = getattr(error, "problem", None) or "it cannot be parsed"
+        raise BadSettings(f"{origin} is not YAML{where}: {reason}") from None
+    except ValueError as error:  # a date that is none
+        raise BadSettings(f"{origin} is not YAML: {error}") from None
+
+
+def _scalar(text: str) -> Any:
+    try:
+        return _yaml(text, f"--set: {text!r}")
+    except BadSettings:
+        return text
+
+
+def _fits(path: str, value: Any) -> bool:
+    try:
+        fields()[general_path(path)].converted(value)
+    except ValueError:
+        return False
+    return True
+
+
+def _resolved(path: str, value: Any, base: Path) -> Any:
+    """Return the value with its path, if it holds one, made absolute."""
+    if path == "task.options" and isinstance(value.get("evaluation"), str):
+        return value | {"evaluation": absolute(value["evaluation"], base)}
+    if not isinstance(value, str):
+        return value
+    path = general_path(path)
+    if path in _PATHS:
+        return str((base / Path(value).expanduser()).resolve())
+    return absolute(value, base) if path in _SOURCES else value
+
+
+def _nearest(path: str) -> str:
+    """Say which setting may have been meant."""
+    known = [*fields(), *sections()]
+    close = difflib.get_close_matches(path, known, 1, cutoff=0.6)
+    if not close:  # the section may be left out, or be the wrong one
+        last = path.rpartition(".")[2]
+        names = {one.rpartition(".")[2]: one for one in reversed(known)}
+        close = [names[one] for one in difflib.get_close_matches(last, names, 1, cutoff=0.6)]
+    if close:
+        return f": is {close[0]} meant?"
+    return f": the sections are {', '.join(one for one in sections() if '.' not in one)}"
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = msgspec.json.encode(value).decode()
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,379 @@
+"""Settings that name code, files, URLs or environment variables, and whose value of them counts.
+
+An explorer that is started by itself reads the run's configuration from the log. Every process that
+may append to the run's events can put another one there. So the log decides data alone:
+
+1. Every setting of :class:`TrainConfig` is in exactly one table: :data:`DATA`, or
+   :data:`REFERENCES` if its value names code, a path, a URL or an environment variable.
+2. Data comes from the log, with or without a file of the explorer's own.
+3. With a file, every reference comes from the file. A reference that an explorer uses and that
+   differs in the log is refused.
+4. Without a file, a reference that an explorer uses has its default, or a value that names nothing
+   of the log's choice: a task or an engine that is installed here, or a model below the checkpoint
+   root. Everything else is refused.
+5. A reference that the trainer alone uses is neither compared nor copied from the log: an explorer
+   has that of its file, or the default.
+6. A setting that is in no table is treated as in 5. A refusal names every setting that is refused,
+   and comes before anything is imported, opened or contacted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Self
+
+import msgspec
+from msgspec import Struct
+
+from trinity_events.errors import TrinityError
+
+from .train_config import TrainConfig
+from .fields import NAME, collections, fields, sections
+from ..rollout_engines.loading import ENGINES
+from ..rollout_engines.loading import GROUP as ENGINE_GROUP
+from ..tasks.loading import GROUP as TASK_GROUP
+from ..tasks.loading import TASKS
+
+Kind = Literal["code", "path", "URL", "environment variable"]
+Accepted = Literal["default", "installed", "checkpoints"]
+
+
+class Reference(NamedTuple):
+    """Setting whose value names code, a path, a URL or an environment variable."""
+
+    kind: Kind
+    role: Literal["explorer", "trainer"] = "explorer"
+    """Role whose processes use the setting; the trainer alone, or explorers too."""
+    accepted: Accepted = "default"
+    """Value that an explorer without a file accepts in addition to the default."""
+
+
+REFERENCES: dict[str, Reference] = {
+    "model.path": Reference("path", accepted="checkpoints"),
+    "task.name": Reference("code", accepted="installed"),
+    # A file, a module, a data set of the hub, or a family of reasoning-gym. Families are installed,
+    # and yet code: countdown and others evaluate an answer, by sympy's parse_expr.
+    "task.questions": Reference("code"),
+    "task.reward": Reference("code"),
+    "task.environment": Reference("code"),
+    "task.options": Reference("code"),  # arguments of code, such as {"shell": true}
+    "rewards.service": Reference("URL"),
+    "rewards.judge": Reference("URL"),
+    "rewards.judge_prompt": Reference("code"),  # a template of str.format, which is evaluated
+    "rewards.token_variable": Reference("environment variable"),
+    # Answers are run as code; weights of the log's choice would write them.
+    "rewards.code_tests": Reference("code"),
+    "rewards.code_memory_mb": Reference("code"),
+    "rewards.code_file_mb": Reference("code"),
+    "rewards.code_files": Reference("code"),
+    "explorer.engine": Reference("code", accepted="installed"),
+    "explorer.engine_options": Reference("code"),
+    f"evaluation.sets.{NAME}.questions": Reference("code"),
+    "algorithm.advantage": Reference("code", role="trainer"),
+    "algorithm.loss": Reference("code", role="trainer"),
+    "algorithm.options": Reference("code", role="trainer"),
+    "algorithm.teacher.path": Reference("path", role="trainer"),
+    "reward.model": Reference("path", role="trainer"),
+    "checkpoints.root": Reference("path", role="trainer"),
+    "checkpoints.mirror": Reference("URL", role="trainer"),
+    "tracking.trackers": Reference("code", role="trainer"),
+    "tracking.folder": Reference("path", role="trainer"),
+}
+"""Settings that name something outside of the configuration, by path."""
+
+_DATA = {
+    "": "name steps seed",
+    "model": "dtype",
+    "model.lora": "rank alpha dropout target_modules",
+    "task": "prompt answer reward_deadline environment_deadline",
+    "rewards": "judge_model best_grade attempts calls",
+    "trainer": """
+        engine ranks cpus tensor_parallel pipeline_parallel virtual_pipeline expert_parallel
+        context_parallel sequence_parallel distributed_optimizer colocated rollout_tensor_parallel
+        recompute cpu_offload packing learning_rate ramp_steps schedule micro_batch_rows
+        micro_batch_tokens fused_loss profile_steps profile_ranks gradient_norm max_skipped_steps
+        """,
+    "trainer.policy_offload": "param_offload grad_offload optimizer_offload",
+    "trainer.critic_offload": "param_offload grad_offload optimizer_offload",
+    "trainer.reference_offload": "param_offload",
+    "algorithm": """
+        preset scale deviation deviation_epsilon gamma gae_lambda normalisation normalisation_length
+        epochs
+        mini_batches clip_low clip_high dual_clip entropy_coefficient
+        """,
+    "algorithm.kl": "estimator coefficient where weighted",
+    "algorithm.importance_sampling": "ratio_to weights cap mask mask_low mask_high",
+    "algorithm.filters": "zero_variance part",
+    "algorithm.overlong": "mask buffer penalty limit",
+    "algorithm.critic": "use clip learning_rate warmup_steps",
+    "algorithm.teacher": "divergence mixture",
+    "reward": "weight",
+    "explorer": "count dtype deterministic groups_per_claim cpus wait_for_run",
+    "rollouts": """
+        prompts_per_step samples_per_prompt max_new_tokens temperature max_turns order window
+        claim_lease request_deadline max_attempts on_update keep_answers
+        """,
+    "sync": """
+        style interval offset max_staleness when_stale method transport publish dtype full_every
+        tensor_digests timeout
+        """,
+    "evaluation": "timeout",
+    f"evaluation.sets.{NAME}": """
+        count samples temperature top_p top_k max_new_tokens pass_at correct_from interval versions
+        at_start at_end
+        """,
+    "checkpoints": "interval keep save_hf_checkpoint strategy",
+    "tracking": "project",
+}
+DATA = frozenset(
+    f"{section}.{name}".removeprefix(".")
+    for section, names in _DATA.items()
+    for name in names.split()
+)
+"""Settings that name nothing outside of the configuration: numbers, choices, and plain text."""
+
+_SOURCE = "evaluation"
+"""Option of a task that names a source of questions."""
+_LONGEST_LIST = 10
+"""Settings that an error names; the log may hold any number of sets of questions."""
+
+
+class OwnConfig(Struct, frozen=True, kw_only=True):
+    """Configuration that the explorer's own side gives, and its file."""
+
+    file: Path
+    config: TrainConfig
+
+
+class Host(Struct, frozen=True, kw_only=True):
+    """Names that an explorer accepts from the log without a configuration of its own."""
+
+    checkpoint_root: Path
+    installed: Mapping[str, frozenset[str]]
+    """Names of installed code, by the path of the setting."""
+
+    @classmethod
+    def local(cls, checkpoint_root: Path) -> Self:
+        """Return the names of this host: built-in ones, and entry points."""
+        return cls(
+            checkpoint_root=checkpoint_root,
+            installed={
+                "task.name": _get_installed(TASKS, TASK_GROUP),
+                "explorer.engine": _get_installed(ENGINES, ENGINE_GROUP),
+            },
+        )
+
+
+class SettingsRefused(TrinityError):
+    """Base of refusals of a configuration in the log.
+
+    Attributes:
+        run_id: The run.
+        settings: Paths of the settings that are refused, in the order of the configuration.
+    """
+
+    def __init__(self, run_id: str, settings: tuple[str, ...], message: str) -> None:
+        super().__init__(message)
+        self.run_id = run_id
+        self.settings = settings
+
+
+class SettingsUntrusted(SettingsRefused):
+    """Raised if the log names code, a path, a URL or an environment variable, and no file does."""
+
+    def __init__(self, run_id: str, references: Mapping[str, Reference]) -> None:
+        listed = [f"{path} ({reference.kind})" for path, reference in references.items()]
+        super().__init__(
+            run_id,
+            tuple(references),
+            f"the log of run {run_id} sets {_format_list(listed)}, which an explorer takes from "
+            "its own configuration alone: start it with --config FILE, the file that the run is "
+            "trained with",
+        )
+
+
+class SettingsDiffer(SettingsRefused):
+    """Raised if the explorer's own file and the log name other code, paths, URLs or variables.
+
+    Attributes:
+        file: The explorer's file.
+    """
+
+    def __init__(self, run_id: str, settings: tuple[str, ...], file: Path) -> None:
+        super().__init__(
+            run_id,
+            settings,
+            f"{file} and the log of run {run_id} differ in {_format_list(settings)}: start the "
+            "explorer with the configuration that the run is trained with, and with the same --set",
+        )
+        self.file = file
+
+
+def merge(run_id: str, logged: TrainConfig, own: OwnConfig | None, host: Host) -> TrainConfig:
+    """Return the configuration of an explorer: data of the log, and references of its own side.
+
+    No file is read and nothing is imported; of a path in the log, only links are resolved.
+
+    Args:
+        run_id: The run, for messages.
+        logged: Configuration in the event that opened the run.
+        own: Configuration of the explorer's own side, if it gives one.
+        host: Names that are accepted without one.
+
+    Raises:
+        SettingsUntrusted: There is no configuration of the explorer's own, and the log names
+            something that is not accepted.
+        SettingsDiffer: Both name something, and not the same.
+    """
+    settings = [*_get_settings(logged)]
+    if own is None:
+        untrusted = {
+            setting.name: REFERENCES[setting.path]
+            for setting in settings
+            if _is_used(setting.path) and not _is_accepted(setting, host)
+        }
+        if untrusted:
+            raise SettingsUntrusted(run_id, untrusted)
+    elif different := tuple(_find_differences(settings, own)):
+        raise SettingsDiffer(run_id, different, own.file)
+    values = _to_values(TrainConfig() if own is None else own.config)
+    logged_values = _to_values(logged)
+    for collection in collections():
+        default = _to_values(sections()[f"{collection}.{NAME}"]())
+        *parents, last = keys = collection.split(".")
+        section = _descend(values, parents)
+        section[last] = {
+            name: section[last].get(name, dict(default)) for name in _descend(logged_values, keys)
+        }
+    for setting in settings:
+        if setting.path in DATA or (own is None and _is_used(setting.path)):
+            *parents, last = setting.keys
+            _descend(values, parents)[last] = setting.value
+    return msgspec.convert(values, TrainConfig)
+
+
+class _Setting(NamedTuple):
+    """Setting with its value in one configuration."""
+
+    path: str
+    """Path in the tables; NAME stands for the name of a section that a user names."""
+    keys: tuple[str, ...]
+    """Names of the sections around it, and its own."""
+    value: Any
+
+    @property
+    def name(self) -> str:
+        """Return the setting's path in its configuration."""
+        return ".".join(self.keys)
+
+
+def _get_settings(config: TrainConfig) -> Iterator[_Setting]:
+    """Yield every setting of a configuration, in order."""
+    values = _to_values(config)
+    for path in fields():
+        before, named, field = path.partition(f".{NAME}.")
+        collection = before.split(".")
+        for name in _descend(values, collection) if named else ():
+            keys = (*collection, name, *field.split("."))
+            yield _Setting(path, keys, _descend(values, keys))
+        if not named:
+            yield _Setting(path, tuple(collection), _descend(values, collection))
+
+
+def _is_used(path: str) -> bool:
+    """Return True for a reference that an explorer uses."""
+    reference = REFERENCES.get(path)
+    return reference is not None and reference.role == "explorer"
+
+
+def _is_accepted(setting: _Setting, host: Host) -> bool:
+    """Return True for a value that an explorer without a file accepts from the log."""
+    value = setting.value
+    if value == fields()[setting.path].default:
+        return True
+    match REFERENCES[setting.path].accepted:
+        case "installed":
+            return value in host.installed[setting.path]
+        case "checkpoints":
+            return _is_below(Path(value), host.checkpoint_root)
+    return False
+
+
+def _is_below(path: Path, root: Path) -> bool:
+    """Return True for an absolute path below a folder, with all links followed."""
+    try:
+        target, root = path.resolve(), root.resolve()
+    except (OSError, ValueError, RuntimeError):  # a null byte, or a circle of links
+        return False
+    return path.is_absolute() and target != root and target.is_relative_to(root)
+
+
+def _find_differences(settings: Iterable[_Setting], own: OwnConfig) -> Iterator[str]:
+    """Yield the names of the references that differ in the log and in a file."""
+    folder = own.file.parent.resolve()
+    logged_settings = {setting.keys: setting for setting in settings}
+    own_settings = {setting.keys: setting for setting in _get_settings(own.config)}
+    for keys, setting in (logged_settings | own_settings).items():
+        if _is_used(setting.path):
+            # A set of questions that one side does not have names none.
+            default = setting._replace(value=fields()[setting.path].default)
+            logged = logged_settings.get(keys, default).value
+            if not _is_same(setting.path, logged, own_settings.get(keys, default).value, folder):
+                yield setting.name
+
+
+def _is_same(path: str, logged: Any, own: Any, folder: Path) -> bool:
+    """Return True if two values of a setting name the same thing, each on its own host."""
+    if path == "task.options":
+        logged, own = dict(logged), dict(own)
+        # The one option whose path is made absolute when a file is read.
+        sources = logged.pop(_SOURCE, None), own.pop(_SOURCE, None)
+        return bool(logged == own) and _is_same("", *sources, folder)
+    if logged == own or not (isinstance(logged, str) and isinstance(own, str)):
+        return bool(logged == own)
+    if path == "model.path":
+        return _is_same_path(Path(logged), Path(own), folder)
+    logged_place, _, logged_attribute = logged.partition(":")  # /folder/file.py:attribute
+    place, _, attribute = own.partition(":")
+    return logged_attribute == attribute and _is_same_path(Path(logged_place), Path(place), folder)
+
+
+def _is_same_path(logged: Path, own: Path, folder: Path) -> bool:
+    """Return True if two paths end alike: as below the file's folder, else in the last name.
+
+    Relative paths become absolute when a file is read, and hosts may keep the file, or a model, in
+    different folders.
+    """
+    if not own.is_absolute():
+        return False  # a module, or a scheme such as datasets
+    below = own.relative_to(folder).parts if own.is_relative_to(folder) else ()
+    compared = below or own.parts[-1:]
+    return logged.parts[-len(compared) :] == compared
+
+
+def _get_installed(built_in: Iterable[str], group: str) -> frozenset[str]:
+    return frozenset((*built_in, *(entry.name for entry in entry_points(group=group))))
+
+
+def _to_values(section: Struct) -> dict[str, Any]:
+    """Return a section as the log holds it: mappings, lists and plain values."""
+    values = {name: getattr(section, name) for name in section.__struct_fields__}
+    decoded: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(values))
+    return decoded
+
+
+def _descend(values: Any, keys: Iterable[str]) -> Any:
+    """Return the value below nested keys."""
+    for key in keys:
+        values = values[key]
+    return values
+
+
+def _format_list(names: Iterable[str]) -> str:
+    *first, last = names
+    if len(first) >= _LONGEST_LIST:
+        more = len(first) + 1 - _LONGEST_LIST
+        first, last = first[:_LONGEST_LIST], f"{more} more"
+    return f"{', '.join(first)} and {last}" if first else last

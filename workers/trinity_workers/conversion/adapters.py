@@ -1,0 +1,144 @@
+"""Adapters of a checkpoint as a folder of PEFT, or merged into their base."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from trinity_events.checkpoint_layout import MODEL_FOLDER
+
+from ..engines.convertible import ADAPTER_CONFIG, ConversionRefused
+from ..engines.adapter_folder import (
+    ADAPTER_WEIGHTS,
+    BASE_MODEL,
+    AdaptersRefused,
+    BaseModel,
+    describe_adapters,
+    read_base,
+    weights_digest,
+    write_adapter_folder,
+)
+from ..engines.base import NamedTensors
+from ..engines.model_folder import FolderReader, copy_files, has_separate_head, write_model_folder
+from ..engines.reshard import tensors_of_shards
+from ..learning.finite import check_finite
+from ..storage.huggingface_files import set_untied
+from ..learning.adapters import merged, weight_names
+
+_OTHER = (
+    *("use_dora", "use_rslora", "lora_bias", "fan_in_fan_out"),
+    *("rank_pattern", "alpha_pattern", "modules_to_save"),
+)
+"""Fields of PEFT's configuration that make a product of two matrices something else."""
+
+
+class SavedAdapters:
+    """Adapters in a checkpoint, or in a folder of PEFT.
+
+    Args:
+        folder: The folder.
+        base: Folder of their base; by default the one that they were trained on.
+
+    Raises:
+        ConversionRefused: if there is no base, or PEFT's configuration is not one of this project.
+        AdaptersRefused: if the base has other weights than the one that they were trained on.
+        NonFiniteWeights: if the adapters, or weights that they are merged into, are not finite.
+    """
+
+    def __init__(self, folder: Path, base: Path | None = None) -> None:
+        inner = folder / MODEL_FOLDER[-1]
+        self._described = folder if (folder / ADAPTER_CONFIG).is_file() else inner
+        self._config: dict[str, Any] = json.loads((self._described / ADAPTER_CONFIG).read_bytes())
+        if self._config.get("peft_type") != "LORA" or any(map(self._config.get, _OTHER)):
+            raise ConversionRefused(
+                f"{self._described / ADAPTER_CONFIG} describes no plain LoRA: merge it with PEFT"
+            )
+        self._given_base = base
+        if (self._described / ADAPTER_WEIGHTS).is_file():
+            reader = FolderReader(self._described)
+            self.tensors = {name: reader.tensor(name) for name in reader.names()}
+        else:
+            self.tensors = dict(tensors_of_shards(folder, part="adapter"))
+        check_finite(self.tensors.items(), str(folder))
+
+    def write_alone(self, target: Path) -> list[int]:
+        """Write a folder that PEFT loads; return the tensors' sizes in bytes."""
+
+        def describe(into: Path) -> None:
+            copy_files(self._described, into)
+            if self._given_base is not None:
+                path = str(self._given_base.resolve())
+                config = self._config | {"base_model_name_or_path": path}
+                describe_adapters(into, config, BaseModel.of(self._given_base.resolve()))
+
+        if self._given_base is not None:
+            self._base()
+        write_adapter_folder(target, describe, self.tensors.items())
+        return [tensor.nbytes for tensor in self.tensors.values()]
+
+    def write_merged(self, target: Path, shard_bytes: int) -> list[int]:
+        """Write the base with the adapters merged into it; return the tensors' sizes in bytes.
+
+        Weights keep the dtype that they have in the base. Memory holds the adapters, and a tensor.
+        """
+        base, sizes = self._base(), list[int]()
+
+        def counted() -> NamedTensors:
+            for name, tensor in self._merged(base):
+                sizes.append(tensor.nbytes)
+                yield name, tensor
+                del tensor
+
+        def describe(into: Path) -> None:
+            copy_files(base, into)
+            if has_separate_head(base):
+                set_untied(into)
+
+        write_model_folder(target, describe, counted(), shard_bytes=shard_bytes)
+        return sizes
+
+    def _merged(self, base: Path) -> NamedTensors:
+        try:
+            reader = FolderReader(base)
+        except FileNotFoundError as error:
+            raise ConversionRefused(str(error)) from None
+        names = {weight_names(name): name for name in reader.names()}
+        adapted = {name for pair in names for name in pair}
+        left = [name for name in self.tensors if name not in adapted]
+        if left:
+            raise ConversionRefused(
+                f"{base} has no layer for the adapter {left[0]}: give the adapters' own base with "
+                "--base"
+            )
+        scale = self._config["lora_alpha"] / self._config["r"]
+        for (first, second), name in names.items():
+            tensor = reader.tensor(name)
+            if first in self.tensors or second in self.tensors:
+                for matrix in (first, second):
+                    if matrix not in self.tensors:
+                        raise ConversionRefused(
+                            f"{self._described} lacks {matrix}, half of an adapter: copy the "
+                            "whole folder again"
+                        )
+                tensor = merged(tensor, self.tensors[first], self.tensors[second], scale)
+            check_finite([(name, tensor)], str(base))
+            yield name, tensor
+            reader.forget()
+
+    def _base(self) -> Path:
+        """Return the folder of the base, whose weights are those of the training."""
+        named = (self._described / BASE_MODEL).is_file()
+        trained = read_base(self._described) if named else None
+        path = self._config.get("base_model_name_or_path")
+        base = self._given_base or Path(trained.path if trained is not None else path or "")
+        if not (base / "config.json").is_file():
+            raise ConversionRefused(
+                f"the base of the adapters is not in {base}: give its folder with --base"
+            )
+        if trained is not None and weights_digest(base) != trained.digest:
+            raise AdaptersRefused(
+                f"the weights in {base} are not those that the adapters were trained on: give the "
+                "folder of their base with --base"
+            )
+        return base

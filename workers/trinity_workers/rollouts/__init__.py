@@ -1,0 +1,1 @@
+"""Episodes: from a question to answers with their rewards."""

@@ -1,0 +1,356 @@
+"""Episodes: the turns of policy and environment that answer one rollout request.
+
+Tokens of earlier turns are never encoded again: encoding the text of sampled tokens may give
+others, which the policy did not sample. For a turn of the environment only the text between two
+turns of the policy is encoded. The chat template renders the conversation with a mark in place of
+the policy's last turn; what follows the mark are the end of that turn, the environment's messages,
+and the beginning of the next turn. That text follows a special token, so no merge crosses its edge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import anyio
+
+from trinity_events.system.error_text import first_error
+from trinity_events.errors import TrinityError
+from trinity_schemas import Experience, RolloutRequest, StepRef, Turn
+
+from ..learning.policy import BadPolicy, encode_prompt
+from ..rewards import Rewarded, RewardFailed, Rewards
+from ..rollout_engines.base import Generation, GenerationRequest, TurnGenerator
+from ..tasks.base import Answer, Message, Question, Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MARK = "TRINITYxPOLICYxTURN"
+"""Text in place of the policy's turn, which a template neither changes nor contains."""
+
+
+class RequestRefused(TrinityError):
+    """Raised if a rollout request asks for another task set, or for another weight version."""
+
+
+class Replier(Protocol):
+    """Environment of episodes, such as a pool of processes with a user's tools."""
+
+    async def reply(self, question: Question, messages: Sequence[Message]) -> list[Message] | None:
+        """Return the messages after the policy's last turn; None ends the episode."""
+        ...
+
+
+@dataclass(slots=True)
+class _Episode:
+    """One sample of a request while it is played."""
+
+    place: int
+    request: RolloutRequest
+    sample: int
+    question: Question
+    messages: list[Message]
+    turns: list[Turn]
+    finished: bool = True
+    over: bool = False
+    text: str = ""
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens so far."""
+        return [token for turn in self.turns for token in turn.tokens]
+
+    @property
+    def policy_turns(self) -> int:
+        """Number of the policy's turns so far."""
+        return sum(turn.role == "policy" for turn in self.turns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Episodes:
+    """Answers rollout requests: plays their episodes, and has them judged.
+
+    Args:
+        engine: Engine that generates the policy's turns.
+        tokenizer: The policy's tokenizer.
+        task: The task, whose questions the requests name by their ordinals.
+        judge: Judge of the answers.
+        explorer: Name of the explorer.
+        environment: Other side of the episodes; without one, an episode has one turn.
+        max_turns: Maximum number of the policy's turns in an episode.
+        needed_part: Part of the reward that the trainer reads, if it reads one.
+    """
+
+    engine: TurnGenerator
+    tokenizer: PreTrainedTokenizerBase
+    task: Task
+    judge: Rewards
+    explorer: str
+    environment: Replier | None = None
+    max_turns: int = 1
+    needed_part: str | None = None
+
+    async def answer(self, request: RolloutRequest) -> list[Experience]:
+        """Return the experiences of one request; see :meth:`answer_all`. Raises what failed."""
+        (answered,) = await self.answer_all([request])
+        if isinstance(answered, TrinityError):
+            raise answered
+        return answered
+
+    async def answer_all(
+        self, requests: Sequence[RolloutRequest]
+    ) -> list[list[Experience] | TrinityError]:
+        """Return the experiences of each request, one a sample, or the error that it failed with.
+
+        The turns of all episodes are generated together. An environment or reward that fails
+        spoils its own request alone; an engine that fails raises.
+        """
+        played = await self.play_all(requests)
+        return await played.judged()
+
+    async def play_all(self, requests: Sequence[RolloutRequest]) -> Played:
+        """Play the episodes of requests; the engine has nothing more to do for them then."""
+        failed: dict[int, TrinityError] = {}
+        groups: list[list[_Episode]] = []
+        for place, request in enumerate(requests):
+            try:
+                groups.append(self._begin(place, request))
+            except TrinityError as error:
+                failed[place] = error
+                groups.append([])
+        while alive := [one for group in groups for one in group if not one.over]:
+            await self._policy_turns(alive, failed)
+            async with anyio.create_task_group() as tasks:
+                for place, group in enumerate(groups):
+                    if place not in failed:
+                        tasks.start_soon(self._environment_turns, place, group, failed)
+            for place in failed:
+                groups[place] = []
+        return Played(self, groups, failed)
+
+    def _begin(self, place: int, request: RolloutRequest) -> list[_Episode]:
+        if request.fingerprint != self.task.fingerprint:
+            raise RequestRefused(
+                f"ordinal {request.ordinal} was asked of a task set with the fingerprint "
+                f"{request.fingerprint}, and this explorer holds {self.task.fingerprint}: give "
+                "trainer and explorers the same questions"
+            )
+        question = self.task.question(request.ordinal)
+        tokens = encode_prompt(self.tokenizer, question.prompt)
+        room = self.engine.context_length
+        if room is not None and len(tokens) >= room:
+            raise RequestRefused(
+                f"the prompt of ordinal {request.ordinal} has {len(tokens)} tokens, and the model "
+                f"has room for {room}: leave the question out, or shorten it"
+            )
+        prompt = Turn(role="prompt", tokens=tokens)
+        return [
+            _Episode(place, request, sample, question, question.messages(), [prompt])
+            for sample in range(request.samples)
+        ]
+
+    async def _policy_turns(
+        self, episodes: Sequence[_Episode], failed: dict[int, TrinityError]
+    ) -> None:
+        generated = await self.engine.generate(
+            [
+                GenerationRequest(
+                    tokens=one.tokens,
+                    sampling=one.request.sampling,
+                    ordinal=one.request.ordinal,
+                    sample=one.sample,
+                    turn=one.policy_turns,
+                )
+                for one in episodes
+            ]
+        )
+        for episode, generation in zip(episodes, generated, strict=True):
+            try:
+                self._add_policy_turn(episode, generation)
+            except RequestRefused as error:
+                failed[episode.place] = error
+
+    def _add_policy_turn(self, episode: _Episode, generation: Generation) -> None:
+        _check_versions(episode.request, [version for version, _ in generation.versions])
+        episode.turns.append(
+            Turn(
+                role="policy",
+                tokens=generation.tokens,
+                logprobs=generation.logprobs,
+                versions=generation.versions,
+            )
+        )
+        said = generation.tokens[:-1] if generation.finished else generation.tokens
+        # Special tokens are kept: a padding token that was really sampled must spoil the answer,
+        # not vanish from it.
+        episode.text = str(self.tokenizer.decode(said, skip_special_tokens=False))
+        episode.messages.append({"role": "assistant", "content": episode.text})
+        episode.finished = generation.finished
+        episode.over = (
+            not generation.finished
+            or self.environment is None
+            or episode.policy_turns >= self.max_turns
+        )
+
+    async def _environment_turns(
+        self, place: int, group: Sequence[_Episode], failed: dict[int, TrinityError]
+    ) -> None:
+        try:
+            async with anyio.create_task_group() as tasks:
+                for episode in group:
+                    if not episode.over:
+                        tasks.start_soon(self._environment_turn, episode)
+        except* TrinityError as errors:
+            error = first_error(errors)
+            assert isinstance(error, TrinityError)
+            failed[place] = error
+
+    async def _environment_turn(self, episode: _Episode) -> None:
+        assert self.environment is not None
+        replies = await self.environment.reply(episode.question, episode.messages)
+        if replies is None:
+            episode.over = True
+            return
+        tokens = self._between(episode, replies)
+        room = self.engine.context_length
+        if room is not None and len(episode.tokens) + len(tokens) >= room:
+            episode.over, episode.finished = True, False
+            return
+        episode.messages += replies
+        episode.turns.append(Turn(role="environment", tokens=tokens))
+
+    def _between(self, episode: _Episode, replies: Sequence[Message]) -> list[int]:
+        """Return the tokens between the policy's last turn and its next one."""
+        if isinstance(episode.question.prompt, str):
+            text = "".join(str(one["content"]) for one in replies)
+        else:
+            last = episode.turns[-1].tokens[-1]
+            text = continuation(self.tokenizer, episode.messages, replies, last)
+        tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return tokens
+
+    async def judge_group(
+        self,
+        place: int,
+        group: Sequence[_Episode],
+        answers: list[list[Experience]],
+        failed: dict[int, TrinityError],
+    ) -> None:
+        """Have the episodes of one request judged, and add its answer or the error."""
+        if not group:
+            return
+        asked = [
+            Answer(
+                text=one.text,
+                finished=one.finished,
+                messages=one.messages,
+                tokens=sum(len(turn.tokens) for turn in one.turns if turn.role == "policy"),
+            )
+            for one in group
+        ]
+        try:
+            judged = await self.judge.judge(group[0].question, asked)
+            self._check_part(judged)
+        except TrinityError as error:
+            failed[place] = error
+            return
+        answers[place] = [
+            self._experience(one, rewarded) for one, rewarded in zip(group, judged, strict=True)
+        ]
+
+    def _check_part(self, judged: Sequence[Rewarded]) -> None:
+        """Refuse rewards without the part that the trainer reads, as it refuses their answers."""
+        part = self.needed_part
+        for rewarded in judged if part is not None else ():
+            if part not in rewarded.parts:
+                names = ", ".join(rewarded.parts) or "none"
+                raise RewardFailed(
+                    f"filters.part is {part!r}, and the reward has no such part: its parts are "
+                    f"{names}"
+                )
+
+    def _experience(self, episode: _Episode, rewarded: Rewarded) -> Experience:
+        request = episode.request
+        return Experience(
+            run_id=request.run_id,
+            epoch=request.epoch,
+            ordinal=request.ordinal,
+            attempt=request.attempt,
+            sample=episode.sample,
+            samples=request.samples,
+            explorer=self.explorer,
+            turns=episode.turns,
+            reward=rewarded.reward,
+            reward_parts=rewarded.parts,
+            finished=episode.finished,
+        )
+
+
+class Played(NamedTuple):
+    """Episodes that were played to their end, or the errors of their requests."""
+
+    episodes: Episodes
+    groups: list[list[_Episode]]
+    failed: dict[int, TrinityError]
+
+    async def judged(self) -> list[list[Experience] | TrinityError]:
+        """Return the experiences of each request, or the error that it failed with."""
+        answers: list[list[Experience]] = [[] for _ in self.groups]
+        async with anyio.create_task_group() as tasks:
+            for place, group in enumerate(self.groups):
+                tasks.start_soon(self.episodes.judge_group, place, group, answers, self.failed)
+        return [self.failed.get(place, answer) for place, answer in enumerate(answers)]
+
+
+def continuation(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    replies: Sequence[Message],
+    last_token: int,
+) -> str:
+    """Return the text between the policy's last turn and its next one, by the chat template.
+
+    Args:
+        tokenizer: Tokenizer with the template.
+        messages: Messages so far; the last one is the policy's.
+        replies: Messages of the environment.
+        last_token: Last token that the policy sampled; it is not repeated.
+
+    Raises:
+        BadPolicy: if the template refuses the messages.
+    """
+    marked = [*messages[:-1], {**messages[-1], "content": _MARK}, *replies]
+    template: Any = tokenizer.apply_chat_template
+    try:
+        rendered = str(template(marked, add_generation_prompt=True, tokenize=False))
+    except Exception as error:
+        told = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise BadPolicy(
+            f"the chat template refuses a reply of the role {replies[-1]['role']!r}: {told}; let "
+            "the environment return a message with a role that the template knows"
+        ) from None
+    _, mark, after = rendered.rpartition(_MARK)
+    if not mark:
+        raise BadPolicy("the chat template leaves out the policy's turn before a reply")
+    # The policy itself sampled the end of its turn.
+    return after.removeprefix(str(tokenizer.decode([last_token], skip_special_tokens=False)))
+
+
+def _check_versions(request: RolloutRequest, versions: Sequence[StepRef]) -> None:
+    """Refuse versions that may not serve a request."""
+    if request.exact:
+        wrong = [version for version in versions if version != request.oldest]
+    else:
+        wrong = [version for version in versions if version < request.oldest]
+    if wrong:
+        needs = "" if request.exact else " or a later one"
+        raise RequestRefused(
+            f"ordinal {request.ordinal} needs the version of {_named(request.oldest)}{needs}, and "
+            f"the engine served that of {_named(wrong[0])}: install it before answering"
+        )
+
+
+def _named(version: StepRef) -> str:
+    return f"epoch {version.epoch}, step {version.step}"

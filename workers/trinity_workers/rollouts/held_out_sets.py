@@ -1,0 +1,90 @@
+"""Sets of held-out questions, as a run's configuration names them."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+
+import msgspec
+
+from trinity_schemas import Sampling
+
+from ..config.train_config import TrainConfig
+from ..evaluation.settings import EvaluationSet
+from ..tasks import Question, Task, TaskError
+from ..tasks.sources import QuestionOptions, read_questions
+
+logger = logging.getLogger(__name__)
+
+
+class HeldOutSet:
+    """Questions of a set in the place of a task: their order is that of the list.
+
+    Args:
+        name: Name of the set.
+        settings: Its settings.
+        questions: Its questions.
+        sampling: Settings of sampling, with a seed that is not that of training.
+    """
+
+    def __init__(
+        self, name: str, settings: EvaluationSet, questions: Sequence[Question], sampling: Sampling
+    ) -> None:
+        self.name = name
+        self.settings = settings
+        self.questions = questions
+        self.sampling = sampling
+        encoded = msgspec.json.encode(questions, order="deterministic")
+        self.fingerprint = f"sha256:{hashlib.sha256(encoded).hexdigest()}"
+
+    def question(self, ordinal: int) -> Question:
+        """Return one of the questions."""
+        return self.questions[ordinal]
+
+    def held_out(self, count: int) -> list[Question]:
+        """Return the first of the questions."""
+        return list(self.questions[:count])
+
+
+def held_out_sets(config: TrainConfig, task: Task) -> list[HeldOutSet]:
+    """Return the sets of a run, without those of a task that holds no question out.
+
+    Raises:
+        TaskError: A source of questions cannot be read, or is empty.
+    """
+    found = []
+    for name, settings in config.evaluation.sets.items():
+        questions = _questions(config, task, name, settings)
+        if questions:
+            found.append(HeldOutSet(name, settings, questions, _sampling(config, name, settings)))
+        else:
+            logger.warning(
+                "evaluation.sets.%s is left out: %s holds no question out", name, task.name
+            )
+    return found
+
+
+def _questions(
+    config: TrainConfig, task: Task, name: str, settings: EvaluationSet
+) -> Sequence[Question]:
+    if settings.questions is None:
+        return task.held_out(settings.count)
+    own = config.task
+    options = QuestionOptions.of(own.options if own.questions is not None else None)
+    source = settings.questions
+    questions = read_questions(source, options, prompt=own.prompt, answer=own.answer)
+    if not questions:
+        raise TaskError(f"evaluation.sets.{name}.questions: {source} has no question")
+    return questions[: settings.count]
+
+
+def _sampling(config: TrainConfig, name: str, settings: EvaluationSet) -> Sampling:
+    digest = hashlib.sha256(f"{name}:{config.seed}".encode()).digest()
+    return Sampling(
+        max_new_tokens=settings.max_new_tokens or config.rollouts.max_new_tokens,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        seed=int.from_bytes(digest[:7], "big"),
+    )

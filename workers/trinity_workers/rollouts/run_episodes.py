@@ -1,0 +1,103 @@
+"""Episodes of a run, and the way of their answers to its log."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from typing import NamedTuple
+
+from trinity_events.errors import TrinityError
+from trinity_events.rollouts import Claim, RolloutClient
+from trinity_events.diagnostics.waits import WaitReporter
+from trinity_schemas import Experience
+
+from ..config.train_config import RunConfig
+from ..sandbox.environments import EnvironmentProcesses
+from .episodes import Episodes
+from ..learning.policy import load_tokenizer
+from ..rollout_engines.base import TurnGenerator
+from ..tasks import Task
+from .user_task import start_rewards
+
+logger = logging.getLogger(__name__)
+
+
+async def open_episodes(
+    config: RunConfig,
+    engine: TurnGenerator,
+    task: Task,
+    *,
+    name: str,
+    waits: WaitReporter,
+    exits: AsyncExitStack,
+) -> Episodes:
+    """Start the judge and the environment of a run, and return its episodes.
+
+    Args:
+        config: The run.
+        engine: Engine that generates the policy's turns.
+        task: Task of the run.
+        name: Name in experiences of the process that answers.
+        waits: Reporter of long waits.
+        exits: Stack that ends the judge and the environment.
+
+    Raises:
+        TrinityError: if one of them cannot be started.
+    """
+    judge = await start_rewards(config, waits)
+    exits.push_async_callback(judge.aclose)
+    environment = None
+    if config.task.environment is not None:
+        environment = await exits.enter_async_context(
+            EnvironmentProcesses(
+                config.task.environment,
+                deadline=config.task.environment_deadline,
+                count=config.groups_per_claim,
+                waits=waits,
+            )
+        )
+    return Episodes(
+        engine=engine,
+        tokenizer=load_tokenizer(config.model_folder),
+        task=task,
+        judge=judge,
+        explorer=name,
+        environment=environment,
+        max_turns=config.rollouts.max_turns,
+        needed_part=config.algorithm.filters.needed_part,
+    )
+
+
+class Sent(NamedTuple):
+    """Answers that were sent."""
+
+    counted: int
+    """Answers that were not discarded."""
+    ordinals: list[int]
+
+
+async def send_answers(
+    requests: RolloutClient,
+    claims: Sequence[Claim],
+    answers: Sequence[list[Experience] | TrinityError],
+) -> Sent:
+    """Send the answers of claims, and give those back that failed.
+
+    Args:
+        requests: Client of the stream that they are of.
+        claims: The claims.
+        answers: Experiences of each, or the error that it failed with.
+
+    Raises:
+        StaleEpoch: The run has a newer epoch.
+    """
+    found: list[tuple[Claim, list[Experience]]] = []
+    for claim, answer in zip(claims, answers, strict=True):
+        if isinstance(answer, TrinityError):
+            logger.warning("%s: ordinal %d: %s", requests.name, claim.request.ordinal, answer)
+            await requests.fail(claim, str(answer))
+        else:
+            found.append((claim, answer))
+    counted = await requests.answer_all(found)
+    return Sent(sum(counted), [claim.request.ordinal for claim, _ in found])

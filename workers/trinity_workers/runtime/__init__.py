@@ -1,0 +1,1 @@
+"""Processes of a run: tasks in the background, exits, health, network and collectives."""

@@ -1,0 +1,1 @@
+"""Processes that run code of users: rewards, environments and answers."""

@@ -1,0 +1,106 @@
+"""Process of one environment: loads it by its name, and replies to one episode after the other.
+
+Usage: python -m trinity_workers.sandbox.environments.child NAME FOLDER
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from trinity_events.errors import TrinityError
+
+from ...tasks.base import Message, Question, TaskError
+from ...tasks.objects import load_object, refused_arguments
+from ..processes.frames import read_frame, take_pipes
+from .messages import Asked, Raised, Ready, Replied, encoded
+
+LONGEST_ERROR = 500
+"""Characters of an error that are told."""
+
+Replier = Callable[[Question, list[Message]], Any]
+
+
+def main(arguments: list[str]) -> None:
+    """Serve until the explorer closes the pipe."""
+    name, folder = arguments
+    requests, replies = take_pipes()
+
+    def say(message: Replied | Raised | Ready) -> None:
+        replies.write(encoded(message))
+        replies.flush()
+
+    try:
+        reply = load_environment(name, Path(folder))
+    except BaseException as error:  # an import may end the interpreter, too
+        say(Raised(_told(error)))
+        return
+    say(Ready())
+    # In a thread of its own, so that this process ends with its explorer, whatever it does.
+    received: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(requests, received), daemon=True).start()
+    with asyncio.Runner() as runner:
+        while True:
+            say(_replied(runner, reply, received.get()))
+
+
+def load_environment(name: str, folder: Path) -> Replier:
+    """Return the function of (question, messages) behind a name.
+
+    The name is that of a function, or of an object or class with a method `reply`.
+    """
+    found = load_object(name, kind="environment", folder=folder)
+    if isinstance(found, type):
+        found = found()
+    found = getattr(found, "reply", found)
+    if not callable(found):
+        raise TaskError(f"environment {name} has no method 'reply'")
+    if refused_arguments(found, 2) is not None:
+        raise TaskError(f"environment {name} must take two arguments: question and messages")
+    replier: Replier = found
+    return replier
+
+
+def _receive(requests: BinaryIO, received: queue.SimpleQueue[bytes]) -> None:
+    while (payload := read_frame(requests)) is not None:
+        received.put(payload)
+    os._exit(0)
+
+
+def _replied(runner: asyncio.Runner, reply: Replier, payload: bytes) -> Replied | Raised:
+    try:
+        asked = msgspec.msgpack.decode(payload, type=Asked)
+        value = reply(asked.question, asked.messages)
+        if inspect.isawaitable(value):
+            value = runner.run(_awaited(value))
+    except BaseException as error:  # such as a cancelled task, or an exit
+        return Raised(_told(error))
+    try:
+        encoded(Replied(value))
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError):
+        return Raised(f"it returned a value of type {type(value).__name__}")
+    return Replied(value)
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+def _told(error: BaseException) -> str:
+    text = " ".join(str(error).split())[:LONGEST_ERROR]
+    if isinstance(error, TrinityError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,130 @@
+"""Models of a training step on FSDP, as the configuration asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...config.train_config import RunConfig
+from ...engines.fsdp import FSDPEngine, frozen_policy
+from ...engines.fsdp_options import FSDPOptions
+from ...engines.model_memory import Part
+from ...learning.adapters import policy_loader
+from ...learning.reward_model import RewardModel, load_reward_model
+from ...learning.teacher import checked_teacher
+from ...learning.values import load_critic
+from ..step.division import micro_batch_limit
+from ..step.fsdp import FSDPTrainingStep
+from .rates import critic_rate, policy_rate
+from .reward_tokens import reward_tokens
+from ..step.base import ModelName, Models, needed_models
+
+
+def load_models(
+    config: RunConfig, device: torch.device, wanted: Collection[ModelName] | None = None
+) -> Models:
+    """Load models. Collective.
+
+    Args:
+        config: The run.
+        device: Device of this rank.
+        wanted: Models to load; by default those that a training step needs.
+
+    Raises:
+        BadPolicy: if a folder holds no policy or no reward model, or the teacher has other tokens
+            than the policy.
+    """
+    wanted = needed_models(config) if wanted is None else wanted
+    common: dict[str, Any] = {
+        "device": device,
+        "dtype": config.model.dtype,
+        "options": fsdp_options(config),
+    }
+    folder = config.model_folder
+    trainer = config.trainer
+    clipped = common | {"gradient_norm": trainer.gradient_norm}
+    policy = critic = reference = None
+    if "policy" in wanted:
+        lora = config.model.lora
+        policy = FSDPEngine(
+            folder,
+            learning_rate=policy_rate(config),
+            load=policy_loader(lora, config.seed) if lora.rank else None,
+            offload=trainer.policy_offload,
+            **clipped,
+        )
+    if "critic" in wanted:
+        critic = FSDPEngine(
+            folder,
+            learning_rate=critic_rate(config),
+            load=load_critic,
+            offload=trainer.critic_offload,
+            **clipped,
+        )
+
+    def frozen(path: Path, **options: Any) -> Any:
+        return frozen_policy(path, offload=trainer.reference_offload, **common, **options)
+
+    if "reference" in wanted:
+        if policy is not None and policy.adapters is not None:
+            reference = AdaptedBase(policy)
+        else:
+            reference = frozen(folder)
+    teacher = judge = None
+    if "teacher" in wanted and (path := config.teacher_folder) is not None:
+        teacher = frozen(checked_teacher(path, folder))
+    if "reward_model" in wanted and (path := config.reward_folder) is not None:
+        tokens = reward_tokens(config, path)
+        judge = RewardModel(frozen(path, load=load_reward_model), tokens)
+    return Models(policy, critic, reference, teacher, judge)
+
+
+class AdaptedBase:
+    """Base of an engine's adapters, as a frozen model: the reference, without memory of its own.
+
+    Args:
+        engine: Engine of a policy with adapters.
+    """
+
+    def __init__(self, engine: FSDPEngine) -> None:
+        self._engine = engine
+
+    def resident(self, *parts: Part) -> AbstractContextManager[None]:
+        """Return a block in which the policy's parameters are on the device."""
+        return self._engine.resident(*parts)
+
+    def get_output_embeddings(self) -> Any:
+        """Return the output head, which has no adapter."""
+        return self._engine.module.get_output_embeddings()
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Compute as the model does without its adapters, and without gradients. Collective."""
+        with self._engine.without_adapters():
+            return self._engine.module(**inputs)
+
+
+def make_step(
+    config: RunConfig, device: torch.device, wanted: Collection[ModelName] | None = None
+) -> FSDPTrainingStep:
+    """Load models, as :func:`load_models`, and return the step that computes with them."""
+    return FSDPTrainingStep(
+        load_models(config, device, wanted),
+        config.algorithm_of_step,
+        temperature=config.rollouts.temperature,
+        limit=micro_batch_limit(config.trainer),
+        fused=config.trainer.fused_loss,
+        reward_weight=config.reward.weight,
+        max_skipped_steps=config.trainer.max_skipped_steps,
+    )
+
+
+def fsdp_options(config: RunConfig) -> FSDPOptions:
+    """Return the options of the models on FSDP, as the configuration names them."""
+    trainer = config.trainer
+    return FSDPOptions(
+        recompute=trainer.recompute, cpu_offload=trainer.cpu_offload, packing=trainer.packing
+    )

@@ -1,0 +1,122 @@
+"""Models of a training step on Megatron, as the configuration asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ...config.train_config import RunConfig
+from ...engines.learning_rate import LearningRate
+from ...engines.megatron import (
+    LayoutRefused,
+    MegatronCritic,
+    MegatronEngine,
+    MegatronRewardModel,
+    ModelOptions,
+    OptimizerOptions,
+)
+from ...engines.megatron.model import has_experts
+from ...engines.megatron.model_description import read_description
+from ...learning.reward_model import RewardModel
+from ...learning.teacher import checked_teacher
+from ...engines.offload import FrozenOffload, Offload
+from ..step.division import micro_batch_limit
+from .megatron_layout import parallel_layout
+from ..step.megatron import MegatronTrainingStep
+from .rates import critic_rate, policy_rate
+from .reward_tokens import reward_tokens
+from ..step.base import ModelName, Models, needed_models
+
+
+def load_models(
+    config: RunConfig, device: torch.device, wanted: Collection[ModelName] | None = None
+) -> Models:
+    """Load models. Collective.
+
+    All of them have one layout.
+
+    Args:
+        config: The run.
+        device: Device of this rank.
+        wanted: Models to load; by default those that a training step needs.
+
+    Raises:
+        BadPolicy: if the teacher has other tokens than the policy, or there is no reward model.
+        LayoutRefused: if the ranks or a model do not fit the layout.
+    """
+    wanted = needed_models(config) if wanted is None else wanted
+    trainer, folder = config.trainer, config.model_folder
+    common: dict[str, Any] = {
+        "device": device,
+        "layout": parallel_layout(trainer),
+        "seed": config.seed,
+    }
+
+    def options(offload: Offload | FrozenOffload) -> ModelOptions:
+        return ModelOptions(
+            dtype=getattr(torch, config.model.dtype),
+            fused_loss=config.trainer.fused_loss,
+            recompute=trainer.recompute,
+            offload=offload,
+            timeout=timedelta(seconds=config.sync.timeout),
+        )
+
+    def optimizer(rate: LearningRate) -> OptimizerOptions:
+        return OptimizerOptions(
+            learning_rate=rate,
+            gradient_norm=trainer.gradient_norm,
+            distributed=trainer.distributed_optimizer,
+        )
+
+    policy = critic = None
+    if "policy" in wanted:
+        _check_experts(config)
+        policy = MegatronEngine(
+            folder,
+            optimizer=optimizer(policy_rate(config)),
+            model=options(trainer.policy_offload),
+            **common,
+        )
+    if "critic" in wanted:
+        critic = MegatronCritic(
+            folder,
+            optimizer=optimizer(critic_rate(config)),
+            model=options(trainer.critic_offload),
+            **common,
+        )
+    common["model"] = options(trainer.reference_offload)
+    reference = MegatronEngine(folder, **common) if "reference" in wanted else None
+    teacher = judge = None
+    if "teacher" in wanted and (path := config.teacher_folder) is not None:
+        teacher = MegatronEngine(checked_teacher(path, folder), **common)
+    if "reward_model" in wanted and (path := config.reward_folder) is not None:
+        tokens = reward_tokens(config, path)
+        judge = RewardModel(MegatronRewardModel(path, **common), tokens)
+    return Models(policy, critic, reference, teacher, judge)
+
+
+def make_step(
+    config: RunConfig, device: torch.device, wanted: Collection[ModelName] | None = None
+) -> MegatronTrainingStep:
+    """Load models, as :func:`load_models`, and return the step that computes with them."""
+    return MegatronTrainingStep(
+        load_models(config, device, wanted),
+        config.algorithm_of_step,
+        temperature=config.rollouts.temperature,
+        limit=micro_batch_limit(config.trainer),
+        reward_weight=config.reward.weight,
+        max_skipped_steps=config.trainer.max_skipped_steps,
+    )
+
+
+def _check_experts(config: RunConfig) -> None:
+    """Raise LayoutRefused if the layout spreads experts that the policy does not have."""
+    ranks = config.trainer.expert_parallel
+    if ranks > 1 and not has_experts(read_description(config.model_folder).config):
+        raise LayoutRefused(
+            f"trainer.expert_parallel is {ranks}, and the model in {config.model_folder} has no "
+            "experts: leave it out, or take a mixture of experts"
+        )

@@ -1,0 +1,88 @@
+"""Training step whose policy is veRL's FSDP engine."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...algorithms.aggregation import Means
+from ...algorithms.batch import Batch
+from ...algorithms.logits import TokenStatistics
+from ...runtime.collectives import together
+from ...config.train_config import RunConfig
+from ...engines.verl import VerlEngine, VerlOptions
+from ..step.division import micro_batch_limit
+from .fsdp import load_models
+from ..step.fsdp import FSDPTrainingStep
+from .rates import policy_rate
+from ..step.base import ModelName, Taken, needed_models
+
+
+class VerlTrainingStep(FSDPTrainingStep):
+    """Training step of one rank. veRL's engine computes and updates the policy.
+
+    Critic, reference, teacher and reward model are those of FSDPTrainingStep.
+    """
+
+    def _computations(self) -> dict[str, tuple[Any, Callable[[Batch], Tensor]]]:
+        policy = self.models.policy
+
+        def logprobs(part: Batch) -> Tensor:
+            found: Tensor = policy.logprobs(part, self._temperature)
+            return found
+
+        return super()._computations() | {"proximal_logprobs": (policy, logprobs)}
+
+    def _update_policy(self, parts: Sequence[Batch], count: Tensor) -> Taken:
+        settings, means = self._settings, list[Means]()
+
+        def loss(part: Batch, current: TokenStatistics) -> Tensor:
+            with together() if settings.has_own_loss else nullcontext():
+                update = self._policy_loss(current, part)
+            means.append(update.means())
+            return update.loss(count, dist.get_world_size())  # FSDP averages over ranks
+
+        norm = self.models.policy.update(
+            parts,
+            loss,
+            temperature=self._temperature,
+            entropy=settings.entropy_coefficient > 0,
+        )
+        return Taken(reduce(operator.add, means), norm)
+
+
+def make_step(
+    config: RunConfig, device: torch.device, wanted: Collection[ModelName] | None = None
+) -> VerlTrainingStep:
+    """Load models, as :func:`.load_models`, and return the step that computes with them."""
+    wanted = needed_models(config) if wanted is None else wanted
+    models = load_models(config, device, [one for one in wanted if one != "policy"])
+    if "policy" in wanted:
+        models = models._replace(policy=_policy(config, device))
+    return VerlTrainingStep(
+        models,
+        config.algorithm_of_step,
+        temperature=config.rollouts.temperature,
+        limit=micro_batch_limit(config.trainer),
+        reward_weight=config.reward.weight,
+        max_skipped_steps=config.trainer.max_skipped_steps,
+    )
+
+
+def _policy(config: RunConfig, device: torch.device) -> VerlEngine:
+    trainer = config.trainer
+    options = VerlOptions(
+        learning_rate=policy_rate(config),
+        total_steps=config.steps * config.algorithm.updates,
+        dtype=config.model.dtype,
+        gradient_norm=trainer.gradient_norm,
+        recompute=trainer.recompute,
+    )
+    return VerlEngine(config.model_folder, device=device, options=options)

@@ -1,0 +1,291 @@
+"""The trainer's ranks as Ray actors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray
+from anyio import to_thread
+
+from trinity_events import CheckpointCoordinator, Synchronizer
+from trinity_events.checkpoint_layout import MODEL_FOLDER, TRAINER_STATE
+from trinity_events.coordinator import staged_path
+from trinity_events.core.file_versions import WEIGHTS_SAVE
+from trinity_events.errors import GroupBroken
+from trinity_events.log import Publisher, SyncEventLog, new_producer
+from trinity_events.server import open_client
+from trinity_schemas import Experience
+
+from ..config.train_config import RunConfig
+from ..engines.model_folder import has_weights
+from ..worker_group.placement import rank_options
+from ..rollout_engines.base import Generation, GenerationRequest
+from ..worker_group.group import WorkerGroup
+from .state import TrainerState, write_trainer_state
+from .workers.fsdp import ROLE, TrainWorker
+from .wrapper import NoWeightSyncGroup, TrainEngineWrapper, WeightSyncAddress
+
+logger = logging.getLogger(__name__)
+
+SENDING_ATTEMPTS = 4
+"""Attempts to send a version through a group that breaks, before the run fails."""
+
+_SMALLEST_GROUP = 2
+"""Members of a collective group: the trainer's rank 0, and one explorer."""
+
+
+class Saves(NamedTuple):
+    """Saves of the ranks that a checkpoint has."""
+
+    state_dicts: int
+    others: int
+    """Saves of the kind `checkpoint`."""
+
+
+class RayTrainerFleet(TrainEngineWrapper):
+    """One Ray actor a rank, each with its own engine."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._workers: WorkerGroup | None = None
+        self._step = 0
+        self._version_saved: int | None = None
+        """Step whose weights were last saved as a version in files."""
+        self._log = SyncEventLog(open_client(config.redis_url), config.run_id)
+        self._publisher = Publisher(self._log, config.epoch, new_producer("trainer"))
+        self._coordinator = CheckpointCoordinator(
+            self._publisher, config.checkpoint_folder, strategy=config.checkpoints.strategy
+        )
+        self._synchronizer = Synchronizer(
+            config.run_id,
+            config.epoch,
+            redis_url=config.redis_url,
+            weights_url=config.weights_url,
+            transport=config.chunk_transport,
+        )
+
+    async def prepare(self) -> None:
+        """Start the workers and load the model."""
+        config = self._config
+        self._workers = start_workers(
+            _worker_class(config), config, name="actor", told=self._of_death
+        )
+        await self._workers.watch()
+        host, port = await self._ask("address")
+        await self._ask("setup", host, port)
+        if config.transport == "collective":
+            await self._ask("setup_weight_sync_group", config.explorer.count)
+
+    async def load_checkpoint(self, folder: Path, step: int) -> None:
+        """Load the checkpoint of a step on every rank."""
+        await self._ask("load_checkpoint", str(folder / MODEL_FOLDER[0]))
+        self._step = step
+
+    @property
+    def train_step_num(self) -> int:
+        """Steps taken."""
+        return self._step
+
+    async def train_step(self, batch_exps: Sequence[Sequence[Experience]]) -> dict[str, float]:
+        """Take one step on groups of samples, dealt out over the ranks; return its metrics."""
+        metrics: dict[str, float] = await self._ask("train_step", batch_exps)
+        self._step += 1
+        return metrics
+
+    async def generate_sequences(self, prompts: Sequence[GenerationRequest]) -> list[Generation]:
+        """Generate one turn for each request on the ranks, with their present weights."""
+        found: list[Generation] = await self._ask("generate_sequences", prompts)
+        return found
+
+    async def save_checkpoint(
+        self,
+        block_until_saved: bool = False,
+        save_as_hf: bool = False,
+        state: TrainerState | None = None,
+    ) -> None:
+        """Save the whole checkpoint: each part of it has slots of its own."""
+        step = self._step
+        folder = staged_path(self._config.checkpoint_folder, self._config.epoch, step)
+        if state is not None:
+            path = folder / TRAINER_STATE
+            save = partial(write_trainer_state, path, state)
+            self._coordinator.save_async("trainer_state", save, step, path=path)
+        saves = await self._save_parts(str(folder / MODEL_FOLDER[0]), save_as_hf=save_as_hf)
+        await self._coordinator.register_and_monitor(
+            step,
+            state_dict_thread_count=saves.state_dicts,
+            checkpoint_thread_count=saves.others + self._critic_saves + (state is not None),
+        )
+        if block_until_saved:
+            await self.wait_for_save()
+
+    async def _save_parts(self, path: str, *, save_as_hf: bool) -> Saves:
+        """Let every rank save its part of a checkpoint; return the saves to expect."""
+        step, in_files = self._step, self._config.sync.method == "checkpoint"
+        if not in_files and not save_as_hf:
+            await self._ask("save_checkpoint", path, step)
+            return Saves(state_dicts=self._saves, others=self._saves)
+        is_saved = self._version_saved == step
+        if not is_saved:
+            # No state dict, if the run's versions are those: explorers would wait for it.
+            save = partial(self._ask, "save_weights", path, step, masters=True)
+            await save(name="huggingface_model", is_state_dict=not in_files)
+        await self._ask("save_training_state", path, step)
+        models = int(not is_saved)
+        return Saves(
+            state_dicts=0 if in_files else models,
+            others=self._saves + (models if in_files else 0),
+        )
+
+    async def save_state_dict(self, metrics: dict[str, float] | None = None) -> None:
+        """Save the weights as a Hugging Face folder, and commit them as a version.
+
+        A checkpoint of the same step rests on it. The version that a resumed run begins with is
+        that of its checkpoint, whose folder is completed where it is.
+        """
+        config, step = self._config, self._step
+        folder = staged_path(config.checkpoint_folder, config.epoch, step)
+        if step == config.resumed_step:
+            folder = config.resumed_folder
+        weights = folder.joinpath(*MODEL_FOLDER)
+        if await to_thread.run_sync(has_weights, weights):
+            save = partial(self._coordinator.save_sync, lambda: None, step, is_state_dict=True)
+            await to_thread.run_sync(partial(save, name=WEIGHTS_SAVE, path=weights))
+        else:
+            masters = config.is_save_step(step)
+            path = str(folder / MODEL_FOLDER[0])
+            await self._ask("save_weights", path, step, name=WEIGHTS_SAVE, masters=masters)
+        self._version_saved = step
+        await self._coordinator.register_and_monitor(
+            step, is_state_dict=True, state_dict_thread_count=1, metrics=metrics
+        )
+
+    async def upload_state_dict(self, metrics: dict[str, float] | None = None) -> None:
+        """Publish the weights, and commit the version."""
+        await self._ask("upload_state_dict", self._step)
+        await to_thread.run_sync(self._synchronizer.commit, self._step, metrics)
+
+    async def sync_weight_nccl(self, metrics: dict[str, float] | None = None) -> None:
+        """Send the weights through the collective group, and commit the version.
+
+        When an explorer dies in the middle, the group is made anew with the explorers that are
+        left, and all is sent again.
+        """
+        for attempt in range(1, SENDING_ATTEMPTS + 1):
+            try:
+                await self._ask("sync_weight_nccl", self._step)
+                break
+            except GroupBroken as error:
+                if attempt == SENDING_ATTEMPTS:
+                    raise
+                logger.warning("step %d: sends the weights again: %s", self._step, error)
+                await self._ask("setup_weight_sync_group", 1)
+        await to_thread.run_sync(self._synchronizer.commit, self._step, metrics)
+
+    async def get_weight_sync_info(self) -> WeightSyncAddress | None:
+        """Return address, port and tensors for the collective group; None without a group."""
+        if self._config.transport != "collective":
+            return None
+        host, port = await self._ask("weight_sync_address")
+        described = await self._ask("describe_tensors")
+        return host, port, described[0]
+
+    async def setup_weight_sync_group(
+        self, master_address: str, master_port: int, world_size: int, group_name: str, timeout: int
+    ) -> None:
+        """Form the collective group of trainer and explorers, at the trainer's own address."""
+        if self._config.transport != "collective":
+            raise NoWeightSyncGroup(
+                f"run {self._config.run_id} has no collective group: set sync.method nccl"
+            )
+        host, port = await self._ask("weight_sync_address")
+        if (master_address, master_port) != (host, port):
+            raise NoWeightSyncGroup(
+                f"the group {group_name} forms at {host}:{port}, and not at "
+                f"{master_address}:{master_port}: take the address of get_weight_sync_info"
+            )
+        if world_size < _SMALLEST_GROUP:
+            raise NoWeightSyncGroup(
+                f"the group {group_name} has {world_size} members: it needs the trainer and at "
+                "least one explorer"
+            )
+        names = await self._ask("setup_weight_sync_group", world_size - 1, timeout)
+        logger.info("the group %s has %s", group_name, ", ".join(names))
+
+    async def teardown_weight_sync_group(self) -> None:
+        """End the group; it can be set up again."""
+        if self._config.transport == "collective":
+            await self._ask("teardown_weight_sync_group")
+
+    async def wait_for_save(self) -> None:
+        """Wait for background saves, and raise the error of one that failed."""
+        await self._ask("wait_on_save_thread")
+        timeout = self._config.sync.timeout
+        await to_thread.run_sync(self._coordinator.wait_all, timeout)
+
+    async def shutdown(self) -> None:
+        """Stop the workers."""
+        if self._workers is not None:
+            await self._ask("shutdown")
+            self._workers.kill()
+            self._workers = None
+        self._synchronizer.close()
+        try:
+            await to_thread.run_sync(self._publisher.close)
+        finally:
+            self._log.close()
+
+    @property
+    def _saves(self) -> int:
+        """Saves of one kind: every rank's shard is one on FSDP, all ranks write one on Megatron."""
+        return 1 if self._config.trainer.engine == "megatron" else self._config.trainer.ranks
+
+    @property
+    def _critic_saves(self) -> int:
+        """Return the saves of the critic: its model and its training state."""
+        return 2 * self._saves if self._config.algorithm.critic.use else 0
+
+    async def _ask(self, method: str, /, *args: Any, **options: Any) -> Any:
+        assert self._workers is not None
+        ranks = [f"{ROLE}-{rank}" for rank in range(self._config.trainer.ranks)]
+        with self._publisher.waits.waiting(f"{method} of its ranks", ranks):
+            return await self._workers.ask(method, *args, **options)
+
+    def _of_death(self, method: str) -> str:
+        step = self._step + (method == "train_step")  # which is not taken yet
+        return f"of run {self._config.run_id} died in {method} at step {step}"
+
+
+def start_workers(
+    kind: type, config: RunConfig, own: Mapping[str, Any] | None = None, **options: Any
+) -> WorkerGroup:
+    """Start a worker of this class for each rank of the run, where its placement says.
+
+    Args:
+        kind: Class of the workers.
+        config: The run.
+        own: Keyword arguments of the class, beside those of its rank.
+        options: Options of the group.
+    """
+    actor: Any = ray.remote(kind)
+    workers = []
+    for rank in range(config.trainer.ranks):
+        placed, own_gpu = rank_options(config, rank)
+        workers.append(actor.options(**placed).remote(config, rank, own_gpu=own_gpu, **(own or {})))
+    return WorkerGroup(kind, workers, **options)
+
+
+def _worker_class(config: RunConfig) -> type[TrainWorker]:
+    if config.trainer.engine == "megatron":
+        from .workers.megatron import MegatronTrainWorker
+
+        return MegatronTrainWorker
+    if config.trainer.engine == "verl":
+        from .workers.verl import VerlTrainWorker
+
+        return VerlTrainWorker
+    return TrainWorker

@@ -1,0 +1,1 @@
+"""Supply of rollouts to the trainer, and evaluations."""

@@ -1,0 +1,200 @@
+"""Evaluator of the trainer: has explorers evaluate versions, beside training."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import anyio
+import redis
+import redis.asyncio
+
+from trinity_events.errors import StaleEpoch, TrinityError
+from trinity_events.log import AsyncPublisher
+from trinity_events.rollouts import (
+    AnswerLimits,
+    DispatchSettings,
+    Exclusions,
+    RolloutDispatcher,
+    evaluation_keys,
+)
+from trinity_events.rollouts.experience_checks import NO_LIMITS
+from trinity_events.diagnostics.waits import NO_REPORTS, WaitReporter
+from trinity_schemas import EvaluationFailed, EvaluationFinished, EvaluationStarted, StepRef
+
+from ...config.train_config import RunConfig
+from ...evaluation.schedule import is_due
+from ...evaluation.statistics import results
+from ...rollouts.held_out_sets import HeldOutSet
+
+logger = logging.getLogger(__name__)
+
+AT_ONCE = 64
+"""Maximum questions that are asked for at a time, so that few answers are in memory."""
+MOST_OPEN = 2
+"""Open versions beyond which a version that is due is passed over for the next one."""
+
+
+class Evaluation(NamedTuple):
+    """Version that is to be evaluated on a set of held-out questions."""
+
+    held_out: HeldOutSet
+    version: StepRef
+
+
+class Evaluator:
+    """Evaluator of one epoch: no step of training waits for it.
+
+    Evaluations are answered one after the other, in the order of their versions. Their requests
+    have a stream of their own, which explorers read while training asks for nothing.
+
+    Args:
+        config: The run.
+        client: Client of the server of the run's log.
+        publisher: Publisher of the trainer.
+        sets: Sets of held-out questions.
+        through: Newest version by set that needs no evaluation any more, as the log tells it.
+        waits: Reporter of the trainer's long waits.
+        limits: Limits of the answers.
+        exclusions: Excluded explorers of the epoch; by default none.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        client: redis.asyncio.Redis,
+        publisher: AsyncPublisher,
+        sets: Sequence[HeldOutSet],
+        through: Mapping[str, StepRef],
+        *,
+        waits: WaitReporter = NO_REPORTS,
+        limits: AnswerLimits = NO_LIMITS,
+        exclusions: Exclusions | None = None,
+    ) -> None:
+        self._config = config
+        self._client = client
+        self._publisher = publisher
+        self._sets = sets
+        self._waits = waits
+        self._limits = limits
+        self._exclusions = Exclusions() if exclusions is None else exclusions
+        self._asked = {name: one.step for name, one in through.items()}
+        """Step by set of the last version that needs no evaluation any more, or is asked for."""
+        self._open: deque[Evaluation] = deque()
+        self._changed = anyio.Condition()
+
+    async def publishing(self, step: int) -> None:
+        """Ask for the evaluations of a version, before it is published: so it is not retired.
+
+        Raises:
+            PublishError: The event that asks for them may not be in the log.
+        """
+        config, version = self._config, StepRef(self._config.epoch, step)
+        versions = {one.version for one in self._open}
+        if step < config.steps and version not in versions and len(versions) >= MOST_OPEN:
+            return
+        for held_out in self._sets:
+            due = is_due(
+                held_out.settings,
+                step,
+                before=self._asked.get(held_out.name),
+                steps=config.steps,
+                keeps_versions=config.keeps_versions,
+            )
+            if due:
+                started = EvaluationStarted(
+                    name=held_out.name,
+                    version=version,
+                    questions=len(held_out.questions),
+                    samples=held_out.settings.samples,
+                    fingerprint=held_out.fingerprint,
+                )
+                await self._publisher.publish(started)
+                self._asked[held_out.name] = step
+                async with self._changed:
+                    self._open.append(Evaluation(held_out, version))
+                    self._changed.notify_all()
+
+    async def run(self) -> None:
+        """Have what is asked for answered, until cancelled; an evaluation that fails is told.
+
+        Raises:
+            StaleEpoch: The run has a newer epoch.
+            PublishError: A result may not be in the log.
+        """
+        while True:
+            async with self._changed:
+                while not self._open:
+                    await self._changed.wait()
+            evaluation = self._open[0]
+            await self._publisher.publish(await self._ended(evaluation))
+            async with self._changed:
+                self._open.popleft()
+                self._changed.notify_all()
+
+    async def drain(self) -> None:
+        """Wait until all evaluations have ended; each has its deadline."""
+        with self._waits.waiting("the evaluations on held-out questions"):
+            async with self._changed:
+                while self._open:
+                    await self._changed.wait()
+
+    async def _ended(self, evaluation: Evaluation) -> EvaluationFinished | EvaluationFailed:
+        name, version = evaluation.held_out.name, evaluation.version
+        began = anyio.current_time()
+        try:
+            rewards = await self._rewards(evaluation)
+        except StaleEpoch:
+            raise
+        except (TrinityError, redis.RedisError, OSError) as error:
+            logger.warning("the evaluation of step %d on %s failed: %s", version.step, name, error)
+            return EvaluationFailed(name=name, version=version, reason=str(error))
+        return EvaluationFinished(
+            name=name,
+            version=version,
+            metrics=results(evaluation.held_out.settings, rewards),
+            answers=sum(map(len, rewards)),
+            seconds=anyio.current_time() - began,
+        )
+
+    async def _rewards(self, evaluation: Evaluation) -> list[list[float]]:
+        """Return the rewards of the answers to each question."""
+        config, held_out = self._config, evaluation.held_out
+        deadline = config.evaluation.timeout
+        dispatcher = RolloutDispatcher(
+            self._client,
+            None,
+            _settings(config, held_out, self._limits),
+            deadline=deadline,
+            keys=evaluation_keys(config.run_id),
+            exclusions=self._exclusions,
+        )
+        await dispatcher.start()
+        rewards: list[list[float]] = []
+        while left := len(held_out.questions) - len(rewards):
+            count = min(left, AT_ONCE)
+            await dispatcher.dispatch(count, evaluation.version, exact=True)
+            groups = await dispatcher.take(count, deadline=deadline)
+            await dispatcher.trained(len(rewards), groups)  # which frees the answers
+            rewards += [[one.reward for one in group.experiences] for group in groups]
+        return rewards
+
+
+def _settings(config: RunConfig, held_out: HeldOutSet, limits: AnswerLimits) -> DispatchSettings:
+    rollouts = config.rollouts
+    return DispatchSettings(
+        run_id=config.run_id,
+        epoch=config.epoch,
+        samples=held_out.settings.samples,
+        sampling=held_out.sampling,
+        limits=limits,
+        prompts_per_step=AT_ONCE,
+        fingerprint=held_out.fingerprint,
+        window=AT_ONCE,
+        claim_lease=rollouts.claim_lease,
+        request_deadline=rollouts.request_deadline,
+        max_attempts=rollouts.max_attempts,
+        may_drop=False,
+    )

@@ -1,0 +1,1 @@
+"""Training step: the division of a batch, and its losses and updates on each engine."""

@@ -1,0 +1,302 @@
+"""One training step on any engine: passes without gradients, then updates of critic and policy."""
+
+from __future__ import annotations
+
+import math
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from functools import reduce
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+
+from trinity_events.core.skipped_updates import SKIPPED_UPDATES
+
+from ...algorithms.aggregation import Means
+from ...algorithms.batch import NO_GROUP, Batch
+from ...algorithms.logits import TokenStatistics
+from ...algorithms.prepare import prepare
+from ...algorithms.settings import AlgorithmConfig
+from ...algorithms.update import Update, policy_update, value_update
+from ...algorithms.values import explained_variance, value_means
+from ...config.train_config import RunConfig
+from ...engines.base import resident
+from ...engines.model_memory import ALL
+from .division import (
+    NO_LIMIT,
+    BatchDivision,
+    MicroBatchLimit,
+    division_of,
+    loss_denominators,
+    response_tokens,
+)
+from .skipped_updates import MAX_SKIPPED_STEPS, SkippedUpdates, taken_norm
+
+ModelName = Literal["policy", "critic", "reference", "teacher", "reward_model"]
+Trained = Literal["policy", "critic"]
+
+
+def needed_models(config: RunConfig) -> frozenset[ModelName]:
+    """Return the models that a training step of the run needs."""
+    settings = config.algorithm_of_step
+    needed: dict[ModelName, bool] = {
+        "policy": True,
+        "critic": settings.critic.use,
+        "reference": "reference_logprobs" in settings.needed_fields,
+        "teacher": config.teacher_folder is not None,
+        "reward_model": config.reward_folder is not None,
+    }
+    return frozenset(name for name, is_needed in needed.items() if is_needed)
+
+
+class Models(NamedTuple):
+    """Models of a training step, of which a role has some alone."""
+
+    policy: Any = None
+    """Engine with optimizer, as is the critic."""
+    critic: Any = None
+    reference: Any = None
+    """Model without gradients, as is the teacher; of adapters, their base."""
+    teacher: Any = None
+    reward_model: Any = None
+    """RewardModel whose scores are added to rewards."""
+
+    @property
+    def trained(self) -> list[Any]:
+        """Return the engines that are trained."""
+        return [one for one in (self.policy, self.critic) if one is not None]
+
+
+class Taken(NamedTuple):
+    """Means of an optimizer step, as far as this rank has them, and its gradients' norm."""
+
+    means: Means
+    norm: float
+    """Not finite, on all ranks alike, if the engine skipped the step."""
+
+
+class Updated(NamedTuple):
+    """Means of a step's updates of a model, and the figures that are the same on all ranks."""
+
+    means: Means
+    figures: dict[str, float]
+
+
+class Learner(NamedTuple):
+    """Model that is updated, its update, and the names of its metrics."""
+
+    engine: Any
+    update: Callable[[Sequence[Batch], Tensor], Taken]
+    """Takes an optimizer step on micro-batches; the tensor is the denominator of their loss."""
+    prefix: str
+    norm_name: str
+    rate_name: str
+    model: Trained
+
+
+class TrainingStep(ABC):
+    """Training step of one rank. All ranks take it together.
+
+    Args:
+        models: The models, in the engine's form.
+        settings: The algorithm.
+        temperature: Temperature that sampled.
+        limit: Maximum size of one pass; by default the engine's.
+        reward_weight: Factor of the reward model's scores.
+        max_skipped_steps: Training steps in a row without an update of a model, because a number is
+            not finite, after which the run fails.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        settings: AlgorithmConfig,
+        *,
+        temperature: float = 1.0,
+        limit: MicroBatchLimit = NO_LIMIT,
+        reward_weight: float = 1.0,
+        max_skipped_steps: int = MAX_SKIPPED_STEPS,
+    ) -> None:
+        self.models = models
+        self._settings = settings
+        self._temperature = temperature
+        self._limit = limit
+        self._reward_weight = reward_weight
+        self._skipped = SkippedUpdates(max_skipped_steps)
+
+    def learn(self, batch: Batch, *, step: int | None = None) -> dict[str, float]:
+        """Take one step on this replica's batch; return the metrics of all. Collective.
+
+        Args:
+            batch: The batch.
+            step: Number of the step, for errors.
+
+        Raises:
+            TooManySkippedSteps: if the updates of a model were skipped in too many steps in a row.
+        """
+        settings = self._settings
+        division = self._division(batch)
+        batch, scored = self._with_scores(batch, division)
+        batch, means = prepare(self._with_passes(batch, division), settings, self._summed)
+        means += scored + response_tokens(batch, shown=self._is_first_replica)
+        mini_batches = batch.equal_parts(settings.mini_batches)
+        counts = self._summed(loss_denominators(mini_batches, settings))
+        told: dict[str, float] = {}
+        for learner in self._learners():
+            updated = self._updated(learner, mini_batches, counts, division, step)
+            means += updated.means
+            told |= updated.figures
+        if self.models.critic is not None:
+            means += value_means(batch)
+        return explained_variance(self._shown(means)) | told
+
+    def passes(self, batch: Batch, names: Collection[str]) -> dict[str, Tensor]:
+        """Return fields [B, R] of the batch, computed without gradients, by name. Collective."""
+        division = self._division(batch)
+        return {name: self._pass(name, batch, division) for name in sorted(names)}
+
+    def scores(self, batch: Batch) -> Tensor:
+        """Return the reward model's score of each row [B]. Collective."""
+        division = self._division(batch)
+        return self.compute_rm_score(batch, division)
+
+    def update(self, batch: Batch, model: Trained) -> dict[str, float]:
+        """Take a step's updates of one model; return the metrics of all replicas. Collective.
+
+        Args:
+            batch: This replica's rows of a batch that :func:`.prepare` returned.
+            model: The model.
+
+        Raises:
+            TooManySkippedSteps: as :meth:`learn`.
+        """
+        division = self._division(batch)
+        mini_batches = batch.equal_parts(self._settings.mini_batches)
+        counts = self._summed(loss_denominators(mini_batches, self._settings))
+        updated = self._updated(self._learner(model), mini_batches, counts, division)
+        means = updated.means if model == "policy" else updated.means + value_means(batch)
+        return explained_variance(self._shown(means)) | updated.figures
+
+    def _updated(
+        self,
+        learner: Learner,
+        mini_batches: Sequence[Batch],
+        counts: Tensor,
+        division: BatchDivision,
+        step: int | None = None,
+    ) -> Updated:
+        """Take a step's updates of a model. ``counts`` are the denominators of their losses."""
+        taken, rate = [], 0.0
+        skipped: list[tuple[Means, Sequence[Batch]]] = []
+        with resident(learner.engine, *ALL):
+            for index in division.updates():
+                rate = learner.engine.learning_rate
+                parts = division.of_update(mini_batches[index], index).parts
+                taken.append(learner.update(parts, counts[index]))
+                if not math.isfinite(taken[-1].norm):
+                    skipped.append((taken[-1].means, parts))
+        self._skipped.record(learner.model, skipped, step=step)
+        means = reduce(operator.add, (one.means for one in taken)).prefixed(learner.prefix)
+        figures = {
+            learner.rate_name: rate,
+            learner.norm_name: taken_norm([one.norm for one in taken]),
+            SKIPPED_UPDATES[learner.model]: float(len(skipped)),
+        }
+        return Updated(means, figures)
+
+    def _with_scores(self, batch: Batch, division: BatchDivision) -> tuple[Batch, Means]:
+        """Return the batch with the reward model's scores in its rewards, and their mean."""
+        if self.models.reward_model is None:
+            return batch, Means.of_rows({}, batch.groups != NO_GROUP)
+        scores = self.compute_rm_score(batch, division)
+        means = Means.of_rows({"reward_model/score": scores}, batch.groups != NO_GROUP)
+        return replace(batch, rewards=batch.rewards + self._reward_weight * scores), means
+
+    def _with_passes(self, batch: Batch, division: BatchDivision) -> Batch:
+        """Return the batch with the fields that its preparation or several updates need."""
+        settings = self._settings
+        names = set(settings.needed_fields)
+        if not settings.passes_proximal:
+            names.discard("proximal_logprobs")
+        return replace(batch, **{name: self._pass(name, batch, division) for name in sorted(names)})
+
+    def _learners(self) -> Iterator[Learner]:
+        critic, warm = self.models.critic, True
+        if critic is not None:
+            warm = critic.steps >= self._settings.critic.warmup_steps * self._settings.updates
+            yield self._learner("critic")
+        if warm:
+            yield self._learner("policy")
+
+    def _learner(self, model: Trained) -> Learner:
+        models = self.models
+        if model == "critic":
+            return Learner(
+                models.critic,
+                self._update_critic,
+                prefix="critic/",
+                norm_name="critic/grad_norm",
+                rate_name="critic/lr",
+                model=model,
+            )
+        return Learner(
+            models.policy,
+            self._update_policy,
+            prefix="",
+            norm_name="gradient_norm",
+            rate_name="learning_rate",
+            model=model,
+        )
+
+    def _value_loss(self, values: Tensor, part: Batch) -> Update:
+        """Return the critic's loss on a micro-batch."""
+        return value_update(part, values, self._settings)
+
+    def _policy_loss(
+        self, current: TokenStatistics, part: Batch, divergence: Tensor | None = None
+    ) -> Update:
+        """Return the policy's loss on a micro-batch."""
+        settings = self._settings
+        if settings.updates == 1:
+            # The policy before a step's only update is the current one.
+            part = replace(part, proximal_logprobs=current.logprobs.detach())
+        return policy_update(
+            part, current.logprobs, settings, entropy=current.entropy, divergence=divergence
+        )
+
+    # --- the engine's part ---------------------------------------------------------------------
+
+    def _division(self, batch: Batch) -> BatchDivision:
+        """Return the division of a step on this batch. Collective."""
+        return division_of(batch, self._settings, self._limit)
+
+    @property
+    @abstractmethod
+    def _is_first_replica(self) -> bool:
+        """Return True on the ranks of exactly one of the replicas, whose batches differ."""
+
+    @abstractmethod
+    def _summed(self, tensor: Tensor) -> Tensor:
+        """Return the sum over replicas. Collective."""
+
+    @abstractmethod
+    def _shown(self, means: Means) -> dict[str, float]:
+        """Return the values of means over all replicas, on every rank. Collective."""
+
+    @abstractmethod
+    def compute_rm_score(self, batch: Batch, division: BatchDivision) -> Tensor:
+        """Return the reward model's score of each row [B] on every rank. Collective."""
+
+    @abstractmethod
+    def _pass(self, name: str, batch: Batch, division: BatchDivision) -> Tensor:
+        """Return a field [B, R] of the batch, computed without gradients. Collective."""
+
+    @abstractmethod
+    def _update_policy(self, parts: Sequence[Batch], count: Tensor) -> Taken:
+        """Take an optimizer step of the policy on micro-batches; ``count`` divides its loss."""
+
+    @abstractmethod
+    def _update_critic(self, parts: Sequence[Batch], count: Tensor) -> Taken:
+        """Take an optimizer step of the critic, as :meth:`_update_policy`."""

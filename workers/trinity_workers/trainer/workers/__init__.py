@@ -1,0 +1,1 @@
+"""Ranks of the trainer, as Ray actors, on each engine."""

@@ -1,0 +1,285 @@
+"""One rank of the trainer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trinity_events import CheckpointCoordinator, Synchronizer
+from trinity_events.log import Publisher, SyncEventLog, new_producer
+from trinity_events.server import open_client
+from trinity_events.diagnostics.stacks import write_stacks_when_asked
+from trinity_events.weights import ModelUpdateGroup
+from trinity_schemas import Experience, StepRef
+
+from ...algorithms.collate import collate, padding_row
+from ...config.answer_limits import read_answer_limits
+from ...runtime.collectives import together
+from ...config.train_config import RunConfig
+from ...engines.base import NamedTensors, per_tensor_params
+from ...engines.fsdp import shard_name
+from ...engines.state_files import write_state
+from ...runtime.garbage import exempt_loaded_objects
+from ...helpers import (
+    SaveTarget,
+    fsdp_save_state_dict,
+    fsdp_sync_weight_nccl,
+    fsdp_upload_state_dict,
+    save_huggingface,
+    strategy_for,
+)
+from ...helpers.full_tensors import full_tensors, in_dtype
+from ...rollout_engines.base import Generation, GenerationRequest
+from ...worker_group.dispatch import Dispatch
+from ...worker_group.registered import register
+from ..models.fsdp import make_step
+from .profiling import StepProfiler
+from .rank import TrainingRank
+from .rollouts import RankRollouts, rank_rollouts
+from ..step.base import Models
+
+logger = logging.getLogger(__name__)
+
+ROLE = "actor"
+
+
+class TrainWorker(TrainingRank):
+    """Holds one rank's engine. All ranks call its methods together.
+
+    But for process() and address(), which are not collective.
+    """
+
+    def __init__(self, config: RunConfig, rank: int, *, own_gpu: bool = False) -> None:
+        super().__init__(config, rank, own_gpu=own_gpu)
+        self._taken = config.resumed_step or 0
+        """Training steps taken."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def setup(self, host: str, port: int) -> None:
+        """Join the process group and load the model."""
+        self.join(host, port)
+        config = self._config
+        write_stacks_when_asked(config.run_id, f"{ROLE}-{self._rank}")
+        self._step: Any = self._make_step()
+        self._models: Models = self._step.models
+        self._vocabulary_size = read_answer_limits(config).vocabulary_size
+        self._rollouts: RankRollouts | None = None
+        if config.trainer.colocated:
+            self._rollouts = rank_rollouts(config, self._device, self._engine)
+        self._log = SyncEventLog(open_client(config.redis_url), config.run_id)
+        self._publisher = Publisher(self._log, config.epoch, new_producer(ROLE, self._rank))
+        self._profiler = StepProfiler(config, ROLE, self._rank, self._publisher.publish)
+        self._coordinator = CheckpointCoordinator(
+            self._publisher, config.checkpoint_folder, strategy=config.checkpoints.strategy
+        )
+        self._synchronizer = Synchronizer(
+            config.run_id,
+            config.epoch,
+            redis_url=config.redis_url,
+            weights_url=config.weights_url,
+            transport=config.chunk_transport,
+            role=ROLE,
+            rank=self._rank,
+            full_every=config.sync.full_every,
+            tensor_digests=config.sync.tensor_digests,
+            dtype=self._published_dtype,
+        )
+        self._strategy = strategy_for(config.published_form, config.sync.timeout)
+        exempt_loaded_objects()
+
+    @property
+    def _published_dtype(self) -> torch.dtype | None:
+        """Data type to convert published weights to; None to publish those of the engine."""
+        name = self._config.published_dtype
+        if name == self._config.model.dtype:
+            return None
+        published: torch.dtype = getattr(torch, name)
+        return published
+
+    def _make_step(self) -> Any:
+        return make_step(self._config, self._device)
+
+    @property
+    def _engine(self) -> Any:
+        """Engine of the policy."""
+        return self._models.policy
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, local_path: str) -> None:
+        """Load models, optimizers, schedules and random states."""
+        self._engine.load_checkpoint(local_path)
+        if self._models.critic is not None:
+            self._models.critic.load_checkpoint(str(critic_folder(local_path)))
+
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
+    def train_step(self, groups: Sequence[Sequence[Experience]]) -> dict[str, float]:
+        """Take one step on this rank's groups; metrics are of all ranks."""
+        padding = self._engine.tokenizer.pad_token_id
+        with together():  # a rank with bad groups must not leave the others
+            batch = padding_row(padding)
+            if groups:
+                batch = collate(groups, padding, vocabulary_size=self._vocabulary_size)
+        self._taken += 1
+        with self._profiler.step(self._taken):
+            metrics: dict[str, float] = self._step.learn(batch.to(self._device), step=self._taken)
+        return metrics
+
+    @register(dispatch_mode=Dispatch.MEGATRON_PP_AS_DP_PROTO)
+    def generate_sequences(self, prompts: Sequence[GenerationRequest]) -> list[Generation]:
+        """Generate one turn for each request with the weights of the last step, in order."""
+        assert self._rollouts is not None  # the run is colocated
+        return self._rollouts.generate(prompts, StepRef(self._config.epoch, self._taken))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_state_dict(self, local_path: str, global_step: int) -> None:
+        """Save the sharded model in the background."""
+        fsdp_save_state_dict(self._engine, local_path, global_step, self._coordinator, logger)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, local_path: str, global_step: int) -> None:
+        """Save the sharded model and the training state, both in the background."""
+        self.save_state_dict(local_path, global_step)
+        self.save_training_state(local_path, global_step)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_weights(
+        self,
+        local_path: str,
+        global_step: int,
+        *,
+        name: str,
+        is_state_dict: bool = True,
+        masters: bool = False,
+    ) -> None:
+        """Save the weights as a Hugging Face folder, written in the background by rank 0.
+
+        Args:
+            local_path: Folder of the step's files.
+            global_step: The training step.
+            name: Name of the save.
+            is_state_dict: True for a state dict, False for a part of a checkpoint.
+            masters: Save the optimizer's copies of the parameters, for a checkpoint to rest on.
+        """
+        tensors = self._master_params() if masters else None
+        if not masters and self._published_dtype is not None:
+            tensors = in_dtype(full_tensors(self._engine), self._published_dtype)
+        save_huggingface(
+            self._engine,
+            local_path,
+            global_step,
+            self._coordinator,
+            logger,
+            target=SaveTarget(name, is_state_dict),
+            tensors=tensors,
+            deadline=self._config.sync.timeout,
+        )
+
+    def _master_params(self) -> NamedTensors | None:
+        """Return the parameters in the optimizer's dtype; None if they are served in it."""
+        params: NamedTensors = self._engine.master_params()
+        return params
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_training_state(self, local_path: str, global_step: int) -> None:
+        """Save optimizer, scheduler and random states, and the critic, in the background."""
+        self._save_training_state("training_state", self._engine, Path(local_path), global_step)
+        if self._models.critic is None:
+            return
+        critic, folder = self._models.critic, critic_folder(local_path)
+        fsdp_save_state_dict(
+            critic,
+            str(folder),
+            global_step,
+            self._coordinator,
+            logger,
+            name="critic",
+            is_state_dict=False,
+        )
+        self._save_training_state("critic_training_state", critic, folder, global_step)
+
+    def _save_training_state(self, name: str, engine: Any, folder: Path, step: int) -> None:
+        path = folder / shard_name("optim")
+        state: dict[str, Any] = engine.training_state()
+        self._coordinator.save_async(
+            name,
+            lambda: write_state(path, state),
+            step,
+            path=path,
+            ranks=self._config.trainer.ranks,
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def upload_state_dict(self, global_step: int) -> None:
+        """Publish the weights."""
+        fsdp_upload_state_dict(
+            self._engine,
+            self._synchronizer,
+            global_step,
+            logger,
+            strategy=self._strategy,
+        )
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def weight_sync_address(self) -> tuple[str, int]:
+        """Return the address and the port where rank 0 listens for explorers."""
+        info = self._synchronizer.get_weight_sync_info()
+        assert info is not None  # the trainer listens from the first question on
+        return info.address, info.port
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def describe_tensors(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """Return name, dtype and shape of each tensor as it is published. Collective."""
+        sent = self._synchronizer.published_dtype
+        return [
+            (name, str(sent(tensor.dtype)).removeprefix("torch."), tuple(tensor.shape))
+            for name, tensor in per_tensor_params(self._engine)
+        ]
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def setup_weight_sync_group(
+        self, explorers: int, timeout: float | None = None
+    ) -> tuple[str, ...]:
+        """Wait, on rank 0 alone, for so many explorers; return the names of those that came."""
+        return self._synchronizer.setup_weight_sync_group(
+            explorers, self._config.sync.timeout if timeout is None else timeout
+        )
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def teardown_weight_sync_group(self) -> None:
+        """End the group, on rank 0 alone."""
+        self._synchronizer.teardown_weight_sync_group()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, settles=True)
+    def sync_weight_nccl(self, global_step: int) -> None:
+        """Send the weights through the collective group."""
+        fsdp_sync_weight_nccl(self._engine, self._model_update_group(global_step))
+
+    def _model_update_group(self, global_step: int) -> ModelUpdateGroup | None:
+        return self._synchronizer.model_update_group(global_step) if self._rank == 0 else None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def wait_on_save_thread(self) -> None:
+        """Wait for this rank's background saves; raises what failed in them."""
+        self._coordinator.wait_all(self._config.sync.timeout)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def shutdown(self) -> None:
+        """Wait for background saves, and leave the process group; raises what failed in them."""
+        with ExitStack() as exits:
+            exits.callback(dist.destroy_process_group)
+            exits.callback(self._log.close)
+            exits.callback(self._publisher.close)
+            exits.callback(self._synchronizer.close)
+            exits.callback(self._strategy.close)
+            self._coordinator.wait_all(self._config.sync.timeout)
+
+
+def critic_folder(local_path: str) -> Path:
+    """Return the folder of the critic, beside the policy's in a checkpoint."""
+    return Path(local_path).with_name("critic")

@@ -1,0 +1,123 @@
+"""One rank of a trainer on Megatron."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ...runtime.collectives import together
+from ...engines.base import NamedTensors
+from ...engines.megatron import MegatronEngine, leave
+from ...helpers.megatron import (
+    SAVE_NAME,
+    megatron_save_state_dict,
+    megatron_sync_weight_nccl,
+    megatron_upload_state_dict,
+    only,
+    save_as_one,
+)
+from ...worker_group.megatron import MegatronWorker
+from .background_saves import BackgroundSaves
+from ..models.megatron import make_step
+from .fsdp import TrainWorker, critic_folder
+
+logger = logging.getLogger(__name__)
+
+# What a checkpoint consists of: each part's save, and whether it is a state dict.
+_SAVES = {"model": (SAVE_NAME, True), "training": ("training_state", False)}
+_CRITIC_SAVES = {"model": ("critic", False), "training": ("critic_training_state", False)}
+
+
+class MegatronTrainWorker(MegatronWorker, TrainWorker):
+    """Rank of the training loop with a Megatron engine."""
+
+    def setup(self, host: str, port: int) -> None:
+        """Set up the rank, and its saves in the background."""
+        super().setup(host, port)
+        self._saves = BackgroundSaves(self._timeout)
+
+    def save_state_dict(self, local_path: str, global_step: int) -> None:
+        """Save the model, before it returns; a checkpoint under way is waited for."""
+        self._settle()
+        megatron_save_state_dict(self._engine, local_path, global_step, self._coordinator, logger)
+
+    def save_checkpoint(self, local_path: str, global_step: int) -> None:
+        """Copy the models and the training state, and save them in the background.
+
+        One checkpoint's copies are held at a time: one under way is waited for.
+        """
+        self._settle()
+        self._begin_saves(self._engine, Path(local_path), global_step, _SAVES)
+        self._begin_critic(local_path, global_step)
+
+    def save_training_state(self, local_path: str, global_step: int) -> None:
+        """Copy optimizer and extra state, and the critic, and save them in the background."""
+        self._settle()
+        with only(self._engine, ["optimizer", "extra"]):
+            self._begin_saves(self._engine, Path(local_path), global_step, _SAVES)
+        self._begin_critic(local_path, global_step)
+
+    def _begin_critic(self, local_path: str, global_step: int) -> None:
+        if self._models.critic is not None:
+            folder = critic_folder(local_path)
+            self._begin_saves(self._models.critic, folder, global_step, _CRITIC_SAVES)
+
+    def _master_params(self) -> NamedTensors | None:
+        """Return None: the optimizer's state has its own copies of the parameters."""
+        return None
+
+    def _begin_saves(
+        self, engine: MegatronEngine, folder: Path, step: int, saves: dict[str, tuple[str, bool]]
+    ) -> None:
+        group = self._saves.group
+        for part, write in engine.prepare_checkpoint(str(folder), group=group).items():
+            name, is_state_dict = saves[part]
+            save = partial(
+                save_as_one,
+                write,
+                folder / part,
+                step,
+                self._coordinator,
+                logger,
+                name=name,
+                is_state_dict=is_state_dict,
+                group=group,
+            )
+            self._saves.begin(f"{name} of step {step}", save)
+
+    def wait_on_save_thread(self) -> None:
+        """Wait for background saves; raises what failed in them."""
+        self._saves.wait()
+        super().wait_on_save_thread()
+
+    def _settle(self) -> None:
+        with together():
+            self._saves.settle()
+
+    def upload_state_dict(self, global_step: int) -> None:
+        """Publish the weights."""
+        megatron_upload_state_dict(
+            self._engine,
+            self._synchronizer,
+            global_step,
+            logger,
+            strategy=self._strategy,
+        )
+
+    def sync_weight_nccl(self, global_step: int) -> None:
+        """Send the weights through the collective group."""
+        megatron_sync_weight_nccl(self._engine, self._model_update_group(global_step))
+
+    def shutdown(self) -> None:
+        """Wait for background saves, as FSDP's does, and forget the layout."""
+        with ExitStack() as exits:
+            exits.callback(leave)
+            exits.callback(super().shutdown)
+            exits.callback(self._saves.close)
+            self._saves.wait()
+
+    def _make_step(self) -> Any:
+        return make_step(self._config, self._device)

@@ -1,0 +1,112 @@
+"""Generation on the ranks of a trainer, with the weights that their policy has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+
+from trinity_schemas import StepRef
+
+from ...config.train_config import RunConfig
+from ...engines.buffers import saved_buffers
+from ...learning.policy import load_policy
+from ...rollout_engines.base import Generation, GenerationRequest, RolloutEngineError
+
+
+class RankRollouts(Protocol):
+    """Rollouts of one rank. All ranks make one together, and call it together."""
+
+    def generate(self, prompts: Sequence[GenerationRequest], version: StepRef) -> list[Generation]:
+        """Generate one turn for each request of this rank, in order. Collective.
+
+        Args:
+            prompts: Requests of this rank.
+            version: Version that the policy's present weights are.
+        """
+        ...
+
+
+def rank_rollouts(config: RunConfig, device: torch.device, policy: Any) -> RankRollouts:
+    """Return the rollouts of this rank. Collective.
+
+    Args:
+        config: The run.
+        device: Device of this rank.
+        policy: Engine of the policy.
+
+    Raises:
+        LayoutRefused: if the policy cannot be divided as the rollout layout asks.
+    """
+    kind = MegatronRollouts if config.trainer.engine == "megatron" else FSDPRollouts
+    return kind(config, device, policy)
+
+
+class MegatronRollouts:
+    """Rollouts in a layout of their own, to which the weights change for each call."""
+
+    def __init__(self, config: RunConfig, device: torch.device, policy: Any) -> None:
+        from ...engines.megatron import HybridEngine
+        from ...rollout_engines.megatron import MegatronRolloutEngine
+
+        del device  # it is the policy's
+        hybrid = HybridEngine(
+            policy,
+            config.trainer.rollout_tensor_parallel or policy.layout.tensor,
+            seed=config.seed,
+            timeout=timedelta(seconds=config.sync.timeout),
+        )
+        self._engine = MegatronRolloutEngine(hybrid, deterministic=config.explorer.deterministic)
+
+    def generate(self, prompts: Sequence[GenerationRequest], version: StepRef) -> list[Generation]:
+        """Generate with the training weights of now. Collective.
+
+        Raises:
+            PeerFailed: on the ranks that did not fail themselves.
+            CollectiveBroken: if a rank died or was too slow.
+        """
+        with self._engine.serving(version):
+            return self._engine.generate_here(prompts)
+
+
+class FSDPRollouts:
+    """Rollouts of a copy of the whole policy on this rank, gathered when its weights have changed.
+
+    Raises RolloutEngineError for a policy of adapters.
+    """
+
+    def __init__(self, config: RunConfig, device: torch.device, policy: Any) -> None:
+        from ...rollout_engines.huggingface import HuggingFaceEngine
+
+        if config.model.lora.rank:
+            raise RolloutEngineError(
+                "ranks generate with whole weights, and the policy trains adapters "
+                "(model.lora.rank): let explorers generate, or leave the adapters out"
+            )
+        model, tokenizer = load_policy(config.model_folder, config.model.dtype)
+        move: Any = model.to  # its annotations lack strings
+        self._model: Any = move(device)
+        self._policy = policy
+        self._gathered: int | None = None
+        """Changes of the policy's weights when they were gathered; None if they are not whole."""
+        self._engine = HuggingFaceEngine(
+            self._model, tokenizer, deterministic=config.explorer.deterministic
+        )
+
+    def generate(self, prompts: Sequence[GenerationRequest], version: StepRef) -> list[Generation]:
+        """Generate with the present weights, gathered if they have changed. Collective."""
+        # Not by version: a load may bring other weights at the same step.
+        changes: int = self._policy.weight_changes.count
+        if self._gathered != changes:
+            self._gathered = None
+            own = dict(chain(self._model.named_parameters(), saved_buffers(self._model)))
+            with torch.no_grad():
+                for name, tensor in self._policy.get_per_tensor_param():
+                    own[name].copy_(tensor)
+            self._gathered = changes
+        self._engine.serves = version
+        found: list[Generation] = self._engine.generate_here(prompts)
+        return found
