@@ -14,11 +14,11 @@ from trinity_workers.algorithms.prepare import prepare
 from trinity_workers.algorithms.update import policy_update
 from trinity_workers.config.train_config import TrainConfig
 from trinity_workers.engines.learning_rate import LearningRate
-from trinity_workers.rollouts.episodes import Episodes
 from trinity_workers.learning.logprobs import response_logprobs
 from trinity_workers.learning.policy import load_policy
 from trinity_workers.rewards import TaskRewards
 from trinity_workers.rollout_engines.huggingface import HuggingFaceEngine
+from trinity_workers.rollouts.episodes import Episodes
 from trinity_workers.tasks import built_in_task
 
 _VERSION = StepRef(1, 0)

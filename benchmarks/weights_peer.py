@@ -31,8 +31,8 @@ from trinity_events.weights import (
     load_version,
     pull_version,
 )
-from trinity_events.weights.publishing.part_layout import LastLayout
 from trinity_events.weights.applying.speculative_load import SpeculativeLoad
+from trinity_events.weights.publishing.part_layout import LastLayout
 from trinity_events.weights.transports.base import SupportsPrefetch, Taker
 from trinity_schemas import PublishedPart, StepReady, version_digest
 

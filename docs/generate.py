@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from trinity_events.cli.app import build
 from trinity_events.views.documents import DOCUMENTS, document_schema
+from trinity_workers.config.fields import Field, fields, sections
 from trinity_workers.config.train_config import (
     EngineName,
     SyncConfig,
@@ -29,7 +30,6 @@ from trinity_workers.config.train_config import (
     TrainerConfig,
     contradictions,
 )
-from trinity_workers.config.fields import Field, fields, sections
 
 PAGES = Path(__file__).parent / "commands"
 BEGIN = "<!-- help: written by docs/generate.py from the command's --help -->"

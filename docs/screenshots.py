@@ -34,10 +34,10 @@ from terminal_pictures import drawn, environment, printed, without_fonts
 from tests.support.browser import Page, browser
 from tests.support.dashboards import put_run, shared_dashboard
 from trinity_events.dashboard.simulated_run import Plan, simulated_run
+from trinity_events.diagnostics.stacks import host_processes
 from trinity_events.log import RedisEventLog
 from trinity_events.replay import follow_state
 from trinity_events.server import EmbeddedServer, connect
-from trinity_events.diagnostics.stacks import host_processes
 from trinity_events.views.watch import WatchApp
 from trinity_schemas import Event, LeaseExpired, VersionRefused, decode_envelope
 

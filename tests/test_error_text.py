@@ -2,8 +2,8 @@
 
 import pytest
 
-from trinity_events.system.error_text import cause_of, leaf_errors, ungrouped
 from trinity_events.errors import TrinityError
+from trinity_events.system.error_text import cause_of, leaf_errors, ungrouped
 
 
 def test_the_first_error_of_nested_task_groups_takes_their_place():

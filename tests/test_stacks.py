@@ -12,9 +12,9 @@ import pytest
 from tests.support.published_waits import PublishedWaits
 from tests.support.waits import PATIENCE, child, wait_until
 from trinity_events.diagnostics import py_spy, stacks
-from trinity_events.errors import DeadlineExceeded
 from trinity_events.diagnostics.stacks import host_processes, take_stacks, write_stacks_when_asked
 from trinity_events.diagnostics.waits import WaitReporter
+from trinity_events.errors import DeadlineExceeded
 from trinity_schemas import WaitEnded
 
 HANGS = """

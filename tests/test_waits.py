@@ -9,8 +9,8 @@ import pytest
 from tests.support.published_waits import PublishedWaits
 from tests.support.waits import PATIENCE, until, wait_until
 from trinity_events.diagnostics import waits
-from trinity_events.errors import DeadlineExceeded
 from trinity_events.diagnostics.waits import MOST_REPORTED, WaitReporter
+from trinity_events.errors import DeadlineExceeded
 from trinity_schemas import WaitEnded, WaitStarted
 
 SHORT = 0.05

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
     from . import blocking
     from .client.checkpoint_lease import hold_checkpoint
-    from .coordinator import CheckpointCoordinator
     from .client.ready_steps import newest_checkpoint, wait_ready
-    from .subscriptions import Delivered, Subscription, subscribe
     from .client.training_run import publishing, training_run
+    from .coordinator import CheckpointCoordinator
+    from .subscriptions import Delivered, Subscription, subscribe
     from .training_loop import TrainingLoop
     from .weights import Synchronizer
 

@@ -16,11 +16,11 @@ from trinity_schemas import ContractError, EnvelopeReader
 
 from .analysis.causes import CheckpointReader, HostProcess, LiveFacts, Reason, UnreadGroup
 from .core.fold_state import describe_producer
+from .diagnostics.stacks import host_processes
 from .log import ORIGIN, DeadLetter, RedisEventLog, Stream, position
 from .log.redis.groups import FIRST_MEMBER
 from .replay import envelope_of
 from .server import server_clock, server_info
-from .diagnostics.stacks import host_processes
 
 _HEARD = 500
 """Last entries of the log that are read for the time at which each process was heard."""

@@ -17,12 +17,12 @@ from trinity_schemas import SaveStrategy, StepRef, WeightsApplied
 
 from . import blocking
 from .checkpoint_layout import STAGING
+from .client.training_run import publishing, training_run
 from .coordinator import CheckpointCoordinator, staged_path
-from .system.error_text import cause_of
 from .errors import DeadlineExceeded, RankFailed
 from .log import Publisher
 from .server import trinity_home
-from .client.training_run import publishing, training_run
+from .system.error_text import cause_of
 from .weights import Synchronizer
 
 _MESSAGE_BYTES = 512

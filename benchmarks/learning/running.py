@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from trinity_workers.config.train_config import TrainConfig
 from trinity_workers.config.files import read_config
+from trinity_workers.config.train_config import TrainConfig
 
 from .plan import LearningRun
 from .results import LearningResult, Measured, Results

@@ -6,7 +6,8 @@ import pytest
 
 from tests.support.event_histories import History, committed, failed, registration, slot, started
 from tests.support.pipeline import accept_reports
-from trinity_events.analysis.explain import explain; from trinity_events.analysis.failures import failures
+from trinity_events.analysis.explain import explain
+from trinity_events.analysis.failures import failures
 from trinity_events.log import AsyncPublisher, new_producer
 from trinity_schemas import DeadlineReached, ExplorerStatusChanged, RunClosed, SaveFailed
 

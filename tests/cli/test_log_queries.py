@@ -8,9 +8,9 @@ import pytest
 
 from tests.support.event_histories import History, committed, failed, opened, registration, started
 from tests.support.pipeline import folded, publish_steps, reducer_task, until
-from trinity_events.cli.times import BadTime, moment
-from trinity_events.analysis.explain import explain
 from trinity_events.analysis.event_filter import steps_of
+from trinity_events.analysis.explain import explain
+from trinity_events.cli.times import BadTime, moment
 from trinity_events.log import AsyncPublisher, Stream, new_producer, open_run, stream_order
 from trinity_events.reducer import log_retention, reducer
 from trinity_schemas import (

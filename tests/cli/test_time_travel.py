@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.pipeline import folded, publish_steps, reducer_task
+from trinity_events.analysis.expressions import Condition
 from trinity_events.archive.format import read_lines
 from trinity_events.core import Monitor, MonitorState
-from trinity_events.analysis.expressions import Condition
 from trinity_events.replay import fold
 from trinity_events.views import state_as_json
 from trinity_schemas import RunClosed

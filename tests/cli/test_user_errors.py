@@ -10,9 +10,10 @@ import redis
 from tests.support.pipeline import publish_steps, recorded, reducer_task
 from tests.support.waits import PATIENCE
 from trinity_events import StepReady, subscribe
+from trinity_events.analysis.explain import explain
 from trinity_events.archive import Archive, verify
 from trinity_events.archive.export import import_recording, whole_stream
-from trinity_events.core import MonitorState; from trinity_events.analysis.explain import explain
+from trinity_events.core import MonitorState
 from trinity_events.core.state import KindState, StepState
 from trinity_events.errors import DeadlineExceeded
 from trinity_events.log import Stream

@@ -22,9 +22,9 @@ from trinity_events.coordinator import (
     this_process,
 )
 from trinity_events.coordinator.saved_paths import SavedPaths
+from trinity_events.diagnostics.waits import WaitReporter
 from trinity_events.errors import BufferFull, DeadlineExceeded, PublishError, SaveError
 from trinity_events.log import Publisher, SyncEventLog, new_producer
-from trinity_events.diagnostics.waits import WaitReporter
 from trinity_schemas import (
     SaveFailed,
     SaveFinished,

@@ -4,7 +4,8 @@ import pytest
 from msgspec import structs
 
 from tests.support.event_histories import History, failed, finished, part, slot, started
-from trinity_events.core import decode_state, encode_state; from trinity_events.analysis.explain import explain
+from trinity_events.analysis.explain import explain
+from trinity_events.core import decode_state, encode_state
 from trinity_schemas import (
     ExpiredAttempt,
     LeaseExpired,

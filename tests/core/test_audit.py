@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.support.rollout_histories import FINGERPRINT, RUN, TrainerHistory, count_raw
-from trinity_events.core import Monitor, MonitorState
 from trinity_events.analysis.audit import Auditor
+from trinity_events.core import Monitor, MonitorState
 from trinity_events.core.ordinal_ranges import ordinals
 from trinity_schemas import decode_envelope
 

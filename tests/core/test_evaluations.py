@@ -3,10 +3,10 @@
 import pytest
 
 from tests.support.event_histories import History, committed, opened, part, verified
+from trinity_events.analysis.metrics import MetricsReader
 from trinity_events.core import decode_state, encode_state
 from trinity_events.core.decisions.checkpoint_retention import removable_steps
 from trinity_events.core.evaluations import evaluated_through, open_versions
-from trinity_events.analysis.metrics import MetricsReader
 from trinity_schemas import (
     EvaluationFailed,
     EvaluationFinished,

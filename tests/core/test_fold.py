@@ -23,6 +23,7 @@ from tests.support.event_histories import (
     started,
     verified,
 )
+from trinity_events.analysis.explain import explain, profiles_of
 from trinity_events.core import (
     Monitor,
     MonitorState,
@@ -30,10 +31,9 @@ from trinity_events.core import (
     decode_state,
     encode_state,
     removable_steps,
-); from trinity_events.analysis.explain import explain
+)
 from trinity_events.core.completeness import slot_key
 from trinity_events.core.current import OF_AN_EPOCH, is_current, newest_subjects
-from trinity_events.analysis.explain import profiles_of
 from trinity_events.core.fold import _HANDLERS, MONITOR
 from trinity_events.core.limits import (
     KEPT_ATTEMPTS,

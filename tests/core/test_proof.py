@@ -12,8 +12,8 @@ from tests.support.event_histories import (
     registration,
     started,
 )
-from trinity_events.core import Monitor, MonitorState
 from trinity_events.analysis.proof import Proof, proof_line
+from trinity_events.core import Monitor, MonitorState
 from trinity_schemas import DeadlineReached, ThreadCountRegistered
 
 

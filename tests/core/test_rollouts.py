@@ -8,13 +8,13 @@ import msgspec
 import pytest
 
 from tests.support.event_histories import RUN, History
+from trinity_events.analysis.audit import Auditor
+from trinity_events.analysis.explain import explain
+from trinity_events.analysis.summary import Summarizer
 from trinity_events.core import decode_state, encode_state
 from trinity_events.core import ledger as ledger_module
 from trinity_events.core.handlers import rollouts as rollouts_module
-from trinity_events.analysis.audit import Auditor
-from trinity_events.analysis.explain import explain
 from trinity_events.core.ledger import Ledger
-from trinity_events.analysis.summary import Summarizer
 from trinity_schemas import (
     ExplorerExcluded,
     LedgerRestored,

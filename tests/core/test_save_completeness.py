@@ -19,8 +19,9 @@ from tests.support.event_histories import (
 )
 from tests.support.pipeline import folded, reducer_task, until
 from trinity_events import CheckpointCoordinator
+from trinity_events.analysis.explain import explain
 from trinity_events.coordinator import staged_path
-from trinity_events.core import decode_state, encode_state, plan_files; from trinity_events.analysis.explain import explain
+from trinity_events.core import decode_state, encode_state, plan_files
 from trinity_events.log import Publisher, Stream, SyncEventLog, new_producer
 from trinity_events.views.status import status_panel
 from trinity_schemas import (

@@ -14,9 +14,9 @@ from tests.support.event_histories import (
     registration,
     started,
 )
+from trinity_events.analysis.timeline import Moment, Span, Timeline, Value
 from trinity_events.archive.format import read_lines
 from trinity_events.core import Monitor, MonitorState
-from trinity_events.analysis.timeline import Moment, Span, Timeline, Value
 from trinity_schemas import (
     AppliedPhases,
     StepRef,

@@ -1,6 +1,7 @@
 """What the passing of time makes true of a state."""
 
 from tests.support.event_histories import History, committed, finished, registration, slot, started
+from trinity_events.analysis.explain import explain
 from trinity_events.core import (
     MonitorState,
     Waiting,
@@ -8,7 +9,7 @@ from trinity_events.core import (
     lease_holders,
     overdue,
     waiting,
-); from trinity_events.analysis.explain import explain
+)
 from trinity_events.core.limits import KEPT_UNDER_WAY
 from trinity_events.core.state import Attempt
 from trinity_schemas import (

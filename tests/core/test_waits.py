@@ -7,8 +7,8 @@ from msgspec.structs import replace
 
 from tests.support.event_histories import History
 from trinity_events.core import decode_state, encode_state
-from trinity_events.core.limits import KEPT_WAIT_NAMES, KEPT_WAITS
 from trinity_events.core.handlers.waits import chains_of_waits, open_waits
+from trinity_events.core.limits import KEPT_WAIT_NAMES, KEPT_WAITS
 from trinity_schemas import (
     ExplorerStatusChanged,
     LeaseExpired,

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from tests.support.dashboards import SMALL, dashboard, put_run, server_runs, shared_dashboard
-from trinity_events.core import MonitorState
 from trinity_events.analysis.changes import changes
+from trinity_events.analysis.proof import Proof
+from trinity_events.core import MonitorState
 from trinity_events.core.fold import Monitor
 from trinity_events.core.fold_state import describe_producer
-from trinity_events.analysis.proof import Proof
 from trinity_events.dashboard import answers
 from trinity_events.dashboard.simulated_run import Plan, simulated_run
 from trinity_events.log import position

@@ -26,7 +26,12 @@ from tests.support.waits import PATIENCE
 from trinity_events.server import connect_sync
 from trinity_events.server.access_rules import access_rules
 from trinity_schemas import RunKeys, SaveStrategy
-from trinity_workers.config.train_config import BadSettings, CheckpointsConfig, ExplorerConfig, TrainConfig
+from trinity_workers.config.train_config import (
+    BadSettings,
+    CheckpointsConfig,
+    ExplorerConfig,
+    TrainConfig,
+)
 
 ROOT = Path(__file__).parents[2]
 STEPS = 20

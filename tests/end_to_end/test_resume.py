@@ -29,8 +29,8 @@ from trinity_schemas import (  # noqa: E402
     StepRef,
     TrainerStatusChanged,
 )
-from trinity_workers.config.train_config import TrainConfig  # noqa: E402
 from trinity_workers.config.files import read_config  # noqa: E402
+from trinity_workers.config.train_config import TrainConfig  # noqa: E402
 from trinity_workers.engines.state_files import read_state  # noqa: E402
 
 pytestmark = pytest.mark.timeout(1200)

@@ -21,8 +21,8 @@ from tests.support.rollout_engines import logprobs_of  # noqa: E402
 from tests.support.style_properties import PROPERTIES, reissued, stalest  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
 from tests.support.whole_logs import in_order  # noqa: E402
-from trinity_events.system.error_text import ungrouped  # noqa: E402
 from trinity_events.log import Stream, open_run  # noqa: E402
+from trinity_events.system.error_text import ungrouped  # noqa: E402
 from trinity_schemas import (  # noqa: E402
     Experience,
     RunResumed,

@@ -7,8 +7,8 @@ import pytest
 
 from tests.support.pipeline import events_of
 from trinity_schemas import RunOpened, StepTrained, decode_envelope
-from trinity_workers.config.train_config import TrainConfig
 from trinity_workers.config.files import read_config
+from trinity_workers.config.train_config import TrainConfig
 
 pytestmark = [pytest.mark.server, pytest.mark.processes, pytest.mark.ray]
 EXAMPLES = Path(__file__).parents[2] / "examples" / "train"

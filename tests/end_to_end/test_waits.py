@@ -15,10 +15,10 @@ from tests.support.judging_explorer import DEADLINE, LEASE
 from tests.support.pipeline import accept_reports, events_of
 from tests.support.rollout_parts import settings
 from tests.support.waits import PATIENCE, child, until
+from trinity_events.diagnostics.waits import THRESHOLD, WaitReporter
 from trinity_events.errors import DeadlineExceeded
 from trinity_events.log import AsyncPublisher, Publisher, SyncEventLog, new_producer
 from trinity_events.rollouts import RolloutDispatcher
-from trinity_events.diagnostics.waits import THRESHOLD, WaitReporter
 from trinity_schemas import (
     ExplorerStatusChanged,
     RunClosed,

@@ -21,12 +21,12 @@ from tests.support.rollout_parts import samples_of, settings
 from tests.support.waits import PATIENCE
 from trinity_events import CheckpointCoordinator, hold_checkpoint, subscribe
 from trinity_events.coordinator import staged_path
+from trinity_events.diagnostics.stacks import write_stacks_when_asked
+from trinity_events.diagnostics.waits import WaitReporter
 from trinity_events.errors import PublishError, SaveError
 from trinity_events.log import AsyncPublisher, Publisher, RedisEventLog, SyncEventLog, new_producer
 from trinity_events.rollouts import Claim, RolloutClient, RolloutDispatcher
 from trinity_events.server import connect, open_client
-from trinity_events.diagnostics.stacks import write_stacks_when_asked
-from trinity_events.diagnostics.waits import WaitReporter
 from trinity_schemas import (
     ExplorerStatusChanged,
     StepReady,

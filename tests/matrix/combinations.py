@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, get_args
 
 import msgspec
 
-from trinity_workers.config.train_config import EngineName, SyncConfig, SyncMethod, SyncStyle
 from trinity_workers.config.sync_schedule import contradictions
+from trinity_workers.config.train_config import EngineName, SyncConfig, SyncMethod, SyncStyle
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "fixed": {"interval": 2, "offset": 1},

@@ -9,9 +9,9 @@ from tests.support.checkpoint_runs import Run, staged
 from tests.support.event_histories import committed, finished, registration
 from trinity_events.checkpoint_layout import MADE_FROM, VERIFIED
 from trinity_events.core import Promotion, SavedFile, plan_files
-from trinity_events.system.open_folder import OpenFolder
 from trinity_events.reducer import CheckpointFiles
 from trinity_events.reducer.checkpoint_evidence import NotVerified, check_promotion, load_evidence
+from trinity_events.system.open_folder import OpenFolder
 
 CHECKPOINT = "latest_checkpointed_iteration.txt"
 STATE_DICT = "latest_state_dict_iteration.txt"

@@ -14,9 +14,9 @@ import pytest
 
 from tests.support.redis_servers import free_ports
 from tests.support.waits import PATIENCE, child, wait_until
-from trinity_events.system import file_locks
 from trinity_events.errors import ServerUnreachable
 from trinity_events.server import EmbeddedServer, connect_sync
+from trinity_events.system import file_locks
 from trinity_workers.launch.processes import ReducerProcess
 
 NOBODY = 65534

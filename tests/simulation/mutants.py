@@ -18,10 +18,12 @@ from tests.simulation.histories import HISTORIES
 from tests.simulation.plan import draw
 from tests.simulation.world import simulate
 from trinity_events import replay
-from trinity_events.core.handlers import admission, attempts, saves; from trinity_events.core import announcements, fold
+from trinity_events.core import announcements, fold
 from trinity_events.core.fold_state import FoldState
-from trinity_events.log import MemoryEventLog; from trinity_events.log.publishing import async_publisher
+from trinity_events.core.handlers import admission, attempts, saves
+from trinity_events.log import MemoryEventLog
 from trinity_events.log.memory.stream import MemoryGroup
+from trinity_events.log.publishing import async_publisher
 from trinity_events.reducer.leader import Leader
 from trinity_events.reducer.reducer import Reducer
 from trinity_events.reducer.timekeeper import Timekeeper

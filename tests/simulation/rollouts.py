@@ -23,8 +23,8 @@ from tests.simulation import clock
 from tests.simulation.rollout_server import RolloutClientOfServer, RolloutServer
 from tests.support.rollout_histories import RUN, Count, count_raw
 from tests.support.rollout_parts import samples_of, settings
-from trinity_events.core import Monitor, MonitorState
 from trinity_events.analysis.audit import Auditor, LineageBooks
+from trinity_events.core import Monitor, MonitorState
 from trinity_events.core.ledger import Ledger, ordinals
 from trinity_events.errors import PublishError, StaleEpoch
 from trinity_events.log import AsyncPublisher, MemoryEventLog

@@ -13,11 +13,11 @@ from contextlib import ExitStack, closing
 import anyio
 
 from tests.support.rollout_parts import samples_of
+from trinity_events.diagnostics.stacks import write_stacks_when_asked
+from trinity_events.diagnostics.waits import WaitReporter
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_events.rollouts import RolloutClient
 from trinity_events.server import connect, open_client
-from trinity_events.diagnostics.stacks import write_stacks_when_asked
-from trinity_events.diagnostics.waits import WaitReporter
 from trinity_workers.rewards import RewardPool, RewardSource
 from trinity_workers.tasks import Answer, Question
 

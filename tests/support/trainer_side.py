@@ -13,13 +13,13 @@ import torch
 from tests.support.pipeline import events_of
 from tests.support.weight_versions import publish, ready
 from trinity_events import Synchronizer
-from trinity_events.system.error_text import ungrouped
 from trinity_events.rollouts import RolloutDispatcher
+from trinity_events.system.error_text import ungrouped
 from trinity_schemas import StepRef, WeightsApplied
 from trinity_workers.config.answer_limits import read_answer_limits
 from trinity_workers.learning.policy import load_policy
-from trinity_workers.trainer.trainer import dispatch_settings
 from trinity_workers.rollouts.user_task import task_of
+from trinity_workers.trainer.trainer import dispatch_settings
 
 
 class TrainerSide:

@@ -17,8 +17,8 @@ from tests.support.waits import PATIENCE, until
 from trinity_events import Synchronizer
 from trinity_events.coordinator import staged_path
 from trinity_workers.trainer import get_trainer_wrapper
-from trinity_workers.trainer.workers.verl import VerlTrainWorker
 from trinity_workers.trainer.workers.fsdp import TrainWorker
+from trinity_workers.trainer.workers.verl import VerlTrainWorker
 
 pytestmark = pytest.mark.timeout(600)  # its own deadlines are shorter, and say what is missing
 

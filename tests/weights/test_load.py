@@ -26,8 +26,8 @@ from trinity_events.weights import (
     pull_version,
 )
 from trinity_events.weights.applying.copy_target import CopyTarget
-from trinity_events.weights.deltas.tracker import LastPublished
 from trinity_events.weights.applying.load import BaseRequired
+from trinity_events.weights.deltas.tracker import LastPublished
 from trinity_events.weights.slices import TensorSlice, contiguous_runs, full_slice, intersection
 
 

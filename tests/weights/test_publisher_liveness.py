@@ -11,7 +11,8 @@ from tests.support.event_histories import History, committed, failed, opened, pa
 from tests.support.pipeline import announced, events_of, reducer_task
 from tests.support.transport_processes import actor, kill
 from trinity_events import Synchronizer
-from trinity_events.core import expired, lease_holders; from trinity_events.analysis.explain import explain
+from trinity_events.analysis.explain import explain
+from trinity_events.core import expired, lease_holders
 from trinity_schemas import (
     SaveFailed,
     SaveStarted,

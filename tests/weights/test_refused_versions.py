@@ -8,7 +8,8 @@ import torch
 from tests.support.event_histories import History, publish_weights
 from tests.support.pipeline import reports_accepted
 from tests.support.weight_versions import publish, ready
-from trinity_events.analysis.summary import Summarizer; from trinity_events.analysis.explain import explain
+from trinity_events.analysis.explain import explain
+from trinity_events.analysis.summary import Summarizer
 from trinity_events.core.limits import KEPT_REFUSALS
 from trinity_events.core.refusals import suspects
 from trinity_events.core.state import Refusal

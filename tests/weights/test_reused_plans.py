@@ -16,7 +16,9 @@ from trinity_events.weights import (
     check_fit,
     install,
     pull_version,
-); from trinity_events.weights.applying import fit; from trinity_events.weights.publishing import part_layout
+)
+from trinity_events.weights.applying import fit
+from trinity_events.weights.publishing import part_layout
 from trinity_events.weights.publishing.part_layout import LastLayout
 
 CHUNKS = 64, 100, 4096

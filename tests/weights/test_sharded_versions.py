@@ -19,7 +19,8 @@ from trinity_events.weights import (
     check_fit,
     install,
     pull_version,
-); from trinity_events.weights.applying import load
+)
+from trinity_events.weights.applying import load
 from trinity_events.weights.deltas.tracker import LastPublished
 from trinity_events.weights.slices import TensorSlice
 from trinity_events.weights.tensors import DTYPES

@@ -27,8 +27,8 @@ from trinity_events.weights import (
     load_version,
     pull_version,
 )
-from trinity_events.weights.slices import ShardOffset
 from trinity_events.weights.applying.speculative_load import SpeculativeLoad
+from trinity_events.weights.slices import ShardOffset
 from trinity_events.weights.transports.shared_memory import prefetch
 from trinity_schemas import VersionOpened, decode_manifest
 from trinity_workers.explorer.run_follower import followed_run

@@ -17,8 +17,6 @@ from trinity_workers.algorithms.collate import collate  # noqa: E402
 from trinity_workers.algorithms.prepare import prepare  # noqa: E402
 from trinity_workers.algorithms.settings import AlgorithmConfig  # noqa: E402
 from trinity_workers.algorithms.update import policy_update  # noqa: E402
-from trinity_workers.sandbox.environments import EnvironmentFailed, EnvironmentProcesses  # noqa: E402
-from trinity_workers.rollouts.episodes import Episodes, RequestRefused, continuation  # noqa: E402
 from trinity_workers.learning.logprobs import response_logprobs  # noqa: E402
 from trinity_workers.learning.policy import (  # noqa: E402
     BadPolicy,
@@ -32,6 +30,8 @@ from trinity_workers.rollout_engines import (  # noqa: E402
     Generation,
     load_engine,
 )
+from trinity_workers.rollouts.episodes import Episodes, RequestRefused, continuation  # noqa: E402
+from trinity_workers.sandbox.environments import EnvironmentFailed, EnvironmentProcesses  # noqa: E402
 from trinity_workers.tasks import Question, QuestionSet  # noqa: E402
 
 VERSION = StepRef(1, 4)

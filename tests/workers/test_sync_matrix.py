@@ -9,8 +9,8 @@ from typing import get_args
 import pytest
 import yaml
 
-from trinity_workers.config.train_config import EngineName, SyncMethod, SyncStyle, WhenStale
 from trinity_workers.config.files import read_config
+from trinity_workers.config.train_config import EngineName, SyncMethod, SyncStyle, WhenStale
 
 ENGINES, METHODS, STYLES, POLICIES = (
     get_args(one) for one in (EngineName, SyncMethod, SyncStyle, WhenStale)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from trinity_workers.config.train_config import SyncConfig, TrainConfig
 from trinity_workers.config.files import read_config
+from trinity_workers.config.train_config import SyncConfig, TrainConfig
 
 STYLES = ("fixed", "trainer_driven", "explorer_driven", "fully_async")
 

@@ -15,9 +15,9 @@ from tests.support.hostile_configs import (
     with_settings,
     write_hostile_code,
 )
-from trinity_workers.config.train_config import TrainConfig
 from trinity_workers.config.fields import fields
 from trinity_workers.config.files import _PATHS, _SOURCES, read_config, typed_setting
+from trinity_workers.config.train_config import TrainConfig
 from trinity_workers.config.trusted_settings import (
     DATA,
     REFERENCES,

@@ -14,8 +14,8 @@ from trinity_workers.config.train_config import (
     TrainConfig,
 )
 from trinity_workers.rollout_engines import RolloutEngineError
-from trinity_workers.tasks import TaskError
 from trinity_workers.rollouts.user_task import check_user_task
+from trinity_workers.tasks import TaskError
 
 FILES = {
     "engine.py": "def make(options):\n    raise AssertionError('no engine is made yet')\n",

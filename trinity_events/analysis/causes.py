@@ -16,8 +16,8 @@ from trinity_schemas import Kind
 from ..core.completeness import missing, missing_processes
 from ..core.fold_state import describe_slot
 from ..core.handlers.rollouts import format_exclusion
-from ..core.state import KINDS, KindState, MonitorState
 from ..core.handlers.waits import open_waits, sentence_of
+from ..core.state import KINDS, KindState, MonitorState
 
 Condition = Literal["running", "stopped", "ended"]
 """State of a process of the host on which the question is asked."""

@@ -14,8 +14,8 @@ import msgspec
 from ..checkpoint_layout import ARCHIVE
 from ..core.kept_states import KeptState, decode_kept, encode_kept, interval
 from ..log import position
-from ..system.open_folder import OpenFolder
 from ..server import trinity_home
+from ..system.open_folder import OpenFolder
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ import typer
 from redis.exceptions import RedisClusterException
 from typer.core import TyperGroup
 
-from ..system.error_text import leaf_errors
 from ..errors import TrinityError
 from ..log.redis.error_replies import is_reply, reply_text
 from ..server import permission_error
+from ..system.error_text import leaf_errors
 from ..views.terminal import LogFormatter, say, tell
 from .acl import acl
 from .audit import audit

@@ -10,10 +10,10 @@ import anyio
 
 from trinity_schemas import ContractError, EnvelopeReader
 
+from ..analysis.audit import Audit, Auditor, LineageBooks
 from ..archive.export import whole_stream
 from ..archive.format import read_lines
 from ..archive.segments import Archive
-from ..analysis.audit import Audit, Auditor, LineageBooks
 from ..core.lineage import Span
 from ..core.ordinal_ranges import words_of_ranges
 from ..log import Entry, Stream

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import anyio
 import typer
 
-from ..core import MonitorState
 from ..analysis.expressions import BadExpression, Condition
+from ..core import MonitorState
 from ..errors import TrinityError
 from ..replay import Folded
 from ..views import fields_as_json, folded_as_json, folded_lines

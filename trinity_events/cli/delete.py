@@ -18,8 +18,8 @@ from ..errors import TrinityError
 from ..liveness import abandoned_since
 from ..log import RedisEventLog, require_run
 from ..log.redis.deletion import RunInUse, delete_run
-from ..system.open_folder import OpenFolder
 from ..replay import SnapshotUnreadable, current_state
+from ..system.open_folder import OpenFolder
 from ..views.terminal import say, tell
 from .options import CheckpointRoot, RedisUrl, RunArgument, checkpoint_root, client_of
 

@@ -8,9 +8,9 @@ from typing import Annotated
 import anyio
 import typer
 
+from ..analysis.changes import changes
 from ..archive.state_at import StateAt
 from ..core import MonitorState
-from ..analysis.changes import changes
 from ..views import state_as_json
 from ..views.changes import change_line, tells
 from ..views.terminal import say

@@ -13,14 +13,14 @@ from msgspec import Struct
 
 from trinity_schemas import ContractError, Envelope, EnvelopeReader, StacksTaken
 
-from ..archive import Archive, ArchiveMissing
-from ..archive.export import whole_stream
-from ..core import MonitorState; from ..analysis.explain import unfinished
-from ..analysis.explain import explain as in_words
 from ..analysis.causes import Cause, first_causes
-from ..analysis.explain import profiles_of
+from ..analysis.explain import explain as in_words
+from ..analysis.explain import profiles_of, unfinished
 from ..analysis.outcomes import Outcome, ended_in, outcome_of, outcomes_in_words
 from ..analysis.proof import Proof, ProofEntry, proof_line
+from ..archive import Archive, ArchiveMissing
+from ..archive.export import whole_stream
+from ..core import MonitorState
 from ..core.handlers.waits import chains_of_waits, words_of_stacks
 from ..errors import TrinityError
 from ..live_facts import live_facts

@@ -9,9 +9,9 @@ from typing import NamedTuple, TypeVar
 
 from trinity_schemas import ContractError, Envelope, decode_envelope
 
+from ..analysis.event_filter import EventFilter
 from ..archive import Archive
 from ..archive.export import whole_stream
-from ..analysis.event_filter import EventFilter
 from ..log import Entry, PageSize, RedisEventLog, Stream, before, position, stream_order
 from ..log.merged_reader import Found
 from ..replay import page_of, read_all

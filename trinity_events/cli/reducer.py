@@ -11,11 +11,11 @@ from typing import Annotated
 import anyio
 import typer
 
+from ..diagnostics.stacks import prepare_stacks
 from ..reducer import Policy, reduce_all, tune_process, writable_root
 from ..reducer.policy import GROUP_IDLE, KEEP_CHECKPOINTS, STEP_DEADLINE
 from ..server import serving
 from ..system.signals import cancelled_by_signals
-from ..diagnostics.stacks import prepare_stacks
 from .options import (
     CheckpointRoot,
     RedisUrl,

@@ -12,12 +12,12 @@ import anyio.to_thread
 import typer
 from msgspec import Struct
 
+from ..analysis.changes import changes
 from ..archive.export import whole_stream
 from ..archive.format import read_lines
 from ..archive.segments import Archive
 from ..archive.state_at import StateAt
 from ..core import MonitorState
-from ..analysis.changes import changes
 from ..log import Entry, Stream, position
 from ..replay import Replay
 from ..views import folded_as_json, folded_lines, state_as_json, status_panel

@@ -9,10 +9,10 @@ from typing import Annotated
 import anyio
 import typer
 
+from ..diagnostics.stacks import prepare_stacks
 from ..reducer import Policy, reduce_all, tune_process, writable_root
 from ..reducer.policy import GROUP_IDLE, KEEP_CHECKPOINTS, STEP_DEADLINE
 from ..server import EmbeddedServer, trinity_home
-from ..diagnostics.stacks import prepare_stacks
 from .options import CheckpointRoot, Verbose, checkpoint_root, log_to_stderr, say_at_once
 from .reducer import AdoptFolders, GroupIdle, KeepCheckpoints, StepDeadline, until_stopped
 

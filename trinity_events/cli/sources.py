@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from ..archive.state_at import FileSource, RunSource, StateAt
 from ..analysis.timeline import Part, Timeline
+from ..archive.state_at import FileSource, RunSource, StateAt
 from .options import checkpoint_root, log_of
 
 RunOrFile = Annotated[

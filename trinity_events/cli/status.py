@@ -7,8 +7,8 @@ from typing import NamedTuple
 import anyio
 import msgspec
 
-from ..core import MonitorState
 from ..analysis.causes import HostProcess, processes_of_epoch
+from ..core import MonitorState
 from ..live_facts import processes_here
 from ..liveness import abandoned_since
 from ..log import RedisEventLog, position, require_run

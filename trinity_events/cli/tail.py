@@ -18,8 +18,8 @@ from trinity_schemas import (
     to_json,
 )
 
-from ..archive import Archive
 from ..analysis.event_filter import EventFilter
+from ..archive import Archive
 from ..errors import TrinityError
 from ..log import (
     Entry,

@@ -18,9 +18,10 @@ from msgspec import Struct
 
 from trinity_schemas import Kind, StepReady
 
-from . import checkpoint_lease, ready_steps; from .. import subscriptions
-from .ready_steps import ReadyCheckpoint
+from .. import subscriptions
 from ..subscriptions import Delivered, Subscription
+from . import checkpoint_lease, ready_steps
+from .ready_steps import ReadyCheckpoint
 
 E = TypeVar("E", bound=Struct)
 

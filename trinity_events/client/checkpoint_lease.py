@@ -17,12 +17,12 @@ from trinity_schemas import check_run_id
 
 from ..checkpoint_layout import MADE_FROM, final_name
 from ..core import Promotion, plan_files
-from ..system.error_text import ungrouped
 from ..errors import CheckpointHeld, InvalidRunId, KeyConflict
 from ..log import ORIGIN, RedisEventLog, new_producer
 from ..log.retry import CONNECTION_ERRORS, is_transient
 from ..replay import current_state
 from ..server import Deadline, connect, serving, trinity_home
+from ..system.error_text import ungrouped
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from anyio.from_thread import start_blocking_portal
 
 from trinity_schemas import RunClosed, SaveStrategy, TrainerStatusChanged, check_run_id
 
-from ..system.error_text import cause_of, first_error
 from ..errors import InvalidRunId, PublishError, RunOpenedTwice
 from ..log import Publisher, SyncEventLog, new_producer, open_run
 from ..server import connect, open_client, serving, warn_of_eviction
+from ..system.error_text import cause_of, first_error
 from ..system.signals import exiting_on_signals
 
 logger = logging.getLogger(__name__)

@@ -26,11 +26,11 @@ from trinity_schemas import (
 )
 
 from ..checkpoint_layout import STAGING, staged_name
-from ..system.error_text import checkpoint_cause
 from ..errors import PublishError, SaveError, StaleEpoch
 from ..log import Publisher
 from ..log.publishing.metric_values import check_metrics, split_metrics
 from ..log.reducer_root import other_folder
+from ..system.error_text import checkpoint_cause
 from .admission_client import wait_for_turn
 from .heartbeat import Heartbeat
 from .inflight import InflightSaves

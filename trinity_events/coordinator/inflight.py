@@ -6,8 +6,8 @@ import threading
 import time
 from typing import NamedTuple
 
-from ..errors import DeadlineExceeded
 from ..diagnostics.waits import Wait, WaitReporter
+from ..errors import DeadlineExceeded
 from .save_attempt import SaveAttempt
 
 

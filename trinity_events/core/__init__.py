@@ -1,13 +1,13 @@
 """Pure core: fold of a run's log and queries of its state. No I/O, no clock, no randomness."""
 
-from .decisions.checkpoint_retention import Evidence, removable_steps
 from ..analysis.explain import explain, unfinished
 from ..analysis.failures import Failure, failures
+from ..analysis.summary import RunSummary, Summarizer
+from .decisions.checkpoint_retention import Evidence, removable_steps
 from .decisions.file_plan import FilePlan, IterationFile, Promotion, SavedFile, plan_files
+from .decisions.timeouts import LeaseHolder, Waiting, expired, lease_holders, overdue, waiting
 from .fold import MONITOR, Monitor
 from .state import MonitorState, ReadyPointer, decode_state, encode_state
-from ..analysis.summary import RunSummary, Summarizer
-from .decisions.timeouts import LeaseHolder, Waiting, expired, lease_holders, overdue, waiting
 
 __all__ = [
     "MONITOR",

@@ -44,9 +44,10 @@ from trinity_schemas import (
     event_tag,
 )
 
-from .handlers import evaluations as evaluation_events, rollouts, runs, saves, waits, weights
 from .compaction import drop_oldest_steps
 from .fold_state import FoldState, describe_producer, keep_last
+from .handlers import evaluations as evaluation_events
+from .handlers import rollouts, runs, saves, waits, weights
 from .limits import KEPT_PRODUCERS, KEPT_STEPS, MOST_EPOCHS_AT_ONCE, REORDERED_PRODUCERS
 from .state import MonitorState
 

@@ -12,12 +12,12 @@ from msgspec import Struct, structs
 
 from trinity_schemas import Envelope, EnvelopeReader, StepRef, event_tag
 
-from ..core import MonitorState
 from ..analysis.causes import LiveFacts, processes_of_epoch
 from ..analysis.changes import changes
+from ..analysis.proof import Proof
+from ..core import MonitorState
 from ..core.fold import Monitor
 from ..core.fold_state import describe_producer
-from ..analysis.proof import Proof
 from ..errors import TrinityError
 from ..log import Entry, before, position
 from ..replay import Folded, fold_one

@@ -15,13 +15,13 @@ from trinity_schemas import ContractError, Envelope, decode_envelope
 
 from ..core import MonitorState
 from ..core.fold import Monitor
-from ..system.error_text import leaf_errors
 from ..errors import TrinityError
 from ..live_facts import Surroundings
 from ..log import Entry, before, position
 from ..log.page_size import PageSize, in_turns
 from ..log.retry import backoff_delays, is_transient
 from ..replay import PAGE, fold, fold_one
+from ..system.error_text import leaf_errors
 from .history import History
 from .sources import Source
 

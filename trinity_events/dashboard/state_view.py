@@ -7,15 +7,16 @@ from typing import Any
 
 from trinity_schemas import StepRef
 
-from ..core import MonitorState; from ..analysis.failures import failures; from ..analysis.explain import unfinished
 from ..analysis.causes import Cause, LiveFacts, first_causes
+from ..analysis.explain import explain, unfinished
+from ..analysis.failures import failures
+from ..core import MonitorState
 from ..core.completeness import registered
-from ..analysis.explain import explain
 from ..core.fold_state import describe_producer, describe_slot
+from ..core.handlers.waits import chained_waits, seconds_left
 from ..core.ordinal_ranges import words_of_ranges
 from ..core.refusals import suspects, words_of_refusal
 from ..core.state import KINDS, ExplorerState, KindState, StepState
-from ..core.handlers.waits import chained_waits, seconds_left
 from ..log import position
 
 _LASTING = 5_000

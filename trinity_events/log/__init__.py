@@ -1,6 +1,5 @@
 """Append-only event log of a run: the port, its implementations and the publishers."""
 
-from .publishing.async_publisher import AsyncPublisher, open_run
 from .base import (
     DEAD_LETTER_BYTES,
     DEAD_LETTERS_KEPT,
@@ -17,11 +16,12 @@ from .base import (
     ReportLog,
     Stream,
 )
-from .publishing.envelopes import new_producer, opening_envelope
 from .memory.event_log import MemoryEventLog
 from .merged_reader import MergedReader, stream_order
 from .page_size import PageSize
 from .position import ORIGIN, before, position
+from .publishing.async_publisher import AsyncPublisher, open_run
+from .publishing.envelopes import new_producer, opening_envelope
 from .publishing.publisher import Publisher
 from .redis.event_log import RedisEventLog
 from .redis.run_index import list_runs, require_run, watch_runs

@@ -14,8 +14,8 @@ from pathlib import Path
 from ..checkpoint_layout import MADE_FROM, final_name, parse_final_name, replaced_name
 from ..core import FilePlan, IterationFile, Promotion
 from ..errors import CheckpointRootUnusable
-from ..system.open_folder import OpenFolder, UnsafePath, leads_out, parts_of
 from ..server import make_home, trinity_home
+from ..system.open_folder import OpenFolder, UnsafePath, leads_out, parts_of
 from .checkpoint_evidence import (
     NotVerified,
     check_names,

@@ -23,15 +23,15 @@ from ..archive.ownership import FolderOwner, log_identity
 from ..archive.segments import Archive
 from ..core import MonitorState
 from ..core.limits import LONGEST_WAIT
-from ..system.error_text import first_error
+from ..diagnostics.stacks import name_process
+from ..diagnostics.waits import RENEWAL
 from ..errors import FolderTaken, LogExhausted, TrinityError
 from ..log import ORIGIN, RedisEventLog, Stream
 from ..log.redis.error_replies import reply_text
-from ..log.retry import CONNECTION_ERRORS, backoff_delays
 from ..log.reducer_root import mark_folder
+from ..log.retry import CONNECTION_ERRORS, backoff_delays
 from ..server import address_of
-from ..diagnostics.stacks import name_process
-from ..diagnostics.waits import RENEWAL
+from ..system.error_text import first_error
 from .checkpoint_files import CheckpointFiles
 from .checkpoint_retention import CheckpointRetention
 from .checkpoint_trash import CheckpointTrash

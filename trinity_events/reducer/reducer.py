@@ -18,11 +18,11 @@ from trinity_schemas import Envelope, EnvelopeReader, SaveGranted, encode
 from ..core import Monitor, MonitorState, encode_state, plan_files
 from ..core.current import OF_AN_EPOCH, newest_subjects
 from ..core.decisions.timeouts import lease_holders
-from ..system.error_text import ungrouped
 from ..log import ORIGIN, Commit, DeadLetter, Entry, EventLog, PageSize, Stream, position
 from ..log.page_size import TURN, in_turns
 from ..log.position import is_from_a_clock
 from ..replay import Work, fold, load_monitor
+from ..system.error_text import ungrouped
 from .background_job import BackgroundJob, TaskResult
 from .checkpoint_files import CheckpointFiles
 from .live_state import LiveState

@@ -15,9 +15,9 @@ from msgspec import Struct
 from trinity_schemas import ContractError, Experience, RolloutRequest, RunKeys, encode
 from trinity_schemas.codec import decode_request
 
-from ..system.error_text import ungrouped
 from ..errors import DeadlineExceeded, StaleEpoch, TrinityError
 from ..server import Deadline
+from ..system.error_text import ungrouped
 from .streams import EXCLUDED, LONGEST_BLOCK, SUPERSEDED, Request, RolloutStreams, is_without_group
 
 _WITHOUT_GROUP = 0.5

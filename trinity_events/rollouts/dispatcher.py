@@ -27,12 +27,12 @@ from trinity_schemas.rollouts import MAX_EXCLUDED_NAMES
 
 from ..core import lineage
 from ..core.ledger import Ledger, LedgerError, ranges
+from ..diagnostics.waits import NO_REPORTS, Wait, WaitReporter
 from ..errors import DeadlineExceeded, TrinityError
 from ..log import AsyncPublisher
 from ..log.publishing.metric_values import check_metrics, split_metrics
 from ..replay import SnapshotUnreadable, current_state
 from ..server import Deadline
-from ..diagnostics.waits import NO_REPORTS, Wait, WaitReporter
 from .answers import Answer, AnswerReader, Failed
 from .dispatch_state import (
     DispatchState,

@@ -21,8 +21,8 @@ from urllib.parse import quote
 import redis
 
 from ..errors import ServerUnreachable
-from ..system.file_locks import LockHeld, lock
 from ..log.redis.error_replies import is_reply
+from ..system.file_locks import LockHeld, lock
 from .binary import choose_binary
 from .clients import probe
 from .data_format import read_format

@@ -14,7 +14,9 @@ import msgspec
 
 from trinity_schemas import event_tag
 
-from ..core import Monitor, MonitorState; from ..analysis.failures import failures; from ..analysis.explain import unfinished
+from ..analysis.explain import unfinished
+from ..analysis.failures import failures
+from ..core import Monitor, MonitorState
 from ..log import Entry
 from ..replay import fold
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from ..core import MonitorState
 from ..analysis.causes import Cause
+from ..core import MonitorState
 from ..core.handlers.waits import open_waits, seconds_left
 
 _OF_RUN = ("opened_at", "closed_at")

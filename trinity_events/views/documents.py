@@ -13,13 +13,13 @@ from msgspec import UNSET, Struct, UnsetType
 from trinity_schemas import Envelope, Kind, StepRef
 from trinity_schemas.schemas import DIALECT, tidy
 
-from ..archive.verify import Report
-from ..core import MonitorState
 from ..analysis.audit import Audit
 from ..analysis.causes import Cause, HostProcess
 from ..analysis.changes import Change
 from ..analysis.outcomes import OutcomeName
 from ..analysis.proof import ProofEntry
+from ..archive.verify import Report
+from ..core import MonitorState
 from ..core.state import OpenWait
 
 Stream = Literal["events", "announcements"]

@@ -31,8 +31,8 @@ from trinity_schemas import (
 )
 
 from ..core import MonitorState
-from ..core.state import KINDS
 from ..core.handlers.waits import open_waits
+from ..core.state import KINDS
 from ..log import position
 from ..replay import Folded
 

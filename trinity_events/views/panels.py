@@ -9,11 +9,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ..core import MonitorState; from ..analysis.failures import failures; from ..analysis.explain import unfinished
+from ..analysis.explain import unfinished
+from ..analysis.failures import failures
+from ..core import MonitorState
 from ..core.fold_state import describe_slot
+from ..core.handlers.waits import chains_of_waits
 from ..core.refusals import suspects
 from ..core.state import KINDS
-from ..core.handlers.waits import chains_of_waits
 from ..live_facts import Surroundings
 from ..log import position
 from .status import ago, ready_step, trainer_status

@@ -11,13 +11,15 @@ from rich.text import Text
 
 from trinity_schemas import Kind
 
-from ..checkpoint_layout import final_name
-from ..core import MonitorState; from ..analysis.failures import failures; from ..analysis.explain import unfinished
 from ..analysis.causes import HostProcess
-from ..core.refusals import suspects, words_of_refusal
+from ..analysis.explain import unfinished
+from ..analysis.failures import failures
+from ..checkpoint_layout import final_name
+from ..core import MonitorState
 from ..core.handlers.rollouts import format_exclusion
-from ..core.state import KINDS, ExplorerState
 from ..core.handlers.waits import chained_waits, culprits, seconds_left
+from ..core.refusals import suspects, words_of_refusal
+from ..core.state import KINDS, ExplorerState
 from ..log import position
 from .terminal import visible
 from .times import date_and_time

@@ -5,10 +5,11 @@ from trinity_schemas import TransportName
 from .applying.fit import Fit, check_fit
 from .applying.install import adopt, install
 from .applying.load import load_version
-from .reading.model_folder import list_digests, pull_folder
+from .applying.verify_model import check_installed, model_digest
 from .publishing.model_update import ModelUpdateGroup
 from .publishing.publication import Publication
 from .publishing.publish import PartWriter, PublishedPartReport
+from .reading.model_folder import list_digests, pull_folder
 from .reading.pull import pull_version
 from .reading.pulled_version import PulledVersion, Selection
 from .slices import ShardOffset, TensorSlice
@@ -19,7 +20,6 @@ from .transports.cuda import CudaStore
 from .transports.ray import RayStore
 from .transports.redis import RedisChunkStore
 from .transports.shared_memory.store import SharedMemoryStore
-from .applying.verify_model import check_installed, model_digest
 
 __all__ = [
     "ChunkStore",

@@ -24,20 +24,20 @@ from trinity_schemas import (
 
 from .. import blocking
 from ..coordinator import LEASE
+from ..diagnostics.waits import WaitReporter
 from ..errors import VersionUnavailable
 from ..log.publishing.metric_values import check_metrics, split_metrics
-from ..diagnostics.waits import WaitReporter
 from .compatibility import unwrapped_names
 from .publishing.model_update import ModelUpdateGroup
 from .publishing.publication import Publication
 from .publishing.publish import PublishedPartReport
+from .publishing.version_publisher import VersionPublisher
 from .reading.pulled_version import PulledVersion, Selection
 from .session import Session
 from .settings import SynchronizerSettings
 from .tensors import sent_dtype
 from .transports.base import Ended
 from .transports.collective import TIMEOUT, WeightSyncInfo
-from .publishing.version_publisher import VersionPublisher
 from .version_reader import VersionReader
 
 FLUSH_DEADLINE = 10.0

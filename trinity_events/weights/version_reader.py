@@ -22,23 +22,23 @@ from trinity_schemas import (
 )
 
 from ..core.limits import LONGEST_REASON
-from ..system.error_text import message_of
 from ..errors import CorruptVersion
-from .compatibility import is_cast, targets_of
+from ..system.error_text import message_of
 from .applying.deltas import InstalledBases, ModelDiffers
 from .applying.fit import check_fit
 from .applying.install import install
 from .applying.load import BaseRequired, load_version
-from .reading.model_folder import pull_folder
 from .applying.partial_loads import PartialLoads
+from .applying.speculative_load import SpeculativeLoad
+from .applying.verify_model import check_installed
+from .compatibility import is_cast, targets_of
+from .reading.model_folder import pull_folder
 from .reading.pull import pull_version
 from .reading.pulled_version import PulledVersion, Selection
 from .session import Session
-from .applying.speculative_load import SpeculativeLoad
 from .transports.base import Ended, PartRef, SupportsPrefetch
 from .transports.collective import CollectiveStore
 from .transports.redis.store import RedisChunkStore
-from .applying.verify_model import check_installed
 
 logger = logging.getLogger(__name__)
 

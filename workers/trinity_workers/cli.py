@@ -29,19 +29,19 @@ from trinity_events.cli.options import (
     log_to_stderr,
     print_json,
 )
-from trinity_events.system.error_text import cause_of
 from trinity_events.errors import TrinityError
 from trinity_events.reducer import writable_root
 from trinity_events.server import LOG_SERVER, WEIGHTS_SERVER, connect_sync
+from trinity_events.system.error_text import cause_of
 from trinity_events.views.terminal import say, tell
 
-from .config.train_config import BadSettings, TrainConfig
-from .config.files import Reading, read_config, to_yaml, typed_setting
 from .config.cli_options import overlaid, overlay_parameters
+from .config.files import Reading, read_config, to_yaml, typed_setting
+from .config.train_config import BadSettings, TrainConfig
+from .config.trusted_settings import OwnConfig
 from .engines.convertible import source_of
 from .launch.results import Failure, Outcome, results_alone
 from .launch.resume_command import resume_command
-from .config.trusted_settings import OwnConfig
 
 if TYPE_CHECKING:
     from .launch.summary import DemoSummary

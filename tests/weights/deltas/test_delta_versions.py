@@ -24,8 +24,8 @@ from trinity_events.weights import (
     load_version,
     pull_version,
 )
-from trinity_events.weights.deltas import tracker
 from trinity_events.weights.applying.deltas import InstalledBases, ModelDiffers
+from trinity_events.weights.deltas import tracker
 from trinity_events.weights.deltas.tracker import LastPublished
 from trinity_schemas import ALIGNMENT, VersionPartPublished, WeightsApplied, decode_envelope
 

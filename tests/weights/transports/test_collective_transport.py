@@ -50,7 +50,6 @@ from trinity_schemas import (
     version_digest,
 )
 from trinity_schemas.keys import meeting_key
-from trinity_workers.runtime.collectives import CollectiveBroken, PeerFailed
 from trinity_workers.config.train_config import ExplorerConfig, SyncConfig, TrainConfig
 from trinity_workers.explorer.installer import VersionInstaller
 from trinity_workers.explorer.prefetch import VersionPrefetcher
@@ -58,6 +57,7 @@ from trinity_workers.explorer.run_follower import followed_run
 from trinity_workers.explorer.versions import VersionFollower
 from trinity_workers.learning.policy import load_policy
 from trinity_workers.rollout_engines import EngineOptions, load_engine
+from trinity_workers.runtime.collectives import CollectiveBroken, PeerFailed
 from trinity_workers.trainer.rollouts.explorer_requests import ExplorerRequests
 
 EXPLORERS = 2

@@ -5,8 +5,8 @@ import pytest
 
 from tests.support.pipeline import events_of
 from trinity_events import Synchronizer
-from trinity_events.errors import DeadlineExceeded
 from trinity_events.diagnostics.waits import WaitReporter
+from trinity_events.errors import DeadlineExceeded
 from trinity_schemas import WaitEnded, WaitStarted
 
 

@@ -21,9 +21,9 @@ from tests.support.rank_processes import Rank  # noqa: E402
 from trinity_workers.conversion.convert import convert  # noqa: E402
 from trinity_workers.engines.fsdp import FSDPEngine  # noqa: E402
 from trinity_workers.engines.model_folder import write_model_folder  # noqa: E402
-from trinity_workers.storage.huggingface_files import read_user_files, set_dtype, write_config  # noqa: E402
 from trinity_workers.learning.adapters import policy_loader  # noqa: E402
 from trinity_workers.learning.lora_settings import LoraConfig  # noqa: E402
+from trinity_workers.storage.huggingface_files import read_user_files, set_dtype, write_config  # noqa: E402
 
 THETA = 1_000_000.0
 FILES = {

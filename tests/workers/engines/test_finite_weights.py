@@ -25,11 +25,9 @@ from trinity_events.errors import SaveError  # noqa: E402
 from trinity_events.log import Publisher, SyncEventLog, new_producer  # noqa: E402
 from trinity_events.server import open_client  # noqa: E402
 from trinity_schemas import SaveFailed, SaveFinished, VersionPartPublished  # noqa: E402
-from trinity_workers.runtime.collectives import PeerFailed  # noqa: E402
 from trinity_workers.conversion.convert import convert  # noqa: E402
 from trinity_workers.engines import state_files  # noqa: E402
 from trinity_workers.engines.fsdp import FSDPEngine, frozen_policy  # noqa: E402
-from trinity_workers.learning.finite import NonFiniteWeights, check_finite  # noqa: E402
 from trinity_workers.helpers import (  # noqa: E402
     PublishFull,
     PublishShards,
@@ -40,9 +38,11 @@ from trinity_workers.helpers import (  # noqa: E402
 )
 from trinity_workers.helpers.publishing import drain  # noqa: E402
 from trinity_workers.learning.adapters import policy_loader  # noqa: E402
+from trinity_workers.learning.finite import NonFiniteWeights, check_finite  # noqa: E402
+from trinity_workers.learning.lora_settings import LoraConfig  # noqa: E402
 from trinity_workers.learning.policy import load_policy  # noqa: E402
 from trinity_workers.learning.values import load_critic  # noqa: E402
-from trinity_workers.learning.lora_settings import LoraConfig  # noqa: E402
+from trinity_workers.runtime.collectives import PeerFailed  # noqa: E402
 
 CPU = torch.device("cpu")
 FLOATS = [

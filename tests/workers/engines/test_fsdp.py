@@ -61,7 +61,6 @@ from trinity_schemas import (  # noqa: E402
     VersionPartPublished,
     decode_envelope,
 )
-from trinity_workers.runtime.collectives import PeerFailed  # noqa: E402
 from trinity_workers.config.train_config import RunConfig  # noqa: E402
 from trinity_workers.engines.base import LocalShard  # noqa: E402
 from trinity_workers.engines.fsdp import FSDPEngine, write_huggingface  # noqa: E402
@@ -78,9 +77,10 @@ from trinity_workers.helpers import (  # noqa: E402
 from trinity_workers.helpers.full_tensors import full_tensors  # noqa: E402
 from trinity_workers.helpers.shards import ShardsRefused, fsdp_shards  # noqa: E402
 from trinity_workers.learning.policy import load_policy  # noqa: E402
-from trinity_workers.worker_group.placement import has_gpu_each  # noqa: E402
-from trinity_workers.trainer.workers.rank import compute_device  # noqa: E402
+from trinity_workers.runtime.collectives import PeerFailed  # noqa: E402
 from trinity_workers.trainer.workers.fsdp import TrainWorker  # noqa: E402
+from trinity_workers.trainer.workers.rank import compute_device  # noqa: E402
+from trinity_workers.worker_group.placement import has_gpu_each  # noqa: E402
 
 WORLD = 2
 NO_SERVER = "redis://127.0.0.1:1"

@@ -21,21 +21,21 @@ from tests.support.experiences import make_groups  # noqa: E402
 from tests.support.tensors import assert_equal, identical  # noqa: E402
 from trinity_workers.algorithms.collate import collate  # noqa: E402
 from trinity_workers.conversion.convert import convert  # noqa: E402
-from trinity_workers.engines.convertible import ConversionRefused  # noqa: E402
 from trinity_workers.engines import fsdp  # noqa: E402
 from trinity_workers.engines.adapter_folder import (  # noqa: E402
     AdaptersRefused,
     write_adapter_folder,
 )
+from trinity_workers.engines.convertible import ConversionRefused  # noqa: E402
 from trinity_workers.engines.fsdp import FSDPEngine, frozen_policy, shard_name  # noqa: E402
 from trinity_workers.engines.fsdp_options import FSDPOptions  # noqa: E402
 from trinity_workers.engines.model_memory import ALL  # noqa: E402
+from trinity_workers.engines.offload import Offload  # noqa: E402
 from trinity_workers.engines.state_files import write_state  # noqa: E402
 from trinity_workers.learning.adapters import policy_loader  # noqa: E402
 from trinity_workers.learning.logprobs import response_logprobs, response_statistics  # noqa: E402
-from trinity_workers.learning.policy import create_policy, load_policy  # noqa: E402
 from trinity_workers.learning.lora_settings import LoraConfig  # noqa: E402
-from trinity_workers.engines.offload import Offload  # noqa: E402
+from trinity_workers.learning.policy import create_policy, load_policy  # noqa: E402
 from trinity_workers.trainer.models.fsdp import AdaptedBase  # noqa: E402
 
 CPU = torch.device("cpu")

@@ -17,11 +17,11 @@ from tests.support.rank_processes import Rank, RankProcesses
 from tests.support.tensors import assert_equal
 from tests.support.weight_versions import ready
 from trinity_events import Synchronizer
-from trinity_workers.runtime.collectives import PeerFailed, raise_together
 from trinity_workers.engines.fsdp import FSDPEngine
 from trinity_workers.engines.learning_rate import LearningRate
 from trinity_workers.helpers import fsdp_upload_state_dict, strategy_for
 from trinity_workers.learning.policy import load_policy
+from trinity_workers.runtime.collectives import PeerFailed, raise_together
 
 pytestmark = needs_gpu
 

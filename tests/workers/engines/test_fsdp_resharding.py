@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 
 from tests.support.rank_processes import Rank  # noqa: E402
 from tests.support.tensors import assert_equal  # noqa: E402
-from trinity_workers.runtime.collectives import PeerFailed  # noqa: E402
 from trinity_workers.engines.fsdp import FSDPEngine  # noqa: E402
 from trinity_workers.engines.learning_rate import LearningRate  # noqa: E402
 from trinity_workers.engines.reshard import ReshardRefused  # noqa: E402
 from trinity_workers.learning.values import load_critic  # noqa: E402
+from trinity_workers.runtime.collectives import PeerFailed  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -14,9 +14,9 @@ pytest.importorskip("megatron.core")
 from tests.support import megatron_ranks as at  # noqa: E402
 from tests.support.poisoned_folders import POISONED, poisoned_copy  # noqa: E402
 from tests.support.rank_processes import Rank, RankProcesses  # noqa: E402
-from trinity_workers.runtime.collectives import PeerFailed  # noqa: E402
 from trinity_workers.engines.megatron import ParallelLayout, checkpoint  # noqa: E402
 from trinity_workers.learning.finite import NonFiniteWeights  # noqa: E402
+from trinity_workers.runtime.collectives import PeerFailed  # noqa: E402
 
 
 def convert_alone(processes: RankProcesses, source: Path, target: Path) -> BaseException | None:

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from tests.support import megatron_ranks as at  # noqa: E402
 from tests.support.tensors import identical  # noqa: E402
 from trinity_schemas import Sampling, StepRef  # noqa: E402
-from trinity_workers.runtime.collectives import CollectiveBroken, PeerFailed  # noqa: E402
 from trinity_workers.engines.megatron import (  # noqa: E402
     HybridEngine,
     LayoutRefused,
@@ -31,6 +30,7 @@ from trinity_workers.engines.offload import Offload  # noqa: E402
 from trinity_workers.rollout_engines.base import GenerationRequest, NotServing  # noqa: E402
 from trinity_workers.rollout_engines.huggingface import HuggingFaceEngine  # noqa: E402
 from trinity_workers.rollout_engines.megatron import MegatronRolloutEngine  # noqa: E402
+from trinity_workers.runtime.collectives import CollectiveBroken, PeerFailed  # noqa: E402
 
 EVERYTHING = Offload(param_offload=True, grad_offload=True, optimizer_offload=True)
 RATE = OptimizerOptions(learning_rate=1e-2)

@@ -19,8 +19,8 @@ from trinity_workers.engines.model_memory import (  # noqa: E402
     ModelMemory,
     optimizer_tensors,
 )
-from trinity_workers.learning.logprobs import response_logprobs  # noqa: E402
 from trinity_workers.engines.offload import FrozenOffload, Offload  # noqa: E402
+from trinity_workers.learning.logprobs import response_logprobs  # noqa: E402
 
 EVERYTHING = Offload(param_offload=True, grad_offload=True, optimizer_offload=True)
 RATE = OptimizerOptions(learning_rate=1e-2)

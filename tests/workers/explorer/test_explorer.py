@@ -24,10 +24,10 @@ from trinity_schemas import (  # noqa: E402
     WeightsApplied,
 )
 from trinity_workers.config.train_config import TaskConfig  # noqa: E402
-from trinity_workers.rollouts.episodes import RequestRefused  # noqa: E402
 from trinity_workers.explorer import Explorer  # noqa: E402
 from trinity_workers.explorer.versions import RunEnded  # noqa: E402
 from trinity_workers.learning.policy import encode_prompt, load_tokenizer  # noqa: E402
+from trinity_workers.rollouts.episodes import RequestRefused  # noqa: E402
 from trinity_workers.rollouts.user_task import task_of  # noqa: E402
 
 STEPS = 3

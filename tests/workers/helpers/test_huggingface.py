@@ -22,9 +22,9 @@ from trinity_events.coordinator import staged_path  # noqa: E402
 from trinity_events.errors import DeadlineExceeded, SaveError  # noqa: E402
 from trinity_events.log import Publisher, SyncEventLog, new_producer  # noqa: E402
 from trinity_schemas import SaveFailed, SaveFinished  # noqa: E402
-from trinity_workers.runtime.collectives import CollectiveBroken  # noqa: E402
 from trinity_workers.helpers import huggingface, save_huggingface  # noqa: E402
 from trinity_workers.helpers.huggingface import TensorQueue  # noqa: E402
+from trinity_workers.runtime.collectives import CollectiveBroken  # noqa: E402
 
 STEP = 3
 logger = logging.getLogger(__name__)

@@ -41,7 +41,6 @@ from trinity_schemas import (  # noqa: E402
     VersionPartPublished,
     decode_envelope,
 )
-from trinity_workers.runtime.collectives import CollectiveBroken, PeerFailed  # noqa: E402
 from trinity_workers.engines.megatron import OptimizerOptions, ParallelLayout  # noqa: E402
 from trinity_workers.helpers import (  # noqa: E402
     PublishFull,
@@ -50,6 +49,7 @@ from trinity_workers.helpers import (  # noqa: E402
     megatron_sync_weight_nccl,
     megatron_upload_state_dict,
 )
+from trinity_workers.runtime.collectives import CollectiveBroken, PeerFailed  # noqa: E402
 
 TENSOR = ParallelLayout(tensor=2)
 PIPELINE = ParallelLayout(pipeline=2)

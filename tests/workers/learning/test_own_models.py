@@ -24,12 +24,12 @@ from trinity_workers.algorithms.prepare import prepare  # noqa: E402
 from trinity_workers.algorithms.settings import AlgorithmConfig  # noqa: E402
 from trinity_workers.algorithms.update import policy_update  # noqa: E402
 from trinity_workers.engines.fsdp import FSDPEngine  # noqa: E402
-from trinity_workers.rollouts.episodes import Episodes  # noqa: E402
 from trinity_workers.helpers import PublishShards, fsdp_upload_state_dict  # noqa: E402
 from trinity_workers.learning.logprobs import response_logprobs  # noqa: E402
 from trinity_workers.learning.policy import BadPolicy, load_policy  # noqa: E402
 from trinity_workers.rewards import Rewarded  # noqa: E402
 from trinity_workers.rollout_engines.huggingface import HuggingFaceEngine  # noqa: E402
+from trinity_workers.rollouts.episodes import Episodes  # noqa: E402
 from trinity_workers.tasks import Question, QuestionSet  # noqa: E402
 
 QUESTIONS = [

@@ -13,12 +13,12 @@ from tests.support.reward_server import reward_server
 from tests.support.rollout_parts import Parts, samples_of
 from tests.support.waits import PATIENCE
 from trinity_schemas import StepTrained, decode_envelope
-from trinity_workers.config.train_config import TrainConfig
 from trinity_workers.config.files import read_config
-from trinity_workers.rewards.settings import RewardsConfig
+from trinity_workers.config.train_config import TrainConfig
 from trinity_workers.rewards import RewardFailed
-from trinity_workers.tasks import Answer, Question
+from trinity_workers.rewards.settings import RewardsConfig
 from trinity_workers.rollouts.user_task import start_rewards
+from trinity_workers.tasks import Answer, Question
 
 SOON = 0.5
 """Seconds of a deadline that a test lets pass."""

@@ -16,7 +16,6 @@ from trinity_schemas import Sampling  # noqa: E402
 from trinity_workers.algorithms.collate import collate  # noqa: E402
 from trinity_workers.algorithms.prepare import prepare  # noqa: E402
 from trinity_workers.algorithms.settings import preset_values  # noqa: E402
-from trinity_workers.runtime.collectives import PeerFailed  # noqa: E402
 from trinity_workers.config.train_config import TrainConfig  # noqa: E402
 from trinity_workers.engines.state_files import read_state, write_state  # noqa: E402
 from trinity_workers.learning.lora_settings import LoraConfig  # noqa: E402
@@ -31,6 +30,7 @@ from trinity_workers.rollout_engines.base import (  # noqa: E402
     GenerationRequest,
     RolloutEngineError,
 )
+from trinity_workers.runtime.collectives import PeerFailed  # noqa: E402
 from trinity_workers.trainer.models.fsdp import make_step  # noqa: E402
 from trinity_workers.trainer.workers.rollouts import rank_rollouts  # noqa: E402
 from trinity_workers.worker_group.dispatch import Dispatch  # noqa: E402

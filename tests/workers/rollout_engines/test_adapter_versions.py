@@ -23,8 +23,8 @@ from trinity_workers.engines.fsdp import FSDPEngine  # noqa: E402
 from trinity_workers.helpers import fsdp_upload_state_dict, strategy_for  # noqa: E402
 from trinity_workers.learning.adapters import policy_loader  # noqa: E402
 from trinity_workers.learning.logprobs import response_logprobs  # noqa: E402
-from trinity_workers.learning.policy import load_policy  # noqa: E402
 from trinity_workers.learning.lora_settings import LoraConfig  # noqa: E402
+from trinity_workers.learning.policy import load_policy  # noqa: E402
 from trinity_workers.rollout_engines import (  # noqa: E402
     EngineOptions,
     RolloutEngineError,

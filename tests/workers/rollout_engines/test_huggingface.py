@@ -24,7 +24,6 @@ from tests.support.weight_versions import publish, ready  # noqa: E402
 from trinity_events.errors import VersionUnavailable  # noqa: E402
 from trinity_events.weights import model_digest  # noqa: E402
 from trinity_schemas import RolloutRequest, Sampling, StepRef  # noqa: E402
-from trinity_workers.rollouts.episodes import Episodes  # noqa: E402
 from trinity_workers.learning.policy import create_policy, load_policy  # noqa: E402
 from trinity_workers.rewards.base import rewarded  # noqa: E402
 from trinity_workers.rollout_engines import (  # noqa: E402
@@ -35,6 +34,7 @@ from trinity_workers.rollout_engines import (  # noqa: E402
     load_engine,
 )
 from trinity_workers.rollout_engines.huggingface import HuggingFaceEngine  # noqa: E402
+from trinity_workers.rollouts.episodes import Episodes  # noqa: E402
 from trinity_workers.tasks import SpellBackward, TaskError  # noqa: E402
 
 

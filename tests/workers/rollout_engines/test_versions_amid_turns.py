@@ -34,7 +34,6 @@ from trinity_workers.algorithms.settings import (  # noqa: E402
     ImportanceSamplingConfig,
 )
 from trinity_workers.algorithms.update import policy_update  # noqa: E402
-from trinity_workers.rollouts.episodes import Episodes  # noqa: E402
 from trinity_workers.learning.logprobs import response_logprobs  # noqa: E402
 from trinity_workers.learning.policy import load_policy, load_tokenizer  # noqa: E402
 from trinity_workers.rewards.base import rewarded  # noqa: E402
@@ -43,6 +42,7 @@ from trinity_workers.rollout_engines import (  # noqa: E402
     RolloutEngineError,
     load_engine,
 )
+from trinity_workers.rollouts.episodes import Episodes  # noqa: E402
 from trinity_workers.tasks import Question, QuestionSet  # noqa: E402
 
 MODES = ("keep_cache", "recompute_cache")

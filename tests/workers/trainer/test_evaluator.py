@@ -17,9 +17,9 @@ from tests.support.pipeline import events_of, reducer_task, reports_accepted, un
 from tests.support.trainer_side import TrainerSide, exploring  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_events.core.evaluations import evaluated_through  # noqa: E402
-from trinity_events.system.error_text import ungrouped  # noqa: E402
 from trinity_events.log import open_run  # noqa: E402
 from trinity_events.replay import current_state  # noqa: E402
+from trinity_events.system.error_text import ungrouped  # noqa: E402
 from trinity_schemas import (  # noqa: E402
     EvaluationFailed,
     EvaluationFinished,
@@ -31,9 +31,9 @@ from trinity_schemas import (  # noqa: E402
 from trinity_workers.evaluation.settings import EvaluationSet  # noqa: E402
 from trinity_workers.explorer import Explorer  # noqa: E402
 from trinity_workers.rollouts.held_out_sets import held_out_sets  # noqa: E402
+from trinity_workers.rollouts.user_task import task_of  # noqa: E402
 from trinity_workers.trainer import Trainer  # noqa: E402
 from trinity_workers.trainer.rollouts.evaluator import Evaluator  # noqa: E402
-from trinity_workers.rollouts.user_task import task_of  # noqa: E402
 
 STEPS = 3
 

@@ -25,9 +25,9 @@ from trinity_workers.engines.learning_rate import LearningRate  # noqa: E402
 from trinity_workers.learning.logprobs import response_logits, response_logprobs  # noqa: E402
 from trinity_workers.learning.policy import create_policy, load_policy  # noqa: E402
 from trinity_workers.learning.values import load_critic  # noqa: E402
+from trinity_workers.trainer.step.base import Models  # noqa: E402
 from trinity_workers.trainer.step.division import MicroBatchLimit  # noqa: E402
 from trinity_workers.trainer.step.fsdp import FSDPTrainingStep  # noqa: E402
-from trinity_workers.trainer.step.base import Models  # noqa: E402
 
 CPU = torch.device("cpu")
 RATES = LearningRate(highest=1e-3, ramp_steps=2, schedule="linear", steps=12)

@@ -13,8 +13,8 @@ pytest.importorskip("torch")
 from tests.support.experiences import group
 from tests.support.rollout_parts import Parts, samples_of
 from tests.support.waits import PATIENCE
-from trinity_events.rollouts import Group
 from trinity_events.diagnostics.waits import NO_REPORTS
+from trinity_events.rollouts import Group
 from trinity_schemas import RolloutsDispatched, decode_envelope
 from trinity_workers.algorithms.settings import AlgorithmConfig, FiltersConfig
 from trinity_workers.config.train_config import RolloutsConfig, RunConfig, SyncConfig

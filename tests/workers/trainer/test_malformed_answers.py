@@ -23,8 +23,8 @@ from trinity_workers.algorithms.collate import collate  # noqa: E402
 from trinity_workers.algorithms.settings import AlgorithmConfig  # noqa: E402
 from trinity_workers.config.answer_limits import read_answer_limits  # noqa: E402
 from trinity_workers.engines.fsdp import FSDPEngine  # noqa: E402
-from trinity_workers.trainer.step.fsdp import FSDPTrainingStep  # noqa: E402
 from trinity_workers.trainer.step.base import Models  # noqa: E402
+from trinity_workers.trainer.step.fsdp import FSDPTrainingStep  # noqa: E402
 
 
 def learn(rank, folder, groups):

@@ -33,8 +33,8 @@ from trinity_schemas import (  # noqa: E402
     StepReady,
     decode_envelope,
 )
-from trinity_workers.runtime.collectives import CollectiveBroken  # noqa: E402
 from trinity_workers.config.train_config import RunConfig  # noqa: E402
+from trinity_workers.runtime.collectives import CollectiveBroken  # noqa: E402
 from trinity_workers.trainer.workers.megatron import MegatronTrainWorker  # noqa: E402
 
 WORLD = 2

@@ -25,10 +25,10 @@ from trinity_workers.engines.megatron import (  # noqa: E402
     ParallelLayout,
 )
 from trinity_workers.learning.policy import isolated_rng  # noqa: E402
-from trinity_workers.trainer.step.division import MicroBatchLimit  # noqa: E402
-from trinity_workers.trainer.workers.megatron import MegatronTrainWorker  # noqa: E402
-from trinity_workers.trainer.step.megatron import MegatronTrainingStep  # noqa: E402
 from trinity_workers.trainer.step.base import Models  # noqa: E402
+from trinity_workers.trainer.step.division import MicroBatchLimit  # noqa: E402
+from trinity_workers.trainer.step.megatron import MegatronTrainingStep  # noqa: E402
+from trinity_workers.trainer.workers.megatron import MegatronTrainWorker  # noqa: E402
 
 CPU = torch.device("cpu")
 RATE, CLIP, LAMBDA, NORM = 3e-3, 0.02, 0.9, 1.0

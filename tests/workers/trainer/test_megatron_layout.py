@@ -7,8 +7,8 @@ pytest.importorskip("megatron.core")
 
 from trinity_workers.config.train_config import TrainerConfig  # noqa: E402
 from trinity_workers.engines.megatron import LayoutRefused, ParallelLayout  # noqa: E402
-from trinity_workers.trainer.models.megatron_layout import parallel_layout  # noqa: E402
 from trinity_workers.trainer.models.megatron import load_models  # noqa: E402
+from trinity_workers.trainer.models.megatron_layout import parallel_layout  # noqa: E402
 
 
 @pytest.mark.parametrize(

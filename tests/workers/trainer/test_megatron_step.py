@@ -32,6 +32,7 @@ from trinity_workers.engines.megatron import (  # noqa: E402
     OptimizerOptions,
     ParallelLayout,
 )
+from trinity_workers.trainer.step.base import Models  # noqa: E402
 from trinity_workers.trainer.step.division import (  # noqa: E402
     NO_LIMIT,
     MicroBatchLimit,
@@ -39,7 +40,6 @@ from trinity_workers.trainer.step.division import (  # noqa: E402
     row_sizes,
 )
 from trinity_workers.trainer.step.megatron import MegatronTrainingStep  # noqa: E402
-from trinity_workers.trainer.step.base import Models  # noqa: E402
 
 TEMPERATURE = 0.7
 CLIP, ENTROPY, KL = 0.2, 0.03, 0.1

@@ -24,8 +24,8 @@ from trinity_workers.engines.megatron import ParallelLayout  # noqa: E402
 from trinity_workers.launch.lifecycle import closing  # noqa: E402
 from trinity_workers.learning.policy import create_policy  # noqa: E402
 from trinity_workers.trainer.ray_backend import RayTrainerFleet  # noqa: E402
-from trinity_workers.trainer.workers.megatron import MegatronTrainWorker  # noqa: E402
 from trinity_workers.trainer.workers.fsdp import TrainWorker  # noqa: E402
+from trinity_workers.trainer.workers.megatron import MegatronTrainWorker  # noqa: E402
 from trinity_workers.worker_group.group import WorkerDied  # noqa: E402
 from trinity_workers.worker_group.megatron import MegatronWorker  # noqa: E402
 from trinity_workers.worker_group.ranks import (  # noqa: E402

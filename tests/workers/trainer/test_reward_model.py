@@ -30,10 +30,10 @@ from trinity_workers.learning.reward_model import (  # noqa: E402
     reward_tokenizer,
 )
 from trinity_workers.tasks import Question  # noqa: E402
+from trinity_workers.trainer.step.base import Models  # noqa: E402
 from trinity_workers.trainer.step.division import MicroBatchLimit  # noqa: E402
 from trinity_workers.trainer.step.fsdp import FSDPTrainingStep  # noqa: E402
 from trinity_workers.trainer.step.megatron import MegatronTrainingStep  # noqa: E402
-from trinity_workers.trainer.step.base import Models  # noqa: E402
 
 CPU = torch.device("cpu")
 BOTH = ParallelLayout(tensor=2, pipeline=2)

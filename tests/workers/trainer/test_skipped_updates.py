@@ -23,11 +23,11 @@ from trinity_workers.engines.fsdp import FSDPEngine  # noqa: E402
 from trinity_workers.engines.learning_rate import LearningRate  # noqa: E402
 from trinity_workers.engines.verl import VerlEngine, VerlOptions  # noqa: E402
 from trinity_workers.learning.adapters import policy_loader  # noqa: E402
-from trinity_workers.learning.values import load_critic  # noqa: E402
 from trinity_workers.learning.lora_settings import LoraConfig  # noqa: E402
+from trinity_workers.learning.values import load_critic  # noqa: E402
+from trinity_workers.trainer.step.base import Models  # noqa: E402
 from trinity_workers.trainer.step.fsdp import FSDPTrainingStep  # noqa: E402
 from trinity_workers.trainer.step.skipped_updates import SkipCause, TooManySkippedSteps  # noqa: E402
-from trinity_workers.trainer.step.base import Models  # noqa: E402
 
 CPU = torch.device("cpu")
 RATES = LearningRate(highest=1e-3, ramp_steps=4)

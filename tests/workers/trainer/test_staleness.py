@@ -11,8 +11,8 @@ from tests.support.rollout_parts import settings
 from trinity_events.core.ledger import Ledger
 from trinity_events.rollouts.dispatch_state import DispatchState, Due, Group, Versions
 from trinity_schemas import Experience, StepRef, Turn
-from trinity_workers.config.train_config import RolloutsConfig, SyncConfig, TrainConfig
 from trinity_workers.config.sync_schedule import prompts_open
+from trinity_workers.config.train_config import RolloutsConfig, SyncConfig, TrainConfig
 
 STEPS, PROMPTS = 24, 3
 

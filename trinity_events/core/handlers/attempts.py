@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from trinity_schemas import Producer, SaveGranted, Slot
 
-from . import admission
 from ..fold_state import FoldState, describe_slot
 from ..limits import KEPT_UNDER_WAY
 from ..state import Attempt
+from . import admission
 
 
 def begin_attempt(

@@ -19,13 +19,13 @@ from trinity_schemas import (
 )
 
 from ...checkpoint_layout import staged_in
-from . import admission
 from ..announcements import announce_complete, announce_failure
-from .attempts import begin_attempt, end_attempt, end_previous_attempt, grant_turns
 from ..completeness import missing
 from ..fold_state import FoldState, describe_producer, describe_slot, keep_last
 from ..limits import KEPT_ATTEMPTS, LONGEST_REASON
 from ..state import KindState, SlotState
+from . import admission
+from .attempts import begin_attempt, end_attempt, end_previous_attempt, grant_turns
 from .waits import forget_waits
 
 

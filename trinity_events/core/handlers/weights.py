@@ -19,11 +19,11 @@ from trinity_schemas import (
 )
 
 from ..announcements import announce_complete, announce_since_2
-from .attempts import end_attempt
 from ..fold_state import FoldState, describe_producer, keep_last
 from ..limits import KEPT_EXPLORERS, KEPT_REFUSALS
 from ..refusals import refusal_of
 from ..state import ExplorerState
+from .attempts import end_attempt
 from .waits import forget_waits
 
 

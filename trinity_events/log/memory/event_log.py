@@ -27,9 +27,9 @@ from ..base import (
     Intake,
     Stream,
 )
-from .stream import MemoryGroup, MemoryStream, entry_id
 from ..position import ORIGIN, position
 from ..redis.sync_log import SyncEventLog
+from .stream import MemoryGroup, MemoryStream, entry_id
 
 T = TypeVar("T")
 

@@ -24,11 +24,11 @@ from trinity_schemas import (
 
 from ...errors import KeyConflict, PermissionDenied, PublishError
 from ..base import EventLog
-from .envelopes import EnvelopeFactory, opening_envelope
 from ..redis.error_replies import reply_text
 from ..redis.event_log import RedisEventLog
-from ..retry import backoff_delays, is_transient
 from ..redis.run_index import add_run
+from ..retry import backoff_delays, is_transient
+from .envelopes import EnvelopeFactory, opening_envelope
 
 T = TypeVar("T")
 

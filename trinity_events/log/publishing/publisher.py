@@ -13,13 +13,13 @@ from weakref import ReferenceType, WeakSet, ref
 
 from trinity_schemas import REPORTER_ROLE, Event, Producer, event_tag
 
-from ...errors import BufferFull, PublishError
 from ...diagnostics.waits import WaitReporter
-from .envelopes import EnvelopeFactory
+from ...errors import BufferFull, PublishError
 from ..redis.error_replies import reply_text
-from .outbox import Outbox
-from ..retry import backoff_delays, is_transient
 from ..redis.sync_log import SyncEventLog
+from ..retry import backoff_delays, is_transient
+from .envelopes import EnvelopeFactory
+from .outbox import Outbox
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,6 @@ import redis.asyncio
 from trinity_schemas import grant_key, heartbeat_key
 
 from ...errors import EpochBehind
-from ..reducer_root import of_leader
 from ..base import (
     DEAD_LETTERS_KEPT,
     GRANT_KEPT,
@@ -22,6 +21,9 @@ from ..base import (
     Intake,
     Stream,
 )
+from ..position import LAST_ID, LATEST, ORIGIN, position
+from ..reducer_root import of_leader
+from .groups import RedisGroups
 from .key_errors import (
     naming_key_conflicts,
     parse_announcement,
@@ -30,8 +32,6 @@ from .key_errors import (
     parse_position,
     wrong_type,
 )
-from ..position import LAST_ID, LATEST, ORIGIN, position
-from .groups import RedisGroups
 from .replies import FIELD, entries, flat_entries
 
 

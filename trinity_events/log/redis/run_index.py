@@ -11,8 +11,8 @@ import redis.asyncio
 from trinity_schemas import RUN_INDEX, check_run_id
 
 from ...errors import RunNotFound
-from .key_errors import naming_wrong_type
 from ..position import LATEST, ORIGIN, is_from_a_clock
+from .key_errors import naming_wrong_type
 from .scripts import Scripts
 
 _FIELD = b"run"

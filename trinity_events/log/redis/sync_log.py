@@ -11,10 +11,10 @@ import redis
 
 from trinity_schemas import RunKeys, grant_key, heartbeat_key
 
-from ..reducer_root import of_leader
 from ..base import Entry, Stream
-from .key_errors import exhausted, is_exhausted, parse_number, wrong_type
 from ..position import LAST_ID, ORIGIN
+from ..reducer_root import of_leader
+from .key_errors import exhausted, is_exhausted, parse_number, wrong_type
 from .replies import FIELD, entries
 from .scripts import Scripts
 

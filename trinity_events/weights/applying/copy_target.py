@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from .copy_plan import CopyPlan, PartPlan
 from ..tensors import as_buffer, as_bytes, copy_bytes, flat_bytes, is_plain, is_row_major
+from .copy_plan import CopyPlan, PartPlan
 
 _NOTHING = torch.empty(0, device="cpu")
 

@@ -11,9 +11,9 @@ import torch
 from trinity_schemas import StepReady
 
 from ...errors import CorruptVersion
-from ..tensors import as_bytes
 from ..deltas.encoding import decoded, overwrite, words
 from ..deltas.reconstruct import based, delta_of, differs, makes
+from ..tensors import as_bytes
 
 if TYPE_CHECKING:
     from ..reading.pulled_version import Piece, PulledVersion

@@ -11,13 +11,13 @@ from trinity_schemas import TensorEntry
 
 from ...errors import IncompatibleWeights
 from ..compatibility import targets_of
-from .copy_plan import PlannedSlice, plan_copies
-from .deltas import ModelDiffers, checked
-from .model_memory import ModelMemory, distinct
 from ..part_bytes import PartBytes
 from ..reading.pulled_version import Piece, PulledVersion, Selection, selected_slice, shares
 from ..slices import Shape
 from ..tensors import DTYPES, as_bytes, digest, is_plain
+from .copy_plan import PlannedSlice, plan_copies
+from .deltas import ModelDiffers, checked
+from .model_memory import ModelMemory, distinct
 
 
 class ByteCopies(NamedTuple):

@@ -10,12 +10,12 @@ import torch
 
 from ...errors import IncompatibleWeights
 from ..compatibility import targets_of, tied
-from .deltas import overlay
 from ..devices.host_to_device import copy_pairs
-from .fit import Fit, fit_to
 from ..reading.pulled_version import PulledVersion
 from ..tensors import copy_all, copy_bytes
 from ..threads import in_threads
+from .deltas import overlay
+from .fit import Fit, fit_to
 
 _LARGE = 64 << 10
 """Bytes from which a copy may run in another thread."""

@@ -17,15 +17,15 @@ from trinity_schemas import StepReady, WeightManifest
 
 from ...errors import CorruptVersion
 from ..compatibility import is_cast, targets_of
-from .copy_plan import PartPlan, plan_copies
-from .copy_target import ByteRange, CopyTarget, about_to_change, by_chunk, copy_targets
 from ..devices.host_to_device import settle
 from ..publishing.open_part import OpenPart, open_part
-from .partial_loads import PartialLoads
 from ..reading.pulled_version import Selection, names_in
-from .speculative_load import SpeculativeLoad
 from ..tensors import address
 from ..transports.base import ChunkBuffers, ChunkStore, PartRef, TensorSource, ZeroCopySource
+from .copy_plan import PartPlan, plan_copies
+from .copy_target import ByteRange, CopyTarget, about_to_change, by_chunk, copy_targets
+from .partial_loads import PartialLoads
+from .speculative_load import SpeculativeLoad
 from .verify_model import check_installed
 
 

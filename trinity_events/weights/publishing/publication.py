@@ -11,9 +11,9 @@ from typing import Self
 
 import torch
 
+from ..slices import ShardOffset
 from .part_layout import Places
 from .publish import PartWriter, PublishedPartReport
-from ..slices import ShardOffset
 from .version_publisher import VersionPublisher
 
 logger = logging.getLogger(__name__)

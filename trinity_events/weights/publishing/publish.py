@@ -24,7 +24,6 @@ from trinity_schemas import (
 )
 
 from ..deltas.tracker import LastPublished
-from .part_layout import LastLayout, PartLayout, Places, tensor_entry
 from ..slices import ShardOffset
 from ..tensors import (
     address,
@@ -41,6 +40,7 @@ from ..tensors import (
     sent_dtype,
 )
 from ..transports.base import ChunkStore, PartRef, SegmentedSink, TensorSink, ZeroCopySink
+from .part_layout import LastLayout, PartLayout, Places, tensor_entry
 
 _ZEROS = memoryview(bytes(ALIGNMENT))
 _ZEROS_AT = address(_ZEROS)

@@ -10,15 +10,15 @@ import torch
 
 from trinity_schemas import StepRef, VersionOpened, VersionPartPublished
 
-from ...log.retry import is_transient
 from ...diagnostics.waits import WaitReporter
+from ...log.retry import is_transient
 from ..deltas.tracker import LastPublished
+from ..session import Session
+from ..transports.base import PartRef
 from .part_attempt import PartAttempt
 from .part_layout import LastLayout
 from .publish import PartWriter, PublishedPartReport
 from .ready_versions import ReadyVersions
-from ..session import Session
-from ..transports.base import PartRef
 
 logger = logging.getLogger(__name__)
 

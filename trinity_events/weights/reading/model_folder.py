@@ -39,8 +39,8 @@ from ...core.file_versions import weights_save
 from ...errors import CheckpointHeld, CorruptVersion, IncompatibleWeights, VersionUnavailable
 from ...system.open_folder import OpenFolder
 from ..part_bytes import PartBytes
-from .pulled_version import PulledVersion, Selection
 from ..tensors import Digesting, digest
+from .pulled_version import PulledVersion, Selection
 
 WEIGHTS = ".safetensors"
 """Ending of the files that hold weights."""

@@ -18,12 +18,12 @@ from trinity_schemas import (
 
 from ...errors import CorruptVersion
 from ..deltas.reconstruct import FullPart, Key
-from ..publishing.open_part import OpenPart, open_part
 from ..part_bytes import PartBytes
-from .pulled_version import PulledVersion, Selection, slice_of
+from ..publishing.open_part import OpenPart, open_part
 from ..slices import TensorSlice, byte_spans, intersection
 from ..tensors import DTYPES
 from ..transports.base import ChunkStore, PartRef, TensorSource
+from .pulled_version import PulledVersion, Selection, slice_of
 
 _HARM = "the version is not used"
 

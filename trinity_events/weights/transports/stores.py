@@ -9,8 +9,8 @@ import redis
 
 from trinity_schemas import TransportName
 
-from ...errors import VersionUnavailable
 from ...diagnostics.waits import WaitReporter
+from ...errors import VersionUnavailable
 from .base import ChunkStore
 from .collective import CollectiveStore
 from .cuda import CudaStore

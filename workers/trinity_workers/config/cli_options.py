@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 import typer
 from msgspec import inspect as types
 
-from .train_config import TrainConfig
 from .fields import Field, fields
 from .files import Reading, Setting, read_config
+from .train_config import TrainConfig
 
 FILE = Path(__file__).with_name("configs") / "demo.toml"
 OPTIONS = {

@@ -17,12 +17,12 @@ from trinity_events.system.open_folder import OpenFolder
 
 from ..algorithms.errors import AlgorithmError
 from ..algorithms.settings import merged, preset_values
-from .train_config import BadSettings, TrainConfig, contradictions
-from .fields import collections, fields, general_path, sections
 from ..evaluation.settings import NAME as SECTION_NAME
+from ..tasks import absolute
+from .fields import collections, fields, general_path, sections
 from .sync_method import METHOD_ALIASES
 from .sync_schedule import STYLE_ALIASES
-from ..tasks import absolute
+from .train_config import BadSettings, TrainConfig, contradictions
 
 COPY = "config.yaml"
 """Name of the effective configuration in a run's folder."""

@@ -15,16 +15,17 @@ from trinity_schemas import MemoryTransport, RunTransport, Sampling, SaveStrateg
 
 from ..algorithms.settings import AlgorithmConfig
 from ..algorithms.settings import contradictions as algorithm_contradictions
-from .rules.colocated import contradictions as colocated_contradictions
+from ..engines.offload import FrozenOffload, Offload
 from ..evaluation.settings import EvaluationConfig
 from ..evaluation.settings import contradictions as evaluation_contradictions
 from ..learning.lora_settings import LoraConfig
 from ..learning.lora_settings import contradictions as lora_contradictions
-from ..engines.offload import FrozenOffload, Offload
 from ..rewards.settings import RewardsConfig
 from ..rewards.settings import contradictions as reward_contradictions
 from ..rollout_engines.base import OnUpdate
 from ..section import Section
+from .rules.colocated import contradictions as colocated_contradictions
+from .rules.trainer import contradictions as trainer_contradictions
 from .sync_method import contradictions as method_contradictions
 from .sync_schedule import contradictions as sync_contradictions
 from .sync_schedule import (
@@ -34,7 +35,6 @@ from .sync_schedule import (
     publishes_on_demand,
     staleness_bound,
 )
-from .rules.trainer import contradictions as trainer_contradictions
 
 EngineName = Literal["fsdp", "megatron", "verl"]
 SyncMethod = Literal["memory", "nccl", "checkpoint"]

@@ -29,12 +29,12 @@ from msgspec import Struct
 
 from trinity_events.errors import TrinityError
 
-from .train_config import TrainConfig
-from .fields import NAME, collections, fields, sections
 from ..rollout_engines.loading import ENGINES
 from ..rollout_engines.loading import GROUP as ENGINE_GROUP
 from ..tasks.loading import GROUP as TASK_GROUP
 from ..tasks.loading import TASKS
+from .fields import NAME, collections, fields, sections
+from .train_config import TrainConfig
 
 Kind = Literal["code", "path", "URL", "environment variable"]
 Accepted = Literal["default", "installed", "checkpoints"]

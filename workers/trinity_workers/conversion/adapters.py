@@ -8,7 +8,6 @@ from typing import Any
 
 from trinity_events.checkpoint_layout import MODEL_FOLDER
 
-from ..engines.convertible import ADAPTER_CONFIG, ConversionRefused
 from ..engines.adapter_folder import (
     ADAPTER_WEIGHTS,
     BASE_MODEL,
@@ -20,11 +19,12 @@ from ..engines.adapter_folder import (
     write_adapter_folder,
 )
 from ..engines.base import NamedTensors
+from ..engines.convertible import ADAPTER_CONFIG, ConversionRefused
 from ..engines.model_folder import FolderReader, copy_files, has_separate_head, write_model_folder
 from ..engines.reshard import tensors_of_shards
+from ..learning.adapters import merged, weight_names
 from ..learning.finite import check_finite
 from ..storage.huggingface_files import set_untied
-from ..learning.adapters import merged, weight_names
 
 _OTHER = (
     *("use_dora", "use_rslora", "lora_bias", "fan_in_fan_out"),

@@ -22,11 +22,9 @@ from trinity_events.checkpoint_layout import MODEL_FOLDER
 from trinity_events.errors import IncompatibleWeights
 from trinity_events.system.open_folder import partial_folder
 
-from .adapters import SavedAdapters
-from ..engines.convertible import ConversionRefused, SourceForm, source_of
-from ..storage.durable_files import make_folder, sync
 from ..engines.base import NamedTensors
 from ..engines.buffers import all_buffer_names, saved_buffers
+from ..engines.convertible import ConversionRefused, SourceForm, source_of
 from ..engines.megatron import leave
 from ..engines.megatron.meta_model import MetaModel
 from ..engines.megatron.model import is_tied
@@ -42,6 +40,8 @@ from ..engines.model_folder import (
 from ..engines.reshard import tensors_of_shards
 from ..learning.finite import check_finite, finite_tensors
 from ..learning.value_head import head_tensors
+from ..storage.durable_files import make_folder, sync
+from .adapters import SavedAdapters
 
 _CONVERTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _M_MMAP_THRESHOLD = -3  # value in glibc's malloc.h

@@ -15,8 +15,8 @@ from trinity_events.checkpoint_layout import FILE_DIGESTS
 from trinity_events.errors import TrinityError
 from trinity_events.weights.tensors import Digesting
 
-from .convertible import ADAPTER_CONFIG
 from ..storage.durable_files import make_folder, write_json
+from .convertible import ADAPTER_CONFIG
 from .model_folder import seal
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

@@ -26,13 +26,12 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from trinity_events.checkpoint_layout import MODEL_FOLDER
 
+from ..learning.adapters import adapter_config, adapter_tree, without_adapters
+from ..learning.finite import backward_gradient, check_finite, nested_tensors
+from ..learning.packing import check_isolation
 from ..runtime.collectives import together
 from ..storage.durable_files import make_folder, sync_tree, write_json
-from ..learning.finite import backward_gradient, check_finite, nested_tensors
 from ..storage.huggingface_files import UserFiles, read_user_files, write_config, write_user_files
-from ..learning.adapters import adapter_config, adapter_tree, without_adapters
-from ..learning.packing import check_isolation
-from .offload import FrozenOffload, Offload
 from .adapter_folder import BaseModel, check_adapters, describe_adapters
 from .base import refuse_load_arguments, refuse_save_arguments, trained_module
 from .buffers import all_buffer_names, saved_buffers
@@ -40,6 +39,7 @@ from .fsdp_options import FSDPOptions
 from .learning_rate import LearningRate, learning_rate_of
 from .model_folder import FolderReader, has_weights
 from .model_memory import ALL, ModelMemory, Part, holding, optimizer_tensors
+from .offload import FrozenOffload, Offload
 from .random_states import random_states, set_random_states
 from .reshard import (
     model_from_folder,

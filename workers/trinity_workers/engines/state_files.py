@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed.tensor  # without it, torch.load refuses sharded tensors
 
-from ..storage.durable_files import whole_file
 from ..learning.finite import check_finite, nested_tensors
+from ..storage.durable_files import whole_file
 
 
 def copied(value: Any) -> Any:

@@ -18,15 +18,15 @@ from trinity_events.checkpoint_layout import MODEL_FOLDER
 from trinity_events.errors import TrinityError
 
 from ..algorithms.logits import TokenStatistics
-from ..runtime.collectives import together
 from ..learning.finite import (
     check_finite,
     check_finite_model,
     nested_tensors,
     with_backward_gradient,
 )
-from ..storage.huggingface_files import read_user_files
 from ..learning.policy import load_tokenizer
+from ..runtime.collectives import together
+from ..storage.huggingface_files import read_user_files
 from .base import (
     NamedTensors,
     per_tensor_params,

@@ -13,7 +13,7 @@ import redis.asyncio
 from msgspec import Struct
 
 from trinity_events.coordinator import this_process
-from trinity_events.system.error_text import first_error, ungrouped
+from trinity_events.diagnostics.stacks import write_stacks_when_asked
 from trinity_events.errors import (
     CorruptVersion,
     DeadlineExceeded,
@@ -23,7 +23,7 @@ from trinity_events.errors import (
 )
 from trinity_events.rollouts import Claim, RolloutClient, evaluation_keys
 from trinity_events.server import connect
-from trinity_events.diagnostics.stacks import write_stacks_when_asked
+from trinity_events.system.error_text import first_error, ungrouped
 from trinity_schemas import (
     Experience,
     ExplorerStatus,
@@ -33,16 +33,16 @@ from trinity_schemas import (
     SyncRequested,
 )
 
-from ..runtime.background_tasks import background_tasks
-from ..config.train_config import RunConfig
-from ..rollouts.episodes import RequestRefused
-from ..runtime.garbage import exempt_loaded_objects
-from ..rollouts.held_out_sets import held_out_sets
-from ..worker_group.placement import threads
-from ..rollout_engines import EngineOptions, NotServing, RolloutEngine, load_engine
-from ..rollouts.run_episodes import open_episodes, send_answers
 from ..config.sync_schedule import publishes_on_demand
+from ..config.train_config import RunConfig
+from ..rollout_engines import EngineOptions, NotServing, RolloutEngine, load_engine
+from ..rollouts.episodes import RequestRefused
+from ..rollouts.held_out_sets import held_out_sets
+from ..rollouts.run_episodes import open_episodes, send_answers
 from ..rollouts.user_task import task_of
+from ..runtime.background_tasks import background_tasks
+from ..runtime.garbage import exempt_loaded_objects
+from ..worker_group.placement import threads
 from .demand import VersionDemand
 from .evaluation import EngineTurns, EvaluationAnswers
 from .installer import VersionInstaller

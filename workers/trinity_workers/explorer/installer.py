@@ -13,9 +13,9 @@ import anyio.to_thread
 from trinity_events.errors import CorruptVersion, DeadlineExceeded, TrinityError, VersionUnavailable
 from trinity_schemas import StepReady, StepRef, SyncRequested
 
+from ..config.sync_schedule import publishes_on_demand
 from ..config.train_config import RunConfig
 from ..rollout_engines import RolloutEngine
-from ..config.sync_schedule import publishes_on_demand
 from .prefetch import VersionPrefetcher
 from .versions import VersionFollower
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from trinity_events.weights import ModelUpdateGroup
 
-from ..runtime.collectives import CollectiveBroken, raise_together, rank_and_world
 from ..engines.base import NamedTensors
+from ..runtime.collectives import CollectiveBroken, raise_together, rank_and_world
 from .publishing import TakesTensors, drain
 
 UpdateGroup: TypeAlias = ModelUpdateGroup | dist.ProcessGroup

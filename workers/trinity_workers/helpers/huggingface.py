@@ -17,12 +17,12 @@ from trinity_events.checkpoint_layout import MODEL_FOLDER
 from trinity_events.core.file_versions import WEIGHTS_SAVE
 from trinity_events.errors import DeadlineExceeded
 
-from ..runtime.collectives import CollectiveBroken, raise_together, rank_and_world
 from ..engines.adapter_folder import write_adapter_folder
 from ..engines.base import NamedTensors, TrainEngine, trained_module
 from ..engines.fsdp import describe, saved_part
 from ..engines.model_folder import write_model_folder
 from ..learning.finite import finite_tensors
+from ..runtime.collectives import CollectiveBroken, raise_together, rank_and_world
 from .full_tensors import full_tensors
 from .publishing import buffer_names, drain
 

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from trinity_events.errors import TrinityError
 from trinity_events.weights import Synchronizer
 
+from ..engines.base import TrainEngine, per_tensor_params, resident
 from ..runtime.collectives import CollectiveBroken, PeerFailed, raise_together, together
 from ..storage.durable_files import sync_tree
-from ..engines.base import TrainEngine, per_tensor_params, resident
 from .broadcast import UpdateGroup, broadcast_stream
 from .publish_full import FULL
 from .publish_strategy import PublishStrategy

@@ -8,9 +8,9 @@ from logging import Logger
 
 from trinity_events.weights import Publication, PublishedPartReport, ShardOffset, Synchronizer
 
-from ..runtime.collectives import PeerFailed, rank_and_world, together
 from ..engines.base import LocalShard
 from ..learning.finite import check_finite
+from ..runtime.collectives import PeerFailed, rank_and_world, together
 from .publishing import PUBLISHED, ModelWeights
 
 

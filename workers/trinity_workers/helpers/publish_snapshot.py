@@ -11,8 +11,8 @@ from trinity_events.errors import DeadlineExceeded
 from trinity_events.weights import Publication, Synchronizer
 from trinity_events.weights.devices.staging_memory import StagingMemory
 
-from ..runtime.collectives import raise_together, rank_and_world
 from ..engines.base import LocalShard
+from ..runtime.collectives import raise_together, rank_and_world
 from .publish_shards import write_shards
 from .publishing import ModelWeights
 

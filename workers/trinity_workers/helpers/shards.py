@@ -16,9 +16,9 @@ from trinity_events.errors import TrinityError
 from trinity_events.weights.compatibility import plain_name
 from trinity_events.weights.slices import ShardOffset, chunk_of
 
-from ..runtime.collectives import gather_bytes, rank_and_world, together
 from ..engines.base import LocalShard
 from ..engines.buffers import saved_buffers
+from ..runtime.collectives import gather_bytes, rank_and_world, together
 
 _KEY_BYTES = 8
 _INSTEAD = "upload with strategy=PublishFull()"

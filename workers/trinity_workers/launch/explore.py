@@ -11,18 +11,18 @@ import anyio
 import redis.asyncio
 from msgspec import Struct
 
-from trinity_events.system.error_text import ungrouped
 from trinity_events.errors import DeadlineExceeded, RunNotFound, TrinityError
 from trinity_events.log import RedisEventLog, require_run
 from trinity_events.server import connect, serving, serving_weights
+from trinity_events.system.error_text import ungrouped
 from trinity_schemas import EpochClosed
 
 from ..config.train_config import RunConfig, TrainConfig
+from ..config.trusted_settings import Host, OwnConfig, merge
 from ..explorer import ExplorationResult, Explorer
 from ..explorer.run_follower import RunFollower, followed_run
 from ..explorer.versions import RunEnded, VersionFollower
 from ..runtime.health import beating
-from ..config.trusted_settings import Host, OwnConfig, merge
 from .epochs import EpochFollower, Opening
 from .lifecycle import interruptible
 from .ranks import claimed_rank

@@ -14,12 +14,12 @@ import anyio
 import redis.asyncio
 from msgspec import Struct
 
+from trinity_events.analysis.summary import RunSummary, Summarizer
 from trinity_events.archive import Archive
 from trinity_events.archive.export import whole_stream
 from trinity_events.archive.ownership import own_folder
 from trinity_events.checkpoint_layout import final_name
-from trinity_events.core import MonitorState; from trinity_events.analysis.summary import RunSummary, Summarizer
-from trinity_events.system.error_text import cause_of
+from trinity_events.core import MonitorState
 from trinity_events.errors import DeadlineExceeded
 from trinity_events.liveness import held_explorers
 from trinity_events.log import RedisEventLog, Stream, open_run
@@ -34,17 +34,18 @@ from trinity_events.server import (
     warn_of_eviction,
 )
 from trinity_events.server.connect import redacted
+from trinity_events.system.error_text import cause_of
 from trinity_events.system.shared_memory import sweep
 from trinity_events.trackers import find_tracker
 from trinity_schemas import ANNOUNCEMENT_TYPES, ContractError, StepRef, decode_envelope
 
-from ..config.train_config import RunConfig, TrainConfig
 from ..config.files import write_copy
+from ..config.train_config import RunConfig, TrainConfig
 from ..explorer import Explorer
-from ..runtime.health import beating
-from ..worker_group.placement import Needs, with_reserved_cpus
-from ..trainer import Trainer, TrainingResult
 from ..rollouts.user_task import check_user_task
+from ..runtime.health import beating
+from ..trainer import Trainer, TrainingResult
+from ..worker_group.placement import Needs, with_reserved_cpus
 from .actors import Actors, in_words
 from .cluster import Room, check_shared_memory, room_for
 from .failed_saves import FailedSaves

@@ -11,10 +11,10 @@ import anyio
 import redis.asyncio
 from redis.exceptions import RedisClusterException
 
-from trinity_events.system.error_text import cause_of, ungrouped
 from trinity_events.errors import TrinityError
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, position
 from trinity_events.server import Deadline
+from trinity_events.system.error_text import cause_of, ungrouped
 from trinity_events.system.signals import cancelled_by_signals, ending_signals
 from trinity_schemas import RunClosed
 

@@ -17,8 +17,8 @@ from trinity_events.server import connect
 from trinity_events.subscriptions import subscribe
 from trinity_schemas import StepReady
 
-from ..runtime.background_tasks import background_tasks
 from ..config.train_config import RunConfig
+from ..runtime.background_tasks import background_tasks
 from ..storage.object_store import ObjectStore
 
 logger = logging.getLogger(__name__)

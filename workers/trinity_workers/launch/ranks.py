@@ -14,8 +14,8 @@ import redis
 import redis.asyncio
 
 from trinity_events.errors import TrinityError
-from trinity_events.log.retry import CONNECTION_ERRORS
 from trinity_events.log.redis.scripts import lua_script
+from trinity_events.log.retry import CONNECTION_ERRORS
 from trinity_events.server import Deadline
 from trinity_schemas import explorer_key
 

@@ -8,8 +8,7 @@ from msgspec import Struct, field, structs
 from rich.table import Table
 from rich.text import Text
 
-from trinity_events.analysis.summary import RunSummary
-from trinity_events.analysis.summary import Spread
+from trinity_events.analysis.summary import RunSummary, Spread
 from trinity_schemas import Envelope, EvaluationFailed, EvaluationFinished, StepTrained
 
 from ..trainer import TrainingResult

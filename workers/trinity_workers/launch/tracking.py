@@ -11,8 +11,8 @@ from anyio import to_thread
 
 from trinity_events.trackers import TrackedRun, open_trackers, track_live, tracking_folder
 
-from ..runtime.background_tasks import background_tasks
 from ..config.train_config import RunConfig
+from ..runtime.background_tasks import background_tasks
 
 logger = logging.getLogger(__name__)
 

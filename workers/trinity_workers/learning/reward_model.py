@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..algorithms.batch import NO_GROUP, Batch
-from .finite import check_finite_model
 from ..tasks import Message, Question
+from .finite import check_finite_model
 from .policy import BadPolicy, encode_prompt, load_tokenizer
 from .pretrained import check_pretrained, load_pretrained
 from .value_head import checked_head, head_tensors

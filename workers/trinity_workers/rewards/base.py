@@ -11,8 +11,8 @@ from trinity_events.errors import TrinityError
 from trinity_schemas.identity import LONGEST_NAME
 from trinity_schemas.rollouts import MAX_FLOAT32, MAX_REWARD, MAX_REWARD_PARTS, REWARD_RANGE
 
-from ..tasks import Answer, Question
 from ..sandbox.processes.frames import shown
+from ..tasks import Answer, Question
 
 
 class RewardFailed(TrinityError):

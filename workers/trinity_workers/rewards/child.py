@@ -17,8 +17,8 @@ from typing import Any, BinaryIO
 import msgspec
 from msgspec import Struct
 
-from ..tasks import Answer, Question, TaskError, load_reward
 from ..sandbox.processes.frames import framed, read_frame, take_pipes
+from ..tasks import Answer, Question, TaskError, load_reward
 from .base import Rewarded, rewarded
 
 _SELF_END = 4.0

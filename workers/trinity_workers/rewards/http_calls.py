@@ -10,8 +10,8 @@ import anyio
 import httpx
 import msgspec
 
-from trinity_events.log.retry import backoff_delays
 from trinity_events.diagnostics.waits import NO_REPORTS, WaitReporter
+from trinity_events.log.retry import backoff_delays
 
 from .base import RewardFailed
 

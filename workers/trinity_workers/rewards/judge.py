@@ -11,12 +11,12 @@ from msgspec import Struct
 
 from trinity_events.system.error_text import ungrouped
 
-from .settings import RewardsConfig
-from ..tasks import Answer, Message, Question
 from ..sandbox.processes.frames import shown
+from ..tasks import Answer, Message, Question
 from .base import Rewarded, RewardFailed
 from .grades import UnclearGrade, parse_grade
 from .http_calls import UNDECODABLE, HttpCalls, Unusable
+from .settings import RewardsConfig
 
 
 class _Reply(Struct):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from trinity_events.server import redacted
 from trinity_events.diagnostics.waits import WaitReporter
+from trinity_events.server import redacted
 
-from .settings import RewardsConfig
 from .base import Rewards
 from .code import CodeLimits, CodeRewards
+from .settings import RewardsConfig
 
 _MIB = 1 << 20
 

@@ -10,7 +10,6 @@ import msgspec
 
 from trinity_events.diagnostics.waits import NO_REPORTS, WaitReporter
 
-from ..tasks import Answer, Question, TaskError
 from ..sandbox.processes.pool import (
     PIPE_CLOSED,
     START_DEADLINE,
@@ -18,6 +17,7 @@ from ..sandbox.processes.pool import (
     UserProcesses,
     killed_on_error,
 )
+from ..tasks import Answer, Question, TaskError
 from .base import Rewarded, RewardFailed
 from .child import Judge, RewardSource, Verdict, encoded
 

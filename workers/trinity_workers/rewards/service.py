@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from ..tasks import Answer, Question
 from ..sandbox.processes.frames import shown
+from ..tasks import Answer, Question
 from .base import Rewarded, RewardFailed, rewarded
 from .http_calls import UNDECODABLE, HttpCalls
 

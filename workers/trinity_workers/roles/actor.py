@@ -11,8 +11,8 @@ from trinity_schemas import StepRef
 
 from ..algorithms.batch import Batch
 from ..config.train_config import RunConfig
-from ..trainer.workers.rollouts import RankRollouts, rank_rollouts
 from ..trainer.step.base import ModelName
+from ..trainer.workers.rollouts import RankRollouts, rank_rollouts
 from ..worker_group.dispatch import Dispatch
 from ..worker_group.registered import register
 from .base import RoleWorker

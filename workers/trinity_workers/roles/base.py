@@ -13,8 +13,8 @@ from trinity_events.errors import TrinityError
 from ..algorithms.batch import Batch
 from ..config.train_config import RunConfig
 from ..trainer.ray_backend import start_workers
-from ..trainer.workers.rank import TrainingRank
 from ..trainer.step.base import ModelName, Trained, TrainingStep
+from ..trainer.workers.rank import TrainingRank
 from ..worker_group.dispatch import Dispatch
 from ..worker_group.group import WorkerGroup
 from ..worker_group.megatron import MegatronWorker

@@ -20,8 +20,8 @@ import torch
 from trinity_events.weights.tensors import Digesting, as_bytes, dtype_name
 from trinity_schemas import StepReady, StepRef
 
-from ..runtime.collectives import gather_bytes, raise_together
 from ..engines.megatron import HybridEngine
+from ..runtime.collectives import gather_bytes, raise_together
 from .base import Generation, GenerationRequest, NotServing, RolloutEngineError
 from .gate import Gate
 from .sampling import NoisySampler, turn_key

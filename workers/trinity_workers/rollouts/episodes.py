@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import anyio
 
-from trinity_events.system.error_text import first_error
 from trinity_events.errors import TrinityError
+from trinity_events.system.error_text import first_error
 from trinity_schemas import Experience, RolloutRequest, StepRef, Turn
 
 from ..learning.policy import BadPolicy, encode_prompt

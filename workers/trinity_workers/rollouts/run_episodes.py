@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import NamedTuple
 
+from trinity_events.diagnostics.waits import WaitReporter
 from trinity_events.errors import TrinityError
 from trinity_events.rollouts import Claim, RolloutClient
-from trinity_events.diagnostics.waits import WaitReporter
 from trinity_schemas import Experience
 
 from ..config.train_config import RunConfig
-from ..sandbox.environments import EnvironmentProcesses
-from .episodes import Episodes
 from ..learning.policy import load_tokenizer
 from ..rollout_engines.base import TurnGenerator
+from ..sandbox.environments import EnvironmentProcesses
 from ..tasks import Task
+from .episodes import Episodes
 from .user_task import start_rewards
 
 logger = logging.getLogger(__name__)

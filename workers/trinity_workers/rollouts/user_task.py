@@ -10,13 +10,13 @@ import anyio.to_thread
 from trinity_events.diagnostics.waits import NO_REPORTS, WaitReporter
 
 from ..config.train_config import BadSettings, ModelConfig, TrainConfig
-from ..sandbox.environments import EnvironmentProcesses
-from .held_out_sets import held_out_sets
-from ..storage.object_store import ObjectStore
 from ..rewards import RewardPool, Rewards, RewardSource, TaskRewards
 from ..rewards.judge_choice import chosen_rewards
 from ..rollout_engines.loading import ENGINES, find_engine
+from ..sandbox.environments import EnvironmentProcesses
+from ..storage.object_store import ObjectStore
 from ..tasks import Task, built_in_task, is_built_in, load_task
+from .held_out_sets import held_out_sets
 
 
 def task_of(config: TrainConfig) -> Task:

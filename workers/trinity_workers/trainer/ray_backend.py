@@ -22,9 +22,9 @@ from trinity_schemas import Experience
 
 from ..config.train_config import RunConfig
 from ..engines.model_folder import has_weights
-from ..worker_group.placement import rank_options
 from ..rollout_engines.base import Generation, GenerationRequest
 from ..worker_group.group import WorkerGroup
+from ..worker_group.placement import rank_options
 from .state import TrainerState, write_trainer_state
 from .workers.fsdp import ROLE, TrainWorker
 from .wrapper import NoWeightSyncGroup, TrainEngineWrapper, WeightSyncAddress

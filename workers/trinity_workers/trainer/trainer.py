@@ -18,14 +18,14 @@ from trinity_events import publishing
 from trinity_events.coordinator import this_process
 from trinity_events.core.evaluations import evaluated_through
 from trinity_events.core.ledger import Ledger
-from trinity_events.system.error_text import ungrouped
+from trinity_events.diagnostics.stacks import write_stacks_when_asked
 from trinity_events.errors import DeadlineExceeded
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer
 from trinity_events.replay import current_state
 from trinity_events.rollouts import AnswerLimits, DispatchSettings, Group, RolloutDispatcher
 from trinity_events.server import connect
-from trinity_events.diagnostics.stacks import write_stacks_when_asked
 from trinity_events.subscriptions import subscribe
+from trinity_events.system.error_text import ungrouped
 from trinity_schemas import (
     Experience,
     LedgerRestored,
@@ -39,16 +39,16 @@ from trinity_schemas import (
 )
 
 from ..config.answer_limits import read_answer_limits
-from ..runtime.background_tasks import background_tasks
-from ..config.train_config import RunConfig
-from ..runtime.garbage import exempt_loaded_objects
-from ..rollouts.held_out_sets import held_out_sets
 from ..config.sync_schedule import asks_once_ready, publishes_on_demand
+from ..config.train_config import RunConfig
+from ..rollouts.held_out_sets import held_out_sets
 from ..rollouts.user_task import task_of
+from ..runtime.background_tasks import background_tasks
+from ..runtime.garbage import exempt_loaded_objects
 from .rollouts.evaluator import Evaluator
 from .rollouts.explorer_requests import ExplorerRequests
-from .state import TrainerState, read_trainer_state
 from .rollouts.supply import RolloutSupply
+from .state import TrainerState, read_trainer_state
 from .wrapper import TrainEngineWrapper, WeightSyncAddress, get_trainer_wrapper
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import socket
 import time
 from typing import Any, TypeVar
 
-from ....errors import DeadlineExceeded, GroupBroken
 from ....diagnostics.waits import Wait, WaitReporter
+from ....errors import DeadlineExceeded, GroupBroken
 from ..base import PartRef
 from .groups import ProcessGroup, backend_for, current_gpu, gpu_identity, open_store
 from .messages import (

@@ -9,8 +9,8 @@ import redis
 
 from trinity_schemas import StepRef
 
-from ....errors import GroupBroken
 from ....diagnostics.waits import NO_REPORTS, WaitReporter
+from ....errors import GroupBroken
 from ..base import Check, PartRef
 from ..chunk_slices import check_chunks, cut_chunks
 from .frames import Frame, FrameSender

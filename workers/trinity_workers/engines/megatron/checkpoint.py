@@ -20,9 +20,9 @@ import torch.distributed.checkpoint as dcp
 
 from trinity_events.errors import TrinityError
 
+from ...learning.finite import NonFiniteWeights, check_finite, nested_tensors
 from ...runtime.collectives import together
 from ...storage.durable_files import make_folder, sync_tree
-from ...learning.finite import NonFiniteWeights, check_finite, nested_tensors
 from ..state_files import copied, write_state
 from .cpu import adapted
 from .rank_state import rank_file

@@ -8,9 +8,9 @@ from typing import Any
 
 from msgspec import Struct
 
+from ...learning.value_head import head_tensors
 from ...storage.durable_files import make_folder, sync_tree
 from ...storage.huggingface_files import UserFiles, read_user_files, write_config, write_user_files
-from ...learning.value_head import head_tensors
 from ..model_folder import has_separate_head
 
 GENERATION_CONFIG = "generation_config.json"

@@ -14,8 +14,8 @@ from msgspec import Struct
 
 from trinity_events.errors import IncompatibleWeights
 
-from ...runtime.collectives import gather_bytes
 from ...learning.finite import check_finite
+from ...runtime.collectives import gather_bytes
 from ..base import LocalShard
 from ..model_folder import OUTPUT_HEAD, FolderReader, check_all_used
 from .weights import WeightMapping, local_mapping

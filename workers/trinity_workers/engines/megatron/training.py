@@ -20,9 +20,9 @@ from ...algorithms.logits import (
     head_statistics,
     token_statistics,
 )
-from ...runtime.collectives import all_reduced
 from ...learning.finite import with_backward_gradient
 from ...learning.logprobs import forward_replaced
+from ...runtime.collectives import all_reduced
 from .cpu import adapted
 
 LossFunction: TypeAlias = Callable[[TokenStatistics, Batch], tuple[Tensor, Any]]

@@ -10,8 +10,8 @@ from typing import Any, Self
 import anyio
 import msgspec
 
-from trinity_events.errors import TrinityError
 from trinity_events.diagnostics.waits import NO_REPORTS, WaitReporter
+from trinity_events.errors import TrinityError
 
 from ...tasks.base import Message, Question, TaskError
 from ..processes.frames import shown

@@ -17,11 +17,11 @@ from ...learning.adapters import policy_loader
 from ...learning.reward_model import RewardModel, load_reward_model
 from ...learning.teacher import checked_teacher
 from ...learning.values import load_critic
+from ..step.base import ModelName, Models, needed_models
 from ..step.division import micro_batch_limit
 from ..step.fsdp import FSDPTrainingStep
 from .rates import critic_rate, policy_rate
 from .reward_tokens import reward_tokens
-from ..step.base import ModelName, Models, needed_models
 
 
 def load_models(

@@ -20,15 +20,15 @@ from ...engines.megatron import (
 )
 from ...engines.megatron.model import has_experts
 from ...engines.megatron.model_description import read_description
+from ...engines.offload import FrozenOffload, Offload
 from ...learning.reward_model import RewardModel
 from ...learning.teacher import checked_teacher
-from ...engines.offload import FrozenOffload, Offload
+from ..step.base import ModelName, Models, needed_models
 from ..step.division import micro_batch_limit
-from .megatron_layout import parallel_layout
 from ..step.megatron import MegatronTrainingStep
+from .megatron_layout import parallel_layout
 from .rates import critic_rate, policy_rate
 from .reward_tokens import reward_tokens
-from ..step.base import ModelName, Models, needed_models
 
 
 def load_models(

@@ -15,14 +15,14 @@ from torch import Tensor
 from ...algorithms.aggregation import Means
 from ...algorithms.batch import Batch
 from ...algorithms.logits import TokenStatistics
-from ...runtime.collectives import together
 from ...config.train_config import RunConfig
 from ...engines.verl import VerlEngine, VerlOptions
-from ..step.division import micro_batch_limit
-from .fsdp import load_models
-from ..step.fsdp import FSDPTrainingStep
-from .rates import policy_rate
+from ...runtime.collectives import together
 from ..step.base import ModelName, Taken, needed_models
+from ..step.division import micro_batch_limit
+from ..step.fsdp import FSDPTrainingStep
+from .fsdp import load_models
+from .rates import policy_rate
 
 
 class VerlTrainingStep(FSDPTrainingStep):

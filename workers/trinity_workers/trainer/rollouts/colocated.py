@@ -11,15 +11,15 @@ import anyio
 import redis.asyncio
 from anyio import to_thread
 
-from trinity_events.rollouts import Claim, RolloutClient, evaluation_keys
 from trinity_events.diagnostics.waits import WaitReporter
+from trinity_events.rollouts import Claim, RolloutClient, evaluation_keys
 from trinity_schemas import RunKeys
 
 from ...config.train_config import RunConfig
-from ...rollouts.episodes import Episodes
-from ...rollouts.held_out_sets import HeldOutSet
 from ...learning.policy import context_length
 from ...rollout_engines.base import Generation, GenerationRequest
+from ...rollouts.episodes import Episodes
+from ...rollouts.held_out_sets import HeldOutSet
 from ...rollouts.run_episodes import open_episodes, send_answers
 from ...tasks import Task
 from ..wrapper import TrainEngineWrapper

@@ -11,6 +11,7 @@ import anyio
 import redis
 import redis.asyncio
 
+from trinity_events.diagnostics.waits import NO_REPORTS, WaitReporter
 from trinity_events.errors import StaleEpoch, TrinityError
 from trinity_events.log import AsyncPublisher
 from trinity_events.rollouts import (
@@ -21,7 +22,6 @@ from trinity_events.rollouts import (
     evaluation_keys,
 )
 from trinity_events.rollouts.experience_checks import NO_LIMITS
-from trinity_events.diagnostics.waits import NO_REPORTS, WaitReporter
 from trinity_schemas import EvaluationFailed, EvaluationFinished, EvaluationStarted, StepRef
 
 from ...config.train_config import RunConfig

@@ -6,17 +6,17 @@ import logging
 
 import anyio
 
+from trinity_events.diagnostics.waits import WaitReporter
 from trinity_events.errors import DeadlineExceeded, TrinityError
 from trinity_events.rollouts import Group, RolloutDispatcher
 from trinity_events.subscriptions import subscribe
-from trinity_events.diagnostics.waits import WaitReporter
 from trinity_schemas import ContractError, StepReady, StepRef
 
 from ...algorithms.filters import is_informative
 from ...algorithms.settings import FiltersConfig
-from ...config.train_config import RunConfig
 from ...config.sync_method import is_version
 from ...config.sync_schedule import names_exact_version, prompts_open
+from ...config.train_config import RunConfig
 
 FILTERED = "filtered"
 """Reason for which a group of equal rewards is dropped."""

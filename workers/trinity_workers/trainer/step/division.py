@@ -14,8 +14,8 @@ from ...algorithms.aggregation import Means, loss_denominator
 from ...algorithms.batch import Batch
 from ...algorithms.partition import RowSize, least_parts, partition, places, width_of
 from ...algorithms.settings import AlgorithmConfig
-from ...runtime.collectives import largest
 from ...config.train_config import TrainerConfig
+from ...runtime.collectives import largest
 
 
 class MicroBatchLimit(NamedTuple):

@@ -17,7 +17,6 @@ from ...algorithms.batch import Batch
 from ...algorithms.distillation import token_divergence
 from ...algorithms.settings import AlgorithmConfig
 from ...algorithms.update import Update
-from ...runtime.collectives import all_reduced, together
 from ...engines.base import resident
 from ...engines.fsdp import FSDPEngine
 from ...learning.logprobs import (
@@ -27,8 +26,9 @@ from ...learning.logprobs import (
     statistics_of_logits,
 )
 from ...learning.values import last_values, response_values
-from .division import BatchDivision
+from ...runtime.collectives import all_reduced, together
 from .base import Models, Taken, TrainingStep
+from .division import BatchDivision
 
 
 class FSDPTrainingStep(TrainingStep):

@@ -16,8 +16,8 @@ from ...algorithms.aggregation import Means
 from ...algorithms.batch import Batch
 from ...algorithms.update import Update
 from ...runtime.collectives import all_reduced, gather_bytes
-from .division import BatchDivision, division_of
 from .base import Taken, TrainingStep
+from .division import BatchDivision, division_of
 
 
 class MegatronTrainingStep(TrainingStep):

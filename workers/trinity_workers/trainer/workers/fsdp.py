@@ -12,20 +12,18 @@ import torch
 import torch.distributed as dist
 
 from trinity_events import CheckpointCoordinator, Synchronizer
+from trinity_events.diagnostics.stacks import write_stacks_when_asked
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_events.server import open_client
-from trinity_events.diagnostics.stacks import write_stacks_when_asked
 from trinity_events.weights import ModelUpdateGroup
 from trinity_schemas import Experience, StepRef
 
 from ...algorithms.collate import collate, padding_row
 from ...config.answer_limits import read_answer_limits
-from ...runtime.collectives import together
 from ...config.train_config import RunConfig
 from ...engines.base import NamedTensors, per_tensor_params
 from ...engines.fsdp import shard_name
 from ...engines.state_files import write_state
-from ...runtime.garbage import exempt_loaded_objects
 from ...helpers import (
     SaveTarget,
     fsdp_save_state_dict,
@@ -36,13 +34,15 @@ from ...helpers import (
 )
 from ...helpers.full_tensors import full_tensors, in_dtype
 from ...rollout_engines.base import Generation, GenerationRequest
+from ...runtime.collectives import together
+from ...runtime.garbage import exempt_loaded_objects
 from ...worker_group.dispatch import Dispatch
 from ...worker_group.registered import register
 from ..models.fsdp import make_step
+from ..step.base import Models
 from .profiling import StepProfiler
 from .rank import TrainingRank
 from .rollouts import RankRollouts, rank_rollouts
-from ..step.base import Models
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...runtime.collectives import together
 from ...engines.base import NamedTensors
 from ...engines.megatron import MegatronEngine, leave
 from ...helpers.megatron import (
@@ -19,9 +18,10 @@ from ...helpers.megatron import (
     only,
     save_as_one,
 )
+from ...runtime.collectives import together
 from ...worker_group.megatron import MegatronWorker
-from .background_saves import BackgroundSaves
 from ..models.megatron import make_step
+from .background_saves import BackgroundSaves
 from .fsdp import TrainWorker, critic_folder
 
 logger = logging.getLogger(__name__)

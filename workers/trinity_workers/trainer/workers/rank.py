@@ -11,8 +11,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ...config.train_config import RunConfig
 from ...runtime.network import meet_through
-from ...worker_group.placement import threads
 from ...worker_group.dispatch import Dispatch
+from ...worker_group.placement import threads
 from ...worker_group.registered import register
 from ...worker_group.worker import Worker
 
