@@ -54,12 +54,12 @@ _HOMES = {
     "TrainingLoop": ".training_loop",
     "VersionRetired": "trinity_schemas",
     "WeightsApplied": "trinity_schemas",
-    "hold_checkpoint": ".checkpoint_lease",
-    "newest_checkpoint": ".ready_steps",
-    "publishing": ".training",
+    "hold_checkpoint": ".client.checkpoint_lease",
+    "newest_checkpoint": ".client.ready_steps",
+    "publishing": ".client.training_run",
     "subscribe": ".subscriptions",
-    "training_run": ".training",
-    "wait_ready": ".ready_steps",
+    "training_run": ".client.training_run",
+    "wait_ready": ".client.ready_steps",
 }
 
 
@@ -67,7 +67,7 @@ def __getattr__(name: str) -> Any:
     # Import on first use: a consumer of events does not import torch, and the command line can be
     # interrupted while it loads.
     if name == "blocking":
-        return import_module(".blocking", __name__)
+        return import_module(".client.blocking", __name__)
     if name in _HOMES:
         try:
             return getattr(import_module(_HOMES[name], __name__), name)

@@ -1,8 +1,5 @@
-"""Pure core: fold of a run's log and queries of its state. No I/O, no clock, no randomness."""
+"""Pure core: the fold of a run's log, and what the reducer decides by it. No I/O, no clock."""
 
-from ..analysis.explain import explain, unfinished
-from ..analysis.failures import Failure, failures
-from ..analysis.summary import RunSummary, Summarizer
 from .decisions.checkpoint_retention import Evidence, removable_steps
 from .decisions.file_plan import FilePlan, IterationFile, Promotion, SavedFile, plan_files
 from .decisions.timeouts import LeaseHolder, Waiting, expired, lease_holders, overdue, waiting
@@ -12,7 +9,6 @@ from .state import MonitorState, ReadyPointer, decode_state, encode_state
 __all__ = [
     "MONITOR",
     "Evidence",
-    "Failure",
     "FilePlan",
     "IterationFile",
     "LeaseHolder",
@@ -20,19 +16,14 @@ __all__ = [
     "MonitorState",
     "Promotion",
     "ReadyPointer",
-    "RunSummary",
     "SavedFile",
-    "Summarizer",
     "Waiting",
     "decode_state",
     "encode_state",
     "expired",
-    "explain",
-    "failures",
     "lease_holders",
     "overdue",
     "plan_files",
     "removable_steps",
-    "unfinished",
     "waiting",
 ]

@@ -46,8 +46,7 @@ from trinity_schemas import (
 
 from .compaction import drop_oldest_steps
 from .fold_state import FoldState, describe_producer, keep_last
-from .handlers import evaluations as evaluation_events
-from .handlers import rollouts, runs, saves, waits, weights
+from .handlers import evaluations, rollouts, runs, saves, waits, weights
 from .limits import KEPT_PRODUCERS, KEPT_STEPS, MOST_EPOCHS_AT_ONCE, REORDERED_PRODUCERS
 from .state import MonitorState
 
@@ -96,9 +95,9 @@ _HANDLERS: dict[type, Callable[[FoldState, Any, Envelope], None]] = {
     StepTrained: rollouts.step_trained,
     ExplorerExcluded: rollouts.explorer_excluded,
     LedgerRestored: rollouts.ledger_restored,
-    EvaluationStarted: evaluation_events.evaluation_started,
-    EvaluationFinished: evaluation_events.evaluation_finished,
-    EvaluationFailed: evaluation_events.evaluation_failed,
+    EvaluationStarted: evaluations.evaluation_started,
+    EvaluationFinished: evaluations.evaluation_finished,
+    EvaluationFailed: evaluations.evaluation_failed,
     WaitStarted: waits.wait_started,
     WaitEnded: waits.wait_ended,
     StacksTaken: waits.stacks_taken,

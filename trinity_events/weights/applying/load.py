@@ -1,8 +1,8 @@
 """Load a version into an idle model, without memory for the version itself.
 
 A serving model must not see half of a version, so all of it is verified before any is copied: see
-:mod:`~trinity_events.weights.applying.install`. Here each chunk is copied straight into the model and is
-verified there. A failure on the way leaves a model with bytes of two versions.
+:mod:`~trinity_events.weights.applying.install`. Here each chunk is copied straight into the model
+and is verified there. A failure on the way leaves a model with bytes of two versions.
 """
 
 from __future__ import annotations

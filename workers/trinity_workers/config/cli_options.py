@@ -14,7 +14,7 @@ from .fields import Field, fields
 from .files import Reading, Setting, read_config
 from .train_config import TrainConfig
 
-FILE = Path(__file__).with_name("configs") / "demo.toml"
+FILE = Path(__file__).with_name("demo.toml")
 OPTIONS = {
     "--steps": "steps",
     "--explorers": "explorer.count",

@@ -50,17 +50,17 @@ class RoleWorker(MegatronWorker, TrainingRank):
     def init_model(self) -> None:
         """Load the models of the role. All ranks have joined their process group."""
         if self._config.trainer.engine == "megatron":
-            from ..trainer.models import megatron as megatron_models
+            from ..trainer.models import megatron
 
-            self._step = megatron_models.make_step(self._config, self._device, self.models)
+            self._step = megatron.make_step(self._config, self._device, self.models)
         elif self._config.trainer.engine == "verl":
-            from ..trainer.models import verl as verl_models
+            from ..trainer.models import verl
 
-            self._step = verl_models.make_step(self._config, self._device, self.models)
+            self._step = verl.make_step(self._config, self._device, self.models)
         else:
-            from ..trainer.models import fsdp as fsdp_models
+            from ..trainer.models import fsdp
 
-            self._step = fsdp_models.make_step(self._config, self._device, self.models)
+            self._step = fsdp.make_step(self._config, self._device, self.models)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, local_path: str) -> None:

@@ -22,7 +22,7 @@ _VARIABLE = "TRINITY_STACKS_FILE"
 _PATIENCE = 5.0
 """Seconds in which a process writes its stacks; one that is stopped writes none."""
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
-_OURS = str(Path(__file__).parents[1])
+_OURS = str(Path(__file__).parents[2])
 _STANDARD = sysconfig.get_path("stdlib")
 
 
