@@ -47,7 +47,7 @@ def main() -> None:
         for run in runs:
             print(f"{run.name:50} {'finished' if results.read(run.name) else '-'}")
     elif given.keep:
-        page.keep([one for run in plan() if (one := results.read(run.name)) is not None])
+        page.keep([result for run in plan() if (result := results.read(run.name)) is not None])
     else:
         exit_on_signals()  # in order, so that no process remains
         train(runs, results)
