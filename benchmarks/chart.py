@@ -109,18 +109,18 @@ def line_chart(title: str, panels: Sequence[Panel], x_label: str, y_label: str) 
 class _Place(NamedTuple):
     """Place of a panel in the picture, and the x at its right edge."""
 
-    left: int
+    edge: int
     top: int
     most: float
 
     def of(self, x: float, y: float) -> str:
         """Return the pixels of a point."""
-        return f"{self.left + _PANEL * x / self.most:.1f},{self.top + _HIGH * (1 - y):.1f}"
+        return f"{self.edge + _PANEL * x / self.most:.1f},{self.top + _HIGH * (1 - y):.1f}"
 
 
 def _panel(panel: Panel, place: _Place, colors: Mapping[str, str], x_label: str) -> list[str]:
-    left, top, most = place
-    middle = left + _PANEL / 2
+    edge, top, most = place
+    middle = edge + _PANEL / 2
     drawn = [
         f'  <text x="{middle:.0f}" y="{top - 8}" text-anchor="middle" font-weight="bold" '
         f'fill="#222222">{escape(panel.title)}</text>',
@@ -130,11 +130,11 @@ def _panel(panel: Panel, place: _Place, colors: Mapping[str, str], x_label: str)
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         y = top + _HIGH * (1 - share)
         drawn += [
-            f'  <line x1="{left}" y1="{y:.0f}" x2="{left + _PANEL}" y2="{y:.0f}" '
+            f'  <line x1="{edge}" y1="{y:.0f}" x2="{edge + _PANEL}" y2="{y:.0f}" '
             'stroke="#dddddd"/>',
-            f'  <text x="{left - 4}" y="{y + 4:.0f}" text-anchor="end" font-size="10" '
+            f'  <text x="{edge - 4}" y="{y + 4:.0f}" text-anchor="end" font-size="10" '
             f'fill="#555555">{share:g}</text>',
-            f'  <text x="{left + _PANEL * share:.0f}" y="{top + _HIGH + 16}" text-anchor="middle" '
+            f'  <text x="{edge + _PANEL * share:.0f}" y="{top + _HIGH + 16}" text-anchor="middle" '
             f'font-size="10" fill="#555555">{most * share:.0f}</text>',
         ]
     for line in panel.lines:

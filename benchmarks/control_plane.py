@@ -136,10 +136,10 @@ class Consumer:
         missing = {"weights", "checkpoint"}
         give_up = time.monotonic() + DEADLINE + START_DEADLINE
         while missing:
-            for _, found in self._client.xread({self._key: self._after}, block=1000) or ():
-                self.heard += len(found)
-                self._after = found[-1][0]
-                for _, fields in found:
+            for _, entries in self._client.xread({self._key: self._after}, block=1000) or ():
+                self.heard += len(entries)
+                self._after = entries[-1][0]
+                for _, fields in entries:
                     event = decode_envelope(fields[b"e"]).event
                     if isinstance(event, StepReady) and event.step == step:
                         missing.discard(event.kind)
@@ -152,8 +152,8 @@ def rows_of(name: str, costs: dict[int, list[Cost]]) -> list[Row]:
     words, shown = WORDS[name]
     rows: list[Row] = []
     smaller: tuple[int, float] | None = None
-    for ranks, found in costs.items():
-        values = [float(getattr(one, name)) for one in found]
+    for ranks, costs_of_size in costs.items():
+        values = [float(getattr(cost, name)) for cost in costs_of_size]
         figure = median(values)
         row = Row(
             what=f"{words}, {ranks:,} ranks",
@@ -169,7 +169,7 @@ def rows_of(name: str, costs: dict[int, list[Cost]]) -> list[Row]:
                 peer=f"{times:g} times that of {smaller[0]:,} ranks",
                 peer_figure=shown.format(linear),
                 ratio=figure / linear,
-                asked=LINEAR,
+                target=LINEAR,
                 spread=row.spread,
             )
         rows.append(row)

@@ -110,27 +110,27 @@ def run(on: Stage, size: Size, noise: Noise) -> Findings:
 def _rows_of_browser(long: Measured, short: Measured, events: str, before: str) -> list[Row]:
     if long.browser is None or short.browser is None:
         return [Row(what="pages in a browser", figure="no browser is at hand")]
-    one, other = long.browser, short.browser
+    ours, theirs = long.browser, short.browser
     return [
-        _row(f"paint the page of {events} in a browser (s)", one.painted, before, other.painted),
+        _row(f"paint the page of {events} in a browser (s)", ours.painted, before, theirs.painted),
         _row(
             f"frame while the timeline of {events} moves, median (ms)",
-            median(one.zoom),
+            median(ours.zoom),
             before,
-            median(other.zoom),
+            median(theirs.zoom),
         ),
         _row(
             f"frame while the timeline of {events} moves, slowest (ms)",
-            max(one.zoom),
+            max(ours.zoom),
             before,
-            max(other.zoom),
+            max(theirs.zoom),
         ),
         _row(
             f"scrub to an event of {events} in a browser, median (ms)",
-            1000 * median(one.scrubs),
+            1000 * median(ours.scrubs),
             before,
-            1000 * median(other.scrubs),
-            spread(one.scrubs),
+            1000 * median(theirs.scrubs),
+            spread(ours.scrubs),
         ),
     ]
 
@@ -165,12 +165,12 @@ def measured(on: Stage, events: int, size: Size, noise: Noise) -> Measured:
         draw = random.Random(events)
         scrubs = [scrub(port, run_id, draw.randint(1, events)) for _ in range(size.scrubs)]
         peak = process.memory_info().rss
-    found = None
+    browser = None
     if has_browser():
         with dashboard(on) as (port, _):
             wait = partial(until_indexed, port, run_id)
-            found = in_browser(port, run_id, events, min(30, size.scrubs), wait)
-    return Measured(opened, indexed, scrubs, peak, found)
+            browser = in_browser(port, run_id, events, min(30, size.scrubs), wait)
+    return Measured(opened, indexed, scrubs, peak, browser)
 
 
 def until_indexed(port: int, run_id: str) -> None:
@@ -215,9 +215,9 @@ def dashboard(on: Stage) -> Iterator[tuple[int, psutil.Process]]:
         )
         exits.callback(started.terminate)
         assert started.stdout is not None
-        found = re.search(r":(\d+)/", started.stdout.readline())
-        assert found is not None, "the dashboard did not start"
-        yield int(found[1]), psutil.Process(started.pid)
+        match = re.search(r":(\d+)/", started.stdout.readline())
+        assert match is not None, "the dashboard did not start"
+        yield int(match[1]), psutil.Process(started.pid)
 
 
 def ask(port: int, run_id: str, name: str) -> Any:
@@ -233,6 +233,6 @@ def ask(port: int, run_id: str, name: str) -> Any:
 def scrub(port: int, run_id: str, number: int) -> float:
     """Return the seconds until the state after an event is answered."""
     began = time.perf_counter()
-    found = ask(port, run_id, f"at?number={number}")
-    assert found["number"] == number
+    answer = ask(port, run_id, f"at?number={number}")
+    assert answer["number"] == number
     return time.perf_counter() - began

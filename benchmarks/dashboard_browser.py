@@ -82,8 +82,10 @@ def _zoomed(page: Page) -> list[float]:
     """Zoom the timeline out and in, and drag it; return the milliseconds of the frames."""
     page.evaluate("document.querySelector('.timeline').scrollIntoView({ block: 'center' })")
     place = "document.querySelector('.lanes canvas').getBoundingClientRect()"
-    left, top, wide = page.evaluate(f"(({{ left, top, width }}) => [left, top, width])({place})")
-    at = {"x": left + wide / 2, "y": top + 60}
+    left_edge, top, wide = page.evaluate(
+        f"(({{ left, top, width }}) => [left, top, width])({place})"
+    )
+    at = {"x": left_edge + wide / 2, "y": top + 60}
     page.evaluate(_TAKE_FRAMES)
     for turn in range(_TURNS):
         by = 120 if turn < _TURNS / 2 else -120
@@ -95,14 +97,14 @@ def _zoomed(page: Page) -> list[float]:
         to = {"x": at["x"] - 4 * move, "y": at["y"]}
         page.call("Input.dispatchMouseEvent", type="mouseMoved", button="left", buttons=1, **to)
     page.call("Input.dispatchMouseEvent", type="mouseReleased", button="left", clickCount=1, **to)
-    found: list[float] = page.evaluate(_TAKE_FRAMES)
-    return found
+    frames: list[float] = page.evaluate(_TAKE_FRAMES)
+    return frames
 
 
 def _scrubbed(page: Page, number: int) -> float:
     """Return the seconds until the state after an event is on the screen."""
     shown = json.dumps(f"{number:,}")
-    found: float = page.evaluate(
+    milliseconds: float = page.evaluate(
         "new Promise((done) => { const began = performance.now();"
         f"const isShown = () => document.querySelector('.banner')?.innerText.includes({shown});"
         "const look = () => isShown() ? done(performance.now() - began) : "
@@ -110,4 +112,4 @@ def _scrubbed(page: Page, number: int) -> float:
         "const box = document.querySelector('.scrub-number');"
         f"box.value = '{number}'; box.dispatchEvent(new Event('change')); look(); }})"
     )
-    return found / 1000
+    return milliseconds / 1000

@@ -57,9 +57,9 @@ def run(on: Stage, size: Size, noise: Noise) -> Findings:
             say(f"  {columns} + {columns} columns")
             batch = make_batch(columns)
             ways = {name: partial(seconds, call, size.calls) for name, call in calls(group, batch)}
-            found = taking_turns(ways, size.rounds, noise)
-            megabytes = sum(one.nbytes for one in batch.known().values()) / 1e6
-            rows += rows_of(f"{megabytes:.1f} MB", found)
+            seconds_by_way = taking_turns(ways, size.rounds, noise)
+            megabytes = sum(tensor.nbytes for tensor in batch.known().values()) / 1e6
+            rows += rows_of(f"{megabytes:.1f} MB", seconds_by_way)
     return Findings(
         rows,
         [
@@ -111,7 +111,7 @@ def calls(group: WorkerGroup, batch: Batch) -> list[tuple[str, Callable[[], Any]
     import torch
 
     workers, parts = group.workers, batch.equal_parts(RANKS)
-    arrays = [{name: one.numpy() for name, one in part.known().items()} for part in parts]
+    arrays = [{name: tensor.numpy() for name, tensor in part.known().items()} for part in parts]
 
     def of_group() -> Any:
         return asyncio.run(group.ask("answer", batch))
@@ -138,9 +138,9 @@ def seconds(call: Callable[[], Any], count: int) -> float:
     return (time.perf_counter() - began) / count
 
 
-def rows_of(size: str, found: dict[str, list[float]]) -> list[Row]:
+def rows_of(size: str, seconds_by_way: dict[str, list[float]]) -> list[Row]:
     """Return rows that compare the group with each other way."""
-    ours = found["group"]
+    ours = seconds_by_way["group"]
     return [
         Row(
             what=f"milliseconds of a call, {size}",
@@ -150,6 +150,6 @@ def rows_of(size: str, found: dict[str, list[float]]) -> list[Row]:
             ratio=ratio(ours, theirs),
             spread=spread(ours),
         )
-        for way, theirs in found.items()
+        for way, theirs in seconds_by_way.items()
         if way != "group"
     ]

@@ -84,8 +84,8 @@ class Stage(NamedTuple):
     @property
     def server(self) -> dict[str, Any]:
         """Return the server's INFO."""
-        said: Any = self.client.info()
-        return dict(said)
+        info: Any = self.client.info()
+        return dict(info)
 
 
 @contextmanager
@@ -128,17 +128,19 @@ def reset_run(client: redis.Redis, run_id: str, events_from: str) -> None:
 
 
 @contextmanager
-def process(*arguments: str, home: Path, told: bool = False) -> Iterator[subprocess.Popen[bytes]]:
+def process(
+    *arguments: str, home: Path, with_output: bool = False
+) -> Iterator[subprocess.Popen[bytes]]:
     """Run a Python module in a process that ends with the block or with this process.
 
-    With ``told`` its standard output can be read.
+    With ``with_output`` its standard output can be read.
     """
     started = subprocess.Popen(
         [sys.executable, "-m", *arguments],
         cwd=HERE,
         env={**os.environ, "TRINITY_HOME": str(home)},
         stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE if told else subprocess.DEVNULL,
+        stdout=subprocess.PIPE if with_output else subprocess.DEVNULL,
     )
     try:
         yield started
@@ -199,14 +201,14 @@ class Spent(NamedTuple):
 
 def spent_by(*arguments: str, home: Path) -> Spent:
     """Run a Python module to its end. Raises an error with its output if it fails."""
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as output:
         began = time.perf_counter()
         started = subprocess.Popen(
             [sys.executable, "-m", *arguments],
             cwd=HERE,
             env={**os.environ, "TRINITY_HOME": str(home)},
             stdin=subprocess.DEVNULL,
-            stdout=said,
+            stdout=output,
             stderr=subprocess.STDOUT,
         )
         try:
@@ -217,9 +219,9 @@ def spent_by(*arguments: str, home: Path) -> Spent:
             raise
         seconds = time.perf_counter() - began
         if started.returncode:
-            said.seek(0)
-            told = said.read().decode(errors="replace")[-2000:]
-            raise RuntimeError(f"{' '.join(arguments)} exited {started.returncode}: {told}")
+            output.seek(0)
+            tail = output.read().decode(errors="replace")[-2000:]
+            raise RuntimeError(f"{' '.join(arguments)} exited {started.returncode}: {tail}")
     return Spent(seconds, peak)
 
 
@@ -243,21 +245,21 @@ def list_run(client: redis.Redis, run_id: str) -> None:
 
 
 def wait_for_position(
-    client: redis.Redis, run_id: str, wanted: str | None, deadline: float
+    client: redis.Redis, run_id: str, target: str | None, deadline: float
 ) -> tuple[str, float]:
     """Wait until the reducer is at a position, or at any; return the position and the time."""
     key = RunKeys.of(run_id).position
     give_up = time.perf_counter() + deadline
     while True:
-        found: Any = client.get(key)
+        stored: Any = client.get(key)
         now = time.perf_counter()
         # It may be further: the reducer appends timed events of its own.
-        if found is not None and position(found.decode()) >= position(wanted or ORIGIN):
-            return found.decode(), now
+        if stored is not None and position(stored.decode()) >= position(target or ORIGIN):
+            return stored.decode(), now
         if now > give_up:
-            where = "at " + found.decode() if found else "nowhere"
+            where = "at " + stored.decode() if stored else "nowhere"
             raise Stuck(
                 f"after {deadline:g} s the reducer of {run_id} is {where}, not at "
-                f"{wanted or 'its first entry'}"
+                f"{target or 'its first entry'}"
             )
         time.sleep(_PAUSE)

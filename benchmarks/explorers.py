@@ -81,7 +81,7 @@ def run(on: Stage, size: Size, noise: Noise) -> Findings:
             peer=f"{few} explorers",
             peer_figure=_kilobytes(first),
             ratio=ours / first,
-            asked=LINEAR,
+            target=LINEAR,
         )
     )
     return Findings(rows, _notes(size))

@@ -30,7 +30,7 @@ async def consume(url: str, stream: str, count: int, group: str | None) -> dict[
     broker: Any = RedisBroker(url, logger=None)  # type: ignore[arg-type]
     done = anyio.Event()
     handled, began, cpu = 0, 0.0, 0.0
-    taken: dict[str, float] = {}
+    figures: dict[str, float] = {}
     subscription = StreamSub(
         stream, group=group, consumer="one" if group else None, last_id="0", max_records=PAGE
     )
@@ -42,7 +42,7 @@ async def consume(url: str, stream: str, count: int, group: str | None) -> dict[
         if handled == 1:
             began, cpu = time.perf_counter(), time.process_time()
         if handled == count:
-            taken.update(
+            figures.update(
                 entries=count - 1,
                 seconds=time.perf_counter() - began,
                 cpu=time.process_time() - cpu,
@@ -54,7 +54,7 @@ async def consume(url: str, stream: str, count: int, group: str | None) -> dict[
         await broker.start()
         with anyio.fail_after(300):
             await done.wait()
-    return taken
+    return figures
 
 
 def enveloped(payloads: Iterable[bytes]) -> Iterator[bytes]:

@@ -119,10 +119,10 @@ def run(on: Stage, size: Size, noise: Noise) -> Findings:
     return Findings(rows, notes)
 
 
-def archiving(found: list[Timings], entries: int) -> str:
+def archiving(timings: list[Timings], entries: int) -> str:
     """Return the note on archiving within the figures and after them."""
-    archived = min(one.archived for one in found)
-    spent = [one.later_cpu / one.later * 1e6 for one in found if one.later]
+    archived = min(timing.archived for timing in timings)
+    spent = [timing.later_cpu / timing.later * 1e6 for timing in timings if timing.later]
     return (
         f"Of {entries:,} entries the live reducer had archived {archived:,} when it had folded "
         "the last: what was there before it began is folded first. It then archived up to its "
@@ -139,8 +139,8 @@ def speed_rows(results: Results, entries: int) -> list[Row]:
     ]
     # A group stores its position on the server, as the reducer does; a plain subscriber does not.
     held_against: list[tuple[str, Rounds | None]] = [(MEMBER, OF_FASTSTREAM), (FOLLOWER, None)]
-    pairs += [(LIVE, peer, asked) for peer, asked in held_against if peer in results]
-    rates = {name: [one.a_second for one in found] for name, found in results.items()}
+    pairs += [(LIVE, peer, target) for peer, target in held_against if peer in results]
+    rates = {name: [timing.a_second for timing in timings] for name, timings in results.items()}
     return [
         Row(
             what=f"{ours}, {entries:,} entries",
@@ -148,16 +148,18 @@ def speed_rows(results: Results, entries: int) -> list[Row]:
             peer=peer,
             peer_figure=f"{median(rates[peer]):,.0f}/s",
             ratio=ratio(rates[ours], rates[peer]),
-            asked=asked,
+            target=target,
             spread=spread(rates[ours]),
         )
-        for ours, peer, asked in pairs
+        for ours, peer, target in pairs
     ]
 
 
 def cpu_rows(results: Results, entries: int) -> list[Row]:
     """Return rows of CPU time, which a busy machine distorts less."""
-    used = {name: [one.cpu_microseconds for one in found] for name, found in results.items()}
+    used = {
+        name: [timing.cpu_microseconds for timing in timings] for name, timings in results.items()
+    }
     return [
         Row(
             what=f"CPU of the {ours}, {entries:,} entries",
@@ -187,15 +189,15 @@ def folded(
         before = process.cpu_times()
         _, ended = wait_for_position(on.client, RUN, filled.last_id, filled.entries / 1000 + 30)
         after = process.cpu_times()
-        kept = archived(on, filled)
+        archived_before = archived(on, filled)
         rest(process)
-        later, rested = archived(on, filled) - kept, process.cpu_times()
+        later, rested = archived(on, filled) - archived_before, process.cpu_times()
     count = filled.entries - 1 - filled.index_of(first)
     if count <= 0:
         raise RuntimeError(f"{filled.entries} entries are folded at once: fill more to time them")
     cpu = after.user + after.system - before.user - before.system
     later_cpu = rested.user + rested.system - after.user - after.system
-    return Timings(count, ended - began, cpu, kept, later, later_cpu)
+    return Timings(count, ended - began, cpu, archived_before, later, later_cpu)
 
 
 def archived(on: Stage, filled: Filled) -> int:

@@ -72,11 +72,13 @@ def run(on: Stage, size: Size, noise: Noise) -> Findings:
     )
 
 
-def rows_of(engine: str, count: int, found: Methods) -> list[Row]:
+def rows_of(engine: str, count: int, methods: Methods) -> list[Row]:
     """Return rows that compare fused with plain."""
-    fused, plain = found["fused"], found["plain"]
-    bytes_fused, bytes_plain = (max(one.peak for one in each) for each in (fused, plain))
-    seconds = [[one.seconds for one in each] for each in (fused, plain)]
+    fused, plain = methods["fused"], methods["plain"]
+    bytes_fused, bytes_plain = (
+        max(measurement.peak for measurement in each) for each in (fused, plain)
+    )
+    seconds = [[measurement.seconds for measurement in each] for each in (fused, plain)]
     where = f"{count * COLUMNS:,} tokens, {megabytes(fused[0].model)} of logits a rank, {engine}"
     return [
         Row(
@@ -143,8 +145,8 @@ def fsdp_pass(folder: Path) -> Callable[..., int]:
     engine = FSDPEngine(folder, device=torch.device("cpu"), learning_rate=1e-6)
 
     def once(batch: Batch, *, fused: bool) -> int:
-        found = response_statistics(engine.module, batch, entropy=True, fused=fused)
-        engine.accumulate(loss(found)[0], first=True, last=True)
+        statistics = response_statistics(engine.module, batch, entropy=True, fused=fused)
+        engine.accumulate(loss(statistics)[0], first=True, last=True)
         return batch.response_mask.numel() * VOCABULARY * 4
 
     return once
@@ -169,8 +171,8 @@ def megatron_pass(folder: Path) -> Callable[..., int]:
     def once(batch: Batch, *, fused: bool) -> int:
         for chunk in engine.module:
             chunk.zero_grad_buffer()
-        wanted = Statistics(VOCABULARY, temperature=1.0, entropy=True, fused=fused)
-        accumulate_gradients(engine.module, [batch], loss, wanted)
+        statistics = Statistics(VOCABULARY, temperature=1.0, entropy=True, fused=fused)
+        accumulate_gradients(engine.module, [batch], loss, statistics)
         return batch.response_mask.numel() * VOCABULARY * 4 // ranks
 
     return once
@@ -193,6 +195,6 @@ def measure_all(
         name: partial(measure, partial(once, batch, fused=fused))
         for name, fused in (("fused", True), ("plain", False))
     }
-    found = taking_turns(contenders, rounds, Noise())
+    methods = taking_turns(contenders, rounds, Noise())
     dist.destroy_process_group()
-    return found
+    return methods

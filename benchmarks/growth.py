@@ -51,7 +51,7 @@ class Memory(NamedTuple):
     server: int
     behind: int
     """Entries on the server when the last one was folded."""
-    left: int
+    remaining: int
     """Entries on the server once the reducer is idle, between two snapshots."""
 
 
@@ -84,7 +84,7 @@ def run(on: Stage, size: Size, noise: Noise) -> Findings:
         "later, when the segments are those of that pace.",
         "Fed as fast as it folds. Entries on the server when the last was folded, and at most "
         "between two snapshots: "
-        + ", ".join(f"{o.behind:,} and {o.left:,} after {o.steps:,} steps" for o in seen)
+        + ", ".join(f"{o.behind:,} and {o.remaining:,} after {o.steps:,} steps" for o in seen)
         + ".",
     ]
     return Findings(rows_of(seen), notes)
@@ -110,9 +110,9 @@ class Feed:
 def most_of(looks: list[Memory]) -> Memory:
     """Return the maximum of several samples, for each kind of memory."""
     return looks[0]._replace(
-        reducer=max(one.reducer for one in looks),
-        server=max(one.server for one in looks),
-        left=max(one.left for one in looks),
+        reducer=max(sample.reducer for sample in looks),
+        server=max(sample.server for sample in looks),
+        remaining=max(sample.remaining for sample in looks),
     )
 
 
@@ -121,8 +121,8 @@ def keep_pace(client: redis.Redis, filled: Filled) -> None:
     give_up = time.monotonic() + START_DEADLINE
     key = RunKeys.of(RUN).position
     while True:
-        found: Any = client.get(key)
-        folded = filled.index_of(found.decode()) + 1 if found else 0
+        stored: Any = client.get(key)
+        folded = filled.index_of(stored.decode()) + 1 if stored else 0
         if filled.entries - folded <= AHEAD:
             return
         if time.monotonic() > give_up:
@@ -142,7 +142,7 @@ def looked(on: Stage, pid: int, steps: int) -> Memory:
         reducer=process.memory_info().rss,
         server=on.server["used_memory"],
         behind=behind,
-        left=client.xlen(RunKeys.of(RUN).events),
+        remaining=client.xlen(RunKeys.of(RUN).events),
     )
 
 
@@ -151,13 +151,13 @@ def rows_of(seen: list[Memory]) -> list[Row]:
     first, *later = seen
     return [
         Row(
-            what=f"memory of the {who}, {one.steps:,} steps, {one.events:,} events",
-            figure=megabytes(getattr(one, who)),
+            what=f"memory of the {who}, {sample.steps:,} steps, {sample.events:,} events",
+            figure=megabytes(getattr(sample, who)),
             peer=f"{first.steps:,} steps",
             peer_figure=megabytes(getattr(first, who)),
-            ratio=getattr(one, who) / getattr(first, who),
-            asked=STEADY,
+            ratio=getattr(sample, who) / getattr(first, who),
+            target=STEADY,
         )
         for who in ("reducer", "server")
-        for one in later
+        for sample in later
     ]

@@ -37,7 +37,7 @@ async def explore(url: str, run_id: str, name: str, tokens: str, pause: str) -> 
                 if claims and float(pause):
                     await anyio.sleep(float(pause))
                 await explorer.answer_all(
-                    [(one, experiences(one, name, int(tokens))) for one in claims]
+                    [(claim, experiences(claim, name, int(tokens))) for claim in claims]
                 )
                 waited += claimed - began
                 busy += time.perf_counter() - claimed
@@ -48,29 +48,29 @@ async def explore(url: str, run_id: str, name: str, tokens: str, pause: str) -> 
 
 def experiences(claim: Claim, explorer: str, tokens: int) -> list[Experience]:
     """Return the samples that a request asks for."""
-    asked = claim.request
+    request = claim.request
     turns = [
         Turn(role="prompt", tokens=list(range(16))),
         Turn(
             role="policy",
             tokens=list(range(1000, 1000 + tokens)),
             logprobs=[-0.125] * tokens,
-            versions=[(asked.oldest, tokens)],
+            versions=[(request.oldest, tokens)],
         ),
     ]
     return [
         Experience(
-            run_id=asked.run_id,
-            epoch=asked.epoch,
-            ordinal=asked.ordinal,
-            attempt=asked.attempt,
+            run_id=request.run_id,
+            epoch=request.epoch,
+            ordinal=request.ordinal,
+            attempt=request.attempt,
             sample=sample,
-            samples=asked.samples,
+            samples=request.samples,
             explorer=explorer,
             turns=turns,
             reward=1.0,
         )
-        for sample in range(asked.samples)
+        for sample in range(request.samples)
     ]
 
 

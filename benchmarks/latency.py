@@ -69,7 +69,7 @@ def run(on: Stage, size: Size, noise: Noise) -> Findings:
         notes.append("The original's design was left out: Ray is not installed (make setup).")
     else:
         say(f"the original's design, {size.original} samples")
-        rows += original_rows(on, [one for block in ours for one in block], size.original)
+        rows += original_rows(on, [sample for block in ours for sample in block], size.original)
         notes.append(
             "The original's design is a small model: a call to a Ray actor that counts and writes "
             f"a file, which is read every {POLL_EVERY:g} s."
@@ -91,8 +91,8 @@ async def blocks(
             noise.beat()
             say(f"  block {number + 1} of {size.blocks}")
             turn = [(ours, ready), (bare, hop)]
-            for found, sample in turn if number % 2 else reversed(turn):
-                found.append([await paced(sample) for _ in range(size.samples)])
+            for samples, sample in turn if number % 2 else reversed(turn):
+                samples.append([await paced(sample) for _ in range(size.samples)])
     return ours, bare
 
 
@@ -166,9 +166,9 @@ async def hops(on: Stage, client: Any) -> AsyncIterator[Sample]:
     async def listen() -> None:
         after = "0-0"
         while True:
-            for _, found in await client.xread({OUT: after}, block=1000) or ():
+            for _, entries in await client.xread({OUT: after}, block=1000) or ():
                 now = time.perf_counter()
-                for entry_id, fields in found:
+                for entry_id, fields in entries:
                     after = entry_id.decode()
                     await send.send((int(fields[b"n"]), now))
 
@@ -182,16 +182,16 @@ async def arrival(arrivals: MemoryObjectReceiveStream[tuple[int, float]], number
     """Return the arrival time of this number; skip earlier ones."""
     with anyio.fail_after(DEADLINE):
         while True:
-            found, at = await arrivals.receive()
-            if found == number:
+            arrived, at = await arrivals.receive()
+            if arrived == number:
                 return at
 
 
 def rows_of(ours: list[list[float]], bare: list[list[float]]) -> tuple[list[Row], list[str]]:
     """Return rows of median and p99 against the bare hops' median, and p99 against their p99."""
-    all_ours = [one for block in ours for one in block]
-    all_bare = [one for block in bare for one in block]
-    medians, bare_medians = [median(one) for one in ours], [median(one) for one in bare]
+    all_ours = [sample for block in ours for sample in block]
+    all_bare = [sample for block in bare for sample in block]
+    medians, bare_medians = [median(block) for block in ours], [median(block) for block in bare]
     hop, p99, bare_p99 = median(all_bare), percentile(all_ours, 0.99), percentile(all_bare, 0.99)
     rows = [
         Row(
@@ -200,7 +200,7 @@ def rows_of(ours: list[list[float]], bare: list[list[float]]) -> tuple[list[Row]
             peer="two bare hops, median",
             peer_figure=milliseconds(hop),
             ratio=ratio(medians, bare_medians),
-            asked=MEDIAN,
+            target=MEDIAN,
             spread=spread(medians),
         ),
         Row(
@@ -209,7 +209,7 @@ def rows_of(ours: list[list[float]], bare: list[list[float]]) -> tuple[list[Row]
             peer="two bare hops, median",
             peer_figure=milliseconds(hop),
             ratio=p99 / hop,
-            asked=P99,
+            target=P99,
         ),
         Row(
             what="publish to step-ready, p99",

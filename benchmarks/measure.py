@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class Row(Struct, frozen=True, kw_only=True, omit_defaults=True):
     peer: str = ""
     peer_figure: str = ""
     ratio: float | None = None
-    asked: Rounds | None = None
+    target: Rounds | None = field(default=None, name="asked")
     spread: float | None = None
 
 
@@ -75,15 +75,15 @@ def taking_turns(
 
     A disturbance of the machine affects all contenders, and each one has every place in the order.
     """
-    found: dict[str, list[T]] = {name: [] for name in contenders}
+    results: dict[str, list[T]] = {name: [] for name in contenders}
     names = list(contenders)
     for number in range(rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:
             noise.beat()
             say(f"  round {number + 1} of {rounds}: {name}")
-            found[name].append(contenders[name]())
-    return found
+            results[name].append(contenders[name]())
+    return results
 
 
 def median(values: Sequence[float]) -> float:
@@ -104,7 +104,7 @@ def spread(values: Sequence[float]) -> float | None:
 
 def ratio(ours: Sequence[float], peer: Sequence[float]) -> float:
     """Return the median of the rounds' ratios: both figures of a round saw the same machine."""
-    return median([one / other for one, other in zip(ours, peer, strict=True)])
+    return median([figure / peer_figure for figure, peer_figure in zip(ours, peer, strict=True)])
 
 
 def say(line: str) -> None:

@@ -57,14 +57,14 @@ def run(on: Stage, size: Size, noise: Noise) -> Findings:
     )
 
 
-def rows_of(change: str, found: Methods) -> list[Row]:
+def rows_of(change: str, methods: Methods) -> list[Row]:
     """Return rows that compare slices with each other method."""
-    slices = found["slices"]
+    slices = methods["slices"]
     where = f"{megabytes(slices[0].model)}, {change}"
     return [
         row
         for way in ("tensors", "model")
-        for row in rows_beside("slices", where, slices, way, found[way])
+        for row in rows_beside("slices", where, slices, way, methods[way])
     ]
 
 
@@ -90,9 +90,9 @@ class Target:
         for source, tensor in tensors:
             arrived[source] = tensor
             name = self._names[source]
-            if all(one in arrived for one in self._sources[name]):
+            if all(part in arrived for part in self._sources[name]):
                 whole = self._mapping.to_megatron(
-                    name, [arrived.pop(one) for one in self._sources[name]]
+                    name, [arrived.pop(part) for part in self._sources[name]]
                 )
                 parameter = self._parameters[name]
                 shards = self._mapping.split(name, whole, parameter, self._parts)
@@ -129,6 +129,6 @@ def measure_all(rank: int, place: str, folder: str, *, change: str, rounds: int)
         for way in ways.values():
             way()  # warm-up
         contenders = {name: partial(measure, way) for name, way in ways.items()}
-        found = taking_turns(contenders, rounds, Noise())
+        methods = taking_turns(contenders, rounds, Noise())
     dist.destroy_process_group()
-    return found
+    return methods

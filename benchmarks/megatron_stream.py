@@ -75,13 +75,13 @@ def run(on: Stage, size: Size, noise: Noise) -> Findings:
     )
 
 
-def rows_of(layout: str, found: Methods) -> list[Row]:
+def rows_of(layout: str, methods: Methods) -> list[Row]:
     """Return rows that compare the stream with each other method."""
-    stream = found["stream"]
+    stream = methods["stream"]
     where = f"{megabytes(stream[0].model)} at {layout}"
     return [
         row
-        for way, theirs in found.items()
+        for way, theirs in methods.items()
         if way != "stream"
         for row in rows_beside("a stream", where, stream, way, theirs)
     ]
@@ -142,7 +142,10 @@ def objects(engine: Any, chunk: torch.Tensor) -> int:
     import torch
     import torch.distributed as dist
 
-    mine = [(one.name, one.offsets, one.global_shape, one.tensor) for one in engine.local_shards()]
+    mine = [
+        (shard.name, shard.offsets, shard.global_shape, shard.tensor)
+        for shard in engine.local_shards()
+    ]
     everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(mine, everyone)
     if everyone is None:
@@ -178,9 +181,9 @@ def measure_all(rank: int, place: str, folder: str, *, layout: str, rounds: int)
     contenders = {
         name: partial(measure, partial(way, engine, buffer)) for name, way in WAYS.items()
     }
-    found = taking_turns(contenders, rounds, Noise())
+    methods = taking_turns(contenders, rounds, Noise())
     dist.destroy_process_group()
-    return found
+    return methods
 
 
 def random_engine(rank: int, place: str, folder: str, tensor: int, pipeline: int) -> Any:

@@ -61,7 +61,7 @@ class OneProcess:
         """Take one step; return the mean reward of its samples."""
         self.model.train(False)
         answered = anyio.run(self._episodes.answer_all, self._requests())
-        groups = [one for one in answered if isinstance(one, list)]
+        groups = [group for group in answered if isinstance(group, list)]
         assert len(groups) == len(answered), "a built-in task does not fail"
         self.model.train()
         batch = collate(groups, self.tokenizer.pad_token_id)
@@ -75,7 +75,7 @@ class OneProcess:
         self._optimizer.step()
         self._scheduler.step()
         self.steps_taken += 1
-        rewards = [one.reward for group in groups for one in group]
+        rewards = [sample.reward for group in groups for sample in group]
         return sum(rewards) / len(rewards)
 
     def _requests(self) -> list[RolloutRequest]:

@@ -187,11 +187,11 @@ class WeightTaker:
             parameter.copy_(ray.get(self._keeper.get.remote(name)))
         return float(self._parameters[LAST][-1])
 
-    def pull_whole(self, kept: list[Any]) -> float:
+    def pull_whole(self, references: list[Any]) -> float:
         """Copy a version that was put as a whole, whose arrays are views of the object store."""
         import ray
 
-        state = ray.get(kept[0])
+        state = ray.get(references[0])
         for name, parameter in self._parameters.items():
             raw = parameter.view(torch_bytes())
             raw.numpy()[:] = state[name]
@@ -218,14 +218,14 @@ class WeightsThroughRay:
         self._model = model
         self._versions = versions
         self._nodes = nodes
-        self._held = ExitStack()
+        self._exits = ExitStack()
         self._synced = 0
 
     def __enter__(self) -> WeightsThroughRay:
         import ray
 
         room = self._versions * self._model.nbytes + (200 << 20)
-        self._held.enter_context(ray_of(self._nodes, room))
+        self._exits.enter_context(ray_of(self._nodes, room))
         self._source = self._model.parameters()
         self._keeper: Any = ray.remote(WeightKeeper).options(num_cpus=0).remote()
         taker = placed(ray.remote(WeightTaker), self._nodes)
@@ -234,7 +234,7 @@ class WeightsThroughRay:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._held.close()
+        self._exits.close()
 
     def sync(self) -> float:
         """Return the seconds of one version."""
@@ -254,9 +254,9 @@ class WeightsThroughRay:
         self._synced = 1 + self._synced % 100  # integers that bf16 represents exactly
         self._source[LAST][-1] = self._synced
         began = time.perf_counter()
-        arrays = {name: one.view(torch_bytes()).numpy() for name, one in self._source.items()}
-        kept = ray.put(arrays)
-        applied = ray.get(self._taker.pull_whole.remote([kept]))
+        arrays = {name: tensor.view(torch_bytes()).numpy() for name, tensor in self._source.items()}
+        reference = ray.put(arrays)
+        applied = ray.get(self._taker.pull_whole.remote([reference]))
         return self._checked(applied, time.perf_counter() - began)
 
     def _checked(self, applied: float, seconds: float) -> float:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .chart import Bar, bar_chart
-from .report import PERFORMANCE, ROOT, SPEED, PageBroken, kept
+from .report import PERFORMANCE, ROOT, SPEED, PageBroken, read_reports
 
 _DOCS = ROOT / "docs"
 BEGIN = "<!-- summary: written by python -m benchmarks --pages -->"
@@ -63,8 +63,10 @@ class Figures:
     """Every figure that was kept, by what it is of."""
 
     def __init__(self) -> None:
-        reports = [one for place in (SPEED, PERFORMANCE) for one in kept(place.folder)]
-        self._reports = {one.name: one for one in reports}
+        reports = [
+            report for place in (SPEED, PERFORMANCE) for report in read_reports(place.folder)
+        ]
+        self._reports = {report.name: report for report in reports}
 
     def __getitem__(self, quote: Quote) -> str:
         """Return the figure as it was measured, without the speed that follows it."""
@@ -202,10 +204,10 @@ def performance_summary(figures: Figures) -> str:
 
 def comparison(figures: Figures, docs: str) -> str:
     """Write what the project replaces, and why, in three lines; ``docs`` begins every link."""
-    found = _CHAOS.search((_DOCS / "reliability.md").read_text())
-    if found is None:
+    match = _CHAOS.search((_DOCS / "reliability.md").read_text())
+    if match is None:
         raise PageBroken("docs/reliability.md does not say how many runs had faults: make chaos")
-    runs, faults = found.groups()
+    runs, faults = match.groups()
     of = figures
     return "\n\n".join(
         (

@@ -65,16 +65,16 @@ def measured(
             for rank in range(ranks)
         ]
         try:
-            for one in processes:
-                one.start()
+            for process in processes:
+                process.start()
             theirs.close()  # so that the pipe closes when all ranks end
             if not ours.poll(DEADLINE):
                 raise TimeoutError(f"the ranks said nothing for {DEADLINE:g} s")
             return msgspec.json.decode(ours.recv_bytes(), type=Methods)
         finally:
-            for one in processes:
-                one.join(10)
-                one.kill()
+            for process in processes:
+                process.join(10)
+                process.kill()
 
 
 def measure(once: Callable[[], int]) -> Measured:
@@ -98,8 +98,8 @@ def rows_beside(
     method: str, where: str, mine: list[Measured], peer: str, theirs: list[Measured]
 ) -> list[Row]:
     """Return a row of seconds and one of memory, of a method beside another one."""
-    mine_s, theirs_s = ([one.seconds for one in each] for each in (mine, theirs))
-    mine_b, theirs_b = (max(one.peak for one in each) for each in (mine, theirs))
+    mine_s, theirs_s = ([measurement.seconds for measurement in each] for each in (mine, theirs))
+    mine_b, theirs_b = (max(measurement.peak for measurement in each) for each in (mine, theirs))
     return [
         Row(
             what=f"seconds of {method}, {where}",
@@ -115,7 +115,7 @@ def rows_beside(
             peer=peer,
             peer_figure=megabytes(theirs_b),
             ratio=mine_b / theirs_b,
-            spread=spread([one.peak for one in mine]),
+            spread=spread([measurement.peak for measurement in mine]),
         ),
     ]
 
@@ -125,9 +125,9 @@ def _rank_main(
 ) -> None:
     """Measure on one rank; rank 0 sends the results."""
     with Path(os.devnull).open("w") as nowhere, redirect_stderr(nowhere if rank else sys.stderr):
-        found = measure_on_rank(rank, *where)
+        methods = measure_on_rank(rank, *where)
     if rank == 0:
-        answer.send_bytes(msgspec.json.encode(found))
+        answer.send_bytes(msgspec.json.encode(methods))
 
 
 def _resident(field: str) -> int:

@@ -32,20 +32,20 @@ async def read_and_decode(url: str, run_id: str, how: str) -> dict[str, float]:
         after, began, cpu, entries = ORIGIN, 0.0, 0.0, 0
         while True:
             if how == "client":
-                found = await page(after)
-                for _, fields in found:
+                page_of_entries = await page(after)
+                for _, fields in page_of_entries:
                     decode_envelope(fields[FIELD])
             else:
-                found = await log.read(after, limit=PAGE)
-                for entry in found:
+                page_of_entries = await log.read(after, limit=PAGE)
+                for entry in page_of_entries:
                     reader.decode(entry.payload)
-            if not found:
+            if not page_of_entries:
                 break
             if after == ORIGIN:
                 began, cpu = time.perf_counter(), time.process_time()
             else:
-                entries += len(found)
-            last: Any = found[-1][0]
+                entries += len(page_of_entries)
+            last: Any = page_of_entries[-1][0]
             after = last if isinstance(last, str) else last.decode()
         return {
             "entries": entries,

@@ -20,8 +20,8 @@ async def relay(url: str, source: str, target: str) -> None:
         client: Any = connected
         after = "0-0"
         while True:
-            for _, found in await client.xread({source: after}, block=1000) or ():
-                for entry_id, fields in found:
+            for _, entries in await client.xread({source: after}, block=1000) or ():
+                for entry_id, fields in entries:
                     after = entry_id.decode()
                     await client.xadd(target, fields)
 

@@ -91,9 +91,9 @@ def speed_row(name: str, short: Log, long: Log) -> Row:
     """Return the row of events per second, with the read and decode loop as the peer."""
     more = long.entries - short.entries
     pairs = zip(long.spent[name], short.spent[name], strict=True)
-    rates = [more / (one.seconds - other.seconds) for one, other in pairs]
+    rates = [more / (longer.seconds - shorter.seconds) for longer, shorter in pairs]
     loops = long.loops[: len(rates)]
-    seconds = median([one.seconds for one in long.spent[name]])
+    seconds = median([spent.seconds for spent in long.spent[name]])
     return Row(
         what=f"{name}, {long.entries:,} entries, {seconds:.1f} s",
         figure=f"{median(rates):,.0f}/s",
@@ -107,7 +107,7 @@ def speed_row(name: str, short: Log, long: Log) -> Row:
 def memory_row(name: str, short: Log, long: Log) -> Row:
     """Return the row of peak memory, with the shorter log as the peer."""
     peak, short_peak = (
-        median([one.peak_bytes for one in log.spent[name]]) for log in (long, short)
+        median([spent.peak_bytes for spent in log.spent[name]]) for log in (long, short)
     )
     return Row(
         what=f"{name}, peak memory, {long.entries:,} entries",
@@ -115,7 +115,7 @@ def memory_row(name: str, short: Log, long: Log) -> Row:
         peer=f"{short.entries:,} entries",
         peer_figure=megabytes(short_peak),
         ratio=peak / short_peak,
-        asked=CONSTANT,
+        target=CONSTANT,
     )
 
 

@@ -111,11 +111,11 @@ def keep(report: Report, place: DocumentPlace) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     shown = json.dumps(msgspec.to_builtins(report), indent=2)
     (folder / f"{report.name}.json").write_text(f"{shown}\n")
-    figures = "\n\n".join(_section(one) for one in kept(folder))
+    figures = "\n\n".join(_section(report) for report in read_reports(folder))
     page.write_text(_FIGURES.sub(lambda _: f"{BEGIN}\n\n{figures}\n\n{END}", text))
 
 
-def kept(folder: Path) -> list[Report]:
+def read_reports(folder: Path) -> list[Report]:
     """Return all stored reports."""
     return [
         msgspec.json.decode(path.read_bytes(), type=Report)
@@ -148,16 +148,16 @@ def _cells(row: Row) -> list[str]:
         row.peer,
         row.peer_figure,
         "" if row.ratio is None else f"{row.ratio:.3g}",
-        _asked(row.asked, row.ratio),
+        _format_target(row.target, row.ratio),
         "" if row.spread is None else f"{row.spread:.0%}",
     ]
 
 
-def _asked(asked: Rounds | None, ratio: float | None) -> str:
-    if asked is None or ratio is None:
+def _format_target(target: Rounds | None, ratio: float | None) -> str:
+    if target is None or ratio is None:
         return ""
-    missed = "" if asked.met_by(ratio) else " (missed)"
-    return f"{asked.bound} {asked.limit:g}{missed}"
+    missed = "" if target.met_by(ratio) else " (missed)"
+    return f"{target.bound} {target.limit:g}{missed}"
 
 
 def _conditions(report: Report) -> str:

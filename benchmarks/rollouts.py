@@ -71,17 +71,21 @@ class Steps(NamedTuple):
 
 def run(on: Stage, size: Size, noise: Noise) -> Findings:
     """Measure each number of prompts in rounds that take turns, and two bare hops in each."""
-    found: dict[int, list[Steps]] = {prompts: [] for prompts in size.prompts}
+    rounds_by_prompts: dict[int, list[Steps]] = {prompts: [] for prompts in size.prompts}
     bare: list[float] = []
     with process("benchmarks.relay", on.url, IN, OUT, home=on.folder):
         for number in range(size.rounds):
             for prompts in size.prompts:
                 noise.beat()
                 say(f"  round {number + 1} of {size.rounds}: {prompts} prompts")
-                found[prompts].append(anyio.run(steps, on, prompts, size.steps, 0.0))
+                rounds_by_prompts[prompts].append(anyio.run(steps, on, prompts, size.steps, 0.0))
             bare += anyio.run(bare_hops, on, size.steps)
     busy = anyio.run(steps, on, size.prompts[-1], size.steps, GENERATION)
-    rows = [row for prompts, rounds in found.items() for row in rows_of(prompts, rounds, bare)]
+    rows = [
+        row
+        for prompts, rounds in rounds_by_prompts.items()
+        for row in rows_of(prompts, rounds, bare)
+    ]
     rows.append(
         Row(
             what=f"explorers idle, {milliseconds(GENERATION)} a generation, one step ahead",
@@ -108,7 +112,7 @@ def notes(size: Size) -> list[str]:
 
 def rows_of(prompts: int, rounds: list[Steps], bare: list[float]) -> list[Row]:
     """Return the rows of one number of prompts."""
-    seconds = [one for steps in rounds for one in steps.seconds]
+    seconds = [seconds_of_step for steps in rounds for seconds_of_step in steps.seconds]
     medians = [steps.median for steps in rounds]
     what = f"a step of {prompts} prompts, {prompts * SAMPLES} samples"
     last = rounds[-1]
@@ -119,7 +123,7 @@ def rows_of(prompts: int, rounds: list[Steps], bare: list[float]) -> list[Row]:
             peer="asked for",
             peer_figure=milliseconds(GOAL),
             ratio=median(seconds) / GOAL,
-            asked=WITHIN,
+            target=WITHIN,
             spread=spread(medians),
         ),
         Row(
@@ -175,11 +179,11 @@ async def steps(on: Stage, prompts: int, count: int, generation: float) -> Steps
                 await one_step(dispatcher, StepRef(epoch, first + step), prompts)
                 seconds.append(time.perf_counter() - began)
             after = await log.read(limit=10**6)
-        idle = [float(one) for one in await client.hvals(KEY)]
+        idle = [float(share) for share in await client.hvals(KEY)]
         await client.delete(*RunKeys.of(run_id))
-    told = after[len(before) :]
-    size = sum(len(entry.payload) for entry in told)
-    return Steps(seconds, median(idle), len(told) / count, size / count)
+    entries = after[len(before) :]
+    size = sum(len(entry.payload) for entry in entries)
+    return Steps(seconds, median(idle), len(entries) / count, size / count)
 
 
 async def warm_up(dispatcher: RolloutDispatcher, epoch: int, prompts: int) -> int:
@@ -199,8 +203,8 @@ async def one_step(dispatcher: RolloutDispatcher, at: StepRef, prompts: int) -> 
     """Dispatch, take and train a step; return its groups."""
     await dispatcher.dispatch(prompts, StepRef(at.epoch, at.step - 1))
     groups = await dispatcher.take(prompts, deadline=DEADLINE)
-    told: dict[str, Any] = {"metrics": {"loss": 0.5}, "staleness": {0: prompts * SAMPLES}}
-    await dispatcher.trained(at.step, groups, **told)
+    outcome: dict[str, Any] = {"metrics": {"loss": 0.5}, "staleness": {0: prompts * SAMPLES}}
+    await dispatcher.trained(at.step, groups, **outcome)
     return groups
 
 

@@ -50,7 +50,7 @@ def row(
     ours: list[float],
     peer: str,
     theirs: list[float],
-    asked: Rounds | None = None,
+    target: Rounds | None = None,
 ) -> Row:
     """Return a row that compares our seconds with a peer's, as speeds."""
     return Row(
@@ -59,7 +59,7 @@ def row(
         peer=peer,
         peer_figure=figure(turn.model, theirs),
         ratio=ratio(theirs, ours),
-        asked=asked,
+        target=target,
         spread=spread(ours),
     )
 

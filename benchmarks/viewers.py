@@ -84,10 +84,12 @@ class Block(NamedTuple):
 def run(on: Stage, size: Size, noise: Noise) -> Findings:
     """Measure the same run with each number of viewers, in turns."""
     with reducer(on, RUN):
-        found = anyio.run(blocks, on, size, noise)
-    alone, one = found[ALONE], found[Watched(1)]
-    rows = [_latency(which, found[which], alone) for which in WATCHED if which != ALONE]
-    rows += [_commands(which, found[which], one) for which in WATCHED if which.viewers > 1]
+        blocks_by_kind = anyio.run(blocks, on, size, noise)
+    alone, single = blocks_by_kind[ALONE], blocks_by_kind[Watched(1)]
+    rows = [_latency(which, blocks_by_kind[which], alone) for which in WATCHED if which != ALONE]
+    rows += [
+        _commands(which, blocks_by_kind[which], single) for which in WATCHED if which.viewers > 1
+    ]
     notes = [
         "A viewer holds a stream of server-sent events and reads it. Blocks of each kind take "
         f"turns, {size.blocks} of {size.samples} steps; a ratio is the median over the blocks. "
@@ -99,8 +101,8 @@ def run(on: Stage, size: Size, noise: Noise) -> Findings:
     return Findings(rows, notes)
 
 
-def _latency(which: Watched, found: list[Block], alone: list[Block]) -> Row:
-    ours, peer = [one.latency for one in found], [one.latency for one in alone]
+def _latency(which: Watched, samples: list[Block], alone: list[Block]) -> Row:
+    ours, peer = [block.latency for block in samples], [block.latency for block in alone]
     return Row(
         what=f"publish to step-ready with {which.in_words}",
         figure=milliseconds(median(ours)),
@@ -111,8 +113,8 @@ def _latency(which: Watched, found: list[Block], alone: list[Block]) -> Row:
     )
 
 
-def _commands(which: Watched, found: list[Block], one: list[Block]) -> Row:
-    ours, peer = [block.commands for block in found], [block.commands for block in one]
+def _commands(which: Watched, samples: list[Block], single: list[Block]) -> Row:
+    ours, peer = [block.commands for block in samples], [block.commands for block in single]
     return Row(
         what=f"commands of the server for each step, {which.in_words}",
         figure=f"{median(ours):.1f}",
@@ -125,7 +127,7 @@ def _commands(which: Watched, found: list[Block], one: list[Block]) -> Row:
 
 async def blocks(on: Stage, size: Size, noise: Noise) -> Mapping[Watched, list[Block]]:
     """Return the blocks of each kind."""
-    found: dict[Watched, list[Block]] = {which: [] for which in WATCHED}
+    blocks_by_kind: dict[Watched, list[Block]] = {which: [] for which in WATCHED}
     async with connect(on.url) as client, pipeline(on, client) as ready:
         for _ in range(3):  # opens connections and loads scripts
             await ready()
@@ -135,8 +137,10 @@ async def blocks(on: Stage, size: Size, noise: Noise) -> Mapping[Watched, list[B
                 say(f"  block {number + 1} of {size.blocks}")
                 first = number % len(WATCHED)
                 for which in WATCHED[first:] + WATCHED[:first]:
-                    found[which].append(await _block(on, port, which, client, ready, size.samples))
-    return found
+                    blocks_by_kind[which].append(
+                        await _block(on, port, which, client, ready, size.samples)
+                    )
+    return blocks_by_kind
 
 
 async def _block(
@@ -168,7 +172,7 @@ async def _count(client: Any) -> int:
 def viewing(on: Stage, port: int, count: int) -> Iterator[subprocess.Popen[bytes]]:
     """Let viewers read in a process of their own; yield it once all have the run's state."""
     arguments = ("benchmarks.viewers", str(port), RUN, str(count))
-    with process(*arguments, home=on.folder, told=True) as started:
+    with process(*arguments, home=on.folder, with_output=True) as started:
         assert started.stdout is not None
         line = started.stdout.readline()
         assert line == b"ready\n", f"the viewers did not start: {line!r}"

@@ -86,11 +86,11 @@ def run(on: Stage, size: Size, noise: Noise) -> Findings:
         for turn in size.turns:
             say(f"  {turn.name}")
             if turn.alone:
-                found = measured_alone(turn, url, noise)
+                measurement = measured_alone(turn, url, noise)
             else:
-                found = measured(turn, url, noise, original=0 if missing else turn.original)
-            rows += found.rows
-            totals.append((turn.model, found.seconds))
+                measurement = measured(turn, url, noise, original=0 if missing else turn.original)
+            rows += measurement.rows
+            totals.append((turn.model, measurement.seconds))
             if turn.consumers:
                 rows += consumer_rows(turn.name, turn.model, turn.consumers, url, turn.rounds)
     if len(totals) > 1:
@@ -113,8 +113,8 @@ def measured(turn: Turn, url: str, noise: Noise, original: int) -> Measured:
             for contender in them.values():
                 for _ in range(_WARM):
                     contender()
-            found = taking_turns(them, turn.rounds, noise)
-            rows = rows_of(turn, found)
+            timings = taking_turns(them, turn.rounds, noise)
+            rows = rows_of(turn, timings)
             if original:
                 with WeightsThroughRay(turn.model) as path:
                     all_of_them = {
@@ -126,7 +126,7 @@ def measured(turn: Turn, url: str, noise: Noise, original: int) -> Measured:
                     for warm in (path.sync_with_care, them["shm"], them["shm, at rest"]):
                         warm()
                     rows += ray_rows(turn, taking_turns(all_of_them, original, noise))
-            return Measured(rows, median([one.all for one in found["shm"]]))
+            return Measured(rows, median([timed.all for timed in timings["shm"]]))
     finally:
         bare.unlink(missing_ok=True)
 
@@ -134,15 +134,15 @@ def measured(turn: Turn, url: str, noise: Noise, original: int) -> Measured:
 def measured_alone(turn: Turn, url: str, noise: Noise) -> Measured:
     """Measure one model through shared memory alone, with one version kept."""
     with peer(turn.model, url, None) as other:
-        ours = Contenders(turn.model, [other], url, kept=1)
+        ours = Contenders(turn.model, [other], url, versions=1)
         try:
             path = {"shm": lambda: ours.through("shm", along=True)}
             for _ in range(_WARM):
                 path["shm"]()
-            found = taking_turns(path, turn.rounds, noise)["shm"]
+            timings = taking_turns(path, turn.rounds, noise)["shm"]
         finally:
             ours.close()
-    times, stall = [one.all for one in found], [one.publish for one in found]
+    times, stall = [timed.all for timed in timings], [timed.publish for timed in timings]
     rows = [
         Row(what=f"{turn.name}, {what}", figure=figure(turn.model, took), spread=spread(took))
         for what, took in (("shared memory", times), ("stall while it is published", stall))
@@ -150,10 +150,10 @@ def measured_alone(turn: Turn, url: str, noise: Noise) -> Measured:
     return Measured(rows, median(times))
 
 
-def rows_of(turn: Turn, found: dict[str, list[Timed]]) -> list[Row]:
+def rows_of(turn: Turn, timings: dict[str, list[Timed]]) -> list[Row]:
     """Return rows that compare shared memory with each other path, by speed."""
-    times = {name: [one.all for one in all_of_it] for name, all_of_it in found.items()}
-    stall = [one.publish for one in found["shm"]]
+    times = {name: [timed.all for timed in all_of_it] for name, all_of_it in timings.items()}
+    stall = [timed.publish for timed in timings["shm"]]
     ours, bare, copied = times["shm"], times["pipeline"], times["copy"]
     rows = [
         row(turn, "shared memory", ours, "bare two-process pipeline", bare, LIMIT),
@@ -178,12 +178,12 @@ def rows_of(turn: Turn, found: dict[str, list[Timed]]) -> list[Row]:
     return rows
 
 
-def ray_rows(turn: Turn, found: dict[str, list[Timed]]) -> list[Row]:
+def ray_rows(turn: Turn, timings: dict[str, list[Timed]]) -> list[Row]:
     """Return rows that compare shared memory with both paths through Ray, round by round."""
-    times = {name: [one.all for one in all_of_it] for name, all_of_it in found.items()}
+    times = {name: [timed.all for timed in all_of_it] for name, all_of_it in timings.items()}
     return [
-        row(turn, what, times[way], peer, times[theirs], asked)
-        for peer, theirs, asked in (
+        row(turn, what, times[way], peer, times[theirs], target)
+        for peer, theirs, target in (
             ("the original's path", "original", ORIGINAL),
             ("Ray, used with care", "careful", CAREFUL),
         )
@@ -194,7 +194,9 @@ def ray_rows(turn: Turn, found: dict[str, list[Timed]]) -> list[Row]:
 def fitted(totals: list[tuple[Model, float]]) -> Row:
     """Fit the cost per tensor: time = a * tensors + bytes / bandwidth."""
     sizes = np.array([[model.tensors, model.nbytes] for model, _ in totals], float)
-    (a, per_byte), *_ = np.linalg.lstsq(sizes, np.array([one for _, one in totals]), rcond=None)
+    (a, per_byte), *_ = np.linalg.lstsq(
+        sizes, np.array([seconds for _, seconds in totals]), rcond=None
+    )
     return Row(
         what="fit over these models: a tensor, whatever its size",
         figure=f"{a * 1e6:.2f} µs, and {1 / per_byte / (1 << 30):.2f} GiB/s",
@@ -205,7 +207,7 @@ def notes_of(size: Size, *, missing: bool) -> list[str]:
     """Return the notes for readers of the figures."""
     notes = [
         "Tensors are bf16. Ratios are of speeds: above 1, shared memory is faster. Rounds: "
-        + ", ".join(f"{one.rounds} of {one.name}" for one in size.turns)
+        + ", ".join(f"{turn.rounds} of {turn.name}" for turn in size.turns)
         + ".",
         f"The bare pipeline copies {BLOCK >> 20} MiB at a time into a mapped file while the other "
         "process copies the last ones out of it, in one flat piece each, and checks nothing.",
@@ -220,12 +222,12 @@ def notes_of(size: Size, *, missing: bool) -> list[str]:
     ]
     if missing:
         notes.append("The original's path was left out: Ray is not installed (make setup).")
-    elif any(one.original for one in size.turns):
+    elif any(turn.original for turn in size.turns):
         notes.append(
             "The original's path is a small model of it: the whole state dict is sent to a Ray "
             "actor, and another fetches it tensor by tensor into its model. Used with care, "
             "tensors are put once, as arrays, and copied from where Ray keeps them. Rounds: "
-            + ", ".join(f"{one.original} of {one.name}" for one in size.turns if one.original)
+            + ", ".join(f"{turn.original} of {turn.name}" for turn in size.turns if turn.original)
             + "."
         )
     else:

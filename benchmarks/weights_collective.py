@@ -65,10 +65,10 @@ def measured(on: Stage, turn: Turn, noise: Noise) -> list[Row]:
             began = time.perf_counter()
             ready = published(store, PartRef(RUN, 1, step, 0), source, layout)
             whole = time.perf_counter() - began
-            found = other.ask("apply", ready)
+            applied_number = other.ask("apply", ready)
             applied = time.perf_counter() - began
-            if found != number:
-                raise RuntimeError(f"through the group {found} was applied, not {number}")
+            if applied_number != number:
+                raise RuntimeError(f"through the group {applied_number} was applied, not {number}")
             return Timed(whole, applied)
 
         def bare() -> Timed:
@@ -82,9 +82,9 @@ def measured(on: Stage, turn: Turn, noise: Noise) -> list[Row]:
 
         them = {"ours": ours, "bare": bare}
         taking_turns(them, _WARM, Noise())
-        found = taking_turns(them, turn.rounds, noise)
-    whole = {name: [one.whole for one in found[name]] for name in them}
-    applied = {name: [one.applied for one in found[name]] for name in them}
+        timings = taking_turns(them, turn.rounds, noise)
+    whole = {name: [timed.whole for timed in timings[name]] for name in them}
+    applied = {name: [timed.applied for timed in timings[name]] for name in them}
     return [
         row(turn, WHOLE, whole["ours"], BARE, whole["bare"]),
         row(turn, APPLIED, applied["ours"], COPIED, applied["bare"]),

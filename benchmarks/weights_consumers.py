@@ -19,15 +19,15 @@ def consumer_rows(name: str, model: Model, most: int, url: str, rounds: int) -> 
     counts = [number for number in (1, 2, 4, 8) if number <= most]
     with ExitStack() as exits:
         peers = [exits.enter_context(peer(model, url, None)) for _ in range(most)]
-        found = _measured(model, peers, counts, url, rounds)
-    alone = [one.all for one in found["1"]]
+        timings = _measured(model, peers, counts, url, rounds)
+    alone = [timed.all for timed in timings["1"]]
     rows = []
     for key, what in [
         *((str(number), f"{number} consumers") for number in counts[1:]),
         ("late", f"{most} consumers, one of them late (it begins when it is announced)"),
         ("slow", f"all but one of {most} consumers, while that one holds the version before"),
     ]:
-        theirs = [one.all for one in found[key]]
+        theirs = [timed.all for timed in timings[key]]
         rows.append(
             Row(
                 what=f"{name}, {what}",
@@ -52,9 +52,9 @@ def _measured(
 
     def beside_a_slow_one() -> Timed:
         peers[-1].say("hold", ours.newest, SLOW)
-        found = among(len(peers) - 1)
+        timed = among(len(peers) - 1)
         peers[-1].wait()
-        return found
+        return timed
 
     them: dict[str, Callable[[], Timed]] = {
         str(number): partial(among, number) for number in counts

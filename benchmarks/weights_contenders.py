@@ -49,10 +49,10 @@ class Contenders:
         model: Shape of the model.
         others: Receiving processes; each takes every version unless others are chosen.
         url: URL of a Redis server.
-        kept: Versions that are kept at a time.
+        versions: Versions that are kept at a time.
     """
 
-    def __init__(self, model: Model, others: list[Peer], url: str, kept: int = KEPT) -> None:
+    def __init__(self, model: Model, others: list[Peer], url: str, versions: int = KEPT) -> None:
         self.others = others
         self.newest: StepReady | None = None
         self._source = model.parameters(1.0)
@@ -61,7 +61,7 @@ class Contenders:
         self._published: dict[str, list[int]] = {name: [] for name in self._stores}
         self._steps = count()
         self._staging = StagingMemory()
-        self._kept = kept
+        self._versions = versions
 
     def close(self) -> None:
         """Release the stores and the model."""
@@ -135,15 +135,15 @@ class Contenders:
         began: float,
         seconds: float,
         ready: StepReady,
-        found: list[float],
+        values: list[float],
         number: float,
     ) -> Timed:
         all_of_it = time.perf_counter() - began
-        if any(one != number for one in found):
-            raise RuntimeError(f"over {transport} {found} was applied, not {number}")
+        if any(value != number for value in values):
+            raise RuntimeError(f"over {transport} {values} was applied, not {number}")
         steps = self._published[transport]
         steps.append(ready.step)
-        while len(steps) > self._kept:
+        while len(steps) > self._versions:
             self._stores[transport].delete(PartRef(RUN, 1, steps.pop(0), 0))
         self.newest = ready
         return Timed(all_of_it, seconds)

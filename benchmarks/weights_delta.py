@@ -117,22 +117,22 @@ class Ends:
     def _retire(self, part: PartRef, report: PublishedPartReport) -> None:
         """Retire all versions but this one and its base."""
         base = part._replace(step=report.delta.base.step) if report.delta else part
-        for one in self._there:
-            if one != base:
-                self.near.delete(one)
+        for previous in self._there:
+            if previous != base:
+                self.near.delete(previous)
         self._there = [base, part]
 
     def check(self, tensors: Tensors) -> None:
         """Raise an error unless the model has these tensors."""
         for name, tensor in tensors.items():
-            found = self.module[name].detach()
-            if found.dtype != tensor.dtype or not torch.equal(found, tensor):  # noqa: TID251
+            parameter = self.module[name].detach()
+            if parameter.dtype != tensor.dtype or not torch.equal(parameter, tensor):  # noqa: TID251
                 raise RuntimeError(f"{name} was not applied as it was published")
 
     def close(self) -> None:
         """Delete the published versions."""
-        for one in self._there:
-            self.near.delete(one)
+        for part in self._there:
+            self.near.delete(part)
         self.far.close()
         self.near.close()
 
@@ -174,22 +174,28 @@ def shared(name: str, model: Model, share: float, url: str, rounds: int, noise: 
                 return timed
 
             contenders: dict[str, Callable[[], Timed]] = {"full": in_full, "delta": changed}
-            for one in contenders.values():
-                one()
-            found = taking_turns(contenders, rounds, noise)
-        rows += rows_of(f"{name}, {share:.1%} changed", transport, found)
+            for contender in contenders.values():
+                contender()
+            timings = taking_turns(contenders, rounds, noise)
+        rows += rows_of(f"{name}, {share:.1%} changed", transport, timings)
     return rows
 
 
-def rows_of(what: str, transport: str, found: dict[str, list[Timed]]) -> list[Row]:
+def rows_of(what: str, transport: str, timings: dict[str, list[Timed]]) -> list[Row]:
     """Return rows of bytes, which no transport changes, and of times."""
-    full, delta = found["full"], found["delta"]
+    full, delta = timings["full"], timings["delta"]
     rows = []
     if transport == "shm":
-        rows.append(bytes_row(what, [one.bytes for one in delta], [one.bytes for one in full]))
+        rows.append(
+            bytes_row(what, [timed.bytes for timed in delta], [timed.bytes for timed in full])
+        )
     for part, ours, theirs in (
-        ("applied", [one.all for one in delta], [one.all for one in full]),
-        ("published (the stall)", [one.publish for one in delta], [one.publish for one in full]),
+        ("applied", [timed.all for timed in delta], [timed.all for timed in full]),
+        (
+            "published (the stall)",
+            [timed.publish for timed in delta],
+            [timed.publish for timed in full],
+        ),
     ):
         rows.append(
             Row(
@@ -220,14 +226,14 @@ def chained(name: str, model: Model, share: float, url: str, versions: int) -> R
     """Publish a chain of versions with its full ones, as a run would."""
     say(f"  {name}, a chain with {share:.1%} changed from one to the next")
     tensors, generator = random_tensors(model), torch.Generator().manual_seed(2)
-    found: list[int] = []
+    sizes: list[int] = []
     with ends("shm", url, tensors) as both:
         for _ in range(versions):
             change(tensors, share, generator)
-            found.append(both.sync(tensors, delta=True).bytes)
+            sizes.append(both.sync(tensors, delta=True).bytes)
         both.check(tensors)
     what = f"{name}, {versions} versions with {share:.1%} changed from one to the next"
-    return bytes_row(what, found, [model.nbytes])
+    return bytes_row(what, sizes, [model.nbytes])
 
 
 def learned(url: str, steps: int) -> list[Row]:
@@ -243,13 +249,13 @@ def learned(url: str, steps: int) -> list[Row]:
 def learned_at(url: str, learning: Learning, steps: int, rate: float) -> list[Row]:
     """Measure one learning rate."""
     rows = []
-    found: dict[torch.dtype, list[int]] = {torch.float32: [], torch.bfloat16: []}
-    moved: dict[torch.dtype, list[float]] = {dtype: [] for dtype in found}
+    sizes_by_dtype: dict[torch.dtype, list[int]] = {torch.float32: [], torch.bfloat16: []}
+    moved: dict[torch.dtype, list[float]] = {dtype: [] for dtype in sizes_by_dtype}
     before: dict[torch.dtype, Tensors] = {}
     ends_of: dict[torch.dtype, Ends] = {}
     try:
         for tensors in learning:
-            for dtype, sizes in found.items():
+            for dtype, sizes in sizes_by_dtype.items():
                 cast = {name: tensor.to(dtype, copy=True) for name, tensor in tensors.items()}
                 if dtype not in ends_of:
                     ends_of[dtype] = Ends("shm", url, cast)
@@ -259,9 +265,9 @@ def learned_at(url: str, learning: Learning, steps: int, rate: float) -> list[Ro
                 sizes.append(ends_of[dtype].sync(cast, delta=True).bytes)
                 ends_of[dtype].check(cast)
     finally:
-        for one in ends_of.values():
-            one.close()
-    for dtype, sizes in found.items():
+        for ends_of_dtype in ends_of.values():
+            ends_of_dtype.close()
+    for dtype, sizes in sizes_by_dtype.items():
         whole = sum(tensor.nbytes for tensor in before[dtype].values())
         name = str(dtype).removeprefix("torch.")
         what = f"the demo's policy in {name}, {steps} GRPO steps at {rate:g} "
@@ -300,8 +306,8 @@ def change(tensors: Tensors, share: float, generator: torch.Generator) -> None:
         if share >= 1:
             bits ^= 1
         else:
-            wanted = max(1, round(share * tensor.numel()))
-            bits[torch.randint(tensor.numel(), (wanted,), generator=generator)] ^= 1
+            elements = max(1, round(share * tensor.numel()))
+            bits[torch.randint(tensor.numel(), (elements,), generator=generator)] ^= 1
 
 
 @contextmanager

@@ -104,15 +104,15 @@ def measured(turn: Turn, url: str, noise: Noise) -> list[Row]:
                 PINNED_COPY: trainer.pinned_copy,
             }
             taking_turns(them, _WARM, Noise())
-            found = taking_turns(them, turn.rounds, noise)
+            seconds = taking_turns(them, turn.rounds, noise)
         finally:
             trainer.close()
     limits = {"cuda": DEVICE_COPIES, "shm": PINNED_COPIES, "collective": PINNED_COPIES}
     rows = [
-        row(turn, f"{title}, applied", found[name], limits[name], found[limits[name]])
+        row(turn, f"{title}, applied", seconds[name], limits[name], seconds[limits[name]])
         for name, title in WAYS.items()
     ]
-    stall = row(turn, "stall of a snapshot", found["stall"], PINNED_COPY, found[PINNED_COPY])
+    stall = row(turn, "stall of a snapshot", seconds["stall"], PINNED_COPY, seconds[PINNED_COPY])
     return [*rows, stall]
 
 
@@ -122,7 +122,7 @@ class _Trainer:
     def __init__(self, model: Model, url: str, other: Peer) -> None:
         self._model = model
         self._other = other
-        self._source = {name: one.cuda() for name, one in model.parameters(1.0).items()}
+        self._source = {name: tensor.cuda() for name, tensor in model.parameters(1.0).items()}
         collective = CollectiveStore(open_client(url), RUN, "trainer-0")
         self._stores: dict[str, ChunkStore] = {
             "cuda": CudaStore(),
@@ -154,10 +154,10 @@ class _Trainer:
         torch.cuda.synchronize()
         began = time.perf_counter()
         ready = published(self._stores[transport], PartRef(RUN, 1, step, 0), self._source.items())
-        found = self._other.ask("apply", transport, ready)
+        applied = self._other.ask("apply", transport, ready)
         seconds = time.perf_counter() - began
-        if found != number:
-            raise RuntimeError(f"through {transport} {found} was applied, not {number}")
+        if applied != number:
+            raise RuntimeError(f"through {transport} {applied} was applied, not {number}")
         steps = self._published[transport]
         steps.append(step)
         while len(steps) > KEPT:
@@ -176,7 +176,7 @@ class _Trainer:
 
     def device_copies(self) -> float:
         """Return the seconds of as many copies on the GPU as CUDA IPC makes."""
-        return _timed(lambda: [one.copy_(self._flat) for one in self._copies])
+        return _timed(lambda: [buffer.copy_(self._flat) for buffer in self._copies])
 
     def pinned_copies(self) -> float:
         """Return the seconds of a copy to pinned memory and one back."""
@@ -215,7 +215,9 @@ def serve(requests: Connection, model: Model, url: str) -> None:
     """Run the explorer's process until the trainer closes the pipe."""
     _share_gpu("explorer")
     torch.cuda.set_device(_explorer_gpu())
-    module = torch.nn.ParameterDict({name: one.cuda() for name, one in model.parameters().items()})
+    module = torch.nn.ParameterDict(
+        {name: tensor.cuda() for name, tensor in model.parameters().items()}
+    )
     collective = CollectiveStore(open_client(url), RUN, "explorer-1")
     stores: dict[str, ChunkStore] = {
         "cuda": CudaStore(),

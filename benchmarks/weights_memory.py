@@ -86,8 +86,8 @@ def memory_rows(turn: Turn, url: str, *, ray: bool) -> list[Row]:
         if transport == "ray" and not ray:
             continue
         say(f"  {turn.name}: memory, {_NAMES[transport]}, {publisher}, {consumer}")
-        found = measured(transport, publisher, consumer, turn.model, url)
-        for who, peak in zip((publisher, consumer), found, strict=True):
+        peaks = measured(transport, publisher, consumer, turn.model, url)
+        for who, peak in zip((publisher, consumer), peaks, strict=True):
             rows.append(_row(turn, transport, who, peak))
     return rows
 
@@ -105,8 +105,8 @@ def measured(
             ours.ask("listen")
             theirs.ask("join")
             ours.ask("set up")
-        for one in (ours, theirs):
-            one.ask("watch")
+        for process in (ours, theirs):
+            process.ask("watch")
         for step in range(1, 1 + _VERSIONS):
             theirs.ask("take", ours.ask("publish", step))
         return ours.ask("peak"), theirs.ask("peak")
@@ -138,15 +138,15 @@ def serve(
     store = _store(transport, role, url, where)
     do = (_publisher if role in (_STREAM, _SNAPSHOT) else _consumer)(store, role, model)
     watch = Watch()
-    asked: dict[str, Callable[..., Any]] = {"watch": watch.begin, "peak": watch.peak, **do}
+    methods: dict[str, Callable[..., Any]] = {"watch": watch.begin, "peak": watch.peak, **do}
     if isinstance(store, CollectiveStore):
-        asked["listen"] = partial(_listen, store)
-        asked["join"] = store.join
-        asked["set up"] = lambda: store.set_up(1, 1, DEADLINE)
+        methods["listen"] = partial(_listen, store)
+        methods["join"] = store.join
+        methods["set up"] = lambda: store.set_up(1, 1, DEADLINE)
     try:
         while True:
             what, *arguments = requests.recv()
-            requests.send(asked[what](*arguments))
+            requests.send(methods[what](*arguments))
     except EOFError:
         store.close()
 
@@ -166,16 +166,16 @@ def _store(transport: str, role: str, url: str, where: Cluster) -> ChunkStore:
 
 
 def _publisher(store: ChunkStore, role: str, model: Model) -> dict[str, Callable[..., Any]]:
-    source, staging, kept = model.parameters(1.0), StagingMemory(), deque[PartRef]()
+    source, staging, parts = model.parameters(1.0), StagingMemory(), deque[PartRef]()
 
     def publish(step: int) -> StepReady:
         part, tensors = PartRef(RUN, 1, step, 0), list(source.values())
         if role == _SNAPSHOT:
             tensors = staging.copied(tensors)
         ready = published(store, part, zip(source, tensors, strict=True))
-        kept.append(part)
-        while len(kept) > KEPT:
-            store.delete(kept.popleft())
+        parts.append(part)
+        while len(parts) > KEPT:
+            store.delete(parts.popleft())
         return ready
 
     return {"publish": publish}
@@ -221,8 +221,8 @@ class Watch:
 def memory() -> Peak:
     """Return the present memory of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    found = dict(line.split(":", 1) for line in lines)
-    return Peak(*(1024 * int(found[name].split()[0]) for name in ("RssAnon", "RssShmem")))
+    fields = dict(line.split(":", 1) for line in lines)
+    return Peak(*(1024 * int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem")))
 
 
 def _row(turn: Turn, transport: str, who: str, peak: Peak) -> Row:
@@ -233,5 +233,5 @@ def _row(turn: Turn, transport: str, who: str, peak: Peak) -> Row:
         peer="the model",
         peer_figure=f"{turn.model.nbytes / 2**20:,.0f} MiB",
         ratio=peak.own / turn.model.nbytes,
-        asked=STAGED if who == _SNAPSHOT else None,
+        target=STAGED if who == _SNAPSHOT else None,
     )

@@ -60,9 +60,9 @@ class Model(NamedTuple):
 
     def parameters(self, fill: float = 0.0) -> dict[str, torch.Tensor]:
         """Return the tensors by name."""
-        one = {"dtype": torch.bfloat16}
+        options = {"dtype": torch.bfloat16}
         return {
-            f"layer{number}": torch.full((self.elements,), fill, **one)  # type: ignore[call-overload]
+            f"layer{number}": torch.full((self.elements,), fill, **options)  # type: ignore[call-overload]
             for number in reversed(range(self.tensors))
         }
 
@@ -75,7 +75,9 @@ def store_of(name: str, url: str) -> ChunkStore:
 @contextmanager
 def undigested(*modules: str) -> Iterator[None]:
     """Disable digests in these modules during the block."""
-    patches = [mock.patch(f"trinity_events.weights.{one}.digest", unsealed) for one in modules]
+    patches = [
+        mock.patch(f"trinity_events.weights.{module}.digest", unsealed) for module in modules
+    ]
     for patch in patches:
         patch.start()
     try:
@@ -156,7 +158,7 @@ def serve(requests: Connection, model: Model, url: str, bare: Path | None) -> No
     ahead = SpeculativeLoad()
     along: Along | None = None
     serving: torch.nn.ParameterDict | None = None
-    served, held = ExitStack(), ExitStack()
+    served, current = ExitStack(), ExitStack()
     try:
         while True:
             what, *arguments = requests.recv()
@@ -179,7 +181,7 @@ def serve(requests: Connection, model: Model, url: str, bare: Path | None) -> No
                 version = served.enter_context(pull_version(stores["shm"], RUN, ready))
                 serving = serving or torch.nn.ParameterDict(model.parameters())
                 adopt(serving, version)
-                before, held = held, served.pop_all()
+                before, current = current, served.pop_all()
                 before.close()
                 requests.send(float(serving.get_parameter(LAST).detach()[-1]))
             elif what == "hold":
@@ -191,7 +193,7 @@ def serve(requests: Connection, model: Model, url: str, bare: Path | None) -> No
                 copy_blocks(requests, mapped, flat)
                 requests.send(None)
     except EOFError:
-        held.close()
+        current.close()
         for store in stores.values():
             store.close()
 
@@ -240,13 +242,15 @@ def published(
 
 def announced(part: PartRef, report: PublishedPartReport) -> StepReady:
     """Return the announcement as the reducer makes it."""
-    told = PublishedPart(rank=0, manifest_digest=report.manifest_digest, bytes=report.bytes)
+    published_part = PublishedPart(
+        rank=0, manifest_digest=report.manifest_digest, bytes=report.bytes
+    )
     return StepReady(
         epoch=part.epoch,
         step=part.step,
         kind="weights",
         caused_by="1-0",
-        parts=(told,),
+        parts=(published_part,),
         version_digest=version_digest([(0, report.manifest_digest)]),
     )
 

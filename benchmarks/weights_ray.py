@@ -75,7 +75,7 @@ class Ours:
         self._source = model.parameters()
         self._store = RayStore()
         self._taker = placed(ray.remote(Taker), nodes).remote(model)
-        self._kept = deque[PartRef]()
+        self._parts = deque[PartRef]()
         self._synced = 0
 
     def sync(self) -> float:
@@ -108,9 +108,9 @@ class Ours:
         seconds = time.perf_counter() - began
         if applied != number:
             raise RuntimeError(f"through Ray {applied} was applied, not {number}")
-        self._kept.append(part)
-        while len(self._kept) > KEPT:
-            self._store.delete(self._kept.popleft())
+        self._parts.append(part)
+        while len(self._parts) > KEPT:
+            self._store.delete(self._parts.popleft())
         return seconds
 
     def close(self) -> None:
@@ -158,18 +158,20 @@ def _measured(turn: Turn, nodes: int, noise: Noise) -> list[Row]:
         for _ in range(_WARM):
             for name in ("ours", "at rest", "careful"):
                 them[name]()
-        found = taking_turns(them, turn.rounds, noise)
+        seconds = taking_turns(them, turn.rounds, noise)
         ours.close()
     way = OURS if nodes == 1 else f"{OURS}, to another node"
     rows = [
-        row(turn, what, found[ours], beside, found[theirs], asked)
+        row(turn, what, seconds[ours], beside, seconds[theirs], target)
         for what, ours in ((way, "ours"), (f"{way}, into a model at rest", "at rest"))
-        for beside, theirs, asked in (
+        for beside, theirs, target in (
             ("the original's path", "original", ORIGINAL),
             ("Ray, used with care", "careful", CAREFUL),
         )
     ]
     if nodes > 1:
         paced = f"{way}, tensors that come at 1 GiB/s, read along"
-        rows.append(row(turn, paced, found["along"], "begun when announced", found["announced"]))
+        rows.append(
+            row(turn, paced, seconds["along"], "begun when announced", seconds["announced"])
+        )
     return rows

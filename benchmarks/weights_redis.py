@@ -73,13 +73,13 @@ def measured(on: Stage, turn: Turn, noise: Noise) -> Row:
     """Measure one model."""
     tensors = {f"t{index}": torch.randn(turn.elements) for index in range(turn.tensors)}
     data = torch.cat(list(tensors.values())).view(torch.uint8).numpy().data
-    steps, kept = count(1), deque[PartRef]()
+    steps, parts = count(1), deque[PartRef]()
     with (
         EmbeddedServer(on.folder, "weights", durable=False).attached() as url,
-        open_client(url) as one,
-        open_client(url) as other,
+        open_client(url) as publishing_client,
+        open_client(url) as reading_client,
     ):
-        publisher, reader = RedisChunkStore(one), RedisChunkStore(other)
+        publisher, reader = RedisChunkStore(publishing_client), RedisChunkStore(reading_client)
         layout = LastLayout()
 
         def ours() -> float:
@@ -87,9 +87,9 @@ def measured(on: Stage, turn: Turn, noise: Noise) -> Row:
             part = PartRef(_RUN, 1, next(steps), 0)
             pulled(reader, part, published(publisher, part, tensors, layout))
             seconds = time.perf_counter() - began
-            kept.append(part)
-            while len(kept) > KEPT:
-                publisher.delete(kept.popleft())
+            parts.append(part)
+            while len(parts) > KEPT:
+                publisher.delete(parts.popleft())
             return len(data) / seconds
 
         into = bytearray(len(data))
@@ -113,7 +113,7 @@ def measured(on: Stage, turn: Turn, noise: Noise) -> Row:
         peer_figure=_rate(rates[BARE]),
         ratio=ratio(rates[OURS], rates[BARE]),
         spread=spread(rates[OURS]),
-        asked=LIMIT,
+        target=LIMIT,
     )
 
 
@@ -141,9 +141,9 @@ def set_and_get(to: socket.socket, data: memoryview, into: memoryview) -> None:
 
 
 def _expect(to: socket.socket, words: bytes) -> None:
-    found = bytearray(len(words))
-    _fill(to, memoryview(found))
-    assert found == words
+    reply = bytearray(len(words))
+    _fill(to, memoryview(reply))
+    assert reply == words
 
 
 def _fill(to: socket.socket, into: memoryview) -> None:

@@ -54,7 +54,7 @@ def run(on: Stage, size: Size, noise: Noise) -> Findings:
             rows += weights_memory.memory_rows(turn, url, ray=ray)
     notes = [
         "Tensors are bf16. Ratios are of speeds: above 1, ours is faster. Rounds: "
-        + ", ".join(f"{one.rounds} of {one.name}" for one in size.turns)
+        + ", ".join(f"{turn.rounds} of {turn.name}" for turn in size.turns)
         + ".",
         *weights_collective.NOTES,
         *(weights_ray.NOTES if ray else [LEFT_OUT]),

@@ -46,8 +46,10 @@ def commands() -> list[str]:
 def help_of(command: str) -> str:
     """Return the output of ``trinity-events COMMAND --help`` in a terminal of 80 columns."""
     # The caller's terminal and servers must not show in the output.
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("TRINITY_")}
-    with mock.patch.dict(os.environ, {**kept, "COLUMNS": "80"}, clear=True):
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("TRINITY_")
+    }
+    with mock.patch.dict(os.environ, {**environment, "COLUMNS": "80"}, clear=True):
         result = CliRunner().invoke(build(), [command, "--help"], prog_name="trinity-events")
     if result.exit_code != 0:
         raise RuntimeError(f"the help of {command} cannot be had: {result.output}")
@@ -95,10 +97,10 @@ def configuration() -> str:
     """Return the page of the configuration's fields."""
     parts = [_INTRODUCTION]
     for name in ("", *sections()):
-        own = [one for one in fields().values() if one.path.rpartition(".")[0] == name]
+        own = [field for field in fields().values() if field.path.rpartition(".")[0] == name]
         about = (sections()[name].__doc__ or "") if name else "Fields of the run as a whole."
         head = "| Field | Value | Default | Meaning |\n|---|---|---|---|"
-        rows = "\n".join(_row(one) for one in own)
+        rows = "\n".join(_row(field) for field in own)
         parts.append(f"## {f'`{name}`' if name else 'The run'}\n\n{about}\n\n{head}\n{rows}\n")
     return "\n".join(parts)
 
@@ -124,21 +126,28 @@ def sync_page() -> str:
 
 def matrix() -> str:
     """Return the table of the methods and styles that go together, and why others do not."""
-    methods, styles, engines = (get_args(one) for one in (SyncMethod, SyncStyle, EngineName))
+    methods, styles, engines = (
+        get_args(type_of) for type_of in (SyncMethod, SyncStyle, EngineName)
+    )
     reasons: list[str] = []
-    rows = [f"| | {' | '.join(f'`{one}`' for one in methods)} |", f"|{'---|' * (len(methods) + 1)}"]
+    rows = [
+        f"| | {' | '.join(f'`{method}`' for method in methods)} |",
+        f"|{'---|' * (len(methods) + 1)}",
+    ]
     for style in styles:
         cells = []
         for method in methods:
-            found = [why for one in engines if (why := _refused(one, method, style)) is not None]
+            refusals = [
+                why for engine in engines if (why := _refused(engine, method, style)) is not None
+            ]
             # One sentence for all engines, or none: a table for each would have to be made else.
-            assert not found or (len(found) == len(engines) and len(set(found)) == 1)
-            if found and found[0] not in reasons:
-                reasons.append(found[0])
-            cells.append(f"refused ({reasons.index(found[0]) + 1})" if found else "yes")
+            assert not refusals or (len(refusals) == len(engines) and len(set(refusals)) == 1)
+            if refusals and refusals[0] not in reasons:
+                reasons.append(refusals[0])
+            cells.append(f"refused ({reasons.index(refusals[0]) + 1})" if refusals else "yes")
         rows.append(f"| `{style}` | {' | '.join(cells)} |")
-    told = [f"{number}. {reason}." for number, reason in enumerate(reasons, 1)]
-    return "\n".join([*rows, "", *told])
+    notes = [f"{number}. {reason}." for number, reason in enumerate(reasons, 1)]
+    return "\n".join([*rows, "", *notes])
 
 
 def _refused(engine: str, method: str, style: str) -> str | None:
@@ -146,8 +155,8 @@ def _refused(engine: str, method: str, style: str) -> str | None:
     sync = msgspec.convert({"method": method, "style": style}, SyncConfig)
     trainer = msgspec.convert({"engine": engine}, TrainerConfig)
     config = TrainConfig(sync=sync, trainer=trainer)
-    said = [sentence for _, sentence in contradictions(config, lambda path: f"`{path}`")]
-    return "; ".join(said) or None
+    sentences = [sentence for _, sentence in contradictions(config, lambda path: f"`{path}`")]
+    return "; ".join(sentences) or None
 
 
 SCHEMAS = Path(__file__).parents[1] / "schemas" / "json" / "commands"
@@ -159,15 +168,16 @@ def command_schemas() -> dict[Path, str]:
 
     documents = DOCUMENTS | OF_WORKERS
     return {
-        SCHEMAS / f"{name}.json": json.dumps(document_schema(one), indent=2, sort_keys=True) + "\n"
-        for name, one in documents.items()
+        SCHEMAS / f"{name}.json": json.dumps(document_schema(document), indent=2, sort_keys=True)
+        + "\n"
+        for name, document in documents.items()
     }
 
 
 def main() -> None:
     """Write what lags behind; exits 1 when there is a page of no command."""
-    known = commands()
-    for command in known:
+    names = commands()
+    for command in names:
         page, text = PAGES / f"{command}.md", expected(command)
         if not page.exists() or page.read_text() != text:
             page.write_text(text)
@@ -183,7 +193,9 @@ def main() -> None:
         if not path.exists() or path.read_text() != text:
             path.write_text(text)
             sys.stdout.write(f"schemas/json/commands/{path.name} written\n")
-    strays = {page.name for page in PAGES.glob("*.md")} - {f"{one}.md" for one in (*known, "index")}
+    strays = {page.name for page in PAGES.glob("*.md")} - {
+        f"{name}.md" for name in (*names, "index")
+    }
     if strays:
         sys.exit(f"of no command that is installed: docs/commands/{', '.join(sorted(strays))}")
 

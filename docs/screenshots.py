@@ -74,13 +74,13 @@ def say(words: str) -> None:
 class Studio:
     """Folder of the pictures, and the names of those that are wanted."""
 
-    def __init__(self, page: Page, wanted: Sequence[str], folder: Path) -> None:
+    def __init__(self, page: Page, names: Sequence[str], folder: Path) -> None:
         self.page = page
-        self._wanted, self._folder = wanted, folder
+        self._names, self._folder = names, folder
 
     def wants(self, *names: str) -> bool:
         """Return True if any of these pictures is wanted."""
-        return not self._wanted or any(name in self._wanted for name in names)
+        return not self._names or any(name in self._names for name in names)
 
     def keep_svg(self, name: str, picture: str) -> None:
         """Write a drawing."""
@@ -147,10 +147,10 @@ def dashboard(home: Path, *arguments: str) -> Iterator[str]:
         home, "dashboard", "--port", "0", *arguments, log=home / "dashboard.log"
     ) as process:
         assert process.stdout is not None
-        found = re.search(r"http://[^ ]+:\d+/", process.stdout.readline())
-        if found is None:
+        match = re.search(r"http://[^ ]+:\d+/", process.stdout.readline())
+        if match is None:
             sys.exit(f"the dashboard did not start: {(home / 'dashboard.log').read_text()}")
-        yield found[0]
+        yield match[0]
 
 
 def ask(address: str, path: str, **query: Any) -> Any:
@@ -168,11 +168,11 @@ def ask(address: str, path: str, **query: Any) -> Any:
 def until(met: Callable[[], Any], what: str) -> Any:
     """Wait for a condition; end the script after :data:`PATIENCE`."""
     give_up = time.monotonic() + PATIENCE
-    while not (found := met()):
+    while not (result := met()):
         if time.monotonic() > give_up:
             sys.exit(f"waited in vain for {what}")
         time.sleep(0.2)
-    return found
+    return result
 
 
 class Run:
@@ -194,8 +194,8 @@ class Run:
 
     def last_event(self, producer: str) -> str:
         """Return the id of a producer's last event."""
-        found = ask(self._address, f"runs/{self.run_id}/events", producer=producer, limit=1)
-        return str(found["found"][0][1])
+        answer = ask(self._address, f"runs/{self.run_id}/events", producer=producer, limit=1)
+        return str(answer["found"][0][1])
 
     def show(self, where: str = "overview", entry: str = "", **window: Any) -> None:
         """Open a page, of the newest state or of that after an entry."""
@@ -247,16 +247,16 @@ def shows(page: Page, where: str, *, past: bool) -> None:
 # --- the recorded demo, and a fleet ---------------------------------------------------------------
 
 
-def event_of(wanted: Callable[[Event], bool]) -> str:
+def event_of(matches: Callable[[Event], bool]) -> str:
     """Return the id of the recorded demo's last event of a kind."""
-    found = ""
+    last_id = ""
     for entry in simulated_run(DEMO):
         try:
-            if wanted(decode_envelope(entry.payload).event):
-                found = entry.id
+            if matches(decode_envelope(entry.payload).event):
+                last_id = entry.id
         except ValueError:
             continue  # the demo has one event that cannot be read
-    return found
+    return last_id
 
 
 RECORDED = (
@@ -278,16 +278,18 @@ def draw_recorded(studio: Studio) -> None:
         for name in ("versions", "figures", "ledger", "health"):
             demo.keep(name, name)
         demo.keep("search", "search", high=HIGH)
-        failed = event_of(lambda one: isinstance(one, LeaseExpired))
+        failed = event_of(lambda event: isinstance(event, LeaseExpired))
         demo.keep("past", entry=failed)
-        refused = event_of(lambda one: isinstance(one, VersionRefused) and one.version.step == 113)
+        refused = event_of(
+            lambda event: isinstance(event, VersionRefused) and event.version.step == 113
+        )
         demo.keep("versions-past", "versions", refused)
 
 
 def draw_fleet(studio: Studio) -> None:
     """Draw a simulated run of 1,000 workers."""
-    with shared_dashboard(FLEET) as found:
-        Run(studio, f"http://127.0.0.1:{found.port}/", FLEET.run_id).keep("fleet")
+    with shared_dashboard(FLEET) as dashboard_of_fleet:
+        Run(studio, f"http://127.0.0.1:{dashboard_of_fleet.port}/", FLEET.run_id).keep("fleet")
 
 
 # --- a run that trains ----------------------------------------------------------------------------
@@ -309,7 +311,7 @@ def draw_running(studio: Studio) -> None:
             command(home, "demo", "--run", LIVE, *_LONG_DEMO, log=home / "demo.log")
         )
         address = exits.enter_context(dashboard(home))
-        until(lambda: any(one["run"] == LIVE for one in ask(address, "runs")["runs"]), "the run")
+        until(lambda: any(run["run"] == LIVE for run in ask(address, "runs")["runs"]), "the run")
         run = Run(studio, address, LIVE)
         run.reaches(150)
         run.keep("live")
@@ -369,19 +371,19 @@ async def watched(url: str) -> str:
 def draw_standstill(studio: Studio, run: Run, home: Path) -> None:
     """Draw the run while its explorers are stopped, and let them go on."""
     processes = host_processes(LIVE)
-    held = [processes[name].pid for name in _STOPPED]
+    pids = [processes[name].pid for name in _STOPPED]
     say("its explorers are stopped")
-    for pid in held:
+    for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:
-        until(lambda: any(one["seconds"] > 15 for one in waits(home)), "a wait of 15 seconds")
+        until(lambda: any(wait["seconds"] > 15 for wait in waits(home)), "a wait of 15 seconds")
         if studio.wants("explain"):
             explain = ("explain", LIVE)
             shown = [(f"trinity-events {' '.join(explain)}", printed(home, *explain, columns=100))]
             studio.keep_svg("explain", drawn(shown, home, name="explain", columns=100))
         run.keep("standstill", look=8)  # a cause is shown once it lasts for five seconds
     finally:
-        for pid in held:
+        for pid in pids:
             os.kill(pid, signal.SIGCONT)
     run.reaches(run.now["step"] + 20)
 

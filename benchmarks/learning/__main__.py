@@ -42,12 +42,12 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="write results to docs, train none")
     given = parser.parse_args()
     results = Results(given.folder)
-    runs = [one for one in plan() if given.only is None or any(t in one.name for t in given.only)]
+    runs = [run for run in plan() if given.only is None or any(t in run.name for t in given.only)]
     if given.list:
         for run in runs:
             print(f"{run.name:50} {'finished' if results.read(run.name) else '-'}")
     elif given.keep:
-        page.keep([one for run in plan() if (one := results.read(run.name)) is not None])
+        page.keep([result for run in plan() if (result := results.read(run.name)) is not None])
     else:
         exit_on_signals()  # in order, so that no process remains
         train(runs, results)
@@ -55,13 +55,14 @@ def main() -> None:
 
 def train(runs: Sequence[LearningRun], results: Results) -> None:
     """Train the runs that have no result, and say how long the others will take."""
-    left = [one for one in runs if results.read(one.name) is None]
-    say(f"{len(runs) - len(left)} of {len(runs)} runs are finished in {results.folder}")
+    pending = [run for run in runs if results.read(run.name) is None]
+    say(f"{len(runs) - len(pending)} of {len(runs)} runs are finished in {results.folder}")
     took = dict(_USUAL)
     failed = []
-    for number, run in enumerate(left):
-        remaining = sum(took[one.alone] for one in left[number:])
-        say(f"[{len(runs) - len(left) + number + 1}/{len(runs)}] {run.name}; {_told(remaining)}")
+    for number, run in enumerate(pending):
+        remaining = sum(took[run.alone] for run in pending[number:])
+        place = len(runs) - len(pending) + number + 1
+        say(f"[{place}/{len(runs)}] {run.name}; {_format_remaining(remaining)}")
         began = time.monotonic()
         try:
             result = perform(run, results)
@@ -76,7 +77,7 @@ def train(runs: Sequence[LearningRun], results: Results) -> None:
         sys.exit(f"{len(failed)} runs failed: {', '.join(failed)}")
 
 
-def _told(seconds: float) -> str:
+def _format_remaining(seconds: float) -> str:
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"about {f'{hours} h ' if hours else ''}{minutes} min to go"
 

@@ -38,7 +38,7 @@ class Ruler:
     def __init__(self, config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._task = built_in_task(config.task.name, config.seed)
-        self._asked = [
+        self._questions = [
             question for question in self._task.held_out(QUESTIONS) for _ in range(SAMPLES)
         ]
         sampling = Sampling(max_new_tokens=config.rollouts.max_new_tokens, seed=_SEED)
@@ -50,7 +50,7 @@ class Ruler:
                 sample=place % SAMPLES,
                 turn=0,
             )
-            for place, question in enumerate(self._asked)
+            for place, question in enumerate(self._questions)
         ]
 
     def measure(self, model: PreTrainedModel, step: int) -> Measured:
@@ -59,16 +59,21 @@ class Ruler:
         model.train(False)
         engine = HuggingFaceEngine(model, self._tokenizer, serves=StepRef(1, step))
         exact = rewarded = 0.0
-        found = engine.generate_here(self._requests)
-        for question, one in zip(self._asked, found, strict=True):
-            said = one.tokens[:-1] if one.finished else one.tokens
-            text = str(self._tokenizer.decode(said, skip_special_tokens=False))
-            answer = Answer(text=text, finished=one.finished, messages=[], tokens=len(one.tokens))
-            exact += one.finished and text == question.answer
+        generations = engine.generate_here(self._requests)
+        for question, generation in zip(self._questions, generations, strict=True):
+            tokens = generation.tokens[:-1] if generation.finished else generation.tokens
+            text = str(self._tokenizer.decode(tokens, skip_special_tokens=False))
+            answer = Answer(
+                text=text, finished=generation.finished, messages=[], tokens=len(generation.tokens)
+            )
+            exact += generation.finished and text == question.answer
             rewarded += self._task.reward(question, answer)["reward"]
         model.train(training)
         return Measured(
-            step=step, exact=exact / len(found), rewarded=rewarded / len(found), answers=len(found)
+            step=step,
+            exact=exact / len(generations),
+            rewarded=rewarded / len(generations),
+            answers=len(generations),
         )
 
 
@@ -87,6 +92,6 @@ def _whole(shards: list[Any]) -> torch.Tensor:
     first: torch.Tensor = shards[0]
     if not isinstance(first, DTensor):
         return first
-    rows = torch.cat([one.to_local() for one in shards])
+    rows = torch.cat([shard.to_local() for shard in shards])
     assert rows.shape == first.shape, "FSDP shards by rows"
     return rows

@@ -28,21 +28,23 @@ ByWay = Mapping[tuple[str, str], Sequence[LearningResult]]
 
 def keep(results: Iterable[LearningResult]) -> None:
     """Store results, and write the page of all that are stored."""
-    stored = {one.name: one for one in kept()} | {one.name: one for one in results}
+    stored = {result.name: result for result in read_stored()} | {
+        result.name: result for result in results
+    }
     order = {run.name: place for place, run in enumerate(plan())}
     lines = [msgspec.json.encode(stored[name]) for name in sorted(stored, key=order.__getitem__)]
     KEPT.parent.mkdir(parents=True, exist_ok=True)
     KEPT.write_bytes(b"".join(line + b"\n" for line in lines))
-    for path, text in written(kept()).items():
+    for path, text in written(read_stored()).items():
         path.write_text(text)
 
 
-def kept() -> list[LearningResult]:
+def read_stored() -> list[LearningResult]:
     """Return all stored results."""
     if not KEPT.exists():
         return []
     lines = KEPT.read_bytes().splitlines()
-    return [msgspec.json.decode(one, type=LearningResult) for one in lines]
+    return [msgspec.json.decode(line, type=LearningResult) for line in lines]
 
 
 def written(results: Sequence[LearningResult]) -> dict[Path, str]:
@@ -51,8 +53,8 @@ def written(results: Sequence[LearningResult]) -> dict[Path, str]:
     if not _SECTION.search(text):
         raise PageBroken(f"{PAGE} lacks the markers {BEGIN} and {END}: put them back")
     grouped: defaultdict[tuple[str, str], list[LearningResult]] = defaultdict(list)
-    for one in results:
-        grouped[one.family, one.way].append(one)
+    for result in results:
+        grouped[result.family, result.way].append(result)
     section = f"{BEGIN}\n\n{_sections(grouped)}\n\n{END}"
     folder = PAGE.parent
     return {
@@ -66,7 +68,9 @@ def written(results: Sequence[LearningResult]) -> dict[Path, str]:
 def _sections(runs: ByWay) -> str:
     pairs = [(family, way) for family in FAMILIES for way in (ALONE, "fixed", "fully_async")]
     styles = [(STUDIED, way) for way in (ALONE, *STYLES)]
-    bounds = [(STUDIED, bound_way(one, corrected=is_)) for one in BOUNDS for is_ in (True, False)]
+    bounds = [
+        (STUDIED, bound_way(bound, corrected=is_)) for bound in BOUNDS for is_ in (True, False)
+    ]
     return "\n\n".join(
         (
             "## Three families",
@@ -90,18 +94,18 @@ def _table(runs: ByWay, pairs: Sequence[tuple[str, str]]) -> str:
         ("---", "---", "---", "---", "---", "---", "---"),
     ]
     for family, way in pairs:
-        found = runs.get((family, way), ())
-        if not found:
+        results = runs.get((family, way), ())
+        if not results:
             rows.append((family, _way_shown(way), "not yet", "", "", "", ""))
             continue
-        stale = [one.staleness for one in found if one.staleness is not None]
+        stale = [result.staleness for result in results if result.staleness is not None]
         rows.append(
             (
                 family,
                 _way_shown(way),
-                ", ".join(str(one.seed) for one in found),
-                f"{fmean(one.curve[0].exact for one in found):.3f}",
-                f"{fmean(map(level, found)):.3f}",
+                ", ".join(str(result.seed) for result in results),
+                f"{fmean(result.curve[0].exact for result in results):.3f}",
+                f"{fmean(map(level, results)):.3f}",
                 _difference(runs, family, way),
                 f"{fmean(stale):.2f}" if stale else "",
             )
@@ -117,13 +121,13 @@ def _difference(runs: ByWay, family: str, way: str) -> str:
 
 
 def _runs_in(runs: ByWay) -> str:
-    ways: dict[tuple[str, str], None] = {(one.family, one.way): None for one in plan()}
-    rows = [("family", "way", *(f"seed {one}" for one in SEEDS)), ("---",) * (2 + len(SEEDS))]
+    ways: dict[tuple[str, str], None] = {(run.family, run.way): None for run in plan()}
+    rows = [("family", "way", *(f"seed {seed}" for seed in SEEDS)), ("---",) * (2 + len(SEEDS))]
     for family, way in ways:
-        has = {one.seed for one in runs.get((family, way), ())}
+        has = {result.seed for result in runs.get((family, way), ())}
         cells = ("in" if seed in has else "not yet" for seed in SEEDS)
         rows.append((family, _way_shown(way), *cells))
-    count = sum(len(found) for found in runs.values())
+    count = sum(len(results) for results in runs.values())
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     return f"{count} of {len(list(plan()))}.\n\n{table}"
 
@@ -142,7 +146,7 @@ def _families_chart(runs: ByWay) -> str:
 def _ways_chart(runs: ByWay, title: str, ways: Sequence[str]) -> str:
     return line_chart(
         f"{title}, {STUDIED}",
-        [Panel(one, _lines(runs, STUDIED, (ALONE, one))) for one in ways if one != ALONE],
+        [Panel(way, _lines(runs, STUDIED, (ALONE, way))) for way in ways if way != ALONE],
         "training step",
         _Y,
     )
@@ -155,11 +159,11 @@ def _bounds_chart(runs: ByWay) -> str:
         for corrected in (True, False):
             label = "with correction" if corrected else "without correction"
             way = bound_way(bound, corrected=corrected)
-            if found := runs.get((STUDIED, way)):
-                lines.append(Line(label, band(found)))
+            if results := runs.get((STUDIED, way)):
+                lines.append(Line(label, band(results)))
         panels.append(Panel(f"bound {bound}", lines))
     return line_chart(f"fully_async, {STUDIED}", panels, "training step", _Y)
 
 
 def _lines(runs: ByWay, family: str, ways: Sequence[str]) -> list[Line]:
-    return [Line(way, band(found)) for way in ways if (found := runs.get((family, way)))]
+    return [Line(way, band(results)) for way in ways if (results := runs.get((family, way)))]

@@ -45,10 +45,10 @@ class Results:
     def read(self, name: str) -> LearningResult | None:
         """Return the result of a run; None if it has not finished."""
         try:
-            found = self._path(name).read_bytes()
+            content = self._path(name).read_bytes()
         except FileNotFoundError:
             return None
-        return msgspec.json.decode(found, type=LearningResult)
+        return msgspec.json.decode(content, type=LearningResult)
 
     def write(self, result: LearningResult) -> None:
         """Write the result, whole or not at all."""

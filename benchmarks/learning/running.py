@@ -42,16 +42,18 @@ def perform(run: LearningRun, results: Results) -> LearningResult:
     # Short, for the sockets below it.
     with tempfile.TemporaryDirectory(prefix="learn-") as place:
         if run.alone:
-            found = _alone(config, Path(place))
+            fields = _alone(config, Path(place))
         else:
-            found = _through_pipeline(file, config, Path(place), results.folder / f"{run.name}.log")
+            fields = _through_pipeline(
+                file, config, Path(place), results.folder / f"{run.name}.log"
+            )
     result = LearningResult(
         name=run.name,
         family=run.family,
         way=run.way,
         seed=run.seed,
         settings=file.read_text(),
-        **found,
+        **fields,
     )
     results.write(result)
     return result
@@ -87,7 +89,7 @@ def _through_pipeline(file: Path, config: TrainConfig, home: Path, log: Path) ->
     with log.open("w") as errors:
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors)
         try:
-            said, _ = process.communicate()
+            output, _ = process.communicate()
         except BaseException:
             process.terminate()  # it ends its own processes
             process.communicate()
@@ -95,7 +97,7 @@ def _through_pipeline(file: Path, config: TrainConfig, home: Path, log: Path) ->
     if process.returncode:
         last = (log.read_text().splitlines() or ["it said nothing"])[-1]
         raise RunFailed(f"run {run_id} failed with status {process.returncode}: {last} (see {log})")
-    summary: Mapping[str, Any] = msgspec.json.decode(said)
+    summary: Mapping[str, Any] = msgspec.json.decode(output)
     return {
         "curve": _measured_checkpoints(config, home / "checkpoints" / run_id),
         "staleness": round(summary["staleness_mean"], 4),

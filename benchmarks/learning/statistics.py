@@ -38,19 +38,19 @@ def t_interval(values: Sequence[float]) -> Interval:
 
 def level(result: LearningResult) -> float:
     """Return the mean share of exact answers in the last measurements."""
-    return fmean(one.exact for one in result.curve[-LAST:])
+    return fmean(measurement.exact for measurement in result.curve[-LAST:])
 
 
 def paired_differences(of: Iterable[LearningResult], base: Iterable[LearningResult]) -> list[float]:
     """Return the difference in level of each seed that both have."""
-    levels: Mapping[int, float] = {one.seed: level(one) for one in base}
-    return [level(one) - levels[one.seed] for one in of if one.seed in levels]
+    levels: Mapping[int, float] = {result.seed: level(result) for result in base}
+    return [level(result) - levels[result.seed] for result in of if result.seed in levels]
 
 
 def band(results: Sequence[LearningResult]) -> list[tuple[float, float, float, float]]:
     """Return step, mean, lowest and highest share of exact answers over the seeds."""
     points = []
-    for measured in zip(*(one.curve for one in results), strict=True):
-        shares = [one.exact for one in measured]
+    for measured in zip(*(result.curve for result in results), strict=True):
+        shares = [sample.exact for sample in measured]
         points.append((float(measured[0].step), fmean(shares), min(shares), max(shares)))
     return points

@@ -141,7 +141,7 @@ def test_the_model_of_the_original_shows_a_step_once_its_last_save_is_counted(tm
 def report(name: str = "fold", ratio: float = 0.5) -> Report:
     row = Row(
         what="ours", figure="1/s", peer="theirs", peer_figure="2/s", ratio=ratio,
-        asked=Rounds("at least", 0.6), spread=0.1,
+        target=Rounds("at least", 0.6), spread=0.1,
     )  # fmt: skip
     machine = Machine(cores=2, python="3.11.7", server="Valkey 9.1.2", load=0.1)
     return Report(

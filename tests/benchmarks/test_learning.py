@@ -133,7 +133,7 @@ def test_the_page_says_of_every_run_whether_it_is_in():
 
 
 def test_the_page_lags_behind_no_result_that_is_kept():
-    for path, text in page.written(page.kept()).items():
+    for path, text in page.written(page.read_stored()).items():
         assert path.read_text() == text, f"{path.name}: python -m benchmarks.learning --keep"
 
 

@@ -405,10 +405,10 @@ def test_weights_travel_through_memory_where_everybody_shares_it_else_through_ra
     assert transport_between("auto", [place("a"), place("a", room=False)]) == "ray"
     assert transport_between("auto", [place("a"), place("b")]) == "ray"
     full = [place("a"), place("a", room=False)]  # perhaps of the versions before
-    assert transport_between("auto", full, taken="shm") == "shm"
-    assert transport_between("auto", [place("a"), place("a")], taken="ray") == "ray"
-    assert transport_between("auto", [place("a"), place("b")], taken="shm") == "ray"
-    assert transport_between("redis", [place("a")], taken="ray") == "redis"
+    assert transport_between("auto", full, previous="shm") == "shm"
+    assert transport_between("auto", [place("a"), place("a")], previous="ray") == "ray"
+    assert transport_between("auto", [place("a"), place("b")], previous="shm") == "ray"
+    assert transport_between("redis", [place("a")], previous="ray") == "redis"
     assert transport_between("redis", [place("a"), place("b")]) == "redis"
     with pytest.raises(SharedMemoryUnusable, match="several hosts"):
         transport_between("shm", [place("a"), place("b")])
@@ -441,7 +441,7 @@ def test_the_environment_names_the_servers_where_the_configuration_does_not(monk
 
 
 def test_what_everybody_is_told_comes_from_the_trainers_rank_0():
-    opened = OpenedRun(run_id="r", epoch=3, transport="redis", said="1-0", announced="0-0")
+    opened = OpenedRun(run_id="r", epoch=3, transport="redis", newest_entry="1-0", announced="0-0")
     meeting = topology_of(
         [place("a"), ProcessLocation(host="b", room=True, opened=opened), place("c")], 1
     )

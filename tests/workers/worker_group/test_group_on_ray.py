@@ -81,7 +81,7 @@ def made(_ray):
 
 
 async def test_a_group_deals_out_and_collects_and_tells_deaths_and_silence(made):
-    group = made(name="stage", told=lambda method: f"died in {method} at step 3")
+    group = made(name="stage", format_death=lambda method: f"died in {method} at step 3")
     batch = make_batch([1, 2, 3])
     found = await group.ask("compute", batch, factor=2)
     assert found.pop("stage") == 1, "the last stage answers"

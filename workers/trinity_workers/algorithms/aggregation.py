@@ -75,13 +75,15 @@ class Means:
     def of_tokens(cls, values: Mapping[str, Tensor], mask: Tensor) -> Means:
         """Return the means of values [B, R] where the mask is true."""
         count = mask.sum().double()
-        sums = [masked_sum(one.detach().double(), mask) for one in values.values()]
+        sums = [masked_sum(tensor.detach().double(), mask) for tensor in values.values()]
         return cls._made(values, sums, count, mask)
 
     @classmethod
     def of_rows(cls, values: Mapping[str, Tensor], rows: Tensor) -> Means:
         """Return the means of values [B] over these rows, [B] bool."""
-        return cls.of_tokens({name: one[:, None] for name, one in values.items()}, rows[:, None])
+        return cls.of_tokens(
+            {name: tensor[:, None] for name, tensor in values.items()}, rows[:, None]
+        )
 
     @classmethod
     def _made(

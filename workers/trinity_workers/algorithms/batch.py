@@ -117,11 +117,11 @@ class Batch:
 
     def need(self, name: str, purpose: str) -> Tensor:
         """Return the field. Raises AlgorithmError if it is not known, with its purpose."""
-        found = getattr(self, name)
-        if found is None:
+        tensor = getattr(self, name)
+        if tensor is None:
             raise AlgorithmError(f"{purpose} needs {name}, which the batch does not have")
-        assert isinstance(found, Tensor)
-        return found
+        assert isinstance(tensor, Tensor)
+        return tensor
 
     def select(self, rows: Sequence[int] | Tensor) -> Batch:
         """Return the rows of these indices, in their order; a mask [B] bool selects where true."""
@@ -191,27 +191,27 @@ class Batch:
 
     def widened(self, prompt: int, response: int) -> Batch:
         """Return the batch with more columns of padding, up to these widths."""
-        left, right = prompt - self.prompt_width, response - self.response_width
-        if left < 0 or right < 0:
+        before, after = prompt - self.prompt_width, response - self.response_width
+        if before < 0 or after < 0:
             raise ValueError(
                 f"a batch of {self.prompt_width} + {self.response_width} columns has no room in "
                 f"{prompt} + {response}"
             )
-        return self._with_margins(left, right)
+        return self._with_margins(before, after)
 
     def narrowed(self, prompt: int, response: int) -> Batch:
         """Return the batch with fewer columns, and those left out must be padding."""
-        left, right = prompt - self.prompt_width, response - self.response_width
-        if left > 0 or right > 0:
+        before, after = prompt - self.prompt_width, response - self.response_width
+        if before > 0 or after > 0:
             raise ValueError(
                 f"a batch of {self.prompt_width} + {self.response_width} columns has less than "
                 f"{prompt} + {response}"
             )
-        return self._with_margins(left, right)
+        return self._with_margins(before, after)
 
-    def _with_margins(self, left: int, right: int) -> Batch:
+    def _with_margins(self, before: int, after: int) -> Batch:
         """Return the batch with more columns before and after; with fewer if negative."""
-        added = {SEQUENCE: (left, right), RESPONSE: (0, right)}
+        added = {SEQUENCE: (before, after), RESPONSE: (0, after)}
 
         def other(name: str, tensor: Tensor) -> Tensor:
             amount = added.get(layouts()[name].shape, (0, 0))
@@ -235,7 +235,7 @@ def layouts() -> dict[str, Layout]:
     # An optional field is a union of the annotated type and None.
     annotated = {name: (*get_args(hints[name]), hints[name]) for name in Batch.__slots__}
     return {
-        name: next(one.__metadata__[0] for one in types if hasattr(one, "__metadata__"))
+        name: next(hint.__metadata__[0] for hint in types if hasattr(hint, "__metadata__"))
         for name, types in annotated.items()
     }
 
@@ -247,13 +247,13 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
     """
     if not batches:
         raise ValueError("no batches to concatenate")
-    known = [one.known().keys() for one in batches]
-    differing = {name for names in known for name in names ^ known[0]}
+    field_names = [batch.known().keys() for batch in batches]
+    differing = {name for names in field_names for name in names ^ field_names[0]}
     if differing:
         raise ValueError(f"only some of the batches have {', '.join(sorted(differing))}")
-    prompt = max(one.prompt_width for one in batches)
-    response = max(one.response_width for one in batches)
-    parts = [one.widened(prompt, response).known() for one in batches]
+    prompt = max(batch.prompt_width for batch in batches)
+    response = max(batch.response_width for batch in batches)
+    parts = [batch.widened(prompt, response).known() for batch in batches]
     return Batch(**{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
 
 

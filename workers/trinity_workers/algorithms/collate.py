@@ -68,7 +68,9 @@ def collate(
         ValueError: There are no experiences, or a group has those of two prompts.
     """
     limits = AnswerLimits(vocabulary_size=vocabulary_size)
-    episodes = [(one, _row(one)) for group in groups for one in _checked(group, limits)]
+    episodes = [
+        (experience, _row(experience)) for group in groups for experience in _checked(group, limits)
+    ]
     if not episodes:
         raise ValueError("no episodes to make a batch of")
     prompt_width = max(len(row.prompt) for _, row in episodes)
@@ -92,9 +94,11 @@ def collate(
         attention_mask=attention,
         position_ids=(attention.cumsum(dim=-1) - 1).clamp_(min=0),
         response_mask=torch.tensor([response_of(row.mask) for _, row in episodes]).bool(),
-        groups=torch.tensor([one.ordinal for one, _ in episodes]),
-        rewards=torch.tensor([one.reward for one, _ in episodes], dtype=torch.float32),
-        finished=torch.tensor([one.finished for one, _ in episodes]),
+        groups=torch.tensor([experience.ordinal for experience, _ in episodes]),
+        rewards=torch.tensor(
+            [experience.reward for experience, _ in episodes], dtype=torch.float32
+        ),
+        finished=torch.tensor([experience.finished for experience, _ in episodes]),
         behaviour_logprobs=torch.tensor(
             [response_of(row.logprobs) for _, row in episodes], dtype=torch.float32
         ),
@@ -116,7 +120,7 @@ def padding_row(pad_token_id: int) -> Batch:
 
 
 def _checked(group: Sequence[Experience], limits: AnswerLimits) -> Sequence[Experience]:
-    ordinals = sorted({one.ordinal for one in group})
+    ordinals = sorted({experience.ordinal for experience in group})
     if len(ordinals) > 1:
         raise ValueError(f"one group has episodes of the ordinals {ordinals}")
     for experience in group:

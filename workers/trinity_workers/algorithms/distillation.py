@@ -58,6 +58,6 @@ def token_divergence(
     return in_chunks(part, *rows, chunk=chunk).view(student.shape[:-1])
 
 
-def _kl(one: Tensor, other: Tensor) -> Tensor:
-    """Return KL(one || other) of log-distributions [N, V]: [N]."""
-    return (one.exp() * (one - other)).sum(dim=-1)
+def _kl(p: Tensor, q: Tensor) -> Tensor:
+    """Return KL(p || q) of log-distributions [N, V]: [N]."""
+    return (p.exp() * (p - q)).sum(dim=-1)

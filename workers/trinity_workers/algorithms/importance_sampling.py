@@ -59,9 +59,9 @@ def mismatch(log_ratio: Tensor, mask: Tensor) -> Means:
     `kl` and `k3_kl` estimate KL(mu || pi) of a token; `chi2_token` is the mean of (pi/mu)^2 - 1.
     """
     ratio = bounded_exp(log_ratio.detach())
-    found = {
+    metrics = {
         "rollout_corr/kl": -log_ratio,
         "rollout_corr/k3_kl": ratio - 1.0 - log_ratio,
         "rollout_corr/chi2_token": ratio.square() - 1.0,
     }
-    return Means.of_tokens(found, mask)
+    return Means.of_tokens(metrics, mask)

@@ -48,8 +48,8 @@ class VocabularyPart(NamedTuple):
         if self.total is this_rank_alone:
             return tokens, torch.ones_like(tokens, dtype=torch.bool)
         columns = tokens - self.first
-        held = (columns >= 0) & (columns < width)
-        return columns.masked_fill(~held, 0), held
+        is_local = (columns >= 0) & (columns < width)
+        return columns.masked_fill(~is_local, 0), is_local
 
 
 WHOLE = VocabularyPart()
@@ -112,8 +112,8 @@ def head_statistics(
     """
     softmax = _Softmax(temperature, chunk, part, entropy)
     compute: Any = _OfHead.apply  # it has no annotations
-    found = compute(hidden.flatten(0, -2), *head, tokens.flatten(), softmax)
-    return softmax.statistics(found, tokens)
+    statistics = compute(hidden.flatten(0, -2), *head, tokens.flatten(), softmax)
+    return softmax.statistics(statistics, tokens)
 
 
 def exact(logits: Tensor) -> Tensor:
@@ -125,11 +125,11 @@ def in_chunks(function: Callable[..., Tensor], *rows: Tensor, chunk: int) -> Ten
     """Apply a function to rows, chunk by chunk; its results [..., n] are joined at the end."""
 
     def kept_small(*parts: Tensor) -> Tensor:
-        found = checkpoint(function, *parts, use_reentrant=False, preserve_rng_state=False)
-        assert isinstance(found, Tensor)
-        return found
+        result = checkpoint(function, *parts, use_reentrant=False, preserve_rng_state=False)
+        assert isinstance(result, Tensor)
+        return result
 
-    pieces = zip(*(torch.split(one, chunk) for one in rows), strict=True)
+    pieces = zip(*(torch.split(tensor, chunk) for tensor in rows), strict=True)
     return torch.cat([kept_small(*piece) for piece in pieces], dim=-1)
 
 
@@ -157,8 +157,8 @@ class _Softmax(NamedTuple):
         shifted = self.scaled(logits)
         peak = self.part.largest(shifted.amax(dim=-1))
         shifted -= peak[:, None]
-        column, held = self.part.columns_of(tokens, shifted.shape[-1])
-        chosen = shifted.gather(-1, column[:, None]).squeeze(-1).masked_fill(~held, 0.0)
+        column, is_local = self.part.columns_of(tokens, shifted.shape[-1])
+        chosen = shifted.gather(-1, column[:, None]).squeeze(-1).masked_fill(~is_local, 0.0)
         weights = shifted.exp()
         sums = [weights.sum(dim=-1), chosen]
         if self.entropy:
@@ -185,14 +185,14 @@ class _Softmax(NamedTuple):
         factors = -given[0][:, None]
         if self.entropy:
             factors = factors - given[1][:, None] * (logs.clamp_(min=LEAST) + entropy[:, None])
-        found = weights.mul_(factors)
-        column, held = self.part.columns_of(tokens, found.shape[-1])
-        found[torch.arange(len(found), device=found.device), column] += given[0] * held
-        return found.div_(self.temperature)
+        gradient = weights.mul_(factors)
+        column, is_local = self.part.columns_of(tokens, gradient.shape[-1])
+        gradient[torch.arange(len(gradient), device=gradient.device), column] += given[0] * is_local
+        return gradient.div_(self.temperature)
 
-    def statistics(self, found: Tensor, tokens: Tensor) -> TokenStatistics:
+    def statistics(self, statistics: Tensor, tokens: Tensor) -> TokenStatistics:
         """Return statistics [2, N] in the shape of the tokens."""
-        logprobs, entropy = found.view(2, *tokens.shape)
+        logprobs, entropy = statistics.view(2, *tokens.shape)
         return TokenStatistics(logprobs, entropy if self.entropy else None)
 
     def chunks(self, count: int) -> Iterator[slice]:
@@ -207,8 +207,8 @@ class _OfLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, tokens: Tensor, softmax: _Softmax) -> Tensor:
         summary = logits.new_empty(3, len(tokens), dtype=_exact_dtype(logits))
-        for one in softmax.chunks(len(tokens)):
-            summary[:, one] = softmax.summary(logits[one], tokens[one])
+        for chunk in softmax.chunks(len(tokens)):
+            summary[:, chunk] = softmax.summary(logits[chunk], tokens[chunk])
         ctx.softmax = softmax
         ctx.save_for_backward(logits, tokens, summary)
         return summary[:2].clone()
@@ -217,12 +217,12 @@ class _OfLogits(torch.autograd.Function):
     def backward(ctx: Any, *given: Tensor) -> tuple[Tensor, None, None]:
         softmax: _Softmax = ctx.softmax
         logits, tokens, summary = ctx.saved_tensors
-        found = torch.empty_like(logits)
-        for one in softmax.chunks(len(tokens)):
-            found[one] = softmax.gradient(
-                logits[one], tokens[one], summary[:, one], given[0][:, one]
+        gradient = torch.empty_like(logits)
+        for chunk in softmax.chunks(len(tokens)):
+            gradient[chunk] = softmax.gradient(
+                logits[chunk], tokens[chunk], summary[:, chunk], given[0][:, chunk]
             )
-        return found, None, None
+        return gradient, None, None
 
 
 class _OfHead(torch.autograd.Function):
@@ -238,9 +238,9 @@ class _OfHead(torch.autograd.Function):
         softmax: _Softmax,
     ) -> Tensor:
         summary = hidden.new_empty(3, len(tokens), dtype=_exact_dtype(hidden))
-        for one in softmax.chunks(len(tokens)):
-            logits = functional.linear(hidden[one], weight, bias)
-            summary[:, one] = softmax.summary(logits, tokens[one])
+        for chunk in softmax.chunks(len(tokens)):
+            logits = functional.linear(hidden[chunk], weight, bias)
+            summary[:, chunk] = softmax.summary(logits, tokens[chunk])
         ctx.softmax = softmax
         ctx.save_for_backward(hidden, weight, bias, tokens, summary)
         return summary[:2].clone()
@@ -254,17 +254,19 @@ class _OfHead(torch.autograd.Function):
         dtype = _exact_dtype(weight)
         of_weight = torch.zeros_like(weight, dtype=dtype)
         of_bias = None if bias is None else torch.zeros_like(bias, dtype=dtype)
-        for one in softmax.chunks(len(tokens)):
-            logits = functional.linear(hidden[one], weight, bias)
-            of_logits = softmax.gradient(logits, tokens[one], summary[:, one], given[0][:, one])
+        for chunk in softmax.chunks(len(tokens)):
+            logits = functional.linear(hidden[chunk], weight, bias)
+            of_logits = softmax.gradient(
+                logits, tokens[chunk], summary[:, chunk], given[0][:, chunk]
+            )
             if of_bias is not None:
                 of_bias += of_logits.sum(dim=0)
             of_logits = of_logits.to(hidden.dtype)
-            of_hidden[one] = of_logits @ weight
+            of_hidden[chunk] = of_logits @ weight
             if dtype == hidden.dtype:
-                of_weight.addmm_(of_logits.t(), hidden[one])
+                of_weight.addmm_(of_logits.t(), hidden[chunk])
             else:
-                of_weight += of_logits.t() @ hidden[one]
+                of_weight += of_logits.t() @ hidden[chunk]
         if of_bias is not None:
             of_bias = of_bias.to(hidden.dtype)
         return of_hidden, of_weight.to(weight.dtype), of_bias, None, None

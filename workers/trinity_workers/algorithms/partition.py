@@ -26,7 +26,7 @@ def padded_tokens(sizes: Sequence[RowSize]) -> int:
 
 def width_of(sizes: Sequence[RowSize]) -> RowSize:
     """Return the columns that rows of these sizes need."""
-    return RowSize(max(one.prompt for one in sizes), max(one.response for one in sizes))
+    return RowSize(max(size.prompt for size in sizes), max(size.response for size in sizes))
 
 
 def least_parts(sizes: Sequence[RowSize], bound: int) -> int:
@@ -73,12 +73,12 @@ def places(parts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[int]:
         lengths: Length of each part; it may have padding rows after its own.
     """
     starts = accumulate(lengths, initial=0)
-    found = {
+    place_by_row = {
         row: start + i
         for start, part in zip(starts, parts, strict=False)
         for i, row in enumerate(part)
     }
-    return [found[row] for row in range(len(found))]
+    return [place_by_row[row] for row in range(len(place_by_row))]
 
 
 def _longest_first(sizes: Sequence[RowSize]) -> list[int]:

@@ -60,27 +60,29 @@ def prepare(batch: Batch, config: AlgorithmConfig, reduce: Reduce = this_rank_al
     rewards = rewards.masked_fill(~mask, 0.0)
 
     rewarded = replace(batch, token_rewards=rewards)
-    found = find_advantage(config.advantage)(rewarded, config, reduce)
+    estimate = find_advantage(config.advantage)(rewarded, config, reduce)
     equal = group_statistics(batch.rewards, batch.groups, config).equal
-    kept = _kept(batch, config, equal)
+    training_mask = _training_mask(batch, config, equal)
     return Prepared(
         replace(
             rewarded,
-            response_mask=kept,
-            advantages=found.advantages.masked_fill(~kept, 0.0),
-            returns=None if found.returns is None else found.returns.masked_fill(~kept, 0.0),
+            response_mask=training_mask,
+            advantages=estimate.advantages.masked_fill(~training_mask, 0.0),
+            returns=None
+            if estimate.returns is None
+            else estimate.returns.masked_fill(~training_mask, 0.0),
         ),
         _metrics(batch, penalty, equal, divergence),
     )
 
 
-def _kept(batch: Batch, config: AlgorithmConfig, equal: Tensor) -> Tensor:
-    kept = batch.response_mask
+def _training_mask(batch: Batch, config: AlgorithmConfig, equal: Tensor) -> Tensor:
+    mask = batch.response_mask
     if config.overlong.mask:
-        kept = kept & batch.finished[:, None]
+        mask = mask & batch.finished[:, None]
     if config.filters.zero_variance == "mask":
-        kept = kept & ~equal[:, None]
-    return kept
+        mask = mask & ~equal[:, None]
+    return mask
 
 
 def _metrics(batch: Batch, penalty: Tensor, equal: Tensor, divergence: Tensor | None) -> Means:

@@ -42,29 +42,31 @@ POLICY_LOSSES = {
 @cache
 def find_advantage(name: str) -> Advantage:
     """Return the advantage of that name. Raises AlgorithmError if there is none."""
-    found: Advantage = _found(name, "advantage", ADVANTAGE_GROUP, ADVANTAGES, 3)
-    return found
+    advantage: Advantage = _load_function(name, "advantage", ADVANTAGE_GROUP, ADVANTAGES, 3)
+    return advantage
 
 
 @cache
 def find_policy_loss(name: str) -> PolicyLoss:
     """Return the loss of that name. Raises AlgorithmError if there is none."""
-    found: PolicyLoss = _found(name, "loss", LOSS_GROUP, POLICY_LOSSES, 2)
-    return found
+    loss: PolicyLoss = _load_function(name, "loss", LOSS_GROUP, POLICY_LOSSES, 2)
+    return loss
 
 
 _TAKEN = {"advantage": "(batch, config, reduce)", "loss": "(tokens, config)"}
 
 
-def _found(name: str, kind: str, group: str, built_in: Mapping[str, str], count: int) -> Any:
+def _load_function(
+    name: str, kind: str, group: str, built_in: Mapping[str, str], count: int
+) -> Any:
     try:
-        found = load_object(name, kind=kind, group=group, built_in=built_in)
+        function = load_object(name, kind=kind, group=group, built_in=built_in)
     except TaskError as error:
         raise AlgorithmError(str(error)) from error.__cause__
-    if not callable(found):
+    if not callable(function):
         raise AlgorithmError(f"{kind} {name!r} is no function of {_TAKEN[kind]}")
-    if (fault := refused_arguments(found, count)) is not None:
+    if (fault := refused_arguments(function, count)) is not None:
         raise AlgorithmError(
             f"{kind} {name!r} is called with {_TAKEN[kind]}, and takes others: {fault}"
         )
-    return found
+    return function

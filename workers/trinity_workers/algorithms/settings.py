@@ -168,8 +168,8 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
         """Deviation that advantages are divided by, the estimator's own if none is set."""
         if self.scale is not None:
             return self.scale
-        known = SCALES.get(self.advantage)
-        return known[0] if known else "none"
+        scales = SCALES.get(self.advantage)
+        return scales[0] if scales else "none"
 
     @property
     def needed_fields(self) -> frozenset[str]:
@@ -274,8 +274,8 @@ def read_settings(values: Mapping[str, Any]) -> AlgorithmConfig:
     """
     preset = values.get("preset")
     config = converted(merged({} if preset is None else preset_values(preset), values))
-    for _, said in contradictions(config):
-        raise AlgorithmError(said)
+    for _, sentence in contradictions(config):
+        raise AlgorithmError(sentence)
     return config
 
 
@@ -292,12 +292,12 @@ def preset_values(name: str) -> dict[str, Any]:
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Return nested values with others laid over them, section by section."""
-    found = dict(below)
+    values = dict(below)
     for name, value in above.items():
-        under = found.get(name)
+        under = values.get(name)
         nested = isinstance(value, Mapping) and isinstance(under, Mapping)
-        found[name] = merged(under, value) if nested else value  # type: ignore[arg-type]
-    return found
+        values[name] = merged(under, value) if nested else value  # type: ignore[arg-type]
+    return values
 
 
 def converted(values: Mapping[str, Any]) -> AlgorithmConfig:

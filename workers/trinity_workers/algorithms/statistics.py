@@ -74,5 +74,5 @@ def moments(values: Tensor, mask: Tensor, config: AlgorithmConfig, reduce: Reduc
 
 def whitened(values: Tensor, mask: Tensor, config: AlgorithmConfig, reduce: Reduce) -> Tensor:
     """Return (values - mean) / deviation of the batch of all ranks; 0 where the mask is false."""
-    found = moments(values, mask, config, reduce)
-    return ((values.double() - found.mean) / found.deviation).masked_fill(~mask, 0.0).float()
+    mean, deviation = moments(values, mask, config, reduce)
+    return ((values.double() - mean) / deviation).masked_fill(~mask, 0.0).float()

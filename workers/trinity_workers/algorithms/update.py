@@ -105,9 +105,9 @@ def policy_update(
             losses = losses * weights
             shown["rollout_corr/rollout_is_mean"] = weights
         if sampling.mask != "none":
-            kept = importance_mask(to_behaviour, mask, sampling)
-            losses = losses.masked_fill(~kept, 0.0)
-            shown["rollout_corr/rollout_rs_masked_fraction"] = (mask & ~kept).float()
+            sampling_mask = importance_mask(to_behaviour, mask, sampling)
+            losses = losses.masked_fill(~sampling_mask, 0.0)
+            shown["rollout_corr/rollout_rs_masked_fraction"] = (mask & ~sampling_mask).float()
     shown["pg_loss"] = losses
 
     if config.kl.coefficient and config.kl.where == "loss":

@@ -31,10 +31,10 @@ def explained_variance(means: Mapping[str, float]) -> dict[str, float]:
     It is 1 - Var(returns - values) / Var(returns), and 0 where all returns are equal. Means without
     those of :func:`value_means` stay as they are.
     """
-    told = dict(means)
-    if _SQUARED_RETURNS not in told:
-        return told
-    variance = told.pop(_SQUARED_RETURNS) - told[_RETURNS] ** 2
-    unexplained = told.pop(_SQUARED_ERRORS) - told.pop(_ERRORS) ** 2
-    told["critic/vf_explained_var"] = 1.0 - unexplained / variance if variance > 1e-12 else 0.0
-    return told
+    metrics = dict(means)
+    if _SQUARED_RETURNS not in metrics:
+        return metrics
+    variance = metrics.pop(_SQUARED_RETURNS) - metrics[_RETURNS] ** 2
+    unexplained = metrics.pop(_SQUARED_ERRORS) - metrics.pop(_ERRORS) ** 2
+    metrics["critic/vf_explained_var"] = 1.0 - unexplained / variance if variance > 1e-12 else 0.0
+    return metrics

@@ -45,11 +45,11 @@ def to_data_proto(batch: Batch) -> DataProto:
         "token_level_scores": at_last_token(batch.rewards, batch.response_mask),
         "finished": batch.finished,
     }
-    known = batch.known()
-    tensors |= {name: known[ours] for ours, name in _NAMES.items() if ours in known}
+    fields = batch.known()
+    tensors |= {name: fields[ours] for ours, name in _NAMES.items() if ours in fields}
     import numpy as np
 
-    uid = np.array([str(one) for one in batch.groups.tolist()], dtype=object)
+    uid = np.array([str(group) for group in batch.groups.tolist()], dtype=object)
     made: Any = DataProto.from_dict(tensors=tensors, non_tensors={"uid": uid})
     return made
 
@@ -88,7 +88,7 @@ def from_data_proto(data: DataProto) -> Batch:
 
 def _groups(names: list[Any]) -> Tensor:
     try:
-        return torch.tensor([int(one) for one in names])
+        return torch.tensor([int(name) for name in names])
     except ValueError:
         places = {name: place for place, name in enumerate(dict.fromkeys(names))}
         return torch.tensor([places[name] for name in names])

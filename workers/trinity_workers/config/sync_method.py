@@ -45,10 +45,10 @@ def contradictions(
     }
     if sync.method == "checkpoint":
         given["tensor_digests"] = sync.tensor_digests and "is for versions in memory"
-    for field, said in given.items():
-        if said:
+    for field, reason in given.items():
+        if reason:
             yield (
                 ("sync.method", f"sync.{field}"),
-                f"{method} {sync.method} {how}, and {named(f'sync.{field}')} {said}: leave that "
+                f"{method} {sync.method} {how}, and {named(f'sync.{field}')} {reason}: leave that "
                 f"out, or choose {method} memory",
             )

@@ -105,11 +105,11 @@ class SavedAdapters:
             raise ConversionRefused(str(error)) from None
         names = {weight_names(name): name for name in reader.names()}
         adapted = {name for pair in names for name in pair}
-        left = [name for name in self.tensors if name not in adapted]
-        if left:
+        missing = [name for name in self.tensors if name not in adapted]
+        if missing:
             raise ConversionRefused(
-                f"{base} has no layer for the adapter {left[0]}: give the adapters' own base with "
-                "--base"
+                f"{base} has no layer for the adapter {missing[0]}: give the adapters' own base "
+                "with --base"
             )
         scale = self._config["lora_alpha"] / self._config["r"]
         for (first, second), name in names.items():

@@ -38,7 +38,7 @@ def source_of(source: Path, target: Path) -> Source:
         raise ConversionRefused(f"{source} is no folder: give the folder of the model")
     inner, described = MODEL_FOLDER
     folder = source / inner if (source / inner).is_dir() else source
-    if any((one / ADAPTER_CONFIG).is_file() for one in (folder, folder / described)):
+    if any((place / ADAPTER_CONFIG).is_file() for place in (folder, folder / described)):
         return Source(folder, "adapters")
     if (folder / "config.json").is_file():
         return Source(folder, "huggingface")

@@ -6,7 +6,12 @@ from .settings import EvaluationSet
 
 
 def is_due(
-    one: EvaluationSet, step: int, *, before: int | None, steps: int, keeps_versions: bool = True
+    settings: EvaluationSet,
+    step: int,
+    *,
+    before: int | None,
+    steps: int,
+    keeps_versions: bool = True,
 ) -> bool:
     """Return True if the version of a step is to be evaluated on a set.
 
@@ -14,7 +19,7 @@ def is_due(
     multiple of the interval, is evaluated.
 
     Args:
-        one: The set.
+        settings: Settings of the set.
         step: Step of the version that is published.
         before: Step of the last version that needs no evaluation any more; None if there is none.
         steps: Training steps of the run.
@@ -23,15 +28,15 @@ def is_due(
     if step == before:
         return False
     if step == steps:
-        return one.at_end or _is_passed(one, step, before)
+        return settings.at_end or _is_passed(settings, step, before)
     if step == 0:
-        at_start = keeps_versions if one.at_start is None else one.at_start
-        return at_start or 0 in one.versions
-    return _is_passed(one, step, before)
+        at_start = keeps_versions if settings.at_start is None else settings.at_start
+        return at_start or 0 in settings.versions
+    return _is_passed(settings, step, before)
 
 
-def _is_passed(one: EvaluationSet, step: int, before: int | None) -> bool:
+def _is_passed(settings: EvaluationSet, step: int, before: int | None) -> bool:
     """Return True if a chosen step, or a multiple of the interval, lies behind ``before``."""
     after = 0 if before is None else before
-    by_interval = one.interval > 0 and step // one.interval > after // one.interval
-    return by_interval or any(after < chosen <= step for chosen in one.versions)
+    by_interval = settings.interval > 0 and step // settings.interval > after // settings.interval
+    return by_interval or any(after < chosen <= step for chosen in settings.versions)

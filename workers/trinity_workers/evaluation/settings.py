@@ -79,11 +79,11 @@ def contradictions(
         steps: Training steps of the run.
         keeps_versions: False if the sync method sends versions and keeps none.
     """
-    for name, one in config.sets.items():
-        yield from _of_set(f"evaluation.sets.{name}", one, named, steps)
-        if not keeps_versions and (one.interval or one.versions or one.at_start):
+    for name, settings in config.sets.items():
+        yield from _of_set(f"evaluation.sets.{name}", settings, named, steps)
+        if not keeps_versions and (settings.interval or settings.versions or settings.at_start):
             path = next(
-                field for field in ("interval", "versions", "at_start") if getattr(one, field)
+                field for field in ("interval", "versions", "at_start") if getattr(settings, field)
             )
             method = named("sync.method")
             field = named(f"evaluation.sets.{name}.{path}")
@@ -95,28 +95,31 @@ def contradictions(
 
 
 def _of_set(
-    prefix: str, one: EvaluationSet, named: Callable[[str], str], steps: int
+    prefix: str, settings: EvaluationSet, named: Callable[[str], str], steps: int
 ) -> Iterator[Contradiction]:
     samples = named(f"{prefix}.samples")
-    if one.passes and one.passes[-1] > one.samples:
+    if settings.passes and settings.passes[-1] > settings.samples:
         yield (
             (f"{prefix}.pass_at", f"{prefix}.samples"),
-            f"{named(f'{prefix}.pass_at')} asks for pass@{one.passes[-1]} of {one.samples} "
-            f"answers: set {samples} {one.passes[-1]} or more",
+            f"{named(f'{prefix}.pass_at')} asks for pass@{settings.passes[-1]} of "
+            f"{settings.samples} answers: set {samples} {settings.passes[-1]} or more",
         )
-    if one.temperature == 0 and one.samples > 1:
+    if settings.temperature == 0 and settings.samples > 1:
         yield (
             (f"{prefix}.temperature", f"{prefix}.samples"),
-            f"{named(f'{prefix}.temperature')} is 0, and all {one.samples} answers to a question "
-            f"are then the same: set {samples} 1, or another temperature",
+            f"{named(f'{prefix}.temperature')} is 0, and all {settings.samples} answers to a "
+            f"question are then the same: set {samples} 1, or another temperature",
         )
-    if one.versions and max(one.versions) > steps:
+    if settings.versions and max(settings.versions) > steps:
         yield (
             (f"{prefix}.versions", "steps"),
-            f"{named(f'{prefix}.versions')} has step {max(one.versions)}, and the run has "
+            f"{named(f'{prefix}.versions')} has step {max(settings.versions)}, and the run has "
             f"{steps} {named('steps')}: leave it out",
         )
-    if not (one.at_end or one.interval or one.versions) and one.at_start is False:
+    if (
+        not (settings.at_end or settings.interval or settings.versions)
+        and settings.at_start is False
+    ):
         yield (
             (f"{prefix}.at_end", f"{prefix}.at_start"),
             f"{named(prefix)} is never asked: set {named(f'{prefix}.at_end')} true, or give it an "

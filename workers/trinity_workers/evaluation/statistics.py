@@ -44,23 +44,23 @@ def estimate(of_questions: Sequence[float]) -> Estimate:
     mean = fsum(of_questions) / count
     if count == 1:
         return Estimate(mean, mean, mean)
-    variance = fsum((one - mean) ** 2 for one in of_questions) / (count - 1)
+    variance = fsum((question_mean - mean) ** 2 for question_mean in of_questions) / (count - 1)
     half = _QUANTILE * sqrt(variance / count)
     return Estimate(mean, mean - half, mean + half)
 
 
-def results(one: EvaluationSet, rewards: Sequence[Sequence[float]]) -> dict[str, float]:
+def results(settings: EvaluationSet, rewards: Sequence[Sequence[float]]) -> dict[str, float]:
     """Return the metrics of a set from the rewards of each question's answers."""
-    found = _named("mean", estimate([fsum(of_one) / len(of_one) for of_one in rewards]))
-    for k in one.passes:
+    metrics = _named("mean", estimate([fsum(of_one) / len(of_one) for of_one in rewards]))
+    for k in settings.passes:
         passed = [
-            pass_at_k(len(of_one), sum(reward >= one.correct_from for reward in of_one), k)
+            pass_at_k(len(of_one), sum(reward >= settings.correct_from for reward in of_one), k)
             for of_one in rewards
         ]
         mean, low, high = estimate(passed)
-        found |= _named(f"pass_at_{k}", Estimate(mean, max(low, 0.0), min(high, 1.0)))
-    return found
+        metrics |= _named(f"pass_at_{k}", Estimate(mean, max(low, 0.0), min(high, 1.0)))
+    return metrics
 
 
-def _named(name: str, found: Estimate) -> dict[str, float]:
-    return {name: found.mean, f"{name}_low": found.low, f"{name}_high": found.high}
+def _named(name: str, interval: Estimate) -> dict[str, float]:
+    return {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}

@@ -39,7 +39,7 @@ def in_dtype(tensors: NamedTensors, dtype: torch.dtype) -> NamedTensors:
 
 
 def _summoned(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    prefixes = {id(one): name for name, one in module.named_modules()}
+    prefixes = {id(submodule): name for name, submodule in module.named_modules()}
     for unit in FullyShardedDataParallel.fsdp_modules(module):
         with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
             for name, tensor in _once(_own_parameters(unit, prefixes[id(unit)])):

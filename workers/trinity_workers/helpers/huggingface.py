@@ -139,19 +139,19 @@ class TensorQueue:
         self._tensors: deque[tuple[str, torch.Tensor]] = deque()
         self._bytes = 0
         self._error: Exception | None = None
-        self._ended = self._left = False
+        self._ended = self._closed = False
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Append a copy on the CPU, once there is room. Raises DeadlineExceeded."""
         give_up = time.monotonic() + self._deadline
         with self._changed:
-            while self._bytes and self._bytes + tensor.nbytes > self._limit and not self._left:
+            while self._bytes and self._bytes + tensor.nbytes > self._limit and not self._closed:
                 if not self._changed.wait(give_up - time.monotonic()):
                     raise DeadlineExceeded(
                         f"{name} waited {self._deadline:g} s to be written: is the disk slow, or "
                         "does the save wait for its turn (see trinity-events explain)?"
                     )
-            if self._left:
+            if self._closed:
                 return  # the save failed, and has said so; the other ranks gather on
         copy = tensor.detach().to("cpu", copy=True)
         with self._changed:
@@ -170,7 +170,7 @@ class TensorQueue:
 
     def __exit__(self, *_: object) -> None:
         with self._changed:
-            self._left = True
+            self._closed = True
             self._tensors.clear()
             self._bytes = 0
             self._changed.notify_all()

@@ -37,8 +37,8 @@ class PublishShards:
         with synchronizer.publication(global_step, rank, ranks=opens) as part:
             with _agreed(part):
                 # First: refused shards leave the version unopened, to be published in full.
-                held = list(shards)
-                report = write_shards(part, held, weights.buffers)
+                local_shards = list(shards)
+                report = write_shards(part, local_shards, weights.buffers)
             with _agreed(part):
                 # Only now: a part in the log is whole, and so is every other.
                 part.publish()
@@ -60,8 +60,8 @@ def write_shards(
     """
     part.begin()
     check_finite(((shard.name, shard.tensor) for shard in shards), PUBLISHED, exempt=buffers)
-    places = [ShardOffset(one.offsets, one.global_shape) for one in shards]
-    part.add_all([one.name for one in shards], [one.tensor for one in shards], places)
+    places = [ShardOffset(shard.offsets, shard.global_shape) for shard in shards]
+    part.add_all([shard.name for shard in shards], [shard.tensor for shard in shards], places)
     return part.seal()
 
 

@@ -66,16 +66,16 @@ class PublishSnapshot:
         rank, ranks = rank_and_world()
         part = synchronizer.publication(global_step, rank)
         error: Exception | None = None
-        held: list[LocalShard] = []
+        local_shards: list[LocalShard] = []
         try:
             self._wait_for_previous(synchronizer)
-            held = list(shards)  # where they are refused nothing was said of the version
+            local_shards = list(shards)  # where they are refused nothing was said of the version
             if rank == 0:
                 synchronizer.open_version(global_step, ranks=range(ranks))
-            copies = self._staging.copied([one.tensor for one in held])
-            held = [
-                LocalShard(one.name, copy, one.global_shape, one.offsets)
-                for one, copy in zip(held, copies, strict=True)
+            copies = self._staging.copied([shard.tensor for shard in local_shards])
+            local_shards = [
+                LocalShard(shard.name, copy, shard.global_shape, shard.offsets)
+                for shard, copy in zip(local_shards, copies, strict=True)
             ]
         except Exception as caught:
             error = caught
@@ -86,7 +86,7 @@ class PublishSnapshot:
                 part.fail(error)
         self._step = global_step
         stall = time.monotonic() - began
-        sent = _Snapshot(part, held, weights.buffers)
+        sent = _Snapshot(part, local_shards, weights.buffers)
         self._sending = self._thread.submit(self._send, sent, began, stall, logger)
 
     def _wait_for_previous(self, synchronizer: Synchronizer) -> None:

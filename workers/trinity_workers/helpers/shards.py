@@ -45,7 +45,9 @@ def fsdp_shards(
             adapters, whose parameters are not the model's, and for layouts other than even chunks
             and replicas.
     """
-    if any(type(one).__name__ == "FullyShardedDataParallel" for one in module.modules()):
+    if any(
+        type(submodule).__name__ == "FullyShardedDataParallel" for submodule in module.modules()
+    ):
         raise ShardsRefused(
             f"FSDP1 keeps flat parameters, which are no shards of tensors: {_INSTEAD}"
         )
@@ -108,9 +110,11 @@ def without_replicas(shards: Iterable[LocalShard]) -> list[LocalShard]:
     """
     with together():
         mine = list(shards)
-    keys = [_key(one) for one in mine]
+    keys = [_key(shard) for shard in mine]
     owned_by = owners(gather_bytes(b"".join(keys)))
-    return [one for one, key in zip(mine, keys, strict=True) if owned_by[key] == dist.get_rank()]
+    return [
+        shard for shard, key in zip(mine, keys, strict=True) if owned_by[key] == dist.get_rank()
+    ]
 
 
 def owners(everyone: Sequence[bytes]) -> dict[bytes, int]:
@@ -123,5 +127,5 @@ def owners(everyone: Sequence[bytes]) -> dict[bytes, int]:
 
 
 def _key(shard: LocalShard) -> bytes:
-    said = repr((shard.name, shard.global_shape, shard.offsets, tuple(shard.tensor.shape)))
-    return xxhash.xxh3_64_digest(said.encode())
+    description = repr((shard.name, shard.global_shape, shard.offsets, tuple(shard.tensor.shape)))
+    return xxhash.xxh3_64_digest(description.encode())

@@ -128,24 +128,24 @@ def _targets(model: PreTrainedModel, lora: LoraConfig, base: Path) -> list[str]:
     """Return the names of the layers that are to have adapters, each of which can have one."""
     untyped: Any = model
     head = untyped.get_output_embeddings()
-    found, missing = list[str](), {*lora.target_modules}
+    layers, missing = list[str](), {*lora.target_modules}
     for name, layer in model.named_modules():
         is_linear = type(layer) is nn.Linear and layer is not head
-        wanted = {one for one in lora.target_modules if f".{name}".endswith(f".{one}")}
-        if wanted and not is_linear:
+        targets = {target for target in lora.target_modules if f".{name}".endswith(f".{target}")}
+        if targets and not is_linear:
             raise BadPolicy(
                 f"{name} of the model in {base} is no linear layer below the output head, and "
                 "only those take adapters: leave it out of model.lora.target_modules"
             )
-        if is_linear and (wanted or ALL_LINEAR in lora.target_modules):
-            found.append(name)
-            missing -= {*wanted, ALL_LINEAR}
+        if is_linear and (targets or ALL_LINEAR in lora.target_modules):
+            layers.append(name)
+            missing -= {*targets, ALL_LINEAR}
     if missing:
         raise BadPolicy(
             f"the model in {base} has no linear layer {min(missing)}: name others in "
             "model.lora.target_modules"
         )
-    return found
+    return layers
 
 
 def _is_adapters(name: str) -> bool:
@@ -189,13 +189,13 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     """Let the model compute as its base does, for a block without gradients."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    layers = [one for one in model.modules() if isinstance(one, BaseTunerLayer)]
-    trained = [one for one in model.parameters() if one.requires_grad]
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for layer in layers:
         layer.enable_adapters(False)
-    for one in trained:
+    for parameter in trained:
         # PEFT froze them too, and FSDP keeps for ever what it finds at its first gather.
-        one.requires_grad_(True)
+        parameter.requires_grad_(True)
     try:
         yield
     finally:
@@ -207,8 +207,10 @@ def adapter_config(model: Any) -> dict[str, Any]:
     """Return the content of PEFT's ``adapter_config.json`` for the model's adapters."""
     settings = copy.copy(model.peft_config[_ADAPTER])
     settings.inference_mode = True
-    found: dict[str, Any] = settings.to_dict()
-    return {name: sorted(one) if isinstance(one, set) else one for name, one in found.items()}
+    content: dict[str, Any] = settings.to_dict()
+    return {
+        name: sorted(value) if isinstance(value, set) else value for name, value in content.items()
+    }
 
 
 def merged(weight: Tensor, first: Tensor, second: Tensor, scale: float) -> Tensor:

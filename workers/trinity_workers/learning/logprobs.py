@@ -40,8 +40,8 @@ def response_statistics(
         BadPolicy: if they are fused, and the model has no linear head at its end.
     """
     if fused:
-        found = _statistics_of_head(model, batch, temperature, entropy=entropy)
-        return found.masked(batch.response_mask)
+        statistics = _statistics_of_head(model, batch, temperature, entropy=entropy)
+        return statistics.masked(batch.response_mask)
     return statistics_of_logits(response_logits(model, batch), batch, temperature, entropy=entropy)
 
 
@@ -49,8 +49,8 @@ def statistics_of_logits(
     logits: Tensor, batch: Batch, temperature: float = 1.0, *, entropy: bool = False
 ) -> TokenStatistics:
     """Return :func:`response_statistics` from the result of :func:`response_logits`."""
-    found = token_statistics(logits, batch.responses, temperature=temperature, entropy=entropy)
-    return found.masked(batch.response_mask)
+    statistics = token_statistics(logits, batch.responses, temperature=temperature, entropy=entropy)
+    return statistics.masked(batch.response_mask)
 
 
 def response_logits(model: nn.Module, batch: Batch) -> Tensor:
@@ -99,14 +99,14 @@ def _statistics_of_head(
     made: list[Tensor] = []
 
     def statistics(hidden: Tensor) -> Tensor:
-        found = head_statistics(
+        of_head = head_statistics(
             hidden[:, :-1],
             (head.weight, head.bias),
             batch.responses,
             temperature=temperature,
             entropy=entropy,
         )
-        made.append(torch.stack([one for one in found if one is not None], dim=-1))
+        made.append(torch.stack([tensor for tensor in of_head if tensor is not None], dim=-1))
         return made[0]
 
     # Inside the forward pass of the model, where FSDP has gathered the head's weight.

@@ -36,16 +36,16 @@ def check_isolation(module: nn.Module, device: torch.device) -> None:
     Raises PackingRefused if the second sample's logits depend on the first.
     """
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]], device=device)
-    found = []
+    logits = []
     was_training = module.training
     module.eval()
     for token in (1, 2):
         rows = torch.tensor([[token] * 3, [1, 2, 0]], device=device)
         with torch.no_grad():
             output: Any = module(input_ids=rows, attention_mask=mask, use_cache=False)
-        found.append(output.logits[1, :2].float())
+        logits.append(output.logits[1, :2].float())
     module.train(was_training)
-    if (found[0] - found[1]).abs().max() > _ISOLATION * found[0].abs().max():
+    if (logits[0] - logits[1]).abs().max() > _ISOLATION * logits[0].abs().max():
         raise PackingRefused(
             f"{type(module).__name__} lets packed samples attend to one another: set "
             "trainer.packing false"

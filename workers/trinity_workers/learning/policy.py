@@ -116,11 +116,11 @@ def load_policy(
     )
     check_finite_model(model, str(folder))
     table: Any = model.get_input_embeddings()
-    known = int(table.weight.shape[0])
-    if len(tokenizer) > known:
+    vocabulary_size = int(table.weight.shape[0])
+    if len(tokenizer) > vocabulary_size:
         raise BadPolicy(
-            f"the tokenizer in {folder} has {len(tokenizer)} tokens, and its model knows {known}: "
-            "they are not of one model"
+            f"the tokenizer in {folder} has {len(tokenizer)} tokens, and its model knows "
+            f"{vocabulary_size}: they are not of one model"
         )
     return model, tokenizer
 
@@ -143,8 +143,8 @@ def context_length(folder: Path) -> int | None:
 
     with raising_bad_policy(f"config.json in {folder} cannot be read"):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    found: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return found
+    length: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return length
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

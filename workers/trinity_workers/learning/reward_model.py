@@ -136,8 +136,8 @@ class RewardTokens:
         if not self._own.chat_template:
             text = self._text(prompt) + self._text(answer)
             return encode_prompt(self._own, text, answered=True)
-        said: Message = {"role": "assistant", "content": self._text(answer)}
-        return encode_prompt(self._own, [*self._messages(prompt, ordinal), said], answered=True)
+        reply: Message = {"role": "assistant", "content": self._text(answer)}
+        return encode_prompt(self._own, [*self._messages(prompt, ordinal), reply], answered=True)
 
     def _messages(self, prompt: list[int], ordinal: int) -> list[Message]:
         """Return the messages before the answer."""
@@ -148,13 +148,13 @@ class RewardTokens:
         return [{"role": "user", "content": self._text(prompt)}]
 
     def _text(self, tokens: list[int]) -> str:
-        found: Any = self._policy.decode(tokens, skip_special_tokens=True)
-        return str(found)
+        text: Any = self._policy.decode(tokens, skip_special_tokens=True)
+        return str(text)
 
 
 def right_padded(rows: Sequence[Sequence[int]], padding: int) -> Batch:
     """Return rows of tokens as a batch whose last column stands for the response."""
-    width = max(2, *(len(one) for one in rows))
+    width = max(2, *(len(row) for row in rows))
     tokens = torch.full((len(rows), width), padding)
     mask = torch.zeros_like(tokens)
     for index, row in enumerate(rows):

@@ -15,10 +15,12 @@ _TENSORS = {"TokenClassification": HEAD, "SequenceClassification": {"score.weigh
 def head_tensors(config: Any) -> set[str]:
     """Return the head's tensors in folders of this configuration; a language model has none."""
     name = "".join((config.architectures or [])[:1])
-    found = {one for kind, names in _TENSORS.items() if name.endswith(kind) for one in names}
+    tensors = {
+        tensor for kind, names in _TENSORS.items() if name.endswith(kind) for tensor in names
+    }
     if not getattr(config, "token_classification_bias", True):
-        found.discard("score.bias")
-    return found
+        tensors.discard("score.bias")
+    return tensors
 
 
 def checked_head(config: Any, folder: Path, *, required: bool = False) -> set[str]:
@@ -29,18 +31,18 @@ def checked_head(config: Any, folder: Path, *, required: bool = False) -> set[st
     """
     from .policy import BadPolicy  # transformers takes seconds to import
 
-    found = head_tensors(config)
-    if found and config.num_labels != 1:
+    tensors = head_tensors(config)
+    if tensors and config.num_labels != 1:
         raise BadPolicy(
             f"the model in {folder} gives {config.num_labels} outputs a token, and a critic or a "
             "reward model gives one: take a model with num_labels 1"
         )
-    if required and not found:
+    if required and not tensors:
         raise BadPolicy(
             f"the model in {folder} has no head of rewards: take a Hugging Face folder of a model "
             "for sequence or token classification"
         )
-    return found
+    return tensors
 
 
 def critic_config(config: Any) -> Any:

@@ -56,8 +56,8 @@ def load_critic(folder: Path, dtype: str = "float32") -> tuple[ValueModel, PreTr
 
     The head of values begins at 0, so that the first values are 0 and all ranks begin alike.
     """
-    found, tokenizer = load_policy(folder, dtype, without_head=True)
-    policy: Any = found
+    model, tokenizer = load_policy(folder, dtype, without_head=True)
+    policy: Any = model
     output = policy.get_output_embeddings().weight
     head = nn.Linear(output.shape[1], 1, dtype=output.dtype)
     nn.init.zeros_(head.weight)
@@ -86,10 +86,10 @@ def last_columns(batch: Batch) -> Tensor:
 
 def _outputs(model: nn.Module, batch: Batch) -> Tensor:
     """Return the head's output after each token: [B, S], float32 at least."""
-    found = model(
+    outputs = model(
         input_ids=batch.input_ids,
         attention_mask=batch.attention_mask,
         position_ids=batch.position_ids,
         use_cache=False,
     )
-    return exact(found[..., 0])
+    return exact(outputs[..., 0])

@@ -41,7 +41,7 @@ class Gate:
             self._changed.notify_all()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def hold(self) -> Iterator[None]:
         """Keep generation still for the block."""
         with self._changed:
             self._holds += 1
@@ -76,8 +76,8 @@ class Gate:
             what = "the end of an installation" if self._holds else "its paused engine"
             with self._waits.waiting(what):
                 while self._is_closed():
-                    left = self._paused_until - time.monotonic()
-                    self._changed.wait(None if self._holds else max(left, 0.0))
+                    remaining = self._paused_until - time.monotonic()
+                    self._changed.wait(None if self._holds else max(remaining, 0.0))
         self._moving += 1
 
     def _leave(self) -> None:

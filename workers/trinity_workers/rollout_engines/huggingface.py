@@ -108,9 +108,9 @@ class HuggingFaceEngine:
         try:
             own = msgspec.convert(options.options, HuggingFaceOptions)
         except msgspec.ValidationError as error:
-            known = ", ".join(HuggingFaceOptions.__struct_fields__)
+            names = ", ".join(HuggingFaceOptions.__struct_fields__)
             raise RolloutEngineError(
-                f"options of the rollout engine huggingface: {error}; there is {known}"
+                f"options of the rollout engine huggingface: {error}; there is {names}"
             ) from None
         load = policy_loader(options.lora, options.seed)
         model, tokenizer = load(options.model_folder, options.dtype)
@@ -175,7 +175,7 @@ class HuggingFaceEngine:
             self.serves = None
 
     def _prove(self) -> str:
-        with self._gate.held():
+        with self._gate.hold():
             return model_digest(self._model)
 
     def _install(self, ready: StepReady) -> None:
@@ -193,7 +193,7 @@ class HuggingFaceEngine:
     def _changing(self, ready: StepReady) -> Iterator[None]:
         """Hold generation still while the model changes; serve the version after the block."""
         unfinished = self._generating if self.on_update == "finish" else nullcontext()
-        with unfinished, self._gate.held():
+        with unfinished, self._gate.hold():
             try:
                 yield
             except BaseException:
@@ -204,25 +204,25 @@ class HuggingFaceEngine:
     def _generate(
         self, requests: Sequence[GenerationRequest], cancelled: threading.Event
     ) -> list[Generation]:
-        found: dict[int, Generation] = {}
+        generations: dict[int, Generation] = {}
         with self._generating:
             for batch in self._batches(requests):
                 with self._gate.moving():
                     generated = self._generate_batch([requests[at] for at in batch], cancelled)
-                found.update(zip(batch, generated, strict=True))
-        return [found[at] for at in range(len(requests))]
+                generations.update(zip(batch, generated, strict=True))
+        return [generations[at] for at in range(len(requests))]
 
     def _batches(self, requests: Sequence[GenerationRequest]) -> Iterator[list[int]]:
         """Yield the places of requests that are generated at a time."""
 
         def group(place: int) -> tuple[int, ...]:
-            one = requests[place]
-            return (one.ordinal, one.turn) if self.deterministic else ()
+            request = requests[place]
+            return (request.ordinal, request.turn) if self.deterministic else ()
 
         def order(place: int) -> tuple[object, ...]:
-            one = requests[place]
+            request = requests[place]
             # Deterministic batches have one order; others are of prompts of like lengths.
-            return (*group(place), one.sample if self.deterministic else len(one.tokens))
+            return (*group(place), request.sample if self.deterministic else len(request.tokens))
 
         for _, members in groupby(sorted(range(len(requests)), key=order), group):
             places = list(members)
@@ -232,12 +232,12 @@ class HuggingFaceEngine:
     def _generate_batch(
         self, requests: Sequence[GenerationRequest], cancelled: threading.Event
     ) -> list[Generation]:
-        turns = [Turn(one, turn_limit(one, self.context_length)) for one in requests]
+        turns = [Turn(request, turn_limit(request, self.context_length)) for request in requests]
         unfinished = turns
         while unfinished and not cancelled.is_set():
             self._continue(unfinished, cancelled)
-            unfinished = [one for one in turns if not one.is_over]
-        return [one.generation() for one in turns]
+            unfinished = [turn for turn in turns if not turn.is_over]
+        return [turn.generation() for turn in turns]
 
     def _continue(self, turns: Sequence[Turn], cancelled: threading.Event) -> None:
         """Generate with one key-value cache, to the end of all turns or of the cache.
@@ -254,14 +254,14 @@ class HuggingFaceEngine:
             return self.on_update == "recompute_cache" and self.serves != version
 
         # Padded on the left, so that every row goes on from the last column.
-        rows = [one.request.tokens + one.tokens for one in turns]
+        rows = [turn.request.tokens + turn.tokens for turn in turns]
         width = max(map(len, rows))
         ids = [[self._pad] * (width - len(row)) + row for row in rows]
         mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
         device = self._model.device
-        limits = [one.limit - len(one.tokens) for one in turns]
+        limits = [turn.limit - len(turn.tokens) for turn in turns]
         choice = _Choice(
-            [one.request for one in turns], len(turns[0].tokens), device, self._version
+            [turn.request for turn in turns], len(turns[0].tokens), device, self._version
         )
         configure: Any = GenerationConfig
         run: Any = self._model.generate  # a mixin's, which type checkers do not see
@@ -302,8 +302,11 @@ class _Choice(LogitsProcessor):
     ) -> None:
         self._place = place
         self._version = version
-        keys = [turn_key(one.sampling.seed, one.ordinal, one.sample, one.turn) for one in requests]
-        self._sampler = NoisySampler(keys, [one.sampling for one in requests], device)
+        keys = [
+            turn_key(request.sampling.seed, request.ordinal, request.sample, request.turn)
+            for request in requests
+        ]
+        self._sampler = NoisySampler(keys, [request.sampling for request in requests], device)
         self.logprobs: list[Tensor] = []
         self.versions: list[StepRef] = []
 

@@ -65,11 +65,11 @@ def find_engine(
     make: Make = load_object(
         name, kind="rollout engine", group=GROUP, built_in=ENGINES, folder=folder
     )
-    known: tuple[OnUpdate, ...] = ("finish", *getattr(make, _MODES, ()))
-    if on_update not in known:
+    modes: tuple[OnUpdate, ...] = ("finish", *getattr(make, _MODES, ()))
+    if on_update not in modes:
         raise RolloutEngineError(
             f"rollouts.on_update is {on_update}, and the rollout engine {name} knows "
-            f"{' and '.join(known)} only: choose that, or another explorer.engine"
+            f"{' and '.join(modes)} only: choose that, or another explorer.engine"
         )
     if adapters and not getattr(make, _ADAPTERS, False):
         raise RolloutEngineError(

@@ -86,16 +86,18 @@ class MegatronRolloutEngine:
             CollectiveBroken: if a rank died or was too slow.
         """
         group = self._hybrid.group
-        mine = [msgspec.msgpack.encode(one) for one in requests]
-        told = (
-            msgspec.msgpack.decode(one, type=list[bytes])
-            for one in gather_bytes(msgspec.msgpack.encode(mine), group)
+        mine = [msgspec.msgpack.encode(request) for request in requests]
+        requests_by_rank = (
+            msgspec.msgpack.decode(payload, type=list[bytes])
+            for payload in gather_bytes(msgspec.msgpack.encode(mine), group)
         )
-        everyones = list(dict.fromkeys(one for theirs in told for one in theirs))
+        everyones = list(
+            dict.fromkeys(payload for theirs in requests_by_rank for payload in theirs)
+        )
         turns = [
             Turn(request, turn_limit(request, self.context_length))
             for request in (
-                msgspec.msgpack.decode(one, type=GenerationRequest) for one in everyones
+                msgspec.msgpack.decode(payload, type=GenerationRequest) for payload in everyones
             )
         ]
         share = turns[self._hybrid.replica :: self._hybrid.replicas]
@@ -106,13 +108,17 @@ class MegatronRolloutEngine:
         except Exception as caught:
             error = caught
         raise_together(error, group)
-        found = [one.generation() for one in share] if self._hybrid.is_first_of_replica else []
+        generations = (
+            [turn.generation() for turn in share] if self._hybrid.is_first_of_replica else []
+        )
         answers: dict[bytes, Generation] = {}
-        for one in gather_bytes(msgspec.msgpack.encode((self._hybrid.replica, found)), group):
-            replica, theirs = msgspec.msgpack.decode(one, type=tuple[int, list[Generation]])
+        for payload in gather_bytes(
+            msgspec.msgpack.encode((self._hybrid.replica, generations)), group
+        ):
+            replica, theirs = msgspec.msgpack.decode(payload, type=tuple[int, list[Generation]])
             # A replica's ranks but the first one say nothing.
             answers |= zip(everyones[replica :: self._hybrid.replicas], theirs, strict=False)
-        return [answers[one] for one in mine]
+        return [answers[payload] for payload in mine]
 
     async def pause(self, lease: float) -> None:
         """Stand still between tokens for at most `lease` seconds; so do the replica's ranks."""
@@ -138,14 +144,14 @@ class MegatronRolloutEngine:
         return await anyio.to_thread.run_sync(self._prove)
 
     def _prove(self) -> str:
-        with self._generating, self._gate.held():
+        with self._generating, self._gate.hold():
             self._version()
             digests = {}
             for name, tensor in self._hybrid.full_tensors():
-                found = Digesting()
-                found.update(f"{dtype_name(tensor.dtype)}:{tuple(tensor.shape)}:".encode())
-                found.update(as_bytes(tensor))
-                digests[name] = found.digest()
+                tensor_digest = Digesting()
+                tensor_digest.update(f"{dtype_name(tensor.dtype)}:{tuple(tensor.shape)}:".encode())
+                tensor_digest.update(as_bytes(tensor))
+                digests[name] = tensor_digest.digest()
         whole = Digesting()
         whole.update(msgspec.json.encode(sorted(digests.items())))
         return whole.digest()
@@ -161,37 +167,40 @@ class MegatronRolloutEngine:
             return (len(request.tokens), *own)
 
         for _, alike in groupby(sorted(turns, key=batch), key=batch):
-            while some := list(islice(alike, self._max_batch)):
-                self._generate_batch(some)
+            while members := list(islice(alike, self._max_batch)):
+                self._generate_batch(members)
 
     def _generate_batch(self, turns: Sequence[Turn]) -> None:
         from megatron.core.inference.contexts import StaticInferenceContext
 
         version = self._version()
         device = self._hybrid.engine.device
-        requests = [one.request for one in turns]
+        requests = [turn.request for turn in turns]
         end_tokens = self._hybrid.engine.end_tokens
-        tokens = torch.tensor([one.tokens for one in requests], device=device)
-        limits = torch.tensor([one.limit for one in turns], device=device)
-        longest = max(one.limit for one in turns)
+        tokens = torch.tensor([request.tokens for request in requests], device=device)
+        limits = torch.tensor([turn.limit for turn in turns], device=device)
+        longest = max(turn.limit for turn in turns)
         ends = torch.tensor(
             sorted(self._hybrid.engine.end_tokens), dtype=torch.int64, device=device
         )
-        keys = [turn_key(one.sampling.seed, one.ordinal, one.sample, one.turn) for one in requests]
-        sampler = NoisySampler(keys, [one.sampling for one in requests], device)
+        keys = [
+            turn_key(request.sampling.seed, request.ordinal, request.sample, request.turn)
+            for request in requests
+        ]
+        sampler = NoisySampler(keys, [request.sampling for request in requests], device)
         context: Any = StaticInferenceContext(len(turns), tokens.shape[1] + longest)
         is_over = torch.zeros(len(turns), dtype=torch.bool, device=device)
         chosen, logprobs = [], []
         for place in range(longest):
             if not self.deterministic:
                 self._gate.stop_over()
-            found, of_found = sampler.choose(self._hybrid.logits(tokens, context), place)
-            chosen.append(found)
-            logprobs.append(of_found)
-            is_over |= torch.isin(found, ends) | (limits <= place + 1)
+            next_tokens, of_next = sampler.choose(self._hybrid.logits(tokens, context), place)
+            chosen.append(next_tokens)
+            logprobs.append(of_next)
+            is_over |= torch.isin(next_tokens, ends) | (limits <= place + 1)
             if bool(is_over.all()):
                 break
-            tokens = found[:, None]
+            tokens = next_tokens[:, None]
         rows = torch.stack(chosen, dim=1).tolist()
         of_rows = torch.stack(logprobs, dim=1).tolist()
         for turn, row, of_row in zip(turns, rows, of_rows, strict=True):

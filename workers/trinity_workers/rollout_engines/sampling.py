@@ -44,14 +44,18 @@ class NoisySampler:
         self, keys: Sequence[int], samplings: Sequence[Sampling], device: torch.device
     ) -> None:
         self._keys = torch.tensor(keys, dtype=torch.int64, device=device)[:, None]
-        temperatures = [one.temperature for one in samplings]
+        temperatures = [sampling.temperature for sampling in samplings]
         self._greedy = None
         if 0.0 in temperatures:
             self._greedy = torch.tensor(temperatures, device=device)[:, None] == 0.0
-        scales = torch.tensor([1.0 / (one or 1.0) for one in temperatures], device=device)[:, None]
-        self._scales = None if all(one in (0.0, 1.0) for one in temperatures) else scales
-        self._top_k = _column([one.top_k for one in samplings], 0, device)
-        self._top_p = _column([one.top_p for one in samplings], 1.0, device)
+        scales = torch.tensor(
+            [1.0 / (temperature or 1.0) for temperature in temperatures], device=device
+        )[:, None]
+        self._scales = (
+            None if all(temperature in (0.0, 1.0) for temperature in temperatures) else scales
+        )
+        self._top_k = _column([sampling.top_k for sampling in samplings], 0, device)
+        self._top_p = _column([sampling.top_p for sampling in samplings], 1.0, device)
         self._entries = torch.empty(0, dtype=torch.int64, device=device)
 
     def choose(self, logits: Tensor, place: int) -> tuple[Tensor, Tensor]:

@@ -48,7 +48,7 @@ class Turn:
         return Generation(
             tokens=self.tokens,
             logprobs=self.logprobs,
-            versions=[(one, len(list(same))) for one, same in groupby(self.versions)],
+            versions=[(version, len(list(same))) for version, same in groupby(self.versions)],
             finished=self.finished,
         )
 

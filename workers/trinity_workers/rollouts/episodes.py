@@ -120,7 +120,7 @@ class Episodes:
             except TrinityError as error:
                 failed[place] = error
                 groups.append([])
-        while alive := [one for group in groups for one in group if not one.over]:
+        while alive := [episode for group in groups for episode in group if not episode.over]:
             await self._policy_turns(alive, failed)
             async with anyio.create_task_group() as tasks:
                 for place, group in enumerate(groups):
@@ -157,13 +157,13 @@ class Episodes:
         generated = await self.engine.generate(
             [
                 GenerationRequest(
-                    tokens=one.tokens,
-                    sampling=one.request.sampling,
-                    ordinal=one.request.ordinal,
-                    sample=one.sample,
-                    turn=one.policy_turns,
+                    tokens=episode.tokens,
+                    sampling=episode.request.sampling,
+                    ordinal=episode.request.ordinal,
+                    sample=episode.sample,
+                    turn=episode.policy_turns,
                 )
-                for one in episodes
+                for episode in episodes
             ]
         )
         for episode, generation in zip(episodes, generated, strict=True):
@@ -182,10 +182,10 @@ class Episodes:
                 versions=generation.versions,
             )
         )
-        said = generation.tokens[:-1] if generation.finished else generation.tokens
+        answer_tokens = generation.tokens[:-1] if generation.finished else generation.tokens
         # Special tokens are kept: a padding token that was really sampled must spoil the answer,
         # not vanish from it.
-        episode.text = str(self.tokenizer.decode(said, skip_special_tokens=False))
+        episode.text = str(self.tokenizer.decode(answer_tokens, skip_special_tokens=False))
         episode.messages.append({"role": "assistant", "content": episode.text})
         episode.finished = generation.finished
         episode.over = (
@@ -224,7 +224,7 @@ class Episodes:
     def _between(self, episode: _Episode, replies: Sequence[Message]) -> list[int]:
         """Return the tokens between the policy's last turn and its next one."""
         if isinstance(episode.question.prompt, str):
-            text = "".join(str(one["content"]) for one in replies)
+            text = "".join(str(reply["content"]) for reply in replies)
         else:
             last = episode.turns[-1].tokens[-1]
             text = continuation(self.tokenizer, episode.messages, replies, last)
@@ -241,23 +241,24 @@ class Episodes:
         """Have the episodes of one request judged, and add its answer or the error."""
         if not group:
             return
-        asked = [
+        judged_answers = [
             Answer(
-                text=one.text,
-                finished=one.finished,
-                messages=one.messages,
-                tokens=sum(len(turn.tokens) for turn in one.turns if turn.role == "policy"),
+                text=episode.text,
+                finished=episode.finished,
+                messages=episode.messages,
+                tokens=sum(len(turn.tokens) for turn in episode.turns if turn.role == "policy"),
             )
-            for one in group
+            for episode in group
         ]
         try:
-            judged = await self.judge.judge(group[0].question, asked)
+            judged = await self.judge.judge(group[0].question, judged_answers)
             self._check_part(judged)
         except TrinityError as error:
             failed[place] = error
             return
         answers[place] = [
-            self._experience(one, rewarded) for one, rewarded in zip(group, judged, strict=True)
+            self._experience(episode, rewarded)
+            for episode, rewarded in zip(group, judged, strict=True)
         ]
 
     def _check_part(self, judged: Sequence[Rewarded]) -> None:
@@ -326,9 +327,9 @@ def continuation(
     try:
         rendered = str(template(marked, add_generation_prompt=True, tokenize=False))
     except Exception as error:
-        told = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise BadPolicy(
-            f"the chat template refuses a reply of the role {replies[-1]['role']!r}: {told}; let "
+            f"the chat template refuses a reply of the role {replies[-1]['role']!r}: {reason}; let "
             "the environment return a message with a role that the template knows"
         ) from None
     _, mark, after = rendered.rpartition(_MARK)

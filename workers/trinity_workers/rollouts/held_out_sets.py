@@ -53,16 +53,16 @@ def held_out_sets(config: TrainConfig, task: Task) -> list[HeldOutSet]:
     Raises:
         TaskError: A source of questions cannot be read, or is empty.
     """
-    found = []
+    sets = []
     for name, settings in config.evaluation.sets.items():
         questions = _questions(config, task, name, settings)
         if questions:
-            found.append(HeldOutSet(name, settings, questions, _sampling(config, name, settings)))
+            sets.append(HeldOutSet(name, settings, questions, _sampling(config, name, settings)))
         else:
             logger.warning(
                 "evaluation.sets.%s is left out: %s holds no question out", name, task.name
             )
-    return found
+    return sets
 
 
 def _questions(

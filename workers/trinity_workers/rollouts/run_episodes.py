@@ -92,12 +92,12 @@ async def send_answers(
     Raises:
         StaleEpoch: The run has a newer epoch.
     """
-    found: list[tuple[Claim, list[Experience]]] = []
+    outgoing: list[tuple[Claim, list[Experience]]] = []
     for claim, answer in zip(claims, answers, strict=True):
         if isinstance(answer, TrinityError):
             logger.warning("%s: ordinal %d: %s", requests.name, claim.request.ordinal, answer)
             await requests.fail(claim, str(answer))
         else:
-            found.append((claim, answer))
-    counted = await requests.answer_all(found)
-    return Sent(sum(counted), [claim.request.ordinal for claim, _ in found])
+            outgoing.append((claim, answer))
+    counted = await requests.answer_all(outgoing)
+    return Sent(sum(counted), [claim.request.ordinal for claim, _ in outgoing])

@@ -116,7 +116,7 @@ async def check_user_task(config: TrainConfig) -> None:
 
 def _check_questions(config: TrainConfig) -> None:
     """Read the questions, but those that only a built-in task draws."""
-    sources = [one.questions for one in config.evaluation.sets.values()]
+    sources = [settings.questions for settings in config.evaluation.sets.values()]
     if not is_built_in(config.task.name) or config.task.questions is not None or any(sources):
         task = task_of(config)
         task.question(0)

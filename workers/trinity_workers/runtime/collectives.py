@@ -40,8 +40,8 @@ def all_reduced(
 def largest(numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
     """Return the largest of all ranks' numbers, for each place of the sequence. Collective."""
     mine = torch.tensor(numbers, device=_message_device(group))
-    found: list[int] = all_reduced(mine, group, dist.ReduceOp.MAX).tolist()
-    return found
+    maxima: list[int] = all_reduced(mine, group, dist.ReduceOp.MAX).tolist()
+    return maxima
 
 
 @contextmanager
@@ -77,9 +77,9 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
 
 
 def _first_failed(error: Exception | None, group: dist.ProcessGroup | None) -> PeerFailed | None:
-    said = b"" if error is None else f"{type(error).__name__}: {error}".encode(errors="replace")
-    told = bytes([error is not None]) + said[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
-    mine = torch.frombuffer(bytearray(told), dtype=torch.uint8).to(_message_device(group))
+    text = b"" if error is None else f"{type(error).__name__}: {error}".encode(errors="replace")
+    payload = bytes([error is not None]) + text[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
+    mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(_message_device(group))
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     try:
         dist.all_gather(everyone, mine, group=group)
@@ -100,12 +100,15 @@ def gather_bytes(mine: bytes, group: dist.ProcessGroup | None = None) -> list[by
     size = torch.tensor([len(mine)], device=device)
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, size, group=group)
-    longest = max(int(one) for one in sizes)
+    longest = max(int(length) for length in sizes)
     padded = bytearray(mine.ljust(longest, b"\0"))
     sent = torch.frombuffer(padded, dtype=torch.uint8).to(device)
     everyone = [torch.empty_like(sent) for _ in sizes]
     dist.all_gather(everyone, sent, group=group)
-    return [bytes(theirs[: int(one)].tolist()) for theirs, one in zip(everyone, sizes, strict=True)]
+    return [
+        bytes(theirs[: int(length)].tolist())
+        for theirs, length in zip(everyone, sizes, strict=True)
+    ]
 
 
 def _message_device(group: dist.ProcessGroup | None) -> torch.device:

@@ -37,16 +37,16 @@ async def beating(
         return
 
     async def beat() -> None:
-        told = False
+        has_warned = False
         while True:
             await answers()
             try:
                 _touch(path)
-                told = False
+                has_warned = False
             except OSError as error:
-                if not told:
+                if not has_warned:
                     logger.warning("health checks will fail: %s", error)
-                told = True
+                has_warned = True
             await anyio.sleep(BEAT)
 
     async with anyio.create_task_group() as tasks:

@@ -105,13 +105,13 @@ def _status_of_zombie(pid: int) -> int | None:
 
 
 def _status_of_reaped(descriptor: int) -> int | None:
-    asked = bytearray(struct.pack("=Q", _INFO_EXIT).ljust(64, b"\0"))
+    info = bytearray(struct.pack("=Q", _INFO_EXIT).ljust(64, b"\0"))
     try:
-        fcntl.ioctl(descriptor, _PIDFD_GET_INFO, asked)
+        fcntl.ioctl(descriptor, _PIDFD_GET_INFO, info)
     except OSError:
         return None
-    (told,) = struct.unpack_from("=Q", asked)
-    if not told & _INFO_EXIT:
+    (mask,) = struct.unpack_from("=Q", info)
+    if not mask & _INFO_EXIT:
         return None
-    (status,) = struct.unpack_from("=i", asked, _EXIT_STATUS)
+    (status,) = struct.unpack_from("=i", info, _EXIT_STATUS)
     return int(status)

@@ -36,10 +36,10 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 def make_folder(folder: Path) -> None:
     """Create the folder and its missing parents, durably."""
-    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    for one in missing:
-        sync(one.parent)
+    for created_folder in missing:
+        sync(created_folder.parent)
 
 
 def sync_tree(folder: Path) -> None:

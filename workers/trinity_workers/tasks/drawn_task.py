@@ -116,18 +116,18 @@ class DrawnTask(ABC):
             index += 1
 
     def _distinct(self, split: Split, count: int) -> list[Question]:
-        found: dict[str, Question] = {}
+        questions: dict[str, Question] = {}
         draws = self._draws(split)
         fruitless = 0
-        while len(found) < count:
+        while len(questions) < count:
             question = next(draws)
             prompt = str(question.prompt)
-            if self._split(question) == split and prompt not in found:
-                found[prompt] = question
+            if self._split(question) == split and prompt not in questions:
+                questions[prompt] = question
                 fruitless = 0
             elif (fruitless := fruitless + 1) == _FRUITLESS_DRAWS:
                 raise TaskError(
-                    f"task {self.name!r} has only about {len(found)} distinct {split} questions, "
-                    f"and {count} were asked for: ask for fewer"
+                    f"task {self.name!r} has only about {len(questions)} distinct {split} "
+                    f"questions, and {count} were asked for: ask for fewer"
                 )
-        return list(found.values())
+        return list(questions.values())

@@ -91,17 +91,17 @@ def load_reward(
         TaskError: if there is none, or it cannot be loaded.
     """
     if name is not None:
-        found = load_object(name, kind="reward", folder=folder)
+        reward = load_object(name, kind="reward", folder=folder)
     elif questions is None:
-        found = getattr(_named(task, seed, dict(options or {}), folder), "reward", None)
-        if found is None:
+        reward = getattr(_named(task, seed, dict(options or {}), folder), "reward", None)
+        if reward is None:
             raise TaskError(f"task {task!r} has no reward: {_NAME_ONE}")
         name = f"{task}.reward"
     elif questions.startswith(REASONING_GYM):
-        name, found = questions, family_reward(questions, dict(options or {}))
+        name, reward = questions, family_reward(questions, dict(options or {}))
     else:
         raise TaskError(f"the answers to {questions} need a reward: {_NAME_ONE}")
-    return _callable(name, found)
+    return _callable(name, reward)
 
 
 def built_in_task(name: str, seed: int) -> DrawnTask:
@@ -124,29 +124,29 @@ def absolute(name: str, folder: Path) -> str:
     return f"{(folder / Path(place).expanduser()).resolve()}{colon}{attribute}"
 
 
-def _callable(name: str, found: Any) -> RewardFunction:
-    if not callable(found) or isinstance(found, type):
+def _callable(name: str, function: Any) -> RewardFunction:
+    if not callable(function) or isinstance(function, type):
         raise TaskError(f"reward {name!r} is no function of (question, answer)")
-    if (fault := refused_arguments(found, 2)) is not None:
+    if (fault := refused_arguments(function, 2)) is not None:
         raise TaskError(
             f"reward {name!r} is called with (question, answer), and takes others: {fault}"
         )
-    reward: RewardFunction = found
+    reward: RewardFunction = function
     return reward
 
 
 def _named(name: str, seed: int, options: dict[str, Any], folder: Path) -> Task:
-    found = load_object(name, kind="task", group=GROUP, built_in=TASKS, folder=folder)
-    if isinstance(found, type) or inspect.isfunction(found):
-        found = _made(name, found, seed, options)
+    candidate = load_object(name, kind="task", group=GROUP, built_in=TASKS, folder=folder)
+    if isinstance(candidate, type) or inspect.isfunction(candidate):
+        candidate = _made(name, candidate, seed, options)
     elif options:
         raise TaskError(f"task {name!r} is no class, and takes no options")
-    missing = [one for one in _NEEDED if not hasattr(found, one)]
+    missing = [attribute for attribute in _NEEDED if not hasattr(candidate, attribute)]
     if missing:
         raise TaskError(
             f"task {name!r} has no {' and no '.join(missing)}: a task has {', '.join(_NEEDED)}"
         )
-    task: Task = found
+    task: Task = candidate
     return task
 
 

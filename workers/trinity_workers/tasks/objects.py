@@ -45,16 +45,16 @@ def load_object(
     """
     if ":" in name:
         return _attribute(name, kind, folder)
-    known = dict(built_in or {})
-    if name in known:
-        return _attribute(known[name], kind, folder)
-    found = {one.name: one for one in entry_points(group=group)} if group else {}
-    if name not in found:
-        raise TaskError(_unknown(name, kind, sorted({*known, *found})))
+    names = dict(built_in or {})
+    if name in names:
+        return _attribute(names[name], kind, folder)
+    points = {point.name: point for point in entry_points(group=group)} if group else {}
+    if name not in points:
+        raise TaskError(_unknown(name, kind, sorted({*names, *points})))
     try:
-        return found[name].load()
+        return points[name].load()
     except Exception as error:
-        raise TaskError(f"{kind} {name!r} cannot be loaded: {_told(error)}") from error
+        raise TaskError(f"{kind} {name!r} cannot be loaded: {_format_error(error)}") from error
 
 
 def refused_arguments(function: Any, count: int) -> str | None:
@@ -68,10 +68,10 @@ def refused_arguments(function: Any, count: int) -> str | None:
     return None
 
 
-def _unknown(name: str, kind: str, known: list[str]) -> str:
-    near = get_close_matches(name, known, n=1)
+def _unknown(name: str, kind: str, choices: list[str]) -> str:
+    near = get_close_matches(name, choices, n=1)
     choice = f"did you mean {near[0]!r}? " if near else ""
-    listed = f"choose one of {', '.join(known)}, or name your own" if known else "name your own"
+    listed = f"choose one of {', '.join(choices)}, or name your own" if choices else "name your own"
     return f"unknown {kind} {name!r}: {choice}{listed} as module:attribute or ./file.py:attribute"
 
 
@@ -111,7 +111,7 @@ def _from_file(path: Path, kind: str) -> ModuleType:
         del sys.modules[name]
         if not isinstance(error, Exception | SystemExit):
             raise
-        raise TaskError(f"{path} cannot be imported: {_told(error)}") from error
+        raise TaskError(f"{path} cannot be imported: {_format_error(error)}") from error
     return module
 
 
@@ -142,12 +142,12 @@ def _import(name: str, folder: Path) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise TaskError(f"module {name} cannot be imported: {_told(error)}") from error
+            raise TaskError(f"module {name} cannot be imported: {_format_error(error)}") from error
         raise TaskError(
             f"there is no module {error.name}: install it, or name its file as ./file.py:attribute"
         ) from None
     except Exception as error:
-        raise TaskError(f"module {name} cannot be imported: {_told(error)}") from error
+        raise TaskError(f"module {name} cannot be imported: {_format_error(error)}") from error
 
 
 def _search(folder: Path) -> None:
@@ -156,5 +156,5 @@ def _search(folder: Path) -> None:
         sys.path.append(str(folder))
 
 
-def _told(error: BaseException) -> str:
+def _format_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

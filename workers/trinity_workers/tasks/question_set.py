@@ -40,10 +40,10 @@ class QuestionSet:
         self._all = questions
         self._evaluation = evaluation
         if evaluation is None:
-            held_out = [split_of(prompt_text(one)) == "held-out" for one in questions]
+            held_out = [split_of(prompt_text(question)) == "held-out" for question in questions]
             pairs = list(zip(questions, held_out, strict=True))
-            self._training = [question for question, held in pairs if not held]
-            self._held_out = [question for question, held in pairs if held]
+            self._training = [question for question, is_held_out in pairs if not is_held_out]
+            self._held_out = [question for question, is_held_out in pairs if is_held_out]
         else:
             self._training, self._held_out = list(questions), list(evaluation)
         if not self._training:

@@ -36,8 +36,8 @@ class SortDigits(DrawnTask):
     def _question(self, entry: Mapping[str, Any]) -> Question:
         data = entry["metadata"]
         order = _ASCENDING if data["direction"] == "ascending" else _DESCENDING
-        asked, right = (_digits(data[name]) for name in ("original_numbers", "sorted_numbers"))
-        return Question(prompt=asked + order, answer=right)
+        numbers, right = (_digits(data[name]) for name in ("original_numbers", "sorted_numbers"))
+        return Question(prompt=numbers + order, answer=right)
 
     def _split(self, question: Question) -> Split:
         # All orders of the same digits, and both directions, belong together.
@@ -45,4 +45,4 @@ class SortDigits(DrawnTask):
 
 
 def _digits(numbers: list[str]) -> str:
-    return " ".join(str(int(float(one))) for one in numbers)
+    return " ".join(str(int(float(number))) for number in numbers)

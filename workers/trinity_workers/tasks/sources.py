@@ -45,8 +45,8 @@ class QuestionOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         try:
             return msgspec.convert(dict(options or {}), cls)
         except msgspec.ValidationError as error:
-            known = ", ".join(cls.__struct_fields__)
-            raise TaskError(f"options of the task: {error}; there are {known}") from None
+            names = ", ".join(cls.__struct_fields__)
+            raise TaskError(f"options of the task: {error}; there are {names}") from None
 
 
 def read_questions(
@@ -144,7 +144,7 @@ def _checked(where: str, question: Question) -> Question:
     except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise TaskError(f"{where} holds what JSON cannot: {error}") from None
     empty = not checked.prompt or any(
-        "role" not in one for one in checked.prompt if isinstance(one, dict)
+        "role" not in message for message in checked.prompt if isinstance(message, dict)
     )
     if empty:
         raise TaskError(f"{where} has an empty prompt, or a message without a role")
@@ -278,12 +278,12 @@ def _family(source: str, options: Mapping[str, Any]) -> Any:
 
 
 def _python_object(source: str, folder: Path) -> Iterator[object]:
-    found = load_object(source, kind="source of questions", folder=folder)
+    questions = load_object(source, kind="source of questions", folder=folder)
     try:
-        yield from found() if callable(found) else found
+        yield from questions() if callable(questions) else questions
     except Exception as error:
-        told = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise TaskError(f"{source} gives no questions: {told}") from error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise TaskError(f"{source} gives no questions: {reason}") from error
 
 
 def _first_line(error: Exception) -> str:

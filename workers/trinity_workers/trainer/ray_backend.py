@@ -72,7 +72,7 @@ class RayTrainerFleet(TrainEngineWrapper):
         """Start the workers and load the model."""
         config = self._config
         self._workers = start_workers(
-            _worker_class(config), config, name="actor", told=self._of_death
+            _worker_class(config), config, name="actor", format_death=self._of_death
         )
         await self._workers.watch()
         host, port = await self._ask("address")

@@ -48,7 +48,7 @@ class TrinityCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         cls, trainer_world_size: int, rollout_world_size: int, metadata: Sequence[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         """Return each process's arguments of :meth:`init_process_group`, from all prepared data."""
-        places: list[ProcessLocation] = [one["place"] for one in metadata]
+        places: list[ProcessLocation] = [entry["place"] for entry in metadata]
         meeting = topology_of(places, rollout_world_size)
         return (
             {"rank": [None] * trainer_world_size, "meeting": [meeting] * trainer_world_size},

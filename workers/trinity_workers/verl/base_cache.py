@@ -19,10 +19,10 @@ class BaseCache:
 
     def __init__(self) -> None:
         self._parts: dict[str, FullPart] = {}
-        self._held = ExitStack()
+        self._resources = ExitStack()
 
     @property
-    def known(self) -> Collection[str]:
+    def digests(self) -> Collection[str]:
         """Manifest digests of the cached parts, which need not be pulled."""
         return self._parts.keys()
 
@@ -34,22 +34,22 @@ class BaseCache:
         )
         return version._replace(bases=bases)
 
-    def keep(self, ready: StepReady, version: PulledVersion, held: ExitStack) -> None:
-        """Cache the parts on which later versions may be based; ``held`` keeps the version."""
-        found: dict[str, FullPart] = {}
+    def keep(self, ready: StepReady, version: PulledVersion, resources: ExitStack) -> None:
+        """Cache the parts on which later versions may be based; ``resources`` keep the version."""
+        bases: dict[str, FullPart] = {}
         for announced, (manifest, buffer), base in zip(
             ready.parts, version.parts, version.bases, strict=True
         ):
             if manifest.base is None:
                 entries = {entry.key: entry for entry in manifest.tensors}
-                found[announced.manifest_digest] = FullPart(manifest, entries, buffer)
+                bases[announced.manifest_digest] = FullPart(manifest, entries, buffer)
             elif base is not None:
-                found[manifest.base.manifest_digest] = base
-        if found.keys() - self._parts.keys():
+                bases[manifest.base.manifest_digest] = base
+        if bases.keys() - self._parts.keys():
             self.forget()
-            self._parts, self._held = found, held.pop_all()
+            self._parts, self._resources = bases, resources.pop_all()
 
     def forget(self) -> None:
         """Release the cached parts."""
         self._parts = {}
-        self._held.close()
+        self._resources.close()

@@ -43,9 +43,9 @@ def _answering(name: str) -> Any:
 
 
 if PlatformBase is not None:
-    _asked = PlatformBase.__abstractmethods__ | _ANSWERS.keys()
+    _members = PlatformBase.__abstractmethods__ | _ANSWERS.keys()
     PlatformRegistry.register("cpu")(
-        type("CpuPlatform", (PlatformBase,), {name: _answering(name) for name in _asked})
+        type("CpuPlatform", (PlatformBase,), {name: _answering(name) for name in _members})
     )
 
 # What veRL's checkpoints ask of any device's module.

@@ -56,8 +56,8 @@ class WeightReceiver:
         self._meeting: Topology | None = meeting
         self._device = _device(settings.device)
         self._bases = BaseCache()
-        self._held = ExitStack()
-        self._taken: VersionInUse | None = None
+        self._resources = ExitStack()
+        self._in_use: VersionInUse | None = None
         self._stop = threading.Event()
         self._waiting: tuple[asyncio.AbstractEventLoop, anyio.CancelScope] | None = None
         self._thread = OneThread()
@@ -96,7 +96,7 @@ class WeightReceiver:
         version = await self._thread.begin(self._pull, ready)
         self._check(meeting, step)
         now = time.monotonic()
-        self._taken = taken = VersionInUse(
+        self._in_use = in_use = VersionInUse(
             version=version, fetch=now - began, verified_at=time.time(), since=now
         )
         tensors = version.tensors()
@@ -104,7 +104,7 @@ class WeightReceiver:
             self._check(meeting, step)
             yield named
             self._check(meeting, step)
-        taken.whole = True
+        in_use.whole = True
 
     def finish(self) -> None:
         """Report that the engine serves the version, if it received every tensor."""
@@ -173,11 +173,11 @@ class WeightReceiver:
 
     def _pull(self, ready: StepReady) -> PulledVersion:
         self._let_go()
-        have = self._bases.known
-        pulled = self._held.enter_context(self._synchronizer.pull(ready, have=have))
+        have = self._bases.digests
+        pulled = self._resources.enter_context(self._synchronizer.pull(ready, have=have))
         version = self._bases.completed(pulled)
         if self._settings.full_every > 1:
-            self._bases.keep(ready, pulled, self._held)
+            self._bases.keep(ready, pulled, self._resources)
         return version
 
     def _moved(
@@ -188,17 +188,17 @@ class WeightReceiver:
         return None
 
     def _finish(self) -> None:
-        taken = self._taken
+        in_use = self._in_use
         try:
-            if taken is not None and taken.whole:
-                phases = AppliedPhases(fetch=taken.fetch, pause=time.monotonic() - taken.since)
-                self._synchronizer.applied(taken.version, taken.verified_at, phases)
+            if in_use is not None and in_use.whole:
+                phases = AppliedPhases(fetch=in_use.fetch, pause=time.monotonic() - in_use.since)
+                self._synchronizer.applied(in_use.version, in_use.verified_at, phases)
         finally:
             self._let_go()
 
     def _let_go(self) -> None:
-        self._taken = None
-        self._held.close()
+        self._in_use = None
+        self._resources.close()
 
     def _close(self) -> None:
         self._let_go()

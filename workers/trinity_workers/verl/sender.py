@@ -37,7 +37,7 @@ class WeightSender:
         self._begun: int | None = None
         """Step of the newest version that was begun in this epoch, complete or not."""
         self._transport: RunTransport | None = None
-        self._taken: RunTransport | None = None
+        self._previous_transport: RunTransport | None = None
         """Transport of the newest version, if it was published completely."""
         self._rollouts = 0
         self._synchronizer: Synchronizer | None = None
@@ -129,8 +129,8 @@ class WeightSender:
                 run_id=self._run_id,
                 epoch=self._epoch,
                 transport=self._settings.transport,
-                taken=self._taken,
-                said=await log.last_id(Stream.EVENTS),
+                previous_transport=self._previous_transport,
+                newest_entry=await log.last_id(Stream.EVENTS),
                 announced=await log.last_id(Stream.ANNOUNCEMENTS),
             )
 
@@ -154,12 +154,12 @@ class WeightSender:
         synchronizer = self._made()
         synchronizer.commit(part.global_step)
         synchronizer.flush()
-        self._taken = self._transport
+        self._previous_transport = self._transport
         logger.info("step %d: published %d bytes", part.global_step, report.bytes)
         return report
 
     def _give_up(self, step: int, part: Publication | None, error: Exception) -> None:
-        self._taken = None
+        self._previous_transport = None
         with suppress(TrinityError, OSError):  # the error itself says more
             (part or self._made().publication(step, 0)).fail(error)
             self._made().flush()

@@ -55,21 +55,21 @@ def settings_of(options: Mapping[str, Any]) -> Settings:
             "starts one"
         )
     try:
-        found = msgspec.convert(given, Settings)
+        settings = msgspec.convert(given, Settings)
     except msgspec.ValidationError as error:
-        known = ", ".join(Settings.__struct_fields__)
+        names = ", ".join(Settings.__struct_fields__)
         raise BadSettings(
             f"engine_kwargs.{NAME} of veRL's configuration cannot be used: {error}; it may have "
-            f"{known}"
+            f"{names}"
         ) from None
-    if found.transport == "collective" and found.full_every > 1:
+    if settings.transport == "collective" and settings.full_every > 1:
         raise BadSettings(
             f"a collective group is sent full tensors, and engine_kwargs.{NAME}.full_every asks "
             "for deltas: leave that out, or choose another transport"
         )
-    if found.run_id is not None:
+    if settings.run_id is not None:
         try:
-            check_run_id(found.run_id)
+            check_run_id(settings.run_id)
         except ValueError as error:
             raise BadSettings(f"engine_kwargs.{NAME}.run_id cannot be used: {error}") from None
-    return found
+    return settings

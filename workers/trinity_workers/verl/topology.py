@@ -22,9 +22,9 @@ class OpenedRun(Struct, frozen=True, kw_only=True):
     epoch: int
     transport: TransportChoice
     """Transport in the configuration."""
-    taken: RunTransport | None = None
+    previous_transport: RunTransport | None = None
     """Transport of the previous version, if it arrived."""
-    said: str
+    newest_entry: str
     """Position of the newest entry; entries of this update are later."""
     announced: str
     """Position of the newest announcement."""
@@ -71,13 +71,15 @@ def topology_of(places: Sequence[ProcessLocation], rollouts: int) -> Topology:
     opened = next(place.opened for place in places if place.opened is not None)
     return Topology(
         opened=opened,
-        transport=transport_between(opened.transport, places, opened.taken),
+        transport=transport_between(opened.transport, places, opened.previous_transport),
         rollouts=rollouts,
     )
 
 
 def transport_between(
-    asked: TransportChoice, places: Sequence[ProcessLocation], taken: RunTransport | None = None
+    requested: TransportChoice,
+    places: Sequence[ProcessLocation],
+    previous: RunTransport | None = None,
 ) -> RunTransport:
     """Return the requested transport; for "auto" shared memory if all are on one host, else Ray.
 
@@ -85,13 +87,13 @@ def transport_between(
     transport is reused if possible: another one would store the versions twice.
     """
     together = len({place.host for place in places}) == 1
-    if asked == "shm" and not together:
+    if requested == "shm" and not together:
         raise SharedMemoryUnusable(
             "veRL's trainer and rollouts are on several hosts, or in several containers, which "
             "share no memory: leave the transport out, or ask for ray or redis"
         )
-    if asked != "auto":
-        return asked
-    if taken == "ray" or not together:
+    if requested != "auto":
+        return requested
+    if previous == "ray" or not together:
         return "ray"
-    return "shm" if taken == "shm" or all(place.room for place in places) else "ray"
+    return "shm" if previous == "shm" or all(place.room for place in places) else "ray"

@@ -79,7 +79,7 @@ async def _announced(redis_url: str, opened: OpenedRun, step: int | None, what: 
 
 def _later_than(opened: OpenedRun) -> Callable[[Answer], bool]:
     """Return a filter for announcements that follow from later entries, not an earlier attempt."""
-    since = position(opened.said)
+    since = position(opened.newest_entry)
     return lambda event: event.epoch >= opened.epoch and position(event.caused_by) > since
 
 

@@ -70,18 +70,18 @@ def shares_of(mode: Dispatch, table: RankTable) -> Shares:
         shares = list(range(len(table)))
         answering = shares
     elif mode is Dispatch.MEGATRON_COMPUTE_PROTO:
-        shares = [one.dp_rank for one in table]
+        shares = [info.dp_rank for info in table]
         answering = [
             rank
-            for rank, one in enumerate(table)
-            if (one.tp_rank, one.pp_rank, one.cp_rank) == (0, sizes.pp_size - 1, 0)
+            for rank, info in enumerate(table)
+            if (info.tp_rank, info.pp_rank, info.cp_rank) == (0, sizes.pp_size - 1, 0)
         ]
     else:
         shares = [
-            (one.cp_rank * sizes.dp_size + one.dp_rank) * sizes.pp_size + one.pp_rank
-            for one in table
+            (info.cp_rank * sizes.dp_size + info.dp_rank) * sizes.pp_size + info.pp_rank
+            for info in table
         ]
-        answering = [rank for rank, one in enumerate(table) if one.tp_rank == 0]
+        answering = [rank for rank, info in enumerate(table) if info.tp_rank == 0]
     answering = sorted(answering, key=shares.__getitem__)
     if [shares[rank] for rank in answering] != list(range(len(set(shares)))):
         raise DispatchRefused(
@@ -106,10 +106,10 @@ class Dealt(NamedTuple):
 
     def collected(self, answers: Sequence[Any]) -> Any:
         """Return the result of a call from the answers of the called ranks."""
-        found = [answers[rank] for rank in self.answering]
+        by_share = [answers[rank] for rank in self.answering]
         if self.mode is Dispatch.RANK_ZERO:
-            return found[0]
-        return found if self.dealing is None else joined(found, self.dealing)
+            return by_share[0]
+        return by_share if self.dealing is None else joined(by_share, self.dealing)
 
 
 def deal(mode: Dispatch, table: RankTable, arguments: Sequence[Any]) -> Dealt:
@@ -130,11 +130,11 @@ def deal(mode: Dispatch, table: RankTable, arguments: Sequence[Any]) -> Dealt:
     if not arguments:
         raise DispatchRefused(f"mode {mode.value} deals out rows: give it a batch or a list")
     shares = shares_of(mode, table)
-    divided = [split(one, shares.number) for one in arguments]
-    rows = {one.dealing.rows for one in divided}
+    divided = [split(argument, shares.number) for argument in arguments]
+    rows = {division.dealing.rows for division in divided}
     if len(rows) > 1:
         raise DispatchRefused(
             f"arguments of {', '.join(map(str, sorted(rows)))} rows cannot be dealt out together"
         )
-    parts = list(zip(*(one.parts for one in divided), strict=True))
+    parts = list(zip(*(division.parts for division in divided), strict=True))
     return Dealt(parts, shares.ranks, shares.answering, mode, divided[0].dealing)

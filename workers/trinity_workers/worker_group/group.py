@@ -42,7 +42,7 @@ class WorkerGroup:
         kind: Class of the workers, with methods marked by :func:`.registered.register`.
         workers: Handles of the actors, by rank.
         name: Role of the workers, which errors name as ``actor-1``.
-        told: Returns the words that errors append to the name of a method, such as its step.
+        format_death: Returns the words after a worker's name in errors, from the name of a method.
         timeout: Maximum seconds of a call; None leaves it to the deadlines of the ranks.
     """
 
@@ -52,14 +52,14 @@ class WorkerGroup:
         workers: Sequence[Any],
         *,
         name: str = "worker",
-        told: Callable[[str], str] = lambda method: f"died in {method}",
+        format_death: Callable[[str], str] = lambda method: f"died in {method}",
         timeout: float | None = None,
     ) -> None:
         self.workers = list(workers)
         self._methods = registered_methods(kind)
         self._kind = kind
         self._name = name
-        self._told = told
+        self._format_death = format_death
         self._timeout = timeout
         self._table: RankTable | None = None
         self._processes: list[Process] = []
@@ -123,9 +123,9 @@ class WorkerGroup:
         registered = self._registered(method)
         dealt = deal(registered.dispatch_mode, self._table or [NOWHERE] * len(self), args)
         shares = _sent(dealt)
-        given = {name: packed(one) for name, one in options.items()}
+        given = {name: packed(option) for name, option in options.items()}
         answering = set(dealt.answering)
-        asked = {
+        references = {
             rank: self.workers[rank].execute.remote(
                 method, rank in answering, *shares[share], **given
             )
@@ -134,7 +134,7 @@ class WorkerGroup:
 
         async def answer(rank: int) -> Any:
             try:
-                return unpacked(await asked[rank])
+                return unpacked(await references[rank])
             except ray.exceptions.RayActorError:
                 raise await self._death(rank, method) from None
 
@@ -144,7 +144,7 @@ class WorkerGroup:
     async def _death(self, rank: int, method: str) -> WorkerDied:
         process = self._processes[rank] if self._processes else None
         how = "" if process is None else await to_thread.run_sync(self._deaths.how, process)
-        return WorkerDied(f"{self._named(rank)} {self._told(method)}{how and f': {how}'}")
+        return WorkerDied(f"{self._named(rank)} {self._format_death(method)}{how and f': {how}'}")
 
     def _named(self, rank: int) -> str:
         process = self._processes[rank] if self._processes else None
@@ -186,33 +186,33 @@ class Answers:
         A rank that dies fails the others, sooner than it is known to be dead.
         """
         call = self._call
-        asked = [asyncio.ensure_future(call.answer(rank)) for rank in range(len(call.dealt.ranks))]
-        for one in asked:
-            one.add_done_callback(lambda task: task.cancelled() or task.exception())
+        tasks = [asyncio.ensure_future(call.answer(rank)) for rank in range(len(call.dealt.ranks))]
+        for task in tasks:
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())
         ends = asyncio.ALL_COMPLETED if call.settles else asyncio.FIRST_EXCEPTION
-        _, left = await asyncio.wait(asked, timeout=self._timeout, return_when=ends)
-        failed = _errors(asked)
-        if left and failed and all(_may_follow_a_death(one) for one in failed):
-            await asyncio.wait(left, timeout=DEATH_KNOWN, return_when=asyncio.FIRST_EXCEPTION)
-            failed = _errors(asked)
+        _, pending = await asyncio.wait(tasks, timeout=self._timeout, return_when=ends)
+        failed = _errors(tasks)
+        if pending and failed and all(_may_follow_a_death(error) for error in failed):
+            await asyncio.wait(pending, timeout=DEATH_KNOWN, return_when=asyncio.FIRST_EXCEPTION)
+            failed = _errors(tasks)
         if failed:
             raise failed[0] if call.settles else min(failed, key=_is_no_death)
-        if left:
-            raise DeadlineExceeded(self._missing(asked))
-        return call.dealt.collected([one.result() for one in asked])
+        if pending:
+            raise DeadlineExceeded(self._missing(tasks))
+        return call.dealt.collected([task.result() for task in tasks])
 
-    def _missing(self, asked: Sequence[asyncio.Future[Any]]) -> str:
+    def _missing(self, tasks: Sequence[asyncio.Future[Any]]) -> str:
         call = self._call
-        names = ", ".join(call.named(rank) for rank, one in enumerate(asked) if not one.done())
+        names = ", ".join(call.named(rank) for rank, task in enumerate(tasks) if not task.done())
         return f"no answer to {call.method} within {self._timeout:g} s from {names}"
 
 
 def _sent(dealt: Dealt) -> list[tuple[Any, ...]]:
     """Return the arguments of each share as they are sent: once, where several ranks get them."""
-    shares = [tuple(map(packed, one)) for one in dealt.arguments]
+    shares = [tuple(map(packed, share)) for share in dealt.arguments]
     if len(shares) == len(dealt.ranks) or not dealt.dealing:
         return shares
-    return [tuple(map(ray.put, one)) for one in shares]
+    return [tuple(map(ray.put, share)) for share in shares]
 
 
 def _refuse_event_loop(method: str) -> None:
@@ -227,8 +227,8 @@ def _refuse_event_loop(method: str) -> None:
 
 
 def _errors(tasks: Sequence[asyncio.Future[Any]]) -> list[BaseException]:
-    done = [one for one in tasks if one.done() and not one.cancelled()]
-    return [error for one in done if (error := one.exception()) is not None]
+    done = [task for task in tasks if task.done() and not task.cancelled()]
+    return [error for task in done if (error := task.exception()) is not None]
 
 
 def _is_no_death(error: BaseException) -> bool:

@@ -51,8 +51,8 @@ def rank_table(sizes: DistGlobalInfo) -> list[DistRankInfo]:
 def sizes_of(table: RankTable) -> DistGlobalInfo:
     """Return the sizes of the parallel groups that these ranks make up."""
     return DistGlobalInfo(
-        tp_size=1 + max(one.tp_rank for one in table),
-        dp_size=1 + max(one.dp_rank for one in table),
-        pp_size=1 + max(one.pp_rank for one in table),
-        cp_size=1 + max(one.cp_rank for one in table),
+        tp_size=1 + max(info.tp_rank for info in table),
+        dp_size=1 + max(info.dp_rank for info in table),
+        pp_size=1 + max(info.pp_rank for info in table),
+        cp_size=1 + max(info.cp_rank for info in table),
     )

@@ -48,10 +48,10 @@ def registered_methods(kind: type) -> dict[str, Registered]:
 
     A method that overrides a registered one without a mark of its own is called as that one.
     """
-    found: dict[str, Registered] = {}
+    methods: dict[str, Registered] = {}
     for base in reversed(kind.__mro__):
         for name, value in vars(base).items():
             mark = getattr(value, _MARK, None)
             if isinstance(mark, Registered):
-                found[name] = mark
-    return found
+                methods[name] = mark
+    return methods

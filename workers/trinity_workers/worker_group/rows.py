@@ -130,7 +130,7 @@ def _(
     answers: Sequence[Mapping[str, Any]],
     dealing: Dealing,
 ) -> dict[str, Any]:
-    return {name: joined([one[name] for one in answers], dealing) for name in first}
+    return {name: joined([answer[name] for answer in answers], dealing) for name in first}
 
 
 def _joined_data_proto(answers: Sequence[Any], dealing: Dealing) -> Any:
@@ -153,6 +153,6 @@ def _check(rows: int, dealing: Dealing) -> None:
 def _is_data_proto(value: Any) -> bool:
     # By name, so that veRL is imported only where it is used.
     return any(
-        (one.__module__, one.__name__) == ("verl.protocol", "DataProto")
-        for one in type(value).__mro__
+        (base.__module__, base.__name__) == ("verl.protocol", "DataProto")
+        for base in type(value).__mro__
     )

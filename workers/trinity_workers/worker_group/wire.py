@@ -50,9 +50,9 @@ def packed(value: Any) -> Any:
         array = whole if whole.dtype != torch.bfloat16 else whole.view(torch.int16)
         return _Packed(array.numpy(), str(value.dtype).removeprefix("torch."))
     if isinstance(value, Batch):
-        return _PackedBatch({name: packed(one) for name, one in value.known().items()})
+        return _PackedBatch({name: packed(tensor) for name, tensor in value.known().items()})
     if type(value) is dict:
-        return {name: packed(one) for name, one in value.items()}
+        return {name: packed(item) for name, item in value.items()}
     if _is_groups(value):
         return _PackedGroups(msgspec.msgpack.encode(value))
     return value
@@ -64,11 +64,11 @@ def unpacked(value: Any) -> Any:
         # A copy: arrays in Ray's object store are read-only, and tensors are written to.
         return torch.from_numpy(value.array.copy()).view(getattr(torch, value.dtype))
     if isinstance(value, _PackedBatch):
-        return Batch(**{name: unpacked(one) for name, one in value.fields.items()})
+        return Batch(**{name: unpacked(field) for name, field in value.fields.items()})
     if isinstance(value, _PackedGroups):
         return _groups.decode(value.payload)
     if type(value) is dict:
-        return {name: unpacked(one) for name, one in value.items()}
+        return {name: unpacked(item) for name, item in value.items()}
     return value
 
 

@@ -25,7 +25,7 @@ class Worker:
             args: Positional arguments of the method, packed.
             options: Keyword arguments, packed.
         """
-        given = {name: unpacked(one) for name, one in options.items()}
+        given = {name: unpacked(option) for name, option in options.items()}
         answer = getattr(self, method)(*map(unpacked, args), **given)
         return packed(answer) if is_answering else None
 

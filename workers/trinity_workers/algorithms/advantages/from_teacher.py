@@ -19,9 +19,9 @@ def teacher(batch: Batch, config: AlgorithmConfig, reduce: Reduce) -> Advantages
 
     Returns [B, R] float32.
     """
-    known = batch.need("teacher_logprobs", "advantage teacher")
+    teacher_logprobs = batch.need("teacher_logprobs", "advantage teacher")
     student = batch.need(f"{config.importance_sampling.ratio_to}_logprobs", "advantage teacher")
-    return Advantages((known - student).masked_fill(~batch.response_mask, 0.0).float())
+    return Advantages((teacher_logprobs - student).masked_fill(~batch.response_mask, 0.0).float())
 
 
 def none(batch: Batch, config: AlgorithmConfig, reduce: Reduce) -> Advantages:

@@ -66,10 +66,10 @@ def reinforce_plus_plus_baseline(
     r_i is the sum of the row's `token_rewards`. Returns [B, R] float32.
     """
     scores, groups = _compared(batch, config)
-    found = _spread((scores - groups.mean).masked_fill(groups.equal, 0.0), batch).advantages
+    advantages = _spread((scores - groups.mean).masked_fill(groups.equal, 0.0), batch).advantages
     if config.divisor == "none":
-        return Advantages(found)
-    return Advantages(whitened(found, batch.response_mask, config, reduce))
+        return Advantages(advantages)
+    return Advantages(whitened(advantages, batch.response_mask, config, reduce))
 
 
 def _compared(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, GroupStatistics]:

@@ -26,10 +26,10 @@ def reinforce_plus_plus(batch: Batch, config: AlgorithmConfig, reduce: Reduce) -
     for t in range(mask.shape[1] - 1, -1, -1):
         following = torch.where(mask[:, t], rewards[:, t] + config.gamma * following, following)
         columns.append(following)
-    found = torch.stack(columns[::-1], dim=1).masked_fill(~mask, 0.0)
+    returns = torch.stack(columns[::-1], dim=1).masked_fill(~mask, 0.0)
     if config.divisor == "none":
-        return Advantages(found.float())
-    return Advantages(whitened(found, mask, config, reduce))
+        return Advantages(returns.float())
+    return Advantages(whitened(returns, mask, config, reduce))
 
 
 def gae(batch: Batch, config: AlgorithmConfig, reduce: Reduce) -> Advantages:
@@ -53,8 +53,8 @@ def gae(batch: Batch, config: AlgorithmConfig, reduce: Reduce) -> Advantages:
         next_advantage = torch.where(mask[:, t], error + decay * next_advantage, next_advantage)
         next_value = torch.where(mask[:, t], values[:, t], next_value)
         columns.append(next_advantage)
-    found = torch.stack(columns[::-1], dim=1)
-    returns = (found + values).masked_fill(~mask, 0.0).float()
+    advantages = torch.stack(columns[::-1], dim=1)
+    returns = (advantages + values).masked_fill(~mask, 0.0).float()
     if config.divisor == "none":
-        return Advantages(found.masked_fill(~mask, 0.0).float(), returns)
-    return Advantages(whitened(found, mask, config, reduce), returns)
+        return Advantages(advantages.masked_fill(~mask, 0.0).float(), returns)
+    return Advantages(whitened(advantages, mask, config, reduce), returns)

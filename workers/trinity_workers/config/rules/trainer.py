@@ -83,10 +83,10 @@ def _of_fsdp(trainer: TrainerConfig, name: Callable[[str], str]) -> Found:
 
 def _of_offload(trainer: TrainerConfig, name: Callable[[str], str]) -> Found:
     models = ("policy_offload", "critic_offload", "reference_offload")
-    moved = [one for one in models if any(astuple(getattr(trainer, one)))]
+    moved = [model for model in models if any(astuple(getattr(trainer, model)))]
     if trainer.cpu_offload and moved:
         yield (
-            ("trainer.cpu_offload", *(f"trainer.{one}" for one in moved)),
+            ("trainer.cpu_offload", *(f"trainer.{model}" for model in moved)),
             f"{name('cpu_offload')} keeps the models in the host's memory already: leave "
             f"{' and '.join(map(name, moved))} out, or {name('cpu_offload')}",
         )

@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> None:
     try:
         reply = load_environment(name, Path(folder))
     except BaseException as error:  # an import may end the interpreter, too
-        say(Raised(_told(error)))
+        say(Raised(_format_error(error)))
         return
     say(Ready())
     # In a thread of its own, so that this process ends with its explorer, whatever it does.
@@ -58,15 +58,15 @@ def load_environment(name: str, folder: Path) -> Replier:
 
     The name is that of a function, or of an object or class with a method `reply`.
     """
-    found = load_object(name, kind="environment", folder=folder)
-    if isinstance(found, type):
-        found = found()
-    found = getattr(found, "reply", found)
-    if not callable(found):
+    candidate = load_object(name, kind="environment", folder=folder)
+    if isinstance(candidate, type):
+        candidate = candidate()
+    candidate = getattr(candidate, "reply", candidate)
+    if not callable(candidate):
         raise TaskError(f"environment {name} has no method 'reply'")
-    if refused_arguments(found, 2) is not None:
+    if refused_arguments(candidate, 2) is not None:
         raise TaskError(f"environment {name} must take two arguments: question and messages")
-    replier: Replier = found
+    replier: Replier = candidate
     return replier
 
 
@@ -78,12 +78,12 @@ def _receive(requests: BinaryIO, received: queue.SimpleQueue[bytes]) -> None:
 
 def _replied(runner: asyncio.Runner, reply: Replier, payload: bytes) -> Replied | Raised:
     try:
-        asked = msgspec.msgpack.decode(payload, type=Asked)
-        value = reply(asked.question, asked.messages)
+        call = msgspec.msgpack.decode(payload, type=Asked)
+        value = reply(call.question, call.messages)
         if inspect.isawaitable(value):
             value = runner.run(_awaited(value))
     except BaseException as error:  # such as a cancelled task, or an exit
-        return Raised(_told(error))
+        return Raised(_format_error(error))
     try:
         encoded(Replied(value))
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError):
@@ -95,7 +95,7 @@ async def _awaited(value: Any) -> Any:
     return await value
 
 
-def _told(error: BaseException) -> str:
+def _format_error(error: BaseException) -> str:
     text = " ".join(str(error).split())[:LONGEST_ERROR]
     if isinstance(error, TrinityError):
         return text

@@ -89,15 +89,17 @@ class EnvironmentProcesses:
         if isinstance(value, str):
             return [{"role": TOOL, "content": value}]
         try:
-            found = msgspec.convert(value if isinstance(value, list) else [value], list[Message])
+            replies = msgspec.convert(value if isinstance(value, list) else [value], list[Message])
         except msgspec.ValidationError:
-            found = []
-        if not found or any("role" not in one or "content" not in one for one in found):
+            replies = []
+        if not replies or any(
+            "role" not in message or "content" not in message for message in replies
+        ):
             raise self._failed(
                 f"returned {shown(value)}, neither text, nor messages with role and content, "
                 "nor None"
             )
-        return found
+        return replies
 
     async def _call(self, request: bytes) -> Any:
         async with self._processes.taken() as process:

@@ -99,15 +99,17 @@ def user_frame(stacks: str) -> Frame | None:
     """
     calls: list[Frame] = []
     for line in stacks.splitlines():
-        found = _FRAME.match(line)
-        if found:
-            calls.append(Frame(found[1], int(found[2]), found[3]))
+        match = _FRAME.match(line)
+        if match:
+            calls.append(Frame(match[1], int(match[2]), match[3]))
         elif line.endswith("(most recent call first):"):
             calls = []
-    outermost = next((at for at, one in enumerate(calls) if one.file.startswith(_OURS)), len(calls))
+    outermost = next(
+        (at for at, frame in enumerate(calls) if frame.file.startswith(_OURS)), len(calls)
+    )
     theirs = calls[:outermost]
     return next(
-        (one for one in theirs if not _is_standard(one.file)), theirs[0] if theirs else None
+        (frame for frame in theirs if not _is_standard(frame.file)), theirs[0] if theirs else None
     )
 
 
