@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from trinity_workers.algorithms.settings import merged
+from trinity_workers.algorithms.presets import merged
 
 Settings = dict[str, Any]
 

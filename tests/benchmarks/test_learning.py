@@ -18,7 +18,7 @@ from benchmarks.learning.results import LearningResult, Measured, Results
 from benchmarks.learning.running import perform, write_settings
 from benchmarks.learning.statistics import band, level, paired_differences, t_interval
 from tests.support.waits import PATIENCE
-from trinity_workers.algorithms.settings import merged
+from trinity_workers.algorithms.presets import merged
 from trinity_workers.config.files import read_config
 
 

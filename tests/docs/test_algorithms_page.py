@@ -13,14 +13,14 @@ yaml = pytest.importorskip("yaml")
 
 from tests.support.batches import make_batch, near  # noqa: E402
 from tests.support.rollout_messages import PROMPT, experience, policy  # noqa: E402
+from trinity_workers.algorithms.built_in import ADVANTAGES, POLICY_LOSSES  # noqa: E402
 from trinity_workers.algorithms.prepare import prepare  # noqa: E402
-from trinity_workers.algorithms.registry import ADVANTAGES, POLICY_LOSSES  # noqa: E402
+from trinity_workers.algorithms.presets import PRESETS  # noqa: E402
+from trinity_workers.algorithms.rules import read_settings  # noqa: E402
 from trinity_workers.algorithms.settings import (  # noqa: E402
-    PRESETS,
     SCALES,
     AlgorithmConfig,
     Normalisation,
-    read_settings,
 )
 from trinity_workers.algorithms.update import policy_update  # noqa: E402
 from trinity_workers.config.files import read_config  # noqa: E402

@@ -16,8 +16,8 @@ from trinity_events.checkpoint_layout import TRAINER_STATE, final_name
 from trinity_schemas import Experience
 from trinity_workers.config.train_config import RunConfig
 from trinity_workers.learning.policy import load_policy
+from trinity_workers.trainer.backend import TrainEngineWrapper
 from trinity_workers.trainer.state import TrainerState, write_trainer_state
-from trinity_workers.trainer.wrapper import TrainEngineWrapper
 
 
 class LocalEngine(TrainEngineWrapper):

@@ -14,7 +14,8 @@ from tests.support.batches import make_batch, near
 from trinity_workers.algorithms.distillation import token_divergence
 from trinity_workers.algorithms.importance_sampling import importance_mask, importance_weights
 from trinity_workers.algorithms.logits import token_statistics
-from trinity_workers.algorithms.settings import ImportanceSamplingConfig, read_settings
+from trinity_workers.algorithms.rules import read_settings
+from trinity_workers.algorithms.settings import ImportanceSamplingConfig
 from trinity_workers.algorithms.update import policy_update
 
 pytestmark = pytest.mark.filterwarnings("default")  # TRL's and its libraries'

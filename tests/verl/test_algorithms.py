@@ -19,7 +19,8 @@ from trinity_workers.algorithms.importance_sampling import (
 from trinity_workers.algorithms.kl import kl_estimate
 from trinity_workers.algorithms.logits import token_statistics
 from trinity_workers.algorithms.prepare import prepare
-from trinity_workers.algorithms.settings import ImportanceSamplingConfig, read_settings
+from trinity_workers.algorithms.rules import read_settings
+from trinity_workers.algorithms.settings import ImportanceSamplingConfig
 from trinity_workers.algorithms.update import policy_update, value_update
 
 pytestmark = pytest.mark.filterwarnings("default")  # veRL's and Ray's

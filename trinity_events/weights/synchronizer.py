@@ -22,7 +22,7 @@ from trinity_schemas import (
     VersionOpened,
 )
 
-from .. import blocking
+from ..client import blocking
 from ..coordinator import LEASE
 from ..diagnostics.waits import WaitReporter
 from ..errors import VersionUnavailable

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from tests.support.batches import make_batch, near  # noqa: E402
 from trinity_workers.algorithms.errors import AlgorithmError  # noqa: E402
 from trinity_workers.algorithms.prepare import prepare  # noqa: E402
-from trinity_workers.algorithms.settings import read_settings  # noqa: E402
+from trinity_workers.algorithms.rules import read_settings  # noqa: E402
 
 
 def advantages(batch, **settings):

@@ -21,11 +21,11 @@ from trinity_workers.algorithms.importance_sampling import (  # noqa: E402
 )
 from trinity_workers.algorithms.overlong import overlong_penalty  # noqa: E402
 from trinity_workers.algorithms.prepare import prepare  # noqa: E402
+from trinity_workers.algorithms.rules import read_settings  # noqa: E402
 from trinity_workers.algorithms.settings import (  # noqa: E402
     FiltersConfig,
     ImportanceSamplingConfig,
     OverlongConfig,
-    read_settings,
 )
 from trinity_workers.algorithms.update import policy_update  # noqa: E402
 

@@ -12,7 +12,8 @@ from trinity_workers.algorithms.batch import Batch  # noqa: E402
 from trinity_workers.algorithms.distillation import token_divergence  # noqa: E402
 from trinity_workers.algorithms.logits import token_statistics  # noqa: E402
 from trinity_workers.algorithms.prepare import prepare  # noqa: E402
-from trinity_workers.algorithms.settings import PRESETS, read_settings  # noqa: E402
+from trinity_workers.algorithms.presets import PRESETS  # noqa: E402
+from trinity_workers.algorithms.rules import read_settings  # noqa: E402
 from trinity_workers.algorithms.update import policy_update, value_update  # noqa: E402
 
 WIDTH, VOCABULARY, WANTED = 3, 6, 2

@@ -16,7 +16,7 @@ from tests.properties.generated import examples  # noqa: E402
 from tests.support.batches import make_batch, near  # noqa: E402
 from trinity_workers.algorithms.aggregation import Means  # noqa: E402
 from trinity_workers.algorithms.errors import AlgorithmError  # noqa: E402
-from trinity_workers.algorithms.settings import read_settings  # noqa: E402
+from trinity_workers.algorithms.rules import read_settings  # noqa: E402
 from trinity_workers.algorithms.update import policy_update, value_update  # noqa: E402
 
 

@@ -19,7 +19,7 @@ from trinity_schemas import Experience, StepRef, Turn  # noqa: E402
 from trinity_workers.algorithms.collate import collate  # noqa: E402
 from trinity_workers.algorithms.logits import token_statistics  # noqa: E402
 from trinity_workers.algorithms.prepare import prepare  # noqa: E402
-from trinity_workers.algorithms.settings import read_settings  # noqa: E402
+from trinity_workers.algorithms.rules import read_settings  # noqa: E402
 from trinity_workers.algorithms.update import policy_update  # noqa: E402
 
 PRESETS = {

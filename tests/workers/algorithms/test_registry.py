@@ -9,10 +9,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tests.support.batches import make_batch, near  # noqa: E402
-from trinity_workers.algorithms import registry  # noqa: E402
+from trinity_workers.algorithms import built_in, registry  # noqa: E402
 from trinity_workers.algorithms.errors import AlgorithmError  # noqa: E402
 from trinity_workers.algorithms.prepare import prepare  # noqa: E402
-from trinity_workers.algorithms.settings import SCALES, AlgorithmConfig, read_settings  # noqa: E402
+from trinity_workers.algorithms.rules import read_settings  # noqa: E402
+from trinity_workers.algorithms.settings import SCALES, AlgorithmConfig  # noqa: E402
 from trinity_workers.algorithms.update import policy_update  # noqa: E402
 
 OWN = '''
@@ -43,11 +44,11 @@ def own(tmp_path):
 
 
 def test_every_built_in_name_is_a_function_with_a_source_in_its_docstring():
-    for name in registry.ADVANTAGES:
+    for name in built_in.ADVANTAGES:
         assert registry.find_advantage(name).__doc__
-    for name in registry.POLICY_LOSSES:
+    for name in built_in.POLICY_LOSSES:
         assert registry.find_policy_loss(name).__doc__
-    assert set(registry.ADVANTAGES) == set(SCALES)
+    assert set(built_in.ADVANTAGES) == set(SCALES)
 
 
 def test_functions_of_a_file_are_used_by_their_names(own):

@@ -8,12 +8,14 @@ import sys
 import pytest
 
 from trinity_workers.algorithms.errors import AlgorithmError
-from trinity_workers.algorithms.settings import (
-    PRESETS,
-    SCALES,
-    AlgorithmConfig,
+from trinity_workers.algorithms.presets import PRESETS
+from trinity_workers.algorithms.rules import (
     contradictions,
     read_settings,
+)
+from trinity_workers.algorithms.settings import (
+    SCALES,
+    AlgorithmConfig,
 )
 
 
@@ -172,7 +174,7 @@ def test_a_reader_may_name_the_fields_in_its_own_words_and_is_told_their_paths()
 
 def test_settings_are_read_without_torch():
     code = (
-        "import sys, trinity_workers.algorithms.settings as s; s.read_settings({'preset': 'dapo'});"
+        "import sys, trinity_workers.algorithms.rules as s; s.read_settings({'preset': 'dapo'});"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -15,7 +15,7 @@ from tests.support.tensors import identical  # noqa: E402
 from trinity_schemas import Sampling  # noqa: E402
 from trinity_workers.algorithms.collate import collate  # noqa: E402
 from trinity_workers.algorithms.prepare import prepare  # noqa: E402
-from trinity_workers.algorithms.settings import preset_values  # noqa: E402
+from trinity_workers.algorithms.presets import preset_values  # noqa: E402
 from trinity_workers.config.train_config import TrainConfig  # noqa: E402
 from trinity_workers.engines.state_files import read_state, write_state  # noqa: E402
 from trinity_workers.learning.lora_settings import LoraConfig  # noqa: E402

@@ -23,7 +23,7 @@ from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_schemas import Sampling, StepRef  # noqa: E402
 from trinity_workers.algorithms.batch import Batch  # noqa: E402
 from trinity_workers.algorithms.collate import collate  # noqa: E402
-from trinity_workers.algorithms.settings import preset_values  # noqa: E402
+from trinity_workers.algorithms.presets import preset_values  # noqa: E402
 from trinity_workers.learning.policy import load_tokenizer  # noqa: E402
 from trinity_workers.roles import (  # noqa: E402
     ActorRolloutRefWorker,

@@ -18,7 +18,8 @@ from trinity_workers.algorithms.batch import Batch, concatenate  # noqa: E402
 from trinity_workers.algorithms.collate import collate  # noqa: E402
 from trinity_workers.algorithms.distillation import token_divergence  # noqa: E402
 from trinity_workers.algorithms.prepare import prepare  # noqa: E402
-from trinity_workers.algorithms.settings import AlgorithmConfig, read_settings  # noqa: E402
+from trinity_workers.algorithms.rules import read_settings  # noqa: E402
+from trinity_workers.algorithms.settings import AlgorithmConfig  # noqa: E402
 from trinity_workers.algorithms.update import policy_update, value_update  # noqa: E402
 from trinity_workers.engines.fsdp import FSDPEngine, frozen_policy  # noqa: E402
 from trinity_workers.engines.learning_rate import LearningRate  # noqa: E402

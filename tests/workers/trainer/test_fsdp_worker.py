@@ -16,7 +16,7 @@ from tests.support.tensors import assert_equal  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_events.coordinator import staged_path  # noqa: E402
 from trinity_schemas import SaveFinished, decode_envelope  # noqa: E402
-from trinity_workers.algorithms.settings import preset_values  # noqa: E402
+from trinity_workers.algorithms.presets import preset_values  # noqa: E402
 from trinity_workers.trainer.workers.fsdp import TrainWorker  # noqa: E402
 
 STEPS = 4

@@ -16,7 +16,8 @@ from tests.support.experiences import make_groups  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_events.coordinator import staged_path  # noqa: E402
 from trinity_schemas import SaveFinished, decode_envelope  # noqa: E402
-from trinity_workers.algorithms.settings import preset_values, read_settings  # noqa: E402
+from trinity_workers.algorithms.presets import preset_values  # noqa: E402
+from trinity_workers.algorithms.rules import read_settings  # noqa: E402
 from trinity_workers.conversion.convert import convert  # noqa: E402
 from trinity_workers.engines.megatron import (  # noqa: E402
     MegatronCritic,

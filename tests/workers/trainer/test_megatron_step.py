@@ -25,7 +25,7 @@ from tests.support.rank_processes import Rank  # noqa: E402
 from trinity_workers.algorithms.batch import Batch  # noqa: E402
 from trinity_workers.algorithms.collate import collate  # noqa: E402
 from trinity_workers.algorithms.partition import width_of  # noqa: E402
-from trinity_workers.algorithms.settings import read_settings  # noqa: E402
+from trinity_workers.algorithms.rules import read_settings  # noqa: E402
 from trinity_workers.engines.megatron import (  # noqa: E402
     MegatronEngine,
     ModelOptions,

@@ -19,11 +19,11 @@ from tests.support.experiences import make_groups  # noqa: E402
 from tests.support.fsdp_runs import DIVIDED  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_schemas import RunClosed, decode_envelope  # noqa: E402
-from trinity_workers.algorithms.settings import read_settings  # noqa: E402
+from trinity_workers.algorithms.rules import read_settings  # noqa: E402
 from trinity_workers.engines.megatron import ParallelLayout  # noqa: E402
 from trinity_workers.launch.lifecycle import closing  # noqa: E402
 from trinity_workers.learning.policy import create_policy  # noqa: E402
-from trinity_workers.trainer.ray_backend import RayTrainerFleet  # noqa: E402
+from trinity_workers.trainer.ray_backend import RayTrainBackend  # noqa: E402
 from trinity_workers.trainer.workers.fsdp import TrainWorker  # noqa: E402
 from trinity_workers.trainer.workers.megatron import MegatronTrainWorker  # noqa: E402
 from trinity_workers.worker_group.group import WorkerDied  # noqa: E402
@@ -192,7 +192,7 @@ async def test_a_rank_killed_in_a_training_step_is_what_the_closing_event_names(
     config = make_config(trainer={"engine": "megatron", "ranks": 2}, sync={"timeout": PATIENCE})
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
-        fleet = RayTrainerFleet(config)
+        fleet = RayTrainBackend(config)
         await fleet.prepare()
         with anyio.fail_after(PATIENCE):
             await fleet.train_step(make_groups(run_id, 1))

@@ -27,12 +27,12 @@ from trinity_workers.engines.model_folder import write_model_folder  # noqa: E40
 from trinity_workers.explorer.run_follower import followed_run  # noqa: E402
 from trinity_workers.explorer.versions import VersionFollower  # noqa: E402
 from trinity_workers.learning.policy import load_policy  # noqa: E402
-from trinity_workers.trainer.ray_backend import RayTrainerFleet  # noqa: E402
+from trinity_workers.trainer.ray_backend import RayTrainBackend  # noqa: E402
 
 STEP = 4
 
 
-class FleetWithoutRanks(RayTrainerFleet):
+class FleetWithoutRanks(RayTrainBackend):
     """Fleet that notes what it asks of its ranks, of which it has none."""
 
     def __init__(self, config):

@@ -14,7 +14,7 @@ from tests.support import megatron_ranks as at  # noqa: E402
 from tests.support.experiences import group  # noqa: E402
 from tests.support.reward_models import make_reward_folder  # noqa: E402
 from trinity_workers.algorithms.collate import collate  # noqa: E402
-from trinity_workers.algorithms.settings import read_settings  # noqa: E402
+from trinity_workers.algorithms.rules import read_settings  # noqa: E402
 from trinity_workers.engines.fsdp import frozen_policy  # noqa: E402
 from trinity_workers.engines.megatron import MegatronRewardModel, ParallelLayout  # noqa: E402
 from trinity_workers.learning.finite import NonFiniteWeights  # noqa: E402

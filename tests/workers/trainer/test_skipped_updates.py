@@ -18,7 +18,7 @@ from tests.support.rank_processes import Rank  # noqa: E402
 from tests.support.tensors import identical  # noqa: E402
 from trinity_workers.algorithms.batch import Batch  # noqa: E402
 from trinity_workers.algorithms.collate import collate  # noqa: E402
-from trinity_workers.algorithms.settings import read_settings  # noqa: E402
+from trinity_workers.algorithms.rules import read_settings  # noqa: E402
 from trinity_workers.engines.fsdp import FSDPEngine  # noqa: E402
 from trinity_workers.engines.learning_rate import LearningRate  # noqa: E402
 from trinity_workers.engines.verl import VerlEngine, VerlOptions  # noqa: E402

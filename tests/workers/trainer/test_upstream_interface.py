@@ -17,9 +17,9 @@ from trinity_events import CheckpointCoordinator, Synchronizer  # noqa: E402
 from trinity_events.checkpoint_layout import FILE_DIGESTS  # noqa: E402
 from trinity_workers import trainer as package  # noqa: E402
 from trinity_workers.trainer import upstream  # noqa: E402
-from trinity_workers.trainer.ray_backend import RayTrainerFleet  # noqa: E402
+from trinity_workers.trainer.backend import CannotLoad, NoWeightSyncGroup  # noqa: E402
+from trinity_workers.trainer.ray_backend import RayTrainBackend  # noqa: E402
 from trinity_workers.trainer.workers.fsdp import TrainWorker  # noqa: E402
-from trinity_workers.trainer.wrapper import CannotLoad, NoWeightSyncGroup  # noqa: E402
 from trinity_workers.worker_group.group import WorkerGroup  # noqa: E402
 
 GROUP = ["master_address", "master_port", "world_size", "group_name", "timeout"]
@@ -208,7 +208,7 @@ def fleet(make_config):
     worker._models = SimpleNamespace(
         policy=SimpleNamespace(get_per_tensor_param=lambda: iter(tensors))
     )
-    made = RayTrainerFleet(config)
+    made = RayTrainBackend(config)
     made._workers = WorkerGroup(TrainWorker, [Actor(worker)])
     with closing(synchronizer), closing(made._log), closing(made._publisher):
         yield made

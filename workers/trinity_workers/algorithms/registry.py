@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..tasks.base import TaskError
 from ..tasks.objects import load_object, refused_arguments
+from .built_in import ADVANTAGES, POLICY_LOSSES
 from .errors import AlgorithmError
 
 if TYPE_CHECKING:
@@ -17,26 +18,6 @@ ADVANTAGE_GROUP = "trinity_events.advantages"
 """Group of entry points under which packages offer advantages."""
 LOSS_GROUP = "trinity_events.policy_losses"
 """Group of entry points under which packages offer losses of the policy."""
-_HERE = "trinity_workers.algorithms"
-ADVANTAGES = {
-    "grpo": f"{_HERE}.advantages.groups:grpo",
-    "rloo": f"{_HERE}.advantages.groups:rloo",
-    "reinforce++": f"{_HERE}.advantages.returns:reinforce_plus_plus",
-    "reinforce++-baseline": f"{_HERE}.advantages.groups:reinforce_plus_plus_baseline",
-    "gae": f"{_HERE}.advantages.returns:gae",
-    "teacher": f"{_HERE}.advantages.from_teacher:teacher",
-    "none": f"{_HERE}.advantages.from_teacher:none",
-}
-"""Built-in advantages."""
-POLICY_LOSSES = {
-    "ppo": f"{_HERE}.policy_losses.clipped:ppo",
-    "gspo": f"{_HERE}.policy_losses.clipped:gspo",
-    "cispo": f"{_HERE}.policy_losses.clipped:cispo",
-    "reinforce": f"{_HERE}.policy_losses.without_ratio:reinforce",
-    "supervised": f"{_HERE}.policy_losses.without_ratio:supervised",
-    "divergence": f"{_HERE}.policy_losses.without_ratio:divergence",
-}
-"""Built-in losses of the policy."""
 
 
 @cache

@@ -16,7 +16,7 @@ from msgspec import Struct, field
 from trinity_events.system.open_folder import OpenFolder
 
 from ..algorithms.errors import AlgorithmError
-from ..algorithms.settings import merged, preset_values
+from ..algorithms.presets import merged, preset_values
 from ..evaluation.settings import NAME as SECTION_NAME
 from ..tasks import absolute
 from .fields import collections, fields, general_path, sections

@@ -13,8 +13,8 @@ from trinity_events.checkpoint_layout import final_name
 from trinity_events.errors import TrinityError
 from trinity_schemas import MemoryTransport, RunTransport, Sampling, SaveStrategy
 
+from ..algorithms.rules import contradictions as algorithm_contradictions
 from ..algorithms.settings import AlgorithmConfig
-from ..algorithms.settings import contradictions as algorithm_contradictions
 from ..engines.offload import FrozenOffload, Offload
 from ..evaluation.settings import EvaluationConfig
 from ..evaluation.settings import contradictions as evaluation_contradictions

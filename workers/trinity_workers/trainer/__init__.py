@@ -1,8 +1,9 @@
 """The trainer: its loop, the wrapper around an engine, and the workers that it drives on Ray."""
 
+from .backend import TrainEngineWrapper
+from .backends import get_trainer_wrapper
 from .trainer import Trainer, TrainingResult
 from .upstream import get_latest_hf_checkpoint_path, is_verl_legacy
-from .wrapper import TrainEngineWrapper, get_trainer_wrapper
 
 __all__ = [
     "TrainEngineWrapper",

@@ -25,9 +25,9 @@ from ..engines.model_folder import has_weights
 from ..rollout_engines.base import Generation, GenerationRequest
 from ..worker_group.group import WorkerGroup
 from ..worker_group.placement import rank_options
+from .backend import NoWeightSyncGroup, TrainEngineWrapper, WeightSyncAddress
 from .state import TrainerState, write_trainer_state
 from .workers.fsdp import ROLE, TrainWorker
-from .wrapper import NoWeightSyncGroup, TrainEngineWrapper, WeightSyncAddress
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Saves(NamedTuple):
     """Saves of the kind `checkpoint`."""
 
 
-class RayTrainerFleet(TrainEngineWrapper):
+class RayTrainBackend(TrainEngineWrapper):
     """One Ray actor a rank, each with its own engine."""
 
     def __init__(self, config: RunConfig) -> None:

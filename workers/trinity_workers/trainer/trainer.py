@@ -45,11 +45,12 @@ from ..rollouts.held_out_sets import held_out_sets
 from ..rollouts.user_task import task_of
 from ..runtime.background_tasks import background_tasks
 from ..runtime.garbage import exempt_loaded_objects
+from .backend import TrainEngineWrapper, WeightSyncAddress
+from .backends import get_trainer_wrapper
 from .rollouts.evaluator import Evaluator
 from .rollouts.explorer_requests import ExplorerRequests
 from .rollouts.supply import RolloutSupply
 from .state import TrainerState, read_trainer_state
-from .wrapper import TrainEngineWrapper, WeightSyncAddress, get_trainer_wrapper
 
 if TYPE_CHECKING:
     from .rollouts.colocated import ColocatedAnswers

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -16,14 +17,23 @@ from .block_pool import BlockPool
 from .layout import Layout, LentBlock, encoded
 from .memory import Block, DeviceMemory
 
-if TYPE_CHECKING:
-    from .store import CudaStore
-
 BLOCK_BYTES = 1 << 30
 """Maximum bytes of a part in one block, unless one tensor is larger.
 
 It does not depend on the block's own size: the same tensors always give the same chunks.
 """
+
+
+class BlockRooms(Protocol):
+    """Blocks of a publisher, which its store divides among parts."""
+
+    def room_of(self, file: SharedMemorySink) -> BlockPool:
+        """Return the blocks of a part that is being written. Raises ValueError for another."""
+        ...
+
+    def took(self, regions: Sequence[int]) -> None:
+        """Record the bytes that a part used of each block."""
+        ...
 
 
 class CudaSink:
@@ -34,12 +44,12 @@ class CudaSink:
 
     def __init__(
         self,
-        store: CudaStore,
+        rooms: BlockRooms,
         memory: DeviceMemory,
         file: SharedMemorySink,
         chunk_bytes: int,
     ) -> None:
-        self._store = store
+        self._rooms = rooms
         self._memory = memory
         self._file = file
         self._chunk_bytes = chunk_bytes
@@ -96,7 +106,7 @@ class CudaSink:
         self._file.reserve()[: len(said)] = said
         self._file.commit(len(said))
         self._file.seal(manifest, base)
-        self._store.took(self._regions)
+        self._rooms.took(self._regions)
 
     def discard(self) -> None:
         """Return the blocks once no copy into them is pending."""
@@ -124,7 +134,7 @@ class CudaSink:
 
     def _room(self) -> BlockPool:
         """Return the part's blocks. Raises ValueError if the part was discarded."""
-        return self._store.room_of(self._file)
+        return self._rooms.room_of(self._file)
 
     def _fill(self, until: int) -> None:
         """Fill the gap between two tensors with zeros."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import count
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -14,9 +15,6 @@ from trinity_schemas import ALIGNMENT
 
 from ..base import PartRef
 from .directory import Objects, PutAttempt
-
-if TYPE_CHECKING:
-    from .store import RayStore
 
 Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 
@@ -66,6 +64,41 @@ class Putter:
             self._rooms.put(room)
 
 
+class PartRegister(Protocol):
+    """Register of a publisher's parts, which readers find them by."""
+
+    def coming(self, part: PartRef) -> None:
+        """Let prefetching readers find a part that is being written."""
+        ...
+
+    def came(self, part: PartRef, attempt: PutAttempt, number: int, objects: Objects) -> None:
+        """Report an object of a part to prefetching readers."""
+        ...
+
+    def not_coming(self, part: PartRef, attempt: PutAttempt) -> None:
+        """Report to prefetching readers that a part is not completed."""
+        ...
+
+    def keep(
+        self,
+        part: PartRef,
+        attempt: PutAttempt,
+        objects: Objects,
+        manifest: bytes,
+        base: PartRef | None = None,
+    ) -> None:
+        """List a part that is complete."""
+        ...
+
+    def delete(self, part: PartRef) -> None:
+        """Delete a part."""
+        ...
+
+    def refusals_in_words(self, part: PartRef) -> AbstractContextManager[None]:
+        """Raise RayUnusable if Ray refuses an object of a part."""
+        ...
+
+
 class RaySink:
     """Implements :class:`~trinity_events.weights.PartSink`; consecutive chunks fill objects.
 
@@ -73,9 +106,14 @@ class RaySink:
     """
 
     def __init__(
-        self, store: RayStore, putter: Putter, part: PartRef, chunk_bytes: int, object_bytes: int
+        self,
+        register: PartRegister,
+        putter: Putter,
+        part: PartRef,
+        chunk_bytes: int,
+        object_bytes: int,
     ) -> None:
-        self._store = store
+        self._register = register
         self._putter = putter
         self._part = part
         self._chunk_bytes = chunk_bytes
@@ -122,24 +160,24 @@ class RaySink:
         """List the part once all its objects are put."""
         self._check()
         self._put_object()
-        with self._store.refusals_in_words(self._part):
+        with self._register.refusals_in_words(self._part):
             references = [one.result() for one in self._putting]
             self._state = "told"  # the call may have failed midway
             objects = Objects(references, self._sizes)
-            self._store.keep(self._part, self._attempt, objects, manifest, base)
+            self._register.keep(self._part, self._attempt, objects, manifest, base)
         self._putting = []
 
     def discard(self) -> None:
         """Delete a sealed part; an unsealed one was never listed."""
         if self._state == "told":
-            self._store.delete(self._part)
+            self._register.delete(self._part)
         self.give_up()
 
     def give_up(self) -> None:
         """Release the buffer and the objects."""
         self._state = "given up"
         if self._putting:
-            self._store.not_coming(self._part, self._attempt)
+            self._register.not_coming(self._part, self._attempt)
         self._putting = []
         if self._room is not None:
             self._putter.give_up_room()
@@ -149,11 +187,11 @@ class RaySink:
         """Put the content of the buffer, if there is any."""
         if self._room is None or not self._filled:
             return
-        with self._store.refusals_in_words(self._part):
+        with self._register.refusals_in_words(self._part):
             for one in self._putting[-2:-1]:
                 one.result()  # It has ended, since there are two buffers; raises if it failed.
             if not self._putting:
-                self._store.coming(self._part)
+                self._register.coming(self._part)
         put = self._putter.put(self._room, self._filled)
         put.add_done_callback(partial(self._came, len(self._putting), self._filled))
         self._putting.append(put)
@@ -163,7 +201,9 @@ class RaySink:
     def _came(self, number: int, nbytes: int, put: Future[Any]) -> None:
         """Tell prefetching readers of an object; runs in the thread that put it."""
         if put.exception() is None and self._state != "given up":
-            self._store.came(self._part, self._attempt, number, Objects([put.result()], [nbytes]))
+            self._register.came(
+                self._part, self._attempt, number, Objects([put.result()], [nbytes])
+            )
 
     def _check(self) -> None:
         if self._state != "open":

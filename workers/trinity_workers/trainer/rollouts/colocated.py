@@ -22,7 +22,7 @@ from ...rollouts.episodes import Episodes
 from ...rollouts.held_out_sets import HeldOutSet
 from ...rollouts.run_episodes import open_episodes, send_answers
 from ...tasks import Task
-from ..wrapper import TrainEngineWrapper
+from ..backend import TrainEngineWrapper
 
 NAME = "trainer-0"
 """Name of the claims, as the trainer's in events."""

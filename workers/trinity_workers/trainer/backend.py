@@ -1,4 +1,4 @@
-"""Port of training engines, as the trainer's loop drives them."""
+"""Port of training backends, as the trainer's loop drives them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TypeAlias
 from trinity_events.errors import TrinityError
 from trinity_schemas import Experience
 
-from ..config.train_config import RunConfig
 from ..rollout_engines.base import Generation, GenerationRequest, RolloutEngineError
 from .state import TrainerState
 
@@ -122,12 +121,3 @@ class TrainEngineWrapper(ABC):
 
     async def shutdown(self) -> None:  # noqa: B027 - an engine in this process has no workers
         """Stop the workers."""
-
-
-def get_trainer_wrapper(config: RunConfig) -> TrainEngineWrapper:
-    """Return the engine that the configuration names. Raises ValueError for others."""
-    if config.trainer.engine in {"fsdp", "megatron", "verl"}:
-        from .ray_backend import RayTrainerFleet
-
-        return RayTrainerFleet(config)
-    raise ValueError(f"there is no engine {config.trainer.engine!r}: choose fsdp, megatron or verl")

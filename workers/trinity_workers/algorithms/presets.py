@@ -1,0 +1,76 @@
+"""Presets: published algorithms as settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+import msgspec
+
+from .errors import AlgorithmError
+from .settings import AlgorithmConfig
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "grpo": {"normalisation": "sequence-mean"},
+    "dr_grpo": {"scale": "none", "normalisation": "constant"},
+    "dapo": {
+        "clip_high": 0.28,
+        "filters": {"zero_variance": "resample"},
+        "overlong": {"buffer": 0.2},
+    },
+    "rloo": {
+        "advantage": "rloo",
+        "normalisation": "sequence-mean-token-sum",
+        "kl": {"estimator": "k1", "where": "reward"},
+    },
+    "reinforce++": {"advantage": "reinforce++", "kl": {"estimator": "k1", "where": "reward"}},
+    "reinforce++-baseline": {"advantage": "reinforce++-baseline", "kl": {"estimator": "k2"}},
+    "ppo": {
+        "advantage": "gae",
+        "gae_lambda": 0.95,
+        "critic": {"use": True},
+        "kl": {"estimator": "k1", "where": "reward"},
+    },
+    "gspo": {
+        "loss": "gspo",
+        "normalisation": "sequence-mean",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+    },
+    "cispo": {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},
+    "distillation": {"advantage": "teacher"},
+    "supervised": {"advantage": "none", "loss": "supervised"},
+}
+"""Settings of each preset; all others have their defaults. docs/algorithms.md has the sources."""
+
+
+def preset_values(name: str) -> dict[str, Any]:
+    """Return the settings of a preset, nested. Raises AlgorithmError if there is none."""
+    if name not in PRESETS:
+        near = get_close_matches(str(name), PRESETS, n=1)
+        meant = f"did you mean {near[0]!r}? " if near else ""
+        raise AlgorithmError(
+            f"unknown preset {name!r}: {meant}the presets are {', '.join(PRESETS)}"
+        )
+    return PRESETS[name]
+
+
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested values with others laid over them, section by section."""
+    values = dict(below)
+    for name, value in above.items():
+        under = values.get(name)
+        nested = isinstance(value, Mapping) and isinstance(under, Mapping)
+        values[name] = merged(under, value) if nested else value  # type: ignore[arg-type]
+    return values
+
+
+def converted(values: Mapping[str, Any]) -> AlgorithmConfig:
+    """Return nested values as settings. Raises AlgorithmError, in one sentence."""
+    try:
+        return msgspec.convert(values, AlgorithmConfig)
+    except msgspec.ValidationError as error:
+        reason, _, place = str(error).partition(" - at `$")
+        where = f"algorithm{place.rstrip('`')}"
+        raise AlgorithmError(f"{where} cannot be used: {reason}") from None
