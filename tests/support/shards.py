@@ -4,7 +4,7 @@ import torch
 
 from tests.support.published_parts import announcement
 from trinity_events.weights import PartWriter
-from trinity_events.weights.publishing import open_part
+from trinity_events.weights.reading import open_part
 from trinity_events.weights.slices import ShardOffset
 from trinity_events.weights.transports.cuda import source
 from trinity_events.weights.transports.redis import values

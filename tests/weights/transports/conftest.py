@@ -7,7 +7,7 @@ import pytest
 from tests.support.published_parts import put
 from tests.support.ray_clusters import Elsewhere
 from trinity_events.weights import PartRef, RayStore
-from trinity_events.weights.publishing import open_part
+from trinity_events.weights.reading import open_part
 
 
 @pytest.fixture

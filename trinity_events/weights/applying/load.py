@@ -18,7 +18,7 @@ from trinity_schemas import StepReady, WeightManifest
 from ...errors import CorruptVersion
 from ..compatibility import is_cast, targets_of
 from ..devices.host_to_device import settle
-from ..publishing.open_part import OpenPart, open_part
+from ..reading.open_part import OpenPart, open_part
 from ..reading.pulled_version import Selection, names_in
 from ..tensors import address
 from ..transports.base import ChunkBuffers, ChunkStore, PartRef, TensorSource, ZeroCopySource

@@ -19,10 +19,10 @@ from trinity_schemas import (
 from ...errors import CorruptVersion
 from ..deltas.reconstruct import FullPart, Key
 from ..part_bytes import PartBytes
-from ..publishing.open_part import OpenPart, open_part
 from ..slices import TensorSlice, byte_spans, intersection
 from ..tensors import DTYPES
 from ..transports.base import ChunkStore, PartRef, TensorSource
+from .open_part import OpenPart, open_part
 from .pulled_version import PulledVersion, Selection, slice_of
 
 _HARM = "the version is not used"

@@ -12,9 +12,9 @@ from typing import NamedTuple
 from trinity_schemas import ContractError, PublishedPart, WeightManifest, decode_manifest
 
 from ...errors import CorruptVersion, VersionUnavailable
+from ..publishing.publish import manifest_digest
 from ..tensors import digest
 from ..transports.base import ChunkStore, PartRef, PartSource, TensorSource
-from .publish import manifest_digest
 
 
 class OpenPart(NamedTuple):
