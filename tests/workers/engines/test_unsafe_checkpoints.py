@@ -118,7 +118,6 @@ def test_a_file_that_runs_code_when_it_is_unpickled_is_refused_by_name(
     error = convert_alone(rank_processes, folders[0], tmp_path / "converted")
     assert isinstance(error, UnsafePickle)
     assert (error.path, error.name) == (folders[0] / "model" / ".metadata", MAKES_FOLDER)
-    assert convert_alone(rank_processes, whole, tmp_path / "converted") is None
     assert not proof.exists()
 
 
@@ -169,6 +168,43 @@ def test_an_object_among_the_tensors_runs_no_code(rank_processes, engine_ranks, 
     assert isinstance(error, CheckpointRefused)
     error = convert_alone(rank_processes, folder, tmp_path / "converted")
     assert isinstance(error, CheckpointRefused)
+    assert not proof.exists()
+
+
+def replace_tensors(folder: Path, blob: bytes) -> None:
+    """Put a blob where the index places each tensor and each object."""
+    index = read_metadata(folder)
+    for key in index.storage_data:
+        index.storage_data[key] = _StorageInfo("__0_0.distcp", 0, len(blob))
+    (folder / "__0_0.distcp").write_bytes(blob)
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+
+
+def test_tensors_that_are_none_are_refused_by_the_folder_that_has_them(
+    rank_processes, engine_ranks, tmp_path
+):
+    ranks = engine_ranks("qwen3", 1, ParallelLayout())
+    whole, proof = tmp_path / "whole", tmp_path / "proof"
+    ranks(save, whole)
+    unsafe, damaged, missing = (
+        shutil.copytree(whole, tmp_path / name) for name in ("unsafe", "damaged", "missing")
+    )
+    replace_tensors(unsafe / "model", as_torch_saves(MakesFolder(proof)))
+    replace_tensors(damaged / "model", as_torch_saves(torch.ones(2))[:-9])
+    file = missing / "model" / "__0_0.distcp"
+    file.unlink()
+    errors = [ranks.answers(load, folder)[0] for folder in (unsafe, damaged, missing)]
+    errors += [
+        convert_alone(rank_processes, folder, tmp_path / "converted")
+        for folder in (unsafe, damaged, missing)
+    ]
+    assert [type(error) for error in errors] == 2 * [
+        UnsafePickle,
+        UndecodableFile,
+        MissingCheckpointFile,
+    ]
+    assert {errors[0].name, errors[3].name} == {MAKES_FOLDER}
+    assert {errors[2].path, errors[5].path} == {file}
     assert not proof.exists()
 
 

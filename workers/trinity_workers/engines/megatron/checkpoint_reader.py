@@ -5,7 +5,8 @@ megatron-core and torch keep pickles in a checkpoint: an index in ``.metadata``,
 ordinary pickle calls whatever it names, so anyone who can write to a run's folder could run code.
 
 1. The index is unpickled with the classes of ``_DATA_CLASSES`` and ``_CONSTRUCTORS`` alone.
-2. Everything else is loaded with ``weights_only=True``, whatever the environment says.
+2. Everything else is loaded with ``weights_only=True``, whatever the environment says. That allows
+   torch's tensors, plain values, and the data classes of megatron-core's ``safe_globals.py``.
 3. What was checked is what is used: bytes are read once.
 4. A state of Transformer Engine is loaded only if it is empty: the layer would unpickle it.
 """
@@ -109,12 +110,12 @@ def read_plain(path: Path) -> dict[str, Any]:
 
 
 class IndexedReader(_torch_dcp.FileSystemReader):  # type: ignore[misc]
-    """Reader of a folder's tensors by an index that :func:`read_metadata` returned."""
+    """Reader of a folder's tensors by its index, which :func:`read_metadata` returns."""
 
-    def __init__(self, folder: Path, index: Any = None) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.folder = folder
-        self.index = read_metadata(folder) if index is None else index
+        self.index = read_metadata(folder)
         self.set_up_storage_reader(self.index, is_coordinator=True)
 
     def read_metadata(self, *_: Any, **__: Any) -> Any:
@@ -123,13 +124,16 @@ class IndexedReader(_torch_dcp.FileSystemReader):  # type: ignore[misc]
 
     def read_data(self, plan: Any, planner: Any) -> Any:
         """Read the tensors of a plan, which torch loads with ``weights_only=True``."""
-        try:
-            return super().read_data(plan, planner)
-        except pickle.UnpicklingError as error:
-            name = _refused_name(b"", str(error))
-            if name is None:
-                raise UndecodableFile(self.folder, "a tensor is not one of torch.save") from None
-            raise UnsafePickle(self.folder, name) from None
+        with _decoding(self.folder):
+            try:
+                return super().read_data(plan, planner)
+            except pickle.UnpicklingError as error:
+                name = _refused_name(b"", str(error))
+                if name is None:
+                    raise
+                raise UnsafePickle(self.folder, name) from None
+            except FileNotFoundError as error:
+                raise MissingCheckpointFile(Path(error.filename)) from None
 
     def load_object(self, read_item: Any, data: io.BytesIO) -> Any:
         """Return an object that is stored among tensors."""
