@@ -215,9 +215,9 @@ class CheckpointCoordinator:
         if name is None:
             kind: Kind = "state_dict" if is_state_dict else "checkpoint"
             folder = staged_in(self._relative(_paths(path)))
-            with self._sync_names.reserved(SavePlace(global_step, kind, folder)) as unused:
+            with self._sync_names.reserved(SavePlace(global_step, kind, folder)) as free_name:
                 self.save_sync(
-                    *(save_fn, global_step, is_state_dict), name=unused, path=path, ranks=ranks
+                    *(save_fn, global_step, is_state_dict), name=free_name, path=path, ranks=ranks
                 )
             return
         paths = _paths(path)

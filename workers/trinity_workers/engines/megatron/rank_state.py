@@ -15,7 +15,7 @@ import torch.distributed as dist
 from msgspec import structs
 
 from ..random_states import random_states, set_random_states
-from .checkpoint_errors import MissingCheckpointFile
+from .checkpoint_errors import MissingCheckpointFile, UndecodableFile
 from .checkpoint_reader import read_plain
 from .layout import ParallelLayout
 
@@ -39,10 +39,13 @@ def restore_rank_state(folder: Path, device: torch.device, layout: ParallelLayou
 
     Raises:
         MissingCheckpointFile: if a file of this layout is missing.
+        UndecodableFile: if a file is no rank's state.
     """
     path = rank_file(folder, dist.get_rank())
-    first = rank_file(folder, 0)
-    state = read_plain(path if path.is_file() else first)
+    source = path if path.is_file() else rank_file(folder, 0)
+    state = read_plain(source)
+    if "layout" not in state:
+        raise UndecodableFile(source, "it has no random states")
     if state["layout"] != _described(layout):
         return
     if not path.is_file():
