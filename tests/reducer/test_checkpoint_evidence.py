@@ -69,6 +69,17 @@ async def test_an_invented_step_is_reported_with_its_number(run, caplog):
     assert "step 90002 has no verified files: " in fault
 
 
+def test_saves_without_a_path_are_reported_at_the_first_step_alone(run, caplog):
+    for step in (3, 4, 5):
+        invent(run.history, step)
+        reconcile(run)
+    assert [text.count("step 3 has no verified files: ") for text in caplog.messages] == [1]
+    run.save(6)
+    invent(run.history, 7)
+    reconcile(run)
+    assert len(caplog.messages) == 2, "files that went missing after a step that had some"
+
+
 def test_an_iteration_file_that_names_no_folder_is_put_right(run):
     invent(run.history, 90_001)
     (run.folder / CHECKPOINT).write_text("90001")  # as version 0.1 wrote it

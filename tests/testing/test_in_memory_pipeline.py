@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import tomllib
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -96,6 +97,43 @@ async def test_a_save_may_run_on_the_thread_of_the_loop():
         run.coordinator().save_sync(lambda: None, 5)
         await run.settled()
         assert [type(one) for one in run.events[1:]] == [SaveStarted, SaveFinished]
+
+
+async def test_two_saves_that_a_worker_makes_without_a_name_are_two_of_a_step():
+    async with Pipeline("run") as run:
+        coordinator = run.coordinator()
+        with pytest.raises(ZeroDivisionError):
+            coordinator.save_sync(lambda: 1 / 0, 5)
+        coordinator.save_sync(lambda: None, 5)
+        await coordinator.register_and_monitor(5, checkpoint_thread_count=2)
+        await run.settled()
+        assert ready(run) == [], "one of two"
+        coordinator.save_sync(lambda: None, 5)
+        coordinator.save_sync(lambda: None, 5, is_state_dict=True)
+        await run.settled()
+        done = [one.slot for one in run.events if isinstance(one, SaveFinished)]
+        assert [(slot.kind, slot.name) for slot in done] == [
+            ("checkpoint", "save_sync"),
+            ("checkpoint", "save_sync-2"),
+            ("state_dict", "save_sync"),
+        ]
+        assert ready(run) == [("checkpoint", 5)]
+
+
+async def test_a_step_that_a_worker_saves_again_elsewhere_has_the_same_slots(tmp_path):
+    async with Pipeline("run", checkpoint_folder=tmp_path / "run") as run:
+        coordinator = run.coordinator()
+        for _ in range(2):
+            folder = staged_path(tmp_path / "run", 1, 5)
+            folder.mkdir(parents=True)
+            for name in ("model.pt", "optim.pt"):
+                write = partial((folder / name).write_text, name)
+                coordinator.save_sync(write, 5, path=folder / name)
+        await coordinator.register_and_monitor(5, checkpoint_thread_count=2)
+        await run.settled()
+        assert ready(run) == [("checkpoint", 5)]
+        done = [one.slot.name for one in run.events if isinstance(one, SaveFinished)]
+        assert done == ["save_sync", "save_sync-2"] * 2
 
 
 async def test_a_save_that_fails_fails_its_step():

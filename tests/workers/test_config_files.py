@@ -136,6 +136,10 @@ MISTAKES = [
     ),
     ("checkpoints: {save_hf_checkpoint: first}", "must be one of never, last, always"),
     (
+        "{rollouts: {keep_answers: checkpoint}, checkpoints: {interval: 0}}",
+        "rollouts.keep_answers is checkpoint, and checkpoints.interval 0 writes no checkpoints",
+    ),
+    (
         "checkpoints: {save_hf_checkpoint: last, interval: 0}",
         "checkpoints.save_hf_checkpoint is last, and checkpoints.interval 0 writes no checkpoints",
     ),

@@ -25,7 +25,7 @@ from trinity_schemas import (
     ThreadCountRegistered,
 )
 
-from ..checkpoint_layout import STAGING, staged_name
+from ..checkpoint_layout import STAGING, staged_in, staged_name
 from ..errors import PublishError, SaveError, StaleEpoch
 from ..log import Publisher
 from ..log.publishing.metric_values import check_metrics, split_metrics
@@ -39,6 +39,7 @@ from .progress import reporting_progress
 from .save_attempt import SaveAttempt
 from .save_future import wait_for_future
 from .saved_paths import SavedPath, SavedPaths
+from .sync_save_names import SavePlace, SyncSaveNames
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ class CheckpointCoordinator:
         self._turn_deadline = turn_deadline
         self._heartbeat = Heartbeat.of(publisher, lease)
         self._inflight = InflightSaves(publisher.waits)
+        self._sync_names = SyncSaveNames()
         self._failures: list[_Failure] = []
         self._unpublished: list[PublishError] = []
         self._lock = threading.Lock()
@@ -196,7 +198,7 @@ class CheckpointCoordinator:
         global_step: int,
         is_state_dict: bool = False,
         *,
-        name: str = "save_sync",
+        name: str | None = None,
         path: SavedPath | None = None,
         ranks: int | None = None,
     ) -> None:
@@ -205,7 +207,19 @@ class CheckpointCoordinator:
         Meant for saves with barriers, which must run on the training thread. Under a strategy
         that limits saves, only one rank of a barrier may call this method. The other ranks would
         wait for a turn that the first rank cannot end.
+
+        Calls of a worker without a name count as in Trinity-RFT: each that returns is one save of
+        its step, and fills one of those that :meth:`register_and_monitor` expects. Calls with the
+        same name at a step are attempts at one save, of which the step needs one.
         """
+        if name is None:
+            kind: Kind = "state_dict" if is_state_dict else "checkpoint"
+            folder = staged_in(self._relative(_paths(path)))
+            with self._sync_names.reserved(SavePlace(global_step, kind, folder)) as free_name:
+                self.save_sync(
+                    *(save_fn, global_step, is_state_dict), name=free_name, path=path, ranks=ranks
+                )
+            return
         paths = _paths(path)
         attempt = self._attempt(name, global_step, is_state_dict, paths, ranks)
         self._inflight.enter(attempt, threading.current_thread(), self._turn_deadline)

@@ -77,8 +77,8 @@ class CheckpointFiles:
         """Files that cannot be written now, each with the error in words."""
         self.promoted = 0
         """Number of folders that this process gave their final name."""
-        self._unproven: dict[str, str] = {}
-        """Iteration file to what its newest step lacks, for steps whose saves name no folder."""
+        self._unproven: set[str] = set()
+        """Iteration files whose newest step has saves that name no folder."""
 
     @contextmanager
     def opened(self, *, create: bool = False) -> Iterator[OpenFolder]:
@@ -204,15 +204,20 @@ class CheckpointFiles:
         return changed
 
     def _note_unproven(self, name: str, error: NotVerified | None) -> None:
-        """Log once that the saves of a step named no folder, and that none has its name.
+        """Log that the saves of a step named no folder, and that none has its name.
 
-        It is no fault of the disk: the files may be wherever the caller keeps them.
+        It is no fault of the disk: the files may be wherever the caller keeps them. Such a run has
+        no folder at any step, so the line comes again only after a step that had one.
         """
         if error is None:
-            self._unproven.pop(name, None)
-        elif self._unproven.get(name) != str(error):
-            logger.warning("%s does not name the newest ready step: %s", name, error)
-            self._unproven[name] = str(error)
+            self._unproven.discard(name)
+        elif name not in self._unproven:
+            logger.warning(
+                "%s does not name the newest ready step: %s (later steps without files are not "
+                "reported)",
+                *(name, error),
+            )
+            self._unproven.add(name)
 
 
 def _subject(promotion: Promotion) -> str:

@@ -442,9 +442,8 @@ def convert(
     """Convert a checkpoint to a Hugging Face folder, or such a folder to a Megatron checkpoint.
 
     The content of the source decides the direction: FSDP's shard files, a Megatron checkpoint, or
-    the folder of a step, global_step_N. Loading a Megatron checkpoint unpickles it, and so can run
-    code: convert only checkpoints from people that you trust. Adapters (LoRA) are merged into their
-    base.
+    the folder of a step, global_step_N. No code of a checkpoint is run: a Megatron checkpoint whose
+    pickles name anything but its data is refused. Adapters (LoRA) are merged into their base.
 
     Example: trinity-events convert ./Qwen2-0.5B ./qwen2-megatron
     """

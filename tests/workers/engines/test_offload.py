@@ -238,3 +238,16 @@ def test_fsdp_trains_alike_with_its_idle_memory_away(rank_group, policy_folder, 
         assert is_here == ({True}, {True}, {True})
         assert all(map(identical, told, expected))
         at.assert_same(weights, expected_weights)
+
+
+def accumulate_outside(rank, folder):
+    """Accumulate a loss whose model has left the device since."""
+    engine = FSDPEngine(folder, device=torch.device("cpu"), learning_rate=1e-2, offload=EVERYTHING)
+    with engine.resident(*ALL):
+        loss = -response_logprobs(engine.module, at.padded_batch(0), 1.0).mean()
+    engine.accumulate(loss, first=True, last=True)
+
+
+def test_fsdp_refuses_to_differentiate_while_its_memory_is_away(rank_group, policy_folder):
+    [error] = rank_group(1).answers(accumulate_outside, policy_folder)
+    assert isinstance(error, MemoryAway)

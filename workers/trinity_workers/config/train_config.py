@@ -223,7 +223,8 @@ class RolloutsConfig(Section, frozen=True, kw_only=True):
     has a version of its own."""
     keep_answers: Literal["trained", "checkpoint"] = "trained"
     """Moment at which answers are deleted: their step is trained, or a checkpoint covers it. With
-    the latter, a resumed run trains on them again and generates nothing twice."""
+    the latter, a resumed run trains on them again and generates nothing twice; it needs a
+    `checkpoints.interval`."""
 
 
 class SyncConfig(Section, frozen=True, kw_only=True):
@@ -501,6 +502,13 @@ def contradictions(
             ("checkpoints.save_hf_checkpoint", "checkpoints.interval"),
             f"{saved} is {config.checkpoints.save_hf_checkpoint}, and {interval} 0 writes no "
             f"checkpoints: set {interval}, or {saved} never",
+        )
+    if config.rollouts.keep_answers == "checkpoint" and not config.checkpoints.interval:
+        interval, kept = named("checkpoints.interval"), named("rollouts.keep_answers")
+        yield (
+            ("rollouts.keep_answers", "checkpoints.interval"),
+            f"{kept} is checkpoint, and {interval} 0 writes no checkpoints, so that no answer "
+            f"would ever be deleted: set {interval}, or {kept} trained",
         )
     yield from _of_micro_batches(config, named)
     yield from _of_the_algorithm(config, named)

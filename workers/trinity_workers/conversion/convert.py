@@ -68,7 +68,7 @@ def convert(
     """Convert a Hugging Face folder to a Megatron checkpoint, or any checkpoint to the former.
 
     A checkpoint has the form that an engine's ``save_checkpoint`` writes, or is the folder of a
-    step. Megatron's checkpoints are unpickled on load. Adapters are merged into their base.
+    step. No code of it is run. Adapters are merged into their base.
 
     Args:
         source: Folder to convert.
@@ -81,6 +81,7 @@ def convert(
         ConversionRefused: if there is no model to convert, or the target exists.
         AdaptersRefused: if the base is not that of the adapters.
         UnsupportedModel: if megatron-core has no model of this configuration.
+        UnsafePickle: if a Megatron checkpoint has a pickle of anything but its data.
         IncompatibleWeights: if the weights do not match the configuration: a tensor is missing, or
             has another shape, or the model has no place for it.
         NonFiniteWeights: if parameters have values that are not finite.

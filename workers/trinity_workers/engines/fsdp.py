@@ -170,7 +170,11 @@ class FSDPEngine:
             last: True for the last one. A model that is sharded as one unit reduces its gradients
                 then alone. One that is sharded by layers always does, so that no rank ever holds
                 all gradients in full.
+
+        Raises:
+            MemoryAway: outside of a block of :meth:`resident`, if the parameters leave the device.
         """
+        self._memory.check_resident()
         if first:
             self.optimizer.zero_grad(set_to_none=True)
         self.module.set_requires_gradient_sync(last or self._sharded_by_layers)

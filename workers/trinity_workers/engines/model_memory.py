@@ -99,9 +99,10 @@ class ModelMemory:
     def guard(self, module: torch.nn.Module) -> None:
         """Let the module raise MemoryAway, where it is called while its parameters are away."""
         if not self.is_resident():
-            module.register_forward_pre_hook(self._check, prepend=True)
+            module.register_forward_pre_hook(self.check_resident, prepend=True)
 
-    def _check(self, *_: Any) -> None:
+    def check_resident(self, *_: Any) -> None:
+        """Raise MemoryAway if the parameters are away: torch would read memory that was freed."""
         if not self.is_resident():
             raise MemoryAway(
                 "the model's parameters were moved to the host: compute in a block of resident()"

@@ -126,10 +126,12 @@ class RayTrainBackend(TrainEngineWrapper):
     async def _save_parts(self, path: str, *, save_as_hf: bool) -> Saves:
         """Let every rank save its part of a checkpoint; return the saves to expect."""
         step, in_files = self._step, self._config.sync.method == "checkpoint"
-        if not in_files and not save_as_hf:
+        # The state dict of the step lies in a folder of its own, and a checkpoint with a state
+        # dict of its own would wait for that one too (core/completeness.py).
+        is_saved = self._version_saved == step
+        if not (in_files or save_as_hf or is_saved):
             await self._ask("save_checkpoint", path, step)
             return Saves(state_dicts=self._saves, others=self._saves)
-        is_saved = self._version_saved == step
         if not is_saved:
             # No state dict, if the run's versions are those: explorers would wait for it.
             save = partial(self._ask, "save_weights", path, step, masters=True)
@@ -156,7 +158,8 @@ class RayTrainBackend(TrainEngineWrapper):
             save = partial(self._coordinator.save_sync, lambda: None, step, is_state_dict=True)
             await to_thread.run_sync(partial(save, name=WEIGHTS_SAVE, path=weights))
         else:
-            masters = config.is_save_step(step)
+            # Without sync by files no explorer reads the folder, and a checkpoint may rest on it.
+            masters = config.sync.method != "checkpoint" or config.is_save_step(step)
             path = str(folder / MODEL_FOLDER[0])
             await self._ask("save_weights", path, step, name=WEIGHTS_SAVE, masters=masters)
         self._version_saved = step

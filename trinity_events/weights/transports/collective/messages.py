@@ -10,6 +10,7 @@ import select
 import socket
 import struct
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from typing import TypeAlias
 
@@ -91,6 +92,16 @@ def readable(one: socket.socket, seconds: float | None) -> bool:
     return bool(poll.poll(None if seconds is None else max(0, math.ceil(seconds * 1000))))
 
 
+def readable_channels(channels: Collection[Channel], seconds: float) -> list[Channel]:
+    """Return the channels that have data or are closed, as soon as any has, within ``seconds``."""
+    poll = select.poll()
+    by_descriptor = {channel.descriptor: channel for channel in channels}
+    for descriptor in by_descriptor:
+        poll.register(descriptor, select.POLLIN)
+    ready = poll.poll(max(0, math.ceil(seconds * 1000)))
+    return [by_descriptor[descriptor] for descriptor, _ in ready]
+
+
 class Channel:
     """Messages over one connected socket; only :meth:`close` may be called by other threads."""
 
@@ -107,6 +118,11 @@ class Channel:
             return str(self._socket.getpeername()[0])
         except OSError:
             return "an unknown address"
+
+    @property
+    def descriptor(self) -> int:
+        """Return the file descriptor of the connection."""
+        return self._socket.fileno()
 
     @property
     def own_address(self) -> str:

@@ -7,6 +7,7 @@ import logging
 import secrets
 import socket
 import time
+from collections.abc import Collection
 from typing import Any, TypeVar
 
 from ....diagnostics.waits import Wait, WaitReporter
@@ -24,6 +25,7 @@ from .messages import (
     RankAssignment,
     Sending,
     readable,
+    readable_channels,
 )
 from .rendezvous import Rendezvous, WeightSyncInfo
 
@@ -32,7 +34,9 @@ logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)
 
 GREETING = 5.0
-"""Seconds that a new connection has for its first message."""
+"""Seconds that new connections have for their first messages, all of them together."""
+_BACKLOG = 1024
+"""Connections that wait to be accepted: more than explorers of a run that start together."""
 _ATTEMPTS = 3
 
 
@@ -66,7 +70,7 @@ class GroupSender:
         self._waits = waits
         self._place = place
         self._timeout = timeout
-        self._listener = socket.create_server((host, 0), backlog=1024)
+        self._listener = socket.create_server((host, 0), backlog=_BACKLOG)
         self._store: Any = open_store(host, 0, timeout, master=True)
         self.info = WeightSyncInfo(
             run_id=run_id,
@@ -179,16 +183,34 @@ class GroupSender:
         for name, channel in list(self._members.items()):
             if not channel.is_open():
                 self._drop(name, "it is gone")
-        while readable(self._listener, 0):
-            channel = Channel(self._listener.accept()[0])
-            try:
-                self._greet(channel)
-            except (ChannelClosed, TimeoutError) as error:
-                logger.warning("%s did not join the collective group: %s", channel.peer, error)
-                channel.close()
+        connected: list[Channel] = []
+        while len(connected) < _BACKLOG and readable(self._listener, 0):
+            connected.append(Channel(self._listener.accept()[0]))
+        self._greet(connected)
 
-    def _greet(self, channel: Channel) -> None:
-        hello = channel.receive(GREETING)
+    def _greet(self, connected: Collection[Channel]) -> None:
+        """Receive the first messages of new connections, side by side until one deadline.
+
+        A connection that sends nothing, such as a port scan, delays no explorer after it.
+        """
+        silent, until = list(connected), time.monotonic() + GREETING
+        while silent and (ready := readable_channels(silent, until - time.monotonic())):
+            for channel in ready:
+                try:
+                    self._admit(channel, channel.receive(0))
+                except TimeoutError:  # the message is not whole yet
+                    continue
+                except ChannelClosed as error:
+                    self._refuse(channel, str(error))
+                silent.remove(channel)
+        for channel in silent:
+            self._refuse(channel, f"it sent no greeting within {GREETING:g} s")
+
+    def _refuse(self, channel: Channel, reason: str) -> None:
+        logger.warning("%s did not join the collective group: %s", channel.peer, reason)
+        channel.close()
+
+    def _admit(self, channel: Channel, hello: Message) -> None:
         if not isinstance(hello, Hello):
             raise ChannelClosed("its first message was not a greeting")
         if hello.run_id != self._run_id or not hmac.compare_digest(hello.token, self.info.token):

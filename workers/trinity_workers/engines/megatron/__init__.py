@@ -1,7 +1,13 @@
 """Megatron-core engine around a Hugging Face causal language model."""
 
 from ..base import LocalShard
-from .checkpoint import CheckpointFailed, CheckpointRefused
+from .checkpoint import CheckpointFailed
+from .checkpoint_errors import (
+    CheckpointRefused,
+    MissingCheckpointFile,
+    UndecodableFile,
+    UnsafePickle,
+)
 from .engine import DeviceRefused, MegatronEngine, OptimizerOptions
 from .hybrid import HybridEngine
 from .layout import LayoutRefused, ParallelLayout, leave
@@ -19,9 +25,12 @@ __all__ = [
     "MegatronCritic",
     "MegatronEngine",
     "MegatronRewardModel",
+    "MissingCheckpointFile",
     "ModelOptions",
     "OptimizerOptions",
     "ParallelLayout",
+    "UndecodableFile",
+    "UnsafePickle",
     "UnsupportedModel",
     "leave",
 ]

@@ -3,8 +3,8 @@
 Threads write them with torch's own writer. megatron-core's writer forks the process, and so
 requires a main script that can be imported again. The format on disk is the same.
 
-Loading unpickles: megatron-core stores plain values in ``common.pt`` and an index in ``.metadata``
-as pickles. Load only checkpoints from people that you trust to run code.
+megatron-core stores plain values in ``common.pt`` and an index in ``.metadata`` as pickles. They
+are read without running code: see :mod:`.checkpoint_reader`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from ...learning.finite import NonFiniteWeights, check_finite, nested_tensors
 from ...runtime.collectives import together
 from ...storage.durable_files import make_folder, sync_tree
 from ..state_files import copied, write_state
+from .checkpoint_errors import CheckpointRefused
+from .checkpoint_reader import IndexedReader, load_strategies, read_plain
 from .cpu import adapted
 from .rank_state import rank_file
 
@@ -31,10 +33,6 @@ _torch_dcp: Any = dcp  # its names are not exported to type checkers
 
 Write: TypeAlias = Callable[[], None]
 """Writes a prepared checkpoint, durably. Collective; any one thread may call it."""
-
-
-class CheckpointRefused(TrinityError):
-    """Raised if the checkpoint cannot be written or read as requested."""
 
 
 class CheckpointFailed(TrinityError):
@@ -104,10 +102,11 @@ def prepare(
 
 
 def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Fill a sharded state dict of this layout from a folder, which unpickles. Collective.
+    """Fill a sharded state dict of this layout from a folder. Collective.
 
     Raises:
         CheckpointRefused: if there is no complete checkpoint.
+        UnsafePickle: if a pickle in it names a class that no checkpoint needs.
         NonFiniteWeights: if a tensor of this rank has values that are not finite.
         PeerFailed: on the other ranks then.
     """
@@ -119,8 +118,9 @@ def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
                 f"{folder} holds no complete Megatron checkpoint (no metadata.json): its save was "
                 "not finished, or it is of another format"
             )
+        strategies = load_strategies(read_plain(folder / "common.pt"), IndexedReader(folder))
     with adapted():
-        loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder))
+        loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder), *strategies)
     with together():
         check_finite(nested_tensors(loaded), str(folder))
     return loaded

@@ -21,6 +21,7 @@ from ..learning_rate import LearningRate, learning_rate_of
 from ..model_folder import has_weights
 from ..model_memory import ALL, ModelMemory, Part, holding, optimizer_tensors
 from . import checkpoint
+from .checkpoint_errors import CheckpointRefused
 from .cpu import adapted
 from .layout import ParallelLayout, join
 from .model import ModelOptions, build_chunks, is_tied, transformer_config
@@ -40,6 +41,9 @@ from .weights import mapping
 
 # The only optimizer state format of 0.16 that any layout can read.
 _OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+_HAS_RANDOM_STATES = "has_random_states"
+"""Key of a checkpoint's plain values: without it, a missing file of a rank would be no error."""
 
 _DISTRIBUTED = (
     "megatron-core 0.16 cannot load its distributed optimizer's state without Apex or Transformer "
@@ -336,7 +340,7 @@ class MegatronEngine:
     ) -> dict[str, checkpoint.Write]:
         contents = set(self.checkpoint_manager.checkpoint_save_contents)
         if "optimizer" in contents and not self._optimizer_loads:
-            raise checkpoint.CheckpointRefused(
+            raise CheckpointRefused(
                 f"{_DISTRIBUTED}, so it is not saved: use the ordinary optimizer, or save the "
                 'model alone (checkpoint_manager.checkpoint_save_contents = ["model"])'
             )
@@ -367,12 +371,14 @@ class MegatronEngine:
         """Load files of :meth:`save_checkpoint`, at this or another layout. Collective.
 
         At the layout of the checkpoint, every rank gets its random states back too.
-        The model may also be a Hugging Face folder with weights. Megatron's checkpoints are
-        unpickled on load: see :mod:`.checkpoint`.
+        The model may also be a Hugging Face folder with weights. No code of a checkpoint is run:
+        see :mod:`.checkpoint_reader`.
 
         Raises:
             ArgumentRefused: for ``hdfs_path`` and ``del_local_after_load``.
             CheckpointRefused: if it is missing, or this layout cannot load its optimizer state.
+            UnsafePickle: if a pickle in it names a class that no checkpoint needs.
+            MissingCheckpointFile: if it lacks a file, such as a rank's random states.
         """
         refuse_load_arguments(self, hdfs_path, del_local_after_load)
         folder = Path(local_path)
@@ -477,7 +483,7 @@ class MegatronEngine:
             return {key: chunk.sharded_state_dict() for key, chunk in self._keyed_chunks()}
 
     def _training_state(self, contents: set[str], *, is_loading: bool) -> dict[str, Any]:
-        state: dict[str, Any] = {"steps": self.steps}
+        state: dict[str, Any] = {"steps": self.steps, _HAS_RANDOM_STATES: "extra" in contents}
         if "optimizer" in contents and self.optimizer is not None:
             with adapted():
                 state["optimizer"] = self.optimizer.sharded_state_dict(
@@ -494,7 +500,7 @@ class MegatronEngine:
 
     def _check_optimizer_loads(self, folder: Path) -> None:
         if (folder / "training").is_dir() and not self._optimizer_loads:
-            raise checkpoint.CheckpointRefused(
+            raise CheckpointRefused(
                 f"{_DISTRIBUTED}: use the ordinary optimizer, or remove {folder / 'training'} "
                 "to go on with the weights alone"
             )
@@ -505,4 +511,8 @@ class MegatronEngine:
         with adapted():
             self.optimizer.load_state_dict(loaded["optimizer"])
         self.steps = loaded["steps"]
-        restore_rank_state(folder, self.device, self.layout)
+        # Checkpoints of earlier versions lack the key. They were saved with random states, unless
+        # `checkpoint_save_contents` left them out.
+        if loaded.get(_HAS_RANDOM_STATES, True):
+            with together():
+                restore_rank_state(folder, self.device, self.layout)

@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 
 from ..model_folder import check_all_used
 from . import checkpoint
+from .checkpoint_errors import CheckpointRefused
+from .checkpoint_reader import IndexedReader, read_metadata
 from .layout import ParallelLayout, join
 from .model import ModelOptions, build_chunks, transformer_config
 from .stream import global_name
@@ -79,7 +81,7 @@ class MetaModel:
         Raises:
             CheckpointRefused: if it is not a checkpoint of this model.
         """
-        metadata = _torch_dcp.FileSystemReader(folder).read_metadata()
+        metadata = read_metadata(folder)
         for name, parts in self._parts().items():
             yield name, _entry(metadata, parts[0], folder).properties.dtype
 
@@ -89,7 +91,7 @@ class MetaModel:
         Raises:
             UnusedTensors: if it has not.
         """
-        metadata = _torch_dcp.FileSystemReader(folder).read_metadata()
+        metadata = read_metadata(folder)
         saved = [
             key
             for key, entry in metadata.state_dict_metadata.items()
@@ -124,14 +126,12 @@ class MetaModel:
         Raises:
             CheckpointRefused: if it is not a checkpoint of this model.
         """
-        reader = _torch_dcp.FileSystemReader(folder)
-        metadata = reader.read_metadata()
-        reader.set_up_storage_reader(metadata, is_coordinator=True)
+        reader = IndexedReader(folder)
         parts = self._parts()
         for name, parameter in self.parameters.items():
             whole = torch.empty(parameter.shape, dtype=parameter.dtype)
             for part in parts[name]:
-                entry = _entry(metadata, part, folder)
+                entry = _entry(reader.index, part, folder)
                 _read(reader, part, entry, _same_part(whole, part.data))
             yield name, whole
 
@@ -183,7 +183,7 @@ def _read(reader: Any, part: Any, entry: Any, target: torch.Tensor) -> None:
         LoadPlan(create_read_items_for_chunk_list(part.key, entry, [chunk])), planner
     ).wait()
     if planner.missing:
-        raise checkpoint.CheckpointRefused(
+        raise CheckpointRefused(
             f"{reader.checkpoint_id} holds no complete {part.key}: "
             f"{planner.missing} values are missing"
         )
@@ -192,8 +192,8 @@ def _read(reader: Any, part: Any, entry: Any, target: torch.Tensor) -> None:
 def _entry(metadata: Any, part: Any, folder: Path) -> Any:
     """Return the checkpoint's entry of a part. Raises CheckpointRefused if there is none."""
     entry = metadata.state_dict_metadata.get(part.key)
-    if entry is None or not _fits(part, tuple(entry.size)):
-        raise checkpoint.CheckpointRefused(
+    if not isinstance(entry, TensorStorageMetadata) or not _fits(part, tuple(entry.size)):
+        raise CheckpointRefused(
             f"{folder} has no {part.key} of the shape {tuple(part.global_shape)}: is "
             "huggingface/config.json beside it the one of this model?"
         )

@@ -1,7 +1,8 @@
 """State of one rank alone in a Megatron checkpoint: its random generators.
 
 They belong to a rank's place in the layout, so a checkpoint gives them back at its own layout only.
-At another one, every rank keeps the states that it was seeded with.
+At another one, every rank keeps the states that it was seeded with. There may be fewer files than
+ranks then, so a rank without a file asks the first rank's file for the layout.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import torch.distributed as dist
 from msgspec import structs
 
 from ..random_states import random_states, set_random_states
-from ..state_files import read_state
+from .checkpoint_errors import MissingCheckpointFile, UndecodableFile
+from .checkpoint_reader import read_plain
 from .layout import ParallelLayout
 
 
@@ -33,13 +35,21 @@ def rank_state(device: torch.device, layout: ParallelLayout) -> dict[str, Any]:
 
 
 def restore_rank_state(folder: Path, device: torch.device, layout: ParallelLayout) -> None:
-    """Set the generators as the checkpoint has them, if it is of this layout."""
+    """Set the generators as the checkpoint has them, if it is of this layout.
+
+    Raises:
+        MissingCheckpointFile: if a file of this layout is missing.
+        UndecodableFile: if a file is no rank's state.
+    """
     path = rank_file(folder, dist.get_rank())
-    if not path.is_file():
-        return
-    state = read_state(path)
+    source = path if path.is_file() else rank_file(folder, 0)
+    state = read_plain(source)
+    if "layout" not in state:
+        raise UndecodableFile(source, "it has no random states")
     if state["layout"] != _described(layout):
         return
+    if not path.is_file():
+        raise MissingCheckpointFile(path)
     set_random_states(state["random"], device)
     tracker = _tracker()
     states = tracker.get_states()
