@@ -16,7 +16,8 @@ _WARM_UP_STEPS = 400
 
 def policy_steps(folder: Path, steps: int, learning_rate: float) -> Learning:
     """Warm up the policy for a folder once, and train it as the trainer does by default."""
-    from trinity_workers.config.train_config import TrainConfig, TrainerConfig
+    from trinity_workers.config.sections.trainer import TrainerConfig
+    from trinity_workers.config.train_config import TrainConfig
     from trinity_workers.launch.warm_up import warm_up
     from trinity_workers.learning.policy import create_policy
     from trinity_workers.tasks import SpellBackward

@@ -21,15 +21,17 @@ from typer.testing import CliRunner
 from trinity_events.cli.app import build
 from trinity_events.views.documents import DOCUMENTS, document_schema
 from trinity_workers.config.fields import Field, fields, sections
-from trinity_workers.config.train_config import (
-    EngineName,
+from trinity_workers.config.rules.contradictions import find_contradictions
+from trinity_workers.config.sections.sync import (
     SyncConfig,
     SyncMethod,
     SyncStyle,
-    TrainConfig,
-    TrainerConfig,
-    contradictions,
 )
+from trinity_workers.config.sections.trainer import (
+    EngineName,
+    TrainerConfig,
+)
+from trinity_workers.config.train_config import TrainConfig
 
 PAGES = Path(__file__).parent / "commands"
 BEGIN = "<!-- help: written by docs/generate.py from the command's --help -->"
@@ -155,7 +157,7 @@ def _refused(engine: str, method: str, style: str) -> str | None:
     sync = msgspec.convert({"method": method, "style": style}, SyncConfig)
     trainer = msgspec.convert({"engine": engine}, TrainerConfig)
     config = TrainConfig(sync=sync, trainer=trainer)
-    sentences = [sentence for _, sentence in contradictions(config, lambda path: f"`{path}`")]
+    sentences = [sentence for _, sentence in find_contradictions(config, lambda path: f"`{path}`")]
     return "; ".join(sentences) or None
 
 

@@ -26,12 +26,10 @@ from tests.support.waits import PATIENCE
 from trinity_events.server import connect_sync
 from trinity_events.server.access_rules import access_rules
 from trinity_schemas import RunKeys, SaveStrategy
-from trinity_workers.config.train_config import (
-    BadSettings,
-    CheckpointsConfig,
-    ExplorerConfig,
-    TrainConfig,
-)
+from trinity_workers.config.errors import BadSettings
+from trinity_workers.config.sections.checkpoints import CheckpointsConfig
+from trinity_workers.config.sections.explorer import ExplorerConfig
+from trinity_workers.config.train_config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 STEPS = 20

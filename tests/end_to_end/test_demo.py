@@ -19,7 +19,7 @@ from tests.support.run_processes import count_outcomes, small_run
 from tests.support.waits import PATIENCE, child, wait_until
 from trinity_events.server import connect_sync
 from trinity_events.system.shared_memory import users_folder
-from trinity_workers.config.train_config import SyncConfig
+from trinity_workers.config.sections.sync import SyncConfig
 from trinity_workers.launch.ray_reaper import processes_of
 from trinity_workers.launch.transport import chosen_transport
 

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple, get_args
 
 import msgspec
 
-from trinity_workers.config.sync_schedule import contradictions
-from trinity_workers.config.train_config import EngineName, SyncConfig, SyncMethod, SyncStyle
+from trinity_workers.config.rules.sync import check_schedule
+from trinity_workers.config.sections.sync import SyncConfig, SyncMethod, SyncStyle
+from trinity_workers.config.sections.trainer import EngineName
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "fixed": {"interval": 2, "offset": 1},
@@ -42,7 +43,7 @@ def combinations() -> Iterator[Combination]:
     for method in get_args(SyncMethod):
         for style in get_args(SyncStyle):
             combination = Combination("fsdp", method, style)
-            if not any(contradictions(msgspec.convert(combination.sync, SyncConfig), str)):
+            if not any(check_schedule(msgspec.convert(combination.sync, SyncConfig), str)):
                 yield combination
     for method in get_args(SyncMethod):
         yield Combination("megatron", method, "trainer_driven")

@@ -6,9 +6,10 @@ import pytest
 
 from trinity_workers.algorithms.settings import OverlongConfig
 from trinity_workers.config.cli_options import FILE, OPTIONS, overlaid
+from trinity_workers.config.errors import BadSettings
 from trinity_workers.config.fields import fields
 from trinity_workers.config.files import read_config, to_yaml, typed_setting, write_copy
-from trinity_workers.config.train_config import BadSettings, TrainConfig
+from trinity_workers.config.train_config import TrainConfig
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "train").glob("*.yaml"))
 

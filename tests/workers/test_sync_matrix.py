@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from trinity_workers.config.files import read_config
-from trinity_workers.config.train_config import EngineName, SyncMethod, SyncStyle, WhenStale
+from trinity_workers.config.sections.sync import SyncMethod, SyncStyle, WhenStale
+from trinity_workers.config.sections.trainer import EngineName
 
 ENGINES, METHODS, STYLES, POLICIES = (
     get_args(one) for one in (EngineName, SyncMethod, SyncStyle, WhenStale)

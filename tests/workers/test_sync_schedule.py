@@ -3,7 +3,8 @@
 import pytest
 
 from trinity_workers.config.files import read_config
-from trinity_workers.config.train_config import SyncConfig, TrainConfig
+from trinity_workers.config.sections.sync import SyncConfig
+from trinity_workers.config.train_config import TrainConfig
 
 STYLES = ("fixed", "trainer_driven", "explorer_driven", "fully_async")
 

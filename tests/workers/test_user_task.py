@@ -5,12 +5,12 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from trinity_workers.config.sections.explorer import ExplorerConfig
+from trinity_workers.config.sections.model import ModelConfig
+from trinity_workers.config.sections.rollouts import RolloutsConfig
+from trinity_workers.config.sections.task import TaskConfig
 from trinity_workers.config.train_config import (
-    ExplorerConfig,
-    ModelConfig,
     OnUpdate,
-    RolloutsConfig,
-    TaskConfig,
     TrainConfig,
 )
 from trinity_workers.rollout_engines import RolloutEngineError

@@ -36,8 +36,9 @@ from trinity_events.system.error_text import cause_of
 from trinity_events.views.terminal import say, tell
 
 from .config.cli_options import overlaid, overlay_parameters
+from .config.errors import BadSettings
 from .config.files import Reading, read_config, to_yaml, typed_setting
-from .config.train_config import BadSettings, TrainConfig
+from .config.train_config import TrainConfig
 from .config.trusted_settings import OwnConfig
 from .engines.convertible import source_of
 from .launch.results import Failure, Outcome, results_alone

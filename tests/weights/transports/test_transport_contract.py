@@ -83,7 +83,7 @@ from trinity_schemas import (
     decode_envelope,
     decode_manifest,
 )
-from trinity_workers.config.train_config import SyncConfig
+from trinity_workers.config.sections.sync import SyncConfig
 from trinity_workers.launch.transport import chosen_transport
 
 pytestmark = pytest.mark.skipif(not available(), reason="the host has no shared memory as files")

@@ -4,7 +4,9 @@ import pytest
 
 pytest.importorskip("ray")
 
-from trinity_workers.config.train_config import SyncConfig, TrainConfig, TrainerConfig
+from trinity_workers.config.sections.sync import SyncConfig
+from trinity_workers.config.sections.trainer import TrainerConfig
+from trinity_workers.config.train_config import TrainConfig
 from trinity_workers.helpers import (
     PublishFull,
     PublishShards,

@@ -24,8 +24,9 @@ from tests.support.waits import PATIENCE, until
 from trinity_events.log import AsyncPublisher, new_producer, open_run
 from trinity_schemas import RunClosed, explorer_key
 from trinity_workers import cli
+from trinity_workers.config.errors import BadSettings
 from trinity_workers.config.files import read_config
-from trinity_workers.config.train_config import BadSettings, TrainConfig
+from trinity_workers.config.train_config import TrainConfig
 from trinity_workers.explorer import ExplorationResult
 from trinity_workers.launch.explore import (
     NO_WAIT,

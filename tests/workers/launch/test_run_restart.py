@@ -13,7 +13,8 @@ from trinity_events.checkpoint_layout import VERIFIED
 from trinity_events.log import AsyncPublisher, new_producer, open_run
 from trinity_events.server import connect
 from trinity_schemas import RunOpened, StepRef, TrainerStatusChanged
-from trinity_workers.config.train_config import CheckpointsConfig, TrainConfig
+from trinity_workers.config.sections.checkpoints import CheckpointsConfig
+from trinity_workers.config.train_config import TrainConfig
 from trinity_workers.launch.resume import (
     CannotResume,
     CheckpointMissing,

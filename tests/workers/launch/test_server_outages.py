@@ -33,7 +33,8 @@ from trinity_schemas import (
     decode_envelope,
     explorer_key,
 )
-from trinity_workers.config.train_config import RunConfig, SyncConfig, TrainConfig
+from trinity_workers.config.sections.sync import SyncConfig
+from trinity_workers.config.train_config import RunConfig, TrainConfig
 from trinity_workers.explorer.run_follower import followed_run
 from trinity_workers.launch import launcher, lifecycle, processes, ranks
 from trinity_workers.launch.epochs import EpochFollower, EpochNotAnnounced

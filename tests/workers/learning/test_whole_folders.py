@@ -18,7 +18,9 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from tests.support.own_models import own_model  # noqa: E402
 from tests.support.tensors import identical  # noqa: E402
 from trinity_workers.algorithms.settings import AlgorithmConfig, TeacherConfig  # noqa: E402
-from trinity_workers.config.train_config import ModelConfig, RewardConfig, TrainConfig  # noqa: E402
+from trinity_workers.config.sections.model import ModelConfig  # noqa: E402
+from trinity_workers.config.sections.reward_model import RewardConfig  # noqa: E402
+from trinity_workers.config.train_config import TrainConfig  # noqa: E402
 from trinity_workers.learning.policy import BadPolicy, check_policy, load_policy  # noqa: E402
 from trinity_workers.learning.pretrained import MismatchedTensor, MissingTensors  # noqa: E402
 from trinity_workers.learning.reward_model import (  # noqa: E402

@@ -17,7 +17,9 @@ from trinity_events.diagnostics.waits import NO_REPORTS
 from trinity_events.rollouts import Group
 from trinity_schemas import RolloutsDispatched, decode_envelope
 from trinity_workers.algorithms.settings import AlgorithmConfig, FiltersConfig
-from trinity_workers.config.train_config import RolloutsConfig, RunConfig, SyncConfig
+from trinity_workers.config.sections.rollouts import RolloutsConfig
+from trinity_workers.config.sections.sync import SyncConfig
+from trinity_workers.config.train_config import RunConfig
 from trinity_workers.trainer.rollouts.supply import GroupsFiltered, RolloutSupply, judged
 
 DYNAMIC = FiltersConfig(zero_variance="resample")

@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-from trinity_workers.config.train_config import TrainerConfig  # noqa: E402
+from trinity_workers.config.sections.trainer import TrainerConfig  # noqa: E402
 from trinity_workers.engines.megatron import LayoutRefused, ParallelLayout  # noqa: E402
 from trinity_workers.trainer.models.megatron import load_models  # noqa: E402
 from trinity_workers.trainer.models.megatron_layout import parallel_layout  # noqa: E402

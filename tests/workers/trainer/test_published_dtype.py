@@ -21,7 +21,8 @@ from tests.support.worker_ranks import WorkerRanks  # noqa: E402
 from trinity_events import Synchronizer  # noqa: E402
 from trinity_events.weights import model_digest  # noqa: E402
 from trinity_schemas import VersionPartPublished, WeightsApplied  # noqa: E402
-from trinity_workers.config.train_config import SyncConfig, TrainConfig  # noqa: E402
+from trinity_workers.config.sections.sync import SyncConfig  # noqa: E402
+from trinity_workers.config.train_config import TrainConfig  # noqa: E402
 from trinity_workers.learning.policy import load_policy  # noqa: E402
 
 SERVED = {"explorer": {"dtype": "bfloat16"}}

@@ -11,8 +11,9 @@ from tests.support.rollout_parts import settings
 from trinity_events.core.ledger import Ledger
 from trinity_events.rollouts.dispatch_state import DispatchState, Due, Group, Versions
 from trinity_schemas import Experience, StepRef, Turn
-from trinity_workers.config.sync_schedule import prompts_open
-from trinity_workers.config.train_config import RolloutsConfig, SyncConfig, TrainConfig
+from trinity_workers.config.sections.rollouts import RolloutsConfig
+from trinity_workers.config.sections.sync import SyncConfig
+from trinity_workers.config.train_config import TrainConfig
 
 STEPS, PROMPTS = 24, 3
 
@@ -49,8 +50,8 @@ class Simulated:
 
     def publish(self, step):
         self.published = step
-        wanted = prompts_open(
-            self.config, begun=self.begun, version=step, oldest_named=self.state.oldest_named
+        wanted = self.config.prompts_open(
+            begun=self.begun, version=step, oldest_named=self.state.oldest_named
         )
         self.ask(wanted - len(self.state.asked))
 
@@ -141,6 +142,6 @@ def test_only_pacing_holds_dispatch_for_a_prompt_that_others_overtook():
     rollouts = RolloutsConfig(prompts_per_step=PROMPTS, order="arrival")
     config = TrainConfig(steps=STEPS, rollouts=rollouts, sync=sync)
     asked = {"begun": 1, "version": 1, "oldest_named": 0}
-    assert prompts_open(config, **asked) == PROMPTS
+    assert config.prompts_open(**asked) == PROMPTS
     for policy, expected in (("wait", 2 * PROMPTS), ("drop", config.window)):
-        assert prompts_open(config.replaced("sync", when_stale=policy), **asked) == expected
+        assert config.replaced("sync", when_stale=policy).prompts_open(**asked) == expected

@@ -25,7 +25,7 @@ from trinity_events.server import open_client
 from trinity_events.system.shared_memory import available
 from trinity_events.weights.tensors import as_bytes
 from trinity_schemas import StepRef, WeightsApplied
-from trinity_workers.config.train_config import BadSettings
+from trinity_workers.config.errors import BadSettings
 from trinity_workers.runtime.collectives import CollectiveBroken
 from trinity_workers.verl import waiting
 from trinity_workers.verl.receiver import WeightReceiver

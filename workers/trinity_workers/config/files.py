@@ -19,10 +19,12 @@ from ..algorithms.errors import AlgorithmError
 from ..algorithms.presets import merged, preset_values
 from ..evaluation.settings import NAME as SECTION_NAME
 from ..tasks import absolute
+from .errors import BadSettings
 from .fields import collections, fields, general_path, sections
+from .rules.contradictions import find_contradictions
 from .sync_method import METHOD_ALIASES
 from .sync_schedule import STYLE_ALIASES
-from .train_config import BadSettings, TrainConfig, contradictions
+from .train_config import TrainConfig
 
 COPY = "config.yaml"
 """Name of the effective configuration in a run's folder."""
@@ -215,7 +217,7 @@ class _Reader:
     def finished(self, named: Callable[[str], str], prefix: str) -> Reading:
         """Return the configuration, after the checks that concern several fields."""
         config = msgspec.convert(self._over_preset(_nested(self._values), prefix), TrainConfig)
-        for paths, said in contradictions(config, named):
+        for paths, said in find_contradictions(config, named):
             if not self._wrong.intersection(paths):
                 self._problems.append(prefix + said)
         return Reading(config, self._problems)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .train_config import SyncConfig, TrainConfig
+from .sections.sync import SyncConfig
 
 STYLE_ALIASES = {"dynamic_by_trainer": "trainer_driven", "dynamic_by_explorer": "explorer_driven"}
 """Names that Trinity-RFT has for styles, and the styles."""
@@ -58,61 +54,3 @@ def last_step_served(sync: SyncConfig, step: int) -> int:
 def oldest_usable(sync: SyncConfig, step: int) -> int:
     """Return the oldest version whose tokens training step ``step`` may use; any if negative."""
     return step - 1 - staleness_bound(sync)
-
-
-def prompts_open(config: TrainConfig, *, begun: int, version: int, oldest_named: int | None) -> int:
-    """Return the number of prompts that may be open when a version is published.
-
-    Args:
-        config: The run.
-        begun: Training steps whose groups were taken.
-        version: Step of the version.
-        oldest_named: Oldest version that an open request names; None without one.
-    """
-    sync, prompts = config.sync, config.rollouts.prompts_per_step
-    if sync.when_stale == "drop" and not names_exact_version(sync):
-        return min(config.window, (config.steps - begun) * prompts)
-    last = config.last_step_served(version)
-    if (
-        sync.when_stale == "pace"
-        and config.rollouts.order == "arrival"
-        and oldest_named is not None
-    ):
-        # Whatever is overtaken is trained on in time: all that is open is, whatever its order.
-        last = min(last, oldest_named + config.staleness_bound + 1)
-    return max(last - begun, 0) * prompts
-
-
-def contradictions(
-    sync: SyncConfig, named: Callable[[str], str]
-) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield what cannot work: the fields' paths, and a sentence with the reason.
-
-    Args:
-        sync: The section.
-        named: Names a field, given by its path, in the sentences.
-    """
-    style, offset, bound = (named(f"sync.{name}") for name in ("style", "offset", "max_staleness"))
-    if sync.offset and not names_exact_version(sync):
-        yield (
-            ("sync.offset", "sync.style"),
-            f"{offset} is {sync.offset}, and only {style} fixed has steps at which explorers "
-            f"synchronise: leave it out, or choose {style} fixed",
-        )
-    least = least_bound(sync)
-    if sync.max_staleness is not None and sync.max_staleness < least:
-        lags = names_exact_version(sync) and sync.offset
-        behind = f" with {offset} {sync.offset}" if lags else ""
-        yield (
-            ("sync.max_staleness", "sync.interval", "sync.offset", "sync.style"),
-            f"{bound} is {sync.max_staleness}, and {named('sync.interval')} {sync.interval}"
-            f"{behind} makes rollouts {least} optimizer steps old: choose at least {least}, or "
-            "publish more often",
-        )
-    if asks_once_ready(sync) and sync.method == "nccl":
-        yield (
-            ("sync.style", "sync.method"),
-            f"a collective group makes the trainer wait for each explorer, and {style} "
-            f"fully_async lets neither wait: choose another {named('sync.method')}, or {style} "
-            "trainer_driven",
-        )

@@ -10,8 +10,8 @@ from trinity_events.errors import DeadlineExceeded, TrinityError, VersionUnavail
 from trinity_events.subscriptions import subscription_on
 from trinity_schemas import EpochClosed, StepReady, StepRef, TrainingEnded, VersionResent
 
+from ..config.sections.sync import SyncMethod
 from ..config.sync_method import is_version
-from ..config.train_config import SyncMethod
 from .run_follower import Followed, RunFollower
 
 _KEPT = 4

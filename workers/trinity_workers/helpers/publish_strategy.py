@@ -7,7 +7,7 @@ from typing import Protocol
 
 from trinity_events.weights import Synchronizer
 
-from ..config.train_config import PublishedForm
+from ..config.sections.sync import PublishedForm
 from .publish_full import PublishFull
 from .publish_shards import PublishShards
 from .publish_snapshot import PublishSnapshot

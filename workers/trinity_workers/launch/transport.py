@@ -8,7 +8,7 @@ from trinity_events.errors import GroupBroken, RayUnusable, SharedMemoryUnusable
 from trinity_events.system.shared_memory import SHARED_MEMORY, available, free_bytes
 from trinity_schemas import ChosenTransport
 
-from ..config.train_config import SyncConfig, WeightsPath
+from ..config.sections.sync import SyncConfig, WeightsPath
 
 ENOUGH = 1 << 30
 """Free bytes below which shared memory is not chosen unasked; a container often has 64 MiB."""

@@ -1,11 +1,8 @@
-"""Settings of rewards that are more than a function, and the contradictions in them."""
+"""Settings of rewards that are more than a function."""
 
 from __future__ import annotations
 
-import string
-from collections.abc import Callable, Iterator
 from typing import Annotated
-from urllib.parse import urlsplit
 
 from msgspec import Meta
 
@@ -18,7 +15,6 @@ JUDGE_PROMPT = (
     "right.\n\nPrompt:\n{prompt}\n\nReference:\n{reference}\n\nResponse:\n{response}\n\n"
     "End with the grade, as a number on a line of its own."
 )
-_PLACES = {"prompt", "reference", "response"}
 
 
 class RewardsConfig(Section, frozen=True, kw_only=True):
@@ -52,69 +48,3 @@ class RewardsConfig(Section, frozen=True, kw_only=True):
     """Attempts at one call of a service or a judge, all within `task.reward_deadline`."""
     calls: Positive = 8
     """Calls, or processes of code, that one explorer has in flight."""
-
-
-def contradictions(
-    rewards: RewardsConfig, function: str | None, named: Callable[[str], str]
-) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield what contradicts itself, as the configuration does: the fields' paths, and a sentence.
-
-    Args:
-        rewards: The settings.
-        function: Configured reward function, if there is one.
-        named: Names a field, given by its path, in the sentences.
-    """
-    chosen = {
-        "task.reward": function,
-        "rewards.service": rewards.service,
-        "rewards.judge": rewards.judge,
-        "rewards.code_tests": rewards.code_tests,
-    }
-    paths = tuple(path for path, value in chosen.items() if value is not None)
-    if len(paths) > 1:
-        yield (
-            paths,
-            f"{' and '.join(map(named, paths))} each judge the answers: keep one of them",
-        )
-    for path in ("rewards.service", "rewards.judge"):
-        if (url := chosen[path]) is not None and not _is_http(url):
-            yield (
-                (path,),
-                f"{named(path)} is {url!r}, which is no URL of HTTP: write http://HOST:PORT/PATH",
-            )
-    if rewards.judge is not None and rewards.judge_model is None:
-        yield (
-            ("rewards.judge", "rewards.judge_model"),
-            f"{named('rewards.judge')} needs {named('rewards.judge_model')}: name its model",
-        )
-    if (wrong := _wrong_place(rewards.judge_prompt)) is not None:
-        yield (
-            ("rewards.judge_prompt",),
-            f"{named('rewards.judge_prompt')} {wrong}: its places are {{prompt}}, {{reference}} "
-            "and {response}, and a brace of its own is written twice",
-        )
-
-
-def _is_http(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        return False
-
-
-def _wrong_place(prompt: str) -> str | None:
-    """Return what is wrong with the judge's prompt, in words; None if it can be filled in."""
-    try:
-        places = {name for _, name, _, _ in string.Formatter().parse(prompt) if name is not None}
-    except ValueError as error:
-        return f"cannot be read ({error})"
-    if unknown := sorted(places - _PLACES):
-        return f"has the unknown place {{{unknown[0]}}}"
-    if "response" not in places:
-        return "has no place for the response"
-    try:
-        prompt.format(prompt="", reference="", response="")
-    except (ValueError, LookupError) as error:  # "{prompt:d}": the places are text
-        return f"cannot be filled in ({error})"
-    return None

@@ -9,7 +9,9 @@ import anyio.to_thread
 
 from trinity_events.diagnostics.waits import NO_REPORTS, WaitReporter
 
-from ..config.train_config import BadSettings, ModelConfig, TrainConfig
+from ..config.errors import BadSettings
+from ..config.sections.model import ModelConfig
+from ..config.train_config import TrainConfig
 from ..rewards import RewardPool, Rewards, RewardSource, TaskRewards
 from ..rewards.judge_choice import chosen_rewards
 from ..rollout_engines.loading import ENGINES, find_engine

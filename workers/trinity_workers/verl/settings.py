@@ -11,7 +11,8 @@ from msgspec import Meta, Struct
 
 from trinity_schemas import RunTransport, check_run_id
 
-from ..config.train_config import BadSettings, Positive
+from ..config.errors import BadSettings
+from ..config.types import Positive
 
 NAME = "trinity"
 """Name of the backend in veRL's configuration."""

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ..train_config import TrainConfig
-
-Found = Iterator[tuple[tuple[str, ...], str]]
+from ..train_config import TrainConfig
+from .base import Contradictions, FormatField
 
 _NEEDED = {
     "sync.style": "trainer_driven",
@@ -20,7 +15,7 @@ _NEEDED = {
 """Values that a colocated run has: every answer is of the weights that the next step trains."""
 
 
-def contradictions(config: TrainConfig, named: Callable[[str], str]) -> Found:
+def check_colocated(config: TrainConfig, named: FormatField) -> Contradictions:
     """Yield contradictions of a colocated run's settings: the fields' paths, and a sentence.
 
     Args:
@@ -54,7 +49,7 @@ def contradictions(config: TrainConfig, named: Callable[[str], str]) -> Found:
         )
 
 
-def _of_rollout_layout(config: TrainConfig, tensor: int, named: Callable[[str], str]) -> Found:
+def _of_rollout_layout(config: TrainConfig, tensor: int, named: FormatField) -> Contradictions:
     trainer, field = config.trainer, named("trainer.rollout_tensor_parallel")
     if not trainer.colocated:
         yield (

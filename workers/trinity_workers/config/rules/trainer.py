@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
-
 from msgspec.structs import astuple
 
-if TYPE_CHECKING:
-    from ..train_config import TrainConfig, TrainerConfig
+from ..sections.trainer import TrainerConfig
+from ..train_config import TrainConfig
+from .base import Contradictions, FormatField
 
 _UNCHECKED = "its attention runs on no CPU, so that no test could check it"
 _OF_MEGATRON = (
@@ -22,10 +20,8 @@ _OF_MEGATRON = (
 _OF_OWN_FSDP = ("cpu_offload", "packing", "fused_loss", "colocated")
 """Fields that this project's FSDP engine has, and veRL's has not."""
 
-Found = Iterator[tuple[tuple[str, ...], str]]
 
-
-def contradictions(config: TrainConfig, named: Callable[[str], str]) -> Found:
+def check_trainer(config: TrainConfig, named: FormatField) -> Contradictions:
     """Yield contradictions of the trainer's settings: the fields' paths, and a sentence.
 
     Args:
@@ -55,7 +51,7 @@ def contradictions(config: TrainConfig, named: Callable[[str], str]) -> Found:
     yield from _of_profiles(config, name)
 
 
-def _unsupported(trainer: TrainerConfig, name: Callable[[str], str]) -> Found:
+def _unsupported(trainer: TrainerConfig, name: FormatField) -> Contradictions:
     if trainer.context_parallel > 1:
         yield (
             ("trainer.context_parallel",),
@@ -70,7 +66,7 @@ def _unsupported(trainer: TrainerConfig, name: Callable[[str], str]) -> Found:
         )
 
 
-def _of_fsdp(trainer: TrainerConfig, name: Callable[[str], str]) -> Found:
+def _of_fsdp(trainer: TrainerConfig, name: FormatField) -> Contradictions:
     given = [field for field in _OF_MEGATRON if _is_set(getattr(trainer, field))]
     if given:
         verb = "are" if len(given) > 1 else "is"
@@ -81,7 +77,7 @@ def _of_fsdp(trainer: TrainerConfig, name: Callable[[str], str]) -> Found:
         )
 
 
-def _of_offload(trainer: TrainerConfig, name: Callable[[str], str]) -> Found:
+def _of_offload(trainer: TrainerConfig, name: FormatField) -> Contradictions:
     models = ("policy_offload", "critic_offload", "reference_offload")
     moved = [model for model in models if any(astuple(getattr(trainer, model)))]
     if trainer.cpu_offload and moved:
@@ -92,7 +88,7 @@ def _of_offload(trainer: TrainerConfig, name: Callable[[str], str]) -> Found:
         )
 
 
-def _of_verl(config: TrainConfig, named: Callable[[str], str]) -> Found:
+def _of_verl(config: TrainConfig, named: FormatField) -> Contradictions:
     """Yield settings that veRL's engine has no use for."""
     trainer, engine = config.trainer, named("trainer.engine")
     given = [field for field in _OF_OWN_FSDP if getattr(trainer, field)]
@@ -122,7 +118,7 @@ def _is_set(value: int | bool | None) -> bool:
     return value is True or (value or 1) > 1
 
 
-def _of_profiles(config: TrainConfig, name: Callable[[str], str]) -> Found:
+def _of_profiles(config: TrainConfig, name: FormatField) -> Contradictions:
     trainer = config.trainer
     steps, ranks = trainer.profile_steps, trainer.profile_ranks
     if max(steps, default=0) > config.steps:
@@ -145,7 +141,7 @@ def _of_profiles(config: TrainConfig, name: Callable[[str], str]) -> Found:
         )
 
 
-def _of_megatron(trainer: TrainerConfig, name: Callable[[str], str]) -> Found:
+def _of_megatron(trainer: TrainerConfig, name: FormatField) -> Contradictions:
     engine, ranks = name("engine"), name("ranks")
     tensor, pipeline, expert = (
         name(field) for field in ("tensor_parallel", "pipeline_parallel", "expert_parallel")

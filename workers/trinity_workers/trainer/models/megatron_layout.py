@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...config.train_config import TrainerConfig
+from ...config.sections.trainer import TrainerConfig
 from ...engines.megatron import ParallelLayout
 
 

@@ -15,7 +15,7 @@ from trinity_schemas import ContractError, StepReady, StepRef
 from ...algorithms.filters import is_informative
 from ...algorithms.settings import FiltersConfig
 from ...config.sync_method import is_version
-from ...config.sync_schedule import names_exact_version, prompts_open
+from ...config.sync_schedule import names_exact_version
 from ...config.train_config import RunConfig
 
 FILTERED = "filtered"
@@ -75,8 +75,7 @@ class RolloutSupply:
     async def ask(self, version: int) -> None:
         """Ask for the rollouts that may be served by the version of a step."""
         config = self._config
-        wanted = prompts_open(
-            config,
+        wanted = config.prompts_open(
             begun=self._begun,
             version=version,
             oldest_named=self._dispatcher.oldest_named,

@@ -14,7 +14,7 @@ from ...algorithms.aggregation import Means, loss_denominator
 from ...algorithms.batch import Batch
 from ...algorithms.partition import RowSize, least_parts, partition, places, width_of
 from ...algorithms.settings import AlgorithmConfig
-from ...config.train_config import TrainerConfig
+from ...config.sections.trainer import TrainerConfig
 from ...runtime.collectives import largest
 
 

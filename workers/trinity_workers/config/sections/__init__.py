@@ -1,0 +1,1 @@
+"""Sections of a configuration: data, with the meaning of each field. None knows another."""

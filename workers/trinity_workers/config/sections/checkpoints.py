@@ -1,0 +1,31 @@
+"""Section `checkpoints`: checkpoints of the training state."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from trinity_schemas import SaveStrategy
+
+from ...section import Section
+from ..types import NotNegative
+
+
+class CheckpointsConfig(Section, frozen=True, kw_only=True):
+    """Checkpoints of the training state."""
+
+    interval: NotNegative = 100
+    """Steps between two checkpoints, and one after the last step; 0 writes none."""
+    keep: NotNegative = 2
+    """Number of the newest ready checkpoints to keep; 0 keeps all. A reducer that the command does
+    not start has its own. Trinity-RFT's name max_checkpoints_to_keep is read too; there, 0 is the
+    default."""
+    save_hf_checkpoint: Literal["never", "last", "always"] = "never"
+    """Checkpoints whose model is a Hugging Face folder with weights, which other programs load and
+    a resume too: none, that of the last step, or all. Trinity-RFT's default is last."""
+    strategy: SaveStrategy = "unrestricted"
+    """Strategy that limits concurrent saves."""
+    root: str | None = None
+    """Folder with one checkpoint directory per run. Null is `checkpoints` below TRINITY_HOME."""
+    mirror: str | None = None
+    """URL of object storage for fsspec, such as `s3://bucket/path`. Each ready checkpoint is copied
+    there, and a resume fetches one that is not below `root`. Null copies none."""

@@ -1,0 +1,38 @@
+"""Section `explorer`: the number of explorers, and how they generate."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from ...section import Section
+from ..types import Cpus, DtypeName, Positive
+
+LONGEST_WAIT_FOR_RUN = 7 * 24 * 3600
+"""Seconds; an explorer reads its wait from the log, whose writer must not keep it for ever."""
+
+
+class ExplorerConfig(Section, frozen=True, kw_only=True):
+    """Explorers: how many there are, and how they generate."""
+
+    count: Positive = 1
+    """Explorer processes that the run starts with; others may come and go."""
+    engine: str = "huggingface"
+    """Rollout engine: `huggingface`, an entry point, `module:attribute`, `./file.py:attribute`."""
+    engine_options: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Options that are given to the rollout engine by name."""
+    dtype: DtypeName | None = None
+    """Data type in which explorers serve the policy. Null is `model.dtype`."""
+    deterministic: bool = False
+    """Generate each prompt's samples by themselves, so that they depend on no other prompt and on
+    no number of explorers. It is slower."""
+    groups_per_claim: Positive | None = None
+    """Prompts that an explorer claims at a time. Null is a step's prompts over `explorer.count`."""
+    cpus: Cpus | None = None
+    """CPUs that Ray reserves for each explorer, and its threads. Null reserves one; without
+    RAY_ADDRESS the explorers then share the threads of the host."""
+    wait_for_run: Annotated[float, Meta(ge=0, le=LONGEST_WAIT_FOR_RUN)] = 300.0
+    """Seconds that an explorer, which is started by itself, waits for the run to be opened again
+    after its trainer failed, was interrupted or died. 0 ends the explorer with its trainer."""

@@ -1,0 +1,45 @@
+"""Section `rollouts`: requests of each step, and how answers are sampled."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from ...rollout_engines.base import OnUpdate
+from ...section import Section
+from ..types import Positive, Seconds
+
+
+class RolloutsConfig(Section, frozen=True, kw_only=True):
+    """Rollouts: what is asked for in each step, and how it is sampled."""
+
+    prompts_per_step: Positive = 16
+    """Prompts whose groups of answers one training step takes."""
+    samples_per_prompt: Positive = 16
+    """Answers sampled for each prompt; they are one group."""
+    max_new_tokens: Positive = 7
+    """Tokens after which an answer is cut off."""
+    temperature: Annotated[float, Meta(gt=0)] = 1.0
+    """Temperature of sampling."""
+    max_turns: Positive = 1
+    """Turns of the policy after which an episode with an environment ends."""
+    order: Literal["ordinal", "arrival"] = "ordinal"
+    """Groups that a step takes: those of the lowest ordinals, or those that arrive first."""
+    window: Positive | None = None
+    """Maximum number of prompts that are open at a time. Null is twice the prompts in flight."""
+    claim_lease: Seconds = 10.0
+    """Seconds after which the requests of an explorer that is silent are issued again."""
+    request_deadline: Seconds = 300.0
+    """Seconds after which a claimed request is issued again, however lively its explorer is."""
+    max_attempts: Positive = 3
+    """Failed attempts after which a prompt is dropped."""
+    on_update: OnUpdate = "finish"
+    """Treatment of answers that are being generated when a weight version arrives. `finish` ends
+    them with the old version first. The others go on with the new one: `keep_cache` with the old
+    version's key-value cache, `recompute_cache` with a new cache of the same tokens. Each token
+    has a version of its own."""
+    keep_answers: Literal["trained", "checkpoint"] = "trained"
+    """Moment at which answers are deleted: their step is trained, or a checkpoint covers it. With
+    the latter, a resumed run trains on them again and generates nothing twice; it needs a
+    `checkpoints.interval`."""

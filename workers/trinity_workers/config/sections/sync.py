@@ -1,0 +1,63 @@
+"""Section `sync`: weights on their way from the trainer to the explorers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from trinity_schemas import MemoryTransport, RunTransport
+
+from ...section import Section
+from ..types import DtypeName, NotNegative, Positive, Seconds
+
+SyncMethod = Literal["memory", "nccl", "checkpoint"]
+TransportChoice = Literal["auto", MemoryTransport]
+WeightsPath = Literal[RunTransport, "files", "none"]
+PublishedForm = Literal["shards", "snapshot", "full"]
+PublishName = Literal["auto", PublishedForm]
+SyncStyle = Literal["fixed", "trainer_driven", "explorer_driven", "fully_async"]
+WhenStale = Literal["drop", "wait", "pace"]
+
+
+class SyncConfig(Section, frozen=True, kw_only=True):
+    """Weights on their way from the trainer to the explorers."""
+
+    style: SyncStyle = "trainer_driven"
+    """Side that begins a synchronisation, and what waits for it: see docs/sync.md. Trinity-RFT's
+    names dynamic_by_trainer and dynamic_by_explorer are read too."""
+    interval: Positive = 1
+    """Steps between two weight versions: the trainer's steps or, if explorers ask for versions,
+    those of an explorer."""
+    offset: NotNegative = 0
+    """Explorer steps by which explorers lag behind the schedule of the style fixed. 0 alternates
+    exploring and training."""
+    max_staleness: NotNegative | None = None
+    """Training steps that a token's version may be behind when it is trained on. 0 is strictly
+    on-policy. Null is what the style fixed needs, else twice the interval, less one: explorers may
+    be one version behind."""
+    when_stale: WhenStale = "pace"
+    """Policy that keeps to the bound: pace asks for no more than can be trained in time; wait lets
+    the trainer wait for rollouts that the next step could not use; drop lets explorers run ahead,
+    and issues again what is too old."""
+    method: SyncMethod = "memory"
+    """Way of the weights: through memory (see `transport`); sent to all explorers at once by a
+    collective group (nccl: NCCL on GPUs, Gloo on CPUs); or as files of a checkpoint folder, which
+    explorers load."""
+    transport: TransportChoice = "auto"
+    """Transport of the method `memory`: shared memory (shm, every explorer on the trainer's host),
+    Ray's object store (ray, every explorer in its cluster), or Redis; auto takes the first that
+    all processes can use."""
+    publish: PublishName = "auto"
+    """Published form of the weights: shards, each from the rank that holds it, while training
+    waits; a snapshot of the shards, while training continues; or full tensors, from rank 0. Auto
+    is shards if there are several ranks."""
+    dtype: DtypeName | None = None
+    """Data type in which weights are published. Null is the one that explorers serve in, or
+    `model.dtype` if that is narrower."""
+    full_every: Positive = 1
+    """Weight versions from one published in full to the next; versions between them are deltas
+    where these are smaller. 1 publishes all in full."""
+    tensor_digests: bool = False
+    """Digest each tensor separately too: explorers then digest their models' tensors before they
+    report a version as served, and manifests show the tensors that two versions share."""
+    timeout: Seconds = 300.0
+    """Maximum seconds to wait for weights, experiences or a save."""

@@ -1,0 +1,37 @@
+"""Section `task`: questions, and the rewards of their answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ...section import Section
+from ..types import Seconds
+
+
+class TaskConfig(Section, frozen=True, kw_only=True):
+    """Questions, and the rewards of their answers."""
+
+    name: str = "spell-backward"
+    """Task: a built-in one, an entry point, `module:attribute` or `./file.py:attribute`."""
+    questions: str | None = None
+    """Source of the questions: a JSONL or Parquet file, `reasoning-gym:NAME` or `datasets:NAME`.
+    Null takes those of the task itself."""
+    prompt: str = "prompt"
+    """Field of a question's record that holds the prompt: text, or a list of chat messages. It may
+    be a path, such as `extra_info.question`."""
+    answer: str | None = "answer"
+    """Field of a question's record that holds the right answer, for the reward. It may be a path,
+    such as `reward_model.ground_truth`. Null if no record has one."""
+    reward: str | None = None
+    """Reward function, `module:attribute` or `./file.py:attribute`. Null takes the task's own."""
+    reward_deadline: Seconds = 30.0
+    """Seconds that the reward of one answer may take; its process is ended after them."""
+    environment: str | None = None
+    """Environment of episodes with several turns, `module:attribute` or `./file.py:attribute`.
+    Null ends each episode after the policy's first turn."""
+    environment_deadline: Seconds = 30.0
+    """Seconds that one reply of the environment may take; its process is ended after them."""
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Options that are given to the task by name."""

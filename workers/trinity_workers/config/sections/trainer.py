@@ -1,0 +1,85 @@
+"""Section `trainer`: the engine, its ranks and the optimizer."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from ...engines.offload import FrozenOffload, Offload
+from ...section import Section
+from ..types import Cpus, NotNegative, Positive
+
+EngineName = Literal["fsdp", "megatron", "verl"]
+
+
+class TrainerConfig(Section, frozen=True, kw_only=True):
+    """Training: the engine, its ranks and the optimizer."""
+
+    engine: EngineName = "fsdp"
+    """Engine that holds and trains the model: this project's FSDP or Megatron engine, or veRL's
+    FSDP engine."""
+    ranks: Positive = 2
+    """Trainer processes (ranks)."""
+    cpus: Cpus | None = None
+    """CPUs that Ray reserves for each rank, and its threads. Null reserves one; without
+    RAY_ADDRESS the ranks then share the threads of the host."""
+    tensor_parallel: Positive | None = None
+    """On Megatron, ranks that share every layer. By default all of a pipeline stage do."""
+    pipeline_parallel: Positive = 1
+    """On Megatron, number of pipeline stages."""
+    virtual_pipeline: Annotated[int, Meta(ge=2)] | None = None
+    """On Megatron, chunks of the model on each pipeline stage. Null is one."""
+    expert_parallel: Positive = 1
+    """On Megatron, ranks that share the experts of a layer."""
+    context_parallel: Positive = 1
+    """Ranks that share a sequence. More than 1 is refused: its attention runs on no CPU, so that
+    no test could check it."""
+    sequence_parallel: bool = False
+    """Share activations between tensor-parallel ranks. It is refused, as `context_parallel`."""
+    distributed_optimizer: bool = False
+    """On Megatron, keep a part of the optimizer's state on each data-parallel rank. Its state does
+    not load, so `checkpoints.interval` must be 0."""
+    colocated: bool = False
+    """Let the ranks answer the rollouts themselves, between two steps, with the weights that they
+    hold. The run then starts no explorers, and publishes no weights."""
+    rollout_tensor_parallel: Positive | None = None
+    """On Megatron, ranks that share every layer while they generate: the weights change to that
+    layout for the answers of a claim. Null is `tensor_parallel`."""
+    recompute: bool = False
+    """Compute each layer's activations again in the backward pass instead of storing them: less
+    memory, and about a third more time."""
+    cpu_offload: bool = False
+    """On FSDP, keep parameters, gradients and optimizer state in the host's memory; a layer's
+    parameters are on the GPU while it computes."""
+    packing: bool = False
+    """On FSDP, compute the rows of a micro-batch as one row without padding."""
+    learning_rate: Annotated[float, Meta(ge=0)] = 5e-4
+    """Learning rate of AdamW after the warm-up."""
+    ramp_steps: NotNegative = 20
+    """Steps in which the learning rate rises from 0 to its value."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the ramp: constant, or down to 0 at the end of `steps`, on
+    a line or on half a cosine."""
+    micro_batch_rows: Positive | None = None
+    """Maximum rows of a forward and backward pass on a rank; gradients add up over the passes, and
+    are those of all rows at once. Null takes all."""
+    micro_batch_tokens: Positive | None = None
+    """Maximum tokens of a forward and backward pass on a rank, padding included: rows of similar
+    length are passed together. A longer row is passed alone. Null takes all."""
+    fused_loss: bool = False
+    """Compute log-probabilities and entropies from the last hidden states, a chunk of tokens at a
+    time. The logits of a pass are then never in memory at once, and are computed twice."""
+    profile_steps: tuple[Positive, ...] = ()
+    """Training steps that torch.profiler traces, such as `[3, 4]`. Each rank writes a file for
+    Perfetto below `profiles` in the run's folder, and an event names it."""
+    profile_ranks: tuple[NotNegative, ...] | None = None
+    """Ranks that trace these steps. Null is all."""
+    gradient_norm: Annotated[float, Meta(gt=0)] = 1.0
+    """Norm to which gradients are clipped."""
+    max_skipped_steps: Positive = 3
+    """Steps in a row without an update, because a loss or a gradient is not finite, after which the
+    run fails. A step that skips one is reported as `train/skipped_updates`."""
+    policy_offload: Offload = Offload()
+    critic_offload: Offload = Offload()
+    reference_offload: FrozenOffload = FrozenOffload()
