@@ -9,7 +9,7 @@ import torch
 
 from tests.support.pipeline import reducer_task, reports_accepted
 from tests.support.published_parts import announcement
-from tests.support.stored_parts import left
+from tests.support.stored_parts import find_stored
 from tests.support.tensors import identical
 from tests.support.transport_processes import SOME, Where, actor, kill
 from tests.support.weight_versions import awkward, publish, ready
@@ -369,7 +369,7 @@ def test_a_publisher_that_is_killed_within_a_delta_leaves_nothing_of_it(where, r
     try:
         assert reader.open(part) is None
         if where.name == "shm":
-            assert left(where, run_id, process.pid) == []
+            assert find_stored(where, run_id, process.pid) == []
         again = Trainer(reader, part)
         again.publish(dict(SOME), 2)
         assert again.report.delta is None, "whoever takes its place begins with a full version"

@@ -15,7 +15,7 @@ from tests.support.fake_devices import Computing, EagerLane, HostDevice, HostRun
 from tests.support.gpu import GPU
 from tests.support.pipeline import reducer_task
 from tests.support.published_parts import announcement, assert_same, put, read
-from tests.support.stored_parts import layout, left, segment
+from tests.support.stored_parts import find_stored, layout, segment
 from tests.support.tensors import identical
 from tests.support.transport_processes import CHUNK, SOME, Where
 from tests.support.weight_versions import awkward, publish, ready
@@ -133,7 +133,7 @@ def test_a_part_in_several_blocks_travels_and_no_tensor_lies_in_two(
 
 def test_the_memory_grows_and_shrinks_with_the_model_and_is_all_given_back(part):
     device = HostDevice()
-    before = device._left
+    before = device._free_bytes
     ours, theirs = CudaStore(device), CudaStore(HostDevice())
     for step, count in enumerate((1000, 9_000_000, 10, 5_000_000)):
         sent = [("first", torch.rand(10)), ("a", torch.rand(count)), ("last", torch.rand(10))]
@@ -142,7 +142,7 @@ def test_the_memory_grows_and_shrinks_with_the_model_and_is_all_given_back(part)
         ours.delete(here)
     theirs.close()
     ours.close()
-    assert device._left == before
+    assert device._free_bytes == before
 
 
 def test_memory_that_is_read_is_neither_written_nor_freed(device, ours, theirs, part):
@@ -237,9 +237,9 @@ def test_the_next_part_takes_as_much_memory_as_the_last_one_needed(ours, device,
     monkeypatch.setattr(block_pool, "_LEAST", 1 << 10)
     sent = [(f"layer.{number}", torch.rand(25_000)) for number in range(50)]
     put(ours, part, sent, None)
-    before = device._left
+    before = device._free_bytes
     put(ours, part._replace(step=2), sent, None)
-    assert before - device._left < 51 * 100_096
+    assert before - device._free_bytes < 51 * 100_096
 
 
 def test_who_publishes_in_inference_mode_may_do_so_outside_of_it_later(ours, theirs, part):
@@ -276,7 +276,7 @@ def test_a_device_that_answers_no_more_keeps_no_files(part, monkeypatch):
     assert len(ours._files._idle) == 1
     with pytest.raises(RuntimeError, match="CUDA error"):
         ours.close()
-    assert left(Where("device", ""), part.run_id) == []
+    assert find_stored(Where("device", ""), part.run_id) == []
 
 
 def test_a_copy_that_there_is_no_memory_for_is_an_error_with_the_way_out(
@@ -313,7 +313,7 @@ def runtime(monkeypatch):
 
     def give_back():
         assert made.last_error == 0, "torch raises what it finds here"
-        made.left += kept.pop() if kept else 0
+        made.free_bytes += kept.pop() if kept else 0
 
     def tensor(pointer, nbytes, index):
         return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(pointer.value), dtype=U8)
@@ -338,7 +338,7 @@ def test_memory_that_torch_gave_back_is_lent_and_no_error_is_left_to_torch(runti
         ours.allocate(4 << 20)
     for block in (first, second):
         ours.free(block)
-    assert runtime.left == 8 << 20
+    assert runtime.free_bytes == 8 << 20
     assert runtime.last_error == 0
 
 

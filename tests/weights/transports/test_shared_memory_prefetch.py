@@ -9,7 +9,7 @@ import torch
 from tests.support.pipeline import reducer_task
 from tests.support.prefetching import CHUNKS, follower_of, reading, write
 from tests.support.published_parts import announcement, assert_same, read
-from tests.support.stored_parts import left
+from tests.support.stored_parts import find_stored
 from tests.support.tensors import identical
 from tests.support.transport_processes import (
     CHUNK,
@@ -122,7 +122,7 @@ def test_a_writer_that_is_killed_is_given_up_within_the_deadline_and_leaves_noth
     assert part not in theirs._seen
     assert theirs.open(part) is None
     ours.open(part)  # whoever uses the host next clears up
-    assert left(Where("shm", ""), part.run_id, process.pid) == []
+    assert find_stored(Where("shm", ""), part.run_id, process.pid) == []
 
 
 def test_what_was_seen_of_a_part_that_is_given_up_does_not_count(shared_memory_stores, part):

@@ -21,7 +21,7 @@ from tests.support.gpu import GPU
 from tests.support.pipeline import announced, reducer_task
 from tests.support.published_parts import announcement, assert_same, put, read
 from tests.support.ray_clusters import in_ray, on_ray, references
-from tests.support.stored_parts import layout, left, segment
+from tests.support.stored_parts import find_stored, layout, segment
 from tests.support.tensors import bits, identical
 from tests.support.transport_processes import (
     CHUNK,
@@ -300,7 +300,7 @@ def test_a_part_that_is_given_up_leaves_nothing_and_its_next_attempt_works(
     for name, tensor in SOME[:4]:
         writer.add(name, tensor)
     writer.discard()
-    assert left(where, part.run_id, reader=theirs) == []
+    assert find_stored(where, part.run_id, reader=theirs) == []
     assert_same(read(theirs, part.run_id, put(ours, part)), SOME)
 
 
@@ -311,7 +311,7 @@ def test_a_part_that_is_discarded_after_all_is_gone(ours, theirs, part, where):
     writer.seal()
     writer.discard()
     assert theirs.open(part) is None
-    assert left(where, part.run_id) == []
+    assert find_stored(where, part.run_id) == []
 
 
 def test_retired_versions_are_freed_and_their_memory_is_used_again(ours, theirs, part, where):
@@ -333,10 +333,14 @@ def memory(where, part, reader) -> set:
     if where.name == "shm":
         return {path.stat().st_ino for path in users_folder().glob(f"*/{part.run_id}~*")}
     if where.name in ON_A_DEVICE:
-        steps = {int(path.name.split("~")[2]) for path in left(where, part.run_id)}
+        steps = {int(path.name.split("~")[2]) for path in find_stored(where, part.run_id)}
         kept = [layout(part._replace(step=step)) for step in steps]
         return {lent.handle for one in kept for lent in one.blocks}
-    return {id(received(reader))} if where.name == "collective" else set(left(where, part.run_id))
+    return (
+        {id(received(reader))}
+        if where.name == "collective"
+        else set(find_stored(where, part.run_id))
+    )
 
 
 def test_a_version_stays_as_it_is_while_it_is_held(ours, theirs, part):
@@ -377,7 +381,7 @@ def test_a_part_that_is_retired_while_it_is_read_is_read_whole_and_freed_then(
         wait_until(lambda: references() < before)
     elif where.name == "redis":
         ours.begin(part)
-        assert left(where, part.run_id) == []
+        assert find_stored(where, part.run_id) == []
     else:
         assert all(segment.take() for segment in files_of(ours)._idle)
 
@@ -425,10 +429,12 @@ def test_a_publisher_that_is_killed_leaves_a_whole_version_or_none_and_no_memory
             assert_same(read(theirs, part.run_id, announcement(part, told)), SOME)
     # Whoever uses the host next clears up.
     if where.name == "collective":
-        assert left(where, part.run_id, reader=theirs) == ([part] if stage == "sealed" else [])
+        assert find_stored(where, part.run_id, reader=theirs) == (
+            [part] if stage == "sealed" else []
+        )
     assert opened(where).open(part._replace(step=9)) is None
     if where.name in {"shm", *ON_A_DEVICE}:
-        assert left(where, part.run_id, process.pid) == []
+        assert find_stored(where, part.run_id, process.pid) == []
     elif where.name == "ray":
         wait_until(lambda: in_ray(part.run_id) == [])
     else:
@@ -453,7 +459,9 @@ def test_a_reader_that_is_killed_while_it_reads_leaves_nothing_stuck(ours, their
         ours.delete(part)
         kill(process)
     if where.name == "redis":  # its lease ends by the server's clock
-        wait_until(lambda: ours.begin(part._replace(step=2)) and not left(where, part.run_id))
+        wait_until(
+            lambda: ours.begin(part._replace(step=2)) and not find_stored(where, part.run_id)
+        )
     if where.name == "ray":  # the object is freed, though who read it never let go
         wait_until(lambda: references() < before)
     for step in range(2, 6):
@@ -717,7 +725,7 @@ def test_a_publisher_keeps_few_parts_when_nobody_retires_any(
 
     here = opened(Where("ray", weights_url, ray_cluster))
     events = [put(here, part._replace(step=step)) for step in range(MOST_KEPT + 3)]
-    assert len(left(Where("ray", ""), part.run_id)) == MOST_KEPT
+    assert len(find_stored(Where("ray", ""), part.run_id)) == MOST_KEPT
     with pytest.raises(VersionUnavailable, match="retired from the Ray cluster"):
         read(here, part.run_id, events[2])
     assert_same(read(here, part.run_id, events[3]), SOME)
@@ -778,7 +786,7 @@ def test_a_cluster_that_is_gone_is_told_at_once(monkeypatch):
 def test_an_older_version_makes_room_when_nobody_retires_any(opened, shm, part):
     ours, theirs = opened(shm), opened(shm)
     events = [put(ours, part._replace(step=step)) for step in range(12)]
-    assert len(left(shm, part.run_id)) == 8
+    assert len(find_stored(shm, part.run_id)) == 8
     with pytest.raises(VersionUnavailable, match="retired from this host's shared memory"):
         read(theirs, part.run_id, events[3])
     assert_same(read(theirs, part.run_id, events[4]), SOME)
