@@ -63,12 +63,12 @@ def reference(data: bytes) -> str:
     plain = weighted = 0
     for place in range(len(padded) // 8):
         key = ((place + 1) * 0x9E3779B97F4A7C15 & word) | 1
-        one = int.from_bytes(padded[8 * place :][:8], "little") ^ key
-        one = one * 0xFF51AFD7ED558CCD & word
-        one ^= one >> 32
-        one = one * 0xC4CEB9FE1A85EC53 & word
-        one ^= one >> 29
-        plain, weighted = plain + one, weighted + one * key
+        word_value = int.from_bytes(padded[8 * place :][:8], "little") ^ key
+        word_value = word_value * 0xFF51AFD7ED558CCD & word
+        word_value ^= word_value >> 32
+        word_value = word_value * 0xC4CEB9FE1A85EC53 & word
+        word_value ^= word_value >> 29
+        plain, weighted = plain + word_value, weighted + word_value * key
     return f"mix128:{plain + len(data) & word:016x}{weighted & word:016x}"
 
 
@@ -78,7 +78,7 @@ def chunk_of(data: bytes, device="cpu") -> torch.Tensor:
 
 @given(st.lists(st.binary(max_size=100), max_size=4))
 def test_a_digest_is_what_it_is_said_to_be(chunks):
-    assert digests_of([chunk_of(one) for one in chunks]) == [reference(one) for one in chunks]
+    assert digests_of([chunk_of(data) for data in chunks]) == [reference(data) for data in chunks]
 
 
 @given(st.binary(min_size=1, max_size=200), st.data())
@@ -181,12 +181,12 @@ def test_where_it_lies_is_not_believed_when_it_cannot_be(ours, theirs, part):
 def test_a_part_whose_blocks_are_fewer_than_it_takes_is_corrupt(ours, theirs, part):
     event = put(ours, part, [("a", torch.rand(9000))])
     module = torch.nn.ParameterDict({"a": torch.zeros(9000)})
-    said = encoded(msgspec.structs.replace(layout(part), blocks=()))
+    encoded_layout = encoded(msgspec.structs.replace(layout(part), blocks=()))
     with segment(part).open("r+b") as file:
         file.seek(4096)
-        file.write(said)
+        file.write(encoded_layout)
         file.seek(8)
-        file.write(len(said).to_bytes(8, "little"))
+        file.write(len(encoded_layout).to_bytes(8, "little"))
     with pytest.raises(CorruptVersion, match="weights of step 1"):
         read(theirs, part.run_id, event)
     with pytest.raises(CorruptVersion, match="weights of step 1"):
@@ -196,12 +196,12 @@ def test_a_part_whose_blocks_are_fewer_than_it_takes_is_corrupt(ours, theirs, pa
 def test_what_is_behind_the_end_of_a_block_is_not_looked_at(ours, theirs, part):
     """There a GPU ends with an error that stays."""
     event = put(ours, part)
-    said = layout(part)
-    [lent] = said.blocks
+    original = layout(part)
+    [lent] = original.blocks
     lent = msgspec.structs.replace(lent, nbytes=lent.nbytes + 64)
     with segment(part).open("r+b") as file:
         file.seek(4096)
-        file.write(encoded(msgspec.structs.replace(said, blocks=(lent,))))
+        file.write(encoded(msgspec.structs.replace(original, blocks=(lent,))))
     with pytest.raises(CorruptVersion, match="in larger blocks than they need"):
         read(theirs, part.run_id, event)
 
@@ -309,11 +309,11 @@ def test_without_a_gpu_it_is_refused_with_the_way_out():
 @pytest.fixture
 def runtime(monkeypatch):
     """CUDA's calls, in the host's memory; of 8 MiB torch keeps 5 that it does not need."""
-    made, kept = HostRuntime(3 << 20), [5 << 20]
+    made, reserved = HostRuntime(3 << 20), [5 << 20]
 
     def give_back():
         assert made.last_error == 0, "torch raises what it finds here"
-        made.free_bytes += kept.pop() if kept else 0
+        made.free_bytes += reserved.pop() if reserved else 0
 
     def tensor(pointer, nbytes, index):
         return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(pointer.value), dtype=U8)
@@ -394,7 +394,7 @@ async def test_a_model_is_published_and_installed_without_the_host(
     urls = {"redis_url": redis_url, "weights_url": weights_url}
     trainer = Synchronizer(run_id, publisher.epoch, transport="cuda", **urls)
     explorer = Synchronizer(run_id, 0, role="explorer", **urls)
-    sent = {name.replace(".", "-"): one.to(place) for name, one in awkward().items()}
+    sent = {name.replace(".", "-"): tensor.to(place) for name, tensor in awkward().items()}
     model = torch.nn.Module()
     for name, tensor in sent.items():
         model.register_buffer(name, torch.zeros_like(tensor))
