@@ -276,10 +276,8 @@ def test_a_changed_model_is_fitted_as_one_never_seen(ends, plans, change, refuse
     for _ in range(2):
         ends.apply(module, ends.publish(sample_tensors()))
     change(module)
-    tensors, before = (
-        sample_tensors(),
-        [parameter.clone() for parameter in module.parameters() if parameter.data_ptr()],
-    )
+    tensors = sample_tensors()
+    before = [parameter.clone() for parameter in module.parameters() if parameter.data_ptr()]
     event = ends.publish(tensors)
     if refused:
         with pytest.raises(IncompatibleWeights, match=refused):

@@ -83,7 +83,10 @@ def test_the_shards_of_all_ranks_are_taken_as_they_come(shared_memory_stores, pa
             parts = [part._replace(step=step, rank=rank) for rank in (0, 1)]
             copied.clear()
             with reading(theirs, parts, taker=ahead.begin(module)):
-                writers = [PartWriter(*end, 256) for end in zip((ours, second), parts, strict=True)]
+                writers = [
+                    PartWriter(store, ref, 256)
+                    for store, ref in zip((ours, second), parts, strict=True)
+                ]
                 for writer, (tensor, *place) in zip(writers, rows(weight + step, 20), strict=True):
                     writer.add("weight", tensor, ShardOffset(*place))
                 if step == 2:  # of 2,640 and 5,808 bytes, in chunks of 256
