@@ -225,8 +225,8 @@ def make_synchronizer(publisher, redis_url, weights_url, run_id, where):
         return made[-1]
 
     yield synchronizer
-    for one in made:
-        one.close()
+    for open_synchronizer in made:
+        open_synchronizer.close()
 
 
 def pytest_generate_tests(metafunc):

@@ -45,11 +45,11 @@ def waiting(monkeypatch):
     """An event that a reader waits; nothing but the reducer's notification ends the wait."""
     waits, wait = anyio.Event(), RedisEventLog.promoted_after
 
-    async def told(self, after, *, seconds):
+    async def observed(self, after, *, seconds):
         waits.set()
         return await wait(self, after, seconds=seconds)
 
-    monkeypatch.setattr(RedisEventLog, "promoted_after", told)
+    monkeypatch.setattr(RedisEventLog, "promoted_after", observed)
     monkeypatch.setattr(checkpoint_lease, "_LONGEST_BLOCK", PATIENCE)
     return waits
 
@@ -62,7 +62,7 @@ async def test_a_reader_that_is_early_gets_the_folder_once_the_reducer_has_named
 
     async def read():
         async with hold(1, deadline=PATIENCE) as folder:
-            files.extend((folder.name, one.read_text()) for one in folder.glob("*.pt"))
+            files.extend((folder.name, file.read_text()) for file in folder.glob("*.pt"))
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(read)
@@ -80,21 +80,23 @@ async def test_a_reader_gets_no_version_of_which_a_ready_checkpoint_is_yet_to_be
     folder = tmp_path / run_id / final_name(1)
     async with reducer_task(redis_url, run_id, tmp_path):
         await save(1, "state_dict")
-        async with hold(1, deadline=PATIENCE) as held:
-            assert [one.name for one in held.glob("*.pt")] == ["state_dict.pt"]
+        async with hold(1, deadline=PATIENCE) as checkpoint:
+            assert [file.name for file in checkpoint.glob("*.pt")] == ["state_dict.pt"]
     await save(1, "checkpoint", name="bbbb")  # and the reducer is away
     assert folder.is_dir()
     with pytest.raises(DeadlineExceeded, match=r"step 1 of run .* is ready, but its files did not"):
         async with hold(1, deadline=0.5):
             pass
-    async with reducer_task(redis_url, run_id, tmp_path), hold(1, deadline=PATIENCE) as held:
-        assert {one.name for one in held.glob("*.pt")} == {"state_dict.pt", "checkpoint.pt"}
+    async with reducer_task(redis_url, run_id, tmp_path), hold(1, deadline=PATIENCE) as checkpoint:
+        assert {file.name for file in checkpoint.glob("*.pt")} == {"state_dict.pt", "checkpoint.pt"}
 
 
 async def test_a_reader_that_waits_in_vain_is_told_what_was_missing(save, hold):
     await save(1)
-    told = r"did not become .*global_step_1 within 0.5 s: does a reducer run, with this checkpoint"
-    with pytest.raises(DeadlineExceeded, match=told):
+    message = (
+        r"did not become .*global_step_1 within 0.5 s: does a reducer run, with this checkpoint"
+    )
+    with pytest.raises(DeadlineExceeded, match=message):
         async with hold(1, deadline=0.5):
             pass
 

@@ -7,14 +7,14 @@ from trinity_events.system.error_text import cause_of, leaf_errors, ungrouped
 
 
 def test_the_first_error_of_nested_task_groups_takes_their_place():
-    wanted = TrinityError("what is wrong")
+    cause = TrinityError("what is wrong")
     group = BaseExceptionGroup(
-        "outer", [ValueError("a symptom"), ExceptionGroup("inner", [KeyError("another"), wanted])]
+        "outer", [ValueError("a symptom"), ExceptionGroup("inner", [KeyError("another"), cause])]
     )
-    assert [type(one) for one in leaf_errors(group)] == [ValueError, KeyError, TrinityError]
+    assert [type(error) for error in leaf_errors(group)] == [ValueError, KeyError, TrinityError]
     with pytest.raises(TrinityError) as raised, ungrouped():
         raise group
-    assert raised.value is wanted
+    assert raised.value is cause
 
 
 def test_what_torch_wraps_with_the_stacks_of_all_ranks_is_told_as_its_cause():

@@ -79,12 +79,12 @@ def _make(folder: Path) -> None:
 def test_an_exit_anywhere_leaves_the_whole_file_or_nothing(write, tmp_path):
     write(tmp_path)  # fills caches, so that all runs have the same places
     (tmp_path / "file").unlink()
-    place, left = 1, set()
+    place, counts = 1, set()
     while _exit_at(place, lambda: write(tmp_path)):
-        found = {one.name: one.is_file() and one.read_bytes() for one in tmp_path.iterdir()}
-        assert found in ({}, {"file": b"whole"}), f"after an exit at place {place}"
-        left.add(len(found))
-        for name in found:
+        files = {file.name: file.is_file() and file.read_bytes() for file in tmp_path.iterdir()}
+        assert files in ({}, {"file": b"whole"}), f"after an exit at place {place}"
+        counts.add(len(files))
+        for name in files:
             (tmp_path / name).unlink()
         place += 1
-    assert left == {0, 1}, "exits came before the file and after it"
+    assert counts == {0, 1}, "exits came before the file and after it"

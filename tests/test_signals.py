@@ -145,7 +145,7 @@ def test_a_second_signal_to_a_block_kills_the_process():
 
 
 def test_an_error_of_a_finalizer_is_still_reported():
-    status, said, errors = ended(
+    status, output, errors = ended(
         """
 from trinity_events.system.signals import exit_on_signals
 exit_on_signals()
@@ -155,7 +155,7 @@ class Failing:
 Failing()
 """
     )
-    assert (status, said) == (0, "")
+    assert (status, output) == (0, "")
     assert "ValueError: of a finalizer" in errors
 
 
@@ -203,10 +203,10 @@ main()
         try:
             assert process.stdout.readline() == "up\n"
             process.send_signal(signal.SIGUSR1)
-            told, stacks = process.communicate(timeout=PATIENCE)
+            output, stacks = process.communicate(timeout=PATIENCE)
         finally:
             process.kill()
     assert "(most recent call first):" in stacks
     assert "in find_spec\n" in stacks
-    assert told.startswith("on\ntrinity-events ")
+    assert output.startswith("on\ntrinity-events ")
     assert process.returncode == 0

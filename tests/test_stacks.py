@@ -47,10 +47,12 @@ def hanging(run_id):
 
 
 def test_stacks_name_the_function_that_a_process_hangs_in(hanging, run_id):
-    [taken] = take_stacks(run_id, ["explorer-0"])
-    assert (taken.process, taken.pid) == ("explorer-0", hanging.pid)
-    assert "in generate_for_ever" in taken.stacks
-    by_name = {one.process: one.pid for one in take_stacks(run_id, ["explorer-9", "explorer-0"])}
+    [stacks_taken] = take_stacks(run_id, ["explorer-0"])
+    assert (stacks_taken.process, stacks_taken.pid) == ("explorer-0", hanging.pid)
+    assert "in generate_for_ever" in stacks_taken.stacks
+    by_name = {
+        event.process: event.pid for event in take_stacks(run_id, ["explorer-9", "explorer-0"])
+    }
     assert by_name == {"explorer-9": hanging.pid, "explorer-0": hanging.pid}
     assert hanging.poll() is None
 
@@ -76,11 +78,13 @@ def test_the_stacks_of_a_process_that_is_stopped_are_read_by_py_spy(stopped, run
     monkeypatch.setattr(py_spy, "PATIENCE", PATIENCE)
     if py_spy.find_program() is None:
         pytest.skip("py-spy is not installed: pip install 'trinity-events[stacks]'")
-    taken = {one.process: one for one in take_stacks(run_id, ["explorer-0", "explorer-9"])}
-    if not taken["explorer-0"].stacks:
+    stacks_taken = {
+        event.process: event for event in take_stacks(run_id, ["explorer-0", "explorer-9"])
+    }
+    if not stacks_taken["explorer-0"].stacks:
         pytest.skip("py-spy may not read other processes here: it needs the right to trace them")
-    assert taken["explorer-0"].stacks == taken["explorer-9"].stacks
-    first, *lines = taken["explorer-0"].stacks.splitlines()
+    assert stacks_taken["explorer-0"].stacks == stacks_taken["explorer-9"].stacks
+    first, *lines = stacks_taken["explorer-0"].stacks.splitlines()
     assert first == py_spy.SOURCE
     assert any("generate_for_ever" in line for line in lines)
     assert HANGS.strip().splitlines()[0] not in lines, "the command line is left out"
@@ -89,8 +93,8 @@ def test_the_stacks_of_a_process_that_is_stopped_are_read_by_py_spy(stopped, run
 
 def test_a_process_that_answers_is_not_read(hanging, run_id, monkeypatch):
     monkeypatch.setattr(stacks, "read_stacks", None)
-    [taken] = take_stacks(run_id, ["explorer-0"])
-    assert py_spy.SOURCE not in taken.stacks
+    [stacks_taken] = take_stacks(run_id, ["explorer-0"])
+    assert py_spy.SOURCE not in stacks_taken.stacks
 
 
 DUMP = 'print("Process 7: a --password x\\nPython v3\\n\\nThread 7")'
@@ -113,18 +117,18 @@ def test_a_py_spy_that_reads_nothing_changes_nothing(
 ):
     use_program(monkeypatch, tmp_path, script)
     monkeypatch.setattr(py_spy, "PATIENCE", patience)
-    [taken] = take_stacks(run_id, ["explorer-0"])
-    assert (taken.pid, taken.stacks) == (stopped.pid, "")
+    [stacks_taken] = take_stacks(run_id, ["explorer-0"])
+    assert (stacks_taken.pid, stacks_taken.stacks) == (stopped.pid, "")
 
 
 def test_stacks_that_are_read_are_cut_and_without_the_command_line(
     stopped, run_id, monkeypatch, tmp_path
 ):
     use_program(monkeypatch, tmp_path, f"{DUMP}\nwhile True: print('frame' * 10)")
-    [taken] = take_stacks(run_id, ["explorer-0"])
-    assert taken.stacks.startswith(f"{py_spy.SOURCE}\nThread 7\nframe")
-    assert "password" not in taken.stacks
-    assert len(taken.stacks) == 16_000
+    [stacks_taken] = take_stacks(run_id, ["explorer-0"])
+    assert stacks_taken.stacks.startswith(f"{py_spy.SOURCE}\nThread 7\nframe")
+    assert "password" not in stacks_taken.stacks
+    assert len(stacks_taken.stacks) == 16_000
 
 
 def test_a_process_that_has_ended_is_asked_no_more(hanging, run_id):
@@ -163,18 +167,18 @@ def test_files_of_processes_that_were_killed_are_removed_by_the_next(hanging, ru
     command = [sys.executable, "-c", HANGS, run_id, "trainer-0"]
     with child(command, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
-        names = {one.name for one in folder.iterdir()}
-        [file] = [one for one in names if one.endswith(".stacks")]
+        names = {file.name for file in folder.iterdir()}
+        [file] = [file_name for file_name in names if file_name.endswith(".stacks")]
         assert file.startswith(f"{process.pid}.")
-        found = host_processes(run_id)
-        assert found["explorer-0"] == (hanging.pid, "ended")
-        assert found["trainer-0"] == (process.pid, "running")
+        processes = host_processes(run_id)
+        assert processes["explorer-0"] == (hanging.pid, "ended")
+        assert processes["trainer-0"] == (process.pid, "running")
         os.kill(process.pid, signal.SIGSTOP)
         wait_until(lambda: host_processes(run_id)["trainer-0"].condition == "stopped")
         os.kill(process.pid, signal.SIGCONT)
         process.send_signal(signal.SIGINT)
         process.wait()
-        assert not any(one.suffix == ".stacks" for one in folder.iterdir())
+        assert not any(file.suffix == ".stacks" for file in folder.iterdir())
 
 
 def test_where_no_file_can_be_made_a_process_goes_on(run_id, monkeypatch, tmp_path):
@@ -199,9 +203,9 @@ def test_a_wait_that_reaches_its_deadline_publishes_the_stacks_first(hanging, ru
         reporter.waiting("rollouts", ["explorer-0"], deadline=0.1),
     ):
         raise DeadlineExceeded("no rollouts in 0.1 s")
-    [taken] = published.events
-    assert taken.process == "explorer-0"
-    assert "generate_for_ever" in taken.stacks
+    [stacks_taken] = published.events
+    assert stacks_taken.process == "explorer-0"
+    assert "generate_for_ever" in stacks_taken.stacks
     with reporter.waiting("rollouts", ["explorer-0"]):
         pass
     assert published.of(WaitEnded) == []

@@ -78,7 +78,7 @@ def test_a_wait_that_an_error_ends_is_told_too(published, reporter, error, outco
 
     with pytest.raises(type(error)):
         wait_in_vain()
-    assert [one.outcome for one in published.of(WaitEnded)] == [outcome]
+    assert [event.outcome for event in published.of(WaitEnded)] == [outcome]
 
 
 async def test_a_cancelled_wait_of_a_task_is_told(published, reporter):
@@ -86,7 +86,7 @@ async def test_a_cancelled_wait_of_a_task_is_told(published, reporter):
         await until(lambda: wait.reported_at is not None)
         scope.cancel()
         await anyio.sleep(PATIENCE)
-    assert [one.outcome for one in published.of(WaitEnded)] == ["cancelled"]
+    assert [event.outcome for event in published.of(WaitEnded)] == ["cancelled"]
 
 
 def test_another_culprit_is_told_under_the_same_name_but_not_each_time(published):
@@ -96,9 +96,9 @@ def test_another_culprit_is_told_under_the_same_name_but_not_each_time(published
         for number in range(1000):
             wait.update("rollouts", [f"explorer-{number}"])
         wait_until(lambda: published.of(WaitStarted)[-1].waits_for == ("explorer-999",))
-    told = published.of(WaitStarted)
-    assert {one.wait_id for one in told} == {wait.wait_id}
-    assert 2 <= len(told) < 100
+    started = published.of(WaitStarted)
+    assert {event.wait_id for event in started} == {wait.wait_id}
+    assert 2 <= len(started) < 100
     assert len(published.of(WaitEnded)) == 1
 
 
@@ -106,8 +106,8 @@ def test_a_wait_that_goes_on_is_renewed(published, reporter, monkeypatch):
     monkeypatch.setattr(waits, "RENEWAL", SHORT)
     with reporter.waiting("rollouts"):
         wait_until(lambda: len(published.of(WaitStarted)) > 2)
-    told = [one.seconds for one in published.of(WaitStarted)]
-    assert told == sorted(told)
+    durations = [event.seconds for event in published.of(WaitStarted)]
+    assert durations == sorted(durations)
 
 
 def test_a_publisher_without_room_does_not_disturb_a_wait(published, reporter):
@@ -134,8 +134,8 @@ def test_only_so_many_waits_are_told_at_a_time(published, reporter):
         thread.start()
     try:
         wait_until(lambda: len(published.of(WaitStarted)) == MOST_REPORTED)
-        told = {one.what for one in published.of(WaitStarted)}
-        first = int(min(told).split()[1])
+        descriptions = {event.what for event in published.of(WaitStarted)}
+        first = int(min(descriptions).split()[1])
         goes[first].set()
         wait_until(lambda: len(published.of(WaitStarted)) == MOST_REPORTED + 1)
     finally:

@@ -90,8 +90,10 @@ async def test_what_killed_exports_have_left_is_removed_by_the_next(finished_run
         with child(command, stdin=PIPE, stdout=PIPE, text=True) as writer:
             assert writer.stdout.readline() == "writing\n"
             writer.kill()
-    [left] = folder.iterdir()
-    assert re.fullmatch(r"\.run\.jsonl\.[0-9a-f]{16}\.part", left.name), "it is seen what it is"
+    [part_file] = folder.iterdir()
+    assert re.fullmatch(r"\.run\.jsonl\.[0-9a-f]{16}\.part", part_file.name), (
+        "it is seen what it is"
+    )
     await record_run(log, path)
     assert list(folder.iterdir()) == [path]
 
@@ -116,14 +118,14 @@ async def test_what_cannot_be_read_is_not_said_to_be_the_file_that_cannot_be_wri
     [segment] = (finished_run / "log").glob("events.*")
     segment.unlink()
     segment.symlink_to(UNREADABLE)
-    said = cli(
+    result = cli(
         "export", run_id, "-o", f"{tmp_path}/run.jsonl", "--checkpoint-root", str(tmp_path / "root")
     )
-    assert said.returncode == 1
-    assert said.stderr == f"error: {segment} cannot be read: Input/output error\n"
+    assert result.returncode == 1
+    assert result.stderr == f"error: {segment} cannot be read: Input/output error\n"
     assert not (tmp_path / "run.jsonl").exists()
-    said = cli("import", UNREADABLE)
-    assert said.stderr == f"error: {UNREADABLE} cannot be read: Input/output error\n"
+    result = cli("import", UNREADABLE)
+    assert result.stderr == f"error: {UNREADABLE} cannot be read: Input/output error\n"
 
 
 @pytest.mark.parametrize("command", ["export", "verify"])
@@ -133,9 +135,9 @@ async def test_what_is_terminated_leaves_nothing_behind(finished_run, run_id, tm
     os.mkfifo(segment)  # it is waited for
     room = tmp_path / "room"
     room.mkdir()
-    asked = (command, run_id, "--checkpoint-root", str(tmp_path / "root"))
+    arguments = (command, run_id, "--checkpoint-root", str(tmp_path / "root"))
     with child(
-        [sys.executable, "-m", "trinity_events", *asked],
+        [sys.executable, "-m", "trinity_events", *arguments],
         cwd=room,
         env={**os.environ, "TMPDIR": str(room)},
     ) as process:
@@ -153,16 +155,18 @@ async def test_a_disk_on_which_the_log_has_no_room_is_one_sentence(
     finished_run, run_id, tmp_path, command, way_out
 ):
     root = tmp_path / "root"
-    asked = f"{sys.executable} -m trinity_events {command} {run_id} --checkpoint-root {root}"
-    said = subprocess.run(
-        ["sh", "-c", f"ulimit -f 1 && {asked}"],
+    shell_command = (
+        f"{sys.executable} -m trinity_events {command} {run_id} --checkpoint-root {root}"
+    )
+    result = subprocess.run(
+        ["sh", "-c", f"ulimit -f 1 && {shell_command}"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert said.returncode == 1, said.stderr
-    [line] = said.stderr.splitlines()
+    assert result.returncode == 1, result.stderr
+    [line] = result.stderr.splitlines()
     assert line.startswith("error: ")
     assert f"cannot be written (File too large): {way_out}" in line
 
@@ -185,7 +189,9 @@ async def test_an_imported_run_is_the_run_on_another_server(exported, log, run_i
             elsewhere = type(log)(client, run_id)
             assert await current_state(elsewhere) == state
             assert await recorded(elsewhere) == await recorded(log)
-            assert [one.subject for one in await elsewhere.current_announcements()] != []
+            assert [
+                announcement.subject for announcement in await elsewhere.current_announcements()
+            ] != []
             # A reducer that finds it announces nothing again.
             await anyio.sleep(0.3)
             count = len(list(read_recording(exported).announcements))
@@ -204,9 +210,9 @@ def lines(path):
 
 
 def uncounted(header):
-    told = json.loads(header)
-    del told["entries"], told["digest"]
-    return json.dumps(told).encode() + b"\n"
+    fields = json.loads(header)
+    del fields["entries"], fields["digest"]
+    return json.dumps(fields).encode() + b"\n"
 
 
 DAMAGES = {
@@ -256,10 +262,10 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize(("damage", "said"), DAMAGES.values(), ids=DAMAGES)
-async def test_a_damaged_file_is_one_sentence_that_names_the_place(exported, damage, said):
+@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
+async def test_a_damaged_file_is_one_sentence_that_names_the_place(exported, damage, message):
     exported.write_bytes(b"".join(damage(lines(exported))))
-    with pytest.raises(BadRecording, match=said):
+    with pytest.raises(BadRecording, match=message):
         read_recording(exported)
 
 
@@ -272,10 +278,10 @@ async def test_a_whole_file_of_before_its_entries_were_counted_is_read(exported)
 @pytest.mark.parametrize("command", ["replay", "import", "verify"])
 async def test_no_command_takes_a_file_that_was_cut_off_for_whole(exported, cli, command, tmp_path):
     exported.write_bytes(b"".join(lines(exported)[:-2]))
-    said = cli(command, str(exported), env={"TRINITY_HOME": str(tmp_path / "elsewhere")})
-    assert said.returncode == 1
-    assert said.stderr.startswith(f"error: {exported} is not whole")
-    assert len(said.stderr.splitlines()) == 1
+    result = cli(command, str(exported), env={"TRINITY_HOME": str(tmp_path / "elsewhere")})
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"error: {exported} is not whole")
+    assert len(result.stderr.splitlines()) == 1
 
 
 def test_a_file_without_lines_is_not_read_to_its_end():
@@ -293,9 +299,9 @@ async def test_a_sound_run_verifies_and_its_oddities_are_listed(finished_run, lo
     report = verify(await recorded(log), snapshot, finished_run)
     assert report.sound
     assert report.checked == ("announcements", "snapshot", "iteration files")
-    said = [finding.what for finding in report.findings]
-    assert any("undecodable" in what for what in said)
-    assert any("started, never ended" in what for what in said)
+    anomalies = [finding.what for finding in report.findings]
+    assert any("undecodable" in what for what in anomalies)
+    assert any("started, never ended" in what for what in anomalies)
 
 
 async def test_verify_finds_what_the_log_does_not_give(finished_run, log, publisher):
@@ -449,13 +455,13 @@ async def test_two_leaders_in_a_row_may_write_overlapping_segments(log, run_id, 
 @pytest.mark.parametrize("order", [1, -1])
 def test_archives_laid_together_have_what_both_had(tmp_path, order):
     entries = [Entry(f"{at}-0", b"%d" % at) for at in range(10, 90, 10)]
-    one, other = Archive(tmp_path / "one", "r"), Archive(tmp_path / "other", "r")
-    one.add(Stream.EVENTS, entries[:4])
-    one.add(Stream.EVENTS, entries[4:6], "40-0")
+    first, other = Archive(tmp_path / "one", "r"), Archive(tmp_path / "other", "r")
+    first.add(Stream.EVENTS, entries[:4])
+    first.add(Stream.EVENTS, entries[4:6], "40-0")
     # The other leader found the same two on the server, which had dropped the ones before.
     other.add(Stream.EVENTS, entries[4:6], "49-18446744073709551615", after_gap=True)
     other.add(Stream.EVENTS, entries[6:], "60-0")
-    for archive in (one, other)[::order]:
+    for archive in (first, other)[::order]:
         for segment in archive.folder.iterdir():
             (tmp_path / "both" / "log").mkdir(parents=True, exist_ok=True)
             segment.replace(tmp_path / "both" / "log" / segment.name)

@@ -56,7 +56,9 @@ def verified(cli, run_folder, redis_url):
             redis_url, *root
         )  # fmt: skip
         report = json.loads(shown.stdout)
-        mismatches = [one["what"] for one in report["findings"] if one["severity"] == "mismatch"]
+        mismatches = [
+            finding["what"] for finding in report["findings"] if finding["severity"] == "mismatch"
+        ]
         assert shown.returncode == (1 if mismatches else 0)
         return report["checked"], mismatches
 

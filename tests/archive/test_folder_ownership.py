@@ -92,14 +92,16 @@ async def test_two_servers_with_one_root_and_one_run_id_take_nothing_from_each_o
         await until(lambda: ANOTHER in caplog.text)
         await anyio.sleep(1.5)
     assert content(folder) == before
-    [said, *_] = [one.getMessage() for one in caplog.records if ANOTHER in one.getMessage()]
+    [warning, *_] = [
+        record.getMessage() for record in caplog.records if ANOTHER in record.getMessage()
+    ]
     for named in (
         str(folder),
         redis_url.removeprefix("unix://"),
         elsewhere.removeprefix("unix://"),
     ):
-        assert named in said
-    assert f"--adopt-folder {run_id}" in said
+        assert named in warning
+    assert f"--adopt-folder {run_id}" in warning
 
 
 async def test_a_folder_is_taken_over_when_that_is_asked_for(
@@ -185,7 +187,7 @@ async def test_a_folder_of_before_there_were_marks_is_told_by_its_archive(
     archive = Archive(root / run_id, run_id)
     async with reducer_task(redis_url, run_id, root):
         await publisher.publish(RunClosed(reason="finished"))
-        await until(lambda: archive.through(Stream.ANNOUNCEMENTS) != ORIGIN or _kept(archive))
+        await until(lambda: archive.through(Stream.ANNOUNCEMENTS) != ORIGIN or _has_events(archive))
     (root / run_id / BELONGS_TO).unlink()
     before = content(root / run_id)
     async with connect(elsewhere) as client, reducer_task(elsewhere, run_id, root):
@@ -196,7 +198,7 @@ async def test_a_folder_of_before_there_were_marks_is_told_by_its_archive(
         await until((root / run_id / BELONGS_TO).exists)
 
 
-def _kept(archive):
+def _has_events(archive):
     return archive.through(Stream.EVENTS) != ORIGIN
 
 
@@ -256,10 +258,10 @@ async def test_the_demo_does_not_open_a_run_in_the_folder_of_another_log(
     async with reducer_task(redis_url, run_id, root):
         await save(publisher, root / run_id, 3)
         await until(lambda: steps(root / run_id) == [3])
-    asked = ("demo", "--run", run_id, "--checkpoint-root", str(root), "--redis-url", elsewhere)
-    said = await anyio.to_thread.run_sync(lambda: cli(*asked, timeout=240))
-    assert said.returncode == 1, said.stdout
-    assert ANOTHER in said.stderr
-    assert "Traceback" not in said.stderr
+    arguments = ("demo", "--run", run_id, "--checkpoint-root", str(root), "--redis-url", elsewhere)
+    result = await anyio.to_thread.run_sync(lambda: cli(*arguments, timeout=240))
+    assert result.returncode == 1, result.stdout
+    assert ANOTHER in result.stderr
+    assert "Traceback" not in result.stderr
     async with connect(elsewhere) as client:
         assert not await RedisEventLog(client, run_id).exists(), "it was not opened"

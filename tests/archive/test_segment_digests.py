@@ -58,10 +58,10 @@ async def test_a_flipped_character_of_a_segment_is_told_by_every_command_that_re
 ):
     path = flip_a_metric(trimmed)
     output = ["--output", str(tmp_path / "run.jsonl")] if command == "export" else []
-    asked = (command, run_id, "--checkpoint-root", str(trimmed.parent), *output)
-    said = await anyio.to_thread.run_sync(lambda: cli(*asked))
-    assert said.returncode == 1, said.stdout
-    assert f"error: {path} {CHANGED}" in said.stderr
+    arguments = (command, run_id, "--checkpoint-root", str(trimmed.parent), *output)
+    result = await anyio.to_thread.run_sync(lambda: cli(*arguments))
+    assert result.returncode == 1, result.stdout
+    assert f"error: {path} {CHANGED}" in result.stderr
     assert not (tmp_path / "run.jsonl").exists()
 
 
@@ -124,7 +124,7 @@ async def test_what_is_shared_with_a_log_is_not_kept_out_of_a_changed_segment(tm
     path.write_bytes(path.read_bytes().replace(b'"payload":"b', b'"payload":"c', 1))
     aside = archive.set_aside(Stream.EVENTS, "0-0", "3-0")
     assert list(archive.read(Stream.EVENTS)) == []
-    assert [one.name for one in aside.iterdir()] == [path.name]
+    assert [file.name for file in aside.iterdir()] == [path.name]
 
 
 async def test_a_flipped_character_of_an_export_is_told_and_never_imported(
@@ -139,7 +139,7 @@ async def test_a_flipped_character_of_an_export_is_told_and_never_imported(
     path.write_bytes(b"".join([first, line[:at], other, line[at + 1 :], *rest]))
     with pytest.raises(BadRecording, match=CHANGED):
         read_recording(path)
-    said = await anyio.to_thread.run_sync(
+    result = await anyio.to_thread.run_sync(
         lambda: cli("import", str(path), env={"TRINITY_HOME": str(tmp_path / "home")})
     )
-    assert (said.returncode, said.stderr.startswith(f"error: {path} {CHANGED}")) == (1, True)
+    assert (result.returncode, result.stderr.startswith(f"error: {path} {CHANGED}")) == (1, True)

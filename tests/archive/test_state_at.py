@@ -65,10 +65,10 @@ async def test_every_state_of_a_run_is_that_of_a_fold_from_the_beginning(run, tm
     entries = await run.read()
     states = StateAt(RunSource(run, tmp_path))
     for number, entry in enumerate(entries, 1):
-        wanted = folded_from_the_beginning(run.run_id, entries[:number])
-        assert await states.at(entry.id) == wanted
-        assert await states.at_number(number) == wanted
-    assert await states.at() == await states.at_number(10**9) == wanted
+        expected = folded_from_the_beginning(run.run_id, entries[:number])
+        assert await states.at(entry.id) == expected
+        assert await states.at_number(number) == expected
+    assert await states.at() == await states.at_number(10**9) == expected
     assert (await states.at(ORIGIN)).entries == 0
 
 
@@ -110,14 +110,14 @@ async def test_states_of_another_log_of_the_name_are_not_used(run, tmp_path):
 
 async def test_a_damaged_state_and_one_of_another_version_are_folded_anew(file, monkeypatch):
     states = StateAt(FileSource(file))
-    wanted = await states.at()
-    kept = states.source.kept
-    for path in kept.folder.iterdir():
+    expected = await states.at()
+    stored = states.source.kept
+    for path in stored.folder.iterdir():
         path.write_bytes(path.read_bytes()[:-7])
-    assert await states.at() == wanted
+    assert await states.at() == expected
     monkeypatch.setattr("trinity_events.core.state.SNAPSHOT_VERSION", 99)
-    assert kept.before((2**64, 0)) is None
-    assert await states.at() == wanted
+    assert stored.before((2**64, 0)) is None
+    assert await states.at() == expected
 
 
 async def test_where_no_state_can_be_kept_every_state_is_still_found(run, file, monkeypatch):
@@ -140,7 +140,10 @@ async def test_the_entry_of_a_step_is_the_cause_of_its_first_announcement(run, r
 async def test_entries_are_folded_one_by_one_from_any_entry_on(run, tmp_path):
     entries = await run.read()
     states = StateAt(RunSource(run, tmp_path))
-    numbers = [(state.entries, one.entry.id) async for state, one in states.folded(entries[9].id)]
+    numbers = [
+        (state.entries, folded_entry.entry.id)
+        async for state, folded_entry in states.folded(entries[9].id)
+    ]
     assert numbers == [(n, entry.id) for n, entry in enumerate(entries[10:], 11)]
 
 
@@ -157,21 +160,21 @@ def test_states_that_are_too_near_are_removed_as_the_log_grows(tmp_path, monkeyp
         if number % interval(number) == 0:
             state = MonitorState(run_id="r", position=f"{number}-0", entries=number)
             store.keep(KeptState(log="l", entry="e", state=state))
-    kept = sorted(int(path.name.split(".")[0]) for path in store.folder.iterdir())
-    assert kept == [16, 32, 48]
+    numbers = sorted(int(path.name.split(".")[0]) for path in store.folder.iterdir())
+    assert numbers == [16, 32, 48]
 
 
 def test_a_kept_state_is_read_as_it_was_written():
-    kept = KeptState(log="l", entry="e", state=MonitorState(run_id="r", entries=7))
-    assert decode_kept(encode_kept(kept)) == kept
+    stored = KeptState(log="l", entry="e", state=MonitorState(run_id="r", entries=7))
+    assert decode_kept(encode_kept(stored)) == stored
 
 
 @pytest.mark.parametrize("count", [1, 2, 17, 500])
 def test_bisection_finds_every_line_of_a_file(tmp_path, count):
     path = tmp_path / "log.jsonl"
     entries = [Entry(f"{n}-{n % 3}", bytes(n % 50)) for n in range(1, count + 1)]
-    lines = [bare_line("events", one) for one in entries]
-    lines += [bare_line("announcements", one) for one in entries]
+    lines = [bare_line("events", entry) for entry in entries]
+    lines += [bare_line("announcements", entry) for entry in entries]
     write_lines(path, Header(run_id="r"), lines)
     for number, entry in enumerate(entries[:: max(1, count // 20)]):
         at = number * max(1, count // 20)

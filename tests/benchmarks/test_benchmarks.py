@@ -78,14 +78,14 @@ def test_a_name_that_is_no_benchmark_is_refused_with_those_that_are():
 
 def test_the_mix_is_a_run_without_an_anomaly_whose_every_step_becomes_ready():
     monitor, steps = Monitor(MonitorState(run_id="mix")), 20
-    payloads = [one for one, _ in zip(training("mix"), range(length(steps)), strict=False)]
+    payloads = [payload for payload, _ in zip(training("mix"), range(length(steps)), strict=False)]
     for number, payload in enumerate(payloads):
         monitor.apply(f"{number + 1}-0", decode_envelope(payload))
     assert monitor.state.anomaly_counts == {}
     assert monitor.state.ready["weights"].at.step == steps
     assert monitor.state.ready["checkpoint"].at.step == steps
     assert b"version-opened" in next(
-        one for number, one in enumerate(training("mix")) if number == len(payloads)
+        payload for number, payload in enumerate(training("mix")) if number == len(payloads)
     )
 
 
@@ -101,9 +101,9 @@ def test_contenders_take_turns_at_going_first():
     def contender(name):
         return lambda: order.append(name) or 1.0
 
-    found = taking_turns({name: contender(name) for name in "ab"}, 2, Noise())
+    timings = taking_turns({name: contender(name) for name in "ab"}, 2, Noise())
     assert order == ["a", "b", "b", "a"]
-    assert found == {"a": [1.0, 1.0], "b": [1.0, 1.0]}
+    assert timings == {"a": [1.0, 1.0], "b": [1.0, 1.0]}
 
 
 def test_a_ratio_is_taken_round_by_round():
@@ -162,8 +162,8 @@ def test_what_is_kept_is_on_the_page_between_its_markers_and_in_a_file(tmp_path)
     assert "| ours | 1/s | theirs | 2/s | 0.7 | at least 0.6 | 10% |" in text
     assert "| 0.5 | at least 0.6 (missed) | 10% |" in text
     assert "2 cores, Python 3.11.7, Valkey 9.1.2; load 0.1" in text
-    kept = msgspec.json.decode((folder / "fold.json").read_bytes(), type=Report)
-    assert kept == report("fold", ratio=0.7)
+    stored = msgspec.json.decode((folder / "fold.json").read_bytes(), type=Report)
+    assert stored == report("fold", ratio=0.7)
 
 
 def test_a_page_without_the_markers_is_left_alone(tmp_path):

@@ -40,12 +40,12 @@ def result(way: str, seed: int, *shares: float, family: str = "spell-backward") 
 
 def test_the_plan_has_fewer_than_fifty_runs_each_with_a_name_of_its_own():
     runs = list(plan())
-    assert len({one.name for one in runs}) == len(runs) < 50
-    asked = {(one.family, one.way) for one in runs}
+    assert len({run.name for run in runs}) == len(runs) < 50
+    combinations = {(run.family, run.way) for run in runs}
     for family in ("spell-backward", "sort-digits", "complex-sums"):
-        assert {(family, way) for way in (ALONE, "fixed", "fully_async")} <= asked
+        assert {(family, way) for way in (ALONE, "fixed", "fully_async")} <= combinations
     # Every way has every seed.
-    assert len(runs) == 3 * len(asked)
+    assert len(runs) == 3 * len(combinations)
 
 
 def test_each_file_of_the_plan_is_one_that_train_takes(tmp_path):
@@ -56,8 +56,8 @@ def test_each_file_of_the_plan_is_one_that_train_takes(tmp_path):
         assert config.is_save_step(25) and config.is_save_step(config.steps)
         configs[run.name] = config
     common = {
-        (one.algorithm.loss, one.trainer, one.rollouts.samples_per_prompt, one.steps)
-        for one in configs.values()
+        (config.algorithm.loss, config.trainer, config.rollouts.samples_per_prompt, config.steps)
+        for config in configs.values()
     }
     assert len(common) == 1
     assert configs["spell-backward-bound-4-0"].sync.max_staleness == 4
@@ -71,20 +71,20 @@ def test_each_file_of_the_plan_is_one_that_train_takes(tmp_path):
 def test_a_finished_run_is_listed_and_not_trained_again(tmp_path):
     results = Results(tmp_path)
     for run in plan():
-        found = result(run.way, run.seed, 0.2, 0.4, family=run.family)
-        results.write(msgspec.structs.replace(found, name=run.name))
+        finished = result(run.way, run.seed, 0.2, 0.4, family=run.family)
+        results.write(msgspec.structs.replace(finished, name=run.name))
     command = [sys.executable, "-m", "benchmarks.learning", "--folder", str(tmp_path)]
 
-    def told(*more: str) -> str:
+    def output_of(*more: str) -> str:
         done = subprocess.run(
             [*command, *more], cwd=HERE, env=os.environ, capture_output=True, text=True,
             timeout=2 * PATIENCE, check=True,
         )  # fmt: skip
         return done.stdout + done.stderr
 
-    assert f"{len(list(plan()))} of {len(list(plan()))} runs are finished" in told()
+    assert f"{len(list(plan()))} of {len(list(plan()))} runs are finished" in output_of()
     (tmp_path / "sort-digits-fixed-1.json").unlink()
-    lines = told("--list", "--only", "sort-digits-fixed").splitlines()
+    lines = output_of("--list", "--only", "sort-digits-fixed").splitlines()
     assert [line.split() for line in lines] == [
         ["sort-digits-fixed-0", "finished"],
         ["sort-digits-fixed-1", "-"],
@@ -98,10 +98,10 @@ def test_differences_are_paired_by_seed_and_their_interval_is_students():
         result("fixed", seed, 0.2, 0.5 + seed / 10 + gain)
         for seed, gain in enumerate((0.01, 0.02, 0.03))
     ]
-    found = paired_differences(ours, alone)
+    differences = paired_differences(ours, alone)
     # The level is the mean of the last three measurements, or of the two that there are.
-    assert found == pytest.approx([0.005, 0.01, 0.015])
-    interval = t_interval(found)
+    assert differences == pytest.approx([0.005, 0.01, 0.015])
+    interval = t_interval(differences)
     assert interval.mean == pytest.approx(0.01)
     assert interval.half == pytest.approx(4.303 * 0.005 / 3**0.5)
     assert interval.shown(signed=True) == "+0.010 ± 0.012"
@@ -112,15 +112,15 @@ def test_differences_are_paired_by_seed_and_their_interval_is_students():
 def test_a_band_has_the_mean_and_the_outermost_seeds():
     points = band([result("fixed", 0, 0.1, 0.4), result("fixed", 1, 0.3, 0.8)])
     assert [point[0] for point in points] == [0, 25]
-    assert [one for point in points for one in point[1:]] == pytest.approx(
+    assert [bound for point in points for bound in point[1:]] == pytest.approx(
         [0.2, 0.1, 0.3, 0.6, 0.4, 0.8]
     )
     assert level(result("fixed", 0, 0.0, 0.1, 0.2, 0.3)) == pytest.approx(0.2)
 
 
 def test_the_page_says_of_every_run_whether_it_is_in():
-    some = [result(ALONE, 0, 0.2, 0.5), result("fixed", 0, 0.2, 0.6)]
-    files = page.written(some)
+    some_results = [result(ALONE, 0, 0.2, 0.5), result("fixed", 0, 0.2, 0.6)]
+    files = page.written(some_results)
     text = files[page.PAGE]
     assert "2 of 48" in text
     assert "| spell-backward | one process | in | not yet | not yet |" in text
@@ -145,8 +145,8 @@ SHORT = {
 
 
 def short(way: str, more: dict) -> LearningRun:
-    found = next(one for one in plan() if one.way == way and one.family == "spell-backward")
-    return msgspec.structs.replace(found, settings=merged(found.settings, merged(SHORT, more)))
+    planned = next(run for run in plan() if run.way == way and run.family == "spell-backward")
+    return msgspec.structs.replace(planned, settings=merged(planned.settings, merged(SHORT, more)))
 
 
 def learned(way: str, folder: Path, more: dict) -> LearningResult:
@@ -176,7 +176,9 @@ def test_one_process_learns(tmp_path):
 @pytest.mark.timeout(900)
 def test_the_pipeline_on_policy_learns_what_one_process_learns(tmp_path):
     piped, alone = (learned(way, tmp_path / way, {}) for way in ("fixed", ALONE))
-    assert [one.step for one in piped.curve] == [one.step for one in alone.curve] == [0, 2, 4]
+    assert (
+        [point.step for point in piped.curve] == [point.step for point in alone.curve] == [0, 2, 4]
+    )
     assert piped.staleness == 0.0
     assert piped.warm_up_steps == alone.warm_up_steps
     # They start from the same weights, and sample the same answers to the same questions. Ranks

@@ -24,21 +24,23 @@ def main() -> int:
     if first.faults:
         return 1
     began = time.monotonic()
-    cells = [one for one in matrix.cells(first.counts) if options.only in str(one)]
-    others = [one for one in SCENARIOS if options.only in one.name]
+    cells = [cell for cell in matrix.cells(first.counts) if options.only in str(cell)]
+    others = [scenario for scenario in SCENARIOS if options.only in scenario.name]
     tasks: list[Callable[[], Result]] = [
         *(lambda cell=cell: matrix.run(cell, first.ready) for cell in cells),
         *(lambda other=other: matrix.run_scenario(other, first.ready) for other in others),
     ]
     results = _run(tasks * options.times, options.parallel)
     seconds = time.monotonic() - began
-    by_name = {one.name: one for one in sorted(results, key=lambda one: len(one.faults))}
+    by_name = {
+        result.name: result for result in sorted(results, key=lambda result: len(result.faults))
+    }
     text = table.table(cells, others, by_name)
     text += table.summary(results, seconds)
     print(f"\n{text}")
     if options.keep:
-        PAGE.write_text(table.kept(PAGE.read_text(), text))
-    return 1 if any(one.faults for one in results) else 0
+        PAGE.write_text(table.with_matrix(PAGE.read_text(), text))
+    return 1 if any(result.faults for result in results) else 0
 
 
 def _options() -> argparse.Namespace:

@@ -136,7 +136,7 @@ class _Ready:
         self._log = log
         self._epoch = epoch
         self._after = "0-0"
-        self._found: set[tuple[int, str]] = set()
+        self._ready: set[tuple[int, str]] = set()
 
     def has(self, step: int) -> bool:
         """Whether everything of a step is ready."""
@@ -144,8 +144,8 @@ class _Ready:
             self._after = entry.id
             event = decode_envelope(entry.payload).event
             if isinstance(event, StepReady) and event.epoch == self._epoch:
-                self._found.add((event.step, event.kind))
-        return all((step, kind) in self._found for kind in kinds_of(step))
+                self._ready.add((event.step, event.kind))
+        return all((step, kind) in self._ready for kind in kinds_of(step))
 
 
 # --- the workers ---------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def _serve(
 
 
 def _newest_epoch(place: Place) -> int | None:
-    return max((int(one.name.partition("-")[0]) for one in place.given()), default=None)
+    return max((int(file.name.partition("-")[0]) for file in place.given()), default=None)
 
 
 def _save(place: Place, path: Path, step: int, kind: str, rank: int) -> None:

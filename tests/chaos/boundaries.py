@@ -22,30 +22,33 @@ COMMANDS = ("acknowledged", "heartbeat", "lead")
 
 def envelopes(given: Command) -> list[Envelope]:
     """The events that a command carries, whichever command it is."""
-    found = []
+    decoded = []
     for word in given[2:]:
         try:
-            found.append(decode_envelope(word))
+            decoded.append(decode_envelope(word))
         except ContractError:
             continue
-    return found
+    return decoded
 
 
 def boundaries(given: Command) -> Counter[str]:
     """The boundaries that a command is, and how often: a batch carries several events."""
-    found = Counter(event_tag(one.event) for one in envelopes(given))
+    counts = Counter(event_tag(envelope.event) for envelope in envelopes(given))
     if given[0].upper() == b"XACK":
-        found["acknowledged"] += 1
+        counts["acknowledged"] += 1
     if given[0].upper() == b"SET" and b":alive:" in given[1]:
-        found["heartbeat"] += 1
+        counts["heartbeat"] += 1
     if given[0].upper() == b"EVALSHA" and given[2] == b"2" and given[3].endswith(b":leader"):
-        found["lead"] += 1
-    return found
+        counts["lead"] += 1
+    return counts
 
 
 def sender(given: Command, name: str) -> Producer | None:
     """Who says the event by which a boundary has its name."""
-    return next((one.producer for one in envelopes(given) if event_tag(one.event) == name), None)
+    return next(
+        (envelope.producer for envelope in envelopes(given) if event_tag(envelope.event) == name),
+        None,
+    )
 
 
 class Tally:
@@ -65,22 +68,23 @@ class Nth:
 
     def __init__(self, name: str, nth: int) -> None:
         self._name = name
-        self._left = nth
+        self._remaining = nth
 
     def __call__(self, given: Command) -> bool:
         """Whether it is met for the nth time now."""
-        before, self._left = self._left, self._left - boundaries(given)[self._name]
-        return before > 0 >= self._left
+        before, self._remaining = self._remaining, self._remaining - boundaries(given)[self._name]
+        return before > 0 >= self._remaining
 
 
 def last_step_is_committed(given: Command) -> bool:
     """The trainer commits the last step: by now an earlier one has its checkpoint."""
     return any(
-        isinstance(one.event, StepCommitted) and one.event.step == STEPS for one in envelopes(given)
+        isinstance(envelope.event, StepCommitted) and envelope.event.step == STEPS
+        for envelope in envelopes(given)
     )
 
 
 def save_is_under_way(given: Command) -> bool:
     """A worker has begun a save, and has not ended it in the same batch."""
-    found = boundaries(given)
-    return found["save-started"] > found["save-finished"] + found["save-failed"]
+    counts = boundaries(given)
+    return counts["save-started"] > counts["save-finished"] + counts["save-failed"]

@@ -74,7 +74,10 @@ def undisturbed() -> Result:
 
 def cells(counts: Counter[str]) -> list[Cell]:
     """Every victim at every boundary that was met in an undisturbed run, and at two others."""
-    met = [*sorted(set(counts) - set(COMMANDS)), *(one for one in COMMANDS if counts[one])]
+    met = [
+        *sorted(set(counts) - set(COMMANDS)),
+        *(command for command in COMMANDS if counts[command]),
+    ]
     kinds = [
         *((boundary, _nth(boundary, counts[boundary]), None) for boundary in met),
         *((boundary, 1, first) for boundary, first in AFTER_A_KILL.items()),
@@ -125,17 +128,17 @@ def run_with(
         pipeline = Pipeline(Path(folder), **options)
         with pipeline.running():
             pipeline.proxy.at("after", tally, lambda _: None)
-            found = disturb(pipeline) or []
+            problems = disturb(pipeline) or []
             lacks = pipeline.until(lambda: outcome.missing(pipeline), deadline)
-            found += pipeline.ended
+            problems += pipeline.ended
             ready: outcome.Ready = frozenset()
             if lacks is None:
                 read = outcome.read(pipeline)
-                found += outcome.faults(pipeline.place, read, expected)
+                problems += outcome.faults(pipeline.place, read, expected)
                 ready = read.ready
             else:
-                found.append(f"stuck: {lacks}; {pipeline.last_words()}")
-    return Result(name, found, time.monotonic() - began, ready, tally.counts)
+                problems.append(f"stuck: {lacks}; {pipeline.last_words()}")
+    return Result(name, problems, time.monotonic() - began, ready, tally.counts)
 
 
 def _disturb(pipeline: Pipeline, cell: Cell) -> list[Fault]:

@@ -41,8 +41,10 @@ class Outcome(NamedTuple):
     @property
     def ready(self) -> Ready:
         """The steps and kinds that were announced as ready, in whichever epoch."""
-        said = [decode_envelope(entry.payload).event for entry in self.announcements]
-        return frozenset((one.step, one.kind) for one in said if isinstance(one, StepReady))
+        events = [decode_envelope(entry.payload).event for entry in self.announcements]
+        return frozenset(
+            (event.step, event.kind) for event in events if isinstance(event, StepReady)
+        )
 
 
 def read(pipeline: Pipeline) -> Outcome:
@@ -51,7 +53,11 @@ def read(pipeline: Pipeline) -> Outcome:
     events = log.read(limit=100_000)
     announcements = log.read(stream=Stream.ANNOUNCEMENTS, limit=100_000)
     replay = Replay(RUN)
-    replayed = [encode(one) for folded in replay.feed(events) for one in folded.announcements]
+    replayed = [
+        encode(announcement)
+        for folded in replay.feed(events)
+        for announcement in folded.announcements
+    ]
     return Outcome(events, announcements, replayed, replay.state)
 
 
@@ -91,9 +97,9 @@ def _not_reduced(pipeline: Pipeline, keys: RunKeys) -> str | None:
 def _missing_pointer(place: Place) -> str | None:
     for name in ("latest_state_dict_iteration.txt", "latest_checkpointed_iteration.txt"):
         path = place.run_folder / name
-        said = path.read_text() if path.exists() else "nothing"
-        if said != str(STEPS):
-            return f"{name} says {said}"
+        pointer = path.read_text() if path.exists() else "nothing"
+        if pointer != str(STEPS):
+            return f"{name} says {pointer}"
     return None
 
 
@@ -105,50 +111,52 @@ def heard(place: Place, who: str) -> list[str]:
 
 def faults(place: Place, outcome: Outcome, expected: Ready) -> list[str]:
     """The promises that were broken, in words."""
-    found = [f"{kind} of step {step} was never ready" for step, kind in expected - outcome.ready]
-    said = [decode_envelope(entry.payload).event for entry in outcome.announcements]
+    problems = [f"{kind} of step {step} was never ready" for step, kind in expected - outcome.ready]
+    events = [decode_envelope(entry.payload).event for entry in outcome.announcements]
     once = (StepReady, StepFailed, StepSuperseded, VersionRetired, EpochOpened, PublicationStarted)
     for kind in once:
         subjects = [
-            (one.epoch, one.step, getattr(one, "kind", "")) for one in said if type(one) is kind
+            (event.epoch, event.step, getattr(event, "kind", ""))
+            for event in events
+            if type(event) is kind
         ]
         for subject, times in Counter(subjects).items():
             if times > 1:
-                found.append(f"{kind.__name__} of {subject} was announced {times} times")
+                problems.append(f"{kind.__name__} of {subject} was announced {times} times")
     if outcome.replayed != [entry.payload for entry in outcome.announcements]:
-        found.append("a replay does not announce what the reducer announced")
+        problems.append("a replay does not announce what the reducer announced")
     announced = [entry.id for entry in outcome.announcements]
     if heard(place, "explorer") != announced:
-        found.append("the follower did not hear every announcement once and in order")
+        problems.append("the follower did not hear every announcement once and in order")
     if set(heard(place, "group")) != set(announced):
-        found.append("the group did not handle every announcement")
-    found += [
+        problems.append("the group did not handle every announcement")
+    problems += [
         f"the log has a {name}: {outcome.state.anomalies}"
         for name in ("gap", "undecodable", "out-of-turn")
         if outcome.state.anomaly_counts.get(name)
     ]
-    return found + _wrong_proofs(said) + _wrong_files(place)
+    return problems + _wrong_proofs(events) + _wrong_files(place)
 
 
-def _wrong_proofs(said: list[Event]) -> list[str]:
+def _wrong_proofs(announced: list[Event]) -> list[str]:
     """What was announced as ready rests on the bytes that were to be saved."""
-    found = []
-    for ready in said:
+    problems = []
+    for ready in announced:
         for proof in ready.saves if isinstance(ready, StepReady) else ():
             slot = proof.slot
             digest = hashlib.sha256(content(slot.step, slot.kind, slot.rank)).hexdigest()
             if proof.digest != f"sha256:{digest}":
-                found.append(f"{slot} was announced with another digest: {proof.digest}")
-    return found
+                problems.append(f"{slot} was announced with another digest: {proof.digest}")
+    return problems
 
 
 def _wrong_files(place: Place) -> list[str]:
     """The last checkpoints are there, whole; older folders may have been removed."""
-    found = []
+    problems = []
     for step in range(2, STEPS + 1, 2):
         for kind in ("state_dict", "checkpoint"):
             for rank in range(WORKERS):
                 path = place.run_folder / f"global_step_{step}" / file_of(kind, rank)
                 if not path.exists() or path.read_bytes() != content(step, kind, rank):
-                    found.append(f"{path.parent.parent.name}/{path.name} is not what was saved")
-    return found
+                    problems.append(f"{path.parent.parent.name}/{path.name} is not what was saved")
+    return problems

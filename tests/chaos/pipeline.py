@@ -30,12 +30,12 @@ START_DEADLINE = 20.0
 class Process:
     """One of the run's processes; it is started again whenever it was killed on purpose."""
 
-    def __init__(self, role: str, command: list[str], said: Path) -> None:
+    def __init__(self, role: str, command: list[str], output: Path) -> None:
         self.role = role
-        self.held = False
+        self.stays_dead = False
         """Whether it is to stay dead."""
         self._command = command
-        self._said = said
+        self._output = output
         # Kills come from the proxy's threads, restarts from the one that looks after all.
         self._lock = threading.Lock()
         self._died: float | None = None
@@ -44,7 +44,7 @@ class Process:
     def kill(self, *, for_good: bool = False) -> None:
         """Kill it, and return when it is dead."""
         with self._lock:
-            self.held = for_good
+            self.stays_dead = for_good
             self._process.send_signal(signal.SIGKILL)
             self._process.wait()
             if self._process.stdin is not None:
@@ -65,7 +65,7 @@ class Process:
         """Start it again if it was killed on purpose; says if it ended otherwise."""
         with self._lock:
             if self._died is not None:
-                if not self.held and time.monotonic() - self._died > RESTARTED_AFTER:
+                if not self.stays_dead and time.monotonic() - self._died > RESTARTED_AFTER:
                     self._start()
                 return None
             code = self._process.poll()
@@ -78,14 +78,14 @@ class Process:
 
     def last_words(self) -> str:
         """The end of what it wrote."""
-        lines = self._said.read_text(errors="replace").strip().splitlines()
+        lines = self._output.read_text(errors="replace").strip().splitlines()
         return " / ".join(lines[-3:])
 
     def _start(self) -> None:
-        with self._said.open("a") as said:
+        with self._output.open("a") as output:
             # Standard input is their lifeline: they end when we do, however that is.
             self._process = subprocess.Popen(
-                self._command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=said, stderr=said
+                self._command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=output, stderr=output
             )
         self._died = None
 
@@ -150,7 +150,7 @@ class Pipeline:
 
     def release(self, role: str) -> None:
         """Let a process that was killed for good be started again."""
-        self.processes[role].held = False
+        self.processes[role].stays_dead = False
 
     def until(self, missing: Callable[[], str | None], seconds: float) -> str | None:
         """Look after the processes until nothing is missing.
@@ -182,13 +182,13 @@ class Pipeline:
 
     def last_words(self) -> str:
         """The end of what each process wrote, for whoever looks into a fault."""
-        said = {role: process.last_words() for role, process in self.processes.items()}
-        del said["server"]
-        return "; ".join(f"{role} said: {words}" for role, words in said.items() if words)
+        last_lines = {role: process.last_words() for role, process in self.processes.items()}
+        del last_lines["server"]
+        return "; ".join(f"{role} said: {words}" for role, words in last_lines.items() if words)
 
     def _start(self, role: str, command: list[str]) -> None:
-        said = self.place.folder / f"{role}.out"
-        self.processes[role] = Process(role, command, said)
+        output = self.place.folder / f"{role}.out"
+        self.processes[role] = Process(role, command, output)
 
     def _end(self) -> None:
         for process in self.processes.values():

@@ -49,8 +49,8 @@ class Place:
 
     def make(self) -> None:
         """Make the folders."""
-        for one in (self.root, self.orders, self.done):
-            one.mkdir(parents=True)
+        for folder in (self.root, self.orders, self.done):
+            folder.mkdir(parents=True)
 
     def given(self, epoch: int | None = None) -> list[Path]:
         """The orders that were given, of one epoch or of all, oldest first."""

@@ -40,12 +40,14 @@ def a_worker_dies_with_the_turn(pipeline: Pipeline) -> list[str]:
     pipeline.start()
 
     def missing() -> str | None:
-        said = _said(pipeline, Stream.EVENTS)
-        if not any(isinstance(one, LeaseExpired) for one in said):
+        events = _read_events(pipeline, Stream.EVENTS)
+        if not any(isinstance(event, LeaseExpired) for event in events):
             return "nobody noticed that the worker is dead"
-        if not any(isinstance(one, SaveFinished) and one.slot.rank == 1 for one in said):
+        if not any(isinstance(event, SaveFinished) and event.slot.rank == 1 for event in events):
             return "the turn of the dead did not pass on"
-        if not any(isinstance(one, StepFailed) for one in _said(pipeline, Stream.ANNOUNCEMENTS)):
+        if not any(
+            isinstance(event, StepFailed) for event in _read_events(pipeline, Stream.ANNOUNCEMENTS)
+        ):
             return "the step of the dead did not fail"
         return None
 
@@ -59,9 +61,9 @@ def a_worker_stays_away_past_the_deadline(pipeline: Pipeline) -> list[str]:
 
     def missing() -> str | None:
         failed = [
-            one.reason
-            for one in _said(pipeline, Stream.ANNOUNCEMENTS)
-            if isinstance(one, StepFailed) and "after its commit: it lacks" in one.reason
+            event.reason
+            for event in _read_events(pipeline, Stream.ANNOUNCEMENTS)
+            if isinstance(event, StepFailed) and "after its commit: it lacks" in event.reason
         ]
         return None if failed else "no step was failed by its deadline"
 
@@ -70,13 +72,13 @@ def a_worker_stays_away_past_the_deadline(pipeline: Pipeline) -> list[str]:
 
 def a_leader_sleeps_through_its_lease(pipeline: Pipeline) -> list[str]:
     """The other takes over. What the first had under way arrives late, and it wakes up later."""
-    found: list[str] = []
+    problems: list[str] = []
 
     def stop(_: Command) -> None:
         pipeline.processes["reducer"].send(signal.SIGSTOP)
         # The commit of the sleeper is held up here, and goes on when the other has led.
         if not _by_and_by(lambda: _is_announced(pipeline)):
-            found.append("nobody took over from the leader that sleeps")
+            problems.append("nobody took over from the leader that sleeps")
 
     pipeline.start("reducer")
     log = SyncEventLog(pipeline.client, RUN)
@@ -85,7 +87,7 @@ def a_leader_sleeps_through_its_lease(pipeline: Pipeline) -> list[str]:
     pipeline.start(*(role for role in pipeline.roles if role != "reducer"))
     lacks = pipeline.until(lambda: None if fault.struck.is_set() else "a step", PATIENCE)
     pipeline.processes["reducer"].send(signal.SIGCONT)
-    return found + ([f"stuck: {lacks}"] if lacks else [])
+    return problems + ([f"stuck: {lacks}"] if lacks else [])
 
 
 def consumers_stay_away(pipeline: Pipeline) -> list[str]:
@@ -105,8 +107,8 @@ def a_group_member_stays_away(pipeline: Pipeline) -> list[str]:
     lacks = pipeline.until(lambda: _trainer_is_missing(pipeline), PATIENCE)
     few = len(heard(pipeline.place, "group"))
     pipeline.release("group")
-    found = [f"stuck: {lacks}"] if lacks else []
-    return found if few else [*found, "the member heard nothing before it was killed"]
+    problems = [f"stuck: {lacks}"] if lacks else []
+    return problems if few else [*problems, "the member heard nothing before it was killed"]
 
 
 def connections_break_all_the_time(pipeline: Pipeline) -> list[str]:
@@ -158,8 +160,8 @@ def the_server_is_full(pipeline: Pipeline) -> list[str]:
 
 
 SCENARIOS = [
-    Scenario(one.__name__.replace("_", " "), one, options)
-    for one, options in (
+    Scenario(scenario.__name__.replace("_", " "), scenario, options)
+    for scenario, options in (
         (a_worker_dies_with_the_turn, {}),
         (a_worker_stays_away_past_the_deadline, {"reducer_options": ("--step-deadline", "1.5")}),
         (a_leader_sleeps_through_its_lease, {"reducers": 2}),
@@ -196,8 +198,8 @@ def _then_release(pipeline: Pipeline, missing: Callable[[], str | None], role: s
 
 def _until_struck(pipeline: Pipeline, faults: list[Fault]) -> list[str]:
     def missing() -> str | None:
-        left = sum(not fault.struck.is_set() for fault in faults)
-        return f"{left} faults that did not strike" if left else None
+        missed = sum(not fault.struck.is_set() for fault in faults)
+        return f"{missed} faults that did not strike" if missed else None
 
     lacks = pipeline.until(missing, PATIENCE)
     return [f"stuck: {lacks}"] if lacks else []
@@ -207,13 +209,17 @@ def _trainer_is_missing(pipeline: Pipeline) -> str | None:
     return None if pipeline.processes["trainer"].is_done else "the trainer has not finished"
 
 
-def _said(pipeline: Pipeline, stream: Stream) -> list[Event]:
+def _read_events(pipeline: Pipeline, stream: Stream) -> list[Event]:
     log = SyncEventLog(pipeline.client, RUN)
-    return [decode_envelope(one.payload).event for one in log.read(stream=stream, limit=100_000)]
+    return [
+        decode_envelope(entry.payload).event for entry in log.read(stream=stream, limit=100_000)
+    ]
 
 
 def _is_announced(pipeline: Pipeline) -> bool:
-    return any(isinstance(one, StepReady) for one in _said(pipeline, Stream.ANNOUNCEMENTS))
+    return any(
+        isinstance(event, StepReady) for event in _read_events(pipeline, Stream.ANNOUNCEMENTS)
+    )
 
 
 def _by_and_by(happened: Callable[[], bool], seconds: float = PATIENCE) -> bool:

@@ -27,8 +27,8 @@ def table(cells: Sequence[Cell], others: Sequence[Scenario], results: dict[str, 
 
 
 def _field(boundary: str, victim: str, results: dict[str, Result]) -> str:
-    found = [results.get(f"{victim}/{boundary}/{place}") for place in ("before", "after")]
-    return " ".join(_mark(one) for one in found)
+    pair = [results.get(f"{victim}/{boundary}/{place}") for place in ("before", "after")]
+    return " ".join(_mark(result) for result in pair)
 
 
 def _mark(result: Result | None) -> str:
@@ -39,11 +39,11 @@ def _mark(result: Result | None) -> str:
 
 def summary(results: Sequence[Result], seconds: float) -> str:
     """One line: how many, how many failed, how long."""
-    failed = sum(1 for one in results if one.faults)
+    failed = sum(1 for result in results if result.faults)
     return f"\n{len(results)} runs, {failed} with faults, {seconds:.0f} seconds.\n"
 
 
-def kept(page: str, text: str) -> str:
+def with_matrix(page: str, text: str) -> str:
     """The page with its matrix replaced."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)

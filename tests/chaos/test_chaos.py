@@ -35,12 +35,12 @@ def test_an_undisturbed_run_keeps_every_promise(undisturbed):
 
 @pytest.mark.parametrize("name", CHOSEN)
 def test_a_run_in_which_one_is_killed_ends_as_the_undisturbed(undisturbed, name):
-    [cell] = [one for one in matrix.cells(undisturbed.counts) if str(one) == name]
+    [cell] = [candidate for candidate in matrix.cells(undisturbed.counts) if str(candidate) == name]
     assert matrix.run(cell, undisturbed.ready).faults == []
 
 
 def test_a_leader_that_wakes_up_after_another_took_over_changes_nothing(undisturbed):
-    [scenario] = [one for one in SCENARIOS if "leader" in one.name]
+    [scenario] = [candidate for candidate in SCENARIOS if "leader" in candidate.name]
     assert matrix.run_scenario(scenario, undisturbed.ready).faults == []
 
 
@@ -56,12 +56,12 @@ def test_the_matrix_has_every_event_of_the_run_and_every_victim(undisturbed):
 def test_whoever_is_missing_is_named(undisturbed):
     def without_a_group(pipeline):
         pipeline.start(*(role for role in pipeline.roles if role != "group"))
-        found = partial(outcome.missing, pipeline)
-        pipeline.until(lambda: None if "group" in (lacks := found() or "") else lacks, 20)
+        missing = partial(outcome.missing, pipeline)
+        pipeline.until(lambda: None if "group" in (lacks := missing() or "") else lacks, 20)
 
-    found = matrix.run_with("no group", without_a_group, undisturbed.ready, {}, deadline=1.0)
-    assert [fault.partition(":")[0] for fault in found.faults] == ["stuck"]
-    assert "group has not heard of" in found.faults[0]
+    result = matrix.run_with("no group", without_a_group, undisturbed.ready, {}, deadline=1.0)
+    assert [fault.partition(":")[0] for fault in result.faults] == ["stuck"]
+    assert "group has not heard of" in result.faults[0]
 
 
 def test_a_run_that_breaks_its_promises_is_found_out(undisturbed):
@@ -77,11 +77,11 @@ def test_a_run_that_breaks_its_promises_is_found_out(undisturbed):
         saved.write_bytes(b"something else")
 
     expected = undisturbed.ready | {(9, "weights")}
-    found = "; ".join(matrix.run_with("sabotage", sabotage, expected, {}).faults)
-    assert "weights of step 9 was never ready" in found
-    assert "announced 2 times" in found
-    assert "a replay does not announce what the reducer announced" in found
-    assert "global_step_4/checkpoint_rank_0.bin is not what was saved" in found
+    problems = "; ".join(matrix.run_with("sabotage", sabotage, expected, {}).faults)
+    assert "weights of step 9 was never ready" in problems
+    assert "announced 2 times" in problems
+    assert "a replay does not announce what the reducer announced" in problems
+    assert "global_step_4/checkpoint_rank_0.bin is not what was saved" in problems
 
 
 def test_the_matrix_is_kept_where_it_was():
@@ -94,12 +94,12 @@ def test_the_matrix_is_kept_where_it_was():
     assert "| `save-started` | - ok | - - |" in text
     assert f"| {SCENARIOS[0].name} | **fails** |" in text
     page = f"before\n{table.BEGIN}\nold\n{table.END}\nafter"
-    kept = table.kept(page, text)
-    assert kept == f"before\n{table.BEGIN}\n{text}{table.END}\nafter"
-    assert table.kept(kept, text) == kept
+    replaced = table.with_matrix(page, text)
+    assert replaced == f"before\n{table.BEGIN}\n{text}{table.END}\nafter"
+    assert table.with_matrix(replaced, text) == replaced
 
 
 def test_the_page_has_room_for_the_matrix():
     page = PAGE.read_text()
     assert page.count(table.BEGIN) == page.count(table.END) == 1
-    assert "a new matrix" in table.kept(page, "a new matrix\n")
+    assert "a new matrix" in table.with_matrix(page, "a new matrix\n")

@@ -78,14 +78,15 @@ async def test_a_prompt_that_is_trained_twice_is_named_and_exits_with_1(cli, res
         in shown.stdout
     )
     assert f"the books of run {run_id} do NOT balance" in shown.stdout
-    told = cli("audit", run_id, "--json")
-    assert told.returncode == 1
-    told = json.loads(told.stdout)
-    [books] = told["lineages"]
-    assert not told["balanced"]
-    assert [(one["name"], one["ordinals"]) for one in books["contradictions"]] == [
-        ("trained-twice", [[7, 7]])
-    ]
+    audit = cli("audit", run_id, "--json")
+    assert audit.returncode == 1
+    audit = json.loads(audit.stdout)
+    [books] = audit["lineages"]
+    assert not audit["balanced"]
+    assert [
+        (contradiction["name"], contradiction["ordinals"])
+        for contradiction in books["contradictions"]
+    ] == [("trained-twice", [[7, 7]])]
 
 
 async def test_a_file_is_audited_without_a_server(cli, resumed_run, run_id, tmp_path):
@@ -137,13 +138,13 @@ async def test_it_reads_the_archive_and_then_the_stream(
 
 async def test_status_and_runs_show_the_sums(cli, publisher, run_id):
     await begin(publisher)
-    said = "9 trained, 2 dropped (filtered 2), 9 open"
-    assert f"prompts {said}" in cli("status", run_id).stdout
+    sums = "9 trained, 2 dropped (filtered 2), 9 open"
+    assert f"prompts {sums}" in cli("status", run_id).stdout
     shown = cli("runs").stdout
     assert "PROMPTS" in shown
-    [line] = [one for one in shown.splitlines() if run_id in one]
-    assert line.rstrip().endswith(said)
-    [row] = [one for one in json.loads(cli("runs", "--json").stdout) if one["run_id"] == run_id]
+    [line] = [text_line for text_line in shown.splitlines() if run_id in text_line]
+    assert line.rstrip().endswith(sums)
+    [row] = [run for run in json.loads(cli("runs", "--json").stdout) if run["run_id"] == run_id]
     assert row["prompts"] == {"trained": 9, "dropped": {"filtered": 2}, "open": 9}
 
 
@@ -176,10 +177,10 @@ async def test_status_and_explain_name_the_chain_of_waits(cli, publisher, log, r
     assert rows[2][:3] == ["explorer-1", "the weights of step 4", "actor-0"]
     assert rows[2][4] == "-"
     assert shown[at + 2].startswith("  explorer-1")
-    told = json.loads(cli("status", run_id, "--json").stdout)["waits"]
-    assert 20 <= told["a"]["seconds"] < 600
-    assert told["a"]["seconds_left"] == pytest.approx(600 - told["a"]["seconds"])
-    shown_wait = told[explorer_wait]
+    status = json.loads(cli("status", run_id, "--json").stdout)["waits"]
+    assert 20 <= status["a"]["seconds"] < 600
+    assert status["a"]["seconds_left"] == pytest.approx(600 - status["a"]["seconds"])
+    shown_wait = status[explorer_wait]
     assert (shown_wait["by"], shown_wait["seconds_left"]) == ("explorer-1", None)
     trainer = r"trainer-0 waits for rollouts from explorer-1 for \d+\.\d s, and gives up"
     culprit = r"explorer-1 waits for the weights of step 4 from actor-0 for \d+\.\d s\."
@@ -189,9 +190,9 @@ async def test_status_and_explain_name_the_chain_of_waits(cli, publisher, log, r
         assert shown.returncode == 0, shown.stderr
         assert chain.search(shown.stdout)
         assert "Step 4 weights waits for" in shown.stdout
-    told = json.loads(cli("explain", run_id, "--json").stdout)
-    assert told["waits"]["a"]["waits_for"] == ["explorer-1"]
-    assert told["step"] is None
+    status = json.loads(cli("explain", run_id, "--json").stdout)
+    assert status["waits"]["a"]["waits_for"] == ["explorer-1"]
+    assert status["step"] is None
     await explorer.publish(WaitEnded(wait_id=explorer_wait, outcome="over"))
     await accept_reports(log)
     await publisher.publish(RunClosed(reason="finished"))
@@ -209,15 +210,15 @@ async def test_a_run_in_which_nothing_waits_is_explained_in_one_sentence(cli, pu
 
 async def test_tail_prints_ordinals_as_ranges(cli, resumed_run, run_id):
     shown = cli("tail", run_id, "-n", "100").stdout
-    for said in (
+    for text in (
         "rollouts-dispatched     ordinals=0-15 fingerprint=sha256:111111111…",
         "rollouts-dispatched     ordinals=16-19 reissued=4#2(deadline)",
         "step-trained            step=2 trained=4-8 dropped=filtered:10-11 staleness=1:16,2:4",
         "run-resumed             step=1 checkpoint=1/1",
         "ledger-restored         ledger=step:1,mark:4,next:16",
     ):
-        assert said in shown
+        assert text in shown
     only = cli("tail", run_id, "--step", "1", "--json").stdout.splitlines()
-    assert {json.loads(one)["event"]["type"] for one in only} == {
+    assert {json.loads(line)["event"]["type"] for line in only} == {
         *("step-trained", "run-resumed", "ledger-restored")
     }

@@ -135,8 +135,8 @@ async def test_status_and_tail_say_why_a_run_failed_and_who_is_lost(
         await folded(log)
     shown = cli("status", run_id, env={"COLUMNS": "150"}).stdout
     assert error in shown
-    found = dict(line.split()[:2] for line in shown.splitlines() if line.startswith("explorer-"))
-    assert found == {"explorer-0": "lost", "explorer-1": "stopped"}
+    statuses = dict(line.split()[:2] for line in shown.splitlines() if line.startswith("explorer-"))
+    assert statuses == {"explorer-0": "lost", "explorer-1": "stopped"}
     assert f"reason=failed step=1 error={error} so it is\n" in cli("tail", run_id).stdout
 
 
@@ -155,11 +155,11 @@ async def test_status_counts_ages_to_now_and_says_how_long_ago_the_last_event_wa
 async def test_runs_are_asked_for_beside_each_other_and_listed_in_order(
     client, redis_url, run_id, monkeypatch
 ):
-    names, asked, several = [f"{run_id}-{n}" for n in range(3)], [], anyio.Event()
+    names, read_runs, several = [f"{run_id}-{n}" for n in range(3)], [], anyio.Event()
 
     async def together(log):
-        asked.append(log.run_id)
-        if len(asked) > 1:
+        read_runs.append(log.run_id)
+        if len(read_runs) > 1:
             several.set()
         with anyio.fail_after(PATIENCE):
             await several.wait()
@@ -168,8 +168,8 @@ async def test_runs_are_asked_for_beside_each_other_and_listed_in_order(
     for name in names:
         await open_run(client, name)
     monkeypatch.setattr(runs, "current_state", together)
-    found = [state.run_id for state, _ in await runs._states(redis_url)]
-    assert [one for one in found if one in names] == names
+    run_ids = [state.run_id for state, _ in await runs._states(redis_url)]
+    assert [name for name in run_ids if name in names] == names
 
 
 async def test_status_says_that_nobody_is_there_once_all_signs_of_life_have_lapsed(
@@ -213,10 +213,10 @@ async def test_status_says_in_a_sentence_that_nobody_is_there_and_runs_in_a_word
     assert "The run seems abandoned: it is open, but no reducer leads it" in shown
     assert "trainer silent at step 1" in shown
     assert "explorer-0 silent" in shown
-    told = json.loads(cli("status", run_id, "--json").stdout)
-    assert told["silent_since"] == int((await log.last_id()).partition("-")[0]) / 1000
-    [row] = [one for one in json.loads(cli("runs", "--json").stdout) if one["run_id"] == run_id]
-    assert row["silent_since"] == told["silent_since"], "runs says the same"
+    status = json.loads(cli("status", run_id, "--json").stdout)
+    assert status["silent_since"] == int((await log.last_id()).partition("-")[0]) / 1000
+    [row] = [run for run in json.loads(cli("runs", "--json").stdout) if run["run_id"] == run_id]
+    assert row["silent_since"] == status["silent_since"], "runs says the same"
     assert _trainer_in_runs(cli, run_id) == "silent"
     await publisher.publish(RunClosed(reason="interrupted"))
     assert "Nobody" not in cli("status", run_id).stdout
@@ -225,7 +225,7 @@ async def test_status_says_in_a_sentence_that_nobody_is_there_and_runs_in_a_word
 
 def _trainer_in_runs(cli, run_id):
     shown = cli("runs").stdout.splitlines()
-    [line] = [one for one in shown if one.startswith(run_id)]
+    [line] = [text_line for text_line in shown if text_line.startswith(run_id)]
     return line.split()[4]
 
 
@@ -245,8 +245,8 @@ async def test_runs_shows_whole_ids_in_a_narrow_terminal(finished_run, columns):
         os.close(side)
         shown = b""
         with suppress(OSError):  # how a terminal says that nobody writes any more
-            while said := os.read(terminal, 4096):
-                shown += said
+            while data := os.read(terminal, 4096):
+                shown += data
     os.close(terminal)
     assert f"{finished_run} ".encode() in shown
 
@@ -260,8 +260,8 @@ async def test_tail_prints_the_last_entries_of_both_streams_in_order(cli, finish
 
 @pytest.mark.parametrize("options", [(), ("--json",)])
 async def test_tail_follows(finished_run, publisher, client, options):
-    asked = ("tail", finished_run, "-n", "0", "-f", *options)
-    command = [sys.executable, "-m", "trinity_events", *asked]
+    arguments = ("tail", finished_run, "-n", "0", "-f", *options)
+    command = [sys.executable, "-m", "trinity_events", *arguments]
     heard = []
 
     async def say():
@@ -284,7 +284,10 @@ async def test_tail_follows(finished_run, publisher, client, options):
 
 
 async def _somebody_waits(client):
-    return any(one["cmd"] == "xread" and "b" in one["flags"] for one in await client.client_list())
+    return any(
+        connection["cmd"] == "xread" and "b" in connection["flags"]
+        for connection in await client.client_list()
+    )
 
 
 async def test_replay_shows_each_event_with_what_it_made_true(cli, finished_run):
@@ -344,14 +347,14 @@ def mistaken(cli, redis_url):
         yield {args: pool.submit(cli, *args) for args, _ in MISTAKES.values()}
 
 
-@pytest.mark.parametrize(("args", "said"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_one_sentence_and_a_nonzero_exit(mistaken, args, said):
+@pytest.mark.parametrize(("args", "sentence"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_one_sentence_and_a_nonzero_exit(mistaken, args, sentence):
     shown = mistaken[args].result()
     assert shown.returncode == 1
     assert shown.stdout == ""
     [line] = shown.stderr.splitlines()
     assert line.startswith("error: ")
-    assert said in line
+    assert sentence in line
 
 
 async def test_a_file_that_cannot_be_written_is_one_sentence(cli, finished_run, tmp_path):
@@ -363,14 +366,14 @@ async def test_a_file_that_cannot_be_written_is_one_sentence(cli, finished_run, 
 
 
 async def test_a_place_that_the_log_does_not_have_is_one_sentence(cli, finished_run):
-    for place, said in (
+    for place, sentence in (
         ("99", "step 99 was not reached"),
         ("x-y", "give a step, such as 40"),
         ("²", "give a step, such as 40"),
     ):
         shown = cli("replay", finished_run, "--until", place, "--no-timeline")
         assert shown.returncode == 1
-        assert said in shown.stderr
+        assert sentence in shown.stderr
         assert "Traceback" not in shown.stderr
 
 
@@ -389,15 +392,15 @@ def serving(home, *options):
 
 
 def test_serve_serves_until_it_is_interrupted(tmp_path):
-    with serving(tmp_path) as said:
-        assert said.startswith("serving at unix://")
+    with serving(tmp_path) as line:
+        assert line.startswith("serving at unix://")
 
 
 def test_the_port_of_serve_is_closed_when_it_ends_although_others_use_the_server(tmp_path):
     [port] = free_ports(1)
     with EmbeddedServer(tmp_path).attached() as url:
-        with serving(tmp_path, "--port", str(port)) as said:
-            assert said.startswith(f"serving at redis://127.0.0.1:{port} ")
+        with serving(tmp_path, "--port", str(port)) as line:
+            assert line.startswith(f"serving at redis://127.0.0.1:{port} ")
             socket.create_connection(("127.0.0.1", port)).close()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port))
@@ -412,8 +415,8 @@ def test_a_second_serve_takes_no_port_away_from_the_first(tmp_path, cli):
         refused = cli("serve", "--port", str(other), env=home)
         assert refused.returncode == 1
         assert f"listens on port {port} for another serve" in refused.stderr
-        with serving(tmp_path, "--port", str(port)) as said:
-            assert said.startswith(f"serving at redis://127.0.0.1:{port} ")
+        with serving(tmp_path, "--port", str(port)) as line:
+            assert line.startswith(f"serving at redis://127.0.0.1:{port} ")
         socket.create_connection(("127.0.0.1", port)).close()
     with serving(tmp_path, "--port", str(other)):
         socket.create_connection(("127.0.0.1", other)).close()
@@ -433,13 +436,13 @@ async def test_a_run_that_cannot_be_read_hides_no_other(finished_run, client, cl
     await client.xadd(keys.events, {"e": b"a later entry"})
     await client.xtrim(keys.events, maxlen=1, approximate=False)
     await client.set(keys.snapshot, b"not a snapshot")
-    taken = f"{finished_run}-taken"
-    await open_run(client, taken)
-    await client.set(RunKeys.of(taken).position, b"\xff")
-    said = cli("runs", "--json", "--redis-url", redis_url)
-    assert said.returncode == 0, said.stderr
-    assert f"error: run {spoiled}: the snapshot is not readable" in said.stderr
-    assert f"error: {RunKeys.of(taken).position} holds " in said.stderr
-    listed = {row["run_id"] for row in json.loads(said.stdout)}
+    conflicting = f"{finished_run}-taken"
+    await open_run(client, conflicting)
+    await client.set(RunKeys.of(conflicting).position, b"\xff")
+    result = cli("runs", "--json", "--redis-url", redis_url)
+    assert result.returncode == 0, result.stderr
+    assert f"error: run {spoiled}: the snapshot is not readable" in result.stderr
+    assert f"error: {RunKeys.of(conflicting).position} holds " in result.stderr
+    listed = {row["run_id"] for row in json.loads(result.stdout)}
     assert finished_run in listed
-    assert not {spoiled, taken} & listed
+    assert not {spoiled, conflicting} & listed

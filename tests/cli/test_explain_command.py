@@ -58,7 +58,7 @@ async def test_an_excluded_explorer_is_named_in_its_status_too(cli, waiting_run,
 async def test_with_json_it_says_the_same_to_programs(cli, waiting_run):
     answer = json.loads(cli("explain", waiting_run, "3", "--json").stdout)
     assert answer.pop("explanation").startswith("Step 3 state_dict waits for")
-    assert [one["reason"] for one in answer.pop("causes")] == ["no-reducer", "missing"]
+    assert [cause["reason"] for cause in answer.pop("causes")] == ["no-reducer", "missing"]
     assert answer == {
         "run_id": waiting_run,
         "epoch": 1,
@@ -69,8 +69,8 @@ async def test_with_json_it_says_the_same_to_programs(cli, waiting_run):
 
 async def test_stacks_that_were_taken_at_a_deadline_are_shown(cli, waiting_run, publisher, log):
     frames = 'Thread 0x7f (most recent call first):\n  File "mine.py", line 7 in generate'
-    taken = StacksTaken(process="explorer-0", node="box", pid=7, stacks=frames)
-    await publisher.publish(taken)
+    stacks_taken = StacksTaken(process="explorer-0", node="box", pid=7, stacks=frames)
+    await publisher.publish(stacks_taken)
     entry_id = await log.last_id()
     await publisher.publish(StacksTaken(process="actor-1", node="box", pid=8))
     shown = cli("explain", waiting_run).stdout.splitlines()
@@ -110,8 +110,8 @@ async def test_a_proof_names_the_entries_of_the_log(cli, waiting_run, log):
     entries = [entry.id for entry in await log.read()]
     shown = cli("explain", waiting_run, "3", "--proof").stdout.splitlines()
     assert [line.split()[0] for line in shown[-3:]] == [entries[1], entries[3], entries[2]]
-    told = json.loads(cli("explain", waiting_run, "3", "--proof", "--json").stdout)["proof"]
-    assert [(one["part"], one["id"]) for one in told] == [
+    proof = json.loads(cli("explain", waiting_run, "3", "--proof", "--json").stdout)["proof"]
+    assert [(entry["part"], entry["id"]) for entry in proof] == [
         ("commits", entries[1]),
         ("starts", entries[3]),
         ("finishes", entries[2]),

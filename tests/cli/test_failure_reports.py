@@ -30,17 +30,17 @@ def test_failures_of_one_cause_are_told_together():
         history.add(committed(step, "checkpoint", registration("checkpoint", 2)))
         history.add(full_disk(step, "checkpoint"), by="actor")
     history.add(failed(1100, kind="checkpoint"), by="actor")
-    found = failures(history.fold()[0].state)
-    assert [(one.kinds, one.steps) for one in found] == [
+    reports = failures(history.fold()[0].state)
+    assert [(report.kinds, report.steps) for report in reports] == [
         (("state_dict",), tuple(range(100, 1100, 100))),
         (("checkpoint",), tuple(range(100, 1100, 100))),
         (("checkpoint",), (1100,)),
     ]
-    assert found[0].sentence.startswith(
+    assert reports[0].sentence.startswith(
         "Steps 100, 200, 300, ..., 1000 (10 of them): state_dict FAILED; the last: "
     )
-    assert "/epoch_1_step_1000_0a/" in found[0].sentence
-    assert found[2].sentence.startswith("Step 1100 checkpoint FAILED: ")
+    assert "/epoch_1_step_1000_0a/" in reports[0].sentence
+    assert reports[2].sentence.startswith("Step 1100 checkpoint FAILED: ")
 
 
 def test_a_checkpoint_that_failed_with_its_state_dict_is_told_with_it():
@@ -50,8 +50,8 @@ def test_a_checkpoint_that_failed_with_its_state_dict_is_told_with_it():
     )
     history.add(failed(1), by="actor")
     state = history.fold()[0].state
-    [one] = failures(state)
-    assert one.kinds == ("state_dict", "checkpoint")
+    [failure] = failures(state)
+    assert failure.kinds == ("state_dict", "checkpoint")
     first, second = explain(state, 1).splitlines()
     assert first.startswith("Step 1 state_dict FAILED: model of actor-0")
     assert second == "Step 1 checkpoint FAILED with its state_dict."
@@ -63,8 +63,8 @@ def test_ages_stop_when_the_run_has_ended():
     history.add(started(1), by="actor")
     history.add(RunClosed(reason="failed", error="ValueError: no"))
     history.add(DeadlineReached(step=2, kind="state_dict", seconds=5.0), by="reducer")
-    said = explain(history.fold()[0].state, 1, now=99_000)
-    assert said == (
+    explanation = explain(history.fold()[0].state, 1, now=99_000)
+    assert explanation == (
         "Step 1 state_dict was not complete when the run ended: it lacked 1 of 1 saves: model of "
         "actor-0 (started 0.0 s ago); committed 0.0 s before."
     )

@@ -47,16 +47,21 @@ async def test_moments_are_seconds_since_1970_in_every_command(
     await publisher.publish(started(1))
     await publisher.publish(RunClosed(reason="finished"))
     shown = cli(command, *(() if command == "runs" else (run_id,)), "--json")
-    told = strictly(shown.stdout)
+    document = strictly(shown.stdout)
     if command == "runs":
-        [told] = [one for one in told if one["run_id"] == run_id]
-        moments = [told["opened_at"]]
+        [document] = [run for run in document if run["run_id"] == run_id]
+        moments = [document["opened_at"]]
     else:
-        [step] = told["steps"].values()
+        [step] = document["steps"].values()
         [slot] = step["kinds"]["state_dict"]["slots"].values()
-        [explorer] = told["explorers"].values()
-        [attempt] = told["attempts"].values()
-        moments = [told["opened_at"], told["closed_at"], attempt["since"], slot["running"]["a"]]
+        [explorer] = document["explorers"].values()
+        [attempt] = document["attempts"].values()
+        moments = [
+            document["opened_at"],
+            document["closed_at"],
+            attempt["since"],
+            slot["running"]["a"],
+        ]
         moments += [explorer["heard_at"], explorer["requested_at"]]
         moments += [step["kinds"]["state_dict"]["committed_at"]]
     assert all(0 <= time.time() - moment < 300 for moment in moments), moments
@@ -73,9 +78,9 @@ def test_no_moment_of_the_state_is_forgotten():
 
     def numbers(value):
         if isinstance(value, dict):
-            return [one for inner in value.values() for one in numbers(inner)]
+            return [number for inner in value.values() for number in numbers(inner)]
         if isinstance(value, list):
-            return [one for inner in value for one in numbers(inner)]
+            return [number for inner in value for number in numbers(inner)]
         return [value] if isinstance(value, int | float) else []
 
     assert max(numbers(state_as_json(state))) < 1000

@@ -74,7 +74,7 @@ LINE_BY_LINE = ("tail", "tail-cloudevents", "replay-step")
 @pytest.mark.parametrize("name", COMMANDS)
 async def test_what_a_command_prints_is_what_its_schema_says(cli, run, name):
     validator = schema_of(name)
-    shown = cli(*(run if one == "RUN" else one for one in COMMANDS[name]))
+    shown = cli(*(run if word == "RUN" else word for word in COMMANDS[name]))
     lines = shown.stdout.splitlines()
     assert lines
     if name != "runs":  # which warns of runs that other tests spoil
@@ -99,10 +99,10 @@ async def test_status_lists_the_processes_of_an_open_run_on_this_host(cli, run, 
     command = [sys.executable, "-c", PROCESS, run]
     with child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"ready\n"
-        told = json.loads(cli("status", run, "--json").stdout)
-        schema_of("status").validate(told)
+        status = json.loads(cli("status", run, "--json").stdout)
+        schema_of("status").validate(status)
         running = {"pid": process.pid, "condition": "running"}
-        assert told["processes"] == {"actor-1": running, "explorer-7": running}
+        assert status["processes"] == {"actor-1": running, "explorer-7": running}
         assert re.search(rf"^actor-1 +{process.pid} +running", cli("status", run).stdout, re.M)
         process.kill()
         process.wait()
@@ -132,6 +132,6 @@ def test_every_command_with_json_has_a_schema():
     with_json = {
         name
         for name in group.list_commands(Context(group))
-        if any("--json" in one.opts for one in group.get_command(Context(group), name).params)
+        if any("--json" in option.opts for option in group.get_command(Context(group), name).params)
     }
     assert with_json <= {path.stem for path in SCHEMAS.glob("*.json")}

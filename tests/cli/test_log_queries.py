@@ -48,10 +48,10 @@ def lines(shown) -> list[dict]:
 
 async def every_entry(log) -> list[tuple[str, str, object]]:
     """Every entry in the order of ``tail``: id, stream, envelope."""
-    found = [(s, one) for s in Stream for one in await log.read(stream=s, limit=100_000)]
+    entries = [(s, entry) for s in Stream for entry in await log.read(stream=s, limit=100_000)]
     return [
         (entry.id, stream.value, decode_envelope(entry.payload))
-        for stream, entry in sorted(found, key=stream_order)
+        for stream, entry in sorted(entries, key=stream_order)
     ]
 
 
@@ -65,39 +65,39 @@ async def test_the_newest_run_is_taken_where_none_is_named(cli, run, client):
 
 async def test_tail_prints_what_it_is_asked_for_by_type_producer_and_step(cli, run, log):
     entries = await every_entry(log)
-    for options, wanted in (
-        (("-t", "step-ready"), lambda one: event_tag(one.event) == "step-ready"),
+    for options, matches in (
+        (("-t", "step-ready"), lambda envelope: event_tag(envelope.event) == "step-ready"),
         (
             ("--type", "step-failed", "--type", "save-failed"),
-            lambda one: event_tag(one.event) in ("step-failed", "save-failed"),
+            lambda envelope: event_tag(envelope.event) in ("step-failed", "save-failed"),
         ),
-        (("-p", "actor"), lambda one: one.producer.role == "actor"),
+        (("-p", "actor"), lambda envelope: envelope.producer.role == "actor"),
         (
             ("-p", "actor-1", "--producer", "explorer-0"),
-            lambda one: one.producer.role in ("actor", "explorer"),
+            lambda envelope: envelope.producer.role in ("actor", "explorer"),
         ),
-        (("-s", "5"), lambda one: 5 in steps_of(one.event)),
-        (("--step", "2-3", "--step", "7"), lambda one: steps_of(one.event) & {2, 3, 7}),
+        (("-s", "5"), lambda envelope: 5 in steps_of(envelope.event)),
+        (("--step", "2-3", "--step", "7"), lambda envelope: steps_of(envelope.event) & {2, 3, 7}),
         (
             ("-s", "5", "-t", "save-failed"),
-            lambda one: event_tag(one.event) == "save-failed",
+            lambda envelope: event_tag(envelope.event) == "save-failed",
         ),
     ):
-        expected = [(at, stream) for at, stream, one in entries if wanted(one)]
+        expected = [(at, stream) for at, stream, envelope in entries if matches(envelope)]
         assert expected, options
-        found = lines(cli("tail", run, "--json", "-n", "1000", *options))
-        assert [(one["id"], one["stream"]) for one in found] == expected, options
-        found = lines(cli("tail", run, "--json", "-n", "2", *options))
-        assert [(one["id"], one["stream"]) for one in found] == expected[-2:], options
+        printed = lines(cli("tail", run, "--json", "-n", "1000", *options))
+        assert [(line["id"], line["stream"]) for line in printed] == expected, options
+        printed = lines(cli("tail", run, "--json", "-n", "2", *options))
+        assert [(line["id"], line["stream"]) for line in printed] == expected[-2:], options
 
 
 async def test_tail_prints_what_came_in_a_time(cli, run, log):
     entries = await every_entry(log)
     places = [(at, stream) for at, stream, _ in entries]
     middle, end = entries[len(entries) // 2][0], entries[-3][0]
-    found = lines(cli("tail", run, "--json", "--since", middle, "--until", end))
+    printed = lines(cli("tail", run, "--json", "--since", middle, "--until", end))
     order = [int(at.partition("-")[0]) for at, *_ in entries]
-    assert [(one["id"], one["stream"]) for one in found] == [
+    assert [(line["id"], line["stream"]) for line in printed] == [
         place for place in places if _key(middle) <= _key(place[0]) <= _key(end)
     ]
     assert len(lines(cli("tail", run, "--json", "--since", "1h"))) == len(entries) > 20
@@ -124,8 +124,8 @@ async def archived_run(publisher, log, redis_url, run_id, tmp_path, monkeypatch,
 
 async def announced_all(log, step):
     async def reached():
-        found = await log.read_back(stream=Stream.ANNOUNCEMENTS, limit=5)
-        return any(step in steps_of(decode_envelope(one.payload).event) for one in found)
+        newest = await log.read_back(stream=Stream.ANNOUNCEMENTS, limit=5)
+        return any(step in steps_of(decode_envelope(entry.payload).event) for entry in newest)
 
     await until(reached)
 
@@ -138,13 +138,15 @@ async def test_tail_goes_back_into_the_archive(cli, archived_run, log, tmp_path)
     root = ("--checkpoint-root", str(tmp_path))
     exported = tmp_path / "all.jsonl"
     assert cli("export", archived_run, "-o", str(exported), *root).returncode == 0
-    told = [json.loads(line) for line in exported.read_text().splitlines()[1:]]
-    told = [(one["id"], one["stream"]) for one in told if one["stream"] != "dead"]
+    exported_places = [json.loads(line) for line in exported.read_text().splitlines()[1:]]
+    exported_places = [
+        (line["id"], line["stream"]) for line in exported_places if line["stream"] != "dead"
+    ]
     rank = {stream.value: number for number, stream in enumerate(Stream)}
-    told.sort(key=lambda one: (_key(one[0]), rank[one[1]]))
+    exported_places.sort(key=lambda place: (_key(place[0]), rank[place[1]]))
     for count in (600, 10**9):
-        found = lines(cli("tail", archived_run, "--json", "-n", str(count), *root))
-        assert [(one["id"], one["stream"]) for one in found] == told[-count:]
+        printed = lines(cli("tail", archived_run, "--json", "-n", str(count), *root))
+        assert [(line["id"], line["stream"]) for line in printed] == exported_places[-count:]
     [ready] = lines(cli("tail", archived_run, "--json", "-t", "step-ready", "-s", "3", *root))
     assert ready["event"]["step"] == 3
     elsewhere = cli("tail", archived_run, "-s", "3", "--checkpoint-root", str(tmp_path / "none"))
@@ -157,8 +159,8 @@ async def test_explain_knows_what_became_of_a_step_that_was_settled(cli, archive
     shown = cli("explain", archived_run, "3", *root)
     assert shown.returncode == 0, shown.stderr
     assert re.fullmatch(r"Step 3 weights was ready \(announcement \d+-\d+\)\.\n", shown.stdout)
-    told = json.loads(cli("explain", archived_run, "3", "--json", *root).stdout)
-    assert told["kinds"] == {"weights": "ready"}
+    explanation = json.loads(cli("explain", archived_run, "3", "--json", *root).stdout)
+    assert explanation["kinds"] == {"weights": "ready"}
     elsewhere = cli("explain", archived_run, "3", "--checkpoint-root", str(tmp_path / "none"))
     assert elsewhere.returncode == 1
     assert "name that with --checkpoint-root" in elsewhere.stderr
@@ -219,7 +221,7 @@ def test_a_moment_may_be_an_entry_and_nothing_else():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "sentence"),
     [
         (("--type", "step-redy"), "there is no event type 'step-redy': is step-ready meant?"),
         (("--step", "x"), "--step takes a step, such as 40"),
@@ -227,11 +229,11 @@ def test_a_moment_may_be_an_entry_and_nothing_else():
         (("--follow", "--until", "1h"), "leave one of them out"),
     ],
 )
-async def test_what_cannot_be_asked_for_is_one_sentence(cli, publisher, options, said):
+async def test_what_cannot_be_asked_for_is_one_sentence(cli, publisher, options, sentence):
     shown = cli("tail", publisher.log.run_id, *options)
     assert (shown.returncode, shown.stdout) == (1, "")
     [line] = shown.stderr.splitlines()
-    assert said in line
+    assert sentence in line
 
 
 async def test_a_mistyped_run_is_told_with_the_nearest_name(cli, publisher, run_id):

@@ -45,9 +45,9 @@ def scraped(redis_url, run_id, publisher):
     with metrics_served(f"of run {run_id}", run_id, "--redis-url", redis_url) as (samples, _, _, _):
 
         def read(metric, /, **labels):
-            found = samples(metric, **labels)
-            assert set(found) <= {run_id}
-            return list(found.values())
+            values = samples(metric, **labels)
+            assert set(values) <= {run_id}
+            return list(values.values())
 
         yield read
 
@@ -114,10 +114,10 @@ async def test_all_open_runs_are_served_whatever_one_of_them_meets(tmp_path):
                 return publisher
 
             await trained("first", 1)
-            with metrics_served("of all open runs", "--redis-url", url) as (samples, told, _, _):
+            with metrics_served("of all open runs", "--redis-url", url) as (samples, errors, _, _):
 
-                def steps(**wanted):
-                    return lambda: samples("trinity_trainer_step") == wanted
+                def steps(**expected):
+                    return lambda: samples("trinity_trainer_step") == expected
 
                 await until(steps(first=1))
                 assert samples("trinity_server_up") == {None: 1}
@@ -129,7 +129,7 @@ async def test_all_open_runs_are_served_whatever_one_of_them_meets(tmp_path):
                 await second.publish(StepTrained(step=3, metrics={}))
                 await until(steps(first=1, second=3))
                 assert samples("trinity_run_readable") == {"first": 1, "second": 1, "broken": 0}
-                assert any("of run broken are of the past" in line for line in told), told
+                assert any("of run broken are of the past" in line for line in errors), errors
                 await delete_run(admin, "first", await RedisEventLog(admin, "first").last_id())
                 await until(steps(second=3))
                 server.kill()
@@ -139,7 +139,7 @@ async def test_all_open_runs_are_served_whatever_one_of_them_meets(tmp_path):
                 await until(lambda: samples("trinity_server_up") == {None: 1})
                 await second.publish(StepTrained(step=4, metrics={}))
                 await until(steps(second=4))
-                assert [one for one in told if one.startswith("the server")][-1:] == [
+                assert [line for line in errors if line.startswith("the server")][-1:] == [
                     "the server answers again\n"
                 ]
 
@@ -185,10 +185,10 @@ def test_a_run_that_is_not_there_is_one_sentence(cli, publisher):
 
 
 def test_a_port_that_is_taken_is_one_sentence(cli, publisher, run_id):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with socket.socket() as occupied:
+        occupied.bind(("127.0.0.1", 0))
+        occupied.listen()
+        port = occupied.getsockname()[1]
         shown = cli("metrics", run_id, "--port", str(port))
     assert shown.returncode == 1
     [line] = shown.stderr.splitlines()

@@ -52,7 +52,10 @@ def collector(status=200):
 
 
 def attributes(span):
-    return {one.key: one.value.string_value or one.value.int_value for one in span.attributes}
+    return {
+        attribute.key: attribute.value.string_value or attribute.value.int_value
+        for attribute in span.attributes
+    }
 
 
 @pytest.fixture(scope="module")
@@ -60,45 +63,49 @@ def spans(cli):
     with collector() as (url, requests):
         shown = cli("traces", str(RECORDED), "--to", url + "/")
         assert shown.returncode == 0, shown.stderr
-    found = []
+    exported = []
     for path, body in requests:
         assert path == "/v1/traces"
         for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
             for scope in resource.scope_spans:
                 assert scope.schema_url.startswith("https://opentelemetry.io/schemas/")
-                found += scope.spans
-    assert shown.stdout == f"{len(found)} spans given to {url}\n"
-    return found
+                exported += scope.spans
+    assert shown.stdout == f"{len(exported)} spans given to {url}\n"
+    return exported
 
 
 @pytest.fixture(scope="module")
 def events():
     from trinity_events.archive.format import read_lines
 
-    lines = [one for one in read_lines(RECORDED)[1] if one.stream == "events"]
-    return [decode_envelope(one.payload) for one in lines]
+    lines = [line for line in read_lines(RECORDED)[1] if line.stream == "events"]
+    return [decode_envelope(line.payload) for line in lines]
 
 
 def test_each_part_and_application_of_a_version_is_in_the_trace_of_its_step(spans, events):
     by_trace = defaultdict(list)
     for span in spans:
         by_trace[span.trace_id.hex()].append(span)
-    versions = {version_of(one.epoch, one.event) for one in events} - {None}
+    versions = {version_of(envelope.epoch, envelope.event) for envelope in events} - {None}
     assert versions
     for version in versions:
-        found = Counter(
-            one.name.split()[0] for one in by_trace[trace_id(events[0].run_id, version)]
+        counts = Counter(
+            span.name.split()[0] for span in by_trace[trace_id(events[0].run_id, version)]
         )
-        told = [one.event for one in events if version_of(one.epoch, one.event) == version]
-        parts = sum(isinstance(one, VersionPartPublished) for one in told)
-        applied = sum(isinstance(one, WeightsApplied) for one in told)
-        assert (found["publish"], found["pause"], found["fetch"]) == (parts, applied, applied)
-        assert found["step"] == 1
+        events_of_version = [
+            envelope.event
+            for envelope in events
+            if version_of(envelope.epoch, envelope.event) == version
+        ]
+        parts = sum(isinstance(event, VersionPartPublished) for event in events_of_version)
+        applied = sum(isinstance(event, WeightsApplied) for event in events_of_version)
+        assert (counts["publish"], counts["pause"], counts["fetch"]) == (parts, applied, applied)
+        assert counts["step"] == 1
 
 
 def test_a_span_of_a_step_is_below_its_root_and_within_it(spans):
-    roots = {one.trace_id: one for one in spans if one.name.startswith("step ")}
-    below = [one for one in spans if one.trace_id in roots and one not in roots.values()]
+    roots = {span.trace_id: span for span in spans if span.name.startswith("step ")}
+    below = [span for span in spans if span.trace_id in roots and span not in roots.values()]
     assert below
     for span in below:
         root = roots[span.trace_id]
@@ -106,37 +113,38 @@ def test_a_span_of_a_step_is_below_its_root_and_within_it(spans):
         assert root.span_id.hex() == span_id(root.trace_id.hex(), ROOT)
         assert root.start_time_unix_nano <= span.start_time_unix_nano
         assert span.end_time_unix_nano <= root.end_time_unix_nano
-    assert len({(one.trace_id, one.span_id) for one in spans}) == len(spans)
+    assert len({(span.trace_id, span.span_id) for span in spans}) == len(spans)
 
 
 def test_an_application_links_to_the_parts_of_its_version(spans):
-    published = {one.span_id: one for one in spans if one.kind == Span.SPAN_KIND_PRODUCER}
-    pauses = [one for one in spans if one.name.startswith("pause ")]
+    published = {span.span_id: span for span in spans if span.kind == Span.SPAN_KIND_PRODUCER}
+    pauses = [span for span in spans if span.name.startswith("pause ")]
     assert pauses
     for pause in pauses:
         assert pause.links
-        assert all(published[one.span_id].trace_id == pause.trace_id for one in pause.links)
-        told = attributes(pause)
-        assert told["messaging.system"] == "redis"
-        assert told["messaging.operation.type"] == "process"
+        assert all(published[link.span_id].trace_id == pause.trace_id for link in pause.links)
+        attributes_of_pause = attributes(pause)
+        assert attributes_of_pause["messaging.system"] == "redis"
+        assert attributes_of_pause["messaging.operation.type"] == "process"
 
 
 def test_an_event_carries_the_context_of_its_span():
     sent = []
     actor = EnvelopeFactory("run", 1, new_producer("actor"))
     trained = decode_envelope(actor.next(StepTrained(step=1)))
-    envelopes = [decode_envelope(actor.next(one)) for one in (opened(1), part(1))]
+    envelopes = [decode_envelope(actor.next(event)) for event in (opened(1), part(1))]
     assert trained.trace is None, "it is of no version"
     traces, timeline = StepTraces("run", sent.extend), Timeline()
     for number, envelope in enumerate(envelopes, 1):
         traces.add_all(timeline.add(f"{number}-0", envelope))
     traces.add_all(timeline.finish())
     traces.finish()
-    [publish] = [one for one in sent if one.name.startswith("publish ")]
-    [root] = [one for one in sent if one.name.startswith("step ")]
-    contexts = [one.trace.traceparent for one in envelopes]
+    [publish] = [span for span in sent if span.name.startswith("publish ")]
+    [root] = [span for span in sent if span.name.startswith("step ")]
+    contexts = [envelope.trace.traceparent for envelope in envelopes]
     assert contexts == [
-        f"00-{one.context.trace_id:032x}-{one.context.span_id:016x}-01" for one in (root, publish)
+        f"00-{span.context.trace_id:032x}-{span.context.span_id:016x}-01"
+        for span in (root, publish)
     ]
 
 
@@ -148,15 +156,15 @@ def test_a_failed_save_is_an_error():
     for entry_id, envelope in history.entries:
         traces.add_all(timeline.add(entry_id, envelope))
     traces.finish()
-    [save] = [one for one in sent if one.name.startswith("save ")]
+    [save] = [span for span in sent if span.name.startswith("save ")]
     assert save.status.status_code.value == Status.STATUS_CODE_ERROR
 
 
 @pytest.mark.parametrize("status", [400, None], ids=["refused", "absent"])
 def test_a_collector_that_takes_no_spans_is_one_sentence(cli, status):
-    with collector(status or 200) as (taken, _), socket.socket() as free:
+    with collector(status or 200) as (collector_url, _), socket.socket() as free:
         free.bind(("127.0.0.1", 0))  # nothing listens there
-        url = taken if status else f"http://127.0.0.1:{free.getsockname()[1]}"
+        url = collector_url if status else f"http://127.0.0.1:{free.getsockname()[1]}"
         shown = cli("traces", str(RECORDED), "--to", url, "--timeout", "1")
     assert shown.returncode != 0
     assert f"the collector at {url} takes no spans: " in shown.stderr

@@ -20,9 +20,11 @@ async def whole(publisher, log, redis_url, run_id):
     async with reducer_task(redis_url, run_id):
         await publish_steps(publisher, range(STEPS))
         await announced(log, STEPS)
-    found = [(position(one.id), one.id, s) for s in Stream async for one in read_all(log, s)]
+    entries = [
+        (position(entry.id), entry.id, s) for s in Stream async for entry in read_all(log, s)
+    ]
     return [
-        (entry_id, stream.value) for _, entry_id, stream in sorted(found, key=lambda one: one[0])
+        (entry_id, stream.value) for _, entry_id, stream in sorted(entries, key=lambda row: row[0])
     ]
 
 
@@ -43,8 +45,8 @@ def pages(monkeypatch):
 
 async def printed(capsys, redis_url, run_id, lines):
     await _tail(redis_url, run_id, Path(), _Asked(lines=lines, form="json"))
-    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    return [(one["id"], one["stream"]) for one in told]
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    return [(record["id"], record["stream"]) for record in records]
 
 
 @pytest.mark.parametrize("lines", [0, 1, 2, 5, 99, 10**9])

@@ -158,10 +158,12 @@ def test_what_is_harmless_is_shown_as_it_is():
 
 def terminal_writers():
     """Everything of ours that may write to a terminal, beside the place that makes it safe."""
-    events, workers = (Path(one.__file__).parent for one in (trinity_events, trinity_workers))
-    found = [*(events / "cli").glob("*.py"), *(events / "views").glob("*.py")]
-    found += [workers / "cli.py", *(workers / "launch").glob("*.py")]
-    return [path for path in found if path != Path(terminal.__file__)]
+    events, workers = (
+        Path(package.__file__).parent for package in (trinity_events, trinity_workers)
+    )
+    paths = [*(events / "cli").glob("*.py"), *(events / "views").glob("*.py")]
+    paths += [workers / "cli.py", *(workers / "launch").glob("*.py")]
+    return [path for path in paths if path != Path(terminal.__file__)]
 
 
 @pytest.mark.parametrize(

@@ -45,13 +45,13 @@ def test_each_step_tells_what_its_event_changed(cli):
     shown = cli("replay", LOG, "--step", "--json")
     assert (shown.returncode, shown.stderr) == (0, "")
     steps, entries = [json.loads(line) for line in shown.stdout.splitlines()], entries_of(LOG)
-    assert [one["id"] for one in steps] == [entry.id for entry in entries]
-    for number, one in enumerate(steps):
+    assert [step["id"] for step in steps] == [entry.id for entry in entries]
+    for number, step in enumerate(steps):
         before, after = state_after(entries[:number]), state_after(entries[: number + 1])
-        for change in one["changes"]:
+        for change in step["changes"]:
             assert at(before, change["path"]) == change["before"]
             assert at(after, change["path"]) == change["after"]
-    changed = [change["path"] for one in steps for change in one["changes"]]
+    changed = [change["path"] for step in steps for change in step["changes"]]
     assert any("failure" in path for path in changed)
     assert not any(path.startswith(("sequences", "position")) for path in changed)
 
@@ -66,16 +66,16 @@ def test_steps_can_begin_and_end_anywhere(cli):
 
 def test_diff_tells_each_field_that_differs_between_two_entries(cli):
     entries = entries_of(LOG)
-    one, other = entries[4].id, entries[-1].id
-    told = json.loads(cli("diff", LOG, one, other, "--json").stdout)
-    assert (told["from"], told["to"]) == (one, other)
+    first, other = entries[4].id, entries[-1].id
+    difference = json.loads(cli("diff", LOG, first, other, "--json").stdout)
+    assert (difference["from"], difference["to"]) == (first, other)
     before, after = state_after(entries[:5]), state_after(entries)
-    assert told["changes"]
-    for change in told["changes"]:
+    assert difference["changes"]
+    for change in difference["changes"]:
         assert at(before, change["path"]) == change["before"] != change["after"]
         assert at(after, change["path"]) == change["after"]
-    shown = cli("diff", LOG, one, other).stdout
-    assert shown.startswith(f"from entry {one} (5) to {other} ({len(entries)})\n")
+    shown = cli("diff", LOG, first, other).stdout
+    assert shown.startswith(f"from entry {first} (5) to {other} ({len(entries)})\n")
     assert "+ dead_letters = 2" in shown
     assert "sequences" not in shown, "each event changes it"
 
@@ -86,14 +86,18 @@ async def test_diff_takes_steps_of_a_run(cli, run, redis_url, tmp_path):
 
 
 async def test_bisect_finds_the_first_event_after_which_a_condition_is_true(cli, run, log):
-    told = json.loads(cli("bisect", run, "ready.weights.at.step >= 3", "--json").stdout)
-    cause = told["found"]
+    bisection = json.loads(cli("bisect", run, "ready.weights.at.step >= 3", "--json").stdout)
+    cause = bisection["found"]
     assert cause["envelope"]["event"] == {
         "type": "step-committed",
         "step": 3,
         "kind": "weights",
     }
-    [ready] = [one["event"] for one in cause["announcements"] if one["event"]["step"] == 3]
+    [ready] = [
+        announcement["event"]
+        for announcement in cause["announcements"]
+        if announcement["event"]["step"] == 3
+    ]
     assert (ready["type"], ready["caused_by"]) == ("step-ready", cause["id"])
     shown = cli("bisect", run, "closed == 'finished'", "--every").stdout
     assert "run-closed" in shown

@@ -21,54 +21,54 @@ from trinity_events.replay import PAGE
 from trinity_events.server import EmbeddedServer, connect
 
 
-def is_a_sentence(said, status=1):
-    assert said.returncode == status, said.stderr
-    assert "Traceback" not in said.stderr
-    return said.stderr
+def is_a_sentence(result, status=1):
+    assert result.returncode == status, result.stderr
+    assert "Traceback" not in result.stderr
+    return result.stderr
 
 
 def test_a_port_that_another_has_is_named(cli, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        said = cli("serve", "--port", str(port), env={"TRINITY_HOME": str(tmp_path)})
-    assert f"cannot listen on port {port}" in is_a_sentence(said)
+    with socket.create_server(("127.0.0.1", 0)) as occupied:
+        port = occupied.getsockname()[1]
+        result = cli("serve", "--port", str(port), env={"TRINITY_HOME": str(tmp_path)})
+    assert f"cannot listen on port {port}" in is_a_sentence(result)
 
 
 @pytest.mark.parametrize("option", ["foo=bar", "db=x", "socket_timeout=soon"])
 def test_an_option_of_a_url_that_is_unknown_or_wrong_is_named(cli, option):
-    said = cli("runs", "--redis-url", f"redis://host?{option}")
-    assert "has an option that is unknown or wrong" in is_a_sentence(said)
+    result = cli("runs", "--redis-url", f"redis://host?{option}")
+    assert "has an option that is unknown or wrong" in is_a_sentence(result)
 
 
 def test_a_password_among_the_options_is_not_shown(cli):
-    said = cli("runs", "--redis-url", "redis://127.0.0.1:1?password=open-sesame")
-    assert "open-sesame" not in is_a_sentence(said)
+    result = cli("runs", "--redis-url", "redis://127.0.0.1:1?password=open-sesame")
+    assert "open-sesame" not in is_a_sentence(result)
 
 
 @pytest.mark.parametrize("option", ["ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile"])
 def test_a_file_of_tls_that_is_not_there_is_named(cli, option):
-    said = cli("runs", "--redis-url", f"rediss://127.0.0.1:1?{option}=/nowhere/of.pem")
+    result = cli("runs", "--redis-url", f"rediss://127.0.0.1:1?{option}=/nowhere/of.pem")
     shown = (
         f"/nowhere/of.pem, which rediss://127.0.0.1:1?{option}=/nowhere/of.pem names as {option}"
     )
-    assert is_a_sentence(said).startswith(f"error: {shown}, cannot be used (No such file")
+    assert is_a_sentence(result).startswith(f"error: {shown}, cannot be used (No such file")
 
 
 def test_authorities_that_are_none_are_named(cli, tmp_path):
     path = tmp_path / "ca.pem"
     path.write_text("not a certificate")
-    said = cli("runs", "--redis-url", f"rediss://127.0.0.1:1?ssl_ca_certs={path}")
-    assert f"error: {path}, which" in is_a_sentence(said)
+    result = cli("runs", "--redis-url", f"rediss://127.0.0.1:1?ssl_ca_certs={path}")
+    assert f"error: {path}, which" in is_a_sentence(result)
 
 
 def test_no_sentence_has_two_full_stops(cli):
     step = StepState(kinds={"weights": KindState(failure="Connection refused.")})
-    said = explain(MonitorState(run_id="run", steps={1: step}), 1)
-    assert said == "Step 1 weights FAILED: Connection refused; a retry still needs " + (
+    sentence = explain(MonitorState(run_id="run", steps={1: step}), 1)
+    assert sentence == "Step 1 weights FAILED: Connection refused; a retry still needs " + (
         "the trainer's commit, its version to be opened."
     )
-    said = is_a_sentence(cli("runs", "--redis-url", "redis://127.0.0.1:1"))
-    assert ".)" not in said
+    sentence = is_a_sentence(cli("runs", "--redis-url", "redis://127.0.0.1:1"))
+    assert ".)" not in sentence
 
 
 INTERRUPTED = """
@@ -86,8 +86,8 @@ main()
 
 def test_an_interrupt_while_the_command_line_is_loaded_shows_no_traceback():
     command = [sys.executable, "-c", INTERRUPTED]
-    said = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert is_a_sentence(said, status=130) == ""
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert is_a_sentence(result, status=130) == ""
 
 
 async def test_a_subscription_that_has_raised_says_so_when_it_is_asked_again(redis_url, run_id):
@@ -150,5 +150,5 @@ async def test_a_recording_that_ends_before_its_position_is_not_sound(
     assert verify(recording, None).sound
     del recording.events[4:]
     del recording.announcements[:]
-    findings = [one.what for one in verify(recording, None).findings]
-    assert any("the file was cut off" in one for one in findings)
+    findings = [finding.what for finding in verify(recording, None).findings]
+    assert any("the file was cut off" in finding for finding in findings)

@@ -78,9 +78,9 @@ def test_what_is_generated_is_in_step_with_the_contract():
 
 
 def test_there_is_a_sample_and_a_sender_of_every_event():
-    assert [type(one) for one in SAMPLES] == list(EVENT_TYPES)
+    assert [type(sample) for sample in SAMPLES] == list(EVENT_TYPES)
     assert set(SENT_BY) == set(EVENT_TYPES)
-    assert {SENT_BY[one] for one in ANNOUNCEMENT_TYPES} == {"reducer"}
+    assert {SENT_BY[kind] for kind in ANNOUNCEMENT_TYPES} == {"reducer"}
 
 
 @pytest.mark.parametrize("event", SAMPLES, ids=event_tag)
@@ -138,9 +138,9 @@ def references(node):
 
 def test_every_reference_resolves_in_its_own_document():
     for document in (asyncapi(), *json_schemas().values()):
-        found = set(references(document))
-        assert found
-        for reference in found:
+        links = set(references(document))
+        assert links
+        for reference in links:
             node = document
             root, *path = reference.split("/")
             assert root == "#"
@@ -159,16 +159,16 @@ def test_every_message_of_asyncapi_is_in_one_channel_and_its_operations_know_onl
     for operation in document["operations"].values():
         messages = channels[operation["channel"]["$ref"].rpartition("/")[2]]["messages"]
         assert operation["messages"]
-        for one in operation["messages"]:
-            assert one["$ref"].startswith(operation["channel"]["$ref"])
-            assert one["$ref"].rpartition("/")[2] in messages
+        for message in operation["messages"]:
+            assert message["$ref"].startswith(operation["channel"]["$ref"])
+            assert message["$ref"].rpartition("/")[2] in messages
 
 
 def test_a_channels_address_is_the_key_once_its_parameter_has_the_literal_braces():
     channels, keys = asyncapi()["channels"], RunKeys.of("grpo-7b")
     addresses = {
-        name: one["address"].replace("{run}", one["parameters"]["run"]["examples"][0])
-        for name, one in channels.items()
+        name: channel["address"].replace("{run}", channel["parameters"]["run"]["examples"][0])
+        for name, channel in channels.items()
     }
     assert addresses == {
         "events": keys.events,
@@ -216,17 +216,17 @@ def test_the_check_fails_with_one_sentence_when_an_event_changes(tmp_path):
     shutil.copytree(ROOT / "schemas/trinity_schemas", package)
     assert check(root, package).returncode == 0
     events = (package / "events.py").read_text()
-    wanted = "    wanted: Annotated["
-    changed = events.replace(wanted, "    patience: int = 0\n" + wanted)
+    field_line = "    wanted: Annotated["
+    changed = events.replace(field_line, "    patience: int = 0\n" + field_line)
     assert changed != events
     (package / "events.py").write_text(changed)
-    found = check(root, package)
-    assert found.returncode == 1
-    assert found.stderr.count("\n") == 1
-    assert "run make schemas" in found.stderr
-    assert "schemas/json/sync-requested.json" in found.stderr
-    assert "docs/contract.md" in found.stderr
-    assert "run-opened.json" not in found.stderr
+    result = check(root, package)
+    assert result.returncode == 1
+    assert result.stderr.count("\n") == 1
+    assert "run make schemas" in result.stderr
+    assert "schemas/json/sync-requested.json" in result.stderr
+    assert "docs/contract.md" in result.stderr
+    assert "run-opened.json" not in result.stderr
 
 
 @pytest.mark.parametrize("path", [FOLDER / "asyncapi.json", FOLDER / "run-opened.json", PAGE])
@@ -273,7 +273,7 @@ def test_the_contract_imports_msgspec_alone():
     for path in folder.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
-                imported |= {one.name.partition(".")[0] for one in node.names}
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
                 imported.add(node.module.partition(".")[0])
     assert imported - sys.stdlib_module_names == {"msgspec"}

@@ -95,7 +95,7 @@ def spliced(*fields):
     names = ("run_id", "epoch", "producer", "sequence", "occurred_at", "event")
     pairs = [*fields, *((name, to_json(envelope())[name]) for name in names)]
     pack = msgspec.msgpack.encode
-    return bytes([0x80 + len(pairs)]) + b"".join(pack(name) + pack(one) for name, one in pairs)
+    return bytes([0x80 + len(pairs)]) + b"".join(pack(name) + pack(value) for name, value in pairs)
 
 
 STRANGER = {"role": "no slug", "rank": 0, "node": "n", "incarnation": "i"}
@@ -234,16 +234,16 @@ def test_entries_that_were_encoded_before_make_the_same_manifest():
 
 
 def test_a_tensor_lies_behind_the_one_before_or_at_the_next_aligned_place():
-    one, other = (TensorEntry(name=name, dtype="int8", shape=(1,), offset=0) for name in "ab")
+    first, other = (TensorEntry(name=name, dtype="int8", shape=(1,), offset=0) for name in "ab")
     for offset, fits in ((0, False), (1, True), (2, False), (63, False), (64, True), (128, False)):
         chunks = (Chunk(nbytes=offset + 1, digest=DIGEST),)
         moved = msgspec.structs.replace(other, offset=offset)
         with nullcontext() if fits else pytest.raises(ValueError, match="next multiple of 64"):
-            manifest(tensors=(one, moved), chunks=chunks)
+            manifest(tensors=(first, moved), chunks=chunks)
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "said"),
+    ("field", "value", "message"),
     [
         ("tensors", [{"name": "a", "dtype": "float32", "shape": [7], "offset": 0}], "28 bytes"),
         ("tensors", [{"name": "a", "dtype": "float128", "shape": [1], "offset": 0}], "dtype"),
@@ -254,16 +254,16 @@ def test_a_tensor_lies_behind_the_one_before_or_at_the_next_aligned_place():
         ("chunks", [[26, "md5"]], "Expected"),
     ],
 )
-def test_a_manifest_that_lies_is_refused(field, value, said):
+def test_a_manifest_that_lies_is_refused(field, value, message):
     raw = {**to_json(manifest()), field: value}
-    with pytest.raises(ContractError, match=said):
+    with pytest.raises(ContractError, match=message):
         decode_manifest(msgspec.msgpack.encode(raw))
 
 
 def test_a_manifest_without_deltas_is_the_bytes_that_it_always_was():
     tensors = [
-        {"name": one.name, "dtype": one.dtype, "shape": one.shape, "offset": one.offset}
-        for one in manifest().tensors
+        {"name": entry.name, "dtype": entry.dtype, "shape": entry.shape, "offset": entry.offset}
+        for entry in manifest().tensors
     ]
     raw = {"run_id": "r", "epoch": 1, "step": 2, "rank": 0, "tensors": tensors}
     chunks = [[20, DIGEST], [6, DIGEST]]
@@ -289,11 +289,11 @@ def shrunk(**changes):
 def test_a_manifest_of_deltas_survives_the_wire_and_tiles_what_they_take():
     assert decode_manifest(encode(shrunk())) == shrunk()
     assert shrunk().nbytes == 7
-    assert [one.nbytes for one in shrunk().tensors] == [24, 9, 2]
+    assert [entry.nbytes for entry in shrunk().tensors] == [24, 9, 2]
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"stored": 24}, "delta of 24 bytes of a tensor of 24"),
         ({"stored": 0}, "delta of 0 bytes"),
@@ -302,8 +302,8 @@ def test_a_manifest_of_deltas_survives_the_wire_and_tiles_what_they_take():
         ({"encoding": "dense", "digest": None}, "dense and has a stored size"),
     ],
 )
-def test_a_manifest_whose_deltas_contradict_it_is_refused(changes, said):
-    with pytest.raises(ValueError, match=said):
+def test_a_manifest_whose_deltas_contradict_it_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
         shrunk(**changes)
 
 
@@ -322,13 +322,13 @@ def test_a_request_and_its_answer_survive_the_wire():
     assert decode_request(encode(REQUEST)) == REQUEST
     environment = Turn(role="environment", tokens=[7, 8, 9])
     later = Turn(role="policy", tokens=[4], logprobs=[-1.0], versions=[(StepRef(1, 3), 1)])
-    told = experience(PROMPT, policy(), environment, later)
-    assert decode_experience(encode(told)) == told
-    assert told.oldest_version == StepRef(1, 3)
+    sample = experience(PROMPT, policy(), environment, later)
+    assert decode_experience(encode(sample)) == sample
+    assert sample.oldest_version == StepRef(1, 3)
 
 
 @pytest.mark.parametrize(
-    ("turns", "said"),
+    ("turns", "message"),
     [
         ([policy(), PROMPT], "first turn must be a prompt"),
         ([Turn(role="prompt", tokens=[]), policy()], "first turn must be a prompt"),
@@ -339,9 +339,9 @@ def test_a_request_and_its_answer_survive_the_wire():
         ([PROMPT], "length >= 2"),
     ],
 )
-def test_an_experience_that_contradicts_itself_is_refused(turns, said):
-    raw = {**to_json(experience()), "turns": [to_json(one) for one in turns]}
-    with pytest.raises(ContractError, match=said):
+def test_an_experience_that_contradicts_itself_is_refused(turns, message):
+    raw = {**to_json(experience()), "turns": [to_json(turn) for turn in turns]}
+    with pytest.raises(ContractError, match=message):
         decode_experience(msgspec.msgpack.encode(raw))
 
 
@@ -368,7 +368,7 @@ LEDGER = TrainedLedger(step=7, mark=5, next=16, settled=((7, 8),), trained=7, fi
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"settled": ((5, 6),)}, "the mark 5 has a fate"),
         ({"settled": ((4, 6),)}, "ranges must ascend"),
@@ -376,8 +376,8 @@ LEDGER = TrainedLedger(step=7, mark=5, next=16, settled=((7, 8),), trained=7, fi
         ({"mark": 17, "settled": ()}, "not below the next one"),
     ],
 )
-def test_a_ledger_that_contradicts_itself_is_refused(changes, said):
-    with pytest.raises(ValueError, match=said):
+def test_a_ledger_that_contradicts_itself_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
         msgspec.structs.replace(LEDGER, **changes)
 
 
@@ -385,11 +385,11 @@ def test_a_ledgers_digest_is_of_what_it_holds_and_survives_the_wire():
     sent = envelope(LedgerRestored(ledger=LEDGER, digest=LEDGER.digest))
     assert decode_envelope(encode(sent)).event.ledger.digest == LEDGER.digest
     reasons = {"a": 1, "b": 2}
-    one, other = (
+    first, other = (
         msgspec.structs.replace(LEDGER, dropped=dict(order))
         for order in (reasons.items(), reversed(reasons.items()))
     )
-    assert one.digest == other.digest != LEDGER.digest
+    assert first.digest == other.digest != LEDGER.digest
 
 
 def test_a_resume_names_the_checkpoint_of_its_own_step():

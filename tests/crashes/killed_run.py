@@ -131,15 +131,17 @@ class KilledRun:
     def newest_checkpoint(self) -> int:
         """Return the newest step with a checkpoint; 0 for none."""
         ready = ready_checkpoints(self.redis_url, self.run_id)
-        return max((one.step for one in ready), default=0)
+        return max((event.step for event in ready), default=0)
 
     def weights(self, step: int) -> dict[str, torch.Tensor]:
         """Return the tensors of model and optimizer of a checkpoint, by file and place."""
         actor = self.folder / self.run_id / final_name(step) / "actor"
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for path in sorted(actor.glob("*.pt")):
-            found |= {f"{path.name}:{place}": one for place, one in tensors_of(path).items()}
-        return found
+            tensors |= {
+                f"{path.name}:{place}": tensor for place, tensor in tensors_of(path).items()
+            }
+        return tensors
 
     def faults(self, steps: int) -> list[str]:
         """Return what is wrong with the fates of its prompts, and with the versions served."""
@@ -178,8 +180,8 @@ def killed_at_random(run: KilledRun, *, kills: int, seed: int, report: Report = 
     return steps
 
 
-def differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+def differences(first: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
     """Return the names of tensors that are not the same to the bit."""
-    if one.keys() != other.keys():
-        return sorted(one.keys() ^ other.keys())
-    return [name for name, tensor in one.items() if not identical(tensor, other[name])]
+    if first.keys() != other.keys():
+        return sorted(first.keys() ^ other.keys())
+    return [name for name, tensor in first.items() if not identical(tensor, other[name])]

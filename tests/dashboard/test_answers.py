@@ -28,8 +28,8 @@ RUN = f"/api/runs/{DEMO.run_id}"
 
 @pytest.fixture(scope="module")
 def demo():
-    with shared_dashboard(DEMO) as found:
-        yield found
+    with shared_dashboard(DEMO) as served:
+        yield served
 
 
 def folded(number):
@@ -40,19 +40,19 @@ def folded(number):
 
 @pytest.mark.parametrize("number", [1, 2, 499, 500, 501, 3633, 8000, len(ENTRIES)])
 async def test_the_state_at_an_entry_is_the_fold_of_the_log_up_to_it(demo, number):
-    found = await demo.json(f"{RUN}/at", number=number, whole="")
-    assert found["whole"] == json.loads(json.dumps(state_as_json(folded(number))))
-    assert found["number"] == number
-    assert found["position"] == ENTRIES[number - 1].id
-    assert found["event"] is None or found["event"]["entry"] == ENTRIES[number - 1].id
+    status = await demo.json(f"{RUN}/at", number=number, whole="")
+    assert status["whole"] == json.loads(json.dumps(state_as_json(folded(number))))
+    assert status["number"] == number
+    assert status["position"] == ENTRIES[number - 1].id
+    assert status["event"] is None or status["event"]["entry"] == ENTRIES[number - 1].id
 
 
 @pytest.mark.parametrize("number", [1, 500, 3633, len(ENTRIES)])
 async def test_what_an_entry_changed_is_what_replay_shows(demo, number):
-    found = await demo.json(f"{RUN}/at", number=number, changed="")
+    status = await demo.json(f"{RUN}/at", number=number, changed="")
     former, state = state_as_json(folded(number - 1)), state_as_json(folded(number))
-    told = [change_line(one) for one in changes(former, state) if tells(one)]
-    assert found["changed"] == told[: answers.FOUND]
+    expected = [change_line(change) for change in changes(former, state) if tells(change)]
+    assert status["changed"] == expected[: answers.FOUND]
 
 
 async def test_a_state_is_found_by_entry_and_by_time(demo):
@@ -83,27 +83,27 @@ async def test_a_question_about_an_entry_that_is_not_there_is_answered_with_a_se
 
 async def test_the_end_of_the_demo_shows_who_waits_for_whom(demo):
     now = await demo.json(f"{RUN}/now")
-    by = {one["by"]: one for one in now["waits"]}
+    by = {wait["by"]: wait for wait in now["waits"]}
     assert by["trainer-0"]["for"] == ["explorer-29", "explorer-41"]
     assert by["explorer-29"]["for"] == ["reward-1"]
     assert by["explorer-29"]["depth"] == by["trainer-0"]["depth"] + 1
     assert now["dead_letters"] == 1
     assert now["refused"] == 10
     assert now["suspects"]
-    assert any("state_dict" in one for one in now["unfinished"])
+    assert any("state_dict" in unfinished for unfinished in now["unfinished"])
 
 
 def matching(types=(), producer=None, step=None):
     """Number and type of each matching event and announcement, by the fold alone, newest first."""
-    monitor, found = Monitor(MonitorState(run_id=DEMO.run_id)), []
+    monitor, matches = Monitor(MonitorState(run_id=DEMO.run_id)), []
     for number, entry in enumerate(ENTRIES, 1):
         try:
             envelope = decode_envelope(entry.payload)
         except ValueError:
             monitor.set_aside(entry.id, "", None)
             continue
-        for one in (envelope, *monitor.apply(entry.id, envelope)):
-            tag, event = event_tag(one.event), one.event
+        for record in (envelope, *monitor.apply(entry.id, envelope)):
+            tag, event = event_tag(record.event), record.event
             of = next(
                 (
                     named.step
@@ -118,11 +118,18 @@ def matching(types=(), producer=None, step=None):
             )
             if (
                 (not types or tag in types)
-                and (producer in (None, describe_producer(one.producer), one.producer.role))
+                and (
+                    producer
+                    in (
+                        None,
+                        describe_producer(record.producer),
+                        record.producer.role,
+                    )
+                )
                 and (step is None or of == step)
             ):
-                found.append((number, tag))
-    return found[::-1]
+                matches.append((number, tag))
+    return matches[::-1]
 
 
 @pytest.mark.parametrize(
@@ -136,19 +143,19 @@ def matching(types=(), producer=None, step=None):
     ],
 )
 async def test_a_search_finds_what_the_whole_log_has(demo, query):
-    found, before = [], None
+    rows, before = [], None
     for _ in range(50):
         page = await demo.json(
             f"{RUN}/events", limit=25, **query, **({} if before is None else {"before": before})
         )
-        found += [(row[0], row[4]) for row in page["found"]]
+        rows += [(row[0], row[4]) for row in page["found"]]
         assert len(page["found"]) <= 25
         before = page["before"]
         if before is None:
             break
     types = tuple(query["type"].split(","))
-    assert found == matching(types, query.get("producer"), query.get("step"))
-    assert found
+    assert rows == matching(types, query.get("producer"), query.get("step"))
+    assert rows
 
 
 async def test_a_search_for_an_unknown_type_is_refused(demo):
@@ -161,29 +168,29 @@ async def test_a_window_shows_a_save_from_its_start_to_its_failure(demo):
     lanes = await demo.json(f"{RUN}/lanes")
     failed = next(m for m in lanes["marks"] if m[3] == "step-failed")
     window = {"from": failed[0] - 60_000, "to": failed[0] + 30_000}
-    found = await demo.json(f"{RUN}/timeline", rows="actor-5,reducer-0", **window)
-    assert found["mode"] == "spans"
-    saves = [one for one in found["spans"] if one[0] == 0 and one[4] == "saves checkpoint"]
-    assert [one[7] for one in saves] == ["failed", "finished"]
+    timeline = await demo.json(f"{RUN}/timeline", rows="actor-5,reducer-0", **window)
+    assert timeline["mode"] == "spans"
+    saves = [span for span in timeline["spans"] if span[0] == 0 and span[4] == "saves checkpoint"]
+    assert [span[7] for span in saves] == ["failed", "finished"]
     assert saves[0][2] == failed[0]
-    assert any(one[7] == "failed" for one in found["spans"] if one[0] == 1)
+    assert any(span[7] == "failed" for span in timeline["spans"] if span[0] == 1)
 
 
 async def test_a_span_that_began_before_a_window_reaches_into_it(demo):
     lanes = await demo.json(f"{RUN}/lanes")
     failed = next(m for m in lanes["marks"] if m[3] == "step-failed")
     window = {"from": failed[0] - 3000, "to": failed[0] - 1000}
-    found = await demo.json(f"{RUN}/timeline", rows="actor-5", **window)
-    [save] = [one for one in found["spans"] if one[4] == "saves checkpoint"]
+    timeline = await demo.json(f"{RUN}/timeline", rows="actor-5", **window)
+    [save] = [span for span in timeline["spans"] if span[4] == "saves checkpoint"]
     assert save[1] < window["from"]
     assert save[7] == "under way"
 
 
 async def test_a_long_window_is_answered_with_counts_that_add_up(demo, monkeypatch):
     monkeypatch.setattr(answers, "DETAILED", 100)
-    found = await demo.json(f"{RUN}/timeline", rows="trainer-0,explorer:0-46,actor:0-15")
-    assert found["mode"] == "counts"
-    of_explorers = sum(count for row, _, _, count in found["cells"] if row == 1)
+    timeline = await demo.json(f"{RUN}/timeline", rows="trainer-0,explorer:0-46,actor:0-15")
+    assert timeline["mode"] == "counts"
+    of_explorers = sum(count for row, _, _, count in timeline["cells"] if row == 1)
     expected = sum(
         1 for entry in ENTRIES if b"explorer" in entry.payload and _role(entry) == "explorer"
     )
@@ -204,9 +211,9 @@ async def test_rows_that_are_no_lanes_are_refused(demo):
 
 
 async def test_versions_are_proven_by_the_announced_digest(demo):
-    found = await demo.json(f"{RUN}/versions")
-    assert len(found["versions"]) == 24
-    verdicts = {cell[6] for cell in found["cells"] if found["versions"][cell[0]][3]}
+    proofs = await demo.json(f"{RUN}/versions")
+    assert len(proofs["versions"]) == 24
+    verdicts = {cell[6] for cell in proofs["cells"] if proofs["versions"][cell[0]][3]}
     assert verdicts == {"proven"}
 
 
@@ -215,12 +222,12 @@ async def test_versions_of_the_past_are_those_of_the_log_up_to_then(demo):
     assert await demo.json(f"{RUN}/versions", number=len(ENTRIES)) == newest
     past = await demo.json(f"{RUN}/versions", number=3633)
     state = folded(3633)
-    assert [one[1] for one in past["versions"]][-2:] == [40, 41]
+    assert [version[1] for version in past["versions"]][-2:] == [40, 41]
     assert past["explorers"] == sorted(state.explorers)
-    serves = {name: one.version.step for name, one in state.explorers.items()}
-    applied = {(past["versions"][one[0]][1], one[1]) for one in past["cells"]}
+    serves = {name: explorer.version.step for name, explorer in state.explorers.items()}
+    applied = {(past["versions"][cell[0]][1], cell[1]) for cell in past["cells"]}
     assert {(step, name) for name, step in serves.items()} <= applied
-    assert max(one[2] for one in past["cells"]) <= position(ENTRIES[3632].id)[0] / 1000
+    assert max(cell[2] for cell in past["cells"]) <= position(ENTRIES[3632].id)[0] / 1000
 
 
 async def test_causes_of_the_past_are_those_that_the_log_tells(demo):
@@ -234,35 +241,35 @@ async def test_causes_of_the_past_are_those_that_the_log_tells(demo):
 @pytest.mark.parametrize("step", [40, 90, 120])
 async def test_a_step_is_proven_by_the_entries_that_explain_names(demo, step):
     proof, monitor = Proof(step), Monitor(MonitorState(run_id=DEMO.run_id))
-    results = [(one.id, fold_one(monitor, one)) for one in ENTRIES]
+    results = [(entry.id, fold_one(monitor, entry)) for entry in ENTRIES]
     for entry_id, result in results:
         for announcement in result.announcements:
             proof.add_announcement(entry_id, announcement)
     for entry_id, result in results:
         if result.envelope is not None:
             proof.add(entry_id, result.envelope)
-    found = await demo.json(f"{RUN}/explain", step=step)
-    assert found["proof"] == json.loads(msgspec.json.encode(proof.entries))
-    assert any(one["final"] for one in found["proof"])
+    explanation = await demo.json(f"{RUN}/explain", step=step)
+    assert explanation["proof"] == json.loads(msgspec.json.encode(proof.entries))
+    assert any(entry["final"] for entry in explanation["proof"])
 
 
 async def test_figures_have_metrics_by_step_and_the_slowest_times_by_version(demo):
-    found = await demo.json(f"{RUN}/figures")
-    steps = [step for _, step, _ in found["metrics"]["reward/mean"]]
+    figures = await demo.json(f"{RUN}/figures")
+    steps = [step for _, step, _ in figures["metrics"]["reward/mean"]]
     assert steps == [*range(1, 101), *range(81, 121)]
-    assert len(found["times"]["stall"]) == len(found["times"]["pause"]) == 140
-    assert dict(found["staleness"])[0] > 0
+    assert len(figures["times"]["stall"]) == len(figures["times"]["pause"]) == 140
+    assert dict(figures["staleness"])[0] > 0
 
 
 async def test_runs_of_a_server_are_listed_with_their_state(client, run_id):
     plan = Plan(run_id=run_id, ranks=2, explorers=2, steps=3, faults=False)
     await put_run(client, run_id, simulated_run(plan))
-    async with dashboard(server_runs(client)) as found:
-        runs = await found.json("/api/runs")
-        [listed] = [one for one in runs["runs"] if one["run"] == run_id]
+    async with dashboard(server_runs(client)) as served:
+        runs = await served.json("/api/runs")
+        [listed] = [run for run in runs["runs"] if run["run"] == run_id]
         assert listed["step"] == 3
         assert listed["ready"] == {"weights": 3}
-        unknown = await found.ask("/api/runs/there-is-none/now")
+        unknown = await served.ask("/api/runs/there-is-none/now")
         assert unknown.status == 404
 
 

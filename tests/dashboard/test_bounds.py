@@ -25,10 +25,10 @@ ENTRIES = list(simulated_run(SMALL))
 
 
 def history_of(entries):
-    begin, end = (position(one.id)[0] for one in (entries[0], entries[-1]))
-    found = History(MonitorState(run_id=SMALL.run_id), begin, end)
-    found.feed(entries)
-    return found
+    begin, end = (position(entry.id)[0] for entry in (entries[0], entries[-1]))
+    history = History(MonitorState(run_id=SMALL.run_id), begin, end)
+    history.feed(entries)
+    return history
 
 
 @pytest.mark.parametrize("bound", ["number", "bytes"])
@@ -36,21 +36,21 @@ def test_kept_states_are_thinned_out_and_stay_those_of_the_fold(monkeypatch, bou
     monkeypatch.setattr(states, "SPACING", 4)
     monkeypatch.setattr(states, "MOST", 16 if bound == "number" else 10**6)
     monkeypatch.setattr(states, "MOST_BYTES", 10**9 if bound == "number" else 30_000)
-    kept = KeptStates()
+    stored = KeptStates()
     monitor = Monitor(MonitorState(run_id=SMALL.run_id))
-    kept.keep(0, monitor.state)
+    stored.keep(0, monitor.state)
     for number, entry in enumerate(ENTRIES, 1):
         fold(monitor, [entry])
-        if kept.wants(number):
-            kept.keep(number, monitor.state)
-    assert kept.count <= 17
-    assert kept.nbytes <= 10**9 if bound == "number" else kept.nbytes <= 30_000
+        if stored.wants(number):
+            stored.keep(number, monitor.state)
+    assert stored.count <= 17
+    assert stored.nbytes <= 10**9 if bound == "number" else stored.nbytes <= 30_000
     for number in (0, 1, 77, len(ENTRIES)):
-        found = kept.before(number)
-        assert number - kept.spacing < found.number <= number
+        nearest = stored.before(number)
+        assert number - stored.spacing < nearest.number <= number
         other = Monitor(MonitorState(run_id=SMALL.run_id))
-        fold(other, ENTRIES[: found.number])
-        assert encode_state(found.decode()) == encode_state(other.state)
+        fold(other, ENTRIES[: nearest.number])
+        assert encode_state(nearest.decode()) == encode_state(other.state)
 
 
 @given(st.lists(st.tuples(st.integers(0, 40_000), st.integers(0, 3)), max_size=200))
@@ -59,17 +59,17 @@ def test_counts_add_up_however_often_buckets_widen(events):
     for at, lane in sorted(events):
         counts.add(lane, 2, at)
     for lane in range(4):
-        found = sum(cell.number for cell in counts.cells(lane, 0, 50_000))
-        assert found == sum(1 for _, of in events if of == lane)
+        counted = sum(cell.number for cell in counts.cells(lane, 0, 50_000))
+        assert counted == sum(1 for _, of in events if of == lane)
     assert max((at for at, _ in events), default=0) // counts.width < activity.BUCKETS
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=5000))
 def test_a_series_keeps_few_points_whose_mean_is_that_of_all_of_a_whole_stride(values):
-    found = Series()
+    metric_series = Series()
     for step, value in enumerate(values):
-        found.add(1, step, value)
-    points = found.points()
+        metric_series.add(1, step, value)
+    points = metric_series.points()
     assert 0 < len(points) <= series.POINTS + 1
     assert [step for _, step, _ in points] == sorted({step for _, step, _ in points})
     assert points[-1][1] == len(values) - 1
@@ -78,40 +78,40 @@ def test_a_series_keeps_few_points_whose_mean_is_that_of_all_of_a_whole_stride(v
 
 
 def test_not_a_number_is_left_out_of_a_series():
-    found = Series()
+    metric_series = Series()
     for value in (1.0, float("nan"), float("inf"), 2.0):
-        found.add(1, 1, value)
-    assert [value for *_, value in found.points()] == [1.0, 2.0]
+        metric_series.add(1, 1, value)
+    assert [value for *_, value in metric_series.points()] == [1.0, 2.0]
 
 
 def test_producers_beyond_the_lanes_share_the_last_one(monkeypatch):
     monkeypatch.setattr(history, "LANES", 6)
-    found = history_of(ENTRIES)
-    assert [lane.name for lane in found.lanes][-1] == "others"
-    assert len(found.lanes) == 6
+    run_history = history_of(ENTRIES)
+    assert [lane.name for lane in run_history.lanes][-1] == "others"
+    assert len(run_history.lanes) == 6
     counted = sum(
         cell.number
-        for lane in range(len(found.lanes))
-        for cell in found.activity.cells(lane, found.begin, found.last)
+        for lane in range(len(run_history.lanes))
+        for cell in run_history.activity.cells(lane, run_history.begin, run_history.last)
     )
-    assert counted == len(ENTRIES) + found.state.announced
+    assert counted == len(ENTRIES) + run_history.state.announced
 
 
 def test_a_long_run_takes_bounded_memory():
     plan = Plan(run_id="long", ranks=4, explorers=4, steps=3000, seconds=2, faults=False)
     entries = list(islice(simulated_run(plan), 30_000))
-    found = History(MonitorState(run_id="long"), position(entries[0].id)[0], 0)
-    found.feed(entries)
-    assert found.states.count <= states.MOST
-    assert len(found.blocks.all) == 30
-    assert len(found.figures.versions) <= series.VERSIONS
-    assert all(len(one.points()) <= series.POINTS + 1 for one in found.figures.metrics.values())
+    history = History(MonitorState(run_id="long"), position(entries[0].id)[0], 0)
+    history.feed(entries)
+    assert history.states.count <= states.MOST
+    assert len(history.blocks.all) == 30
+    assert len(history.figures.versions) <= series.VERSIONS
+    assert all(len(line.points()) <= series.POINTS + 1 for line in history.figures.metrics.values())
 
 
 def test_short_spans_nearer_than_a_pixel_become_one_and_none_is_lost():
     spans = [Span("a-0", at, at, 3, "x", f"{at}-0") for at in range(0, 1000, 5)]
     spans += [Span("a-0", 100, 900, 3, "long", "900-0")]
-    found = merged(spans, 50)
-    assert len(found) < 60
-    assert sum(one.count for one in found) == 201
-    assert any(one.label == "long" and one.end - one.begin == 800 for one in found)
+    spans_shown = merged(spans, 50)
+    assert len(spans_shown) < 60
+    assert sum(span.count for span in spans_shown) == 201
+    assert any(span.label == "long" and span.end - span.begin == 800 for span in spans_shown)

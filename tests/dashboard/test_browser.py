@@ -28,14 +28,14 @@ HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title=
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    with browser(tmp_path_factory.mktemp("profile")) as found:
-        yield found
+    with browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")
 def address():
-    with shared_dashboard(DEMO) as found:
-        yield f"http://127.0.0.1:{found.port}/"
+    with shared_dashboard(DEMO) as served:
+        yield f"http://127.0.0.1:{served.port}/"
 
 
 PAINTED = """(() => {

@@ -12,14 +12,14 @@ NOW = f"/api/runs/{SMALL.run_id}/now"
 
 @pytest.fixture(scope="module")
 def at():
-    with shared_dashboard(SMALL, hosts=["runs.example"]) as found:
-        yield found
+    with shared_dashboard(SMALL, hosts=["runs.example"]) as served:
+        yield served
 
 
 @pytest.fixture(scope="module")
 def behind_token():
-    with shared_dashboard(SMALL, token=TOKEN) as found:
-        yield found
+    with shared_dashboard(SMALL, token=TOKEN) as served:
+        yield served
 
 
 @pytest.mark.parametrize("path", ["/", "/app.js", "/style.css", "/api/runs", "/nothing-is-here"])

@@ -61,12 +61,12 @@ def view(port, source):
 )
 def test_a_viewer_gets_its_page_while_600_requests_are_half_sent(port, sent, source):
     begun = time.monotonic()
-    with half_sent(port, COUNT, sent) as held:
+    with half_sent(port, COUNT, sent) as peers:
         assert view(port, source) == [200] * 5
         # Not by waiting until the others have reached their deadline.
         assert time.monotonic() - begun < HEAD_SECONDS
-        kept = WAITING_PER_ADDRESS
-        assert wait_for_closed(held, COUNT - kept, PATIENCE) >= COUNT - kept
+        most_waiting = WAITING_PER_ADDRESS
+        assert wait_for_closed(peers, COUNT - most_waiting, PATIENCE) >= COUNT - most_waiting
 
 
 def test_streams_of_one_viewer_keep_no_other_out(port):

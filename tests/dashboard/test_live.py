@@ -37,8 +37,8 @@ def plan_of(run_id, **keywords):
 
 @pytest.fixture
 async def at(client):
-    async with dashboard(server_runs(client)) as found:
-        yield found
+    async with dashboard(server_runs(client)) as served:
+        yield served
 
 
 def publisher_of(log: RedisEventLog):
@@ -49,11 +49,11 @@ async def test_an_event_reaches_all_viewers_of_its_run(client, log, run_id, at):
     await put_run(client, run_id, simulated_run(plan_of(run_id)))
     async with AsyncExitStack() as exits:
         streams = [await exits.enter_async_context(Stream.of(at, run_id)) for _ in range(3)]
-        for one in streams:
-            assert (await one.until(lambda state: state["progress"] == 1))["step"] == 3
+        for stream in streams:
+            assert (await stream.until(lambda state: state["progress"] == 1))["step"] == 3
         await publisher_of(log).publish(TrainerStatusChanged(status="running", step=77))
-        for one in streams:
-            await one.until(lambda state: state["step"] == 77)
+        for stream in streams:
+            await stream.until(lambda state: state["step"] == 77)
 
 
 async def test_commands_do_not_grow_with_the_number_of_viewers(client, log, run_id, at):
@@ -67,14 +67,14 @@ async def test_commands_do_not_grow_with_the_number_of_viewers(client, log, run_
             streams = [
                 await exits.enter_async_context(Stream.of(at, run_id)) for _ in range(viewers)
             ]
-            for one in streams:
-                await one.until(lambda state: state["progress"] == 1)
+            for stream in streams:
+                await stream.until(lambda state: state["progress"] == 1)
             before = await _commands(client)
             for _ in range(10):
                 step += 1
                 await publisher.publish(TrainerStatusChanged(status="running", step=step))
-                for one in streams:
-                    await one.until(partial(_is_at, step))
+                for stream in streams:
+                    await stream.until(partial(_is_at, step))
             return await _commands(client) - before
 
     # Each event is read once, however many viewers there are; a few reads more end without one.
@@ -92,8 +92,8 @@ def _has(number, state):
 
 async def _commands(client):
     """The reads of events that the server was asked for."""
-    found = await client.info("commandstats")
-    return sum(found.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("xread", "xrange"))
+    stats = await client.info("commandstats")
+    return sum(stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("xread", "xrange"))
 
 
 async def test_a_viewer_that_never_reads_is_dropped_and_others_go_on(
@@ -147,12 +147,12 @@ async def test_the_newest_state_and_timeline_are_shown_while_the_log_is_indexed(
     fold(monitor, entries)
     keys = RunKeys.of(run_id)
     await client.mset({keys.snapshot: encode_state(monitor.state), keys.position: entries[-1].id})
-    held = anyio.Event()
+    released = anyio.Event()
     index = run_reader.RunReader._index
 
-    async def hold(reader, found, nbytes):
-        await held.wait()
-        await index(reader, found, nbytes)
+    async def hold(reader, run_entries, nbytes):
+        await released.wait()
+        await index(reader, run_entries, nbytes)
 
     monkeypatch.setattr(run_reader.RunReader, "_index", hold)
     now = await at.json(f"/api/runs/{run_id}/now")
@@ -160,7 +160,7 @@ async def test_the_newest_state_and_timeline_are_shown_while_the_log_is_indexed(
     end = position(entries[-1].id)[0]
     window = {"from": end - 60_000, "to": end, "rows": "actor-1,explorer-0"}
     early = await at.json(f"/api/runs/{run_id}/timeline", **window)
-    held.set()
+    released.set()
     await at.indexed(run_id)
     assert early == await at.json(f"/api/runs/{run_id}/timeline", **window)
     assert early["spans"]
@@ -184,8 +184,8 @@ async def test_readers_that_nobody_looks_at_give_way_to_others(client, run_id, a
         await put_run(client, run, simulated_run(plan_of(run)))
     for run in runs:
         await at.indexed(run)
-    async with Stream.of(at, runs[0]) as one, Stream.of(at, runs[1]) as other:
-        for stream in (one, other):
+    async with Stream.of(at, runs[0]) as first, Stream.of(at, runs[1]) as other:
+        for stream in (first, other):
             await stream.until(lambda state: state["progress"] == 1)
         refused = await at.ask(f"/api/runs/{runs[2]}/now")
         assert refused.status == 503

@@ -28,7 +28,7 @@ from trinity_workers.config.files import read_config  # noqa: E402
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
 STEP, OWN = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 OF_A_RUN, ALL, CHOSEN = (
-    yaml.safe_load(one) for one in re.findall(r"^```yaml\n(.*?)^```", PAGE, re.M | re.S)
+    yaml.safe_load(block) for block in re.findall(r"^```yaml\n(.*?)^```", PAGE, re.M | re.S)
 )
 
 
@@ -89,5 +89,5 @@ def test_the_example_of_an_own_algorithm_runs(tmp_path):
 
 def test_the_section_of_a_run_is_read(tmp_path):
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(OF_A_RUN))
-    found = read_config(tmp_path / "run.yaml").checked().algorithm
-    assert (found.preset, found.clip_high, found.kl.coefficient) == ("dapo", 0.3, 0.01)
+    algorithm = read_config(tmp_path / "run.yaml").checked().algorithm
+    assert (algorithm.preset, algorithm.clip_high, algorithm.kl.coefficient) == ("dapo", 0.3, 0.01)

@@ -38,7 +38,9 @@ def anchors(page: Path) -> set[str]:
     """What the page's headings can be linked to by."""
     text = re.sub(r"^(```+).*?^\1\s*$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ +(.+)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", one.lower()).strip().replace(" ", "-") for one in headings}
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+    }
 
 
 def test_every_command_has_a_page_and_no_other_has():
@@ -89,12 +91,12 @@ def test_every_python_snippet_compiles_and_imports_what_is_there(page):
         compile(snippet, page.name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         for node in ast.walk(ast.parse(snippet)):
             if isinstance(node, ast.Import):
-                for one in node.names:
-                    importlib.import_module(one.name)
+                for alias in node.names:
+                    importlib.import_module(alias.name)
             elif isinstance(node, ast.ImportFrom):
                 module = importlib.import_module(node.module)
-                for one in node.names:
-                    assert hasattr(module, one.name), f"{node.module} has no {one.name}"
+                for alias in node.names:
+                    assert hasattr(module, alias.name), f"{node.module} has no {alias.name}"
 
 
 @pytest.mark.parametrize("drawing", sorted(DOCS.rglob("*.svg")), ids=lambda path: path.name)
@@ -145,10 +147,10 @@ def test_a_page_of_figures_begins_with_a_chart_and_one_table(name):
 
 
 def test_the_first_make_says_what_it_installs_and_how_much_before_it_does(tmp_path):
-    asked = ["make", "-n", "demo", f"VENV={tmp_path / 'none'}"]
-    done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    said = done[: done.index("pip install")]
-    assert "torch" in said and re.search(r"\d GB", said)
+    command = ["make", "-n", "demo", f"VENV={tmp_path / 'none'}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    announced = done[: done.index("pip install")]
+    assert "torch" in announced and re.search(r"\d GB", announced)
 
 
 def test_every_name_on_the_page_of_the_api_is_there():
@@ -158,7 +160,7 @@ def test_every_name_on_the_page_of_the_api_is_there():
         if not _is_module(name):
             assert hasattr(importlib.import_module(home), last), name
     public = set(importlib.import_module("trinity_events").__all__)
-    events = {one.__name__ for one in _event_types()}
+    events = {event_type.__name__ for event_type in _event_types()}
     assert public - events <= {name.rpartition(".")[2] for name in names}
 
 

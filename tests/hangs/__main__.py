@@ -35,7 +35,7 @@ class Named(NamedTuple):
     right: bool
     seconds: float
     """Seconds from the plant to the answer."""
-    said: str
+    cause: str
     """First cause, as it was told last."""
 
 
@@ -64,14 +64,14 @@ def main() -> int:
     """Plant what was asked for; return 1 if too few causes were named."""
     options = _options()
     exit_on_signals()
-    chosen = [one for one in PLANTS if any(text in one.name for text in options.only)]
+    chosen = [plant for plant in PLANTS if any(text in plant.name for text in options.only)]
     with ThreadPoolExecutor(options.at_once) as pool:
-        found = [_shown(one) for one in pool.map(_performed, chosen)]
-    named = sum(one.right for one in found)
-    print(f"the first cause of {named} of {len(found)} hangs was named within {DEADLINE:g} s")
+        results = [_shown(result) for result in pool.map(_performed, chosen)]
+    named = sum(result.right for result in results)
+    print(f"the first cause of {named} of {len(results)} hangs was named within {DEADLINE:g} s")
     if options.keep:
-        keep(found)
-    return 0 if named >= AT_LEAST * len(found) else 1
+        keep(results)
+    return 0 if named >= AT_LEAST * len(results) else 1
 
 
 def _performed(plant: Plant) -> Named:
@@ -81,30 +81,30 @@ def _performed(plant: Plant) -> Named:
         return Named(plant, False, 0.0, f"not planted: {type(error).__name__}: {error}")
 
 
-def _shown(one: Named) -> Named:
-    mark = "named" if one.right else "MISSED"
-    print(f"{mark:7} {one.plant.name:22} {one.seconds:5.1f} s  {one.said}", flush=True)
-    return one
+def _shown(result: Named) -> Named:
+    mark = "named" if result.right else "MISSED"
+    print(f"{mark:7} {result.plant.name:22} {result.seconds:5.1f} s  {result.cause}", flush=True)
+    return result
 
 
-def table(found: Sequence[Named]) -> str:
+def table(results: Sequence[Named]) -> str:
     """Return the results as a table of a page."""
     rows = [
-        f"| {one.plant.what} | {'yes' if one.right else 'no'} | {one.seconds:.1f} |"
-        for one in found
+        f"| {result.plant.what} | {'yes' if result.right else 'no'} | {result.seconds:.1f} |"
+        for result in results
     ]
     return "\n".join(["| hang | first cause named | seconds |", "|---|---|---:|", *rows, ""])
 
 
-def keep(found: Sequence[Named]) -> None:
+def keep(results: Sequence[Named]) -> None:
     """Write the table to its page. Raises ValueError unless all plants were performed."""
-    if len(found) != len(PLANTS):
+    if len(results) != len(PLANTS):
         raise ValueError("the page shows all plants: leave --only out")
     before, rest = PAGE.read_text().split(BEGIN)
     _, after = rest.split(END)
-    named = sum(one.right for one in found)
-    told = f"{named} of {len(found)} first causes were named."
-    PAGE.write_text(f"{before}{BEGIN}\n{told}\n\n{table(found)}{END}{after}")
+    named = sum(result.right for result in results)
+    total_line = f"{named} of {len(results)} first causes were named."
+    PAGE.write_text(f"{before}{BEGIN}\n{total_line}\n\n{table(results)}{END}{after}")
 
 
 def _options() -> argparse.Namespace:

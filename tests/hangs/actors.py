@@ -90,8 +90,8 @@ async def dispatch(me: Actor, verdict: str = "all") -> None:
     """Ask for rollouts, and take steps on them, as far as they come."""
     async with connect(me.url) as client:
         publisher = AsyncPublisher(RedisEventLog(client, me.run), EPOCH, new_producer("trainer"))
-        asked = settings(me.run, EPOCH, claim_lease=LONG, window=64)
-        dispatcher = RolloutDispatcher(client, publisher, asked, waits=me.waits)
+        dispatch = settings(me.run, EPOCH, claim_lease=LONG, window=64)
+        dispatcher = RolloutDispatcher(client, publisher, dispatch, waits=me.waits)
         await dispatcher.start()
         oldest = 1 if verdict == "stale" else -1
         usable = (lambda group: "filtered") if verdict == "filtered" else (lambda group: True)

@@ -91,13 +91,13 @@ class Plant(NamedTuple):
 # --- rollouts ------------------------------------------------------------------------------------
 
 
-def _asked(stage: Stage, verdict: str = "all", url: str = "") -> Part:
+def _dispatched(stage: Stage, verdict: str = "all", url: str = "") -> Part:
     stage.reducer()
     return stage.start("trainer", 0, "rollouts", verdict, url=url).says("dispatched")
 
 
 def _claimed(stage: Stage, *words: str, url: str = "", rank: int = 1) -> Part:
-    _asked(stage)
+    _dispatched(stage)
     return stage.start("explorer", rank, *words, url=url).says("claimed")
 
 
@@ -146,14 +146,14 @@ def partitioned_explorer(stage: Stage) -> None:
 
 
 def one_of_two_explorers(stage: Stage) -> None:
-    _asked(stage)
+    _dispatched(stage)
     first = stage.start("explorer", 1, "slow").says("claimed")
     stage.start("explorer", 2, "slow").says("claimed")
     first.stop()
 
 
 def no_explorer(stage: Stage) -> None:
-    _asked(stage)
+    _dispatched(stage)
 
 
 def idle_explorers_stopped(stage: Stage) -> None:
@@ -171,7 +171,7 @@ def idle_explorer_killed(stage: Stage) -> None:
 
 def _refused(verdict: str) -> Callable[[Stage], object]:
     def plant(stage: Stage) -> None:
-        _asked(stage, verdict)
+        _dispatched(stage, verdict)
         stage.start("explorer", 1, "quick").says("claimed")
 
     return plant
@@ -296,8 +296,8 @@ def _saved_without_reducer(stage: Stage) -> None:
 
 def _reducers(count: int, act: Callable[[list[Part]], object]) -> Callable[[Stage], object]:
     def plant(stage: Stage) -> None:
-        found = [stage.reducer(leads=not number) for number in range(count)]
-        act(found)
+        reducers = [stage.reducer(leads=not number) for number in range(count)]
+        act(reducers)
         _saved_without_reducer(stage)
 
     return plant
@@ -514,10 +514,11 @@ PLANTS = (
     Plant("turn-held", "a save holds the turn that another waits for", turn,
           ("missing", "waits"), "actor-0", "model", 1, strategy="single_process"),
     Plant("reducer-stopped", "the reducer is stopped",
-          _reducers(1, lambda found: found[0].stop()), ("no-reducer", "reducer-behind"),
+          _reducers(1, lambda reducers: reducers[0].stop()), ("no-reducer", "reducer-behind"),
           "reducer-0", "is stopped"),
     Plant("reducer-killed", "the reducer is killed",
-          _reducers(1, lambda found: found[0].kill()), ("no-reducer",), "reducer-0", "has ended"),
+          _reducers(1, lambda reducers: reducers[0].kill()), ("no-reducer",),
+          "reducer-0", "has ended"),
     Plant("reducers-lost", "the leader is killed, and the other reducer is stopped",
           _reducers(2, stopped_and_killed), ("no-reducer",), "reducer-0"),
     Plant("reducer-cut-off", "the reducer is cut off from the server", partitioned_reducer,

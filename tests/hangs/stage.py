@@ -28,10 +28,12 @@ REPOSITORY = Path(__file__).parents[2]
 class Part:
     """Process of a plant."""
 
-    def __init__(self, name: str, command: Sequence[str], said: Path, env: dict[str, str]) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], output: Path, env: dict[str, str]
+    ) -> None:
         self.name = name
-        self._said = said
-        with said.open("w") as out:
+        self._output = output
+        with output.open("w") as out:
             self._process = subprocess.Popen(
                 command, cwd=REPOSITORY, env=env, stdin=subprocess.PIPE, stdout=out, stderr=out
             )
@@ -43,10 +45,10 @@ class Part:
     def says(self, word: str) -> Part:
         """Wait until it has said a word."""
         wait_until(
-            lambda: word in self._said.read_text() or self._process.poll() is not None,
-            f"{self.name} did not say {word!r}: {self._said.read_text()[-2000:]}",
+            lambda: word in self._output.read_text() or self._process.poll() is not None,
+            f"{self.name} did not say {word!r}: {self._output.read_text()[-2000:]}",
         )
-        assert word in self._said.read_text(), f"{self.name} ended: {self._said.read_text()}"
+        assert word in self._output.read_text(), f"{self.name} ended: {self._output.read_text()}"
         return self
 
     def stop(self) -> None:
@@ -148,8 +150,8 @@ class Stage:
 
     def _part(self, name: str, command: Sequence[str]) -> Part:
         self._parts += 1
-        said = self.folder / f"{self._parts}-{name}.out"
-        part = Part(name, command, said, self._env)
+        output = self.folder / f"{self._parts}-{name}.out"
+        part = Part(name, command, output, self._env)
         self._exits.callback(part.end)
         return part
 
@@ -163,7 +165,7 @@ class Stage:
 
     def explain(self) -> dict[str, Any]:
         """Run the real command; an error is a document with its sentence."""
-        found = subprocess.run(
+        result = subprocess.run(
             [
                 *(sys.executable, "-m", "trinity_events", "explain", self.run, "--json"),
                 *("--redis-url", self.url, "--checkpoint-root", str(self.root)),
@@ -175,8 +177,8 @@ class Stage:
             timeout=PATIENCE,
             check=False,
         )
-        if found.returncode:
-            cause = {"reason": "error", "sentence": found.stderr.strip()}
+        if result.returncode:
+            cause = {"reason": "error", "sentence": result.stderr.strip()}
             return {"causes": [cause]}
-        document: dict[str, Any] = json.loads(found.stdout)
+        document: dict[str, Any] = json.loads(result.stdout)
         return document

@@ -6,13 +6,13 @@ from tests.hangs.__main__ import AT_LEAST, perform
 from tests.hangs.plants import PLANTS
 
 pytestmark = pytest.mark.timeout(600)
-BY_NAME = {one.name: one for one in PLANTS}
+BY_NAME = {plant.name: plant for plant in PLANTS}
 
 
 @pytest.mark.parametrize("name", ["explorer-stopped", "save-killed", "folder-in-the-way"])
 def test_explain_names_the_first_cause_of_a_planted_hang(name):
     named = perform(BY_NAME[name])
-    assert named.right, named.said
+    assert named.right, named.cause
 
 
 def test_forty_hangs_and_more_are_planted_once_each():

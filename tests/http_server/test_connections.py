@@ -290,9 +290,9 @@ async def test_beyond_the_limit_of_all_the_address_that_has_most_loses_one(
 async def test_a_request_that_is_admitted_ends_for_none_that_waits(server, exits, monkeypatch):
     monkeypatch.setattr(connections, "WAITING", 2)
     monkeypatch.setattr(connections, "WAITING_PER_ADDRESS", 2)
-    held = []
+    peers = []
     for _ in range(3):
-        held.append(await exits.enter_async_context(server.peer(HEAD % b"held")))
+        peers.append(await exits.enter_async_context(server.peer(HEAD % b"held")))
         await server.until_holding()
     stream = await exits.enter_async_context(server.peer(HEAD % b"stream"))
     await stream.until_begun()
@@ -300,7 +300,7 @@ async def test_a_request_that_is_admitted_ends_for_none_that_waits(server, exits
     await waiting[1].until_closed()
     assert await stream.is_open()
     server.face.released.set()
-    assert [await peer.status() for peer in held] == [200] * 3
+    assert [await peer.status() for peer in peers] == [200] * 3
 
 
 async def test_requests_are_limited_by_address_and_in_all_and_then_answered_again(
@@ -308,18 +308,18 @@ async def test_requests_are_limited_by_address_and_in_all_and_then_answered_agai
 ):
     monkeypatch.setattr(connections, "REQUESTS_PER_ADDRESS", 2)
     monkeypatch.setattr(connections, "REQUESTS", 3)
-    held = []
+    peers = []
     for address in ("127.0.0.1", "127.0.0.1", "127.0.0.2"):
-        if len(held) == 2:
+        if len(peers) == 2:
             assert await server.status(b"data") == 503
             assert await server.status(b"data", address="127.0.0.2") == 200
         peer = await exits.enter_async_context(server.peer(HEAD % b"held", address=address))
-        held.append(peer)
+        peers.append(peer)
         await server.until_holding()
     assert await server.status(b"data", address="127.0.0.3") == 503
     assert await server.status(b"") == 200
     server.face.released.set()
-    assert [await peer.status() for peer in held] == [200] * 3
+    assert [await peer.status() for peer in peers] == [200] * 3
     assert await server.status(b"data") == 200
 
 

@@ -16,9 +16,16 @@ def lowest(*extras: str) -> list[str]:
     """Return the constraints of the base and of these extras, by pyproject.toml."""
     project = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
     optional = project["optional-dependencies"]
-    named = [*project["dependencies"], *(one for extra in extras for one in optional[extra])]
-    found = [_LOWEST.match(one) for one in named if not one.startswith(project["name"])]
-    return [f"{one[1]}=={one[2]}" for one in found]
+    named = [
+        *project["dependencies"],
+        *(requirement for extra in extras for requirement in optional[extra]),
+    ]
+    matches = [
+        _LOWEST.match(requirement)
+        for requirement in named
+        if not requirement.startswith(project["name"])
+    ]
+    return [f"{match[1]}=={match[2]}" for match in matches]
 
 
 if __name__ == "__main__":

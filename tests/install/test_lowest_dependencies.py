@@ -18,32 +18,36 @@ def load_script():
     return module
 
 
-lowest = {one.name: one for one in map(Requirement, load_script().lowest(*EXTRAS))}
+lowest = {
+    requirement.name: requirement for requirement in map(Requirement, load_script().lowest(*EXTRAS))
+}
 
 
 def declared() -> list[Requirement]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = [one for extra in EXTRAS for one in project["optional-dependencies"][extra]]
-    return [Requirement(one) for one in (*project["dependencies"], *extras)]
+    extras = [
+        requirement for extra in EXTRAS for requirement in project["optional-dependencies"][extra]
+    ]
+    return [Requirement(requirement) for requirement in (*project["dependencies"], *extras)]
 
 
 def test_every_dependency_has_a_lowest_version_and_it_is_promised():
-    for one in declared():
-        [pin] = lowest[one.name].specifier
+    for requirement in declared():
+        [pin] = lowest[requirement.name].specifier
         assert pin.operator == "=="
-        assert one.specifier.contains(pin.version), one
+        assert requirement.specifier.contains(pin.version), requirement
 
 
 def test_what_constraints_pin_is_promised_and_none_of_it_is_older():
     pinned = {
-        one.name: next(iter(one.specifier)).version
-        for one in map(Requirement, _lines(ROOT / "constraints.txt"))
+        requirement.name: next(iter(requirement.specifier)).version
+        for requirement in map(Requirement, _lines(ROOT / "constraints.txt"))
     }
-    for one in declared():
-        if one.name in pinned:
-            [low] = lowest[one.name].specifier
-            assert one.specifier.contains(pinned[one.name]), one
-            assert Version(pinned[one.name]) >= Version(low.version), one
+    for requirement in declared():
+        if requirement.name in pinned:
+            [low] = lowest[requirement.name].specifier
+            assert requirement.specifier.contains(pinned[requirement.name]), requirement
+            assert Version(pinned[requirement.name]) >= Version(low.version), requirement
 
 
 def test_what_megatron_takes_of_transformers_is_promised():

@@ -45,8 +45,8 @@ def in_code(path: Path, source: str) -> Iterator[Finding]:
     """Yield the findings in the docstrings, strings and comments of a module."""
     for node in ast.walk(ast.parse(source)):
         for text, line in _docstrings(node):
-            if found := _OPENER.match(text):
-                yield Finding(path, line, f"a docstring opens with {found[0].strip()!r}")
+            if match := _OPENER.match(text):
+                yield Finding(path, line, f"a docstring opens with {match[0].strip()!r}")
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield from _subjects(path, node.value, node.lineno)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -84,9 +84,9 @@ def in_script(path: Path, source: str) -> Iterator[Finding]:
 
 
 def _subjects(path: Path, text: str, line: int) -> Iterator[Finding]:
-    for found in _SUBJECT.finditer(text):
-        at = line + text.count("\n", 0, found.start())
-        word = found[0].lstrip(".:; \n")
+    for match in _SUBJECT.finditer(text):
+        at = line + text.count("\n", 0, match.start())
+        word = match[0].lstrip(".:; \n")
         yield Finding(path, at, f"{word!r} is no role: name the publisher, reader, rank or user")
 
 
@@ -102,17 +102,17 @@ def files() -> Iterator[Path]:
     """Yield the files that are checked."""
     for name in (*CODE, *PAGES):
         place = ROOT / name
-        found = [place] if place.is_file() else place.rglob("*")
-        yield from sorted(one for one in found if one.suffix in _CHECKS)
+        paths = [place] if place.is_file() else place.rglob("*")
+        yield from sorted(path for path in paths if path.suffix in _CHECKS)
 
 
 def main() -> None:
     """Print every finding, and exit with 1 if there is one."""
     chosen = [Path(name).resolve() for name in sys.argv[1:]] or list(files())
-    found = [one for path in chosen for one in check(path)]
-    for one in found:
-        print(one)
-    sys.exit(bool(found))
+    findings = [finding for path in chosen for finding in check(path)]
+    for finding in findings:
+        print(finding)
+    sys.exit(bool(findings))
 
 
 if __name__ == "__main__":

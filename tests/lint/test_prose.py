@@ -14,7 +14,7 @@ PATH = Path("module.py")
 
 
 def in_code(source: str) -> list[str]:
-    return [f"{one.line}: {one.text}" for one in prose.in_code(PATH, source)]
+    return [f"{finding.line}: {finding.text}" for finding in prose.in_code(PATH, source)]
 
 
 @pytest.mark.parametrize("word", prose.OPENERS)
@@ -26,8 +26,8 @@ def test_a_docstring_that_opens_with_a_question_word_is_refused(word: str) -> No
 
 
 def test_the_docstring_of_a_constant_is_checked_too() -> None:
-    found = in_code('LIMIT = 3\n"""What comes at most."""')
-    assert found == ["2: a docstring opens with 'What'"]
+    findings = in_code('LIMIT = 3\n"""What comes at most."""')
+    assert findings == ["2: a docstring opens with 'What'"]
     assert in_code('class A:\n    limit: int\n    """Whether it is one."""')
 
 
@@ -71,13 +71,13 @@ def test_a_word_that_only_contains_one_of_the_list_passes() -> None:
 
 
 def test_a_finding_names_the_line_within_a_long_string() -> None:
-    [found] = in_code('"""One.\n\nTwo, which nobody reads.\n"""')
-    assert found.startswith("3: 'nobody'")
+    [finding] = in_code('"""One.\n\nTwo, which nobody reads.\n"""')
+    assert finding.startswith("3: 'nobody'")
 
 
 def test_code_in_a_page_is_not_prose() -> None:
     page = "The name `nobody` passes.\n```\nnobody\n```\nNobody reads it.\n"
-    assert [one.line for one in prose.in_page(Path("page.md"), page)] == [5]
+    assert [finding.line for finding in prose.in_page(Path("page.md"), page)] == [5]
 
 
 def test_only_comments_of_a_script_are_checked() -> None:
@@ -89,19 +89,19 @@ def test_the_command_prints_each_finding_and_fails(tmp_path: Path) -> None:
     wrong.write_text('"""What it is."""\n')
     right.write_text('"""Cursor of a consumer group."""\n')
     command = [sys.executable, "-m", "tests.lint.prose"]
-    kept = {"cwd": prose.ROOT, "capture_output": True, "text": True}
-    failed = subprocess.run([*command, str(wrong), str(right)], check=False, **kept)
+    options = {"cwd": prose.ROOT, "capture_output": True, "text": True}
+    failed = subprocess.run([*command, str(wrong), str(right)], check=False, **options)
     assert failed.returncode == 1
     assert failed.stdout == f"{wrong}:1: a docstring opens with 'What'\n"
-    assert subprocess.run([*command, str(right)], check=False, **kept).returncode == 0
+    assert subprocess.run([*command, str(right)], check=False, **options).returncode == 0
 
 
 def test_the_scripts_modules_and_pages_are_among_the_files() -> None:
-    found = {str(path.relative_to(prose.ROOT)) for path in prose.files()}
+    names = {str(path.relative_to(prose.ROOT)) for path in prose.files()}
     assert {
         "trinity_events/log/commit.lua",
         "trinity_events/errors.py",
         "workers/trinity_workers/cli.py",
         "docs/concepts.md",
         "README.md",
-    } <= found
+    } <= names

@@ -63,9 +63,9 @@ def publishing(run_id):
         return made[-1]
 
     yield publisher
-    for one in made:
-        with closing(one.log):
-            one.close(PATIENCE)
+    for open_publisher in made:
+        with closing(open_publisher.log):
+            open_publisher.close(PATIENCE)
 
 
 def commit_steps(publisher, steps):
@@ -82,14 +82,14 @@ def appends(given):
 
 async def sequences(log):
     """What a producer's events are numbered, in the order of the log."""
-    found = await log.read(limit=100_000)
-    return [decode_envelope(entry.payload).sequence for entry in found]
+    entries = await log.read(limit=100_000)
+    return [decode_envelope(entry.payload).sequence for entry in entries]
 
 
 async def assert_whole(log, count):
     """The log has each of a producer's events, in order; some, perhaps, again."""
-    found = await sequences(log)
-    assert list(dict.fromkeys(found)) == list(range(1, count + 1))
+    numbers = await sequences(log)
+    assert list(dict.fromkeys(numbers)) == list(range(1, count + 1))
     monitor = Monitor(MonitorState(run_id=log.run_id))
     fold(monitor, await log.read(limit=100_000))
     assert "gap" not in monitor.state.anomaly_counts
@@ -197,9 +197,9 @@ async def test_a_reducer_that_is_cut_off_in_its_commit_announces_everything_once
             await publish_steps(publisher, [step])
             await announced(log, step + 1 + max(0, step - 1))
     assert all(fault.struck.is_set() for fault in faults)
-    said = await announced(log, 6)
-    assert [one.step for one in said if isinstance(one, StepReady)] == [0, 1, 2, 3]
-    assert len(said) == 6  # two versions were retired, once each
+    announcements = await announced(log, 6)
+    assert [event.step for event in announcements if isinstance(event, StepReady)] == [0, 1, 2, 3]
+    assert len(announcements) == 6  # two versions were retired, once each
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -313,7 +313,7 @@ async def test_through_an_outage_nothing_is_lost_or_told_twice_and_nobody_is_hel
 
     async def everything(count):
         with anyio.fail_after(PATIENCE):
-            while any(set(one) != set(range(count)) for one in heard.values()):
+            while any(set(steps) != set(range(count)) for steps in heard.values()):
                 await anyio.sleep(0.01)
 
     with Proxy(server.url, tmp_path / "proxy.sock") as between:
@@ -333,7 +333,7 @@ async def test_through_an_outage_nothing_is_lost_or_told_twice_and_nobody_is_hel
     assert heard["follower"] == list(range(20))
     async with connect(server.url) as client:
         log = RedisEventLog(client, run_id)
-        assert [one.step for one in await announced(log, 20)] == list(range(20))
+        assert [event.step for event in await announced(log, 20)] == list(range(20))
         assert "gap" not in (await current_state(log)).anomaly_counts
         [group] = await client.xinfo_groups(log.keys.announcements)
         assert group["pending"] == 0

@@ -144,10 +144,10 @@ async def test_what_a_group_has_not_acknowledged_is_given_to_it_again(
     async with subscribe(
         run_id, SaveStarted, redis_url=redis_url, group="g", claim_after=0.02, deadline=PATIENCE
     ) as events:
-        found = aiter(events)
+        iterator = aiter(events)
         steps = set()
         while steps != {1, 9}:
-            event = await anext(found)
+            event = await anext(iterator)
             steps.add(event.event.slot.step)
             await event.ack()
 
@@ -155,13 +155,13 @@ async def test_what_a_group_has_not_acknowledged_is_given_to_it_again(
 async def test_a_log_that_was_trimmed_stays_trimmed(publisher, log):
     for _ in range(5):
         await publisher.publish(started(1))
-    kept = (await log.read())[3:]
-    await log.trim(Stream.EVENTS, kept[0].id)
+    retained = (await log.read())[3:]
+    await log.trim(Stream.EVENTS, retained[0].id)
     await forge(log, LAST_ID)
     token, _ = await log.lead(30)
-    assert await log.renumber(token, kept[0].id) == 1
-    assert (await log.read())[:3] == kept
-    assert await log.first_retained_id(Stream.EVENTS) == kept[0].id
+    assert await log.renumber(token, retained[0].id) == 1
+    assert (await log.read())[:3] == retained
+    assert await log.first_retained_id(Stream.EVENTS) == retained[0].id
 
 
 async def test_a_log_that_was_trimmed_to_nothing_goes_on_after_its_position(publisher, log):
@@ -269,9 +269,9 @@ async def test_subscribers_hear_of_steps_before_and_after(publisher, log, redis_
         reducer_task(redis_url, run_id),
         subscribe(run_id, StepReady, redis_url=redis_url, deadline=PATIENCE) as events,
     ):
-        found = aiter(events)
+        iterator = aiter(events)
         await publish_steps(publisher, [1])
-        assert (await anext(found)).step == 1
+        assert (await anext(iterator)).step == 1
         await forge(log, LAST_ID)
         await publish_steps(publisher, [2])
-        assert (await anext(found)).step == 2
+        assert (await anext(iterator)).step == 2

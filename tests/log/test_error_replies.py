@@ -26,8 +26,8 @@ REFUSING = {
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    with servers(tmp_path_factory.mktemp("refusing"), 1) as [one]:
-        yield one
+    with servers(tmp_path_factory.mktemp("refusing"), 1) as [started]:
+        yield started
 
 
 @pytest.mark.parametrize("truth", REFUSING)

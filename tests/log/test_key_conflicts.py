@@ -116,9 +116,9 @@ async def test_commands_and_subscriptions_name_the_key(
     with naming(keys.position):
         await current_state(log)
     for command in ("export", "status", "verify"):
-        said = cli(command, run_id, "--redis-url", redis_url)
-        assert said.returncode == 1
-        [line] = said.stderr.splitlines()
+        result = cli(command, run_id, "--redis-url", redis_url)
+        assert result.returncode == 1
+        [line] = result.stderr.splitlines()
         assert line.startswith(f"error: {keys.position} holds ")
 
 
@@ -130,9 +130,9 @@ async def test_an_index_of_runs_that_something_else_wrote_is_named(
         async with connect(url) as client, anyio.create_task_group() as tasks:
             await client.set(RUN_INDEX, BYTES)
             for command in (["runs"], ["tail", run_id]):
-                said = cli(*command, "--redis-url", url)
-                assert said.returncode == 1
-                [line] = said.stderr.splitlines()
+                result = cli(*command, "--redis-url", url)
+                assert result.returncode == 1
+                [line] = result.stderr.splitlines()
                 assert line.startswith(
                     f"error: {RUN_INDEX} is a string, where the log keeps a stream: something else"
                 )
@@ -149,8 +149,10 @@ async def test_an_index_of_runs_that_something_else_wrote_is_named(
 async def test_who_publishes_is_told_which_key_it_is(client, sync_client, publisher, log, run_id):
     await client.delete(log.keys.events)
     await client.set(log.keys.events, BYTES)
-    said = f"not published: {re.escape(log.keys.events)} is a string, where the log keeps a stream"
-    with pytest.raises(PublishError, match=said):
+    message = (
+        f"not published: {re.escape(log.keys.events)} is a string, where the log keeps a stream"
+    )
+    with pytest.raises(PublishError, match=message):
         await publisher.publish(started(1))
     with pytest.raises(KeyConflict, match=re.escape(log.keys.events)):
         await open_run(client, run_id)

@@ -52,8 +52,8 @@ def sync_log(log, request):
     opened.close()
 
 
-def payloads(found):
-    return [entry.payload for entry in found]
+def payloads(entries):
+    return [entry.payload for entry in entries]
 
 
 # Reading and waiting
@@ -78,25 +78,25 @@ async def test_ids_only_rise_however_fast_they_are_taken(log):
 
 
 async def test_a_wait_returns_what_is_appended_meanwhile(log):
-    found = []
+    received = []
 
     async def wait():
-        found.extend(await log.read_blocking({EVENTS: ORIGIN}, seconds=5))
+        received.extend(await log.read_blocking({EVENTS: ORIGIN}, seconds=5))
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(wait)
         await anyio.sleep(0.05)
-        assert found == []
+        assert received == []
         entry_id = await log.append(b"now")
-    assert found == [(EVENTS, Entry(entry_id, b"now"))]
+    assert received == [(EVENTS, Entry(entry_id, b"now"))]
 
 
 async def test_everyone_who_waits_is_woken_on_either_stream(log):
     token, _ = await log.lead(5)
-    found = []
+    received = []
 
     async def wait():
-        found.append(await log.read_blocking({EVENTS: ORIGIN, ANNOUNCEMENTS: ORIGIN}, seconds=9))
+        received.append(await log.read_blocking({EVENTS: ORIGIN, ANNOUNCEMENTS: ORIGIN}, seconds=9))
 
     with anyio.fail_after(8):  # before it would come back by itself
         async with anyio.create_task_group() as tasks:
@@ -106,7 +106,7 @@ async def test_everyone_who_waits_is_woken_on_either_stream(log):
             await log.commit(
                 Commit(token=token, after=ORIGIN, position="1-0", announcements=[("", b"a")])
             )
-    assert [[(stream, one.payload) for stream, one in each] for each in found] == [
+    assert [[(stream, entry.payload) for stream, entry in each] for each in received] == [
         [(ANNOUNCEMENTS, b"a")]
     ] * 3
 
@@ -124,8 +124,8 @@ async def test_what_a_thread_appends_wakes_who_waits(log, sync_log):
 async def test_a_wait_takes_at_most_so_many_of_each_stream(log):
     for number in range(5):
         await log.append(bytes([number]))
-    found = await log.read_blocking({EVENTS: ORIGIN, ANNOUNCEMENTS: ORIGIN}, seconds=1, limit=3)
-    assert payloads(entry for _, entry in found) == [b"\0", b"\1", b"\2"]
+    received = await log.read_blocking({EVENTS: ORIGIN, ANNOUNCEMENTS: ORIGIN}, seconds=1, limit=3)
+    assert payloads(entry for _, entry in received) == [b"\0", b"\1", b"\2"]
 
 
 async def test_a_wait_for_nothing_returns_empty(log):
@@ -142,16 +142,16 @@ async def test_a_wait_can_be_cancelled(log):
 
 
 async def test_each_opening_takes_the_next_epoch_and_says_so_in_its_event(log):
-    taken = []
+    epochs = []
 
     async def take():
-        taken.append(await log.open_epoch(lambda epoch: b"%d" % epoch))
+        epochs.append(await log.open_epoch(lambda epoch: b"%d" % epoch))
 
     async with anyio.create_task_group() as tasks:
         for _ in range(10):
             tasks.start_soon(take)
-    assert sorted(taken) == list(range(1, 11))
-    assert [int(one) for one in payloads(await log.read())] == list(range(1, 11))
+    assert sorted(epochs) == list(range(1, 11))
+    assert [int(payload) for payload in payloads(await log.read())] == list(range(1, 11))
 
 
 async def test_an_opening_that_fails_takes_no_epoch(log):
@@ -236,7 +236,10 @@ async def test_what_stands_is_the_newest_of_its_subject_until_it_is_retracted(lo
     token, _ = await log.lead(5)
     first = [("a", b"a1"), ("", b"unnamed"), ("b", b"b1"), ("a", b"a2")]
     await log.commit(Commit(token=token, after=ORIGIN, position="1-0", announcements=first))
-    assert [(one.subject, one.entry.payload) for one in await log.current_announcements()] == [
+    assert [
+        (announcement.subject, announcement.entry.payload)
+        for announcement in await log.current_announcements()
+    ] == [
         ("b", b"b1"),
         ("a", b"a2"),
     ], "in the order of the stream"
@@ -245,9 +248,10 @@ async def test_what_stands_is_the_newest_of_its_subject_until_it_is_retracted(lo
         token=token, after="1-0", position="2-0", announcements=[("a", b"a3")], retracted=["a", "b"]
     )
     await log.commit(step)
-    assert [(one.subject, one.entry.payload) for one in await log.current_announcements()] == [
-        ("a", b"a3")
-    ]
+    assert [
+        (announcement.subject, announcement.entry.payload)
+        for announcement in await log.current_announcements()
+    ] == [("a", b"a3")]
     assert payloads(await log.read(stream=ANNOUNCEMENTS)) == [
         b"a1",
         b"unnamed",
@@ -333,9 +337,9 @@ async def test_a_grant_is_heard_by_those_who_wait_and_again_by_those_who_ask_lat
 async def test_many_are_appended_in_their_order(log, sync_log):
     assert sync_log.append_many([]) == []
     ids = sync_log.append_many([b"%d" % number for number in range(600)])
-    found = await log.read()
-    assert [entry.id for entry in found] == ids
-    assert payloads(found) == [b"%d" % number for number in range(600)]
+    entries = await log.read()
+    assert [entry.id for entry in entries] == ids
+    assert payloads(entries) == [b"%d" % number for number in range(600)]
 
 
 async def test_a_checkpoint_that_is_held_is_not_doomed_and_one_that_is_doomed_not_held(log):
@@ -395,9 +399,9 @@ async def test_dead_letters_are_bounded_and_the_newest_stay(log, monkeypatch):
         step = Commit(token=token, after=after, position=reached, dead_letters=letters)
         assert await log.commit(step)
         after = reached
-    kept = await log.dead_letters()
-    assert kept[-500:] == letters
-    assert len(kept) < 1000
+    retained = await log.dead_letters()
+    assert retained[-500:] == letters
+    assert len(retained) < 1000
 
 
 async def test_dead_letters_are_kept_with_their_reason(log):
@@ -457,17 +461,17 @@ async def test_each_entry_goes_to_one_member_of_a_group(log):
 
 async def test_of_members_that_wait_one_gets_what_comes(log):
     await log.create_group(EVENTS, "g", ORIGIN)
-    found = []
+    received = []
 
     async def member(name):
-        found.extend(await log.read_group(EVENTS, "g", name, seconds=0.5))
+        received.extend(await log.read_group(EVENTS, "g", name, seconds=0.5))
 
     async with anyio.create_task_group() as tasks:
         for name in ("one", "two", "three"):
             tasks.start_soon(member, name)
         await anyio.sleep(0.05)
         await log.append(b"once")
-    assert payloads(found) == [b"once"]
+    assert payloads(received) == [b"once"]
 
 
 async def test_a_group_begins_where_it_was_first_created_and_groups_know_nothing_of_others(log):
@@ -569,8 +573,8 @@ async def test_members_are_forgotten_that_are_idle_and_have_nothing_pending_but_
     await log.forget_members(EVENTS, "g", 0)
     [group] = await log.groups(EVENTS)
     assert (group.members, group.pending) == (2, 1), "the busy one, and the last one to ask"
-    [taken] = (await log.claim(EVENTS, "g", "last", idle=0, most=5)).entries
-    await log.ack(EVENTS, "g", taken.id)
+    [claimed] = (await log.claim(EVENTS, "g", "last", idle=0, most=5)).entries
+    await log.ack(EVENTS, "g", claimed.id)
     await anyio.sleep(0.02)
     await log.read_group(EVENTS, "g", "last", seconds=0.001)
     assert await log.forget_members(EVENTS, "g", 0) == 1
@@ -655,8 +659,8 @@ class Player:
         self.ids = {stream: [ORIGIN] for stream in Stream}
         self.token, self.folded, self.answers = 0, ORIGIN, []
 
-    def told(self, stream, found):
-        return [(self.ids[stream].index(entry.id), entry.payload) for entry in found]
+    def indexed(self, stream, entries):
+        return [(self.ids[stream].index(entry.id), entry.payload) for entry in entries]
 
     async def play(self, turns):
         commands = [
@@ -679,12 +683,12 @@ class Player:
 
     async def read(self, turn, stream, after, group):
         limit, through = self.draw.randint(1, 9), self.draw.choice(["+", *self.ids[stream]])
-        found = await self.log.read(after, stream=stream, limit=limit, through=through)
-        return self.told(stream, found)
+        entries = await self.log.read(after, stream=stream, limit=limit, through=through)
+        return self.indexed(stream, entries)
 
     async def wait(self, turn, stream, after, group):
-        found = await self.log.read_blocking({stream: after}, seconds=0.001, limit=3)
-        return self.told(stream, [entry for _, entry in found])
+        received = await self.log.read_blocking({stream: after}, seconds=0.001, limit=3)
+        return self.indexed(stream, [entry for _, entry in received])
 
     async def commit(self, turn, *_):
         payload, draw = b"%d" % turn, self.draw
@@ -697,36 +701,37 @@ class Player:
             dead_letters=draw.choice([[], [DeadLetter(Entry("7-7", payload), "foreign")]]),
             snapshot=draw.choice([None, payload]),
         )
-        taken = await self.log.commit(commit)
-        self.folded = commit.position if taken else self.folded
+        committed = await self.log.commit(commit)
+        self.folded = commit.position if committed else self.folded
         added = await self.log.read(self.ids[ANNOUNCEMENTS][-1], stream=ANNOUNCEMENTS)
         self.ids[ANNOUNCEMENTS] += [entry.id for entry in added]
         standing = [
-            (s, *self.told(ANNOUNCEMENTS, [e])) for s, e in await self.log.current_announcements()
+            (s, *self.indexed(ANNOUNCEMENTS, [e]))
+            for s, e in await self.log.current_announcements()
         ]
-        dead = [(one.entry.payload, one.reason) for one in await self.log.dead_letters()]
-        return taken, sorted(standing), await self.log.load(), dead
+        dead = [(letter.entry.payload, letter.reason) for letter in await self.log.dead_letters()]
+        return committed, sorted(standing), await self.log.load(), dead
 
     async def lead(self, *_):
-        kept = await self.log.renew(self.token, self.draw.choice([0, 60]))
+        renewed = await self.log.renew(self.token, self.draw.choice([0, 60]))
         fresh, _ = await self.log.lead(60)
         self.token = fresh or self.token
-        return kept, fresh
+        return renewed, fresh
 
     async def create_group(self, turn, stream, after, group):
         await self.log.create_group(stream, group, after)
 
     async def read_group(self, turn, stream, after, group):
-        found = await self.log.read_group(stream, group, "m", seconds=0.001, limit=4)
-        for entry in found[::2]:
+        entries = await self.log.read_group(stream, group, "m", seconds=0.001, limit=4)
+        for entry in entries[::2]:
             await self.log.ack(stream, group, entry.id)
-        return self.told(stream, found)
+        return self.indexed(stream, entries)
 
     async def claim(self, turn, stream, after, group):
-        found, dead = await self.log.claim(stream, group, "n", idle=0, most=3, limit=3)
-        for entry in found[:1]:
+        entries, dead = await self.log.claim(stream, group, "n", idle=0, most=3, limit=3)
+        for entry in entries[:1]:
             await self.log.ack(stream, group, entry.id)
-        return self.told(stream, found), self.told(stream, dead)
+        return self.indexed(stream, entries), self.indexed(stream, dead)
 
     async def groups(self, turn, stream, after, group):
         def index(at):
@@ -734,11 +739,11 @@ class Player:
 
         return [
             (
-                *one[:2],
-                *(index(one.last_delivered), index(one.oldest_pending)),
-                *(one.members, one.caught_up),
+                *group[:2],
+                *(index(group.last_delivered), index(group.oldest_pending)),
+                *(group.members, group.caught_up),
             )
-            for one in await self.log.groups(stream)
+            for group in await self.log.groups(stream)
         ]
 
     async def destroy_group(self, turn, stream, after, group):

@@ -60,13 +60,13 @@ class Noting(MemoryEventLog):
         return self._noted(await super().read(*args, **keywords))
 
     async def read_blocking(self, *args, **keywords):
-        found = await super().read_blocking(*args, **keywords)
-        self._noted([entry for _, entry in found])
-        return found
+        page = await super().read_blocking(*args, **keywords)
+        self._noted([entry for _, entry in page])
+        return page
 
-    def _noted(self, found):
-        self.most = max(self.most, sum(len(entry.payload) for entry in found))
-        return found
+    def _noted(self, entries):
+        self.most = max(self.most, sum(len(entry.payload) for entry in entries))
+        return entries
 
 
 async def test_a_reducer_a_view_and_the_archive_hold_few_large_entries_at_once(

@@ -88,8 +88,8 @@ async def patient(server):
 
 def sequences(log):
     """The numbers of what is in the log, as the fold counts them: without what came twice."""
-    found = [decode_envelope(entry.payload).sequence for entry in log.read(limit=100_000)]
-    return list(dict.fromkeys(found))
+    numbers = [decode_envelope(entry.payload).sequence for entry in log.read(limit=100_000)]
+    return list(dict.fromkeys(numbers))
 
 
 def up_to(last):
@@ -318,9 +318,9 @@ def test_a_server_that_becomes_full_in_the_middle_of_a_batch_takes_all_of_it_or_
     with pytest.raises(redis.OutOfMemoryError):
         append_for_ever()
     has_room(admin)
-    taken = len(log.read(limit=10_000)) - 1
-    assert taken > 0
-    assert taken % 100 == 0
+    accepted = len(log.read(limit=10_000)) - 1
+    assert accepted > 0
+    assert accepted % 100 == 0
 
 
 def test_what_the_server_refuses_is_said_and_kept_until_it_is_allowed(
@@ -358,7 +358,7 @@ def test_an_event_that_breaks_the_contract_is_refused_at_once_and_uses_up_no_num
 
 
 def threads_of(publisher):
-    return [one for one in threading.enumerate() if one is publisher._thread]
+    return [thread for thread in threading.enumerate() if thread is publisher._thread]
 
 
 def test_a_publisher_that_is_closed_has_sent_all_and_takes_no_more(log, publishing):
@@ -379,8 +379,8 @@ def test_closing_while_the_server_is_away_says_what_is_lost_and_ends_the_thread(
     publisher.publish(committed(1))
     with pytest.raises(PublishError, match=r"1 event is not in the log"):
         publisher.close(0.2)
-    [*left] = threads_of(publisher)
-    for thread in left:
+    [*threads] = threads_of(publisher)
+    for thread in threads:
         thread.join(PATIENCE)
     assert publisher._thread is None
     with pytest.raises(PublishError, match=r"1 event is not in the log"):
@@ -453,18 +453,18 @@ def ended(server, run_id, deadline):
 
 
 def test_a_process_that_ends_sends_what_its_last_threads_published(server, log):
-    said = ended(server, log.run_id, PATIENCE)
+    result = ended(server, log.run_id, PATIENCE)
     assert sequences(log) == up_to(100)
-    assert "the child: a publisher of run" in said.stdout
-    assert said.stderr == ""
+    assert "the child: a publisher of run" in result.stdout
+    assert result.stderr == ""
 
 
 def test_a_process_that_ends_without_a_server_does_not_wait_for_ever_and_says_what_is_lost(
     server, log
 ):
     server._stop()
-    said = ended(server, log.run_id, 0.2)
-    assert f"this process ends: in run {log.run_id}, 100 events are not" in said.stderr
+    result = ended(server, log.run_id, 0.2)
+    assert f"this process ends: in run {log.run_id}, 100 events are not" in result.stderr
     server._start()
 
 
@@ -509,20 +509,20 @@ async def test_publishers_that_wait_for_one_another_all_keep_their_deadline(admi
     await publisher.publish(committed(1))
     publisher._deadline = 1.0
     admin.client_pause(60_000, all=False)
-    said = []
+    errors = []
 
     async def publish():
         with pytest.raises(PublishError, match=r"slow|what was published before") as caught:
             await publisher.publish(committed(1))
-        said.append(str(caught.value))
+        errors.append(str(caught.value))
 
     with anyio.fail_after(PATIENCE):
         async with anyio.create_task_group() as tasks:
             for _ in range(100):
                 tasks.start_soon(publish)
-    tried = len([one for one in said if "it is slow" in one])
+    tried = len([error for error in errors if "it is slow" in error])
     assert tried >= 1
-    assert len(said) == 100
+    assert len(errors) == 100
     admin.client_unpause()
     publisher._deadline = PATIENCE
     await publisher.publish(committed(1))
@@ -569,7 +569,7 @@ def test_a_closed_log_keeps_no_connection_of_a_thread_that_ends_its_heartbeat_la
     redis_url, sync_client, run_id
 ):
     def connected():
-        return run_id in [one["name"] for one in sync_client.client_list()]
+        return run_id in [connection["name"] for connection in sync_client.client_list()]
 
     log = SyncEventLog(redis.Redis.from_url(redis_url, client_name=run_id), run_id)
     log.beat("a", 9.0)

@@ -35,7 +35,7 @@ async def test_each_opening_of_a_run_takes_the_next_epoch(client, run_id):
     assert await open_run(client, run_id, resume_from=7) == 11
     assert await open_run(client, run_id, resume_from=StepRef(11, 8)) == 12
     envelopes = [decode_envelope(e.payload) for e in await RedisEventLog(client, run_id).read()]
-    assert [one.epoch for one in envelopes] == list(range(1, 13))
+    assert [envelope.epoch for envelope in envelopes] == list(range(1, 13))
     assert envelopes[0].event == RunOpened()
     assert envelopes[-2].event == RunResumed(step=7)
     assert envelopes[-1].event == RunResumed(step=8, checkpoint=StepRef(11, 8))
@@ -63,19 +63,19 @@ async def test_runs_are_listed_once_and_found_by_name(client, run_id):
 async def test_new_runs_are_waited_for_not_polled_for(client, run_id):
     with anyio.fail_after(PATIENCE):
         async with anyio.create_task_group() as tasks:
-            found = []
+            runs = []
 
             async def watch():
-                async for one in watch_runs(client):
-                    found.append(one)
-                    if one == run_id:
+                async for run in watch_runs(client):
+                    runs.append(run)
+                    if run == run_id:
                         tasks.cancel_scope.cancel()
 
             tasks.start_soon(watch)
             await anyio.sleep(0.05)
             await client.xadd("trinity:runs", {"something": "else"})
             await open_run(client, run_id)
-    assert found[-1] == run_id
+    assert runs[-1] == run_id
 
 
 def test_positions_order_by_number_not_by_text():
@@ -95,11 +95,11 @@ async def test_a_group_that_others_created_is_not_idle_since_its_stream_began(cl
         assert (group.shown, group.members) == ("theirs-\\xff", 0)
 
 
-@pytest.mark.parametrize("taken", ["position", "announcements", "dead", "current", "grant"])
-async def test_a_commit_that_meets_a_key_of_something_else_writes_nothing(client, run_id, taken):
+@pytest.mark.parametrize("key_name", ["position", "announcements", "dead", "current", "grant"])
+async def test_a_commit_that_meets_a_key_of_something_else_writes_nothing(client, run_id, key_name):
     log = RedisEventLog(client, run_id)
     token, _ = await log.lead(60)
-    key = grant_key(run_id, "save") if taken == "grant" else getattr(log.keys, taken)
+    key = grant_key(run_id, "save") if key_name == "grant" else getattr(log.keys, key_name)
     await client.lpush(key, "of something else")
     step = Commit(
         token=token,
@@ -110,11 +110,11 @@ async def test_a_commit_that_meets_a_key_of_something_else_writes_nothing(client
         dead_letters=[DeadLetter(Entry("1-0", b""), "why")],
         snapshot=b"state",
     )
-    before_it = {one: await client.dump(one) for one in await _keys_of(client, run_id)}
+    before_it = {key: await client.dump(key) for key in await _keys_of(client, run_id)}
     says = f"^{re.escape(key)} is a list, where the log keeps a .* something else wrote"
     with pytest.raises(KeyConflict, match=says):
         await log.commit(step)
-    assert {one: await client.dump(one) for one in await _keys_of(client, run_id)} == before_it
+    assert {key: await client.dump(key) for key in await _keys_of(client, run_id)} == before_it
     await client.delete(key)
     assert await log.commit(step)
 

@@ -30,7 +30,11 @@ def main() -> int:
     """Run what was asked for; return 1 if anything was not as it must be."""
     options = _options()
     exit_on_signals()  # in order, so that no process remains
-    chosen = [one for one in combinations() if any(text in one.name for text in options.only)]
+    chosen = [
+        combination
+        for combination in combinations()
+        if any(text in combination.name for text in options.only)
+    ]
     failed = 0
     for result in _results(chosen, options.folder):
         print(f"{result.line()}; {result.seconds:.0f} s", flush=True)
@@ -46,25 +50,27 @@ def _results(chosen: list[Combination], folder: Path) -> Iterator[Result]:
         tempfile.TemporaryDirectory(prefix="matrix-") as name,
         servers(Path(name), 1) as [server],
     ):
-        for one in chosen:
-            file = folder / f"{one.name}.json"
+        for combination in chosen:
+            file = folder / f"{combination.name}.json"
             if file.is_file():
                 yield msgspec.json.decode(file.read_bytes(), type=Result)
                 continue
-            result = _performed(one, Path(name) / one.name, Path(name) / "model", server.url)
+            result = _performed(
+                combination, Path(name) / combination.name, Path(name) / "model", server.url
+            )
             if not result.faults:
                 file.write_bytes(msgspec.json.encode(result))
             yield result
 
 
-def _performed(one: Combination, folder: Path, model: Path, redis_url: str) -> Result:
+def _performed(combination: Combination, folder: Path, model: Path, redis_url: str) -> Result:
     if not (model / "config.json").is_file():
         create_policy(model, seed=0)
     try:
-        return perform(one, folder, model, redis_url)
+        return perform(combination, folder, model, redis_url)
     except RunFailed as error:
         return Result(
-            name=one.name,
+            name=combination.name,
             steps=0,
             applied={},
             joined_at=None,

@@ -63,12 +63,12 @@ class Result(Struct, frozen=True, kw_only=True):
     def line(self) -> str:
         """Return the result in one line."""
         applied = " ".join(f"{name}:{count}" for name, count in sorted(self.applied.items()))
-        told = (
+        summary = (
             f"{self.name:30} {self.steps} steps, applied {applied}, late one joined at version "
             f"{self.joined_at}, staleness <= {self.stalest}, property of {', '.join(self.holds)} "
             f"alone, audit clean"
         )
-        return f"{'; '.join([f'{self.name:30} FAULT', *self.faults]) if self.faults else told}"
+        return f"{'; '.join([f'{self.name:30} FAULT', *self.faults]) if self.faults else summary}"
 
 
 class RunFailed(Exception):
@@ -101,8 +101,10 @@ def perform(combination: Combination, folder: Path, model: Path, redis_url: str)
     try:
         _run(file, where, outputs, hold, log)
     except RunFailed as error:
-        said = [f"{one.name}: {one.read_text()[-2000:]}" for one in outputs if one.is_file()]
-        raise RunFailed("\n".join([str(error), *said])) from None
+        outputs_text = [
+            f"{output.name}: {output.read_text()[-2000:]}" for output in outputs if output.is_file()
+        ]
+        raise RunFailed("\n".join([str(error), *outputs_text])) from None
     return judged(
         combination,
         log(),
@@ -213,4 +215,4 @@ def _wait(
 
 
 def _trained(log: Sequence[Envelope]) -> int:
-    return sum(isinstance(one.event, StepTrained) for one in log)
+    return sum(isinstance(envelope.event, StepTrained) for envelope in log)

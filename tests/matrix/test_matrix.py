@@ -27,7 +27,7 @@ COMBINATION = Combination("fsdp", "memory", "fully_async")
 
 def log_of(*events):
     """Return events of rank 0, or of the rank that they come with, as envelopes."""
-    pairs = [one if isinstance(one, tuple) else (one, 0) for one in events]
+    pairs = [event if isinstance(event, tuple) else (event, 0) for event in events]
     return [
         Envelope(
             run_id="run",
@@ -74,13 +74,15 @@ def faults_of(*events):
 
 
 def test_each_allowed_combination_is_run_on_fsdp_and_each_method_on_megatron():
-    names = [one.name for one in combinations()]
+    names = [combination.name for combination in combinations()]
     assert len(set(names)) == len(names) == 14
     assert "fsdp-nccl-fully_async" not in names
     assert sum(name.startswith("megatron") for name in names) == 3
 
 
-@pytest.mark.parametrize("combination", list(combinations()), ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "combination", list(combinations()), ids=lambda combination: combination.name
+)
 def test_the_file_of_each_run_is_one_that_train_reads(combination, tmp_path):
     (tmp_path / "reward.py").write_text(REWARD)
     create_policy(tmp_path / "model", seed=0)
@@ -90,10 +92,10 @@ def test_the_file_of_each_run_is_one_that_train_reads(combination, tmp_path):
 
 
 def test_a_sound_log_has_no_fault_and_is_told_in_one_line():
-    found = judged(COMBINATION, log_of(*SOUND), [], seconds=1.0)
-    assert (found.faults, found.holds, found.steps) == ([], ["fully_async"], STEPS)
-    assert found.applied == {"explorer-0": 1, "explorer-1": 1, "explorer-2": 1}
-    assert f"joined at version {STEPS}" in found.line()
+    result = judged(COMBINATION, log_of(*SOUND), [], seconds=1.0)
+    assert (result.faults, result.holds, result.steps) == ([], ["fully_async"], STEPS)
+    assert result.applied == {"explorer-0": 1, "explorer-1": 1, "explorer-2": 1}
+    assert f"joined at version {STEPS}" in result.line()
 
 
 def test_what_is_not_as_it_must_be_is_named():

@@ -87,14 +87,14 @@ HOLDER = Producer(role="actor", rank=0, node="here", incarnation="actor-0")
 
 
 def _saves() -> list[Said]:
-    said = []
+    statements = []
     for step in STEPS:
         for kind in FILES:
             for rank in (0, 1):
                 by, at = f"actor-{rank}", {"kind": kind, "rank": rank}
                 for attempt in ("x", "y"):
                     save_id = f"{attempt}{step}{kind[0]}{rank}"
-                    said += [
+                    statements += [
                         Said(by, SaveRequested(save_id=save_id, slot=slot(step, **at), lease=15.0)),
                         Said(by, SaveStarted(save_id=save_id, slot=slot(step, **at), lease=15.0)),
                         Said(by, SaveProgressed(save_id=save_id, slot=slot(step, **at), bytes=4)),
@@ -106,8 +106,8 @@ def _saves() -> list[Said]:
                         Said(by, finished(step, save_id, f".staging/t{step}/m", ranks=2, **at)),
                         Said("reducer-0", lapsed(save_id, step, **at)),
                     ]
-            said.append(Said("reducer-0", DeadlineReached(step=step, kind=kind, seconds=1.0)))
-    return said
+            statements.append(Said("reducer-0", DeadlineReached(step=step, kind=kind, seconds=1.0)))
+    return statements
 
 
 def lapsed(save_id: str, step: int, **at) -> LeaseExpired:
@@ -116,24 +116,26 @@ def lapsed(save_id: str, step: int, **at) -> LeaseExpired:
 
 
 def _commits() -> list[Said]:
-    said = []
+    statements = []
     for step in STEPS:
         for kind in FILES:
             for expected in (0, 1, 2):
-                one = registration(kind, expected)
-                said.append(Said("trainer", ThreadCountRegistered(step=step, registration=one)))
-                said.append(Said("trainer", committed(step, kind, one)))
+                registered = registration(kind, expected)
+                statements.append(
+                    Said("trainer", ThreadCountRegistered(step=step, registration=registered))
+                )
+                statements.append(Said("trainer", committed(step, kind, registered)))
             named = Registration(
                 registration_id="named", kind=kind, expected=1, slots=(slot(step, kind, rank=1),)
             )
-            said.append(Said("trainer", committed(step, kind, named)))
-            said.append(Said("trainer", committed(step, kind)))
+            statements.append(Said("trainer", committed(step, kind, named)))
+            statements.append(Said("trainer", committed(step, kind)))
         both = (registration("state_dict"), registration("checkpoint"))
-        said.append(Said("trainer", committed(step, "checkpoint", *both)))
-        said.append(Said("trainer", committed(step, "weights")))
-        said += [Said("actor-0", opened(step, 0, 1)), Said("actor-1", opened(step, 1))]
-        said += [Said(f"actor-{rank}", part(step, rank)) for rank in (0, 1)]
-    return said
+        statements.append(Said("trainer", committed(step, "checkpoint", *both)))
+        statements.append(Said("trainer", committed(step, "weights")))
+        statements += [Said("actor-0", opened(step, 0, 1)), Said("actor-1", opened(step, 1))]
+        statements += [Said(f"actor-{rank}", part(step, rank)) for rank in (0, 1)]
+    return statements
 
 
 def _others() -> list[Said]:
@@ -158,7 +160,10 @@ def _others() -> list[Said]:
         Said("trainer", RolloutsDispatched(ordinals=((8, 9),))),
         Said("trainer", StepTrained(step=1, trained=((0, 2),), dropped={"filtered": ((3, 3),)})),
         Said("trainer", StepTrained(step=2, trained=((4, 5), (9, 9)))),
-        *(Said("trainer", LedgerRestored(ledger=one, digest=one.digest)) for one in _LEDGERS),
+        *(
+            Said("trainer", LedgerRestored(ledger=ledger, digest=ledger.digest))
+            for ledger in _LEDGERS
+        ),
         Said("trainer", WaitStarted(wait_id="a", what="rollouts", waits_for=("explorer-0",))),
         Said("actor-0", ProfileWritten(step=1, path="profiles/one.json.gz")),
         Said("trainer", WaitEnded(wait_id="a", outcome="over")),
@@ -184,8 +189,8 @@ _OPENINGS = [
 _OPENED_TWICE = [Said("intruder", RunOpened()), Said("intruder", RunResumed(step=1))]
 
 
-def _said_in_another_epoch(one: Said, by: int) -> Said:
-    return one._replace(by=f"{one.by}-of-another", epoch=by)
+def _said_in_another_epoch(statement: Said, by: int) -> Said:
+    return statement._replace(by=f"{statement.by}-of-another", epoch=by)
 
 
 _ANYTHING = st.one_of(
@@ -200,17 +205,17 @@ _ANYTHING = st.one_of(
 Entries = list[tuple[str, Envelope]]
 
 
-def entries(said: list[Said], *, first: int = 1000) -> Entries:
+def entries(statements: list[Said], *, first: int = 1000) -> Entries:
     """As a log has it: each producer numbers its own, ids grow; opened once before all."""
     epoch, sequences, written = 0, {}, []
-    for number, one in enumerate([Said("opener", RunOpened(), 1), *said]):
-        by = one.by
-        if isinstance(one.event, RunOpened | RunResumed) and one.epoch == 1:
+    for number, statement in enumerate([Said("opener", RunOpened(), 1), *statements]):
+        by = statement.by
+        if isinstance(statement.event, RunOpened | RunResumed) and statement.epoch == 1:
             epoch += 1
             by = f"opener-{epoch}"
         sequences[by] = sequences.get(by, 0) + 1
-        at = epoch if by.startswith("opener") else max(epoch + one.epoch, 0)
-        role, _, rank = one.by.partition("-")
+        at = epoch if by.startswith("opener") else max(epoch + statement.epoch, 0)
+        role, _, rank = statement.by.partition("-")
         producer = Producer(
             role=role, rank=int(rank) if rank.isdigit() else 0, node="here", incarnation=by
         )
@@ -220,7 +225,7 @@ def entries(said: list[Said], *, first: int = 1000) -> Entries:
             producer=producer,
             sequence=sequences[by],
             occurred_at=1.0,
-            event=one.event,
+            event=statement.event,
         )
         written.append((f"{first + number}-0", envelope))
     return written
@@ -248,13 +253,13 @@ def repeated(draw, history: Entries) -> tuple[Entries, Entries]:
 class Scripts(NamedTuple):
     """What each producer of one epoch says, in its own order; and an order of all together."""
 
-    said: list[list[Said]]
+    scripts: list[list[Said]]
     turns: list[int]
 
     def in_turn(self) -> list[Said]:
         """All of it, the producers speaking in their turns."""
-        left = [iter(script) for script in self.said]
-        return [next(left[turn]) for turn in self.turns]
+        remaining = [iter(script) for script in self.scripts]
+        return [next(remaining[turn]) for turn in self.turns]
 
     def entries(self) -> Entries:
         """As a log has it."""
@@ -279,20 +284,20 @@ def scripts(draw) -> Scripts:
                 fewest = 1 if world else len(ranks)
                 expected = registration(kind, draw(st.integers(fewest, len(ranks) + 1)))
                 if world and draw(st.booleans()):
-                    some = draw(st.sets(st.integers(0, 2), min_size=1))
-                    named = tuple(slot(step, kind, rank) for rank in some)
+                    chosen_ranks = draw(st.sets(st.integers(0, 2), min_size=1))
+                    named = tuple(slot(step, kind, rank) for rank in chosen_ranks)
                     expected = Registration(
                         registration_id="named", kind=kind, expected=len(named), slots=named
                     )
-                told = ThreadCountRegistered(step=step, registration=expected)
-                trainer.append(Said("trainer", told))
+                registered = ThreadCountRegistered(step=step, registration=expected)
+                trainer.append(Said("trainer", registered))
                 trainer.append(Said("trainer", committed(step, kind, expected)))
             for rank in ranks:
                 ranks_said = None if kind == "weights" else world
                 workers[rank] += draw(_one_save(step, kind, rank, ranks_said))
-    said = [script for script in (trainer, *workers) if script]
-    turns = [number for number, script in enumerate(said) for _ in script]
-    return Scripts(said, draw(st.permutations(turns)))
+    sequences = [script for script in (trainer, *workers) if script]
+    turns = [number for number, script in enumerate(sequences) for _ in script]
+    return Scripts(sequences, draw(st.permutations(turns)))
 
 
 @st.composite
@@ -300,16 +305,16 @@ def _one_save(draw, step: int, kind: str, rank: int, ranks: int | None) -> list[
     by = f"actor-{rank}"
     if kind == "weights":
         return [Said(by, part(step, rank))] if draw(st.booleans()) else []
-    at, said = {"kind": kind, "rank": rank}, []
+    at, statements = {"kind": kind, "rank": rank}, []
     ways = draw(st.lists(st.sampled_from(["fails", "dies", "ends"]), min_size=1, max_size=2))
     for number, way in enumerate(ways):
         save_id = f"{kind[0]}{step}.{rank}.{number}"
-        said.append(Said(by, started(step, save_id, ranks=ranks, **at)))
+        statements.append(Said(by, started(step, save_id, ranks=ranks, **at)))
         if way == "fails":
-            said.append(Said(by, failed(step, save_id, **at)))
+            statements.append(Said(by, failed(step, save_id, **at)))
         elif way == "ends":
-            said.append(Said(by, finished(step, save_id, ranks=ranks, **at)))
-    return said
+            statements.append(Said(by, finished(step, save_id, ranks=ranks, **at)))
+    return statements
 
 
 @st.composite
@@ -317,11 +322,11 @@ def anything(draw, most: int = 40) -> Entries:
     """What anybody might say in any order, about a sane epoch or none; with some of it lost."""
     script = draw(st.one_of(st.just([]), scripts().map(Scripts.in_turn)))
     noise = st.tuples(st.integers(0, most), _ANYTHING)
-    said = script[: most - 5]
-    for at, one in draw(st.lists(noise, max_size=most - len(said))):
-        said.insert(at, one)
+    statements = script[: most - 5]
+    for at, statement in draw(st.lists(noise, max_size=most - len(statements))):
+        statements.insert(at, statement)
     lost = draw(st.sets(st.integers(1, most), max_size=3))
-    return [entry for number, entry in enumerate(entries(said)) if number not in lost]
+    return [entry for number, entry in enumerate(entries(statements)) if number not in lost]
 
 
 def request(save_id: str, process: Process, rank: int = 0) -> SaveRequested:

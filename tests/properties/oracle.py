@@ -26,7 +26,7 @@ Of = tuple[int, int, str]
 def what_counts(written: Entries) -> tuple[int, list[Event]]:
     """The last epoch, and what was said in it: by nobody twice, by nobody of another epoch."""
     seen: dict[str, int] = {}
-    epoch, said = 0, []
+    epoch, events = 0, []
     for _, envelope in written:
         who = envelope.producer.incarnation
         if envelope.sequence <= seen.get(who, 0):
@@ -34,141 +34,162 @@ def what_counts(written: Entries) -> tuple[int, list[Event]]:
         seen[who] = envelope.sequence
         if isinstance(envelope.event, RunOpened | RunResumed):
             if envelope.epoch > epoch:
-                epoch, said = envelope.epoch, [envelope.event]
+                epoch, events = envelope.epoch, [envelope.event]
         elif envelope.epoch == epoch:
-            said.append(envelope.event)
-    return epoch, said
+            events.append(envelope.event)
+    return epoch, events
 
 
-def proven(said: list[Event], step: int, kind: str) -> bool:
+def proven(events: list[Event], step: int, kind: str) -> bool:
     """Whether the kind of the step is complete by what was said."""
-    commit = _commit(said, step, kind)
+    commit = _commit(events, step, kind)
     if kind == "weights":
-        return commit is not None and _all_parts(said, step)
+        return commit is not None and _all_parts(events, step)
     if kind == "checkpoint":
-        if commit is None or not _whole(said, step, kind):
+        if commit is None or not _whole(events, step, kind):
             return False
-        if not _rests_on_state_dict(said, step):
+        if not _rests_on_state_dict(events, step):
             return True
-        own = _has_own_state_dict(said[commit])
-        return _whole(said, step, "state_dict") and (not own or _in_one_folder(said, step))
+        own = _has_own_state_dict(events[commit])
+        return _whole(events, step, "state_dict") and (not own or _in_one_folder(events, step))
     if commit is not None:
-        return _whole(said, step, kind)
-    return _rests_on_state_dict(said, step) and proven(said, step, "checkpoint")
+        return _whole(events, step, kind)
+    return _rests_on_state_dict(events, step) and proven(events, step, "checkpoint")
 
 
-def _commit(said: list[Event], step: int, kind: str) -> int | None:
+def _commit(events: list[Event], step: int, kind: str) -> int | None:
     """Where the kind was committed first."""
-    for number, event in enumerate(said):
+    for number, event in enumerate(events):
         if isinstance(event, StepCommitted) and (event.step, event.kind) == (step, kind):
             return number
     return None
 
 
-def _rests_on_state_dict(said: list[Event], step: int) -> bool:
+def _rests_on_state_dict(events: list[Event], step: int) -> bool:
     """Whether the step's checkpoint has a state dict: registered by the time of its commit."""
-    commit = _commit(said, step, "checkpoint")
-    return commit is not None and bool(_registered(said[: commit + 1], step, "state_dict"))
+    commit = _commit(events, step, "checkpoint")
+    return commit is not None and bool(_registered(events[: commit + 1], step, "state_dict"))
 
 
 def _has_own_state_dict(commit: StepCommitted) -> bool:
     """Whether the checkpoint's commit says that a state dict is saved with it."""
     return any(
-        one.kind == "state_dict" and (one.expected or one.slots) for one in commit.registrations
+        registration.kind == "state_dict" and (registration.expected or registration.slots)
+        for registration in commit.registrations
     )
 
 
-def _in_one_folder(said: list[Event], step: int) -> bool:
+def _in_one_folder(events: list[Event], step: int) -> bool:
     """Whether a folder with all of the checkpoint's saves has the state dict's, too."""
-    state_dict = _folders(said, step, "state_dict")
-    folders = _places(_folders(said, step, "checkpoint"))
-    return any(one is None or _holds(state_dict, one) for one in folders)
+    state_dict = _folders(events, step, "state_dict")
+    folders = _places(_folders(events, step, "checkpoint"))
+    return any(folder is None or _holds(state_dict, folder) for folder in folders)
 
 
-def _registered(said: list[Event], step: int, kind: str) -> dict:
-    found = {}
-    for event in said:
+def _registered(events: list[Event], step: int, kind: str) -> dict:
+    registrations = {}
+    for event in events:
         if isinstance(event, ThreadCountRegistered) and event.step == step:
-            found[event.registration.registration_id, event.registration.kind] = event.registration
+            registrations[event.registration.registration_id, event.registration.kind] = (
+                event.registration
+            )
         elif isinstance(event, StepCommitted) and event.step == step:
-            found.update({(one.registration_id, one.kind): one for one in event.registrations})
-    return {key: one for key, one in found.items() if one.kind == kind}
+            registrations.update(
+                {
+                    (registration.registration_id, registration.kind): registration
+                    for registration in event.registrations
+                }
+            )
+    return {
+        key: registration
+        for key, registration in registrations.items()
+        if registration.kind == kind
+    }
 
 
-def _whole(said: list[Event], step: int, kind: str) -> bool:
+def _whole(events: list[Event], step: int, kind: str) -> bool:
     """Whether all that is expected and all that was begun is saved, and to one folder."""
-    registered = _registered(said, step, kind).values()
-    folders = _folders(said, step, kind)
-    done = {slot for slot, found in folders.items() if found}
-    named = {slot for one in registered for slot in one.slots}
-    others = sum(one.expected for one in registered if not one.slots)
+    registered = _registered(events, step, kind).values()
+    folders = _folders(events, step, kind)
+    done = {slot for slot, places in folders.items() if places}
+    named = {slot for registration in registered for slot in registration.slots}
+    others = sum(registration.expected for registration in registered if not registration.slots)
     return (
         bool(registered)
         and named <= done
         and len(done - named) >= others
         and folders.keys() == done
-        and all(len(slots) >= ranks for slots, ranks in _of_ranks(said, step, kind))
+        and all(len(slots) >= ranks for slots, ranks in _of_ranks(events, step, kind))
         and bool(_places(folders))
     )
 
 
-def _folders(said: list[Event], step: int, kind: str) -> dict[Slot, set[str]]:
+def _folders(events: list[Event], step: int, kind: str) -> dict[Slot, set[str]]:
     """Every slot that was spoken of, and the staged folders that it was saved to; empty for none.
 
     What is outside of staging is the empty folder.
     """
-    found: dict[Slot, set[str]] = {}
-    for event in said:
+    places: dict[Slot, set[str]] = {}
+    for event in events:
         slots: list[Slot] = []
         if isinstance(event, SaveRequested | SaveStarted | SaveFinished | SaveFailed):
             slots = [event.slot]
         elif isinstance(event, LeaseExpired):
-            slots = [one.slot for one in event.attempts]
+            slots = [attempt.slot for attempt in event.attempts]
         for slot in slots:
             if (slot.step, slot.kind) == (step, kind):
-                folders = found.setdefault(slot, set())
+                folders = places.setdefault(slot, set())
                 if isinstance(event, SaveFinished):
                     folders.add("/".join((event.path or "").split("/")[:2]))
-    return found
+    return places
 
 
-def _of_ranks(said: list[Event], step: int, kind: str) -> list[tuple[set[Slot], int]]:
+def _of_ranks(events: list[Event], step: int, kind: str) -> list[tuple[set[Slot], int]]:
     """Of saves that say of how many ranks they are one: the slots that are known, and how many."""
     ranks: dict[str, int] = {}
-    for event in said:
+    for event in events:
         if not isinstance(event, SaveRequested | SaveStarted | SaveFinished) or not event.ranks:
             continue
         slot = event.slot
         if (slot.step, slot.kind) == (step, kind):
             ranks[slot.name] = max(event.ranks, ranks.get(slot.name, 0))
-    slots = _folders(said, step, kind)
-    return [({one for one in slots if one.name == name}, most) for name, most in ranks.items()]
+    slots = _folders(events, step, kind)
+    return [({slot for slot in slots if slot.name == name}, most) for name, most in ranks.items()]
 
 
 def _holds(folders: dict[Slot, set[str]], folder: str) -> bool:
-    return all(found & {folder, ""} for found in folders.values())
+    return all(places & {folder, ""} for places in folders.values())
 
 
 def _places(folders: dict[Slot, set[str]]) -> list[str | None]:
     """The folders that hold a finished save of every slot; None where nothing is staged."""
     staged = set().union(*folders.values()) - {""}
-    return [one for one in staged if _holds(folders, one)] if staged else [None]
+    return [folder for folder in staged if _holds(folders, folder)] if staged else [None]
 
 
-def _all_parts(said: list[Event], step: int) -> bool:
+def _all_parts(events: list[Event], step: int) -> bool:
     ranks = next(
-        (one.ranks for one in said if isinstance(one, VersionOpened) and one.step == step), ()
+        (
+            event.ranks
+            for event in events
+            if isinstance(event, VersionOpened) and event.step == step
+        ),
+        (),
     )
-    parts = {one.rank for one in said if isinstance(one, VersionPartPublished) and one.step == step}
+    parts = {
+        event.rank
+        for event in events
+        if isinstance(event, VersionPartPublished) and event.step == step
+    }
     return bool(ranks) and set(ranks) <= parts
 
 
 def complete(written: Entries) -> set[Of]:
     """Every kind of every step that is proven by the whole of the last epoch."""
-    epoch, said = what_counts(written)
-    subjects = {(one.step, one.kind) for one in said if isinstance(one, StepCommitted)}
+    epoch, events = what_counts(written)
+    subjects = {(event.step, event.kind) for event in events if isinstance(event, StepCommitted)}
     subjects |= {(step, "state_dict") for step, _ in subjects}
-    return {(epoch, step, kind) for step, kind in subjects if proven(said, step, kind)}
+    return {(epoch, step, kind) for step, kind in subjects if proven(events, step, kind)}
 
 
 class Oracle:
@@ -183,17 +204,17 @@ class Oracle:
     def feed(self, entry) -> set[Of]:
         """The kinds that this entry makes ready."""
         self._written.append(entry)
-        epoch, said = what_counts(self._written)
-        if epoch > self._epoch and said and isinstance(said[0], RunResumed):
+        epoch, events = what_counts(self._written)
+        if epoch > self._epoch and events and isinstance(events[0], RunResumed):
             for kind in self.pointers.keys() & {"state_dict", "checkpoint"}:
-                self.pointers[kind] = (epoch, said[0].step)
+                self.pointers[kind] = (epoch, events[0].step)
         self._epoch = epoch
         ready = set()
-        for one in sorted(complete(self._written) - self._settled):
-            self._settled.add(one)
-            at, kind = one[:2], one[2]
+        for completed in sorted(complete(self._written) - self._settled):
+            self._settled.add(completed)
+            at, kind = completed[:2], completed[2]
             # Whatever completes after a later step of its kind is superseded.
             if at >= self.pointers.get(kind, (0, 0)):
                 self.pointers[kind] = at
-                ready.add(one)
+                ready.add(completed)
         return ready

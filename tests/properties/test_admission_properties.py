@@ -59,15 +59,15 @@ class Floor:
         self.monitor = new_monitor()
         self.waiting: dict[str, Process] = {}  # in the order of asking
         self.running: dict[str, Process] = {}
-        self._said = [Said("opener", RunOpened(save_strategy=strategy), 1)]
-        self._asked = 0
+        self._statements = [Said("opener", RunOpened(save_strategy=strategy), 1)]
+        self._requests = 0
         self._fold()
 
     def move(self, move: Move) -> list[str]:
         """Make a move; returns who was granted a turn by it."""
         if move.what == "ask":
-            self._asked += 1
-            save_id, process = f"s{self._asked}", PROCESSES[move.who % len(PROCESSES)]
+            self._requests += 1
+            save_id, process = f"s{self._requests}", PROCESSES[move.who % len(PROCESSES)]
             self.waiting[save_id] = process
             # Each by a sender of its own, so that none of them ends another.
             return self._say(request(save_id, process), by=save_id)
@@ -91,22 +91,28 @@ class Floor:
 
     def end_all(self) -> list[str]:
         """Everyone who has a turn ends it."""
-        return [one for save_id in list(self.running) for one in self._go_on(save_id, "finish")]
+        return [
+            granted for save_id in list(self.running) for granted in self._go_on(save_id, "finish")
+        ]
 
     def _say(self, event, by: str) -> list[str]:
-        self._said.append(Said(by, event))
+        self._statements.append(Said(by, event))
         return self._fold()
 
     def _fold(self) -> list[str]:
-        said = self.monitor.apply(*entries(self._said)[-1])
-        granted = [one.event.save_id for one in said if isinstance(one.event, SaveGranted)]
+        announcements = self.monitor.apply(*entries(self._statements)[-1])
+        granted = [
+            announcement.event.save_id
+            for announcement in announcements
+            if isinstance(announcement.event, SaveGranted)
+        ]
         for save_id in granted:
             self.running[save_id] = self.waiting.pop(save_id)
         return granted
 
     def groups(self, of: dict[str, Process]) -> list:
         """The groups of these saves, each once, in their order."""
-        return list(dict.fromkeys(group_of(self.strategy, *one) for one in of.items()))
+        return list(dict.fromkeys(group_of(self.strategy, *save) for save in of.items()))
 
 
 @examples(150)
@@ -145,8 +151,8 @@ def test_the_turn_passes_to_who_has_waited_longest_and_to_all_of_its_group(strat
         elif granted and queue:
             assert floor.groups(floor.running) == queue[:1]
         assert not granted or floor.groups(floor.running)[0] not in still
-        queue = [one for one in queue if one in still]
-        queue += [one for one in still if one not in queue]
+        queue = [group for group in queue if group in still]
+        queue += [group for group in still if group not in queue]
 
 
 @examples(150)
@@ -193,18 +199,18 @@ def test_turns_stay_sound_whatever_anybody_says(history):
 
 def test_an_end_that_was_lost_does_not_keep_the_turn_for_ever():
     monitor = new_monitor()
-    one, other = PROCESSES[0], PROCESSES[2]
-    said = [
+    first, other = PROCESSES[0], PROCESSES[2]
+    statements = [
         Said("opener", RunOpened(save_strategy="single_node"), 1),
-        Said("actor-0", request("s1", one)),
+        Said("actor-0", request("s1", first)),
         Said("actor-1", request("s2", other)),
     ]
     # Without the end of its first save, the sender asks for its next of the same name.
-    again = SaveRequested(save_id="s3", slot=slot(2, "checkpoint", 0, "s1"), process=one)
-    said.append(Said("actor-0", again))
+    again = SaveRequested(save_id="s3", slot=slot(2, "checkpoint", 0, "s1"), process=first)
+    statements.append(Said("actor-0", again))
     granted = [
         answer.event.save_id
-        for entry in entries(said)
+        for entry in entries(statements)
         for answer in monitor.apply(*entry)
         if isinstance(answer.event, SaveGranted)
     ]

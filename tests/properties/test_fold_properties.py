@@ -39,24 +39,28 @@ from trinity_schemas import (
 
 
 def announced(monitor, written):
-    return [one.event for entry in written for one in monitor.apply(*entry)]
+    return [announcement.event for entry in written for announcement in monitor.apply(*entry)]
 
 
-def ready(said):
-    return [(one.epoch, one.step, one.kind) for one in said if isinstance(one, StepReady)]
+def ready(events):
+    return [
+        (event.epoch, event.step, event.kind) for event in events if isinstance(event, StepReady)
+    ]
 
 
-def settled(said):
+def settled(events):
     """Ready or superseded: either way it was complete, or given up."""
-    superseded = {(o.epoch, o.step, o.kind) for o in said if isinstance(o, StepSuperseded)}
-    return superseded | set(ready(said))
+    superseded = {(o.epoch, o.step, o.kind) for o in events if isinstance(o, StepSuperseded)}
+    return superseded | set(ready(events))
 
 
 @examples(150)
 @given(anything())
 def test_nothing_is_announced_ready_twice(history):
     twice = [
-        one for one, count in Counter(ready(announced(new_monitor(), history))).items() if count > 1
+        subject_key
+        for subject_key, count in Counter(ready(announced(new_monitor(), history))).items()
+        if count > 1
     ]
     assert twice == []
 
@@ -67,8 +71,8 @@ def test_ready_is_announced_when_it_is_proven_and_at_no_other_entry(history):
     monitor, oracle = new_monitor(), Oracle()
     for entry in history:
         expected = oracle.feed(entry)
-        said = [one.event for one in monitor.apply(*entry)]
-        assert set(ready(said)) == expected, entry
+        events = [announcement.event for announcement in monitor.apply(*entry)]
+        assert set(ready(events)) == expected, entry
         pointers = {kind: (p.at.epoch, p.at.step) for kind, p in monitor.state.ready.items()}
         assert pointers == oracle.pointers
 
@@ -106,9 +110,9 @@ def test_an_epoch_is_opened_once(script, data):
     at = data.draw(st.integers(0, len(alone)))
     disturbed = [*alone[:at], Said("intruder", opening), *alone[at:]]
     outcomes = []
-    for said in (alone, disturbed):
+    for statements in (alone, disturbed):
         monitor = new_monitor()
-        announcements = announced(monitor, entries(said))
+        announcements = announced(monitor, entries(statements))
         pointers = {kind: pointer.at for kind, pointer in monitor.state.ready.items()}
         outcomes.append((ready(announcements), pointers, set(monitor.state.steps)))
     assert outcomes[0] == outcomes[1]
@@ -129,9 +133,9 @@ def test_the_order_of_independent_producers_decides_nothing(script, data):
     outcomes = []
     for written in (script.entries(), script._replace(turns=other).entries()):
         monitor = new_monitor()
-        said = announced(monitor, written)
-        assert settled(said) == complete(written)
-        outcomes.append((settled(said), {k: p.at for k, p in monitor.state.ready.items()}))
+        events = announced(monitor, written)
+        assert settled(events) == complete(written)
+        outcomes.append((settled(events), {k: p.at for k, p in monitor.state.ready.items()}))
     assert outcomes[0] == outcomes[1]
 
 
@@ -139,9 +143,9 @@ def test_the_order_of_independent_producers_decides_nothing(script, data):
 @given(scripts(), st.data())
 def test_orders_that_mix_up_the_workers_decide_nothing_either(script, data):
     # Each worker's event as from a worker of its own: a start may follow its finish.
-    trainer, *workers = script.said
-    alone = [[one._replace(by=f"w-{n}")] for n, one in enumerate(chain(*workers))]
-    turns = [number for number, said in enumerate([trainer, *alone]) for _ in said]
+    trainer, *workers = script.scripts
+    alone = [[statement._replace(by=f"w-{n}")] for n, statement in enumerate(chain(*workers))]
+    turns = [number for number, sequence in enumerate([trainer, *alone]) for _ in sequence]
     written = Scripts([trainer, *alone], data.draw(st.permutations(turns))).entries()
     assert settled(announced(new_monitor(), written)) == complete(written)
     assert complete(written) == complete(script.entries())
@@ -163,11 +167,11 @@ def test_a_replay_to_any_entry_gives_the_state_that_was_live_there(history, cut)
 @given(anything(), st.integers(0, 40))
 def test_a_snapshot_taken_at_any_entry_goes_on_as_if_it_had_not_been(history, cut):
     live = new_monitor()
-    said = announced(live, history)
+    uninterrupted = announced(live, history)
     first = new_monitor()
     begun = announced(first, history[:cut])
     second = Monitor(decode_state(encode_state(first.state)))
-    assert begun + announced(second, history[cut:]) == said
+    assert begun + announced(second, history[cut:]) == uninterrupted
     assert encode_state(second.state) == encode_state(live.state)
 
 
@@ -176,16 +180,20 @@ def test_a_snapshot_taken_at_any_entry_goes_on_as_if_it_had_not_been(history, cu
 def test_announcements_are_numbered_caused_and_readable(history):
     monitor, made = new_monitor(), []
     for entry in history:
-        for one in monitor.apply(*entry):
-            made.append(one)
-            assert one.sequence == len(made)
-            assert getattr(one.event, "caused_by", entry[0]) == entry[0]
-            assert decode_envelope(encode(one)) == one
+        for announcement in monitor.apply(*entry):
+            made.append(announcement)
+            assert announcement.sequence == len(made)
+            assert getattr(announcement.event, "caused_by", entry[0]) == entry[0]
+            assert decode_envelope(encode(announcement)) == announcement
     # What stands after all of them is named in one go as it would be one by one.
-    stood = {subject(one): one for one in made if is_current(one, monitor.state)}
+    stood = {
+        subject(announcement): announcement
+        for announcement in made
+        if is_current(announcement, monitor.state)
+    }
     named = [
-        (name, one)
-        for name, one in zip(newest_subjects(made, monitor.state), made, strict=True)
+        (name, announcement)
+        for name, announcement in zip(newest_subjects(made, monitor.state), made, strict=True)
         if name
     ]
     assert len(named) == len(stood)
@@ -195,28 +203,28 @@ def test_announcements_are_numbered_caused_and_readable(history):
 @st.composite
 def mutated(draw, history):
     """The history's bytes, some of them spoiled in transit."""
-    found = []
+    spoiled = []
     for entry_id, envelope in history:
         payload = bytearray(encode(envelope))
         for _ in range(draw(st.sampled_from([0, 0, 1, 3]))):
             at = draw(st.integers(0, len(payload) - 1))
             payload[at] = draw(st.integers(0, 255))
-        found.append(Entry(entry_id, bytes(payload)))
-    return found
+        spoiled.append(Entry(entry_id, bytes(payload)))
+    return spoiled
 
 
 @examples(150)
 @given(anything(most=12).flatmap(mutated))
-def test_no_spoiled_entry_stops_the_fold(found):
+def test_no_spoiled_entry_stops_the_fold(spoiled):
     monitor = Monitor(MonitorState(run_id=RUN))
-    announcements, dead = fold(monitor, found)
-    assert monitor.state.position == found[-1].id if found else monitor.state.entries == 0
-    assert monitor.state.entries == len(found)
+    announcements, dead = fold(monitor, spoiled)
+    assert monitor.state.position == spoiled[-1].id if spoiled else monitor.state.entries == 0
+    assert monitor.state.entries == len(spoiled)
     assert monitor.state.dead_letters == len(dead)
     decode_state(encode_state(monitor.state))
     # Who recognises senders by their bytes sees the same.
     other = Monitor(MonitorState(run_id=RUN))
-    assert fold(other, found, EnvelopeReader().decode) == (announcements, dead)
+    assert fold(other, spoiled, EnvelopeReader().decode) == (announcements, dead)
     assert other.state == monitor.state
 
 
@@ -224,24 +232,24 @@ def test_no_spoiled_entry_stops_the_fold(found):
 @given(st.lists(st.binary(max_size=200), min_size=1, max_size=10))
 def test_noise_is_set_aside_whole(payloads):
     monitor = Monitor(MonitorState(run_id=RUN))
-    found = [Entry(f"{n + 1}-0", payload) for n, payload in enumerate(payloads)]
-    announcements, dead = fold(monitor, found)
-    assert (announcements, len(dead)) == ([], len(found))
+    spoiled = [Entry(f"{n + 1}-0", payload) for n, payload in enumerate(payloads)]
+    announcements, dead = fold(monitor, spoiled)
+    assert (announcements, len(dead)) == ([], len(spoiled))
 
 
 def _a_step(way: int, step: int) -> list[Said]:
     """A step that goes one way for good: saved, failed, silent, unregistered, a lone save..."""
-    by, one = "actor-0", registration("checkpoint")
+    by, registered = "actor-0", registration("checkpoint")
     return [
         [
             Said(by, finished(step, f"a{step}", kind="checkpoint")),
-            Said("trainer", committed(step, "checkpoint", one)),
+            Said("trainer", committed(step, "checkpoint", registered)),
         ],
         [
             Said(by, started(step, f"a{step}", kind="checkpoint")),
             Said(by, failed(step, f"a{step}", kind="checkpoint")),
         ],
-        [Said("trainer", committed(step, "checkpoint", one))],
+        [Said("trainer", committed(step, "checkpoint", registered))],
         [Said("trainer", committed(step, "state_dict"))],
         [Said(f"actor-{step}", finished(step, f"a{step}", rank=step))],
         [Said("opener", RunOpened(), 1)],
@@ -256,12 +264,12 @@ def test_the_state_does_not_outgrow_its_bound_whatever_goes_on_for_ever(ways):
     monitor = new_monitor()
     sizes = []
     for turn in range(4):
-        said = [
-            one
+        statements = [
+            statement
             for step in range(turn * 600, turn * 600 + 600)
-            for one in _a_step(ways[step % len(ways)], step)
+            for statement in _a_step(ways[step % len(ways)], step)
         ]
-        for _, envelope in entries(said, first=1000 * (turn + 1)):
+        for _, envelope in entries(statements, first=1000 * (turn + 1)):
             epoch = monitor.state.epoch + (envelope.epoch > monitor.state.epoch)
             monitor.apply(f"{1000 + monitor.state.entries}-0", envelope)
             assert monitor.state.epoch <= epoch

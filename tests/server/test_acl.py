@@ -67,8 +67,8 @@ def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("acl")
     users = folder / "users.acl"
     users.write_text("\n".join([*rules(), "user admin on >ADMIN ~* &* +@all", ""]))
-    with servers(folder, 1, "--aclfile", str(users)) as [one]:
-        yield one
+    with servers(folder, 1, "--aclfile", str(users)) as [started]:
+        yield started
 
 
 def url_of(server, user):
@@ -128,8 +128,8 @@ async def test_the_whole_pipeline_runs_with_these_users(clean, tmp_path, cli):
         for command in viewing:
             shown = await anyio.to_thread.run_sync(partial(cli, *command, env=env))
             assert shown.returncode == 0, (command, shown.stdout, shown.stderr)
-        told = await anyio.to_thread.run_sync(scraped, env)
-        assert f'trinity_trainer_step{{run="{RUN}"}} 1.0' in told
+        metrics = await anyio.to_thread.run_sync(scraped, env)
+        assert f'trinity_trainer_step{{run="{RUN}"}} 1.0' in metrics
 
 
 def scraped(env):
@@ -140,11 +140,11 @@ def scraped(env):
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
             with urllib.request.urlopen(url, timeout=PATIENCE) as answer:
-                told = answer.read().decode()
-            if "trinity_trainer_step{" in told:
-                return told
+                metrics = answer.read().decode()
+            if "trinity_trainer_step{" in metrics:
+                return metrics
             time.sleep(0.05)
-        return told
+        return metrics
 
 
 async def test_the_dashboard_shows_all_of_a_run_to_the_viewer_and_asks_for_nothing_more(clean):
@@ -170,7 +170,7 @@ async def test_the_dashboard_shows_all_of_a_run_to_the_viewer_and_asks_for_nothi
             await at.json(f"{path}/{name}")
         assert (await at.json(f"{path}/explain", step=3))["proof"]
         assert (await at.json(f"{path}/at", number=5, changed=""))["number"] == 5
-        assert [one["run"] for one in (await at.json("/api/runs"))["runs"]] == [RUN]
+        assert [run["run"] for run in (await at.json("/api/runs"))["runs"]] == [RUN]
 
 
 async def test_an_explorer_may_claim_its_rank_and_give_it_up(clean):
@@ -282,7 +282,7 @@ def test_what_ranks_and_explorers_do_is_allowed_to_them(clean):
 async def test_the_reducer_may_put_a_recorded_run_on_the_server(clean):
     history = History()
     history.add(started(1))
-    events = [Entry(entry_id, encode(one)) for entry_id, one in history.entries]
+    events = [Entry(entry_id, encode(envelope)) for entry_id, envelope in history.entries]
     recording = Recording(
         header=Header(run_id=RUN, position=events[-1].id), events=events, announcements=[], dead=[]
     )

@@ -93,13 +93,13 @@ def user_to_kill(home, name):
 
 def keepers(home):
     """Processes that watch over a server of the home."""
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             command = path.read_bytes()
             if b"reaper.py" in command and os.fsencode(home) in command:
-                found.append(path.parent.name)
-    return found
+                pids.append(path.parent.name)
+    return pids
 
 
 @pytest.mark.parametrize("name", ["redis", "weights"])

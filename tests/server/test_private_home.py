@@ -31,8 +31,8 @@ def own_home(tmp_path, monkeypatch):
 
 def open_to_others(folder):
     """What others than its user may use of a folder that they can reach, and of what is in it."""
-    found = [path for path in (folder, *folder.rglob("*")) if not path.is_symlink()]
-    return [str(path) for path in found if stat.S_IMODE(path.lstat().st_mode) & 0o077]
+    paths = [path for path in (folder, *folder.rglob("*")) if not path.is_symlink()]
+    return [str(path) for path in paths if stat.S_IMODE(path.lstat().st_mode) & 0o077]
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def test_what_the_home_has_is_for_its_user_alone_under_any_umask(own_home):
             names = {path.name for path in own_home.rglob("*")}
             assert {"redis.log", "start.lock", "users.lock", "port.lock", "weights"} <= names
             assert any(name.endswith(".aof") for name in names)
-            assert [one for one in open_to_others(own_home) if "checkpoints" not in one] == []
+            assert [path for path in open_to_others(own_home) if "checkpoints" not in path] == []
     assert stat.S_IMODE(own_home.stat().st_mode) == 0o700
 
 
@@ -69,8 +69,10 @@ def test_the_files_of_a_home_of_before_are_closed_to_others(own_home):
 
 def test_a_default_checkpoint_root_makes_the_home_for_its_user_alone(own_home, cli):
     # It is made before the server is asked, of which there is none.
-    said = cli("reducer", "--redis-url", "redis://127.0.0.1:1", env={"TRINITY_HOME": str(own_home)})
-    assert said.returncode == 1
+    result = cli(
+        "reducer", "--redis-url", "redis://127.0.0.1:1", env={"TRINITY_HOME": str(own_home)}
+    )
+    assert result.returncode == 1
     assert (own_home / "checkpoints").is_dir()
     assert stat.S_IMODE(own_home.stat().st_mode) == 0o700
 
@@ -80,14 +82,14 @@ def test_another_user_can_hold_no_lock_of_the_home(own_home):
     own_home.parent.chmod(0o755)
     with EmbeddedServer(own_home).attached():
         for name in ("start.lock", "users.lock", "server.lock"):
-            said = subprocess.run(
+            result = subprocess.run(
                 ["cat", str(own_home / "redis" / name)],
                 user=NOBODY,
                 capture_output=True,
                 text=True,
                 check=False,
             )
-            assert "Permission denied" in said.stderr
+            assert "Permission denied" in result.stderr
 
 
 HOLD = (
@@ -139,8 +141,8 @@ def test_a_command_ends_although_the_lock_is_held_when_it_leaves(own_home, monke
     with server.attached() as url, connect_sync(url) as client:
         process = client.info("server")["process_id"]
         holding = holder(own_home / "redis" / "start.lock")
-        held = holding.__enter__()
-    assert f"process {held.pid} (" in caplog.text
+        holding_process = holding.__enter__()
+    assert f"process {holding_process.pid} (" in caplog.text
     assert server._answers(), "nobody may stop it meanwhile"
     with pytest.raises(StopIteration):
         next(holding.gen)
@@ -149,10 +151,10 @@ def test_a_command_ends_although_the_lock_is_held_when_it_leaves(own_home, monke
 
 @pytest.mark.parametrize("how", [fcntl.LOCK_EX, fcntl.LOCK_SH])
 def test_the_holders_of_a_lock_are_named_by_the_system(tmp_path, how):
-    with (tmp_path / "lock").open("a+") as one, (tmp_path / "lock").open("a+") as other:
-        assert file_locks.holders(one.fileno()) == []
+    with (tmp_path / "lock").open("a+") as first, (tmp_path / "lock").open("a+") as other:
+        assert file_locks.holders(first.fileno()) == []
         fcntl.flock(other, how)
-        assert file_locks.holders(one.fileno()) == [os.getpid()]
+        assert file_locks.holders(first.fileno()) == [os.getpid()]
 
 
 async def test_the_log_of_a_reducer_that_a_run_starts_is_its_users_alone(own_home, tmp_path):

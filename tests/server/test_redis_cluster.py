@@ -64,13 +64,13 @@ def url(request, nodes):
 def runs_on_every_node(nodes):
     """Ids of runs of which each is on another node."""
     with open_client(nodes[0].url) as client:
-        found = {}
+        names_by_port = {}
         number = 0
-        while len(found) < len(nodes):
+        while len(names_by_port) < len(nodes):
             name = f"run-{number}"
-            found.setdefault(client.get_node_from_key(RunKeys.of(name).events).port, name)
+            names_by_port.setdefault(client.get_node_from_key(RunKeys.of(name).events).port, name)
             number += 1
-    return list(found.values())
+    return list(names_by_port.values())
 
 
 async def test_the_whole_pipeline_runs_on_a_cluster(nodes, url, tmp_path):
@@ -151,7 +151,7 @@ async def test_a_recorded_run_can_be_put_on_a_cluster(nodes, run_id):
         log = RedisEventLog(client, run_id)
         recorded = History()
         recorded.add(started(1))
-        entries = [Entry(entry_id, encode(one)) for entry_id, one in recorded.entries]
+        entries = [Entry(entry_id, encode(envelope)) for entry_id, envelope in recorded.entries]
         await import_recording(
             client,
             Recording(
@@ -162,7 +162,7 @@ async def test_a_recorded_run_can_be_put_on_a_cluster(nodes, run_id):
             ),
         )
         assert await log.read() == entries
-        assert [one.reason for one in await log.dead_letters()] == ["no event"]
+        assert [letter.reason for letter in await log.dead_letters()] == ["no event"]
 
 
 async def test_the_users_of_the_page_work_on_a_cluster_with_what_it_says_beside(nodes, run_id):
@@ -206,9 +206,9 @@ async def test_one_client_waits_for_runs_of_all_nodes_at_once(nodes, run_id):
 
     async def wait(log):
         with anyio.fail_after(PATIENCE):
-            while not (found := await log.read_blocking({Stream.EVENTS: ORIGIN}, seconds=5)):
+            while not (entries := await log.read_blocking({Stream.EVENTS: ORIGIN}, seconds=5)):
                 pass
-        heard.append(found[0][1].payload.decode())
+        heard.append(entries[0][1].payload.decode())
 
     names = [f"{run_id}-{number}" for number in range(30)]
     async with (
@@ -242,7 +242,7 @@ async def test_a_subscription_outlives_a_restart_of_its_node(nodes, run_id):
                 await event.ack()
             if step == 1:
                 port = client.get_node_from_key(log.keys.events).port
-                [node] = [one for one in nodes if one.port == port]
+                [node] = [candidate for candidate in nodes if candidate.port == port]
                 node.kill()
                 await anyio.to_thread.run_sync(node.start)
 
@@ -267,7 +267,7 @@ async def test_rollouts_are_dispatched_and_answered_on_a_cluster(url, run_id):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(answer_again)
             groups = await dispatcher.take(3, deadline=PATIENCE)
-        assert [(one.ordinal, one.attempt) for one in groups] == [(0, 2), (1, 1), (2, 1)]
+        assert [(group.ordinal, group.attempt) for group in groups] == [(0, 2), (1, 1), (2, 1)]
         await dispatcher.trained(1, groups)
         assert await client.xlen(RunKeys.of(run_id).experiences) == 0
 

@@ -51,8 +51,8 @@ def write_base(home, magic, product, version):
     """A home whose append-only file was written by some server of some day."""
     folder = base_of(home).parent
     folder.mkdir(parents=True)
-    told = f"{product}-ver"
-    aux = b"\xfa" + bytes([len(told)]) + told.encode() + bytes([len(version)]) + version.encode()
+    key = f"{product}-ver"
+    aux = b"\xfa" + bytes([len(key)]) + key.encode() + bytes([len(version)]) + version.encode()
     base_of(home).write_bytes(magic + aux + b"\xff" + bytes(8))
     (folder / "appendonly.aof.1.incr.aof").write_bytes(b"")
     (folder / "appendonly.aof.manifest").write_text(
@@ -96,18 +96,21 @@ def test_a_home_remembers_the_server_that_wrote_it(tmp_path):
         info = client.info("server")
     product = info.get("server_name", "redis")
     version = info[f"{product}_version"]
-    found = read_format(tmp_path / "redis")
-    assert (found.product.lower(), ".".join(map(str, found.version))) == (product, version)
+    base_format = read_format(tmp_path / "redis")
+    assert (base_format.product.lower(), ".".join(map(str, base_format.version))) == (
+        product,
+        version,
+    )
 
 
 def test_a_home_is_opened_by_the_server_that_reads_it(tmp_path, on_path):
     write_base(tmp_path, b"REDIS0099", "redis", "9.4.0")
     in_wheel = find_binary()
-    found = read_format(tmp_path / "redis")
+    base_format = read_format(tmp_path / "redis")
     on_path("Redis", "9.3.0")
-    assert choose_binary(found).path == in_wheel, "no other can read it either"
+    assert choose_binary(base_format).path == in_wheel, "no other can read it either"
     newer = on_path("Redis", "9.4.1")
-    assert choose_binary(found).path == newer
+    assert choose_binary(base_format).path == newer
     assert choose_binary(None).path == in_wheel
 
 

@@ -133,8 +133,8 @@ def test_a_path_of_a_socket_that_became_a_host_is_refused():
 )
 @pytest.mark.parametrize("command", [("runs",), ("status",), ("tail", "run"), ("reducer",)])
 def test_every_command_refuses_such_a_url_in_one_sentence(cli, command, url):
-    said = cli(*command, env={"TRINITY_REDIS_URL": url})
-    assert said.returncode == 1
-    assert said.stderr.startswith("error: ")
-    assert "Traceback" not in said.stderr
-    assert SECRET not in said.stdout + said.stderr
+    result = cli(*command, env={"TRINITY_REDIS_URL": url})
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: ")
+    assert "Traceback" not in result.stderr
+    assert SECRET not in result.stdout + result.stderr

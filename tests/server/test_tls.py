@@ -115,8 +115,8 @@ class Front:
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for one in both:
-                one.cancel()
+            for task in both:
+                task.cancel()
             for writer in (client_writer, server_writer):
                 writer.close()
                 with suppress(OSError, ssl.SSLError):
@@ -185,16 +185,16 @@ async def refused(url):
 
 async def test_a_certificate_of_an_unknown_authority_is_refused(authority, redis_url):
     with tls(authority, redis_url) as url:
-        for said in await refused(url.partition("?")[0]):
-            assert "certificate verify failed" in said
+        for message in await refused(url.partition("?")[0]):
+            assert "certificate verify failed" in message
 
 
 async def test_a_certificate_of_another_name_is_refused_unless_one_asks_for_it(
     authority, redis_url
 ):
     with tls(authority, redis_url, "misnamed") as url:
-        for said in await refused(url):
-            assert "certificate verify failed" in said
+        for message in await refused(url):
+            assert "certificate verify failed" in message
         async with connect(f"{url}&ssl_check_hostname=false") as client:
             assert await client.ping()
 
@@ -209,11 +209,11 @@ async def test_a_server_can_ask_for_a_certificate_of_the_client(authority, redis
 
 async def test_a_client_without_tls_is_refused_by_a_server_with_it(authority, redis_url):
     with tls(authority, redis_url) as url:
-        for said in await refused(url.partition("?")[0].replace("rediss:", "redis:")):
-            assert "no Redis server answers" in said
+        for message in await refused(url.partition("?")[0].replace("rediss:", "redis:")):
+            assert "no Redis server answers" in message
 
 
 def test_commands_take_the_url_of_a_server_with_tls(authority, redis_url, cli):
     with tls(authority, redis_url) as url:
-        said = cli("runs", "--json", env={"TRINITY_REDIS_URL": url})
-    assert said.returncode == 0, said.stderr
+        result = cli("runs", "--json", env={"TRINITY_REDIS_URL": url})
+    assert result.returncode == 0, result.stderr

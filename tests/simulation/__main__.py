@@ -25,8 +25,8 @@ _MOST_FAILURES = 3
 def main() -> int:
     arguments = _arguments()
     if arguments.seed is not None:
-        one = _one_of_rollouts if arguments.rollouts else _one
-        return one(arguments.seed, arguments.mutant)
+        run_seed = _run_rollout_seed if arguments.rollouts else _run_seed
+        return run_seed(arguments.seed, arguments.mutant)
     failures = 0
     if not arguments.mutants:
         if not arguments.rollouts:
@@ -55,7 +55,7 @@ def _many(
     tell: Callable[[int], None],
 ) -> int:
     """Run seed after seed; returns how many failed."""
-    began = told = time.monotonic()
+    began = reported_at = time.monotonic()
     used = time.process_time()
     most = arguments.seeds or SEEDS
     done = failures = 0
@@ -65,8 +65,8 @@ def _many(
             tell(seed)
         done += 1
         now = time.monotonic()
-        if now - told > _TELL_EVERY:
-            told = now
+        if now - reported_at > _TELL_EVERY:
+            reported_at = now
             _tell_progress(what, done, failures, time.process_time() - used)
         if failures == _MOST_FAILURES or (not arguments.seeds and now - began > SECONDS):
             break
@@ -94,21 +94,21 @@ def _tell_rollouts(seed: int) -> None:
     print(*rollouts.simulate(seed), sep="\n", flush=True)
 
 
-def _one_of_rollouts(seed: int, name: str | None) -> int:
+def _run_rollout_seed(seed: int, name: str | None) -> int:
     if name is not None:
-        [mutant] = [one for one in rollout_mutants.MUTANTS if name in one.name]
+        [mutant] = [candidate for candidate in rollout_mutants.MUTANTS if name in candidate.name]
         with planted(mutant):
-            return _one_of_rollouts(seed, None)
+            return _run_rollout_seed(seed, None)
     violations = rollouts.simulate(seed)
     print(*(violations or ["nothing went wrong"]), sep="\n")
     return 1 if violations else 0
 
 
-def _one(seed: int, name: str | None) -> int:
+def _run_seed(seed: int, name: str | None) -> int:
     if name is not None:
-        [mutant] = [one for one in MUTANTS if name in one.name]
+        [mutant] = [candidate for candidate in MUTANTS if name in candidate.name]
         with planted(mutant):
-            return _one(seed, None)
+            return _run_seed(seed, None)
     violations = simulate(draw(seed))
     print(f"{draw(seed)!r}")
     if violations:
@@ -121,8 +121,8 @@ def _one(seed: int, name: str | None) -> int:
 def _find_mutants() -> int:
     """Plant one bug after the other; returns how many were not found."""
     missed = 0
-    searches = [(one, found_by) for one in MUTANTS]
-    searches += [(one, rollout_mutants.found_by) for one in rollout_mutants.MUTANTS]
+    searches = [(mutant, found_by) for mutant in MUTANTS]
+    searches += [(mutant, rollout_mutants.found_by) for mutant in rollout_mutants.MUTANTS]
     for mutant, search in searches:
         by = search(mutant)
         missed += by is None

@@ -66,34 +66,34 @@ async def trainer(world: World, life: Life) -> None:
         event = RunResumed(step=resumed, save_strategy=plan.strategy)
     epoch = await patiently(lambda: line.open_epoch(opening_envelope(RUN, event)))
     fleet = [world.hire(number, worker, epoch) for number, worker in enumerate(plan.workers)]
-    told = AsyncPublisher(line, epoch, world.producer("trainer", 0))
+    publisher = AsyncPublisher(line, epoch, world.producer("trainer", 0))
     for step in sorted({save.step for save in plan.saves if save.step > (resumed or 0)}):
         of_step = [save for save in plan.saves if save.step == step]
         for save in of_step:
             fleet[save.worker].hand(save)
         for kind in sorted({save.kind for save in of_step}, reverse=True):
             of_kind = [save for save in of_step if save.kind == kind]
-            await _commit(told, step, kind, of_kind, registers_all=plan.registers_all)
+            await _commit(publisher, step, kind, of_kind, registers_all=plan.registers_all)
         await anyio.sleep(plan.pause)
     world.trained = epoch
 
 
 async def _commit(
-    told: AsyncPublisher, step: int, kind: str, saves: list[Save], *, registers_all: bool
+    publisher: AsyncPublisher, step: int, kind: str, saves: list[Save], *, registers_all: bool
 ) -> None:
     registrations = ()
     if kind == "weights":
         ranks = tuple(save.worker for save in saves)
-        await told.publish(VersionOpened(step=step, ranks=ranks, transport="memory"))
+        await publisher.publish(VersionOpened(step=step, ranks=ranks, transport="memory"))
     else:
         expected = len({(save.worker, save.name) for save in saves})
         # Saves say how many ranks make one of their name; of names they know nothing.
         if not registers_all and len({save.name for save in saves}) == 1:
             expected = 1
-        one = Registration(registration_id=f"r-{kind}", kind=kind, expected=expected)
-        await told.publish(ThreadCountRegistered(step=step, registration=one))
-        registrations = (one,)
-    await told.publish(StepCommitted(step=step, kind=kind, registrations=registrations))
+        registration = Registration(registration_id=f"r-{kind}", kind=kind, expected=expected)
+        await publisher.publish(ThreadCountRegistered(step=step, registration=registration))
+        registrations = (registration,)
+    await publisher.publish(StepCommitted(step=step, kind=kind, registrations=registrations))
 
 
 async def patiently(question: Callable[[], Awaitable[T]]) -> T:
@@ -271,8 +271,8 @@ async def follower(world: World, life: Life) -> None:
     async with subscription_on(
         lambda: nullcontext(line), RUN, start=start, group=None, deadline=None, claim_after=1.0
     ) as events:
-        async for one in events:
-            world.followed.append(one.entry_id)
+        async for delivery in events:
+            world.followed.append(delivery.entry_id)
 
 
 async def member(world: World, life: Life) -> None:
@@ -295,7 +295,7 @@ async def _take_part(world: World, line: Line, start: str) -> None:
         deadline=None,
         claim_after=CLAIM_AFTER,
     ) as events:
-        async for one in events:
+        async for delivery in events:
             await anyio.sleep(HANDLING)
-            world.handled.add(one.entry_id)
-            await one.ack()
+            world.handled.add(delivery.entry_id)
+            await delivery.ack()

@@ -48,7 +48,7 @@ class Mutant(NamedTuple):
 
 
 def _mutant(name: str, within: int, *changes: tuple[Any, str, str, str]) -> Mutant:
-    return Mutant(name, tuple(Change(*one) for one in changes), within)
+    return Mutant(name, tuple(Change(*change) for change in changes), within)
 
 
 MUTANTS = (

@@ -76,8 +76,8 @@ class Line:
 
     async def granted(self, save_id: str, seconds: float) -> bool:
         """Wait until a save's turn has come."""
-        found: bool = await self._call("granted", self._granted, (save_id,), {"seconds": seconds})
-        return found
+        granted: bool = await self._call("granted", self._granted, (save_id,), {"seconds": seconds})
+        return granted
 
     async def _granted(self, save_id: str, *, seconds: float) -> bool:
         give_up = anyio.current_time() + seconds
@@ -85,9 +85,9 @@ class Line:
             after = self._log.last_id_now(Stream.ANNOUNCEMENTS)
             if self._log.granted_now(save_id, 0):
                 return True
-            left = give_up - anyio.current_time()
-            if left <= 0 or not await self._log.read_blocking(
-                {Stream.ANNOUNCEMENTS: after}, seconds=left
+            remaining = give_up - anyio.current_time()
+            if remaining <= 0 or not await self._log.read_blocking(
+                {Stream.ANNOUNCEMENTS: after}, seconds=remaining
             ):
                 return False
 
@@ -136,9 +136,9 @@ class Line:
         if wait <= comes:
             return await method(*args, **kwargs)
         # The server goes away in the middle of the wait.
-        found = await method(*args, **{**kwargs, "seconds": comes})
-        if found:
-            return found
+        result = await method(*args, **{**kwargs, "seconds": comes})
+        if result:
+            return result
         raise redis.ConnectionError("connection closed by server")
 
 

@@ -9,15 +9,15 @@ STRATEGIES = ("unrestricted", "single_thread", "single_process", "single_node")
 FILES = ("state_dict", "checkpoint")
 
 
-def as_python(one: Any) -> str:
+def as_python(plan: Any) -> str:
     """What makes it anew, in as few words as it takes."""
-    defaults = one._field_defaults
+    defaults = plan._field_defaults
     fields = [
         f"{name}={value!r}"
-        for name, value in one._asdict().items()
+        for name, value in plan._asdict().items()
         if name not in defaults or value != defaults[name]
     ]
-    return f"{type(one).__name__}({', '.join(fields)})"
+    return f"{type(plan).__name__}({', '.join(fields)})"
 
 
 class Worker(NamedTuple):

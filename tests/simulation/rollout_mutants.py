@@ -13,7 +13,7 @@ MUTANTS = (
     _mutant(
         "a resume begins with an empty ledger",
         40,
-        (TrainerLife, "_resume", "ledger = Ledger.restored(found.ledger)", "pass"),
+        (TrainerLife, "_resume", "ledger = Ledger.restored(checkpoint.ledger)", "pass"),
     ),
     _mutant(
         "a checkpoint holds the newest ledger",
@@ -33,7 +33,7 @@ MUTANTS = (
     _mutant(
         "every answer counts",
         40,
-        (RolloutServer, "_end_claim", "found is None or", "False and"),
+        (RolloutServer, "_end_claim", "consumers is None or", "False and"),
     ),
     _mutant(
         "a lost request is not issued again",

@@ -75,7 +75,7 @@ class RolloutServer:
 
     def script(self, name: str, args: Iterable[Any]) -> Any:
         """Run a script."""
-        given = [_said(one) for one in args]
+        given = [_encode(argument) for argument in args]
         if name == "look":
             return self._look(given[0].decode())
         if name == "read":
@@ -116,46 +116,49 @@ class RolloutServer:
         return 1
 
     def _look(self, group: str) -> list[Any]:
-        found: list[Any] = [int(self._now() - self._began), [*map(_name, self.requests or {})]]
+        row: list[Any] = [int(self._now() - self._began), [*map(_name, self.requests or {})]]
         if group in self.groups:
             claims = sorted(self.groups[group].claims.items())
-            found.append(
-                [[_name(at), one.member.encode(), self._idle(one.at), 1] for at, one in claims]
+            row.append(
+                [
+                    [_name(at), claim.member.encode(), self._idle(claim.at), 1]
+                    for at, claim in claims
+                ]
             )
-            found.append([])  # no process of ours leaves a request that nobody can claim
-        return found
+            row.append([])  # no process of ours leaves a request that nobody can claim
+        return row
 
     def _renew(self, group: bytes, member: bytes, *ids: bytes) -> list[bytes]:
-        found = self.groups.get(group.decode())
-        claims = found.claims if found is not None else {}
-        held = [
-            one
-            for one in ids
-            if (claim := claims.get(position(one.decode()))) and claim.member == member.decode()
+        consumers = self.groups.get(group.decode())
+        claims = consumers.claims if consumers is not None else {}
+        renewed = [
+            request
+            for request in ids
+            if (claim := claims.get(position(request.decode()))) and claim.member == member.decode()
         ]
-        for one in held:
-            self.claim_again(group.decode(), member.decode(), [one.decode()])
-        return held
+        for request in renewed:
+            self.claim_again(group.decode(), member.decode(), [request.decode()])
+        return renewed
 
     def _leave(self, group: bytes, idle: bytes, member: bytes) -> int:
-        found = self.groups.get(group.decode())
-        if found is None:
+        consumers = self.groups.get(group.decode())
+        if consumers is None:
             return 0
-        busy = {one.member for one in found.claims.values()}
+        busy = {claim.member for claim in consumers.claims.values()}
         gone = [
             name
-            for name, at in found.members.items()
+            for name, at in consumers.members.items()
             if name not in busy and self._idle(at) >= int(idle) and member.decode() in ("", name)
         ]
         for name in gone:
-            del found.members[name]
+            del consumers.members[name]
         return len(gone)
 
     def _answer(self, group: bytes, *rows: bytes) -> list[int]:
         counted, at = [], 0
         while at < len(rows):
             end = at + 2 + int(rows[at + 1])
-            samples = [{b"e": one} for one in rows[at + 2 : end]]
+            samples = [{b"e": sample} for sample in rows[at + 2 : end]]
             counted.append(self._end_claim(group, rows[at], samples))
             at = end
         return counted
@@ -163,18 +166,18 @@ class RolloutServer:
     def _fail(self, group: bytes, request: bytes, reason: bytes) -> int:
         return self._end_claim(group, request, [{b"failed": request, b"reason": reason}])
 
-    def _end_claim(self, group: bytes, request: bytes, said: list[dict[bytes, bytes]]) -> int:
-        at, found = position(request.decode()), self.groups.get(group.decode())
-        if found is None or found.claims.pop(at, None) is None:
+    def _end_claim(self, group: bytes, request: bytes, answers: list[dict[bytes, bytes]]) -> int:
+        at, consumers = position(request.decode()), self.groups.get(group.decode())
+        if consumers is None or consumers.claims.pop(at, None) is None:
             return 0
         (self.requests or {}).pop(at, None)
-        for one in said:
-            self._add_answer(one)
+        for answer in answers:
+            self._add_answer(answer)
         return 1
 
     def _free(self, ids: bytes) -> int:
-        for one in ids.split():
-            (self.answers or {}).pop(position(one.decode()), None)
+        for answer_id in ids.split():
+            (self.answers or {}).pop(position(answer_id.decode()), None)
         return 1
 
     def _mend(self, newest: bytes) -> int:
@@ -205,35 +208,35 @@ class RolloutServer:
 
     # --- commands ------------------------------------------------------------------------------
 
-    def held(self, group: str, member: str, count: int) -> list[dict[str, Any]]:
+    def pending_claims(self, group: str, member: str, count: int) -> list[dict[str, Any]]:
         """Answer XPENDING for a member."""
         claims = sorted(self._group(group).claims.items())
-        names = [_name(at) for at, one in claims if one.member == member]
+        names = [_name(at) for at, claim in claims if claim.member == member]
         return [{"message_id": name} for name in names[:count]]
 
     def claim(self, group: str, member: str, count: int) -> list[tuple[bytes, dict[bytes, bytes]]]:
         """Answer XREADGROUP for new entries, without a wait."""
-        found = self._group(group)
-        found.members[member] = self._now()
-        new = [at for at in self.requests or {} if at > found.delivered][:count]
+        consumers = self._group(group)
+        consumers.members[member] = self._now()
+        new = [at for at in self.requests or {} if at > consumers.delivered][:count]
         for at in new:
-            found.delivered = at
-            found.claims[at] = Claimed(member, self._now())
+            consumers.delivered = at
+            consumers.claims[at] = Claimed(member, self._now())
         return self._entries(new)
 
     def claim_again(
         self, group: str, member: str, ids: Iterable[str]
     ) -> list[tuple[bytes, dict[bytes, bytes]]]:
         """Answer XCLAIM, for claims of any age."""
-        found = self._group(group)
-        found.members[member] = self._now()
-        held = [at for at in map(position, ids) if at in found.claims]
-        for at in held:
+        consumers = self._group(group)
+        consumers.members[member] = self._now()
+        claimed = [at for at in map(position, ids) if at in consumers.claims]
+        for at in claimed:
             if at in (self.requests or {}):
-                found.claims[at] = Claimed(member, self._now())
+                consumers.claims[at] = Claimed(member, self._now())
             else:
-                del found.claims[at]
-        return self._entries(held)
+                del consumers.claims[at]
+        return self._entries(claimed)
 
     def answered_after(self, cursor: str, count: int) -> list[tuple[bytes, dict[bytes, bytes]]]:
         """Answer XREAD on the answers, without a wait."""
@@ -308,8 +311,8 @@ class RolloutClientOfServer:
                 raise redis.ResponseError("no such key")
             return {"last-generated-id": _name(self._server.last_answer)}
 
-        found: dict[str, bytes] = await self._at_once("xinfo_stream", info)
-        return found
+        info_fields: dict[str, bytes] = await self._at_once("xinfo_stream", info)
+        return info_fields
 
     async def xread(self, streams: dict[str, str], *, count: int, block: int | None) -> Any:
         """Answer XREAD on the answers."""
@@ -321,17 +324,17 @@ class RolloutClientOfServer:
                 lambda: self._server.answered_after(cursor, count), seconds
             )
 
-        found = await self._call("xread", read)
-        return [(key.encode(), found)] if found else []
+        entries = await self._call("xread", read)
+        return [(key.encode(), entries)] if entries else []
 
     async def xclaim(
         self, key: str, group: str, member: str, min_idle: int, ids: list[str]
     ) -> list[tuple[bytes, dict[bytes, bytes]]]:
         """Answer XCLAIM."""
-        found: list[tuple[bytes, dict[bytes, bytes]]] = await self._at_once(
+        entries: list[tuple[bytes, dict[bytes, bytes]]] = await self._at_once(
             "xclaim", lambda: self._server.claim_again(group, member, ids)
         )
-        return found
+        return entries
 
     def pipeline(self, *, transaction: bool) -> Pipeline:
         """Return commands that are sent at once; there is one such pair."""
@@ -362,21 +365,21 @@ class Pipeline:
     async def execute(self, *, raise_on_error: bool) -> list[Any]:
         """Send both."""
         assert not raise_on_error
-        found: list[Any] = await self._call("claim", self._both)
-        return found
+        replies: list[Any] = await self._call("claim", self._both)
+        return replies
 
     async def _both(self) -> list[Any]:
-        asked, seconds = self._read
+        arguments, seconds = self._read
         try:
-            held = self._server.held(*self._listed)
-            found = await self._server.wait(lambda: self._server.claim(*asked), seconds)
+            pending = self._server.pending_claims(*self._listed)
+            entries = await self._server.wait(lambda: self._server.claim(*arguments), seconds)
         except redis.ResponseError as error:
             return [error, error]
-        return [held, [(b"", found)] if found else []]
+        return [pending, [(b"", entries)] if entries else []]
 
 
-def _said(one: Any) -> bytes:
-    return one if isinstance(one, bytes) else str(one).encode()
+def _encode(value: Any) -> bytes:
+    return value if isinstance(value, bytes) else str(value).encode()
 
 
 def _name(at: At) -> bytes:

@@ -297,45 +297,47 @@ class TrainerLife:
 
     async def _resume(self) -> RolloutDispatcher:
         world = self.world
-        found = self.random.choice(world.saved[-2:]) if world.saved else None
+        checkpoint = self.random.choice(world.saved[-2:]) if world.saved else None
         event = RunResumed(step=0) if world.log.epoch_now() else RunOpened()
-        if found is not None:
-            event = RunResumed(step=found.at.step, checkpoint=found.at)
+        if checkpoint is not None:
+            event = RunResumed(step=checkpoint.at.step, checkpoint=checkpoint.at)
         opening = opening_envelope(RUN, event)
         self.epoch = await self.life.call(
-            "open_epoch", lambda: self._opened(opening, found), faults=False
+            "open_epoch", lambda: self._opened(opening, checkpoint), faults=False
         )
         name = f"trainer-of-{self.epoch}"
         producer = Producer(role="trainer", rank=0, node="here", incarnation=name)
         log: Any = MortalLog(world.log, self.life)
         publisher = AsyncPublisher(log, self.epoch, producer, deadline=PATIENCE)
         ledger = Ledger()
-        if found is not None:
-            self.model, self.step = list(found.model), found.at.step
-            restored = LedgerRestored(ledger=found.ledger, digest=found.ledger.digest)
+        if checkpoint is not None:
+            self.model, self.step = list(checkpoint.model), checkpoint.at.step
+            restored = LedgerRestored(ledger=checkpoint.ledger, digest=checkpoint.ledger.digest)
             await publisher.publish(restored)
-            ledger = Ledger.restored(found.ledger)
-        asked = settings(RUN, self.epoch, window=self.random.choice([2, 5, 9]), **world.given)
+            ledger = Ledger.restored(checkpoint.ledger)
+        dispatch = settings(RUN, self.epoch, window=self.random.choice([2, 5, 9]), **world.given)
         dispatcher = RolloutDispatcher(
-            self.life.client(), publisher, asked, ledger, deadline=PATIENCE
+            self.life.client(), publisher, dispatch, ledger, deadline=PATIENCE
         )
         await dispatcher.start()
         return dispatcher
 
-    async def _opened(self, opening: Any, found: Checkpoint | None) -> int:
+    async def _opened(self, opening: Any, checkpoint: Checkpoint | None) -> int:
         """Open the epoch; what was saved, and published, after its checkpoint is discarded."""
         world = self.world
         epoch = await world.log.open_epoch(opening)
         # Without a checkpoint the newest epoch goes on that began at step 0.
-        begun = [one for one in world.standing if one.step == 0]
-        at = found.at if found is not None else max(begun, default=StepRef(0, 0))
-        world.saved = [one for one in world.saved if one.at <= at]
-        world.standing = {one for one in world.standing if one <= at} | {StepRef(epoch, at.step)}
+        begun = [version for version in world.standing if version.step == 0]
+        at = checkpoint.at if checkpoint is not None else max(begun, default=StepRef(0, 0))
+        world.saved = [checkpoint for checkpoint in world.saved if checkpoint.at <= at]
+        world.standing = {version for version in world.standing if version <= at} | {
+            StepRef(epoch, at.step)
+        }
         return epoch
 
     def _version(self, behind: int) -> StepRef:
         """Return a version that stands, some steps behind the newest one."""
-        ours = [one for one in sorted(self.world.standing) if one.epoch == self.epoch]
+        ours = [version for version in sorted(self.world.standing) if version.epoch == self.epoch]
         return ours[-1 - min(behind, len(ours) - 1)] if ours else StepRef(self.epoch, self.step)
 
     def _judge(self, _: Group) -> bool | str:
@@ -343,7 +345,9 @@ class TrainerLife:
 
     async def _train(self, dispatcher: RolloutDispatcher, groups: list[Group]) -> None:
         if self.epoch == self.world.log.epoch_now():
-            used = {one.oldest_version for group in groups for one in group.experiences}
+            used = {
+                experience.oldest_version for group in groups for experience in group.experiences
+            }
             if strange := used - self.world.standing:
                 self.world.wrong.append(f"trained on versions that do not stand: {strange}")
             rewards = [sample.reward for group in groups for sample in group.experiences]
@@ -401,32 +405,42 @@ def faults(world: World) -> list[str]:
     """Return everything that is wrong with a run: by model, audit, fold and counter."""
     books, state = audited(world)
     count = counted(world)
-    found = [*world.wrong, *(one.name for one in books.contradictions), *count.wrong]
-    found += [name for name in state.anomaly_counts if name not in ("stale-epoch", "duplicate")]
+    problems = [
+        *world.wrong,
+        *(contradiction.name for contradiction in books.contradictions),
+        *count.wrong,
+    ]
+    problems += [name for name in state.anomaly_counts if name not in ("stale-epoch", "duplicate")]
     model, ledger = Counter(world.model), world.ledger
-    found += [f"{one} is in the model {times} times" for one, times in model.items() if times > 1]
-    trained = {one for one, fate in count.fates.items() if fate == "trained"}
+    problems += [
+        f"{ordinal} is in the model {times} times" for ordinal, times in model.items() if times > 1
+    ]
+    trained = {ordinal for ordinal, fate in count.fates.items() if fate == "trained"}
     if ledger is None:
-        return [*found, "the run did not end"]
+        return [*problems, "the run did not end"]
     if count.open or count.next != ledger.next:
-        found.append(f"lost: {count.open} of {count.next}, and the trainer counts to {ledger.next}")
+        problems.append(
+            f"lost: {count.open} of {count.next}, and the trainer counts to {ledger.next}"
+        )
     if not ledger.trained == len(model) == books.trained == count.trained:
-        found.append(f"{len(model)} in the model, {books.trained} in the audit, {count.trained}")
+        problems.append(f"{len(model)} in the model, {books.trained} in the audit, {count.trained}")
     if ledger.dropped != dict(count.dropped):
-        found.append(f"dropped {ledger.dropped}, and the counter says {dict(count.dropped)}")
+        problems.append(f"dropped {ledger.dropped}, and the counter says {dict(count.dropped)}")
     if trained and trained != model.keys():
-        found.append("the model has other ordinals than the log")
+        problems.append("the model has other ordinals than the log")
     if count.next != count.trained + count.dropped.total():
-        found.append("a prompt has no fate")
-    return found + [words for one in world.checkpoints for words in contradictions(world, one)]
+        problems.append("a prompt has no fate")
+    return problems + [
+        words for checkpoint in world.checkpoints for words in contradictions(world, checkpoint)
+    ]
 
 
 def contradictions(world: World, checkpoint: Checkpoint) -> list[str]:
     """Return what a checkpoint's ledger says otherwise than the log did at its step."""
     entries = world.log.read_now(limit=checkpoint.entries)
-    count, ledger = count_raw(one.payload for one in entries)[-1], checkpoint.ledger
+    count, ledger = count_raw(entry.payload for entry in entries)[-1], checkpoint.ledger
     fated = {*range(ledger.mark), *ordinals(ledger.settled)}
-    said = fated, ledger.trained, dict(ledger.dropped)
-    if said == (count.fates.keys(), count.trained, dict(count.dropped)):
+    ledger_sums = fated, ledger.trained, dict(ledger.dropped)
+    if ledger_sums == (count.fates.keys(), count.trained, dict(count.dropped)):
         return []
-    return [f"the ledger of {checkpoint.at} differs from the log: {said}, {count}"]
+    return [f"the ledger of {checkpoint.at} differs from the log: {ledger_sums}, {count}"]

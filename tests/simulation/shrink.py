@@ -36,9 +36,9 @@ def _smaller(plan: Plan) -> Iterator[Plan]:
     if last > 1:
         yield plan._replace(saves=tuple(save for save in plan.saves if save.step != last))
     for field in ("faults", "outages", "saves"):
-        found = getattr(plan, field)
-        for number in range(len(found)):
-            yield plan._replace(**{field: found[:number] + found[number + 1 :]})
+        values = getattr(plan, field)
+        for number in range(len(values)):
+            yield plan._replace(**{field: values[:number] + values[number + 1 :]})
     defaults = Plan._field_defaults
     plain = ("members", "group_idle", "follower", "slow", "pause", "batch", "snapshots")
     for field in (*plain, "strategy"):

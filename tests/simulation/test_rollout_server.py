@@ -39,7 +39,7 @@ class Both:
         self.answers: list[tuple[str, str]] = []
         """Entry ids of answers on either server."""
         self.name = self.name_before = "opened"
-        self.told = Counter[str]()
+        self.accepted = Counter[str]()
         """Number of calls that were more than refused, by name."""
 
     def streams(self) -> list[RolloutStreams]:
@@ -48,7 +48,7 @@ class Both:
 
         epoch = self.random.choice([self.epoch] * 9 + [1])
         model = RolloutClientOfServer(self.model, self.run_id, call)
-        return [RolloutStreams(one, self.run_id, epoch) for one in (self.client, model)]
+        return [RolloutStreams(client, self.run_id, epoch) for client in (self.client, model)]
 
     def request(self) -> str:
         """Return the id of a request that was written, or may be."""
@@ -66,14 +66,21 @@ class Both:
 
     async def ask(self, call):
         """Return what both answer to a call, and check that it is the same."""
-        said = []
+        replies = []
         for streams in self.streams_of_call:
             try:
-                said.append(await call(streams))
+                replies.append(await call(streams))
             except Exception as error:
-                said.append(error_of(error))
-        assert said[0] == said[1]
-        self.told[self.name] += said[0] not in ([], 0, [0], (set(), []), "NOGROUP", "STALEEPOCH")
+                replies.append(error_of(error))
+        assert replies[0] == replies[1]
+        self.accepted[self.name] += replies[0] not in (
+            [],
+            0,
+            [0],
+            (set(), []),
+            "NOGROUP",
+            "STALEEPOCH",
+        )
 
     async def one_call(self) -> None:
         [self.name] = self.random.choices(list(OFTEN), OFTEN.values())
@@ -92,9 +99,9 @@ class Both:
         member, request = random.choice("abc"), self.request()
         ids = sorted({request, self.request()})
         calls = {
-            "claim": lambda one: one.claim(member, 2, known=3, block=0.001),
-            "again": lambda one: one.claim_again(member, ids),
-            "look": lambda one: seen(one, wait),
+            "claim": lambda streams: streams.claim(member, 2, known=3, block=0.001),
+            "again": lambda streams: streams.claim_again(member, ids),
+            "look": lambda streams: seen(streams, wait),
         }
         withdraw, idle = random.random() < 0.5, random.choice([0, LONG])
         written = {
@@ -105,18 +112,18 @@ class Both:
             "leave": [idle, random.choice(["", member])],
         }
         if name == "mend":
-            return lambda one: one.mend_answers(wait, "99999999999999999-1")
+            return lambda streams: streams.mend_answers(wait, "99999999999999999-1")
         if name == "begin":
-            return lambda one: one.begin(wait, withdraw_answers=withdraw)
+            return lambda streams: streams.begin(wait, withdraw_answers=withdraw)
         if name in written:
-            return lambda one: one.write(wait, name, group, *written[name])
+            return lambda streams: streams.write(wait, name, group, *written[name])
         return calls.get(name)
 
     async def free(self, wait) -> None:
         chosen = self.random.sample(self.answers, min(2, len(self.answers)))
-        for at, one in enumerate(self.streams_of_call):
+        for at, streams in enumerate(self.streams_of_call):
             with suppress(StaleEpoch):
-                await one.write(wait, "free", " ".join(pair[at] for pair in chosen))
+                await streams.write(wait, "free", " ".join(pair[at] for pair in chosen))
 
     async def vanish(self, _) -> None:
         keys = RunKeys.of(self.run_id)
@@ -128,14 +135,14 @@ class Both:
         self.numbers = 0
 
     async def read(self, wait) -> None:
-        found = [await one.answers_after(wait, "0-0") for one in self.streams_of_call]
-        assert [[fields for _, fields in one] for one in found] == [
-            [fields for _, fields in found[0]]
+        answers = [await streams.answers_after(wait, "0-0") for streams in self.streams_of_call]
+        assert [[fields for _, fields in entries] for entries in answers] == [
+            [fields for _, fields in answers[0]]
         ] * 2
         self.answers = [
-            (real[0].decode(), model[0].decode()) for real, model in zip(*found, strict=True)
+            (real[0].decode(), model[0].decode()) for real, model in zip(*answers, strict=True)
         ]
-        newest = [await one.newest_answer(wait) for one in self.streams_of_call]
+        newest = [await streams.newest_answer(wait) for streams in self.streams_of_call]
         assert (newest[0] == "0-0") == (newest[1] == "0-0")
 
 
@@ -155,5 +162,5 @@ async def test_every_call_is_answered_as_by_a_real_server(client, run_id, seed):
     both = Both(client, run_id, await open_run(client, run_id), Random(seed))
     for _ in range(CALLS):
         await both.one_call()
-    assert both.told["issue"] > 10
-    assert both.told["claim"]
+    assert both.accepted["issue"] > 10
+    assert both.accepted["claim"]

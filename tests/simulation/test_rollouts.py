@@ -37,11 +37,11 @@ def test_processes_end_before_and_after_each_call_and_old_ones_wake_up():
     assert sum(world.woken for world in worlds) > 50
     assert sum(world.discarded for world in worlds) > 50
     books = [audited(world)[0] for world in worlds]
-    reasons = {why for one in books for why in one.recomputed}
+    reasons = {why for lineage in books for why in lineage.recomputed}
     assert reasons >= {"resumed", "stale", "failed", "lapsed", "lost"}
-    assert {why for one in books for why in one.dropped} == {"filtered", "attempts"}
-    assert sum(one.discarded_steps for one in books) > 50
-    assert any(len(one.spans) > 3 for one in books)
+    assert {why for lineage in books for why in lineage.dropped} == {"filtered", "attempts"}
+    assert sum(lineage.discarded_steps for lineage in books) > 50
+    assert any(len(lineage.spans) > 3 for lineage in books)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
@@ -57,7 +57,7 @@ def test_every_bug_can_still_be_planted(mutant):
 
 def test_the_run_of_a_seed_is_the_same_every_time():
     worlds = [World(7).run() for _ in range(2)]
-    first, second = ([(one.id, *told(one)) for one in entries(world)] for world in worlds)
+    first, second = ([(entry.id, *content(entry)) for entry in entries(world)] for world in worlds)
     assert first == second
 
 
@@ -65,6 +65,6 @@ def entries(world):
     return world.log.read_now(limit=10**6)
 
 
-def told(entry):
+def content(entry):
     envelope = decode_envelope(entry.payload)
     return envelope.epoch, envelope.event

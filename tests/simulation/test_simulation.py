@@ -39,7 +39,7 @@ def test_what_once_went_wrong_does_not_again(number):
 
 @pytest.mark.parametrize("name", IN_THE_SUITE)
 def test_a_planted_bug_is_found(name):
-    [mutant] = [one for one in MUTANTS if one.name == name]
+    [mutant] = [mutant for mutant in MUTANTS if mutant.name == name]
     assert found_by(mutant) is not None
 
 
@@ -59,7 +59,7 @@ def test_a_run_of_a_plan_is_the_same_every_time():
 
 
 def test_a_failing_plan_shrinks_to_what_its_failure_needs():
-    [mutant] = [one for one in MUTANTS if one.name == "nothing is ever overdue"]
+    [mutant] = [mutant for mutant in MUTANTS if mutant.name == "nothing is ever overdue"]
     silent = Save(1, "weights", 0, ends="failed")
     plan = Plan(
         seed=1,

@@ -72,7 +72,7 @@ class World:
         self._names: Counter[str] = Counter()
         self._faults = {(fault.who, fault.of, fault.call): fault for fault in plan.faults}
         self._tasks: Any = None
-        self._known = Monitor(MonitorState(run_id=actors.RUN))
+        self._monitor = Monitor(MonitorState(run_id=actors.RUN))
 
     # --- what the processes ask -------------------------------------------------------------
 
@@ -87,7 +87,9 @@ class World:
     def ranks_of(self, save: Save) -> int:
         """How many workers make a save of the same name."""
         at = (save.step, save.kind, save.name)
-        return len({one.worker for one in self.plan.saves if (one.step, one.kind, one.name) == at})
+        return len(
+            {save.worker for save in self.plan.saves if (save.step, save.kind, save.name) == at}
+        )
 
     def producer(self, role: str, rank: int, node: str = "north") -> Producer:
         return Producer(role=role, rank=rank, node=node, incarnation=self.name(f"{role}-{rank}"))
@@ -122,9 +124,9 @@ class World:
         name = f"worker-{number}" if f"worker-{number}" not in self._names else ""
         life = Life(self, name or f"worker-{number}.{epoch}", epoch)
         self._names[f"worker-{number}"] += 1
-        found = actors.SimulatedWorker(self, life, number, worker, epoch)
-        self._tasks.start_soon(self._live, life, found.run)
-        return found
+        process = actors.SimulatedWorker(self, life, number, worker, epoch)
+        self._tasks.start_soon(self._live, life, process.run)
+        return process
 
     # --- what is seen -----------------------------------------------------------------------
 
@@ -158,7 +160,7 @@ class World:
 
     def _check_death(self, event: LeaseExpired) -> None:
         life = self.lives[event.holder.incarnation]
-        lost = {one.save_id for one in event.attempts} - self._over
+        lost = {attempt.save_id for attempt in event.attempts} - self._over
         self._expired |= lost
         excused = self.hampered.get(life.name, -BOUND) + event.lease
         if lost and not life.dead and anyio.current_time() > excused:
@@ -169,9 +171,9 @@ class World:
         """A worker really writes."""
         self._saving[save_id] = (life, epoch, process)
         groups = {
-            self._group(one, by)
-            for one, (who, since, by) in self._saving.items()
-            if since == self.epoch and not who.dead and one not in self._expired
+            self._group(save_id, by)
+            for save_id, (who, since, by) in self._saving.items()
+            if since == self.epoch and not who.dead and save_id not in self._expired
         }
         if len(groups) > 1:
             self.violations.append(
@@ -237,8 +239,8 @@ class World:
 
     def _known_now(self) -> Monitor:
         """The fold of all that is in the log."""
-        fold(self._known, self.log.read_now(self._known.state.position, limit=_ALL))
-        return self._known
+        fold(self._monitor, self.log.read_now(self._monitor.state.position, limit=_ALL))
+        return self._monitor
 
     def _late(self) -> str | None:
         """What is still to come, if anything is."""
@@ -246,9 +248,9 @@ class World:
             return "the trainer"
         # Those of an older epoch are fenced, and give up waiting for a turn by their deadline.
         saves = [
-            f"{life.name}: {one}"
+            f"{life.name}: {save}"
             for life, of in self.under_way.items()
-            for one in of
+            for save in of
             if not life.dead and life.epoch == self.epoch
         ]
         if saves:
@@ -257,27 +259,30 @@ class World:
         if self.log._position != last:
             return f"the reducer, at {self.log._position} of {last}"
         state = self._known_now().state
-        for step, found in state.steps.items():
-            for kind, one in found.kinds.items():
-                if one.committed_at is not None and not one.settled:
+        for step, step_state in state.steps.items():
+            for kind, slot in step_state.kinds.items():
+                if slot.committed_at is not None and not slot.settled:
                     return f"{kind} of step {step}"
         return self._late_consumers()
 
     def _late_consumers(self) -> str | None:
-        wanted = [entry.id for entry in self.log.read_now(stream=Stream.ANNOUNCEMENTS, limit=_ALL)]
+        announced = [
+            entry.id for entry in self.log.read_now(stream=Stream.ANNOUNCEMENTS, limit=_ALL)
+        ]
         if self.plan.follower:
             start = self._follows_from if self.plan.follower == "current" else "0-0"
             if start is None:
                 return "the follower's start"
-            due = [one for one in wanted if position(one) > position(start)]
+            due = [entry_id for entry_id in announced if position(entry_id) > position(start)]
             # What stands is told first: it may be newer than what is told after it.
             seen = sorted(
-                (one for one in self.followed if position(one) > position(start)), key=position
+                (entry_id for entry_id in self.followed if position(entry_id) > position(start)),
+                key=position,
             )
             if seen != due:
                 return f"the follower, at {len(seen)} of {len(due)}"
-        if self.plan.members and not self._dealt_with >= set(wanted):
-            return f"the group, at {len(self._dealt_with)} of {len(wanted)}"
+        if self.plan.members and not self._dealt_with >= set(announced):
+            return f"the group, at {len(self._dealt_with)} of {len(announced)}"
         return None
 
     def first_left(self) -> str:
@@ -293,14 +298,14 @@ class World:
         """What was announced is what one undisturbed fold of the log says, and nothing else."""
         undisturbed = Monitor(MonitorState(run_id=actors.RUN))
         expected, dead = fold(undisturbed, self.log.read_now(limit=_ALL))
-        said = [
+        payloads = [
             entry.payload for entry in self.log.read_now(stream=Stream.ANNOUNCEMENTS, limit=_ALL)
         ]
-        if said != [encode(one) for one in expected][: len(said)]:
+        if payloads != [encode(announcement) for announcement in expected][: len(payloads)]:
             self.violations.append("what was announced is not what the log says")
         if dead or self.log._dead:
             self.violations.append(f"dead letters: {dead or self.log._dead}")
-        self._check_pointers([decode_envelope(one).event for one in said])
+        self._check_pointers([decode_envelope(payload).event for payload in payloads])
         self._check_proofs(undisturbed.state)
         if lost := self._dealt_with - self.handled:
             self.violations.append(f"acknowledged, and handled by nobody: {sorted(lost)}")
@@ -315,30 +320,32 @@ class World:
         ]
         settled = {
             (state.epoch, step, kind)
-            for step, found in state.steps.items()
-            for kind, one in found.kinds.items()
-            if one.outcome is not None
+            for step, step_state in state.steps.items()
+            for kind, slot in step_state.kinds.items()
+            if slot.outcome is not None
         }
         if settled != complete(written):
             wrong = sorted(settled ^ complete(written))
             self.violations.append(f"settled and not proven, or proven and not settled: {wrong}")
 
-    def _check_pointers(self, said: list[Any]) -> None:
+    def _check_pointers(self, events: list[Any]) -> None:
         pointers: dict[str, tuple[int, int]] = {}
         granted: set[str] = set()
-        for one in said:
-            if isinstance(one, StepReady):
-                at = (one.epoch, one.step)
-                if at <= pointers.get(one.kind, (0, -1)):
-                    self.violations.append(f"{one.kind} went from {pointers[one.kind]} to {at}")
-                pointers[one.kind] = at
-                strange = [by.save_id for by in one.saves if self.attempts[by.save_id] != one.epoch]
+        for event in events:
+            if isinstance(event, StepReady):
+                at = (event.epoch, event.step)
+                if at <= pointers.get(event.kind, (0, -1)):
+                    self.violations.append(f"{event.kind} went from {pointers[event.kind]} to {at}")
+                pointers[event.kind] = at
+                strange = [
+                    by.save_id for by in event.saves if self.attempts[by.save_id] != event.epoch
+                ]
                 if strange:
                     self.violations.append(f"{at} rests on saves of another epoch: {strange}")
-            elif isinstance(one, SaveGranted):
-                if one.save_id in granted:
-                    self.violations.append(f"{one.save_id} was granted its turn twice")
-                granted.add(one.save_id)
+            elif isinstance(event, SaveGranted):
+                if event.save_id in granted:
+                    self.violations.append(f"{event.save_id} was granted its turn twice")
+                granted.add(event.save_id)
 
 
 class _Witness:

@@ -121,12 +121,12 @@ async def test_the_newest_checkpoint_is_found_and_held(run_id, redis_url, tmp_pa
             with anyio.fail_after(PATIENCE):
                 while not newest.folder.exists():
                     await anyio.sleep(0.01)
-            assert await in_thread(held, run_id, newest.step, here) == b"weights"
+            assert await in_thread(read_held_model, run_id, newest.step, here) == b"weights"
     with pytest.raises(CheckpointHeld, match="there is no checkpoint"):
-        await in_thread(held, run_id, 7, here)
+        await in_thread(read_held_model, run_id, 7, here)
 
 
-def held(run_id, step, here):
+def read_held_model(run_id, step, here):
     with blocking.hold_checkpoint(run_id, step, **here) as folder:
         return (folder / "model.pt").read_bytes()
 
@@ -138,7 +138,7 @@ def held(run_id, step, here):
         (blocking.wait_ready, trinity_events.wait_ready),
         (blocking.newest_checkpoint, trinity_events.newest_checkpoint),
     ],
-    ids=lambda one: one.__name__,
+    ids=lambda function: function.__name__,
 )
 def test_a_twin_takes_what_the_asynchronous_call_takes(twin, asynchronous):
     assert signature(twin).parameters == signature(asynchronous).parameters

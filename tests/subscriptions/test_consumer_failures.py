@@ -50,7 +50,7 @@ async def publish(run, steps):
     return [await run.trainer.publish(started(step)) for step in steps]
 
 
-async def one(events):
+async def next_event(events):
     with anyio.fail_after(PATIENCE):
         return await anext(aiter(events))
 
@@ -62,7 +62,7 @@ def step_of(delivered):
 async def crash(run, count=1, **options):
     """A member that is given events and goes without a word."""
     async with run.subscribe(group="eval", **options) as events:
-        return [step_of(await one(events)) for _ in range(count)]
+        return [step_of(await next_event(events)) for _ in range(count)]
 
 
 async def group_of(run):
@@ -74,23 +74,23 @@ async def test_what_a_crashed_member_left_is_taken_over_once(run):
     await publish(run, range(4))
     assert await crash(run, 4) == [0, 1, 2, 3]
     await anyio.sleep(2 * SOON)
-    taken = []
+    steps = []
 
     async def take_over():
         async with run.subscribe(group="eval", claim_after=5.0, deadline=0.3) as events:
             with suppress(DeadlineExceeded):
-                taken.extend([step_of(event) async for event in events])
+                steps.extend([step_of(event) async for event in events])
 
     # By one that has little patience, and not by others who wait for as long as it takes.
     async with run.subscribe(group="eval", claim_after=SOON) as events:
         for _ in range(4):
-            event = await one(events)
-            taken.append(step_of(event))
+            event = await next_event(events)
+            steps.append(step_of(event))
             await event.ack()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(take_over)
             tasks.start_soon(take_over)
-    assert taken == [0, 1, 2, 3]
+    assert steps == [0, 1, 2, 3]
     assert (await group_of(run)).pending == 0
 
 
@@ -100,7 +100,7 @@ async def test_a_poison_event_goes_to_the_dead_letters_and_the_group_goes_on(run
         assert await crash(run, claim_after=SOON, max_deliveries=3) == [13]
         await anyio.sleep(2 * SOON)
     async with run.subscribe(group="eval", claim_after=SOON, max_deliveries=3) as events:
-        event = await one(events)
+        event = await next_event(events)
         await event.ack()
     assert step_of(event) == 14
     [letter] = await run.log.dead_letters()
@@ -115,8 +115,8 @@ async def test_a_member_has_one_event_at_a_time_and_the_others_have_the_rest(run
         run.subscribe(group="eval") as slow,
         run.subscribe(group="eval") as quick,
     ):
-        assert step_of(await one(slow)) == 0
-        rest = [await one(quick) for _ in range(2)]
+        assert step_of(await next_event(slow)) == 0
+        rest = [await next_event(quick) for _ in range(2)]
         for event in rest:
             await event.ack()
         assert [step_of(event) for event in rest] == [1, 2]
@@ -126,12 +126,12 @@ async def test_members_that_are_gone_are_forgotten(run, monkeypatch):
     await publish(run, range(4))
     for _ in range(3):
         async with run.subscribe(group="eval") as events:
-            await (await one(events)).ack()
+            await (await next_event(events)).ack()
     assert (await group_of(run)).members == 3
     monkeypatch.setattr(group_member, "FORGET_AFTER", SOON)
     await anyio.sleep(2 * SOON)
     async with run.subscribe(group="eval") as events:
-        await (await one(events)).ack()
+        await (await next_event(events)).ack()
     assert (await group_of(run)).members <= 2  # this one, and the last that asked before
 
 
@@ -139,7 +139,7 @@ async def test_events_that_nobody_wants_leave_nothing_pending(run):
     await run.trainer.publish(ConsumerDetached(group="other", stream="events", position="1-0"))
     await publish(run, [7])
     async with run.subscribe(group="eval") as events:
-        event = await one(events)
+        event = await next_event(events)
         assert step_of(event) == 7
         await event.ack()
     assert (await group_of(run)).pending == 0
@@ -148,7 +148,7 @@ async def test_events_that_nobody_wants_leave_nothing_pending(run):
 # --- groups that are gone --------------------------------------------------------------------
 
 
-async def detach(run, *, told=True):
+async def detach(run, *, reports_pending=True):
     """As the leading reducer does it: say it, then do it; an older one told no oldest pending."""
     token, _ = await run.log.lead(60)
     group = await group_of(run)
@@ -159,7 +159,7 @@ async def detach(run, *, told=True):
             position=group.last_delivered,
             pending=group.pending,
             idle=86400.0,
-            oldest_pending=group.oldest_pending if told else None,
+            oldest_pending=group.oldest_pending if reports_pending else None,
         )
     )
     assert await run.log.destroy_group(Stream.EVENTS, "eval", token=token)
@@ -167,13 +167,13 @@ async def detach(run, *, told=True):
 
 
 async def take_and_ack(run, count=1, **options):
-    taken = []
+    steps = []
     async with run.subscribe(group="eval", **options) as events:
         for _ in range(count):
-            event = await one(events)
-            taken.append(step_of(event))
+            event = await next_event(events)
+            steps.append(step_of(event))
             await event.ack()
-    return taken
+    return steps
 
 
 async def test_a_group_that_comes_back_goes_on_where_it_was_if_all_is_there(run):
@@ -187,17 +187,17 @@ async def test_a_group_that_comes_back_goes_on_where_it_was_if_all_is_there(run)
 async def test_a_member_of_a_group_that_was_detached_is_told_and_never_hangs(run):
     entries = await publish(run, range(2))
     async with run.subscribe(group="eval", deadline=None) as events:
-        await one(events)
+        await next_event(events)
         await detach(run)
         with pytest.raises(GroupDetached, match="subscribe again to go on") as caught:
-            await one(events)
+            await next_event(events)
     assert f"may have missed events after {entries[0]}" in str(caught.value)
 
 
 async def test_a_group_that_comes_back_is_given_again_what_it_never_acknowledged(run):
     await publish(run, range(4))
     async with run.subscribe(group="eval") as events:
-        given = [await one(events) for _ in range(3)]
+        given = [await next_event(events) for _ in range(3)]
         await given[0].ack()
         await given[2].ack()
     await detach(run)
@@ -207,7 +207,7 @@ async def test_a_group_that_comes_back_is_given_again_what_it_never_acknowledged
 async def test_nothing_is_called_lost_that_is_on_the_server(run):
     entries = await publish(run, range(3))
     assert await crash(run, 2) == [0, 1]
-    await detach(run, told=False)
+    await detach(run, reports_pending=False)
     with pytest.raises(GroupDetached, match="with 2 entries that it never acknowledged") as caught:
         await take_and_ack(run)
     assert "no longer on the server" not in str(caught.value)
@@ -248,10 +248,10 @@ async def test_a_group_whose_server_lost_it_is_told(redis_url, run_id):
         run = using(RedisEventLog(client, run_id), run_id, here)
         [first] = await publish(run, [0])
         async with run.subscribe(group="eval") as events:
-            await (await one(events)).ack()
+            await (await next_event(events)).ack()
             await client.delete(run.log.keys.events)
             with pytest.raises(GroupDetached, match=f"may have missed events after {first}"):
-                await one(events)
+                await next_event(events)
 
 
 # --- followers whose place is gone -----------------------------------------------------------
@@ -262,13 +262,13 @@ async def test_a_follower_whose_start_was_trimmed_is_told_where_the_rest_is(run)
     await run.log.trim(Stream.EVENTS, entries[3])
     async with run.subscribe(start=entries[0]) as events:
         with pytest.raises(LogLost) as caught:
-            await one(events)
+            await next_event(events)
     assert f"after {entries[0]} are no longer on the server" in str(caught.value)
     assert f"trinity-events replay {run.id}" in str(caught.value)
     goes_on = str(caught.value).partition('from "')[2].partition('"')[0]
-    for start, left in ((goes_on, [3, 4]), (entries[3], [4]), ("beginning", [3, 4])):
+    for start, remaining_steps in ((goes_on, [3, 4]), (entries[3], [4]), ("beginning", [3, 4])):
         async with run.subscribe(start=start) as events:
-            assert [step_of(await one(events)) for _ in left] == left
+            assert [step_of(await next_event(events)) for _ in remaining_steps] == remaining_steps
 
 
 async def test_a_group_is_not_created_where_entries_are_missing(run):
@@ -282,30 +282,30 @@ async def test_a_group_is_not_created_where_entries_are_missing(run):
 async def test_a_follower_that_is_overtaken_by_the_trimming_is_told(run):
     await publish(run, [0])
     async with run.subscribe() as events:
-        assert step_of(await one(events)) == 0
+        assert step_of(await next_event(events)) == 0
         entries = await publish(run, range(1, 4))
         await run.log.trim(Stream.EVENTS, entries[2])
         await anyio.sleep(0.2)
         with pytest.raises(LogLost, match="are no longer on the server"):
-            await one(events)
+            await next_event(events)
 
 
 async def test_a_follower_that_read_all_does_not_mind_the_trimming(run):
     entries = await publish(run, range(3))
     async with run.subscribe() as events:
         for _ in entries:
-            await one(events)
+            await next_event(events)
         await run.log.trim(Stream.EVENTS, entries[2])
         await anyio.sleep(0.2)
         await publish(run, [3])
-        assert step_of(await one(events)) == 3
+        assert step_of(await next_event(events)) == 3
 
 
 async def test_a_start_beyond_the_end_of_the_log_is_told(run):
     [only] = await publish(run, [0])
     async with run.subscribe(start="9999999999999-0") as events:
         with pytest.raises(LogLost, match=f"end at {only}, before 9999999999999-0"):
-            await one(events)
+            await next_event(events)
 
 
 # --- servers that go away --------------------------------------------------------------------
@@ -325,7 +325,7 @@ async def test_a_subscription_outlives_a_restart_of_its_server(tmp_path, group):
     with servers(tmp_path, 1) as [server]:
         async with run_on(server.url) as run, run.subscribe(group=group) as events:
             await publish(run, [0])
-            first = await one(events)
+            first = await next_event(events)
             server.kill()
 
             async def restart():
@@ -336,7 +336,7 @@ async def test_a_subscription_outlives_a_restart_of_its_server(tmp_path, group):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(restart)
                 await first.ack()
-                assert step_of(await one(events)) == 1
+                assert step_of(await next_event(events)) == 1
 
 
 @pytest.mark.parametrize("group", [None, "eval"])
@@ -344,10 +344,10 @@ async def test_a_server_that_stays_away_is_named_when_the_deadline_passes(tmp_pa
     with servers(tmp_path, 1) as [server]:
         async with run_on(server.url) as run, run.subscribe(group=group, deadline=3.0) as events:
             await publish(run, [0])
-            event = await one(events)
+            event = await next_event(events)
             server.kill()
             with pytest.raises(DeadlineExceeded, match="no save-started of run run came within"):
-                await one(events)
+                await next_event(events)
             if group is not None:
                 missing = f"{event.entry_id} of run run was not acknowledged to eval within 3 s"
                 with pytest.raises(DeadlineExceeded, match=f"{missing}: the server does not"):
@@ -362,7 +362,7 @@ async def test_a_server_that_hangs_holds_nobody_beyond_the_deadline(redis_url, r
             proxy.swallow()
             in_time = anyio.fail_after(0.8 * SOCKET_DEADLINE)  # which would end it too
             with in_time, pytest.raises(DeadlineExceeded, match="does not answer"):
-                await one(events)
+                await next_event(events)
         proxy.heal()
 
 
@@ -375,7 +375,7 @@ async def test_what_was_given_in_a_lost_reply_is_taken_over(redis_url, run_id):
             fault = proxy.cut("after", command("XREADGROUP"))
             options = {"group": "eval", "start": "beginning", "claim_after": SOON}
             async with run.subscribe(**options) as events:
-                event = await one(events)
+                event = await next_event(events)
                 assert step_of(event) == 0
                 assert fault.struck.is_set()
                 cut_ack = proxy.cut("after", command("XACK"))
@@ -393,9 +393,9 @@ async def test_a_follower_that_was_cut_off_misses_nothing_and_sees_nothing_twice
             for place in ("before", "within", "after"):
                 proxy.cut(place, command("XREAD"), nth=2)
             async with run.subscribe(start="beginning") as events:
-                assert [step_of(await one(events)) for _ in range(3)] == [0, 1, 2]
+                assert [step_of(await next_event(events)) for _ in range(3)] == [0, 1, 2]
                 await publish(run, [3])
-                assert step_of(await one(events)) == 3
+                assert step_of(await next_event(events)) == 3
 
 
 @pytest.mark.parametrize("more", [0, 1])
@@ -404,13 +404,13 @@ async def test_a_failover_that_lost_the_end_is_told_to_followers(tmp_path, more)
         async with run_on(old.url) as run, run.subscribe() as events:
             with new.client() as replica:
                 replica.replicaof("127.0.0.1", old.port)
-                kept = await publish(run, range(2))
+                ids = await publish(run, range(2))
                 with anyio.fail_after(PATIENCE):
                     while replica.xlen(run.log.keys.events) < 2:
                         await anyio.sleep(0.01)
                 replica.replicaof("NO", "ONE")
             [lost] = await publish(run, [2])
-            assert [step_of(await one(events)) for _ in range(3)] == [0, 1, 2]
+            assert [step_of(await next_event(events)) for _ in range(3)] == [0, 1, 2]
             old.kill()
             with new.client() as promoted:
                 promoted.config_set("port", old.port)  # as an address that is moved to it
@@ -418,13 +418,13 @@ async def test_a_failover_that_lost_the_end_is_told_to_followers(tmp_path, more)
                 [lost_or_new] = await publish(run, [3])
                 says = f"go on to {lost_or_new} without {lost}, which was read"
             else:
-                says = f"end at {kept[1]}, before {lost}, the position of this reader"
+                says = f"end at {ids[1]}, before {lost}, the position of this reader"
             await anyio.sleep(0.2)
             with pytest.raises(LogLost, match=says):
-                await one(events)
-        async with run.subscribe(start=kept[1], deadline=PATIENCE if more else 0.2) as events:
+                await next_event(events)
+        async with run.subscribe(start=ids[1], deadline=PATIENCE if more else 0.2) as events:
             if more:
-                assert step_of(await one(events)) == 3
+                assert step_of(await next_event(events)) == 3
             else:
                 with pytest.raises(DeadlineExceeded):
-                    await one(events)
+                    await next_event(events)

@@ -78,7 +78,7 @@ async def take(subscription, count):
 async def test_a_follower_from_the_beginning_sees_everything_in_order(run):
     await publish_steps(run.trainer, range(3))
     async with run.subscribe(StepReady, start="beginning") as events:
-        assert [one.step for one in await take(events, 3)] == [0, 1, 2]
+        assert [event.step for event in await take(events, 3)] == [0, 1, 2]
 
 
 async def test_a_follower_from_current_sees_the_state_now_then_what_comes(run):
@@ -86,12 +86,12 @@ async def test_a_follower_from_current_sees_the_state_now_then_what_comes(run):
     await run.trainer.publish(committed(1, "state_dict", registration(expected=0)))
     await announced(run.log, 5)
     async with run.subscribe(StepReady) as events:
-        assert [(one.kind, one.step) for one in await take(events, 2)] == [
+        assert [(event.kind, event.step) for event in await take(events, 2)] == [
             ("weights", 2),
             ("state_dict", 1),
         ]
         await publish_steps(run.trainer, [3])
-        assert [(one.kind, one.step) for one in await take(events, 1)] == [("weights", 3)]
+        assert [(event.kind, event.step) for event in await take(events, 1)] == [("weights", 3)]
 
 
 async def test_what_a_resume_went_back_behind_is_not_current(run):
@@ -102,7 +102,7 @@ async def test_what_a_resume_went_back_behind_is_not_current(run):
     await resumed.publish(committed(101, "state_dict", registration(expected=0)))
     await announced(run.log, 3)
     async with run.subscribe(StepReady) as events:
-        assert [(one.kind, one.step) for one in await take(events, 2)] == [
+        assert [(event.kind, event.step) for event in await take(events, 2)] == [
             ("weights", 105),  # the newest there are, until the resumed trainer publishes
             ("state_dict", 101),
         ]
@@ -113,7 +113,7 @@ async def test_a_follower_goes_on_from_a_position(run):
     async with run.subscribe(StepReady, start=ORIGIN) as events:
         first, *_ = await take(events, 3)
     async with run.subscribe(StepReady, start=first.entry_id) as events:
-        assert [one.step for one in await take(events, 2)] == [1, 2]
+        assert [event.step for event in await take(events, 2)] == [1, 2]
 
 
 @pytest.mark.parametrize("group", [None, "eval"])
@@ -129,7 +129,7 @@ async def test_a_position_may_be_of_the_other_stream(run, group):
     subscribed = run.subscribe(StepReady, start=newest, group=group)
     async with subscribed as events, anyio.create_task_group() as tasks:
         tasks.start_soon(go_on)
-        assert [one.step for one in await take(events, 1)] == [3]
+        assert [event.step for event in await take(events, 1)] == [3]
 
 
 async def test_every_follower_sees_every_event(run):
@@ -184,7 +184,7 @@ async def test_what_a_member_did_not_acknowledge_goes_to_another(run):
         await first.ack()
     async with run.subscribe(StepReady, claim_after=0.05, **options) as events:
         await anyio.sleep(0.1)
-        assert [one.step for one in await take(events, 2)] == [1, 2]
+        assert [event.step for event in await take(events, 2)] == [1, 2]
 
 
 async def test_a_group_from_current_begins_with_the_state_now(run):
@@ -234,8 +234,8 @@ async def test_a_mistyped_run_is_told_at_once_with_the_nearest_name(
 
 async def printed(log) -> list[tuple[str, bytes]]:
     """Every entry of both streams, in the order in which `tail` prints them."""
-    found = [(s, one) for s in Stream for one in await log.read(stream=s, limit=100_000)]
-    return [(entry.id, entry.payload) for _, entry in sorted(found, key=stream_order)]
+    entries = [(s, entry) for s in Stream for entry in await log.read(stream=s, limit=100_000)]
+    return [(entry.id, entry.payload) for _, entry in sorted(entries, key=stream_order)]
 
 
 @pytest.mark.parametrize("start", ["beginning", ORIGIN, "current"])
@@ -269,14 +269,14 @@ async def test_a_page_that_is_full_loses_no_order(run, monkeypatch):
     monkeypatch.setattr(page_size, "_GROWTH", 1)
     expected = await printed(run.log)
     async with run.subscribe(*EVENT_TYPES, start="beginning") as events:
-        found = await take(events, len(expected))
-    assert [(one.entry_id, encode(one.envelope)) for one in found] == expected
+        delivered = await take(events, len(expected))
+    assert [(delivery.entry_id, encode(delivery.envelope)) for delivery in delivered] == expected
 
 
 async def _announced_of(log, step):
-    found = await log.read(stream=Stream.ANNOUNCEMENTS, limit=1000)
-    events = [decode_envelope(one.payload).event for one in found]
-    return any(isinstance(one, StepReady) and one.step == step for one in events)
+    entries = await log.read(stream=Stream.ANNOUNCEMENTS, limit=1000)
+    events = [decode_envelope(entry.payload).event for entry in entries]
+    return any(isinstance(event, StepReady) and event.step == step for event in events)
 
 
 async def test_both_go_on_from_any_entry_and_lose_none_of_one_id(client, redis_url, run_id):
@@ -300,8 +300,8 @@ async def test_both_go_on_from_any_entry_and_lose_none_of_one_id(client, redis_u
         (later, [VersionRetired]),  # it is not known which of the two was given last
     ):
         async with subscribe(run_id, *EVENT_TYPES, start=start, **options) as events:
-            found = await take(events, len(expected))
-        assert [type(one.event) for one in found] == expected
+            delivered = await take(events, len(expected))
+        assert [type(delivery.event) for delivery in delivered] == expected
 
 
 async def test_other_events_do_not_put_a_deadline_off(publisher, redis_url, run_id):
@@ -338,9 +338,9 @@ def test_nonsense_is_refused_before_anything_is_connected():
             refusing(StepReady, SaveStarted, group="eval")
         with pytest.raises(ValueError, match=r"start at .*'yesterday' is not an entry id"):
             refusing(StepReady, start="yesterday")
-        for one in (dict, "StepReady"):
+        for kind in (dict, "StepReady"):
             with pytest.raises(ValueError, match="is not an event"):
-                refusing(one)
+                refusing(kind)
         for group in ("", "x" * 257):
             with pytest.raises(ValueError, match=f"1 to 256 characters, .* has {len(group)}"):
                 refusing(group=group)

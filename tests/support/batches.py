@@ -62,13 +62,13 @@ def make_batch(
         "finished": torch.rand(rows, generator=lot) < 0.8,
     }
     values |= given
-    return Batch(**{name: one for name, one in values.items() if one is not None})
+    return Batch(**{name: value for name, value in values.items() if value is not None})
 
 
-def near(found, expected, tolerance=1e-6):
+def near(actual, expected, tolerance=1e-6):
     """Assert that a tensor has these values, whatever its dtype."""
     torch.testing.assert_close(
-        torch.as_tensor(found, dtype=torch.float64).detach(),
+        torch.as_tensor(actual, dtype=torch.float64).detach(),
         torch.as_tensor(expected, dtype=torch.float64).detach(),
         atol=tolerance,
         rtol=tolerance,

@@ -32,10 +32,10 @@ OPTIONS = (
 
 def chromium() -> str:
     """Return the browser's path; skip the test where there is none."""
-    found = next((path for name in NAMES if (path := shutil.which(name))), None)
-    if found is None:
+    binary = next((path for name in NAMES if (path := shutil.which(name))), None)
+    if binary is None:
         pytest.skip(f"no browser is at hand: install Chromium, found as one of {', '.join(NAMES)}")
-    return found
+    return binary
 
 
 _MOVE = """
@@ -91,11 +91,11 @@ class Page:
 
     def evaluate(self, expression: str) -> Any:
         """Return the value of an expression in the page."""
-        found = self.call(
+        reply = self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
-        assert "exceptionDetails" not in found, found["exceptionDetails"]
-        return found["result"].get("value")
+        assert "exceptionDetails" not in reply, reply["exceptionDetails"]
+        return reply["result"].get("value")
 
     def wait_for(self, expression: str) -> None:
         """Wait until an expression is true in the page."""
@@ -177,10 +177,10 @@ class Browser:
     def call(self, method: str, parameters: dict[str, Any], session: str | None = None) -> Any:
         self._number += 1
         number = self._number
-        asked: dict[str, Any] = {"id": number, "method": method, "params": parameters}
+        command: dict[str, Any] = {"id": number, "method": method, "params": parameters}
         if session is not None:
-            asked["sessionId"] = session
-        os.write(self._commands, json.dumps(asked).encode() + b"\0")
+            command["sessionId"] = session
+        os.write(self._commands, json.dumps(command).encode() + b"\0")
         while True:
             try:
                 reply = self._replies.get(timeout=PATIENCE)
@@ -192,8 +192,8 @@ class Browser:
 
     def _read(self) -> None:
         rest = b""
-        while found := os.read(self._answers, 1 << 16):
-            *messages, rest = (rest + found).split(b"\0")
+        while data := os.read(self._answers, 1 << 16):
+            *messages, rest = (rest + data).split(b"\0")
             for message in messages:
                 self._take(json.loads(message))
 
@@ -201,11 +201,11 @@ class Browser:
         if "id" in message:
             self._replies.put(message)
             return
-        told = message["params"]
+        details = message["params"]
         if message["method"] == "Runtime.exceptionThrown":
-            self.problems.append(json.dumps(told["exceptionDetails"])[:600])
-        elif message["method"] == "Log.entryAdded" and told["entry"]["level"] == "error":
-            self.problems.append(told["entry"]["text"] + " " + told["entry"].get("url", ""))
+            self.problems.append(json.dumps(details["exceptionDetails"])[:600])
+        elif message["method"] == "Log.entryAdded" and details["entry"]["level"] == "error":
+            self.problems.append(details["entry"]["text"] + " " + details["entry"].get("url", ""))
 
     def close(self) -> None:
         self._process.terminate()

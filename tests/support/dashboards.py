@@ -72,9 +72,9 @@ class Dashboard(NamedTuple):
         """Wait until a run is indexed to its end; return its state."""
         with anyio.fail_after(PATIENCE):
             while True:
-                found = await self.json(f"/api/runs/{run}/now")
-                if found["progress"] == 1.0:
-                    return found
+                status = await self.json(f"/api/runs/{run}/now")
+                if status["progress"] == 1.0:
+                    return status
                 await anyio.sleep(0.05)
 
 
@@ -87,8 +87,8 @@ async def dashboard(
 
     @asynccontextmanager
     async def opened() -> AsyncIterator[Board]:
-        async with board(runs) as found:
-            yield found
+        async with board(runs) as opened_board:
+            yield opened_board
 
     with closing(listening_socket("127.0.0.1", 0)) as listening:
         serving = asyncio.ensure_future(
@@ -107,9 +107,9 @@ async def dashboard(
 async def dashboard_of(plan: Plan, **keywords: Any) -> AsyncIterator[Dashboard]:
     """Serve a dashboard of a simulated run that is recorded."""
     with closing(RecordedSource.of_entries(plan.run_id, simulated_run(plan))) as source:
-        async with dashboard(RecordedRuns(source), **keywords) as found:
-            await found.indexed(plan.run_id)
-            yield found
+        async with dashboard(RecordedRuns(source), **keywords) as served:
+            await served.indexed(plan.run_id)
+            yield served
 
 
 @contextmanager
@@ -117,9 +117,9 @@ def shared_dashboard(plan: Plan, **keywords: Any) -> Iterator[Dashboard]:
     """Serve a dashboard of a simulated run from another thread, for all tests of a module."""
     with (
         anyio.from_thread.start_blocking_portal() as portal,
-        portal.wrap_async_context_manager(dashboard_of(plan, **keywords)) as found,
+        portal.wrap_async_context_manager(dashboard_of(plan, **keywords)) as served,
     ):
-        yield found
+        yield served
 
 
 def server_runs(client) -> ServerRuns:
@@ -157,7 +157,7 @@ class Stream:
         finally:
             writer.close()
 
-    async def until(self, wanted) -> dict[str, Any]:
+    async def until(self, condition) -> dict[str, Any]:
         """Read until a state is wanted; return it."""
         with anyio.fail_after(PATIENCE):
             while True:
@@ -165,7 +165,7 @@ class Stream:
                 assert line, "the stream ended"
                 if line.startswith(b"data: "):
                     state = json.loads(line[6:])
-                    if wanted(state):
+                    if condition(state):
                         return state
 
 
@@ -175,6 +175,6 @@ def dashboard_process(redis_url: str) -> Iterator[str]:
     command = [sys.executable, "-m", "trinity_events", "dashboard", "--port", "0"]
     with child([*command, "--redis-url", redis_url], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        found = re.search(r"http://\S+/", process.stdout.readline())
-        assert found is not None, "the dashboard did not start"
-        yield found[0]
+        address = re.search(r"http://\S+/", process.stdout.readline())
+        assert address is not None, "the dashboard did not start"
+        yield address[0]

@@ -63,8 +63,8 @@ class History:
 
 def fold(entries) -> tuple[Monitor, list[Event]]:
     monitor = Monitor(MonitorState(run_id=RUN))
-    said = [one.event for entry in entries for one in monitor.apply(*entry)]
-    return monitor, said
+    events = [announcement.event for entry in entries for announcement in monitor.apply(*entry)]
+    return monitor, events
 
 
 def slot(step: int, kind: str = "state_dict", rank: int = 0, name: str = "model") -> Slot:

@@ -49,15 +49,15 @@ class HostDevice:
 
     def __init__(self, most=1 << 40):
         self.lane = LateLane()
-        self._left = most
+        self._free_bytes = most
         self._descriptors = {}
 
     def near(self, tensor):
         pass
 
     def allocate(self, nbytes):
-        assert nbytes <= self._left, "the device is full"
-        self._left -= nbytes
+        assert nbytes <= self._free_bytes, "the device is full"
+        self._free_bytes -= nbytes
         descriptor = os.memfd_create("trinity-test")
         os.ftruncate(descriptor, nbytes)
         handle = f"/proc/{os.getpid()}/fd/{descriptor}".encode()
@@ -68,7 +68,7 @@ class HostDevice:
     def free(self, block):
         self.lane.wait(self.lane.mark())
         block.tensor.fill_(0xDD)  # who still reads it is seen
-        self._left += len(block.tensor)
+        self._free_bytes += len(block.tensor)
         os.close(self._descriptors.pop(block.handle))
 
     def borrow(self, device, handle, nbytes):
@@ -95,23 +95,23 @@ class HostRuntime:
     """
 
     def __init__(self, most):
-        self.left = most
+        self.free_bytes = most
         self.last_error = 0
         self._made = {}
 
     def cudaMalloc(self, pointer, size):  # noqa: N802
-        if size.value > self.left:
+        if size.value > self.free_bytes:
             return self._failed(2)
         memory = ctypes.create_string_buffer(size.value)
         pointer._obj.value = ctypes.addressof(memory)
         self._made[pointer._obj.value] = memory
-        self.left -= size.value
+        self.free_bytes -= size.value
         return 0
 
     def cudaFree(self, pointer):  # noqa: N802
         if pointer.value not in self._made:
             return self._failed(1)
-        self.left += len(self._made.pop(pointer.value))
+        self.free_bytes += len(self._made.pop(pointer.value))
         return 0
 
     def cudaIpcGetMemHandle(self, handle, pointer):  # noqa: N802
@@ -157,10 +157,10 @@ class Computing(TorchDispatchMode):
         self._watches = True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        if self._watches and isinstance(found, torch.Tensor) and not func.is_view:
-            self.fresh.add(found.untyped_storage().data_ptr())
-        return found
+        result = func(*args, **(kwargs or {}))
+        if self._watches and isinstance(result, torch.Tensor) and not func.is_view:
+            self.fresh.add(result.untyped_storage().data_ptr())
+        return result
 
     @contextmanager
     def paused(self):

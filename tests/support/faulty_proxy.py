@@ -29,15 +29,16 @@ _AT_ONCE = 1 << 16
 
 def command(name: str, holding: str = "") -> Matches:
     """Commands of a name, in one of whose arguments a text is found."""
-    wanted, text = name.upper().encode(), holding.encode()
-    return lambda given: given[0].upper() == wanted and any(text in one for one in given)
+    verb, text = name.upper().encode(), holding.encode()
+    return lambda given: given[0].upper() == verb and any(text in argument for argument in given)
 
 
 def script(key: str) -> Matches:
     """Scripts that are given a key that ends so, such as ``:position`` for the commit."""
     ending = key.encode()
     return lambda given: (
-        given[0].upper() in (b"EVALSHA", b"EVAL") and any(one.endswith(ending) for one in given)
+        given[0].upper() in (b"EVALSHA", b"EVAL")
+        and any(argument.endswith(ending) for argument in given)
     )
 
 
@@ -50,14 +51,14 @@ class Fault:
         self.place = place
         self.struck = threading.Event()
         self._matches = matches
-        self._left = nth
+        self._remaining = nth
         self._act = act
 
     def meets(self, given: Command) -> bool:
         """Whether this is the command; called once for each, in order."""
-        if self._left > 0 and self._matches(given):
-            self._left -= 1
-            return self._left == 0
+        if self._remaining > 0 and self._matches(given):
+            self._remaining -= 1
+            return self._remaining == 0
         return False
 
     def strike(self, given: Command) -> None:
@@ -166,9 +167,9 @@ class Proxy:
 
     def _cut_all(self) -> None:
         with self._lock:
-            for one in self._open:
+            for connection in self._open:
                 with suppress(OSError):
-                    one.shutdown(socket.SHUT_RDWR)
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def _accept(self) -> None:
         self._listener.settimeout(0.2)
@@ -198,7 +199,7 @@ class Proxy:
 
     def _met(self, given: Command, place: Place) -> list[Fault]:
         with self._lock:
-            return [one for one in self._faults if one.place == place and one.meets(given)]
+            return [fault for fault in self._faults if fault.place == place and fault.meets(given)]
 
     def _forget(self, *sockets: socket.socket) -> None:
         with self._lock:
@@ -271,11 +272,11 @@ class _Pair:
     def _receive(self, seconds: float | None = None) -> bool:
         # Both sides: a client that goes away while it is blocked is to be gone to the server too.
         readable, _, _ = select.select([self.client, self.server], [], [], seconds)
-        for one in readable:
-            data = one.recv(_AT_ONCE)
+        for source in readable:
+            data = source.recv(_AT_ONCE)
             if not data:
                 raise _Cut
-            if one is self.client:
+            if source is self.client:
                 self._from_client += data
             else:
                 self._from_server += data
@@ -294,10 +295,10 @@ def _end(data: bytes, at: int = 0) -> int | None:
         return end if end <= len(data) else None
     if kind == b"*":
         for _ in range(int(data[at + 1 : line])):
-            found = _end(data, end)
-            if found is None:
+            element_end = _end(data, end)
+            if element_end is None:
                 return None
-            end = found
+            end = element_end
     return end
 
 

@@ -36,8 +36,8 @@ def main() -> int:
         )
         return 2
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else REPORT
-    names = [torch.cuda.get_device_name(one) for one in range(torch.cuda.device_count())]
-    told = [
+    names = [torch.cuda.get_device_name(device) for device in range(torch.cuda.device_count())]
+    sections = [
         "# Report of the GPU tests, benchmarks and the demo\n",
         f"{', '.join(names)}; torch {torch.__version__}, CUDA {torch.version.cuda}, "
         f"Python {platform.python_version()}\n",
@@ -48,9 +48,9 @@ def main() -> int:
         done = subprocess.run(part.command, cwd=ROOT, capture_output=True, text=True, check=False)
         failed += done.returncode != 0
         outcome = "passed" if done.returncode == 0 else f"failed with {done.returncode}"
-        told.append(section(part, outcome, time.monotonic() - began, done.stdout + done.stderr))
-        path.write_text("\n".join(told))
-        sys.stdout.write(told[-1] + "\n")
+        sections.append(section(part, outcome, time.monotonic() - began, done.stdout + done.stderr))
+        path.write_text("\n".join(sections))
+        sys.stdout.write(sections[-1] + "\n")
     sys.stdout.write(f"{path}: {failed} of {len(parts())} parts failed\n")
     return int(failed > 0)
 
@@ -67,9 +67,11 @@ def parts() -> list[Part]:
 
 def gpu_tests() -> list[Path]:
     """Return the test modules that use the marks of ``tests.support.gpu``."""
-    found = (ROOT / "tests").rglob("test_*.py")
+    files = (ROOT / "tests").rglob("test_*.py")
     return sorted(
-        one.relative_to(ROOT) for one in found if "from tests.support.gpu import" in one.read_text()
+        file.relative_to(ROOT)
+        for file in files
+        if "from tests.support.gpu import" in file.read_text()
     )
 
 

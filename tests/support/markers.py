@@ -44,18 +44,18 @@ def _needs(item: pytest.Function) -> set[str]:
     given = list(item.callspec.params.values()) if hasattr(item, "callspec") else []
     fixtures = _fixtures(item)
     functions = [item.function, *fixtures.values()]
-    found = set().union(*(_named(_used(one)) for one in (*functions, *given)))
+    names = set().union(*(_named(_used(function)) for function in (*functions, *given)))
     if URLS & set(fixtures):
-        found.add("server")
+        names.add("server")
     if "megatron" in item.path.stem:
-        found.add("megatron")
+        names.add("megatron")
     # Helpers that know each transport mention Ray: only a test's own words count.
     if "ray_cluster" in item.fixturenames or "ray" in given or _imports_ray(item):
-        found.add("ray")
-    whole = "processes" in found and item.path.parent.name in WHOLE_RUNS
-    if whole or found & {"ray", "megatron"} or "rank_processes" in fixtures:
-        found.add("heavy")
-    return found
+        names.add("ray")
+    whole = "processes" in names and item.path.parent.name in WHOLE_RUNS
+    if whole or names & {"ray", "megatron"} or "rank_processes" in fixtures:
+        names.add("heavy")
+    return names
 
 
 def _imports_ray(item: pytest.Function) -> bool:
@@ -67,30 +67,32 @@ def _imports_ray(item: pytest.Function) -> bool:
 def _fixtures(item: pytest.Function) -> dict[str, Any]:
     """Return the functions of the fixtures that a test uses, by name and by getfixturevalue."""
     manager = item.session._fixturemanager
-    ahead, found = list(item.fixturenames), {}
+    ahead, functions = list(item.fixturenames), {}
     while ahead:
         name = ahead.pop()
-        definitions = None if name in found else manager.getfixturedefs(name, item)
+        definitions = None if name in functions else manager.getfixturedefs(name, item)
         if not definitions:
             continue
-        found[name] = definitions[-1].func
+        functions[name] = definitions[-1].func
         ahead += definitions[-1].argnames
-        function = _plain(found[name])
+        function = _plain(functions[name])
         if isinstance(function, FunctionType) and "getfixturevalue" in function.__code__.co_names:
-            ahead += [one for one in function.__code__.co_consts if isinstance(one, str)]
-    return found
+            ahead += [
+                constant for constant in function.__code__.co_consts if isinstance(constant, str)
+            ]
+    return functions
 
 
 @cache
 def _named(used: frozenset[str]) -> frozenset[str]:
     """Return the markers for what is used."""
     return frozenset(
-        name for name, targets in NEEDS.items() if any(_within(used, one) for one in targets)
+        name for name, targets in NEEDS.items() if any(_within(used, target) for target in targets)
     )
 
 
 def _within(used: frozenset[str], target: str) -> bool:
-    return any(one == target or one.startswith(f"{target}.") for one in used)
+    return any(name == target or name.startswith(f"{target}.") for name in used)
 
 
 def _used(start: Any) -> frozenset[str]:
@@ -105,7 +107,7 @@ def _reached(start: FunctionType | type) -> frozenset[str]:
     while ahead:
         names, following = _uses(ahead.pop())
         used |= names
-        ahead += [one for one in following if one not in seen]
+        ahead += [value for value in following if value not in seen]
         seen |= set(following)
     return frozenset(used)
 
@@ -116,7 +118,7 @@ def _uses(what: FunctionType | type) -> tuple[frozenset[str], tuple[Any, ...]]:
     values: list[Any] = []
     names: set[str] = set()
     if isinstance(what, type):
-        members = (getattr(one, "fget", None) or one for one in vars(what).values())
+        members = (getattr(member, "fget", None) or member for member in vars(what).values())
         values += [*members, *what.__bases__]
     else:
         spaces = [what.__globals__]
@@ -135,9 +137,13 @@ def _uses(what: FunctionType | type) -> tuple[frozenset[str], tuple[Any, ...]]:
         module = getattr(value, "__module__", None)
         if isinstance(module, str):
             names.add(f"{module}.{getattr(value, '__name__', '')}")
-        one = _plain(value)
-        if one is not None and one.__module__.startswith("tests.") and one.__module__ != SERVER:
-            following.append(one)
+        function = _plain(value)
+        if (
+            function is not None
+            and function.__module__.startswith("tests.")
+            and function.__module__ != SERVER
+        ):
+            following.append(function)
     return frozenset(names), tuple(dict.fromkeys(following))
 
 
@@ -164,6 +170,6 @@ def _is_filled(cell: Any) -> bool:
 def _words(code: CodeType) -> Iterator[str]:
     """Yield the names of globals, attributes and imports in the code and in what it defines."""
     yield from code.co_names
-    for one in code.co_consts:
-        if isinstance(one, CodeType):
-            yield from _words(one)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _words(constant)

@@ -160,7 +160,7 @@ def padded_batch(seed: int, rows: int = 6) -> Batch:
     for _ in range(rows // 2):
         prompt = [lot.randint(0, 96) for _ in range(lot.randint(1, 6))]
         responses = [[lot.randint(0, 96) for _ in range(lot.randint(1, 7))] for _ in range(2)]
-        logprobs = [[-4.5] * len(one) for one in responses]
+        logprobs = [[-4.5] * len(response) for response in responses]
         groups.append(group(prompt, responses, logprobs, [0.0, 1.0]))
     return collate(groups, 0)
 
@@ -183,7 +183,7 @@ def train(rank: Rank, batches: list[Batch]) -> list[float]:
 
         metrics, norm = engine.train_batch(mine, loss)
         assert norm > 0
-        losses.append(sum(one["loss"] for one in metrics))
+        losses.append(sum(step_metrics["loss"] for step_metrics in metrics))
     total = torch.tensor(losses)
     dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
     return total.tolist()
@@ -202,8 +202,8 @@ def logprobs(rank: Rank, batch: Batch) -> torch.Tensor | None:
     return rank.held.engine.response_logprobs(batch, temperature=0.7)
 
 
-def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+def assert_same(first: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     """The same names, and the same bits."""
-    assert sorted(one) == sorted(other)
-    for key, value in one.items():
+    assert sorted(first) == sorted(other)
+    for key, value in first.items():
         assert identical(value, other[key]), key

@@ -20,7 +20,7 @@ class Served(NamedTuple):
 
     samples: Callable[..., dict[str | None, float]]
     """Returns the values of a metric by their run."""
-    told: list[str]
+    error_lines: list[str]
     """Lines of its standard error so far."""
     url: str
     pid: int
@@ -32,20 +32,20 @@ def metrics_served(of: str, *arguments: str) -> Iterator[Served]:
     command = [sys.executable, "-m", "trinity_events", "metrics", "--port", "0", *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with child(command, **pipes) as process:
-        said = process.stdout.readline()
-        assert said.startswith(f"metrics {of} at http://127.0.0.1:"), process.stderr.read()
-        url = said.split()[-1]
-        told: list[str] = []
-        threading.Thread(target=lambda: told.extend(process.stderr), daemon=True).start()
+        line = process.stdout.readline()
+        assert line.startswith(f"metrics {of} at http://127.0.0.1:"), process.stderr.read()
+        url = line.split()[-1]
+        error_lines: list[str] = []
+        threading.Thread(target=lambda: error_lines.extend(process.stderr), daemon=True).start()
 
         def samples(metric: str, /, **labels: str) -> dict[str | None, float]:
             with urllib.request.urlopen(url, timeout=PATIENCE) as answer:
                 families = text_string_to_metric_families(answer.read().decode())
-                found = [one for family in families for one in family.samples]
+                exported = [sample for family in families for sample in family.samples]
             return {
-                one.labels.get("run"): one.value
-                for one in found
-                if one.name == metric and labels.items() <= one.labels.items()
+                sample.labels.get("run"): sample.value
+                for sample in exported
+                if sample.name == metric and labels.items() <= sample.labels.items()
             }
 
-        yield Served(samples, told, url, process.pid)
+        yield Served(samples, error_lines, url, process.pid)

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 from tests.support.waits import wait_until
 
-has_s3 = all(find_spec(one) is not None for one in ("s3fs", "moto", "flask"))
+has_s3 = all(find_spec(package) is not None for package in ("s3fs", "moto", "flask"))
 """True if the client and the server of S3's protocol are installed."""
 
 _AT_ONCE = 1 << 16
@@ -61,7 +61,7 @@ def environment(url: str, key: tuple[str, str] | None) -> Iterator[None]:
     """Let clients of S3 that are made in the block find this server, with this key or none."""
     import s3fs
 
-    told = {
+    variables = {
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_ENDPOINT_URL": url,
         "AWS_EC2_METADATA_DISABLED": "true",
@@ -69,7 +69,7 @@ def environment(url: str, key: tuple[str, str] | None) -> Iterator[None]:
         "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
     }
     names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
-    with patch.dict(os.environ, told):
+    with patch.dict(os.environ, variables):
         for name in names:
             os.environ.pop(name, None)
         os.environ.update(zip(names, key or (), strict=False))
@@ -114,9 +114,9 @@ class Relay:
         with self._lock:
             listener, self._listener = self._listener, None
             cut = {*self._open, *([listener] if listener else [])}
-        for one in cut:
+        for connection in cut:
             with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
         if listener is not None:
             listener.close()
 

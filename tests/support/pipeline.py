@@ -111,8 +111,8 @@ async def _reached(log: RedisEventLog, last: tuple[int, int]) -> bool:
 
 async def events_of(log: RedisEventLog, kind) -> list:
     """The events of one type that were published."""
-    found = [decode_envelope(entry.payload) for entry in await log.read(limit=100_000)]
-    return [envelope for envelope in found if isinstance(envelope.event, kind)]
+    envelopes = [decode_envelope(entry.payload) for entry in await log.read(limit=100_000)]
+    return [envelope for envelope in envelopes if isinstance(envelope.event, kind)]
 
 
 async def publish_steps(publisher: AsyncPublisher, steps) -> None:

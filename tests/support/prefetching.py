@@ -17,18 +17,18 @@ CHUNKS = 6000 * 4 // CHUNK
 @contextmanager
 def reading(store, parts, deadline=PATIENCE, taker=None):
     """Reads along in the block; how it ended is known behind it."""
-    told = SimpleNamespace(ended=None, stop=threading.Event())
+    prefetch = SimpleNamespace(ended=None, stop=threading.Event())
 
     def run():
-        told.ended = store.prefetch(parts, told.stop, deadline, taker)
+        prefetch.ended = store.prefetch(parts, prefetch.stop, deadline, taker)
 
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        yield told
+        yield prefetch
         thread.join(PATIENCE)
     finally:
-        told.stop.set()
+        prefetch.stop.set()
         thread.join(PATIENCE)
 
 
@@ -40,7 +40,7 @@ def write(writer, tensors=SOME):
 
 def follower_of(store):
     """Chunks that the reader has digested so far."""
-    seen = [one.seen for one in store.followers if one.seen is not None]
+    seen = [follower.seen for follower in store.followers if follower.seen is not None]
     return len(seen[0].digests) if seen else 0
 
 

@@ -27,7 +27,9 @@ def announcement(part, *reports) -> StepReady:
         kind="weights",
         caused_by="1-0",
         parts=parts,
-        version_digest=version_digest((one.rank, one.manifest_digest) for one in parts),
+        version_digest=version_digest(
+            (published.rank, published.manifest_digest) for published in parts
+        ),
     )
 
 
@@ -36,9 +38,9 @@ def read(store, run_id, ready) -> dict[str, torch.Tensor]:
         return {name: tensor.cpu().clone() for name, tensor in version.tensors()}
 
 
-def assert_same(found, sent):
-    assert list(found) == [name for name, _ in sent]
+def assert_same(tensors, sent):
+    assert list(tensors) == [name for name, _ in sent]
     for name, tensor in sent:
-        assert found[name].dtype == tensor.dtype
-        assert found[name].shape == tensor.shape
-        assert identical(found[name].cpu(), tensor), name
+        assert tensors[name].dtype == tensor.dtype
+        assert tensors[name].shape == tensor.shape
+        assert identical(tensors[name].cpu(), tensor), name

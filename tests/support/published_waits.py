@@ -16,4 +16,4 @@ class PublishedWaits:
         self.events.append(event)
 
     def of(self, kind):
-        return [one for one in self.events if isinstance(one, kind)]
+        return [event for event in self.events if isinstance(event, kind)]

@@ -78,9 +78,9 @@ class RankProcesses:
         """Let the present group's ranks leave it; where one has died, others take all places."""
         if self._world:
             answers = RankGroup(self, self._world).answers(_leave)
-            faults = [one for one in answers if isinstance(one, BaseException)]
+            faults = [answer for answer in answers if isinstance(answer, BaseException)]
             self._world = 0
-            if any(isinstance(one, ProcessLookupError) for one in faults):
+            if any(isinstance(answer, ProcessLookupError) for answer in faults):
                 self.end()
             elif faults:
                 raise faults[0]
@@ -152,8 +152,8 @@ class RankGroup:
 
     def answers(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What the function returned or raised on each rank."""
-        asked = [self.processes.ask(rank, function, *args) for rank in range(self.world)]
-        return [answer() for answer in asked]
+        pending = [self.processes.ask(rank, function, *args) for rank in range(self.world)]
+        return [answer() for answer in pending]
 
 
 def _serve(pipe: Any, number: int, device: str) -> None:

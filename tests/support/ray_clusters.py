@@ -29,13 +29,13 @@ def in_ray(run_id) -> list[PartRef]:
     """What the publishers in the Ray cluster have of the run."""
     import ray
 
-    found = []
-    for one in ray.util.list_named_actors(all_namespaces=True):
-        if one["namespace"] == NAMESPACE:
+    parts = []
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["namespace"] == NAMESPACE:
             with contextlib.suppress(ValueError, ray.exceptions.RayError):  # it is ending
-                directory = ray.get_actor(one["name"], NAMESPACE)
-                found += ray.get(directory.parts.remote(), timeout=PATIENCE)
-    return [part for part in found if part.run_id == run_id]
+                directory = ray.get_actor(actor["name"], NAMESPACE)
+                parts += ray.get(directory.parts.remote(), timeout=PATIENCE)
+    return [part for part in parts if part.run_id == run_id]
 
 
 def references() -> int:
@@ -60,7 +60,9 @@ class Elsewhere:
 
     def read(self, part, event):
         event = msgspec.msgpack.decode(event, type=StepReady)
-        return {name: one.numpy() for name, one in read(self._store, part.run_id, event).items()}
+        return {
+            name: array.numpy() for name, array in read(self._store, part.run_id, event).items()
+        }
 
     def along(self, part):
         return self._store.prefetch([part], threading.Event(), 30.0)
@@ -103,13 +105,13 @@ class TwoNodes:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("RAY_AUTH_MODE", self.environment["RAY_AUTH_MODE"])
             client = GcsClient(address=self.address)
-        said = client.internal_kv_get(key, namespace=KV_NAMESPACE_CLUSTER)
-        other = json.dumps(json.loads(said) | {name: value}).encode()
+        metadata = client.internal_kv_get(key, namespace=KV_NAMESPACE_CLUSTER)
+        other = json.dumps(json.loads(metadata) | {name: value}).encode()
         client.internal_kv_put(key, other, overwrite=True, namespace=KV_NAMESPACE_CLUSTER)
         try:
             yield
         finally:
-            client.internal_kv_put(key, said, overwrite=True, namespace=KV_NAMESPACE_CLUSTER)
+            client.internal_kv_put(key, metadata, overwrite=True, namespace=KV_NAMESPACE_CLUSTER)
 
 
 @contextmanager
@@ -136,8 +138,8 @@ def two_nodes(room: Path, cpus: int = 2) -> Iterator[TwoNodes]:
     ]
     head = [*start, "--head", "--port=0", "--include-dashboard=false", f"--temp-dir={room}/ray"]
     with ExitStack() as exits:
-        said = exits.enter_context(_ray_node(head, environment, room / "head.log"))
-        [address] = re.findall(r"--address='([^']+)'", said)
+        output = exits.enter_context(_ray_node(head, environment, room / "head.log"))
+        [address] = re.findall(r"--address='([^']+)'", output)
         inside = (
             f"mount -t tmpfs none {shlex.quote(str(hidden))} && hostname {ELSEWHERE} && exec "
             + shlex.join([*start, f"--address={address}"])

@@ -137,8 +137,8 @@ def save(tape, step, ranks=(0, 1), epoch=1):
             tape.add(started(step, save_id, **at), "actor", rank)
             tape.add(finished(step, save_id, path=path, **at), "actor", rank)
     both = [registration(kind, len(ranks), f"step-{step}") for kind in names]
-    for one in both:
-        tape.add(ThreadCountRegistered(step=step, registration=one))
+    for entry in both:
+        tape.add(ThreadCountRegistered(step=step, registration=entry))
     tape.add(committed(step, "checkpoint", *both))
 
 
@@ -413,7 +413,11 @@ def come_to(run_id, entries):
         if anomaly["name"] == "undecodable":
             # The rest may be the wording of a library.
             anomaly["detail"] = anomaly["detail"].partition(": ")[0]
-    return [encode(one) for one in announcements], [one.entry.id for one in dead], state
+    return (
+        [encode(announcement) for announcement in announcements],
+        [letter.entry.id for letter in dead],
+        state,
+    )
 
 
 def renew(name, entries, run_id):

@@ -28,7 +28,9 @@ _PLACES = (Path(".oldest-server/redis-server"), Path("/usr/bin/redis-server"))
 def oldest_server() -> Path:
     """Return a server of the oldest version that is promised; skip the test where there is none."""
     named = os.environ.get(OLDEST)
-    for place in [Path(named)] if named else [Path(__file__).parents[2] / one for one in _PLACES]:
+    for place in (
+        [Path(named)] if named else [Path(__file__).parents[2] / folder for folder in _PLACES]
+    ):
         if _is_oldest(place):
             return place
     if named:
@@ -38,10 +40,10 @@ def oldest_server() -> Path:
 
 def _is_oldest(binary: Path) -> bool:
     try:
-        said = subprocess.run([binary, "--version"], capture_output=True, text=True, check=False)
+        result = subprocess.run([binary, "--version"], capture_output=True, text=True, check=False)
     except OSError:
         return False
-    return "Redis server v=7.0." in said.stdout
+    return "Redis server v=7.0." in result.stdout
 
 
 def free_ports(count: int) -> list[int]:
@@ -49,14 +51,14 @@ def free_ports(count: int) -> list[int]:
 
     The system gives none of them to a client, so that a server finds its port free after an outage.
     """
-    found: set[int] = set()
+    ports: set[int] = set()
     with ExitStack() as listening:
-        while len(found) < count:
+        while len(ports) < count:
             port = secrets.choice(_PORTS)
             with suppress(OSError):  # it is taken
                 listening.enter_context(socket.create_server(("127.0.0.1", port)))
-                found.add(port)
-    return list(found)
+                ports.add(port)
+    return list(ports)
 
 
 class Server:
@@ -123,12 +125,12 @@ def servers(folder: Path, count: int, *options: str) -> Iterator[list[Server]]:
         for number in range(count)
     ]
     try:
-        for one in started:
-            one.start()
+        for server in started:
+            server.start()
         yield started
     finally:
-        for one in started:
-            one.kill()
+        for server in started:
+            server.kill()
 
 
 @contextmanager

@@ -19,7 +19,7 @@ def tokenizer_of_pairs() -> PreTrainedTokenizerFast:
     """Return a tokenizer whose tokens are two characters or one, unlike the policy's."""
     letters = "abcdefghijklmnopqrstuvwxyz>"
     words = ["<pad>", "<eos>", "<unk>", *letters, *(a + b for a in "abctu" for b in "abctd>")]
-    backend = Tokenizer(models.WordLevel({one: i for i, one in enumerate(words)}, "<unk>"))
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r".."), behavior="isolated")
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"

@@ -37,26 +37,26 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """Judge, in the way that the path names."""
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        asked = json.loads(body)
+        request = json.loads(body)
         mode = self.path.strip("/")
         if mode == "by-question":
-            mode = asked["question"]["data"].get("mode", "lengths")
+            mode = request["question"]["data"].get("mode", "lengths")
         with Handler.lock:
             Handler.inside += 1
             Handler.most = max(Handler.most, Handler.inside)
             count = Handler.tries[mode] = Handler.tries.get(mode, 0) + 1
         try:
-            self._answer(mode, asked, count)
+            self._answer(mode, request, count)
         except (BrokenPipeError, ConnectionResetError):
             pass  # the client has had enough
         finally:
             with Handler.lock:
                 Handler.inside -= 1
 
-    def _answer(self, mode: str, asked: dict, count: int) -> None:
-        answers = asked.get("answers", [])
-        lengths = [{"reward": float(len(one["text"])), "score": 0.5} for one in answers]
-        told = json.dumps({"rewards": lengths}).encode()
+    def _answer(self, mode: str, request: dict, count: int) -> None:
+        answers = request.get("answers", [])
+        lengths = [{"reward": float(len(answer["text"])), "score": 0.5} for answer in answers]
+        reply = json.dumps({"rewards": lengths}).encode()
         if mode == "slow":
             time.sleep(3600)
         elif mode == "drips":
@@ -80,15 +80,15 @@ class Handler(BaseHTTPRequestHandler):
             self.send_error(500)
         elif mode == "token":
             right = self.headers["Authorization"] == "Bearer secret"
-            self._send(told) if right else self.send_error(401)
+            self._send(reply) if right else self.send_error(401)
         elif mode.endswith("chat/completions"):
-            self._judge(mode, asked, count)
+            self._judge(mode, request, count)
         else:
             time.sleep(0.05 * (mode == "together"))
-            self._send(LIES.get(mode, told))
+            self._send(LIES.get(mode, reply))
 
-    def _judge(self, mode: str, asked: dict, count: int) -> None:
-        prompt = asked["messages"][0]["content"]
+    def _judge(self, mode: str, request: dict, count: int) -> None:
+        prompt = request["messages"][0]["content"]
         if mode.startswith("raw"):
             self._send(prompt.encode("latin-1"))
             return

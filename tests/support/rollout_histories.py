@@ -46,33 +46,33 @@ class Books:
 
     @property
     def open(self) -> list[int]:
-        return [one for one in range(self.next) if one not in self.fates]
+        return [ordinal for ordinal in range(self.next) if ordinal not in self.fates]
 
     def contract(self, step: int) -> TrainedLedger:
         mark = min([*self.open, self.next])
-        above = [one for one in sorted(self.fates) if one > mark]
-        told = Counter(self.fates.values())
-        trained = told.pop("trained", 0)
+        above = [ordinal for ordinal in sorted(self.fates) if ordinal > mark]
+        fates = Counter(self.fates.values())
+        trained = fates.pop("trained", 0)
         return TrainedLedger(
             step=step,
             mark=mark,
             next=self.next,
             settled=in_ranges(above),
             trained=trained,
-            dropped=dict(told),
+            dropped=dict(fates),
             fingerprint=FINGERPRINT,
         )
 
 
 def in_ranges(ordinals) -> tuple[tuple[int, int], ...]:
     """Ranges of ascending ordinals, some of which end although the next ordinal follows."""
-    found: list[list[int]] = []
-    for one in ordinals:
-        if found and one == found[-1][1] + 1 and one % 7:
-            found[-1][1] = one
+    ranges: list[list[int]] = []
+    for ordinal in ordinals:
+        if ranges and ordinal == ranges[-1][1] + 1 and ordinal % 7:
+            ranges[-1][1] = ordinal
         else:
-            found.append([one, one])
-    return tuple((first, last) for first, last in found)
+            ranges.append([ordinal, ordinal])
+    return tuple((first, last) for first, last in ranges)
 
 
 class TrainerHistory:
@@ -89,7 +89,7 @@ class TrainerHistory:
         self.books = Books()
         self.saved: dict[StepRef, Books] = {}
         self.pending: dict[int, str] = {}
-        self.asked: set[int] = set()
+        self.dispatched: set[int] = set()
         self._sequences: Counter[str] = Counter()
         self._fresh()
         moves = [self._dispatch, self._train, self._train, self._drop, self._reissue, self._save]
@@ -118,41 +118,49 @@ class TrainerHistory:
         )
         self.entries.append((f"{1000 + len(self.entries)}-0", encode(envelope)))
 
-    def _some(self, ordinals: list[int], most: int) -> list[int]:
+    def _sample(self, ordinals: list[int], most: int) -> list[int]:
         if self.random.random() < 0.6:
             return ordinals[:most]
         return sorted(self.random.sample(ordinals, min(most, len(ordinals))))
 
     def _dispatch(self) -> None:
         """Ask for what an epoch before it had asked for, then for the next ordinals."""
-        again = [one for one in self.books.open if one not in self.asked]
+        again = [ordinal for ordinal in self.books.open if ordinal not in self.dispatched]
         first = self.books.next
         self.books.next += self.random.randrange(1, 12)
-        wanted = [*again, *range(first, self.books.next)]
-        self.asked.update(wanted)
-        self._say(RolloutsDispatched(ordinals=in_ranges(wanted), fingerprint=FINGERPRINT))
+        ordinals = [*again, *range(first, self.books.next)]
+        self.dispatched.update(ordinals)
+        self._say(RolloutsDispatched(ordinals=in_ranges(ordinals), fingerprint=FINGERPRINT))
 
     def _reissue(self) -> None:
-        again = self._some([one for one in self.books.open if one in self.asked], 2)
-        reasons = [self.random.choice(["deadline", "failed", "stale"]) for _ in again]
-        told = tuple(
-            ReissuedRollout(ordinal=one, attempt=2, reason=reason)
-            for one, reason in zip(again, reasons, strict=True)
+        again = self._sample(
+            [ordinal for ordinal in self.books.open if ordinal in self.dispatched], 2
         )
-        self._say(RolloutsDispatched(reissued=told))
+        reasons = [self.random.choice(["deadline", "failed", "stale"]) for _ in again]
+        reissued = tuple(
+            ReissuedRollout(ordinal=ordinal, attempt=2, reason=reason)
+            for ordinal, reason in zip(again, reasons, strict=True)
+        )
+        self._say(RolloutsDispatched(reissued=reissued))
 
     def _drop(self) -> None:
-        for one in self._some([one for one in self.books.open if one in self.asked], 2):
-            self.books.fates[one] = self.pending[one] = self.random.choice(REASONS)
+        for ordinal in self._sample(
+            [ordinal for ordinal in self.books.open if ordinal in self.dispatched], 2
+        ):
+            self.books.fates[ordinal] = self.pending[ordinal] = self.random.choice(REASONS)
 
     def _train(self) -> None:
-        chosen = self._some([one for one in self.books.open if one in self.asked], 8)
+        chosen = self._sample(
+            [ordinal for ordinal in self.books.open if ordinal in self.dispatched], 8
+        )
         if not chosen:
             return
         self.step += 1
         self.books.fates |= dict.fromkeys(chosen, "trained")
         dropped = {
-            reason: in_ranges(sorted(one for one, why in self.pending.items() if why == reason))
+            reason: in_ranges(
+                sorted(ordinal for ordinal, why in self.pending.items() if why == reason)
+            )
             for reason in REASONS
             if reason in self.pending.values()
         }
@@ -188,8 +196,8 @@ class TrainerHistory:
         books = self.saved[checkpoint].copy() if checkpoint else Books()
         step = checkpoint.step if checkpoint else 0
         # The checkpoints of a discarded epoch are gone with it, as its folder is set aside.
-        kept = {at for at in self.saved if checkpoint and at <= checkpoint}
-        self.saved = {at: found for at, found in self.saved.items() if at in kept}
+        surviving = {at for at in self.saved if checkpoint and at <= checkpoint}
+        self.saved = {at: books for at, books in self.saved.items() if at in surviving}
         old = self.epoch
         self._begin(step, books)
         self._say(RunResumed(step=step, checkpoint=checkpoint))
@@ -204,7 +212,7 @@ class TrainerHistory:
 
     def _begin(self, step: int, books: Books) -> None:
         self.epoch, self.step, self.books = self.epoch + 1, step, books
-        self.pending, self.asked = {}, set()
+        self.pending, self.dispatched = {}, set()
 
     def _say_something_of_no_effect(self) -> None:
         if self.random.random() < 0.5:
@@ -219,7 +227,7 @@ class TrainerHistory:
         self._train()
         self._save()
         at = StepRef(self.epoch, self.step)
-        fated = [one for one, fate in self.books.fates.items() if fate == "trained"]
+        fated = [ordinal for ordinal, fate in self.books.fates.items() if fate == "trained"]
         match fault:
             case "train-twice":
                 self._say(StepTrained(step=self.step + 1, trained=in_ranges(fated[-1:])))
@@ -260,13 +268,13 @@ class Count:
 
     @property
     def open(self) -> list[int]:
-        return [one for one in range(self.next) if one not in self.fates]
+        return [ordinal for ordinal in range(self.next) if ordinal not in self.fates]
 
 
 def count_raw(payloads) -> list[Count]:
     """Count the fates of every ordinal, of each lineage that has events of rollouts."""
     opened: list[tuple[int, dict]] = []
-    said: dict[int, list[dict]] = {}
+    events: dict[int, list[dict]] = {}
     seen: set[tuple[str, int]] = set()
     for payload in payloads:
         raw = msgspec.msgpack.decode(payload, strict=False)
@@ -277,25 +285,27 @@ def count_raw(payloads) -> list[Count]:
         seen.add(name)
         if event["type"] in ("run-opened", "run-resumed"):
             opened.append((at, event))
-            said[at] = []
+            events[at] = []
         elif at == opened[-1][0]:
-            said[at].append(event)
+            events[at].append(event)
     roots = [at for at, (_, event) in enumerate(opened) if event["type"] == "run-opened"]
     counts = []
     for first, after in zip(roots, [*roots[1:], len(opened)], strict=True):
-        found = _count_lineage(opened[first:after], said)
-        if found is not None:
-            counts.append(found)
+        count = _count_lineage(opened[first:after], events)
+        if count is not None:
+            counts.append(count)
     return counts
 
 
-def _count_lineage(opened, said) -> Count | None:
+def _count_lineage(opened, events) -> Count | None:
     numbers = [number for number, _ in opened]
-    told = [event for number in numbers for event in said[number] if "rollouts" in event["type"]]
+    rollout_events = [
+        event for number in numbers for event in events[number] if "rollouts" in event["type"]
+    ]
     if not any(
         event["type"] in ("rollouts-dispatched", "step-trained", "ledger-restored")
         for number in numbers
-        for event in said[number]
+        for event in events[number]
     ):
         return None
     # From the last epoch back to the first, each by the checkpoint that it was resumed from.
@@ -307,14 +317,16 @@ def _count_lineage(opened, said) -> Count | None:
     for number, last in path:
         if origins[number] is None:
             count = Count(staleness=count.staleness, steps=count.steps)
-        _count_epoch(count, said[number], last, resumed=origins[number] is not None)
-    asked: set[int] = set()
-    for event in told:
-        count.recomputed.update(one["reason"] for one in event.get("reissued", ()))
+        _count_epoch(count, events[number], last, resumed=origins[number] is not None)
+    dispatched: set[int] = set()
+    for event in rollout_events:
+        count.recomputed.update(reissued["reason"] for reissued in event.get("reissued", ()))
         ordinals = set(_each(event.get("ordinals", ())))
-        count.recomputed["resumed"] += len(asked & ordinals)
-        asked |= ordinals
-    steps = [one for number in numbers for one in said[number] if one["type"] == "step-trained"]
+        count.recomputed["resumed"] += len(dispatched & ordinals)
+        dispatched |= ordinals
+    steps = [
+        event for number in numbers for event in events[number] if event["type"] == "step-trained"
+    ]
     count.discarded_steps = len(steps) - count.steps
     return count
 
@@ -330,7 +342,7 @@ def _count_epoch(count: Count, events, last: int | None, *, resumed: bool) -> No
                     count.wrong.append("no ledger")
                     resumed = False
                 ordinals = set(_each(event.get("ordinals", ())))
-                again = ordinals | {one["ordinal"] for one in event.get("reissued", ())}
+                again = ordinals | {reissued["ordinal"] for reissued in event.get("reissued", ())}
                 if again & count.fates.keys():
                     count.wrong.append("dispatched after its fate")
                 newest = max([*ordinals, count.next - 1]) + 1
@@ -358,18 +370,18 @@ def _restore(count: Count, event) -> None:
     if contract.digest != event["digest"]:
         count.wrong.append("digest")
     count.next = ledger["next"]
-    count.fates = {one: count.fates.get(one, "dropped") for one in fated}
+    count.fates = {ordinal: count.fates.get(ordinal, "dropped") for ordinal in fated}
     count.dropped = Counter(ledger.get("dropped", {}))
 
 
 def _settle(count: Count, fate: str, ordinals) -> None:
-    for one in _each(ordinals):
-        if one in count.fates:
-            count.wrong.append(f"two fates of {one}")
-        elif one >= count.next:
-            count.wrong.append(f"{one} was never asked for")
+    for ordinal in _each(ordinals):
+        if ordinal in count.fates:
+            count.wrong.append(f"two fates of {ordinal}")
+        elif ordinal >= count.next:
+            count.wrong.append(f"{ordinal} was never asked for")
         else:
-            count.fates[one] = fate
+            count.fates[ordinal] = fate
             if fate != "trained":
                 count.dropped[fate] += 1
 

@@ -29,23 +29,23 @@ def settings(run_id: str, epoch: int, **changes) -> DispatchSettings:
 
 def samples_of(claim: Claim, explorer: str = "someone") -> list[Experience]:
     """All samples that a claimed request asks for."""
-    asked = claim.request
+    request = claim.request
     return [
         Experience(
-            run_id=asked.run_id,
-            epoch=asked.epoch,
-            ordinal=asked.ordinal,
-            attempt=asked.attempt,
+            run_id=request.run_id,
+            epoch=request.epoch,
+            ordinal=request.ordinal,
+            attempt=request.attempt,
             sample=sample,
-            samples=asked.samples,
+            samples=request.samples,
             explorer=explorer,
             turns=[
-                Turn(role="prompt", tokens=[asked.ordinal]),
-                Turn(role="policy", tokens=[7], logprobs=[-0.5], versions=[(asked.oldest, 1)]),
+                Turn(role="prompt", tokens=[request.ordinal]),
+                Turn(role="policy", tokens=[7], logprobs=[-0.5], versions=[(request.oldest, 1)]),
             ],
             reward=float(sample),
         )
-        for sample in range(asked.samples)
+        for sample in range(request.samples)
     ]
 
 
@@ -57,8 +57,8 @@ class Parts:
         self.version = StepRef(publisher.epoch, 0)
 
     async def dispatcher(self, ledger=None, **changes) -> RolloutDispatcher:
-        asked = settings(self.run_id, self.publisher.epoch, **changes)
-        made = RolloutDispatcher(self.client, self.publisher, asked, ledger)
+        dispatch = settings(self.run_id, self.publisher.epoch, **changes)
+        made = RolloutDispatcher(self.client, self.publisher, dispatch, ledger)
         await made.start()
         return made
 

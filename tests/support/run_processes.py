@@ -112,7 +112,11 @@ class Processes:
         return [decode_envelope(fields[b"e"]) for _, fields in entries]
 
     def closed(self) -> list[str]:
-        return [one.event.reason for one in self.log() if isinstance(one.event, RunClosed)]
+        return [
+            envelope.event.reason
+            for envelope in self.log()
+            if isinstance(envelope.event, RunClosed)
+        ]
 
     def end(self) -> None:
         for process in self._started:
@@ -154,11 +158,11 @@ class TrainRun:
     def until(self, met: Callable[[], Any]) -> Any:
         """Wait for a condition while the run goes on."""
         give_up = time.monotonic() + 3 * PATIENCE
-        while not (found := met()):
+        while not (result := met()):
             assert self.process.poll() is None, "".join(self.said)
             assert time.monotonic() < give_up, "waited in vain"
             time.sleep(0.02)
-        return found
+        return result
 
     def actor(self, name: str) -> int:
         """Return the process id of one of its Ray actors."""

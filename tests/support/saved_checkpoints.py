@@ -18,23 +18,25 @@ RAYS_OWN = (".random.python", ".random.numpy")
 def ready_checkpoints(redis_url: str, run_id: str) -> list[StepReady]:
     """Return the checkpoints that the run's log says are ready."""
     with connect_sync(redis_url) as client:
-        found = client.xrange(RunKeys.of(run_id).announcements)
-    events = [decode_envelope(fields[b"e"]).event for _, fields in found]
-    return [one for one in events if isinstance(one, StepReady) and one.kind == "checkpoint"]
+        entries = client.xrange(RunKeys.of(run_id).announcements)
+    events = [decode_envelope(fields[b"e"]).event for _, fields in entries]
+    return [
+        event for event in events if isinstance(event, StepReady) and event.kind == "checkpoint"
+    ]
 
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
     """Return all tensors of a shard file by their place, but for :data:`RAYS_OWN`."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
 
     def walk(place: str, value: Any) -> None:
         if isinstance(value, dict):
-            for key, one in value.items():
-                walk(f"{place}.{key}", one)
+            for key, item in value.items():
+                walk(f"{place}.{key}", item)
         elif isinstance(value, tuple | list):
             walk(place, dict(enumerate(value)))
         elif isinstance(value, torch.Tensor):
-            found[place] = value.to_local() if hasattr(value, "to_local") else value
+            tensors[place] = value.to_local() if hasattr(value, "to_local") else value
 
     walk("", read_state(path))
-    return {place: one for place, one in found.items() if not place.startswith(RAYS_OWN)}
+    return {place: tensor for place, tensor in tensors.items() if not place.startswith(RAYS_OWN)}

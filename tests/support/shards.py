@@ -21,9 +21,9 @@ def verified(monkeypatch) -> list[int]:
         sizes.append(sum(map(len, pieces)))
         return digest(*pieces)
 
-    def noted(number, into, length, found):
+    def noted(number, into, length, digested):
         sizes.append(length)
-        return received(number, into, length, found)
+        return received(number, into, length, digested)
 
     monkeypatch.setattr(open_part, "digest", digested)
     monkeypatch.setattr(values, "ReceivedChunk", noted)

@@ -21,8 +21,8 @@ def slowest(report: Iterable[str]) -> list[tuple[float, str, str]]:
     """Return seconds, file and function of the slowest tests, their cases added up."""
     seconds: Counter[tuple[str, str]] = Counter()
     for line in report:
-        if found := _DURATION.match(line):
-            seconds[found[2], found[3]] += float(found[1])
+        if match := _DURATION.match(line):
+            seconds[match[2], match[3]] += float(match[1])
     return [(took, *test) for test, took in seconds.most_common(SHOWN)]
 
 

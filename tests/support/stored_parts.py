@@ -9,8 +9,8 @@ from trinity_events.weights import SharedMemoryStore
 from trinity_events.weights.transports.cuda.layout import decoded
 
 
-def left(where, run_id, pid=None, reader=None) -> list:
-    """What the transport has of a run, or of a publisher that died.
+def find_stored(where, run_id, pid=None, reader=None) -> list:
+    """Return what the transport has of a run, or of a publisher that died.
 
     Of a collective group that is with those who receive.
     """
@@ -22,8 +22,8 @@ def left(where, run_id, pid=None, reader=None) -> list:
             return client.keys(f"trinity-weights:{{{run_id}.*")
     if where.name == "ray":
         return in_ray(run_id)
-    found = users_folder()
-    return [*found.glob(f"*/{run_id}~*"), *(found.glob(f"*{pid}-*/*") if pid else ())]
+    folder = users_folder()
+    return [*folder.glob(f"*/{run_id}~*"), *(folder.glob(f"*{pid}-*/*") if pid else ())]
 
 
 def layout(part):

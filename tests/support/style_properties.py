@@ -30,9 +30,11 @@ def every_request_names_one_version_which_serves_it(log: Sequence[Envelope]) -> 
             if not event.exact:
                 return False
             named |= dict.fromkeys(_ordinals(event.ordinals), event.oldest)
-            named |= {one.ordinal: event.oldest for one in event.reissued}
+            named |= {reissued.ordinal: event.oldest for reissued in event.reissued}
         elif isinstance(event, StepTrained):
-            late = Counter(event.step - 1 - named[one].step for one in _ordinals(event.trained))
+            late = Counter(
+                event.step - 1 - named[ordinal].step for ordinal in _ordinals(event.trained)
+            )
             samples = sum(event.staleness.values()) // max(late.total(), 1)
             if event.staleness != {steps: number * samples for steps, number in late.items()}:
                 return False
@@ -41,7 +43,7 @@ def every_request_names_one_version_which_serves_it(log: Sequence[Envelope]) -> 
 
 def versions_are_promised_before_they_are_ready(log: Sequence[Envelope]) -> bool:
     """Return True if requests name versions to come, and the trainer publishes unasked."""
-    if _asked(log) or _exact(log):
+    if _requests_versions(log) or _exact(log):
         return False
     return all(not ready for ready in _ready_when_first_named(log).values())
 
@@ -49,13 +51,13 @@ def versions_are_promised_before_they_are_ready(log: Sequence[Envelope]) -> bool
 def versions_are_published_because_an_explorer_asked(log: Sequence[Envelope]) -> bool:
     """Return True if each version, but the first and the last step's, follows its own request."""
     published: list[int] = []
-    wanted = -1
+    requested = -1
     unasked = []
     for event in _events(log):
         if isinstance(event, SyncRequested) and event.wanted is not None:
-            wanted = max(wanted, event.wanted.step)
+            requested = max(requested, event.wanted.step)
         elif (step := _begun_version(event)) is not None and step not in published:
-            if published and not published[-1] < wanted <= step:
+            if published and not published[-1] < requested <= step:
                 unasked.append(step)
             published.append(step)
     last = max(event.step for event in _events(log) if isinstance(event, StepTrained))
@@ -64,7 +66,7 @@ def versions_are_published_because_an_explorer_asked(log: Sequence[Envelope]) ->
 
 def requests_name_versions_that_are_ready(log: Sequence[Envelope]) -> bool:
     """Return True if no explorer waits for the trainer, and the trainer publishes unasked."""
-    if _asked(log) or _exact(log):
+    if _requests_versions(log) or _exact(log):
         return False
     return all(_ready_when_first_named(log).values())
 
@@ -79,17 +81,17 @@ PROPERTIES: dict[str, Callable[[Sequence[Envelope]], bool]] = {
 
 def stalest(log: Sequence[Envelope]) -> int:
     """Return the greatest staleness of a sample that was trained on."""
-    found = [event.staleness for event in _events(log) if isinstance(event, StepTrained)]
-    return max(steps for one in found for steps in one)
+    staleness = [event.staleness for event in _events(log) if isinstance(event, StepTrained)]
+    return max(steps for counts in staleness for steps in counts)
 
 
 def reissued(log: Sequence[Envelope]) -> Counter[str]:
     """Return the number of prompts that were issued again, by reason."""
     return Counter(
-        one.reason
+        request.reason
         for event in _events(log)
         if isinstance(event, RolloutsDispatched)
-        for one in event.reissued
+        for request in event.reissued
     )
 
 
@@ -108,25 +110,25 @@ def announced_digest(event: StepReady) -> str | None:
 
 def served_versions(log: Sequence[Envelope]) -> dict[str, list[WeightsApplied]]:
     """Return the versions that each explorer applied, in order, by its name."""
-    found: dict[str, list[WeightsApplied]] = {}
-    for one in log:
-        if isinstance(one.event, WeightsApplied):
-            found.setdefault(f"explorer-{one.producer.rank}", []).append(one.event)
-    return found
+    applied: dict[str, list[WeightsApplied]] = {}
+    for envelope in log:
+        if isinstance(envelope.event, WeightsApplied):
+            applied.setdefault(f"explorer-{envelope.producer.rank}", []).append(envelope.event)
+    return applied
 
 
 def serving_faults(log: Sequence[Envelope]) -> list[str]:
     """Return the versions that an explorer served with other bytes than those announced."""
     announced = {
-        StepRef(one.epoch, one.step): digest
-        for one in _events(log)
-        if isinstance(one, StepReady) and (digest := announced_digest(one)) is not None
+        StepRef(event.epoch, event.step): digest
+        for event in _events(log)
+        if isinstance(event, StepReady) and (digest := announced_digest(event)) is not None
     }
     return [
-        f"{name} served other bytes of step {one.version.step}"
+        f"{name} served other bytes of step {application.version.step}"
         for name, applied in served_versions(log).items()
-        for one in applied
-        if announced.get(one.version) != one.digest
+        for application in applied
+        if announced.get(application.version) != application.digest
     ]
 
 
@@ -144,10 +146,10 @@ def _events(log: Sequence[Envelope]) -> Iterable[object]:
 
 
 def _ordinals(ranges: Iterable[tuple[int, int]]) -> list[int]:
-    return [one for first, last in ranges for one in range(first, last + 1)]
+    return [ordinal for first, last in ranges for ordinal in range(first, last + 1)]
 
 
-def _asked(log: Sequence[Envelope]) -> bool:
+def _requests_versions(log: Sequence[Envelope]) -> bool:
     return any(isinstance(event, SyncRequested) for event in _events(log))
 
 
@@ -158,10 +160,10 @@ def _exact(log: Sequence[Envelope]) -> bool:
 def _ready_when_first_named(log: Sequence[Envelope]) -> dict[int, bool]:
     """Return for each version that a first request names whether it was ready by then."""
     ready: set[int] = set()
-    found: dict[int, bool] = {}
+    was_ready: dict[int, bool] = {}
     for event in _events(log):
         if isinstance(event, StepReady) and is_version(event):
             ready.add(event.step)
         elif isinstance(event, RolloutsDispatched) and event.ordinals and event.oldest is not None:
-            found.setdefault(event.oldest.step, event.oldest.step in ready)
-    return found
+            was_ready.setdefault(event.oldest.step, event.oldest.step in ready)
+    return was_ready

@@ -11,19 +11,19 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8) if flat.numel() else flat
 
 
-def identical(one: torch.Tensor, other: torch.Tensor) -> bool:
+def identical(first: torch.Tensor, other: torch.Tensor) -> bool:
     """Return True for the same dtype, the same shape and the same bits.
 
     torch.equal compares values, and calls tensors of two dtypes equal.
     """
     return (
-        one.dtype == other.dtype
-        and one.shape == other.shape
-        and torch.equal(bits(one), bits(other))  # noqa: TID251
+        first.dtype == other.dtype
+        and first.shape == other.shape
+        and torch.equal(bits(first), bits(other))  # noqa: TID251
     )
 
 
-def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert list(one) == list(other)
-    for name, tensor in one.items():
+def assert_equal(first: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert list(first) == list(other)
+    for name, tensor in first.items():
         assert identical(tensor, other[name]), name

@@ -43,8 +43,8 @@ class TrainerSide:
 
     async def dispatcher(self, **changes) -> RolloutDispatcher:
         fingerprint = task_of(self.config).fingerprint
-        asked = dispatch_settings(self.config, fingerprint, read_answer_limits(self.config))
-        settings = msgspec.structs.replace(asked, **changes)
+        defaults = dispatch_settings(self.config, fingerprint, read_answer_limits(self.config))
+        settings = msgspec.structs.replace(defaults, **changes)
         made = RolloutDispatcher(self.client, self.publisher, settings)
         await made.start()
         return made
@@ -54,21 +54,21 @@ class TrainerSide:
 
     async def served(self, step: int) -> bool:
         """Return True if an explorer has said that it serves the version of a step."""
-        applied = [one.event.version for one in await events_of(self.log, WeightsApplied)]
+        applied = [entry.event.version for entry in await events_of(self.log, WeightsApplied)]
         return self.version(step) in applied
 
 
 @asynccontextmanager
 async def exploring(*explorers):
     """Explorers at work; after the block their results, once all of them have ended."""
-    found = SimpleNamespace(results=[None] * len(explorers))
+    outcome = SimpleNamespace(results=[None] * len(explorers))
 
     async def explore(place, explorer):
         await explorer.prepare()
-        found.results[place] = await explorer.explore()
+        outcome.results[place] = await explorer.explore()
 
     with ungrouped():
         async with anyio.create_task_group() as tasks:
             for place, explorer in enumerate(explorers):
                 tasks.start_soon(explore, place, explorer)
-            yield found
+            yield outcome

@@ -109,11 +109,11 @@ def kill(process):
     process.join(PATIENCE)
 
 
-def publishes_until(told, where: Where, part: PartRef, stage: str) -> None:
+def publishes_until(pipe, where: Where, part: PartRef, stage: str) -> None:
     """Publish, and stop for ever at a stage."""
 
     def stop(*_, **__):
-        told.send(stage)
+        pipe.send(stage)
         time.sleep(600)
 
     writer = PartWriter(where.store(), part, CHUNK)
@@ -140,19 +140,19 @@ def publishes_until(told, where: Where, part: PartRef, stage: str) -> None:
     elif stage == "sealing":
         with mock.patch("redis.Redis.set", stop):
             writer.seal()
-    told.send(writer.seal())
+    pipe.send(writer.seal())
     time.sleep(600)
 
 
-def reads(told, where: Where, part: PartRef) -> None:
+def reads(pipe, where: Where, part: PartRef) -> None:
     """Open a part, and read it for ever; what is sent is read by who is there when it is."""
     store = where.store(reads=True)
     source = store.open(part)
-    told.send(source is not None or where.name == "collective")
+    pipe.send(source is not None or where.name == "collective")
     time.sleep(600)
 
 
-def leaves_ray_and_comes_back(told, where: Where, part: PartRef) -> None:
+def leaves_ray_and_comes_back(pipe, where: Where, part: PartRef) -> None:
     """Publish, leave the cluster while another part is put, and publish again from within it."""
     store = where.store()
     import ray
@@ -175,15 +175,15 @@ def leaves_ray_and_comes_back(told, where: Where, part: PartRef) -> None:
     store.close()
     outside = ray.is_initialized()
     where.store()
-    told.send((why, outside, put(3).seal()))
+    pipe.send((why, outside, put(3).seal()))
     time.sleep(600)
 
 
-def reads_along(told, where: Where, part: PartRef) -> None:
+def reads_along(pipe, where: Where, part: PartRef) -> None:
     """Read a part along with its writer, for ever."""
     store = where.store()
     follower = PartPrefetch(part, store._newest_first, store._mapped)
-    told.send(follower.advance())
+    pipe.send(follower.advance())
     time.sleep(600)
 
 

@@ -19,11 +19,11 @@ async def until(met: Callable[[], Any], deadline: float = PATIENCE) -> Any:
     """Wait until a condition holds; it may be a coroutine function."""
     with anyio.fail_after(deadline):
         while True:
-            held = met()
-            if asyncio.iscoroutine(held):
-                held = await held
-            if held:
-                return held
+            result = met()
+            if asyncio.iscoroutine(result):
+                result = await result
+            if result:
+                return result
             await anyio.sleep(0.01)
 
 
@@ -32,10 +32,10 @@ def wait_until(
 ) -> Any:
     """Wait, without an event loop, until a condition holds."""
     give_up = time.monotonic() + patience
-    while not (held := met()):
+    while not (result := met()):
         assert time.monotonic() < give_up, otherwise
         time.sleep(0.01)
-    return held
+    return result
 
 
 @contextmanager

@@ -19,8 +19,8 @@ def publish(trainer, tensors, step):
 async def ready(log, step) -> StepReady:
     with anyio.fail_after(PATIENCE):
         while True:
-            found = [one for one in await announced(log, 1) if isinstance(one, StepReady)]
-            for event in found:
+            events = [event for event in await announced(log, 1) if isinstance(event, StepReady)]
+            for event in events:
                 if event.step == step:
                     return event
             await anyio.sleep(0.01)

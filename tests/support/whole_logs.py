@@ -16,12 +16,12 @@ def in_order(announcements: Iterable[Entry], events: Iterable[Entry]) -> list[En
 
     Of one millisecond, announcements come first.
     """
-    found = [
+    ordered = [
         ((position(entry.id)[0], order, position(entry.id)), entry.payload)
         for order, stream in enumerate((announcements, events))
         for entry in stream
     ]
-    return [decode_envelope(payload) for _, payload in sorted(found)]
+    return [decode_envelope(payload) for _, payload in sorted(ordered)]
 
 
 def whole_log(redis_url: str, run_id: str) -> list[Envelope]:
@@ -39,22 +39,22 @@ def ledger_faults(redis_url: str, run_id: str, *, steps: int, prompts: int) -> l
         steps: Training steps that it must have.
         prompts: Prompts that each step must have trained on.
     """
-    entries = [one.payload for one in _entries(redis_url, RunKeys.of(run_id).events)]
+    entries = [entry.payload for entry in _entries(redis_url, RunKeys.of(run_id).events)]
     [*_, count] = count_raw(entries)
     auditor = Auditor(run_id)
     for payload in entries:
         auditor.add(decode_envelope(payload))
     [*_, books] = auditor.audit().lineages
-    faults = [*count.wrong, *(str(one) for one in books.contradictions)]
-    for name, found, wanted in (
+    faults = [*count.wrong, *(str(contradiction) for contradiction in books.contradictions)]
+    for name, actual, expected in (
         ("trained, by the counter", count.trained, steps * prompts),
         ("trained, by the audit", books.trained, steps * prompts),
         ("steps", books.steps, steps),
         ("dispatched", books.dispatched, count.next),
         ("open", books.open, len(count.open)),
     ):
-        if found != wanted:
-            faults.append(f"{name}: {found}, not {wanted}")
+        if actual != expected:
+            faults.append(f"{name}: {actual}, not {expected}")
     return faults
 
 

@@ -29,8 +29,8 @@ class WorkerRanks:
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What the function returns on each rank, given its worker; raises what one raised."""
-        asked = [self._processes.ask(rank, _call, function, args) for rank in range(self._world)]
-        answers = [answer() for answer in asked]
+        pending = [self._processes.ask(rank, _call, function, args) for rank in range(self._world)]
+        answers = [answer() for answer in pending]
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer

@@ -40,7 +40,7 @@ PLUGIN = "trinity_events.testing.plugin"
 
 
 def ready(run):
-    return [(one.kind, one.step) for one in run.announcements if isinstance(one, StepReady)]
+    return [(event.kind, event.step) for event in run.announcements if isinstance(event, StepReady)]
 
 
 def outcomes_of(run):
@@ -63,7 +63,7 @@ async def test_what_is_published_is_folded_and_announced_by_the_time_it_is_settl
         assert (announcement.step, announcement.caused_by) == (1, cause)
         assert run.state.ready["state_dict"].at.step == 1
         assert "state_dict" not in before.ready, "a state once taken stays as it was"
-    assert [event_tag(type(one)) for one in run.events] == [
+    assert [event_tag(type(event)) for event in run.events] == [
         "run-opened",
         "step-committed",
         "save-finished",
@@ -88,7 +88,7 @@ async def test_saves_really_run_in_threads_and_are_told_from_there():
         await run.settled()
         assert ready(run) == [("state_dict", 5)]
     assert threads != [threading.current_thread()]
-    [done] = [one for one in run.events if isinstance(one, SaveFinished)]
+    [done] = [event for event in run.events if isinstance(event, SaveFinished)]
     assert (done.slot.role, done.slot.rank) == ("actor", 3)
 
 
@@ -96,7 +96,7 @@ async def test_a_save_may_run_on_the_thread_of_the_loop():
     async with Pipeline("run") as run:
         run.coordinator().save_sync(lambda: None, 5)
         await run.settled()
-        assert [type(one) for one in run.events[1:]] == [SaveStarted, SaveFinished]
+        assert [type(event) for event in run.events[1:]] == [SaveStarted, SaveFinished]
 
 
 async def test_two_saves_that_a_worker_makes_without_a_name_are_two_of_a_step():
@@ -146,7 +146,7 @@ async def test_a_save_that_fails_fails_its_step():
         await run.settled()
         [announcement] = outcomes_of(run)
         assert (event_tag(type(announcement)), announcement.step) == ("step-failed", 5)
-        assert any(isinstance(one, SaveFailed) for one in run.events)
+        assert any(isinstance(event, SaveFailed) for event in run.events)
 
 
 async def test_the_files_follow_the_state_by_the_time_it_is_settled(tmp_path):
@@ -201,10 +201,12 @@ async def test_what_reads_a_log_reads_the_twins(tmp_path):
         await run.publisher("trainer").publish(RunClosed(reason="finished"))
         await run.settled()
         replay = Replay("run")
-        said = []
+        payloads = []
         async for entry in read_all(run.log):
-            said += [encode(e) for folded in replay.feed([entry]) for e in folded.announcements]
-        assert said == [one.payload async for one in read_all(run.log, Stream.ANNOUNCEMENTS)]
+            payloads += [encode(e) for folded in replay.feed([entry]) for e in folded.announcements]
+        assert payloads == [
+            entry.payload async for entry in read_all(run.log, Stream.ANNOUNCEMENTS)
+        ]
         assert replay.state == run.state == await current_state(run.log)
         [letter] = await run.log.dead_letters()
         assert letter.entry.payload == b"\xff not an event"
@@ -225,19 +227,19 @@ async def test_the_twin_announces_what_the_server_announces(redis_url, run_id):
         for event in history:
             await trainer.publish(event)
 
-    def told(announcements):
-        return [{**to_json(one), "caused_by": None} for one in announcements]
+    def without_causes(announcements):
+        return [{**to_json(announcement), "caused_by": None} for announcement in announcements]
 
     async with Pipeline(run_id) as run:
         await publish(run.publisher("trainer"))
         await run.settled()
-        twins = told(outcomes_of(run))
+        twins = without_causes(outcomes_of(run))
     async with connect(redis_url) as client, reducer_task(redis_url, run_id):
         log = RedisEventLog(client, run_id)
         trainer = AsyncPublisher(log, await open_run(client, run_id), new_producer("trainer"))
         await publish(trainer)
-        assert told(await announced(log, len(twins))) == twins
-    assert any(isinstance(one, StepSuperseded) for one in run.announcements)
+        assert without_causes(await announced(log, len(twins))) == twins
+    assert any(isinstance(event, StepSuperseded) for event in run.announcements)
 
 
 async def test_a_reducer_that_fails_fails_the_test_and_not_its_patience(monkeypatch):
@@ -289,10 +291,10 @@ async def test_it_may_be_left_in_another_task_as_fixtures_are():
 
 def test_one_log_serves_several_event_loops_and_outlives_them():
     log = MemoryEventLog("run")
-    found = []
+    received = []
 
     def wait():
-        found.append(asyncio.run(log.read_blocking({Stream.EVENTS: "0-0"}, seconds=PATIENCE)))
+        received.append(asyncio.run(log.read_blocking({Stream.EVENTS: "0-0"}, seconds=PATIENCE)))
 
     threads = [threading.Thread(target=wait) for _ in range(2)]
     for thread in threads:
@@ -301,7 +303,7 @@ def test_one_log_serves_several_event_loops_and_outlives_them():
     entry_id = SyncMemoryEventLog(log).append(b"for both")
     for thread in threads:
         thread.join(PATIENCE)
-    assert [[entry.id for _, entry in each] for each in found] == [[entry_id]] * 2
+    assert [[entry.id for _, entry in each] for each in received] == [[entry_id]] * 2
 
     loop = asyncio.new_event_loop()
     forgotten = loop.create_task(log.read_blocking({Stream.EVENTS: entry_id}, seconds=10))
@@ -329,7 +331,7 @@ def python(*args, **env):
 def pytest_run(*args):
     """Pytest as a user has it: the plugin comes by its entry point."""
     # An editable install that is older than the entry point has it not yet.
-    installed = any(one.value == PLUGIN for one in entry_points(group="pytest11"))
+    installed = any(entry_point.value == PLUGIN for entry_point in entry_points(group="pytest11"))
     plugin = [] if installed else ["-p", PLUGIN]
     options = ["-W", "error", "-p", "no:cacheprovider", *plugin]
     return python("-m", "pytest", *options, "examples/test_my_evaluation.py", *args)

@@ -41,14 +41,14 @@ def test_an_exported_test_runs_by_itself(cli, tmp_path):
 @pytest.mark.parametrize("name", ["failures", "rollouts", "complete", "second-epoch", "refusals"])
 def test_a_history_tells_what_its_log_was_folded_to(name):
     history = RecordedHistory("recorded-" + name, RecordedHistory.pack(entries_of(name)))
-    wanted = json.loads((RECORDED / f"{name}.expected.json").read_text())
+    expected = json.loads((RECORDED / f"{name}.expected.json").read_text())
     assert history.state.entries == len(history.entries)
     assert history.entries == entries_of(name)
-    assert sum(history.announced.values()) == wanted["state"].get("announced", 0)
-    assert history.closed == wanted["state"].get("closed")
+    assert sum(history.announced.values()) == expected["state"].get("announced", 0)
+    assert history.closed == expected["state"].get("closed")
     namespace = {}
     exec(as_test_file(history.run_id, history.entries), namespace)
-    claims = [one for name, one in namespace.items() if name.startswith("test_")]
+    claims = [claim for name, claim in namespace.items() if name.startswith("test_")]
     assert len(claims) == 7
     for claim in claims:
         claim()

@@ -68,13 +68,13 @@ async def test_every_tracker_gets_a_runs_metrics_by_step(given, run_id, tmp_path
     assert "3 measurements given to jsonl, tensorboard, wandb, mlflow" in given
 
     lines = lines_of(tmp_path / f"{run_id}.metrics.jsonl")
-    assert {one["step"]: one["values"]["rollout/reward"] for one in lines} == REWARDS
-    assert {one["step"]: one["values"]["train/acc@8"] for one in lines} == REWARDS
+    assert {line["step"]: line["values"]["rollout/reward"] for line in lines} == REWARDS
+    assert {line["step"]: line["values"]["train/acc@8"] for line in lines} == REWARDS
 
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = reader.EventAccumulator(str(tmp_path / "tensorboard" / run_id)).Reload()
-    assert {one.step: one.value for one in events.Scalars("rollout/reward")} == REWARDS
-    assert {one.step: one.value for one in events.Scalars("train/acc_at_8")} == REWARDS
+    assert {point.step: point.value for point in events.Scalars("rollout/reward")} == REWARDS
+    assert {point.step: point.value for point in events.Scalars("train/acc_at_8")} == REWARDS
     assert events.Scalars("off_policy/staleness")[0].value == 1.0
 
     assert wandb_values(tmp_path, "rollout/reward") == REWARDS
@@ -84,11 +84,11 @@ async def test_every_tracker_gets_a_runs_metrics_by_step(given, run_id, tmp_path
     tracking = pytest.importorskip("mlflow.tracking")
     client = tracking.MlflowClient(f"file:{tmp_path}/mlruns")
     experiment = client.get_experiment_by_name("checks")
-    [found] = client.search_runs([experiment.experiment_id])
-    assert found.data.tags["trinity.run"] == run_id
+    [run] = client.search_runs([experiment.experiment_id])
+    assert run.data.tags["trinity.run"] == run_id
     for name in ("rollout/reward", "train/acc_at_8"):
-        history = client.get_metric_history(found.info.run_id, name)
-        assert {one.step: one.value for one in history} == REWARDS
+        history = client.get_metric_history(run.info.run_id, name)
+        assert {point.step: point.value for point in history} == REWARDS
 
 
 def wandb_values(folder, name):
@@ -115,9 +115,9 @@ def leveldb_records(content):
     """
     place, parts = 7, []
     while place + 7 <= len(content):
-        left = LEVELDB_BLOCK - place % LEVELDB_BLOCK
-        if left < 7:
-            place += left
+        remaining = LEVELDB_BLOCK - place % LEVELDB_BLOCK
+        if remaining < 7:
+            place += remaining
             continue
         _, length, kind = struct.unpack_from("<IHB", content, place)
         parts.append(content[place + 7 : place + 7 + length])
@@ -133,7 +133,7 @@ async def test_a_live_run_is_tracked_until_it_is_closed(publisher, redis_url, ru
     with open_trackers(["jsonl"], tracked(tmp_path)) as trackers:
         await track_live(run_id, publisher.epoch, trackers, redis_url=redis_url)
     lines = lines_of(tmp_path / "run-1.metrics.jsonl")
-    assert [one["step"] for one in lines] == [1, 2, 3]
+    assert [line["step"] for line in lines] == [1, 2, 3]
 
 
 async def test_a_tracker_that_fails_leaves_the_others_alone(
@@ -176,7 +176,7 @@ def mlflow_runs(tmp_path, monkeypatch):
         experiment = client.get_experiment_by_name("checks")
         [run] = client.search_runs([experiment.experiment_id])
         return {
-            name: [one.value for one in client.get_metric_history(run.info.run_id, name)]
+            name: [point.value for point in client.get_metric_history(run.info.run_id, name)]
             for name in run.data.metrics
         }
 
@@ -185,25 +185,25 @@ def mlflow_runs(tmp_path, monkeypatch):
 
 def test_a_metric_whose_name_mlflow_refuses_arrives_under_another_one(mlflow_runs):
     names = ("train/acc@8", "train/a, b", "/train//x/../y", "train/gr\u00f6\u00dfe")
-    found = mlflow_runs(*[dict.fromkeys(names, 0.5) | {"train/loss": 1.0}] * 2)
-    assert found.keys() == {
+    series = mlflow_runs(*[dict.fromkeys(names, 0.5) | {"train/loss": 1.0}] * 2)
+    assert series.keys() == {
         *("train/acc_at_8", "train/a_ b", "train/x/y", "train/gr\u00f6\u00dfe", "train/loss")
     }
-    assert all(len(values) == 2 for values in found.values())
+    assert all(len(values) == 2 for values in series.values())
 
 
 def test_a_metric_that_mlflow_cannot_take_costs_no_other_one(mlflow_runs, caplog):
     refused = ("train/acc_at_8", "train/" + "x" * 300, "train/loss/part")
     step = {"train/acc@8": 0.5, "train/loss": 1.0} | dict.fromkeys(refused, 2.0)
     with caplog.at_level(logging.WARNING):
-        found = mlflow_runs(*[step | {"train/other": 3.0}] * 3)
-    assert found == {
+        series = mlflow_runs(*[step | {"train/other": 3.0}] * 3)
+    assert series == {
         "train/acc_at_8": [0.5] * 3,
-        "train/loss": [1.0] * len(found["train/loss"]),
-        "train/other": [3.0] * len(found["train/other"]),
+        "train/loss": [1.0] * len(series["train/loss"]),
+        "train/other": [3.0] * len(series["train/other"]),
     }
-    warned = [one for one in caplog.messages if "is left out of MLflow" in one]
-    assert [name for one in warned for name in refused if repr(name) in one] == sorted(
+    warned = [message for message in caplog.messages if "is left out of MLflow" in message]
+    assert [name for message in warned for name in refused if repr(name) in message] == sorted(
         refused, key=[*step].index
     ), "each is warned of once"
 
@@ -222,13 +222,13 @@ def test_a_resumed_run_appends_lines_and_purges_steps_that_do_not_stand(tmp_path
             for step in steps:
                 values = {"train/loss": float(epoch), "train/a@b": 1.0, "train/a_at_b": 2.0}
                 metrics = StepMetrics(epoch, step, 1e9 + step, values)
-                for one in trackers.values():
-                    one.log(metrics)
-    assert [one["step"] for one in lines_of(tmp_path / "run-1.metrics.jsonl")] == [1, 2, 3, 2]
+                for tracker in trackers.values():
+                    tracker.log(metrics)
+    assert [line["step"] for line in lines_of(tmp_path / "run-1.metrics.jsonl")] == [1, 2, 3, 2]
     events = reader.EventAccumulator(str(tmp_path / "tensorboard" / "run-1")).Reload()
-    losses = {one.step: one.value for one in events.Scalars("train/loss")}
+    losses = {point.step: point.value for point in events.Scalars("train/loss")}
     assert losses == {1: 1.0, 2: 2.0}
-    assert [one.value for one in events.Scalars("train/a_at_b")] == [1.0] * 2, "of one metric"
+    assert [point.value for point in events.Scalars("train/a_at_b")] == [1.0] * 2, "of one metric"
 
 
 def test_an_unknown_tracker_is_refused_with_the_nearest_name():

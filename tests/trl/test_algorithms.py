@@ -128,9 +128,9 @@ def test_policy_losses(trl, batch, ours, theirs):
     x = batch.logprobs.clone().requires_grad_()
     expected, metrics = trls_loss(trl, batch, x, **theirs)
     update = policy_update(batch, x, read_settings(ours))
-    found = update.loss(update.denominator)
-    near(found, expected)
-    near(torch.autograd.grad(found, x)[0], torch.autograd.grad(expected, x)[0])
+    loss = update.loss(update.denominator)
+    near(loss, expected)
+    near(torch.autograd.grad(loss, x)[0], torch.autograd.grad(expected, x)[0])
     shown = update.metrics.values()
     if "clip_ratio/region_mean" in metrics and "sequence" not in theirs.values():
         assert shown["pg_clipfrac"] == pytest.approx(metrics["clip_ratio/region_mean"][0])
@@ -163,9 +163,9 @@ def test_log_probabilities_and_entropies(trl):
     lot = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 3, 17, generator=lot)
     tokens = torch.randint(0, 17, (2, 3), generator=lot)
-    found = token_statistics(logits, tokens, entropy=True, chunk=2)
-    near(found.logprobs, trl.utils.selective_log_softmax(logits, tokens))
-    near(found.entropy, trl.utils.entropy_from_logits(logits))
+    statistics = token_statistics(logits, tokens, entropy=True, chunk=2)
+    near(statistics.logprobs, trl.utils.selective_log_softmax(logits, tokens))
+    near(statistics.entropy, trl.utils.entropy_from_logits(logits))
 
 
 @pytest.mark.parametrize(
@@ -175,12 +175,12 @@ def test_divergences(trl, direction, beta):
     lot = torch.Generator().manual_seed(0)
     student = torch.randn(2, 3, 17, generator=lot, requires_grad=True)
     teacher = torch.randn(2, 3, 17, generator=lot)
-    found = token_divergence(student, teacher, direction, mixture=0.3, temperature=0.9)
+    divergence = token_divergence(student, teacher, direction, mixture=0.3, temperature=0.9)
     expected = trl.gkd.generalized_jsd_loss(
         student, teacher, beta=beta, temperature=0.9, reduction="none"
     ).sum(-1)
-    near(found, expected)
+    near(divergence, expected)
     near(
-        torch.autograd.grad(found.sum(), student)[0],
+        torch.autograd.grad(divergence.sum(), student)[0],
         torch.autograd.grad(expected.sum(), student)[0],
     )

@@ -127,11 +127,11 @@ class _Refusing:
 
     def __init__(self, writer: Any) -> None:
         self._writer = writer
-        self._taken = 0
+        self._added = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        self._taken += 1
-        if self._taken == 3:
+        self._added += 1
+        if self._added == 3:
             raise OSError("no room for the third tensor")
         self._writer.add(name, tensor)
 
@@ -150,15 +150,15 @@ class Collecting:
         self.error = ""
 
     async def update_weights(self, weights: Any, global_steps: Any = None, **_: Any) -> None:
-        self.error, found = "", {}
+        self.error, weights_received = "", {}
         try:
             async for name, tensor in weights:
-                found[name] = tensor.clone()
+                weights_received[name] = tensor.clone()
                 await asyncio.sleep(0)
         except Exception as error:
             self.error = f"{type(error).__name__}: {error}"
             raise
-        self.weights = found
+        self.weights = weights_received
 
 
 class CpuRollout(CheckpointEngineWorker):
@@ -190,11 +190,11 @@ class Replica:
 
     def __init__(self, workers: list[Any]) -> None:
         self.workers = workers
-        self.asked: list[str] = []
+        self.calls: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         async def ask(**_: Any) -> None:
-            self.asked.append(name)
+            self.calls.append(name)
 
         return ask
 
@@ -217,7 +217,7 @@ class Fleet:
             server_adapter=Collecting(),
         )
         self.trainer.init_model()
-        self.replicas = [Replica([one]) for one in self.rollouts.workers]
+        self.replicas = [Replica([worker]) for worker in self.rollouts.workers]
         self.manager = CheckpointEngineManager(self._engine, self.trainer, self.replicas)
 
     def _new_trainer(self) -> RayWorkerGroup:
@@ -229,8 +229,8 @@ class Fleet:
         """Another trainer, as after a crash; the rollouts stay."""
         import ray
 
-        for one in self.trainer.workers:
-            ray.kill(one)
+        for worker in self.trainer.workers:
+            ray.kill(worker)
         self.trainer = self._new_trainer()
         self.trainer.init_model()
         self.trainer.configure(self._options)

@@ -33,8 +33,8 @@ def verl_processes(rank_processes):
     """Two processes that have imported veRL, which takes a while."""
     speak_to_verl()
     rank_processes.start(2)
-    asked = [rank_processes.ask(rank, import_verl) for rank in range(2)]
-    for answer in [one(IMPORTS) for one in asked]:
+    pending = [rank_processes.ask(rank, import_verl) for rank in range(2)]
+    for answer in [answer(IMPORTS) for answer in pending]:
         if isinstance(answer, BaseException):
             raise answer
     return rank_processes

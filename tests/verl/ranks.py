@@ -85,15 +85,15 @@ def full_weights(rank: Rank) -> dict[str, torch.Tensor]:
 def full_parameters(rank: Rank) -> dict[str, torch.Tensor]:
     """The parameters, gathered, as they are trained."""
     return {
-        name: one.detach().full_tensor().clone()
-        for name, one in rank.held.engine.module.named_parameters()
+        name: parameter.detach().full_tensor().clone()
+        for name, parameter in rank.held.engine.module.named_parameters()
     }
 
 
 def local_shards(rank: Rank) -> dict[str, torch.Tensor]:
     """What this rank has of the state dict."""
     state = rank.held.engine.module.state_dict()
-    return {name: one.to_local().clone() for name, one in state.items()}
+    return {name: shard.to_local().clone() for name, shard in state.items()}
 
 
 def take_step(rank: Rank, seed: int) -> float:

@@ -90,11 +90,11 @@ def verls_advantages(verl, name, batch, gamma=1.0, **more):
 )
 def test_advantages(verl, batch, settings, name, more):
     expected, returns = verls_advantages(verl, name, batch, **more)
-    found = prepare(batch, read_settings({"deviation": "sample", **settings})).batch
+    prepared = prepare(batch, read_settings({"deviation": "sample", **settings})).batch
     mask = batch.response_mask
-    near(found.advantages[mask], expected[mask], 1e-5)
-    if found.returns is not None:
-        near(found.returns[mask], returns[mask])
+    near(prepared.advantages[mask], expected[mask], 1e-5)
+    if prepared.returns is not None:
+        near(prepared.returns[mask], returns[mask])
 
 
 def gradients(loss, x):
@@ -141,9 +141,9 @@ def check_policy_loss(verl, batch, normalisation, settings, name, clips):
         loss_agg_mode=NORMALISATIONS[normalisation],
         config=verl.actor(clip_ratio=0.2, **clips),
     )
-    found = update.loss(update.denominator)
-    near(found, expected)
-    near(gradients(found, x), gradients(expected, x))
+    loss = update.loss(update.denominator)
+    near(loss, expected)
+    near(gradients(loss, x), gradients(expected, x))
     shown = update.metrics.values()
     for short in ("pg_clipfrac", "ppo_kl"):
         assert shown[short] == pytest.approx(metrics[f"actor/{short}"], abs=1e-6)
@@ -161,8 +161,8 @@ def test_importance_weights_within_the_decoupled_loss(verl, batch, level):
         log_ratio, mask, rollout_is=level, rollout_is_threshold=1.5
     )
     config = ImportanceSamplingConfig(weights=level, cap=1.5)
-    found = importance_weights(log_ratio, batch.response_mask, config)
-    near(found[batch.response_mask], weights[batch.response_mask])
+    actual_weights = importance_weights(log_ratio, batch.response_mask, config)
+    near(actual_weights[batch.response_mask], weights[batch.response_mask])
     x = batch.logprobs.clone().requires_grad_()
     expected, _ = verl.core.get_policy_loss_fn("vanilla")(
         batch.proximal_logprobs,
@@ -189,10 +189,10 @@ def test_icepop(verl, batch):
     config = ImportanceSamplingConfig(
         weights="token", cap=None, mask="icepop", mask_low=0.7, mask_high=1.4
     )
-    kept = importance_mask(log_ratio, batch.response_mask, config)
-    found = importance_weights(log_ratio, batch.response_mask, config) * kept
-    assert 0 < int(kept.sum()) < batch.token_count
-    near(found, weights * mask)
+    mask_kept = importance_mask(log_ratio, batch.response_mask, config)
+    actual_weights = importance_weights(log_ratio, batch.response_mask, config) * mask_kept
+    assert 0 < int(mask_kept.sum()) < batch.token_count
+    near(actual_weights, weights * mask)
 
 
 @pytest.mark.parametrize(
@@ -206,9 +206,9 @@ def test_masks_of_sequences(verl, batch, mask, option):
         log_ratio, tokens, option, "0.8_1.3"
     )
     config = ImportanceSamplingConfig(mask=mask, mask_low=1 / 1.3, mask_high=1 / 0.8)
-    found = importance_mask(log_ratio, batch.response_mask, config)
-    assert found.tolist() == expected.bool().tolist()
-    assert 0 < int(found.sum()) < batch.token_count
+    actual_mask = importance_mask(log_ratio, batch.response_mask, config)
+    assert actual_mask.tolist() == expected.bool().tolist()
+    assert 0 < int(actual_mask.sum()) < batch.token_count
 
 
 def test_the_mismatch_of_engine_and_trainer(verl, batch):
@@ -225,9 +225,9 @@ def test_the_mismatch_of_engine_and_trainer(verl, batch):
 def test_kl_estimates(verl, batch, estimator):
     x = batch.logprobs.clone().requires_grad_()
     expected = verl.core.kl_penalty(x, batch.reference_logprobs, estimator)
-    found = kl_estimate(x, batch.reference_logprobs, estimator)
-    near(found, expected)
-    near(gradients(found.sum(), x), gradients(expected.sum(), x))
+    estimate = kl_estimate(x, batch.reference_logprobs, estimator)
+    near(estimate, expected)
+    near(gradients(estimate.sum(), x), gradients(expected.sum(), x))
 
 
 @pytest.mark.parametrize("normalisation", NORMALISATIONS)
@@ -255,6 +255,6 @@ def test_log_probabilities_and_entropies(verl):
     lot = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 3, 17, generator=lot)
     tokens = torch.randint(0, 17, (2, 3), generator=lot)
-    found = token_statistics(logits, tokens, entropy=True, chunk=2)
-    near(found.logprobs, verl.functional.logprobs_from_logits(logits, tokens))
-    near(found.entropy, verl.functional.entropy_from_logits(logits))
+    statistics = token_statistics(logits, tokens, entropy=True, chunk=2)
+    near(statistics.logprobs, verl.functional.logprobs_from_logits(logits, tokens))
+    near(statistics.entropy, verl.functional.entropy_from_logits(logits))

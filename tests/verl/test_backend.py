@@ -65,7 +65,7 @@ def configured(fleet, redis_url, weights_url, run_id):
     def configure(**options):
         fleet.configure(**urls, **{"deadline": DEADLINE, **options})
         for replica in fleet.replicas:
-            replica.asked.clear()
+            replica.calls.clear()
         return SimpleNamespace(
             update=lambda step: _in_thread(fleet.manager.update_weights, step),
             given=lambda: fleet.trainer.full_weights()[0],
@@ -104,11 +104,11 @@ async def test_every_rollout_has_what_the_trainer_has_after_each_update(configur
     second = assert_collected(run)
     assert not identical(first["model.norm.weight"], second["model.norm.weight"])
     applied = await heard(log, 4)
-    said = sorted((one.event.version, one.producer.rank) for one in applied)
-    assert said == [(StepRef(1, step), rank) for step in (0, 1) for rank in (0, 1)]
-    assert len({one.event.digest for one in applied}) == 2
+    served = sorted((envelope.event.version, envelope.producer.rank) for envelope in applied)
+    assert served == [(StepRef(1, step), rank) for step in (0, 1) for rank in (0, 1)]
+    assert len({envelope.event.digest for envelope in applied}) == 2
     once = ["abort_all_requests", "release_kv_cache", "resume_kv_cache", "resume_generation"]
-    assert run.fleet.replicas[0].asked == 2 * once
+    assert run.fleet.replicas[0].calls == 2 * once
 
 
 async def test_deltas_travel_and_make_up_what_the_trainer_has(configured, log):
@@ -116,9 +116,9 @@ async def test_deltas_travel_and_make_up_what_the_trainer_has(configured, log):
     for _ in range(4):  # without a step, as veRL's newest trainer calls it
         await run.update(None)
         assert_collected(run)
-    published = [one.event for one in await events_of(log, VersionPartPublished)]
-    assert [one.step for one in published] == [1, 2, 3, 4]
-    assert [one.delta is None for one in published] == [True, False, False, True]
+    published = [envelope.event for envelope in await events_of(log, VersionPartPublished)]
+    assert [event.step for event in published] == [1, 2, 3, 4]
+    assert [event.delta is None for event in published] == [True, False, False, True]
     assert published[1].bytes < published[0].bytes / 10, "nothing changed"
 
 
@@ -128,7 +128,10 @@ async def test_a_step_that_is_sent_again_is_what_the_trainer_has_now(configured,
     await _in_thread(run.fleet.trainer.take_step, 2)
     await run.update(5)
     assert_collected(run)
-    assert {one.event.version for one in await heard(log, 4)} == {StepRef(1, 5), StepRef(2, 5)}
+    assert {envelope.event.version for envelope in await heard(log, 4)} == {
+        StepRef(1, 5),
+        StepRef(2, 5),
+    }
 
 
 async def test_an_update_that_fails_is_an_error_for_the_driver_and_rollouts_and_the_next_one_works(
@@ -141,14 +144,14 @@ async def test_an_update_that_fails_is_an_error_for_the_driver_and_rollouts_and_
     await _in_thread(run.fleet.trainer.take_step, 3)
     with pytest.raises(Exception, match="no room for the third tensor"):
         await run.update(2)
-    for said in await _in_thread(_all_heard, run.fleet):
-        assert said.startswith("VersionUnavailable: the weights of step 2 of run")
-        assert "no room for the third tensor" in said and "\n" not in said
+    for error in await _in_thread(_all_heard, run.fleet):
+        assert error.startswith("VersionUnavailable: the weights of step 2 of run")
+        assert "no room for the third tensor" in error and "\n" not in error
     assert_equal(run.fleet.rollouts.collected()[0], before)
     await run.update(2)
     assert_collected(run)
     applied = await heard(log, 4)
-    assert [one.event.version.step for one in applied].count(2) == 2
+    assert [envelope.event.version.step for envelope in applied].count(2) == 2
 
 
 async def test_a_rank_that_dies_in_the_gathers_is_an_error_for_all_and_another_trainer_goes_on(
@@ -159,14 +162,14 @@ async def test_a_rank_that_dies_in_the_gathers_is_an_error_for_all_and_another_t
     run.fleet.trainer.die_at(1, 3)
     with pytest.raises(Exception, match=r"(?i)could not be gathered|died"):
         await run.update(2)
-    for said in await _in_thread(_all_heard, run.fleet):
-        assert said.startswith("VersionUnavailable: the weights of step 2 of run")
-        assert "could not be gathered, because a rank died" in said
+    for error in await _in_thread(_all_heard, run.fleet):
+        assert error.startswith("VersionUnavailable: the weights of step 2 of run")
+        assert "could not be gathered, because a rank died" in error
     await _in_thread(run.fleet.replace_trainer)
     await run.update(1)
     assert_collected(run)
     applied = await heard(log, 4)
-    assert {one.event.version for one in applied} == {StepRef(1, 1), StepRef(2, 1)}
+    assert {envelope.event.version for envelope in applied} == {StepRef(1, 1), StepRef(2, 1)}
 
 
 async def test_a_sender_that_dies_is_an_error_for_rollouts_within_the_deadline(configured):
@@ -174,9 +177,9 @@ async def test_a_sender_that_dies_is_an_error_for_rollouts_within_the_deadline(c
     run.fleet.trainer.die_at(0, 3)
     with pytest.raises(Exception, match=r"(?i)died|actor"):
         await run.update(1)
-    for said in await _in_thread(_all_heard, run.fleet):
-        assert said.startswith("DeadlineExceeded: the weights of step 1 of run")
-        assert f"were not announced within {SHORT:g} s" in said and "\n" not in said
+    for error in await _in_thread(_all_heard, run.fleet):
+        assert error.startswith("DeadlineExceeded: the weights of step 1 of run")
+        assert f"were not announced within {SHORT:g} s" in error and "\n" not in error
 
 
 def _all_heard(fleet):

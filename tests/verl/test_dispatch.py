@@ -55,10 +55,10 @@ def data_of(rows: int):
     )
 
 
-def same(one, other) -> bool:
-    tensors = all(identical(one.batch[name], other.batch[name]) for name in ("numbers", "pairs"))
-    names = list(one.non_tensor_batch["uid"]) == list(other.non_tensor_batch["uid"])
-    return tensors and names and one.meta_info == other.meta_info
+def same(first, other) -> bool:
+    tensors = all(identical(first.batch[name], other.batch[name]) for name in ("numbers", "pairs"))
+    names = list(first.non_tensor_batch["uid"]) == list(other.non_tensor_batch["uid"])
+    return tensors and names and first.meta_info == other.meta_info
 
 
 def work(part):
@@ -90,13 +90,13 @@ def test_replicas_get_the_parts_that_verl_deals_out_and_the_result_is_verls(grou
     for sizes in SIZES:
         table = rank_table(sizes)
         group = group_of(len(table))
-        places = [one.dp_rank for one in table]
+        places = [place.dp_rank for place in table]
         [theirs], _ = dispatch_nd_compute_dataproto(places, sizes.dp_size, group, data)
-        parts, found = ours(Dispatch.MEGATRON_COMPUTE_PROTO, table, data)
+        parts, joined = ours(Dispatch.MEGATRON_COMPUTE_PROTO, table, data)
         assert all(map(same, parts, theirs)), sizes
-        answering = [one.tp_rank == 0 and one.pp_rank == sizes.pp_size - 1 for one in table]
+        answering = [place.tp_rank == 0 and place.pp_rank == sizes.pp_size - 1 for place in table]
         answers = [work(part) for part in theirs]
-        assert same(found, collect_nd_compute_dataproto(answering, group, answers)), sizes
+        assert same(joined, collect_nd_compute_dataproto(answering, group, answers)), sizes
 
 
 @pytest.mark.parametrize("rows", [1, 5, 6])
@@ -110,13 +110,13 @@ def test_data_parallel_ranks_get_the_parts_that_verl_pads_and_deals_out(group_of
     for world in (1, 2, 3):
         group, data = group_of(world), data_of(rows)
         data.meta_info[DataProtoConfig.auto_padding_key] = True
-        parts, found = ours(Dispatch.DP_COMPUTE_PROTO, [*places_of(world)], data)
-        assert same(found, work(data)), "no padding row is in the result"
+        parts, joined = ours(Dispatch.DP_COMPUTE_PROTO, [*places_of(world)], data)
+        assert same(joined, work(data)), "no padding row is in the result"
         [theirs], more = dispatch_dp_compute_data_proto(group, data)
         padding = more.get(_padding_size_key, 0)
-        assert [len(one) for one in parts] == [len(one) for one in theirs]
+        assert [len(part) for part in parts] == [len(part) for part in theirs]
         result = collect_dp_compute_data_proto(group, [work(part) for part in theirs])
-        assert same(found, result[: len(result) - padding])
+        assert same(joined, result[: len(result) - padding])
 
 
 def places_of(world: int) -> RankTable:

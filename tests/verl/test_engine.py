@@ -48,9 +48,9 @@ async def pulled(where: Where, log, step: int) -> dict[str, torch.Tensor]:
         with explorer.pull(event) as version:
             return {name: tensor.clone() for name, tensor in version.tensors()}
 
-    found = await anyio.to_thread.run_sync(pull)
+    tensors = await anyio.to_thread.run_sync(pull)
     explorer.close()
-    return found
+    return tensors
 
 
 async def test_an_upload_is_what_the_engine_itself_gives_bit_for_bit(
@@ -78,9 +78,9 @@ async def test_what_every_rank_publishes_of_its_own_makes_up_the_parameters(
     engines(at.upload, 1, how)
     committer.commit(1)
     event = await ready(log, "weights", 1)
-    assert [one.rank for one in event.parts] == [0, 1]
-    found = await pulled(where, log, 1)
-    assert_equal(dict(sorted(found.items())), dict(sorted(at_the_call.items())))
+    assert [part.rank for part in event.parts] == [0, 1]
+    tensors = await pulled(where, log, 1)
+    assert_equal(dict(sorted(tensors.items())), dict(sorted(at_the_call.items())))
     after = engines(at.full_parameters)[0]
     same = identical(after["model.norm.weight"], at_the_call["model.norm.weight"])
     assert same == (how == "shards"), "beside a snapshot training went on"
@@ -95,17 +95,17 @@ async def test_a_rank_that_fails_fails_all_and_the_same_step_can_be_tried_again(
     assert isinstance(own, OSError)
     assert isinstance(peer, PeerFailed)
     assert str(peer) == f"rank {int(sharded)} failed: OSError: no room for the third tensor"
-    told = [decode_envelope(entry.payload).event for entry in await log.read()]
-    failed = [one for one in told if isinstance(one, SaveFailed)]
-    assert [one.message for one in failed if not one.followed] == [str(own)]
+    events = [decode_envelope(entry.payload).event for entry in await log.read()]
+    failed = [event for event in events if isinstance(event, SaveFailed)]
+    assert [failure.message for failure in failed if not failure.followed] == [str(own)]
     assert len(failed) == 1 + sharded, "who follows says so"
-    assert not any(isinstance(one, VersionPartPublished) for one in told)
+    assert not any(isinstance(event, VersionPartPublished) for event in events)
     # The ranks' collectives still match.
     engines(at.upload, 1, "shards" if sharded else "full")
     committer.commit(1)
     expected = engines(at.full_parameters if sharded else at.full_weights)[0]
-    found = await pulled(where, log, 1)
-    assert_equal(dict(sorted(found.items())), dict(sorted(expected.items())))
+    tensors = await pulled(where, log, 1)
+    assert_equal(dict(sorted(tensors.items())), dict(sorted(expected.items())))
     assert engines(at.take_step, 3)[0] > 0
 
 
@@ -118,8 +118,8 @@ async def test_each_rank_saves_its_shard_as_it_was_at_the_call_and_verl_loads_it
         state = read_state(folder / f"model_world_size_2_rank_{rank}.pt")
         assert_equal({name: value.to_local() for name, value in state.items()}, expected)
     assert (folder / "huggingface" / "tokenizer.json").is_file()
-    said = json.loads((folder / "fsdp_config.json").read_text())
-    assert said == {"FSDP_version": 2, "world_size": 2}
+    config = json.loads((folder / "fsdp_config.json").read_text())
+    assert config == {"FSDP_version": 2, "world_size": 2}
     changed, loaded = zip(*engines(at.load_model_of, folder), strict=True)
     assert all(changed) and all(loaded)
 
@@ -163,10 +163,10 @@ async def test_a_merged_adapter_is_uploaded_as_the_engine_merges_it(ranks, where
     ranks(at.upload, 1, "full")
     committer.commit(1)
     given = ranks(at.full_weights)[0]
-    found = await pulled(where, log, 1)
-    assert_equal(found, given)
+    tensors = await pulled(where, log, 1)
+    assert_equal(tensors, given)
     name = "model.layers.0.self_attn.q_proj.weight"
-    merged = not identical(found[name], base[name])
+    merged = not identical(tensors[name], base[name])
     # 0.8.0 gives the weights without the adapter; what it gives is what is published.
     assert merged == (not ranks(at.import_verl)[0].startswith("0.8."))
     with pytest.raises(ShardsRefused, match="adapters"):

@@ -61,9 +61,9 @@ def test_verls_merger_makes_a_hugging_face_model_of_the_shards(
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found = load_file(merged / "model.safetensors")
-    assert sorted(found) == sorted(weights)
+    merged_weights = load_file(merged / "model.safetensors")
+    assert sorted(merged_weights) == sorted(weights)
     for name, tensor in weights.items():
-        assert identical(found[name], tensor.bfloat16()), name
+        assert identical(merged_weights[name], tensor.bfloat16()), name
     assert (merged / "generation_config.json").is_file()
     assert (merged / "tokenizer.json").is_file()

@@ -62,8 +62,8 @@ def workers(verl_processes, make_config):
     set_up_ones = []
 
     def all_ranks(function, *args):
-        asked = [verl_processes.ask(rank, function, *args) for rank in range(2)]
-        answers = [one() for one in asked]
+        pending = [verl_processes.ask(rank, function, *args) for rank in range(2)]
+        answers = [answer() for answer in pending]
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
@@ -95,11 +95,11 @@ def workers(verl_processes, make_config):
 )
 def test_training_on_verls_engine_is_training_on_ours(workers, run_id, algorithm, settings):
     steps = [make_groups(run_id, seed) for seed in (1, 2)]
-    found = {}
+    results = {}
     for engine in ("fsdp", "verl"):
         ranks = workers(engine, algorithm, **settings)
-        found[engine] = [ranks(train, groups) for groups in steps]
-    for ours, theirs in zip(found["fsdp"], found["verl"], strict=True):
+        results[engine] = [ranks(train, groups) for groups in steps]
+    for ours, theirs in zip(results["fsdp"], results["verl"], strict=True):
         for (metrics, weights), (expected, expected_weights) in zip(theirs, ours, strict=True):
             assert metrics == pytest.approx(expected, abs=1e-3, rel=1e-3)
             assert sorted(weights) == sorted(expected_weights)
@@ -131,7 +131,7 @@ async def test_what_it_publishes_and_saves_is_what_it_trained_and_it_goes_on_fro
     await anyio.to_thread.run_sync(partial(ranks, call, "save_checkpoint", str(folder), 1))
     await anyio.to_thread.run_sync(partial(ranks, call, "wait_on_save_thread"))
     names = {f"{what}_world_size_2_rank_{rank}.pt" for what in FILES for rank in range(2)}
-    assert names <= {one.name for one in folder.iterdir()}
+    assert names <= {file.name for file in folder.iterdir()}
 
     (metrics, after), _ = await anyio.to_thread.run_sync(partial(ranks, train, groups))
     assert not identical(after["model.norm.weight"], trained["model.norm.weight"])
@@ -193,8 +193,8 @@ async def test_the_wrapper_trains_sends_and_saves_on_verls_engine(
                 def pull():
                     with explorer.pull(event) as version:
                         return [
-                            (name, str(one.dtype).removeprefix("torch."), tuple(one.shape))
-                            for name, one in version.tensors()
+                            (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+                            for name, tensor in version.tensors()
                         ]
 
                 assert await anyio.to_thread.run_sync(pull) == tensors
@@ -203,7 +203,7 @@ async def test_the_wrapper_trains_sends_and_saves_on_verls_engine(
                 saved = config.folder_of(1)
                 await until(saved.is_dir)
         names = {f"{what}_world_size_2_rank_{rank}.pt" for what in FILES for rank in range(2)}
-        assert names <= {one.name for one in (saved / "actor").iterdir()}
+        assert names <= {file.name for file in (saved / "actor").iterdir()}
         assert (saved / "actor" / "huggingface" / "tokenizer.json").is_file()
     finally:
         explorer.close()

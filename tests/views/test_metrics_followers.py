@@ -35,8 +35,8 @@ async def followed(client):
         tasks.cancel_scope.cancel()
 
 
-def served(metrics, *wanted):
-    return lambda: set(metrics.runs) == set(wanted)
+def served(metrics, *run_ids):
+    return lambda: set(metrics.runs) == set(run_ids)
 
 
 async def close(client, run):
@@ -99,8 +99,8 @@ async def test_a_run_whose_follower_fails_does_not_end_the_others(own, monkeypat
     async def follow_or_fail(log):
         if log.run_id == "a":
             raise RuntimeError("it cannot be followed")
-        async for one in follow(log):
-            yield one
+        async for envelope in follow(log):
+            yield envelope
 
     monkeypatch.setattr(metrics_followers, "follow_state", follow_or_fail)
     for run in ("a", "b"):

@@ -21,10 +21,10 @@ SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), 
 
 
 def text_of(*runs):
-    found = ServerMetrics()
+    metrics = ServerMetrics()
     for run in runs:
-        found.add(run)
-    return generate_latest(found.registry).decode()
+        metrics.add(run)
+    return generate_latest(metrics.registry).decode()
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def dashboard():
 def expressions():
     yield from ((name, rule["expr"]) for name, rule in alerts().items())
     for panel in dashboard()["panels"]:
-        yield from ((panel["title"], one["expr"]) for one in panel["targets"])
+        yield from ((panel["title"], target["expr"]) for target in panel["targets"])
 
 
 def selected(expression):
@@ -64,13 +64,15 @@ def test_every_expression_is_promql_of_metrics_that_are_exported(where, expressi
 
 
 def test_every_metric_is_in_the_dashboard_or_an_alert(exported):
-    shown = set().union(*(selected(one) for _, one in expressions()))
+    shown = set().union(*(selected(expression) for _, expression in expressions()))
     derived = (
         "_sum",
         "_count",
         "_created",
     )  # what a histogram's buckets and a counter already tell
-    assert {one for one in exported - shown if not one.endswith(derived)} == {"trinity_epoch"}
+    assert {metric for metric in exported - shown if not metric.endswith(derived)} == {
+        "trinity_epoch"
+    }
 
 
 def test_failures_are_counted_from_zero_so_that_an_alert_sees_the_first():
@@ -81,7 +83,7 @@ def test_failures_are_counted_from_zero_so_that_an_alert_sees_the_first():
 
 def test_each_metric_is_named_once_with_the_series_of_all_runs():
     text = text_of("a", "b")
-    families = [one.name for one in text_string_to_metric_families(text)]
+    families = [family.name for family in text_string_to_metric_families(text)]
     assert len(families) == len(set(families))
     for run in ("a", "b"):
         for operation in OPERATIONS:
@@ -97,7 +99,7 @@ def test_every_alert_has_a_severity_and_names_the_way_out():
 
 def test_panels_do_not_overlap_and_have_ids_of_their_own():
     panels = dashboard()["panels"]
-    places = [one["gridPos"] for one in panels]
+    places = [panel["gridPos"] for panel in panels]
     cells = [
         (x, y)
         for at in places
@@ -106,7 +108,7 @@ def test_panels_do_not_overlap_and_have_ids_of_their_own():
     ]
     assert len(cells) == len(set(cells))
     assert all(at["x"] + at["w"] <= 24 for at in places)
-    assert len({one["id"] for one in panels}) == len(panels)
+    assert len({panel["id"] for panel in panels}) == len(panels)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +118,7 @@ def test_panels_do_not_overlap_and_have_ids_of_their_own():
         ("check", "rules", "alerts.yml"),
         ("test", "rules", "alerts_test.yml"),
     ],
-    ids=lambda one: " ".join(one[:2]),
+    ids=lambda arguments: " ".join(arguments[:2]),
 )
 def test_promtool_accepts_the_files_and_the_rules_histories(arguments):
     promtool = shutil.which("promtool")

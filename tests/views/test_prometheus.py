@@ -42,34 +42,34 @@ class Prometheus:
         with urllib.request.urlopen(
             f"{self._url}{path}?{urllib.parse.urlencode(query)}", timeout=PATIENCE
         ) as answer:
-            found = json.loads(answer.read())
-        assert found["status"] == "success", found
-        return found["data"]
+            reply = json.loads(answer.read())
+        assert reply["status"] == "success", reply
+        return reply["data"]
 
     def is_up(self):
         try:
             targets = self.ask("/api/v1/targets")["activeTargets"]
         except OSError:
             return False
-        return [one["health"] for one in targets] == ["up"]
+        return [target["health"] for target in targets] == ["up"]
 
     def query(self, expression):
         """The values of an instant vector."""
-        found = self.ask("/api/v1/query", query=expression)
-        assert found["resultType"] == "vector"
-        return [float(one["value"][1]) for one in found["result"]]
+        result = self.ask("/api/v1/query", query=expression)
+        assert result["resultType"] == "vector"
+        return [float(sample["value"][1]) for sample in result["result"]]
 
     def alerts(self):
-        found = self.ask("/api/v1/alerts")["alerts"]
-        return {one["labels"]["alertname"]: one["state"] for one in found}
+        alerts = self.ask("/api/v1/alerts")["alerts"]
+        return {alert["labels"]["alertname"]: alert["state"] for alert in alerts}
 
 
 @pytest.fixture
 def binary():
-    found = shutil.which("prometheus")
-    if found is None:
+    path = shutil.which("prometheus")
+    if path is None:
         pytest.skip("prometheus is not installed (Debian's package prometheus has it)")
-    return found
+    return path
 
 
 @contextmanager
@@ -100,8 +100,8 @@ def panels(run):
     """Title and expression of each target of the dashboard, as Grafana asks for them."""
     shown = json.loads((FOLDER / "grafana" / "trinity-events.json").read_text())
     for panel in shown["panels"]:
-        for one in panel["targets"]:
-            expression = one["expr"].replace("$run", run).replace("$__rate_interval", "1m")
+        for target in panel["targets"]:
+            expression = target["expr"].replace("$run", run).replace("$__rate_interval", "1m")
             yield panel["title"], expression
 
 
@@ -109,7 +109,7 @@ def panels_without_data(at, run):
     shown = {}
     for title, expression in panels(run):
         shown.setdefault(title, []).extend(at.query(expression))
-    return [title for title, found in shown.items() if not found]
+    return [title for title, has_data in shown.items() if not has_data]
 
 
 async def train(log, publisher):

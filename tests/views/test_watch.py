@@ -33,8 +33,8 @@ def text_of(app):
     return ["".join(segment.text for segment in strip) for strip in strips]
 
 
-def shows(app, *wanted):
-    return lambda: all(one in "\n".join(text_of(app)) for one in wanted)
+def shows(app, *texts):
+    return lambda: all(text in "\n".join(text_of(app)) for text in texts)
 
 
 @pytest.fixture
@@ -86,8 +86,8 @@ async def test_lags_of_readers_are_shown_in_80_columns(run, client):
     await run.create_group(Stream.EVENTS, "an-evaluation-of-each-step", "0-0")
     await run.read_group(Stream.EVENTS, "an-evaluation-of-each-step", "one", seconds=0, limit=2)
     await run.create_group(Stream.EVENTS, "quick", "0-0")
-    found = await run.read_group(Stream.EVENTS, "quick", "two", seconds=0)
-    for entry in found:
+    entries = await run.read_group(Stream.EVENTS, "quick", "two", seconds=0)
+    for entry in entries:
         await run.ack(Stream.EVENTS, "quick", entry.id)
     await client.xadd(run.keys.dead, {"e": b"?", "reason": "it is\x1b[31m no event", "id": "1-0"})
     looks = []
@@ -108,7 +108,7 @@ async def test_lags_of_readers_are_shown_in_80_columns(run, client):
     assert dead.endswith("it is\\x1b[31m no event")
     [late] = [row.split() for row in rows if row.startswith("an-evaluation-of-ea")]
     [quick] = [row.split() for row in rows if row.startswith("quick")]
-    assert late[1:5] == ["events", "1", str(len(found) - 2), "2"]
+    assert late[1:5] == ["events", "1", str(len(entries) - 2), "2"]
     assert quick[1:6] == ["events", "1", "0", "0", "-"]
     assert rows.index(next(row for row in rows if row.startswith("quick"))) > rows.index(
         next(row for row in rows if row.startswith("an-evaluation"))
@@ -152,14 +152,14 @@ async def test_it_goes_on_with_the_run_and_can_be_held_still(run, publisher):
 
 
 async def test_a_server_that_goes_away_is_told_and_asked_again(run):
-    asked = []
+    requests = []
 
     async def follow():
-        asked.append(1)
-        if len(asked) == 1:
+        requests.append(1)
+        if len(requests) == 1:
             raise redis.ConnectionError("it is away")
-        async for one in follow_state(run):
-            yield one
+        async for state in follow_state(run):
+            yield state
 
     app = WatchApp(run.run_id, follow)
     async with app.run_test(size=(80, 50)):

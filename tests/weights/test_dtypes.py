@@ -35,8 +35,8 @@ def model(dtype, seed=0):
 
 def has(module, source):
     """Return True for the values of another module, in the module's own dtypes."""
-    found, given = module.state_dict(), source.state_dict()
-    return all(identical(one, given[name].to(one.dtype)) for name, one in found.items())
+    state, given = module.state_dict(), source.state_dict()
+    return all(identical(tensor, given[name].to(tensor.dtype)) for name, tensor in state.items())
 
 
 def published(trainer, source, step, **options):
@@ -57,9 +57,9 @@ async def test_a_version_travels_in_the_dtype_that_is_asked_for(trainer, explore
             assert identical(tensor, expected.bfloat16() if name != "steps" else expected)
     explorer.apply(serving, await ready(log, 2))
     assert has(serving, source)
-    told = [decode_envelope(entry.payload).event for entry in await log.read()]
-    said = [one.bytes for one in told if isinstance(one, VersionPartPublished)]
-    assert said == [full.bytes, half.bytes]
+    events = [decode_envelope(entry.payload).event for entry in await log.read()]
+    sizes = [event.bytes for event in events if isinstance(event, VersionPartPublished)]
+    assert sizes == [full.bytes, half.bytes]
 
 
 @pytest.mark.parametrize("how", ["apply", "load"])
@@ -78,8 +78,8 @@ async def test_another_dtype_is_refused_with_the_way_out_and_taken_where_that_is
     assert has(serving, source)
     explorer.flush()
     await reports_accepted(log)
-    told = [decode_envelope(entry.payload).event for entry in await log.read()]
-    [applied] = [one for one in told if isinstance(one, WeightsApplied)]
+    events = [decode_envelope(entry.payload).event for entry in await log.read()]
+    [applied] = [event for event in events if isinstance(event, WeightsApplied)]
     assert applied.digest == event.version_digest, "of what travelled"
 
 
@@ -168,7 +168,7 @@ def test_shards_travel_in_the_dtype_that_is_asked_for(shard_stores, part):
         writer = PartWriter(shard_stores[rank], to, 64, dtype=torch.float16, tensor_digests=True)
         writer.add("weight", tensor, ShardOffset(*place))
         reports.append(writer.seal())
-    assert sum(one.bytes for one in reports) == weight.nbytes / 2
+    assert sum(report.bytes for report in reports) == weight.nbytes / 2
     with pull_version(shard_stores[-1], part.run_id, announcement(part, *reports)) as version:
         assert identical(dict(version.tensors())["weight"].cpu(), weight.half())
 
@@ -177,11 +177,11 @@ def test_a_client_publishes_in_its_dtype_through_helpers_too(redis_url, weights_
     made = Synchronizer(
         run_id, 1, redis_url=redis_url, weights_url=weights_url, dtype=torch.float16
     )
-    for one in (made, made.bind("actor", 0)):
-        writer = one.publication(1).begin()
+    for synchronizer in (made, made.bind("actor", 0)):
+        writer = synchronizer.publication(1).begin()
         writer.add("weight", torch.rand(300, 10))
         assert writer.seal().bytes == 6000
-        one.close()
+        synchronizer.close()
 
 
 RARE = {

@@ -33,8 +33,8 @@ from trinity_events.weights.slices import TensorSlice, contiguous_runs, full_sli
 
 @pytest.fixture
 def load(shard_stores, part):
-    def load(event, module, wanted=None):
-        loaded = load_version(shard_stores[-1], part.run_id, event, module, wanted)
+    def load(event, module, selection=None):
+        loaded = load_version(shard_stores[-1], part.run_id, event, module, selection)
         if isinstance(shard_stores[-1], RedisChunkStore):
             assert shard_stores[-1]._memory._spare == [], "there was no room for the version"
         return loaded
@@ -50,18 +50,18 @@ def three_boxes(draw):
 
 @given(three_boxes(), st.sampled_from([1, 2, 4]))
 def test_runs_bring_what_two_boxes_have_in_common_from_one_to_the_other(drawn, itemsize):
-    shape, held, outer = drawn
-    inner = intersection(held, outer)
+    shape, source_box, outer = drawn
+    inner = intersection(source_box, outer)
     if inner is None:
         return
     whole_one = torch.arange(full_slice(shape).volume).reshape(shape)
-    source = whole_one[held.inside(full_slice(shape))].contiguous().flatten()
+    source = whole_one[source_box.inside(full_slice(shape))].contiguous().flatten()
     target = torch.full(outer.shape, -1)
     flat, last = target.view(-1), -1
-    for begin, at, nbytes in contiguous_runs(held, outer, inner, itemsize):
+    for begin, at, nbytes in contiguous_runs(source_box, outer, inner, itemsize):
         assert begin > last and not (begin % itemsize or at % itemsize or nbytes % itemsize)
-        one, other, count = begin // itemsize, at // itemsize, nbytes // itemsize
-        flat[other : other + count] = source[one : one + count]
+        start, other, count = begin // itemsize, at // itemsize, nbytes // itemsize
+        flat[other : other + count] = source[start : start + count]
         last = begin
     expected = torch.full(outer.shape, -1)
     expected[inner.inside(outer)] = whole_one[inner.inside(full_slice(shape))]
@@ -71,12 +71,12 @@ def test_runs_bring_what_two_boxes_have_in_common_from_one_to_the_other(drawn, i
 def test_shards_whole_tensors_and_odd_leaves_are_loaded_where_they_belong(shard_stores, part, load):
     weight, odd = torch.rand(50, 30), torch.randint(0, 256, (7,), dtype=torch.uint8)
     low, high = rows(weight, 31)
-    left = weight[:, :10].contiguous(), (0, 0), (50, 30)
+    columns = weight[:, :10].contiguous(), (0, 0), (50, 30)
     right = weight[:, 10:].contiguous(), (0, 10), (50, 30)
     event = publish(
         shard_stores,
         part,
-        [("odd", odd), ("rows", *low), ("columns", *left), ("none", torch.empty(0, 3))],
+        [("odd", odd), ("rows", *low), ("columns", *columns), ("none", torch.empty(0, 3))],
         [("rows", *high), ("alone", torch.tensor(2.5)), ("columns", *right)],
     )
     module = module_of(rows=(50, 30), columns=(50, 30), alone=(), none=(0, 3))
@@ -85,7 +85,7 @@ def test_shards_whole_tensors_and_odd_leaves_are_loaded_where_they_belong(shard_
     module["columns"].data = torch.zeros(30, 50).t()
     squared = (module["rows"] ** 2).sum()
     loaded = load(event, module)
-    assert [one.nbytes for one in loaded] == [one.bytes for one in event.parts]
+    assert [report.nbytes for report in loaded] == [published.bytes for published in event.parts]
     assert identical(module["rows"], weight) and identical(module["columns"], weight)
     assert identical(module["odd"], odd) and module["alone"] == 2.5
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -116,15 +116,15 @@ def test_what_does_not_fit_or_is_not_there_is_refused_before_anything_changes(
     shard_stores, part, load
 ):
     event = publish(shard_stores, part, [("a", torch.ones(4)), ("b", torch.ones(2))])
-    for module, wanted, said in (
+    for module, selection, reason in (
         (module_of(a=4, b=3), None, "'b' is torch.float32"),
         (module_of(a=4), None, "no 'b', which the version brings"),
         (module_of(a=4, b=2, c=1), None, "no 'c', which the model needs"),
         (module_of(a=4), {"c": None}, "no 'c', which is wanted"),
         (module_of(a=4), {"a": TensorSlice((2,), (4,))}, r"of 'a' \[4\] from \[2\] is wanted"),
     ):
-        with pytest.raises(IncompatibleWeights, match=said):
-            load(event, module, wanted)
+        with pytest.raises(IncompatibleWeights, match=reason):
+            load(event, module, selection)
         assert (module["a"] == 0).all()
     for store in shard_stores:
         store.delete(part)
@@ -217,20 +217,20 @@ def spread(tensor):
 
 
 @pytest.mark.parametrize(
-    ("made", "said"),
+    ("made", "reason"),
     [(freed, "has no memory in the model .it was freed"), (spread, "is spread over ranks")],
 )
 def test_what_cannot_be_filled_is_refused_before_anything_changes(
-    shard_stores, part, load, made, said
+    shard_stores, part, load, made, reason
 ):
     event = publish(shard_stores, part, [("a", torch.ones(2)), ("b", torch.ones(2))])
     module = module_of(a=2)
     module["b"] = torch.nn.Parameter(made(torch.zeros(2)))
-    with pytest.raises(IncompatibleWeights, match=f"'b' {said}"):
+    with pytest.raises(IncompatibleWeights, match=f"'b' {reason}"):
         load(event, module)
     with pull_version(shard_stores[-1], part.run_id, event) as version:
         for fill in (check_fit, adopt):
-            with pytest.raises(IncompatibleWeights, match=f"'b' {said}"):
+            with pytest.raises(IncompatibleWeights, match=f"'b' {reason}"):
                 fill(module, version)
     assert (module["a"] == 0).all()
 

@@ -92,8 +92,8 @@ async def test_an_explorer_says_which_version_it_serves_by_its_digest(explorer, 
         assert identical(model.weight, source.weight)
     explorer.flush()
     await accept_reports(log)
-    found = [one.event for one in await events_of(log, WeightsApplied)]
-    assert {(one.version, one.digest) for one in found} == {
+    applied = [envelope.event for envelope in await events_of(log, WeightsApplied)]
+    assert {(event.version, event.digest) for event in applied} == {
         (StepRef(1, STEP), event.saves[0].digest)
     }
 
@@ -167,7 +167,7 @@ HEADERS = [
 ]
 
 
-@pytest.mark.parametrize("header", HEADERS, ids=[str(one) for one in HEADERS])
+@pytest.mark.parametrize("header", HEADERS, ids=[str(header) for header in HEADERS])
 def test_a_header_that_contradicts_itself_is_refused(explorer, saved, run_folder, header):
     saved({"a": torch.zeros(2)}, final_name(STEP))
     folder = run_folder / final_name(STEP) / Path(*MODEL_FOLDER)
@@ -236,7 +236,7 @@ def test_the_list_of_digests_has_the_form_that_xxhsum_reads(saved, run_folder):
     folder = run_folder / final_name(STEP) / Path(*MODEL_FOLDER)
     lines = (folder / FILE_DIGESTS).read_text().splitlines()
     files = [folder / "config.json", folder / "model.safetensors"]
-    assert lines == [f"{xxhash.xxh128_hexdigest(one.read_bytes())}  {one.name}" for one in files]
+    assert lines == [f"{xxhash.xxh128_hexdigest(file.read_bytes())}  {file.name}" for file in files]
 
 
 async def test_a_saved_folder_is_announced_with_the_digest_of_its_list(

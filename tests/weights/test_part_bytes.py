@@ -26,18 +26,18 @@ def test_what_lies_together_is_looked_at_where_it_lies(lengths):
     data = bytes(range(12))
     there = cut(data, *lengths)
     for begin in (0, 4, 8):
-        found = there.span(begin, 4)
-        assert bytes(found.tolist()) == data[begin : begin + 4]
-        assert found.data_ptr() == there.address(begin, 4)
+        span = there.span(begin, 4)
+        assert bytes(span.tolist()) == data[begin : begin + 4]
+        assert span.data_ptr() == there.address(begin, 4)
 
 
 def test_a_tensor_is_a_view():
     data = torch.arange(6, dtype=torch.float32)
     there = cut(data.numpy().tobytes(), 8, 16)
     entry = TensorEntry(name="a", dtype="float32", shape=(2, 2), offset=8)
-    found = as_tensor(there, entry)
-    assert identical(found, data[2:].view(2, 2))
-    assert found.data_ptr() == there.address(8, 16)
+    tensor = as_tensor(there, entry)
+    assert identical(tensor, data[2:].view(2, 2))
+    assert tensor.data_ptr() == there.address(8, 16)
 
 
 @pytest.mark.parametrize(("begin", "nbytes"), [(2, 4), (8, 8), (12, 1), (0, 13)])
@@ -58,10 +58,10 @@ def test_a_tensor_is_row_major_wherever_it_begins(shape, begin):
     elements = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
     # What follows on it does not make up an element.
     there = cut(bytes(begin) + elements.numpy().tobytes() + b"rest.", begin, elements.nbytes + 5)
-    found = there.tensor(begin, torch.float32, shape)
-    assert identical(found, elements)
-    assert found.is_contiguous()
-    assert found.data_ptr() % 4 == 0, "other processors fault on what is not aligned"
+    tensor = there.tensor(begin, torch.float32, shape)
+    assert identical(tensor, elements)
+    assert tensor.is_contiguous()
+    assert tensor.data_ptr() % 4 == 0, "other processors fault on what is not aligned"
 
 
 def test_a_tensor_in_two_pieces_is_refused():

@@ -56,10 +56,10 @@ def test_a_rank_that_falls_silent_while_it_publishes_fails_its_version():
     assert list(lease_holders(state)) == ["trainer-1"]
     for event in expired(state, {"trainer-0", "trainer-1"}):
         history.add(event, by="reducer")
-    monitor, said = history.fold()
-    [told] = [event for event in said if isinstance(event, StepFailed)]
-    assert (told.kind, told.step) == ("weights", 1)
-    assert told.reason.startswith("part of actor-1 for weights step 1 failed: nothing was heard")
+    monitor, announcements = history.fold()
+    [failure] = [event for event in announcements if isinstance(event, StepFailed)]
+    assert (failure.kind, failure.step) == ("weights", 1)
+    assert failure.reason.startswith("part of actor-1 for weights step 1 failed: nothing was heard")
     assert not monitor.state.attempts
 
 
@@ -71,8 +71,8 @@ def test_a_version_is_ready_whether_or_not_its_ranks_said_that_they_began():
     history.add(part(2))
     history.add(committed(1, "weights"))
     history.add(committed(2, "weights"))
-    monitor, said = history.fold()
-    assert [event.step for event in said if isinstance(event, StepReady)] == [1, 2]
+    monitor, announcements = history.fold()
+    assert [event.step for event in announcements if isinstance(event, StepReady)] == [1, 2]
     assert not monitor.state.attempts
 
 
@@ -86,9 +86,9 @@ def test_a_rank_that_follows_anothers_failure_is_not_the_reason_of_it():
         )
     )
     history.add(failed(1, "a1", kind="weights", rank=1, name="part"), rank=1)
-    monitor, said = history.fold()
-    [told] = [event for event in said if isinstance(event, StepFailed)]
-    assert told.reason == "part of actor-1 for weights step 1 failed: OSError: disk full"
+    monitor, announcements = history.fold()
+    [failure] = [event for event in announcements if isinstance(event, StepFailed)]
+    assert failure.reason == "part of actor-1 for weights step 1 failed: OSError: disk full"
     assert not monitor.state.attempts
 
 
@@ -105,8 +105,8 @@ def test_explain_tells_which_ranks_are_at_it():
     history = History()
     by_rank(history, 1, *range(12))
     history.add(published(1, 0))
-    said = explain(history.fold()[0].state, 1, now=int(1e3) + 2500)
-    assert "; rank 1, 2, 3, 4, 5, 6, 7, 8 and 3 more at it for 2.5 s" in said
+    explanation = explain(history.fold()[0].state, 1, now=int(1e3) + 2500)
+    assert "; rank 1, 2, 3, 4, 5, 6, 7, 8 and 3 more at it for 2.5 s" in explanation
 
 
 @pytest.fixture
@@ -121,13 +121,13 @@ TENSORS = [("a", torch.rand(4))]
 
 async def attempts(log):
     """What was said of parts, by attempt."""
-    found = {}
+    kinds = {}
     for envelope in await events_of(log, SaveStarted | SaveFailed | VersionPartPublished):
         event = envelope.event
         followed = isinstance(event, SaveFailed) and event.followed
         kind = "followed" if followed else type(event).__name__
-        found.setdefault(event.save_id, []).append(kind)
-    return list(found.values())
+        kinds.setdefault(event.save_id, []).append(kind)
+    return list(kinds.values())
 
 
 async def test_an_attempt_begins_and_ends_in_the_log(trainer, log):
@@ -156,15 +156,15 @@ async def test_a_rank_that_takes_longer_than_its_lease_is_waited_for(
         await anyio.sleep(3 * LEASE)
         part.add(*TENSORS[0])
         part.publish()
-        [told] = await announced(log, 1)
-    assert isinstance(told, StepReady)
+        [announcement] = await announced(log, 1)
+    assert isinstance(announcement, StepReady)
 
 
-def publishes_for_ever(told, url, run_id, epoch):
+def publishes_for_ever(pipe, url, run_id, epoch):
     made = Synchronizer(run_id, epoch, redis_url=url, rank=1, lease=LEASE)
     made.publication(1, 1).add(*TENSORS[0])
     made.flush()
-    told.send(None)
+    pipe.send(None)
     time.sleep(600)
 
 
@@ -180,6 +180,8 @@ async def test_a_rank_that_is_killed_while_it_publishes_is_missed_within_its_lea
             await anyio.sleep(3 * LEASE)
             assert not await announced(log, 0), "while it lives it is waited for"
             kill(process)
-            [told] = await announced(log, 1)
-    assert isinstance(told, StepFailed)
-    assert told.reason.startswith("part of trainer-1 for weights step 1 failed: nothing was heard")
+            [announcement] = await announced(log, 1)
+    assert isinstance(announcement, StepFailed)
+    assert announcement.reason.startswith(
+        "part of trainer-1 for weights step 1 failed: nothing was heard"
+    )

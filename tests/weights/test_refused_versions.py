@@ -63,13 +63,19 @@ async def test_a_damaged_chunk_is_an_event_of_the_explorer(
         TAKES[how](explorer, model, event)
     explorer.flush()
     await reports_accepted(log)
-    [envelope] = [one for one in await told(log) if isinstance(one.event, VersionRefused)]
+    [envelope] = [
+        envelope
+        for envelope in await read_envelopes(log)
+        if isinstance(envelope.event, VersionRefused)
+    ]
     assert (envelope.producer.role, envelope.producer.rank) == ("explorer", 1)
     assert envelope.producer.node
     assert envelope.event == VersionRefused(
         version=StepRef(event.epoch, 1), rank=0, chunk=2, reason=str(raised.value)
     )
-    assert not any(isinstance(one.event, WeightsApplied) for one in await told(log))
+    assert not any(
+        isinstance(envelope.event, WeightsApplied) for envelope in await read_envelopes(log)
+    )
 
 
 async def test_a_manifest_that_is_another_is_refused_without_a_chunk(
@@ -82,12 +88,16 @@ async def test_a_manifest_that_is_another_is_refused_without_a_chunk(
         pass
     explorer.flush()
     await reports_accepted(log)
-    [said] = [one.event for one in await told(log) if isinstance(one.event, VersionRefused)]
-    assert (said.version.step, said.rank, said.chunk) == (1, 0, None)
-    assert "not the one that was announced" in said.reason
+    [refusal_event] = [
+        envelope.event
+        for envelope in await read_envelopes(log)
+        if isinstance(envelope.event, VersionRefused)
+    ]
+    assert (refusal_event.version.step, refusal_event.rank, refusal_event.chunk) == (1, 0, None)
+    assert "not the one that was announced" in refusal_event.reason
 
 
-async def told(log):
+async def read_envelopes(log):
     return [decode_envelope(entry.payload) for entry in await log.read()]
 
 
@@ -111,10 +121,10 @@ async def test_every_view_of_the_run_tells_it(
     assert "this points to failing memory" in status
     assert json.loads(cli("status", run, "--json").stdout)["refused"] == 2
 
-    said = cli("explain", run, "2").stdout
-    assert said.startswith("Step 2 weights is ready.\nexplorer-1 on ")
-    assert "refused the weights of step 2: chunk 2 of the weights of step 2" in said
-    assert "of step 1" not in said
+    explanation = cli("explain", run, "2").stdout
+    assert explanation.startswith("Step 2 weights is ready.\nexplorer-1 on ")
+    assert "refused the weights of step 2: chunk 2 of the weights of step 2" in explanation
+    assert "of step 1" not in explanation
 
     root = ("--checkpoint-root", str(tmp_path))
     checked = cli("verify", run, *root, env=wide)
@@ -136,13 +146,15 @@ def test_a_refusal_is_heard_in_every_epoch_and_the_last_few_are_kept():
     for _ in range(KEPT_REFUSALS + 5):
         history.add(refused(), by="explorer", epoch=0)
     history.add(refused(7, chunk=None), by="explorer", epoch=0)
-    monitor, said = history.fold()
+    monitor, announcements = history.fold()
     state = monitor.state
     assert state.refused == KEPT_REFUSALS + 6
     assert len(state.refusals) == KEPT_REFUSALS
     assert (state.refusals[-1].version.step, state.refusals[-1].chunk) == (7, None)
     assert state.anomaly_counts == {}
-    assert [type(one).__name__ for one in said] == ["StepReady"], "announced once, and not undone"
+    assert [type(announcement).__name__ for announcement in announcements] == ["StepReady"], (
+        "announced once, and not undone"
+    )
     words = explain(state, 1)
     assert words.startswith("Step 1 weights is ready.\nexplorer-0 on ")
     assert words.endswith("more refusals came before.")
@@ -150,14 +162,18 @@ def test_a_refusal_is_heard_in_every_epoch_and_the_last_few_are_kept():
 
 def test_explorers_of_one_host_that_refuse_several_versions_point_to_its_memory():
     assert suspects([refusal(1), refusal(1)]) == [], "it may be what was published"
-    [said] = suspects([refusal(1), refusal(2, by="explorer-1"), refusal(3, node="b")])
-    assert said.startswith("explorer-0, explorer-1 on a refused 2 versions: this points to failing")
+    [suspicion] = suspects([refusal(1), refusal(2, by="explorer-1"), refusal(3, node="b")])
+    assert suspicion.startswith(
+        "explorer-0, explorer-1 on a refused 2 versions: this points to failing"
+    )
 
 
 def test_one_chunk_that_several_hosts_refuse_points_to_its_publisher():
-    [said] = suspects([refusal(1), refusal(1, node="b", by="explorer-1")])
-    assert said.startswith("Chunk 2 of rank 0 of step 1 was refused on 2 hosts: this points to")
-    assert "where rank 0 runs" in said
+    [suspicion] = suspects([refusal(1), refusal(1, node="b", by="explorer-1")])
+    assert suspicion.startswith(
+        "Chunk 2 of rank 0 of step 1 was refused on 2 hosts: this points to"
+    )
+    assert "where rank 0 runs" in suspicion
 
 
 async def test_the_summary_counts_a_refused_version_as_such(trainer, explorer, log, weights_client):
@@ -177,8 +193,8 @@ async def test_the_summary_counts_a_refused_version_as_such(trainer, explorer, l
     for stream in Stream:
         for entry in await log.read(stream=stream):
             summarizer.add(decode_envelope(entry.payload), len(entry.payload))
-    found = summarizer.summary()
-    assert (found.versions_published, found.versions_applied) == (4, 2)
-    assert (found.versions_refused, found.refusals) == (2, 2)
-    assert (found.versions_superseded_unpulled, found.versions_unaccounted) == (0, 0)
-    assert len(found.suspects) == 1
+    totals = summarizer.summary()
+    assert (totals.versions_published, totals.versions_applied) == (4, 2)
+    assert (totals.versions_refused, totals.refusals) == (2, 2)
+    assert (totals.versions_superseded_unpulled, totals.versions_unaccounted) == (0, 0)
+    assert len(totals.suspects) == 1

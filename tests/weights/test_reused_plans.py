@@ -24,7 +24,7 @@ from trinity_events.weights.publishing.part_layout import LastLayout
 CHUNKS = 64, 100, 4096
 
 
-def some(**changes):
+def sample_tensors(**changes):
     """Tensors of odd sizes and several dtypes, none of which another test changes."""
     made = {
         "square": torch.randn(6, 6),
@@ -39,7 +39,11 @@ def some(**changes):
 
 def model():
     module = torch.nn.ParameterDict(
-        {name: torch.zeros_like(one) for name, one in some().items() if one.is_floating_point()}
+        {
+            name: torch.zeros_like(tensor)
+            for name, tensor in sample_tensors().items()
+            if tensor.is_floating_point()
+        }
     )
     module.register_buffer("odd", torch.zeros(7, 3, dtype=torch.int8))
     return module
@@ -95,14 +99,14 @@ def ends(shard_stores, part):
 
 
 def holds(module, tensors):
-    found = module.state_dict()
-    return all(identical(found[name], tensor) for name, tensor in tensors.items())
+    state = module.state_dict()
+    return all(identical(state[name], tensor) for name, tensor in tensors.items())
 
 
 def test_a_layout_is_planned_once_on_both_ends(ends, plans):
     module = model()
     for _ in range(3):
-        tensors = some()
+        tensors = sample_tensors()
         ends.apply(module, ends.publish(tensors))
         assert holds(module, tensors)
     assert plans.copies == 1
@@ -112,8 +116,8 @@ def test_a_layout_is_planned_once_on_both_ends(ends, plans):
 @pytest.mark.parametrize("chunk_bytes", CHUNKS)
 def test_tensors_added_at_once_are_the_part_that_they_are_one_by_one(ends, chunk_bytes):
     for _ in range(3):
-        tensors = some()
-        ends.publish({name: one * 0 + 1 for name, one in tensors.items()})  # bytes in between
+        tensors = sample_tensors()
+        ends.publish({name: tensor * 0 + 1 for name, tensor in tensors.items()})  # bytes in between
         at_once = ends.writer(chunk_bytes)
         at_once.add_all(list(tensors), list(tensors.values()))
         report = at_once.seal()
@@ -126,7 +130,7 @@ def test_tensors_added_at_once_are_the_part_that_they_are_one_by_one(ends, chunk
 
 def test_a_tensor_may_follow_those_that_were_added_at_once(ends):
     for _ in range(2):
-        tensors, more = some(), torch.randn(9)
+        tensors, more = sample_tensors(), torch.randn(9)
         writer = ends.writer()
         writer.add_all(list(tensors), list(tensors.values()))
         writer.add("more", more)
@@ -137,19 +141,19 @@ def test_a_tensor_may_follow_those_that_were_added_at_once(ends):
 @pytest.mark.parametrize(
     "tensors",
     [
-        some(square=torch.randn(4, 9)),
-        some(square=torch.randn(6, 6).t()),
-        some(square=torch.randn(6, 6, dtype=torch.float64)),
-        some(bias=None),
-        some(more=torch.randn(3)),
-        dict(reversed(some().items())),
-        {f"{name}.": tensor for name, tensor in some().items()},
-        {name: torch.nn.Parameter(tensor, False) for name, tensor in some().items()},
+        sample_tensors(square=torch.randn(4, 9)),
+        sample_tensors(square=torch.randn(6, 6).t()),
+        sample_tensors(square=torch.randn(6, 6, dtype=torch.float64)),
+        sample_tensors(bias=None),
+        sample_tensors(more=torch.randn(3)),
+        dict(reversed(sample_tensors().items())),
+        {f"{name}.": tensor for name, tensor in sample_tensors().items()},
+        {name: torch.nn.Parameter(tensor, False) for name, tensor in sample_tensors().items()},
     ],
 )
 def test_a_part_with_another_layout_is_described_anew(ends, tensors):
     for _ in range(2):
-        ends.publish(some())
+        ends.publish(sample_tensors())
     assert_same(ends.read(ends.publish(tensors)), list(tensors.items()))
 
 
@@ -167,10 +171,10 @@ def test_shards_elsewhere_in_their_tensor_are_another_layout(ends, plans):
 
 
 def test_a_freed_tensor_is_refused_by_its_name_before_and_after_its_layout_is_known(ends):
-    for known in (False, True):
-        if known:
-            ends.publish(some())
-        tensors = some()
+    for has_layout in (False, True):
+        if has_layout:
+            ends.publish(sample_tensors())
+        tensors = sample_tensors()
         tensors["bias"].untyped_storage().resize_(0)
         with pytest.raises(ValueError, match=r"'bias' has no memory \(it was freed\)"):
             ends.publish(tensors)
@@ -178,9 +182,9 @@ def test_a_freed_tensor_is_refused_by_its_name_before_and_after_its_layout_is_kn
 
 def test_names_and_dtypes_outside_the_contract_are_refused_at_once(ends):
     with pytest.raises(ValueError, match="1 to 256 characters"):
-        ends.publish(some(**{"n" * 257: torch.ones(1)}))
+        ends.publish(sample_tensors(**{"n" * 257: torch.ones(1)}))
     with pytest.raises(TypeError, match=r"dtype is torch\.complex128"):
-        ends.publish(some(bias=torch.ones(6, dtype=torch.complex128)))
+        ends.publish(sample_tensors(bias=torch.ones(6, dtype=torch.complex128)))
     with pytest.raises(ValueError, match="'a' appears twice"):
         twice(ends.writer())
 
@@ -270,14 +274,15 @@ CHANGES = [
 def test_a_changed_model_is_fitted_as_one_never_seen(ends, plans, change, refused):
     module = model()
     for _ in range(2):
-        ends.apply(module, ends.publish(some()))
+        ends.apply(module, ends.publish(sample_tensors()))
     change(module)
-    tensors, before = some(), [one.clone() for one in module.parameters() if one.data_ptr()]
+    tensors = sample_tensors()
+    before = [parameter.clone() for parameter in module.parameters() if parameter.data_ptr()]
     event = ends.publish(tensors)
     if refused:
         with pytest.raises(IncompatibleWeights, match=refused):
             ends.apply(module, event)
-        now = [one for one in module.parameters() if one.data_ptr()]
+        now = [parameter for parameter in module.parameters() if parameter.data_ptr()]
         assert all(map(identical, now, before))
     else:
         ends.apply(module, event)
@@ -288,15 +293,21 @@ def test_a_changed_model_is_fitted_as_one_never_seen(ends, plans, change, refuse
 @pytest.mark.parametrize(
     ("tensors", "refused"),
     [
-        (some(square=torch.randn(4, 9)), r"'square' is torch.float32 \[6, 6\] in the model"),
-        (some(bias=torch.randn(6, dtype=torch.float64)), "torch.float64 .* in the version"),
-        (some(bias=None), "the version has no 'bias', which the model needs"),
-        (some(more=torch.randn(3)), "the model has no 'more', which the version brings"),
-        (dict(reversed(some().items())), None),
+        (
+            sample_tensors(square=torch.randn(4, 9)),
+            r"'square' is torch.float32 \[6, 6\] in the model",
+        ),
+        (
+            sample_tensors(bias=torch.randn(6, dtype=torch.float64)),
+            "torch.float64 .* in the version",
+        ),
+        (sample_tensors(bias=None), "the version has no 'bias', which the model needs"),
+        (sample_tensors(more=torch.randn(3)), "the model has no 'more', which the version brings"),
+        (dict(reversed(sample_tensors().items())), None),
     ],
 )
 def test_another_version_is_fitted_as_the_first_one(ends, tensors, refused):
-    module, last = model(), some()
+    module, last = model(), sample_tensors()
     for _ in range(2):
         ends.apply(module, ends.publish(last))
     event = ends.publish(tensors)
@@ -319,29 +330,29 @@ def test_a_subset_is_no_version_of_all(ends):
 
 def test_a_tie_that_is_made_or_broken_later_is_seen(ends):
     module = torch.nn.ParameterDict({"a": torch.zeros(4), "b": torch.zeros(4)})
-    one, other = torch.randn(4), torch.randn(4)
+    first, other = torch.randn(4), torch.randn(4)
     for _ in range(2):
-        ends.apply(module, ends.publish({"a": one, "b": other}))
+        ends.apply(module, ends.publish({"a": first, "b": other}))
     module["b"].data = module["a"].data
     with pytest.raises(IncompatibleWeights, match="are one tensor in the model and differ"):
-        ends.apply(module, ends.publish({"a": one, "b": other}))
+        ends.apply(module, ends.publish({"a": first, "b": other}))
     for _ in range(2):
         ends.apply(module, ends.publish({"a": other}))
         assert identical(module["b"], other)
     module["b"].data = torch.zeros(4)
     with pytest.raises(IncompatibleWeights, match="the version has no 'b'"):
-        ends.apply(module, ends.publish({"a": one}))
+        ends.apply(module, ends.publish({"a": first}))
 
 
 def test_neither_a_model_nor_a_tensor_that_it_replaced_is_kept(ends):
     module = model()
     for _ in range(2):
-        ends.apply(module, ends.publish(some()))
+        ends.apply(module, ends.publish(sample_tensors()))
     old, gone = ref(module["square"]), ref(module)
     replaced(module)
     gc.collect()
     assert old() is None
-    ends.apply(module, ends.publish(some()))
+    ends.apply(module, ends.publish(sample_tensors()))
     del module
     gc.collect()
     assert gone() is None

@@ -38,8 +38,8 @@ def named(name, shards):
 
 
 @contextmanager
-def pulled(stores, part, event, wanted=None):
-    with pull_version(stores[-1], part.run_id, event, wanted) as version:
+def pulled(stores, part, event, selection=None):
+    with pull_version(stores[-1], part.run_id, event, selection) as version:
         yield version
 
 
@@ -62,9 +62,9 @@ def test_shards_of_every_dtype_make_up_the_tensor_bit_for_bit(shard_stores, part
     tensor = raw.view(dtype)
     event = publish(shard_stores, part, *named("a", rows(tensor, 4)))
     with pulled(shard_stores, part, event) as version:
-        [(name, found)] = version.tensors()
-    assert (name, found.dtype, found.shape) == ("a", dtype, tensor.shape)
-    assert identical(found, tensor)
+        [(name, received)] = version.tensors()
+    assert (name, received.dtype, received.shape) == ("a", dtype, tensor.shape)
+    assert identical(received, tensor)
 
 
 def test_uneven_empty_and_whole_shards_are_installed_where_they_belong(shard_stores, part):
@@ -92,8 +92,8 @@ def test_a_slice_across_columns_and_ranks_is_read_straight_into_the_model(
     weight = torch.rand(64, 32)
     event = publish(shard_stores, part, *named("weight", rows(weight, 24)))
     module = module_of(weight=(10, 8))
-    wanted = {"weight": TensorSlice((20, 16), (10, 8))}
-    with pulled(shard_stores, part, event, wanted) as version:
+    selection = {"weight": TensorSlice((20, 16), (10, 8))}
+    with pulled(shard_stores, part, event, selection) as version:
         install(check_fit(module, version))
         [(_, assembled)] = version.tensors()
     assert identical(module["weight"], weight[20:30, 16:24])
@@ -119,26 +119,26 @@ def test_what_is_wanted_and_not_there_is_refused_by_name(shard_stores, part):
     refused = pytest.raises(IncompatibleWeights, match="no 'b', which is wanted")
     with pulled(shard_stores, part, event, {"b": None}) as version, refused:
         check_fit(module_of(b=4), version)
-    for box, said in (
+    for box, reason in (
         (TensorSlice((2,), (4,)), r"of 'a' \[4\] from \[2\] is wanted, but it is \[4\]"),
         (TensorSlice((0, 0), (4, 1)), r"of 'a' \[4, 1\] from \[0, 0\] is wanted, but it is \[4\]"),
     ):
         with pulled(shard_stores, part, event, {"a": box}) as version:
-            with pytest.raises(IncompatibleWeights, match=said):
+            with pytest.raises(IncompatibleWeights, match=reason):
                 check_fit(module_of(a=box.shape), version)
-            with pytest.raises(IncompatibleWeights, match=said):
+            with pytest.raises(IncompatibleWeights, match=reason):
                 dict(version.tensors())
 
 
 @pytest.mark.parametrize(
-    ("cut", "again", "said"),
+    ("cut", "again", "reason"),
     [
         ((3, 4), slice(3, None), r"shards of 'a' .* 2 of 12 elements are missing"),
         ((3, 2), slice(3, None), r"shards of 'a' .* it comes twice at \[2, 0\]"),
     ],
 )
 def test_a_hole_or_an_overlap_changes_nothing_and_names_the_tensor(
-    shard_stores, part, cut, again, said
+    shard_stores, part, cut, again, reason
 ):
     tensor = torch.rand(6, 2)
     upto, since = cut
@@ -150,9 +150,9 @@ def test_a_hole_or_an_overlap_changes_nothing_and_names_the_tensor(
     )
     module = module_of(a=(6, 2))
     with pulled(shard_stores, part, event) as version:
-        with pytest.raises(IncompatibleWeights, match=said):
+        with pytest.raises(IncompatibleWeights, match=reason):
             check_fit(module, version)
-        with pytest.raises(IncompatibleWeights, match=said):
+        with pytest.raises(IncompatibleWeights, match=reason):
             dict(version.tensors())
     assert (module["a"] == 0).all()
 
@@ -190,24 +190,24 @@ def test_shards_of_different_dtypes_are_refused_and_not_cast_whatever_is_wanted(
         [("a", torch.ones(3), (0,), (6,))],
         [("a", torch.ones(3).double(), (3,), (6,))],
     )
-    for wanted in (
+    for selection in (
         None,
         {"a": None},
         {"a": TensorSlice((0,), (6,))},
         {"a": TensorSlice((1,), (2,))},
     ):
         refused = pytest.raises(IncompatibleWeights, match="'a' is several things")
-        with pulled(shard_stores, part, event, wanted) as version, refused:
+        with pulled(shard_stores, part, event, selection) as version, refused:
             dict(version.tensors())
 
 
 def test_each_shard_is_published_by_one_of_the_ranks_that_hold_it():
     keys = [bytes([number] * 8) for number in range(40)]
     everyone = [b"".join(keys[:30]), b"".join(keys[10:]), b"".join(keys[10:30])]
-    found = owners(everyone)
-    assert set(found) == set(keys)
-    assert all(key in everyone[rank] for key, rank in found.items())
-    assert {found[key] for key in keys[10:30]} == {0, 1, 2}, "they are dealt out"
+    assigned = owners(everyone)
+    assert set(assigned) == set(keys)
+    assert all(key in everyone[rank] for key, rank in assigned.items())
+    assert {assigned[key] for key in keys[10:30]} == {0, 1, 2}, "they are dealt out"
 
 
 def test_a_version_names_every_tensor_once(shard_stores, part):
@@ -227,10 +227,12 @@ def test_tied_leaves_travel_under_both_names(shard_stores, part):
     assert identical(module["a"], tensor) and identical(module["b"], tensor)
 
 
-@pytest.mark.parametrize("tie", [lambda one: one, lambda one: torch.nn.Parameter(one.data)])
-@pytest.mark.parametrize("wanted", [None, {"a": None, "b": None}], ids=["all", "some"])
+@pytest.mark.parametrize(
+    "tie", [lambda parameter: parameter, lambda parameter: torch.nn.Parameter(parameter.data)]
+)
+@pytest.mark.parametrize("selection", [None, {"a": None, "b": None}], ids=["all", "some"])
 def test_what_is_one_tensor_in_the_model_and_two_in_the_version_has_to_be_equal(
-    shard_stores, part, wanted, tie
+    shard_stores, part, selection, tie
 ):
     tensor = torch.rand(4, 3)
     module = module_of(a=(4, 3))
@@ -238,20 +240,20 @@ def test_what_is_one_tensor_in_the_model_and_two_in_the_version_has_to_be_equal(
     whole, cut = [("a", tensor), ("b", tensor)], named("a", rows(tensor, 2))
     differs = [("b", tensor + 1, (0, 0), (4, 3))]
     refused = "'a' and 'b' are one tensor in the model and differ"
-    for step, ranks, said in (
+    for step, ranks, reason in (
         (1, ([*whole[:1], ("b", tensor + 1)],), refused),
         (2, (cut[0] + differs, cut[1]), refused),
         (3, (whole,), None),
-        (4, tuple([*one, ("b", *one[0][1:])] for one in cut), None),
+        (4, tuple([*cut_shards, ("b", *cut_shards[0][1:])] for cut_shards in cut), None),
     ):
         here = part._replace(step=step)
         event = publish(shard_stores, here, *ranks)
-        with pulled(shard_stores, here, event, wanted) as version:
-            if said is None:
+        with pulled(shard_stores, here, event, selection) as version:
+            if reason is None:
                 install(check_fit(module, version))
                 assert identical(module["a"], tensor) and identical(module["b"], tensor)
             else:
-                with pytest.raises(IncompatibleWeights, match=said):
+                with pytest.raises(IncompatibleWeights, match=reason):
                     check_fit(module, version)
                 assert not module["a"].any()
         torch.nn.init.zeros_(module["a"])
@@ -359,14 +361,14 @@ def test_what_is_tied_to_what_is_adopted_gets_the_same_memory(shard_stores, part
     assert not subset or not module["other"].any()
 
 
-@pytest.mark.parametrize("wanted", [None, {"a": None}], ids=["all", "some"])
-@pytest.mark.parametrize("some", [lambda one: one[:1], lambda one: one.view(2, 4)])
-def test_a_view_of_what_comes_is_not_left_behind_by_adopting(shard_stores, part, wanted, some):
+@pytest.mark.parametrize("selection", [None, {"a": None}], ids=["all", "some"])
+@pytest.mark.parametrize("view", [lambda tensor: tensor[:1], lambda tensor: tensor.view(2, 4)])
+def test_a_view_of_what_comes_is_not_left_behind_by_adopting(shard_stores, part, selection, view):
     event = publish(shard_stores, part, [("a", torch.ones(4, 2))])
     module = module_of(a=(4, 2))
-    module["view"] = torch.nn.Parameter(some(module["a"].data))
+    module["view"] = torch.nn.Parameter(view(module["a"].data))
     refused = pytest.raises(IncompatibleWeights, match="'view' is in the memory of what")
-    with pulled(shard_stores, part, event, wanted) as version:
+    with pulled(shard_stores, part, event, selection) as version:
         with refused:
             adopt(module, version)
         assert not module["a"].any()
@@ -377,11 +379,11 @@ def test_a_view_of_what_comes_is_not_left_behind_by_adopting(shard_stores, part,
 def test_buffers_of_a_module_under_two_names_are_adopted(shard_stores, part):
     shared = torch.nn.BatchNorm1d(3)
     module = torch.nn.ModuleDict({"a": shared, "b": shared})
-    sent = {name: torch.full_like(one, 2) for name, one in module.state_dict().items()}
+    sent = {name: torch.full_like(tensor, 2) for name, tensor in module.state_dict().items()}
     event = publish(shard_stores, part, sent.items())
     with pulled(shard_stores, part, event) as version:
         adopt(module, version)
-        assert all(identical(one, sent[name]) for name, one in module.state_dict().items())
+        assert all(identical(tensor, sent[name]) for name, tensor in module.state_dict().items())
 
 
 @pytest.mark.parametrize("made", [False, True], ids=["model", "inference model"])
@@ -397,7 +399,7 @@ def test_a_model_that_adopts_computes_in_every_mode_that_it_was_made_for(
         event = publish(shard_stores, here, tensors.items())
         with torch.inference_mode(read), pulled(shard_stores, here, event) as version:
             adopt(model, version)
-            assert [one.is_inference() for one in model.parameters()] == [made, made]
+            assert [parameter.is_inference() for parameter in model.parameters()] == [made, made]
             for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
                 with torch.inference_mode(False), mode():
                     assert (model(torch.ones(2, 4)) == 4 * step).all()

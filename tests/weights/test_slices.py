@@ -45,21 +45,23 @@ def cuts(draw):
 
 def marked(shape, box):
     """Which elements of a tensor of this shape are in the box."""
-    found = np.zeros(shape, bool)
-    found[box.inside(full_slice(shape))] = True
-    return found
+    mask = np.zeros(shape, bool)
+    mask[box.inside(full_slice(shape))] = True
+    return mask
 
 
 @given(shapes_and_boxes(2))
 def test_what_two_boxes_have_in_common_is_what_both_mark(given_boxes):
-    shape, (one, other) = given_boxes
-    both = marked(shape, one) & marked(shape, other)
-    found = intersection(one, other)
-    assert (found is None) == (not both.any())
-    if found is not None:
-        assert np.array_equal(marked(shape, found), both)
+    shape, (first, other) = given_boxes
+    both = marked(shape, first) & marked(shape, other)
+    common = intersection(first, other)
+    assert (common is None) == (not both.any())
+    if common is not None:
+        assert np.array_equal(marked(shape, common), both)
         assert (
-            contains(one, found) and contains(other, found) and contains(full_slice(shape), found)
+            contains(first, common)
+            and contains(other, common)
+            and contains(full_slice(shape), common)
         )
 
 
@@ -84,9 +86,9 @@ def test_a_hole_or_an_overlap_is_always_found(cut, data):
 
 @given(shapes_and_boxes(4))
 def test_a_cover_is_faultless_exactly_when_each_element_is_marked_once(given_boxes):
-    shape, (wanted, *boxes) = given_boxes
-    times = sum(marked(shape, box).astype(int) for box in boxes)[wanted.inside(full_slice(shape))]
-    assert (coverage_error(wanted, boxes) is None) == bool((times == 1).all())
+    shape, (target, *boxes) = given_boxes
+    times = sum(marked(shape, box).astype(int) for box in boxes)[target.inside(full_slice(shape))]
+    assert (coverage_error(target, boxes) is None) == bool((times == 1).all())
 
 
 @given(shapes_and_boxes(1), st.integers(1, 4), st.integers(0, 40))
@@ -102,17 +104,17 @@ def test_spans_hold_every_byte_of_the_box_and_no_more_than_the_gap_allows(given_
     assert not (needed & ~read).any()
     assert spans == sorted(spans)
     # What is read in vain lies in gaps of less than the bound.
-    vain = "".join("x" if one else "." for one in read & ~needed)
+    vain = "".join("x" if is_read else "." for is_read in read & ~needed)
     assert all(len(run) <= gap for run in vain.split(".") if run)
 
 
 @given(st.integers(0, 40), st.integers(1, 9))
 def test_even_chunks_tile_a_dimension_as_torch_cuts_it(size, parts):
     torch = pytest.importorskip("torch")
-    found = [chunk_of(size, parts, index) for index in range(parts)]
-    theirs = [len(one) for one in torch.arange(size).chunk(parts)] if size else []
-    assert [length for _, length in found if length] == theirs
-    assert [begin for begin, length in found if length] == [
+    pieces = [chunk_of(size, parts, index) for index in range(parts)]
+    theirs = [len(piece) for piece in torch.arange(size).chunk(parts)] if size else []
+    assert [length for _, length in pieces if length] == theirs
+    assert [begin for begin, length in pieces if length] == [
         sum(theirs[:index]) for index in range(len(theirs))
     ]
 

@@ -62,11 +62,11 @@ def test_a_model_has_a_version_before_it_is_sealed_but_for_the_last_chunk(
     (ours, theirs), (module, ahead) = shared_memory_stores, model
     part = part._replace(step=2)
     squared = (module.get_parameter("layer.3") ** 2).sum()
-    with reading(theirs, [part], taker=ahead.begin(module)) as told:
+    with reading(theirs, [part], taker=ahead.begin(module)) as prefetch:
         writer = write(PartWriter(ours, part, CHUNK), changed())
         wait_until(lambda: has(module, changed()[:-1]))
         assert not has(module, changed())
-        assert told.ended is None
+        assert prefetch.ended is None
         report = writer.seal()
     load(theirs, module, ahead, part, report)
     assert has(module, changed())
@@ -83,7 +83,10 @@ def test_the_shards_of_all_ranks_are_taken_as_they_come(shared_memory_stores, pa
             parts = [part._replace(step=step, rank=rank) for rank in (0, 1)]
             copied.clear()
             with reading(theirs, parts, taker=ahead.begin(module)):
-                writers = [PartWriter(*one, 256) for one in zip((ours, second), parts, strict=True)]
+                writers = [
+                    PartWriter(store, ref, 256)
+                    for store, ref in zip((ours, second), parts, strict=True)
+                ]
                 for writer, (tensor, *place) in zip(writers, rows(weight + step, 20), strict=True):
                     writer.add("weight", tensor, ShardOffset(*place))
                 if step == 2:  # of 2,640 and 5,808 bytes, in chunks of 256

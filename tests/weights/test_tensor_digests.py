@@ -37,8 +37,8 @@ def store():
 def manifest(store, part, tensors, *, digests=True, last=None) -> WeightManifest:
     """Of what is published: names, tensors, and places of shards."""
     writer = PartWriter(store, part, last=last, tensor_digests=digests)
-    for one in tensors:
-        writer.add(*one)
+    for named_tensor in tensors:
+        writer.add(*named_tensor)
     announcement(part, writer.seal())
     source = store.open(part)
     try:
@@ -49,19 +49,21 @@ def manifest(store, part, tensors, *, digests=True, last=None) -> WeightManifest
 
 def test_a_manifest_has_the_digest_of_every_tensor_when_asked_for(store, part):
     tensors = list(awkward().items())
-    found = manifest(store, part, tensors)
-    assert [one.digest for one in found.tensors] == [digest(as_bytes(one)) for _, one in tensors]
+    sealed = manifest(store, part, tensors)
+    assert [entry.digest for entry in sealed.tensors] == [
+        digest(as_bytes(tensor)) for _, tensor in tensors
+    ]
     without = manifest(store, part._replace(step=2), tensors, digests=False)
-    assert {one.digest for one in without.tensors} == {None}
+    assert {entry.digest for entry in without.tensors} == {None}
 
 
 def test_two_versions_have_the_same_digest_of_a_tensor_only_where_it_is_the_same(store, part):
-    one, other = torch.ones(5), torch.ones(7)
-    first = manifest(store, part, [("a", one), ("b", other)])
+    first_tensor, other = torch.ones(5), torch.ones(7)
+    first = manifest(store, part, [("a", first_tensor), ("b", other)])
     other[3] = 2
-    second = manifest(store, part._replace(step=2), [("b", other), ("a", one)])
+    second = manifest(store, part._replace(step=2), [("b", other), ("a", first_tensor)])
     before, after = (
-        {each.name: each.digest for each in found.tensors} for found in (first, second)
+        {each.name: each.digest for each in sealed.tensors} for sealed in (first, second)
     )
     assert before["a"] == after["a"]
     assert before["b"] != after["b"]
@@ -81,33 +83,39 @@ def test_a_delta_has_the_digest_of_the_whole_tensor(store, part):
 
 def test_what_something_else_wrote_into_a_model_is_found_and_named(store, part):
     sent = {"a": torch.randn(6, 4), "b": torch.randn(3)}
-    told = manifest(store, part, sent.items())
+    sealed = manifest(store, part, sent.items())
     module = torch.nn.ParameterDict({name: tensor.clone() for name, tensor in sent.items()})
-    assert check_installed(module, [told]) == 2
+    assert check_installed(module, [sealed]) == 2
     with torch.no_grad():
         module.get_parameter("b")[1] += 1
     with pytest.raises(CorruptVersion, match=r"'b' of the model .* step 1"):
-        check_installed(module, [told])
-    assert check_installed(module, [told], {"a": None}) == 1, "of the others nothing was asked"
+        check_installed(module, [sealed])
+    assert check_installed(module, [sealed], {"a": None}) == 1, "of the others nothing was asked"
 
 
 def test_shards_are_compared_where_the_model_has_all_of_them(store, part):
     whole = torch.randn(6, 4)
     rows = [("a", whole[:4].contiguous(), ShardOffset((0, 0), (6, 4)))]
-    told = manifest(store, part, rows)
+    sealed = manifest(store, part, rows)
     with torch.no_grad():
-        assert check_installed(torch.nn.ParameterDict({"a": whole.clone()}), [told]) == 1
+        assert check_installed(torch.nn.ParameterDict({"a": whole.clone()}), [sealed]) == 1
         wrong = whole.clone()
         wrong[2, 2] += 1
         with pytest.raises(CorruptVersion, match="'a'"):
-            check_installed(torch.nn.ParameterDict({"a": wrong}), [told])
-    some = TensorSlice((2, 0), (4, 4))
+            check_installed(torch.nn.ParameterDict({"a": wrong}), [sealed])
+    rows_slice = TensorSlice((2, 0), (4, 4))
     assert (
-        check_installed(torch.nn.ParameterDict({"a": whole[2:].clone()}), [told], {"a": some}) == 0
+        check_installed(
+            torch.nn.ParameterDict({"a": whole[2:].clone()}), [sealed], {"a": rows_slice}
+        )
+        == 0
     )
-    some = TensorSlice((0, 0), (5, 4))
+    rows_slice = TensorSlice((0, 0), (5, 4))
     assert (
-        check_installed(torch.nn.ParameterDict({"a": whole[:5].clone()}), [told], {"a": some}) == 1
+        check_installed(
+            torch.nn.ParameterDict({"a": whole[:5].clone()}), [sealed], {"a": rows_slice}
+        )
+        == 1
     )
 
 
@@ -133,7 +141,7 @@ async def test_an_explorer_says_that_it_serves_only_what_its_model_has(
                 patch.setattr(version_reader, "install", lambda fit: (real(fit), spoil()))
             else:
                 at = "trinity_events.weights.applying.load.check_installed"
-                patch.setattr(at, lambda *told, **how: (spoil(), check_installed(*told, **how)))
+                patch.setattr(at, lambda *args, **how: (spoil(), check_installed(*args, **how)))
             with pytest.raises(CorruptVersion, match="'b' of the model"):
                 getattr(explorer, way)(model, event)
         trainer.open_version(2)
@@ -144,9 +152,9 @@ async def test_an_explorer_says_that_it_serves_only_what_its_model_has(
         getattr(explorer, way)(model, event)
         explorer.flush()
         await reports_accepted(log)
-        told = [decode_envelope(entry.payload).event for entry in await log.read()]
-        assert [one.version.step for one in told if isinstance(one, WeightsApplied)] == [1]
-        [refused] = [one for one in told if isinstance(one, VersionRefused)]
+        events = [decode_envelope(entry.payload).event for entry in await log.read()]
+        assert [event.version.step for event in events if isinstance(event, WeightsApplied)] == [1]
+        [refused] = [event for event in events if isinstance(event, VersionRefused)]
         assert (refused.version.step, refused.chunk) == (1, None)
         assert "'b' of the model" in refused.reason
     explorer.close()

@@ -64,11 +64,11 @@ async def test_applying_installs_in_place_and_reports_what_is_served(trainer, ex
     assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
     explorer.flush()
     await reports_accepted(log)
-    told = [decode_envelope(entry.payload) for entry in await log.read()][-1]
-    assert isinstance(told.event, WeightsApplied)
-    assert (told.producer.role, told.producer.rank) == ("explorer", 1)
-    assert told.event.digest == event.version_digest
-    assert told.event.phases == phases
+    applied = [decode_envelope(entry.payload) for entry in await log.read()][-1]
+    assert isinstance(applied.event, WeightsApplied)
+    assert (applied.producer.role, applied.producer.rank) == ("explorer", 1)
+    assert applied.event.digest == event.version_digest
+    assert applied.event.phases == phases
 
 
 async def test_a_version_is_invisible_before_it_is_committed(trainer, log):
@@ -135,7 +135,8 @@ async def test_retired_versions_are_freed_and_the_newest_two_stay(
         await ready(log, step)
     with anyio.fail_after(PATIENCE):
         while not any(
-            isinstance(one, VersionRetired) and one.step == 3 for one in await announced(log, 1)
+            isinstance(event, VersionRetired) and event.step == 3
+            for event in await announced(log, 1)
         ):
             await anyio.sleep(0.01)
     trainer.publication(6).begin()  # whoever publishes next frees first
@@ -155,10 +156,10 @@ async def test_what_does_not_fit_changes_nothing_and_names_the_tensor(trainer, e
         "'bias' is torch.float32": {**good, "bias": torch.ones(5)},
         "'weight' is torch.float32": {**good, "weight": good["weight"].bfloat16()},
     }
-    for step, (said, tensors) in enumerate(wrong.items()):
+    for step, (reason, tensors) in enumerate(wrong.items()):
         publish(trainer, tensors, step)
         event = await ready(log, step)
-        with pytest.raises(IncompatibleWeights, match=said):
+        with pytest.raises(IncompatibleWeights, match=reason):
             explorer.apply(model, event)
     assert identical(model.weight, before)
 
@@ -192,16 +193,16 @@ async def test_a_module_under_two_names_takes_its_buffers_under_both_or_one(trai
     shared = torch.nn.BatchNorm1d(3)
     model = torch.nn.ModuleDict({"a": shared, "b": shared})
     sent = {
-        name: torch.full_like(one, step)
-        for step, (name, one) in enumerate(model.state_dict().items())
+        name: torch.full_like(tensor, step)
+        for step, (name, tensor) in enumerate(model.state_dict().items())
         if name.startswith("a.")
     }
-    both = sent | {name.replace("a.", "b."): one for name, one in sent.items()}
+    both = sent | {name.replace("a.", "b."): tensor for name, tensor in sent.items()}
     for step, tensors in enumerate((both, sent)):
         torch.nn.init.zeros_(shared.running_mean)
         publish(trainer, tensors, step)
         explorer.apply(model, await ready(log, step))
-        assert all(identical(one, both[name]) for name, one in model.state_dict().items())
+        assert all(identical(tensor, both[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # torch's own
@@ -218,10 +219,10 @@ async def test_a_model_that_is_compiled_or_wrapped_takes_versions_by_plain_names
     if how == "adopt":
         with explorer.pull(event) as version:
             adopt(compiled, version)
-            assert all(identical(one, sent[name]) for name, one in plain.state_dict().items())
+            assert all(identical(tensor, sent[name]) for name, tensor in plain.state_dict().items())
     else:
         getattr(explorer, how)(compiled, event)
-        assert all(identical(one, sent[name]) for name, one in plain.state_dict().items())
+        assert all(identical(tensor, sent[name]) for name, tensor in plain.state_dict().items())
         publish(trainer, dict(compiled.named_parameters()) | dict(compiled.named_buffers()), 2)
         getattr(explorer, how)(compiled, await ready(log, 2))
 
@@ -235,8 +236,8 @@ async def test_without_urls_the_embedded_servers_are_used_and_chunks_are_in_no_f
         model = torch.nn.Linear(2, 2)
         theirs.apply(model, await ready(log, 1))
         assert identical(model.weight, torch.ones(2, 2))
-    for one in (pickle.loads(pickle.dumps(ours)), ours, theirs):
-        one.close()
+    for synchronizer in (pickle.loads(pickle.dumps(ours)), ours, theirs):
+        synchronizer.close()
     chunks = f"trinity-weights:{{{run_id}.*"
     assert weights_client.keys(chunks) and not await client.keys(chunks)
 
@@ -256,9 +257,9 @@ async def test_a_publication_that_fails_leaves_nothing_and_says_so(trainer, log,
         trainer.publish(tensors(), 1)
     assert weights_client.keys(f"trinity-weights:{{{trainer.run_id}.*") == []
     trainer.flush()
-    told = [decode_envelope(entry.payload).event for entry in await log.read()][-1]
-    assert isinstance(told, SaveFailed)
-    assert (told.slot.kind, told.message) == ("weights", "gather failed")
+    failure = [decode_envelope(entry.payload).event for entry in await log.read()][-1]
+    assert isinstance(failure, SaveFailed)
+    assert (failure.slot.kind, failure.message) == ("weights", "gather failed")
 
 
 async def test_a_publication_opens_its_version_and_publishes_it_when_its_block_ends(
@@ -287,8 +288,8 @@ async def test_a_publication_whose_block_raises_is_discarded_and_failed_once(
     assert not part.published
     assert weights_client.keys(f"trinity-weights:{{{trainer.run_id}.*") == []
     trainer.flush()
-    told = [decode_envelope(entry.payload).event for entry in await log.read()]
-    assert [one.message for one in told if isinstance(one, SaveFailed)] == ["gather failed"]
+    events = [decode_envelope(entry.payload).event for entry in await log.read()]
+    assert [event.message for event in events if isinstance(event, SaveFailed)] == ["gather failed"]
 
 
 async def test_a_chunk_server_that_is_gone_is_told_to_the_log(log, redis_url, run_id):
@@ -297,9 +298,9 @@ async def test_a_chunk_server_that_is_gone_is_told_to_the_log(log, redis_url, ru
     with pytest.raises(ServerUnreachable, match=r"nowhere.*, or leave --weights-redis-url"):
         broken.publish([("a", torch.ones(3))], 1)
     broken.close()
-    told = [decode_envelope(entry.payload).event for entry in await log.read()][-1]
-    assert isinstance(told, SaveFailed)
-    assert told.slot.kind == "weights"
+    failure = [decode_envelope(entry.payload).event for entry in await log.read()][-1]
+    assert isinstance(failure, SaveFailed)
+    assert failure.slot.kind == "weights"
 
 
 async def test_a_version_that_the_log_does_not_take_is_taken_back(
@@ -341,12 +342,12 @@ async def test_retired_parts_of_all_ranks_of_a_process_are_freed(trainer, log, w
         await ready(log, step)
     for rank in (0, 1):
         trainer.publication(6, rank).begin().discard()
-        kept = [
+        stored_steps = [
             step
             for step in range(1, 6)
             if weights_client.exists(manifest_key(trainer.run_id, 1, step, rank))
         ]
-        assert kept == [4, 5], rank
+        assert stored_steps == [4, 5], rank
 
 
 def test_a_dtype_that_cannot_travel_is_refused():
@@ -407,7 +408,8 @@ async def test_an_adapter_is_published_and_applied_alone(trainer, explorer, log)
     model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4) for name in ("base", "lora")})
     before = model["base"].weight.clone()
     adapter = {
-        f"lora.{name}": torch.rand_like(one) for name, one in model["lora"].named_parameters()
+        f"lora.{name}": torch.rand_like(parameter)
+        for name, parameter in model["lora"].named_parameters()
     }
     trainer.open_version(1)
     trainer.publish(adapter.items(), 1, subset=True)
@@ -431,8 +433,8 @@ async def test_an_explorer_that_joins_loads_a_version_straight_into_its_model_an
     assert identical(module.weight, source.weight)
     explorer.flush()
     await reports_accepted(log)
-    said = [decode_envelope(entry.payload).event for entry in await log.read()]
-    [applied] = [one for one in said if isinstance(one, WeightsApplied)]
+    events = [decode_envelope(entry.payload).event for entry in await log.read()]
+    [applied] = [event for event in events if isinstance(event, WeightsApplied)]
     assert (applied.digest, applied.bytes) == (event.version_digest, 4 * 31 * 40 - 40)
     weights_client.setrange(chunk_key(explorer.run_id, event.epoch, 1, 0, 0), 5, b"\x55")
     with pytest.raises(CorruptVersion, match=r"chunk 0 .* the model has some of it"):

@@ -24,12 +24,12 @@ ITEMSIZES = (1, 2, 4, 8)
 
 def changes(base, new):
     """What changed, found in the plainest way."""
-    found = []
+    changed = []
     for start in blocks(len(base)):
         positions = np.flatnonzero(base[start : start + BLOCK] != new[start : start + BLOCK])
         if len(positions):
-            found.append(Changes(start, positions, new[start : start + BLOCK][positions]))
-    return found
+            changed.append(Changes(start, positions, new[start : start + BLOCK][positions]))
+    return changed
 
 
 def made(base, new):
@@ -96,8 +96,8 @@ def tensors(draw):
 def test_any_change_comes_back(pair):
     base, new = pair
     coded = made(base, new)
-    found = list(decoded(coded, len(base), base.itemsize))
-    assert all(np.all(np.diff(one.positions.astype(np.int64)) > 0) for one in found)
+    blocks = list(decoded(coded, len(base), base.itemsize))
+    assert all(np.all(np.diff(block.positions.astype(np.int64)) > 0) for block in blocks)
     patched = base.copy()
     coding.overwrite(patched, coded)
     assert np.array_equal(patched, new)
@@ -121,8 +121,8 @@ def test_a_broken_delta_is_refused_or_is_another_delta_of_the_tensor(pair, data)
 @settings(max_examples=150, deadline=None)
 def test_bytes_of_anyone_are_refused_or_are_a_delta(hostile, elements):
     try:
-        for one in decoded(memoryview(hostile), elements, 2):
-            assert int(one.positions[-1]) < min(BLOCK, elements - one.start)
+        for block in decoded(memoryview(hostile), elements, 2):
+            assert int(block.positions[-1]) < min(BLOCK, elements - block.start)
     except CorruptVersion:
         pass
 
@@ -144,7 +144,7 @@ def table(*rows):
 
 
 @pytest.mark.parametrize(
-    ("hostile", "said"),
+    ("hostile", "reason"),
     [
         (b"", "shorter than the table"),
         (table((0, 2**32 - 1, 2**32 - 1)), "its blocks"),
@@ -160,8 +160,8 @@ def table(*rows):
         (table((2, 2, 1)) + b"\1" + bytes(4), "not those of its values"),
     ],
 )
-def test_a_delta_that_lies_is_refused_in_words(hostile, said):
-    with pytest.raises(CorruptVersion, match=said):
+def test_a_delta_that_lies_is_refused_in_words(hostile, reason):
+    with pytest.raises(CorruptVersion, match=reason):
         list(decoded(memoryview(hostile), 8, 2))
 
 

@@ -52,7 +52,7 @@ class Rank:
                 continue
             dim, cut = cuts[name]
             begin, size = (0, cut) if self.part.rank == 0 else (cut, tensor.shape[dim] - cut)
-            begins = tuple(begin if one == dim else 0 for one in range(tensor.dim()))
+            begins = tuple(begin if axis == dim else 0 for axis in range(tensor.dim()))
             yield name, tensor.narrow(dim, begin, size), ShardOffset(begins, tuple(tensor.shape))
 
     def publish(self, tensors, step):
@@ -105,13 +105,13 @@ def start():
 def changed(tensors, seed):
     """The same with a few elements of all but one tensor turned."""
     generator = torch.Generator().manual_seed(seed)
-    found = {name: tensor.clone() for name, tensor in tensors.items()}
-    for name, tensor in found.items():
+    copies = {name: tensor.clone() for name, tensor in tensors.items()}
+    for name, tensor in copies.items():
         if name == "still":
             continue
         raw = tensor.view(-1).view(torch.uint8)
         raw[torch.rand(raw.numel(), generator=generator) < 0.01] ^= 0x21
-    return found
+    return copies
 
 
 def model_of(tensors):
@@ -128,10 +128,10 @@ def published(ranks, tensors, step):
     return announcement(ranks[0].part._replace(step=step), *reports)
 
 
-def apply(stores, run_id, model, event, installed, wanted=None):
+def apply(stores, run_id, model, event, installed, selection=None):
     """As an explorer does; returns the bytes that were read."""
     have = installed.fulls(model)
-    with pull_version(stores[-1], run_id, event, wanted, have) as version:
+    with pull_version(stores[-1], run_id, event, selection, have) as version:
         install(check_fit(model, version))
         installed.note(model, event, version)
         return version.bytes
@@ -158,7 +158,7 @@ def test_two_ranks_shards_as_deltas_are_bit_for_bit_what_whole_versions_would_be
             assert_has(dict(version.tensors()), tensors)
         assert all((rank.report.delta is not None) == (step > 0) for rank in ranks)
         tensors = changed(tensors, step)
-    assert all(one < read[0] / 2 for one in read[1:])
+    assert all(size < read[0] / 2 for size in read[1:])
 
 
 def test_of_deltas_a_part_is_wanted_across_ranks_and_no_more_than_it_needs_is_read(
@@ -168,7 +168,7 @@ def test_of_deltas_a_part_is_wanted_across_ranks_and_no_more_than_it_needs_is_re
     published(ranks, tensors, 0)
     tensors = changed(tensors, 1)
     event = published(ranks, tensors, 1)
-    wanted = {
+    selection = {
         "rows": TensorSlice((20, 30), (10, 40)),
         "columns": TensorSlice((5, 0), (9, 7)),
         "still": None,
@@ -179,15 +179,15 @@ def test_of_deltas_a_part_is_wanted_across_ranks_and_no_more_than_it_needs_is_re
         "still": tensors["still"],
     }
     model = model_of({**expected, "alone": torch.zeros(3)})
-    apply(stores, run_id, model, event, InstalledBases(), wanted)
+    apply(stores, run_id, model, event, InstalledBases(), selection)
     assert_has(model, expected)
     assert (model["alone"] == 0).all(), "what was not asked for is left alone"
     whole = sum(tensor.nbytes for tensor in tensors.values())
     assert 0 < sum(checked) < whole
-    with pull_version(stores[-1], run_id, event, wanted) as version:
-        found = dict(version.tensors())
-    assert found.keys() == expected.keys()
-    assert_has(found, expected)
+    with pull_version(stores[-1], run_id, event, selection) as version:
+        pulled = dict(version.tensors())
+    assert pulled.keys() == expected.keys()
+    assert_has(pulled, expected)
     checked.clear()
     apply(stores, run_id, model, event, InstalledBases(), {"still": None})
     assert sum(checked) < tensors["still"].nbytes + 3 * CHUNK
@@ -205,8 +205,8 @@ def test_ranks_that_cut_a_tensor_elsewhere_send_it_whole(ranks, stores, run_id):
         apply(stores, run_id, model, event, have)
         assert_has(model, tensors)
         if step == 1:
-            told = [rank.report.delta for rank in ranks]
-            assert [one.dense for one in told] == [1, 1], "the rest was cut as before"
+            reports = [rank.report.delta for rank in ranks]
+            assert [report.dense for report in reports] == [1, 1], "the rest was cut as before"
     assert [rank.report.delta for rank in ranks] == [None, None]
 
 
@@ -235,7 +235,7 @@ def test_a_shard_that_the_model_has_not_is_found_before_anything_changes(ranks, 
     later = changed(tensors, 1)
     same = (later["columns"] == tensors["columns"]).nonzero()[-1]
     model["columns"][tuple(same)] += 1  # where no delta would overwrite it
-    before = {name: one.detach().clone() for name, one in model.items()}
+    before = {name: parameter.detach().clone() for name, parameter in model.items()}
     tensors = later
     event = published(ranks, tensors, 1)
     with pytest.raises(ModelDiffers, match="'columns' with its delta applied"):
@@ -279,7 +279,7 @@ async def test_snapshots_of_shards_travel_as_deltas_and_are_taken_whole_or_in_pa
     trainer, explorer = make_synchronizer(), make_synchronizer("explorer", 1)
     # The helpers publish no weights that are not finite; a negative zero has bits of its own too.
     snapshots, tensors = PublishSnapshot(20), start() | {"odd": torch.full((101,), -0.0)}
-    model, some = model_of(tensors), model_of({"rows": torch.zeros(10, 96).bfloat16()})
+    model, sliced = model_of(tensors), model_of({"rows": torch.zeros(10, 96).bfloat16()})
     async with reducer_task(redis_url, run_id):
         for step in range(4):
             shards = [
@@ -294,11 +294,11 @@ async def test_snapshots_of_shards_travel_as_deltas_and_are_taken_whole_or_in_pa
             explorer.apply(model, event)
             assert_has(model, tensors)
             if step == 2:
-                explorer.apply(some, event, {"rows": TensorSlice((3, 0), (10, 96))})
-                assert_has(some, {"rows": tensors["rows"][3:13]})
+                explorer.apply(sliced, event, {"rows": TensorSlice((3, 0), (10, 96))})
+                assert_has(sliced, {"rows": tensors["rows"][3:13]})
             tensors = changed(tensors, step)
         snapshots.close()
         trainer.flush()
-    told = [decode_envelope(entry.payload).event for entry in await log.read()]
-    parts = [one for one in told if isinstance(one, VersionPartPublished)]
-    assert [one.delta is None for one in parts] == [True, False, False, False]
+    events = [decode_envelope(entry.payload).event for entry in await log.read()]
+    parts = [event for event in events if isinstance(event, VersionPartPublished)]
+    assert [published.delta is None for published in parts] == [True, False, False, False]

@@ -9,7 +9,7 @@ import torch
 
 from tests.support.pipeline import reducer_task, reports_accepted
 from tests.support.published_parts import announcement
-from tests.support.stored_parts import left
+from tests.support.stored_parts import find_stored
 from tests.support.tensors import identical
 from tests.support.transport_processes import SOME, Where, actor, kill
 from tests.support.weight_versions import awkward, publish, ready
@@ -118,9 +118,9 @@ def large() -> dict[str, torch.Tensor]:
 
 def assert_has(module, tensors):
     for name, tensor in tensors.items():
-        found = module.get_buffer(name.replace(".", "_"))
-        assert found.dtype == tensor.dtype
-        assert identical(found, tensor), name
+        buffer = module.get_buffer(name.replace(".", "_"))
+        assert buffer.dtype == tensor.dtype
+        assert identical(buffer, tensor), name
 
 
 def test_a_chain_of_deltas_is_bit_for_bit_what_full_versions_would_be(trainer, theirs, run_id):
@@ -131,7 +131,7 @@ def test_a_chain_of_deltas_is_bit_for_bit_what_full_versions_would_be(trainer, t
     for step in range(8):
         event = trainer.publish(tensors, step)
         read.append(steady.apply(theirs, run_id, event, have))
-        whole.append(sum(one.nbytes for one in tensors.values()))
+        whole.append(sum(tensor.nbytes for tensor in tensors.values()))
         assert_has(steady, tensors)
         late = Holder(tensors)
         late.apply(theirs, run_id, event, InstalledBases())
@@ -147,11 +147,11 @@ def test_a_chain_of_deltas_is_bit_for_bit_what_full_versions_would_be(trainer, t
         tensors["minus zero"][step] = 0.0
         tensors["minus zero"][max(0, step - 1)] = -0.0  # as it was: it travels all the same
     assert whole[0] <= read[0] < whole[0] + len(tensors) * ALIGNMENT
-    assert all(0 < one < whole[0] / 2 for one in read[1:])
-    told = trainer.report.delta
-    assert told.skip >= 1
-    assert told.dense >= 1
-    assert told.delta >= 5
+    assert all(0 < size < whole[0] / 2 for size in read[1:])
+    delta = trainer.report.delta
+    assert delta.skip >= 1
+    assert delta.dense >= 1
+    assert delta.delta >= 5
 
 
 def test_what_changed_and_changed_back_is_right_for_whoever_saw_it_change(trainer, theirs, run_id):
@@ -172,8 +172,8 @@ def test_a_tensor_is_dense_delta_or_skipped_by_what_of_it_changed(trainer):
     tensors["most"] += 1
     tensors["few"][:30] += 1
     manifest = msgspec.msgpack.decode(trainer.publish(tensors, 1) and manifest_of(trainer, 1))
-    told = {one["name"]: one.get("encoding", "dense") for one in manifest["tensors"]}
-    assert told == {"most": "dense", "few": "delta", "none": "skip"}
+    encodings = {entry["name"]: entry.get("encoding", "dense") for entry in manifest["tensors"]}
+    assert encodings == {"most": "dense", "few": "delta", "none": "skip"}
     delta = trainer.report.delta
     assert (delta.dense, delta.delta, delta.skip) == (1, 1, 1)
     assert (delta.changed, delta.elements, delta.whole) == (30, 20_000, 60_000)
@@ -203,14 +203,14 @@ def test_a_version_of_which_all_changed_is_a_full_one(trainer, theirs, run_id):
 
 def fulls(trainer, tensors, steps, *, change=True):
     """Which of the versions were full."""
-    found = []
+    full_steps = []
     for step in steps:
         if change:
             tensors["a"][step] += 1
         trainer.publish(tensors, step)
         if trainer.report.delta is None:
-            found.append(step)
-    return found
+            full_steps.append(step)
+    return full_steps
 
 
 def test_every_so_many_versions_one_is_full(ours, run_id):
@@ -220,12 +220,12 @@ def test_every_so_many_versions_one_is_full(ours, run_id):
 
 def test_a_full_one_comes_when_the_deltas_took_as_many_bytes_as_it_does(trainer):
     tensors = {"a": torch.zeros(1000, dtype=torch.bfloat16)}
-    found = []
+    is_full = []
     for step in range(8):
         tensors["a"][step * 100 : step * 100 + 90] += 1
         trainer.publish(tensors, step)
-        found.append(trainer.report.delta is None)
-    assert found == [True, False, False, False, False, True, False, False]
+        is_full.append(trainer.report.delta is None)
+    assert is_full == [True, False, False, False, False, True, False, False]
 
 
 def test_a_full_one_follows_a_failure_a_new_epoch_a_change_of_shape_and_a_lost_base(trainer):
@@ -260,7 +260,7 @@ def test_a_model_that_has_not_what_it_should_is_not_touched(trainer, theirs, run
     model.apply(theirs, run_id, trainer.publish(tensors, 0), have)
     with torch.no_grad():
         model.get_buffer("never changed").add_(1)
-    before = {name: one.clone() for name, one in model.named_buffers()}
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     changed = some_changed(tensors, 1)
     changed["never changed"] = tensors["never changed"]
     event = trainer.publish(changed, 1)
@@ -275,7 +275,7 @@ def test_a_delta_that_makes_something_else_is_refused_and_the_model_stays(traine
     tensors = {"a": torch.zeros(1000), "b": torch.zeros(1000)}
     model, have = Holder(tensors), InstalledBases()
     model.apply(theirs, run_id, trainer.publish(tensors, 0), have)
-    new = {name: one.clone() for name, one in tensors.items()}
+    new = {name: tensor.clone() for name, tensor in tensors.items()}
     new["a"][1] = new["b"][2] = 1
     lie = "xxh3:" + "0" * 32
     digest = mock.Mock(side_effect=["xxh3:" + "1" * 32, lie])
@@ -348,7 +348,7 @@ def test_one_element_of_any_stride_travels_as_a_delta_and_is_loaded(trainer, the
     assert target["a"].item() == 7
 
 
-def publishes_a_delta_until(told, where, part):
+def publishes_a_delta_until(pipe, where, part):
     """Publish a full version and half of a delta, and stop for ever."""
     trainer = Trainer(where.store(), part._replace(step=0))
     tensors = dict(SOME)
@@ -357,7 +357,7 @@ def publishes_a_delta_until(told, where, part):
     writer = PartWriter(trainer.store, part, 64, last=trainer.last)
     for name, tensor in SOME[:4]:
         writer.add(name, torch.cat((tensor[:-50] + 0, tensor[-50:] + 1)))
-    told.send(msgspec.to_builtins(full))
+    pipe.send(msgspec.to_builtins(full))
     time.sleep(600)
 
 
@@ -369,7 +369,7 @@ def test_a_publisher_that_is_killed_within_a_delta_leaves_nothing_of_it(where, r
     try:
         assert reader.open(part) is None
         if where.name == "shm":
-            assert left(where, run_id, process.pid) == []
+            assert find_stored(where, run_id, process.pid) == []
         again = Trainer(reader, part)
         again.publish(dict(SOME), 2)
         assert again.report.delta is None, "whoever takes its place begins with a full version"
@@ -400,21 +400,21 @@ async def test_joiners_at_any_time_get_every_version_and_the_log_says_how_it_tra
         steady.flush()
         trainer.flush()
         await reports_accepted(log)
-    told, applied, summary = [], [], Summarizer(run_id)
+    published, applied, summary = [], [], Summarizer(run_id)
     for stream in Stream:
         for entry in await log.read(stream=stream):
             envelope = decode_envelope(entry.payload)
             summary.add(envelope, len(entry.payload))
             if isinstance(envelope.event, VersionPartPublished):
-                told.append(envelope.event)
+                published.append(envelope.event)
             elif isinstance(envelope.event, WeightsApplied) and envelope.producer.rank == 1:
                 applied.append(envelope.event.bytes)
-    assert [one.step for one in told if one.delta is None] == [0, 4, 8]
-    assert applied == [one.bytes for one in told]
-    found = summary.summary()
-    assert (found.versions_published, found.versions_delta) == (10, 7)
-    assert found.bytes_published == sum(applied)
-    assert found.bytes_saved == 10 * 16_400 - sum(applied)
+    assert [event.step for event in published if event.delta is None] == [0, 4, 8]
+    assert applied == [event.bytes for event in published]
+    totals = summary.summary()
+    assert (totals.versions_published, totals.versions_delta) == (10, 7)
+    assert totals.bytes_published == sum(applied)
+    assert totals.bytes_saved == 10 * 16_400 - sum(applied)
 
 
 async def test_an_explorer_whose_model_was_changed_takes_what_the_version_rests_on(
@@ -447,6 +447,6 @@ async def test_a_trainer_begins_with_a_full_version_and_rests_on_none_that_is_no
         await ready(log, 2)
         publish(make_synchronizer(), tensors, 3)
         await ready(log, 3)
-    told = [decode_envelope(entry.payload).event for entry in await log.read()]
-    parts = [one for one in told if isinstance(one, VersionPartPublished)]
-    assert [one.delta is None for one in parts] == [True, True, False, True]
+    events = [decode_envelope(entry.payload).event for entry in await log.read()]
+    parts = [event for event in events if isinstance(event, VersionPartPublished)]
+    assert [published.delta is None for published in parts] == [True, True, False, True]

@@ -28,21 +28,21 @@ def device_of(lane):
 
 @pytest.mark.parametrize("slot_bytes", [64, 192, 4096, 1 << 20])
 def test_what_goes_into_a_device_is_bit_for_bit_in_slots_of_any_size(lane, slot_bytes):
-    sent = [one.contiguous() for one in awkward().values()] + [torch.rand(5000)]
-    targets = [torch.zeros_like(one, device=device_of(lane)) for one in sent]
+    sent = [tensor.contiguous() for tensor in awkward().values()] + [torch.rand(5000)]
+    targets = [torch.zeros_like(tensor, device=device_of(lane)) for tensor in sent]
     into = HostToDevice(lane, slot_bytes)
-    for target, one in zip(targets, sent, strict=True):
-        given = one.clone()
+    for target, tensor in zip(targets, sent, strict=True):
+        given = tensor.clone()
         into.copy(target, given)
         given.zero_()  # it is not needed any more
     into.finish()
-    for target, one in zip(targets, sent, strict=True):
-        assert identical(target.cpu(), one)
+    for target, tensor in zip(targets, sent, strict=True):
+        assert identical(target.cpu(), tensor)
 
 
 def test_staged_copies_are_there_once_settled_and_hold_later_work_back(lane):
-    tensors = {name: one.to(device_of(lane)) for name, one in awkward().items()}
-    expected = {name: bits(one.cpu()).clone() for name, one in tensors.items()}
+    tensors = {name: tensor.to(device_of(lane)) for name, tensor in awkward().items()}
+    expected = {name: bits(tensor.cpu()).clone() for name, tensor in tensors.items()}
     staging = StagingMemory(lane)
     for _ in range(2):  # in memory that is used again
         copies = staging.copied(list(tensors.values()))
@@ -51,7 +51,7 @@ def test_staged_copies_are_there_once_settled_and_hold_later_work_back(lane):
         for (name, raw), copy in zip(expected.items(), copies, strict=True):
             assert identical(bits(copy), raw), name
     if isinstance(lane, LateLane):
-        filled = sum(one.numel() > 0 for one in tensors.values())
+        filled = sum(tensor.numel() > 0 for tensor in tensors.values())
         assert lane.held_back_at == [filled, 2 * filled]
 
 
@@ -101,7 +101,7 @@ def test_a_version_goes_from_device_to_device_bit_for_bit(device, run_id):
 
     ours, theirs = SharedMemoryStore(), SharedMemoryStore()
     sent = awkward() | {"large": torch.rand((1 if device == "cpu" else 36) << 18)}
-    sent = {name.replace(".", "-"): one.to(device) for name, one in sent.items()}
+    sent = {name.replace(".", "-"): tensor.to(device) for name, tensor in sent.items()}
     part = PartRef(run_id, 1, 1, 0)
     writer = PartWriter(ours, part)
     for name, tensor in sent.items():
@@ -113,8 +113,8 @@ def test_a_version_goes_from_device_to_device_bit_for_bit(device, run_id):
     with pull_version(theirs, run_id, event) as version:
         install(check_fit(model, version))
     for name, tensor in sent.items():
-        found = getattr(model, name)
-        assert found.device == tensor.device
-        assert identical(found.cpu(), tensor.cpu()), name
+        installed = getattr(model, name)
+        assert installed.device == tensor.device
+        assert identical(installed.cpu(), tensor.cpu()), name
     for store in (theirs, ours):
         store.close()

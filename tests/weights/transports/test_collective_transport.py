@@ -93,8 +93,8 @@ class Run:
 
     def ask(self, ranks, function, *args):
         """What the function returned or raised on each of the ranks."""
-        asked = [self.processes.ask(rank, function, *args) for rank in ranks]
-        return [answer() for answer in asked]
+        pending = [self.processes.ask(rank, function, *args) for rank in ranks]
+        return [answer() for answer in pending]
 
     def begin(self, kind="fsdp2", explorers=EXPLORERS):
         self.processes.start(TRAINERS + EXPLORERS)
@@ -106,8 +106,8 @@ class Run:
 
     def begin_training(self, kind="fsdp2"):
         self._meetings += 1
-        found = self.ask(range(TRAINERS), at.begin_training, self.places, kind, self._meetings)
-        assert found == [None, None], found
+        answers = self.ask(range(TRAINERS), at.begin_training, self.places, kind, self._meetings)
+        assert answers == [None, None], answers
 
     def send(self, step, *args):
         return self.ask(range(TRAINERS), at.send, step, *args)
@@ -115,9 +115,11 @@ class Run:
     def sending(self, step, stop):
         """Send until rank 0 is at a tensor; returns how to get the answers."""
         at_it = self.places.folder / f"step-{step}"
-        asked = [self.processes.ask(rank, at.send, step, (stop, at_it)) for rank in range(TRAINERS)]
+        pending = [
+            self.processes.ask(rank, at.send, step, (stop, at_it)) for rank in range(TRAINERS)
+        ]
         wait_until(at_it.exists)
-        return asked, at_it.with_suffix(".go")
+        return pending, at_it.with_suffix(".go")
 
     def end(self):
         for rank in range(TRAINERS + EXPLORERS):
@@ -139,7 +141,7 @@ async def off(function, *args):
     return await anyio.to_thread.run_sync(lambda: function(*args))
 
 
-async def told(log) -> list:
+async def read_envelopes(log) -> list:
     return [decode_envelope(entry.payload) for entry in await log.read(limit=100_000)]
 
 
@@ -156,11 +158,11 @@ def expected() -> dict[str, torch.Tensor]:
     return dict(Tiny(seed=7).state_dict())
 
 
-def assert_equal(found, wanted):
-    assert not isinstance(found, BaseException), found
-    assert list(found) == list(wanted)
-    for name, tensor in wanted.items():
-        assert identical(found[name], tensor), name
+def assert_equal(tensors, sent_tensors):
+    assert not isinstance(tensors, BaseException), tensors
+    assert list(tensors) == list(sent_tensors)
+    for name, tensor in sent_tensors.items():
+        assert identical(tensors[name], tensor), name
 
 
 # --- whole runs -------------------------------------------------------------------------------
@@ -176,18 +178,22 @@ async def test_every_explorer_serves_the_trainers_weights_and_says_so_by_digest(
         committer.commit(step)
         event = await ready(log, step)
         assert event.transport == "collective"
-        for found in await off(run.ask, run.explorers, at.apply, event):
-            assert_equal(found, expected())
+        for applied_tensors in await off(run.ask, run.explorers, at.apply, event):
+            assert_equal(applied_tensors, expected())
     await reports_accepted(log)
-    heard = await told(log)
-    applied = [(one.producer.rank, one.event) for one in heard]
-    applied = [(rank, one) for rank, one in applied if isinstance(one, WeightsApplied)]
+    heard = await read_envelopes(log)
+    applied = [(envelope.producer.rank, envelope.event) for envelope in heard]
+    applied = [(rank, event) for rank, event in applied if isinstance(event, WeightsApplied)]
     ref = StepRef(run.places.epoch, 2)
     assert [
-        rank for rank, one in applied if (one.version, one.digest) == (ref, event.version_digest)
+        rank
+        for rank, application in applied
+        if (application.version, application.digest) == (ref, event.version_digest)
     ]
     assert sorted(rank for rank, _ in applied) == [0, 0, 1, 1]
-    opened = [one.event.transport for one in heard if isinstance(one.event, VersionOpened)]
+    opened = [
+        envelope.event.transport for envelope in heard if isinstance(envelope.event, VersionOpened)
+    ]
     assert opened == ["collective"] * 2
 
 
@@ -195,15 +201,15 @@ async def test_an_explorer_that_is_killed_midway_is_an_error_in_time_and_the_nex
     run, committer, log
 ):
     await off(run.begin)
-    asked, go = await off(run.sending, 1, 3)
+    pending, go = await off(run.sending, 1, 3)
     began = time.monotonic()
     at.kill(run.processes, TRAINERS + 1)
     go.touch()
-    own, peer = [await off(answer) for answer in asked]
+    own, peer = [await off(answer) for answer in pending]
     assert time.monotonic() - began < soon(run.places)
     assert isinstance(own, GroupBroken), own
     assert isinstance(peer, PeerFailed), peer
-    failed = [one.event for one in await told(log)][-1]
+    failed = [envelope.event for envelope in await read_envelopes(log)][-1]
     assert isinstance(failed, SaveFailed)
     # NCCL sends what its buffers hold: its first rank may learn of the death only from the others.
     broke = "collective group broke|did not get the complete weights"
@@ -211,8 +217,8 @@ async def test_an_explorer_that_is_killed_midway_is_an_error_in_time_and_the_nex
     # The same step again, with those who are left.
     assert await off(run.send, 1) == [None, None]
     committer.commit(1)
-    [found] = await off(run.ask, [TRAINERS], at.apply, await ready(log, 1))
-    assert_equal(found, expected())
+    [applied_tensors] = await off(run.ask, [TRAINERS], at.apply, await ready(log, 1))
+    assert_equal(applied_tensors, expected())
 
 
 async def test_an_explorer_that_hangs_is_an_error_in_time_and_may_come_back(run, committer, log):
@@ -229,8 +235,8 @@ async def test_an_explorer_that_hangs_is_an_error_in_time_and_may_come_back(run,
     assert await off(run.send, 2) == [None, None]
     committer.commit(2)
     event = await ready(log, 2)
-    for found in await off(run.ask, run.explorers, at.apply, event):
-        assert_equal(found, expected())
+    for applied_tensors in await off(run.ask, run.explorers, at.apply, event):
+        assert_equal(applied_tensors, expected())
 
 
 @pytest.mark.parametrize("killed", [0, 1])
@@ -241,31 +247,31 @@ async def test_a_trainers_rank_that_is_killed_midway_leaves_explorers_whole_and_
     assert await off(run.send, 1) == [None, None]
     committer.commit(1)
     first = await ready(log, 1)
-    asked, go = await off(run.sending, 2, 3)
+    pending, go = await off(run.sending, 2, 3)
     began = time.monotonic()
     at.kill(run.processes, killed)
     go.touch()
-    other = [await off(answer) for answer in asked][1 - killed]
+    other = [await off(answer) for answer in pending][1 - killed]
     assert time.monotonic() - began < soon(run.places)
     # Torch ends a rank whose own group over NCCL broke; over Gloo the rank hears of it.
-    wanted = CollectiveBroken if run.places.device == "cpu" else ProcessLookupError
-    assert isinstance(other, wanted), other
+    failure = CollectiveBroken if run.places.device == "cpu" else ProcessLookupError
+    assert isinstance(other, failure), other
     # Nobody has half of step 2, and step 1 is still there to be applied.
     lie = StepReady(
         **{name: getattr(first, name) for name in first.__struct_fields__} | {"step": 2}
     )
-    for found in await off(run.ask, run.explorers, at.apply, lie):
-        assert isinstance(found, VersionUnavailable)
-        assert "the newest here is of step 1" in str(found)
-    for found in await off(run.ask, run.explorers, at.apply, first):
-        assert_equal(found, expected())
+    for answer in await off(run.ask, run.explorers, at.apply, lie):
+        assert isinstance(answer, VersionUnavailable)
+        assert "the newest here is of step 1" in str(answer)
+    for applied_tensors in await off(run.ask, run.explorers, at.apply, first):
+        assert_equal(applied_tensors, expected())
     # Another trainer takes over, and the explorers find it by themselves.
     successor = opened("trainer")
     names = await off(successor.setup_weight_sync_group, 2, 30)
     assert sorted(names) == ["explorer-0", "explorer-1"]
     newer = await off(sent, successor, 3, Tiny(seed=9).named_parameters())
-    for found in await off(run.ask, run.explorers, at.apply, newer):
-        assert_equal(found, dict(Tiny(seed=9).state_dict()))
+    for applied_tensors in await off(run.ask, run.explorers, at.apply, newer):
+        assert_equal(applied_tensors, dict(Tiny(seed=9).state_dict()))
 
 
 # --- one process, explorers as threads --------------------------------------------------------
@@ -294,8 +300,8 @@ def opened(places):
         return made[-1]
 
     yield make
-    for one in reversed(made):
-        one.close()
+    for synchronizer in reversed(made):
+        synchronizer.close()
 
 
 def sent(trainer, step, tensors) -> StepReady:
@@ -334,8 +340,8 @@ def test_a_version_stays_as_it_is_while_it_is_held_and_memory_is_bounded(opened)
         for step in range(1, 10):
             newer = sent(trainer, step, [("other", torch.rand(6000))])
             buffers.add(id(staging._newest[1]))
-        for (name, tensor), (_, wanted) in zip(version.tensors(), SOME, strict=True):
-            assert identical(tensor, wanted), name
+        for (name, tensor), (_, original) in zip(version.tensors(), SOME, strict=True):
+            assert identical(tensor, original), name
         with explorer.pull(newer) as other:
             assert dict(other.tensors())["other"].shape == (6000,)
     for step in range(10, 14):
@@ -463,10 +469,10 @@ async def test_an_explorer_that_comes_too_late_asks_and_the_weights_are_sent_aga
     await off(late.flush)
     async with reducer_task(places.redis_url, places.run_id):
         await reports_accepted(log)
-    heard = [one.event for one in await told(log)]
-    [asked] = [one for one in heard if isinstance(one, ResendRequested)]
-    assert asked.version == StepRef(places.epoch, 1)
-    [applied] = [one for one in heard if isinstance(one, WeightsApplied)]
+    heard = [envelope.event for envelope in await read_envelopes(log)]
+    [resend] = [event for event in heard if isinstance(event, ResendRequested)]
+    assert resend.version == StepRef(places.epoch, 1)
+    [applied] = [event for event in heard if isinstance(event, WeightsApplied)]
     assert applied.digest == event.version_digest, "what was sent again is what was announced"
 
 
@@ -476,8 +482,8 @@ def test_a_version_is_not_asked_for_that_would_not_be_sent(opened):
     first = sent(trainer, 1, SOME)
     sent(trainer, 2, SOME)
     assert not explorer.request_resend(first), "a newer one is here, and will be announced"
-    kept = msgspec.structs.replace(first, step=3, transport="redis")
-    assert not explorer.request_resend(kept)
+    other_transport = msgspec.structs.replace(first, step=3, transport="redis")
+    assert not explorer.request_resend(other_transport)
     assert explorer.request_resend(msgspec.structs.replace(first, step=3))
 
 
@@ -605,8 +611,8 @@ def test_strangers_do_not_get_in(opened):
     huge = socket.create_connection((info.address, info.port))
     huge.sendall(b"\xff\xff\xff\xff")
     assert trainer.setup_weight_sync_group(1, 10) == ("explorer-0",)
-    for one in (guess, noise, huge):
-        one.close()
+    for connection in (guess, noise, huge):
+        connection.close()
 
 
 def test_only_rank_0_sends(opened):

@@ -15,7 +15,7 @@ from tests.support.fake_devices import Computing, EagerLane, HostDevice, HostRun
 from tests.support.gpu import GPU
 from tests.support.pipeline import reducer_task
 from tests.support.published_parts import announcement, assert_same, put, read
-from tests.support.stored_parts import layout, left, segment
+from tests.support.stored_parts import find_stored, layout, segment
 from tests.support.tensors import identical
 from tests.support.transport_processes import CHUNK, SOME, Where
 from tests.support.weight_versions import awkward, publish, ready
@@ -63,12 +63,12 @@ def reference(data: bytes) -> str:
     plain = weighted = 0
     for place in range(len(padded) // 8):
         key = ((place + 1) * 0x9E3779B97F4A7C15 & word) | 1
-        one = int.from_bytes(padded[8 * place :][:8], "little") ^ key
-        one = one * 0xFF51AFD7ED558CCD & word
-        one ^= one >> 32
-        one = one * 0xC4CEB9FE1A85EC53 & word
-        one ^= one >> 29
-        plain, weighted = plain + one, weighted + one * key
+        word_value = int.from_bytes(padded[8 * place :][:8], "little") ^ key
+        word_value = word_value * 0xFF51AFD7ED558CCD & word
+        word_value ^= word_value >> 32
+        word_value = word_value * 0xC4CEB9FE1A85EC53 & word
+        word_value ^= word_value >> 29
+        plain, weighted = plain + word_value, weighted + word_value * key
     return f"mix128:{plain + len(data) & word:016x}{weighted & word:016x}"
 
 
@@ -78,7 +78,7 @@ def chunk_of(data: bytes, device="cpu") -> torch.Tensor:
 
 @given(st.lists(st.binary(max_size=100), max_size=4))
 def test_a_digest_is_what_it_is_said_to_be(chunks):
-    assert digests_of([chunk_of(one) for one in chunks]) == [reference(one) for one in chunks]
+    assert digests_of([chunk_of(data) for data in chunks]) == [reference(data) for data in chunks]
 
 
 @given(st.binary(min_size=1, max_size=200), st.data())
@@ -133,7 +133,7 @@ def test_a_part_in_several_blocks_travels_and_no_tensor_lies_in_two(
 
 def test_the_memory_grows_and_shrinks_with_the_model_and_is_all_given_back(part):
     device = HostDevice()
-    before = device._left
+    before = device._free_bytes
     ours, theirs = CudaStore(device), CudaStore(HostDevice())
     for step, count in enumerate((1000, 9_000_000, 10, 5_000_000)):
         sent = [("first", torch.rand(10)), ("a", torch.rand(count)), ("last", torch.rand(10))]
@@ -142,7 +142,7 @@ def test_the_memory_grows_and_shrinks_with_the_model_and_is_all_given_back(part)
         ours.delete(here)
     theirs.close()
     ours.close()
-    assert device._left == before
+    assert device._free_bytes == before
 
 
 def test_memory_that_is_read_is_neither_written_nor_freed(device, ours, theirs, part):
@@ -181,12 +181,12 @@ def test_where_it_lies_is_not_believed_when_it_cannot_be(ours, theirs, part):
 def test_a_part_whose_blocks_are_fewer_than_it_takes_is_corrupt(ours, theirs, part):
     event = put(ours, part, [("a", torch.rand(9000))])
     module = torch.nn.ParameterDict({"a": torch.zeros(9000)})
-    said = encoded(msgspec.structs.replace(layout(part), blocks=()))
+    encoded_layout = encoded(msgspec.structs.replace(layout(part), blocks=()))
     with segment(part).open("r+b") as file:
         file.seek(4096)
-        file.write(said)
+        file.write(encoded_layout)
         file.seek(8)
-        file.write(len(said).to_bytes(8, "little"))
+        file.write(len(encoded_layout).to_bytes(8, "little"))
     with pytest.raises(CorruptVersion, match="weights of step 1"):
         read(theirs, part.run_id, event)
     with pytest.raises(CorruptVersion, match="weights of step 1"):
@@ -196,12 +196,12 @@ def test_a_part_whose_blocks_are_fewer_than_it_takes_is_corrupt(ours, theirs, pa
 def test_what_is_behind_the_end_of_a_block_is_not_looked_at(ours, theirs, part):
     """There a GPU ends with an error that stays."""
     event = put(ours, part)
-    said = layout(part)
-    [lent] = said.blocks
+    original = layout(part)
+    [lent] = original.blocks
     lent = msgspec.structs.replace(lent, nbytes=lent.nbytes + 64)
     with segment(part).open("r+b") as file:
         file.seek(4096)
-        file.write(encoded(msgspec.structs.replace(said, blocks=(lent,))))
+        file.write(encoded(msgspec.structs.replace(original, blocks=(lent,))))
     with pytest.raises(CorruptVersion, match="in larger blocks than they need"):
         read(theirs, part.run_id, event)
 
@@ -237,9 +237,9 @@ def test_the_next_part_takes_as_much_memory_as_the_last_one_needed(ours, device,
     monkeypatch.setattr(block_pool, "_LEAST", 1 << 10)
     sent = [(f"layer.{number}", torch.rand(25_000)) for number in range(50)]
     put(ours, part, sent, None)
-    before = device._left
+    before = device._free_bytes
     put(ours, part._replace(step=2), sent, None)
-    assert before - device._left < 51 * 100_096
+    assert before - device._free_bytes < 51 * 100_096
 
 
 def test_who_publishes_in_inference_mode_may_do_so_outside_of_it_later(ours, theirs, part):
@@ -276,7 +276,7 @@ def test_a_device_that_answers_no_more_keeps_no_files(part, monkeypatch):
     assert len(ours._files._idle) == 1
     with pytest.raises(RuntimeError, match="CUDA error"):
         ours.close()
-    assert left(Where("device", ""), part.run_id) == []
+    assert find_stored(Where("device", ""), part.run_id) == []
 
 
 def test_a_copy_that_there_is_no_memory_for_is_an_error_with_the_way_out(
@@ -309,11 +309,11 @@ def test_without_a_gpu_it_is_refused_with_the_way_out():
 @pytest.fixture
 def runtime(monkeypatch):
     """CUDA's calls, in the host's memory; of 8 MiB torch keeps 5 that it does not need."""
-    made, kept = HostRuntime(3 << 20), [5 << 20]
+    made, reserved = HostRuntime(3 << 20), [5 << 20]
 
     def give_back():
         assert made.last_error == 0, "torch raises what it finds here"
-        made.left += kept.pop() if kept else 0
+        made.free_bytes += reserved.pop() if reserved else 0
 
     def tensor(pointer, nbytes, index):
         return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(pointer.value), dtype=U8)
@@ -338,7 +338,7 @@ def test_memory_that_torch_gave_back_is_lent_and_no_error_is_left_to_torch(runti
         ours.allocate(4 << 20)
     for block in (first, second):
         ours.free(block)
-    assert runtime.left == 8 << 20
+    assert runtime.free_bytes == 8 << 20
     assert runtime.last_error == 0
 
 
@@ -394,7 +394,7 @@ async def test_a_model_is_published_and_installed_without_the_host(
     urls = {"redis_url": redis_url, "weights_url": weights_url}
     trainer = Synchronizer(run_id, publisher.epoch, transport="cuda", **urls)
     explorer = Synchronizer(run_id, 0, role="explorer", **urls)
-    sent = {name.replace(".", "-"): one.to(place) for name, one in awkward().items()}
+    sent = {name.replace(".", "-"): tensor.to(place) for name, tensor in awkward().items()}
     model = torch.nn.Module()
     for name, tensor in sent.items():
         model.register_buffer(name, torch.zeros_like(tensor))

@@ -27,7 +27,7 @@ async def test_explorers_that_a_trainer_waits_for_are_a_reported_wait(
         trainer.flush()
     finally:
         trainer.close()
-    [told] = await events_of(log, WaitStarted)
-    assert told.event.what == "2 explorers in the collective group, of which 0 are there"
-    assert told.event.deadline == 5.0
-    assert [one.event.outcome for one in await events_of(log, WaitEnded)] == ["deadline"]
+    [wait] = await events_of(log, WaitStarted)
+    assert wait.event.what == "2 explorers in the collective group, of which 0 are there"
+    assert wait.event.deadline == 5.0
+    assert [envelope.event.outcome for envelope in await events_of(log, WaitEnded)] == ["deadline"]

@@ -59,19 +59,19 @@ def followed(monkeypatch):
 def here(followed):
     """Objects that the newest follower has digested to their ends."""
     fetched = list(followed[-1].fetched.values()) if followed else []
-    return sum(len(one.digests) == len(list(one.chunks())) for one in fetched)
+    return sum(len(part.digests) == len(list(part.chunks())) for part in fetched)
 
 
 def test_what_was_digested_before_it_was_sealed_is_not_digested_again(
     stores, part, digested, followed
 ):
     ours, theirs = stores
-    with reading(theirs, [part]) as told:
+    with reading(theirs, [part]) as prefetch:
         writer = written(ours, part)
         wait_until(lambda: here(followed) == OBJECTS - 1)
-        assert told.ended is None and theirs.open(part) is None
+        assert prefetch.ended is None and theirs.open(part) is None
         report = writer.seal()
-    assert told.ended == "sealed"
+    assert prefetch.ended == "sealed"
     assert_same(read(theirs, part.run_id, announcement(part, report)), TENSORS)
     assert digested == []
     assert_same(read(theirs, part.run_id, announcement(part, report)), TENSORS)
@@ -84,8 +84,8 @@ def test_a_version_is_read_along_on_another_node(ray_cluster, stores, part, far)
     report = written(ours, part).seal()
     assert on_ray(along) == "sealed"
     event = msgspec.msgpack.encode(announcement(part, report))
-    found = on_ray(far.read.remote(part, event))
-    assert_same({name: torch.tensor(one) for name, one in found.items()}, TENSORS)
+    arrays = on_ray(far.read.remote(part, event))
+    assert_same({name: torch.tensor(array) for name, array in arrays.items()}, TENSORS)
 
 
 def test_a_model_at_rest_has_a_version_before_it_is_sealed(stores, part, copied, followed):
@@ -111,24 +111,24 @@ def test_a_model_at_rest_has_a_version_before_it_is_sealed(stores, part, copied,
 def test_all_ranks_are_read_along_at_once(stores, part, digested):
     ours, theirs = stores
     parts = [part, part._replace(rank=1)]
-    with reading(theirs, parts) as told:
+    with reading(theirs, parts) as prefetch:
         reports = [written(ours, parts[0]).seal()]
         other = [(f"other.{name}", tensor) for name, tensor in TENSORS]
         reports.append(written(ours, parts[1], other).seal())
-    assert told.ended == "sealed"
+    assert prefetch.ended == "sealed"
     assert len(read(theirs, part.run_id, announcement(part, *reports))) == 2 * len(TENSORS)
     assert digested == []
 
 
 def test_what_was_seen_of_a_part_that_is_given_up_does_not_count(stores, part, digested, followed):
     ours, theirs = stores
-    with reading(theirs, [part]) as told:
+    with reading(theirs, [part]) as prefetch:
         first = written(ours, part, changed())
         wait_until(lambda: here(followed) == OBJECTS - 1)
         first.discard()
         wait_until(lambda: here(followed) == 0)
         report = written(ours, part).seal()
-    assert told.ended == "sealed"
+    assert prefetch.ended == "sealed"
     assert_same(read(theirs, part.run_id, announcement(part, report)), TENSORS)
     assert digested == []
 
@@ -138,10 +138,10 @@ def test_a_reader_that_was_stopped_has_the_rest_come_when_it_pulls(
 ):
     ours, theirs = stores
     writer = written(ours, part, TENSORS[:5])
-    with reading(theirs, [part]) as told:
+    with reading(theirs, [part]) as prefetch:
         wait_until(lambda: here(followed) == 2)
-        told.stop.set()
-    assert told.ended == "stopped"
+        prefetch.stop.set()
+    assert prefetch.ended == "stopped"
     report = write(writer, TENSORS[5:]).seal()
     assert_same(read(theirs, part.run_id, announcement(part, report)), TENSORS)
     assert len(digested) == report.chunks - 2 * 4
@@ -155,8 +155,8 @@ def test_what_was_put_and_is_not_what_was_announced_is_found(stores, part):
         digests = [chunk.digest for chunk in decode_manifest(source.manifest).chunks]
     with reading(theirs, [part]):
         pass
-    for one in theirs._seen[part].values():  # as if they were digested too early
-        one.digests[:] = digests[:1] * len(one.digests)
+    for prefetched in theirs._seen[part].values():  # as if they were digested too early
+        prefetched.digests[:] = digests[:1] * len(prefetched.digests)
     event = announcement(part, report)
     assert_same(read(theirs, part.run_id, event), TENSORS)  # digested again, and found to be right
     broken = msgspec.structs.replace(event.parts[0], manifest_digest="sha256:" + "0" * 64)
@@ -171,13 +171,13 @@ def test_what_came_of_a_publisher_that_was_killed_is_let_go_of(
     where = Where("ray", weights_url, ray_cluster, os.environ.get("RAY_AUTH_MODE", "disabled"))
     with (
         actor(publishes_until, where, part, "sealing") as (process, _),
-        reading(theirs, [part]) as told,
+        reading(theirs, [part]) as prefetch,
     ):
         wait_until(lambda: here(followed) == 1)
         kill(process)
         wait_until(lambda: here(followed) == 0)
-        told.stop.set()
-    assert told.ended == "stopped"
+        prefetch.stop.set()
+    assert prefetch.ended == "stopped"
     assert theirs._seen[part] == {}
     assert theirs.open(part) is None
 
@@ -185,13 +185,13 @@ def test_what_came_of_a_publisher_that_was_killed_is_let_go_of(
 def test_what_was_read_along_and_never_became_whole_is_let_go_of(stores, part, followed):
     ours, theirs = stores
     before = references()
-    with reading(theirs, [part]) as told:
+    with reading(theirs, [part]) as prefetch:
         writer = written(ours, part)
         wait_until(lambda: here(followed) == OBJECTS - 1)
-        told.stop.set()
+        prefetch.stop.set()
     writer.discard()
-    with reading(theirs, [part._replace(step=2)]) as told:
-        told.stop.set()
+    with reading(theirs, [part._replace(step=2)]) as prefetch:
+        prefetch.stop.set()
     del writer
     followed.clear()
     wait_until(lambda: references() <= before)

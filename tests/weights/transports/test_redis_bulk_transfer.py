@@ -20,15 +20,15 @@ def stores(weights_url):
     """The publisher's end and the reader's."""
     made = [Where("redis", weights_url).store() for _ in range(2)]
     yield made
-    for one in made:
-        one.close()
+    for store in made:
+        store.close()
 
 
 def test_large_values_go_by_their_own_connection_and_the_clients_way_when_it_breaks(stores, part):
     ours, theirs = stores
     event = put(ours, part)
     assert_same(read(theirs, part.run_id, event), SOME)
-    used = [one._values._made for one in (ours, theirs)]
+    used = [store._values._made for store in (ours, theirs)]
     assert all(used)
     cut(ours)
     cut(theirs)

@@ -54,9 +54,9 @@ def keys_of(part) -> list[str]:
 
 def there(source) -> list[bool]:
     """Of each chunk, whether it is."""
-    found = []
-    source.read(SIZES, lambda index, data, digested=None: found.append(data is not None))
-    return found
+    arrived = []
+    source.read(SIZES, lambda index, data, digested=None: arrived.append(data is not None))
+    return arrived
 
 
 def test_a_lease_is_renewed_by_what_is_read(ours, theirs, part, client):
@@ -178,9 +178,9 @@ async def test_of_what_nobody_retires_the_newest_are_kept_and_what_they_rest_on(
         return manifest_key(*part._replace(step=step))
 
     full, *others = (part._replace(step=step) for step in range(10))
-    for one in (full, *others):
-        sink = ours.begin(one)
-        sink.seal(b"a manifest", None if one == full else full)
+    for version in (full, *others):
+        sink = ours.begin(version)
+        sink.seal(b"a manifest", None if version == full else full)
     for step in range(10):
         client.expire(manifest_of(step), 100)
     newest = [0, *range(10 - expiry.MOST, 10)]

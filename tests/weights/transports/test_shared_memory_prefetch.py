@@ -9,7 +9,7 @@ import torch
 from tests.support.pipeline import reducer_task
 from tests.support.prefetching import CHUNKS, follower_of, reading, write
 from tests.support.published_parts import announcement, assert_same, read
-from tests.support.stored_parts import left
+from tests.support.stored_parts import find_stored
 from tests.support.tensors import identical
 from tests.support.transport_processes import (
     CHUNK,
@@ -41,12 +41,12 @@ def test_what_was_digested_before_it_was_sealed_is_not_digested_again(
     shared_memory_stores, part, digested
 ):
     ours, theirs = shared_memory_stores
-    with reading(theirs, [part]) as told:
+    with reading(theirs, [part]) as prefetch:
         writer = write(PartWriter(ours, part, CHUNK))
         [path] = users_folder().glob(f"*/{'~'.join(map(str, part))}~writing")
         assert path.exists()
         wait_until(lambda: follower_of(theirs) == CHUNKS)
-        assert told.ended is None
+        assert prefetch.ended is None
         report = writer.seal()
     assert_same(read(theirs, part.run_id, announcement(part, report)), SOME)
     assert digested == [report.bytes - CHUNKS * CHUNK], "the last alone, which is short"
@@ -64,13 +64,13 @@ def test_no_chunk_of_a_first_version_is_cut_short_where_its_segment_grows(
             writer = PartWriter(ours, now, chunk)
             for number, tensor in enumerate(large + by):
                 writer.add(f"layer.{number}", tensor)
-                wait_until(lambda: any(one.seen for one in theirs.followers))
+                wait_until(lambda: any(follower.seen for follower in theirs.followers))
             report = writer.seal()
         with closing(theirs.open(now)) as source:
-            sizes = [one.nbytes for one in decode_manifest(source.manifest).chunks]
+            sizes = [chunk.nbytes for chunk in decode_manifest(source.manifest).chunks]
         assert set(sizes[:-1]) == {chunk}, step
-        found = read(theirs, now.run_id, announcement(now, report))
-        assert identical(torch.stack(list(found.values())), large + by)
+        tensors = read(theirs, now.run_id, announcement(now, report))
+        assert identical(torch.stack(list(tensors.values())), large + by)
         shorter = [size for size in sizes[-1:] if size != chunk]
         assert digested == shorter, "a reader saw to the whole ones while they were written"
         digested.clear()
@@ -88,24 +88,24 @@ def test_a_reader_that_meets_its_writer_in_the_lock_looks_again(
         read_beside(descriptor)
 
     monkeypatch.setattr(prefetch, "read_beside", meeting)
-    with reading(theirs, [part]) as told:
+    with reading(theirs, [part]) as reading_ahead:
         writer = write(PartWriter(ours, part, CHUNK))
         wait_until(lambda: follower_of(theirs) == CHUNKS)
         writer.seal()
-    assert met and told.ended == "sealed"
+    assert met and reading_ahead.ended == "sealed"
 
 
 def test_all_ranks_are_read_along_at_once(shared_memory_stores, part, digested):
     ours, theirs = shared_memory_stores
     second = SharedMemoryStore()
     parts = [part, part._replace(rank=1)]
-    with reading(theirs, parts) as told:
+    with reading(theirs, parts) as prefetch:
         reports = [write(PartWriter(ours, parts[0], CHUNK)).seal()]
         other = [(f"other.{name}", tensor) for name, tensor in SOME]
         reports.append(write(PartWriter(second, parts[1], CHUNK), other).seal())
-    assert told.ended == "sealed"
-    found = read(theirs, part.run_id, announcement(part, *reports))
-    assert len(found) == 2 * len(SOME)
+    assert prefetch.ended == "sealed"
+    tensors = read(theirs, part.run_id, announcement(part, *reports))
+    assert len(tensors) == 2 * len(SOME)
     second.close()
 
 
@@ -115,25 +115,25 @@ def test_a_writer_that_is_killed_is_given_up_within_the_deadline_and_leaves_noth
     ours, theirs = shared_memory_stores
     with (
         actor(publishes_until, Where("shm", ""), part, "midway") as (process, _),
-        reading(theirs, [part], deadline=1.0) as told,
+        reading(theirs, [part], deadline=1.0) as prefetch,
     ):
         kill(process)
-    assert told.ended == "late"
+    assert prefetch.ended == "late"
     assert part not in theirs._seen
     assert theirs.open(part) is None
     ours.open(part)  # whoever uses the host next clears up
-    assert left(Where("shm", ""), part.run_id, process.pid) == []
+    assert find_stored(Where("shm", ""), part.run_id, process.pid) == []
 
 
 def test_what_was_seen_of_a_part_that_is_given_up_does_not_count(shared_memory_stores, part):
     ours, theirs = shared_memory_stores
     other = [(name, tensor + 1) for name, tensor in SOME]
-    with reading(theirs, [part]) as told:
+    with reading(theirs, [part]) as prefetch:
         first = write(PartWriter(ours, part, CHUNK), other)
         wait_until(lambda: follower_of(theirs) == CHUNKS)
         first.discard()
         report = write(PartWriter(ours, part, CHUNK)).seal()
-    assert told.ended == "sealed"
+    assert prefetch.ended == "sealed"
     assert_same(read(theirs, part.run_id, announcement(part, report)), SOME)
 
 
@@ -143,10 +143,10 @@ def test_a_segment_that_is_read_along_is_not_begun_anew(shared_memory_stores, pa
     follower = PartPrefetch(part, theirs._newest_first, theirs._mapped)
     assert follower.advance()
     first.discard()
-    [held] = ours._idle
-    assert not held.take()
+    [segment] = ours._idle
+    assert not segment.take()
     follower.close()
-    assert held.take()
+    assert segment.take()
 
 
 def test_a_reader_that_is_killed_while_it_reads_along_holds_nothing(shared_memory_stores, part):
@@ -164,10 +164,10 @@ def test_a_reader_that_was_stopped_verifies_the_rest_when_it_pulls(
 ):
     ours, theirs = shared_memory_stores
     writer = write(PartWriter(ours, part, CHUNK), SOME[:3])
-    with reading(theirs, [part]) as told:
+    with reading(theirs, [part]) as prefetch:
         wait_until(lambda: follower_of(theirs) == 12_000 // CHUNK)
-        told.stop.set()
-    assert told.ended == "stopped"
+        prefetch.stop.set()
+    assert prefetch.ended == "stopped"
     report = write(writer, SOME[3:]).seal()
     assert_same(read(theirs, part.run_id, announcement(part, report)), SOME)
     assert len(digested) == CHUNKS + 1 - 12_000 // CHUNK

@@ -21,7 +21,7 @@ from tests.support.gpu import GPU
 from tests.support.pipeline import announced, reducer_task
 from tests.support.published_parts import announcement, assert_same, put, read
 from tests.support.ray_clusters import in_ray, on_ray, references
-from tests.support.stored_parts import layout, left, segment
+from tests.support.stored_parts import find_stored, layout, segment
 from tests.support.tensors import bits, identical
 from tests.support.transport_processes import (
     CHUNK,
@@ -104,7 +104,7 @@ def where(request, weights_url, run_id):
 def all_but(name, why):
     """Leave out what one of the transports does not promise, saying why."""
     left_out = pytest.param(name, marks=pytest.mark.skip(reason=why))
-    params = [left_out if one == name else one for one in TRANSPORTS]
+    params = [left_out if transport == name else transport for transport in TRANSPORTS]
     return pytest.mark.parametrize("where", params, indirect=True)
 
 
@@ -185,7 +185,7 @@ def test_a_model_is_the_same_bytes_whatever_lay_there_before(ours, theirs, part)
         put(ours, at, odd, chunk_bytes=96)
         with contextlib.closing(theirs.open(at)) as source:
             manifest = decode_manifest(source.manifest)
-        assert all(one.offset % ALIGNMENT == 0 for one in manifest.tensors)
+        assert all(entry.offset % ALIGNMENT == 0 for entry in manifest.tensors)
         digests.add(tuple(chunk.digest for chunk in manifest.chunks))
         ours.delete(at)
         put(ours, at, [("full", torch.full((400,), 255, dtype=torch.uint8))])
@@ -196,7 +196,9 @@ def test_a_model_is_the_same_bytes_whatever_lay_there_before(ours, theirs, part)
 @all_but("collective", "rank 0 alone is in a collective group, and sends full tensors")
 def test_the_parts_of_all_ranks_make_one_version(ours, opened, where, theirs, part):
     second = opened(where)  # another process, as it were
-    writers = [PartWriter(one, part._replace(rank=rank)) for rank, one in enumerate((ours, second))]
+    writers = [
+        PartWriter(store, part._replace(rank=rank)) for rank, store in enumerate((ours, second))
+    ]
     for (name, tensor), writer in zip(SOME, writers * 3, strict=True):
         writer.add(name, tensor)
     event = announcement(part, *(writer.seal() for writer in writers))
@@ -238,8 +240,8 @@ def test_a_manifest_that_asks_for_too_much_allocates_nothing(ours, theirs, part)
         }
     )
     ours.begin(part).seal(lie)
-    told = PublishedPart(rank=0, manifest_digest=manifest_digest(lie), bytes=26)
-    event = msgspec.structs.replace(announcement(part), parts=(told,))
+    published = PublishedPart(rank=0, manifest_digest=manifest_digest(lie), bytes=26)
+    event = msgspec.structs.replace(announcement(part), parts=(published,))
     with pytest.raises(CorruptVersion, match="281474976710656 bytes, 26 were announced"):
         read(theirs, part.run_id, event)
 
@@ -281,12 +283,12 @@ def test_bytes_that_are_missing_are_found(ours, theirs, part, where):
     elif where.name == "collective":
         received(theirs).filled = 2 * CHUNK
     elif where.name in ON_A_DEVICE:
-        said = layout(part)
-        [lent] = said.blocks
+        original = layout(part)
+        [lent] = original.blocks
         lent = msgspec.structs.replace(lent, nbytes=2 * CHUNK)
         with segment(part).open("r+b") as file:
             file.seek(4096)
-            file.write(encoded(msgspec.structs.replace(said, blocks=(lent,))))
+            file.write(encoded(msgspec.structs.replace(original, blocks=(lent,))))
     else:
         os.truncate(segment(part), 4096 + 2 * CHUNK)
     with pytest.raises(CorruptVersion, match="weights of step 1"):
@@ -300,7 +302,7 @@ def test_a_part_that_is_given_up_leaves_nothing_and_its_next_attempt_works(
     for name, tensor in SOME[:4]:
         writer.add(name, tensor)
     writer.discard()
-    assert left(where, part.run_id, reader=theirs) == []
+    assert find_stored(where, part.run_id, reader=theirs) == []
     assert_same(read(theirs, part.run_id, put(ours, part)), SOME)
 
 
@@ -311,7 +313,7 @@ def test_a_part_that_is_discarded_after_all_is_gone(ours, theirs, part, where):
     writer.seal()
     writer.discard()
     assert theirs.open(part) is None
-    assert left(where, part.run_id) == []
+    assert find_stored(where, part.run_id) == []
 
 
 def test_retired_versions_are_freed_and_their_memory_is_used_again(ours, theirs, part, where):
@@ -333,10 +335,14 @@ def memory(where, part, reader) -> set:
     if where.name == "shm":
         return {path.stat().st_ino for path in users_folder().glob(f"*/{part.run_id}~*")}
     if where.name in ON_A_DEVICE:
-        steps = {int(path.name.split("~")[2]) for path in left(where, part.run_id)}
-        kept = [layout(part._replace(step=step)) for step in steps]
-        return {lent.handle for one in kept for lent in one.blocks}
-    return {id(received(reader))} if where.name == "collective" else set(left(where, part.run_id))
+        steps = {int(path.name.split("~")[2]) for path in find_stored(where, part.run_id)}
+        layouts = [layout(part._replace(step=step)) for step in steps]
+        return {lent.handle for stored_layout in layouts for lent in stored_layout.blocks}
+    return (
+        {id(received(reader))}
+        if where.name == "collective"
+        else set(find_stored(where, part.run_id))
+    )
 
 
 def test_a_version_stays_as_it_is_while_it_is_held(ours, theirs, part):
@@ -377,7 +383,7 @@ def test_a_part_that_is_retired_while_it_is_read_is_read_whole_and_freed_then(
         wait_until(lambda: references() < before)
     elif where.name == "redis":
         ours.begin(part)
-        assert left(where, part.run_id) == []
+        assert find_stored(where, part.run_id) == []
     else:
         assert all(segment.take() for segment in files_of(ours)._idle)
 
@@ -395,8 +401,8 @@ def test_a_reader_that_never_ends_holds_up_nobody_else(ours, theirs, opened, whe
 
 
 def test_a_version_of_another_process_is_read_whole(where, theirs, part):
-    with actor(publishes_until, where, part, "sealed") as (_, told):
-        event = announcement(part, told)
+    with actor(publishes_until, where, part, "sealed") as (_, report):
+        event = announcement(part, report)
         assert_same(read(theirs, part.run_id, event), SOME)
         model = torch.nn.Module()
         model.layer = torch.nn.ParameterDict({str(at): torch.zeros(1000) for at in range(6)})
@@ -412,7 +418,7 @@ def test_a_publisher_that_is_killed_leaves_a_whole_version_or_none_and_no_memory
     if where.name == "ray" and stage in {"begun", "midway"}:
         pytest.skip("nothing of a part is in Ray before all of it is put")
     assert theirs.open(part) is None  # the reader has cleared up already
-    with actor(publishes_until, where, part, stage) as (process, told):
+    with actor(publishes_until, where, part, stage) as (process, report):
         kill(process)
         source = theirs.open(part)
         if where.name in {"ray", *ON_A_DEVICE}:  # a sealed part may be found, but its owner is dead
@@ -422,20 +428,22 @@ def test_a_publisher_that_is_killed_leaves_a_whole_version_or_none_and_no_memory
             assert (source is not None) == (stage == "sealed")
         if source is not None:
             source.close()
-            assert_same(read(theirs, part.run_id, announcement(part, told)), SOME)
+            assert_same(read(theirs, part.run_id, announcement(part, report)), SOME)
     # Whoever uses the host next clears up.
     if where.name == "collective":
-        assert left(where, part.run_id, reader=theirs) == ([part] if stage == "sealed" else [])
+        assert find_stored(where, part.run_id, reader=theirs) == (
+            [part] if stage == "sealed" else []
+        )
     assert opened(where).open(part._replace(step=9)) is None
     if where.name in {"shm", *ON_A_DEVICE}:
-        assert left(where, part.run_id, process.pid) == []
+        assert find_stored(where, part.run_id, process.pid) == []
     elif where.name == "ray":
         wait_until(lambda: in_ray(part.run_id) == [])
     else:
         with open_client(where.weights_url) as client:
-            found = client.keys(f"trinity-weights:{{{part.run_id}*")
-            assert all(client.ttl(key) > 0 for key in found), "they expire"
-            assert found or stage == "begun"
+            keys = client.keys(f"trinity-weights:{{{part.run_id}*")
+            assert all(client.ttl(key) > 0 for key in keys), "they expire"
+            assert keys or stage == "begun"
     assert_same(read(theirs, part.run_id, put(opened(where), part)), SOME)
 
 
@@ -453,7 +461,9 @@ def test_a_reader_that_is_killed_while_it_reads_leaves_nothing_stuck(ours, their
         ours.delete(part)
         kill(process)
     if where.name == "redis":  # its lease ends by the server's clock
-        wait_until(lambda: ours.begin(part._replace(step=2)) and not left(where, part.run_id))
+        wait_until(
+            lambda: ours.begin(part._replace(step=2)) and not find_stored(where, part.run_id)
+        )
     if where.name == "ray":  # the object is freed, though who read it never let go
         wait_until(lambda: references() < before)
     for step in range(2, 6):
@@ -473,8 +483,8 @@ def test_versions_cross_from_node_to_node_both_ways(ray_cluster, opened, weights
     assert_same(read(here, part.run_id, event), SOME)
     other = part._replace(step=2, epoch=2)
     back = put(here, other)
-    found = on_ray(far.read.remote(other, msgspec.msgpack.encode(back)))
-    assert_same({name: torch.tensor(one) for name, one in found.items()}, SOME)
+    arrays = on_ray(far.read.remote(other, msgspec.msgpack.encode(back)))
+    assert_same({name: torch.tensor(array) for name, array in arrays.items()}, SOME)
 
 
 def test_a_part_in_several_objects_of_ray_travels_and_no_tensor_lies_in_two(
@@ -491,12 +501,12 @@ def test_a_part_in_several_objects_of_ray_travels_and_no_tensor_lies_in_two(
     with pull_version(theirs, part.run_id, event) as version:
         views = dict(version.tensors())
         [(_, there)] = version.parts
-        assert views["t2000"].data_ptr() in [one.data_ptr() for one in there._pieces]
+        assert views["t2000"].data_ptr() in [piece.data_ptr() for piece in there._pieces]
     assert_same(read(theirs, part.run_id, event), sent)
-    applied = torch.nn.ParameterDict({name: torch.zeros_like(one) for name, one in sent})
+    applied = torch.nn.ParameterDict({name: torch.zeros_like(tensor) for name, tensor in sent})
     with pull_version(theirs, part.run_id, event) as version:
         install(check_fit(applied, version))
-    loaded = torch.nn.ParameterDict({name: torch.zeros_like(one) for name, one in sent})
+    loaded = torch.nn.ParameterDict({name: torch.zeros_like(tensor) for name, tensor in sent})
     load_version(theirs, part.run_id, event, loaded)
     for name, tensor in sent:
         assert identical(applied[name], tensor)
@@ -510,10 +520,10 @@ def test_behind_a_large_tensor_of_an_odd_size_views_stay_views(ray_cluster, part
         event = put(store, part, sent)
         with pull_version(store, part.run_id, event) as version:
             [(manifest, buffer)] = version.parts
-            found = dict(version.tensors())
-            assert identical(found["a"], sent[1][1])
-            assert found["a"].data_ptr() == buffer.address(manifest.tensors[1].offset, 400)
-            del found
+            views = dict(version.tensors())
+            assert identical(views["a"], sent[1][1])
+            assert views["a"].data_ptr() == buffer.address(manifest.tensors[1].offset, 400)
+            del views
 
 
 def of_three_objects(objects):
@@ -539,10 +549,10 @@ def test_objects_that_are_not_cut_as_the_chunks_are_are_corrupt(
     assert len(objects.references) == 3
     for wrong in of_three_objects(objects):
         ray.get(directory.keep.remote(part, NONE, manifest, wrong))
-        for wanted in (None, {"c": None}):
+        for selection in (None, {"c": None}):
             with (
                 pytest.raises(CorruptVersion, match="do not end where its chunks end"),
-                pull_version(theirs, part.run_id, event, wanted),
+                pull_version(theirs, part.run_id, event, selection),
             ):
                 pass
     ray.get(directory.keep.remote(part, NONE, manifest, objects))
@@ -568,8 +578,8 @@ def test_what_ray_was_told_of_in_vain_is_deleted(ray_cluster, part, monkeypatch)
     ours = RayStore()
     writer = PartWriter(ours, part)
     writer.add("a", torch.rand(100))
-    told = mock.Mock(side_effect=OSError("the key-value store is gone"))
-    monkeypatch.setattr("trinity_events.weights.transports.ray.store.point", told)
+    point = mock.Mock(side_effect=OSError("the key-value store is gone"))
+    monkeypatch.setattr("trinity_events.weights.transports.ray.store.point", point)
     with pytest.raises(OSError, match="is gone"):
         writer.seal()
     writer.discard()
@@ -591,17 +601,17 @@ def test_a_publisher_that_ray_has_half_forgotten_is_gone(ray_cluster, part, monk
             patch.setattr("ray.get_actor", of_no_class)
             assert store.open(part) is None
             assert "its trainer ended" in store.missing(part)
-        found = store.open(part)
-        assert found is not None
-        found.close()
+        reader = store.open(part)
+        assert reader is not None
+        reader.close()
 
 
 def test_a_store_that_is_closed_hides_nothing_of_another_one_that_took_its_place(ray_cluster, part):
-    one, other = RayStore(), RayStore()
+    first, other = RayStore(), RayStore()
     second = part._replace(step=2)
     with closing(RayStore()) as theirs:
-        put(one, part), put(other, second)
-        one.close()
+        put(first, part), put(other, second)
+        first.close()
         assert theirs.open(second) is not None
         assert theirs.open(part) is None
         other.close()
@@ -624,18 +634,18 @@ def test_a_publisher_may_leave_its_cluster_and_come_back_and_starts_no_other_one
 
 
 def test_an_actor_that_one_store_lost_is_not_ended_by_another(ray_cluster, part):
-    one, other = RayStore(), RayStore()
+    first, other = RayStore(), RayStore()
     before = SHARED._actor, SHARED._users
     other_part = part._replace(rank=1)
     try:
-        put(one, part), put(other, other_part)
-        SHARED.lost(one._directory[0])
-        one._directory = None
+        put(first, part), put(other, other_part)
+        SHARED.lost(first._directory[0])
+        first._directory = None
         again = part._replace(step=2)
-        put(one, again)
+        put(first, again)
         other.close()
-        assert one.open(again) is not None
-        one.close()
+        assert first.open(again) is not None
+        first.close()
     finally:
         SHARED._actor, SHARED._users = before
 
@@ -647,17 +657,19 @@ def test_of_rays_objects_only_those_are_read_that_have_something_of_what_is_want
     ours = RayStore(object_bytes=1024)
     event = put(ours, part, sent, chunk_bytes=None)
     theirs = opened(Where("ray", weights_url, ray_cluster))
-    asked = []
+    references = []
     monkeypatch.setattr(
         RaySource,
         "_as_they_come",
-        lambda self, left, come=RaySource._as_they_come: asked.extend(left) or come(self, left),
+        lambda self, remaining, come=RaySource._as_they_come: (
+            references.extend(remaining) or come(self, remaining)
+        ),
     )
     with pull_version(theirs, part.run_id, event, {"b": None}) as version:
-        [(name, found)] = version.tensors()
+        [(name, received)] = version.tensors()
         assert name == "b"
-        assert identical(found, sent[1][1])
-    assert 0 < len(asked) < len(theirs.open(part)._objects.references) / 2
+        assert identical(received, sent[1][1])
+    assert 0 < len(references) < len(theirs.open(part)._objects.references) / 2
     ours.close()
 
 
@@ -697,8 +709,8 @@ def test_a_publisher_on_another_node_that_is_killed_is_told_from_a_retired_versi
     on_ray(far.delete.remote(retired))
     assert here.open(retired) is None
     assert here.missing(retired) == "retired from the Ray cluster's object store"
-    held, waiting = here.open(part), here.open(second)
-    [data] = held.read([4 << 20], lambda *_: None)
+    source, waiting = here.open(part), here.open(second)
+    [data] = source.read([4 << 20], lambda *_: None)
     os.kill(on_ray(far.pid.remote()), signal.SIGKILL)
     wait_until(lambda: in_ray(part.run_id) == [])
     with pytest.raises(VersionUnavailable, match="the process that published them ended"):
@@ -706,7 +718,7 @@ def test_a_publisher_on_another_node_that_is_killed_is_told_from_a_retired_versi
     assert bytes(data[:4]) == bytes(data[-4:]) == struct.pack("<f", 1.0), "what was read stays"
     with pytest.raises(VersionUnavailable, match=r"its trainer ended, .* --weights redis"):
         read(here, part.run_id, first)
-    held.close()
+    source.close()
     waiting.close()
 
 
@@ -717,7 +729,7 @@ def test_a_publisher_keeps_few_parts_when_nobody_retires_any(
 
     here = opened(Where("ray", weights_url, ray_cluster))
     events = [put(here, part._replace(step=step)) for step in range(MOST_KEPT + 3)]
-    assert len(left(Where("ray", ""), part.run_id)) == MOST_KEPT
+    assert len(find_stored(Where("ray", ""), part.run_id)) == MOST_KEPT
     with pytest.raises(VersionUnavailable, match="retired from the Ray cluster"):
         read(here, part.run_id, events[2])
     assert_same(read(here, part.run_id, events[3]), SOME)
@@ -778,7 +790,7 @@ def test_a_cluster_that_is_gone_is_told_at_once(monkeypatch):
 def test_an_older_version_makes_room_when_nobody_retires_any(opened, shm, part):
     ours, theirs = opened(shm), opened(shm)
     events = [put(ours, part._replace(step=step)) for step in range(12)]
-    assert len(left(shm, part.run_id)) == 8
+    assert len(find_stored(shm, part.run_id)) == 8
     with pytest.raises(VersionUnavailable, match="retired from this host's shared memory"):
         read(theirs, part.run_id, events[3])
     assert_same(read(theirs, part.run_id, events[4]), SOME)
@@ -798,16 +810,16 @@ def test_memory_of_a_publisher_that_ended_is_let_go_of_before_the_next_version_i
 
 def test_the_segments_of_a_publisher_are_bounded(part):
     ours, theirs = SharedMemoryStore(most=3), SharedMemoryStore()
-    held = []
+    sources = []
     for step in range(3):
         put(ours, part._replace(step=step))
-        held.append(theirs.open(part._replace(step=step)))
+        sources.append(theirs.open(part._replace(step=step)))
     with pytest.raises(SharedMemoryUnusable, match=r"all 3 segments .* explorers of the run"):
         put(ours, part._replace(step=3))
-    held[1].close()
+    sources[1].close()
     assert_same(read(theirs, part.run_id, put(ours, part._replace(step=3))), SOME)
-    for one in held:
-        one.close()
+    for source in sources:
+        source.close()
     theirs.close()
     ours.close()
     assert not list(users_folder().glob(f"*/{part.run_id}~*"))
@@ -824,7 +836,7 @@ def test_what_a_version_rests_on_is_not_dropped_before_it(name, part, request, o
         for step in range(1, 8):
             tensor[step] = step
             now = part._replace(step=step)
-            last.begin(now, lambda one: ours.open(one) is not None)
+            last.begin(now, lambda candidate: ours.open(candidate) is not None)
             writer = PartWriter(ours, now, last=last)
             writer.add("a", tensor)
             event = announcement(now, writer.seal())
@@ -845,9 +857,11 @@ def test_all_ranks_of_a_version_may_be_one_process(name, part, request, opened):
                 writer = PartWriter(ours, part._replace(step=step, rank=rank), CHUNK)
                 writer.add(f"rank.{rank}", torch.full((100,), float(step)))
                 reports.append(writer.seal())
-            found = read(theirs, part.run_id, announcement(part._replace(step=step), *reports))
-            assert len(found) == 5
-            assert all(identical(one, torch.full((100,), float(step))) for one in found.values())
+            tensors = read(theirs, part.run_id, announcement(part._replace(step=step), *reports))
+            assert len(tensors) == 5
+            assert all(
+                identical(tensor, torch.full((100,), float(step))) for tensor in tensors.values()
+            )
 
 
 def test_an_attempt_that_is_given_up_takes_nothing_of_an_earlier_one_with_it(opened, shm, part):
@@ -987,8 +1001,8 @@ async def test_the_log_says_how_a_version_travels_and_explorers_follow_it(traine
     publish(trainer, dict(source.named_parameters()), 1)
     event = await ready(log, 1)
     assert event.transport == "shm"
-    told = [decode_envelope(entry.payload).event for entry in await log.read()]
-    assert [one.transport for one in told if isinstance(one, VersionOpened)] == ["shm"]
+    events = [decode_envelope(entry.payload).event for entry in await log.read()]
+    assert [event.transport for event in events if isinstance(event, VersionOpened)] == ["shm"]
     explorer.apply(model, event)
     assert identical(model.weight, source.weight)
 
@@ -1000,7 +1014,8 @@ async def test_versions_in_shared_memory_are_freed_once_retired(trainer, explore
             assert dict(version.tensors())["a"][0] == step
     with anyio.fail_after(PATIENCE):
         while not any(
-            isinstance(one, VersionRetired) and one.step == 3 for one in await announced(log, 1)
+            isinstance(event, VersionRetired) and event.step == 3
+            for event in await announced(log, 1)
         ):
             await anyio.sleep(0.01)
     trainer.publication(6).begin()  # whoever publishes next frees first
@@ -1024,17 +1039,19 @@ WHERE = "trinity_workers.launch.transport"
 
 
 @pytest.mark.parametrize(
-    ("free", "here", "taken", "why"),
+    ("free", "here", "transport", "why"),
     [
         (64 << 30, True, "shm", "every explorer is on this host"),
         (64 << 20, True, "ray", "every explorer is in this Ray cluster, and less than 1 GiB"),
         (64 << 30, False, "redis", "explorers may be on any host"),
     ],
 )
-def test_the_best_transport_is_taken_by_where_explorers_are(monkeypatch, free, here, taken, why):
+def test_the_best_transport_is_taken_by_where_explorers_are(
+    monkeypatch, free, here, transport, why
+):
     monkeypatch.setattr(f"{WHERE}.free_bytes", lambda: free)
     chosen = chosen_transport(SyncConfig(), explorers_here=here)
-    assert chosen.name == taken
+    assert chosen.name == transport
     assert chosen.reason.startswith(why)
 
 
