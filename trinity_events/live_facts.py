@@ -112,8 +112,8 @@ async def _facts(
 def processes_here(run_id: str) -> dict[str, HostProcess]:
     """Return the processes of a run on this host and of this user, by role and rank."""
     return {
-        name: HostProcess(pid=one.pid, condition=one.condition)
-        for name, one in host_processes(run_id).items()
+        name: HostProcess(pid=process.pid, condition=process.condition)
+        for name, process in host_processes(run_id).items()
     }
 
 
@@ -121,13 +121,13 @@ async def _unfolded_since(client: redis.asyncio.Redis, log: RedisEventLog) -> in
     """Return the milliseconds of the oldest entry that no reducer has folded."""
     committed: Any = await client.get(log.keys.position)
     after = ORIGIN if committed is None else committed.decode(errors="replace")
-    found = await log.read(after, limit=1)
-    return position(found[0].id)[0] if found else None
+    entries = await log.read(after, limit=1)
+    return position(entries[0].id)[0] if entries else None
 
 
 async def _consumer_groups(client: redis.asyncio.Redis, log: RedisEventLog) -> tuple[Group, ...]:
     """Return the groups of all streams; viewers may not run the script that reducers use."""
-    return tuple([one for stream in Stream for one in await _groups(client, log, stream)])
+    return tuple([group for stream in Stream for group in await _groups(client, log, stream)])
 
 
 async def _groups(client: redis.asyncio.Redis, log: RedisEventLog, stream: Stream) -> list[Group]:
@@ -135,28 +135,28 @@ async def _groups(client: redis.asyncio.Redis, log: RedisEventLog, stream: Strea
     key = getattr(log.keys, stream.value)
     if not await connection.exists(key):
         return []
-    end, found = await log.last_id(stream), []
-    for one in (await connection.xinfo_groups(key))[:_GROUPS]:
-        waiting = await connection.xpending(key, one["name"])
-        members = await connection.xinfo_consumers(key, one["name"])
+    end, groups = await log.last_id(stream), []
+    for info in (await connection.xinfo_groups(key))[:_GROUPS]:
+        waiting = await connection.xpending(key, info["name"])
+        members = await connection.xinfo_consumers(key, info["name"])
         idle = [member["idle"] for member in members]
         most = max(members, key=lambda member: member["pending"], default=None)
-        delivered = one["last-delivered-id"].decode()
-        found.append(
+        delivered = info["last-delivered-id"].decode()
+        groups.append(
             Group(
                 stream=stream.value,
-                name=_text(one["name"]),
+                name=_text(info["name"]),
                 members=sum(member["name"] != FIRST_MEMBER.encode() for member in members),
-                pending=one["pending"],
+                pending=info["pending"],
                 last_delivered=delivered,
                 oldest_pending=waiting["min"].decode() if waiting["min"] else None,
                 idle=min(idle) / 1000 if idle else None,
-                caught_up=not one["pending"] and position(delivered) >= position(end),
-                lag=one.get("lag"),
+                caught_up=not info["pending"] and position(delivered) >= position(end),
+                lag=info.get("lag"),
                 holder=_text(most["name"]) if most and most["pending"] else None,
             )
         )
-    return found
+    return groups
 
 
 async def _server_fault(client: redis.asyncio.Redis, key: str) -> tuple[Reason, str] | None:
@@ -182,14 +182,14 @@ async def _heard(log: RedisEventLog) -> dict[str, int]:
 
 def _unread(groups: Iterable[Group]) -> Iterator[UnreadGroup]:
     """Yield the groups that have, or had, a member and do not read all that there is for them."""
-    for one in groups:
-        if one.idle is not None and (one.pending or one.lag):
+    for group in groups:
+        if group.idle is not None and (group.pending or group.lag):
             yield UnreadGroup(
-                stream=one.stream,
-                group=one.name,
-                pending=one.pending,
-                idle=round(1000 * one.idle),
-                member=one.holder,
+                stream=group.stream,
+                group=group.name,
+                pending=group.pending,
+                idle=round(1000 * group.idle),
+                member=group.holder,
             )
 
 
@@ -197,8 +197,8 @@ async def _readers(
     client: redis.asyncio.Redis, log: RedisEventLog, now: int
 ) -> tuple[CheckpointReader, ...]:
     """Return the readers that hold checkpoints."""
-    held: list[Any] = await client.zrangebyscore(log.keys.holds, now, "+inf")
-    pairs = (one.decode(errors="replace").partition(" ") for one in held)
+    members: list[Any] = await client.zrangebyscore(log.keys.holds, now, "+inf")
+    pairs = (member.decode(errors="replace").partition(" ") for member in members)
     return tuple(
         CheckpointReader(step=int(step), reader=reader)
         for step, _, reader in pairs

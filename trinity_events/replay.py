@@ -60,11 +60,11 @@ async def read_all(
 ) -> AsyncIterator[Entry]:
     """Yield every entry between a position and the current end of a stream, oldest first."""
     end, page = await log.last_id(stream), PageSize(page_of(stream))
-    while found := await log.read(after, stream=stream, through=end, limit=page.limit):
-        page.learn(found)
-        for entry in found:
+    while entries := await log.read(after, stream=stream, through=end, limit=page.limit):
+        page.learn(entries)
+        for entry in entries:
             yield entry
-        after = found[-1].id
+        after = entries[-1].id
 
 
 def announced(log: SyncEventLog, after: str = ORIGIN) -> Iterator[Entry]:
@@ -72,13 +72,13 @@ def announced(log: SyncEventLog, after: str = ORIGIN) -> Iterator[Entry]:
     stream = Stream.ANNOUNCEMENTS
     page = PageSize(page_of(stream))
     while True:
-        asked = page.limit
-        found = log.read(after, stream=stream, limit=asked)
-        page.learn(found)
-        yield from found
-        if len(found) < asked:
+        limit = page.limit
+        entries = log.read(after, stream=stream, limit=limit)
+        page.learn(entries)
+        yield from entries
+        if len(entries) < limit:
             return  # a short page: over a slow network, no page of a busy run is empty
-        after = found[-1].id
+        after = entries[-1].id
 
 
 def envelope_of(run_id: str, payload: bytes, decode: Decode = decode_envelope) -> Envelope:
@@ -89,8 +89,8 @@ def envelope_of(run_id: str, payload: bytes, decode: Decode = decode_envelope) -
     return envelope
 
 
-def _of_another(found: str, run_id: str) -> ContractError:
-    return ContractError(f"an event of run {found!r}, not of {run_id!r}")
+def _of_another(actual: str, run_id: str) -> ContractError:
+    return ContractError(f"an event of run {actual!r}, not of {run_id!r}")
 
 
 def set_aside(monitor: Monitor, entry: Entry, error: ContractError) -> DeadLetter:
@@ -100,14 +100,14 @@ def set_aside(monitor: Monitor, entry: Entry, error: ContractError) -> DeadLette
 
 
 def fold(
-    monitor: Monitor, found: Sequence[Entry], decode: Decode = decode_envelope
+    monitor: Monitor, entries: Sequence[Entry], decode: Decode = decode_envelope
 ) -> tuple[list[Envelope], list[DeadLetter]]:
     """Fold entries; return their announcements and dead letters."""
     announcements: list[Envelope] = []
     dead: list[DeadLetter] = []
     # Bind names once: this loop decides the speed of the reducer (`benchmarks fold`).
     apply, run_id = monitor.apply, monitor.state.run_id
-    for entry_id, payload in found:
+    for entry_id, payload in entries:
         try:
             envelope = decode(payload)
             if envelope.run_id != run_id:
@@ -159,9 +159,9 @@ async def load_monitor(log: EventLog, archived: Archived | None = None) -> Loade
     page = PageSize(PAGE)
     began = min(state.position, through, key=position)
     while position(state.position) < position(through):
-        found = await log.read(state.position, through=through, limit=page.limit)
-        nbytes = page.learn(found)
-        if not found:
+        entries = await log.read(state.position, through=through, limit=page.limit)
+        nbytes = page.learn(entries)
+        if not entries:
             logger.error(
                 "the log of %s has no entry %s, which was folded before: entries after %s are lost",
                 log.run_id,
@@ -170,11 +170,11 @@ async def load_monitor(log: EventLog, archived: Archived | None = None) -> Loade
             )
             break
         began_at = anyio.current_time()
-        for some in in_turns(found, nbytes):
-            fold(monitor, some, decode)
+        for batch in in_turns(entries, nbytes):
+            fold(monitor, batch, decode)
             await anyio.lowlevel.checkpoint()
         silent.seconds += anyio.current_time() - began_at
-        silent.entries += len(found)
+        silent.entries += len(entries)
         silent.bytes += nbytes
     # Even if the snapshot is ahead: new ids are only above the end of the log.
     state.position = through
@@ -200,13 +200,17 @@ async def _load_state(
     log: EventLog, snapshot: bytes | None, reached: str, archived: Archived | None
 ) -> MonitorState:
     state, why = MonitorState(run_id=log.run_id), "there is no snapshot"
-    left = await log.first_retained_id(Stream.EVENTS)
+    first_retained = await log.first_retained_id(Stream.EVENTS)
 
     def goes_on(state: MonitorState) -> bool:
         """Return True if the remaining log has every entry after a state."""
-        if left is None:
+        if first_retained is None:
             return True
-        return position(state.position) >= min(position(left), position(reached)) > position(ORIGIN)
+        return (
+            position(state.position)
+            >= min(position(first_retained), position(reached))
+            > position(ORIGIN)
+        )
 
     if snapshot is not None:
         try:
@@ -217,7 +221,7 @@ async def _load_state(
         except msgspec.DecodeError as error:
             why = f"the snapshot is not readable ({error})"
         logger.warning("run %s: rebuilding the state from the log (%s)", log.run_id, why)
-    if left is None:
+    if first_retained is None:
         return state
     if archived is not None:
         # In a thread, so that the event loop can renew the lead.
@@ -230,14 +234,14 @@ async def _load_state(
             "continues with the remaining ones",
             log.run_id,
             why,
-            left,
+            first_retained,
         )
         return state
     have = "no archive was found" if archived is None else (f"its archive ends at {state.position}")
     raise SnapshotUnreadable(
-        f"run {log.run_id}: {why}, its log is trimmed up to {left} and {have}: put the missing "
-        "segments back into the log folder of the run's checkpoint directory, or use the version "
-        "of trinity-events that wrote the snapshot"
+        f"run {log.run_id}: {why}, its log is trimmed up to {first_retained} and {have}: put the "
+        "missing segments back into the log folder of the run's checkpoint directory, or use the "
+        "version of trinity-events that wrote the snapshot"
     )
 
 
@@ -279,10 +283,10 @@ async def follow_state(
     monitor, decode, page = Monitor(state), EnvelopeReader().decode, PageSize(PAGE)
     yield Followed(state, [])
     while True:
-        found = await log.read_blocking(
+        pairs = await log.read_blocking(
             {Stream.EVENTS: state.position}, seconds=seconds, limit=page.limit
         )
-        entries = [entry for _, entry in found]
+        entries = [entry for _, entry in pairs]
         page.learn(entries)
         yield Followed(state, [fold_one(monitor, entry, decode) for entry in entries])
 
@@ -337,15 +341,15 @@ class Replay:
             if self._until_id is not None and position(entry.id) > position(self._until_id):
                 self.finished = True
                 break
-            one = fold_one(self.monitor, entry, self._decode)
-            folded.append(one)
-            if self._until_id == entry.id or self._settles(one.announcements):
+            result = fold_one(self.monitor, entry, self._decode)
+            folded.append(result)
+            if self._until_id == entry.id or self._settles(result.announcements):
                 self.finished = True
         return folded
 
     def _settles(self, announcements: list[Envelope]) -> bool:
         return self._until_step is not None and any(
-            is_about(one.event, self._until_step) for one in announcements
+            is_about(announcement.event, self._until_step) for announcement in announcements
         )
 
     def check_finished(self) -> None:

@@ -213,8 +213,10 @@ class TrainingLoop:
         format: :meth:`staged_folder`, :attr:`saves` and :meth:`commit_checkpoint`.
         """
         path = self.staged_folder(step) / f"{name}_rank_{self.rank}.pt"
-        kept = tree_map_only(torch.Tensor, lambda one: one.detach().to("cpu", copy=True), state)
-        self.saves.save_async(name, partial(torch.save, kept, path), step, path=path)
+        copy = tree_map_only(
+            torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state
+        )
+        self.saves.save_async(name, partial(torch.save, copy, path), step, path=path)
         self.commit_checkpoint(step)
 
     def commit_checkpoint(
@@ -258,9 +260,9 @@ class TrainingLoop:
     def _from_rank_0(self, text: str, error: Exception | None = None) -> str:
         """Return rank 0's text on every rank, or raise its error. Collective; without pickle."""
         if self.ranks > 1:
-            told = text if error is None else f"!{cause_of(error)}"
+            payload = text if error is None else f"!{cause_of(error)}"
             message = torch.frombuffer(
-                bytearray(told.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")),
+                bytearray(payload.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")),
                 dtype=torch.uint8,
             ).to(self._device)
             dist.broadcast(message, group=self._group, group_src=0)

@@ -148,9 +148,9 @@ def _messages() -> Object:
         event.__name__: message(event_tag(event), event.__doc__, _in_envelope(event))
         for event in EVENT_TYPES
     }
-    for one in (Experience, RolloutRequest):
-        name = one.__name__
-        messages[name] = message(name, one.__doc__, {"$ref": _SCHEMAS + name})
+    for message_type in (Experience, RolloutRequest):
+        name = message_type.__name__
+        messages[name] = message(name, message_type.__doc__, {"$ref": _SCHEMAS + name})
     # Its bytes are those of the sender and need not be MessagePack.
     letter = message(
         _DEAD_LETTER, "An entry that could not be decoded, with its bytes unchanged.", {}

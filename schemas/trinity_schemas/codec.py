@@ -137,10 +137,10 @@ def decode_manifest(payload: bytes) -> WeightManifest:
     Manifests with the same entries share them as one object.
     """
     what = "a weight manifest"
-    found = _decode(_manifests, payload, MAX_MANIFEST_BYTES, what)
+    decoded = _decode(_manifests, payload, MAX_MANIFEST_BYTES, what)
     try:
-        entries = _decoded_entries(bytes(found.tensors), based=found.base is not None)
-        return WeightManifest(**(msgspec.structs.asdict(found) | {"tensors": entries}))
+        entries = _decoded_entries(bytes(decoded.tensors), based=decoded.base is not None)
+        return WeightManifest(**(msgspec.structs.asdict(decoded) | {"tensors": entries}))
     except (*UNREADABLE, ValueError) as error:
         raise ContractError(f"not {what}: {error}") from None
 

@@ -30,18 +30,18 @@ def documents(root: Path) -> dict[Path, str]:
 
 def lagging(root: Path) -> list[Path]:
     """Return the files that differ from the contract or are no part of it."""
-    wanted = documents(root)
-    stale = [path for path, text in wanted.items() if _read(path) != text]
-    return sorted([*stale, *(set((root / FOLDER).glob("*.json")) - wanted.keys())])
+    expected = documents(root)
+    stale = [path for path, text in expected.items() if _read(path) != text]
+    return sorted([*stale, *(set((root / FOLDER).glob("*.json")) - expected.keys())])
 
 
 def write(root: Path) -> None:
     """Write the files that differ from the contract, and remove those that are no part of it."""
-    wanted = documents(root)
+    expected = documents(root)
     for path in lagging(root):
-        if path in wanted:
+        if path in expected:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(wanted[path], encoding="utf-8")
+            path.write_text(expected[path], encoding="utf-8")
         else:
             path.unlink()
 

@@ -27,8 +27,8 @@ def json_schemas() -> dict[str, Schema]:
 def components(ref_template: str) -> dict[str, Schema]:
     """Return the schemas of all messages by struct name; they refer to each other by template."""
     types = [Envelope, RolloutRequest, Experience, *EVENT_TYPES]
-    _, found = msgspec.json.schema_components(types, ref_template=ref_template)
-    return {name: tidy(schema) for name, schema in found.items()}
+    _, schemas = msgspec.json.schema_components(types, ref_template=ref_template)
+    return {name: tidy(schema) for name, schema in schemas.items()}
 
 
 def tidy(schema: Schema) -> Schema:

@@ -99,7 +99,7 @@ class _Tables:
 
 
 def _without_null(field: Schema) -> Schema:
-    options = [one for one in field.get("anyOf", ()) if one != {"type": "null"}]
+    options = [option for option in field.get("anyOf", ()) if option != {"type": "null"}]
     return options[0] if len(options) == 1 else field
 
 

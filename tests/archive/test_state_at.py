@@ -52,7 +52,8 @@ class Watched:
     """A source that counts the entries that are read."""
 
     def __init__(self, source):
-        self.source, self.run_id, self.kept, self.read = source, source.run_id, source.kept, 0
+        self.source, self.run_id, self.read = source, source.run_id, 0
+        self.kept_states = source.kept_states
         self.identity, self.announcements = source.identity, source.announcements
 
     async def events(self, since=None):
@@ -111,7 +112,7 @@ async def test_states_of_another_log_of_the_name_are_not_used(run, tmp_path):
 async def test_a_damaged_state_and_one_of_another_version_are_folded_anew(file, monkeypatch):
     states = StateAt(FileSource(file))
     expected = await states.at()
-    stored = states.source.kept
+    stored = states.source.kept_states
     for path in stored.folder.iterdir():
         path.write_bytes(path.read_bytes()[:-7])
     assert await states.at() == expected
@@ -122,8 +123,8 @@ async def test_a_damaged_state_and_one_of_another_version_are_folded_anew(file, 
 
 async def test_where_no_state_can_be_kept_every_state_is_still_found(run, file, monkeypatch):
     source = FileSource(file)
-    source.kept.folder.parent.mkdir(parents=True, exist_ok=True)
-    source.kept.folder.write_text("a file in its place")
+    source.kept_states.folder.parent.mkdir(parents=True, exist_ok=True)
+    source.kept_states.folder.write_text("a file in its place")
     assert (await StateAt(source).at()).entries == 18
 
 

@@ -149,7 +149,7 @@ def test_an_outbox_keeps_what_was_sent_until_it_is_taken():
     batch = outbox.batch()
     assert batch == outbox.batch() == [b"%d" % (n % 10) for n in range(512)]
     outbox.drop(len(batch))
-    assert (len(outbox), outbox.taken, outbox.accepted) == (88, 512, 600)
+    assert (len(outbox), outbox.confirmed, outbox.accepted) == (88, 512, 600)
     assert len(outbox.batch()) == 88
 
 

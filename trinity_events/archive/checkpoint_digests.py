@@ -110,13 +110,13 @@ def _measure(run: OpenFolder, path: str, save: SaveFinished) -> tuple[int, str |
     The digest of a single folder is that of its list of digests. No link is followed.
     """
     if save.files:
-        found = {
+        measures = {
             name: measured
             for file in save.files
             for name, measured in _measure_all(run, path, file)
         }
-        nbytes = sum(size for size, _ in found.values())
-        return nbytes, digest_of_files({name: digest for name, (_, digest) in found.items()})
+        nbytes = sum(size for size, _ in measures.values())
+        return nbytes, digest_of_files({name: digest for name, (_, digest) in measures.items()})
     digested = save.digest is not None
     *folders, name = parts_of(path, run.path)
     with run.below(*folders) as folder:
@@ -136,10 +136,10 @@ def _measure_all(run: OpenFolder, path: str, file: str) -> Iterator[tuple[str, t
             yield str(below), _sha256_of(folder, name)
             return
         with folder.below(name) as saved:
-            for at, one in saved.walk():
-                for entry in one.names():
-                    if one.is_file(entry) and entry not in REDUCER_FILES:
-                        yield str(below.joinpath(*at, entry)), _sha256_of(one, entry)
+            for at, subfolder in saved.walk():
+                for entry in subfolder.names():
+                    if subfolder.is_file(entry) and entry not in REDUCER_FILES:
+                        yield str(below.joinpath(*at, entry)), _sha256_of(subfolder, entry)
 
 
 def _sha256_of(folder: OpenFolder, name: str) -> tuple[int, str]:
@@ -155,8 +155,8 @@ def _measure_file(folder: OpenFolder, name: str, *, digested: bool) -> tuple[int
 
 
 def _sizes(folder: OpenFolder) -> Iterator[int]:
-    for _, one in folder.walk():
-        for name in one.names():
-            found = one.stat(name)
-            if found is not None and one.is_file(name) and name not in REDUCER_FILES:
-                yield found.st_size
+    for _, subfolder in folder.walk():
+        for name in subfolder.names():
+            status = subfolder.stat(name)
+            if status is not None and subfolder.is_file(name) and name not in REDUCER_FILES:
+                yield status.st_size

@@ -13,7 +13,7 @@ class Common(NamedTuple):
 
     last: str
     """Newest archived entry that the server's log continues."""
-    known: str
+    through: str
     """Last entry up to which the archive is known to be of the server's log.
 
     It is ``last``, or the entry before the first one on a server that trimmed its log.
@@ -26,12 +26,12 @@ async def common_part(archive: Archive, log: EventLog, stream: Stream) -> Common
     They agree up to the archive's last entry, unless the server lost its data or returned to an
     older copy. Later archived entries then belong to a log that no longer exists.
     """
-    left: str | None = None
+    first_retained: str | None = None
     for last in archive.ends(stream):
         if await log.read(before(last), stream=stream, through=last, limit=1):
             return Common(last, last)
         # Read this after the entry was not found: the server may have trimmed it just then.
-        left = await log.first_retained_id(stream)
-        if left is not None and position(last) <= position(left):
-            return Common(last, left)
-    return Common(ORIGIN, left or ORIGIN)
+        first_retained = await log.first_retained_id(stream)
+        if first_retained is not None and position(last) <= position(first_retained):
+            return Common(last, first_retained)
+    return Common(ORIGIN, first_retained or ORIGIN)

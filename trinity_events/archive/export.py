@@ -92,30 +92,30 @@ async def whole_stream(
         behind = after
         if archive is not None:
             # Later archived entries are of another log; the next leader sets them aside.
-            known = (await common_part(archive, log, stream)).known
+            through = (await common_part(archive, log, stream)).through
             for entry in archive.read(stream, after):
-                if position(entry.id) > position(known):
+                if position(entry.id) > position(through):
                     break
                 after = entry.id
                 yield entry
         end = end or await log.last_id(stream)
         while True:
-            found = await log.read(after, stream=stream, through=end, limit=page.limit)
-            page.learn(found)
-            left = await log.first_retained_id(stream)
+            entries = await log.read(after, stream=stream, through=end, limit=page.limit)
+            page.learn(entries)
+            first_retained = await log.first_retained_id(stream)
             # The archive has the trimmed entries. If the server trims entries that a slow reader
             # has not reached, the reader continues in the archive.
-            if left is not None and position(after) < position(left):
+            if first_retained is not None and position(after) < position(first_retained):
                 break
-            if not found:
+            if not entries:
                 return
-            for entry in found:
+            for entry in entries:
                 yield entry
-            after = found[-1].id
+            after = entries[-1].id
         if after == behind:
             raise ArchiveMissing(
-                f"{stream.value} of run {log.run_id} before {left} are no longer on the server: "
-                "they are in its checkpoint directory, so name that with --checkpoint-root"
+                f"{stream.value} of run {log.run_id} before {first_retained} are no longer on the "
+                "server: they are in its checkpoint directory, so name that with --checkpoint-root"
             )
 
 
@@ -250,13 +250,13 @@ async def _write(client: redis.asyncio.Redis, log: RedisEventLog, recording: Rec
         await pipe.execute()
 
 
-def _batches(found: Iterable[T], payload_of: Callable[[T], bytes]) -> Iterator[list[T]]:
+def _batches(items: Iterable[T], payload_of: Callable[[T], bytes]) -> Iterator[list[T]]:
     """Yield batches that are bounded in number and in bytes."""
     batch: list[T] = []
     nbytes = 0
-    for one in found:
-        batch.append(one)
-        nbytes += len(payload_of(one))
+    for item in items:
+        batch.append(item)
+        nbytes += len(payload_of(item))
         if len(batch) == _AT_ONCE or nbytes >= PAGE_BYTES:
             yield batch
             batch, nbytes = [], 0

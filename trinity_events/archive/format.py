@@ -200,8 +200,8 @@ def _lines_in(part: Part, path: Path, header: Header) -> Iterator[Write]:
     with _writing(path):
         part.file.write(b" " * room + b"\n")
     yield write
-    told = encoder.encode(structs.replace(header, entries=count, digest=_NO_DIGEST))
-    first = told + b" " * (room - len(told)) + b"\n"
+    encoded_header = encoder.encode(structs.replace(header, entries=count, digest=_NO_DIGEST))
+    first = encoded_header + b" " * (room - len(encoded_header)) + b"\n"
     with _writing(path):
         part.file.seek(0)
         part.file.write(_with_digest(first, _NO_DIGEST, _digest(digest, first)))
@@ -214,8 +214,8 @@ def _digest(lines: hashlib._Hash, first: bytes) -> str:
     return f"{_DIGEST}{lines.hexdigest()}"
 
 
-def _with_digest(first: bytes, present: str, wanted: str) -> bytes:
-    return first.replace(present.encode(), wanted.encode(), 1)
+def _with_digest(first: bytes, present: str, replacement: str) -> bytes:
+    return first.replace(present.encode(), replacement.encode(), 1)
 
 
 @contextmanager
@@ -312,8 +312,8 @@ def _lines(path: Path, header: Header, first: bytes) -> Iterator[Line]:
             yield line
     _check_whole(path, header, count, last.get("events", position(ORIGIN)))
     if header.digest is not None:
-        told = _with_digest(first, header.digest, _NO_DIGEST)
-        if _digest(digest, told) != header.digest:
+        without_digest = _with_digest(first, header.digest, _NO_DIGEST)
+        if _digest(digest, without_digest) != header.digest:
             raise BadRecording(
                 f"{path} was changed since it was written: its bytes do not give the digest in its "
                 "first line; put a whole copy in its place, or export the run again"
@@ -366,10 +366,10 @@ def events_from(path: Path, entry_id: str) -> Iterator[Entry]:
     It finds the entry by bisection, for `export` writes events first, in order. In a file of
     another order it may miss the entry. The file's digest is not checked.
     """
-    wanted = position(entry_id)
+    target = position(entry_id)
 
     def is_before(place: _Place) -> bool:
-        return place.stream == "events" and position(place.id) < wanted
+        return place.stream == "events" and position(place.id) < target
 
     return (line.entry for line in _lines_after(path, is_before, "events"))
 
@@ -393,8 +393,8 @@ def last_events(path: Path, limit: int) -> list[Entry]:
             raw = file.read(max(0, end - file.tell())).splitlines()
             if len(raw) >= limit or end - limit * size <= begin:
                 decoder = msgspec.json.Decoder(_Bytes)
-                found = (decoder.decode(one) for one in raw[-limit:])
-                return [Entry(one.id, one.payload) for one in found]
+                lines = (decoder.decode(line) for line in raw[-limit:])
+                return [Entry(line.id, line.payload) for line in lines]
             size *= 2
 
 
@@ -408,10 +408,10 @@ def _lines_after(
             file.readline()
             file.seek(_bisected(path, file, is_before))
             for raw in file:
-                one = decoder.decode(raw)
-                if one.stream == stream:
-                    yield Line(stream=stream, id=one.id, payload=one.payload, reason=one.reason)
-                elif _ORDER.index(one.stream) > _ORDER.index(stream):
+                line = decoder.decode(raw)
+                if line.stream == stream:
+                    yield Line(stream=stream, id=line.id, payload=line.payload, reason=line.reason)
+                elif _ORDER.index(line.stream) > _ORDER.index(stream):
                     return
     except _UNREADABLE as error:
         raise _no_entry(path, error) from None
@@ -452,13 +452,13 @@ def _first_line_from(file: BinaryIO, offset: int) -> bytes:
 def _check_whole(path: Path, header: Header, entries: int, end: tuple[int, int]) -> None:
     """Raise BadRecording if a file was cut off at the end of a line."""
     if header.entries is None:
-        told, found = f"events up to {header.position}", f"they end at {end[0]}-{end[1]}"
+        expected, actual = f"events up to {header.position}", f"they end at {end[0]}-{end[1]}"
         whole = end >= position(header.position)
     else:
-        told, found = f"{header.entries} entries", f"it has {entries}"
+        expected, actual = f"{header.entries} entries", f"it has {entries}"
         whole = entries == header.entries
     if not whole:
         raise BadRecording(
-            f"{path} is not whole: its first line announces {told}, but {found}: it was cut off or "
-            "changed; export the run again, or put a whole copy in its place"
+            f"{path} is not whole: its first line announces {expected}, but {actual}: it was "
+            "cut off or changed; export the run again, or put a whole copy in its place"
         )

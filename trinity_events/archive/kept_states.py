@@ -62,24 +62,24 @@ class KeptStates:
         for file in reversed(self._files()):
             if position(file.entry_id) > until or (number is not None and file.number > number):
                 continue
-            kept = self._read(file)
-            if kept is not None:
-                return kept
+            kept_state = self._read(file)
+            if kept_state is not None:
+                return kept_state
         return None
 
-    def keep(self, kept: KeptState) -> None:
+    def keep(self, kept_state: KeptState) -> None:
         """Write a state, and remove those that are nearer together than the log's length asks."""
-        number = kept.state.entries
-        name = f"{number:015d}.{kept.state.position}.state"
+        number = kept_state.state.entries
+        name = f"{number:015d}.{kept_state.state.position}.state"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with OpenFolder.at(self.folder) as folder:
-                folder.write(name, encode_kept(kept))
+                folder.write(name, encode_kept(kept_state))
         except OSError as error:
-            logger.debug("the state at %s is not kept (%s)", kept.state.position, error)
+            logger.debug("the state at %s is not kept (%s)", kept_state.state.position, error)
             return
         apart = interval(number)
-        self._remove([one for one in self._files() if one.number % apart])
+        self._remove([file for file in self._files() if file.number % apart])
 
     def clear(self) -> None:
         """Remove all states: they are of another log, or of another version."""
@@ -92,19 +92,21 @@ class KeptStates:
                 names = folder.names()
         except OSError:
             return []
-        found = (_NAME.fullmatch(name) for name in names)
-        return sorted(_File(int(one[1]), one[2], one[0]) for one in found if one is not None)
+        matches = (_NAME.fullmatch(name) for name in names)
+        return sorted(
+            _File(int(match[1]), match[2], match[0]) for match in matches if match is not None
+        )
 
     def _read(self, file: _File) -> KeptState | None:
         """Return the state of a file; None for one that is damaged or of another version."""
         try:
             with OpenFolder.at(self.folder) as folder:
-                kept = decode_kept(folder.read(file.name, _LARGEST) or b"")
+                kept_state = decode_kept(folder.read(file.name, _LARGEST) or b"")
         except (OSError, msgspec.DecodeError) as error:
             logger.debug("%s is not used (%s)", self.folder / file.name, error)
             return None
-        told = kept.state.entries, kept.state.position
-        return kept if told == (file.number, file.entry_id) else None
+        key = kept_state.state.entries, kept_state.state.position
+        return kept_state if key == (file.number, file.entry_id) else None
 
     def _remove(self, files: list[_File]) -> None:
         with suppress(OSError), OpenFolder.at(self.folder) as folder:

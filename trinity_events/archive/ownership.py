@@ -53,19 +53,19 @@ async def log_identity(log: RedisEventLog, archive: Archive) -> str | None:
     The reducer stores it on the server before it trims the first entry. For a log that was
     trimmed by an older version, the archive that the log continues gives the identity.
     """
-    kept = await log.identity()
-    if kept is not None:
-        return kept
-    found = await log.read(limit=1)
+    stored_identity = await log.identity()
+    if stored_identity is not None:
+        return stored_identity
+    entries = await log.read(limit=1)
     # Read last: if it is None, the server had trimmed nothing at the first read.
-    left = await log.first_retained_id(Stream.EVENTS)
-    if left is None:
-        return identity_of(found[0]) if found else None
+    first_retained = await log.first_retained_id(Stream.EVENTS)
+    if first_retained is None:
+        return identity_of(entries[0]) if entries else None
     if (await common_part(archive, log, Stream.EVENTS)).last != ORIGIN:
         archived = archived_identity(archive)
         if archived is not None:
             return archived
-    return identity_of(found[0] if found else Entry(left, b""))
+    return identity_of(entries[0] if entries else Entry(first_retained, b""))
 
 
 def archived_identity(archive: Archive) -> str | None:
@@ -111,15 +111,15 @@ class FolderOwner:
             logger.warning("%s is taken over, as --adopt-folder asks: %s", run.path, error)
 
     def _claim(self, run: OpenFolder, own: LogMark) -> None:
-        while (found := read_mark(run, self._run_id)) is None:
+        while (mark := read_mark(run, self._run_id)) is None:
             # A folder of an older version has no mark, but its archive may identify the log.
             archived = archived_identity(self.archive)
             if archived not in (None, own.log):
-                raise taken(run.path, self._run_id, LogMark(log=str(archived)), str(own))
+                raise folder_taken(run.path, self._run_id, LogMark(log=str(archived)), str(own))
             if run.write_new(BELONGS_TO, msgspec.json.encode(own)):
                 return
-        if found.log != own.log:
-            raise taken(run.path, self._run_id, found, str(own))
+        if mark.log != own.log:
+            raise folder_taken(run.path, self._run_id, mark, str(own))
 
 
 async def own_folder(log: RedisEventLog, folder: Path, server: str, *, adopt: bool = False) -> None:
@@ -155,7 +155,7 @@ def _refuse_marked(folder: Path, run_id: str, server: str) -> None:
     """Raise FolderTaken if the folder belongs to any log."""
     with suppress(FileNotFoundError), OpenFolder.of_run(folder) as run:
         if (mark := read_mark(run, run_id)) is not None:
-            raise taken(folder, run_id, mark, f"a new one of {server}")
+            raise folder_taken(folder, run_id, mark, f"a new one of {server}")
 
 
 def read_mark(run: OpenFolder, run_id: str) -> LogMark | None:
@@ -176,7 +176,7 @@ def read_mark(run: OpenFolder, run_id: str) -> LogMark | None:
     return mark
 
 
-def taken(folder: Path, run_id: str, mark: LogMark, own: str) -> FolderTaken:
+def folder_taken(folder: Path, run_id: str, mark: LogMark, own: str) -> FolderTaken:
     """Make the error for a folder that belongs to another log."""
     return FolderTaken(
         f"{folder} belongs to another log of run {run_id}: {mark}, while this one is {own}; give "

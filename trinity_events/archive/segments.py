@@ -97,7 +97,7 @@ class Archive:
         """Remove unfinished segments."""
         with suppress(FileNotFoundError), self._opened() as folder:
             for name in folder.names():
-                unfinished = any(is_unfinished_segment(name, one.value) for one in Stream)
+                unfinished = any(is_unfinished_segment(name, stream.value) for stream in Stream)
                 if unfinished and folder.is_file(name):
                     folder.remove(name)
 
@@ -141,8 +141,8 @@ class Archive:
 
     def ends(self, stream: Stream) -> list[str]:
         """Return the id of each segment's last entry, the newest first."""
-        found = sorted((segment.last for segment in self._segments(stream)), reverse=True)
-        return [f"{last[0]}-{last[1]}" for last in found]
+        positions = sorted((segment.last for segment in self._segments(stream)), reverse=True)
+        return [f"{last[0]}-{last[1]}" for last in positions]
 
     def trim_limit(self, stream: Stream, entries: int) -> str | None:
         """Return the entry below which the server may trim; None if there is nothing to trim.
@@ -150,12 +150,12 @@ class Archive:
         The newest segments stay on the server: at least two, and enough for ``entries`` entries or
         64 MiB.
         """
-        left, nbytes = 0, 0
+        entry_count, nbytes = 0, 0
         segments = self._segments(stream)
         for number, segment in enumerate(reversed(segments), 1):
-            left += entries if segment.entries is None else segment.entries
+            entry_count += entries if segment.entries is None else segment.entries
             nbytes += segment.path.stat().st_size
-            if number >= _LEFT_ON_SERVER and (left >= entries or nbytes >= _LEFT_BYTES):
+            if number >= _LEFT_ON_SERVER and (entry_count >= entries or nbytes >= _LEFT_BYTES):
                 break
         else:
             return None
@@ -168,7 +168,7 @@ class Archive:
 
         Their entries before ``before`` belong to this log too, and stay in the archive.
         """
-        strange = [one for one in self._segments(stream) if one.last > position(after)]
+        strange = [segment for segment in self._segments(stream) if segment.last > position(after)]
         self.add(stream, self._shared(stream, after, before), after)
         name = f"not-on-the-server-after-{after}"
         with self._opened(create=True) as folder, folder.below(name, create=True) as aside:
@@ -178,23 +178,23 @@ class Archive:
 
     def _shared(self, stream: Stream, after: str, before: str) -> list[Entry]:
         """Return the readable entries between two entries; they are of one segment at most."""
-        found: list[Entry] = []
+        entries: list[Entry] = []
         with suppress(ArchiveMissing, BadRecording):
             for entry in self.read(stream, after):
                 if position(entry.id) >= position(before):
                     break
-                found.append(entry)
-        return found
+                entries.append(entry)
+        return entries
 
     def _segments(self, stream: Stream) -> list[_Segment]:
-        found: list[_Segment] = []
+        segments: list[_Segment] = []
         for path in self.folder.glob(segment_pattern(stream.value)):
             try:
-                found.append(_segment(path))
+                segments.append(_segment(path))
             except ValueError:
                 logger.warning("%s is not a segment of the archive: ignored", path)
         # Of two segments that begin alike, the one without a gap comes first.
-        return sorted(found)
+        return sorted(segments)
 
 
 def _whole(path: Path) -> tuple[Header, list[Line]]:

@@ -38,7 +38,7 @@ class Source(Protocol):
     """Log whose events can be read from any entry on."""
 
     run_id: str
-    kept: KeptStates
+    kept_states: KeptStates
     """Kept states of the log."""
 
     async def identity(self) -> str:
@@ -64,7 +64,7 @@ class RunSource:
 
     def __init__(self, log: RedisEventLog, root: Path) -> None:
         self.run_id = log.run_id
-        self.kept = KeptStates.of_run(root / log.run_id)
+        self.kept_states = KeptStates.of_run(root / log.run_id)
         self._log = log
         self._archive = Archive(root / log.run_id, log.run_id)
 
@@ -90,7 +90,7 @@ class FileSource:
         self.run_id = self.header.run_id
         self._path = path
         self._digest = self.header.digest or _digest_of_older(path)
-        self.kept = KeptStates.of_file(self.run_id, self._digest)
+        self.kept_states = KeptStates.of_file(self.run_id, self._digest)
 
     async def identity(self) -> str:
         """Return the digest of the file."""
@@ -119,9 +119,9 @@ class FileSource:
 
 def _digest_of_older(path: Path) -> str:
     """Return a digest for a file of an older version, whose header has none."""
-    told = path.stat()
+    status = path.stat()
     return hashlib.sha256(
-        f"{path.resolve()} {told.st_size} {told.st_mtime_ns}".encode()
+        f"{path.resolve()} {status.st_size} {status.st_mtime_ns}".encode()
     ).hexdigest()
 
 
@@ -166,7 +166,7 @@ class StateAt:
                         return str(getattr(event, "caused_by", entry.id))
         async with aclosing(self.folded()) as entries:
             async for _, folded in entries:
-                if any(is_about(one.event, step) for one in folded.announcements):
+                if any(is_about(announcement.event, step) for announcement in folded.announcements):
                     return folded.entry.id
         end = await self.at()
         raise UntilNotFound(
@@ -248,7 +248,9 @@ class StateAt:
                     page.clear()
                     await anyio.lowlevel.checkpoint()
                 if due:
-                    self.source.kept.keep(KeptState(log=log, entry=identity_of(entry), state=state))
+                    self.source.kept_states.keep(
+                        KeptState(log=log, entry=identity_of(entry), state=state)
+                    )
         fold(monitor, page, self._decode)
         return state
 
@@ -256,14 +258,14 @@ class StateAt:
         self, log: str, until: tuple[int, int], number: int | None
     ) -> MonitorState:
         """Return the last kept state before an entry, if it is of this log; else an empty one."""
-        kept = self.source.kept.before(until, number)
-        if kept is None:
+        kept_state = self.source.kept_states.before(until, number)
+        if kept_state is None:
             return MonitorState(run_id=self.source.run_id)
-        async with aclosing(self.source.events(kept.state.position)) as events:
-            found = await anext(events, None)
-        if kept.log == log and found is not None and kept.entry == identity_of(found):
-            return kept.state
-        self.source.kept.clear()
+        async with aclosing(self.source.events(kept_state.state.position)) as events:
+            entry = await anext(events, None)
+        if kept_state.log == log and entry is not None and kept_state.entry == identity_of(entry):
+            return kept_state.state
+        self.source.kept_states.clear()
         return MonitorState(run_id=self.source.run_id)
 
     async def _events_after(self, state: MonitorState) -> AsyncGenerator[Entry, None]:

@@ -68,7 +68,7 @@ def verify(
     """
     findings: list[Finding] = []
     checked = ["announcements"]
-    kept = _decoded(snapshot, findings)
+    stored_state = _decoded(snapshot, findings)
     monitor = Monitor(MonitorState(run_id=recording.header.run_id))
     announcements = _Announcements(recording.announcements)
     plan = plan_files(monitor.state)
@@ -78,13 +78,13 @@ def verify(
         entries, end = entries + 1, entry.id
         envelopes, _ = fold(monitor, [entry])
         if position(entry.id) <= reached:
-            for one in envelopes:
-                announcements.expect(encode(one))
+            for envelope in envelopes:
+                announcements.expect(encode(envelope))
             if entry.id == recording.header.position:
                 plan = plan_files(monitor.state)
-        if kept is not None and entry.id == kept.position:
+        if stored_state is not None and entry.id == stored_state.position:
             checked.append("snapshot")
-            if kept != monitor.state:
+            if stored_state != monitor.state:
                 what = f"the snapshot at {entry.id} differs from the folded log"
                 findings.append(_mismatch(what))
     if position(end) < reached:
@@ -101,8 +101,10 @@ def verify(
         if files:
             checked.append(_check_digests(recording, run_folder, findings))
     findings += [
-        Finding(severity="anomaly", what=f"{one.name}: {one.detail} (entry {one.entry_id})")
-        for one in monitor.state.anomalies
+        Finding(
+            severity="anomaly", what=f"{anomaly.name}: {anomaly.detail} (entry {anomaly.entry_id})"
+        )
+        for anomaly in monitor.state.anomalies
     ]
     counted = sum(monitor.state.anomaly_counts.values())
     if counted > len(monitor.state.anomalies):
@@ -113,7 +115,7 @@ def verify(
     return Report(
         run_id=recording.header.run_id,
         entries=entries,
-        announcements=announcements.found,
+        announcements=announcements.count,
         checked=tuple(checked),
         findings=tuple(findings),
     )
@@ -142,7 +144,7 @@ class _Announcements:
     """Comparison of the stored announcements with the folded ones, in their order."""
 
     def __init__(self, there: Iterable[Entry]) -> None:
-        self.found = 0
+        self.count = 0
         self._there = iter(there)
         self._expected = 0
         self._differs: int | None = None
@@ -152,18 +154,18 @@ class _Announcements:
         self._expected += 1
         entry = next(self._there, None)
         if entry is not None:
-            self.found += 1
+            self.count += 1
             if entry.payload != payload and self._differs is None:
                 self._differs = self._expected
 
     def findings(self) -> list[Finding]:
         """Return the mismatches, after the last entry of the log."""
-        self.found += sum(1 for _ in self._there)
+        self.count += sum(1 for _ in self._there)
         if self._differs is not None:
             return [_mismatch(f"announcement {self._differs} is not the one that the log gives")]
-        if self._expected != self.found:
+        if self._expected != self.count:
             return [
-                _mismatch(f"the log gives {self._expected} announcements, {self.found} are there")
+                _mismatch(f"the log gives {self._expected} announcements, {self.count} are there")
             ]
         return []
 
@@ -174,11 +176,11 @@ def _check_digests(recording: Recording, folder: Path, findings: list[Finding]) 
     for entry in recording.events:
         with suppress(ContractError):
             saved.add(envelope_of(recording.header.run_id, entry.payload, decode))
-    found = saved.check(folder)
-    findings += map(_mismatch, found.mismatches)
+    result = saved.check(folder)
+    findings += map(_mismatch, result.mismatches)
     return (
-        f"{found.digests} files by digest and {found.sizes} saves by size ({found.gone} saves are "
-        "of folders that are deleted)"
+        f"{result.digests} files by digest and {result.sizes} saves by size ({result.gone} saves "
+        "are of folders that are deleted)"
     )
 
 
@@ -205,17 +207,19 @@ def _compare_files(plan: FilePlan, folder: Path) -> list[Finding]:
 
 
 def _refusals(state: MonitorState) -> list[Finding]:
-    said = [words_of_refusal(one) for one in state.refusals]
-    if state.refused > len(said):
-        said.append(f"{state.refused} refusals of weights in all")
-    said += suspects(state.refusals)
-    return [Finding(severity="anomaly", what=f"refused-version: {one}") for one in said]
+    sentences = [words_of_refusal(refusal) for refusal in state.refusals]
+    if state.refused > len(sentences):
+        sentences.append(f"{state.refused} refusals of weights in all")
+    sentences += suspects(state.refusals)
+    return [
+        Finding(severity="anomaly", what=f"refused-version: {sentence}") for sentence in sentences
+    ]
 
 
 def _orphans(state: MonitorState) -> list[Finding]:
     findings: list[Finding] = []
-    for step, found in sorted(state.steps.items()):
-        for kind, kind_state in found.kinds.items():
+    for step, step_state in sorted(state.steps.items()):
+        for kind, kind_state in step_state.kinds.items():
             findings += [
                 Finding(severity="open", what=f"step {step} {kind}: {key} started, never ended")
                 for key, slot in kind_state.slots.items()

@@ -70,8 +70,8 @@ class _WithPlugins(TyperGroup):
         self.commands = {**typer.main.get_group(app).commands, **self.commands}
 
 
-def _tell_version(asked: bool) -> None:
-    if asked:
+def _tell_version(show: bool) -> None:
+    if show:
         say(f"trinity-events {metadata.version('trinity-events')}")
         raise typer.Exit
 
@@ -121,8 +121,8 @@ def run() -> None:
 
 def _in_a_sentence(error: Exception) -> str | None:
     """Return the message of an error; None for a defect of the program."""
-    for one in leaf_errors(error):
-        cause = permission_error(one) or one
+    for leaf in leaf_errors(error):
+        cause = permission_error(leaf) or leaf
         if isinstance(cause, TrinityError):
             return f"error: {cause}"
         if is_reply(cause):

@@ -48,12 +48,12 @@ def audit(
                 counted.add(line.entry)
     else:
         counted = anyio.run(_count_run, redis_url, run, checkpoint_root(root))
-    found = counted.auditor.audit()
+    result = counted.auditor.audit()
     if as_json:
-        print_json(found)
+        print_json(result)
     else:
-        _print(found, counted.undecodable)
-    if not found.balanced:
+        _print(result, counted.undecodable)
+    if not result.balanced:
         sys.exit(1)
 
 
@@ -83,22 +83,22 @@ async def _count_run(redis_url: str | None, run: str | None, root: Path) -> _Cou
     return counted
 
 
-def _print(found: Audit, undecodable: int) -> None:
+def _print(result: Audit, undecodable: int) -> None:
     out = console()
-    for books in found.lineages:
+    for books in result.lineages:
         _print_lineage(out, books)
     for number, what in (
-        (found.ignored, "events of rollouts were repeated or of an older epoch, and do not count"),
+        (result.ignored, "events of rollouts were repeated or of an older epoch, and do not count"),
         (undecodable, "entries cannot be decoded, and do not count"),
     ):
         if number:
             out.print(f"{number} {what}", style="yellow")
-    if not found.lineages:
-        out.print(f"run {found.run_id} has dispatched no rollouts: there is nothing to audit")
-    elif found.balanced:
-        out.print(f"the books of run {found.run_id} balance")
+    if not result.lineages:
+        out.print(f"run {result.run_id} has dispatched no rollouts: there is nothing to audit")
+    elif result.balanced:
+        out.print(f"the books of run {result.run_id} balance")
     else:
-        out.print(f"the books of run {found.run_id} do NOT balance", style="bold red")
+        out.print(f"the books of run {result.run_id} do NOT balance", style="bold red")
 
 
 def _print_lineage(out: Terminal, books: LineageBooks) -> None:
@@ -119,9 +119,11 @@ def _print_lineage(out: Terminal, books: LineageBooks) -> None:
         out.print(f"  open: {words_of_ranges(books.open_ordinals)}")
     for reason, ordinals in books.dropped_ordinals.items():
         out.print(f"  dropped ({visible(reason, lines=False)}): {words_of_ranges(ordinals)}")
-    for one in books.contradictions[:_SHOWN]:
-        detail = visible(one.detail, lines=False)
-        out.print(f"  {one.name}, epoch {one.epoch}: {detail}", style="bold red")
+    for contradiction in books.contradictions[:_SHOWN]:
+        detail = visible(contradiction.detail, lines=False)
+        out.print(
+            f"  {contradiction.name}, epoch {contradiction.epoch}: {detail}", style="bold red"
+        )
     if len(books.contradictions) > _SHOWN:
         more = len(books.contradictions) - _SHOWN
         out.print(f"  and {more} more contradictions: see --json", style="bold red")

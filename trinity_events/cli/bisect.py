@@ -55,20 +55,20 @@ def bisect(
         raise BadCondition(f"{error} (see docs/commands/bisect.md)") from None
     unknown = condition.fields - {*MonitorState.__struct_encode_fields__, "*"}
     if unknown:
-        known = ", ".join(sorted(MonitorState.__struct_encode_fields__))
-        raise BadCondition(f"a state has no field {min(unknown)!r}: there are {known}")
-    run_id, found = anyio.run(partial(_find, run, root, redis_url, condition, every=every))
+        fields = ", ".join(sorted(MonitorState.__struct_encode_fields__))
+        raise BadCondition(f"a state has no field {min(unknown)!r}: there are {fields}")
+    run_id, match = anyio.run(partial(_find, run, root, redis_url, condition, every=every))
     if as_json:
-        print_json({"run_id": run_id, "expression": expression, "found": _as_json(found)})
-    elif found is None:
+        print_json({"run_id": run_id, "expression": expression, "found": _as_json(match)})
+    elif match is None:
         hint = (
             "" if every else "; --every asks about each event, for what was true for a while only"
         )
         say(f"{expression!r} is not true after any event that was asked about{hint}", lines=False)
     else:
-        for line in folded_lines(found):
+        for line in folded_lines(match):
             say(line, lines=False)
-    if found is None:
+    if match is None:
         sys.exit(1)
 
 
@@ -83,5 +83,5 @@ async def _find(
         return states.source.run_id, await find(holds)
 
 
-def _as_json(found: Folded | None) -> dict[str, Any] | None:
-    return None if found is None else folded_as_json(found)
+def _as_json(match: Folded | None) -> dict[str, Any] | None:
+    return None if match is None else folded_as_json(match)

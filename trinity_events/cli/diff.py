@@ -34,20 +34,20 @@ def diff(
 
     Example: trinity-events diff demo-1 3 4
     """
-    one, other = anyio.run(_states, run, root, redis_url, first, second)
-    found = list(changes(state_as_json(one), state_as_json(other)))
+    start, end = anyio.run(_states, run, root, redis_url, first, second)
+    differences = list(changes(state_as_json(start), state_as_json(end)))
     if as_json:
         print_json(
             {
-                "run_id": one.run_id,
-                "from": one.position,
-                "to": other.position,
-                "changes": found,
+                "run_id": start.run_id,
+                "from": start.position,
+                "to": end.position,
+                "changes": differences,
             }
         )
         return
-    say(f"from entry {one.position} ({one.entries}) to {other.position} ({other.entries})")
-    for change in found:
+    say(f"from entry {start.position} ({start.entries}) to {end.position} ({end.entries})")
+    for change in differences:
         if tells(change):
             say(change_line(change), lines=False)
 

@@ -101,16 +101,18 @@ def explain(
     run, step = _run_and_step(words or [])
     if proof and step is None:
         raise NoStep("--proof names the entries of one step: name the step, such as demo-1 100")
-    known = anyio.run(partial(_look_up, redis_url, run, step, checkpoint_root(root), proof=proof))
-    state = known.state
-    lines = _lines_of_run(known) if step is None else _lines_of_step(known, step)
+    facts = anyio.run(partial(_look_up, redis_url, run, step, checkpoint_root(root), proof=proof))
+    state = facts.state
+    lines = _lines_of_run(facts) if step is None else _lines_of_step(facts, step)
     if not as_json:
-        for line in (*lines, *map(proof_line, known.proof)):
+        for line in (*lines, *map(proof_line, facts.proof)):
             say(line, lines=False)
         return
-    kinds: dict[str, str] = {one.kind: one.outcome for one in known.outcomes}
+    kinds: dict[str, str] = {outcome.kind: outcome.outcome for outcome in facts.outcomes}
     if step in state.steps:
-        kinds = {kind: outcome_of(one) for kind, one in state.steps[step].kinds.items()}
+        kinds = {
+            kind: outcome_of(kind_state) for kind, kind_state in state.steps[step].kinds.items()
+        }
     print_json(
         {
             "run_id": state.run_id,
@@ -119,47 +121,53 @@ def explain(
             "kinds": kinds,
             "explanation": " ".join(line.strip() for line in lines),
         }
-        | ({"proof": known.proof} if proof else {})
-        | causes_as_json(known.causes, known.now)
-        | waits_as_json(state, known.now)
+        | ({"proof": facts.proof} if proof else {})
+        | causes_as_json(facts.causes, facts.now)
+        | waits_as_json(state, facts.now)
     )
 
 
-def _lines_of_step(known: _Known, step: int) -> list[str]:
+def _lines_of_step(facts: _Known, step: int) -> list[str]:
     """Return the outcomes of a step, then the waits of the run if the step is not settled."""
-    state, found = known.state, known.state.steps.get(step)
-    lines = [] if found is None else in_words(state, step, now=known.now, named=None).splitlines()
-    lines += outcomes_in_words(step, known.outcomes)
+    state, step_state = facts.state, facts.state.steps.get(step)
+    lines = (
+        [] if step_state is None else in_words(state, step, now=facts.now, named=None).splitlines()
+    )
+    lines += outcomes_in_words(step, facts.outcomes)
     lines += ended_in(state, step)
     lines += profiles_of(state, step)
     if not lines:
         raise StepNotFound(_not_found(state, step))
-    if found is not None and not all(kind.settled for kind in found.kinds.values()):
-        lines += chains_of_waits(state, known.now)
-    return lines + _stacks(known)
+    if step_state is not None and not all(kind.settled for kind in step_state.kinds.values()):
+        lines += chains_of_waits(state, facts.now)
+    return lines + _stacks(facts)
 
 
-def _lines_of_run(known: _Known) -> list[str]:
+def _lines_of_run(facts: _Known) -> list[str]:
     """Return the waits of a run, and the steps that are neither ready nor failed."""
-    state = known.state
-    chains = list(chains_of_waits(state, known.now))
-    if len(chains) == 1 and known.causes and chains[0] in known.causes[0].sentence:
+    state = facts.state
+    chains = list(chains_of_waits(state, facts.now))
+    if len(chains) == 1 and facts.causes and chains[0] in facts.causes[0].sentence:
         chains = []  # the first cause says it
     lines = [
-        *(f"First cause: {one.sentence}" for one in known.causes[:1]),
-        *(f"Another cause: {one.sentence}" for one in known.causes[1:] if one.reason in _TOLD),
+        *(f"First cause: {cause.sentence}" for cause in facts.causes[:1]),
+        *(
+            f"Another cause: {cause.sentence}"
+            for cause in facts.causes[1:]
+            if cause.reason in _TOLD
+        ),
         *chains,
-        *unfinished(state, now=known.now),
+        *unfinished(state, now=facts.now),
         *([next_step(state)] if state.closed in ("failed", "interrupted") else []),
-        *_stacks(known),
+        *_stacks(facts),
     ]
     return lines or [
         f"No process of run {state.run_id} has reported a wait, and no step waits for anything."
     ]
 
 
-def _stacks(known: _Known) -> list[str]:
-    return [line for entry, taken in known.stacks for line in words_of_stacks(entry, taken)]
+def _stacks(facts: _Known) -> list[str]:
+    return [line for entry, stacks in facts.stacks for line in words_of_stacks(entry, stacks)]
 
 
 def _run_and_step(words: list[str]) -> tuple[str | None, int | None]:
@@ -201,13 +209,13 @@ async def _look_up(
         outcomes: list[Outcome] = []
         if step is not None and step not in state.steps:
             outcomes = await _announced(log, Archive(root / log.run_id, log.run_id), step)
-        found: list[ProofEntry] = []
+        entries: list[ProofEntry] = []
         if proof and step is not None:
-            found = await _proof(log, Archive(root / log.run_id, log.run_id), step)
+            entries = await _proof(log, Archive(root / log.run_id, log.run_id), step)
         stacks = await _stacks_in(log, Archive(root / log.run_id, log.run_id), state)
         causes = first_causes(state, facts)
         return _Known(
-            state=state, causes=causes, now=now, outcomes=outcomes, proof=found, stacks=stacks
+            state=state, causes=causes, now=now, outcomes=outcomes, proof=entries, stacks=stacks
         )
 
 
@@ -215,14 +223,14 @@ async def _stacks_in(
     log: RedisEventLog, archive: Archive, state: MonitorState
 ) -> list[tuple[str, StacksTaken]]:
     """Return the stacks that the state names, from the entries that have them."""
-    found = []
+    stacks = []
     for entry_id in state.stacks.values():
         async with aclosing(whole_stream(log, Stream.EVENTS, archive, before(entry_id))) as entries:
             entry = await anext(entries, None)
         envelope = None if entry is None else decoded(entry)
         if isinstance(envelope, Envelope) and isinstance(envelope.event, StacksTaken):
-            found.append((entry_id, envelope.event))
-    return found
+            stacks.append((entry_id, envelope.event))
+    return stacks
 
 
 async def _proof(log: RedisEventLog, archive: Archive, step: int) -> list[ProofEntry]:
@@ -240,12 +248,12 @@ async def _proof(log: RedisEventLog, archive: Archive, step: int) -> list[ProofE
 
 async def _announced(log: RedisEventLog, archive: Archive, step: int) -> list[Outcome]:
     """Return the outcome of each kind and epoch of a step, from the log."""
-    found: dict[tuple[int, str], Outcome] = {}
+    outcomes: dict[tuple[int, str], Outcome] = {}
     try:
         async for entry in whole_stream(log, Stream.ANNOUNCEMENTS, archive):
             outcome = Outcome.of(entry.id, decoded(entry), step)
             if outcome is not None:
-                found[outcome.epoch, outcome.kind] = outcome
+                outcomes[outcome.epoch, outcome.kind] = outcome
     except ArchiveMissing as error:
         raise StepNotFound(f"step {step} was settled long ago, and {error}") from None
-    return list(found.values())
+    return list(outcomes.values())

@@ -143,8 +143,8 @@ async def _source_of(run: str, root: Path, redis_url: str | None) -> AsyncIterat
     if is_folder or recorded_file(run) is not None:
         with closing(
             (RecordedSource.of_archive if is_folder else RecordedSource.of_file)(path)
-        ) as one:
-            yield one
+        ) as source:
+            yield source
         return
     async with client_of(redis_url) as client:
         run_id = await require_run(client, run)

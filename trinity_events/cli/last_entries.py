@@ -30,28 +30,31 @@ class Begin(NamedTuple):
     """False if a trimmed stream has fewer matching entries than asked for."""
 
 
-async def begin_of_last(log: RedisEventLog, lines: int | None, wanted: EventFilter) -> Begin:
+async def begin_of_last(log: RedisEventLog, lines: int | None, event_filter: EventFilter) -> Begin:
     """Return the position in each stream after which the last matching entries begin."""
     after = {stream: await log.last_id(stream) for stream in Stream}
     if lines == 0:
         return Begin(after, True)
     # At one position, the announcement follows the event.
-    back = {stream: _read_back(log, stream, lines, wanted) for stream in reversed(Stream)}
-    found = 0
+    back = {stream: _read_back(log, stream, lines, event_filter) for stream in reversed(Stream)}
+    count = 0
     async for stream, entry in _merged(back, max):
-        if position(entry.id) < wanted.since:
+        if position(entry.id) < event_filter.since:
             return Begin(after, True)
-        if is_wanted(entry, wanted):
+        if is_wanted(entry, event_filter):
             after[stream] = before(entry.id)
-            found += 1
-            if found == lines:
+            count += 1
+            if count == lines:
                 return Begin(after, True)
-    left = [await log.first_retained_id(stream) for stream in Stream]
-    return Begin(after, all(one is None or position(one) <= wanted.since for one in left))
+    first_ids = [await log.first_retained_id(stream) for stream in Stream]
+    return Begin(
+        after,
+        all(entry_id is None or position(entry_id) <= event_filter.since for entry_id in first_ids),
+    )
 
 
 async def last_entries(
-    log: RedisEventLog, archive: Archive, begin: Begin, lines: int | None, wanted: EventFilter
+    log: RedisEventLog, archive: Archive, begin: Begin, lines: int | None, event_filter: EventFilter
 ) -> AsyncIterator[Found]:
     """Yield the last matching entries of both streams, in the order of their ids.
 
@@ -60,17 +63,19 @@ async def last_entries(
     first = (0, 0), 0
     sources = partial(_from_server, log, dict(begin.after))
     if not begin.all_there and archive.folder.is_dir():
-        sources = partial(_from_archive, log, archive, wanted)
-        first = await _first_of_last(sources(), lines, wanted)
+        sources = partial(_from_archive, log, archive, event_filter)
+        first = await _first_of_last(sources(), lines, event_filter)
     elif not begin.all_there:
         tell(
             f"older entries of run {log.run_id} are archived in its checkpoint directory: "
             "name it with --checkpoint-root"
         )
-    found = (one async for one in _wanted(sources(), wanted) if stream_order(one) >= first)
+    matches = (
+        match async for match in _matching(sources(), event_filter) if stream_order(match) >= first
+    )
     # Stop at the number asked for, although new entries may come.
-    async for one in _some(lines, found):
-        yield one
+    async for match in _limit(lines, matches):
+        yield match
 
 
 def _from_server(
@@ -80,43 +85,43 @@ def _from_server(
 
 
 def _from_archive(
-    log: RedisEventLog, archive: Archive, wanted: EventFilter
+    log: RedisEventLog, archive: Archive, event_filter: EventFilter
 ) -> dict[Stream, AsyncIterator[Entry]]:
-    after = before(f"{wanted.since[0]}-{wanted.since[1]}")
+    after = before(f"{event_filter.since[0]}-{event_filter.since[1]}")
     return {stream: whole_stream(log, stream, archive, after) for stream in Stream}
 
 
 async def _first_of_last(
-    sources: dict[Stream, AsyncIterator[Entry]], lines: int | None, wanted: EventFilter
+    sources: dict[Stream, AsyncIterator[Entry]], lines: int | None, event_filter: EventFilter
 ) -> tuple[tuple[int, int], int]:
     """Return the sort key of the first of the last matching entries."""
     if lines is None or lines > _COUNTED:
         return (0, 0), 0
     last: deque[tuple[tuple[int, int], int]] = deque(maxlen=lines)
-    async for one in _wanted(sources, wanted):
-        last.append(stream_order(one))
+    async for match in _matching(sources, event_filter):
+        last.append(stream_order(match))
     return last[0] if last else ((0, 0), 0)
 
 
-async def _wanted(
-    sources: dict[Stream, AsyncIterator[Entry]], wanted: EventFilter
+async def _matching(
+    sources: dict[Stream, AsyncIterator[Entry]], event_filter: EventFilter
 ) -> AsyncIterator[Found]:
     """Yield the matching entries of the streams, in order."""
     async for stream, entry in _merged(sources, min):
-        if position(entry.id) > wanted.until:
+        if position(entry.id) > event_filter.until:
             return
-        if is_wanted(entry, wanted):
+        if is_wanted(entry, event_filter):
             yield stream, entry
 
 
-def is_wanted(entry: Entry, wanted: EventFilter) -> bool:
+def is_wanted(entry: Entry, event_filter: EventFilter) -> bool:
     """Return True if an entry matches; an undecodable entry matches a filter of time alone."""
-    if not wanted.in_time(position(entry.id)):
+    if not event_filter.in_time(position(entry.id)):
         return False
-    if not wanted.asks:
+    if not event_filter.asks:
         return True
     envelope = decoded(entry)
-    return isinstance(envelope, Envelope) and wanted.wants(envelope)
+    return isinstance(envelope, Envelope) and event_filter.wants(envelope)
 
 
 def decoded(entry: Entry) -> Envelope | ContractError:
@@ -128,19 +133,19 @@ def decoded(entry: Entry) -> Envelope | ContractError:
 
 
 async def _read_back(
-    log: RedisEventLog, stream: Stream, lines: int | None, wanted: EventFilter
+    log: RedisEventLog, stream: Stream, lines: int | None, event_filter: EventFilter
 ) -> AsyncIterator[Entry]:
     """Yield the entries of a stream up to the end of the filter, newest first."""
     most = page_of(stream)
     page = PageSize(most if lines is None else min(most, lines))
-    milliseconds, number = wanted.until
+    milliseconds, number = event_filter.until
     end = "+" if milliseconds >= 2**63 else f"{milliseconds}-{number}"
     inclusive = True
-    while found := await log.read_back(end, stream=stream, limit=page.limit, inclusive=inclusive):
-        page.learn(found)
-        for entry in found:
+    while entries := await log.read_back(end, stream=stream, limit=page.limit, inclusive=inclusive):
+        page.learn(entries)
+        for entry in entries:
             yield entry
-        end, inclusive = found[-1].id, False
+        end, inclusive = entries[-1].id, False
 
 
 async def _merged(
@@ -149,17 +154,17 @@ async def _merged(
     """Yield the entries of both streams, in the order of their ids."""
     heads = {stream: await anext(entries, None) for stream, entries in streams.items()}
     while there := {stream: entry for stream, entry in heads.items() if entry is not None}:
-        stream = first(there, key=lambda one: position(there[one].id))
+        stream = first(there, key=lambda stream: position(there[stream].id))
         yield stream, there[stream]
         heads[stream] = await anext(streams[stream], None)
 
 
-async def _some(count: int | None, found: AsyncIterator[T]) -> AsyncIterator[T]:
+async def _limit(count: int | None, entries: AsyncIterator[T]) -> AsyncIterator[T]:
     """Yield at most ``count`` entries; all if ``count`` is None."""
-    left = count
-    while left is None or left > 0:
+    remaining = count
+    while remaining is None or remaining > 0:
         try:
-            yield await anext(found)
+            yield await anext(entries)
         except StopAsyncIteration:
             return
-        left = None if left is None else left - 1
+        remaining = None if remaining is None else remaining - 1

@@ -75,6 +75,6 @@ async def _curves(run: str, root: Path | None, redis_url: str | None) -> tuple[s
                 envelope = decode(entry.payload)
                 if isinstance(envelope.event, RunResumed):
                     curves.cut_after(envelope.event.step)
-                if (found := reader.add(envelope)) is not None:
-                    curves.add(found.step, found.values)
+                if (sample := reader.add(envelope)) is not None:
+                    curves.add(sample.step, sample.values)
         return states.source.run_id, curves

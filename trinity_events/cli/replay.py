@@ -153,14 +153,14 @@ async def _show(states: StateAt, begin: str, until: str | None, steps: _Steps) -
             if until is not None and position(folded.entry.id) > position(until):
                 return
             now = state_as_json(state)
-            found = [one for one in changes(before, now) if tells(one)]
+            differences = [change for change in changes(before, now) if tells(change)]
             before = now
             if steps.as_json:
-                print_json(folded_as_json(folded) | {"changes": found})
+                print_json(folded_as_json(folded) | {"changes": differences})
                 continue
             for line in folded_lines(folded, run_start=(state.opened_at or 0) / 1000):
                 say(line, lines=False)
-            for change in found:
+            for change in differences:
                 say(f"    {change_line(change)}", lines=False)
             if steps.asks and not await anyio.to_thread.run_sync(_goes_on):
                 return

@@ -24,14 +24,14 @@ def runs(redis_url: RedisUrl = None, as_json: Json = False) -> None:
 
     Example: trinity-events runs
     """
-    found = anyio.run(_states, redis_url)
+    rows = anyio.run(_states, redis_url)
     if as_json:
-        print_json([_row(state, since) for state, since in found])
-    elif found:
+        print_json([_row(state, since) for state, since in rows])
+    elif rows:
         shown = console()
         # In a terminal narrower than the ids and some columns, lines break.
-        shown.width = max(shown.width, 57 + max(len(state.run_id) for state, _ in found))
-        shown.print(runs_table(found))
+        shown.width = max(shown.width, 57 + max(len(state.run_id) for state, _ in rows))
+        shown.print(runs_table(rows))
     else:
         say("No runs yet. Start one with: trinity-events demo")
 
@@ -40,21 +40,21 @@ async def _states(redis_url: str | None) -> list[tuple[MonitorState, int | None]
     """Return each run's state, and the time since which it is abandoned, as in ``status``."""
     async with client_of(redis_url) as client:
         listed = await list_runs(client)
-        found: dict[str, tuple[MonitorState, int | None]] = {}
+        states: dict[str, tuple[MonitorState, int | None]] = {}
         looks = anyio.CapacityLimiter(_LOOKS)
 
         async def look(run: str) -> None:
             async with looks:
                 try:
                     state = await current_state(RedisEventLog(client, run))
-                    found[run] = state, await abandoned_since(client, state)
+                    states[run] = state, await abandoned_since(client, state)
                 except (SnapshotUnreadable, KeyConflict) as error:
                     tell(f"error: {error}")
 
         async with anyio.create_task_group() as tasks:
             for run in listed:
                 tasks.start_soon(look, run)
-    return [found[run] for run in listed if run in found]
+    return [states[run] for run in listed if run in states]
 
 
 def _row(state: MonitorState, since: int | None) -> dict[str, object]:

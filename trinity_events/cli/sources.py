@@ -54,6 +54,6 @@ async def timeline_of(states: StateAt) -> AsyncGenerator[Iterable[Part], None]:
         async for _, folded in entries:
             if folded.envelope is not None:
                 yield timeline.add(folded.entry.id, folded.envelope)
-            for one in folded.announcements:
-                yield timeline.add(folded.entry.id, one)
+            for announcement in folded.announcements:
+                yield timeline.add(folded.entry.id, announcement)
     yield timeline.finish()

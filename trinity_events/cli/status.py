@@ -35,11 +35,11 @@ def status(run: OptionalRun = None, redis_url: RedisUrl = None, as_json: Json = 
 
     Example: trinity-events status demo-1
     """
-    known = anyio.run(_look_up, redis_url, run)
+    snapshot = anyio.run(_look_up, redis_url, run)
     if not as_json:
-        console().print(status_panel(*known))
+        console().print(status_panel(*snapshot))
         return
-    state, now, since, processes = known
+    state, now, since, processes = snapshot
     shown = {name: value for name, value in state_as_json(state).items() if name != "waits"}
     at = position(state.position)[0] if now is None else now
     print_json(

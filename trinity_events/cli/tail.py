@@ -142,7 +142,7 @@ def tail(
     """
     if lines is None and since is None:
         lines = LINES
-    asked = _Asked(
+    options = _Asked(
         lines=lines,
         types=tuple(types or ()),
         producers=tuple(producers or ()),
@@ -158,25 +158,25 @@ def tail(
         raise BadFilter(
             "--follow prints new entries, and --until ends before them: leave one of them out"
         )
-    anyio.run(_tail, redis_url, run, checkpoint_root(root), asked)
+    anyio.run(_tail, redis_url, run, checkpoint_root(root), options)
 
 
-async def _tail(redis_url: str | None, run: str | None, root: Path, asked: _Asked) -> None:
+async def _tail(redis_url: str | None, run: str | None, root: Path, options: _Asked) -> None:
     async with client_of(redis_url) as client:
         log = RedisEventLog(client, await require_run(client, run))
-        wanted = await _filter(client, log, asked)
-        begin = await begin_of_last(log, asked.lines, wanted)
+        event_filter = await _filter(client, log, options)
+        begin = await begin_of_last(log, options.lines, event_filter)
         after = dict(begin.after)
         archive = Archive(root / log.run_id, log.run_id)
-        async for stream, entry in last_entries(log, archive, begin, asked.lines, wanted):
+        async for stream, entry in last_entries(log, archive, begin, options.lines, event_filter):
             after[stream] = entry.id
-            _print(log.run_id, stream, entry, asked.form)
-        if asked.follow:
-            await _follow(log, after, wanted, asked.form)
+            _print(log.run_id, stream, entry, options.form)
+        if options.follow:
+            await _follow(log, after, event_filter, options.form)
 
 
 async def _follow(
-    log: RedisEventLog, after: dict[Stream, str], wanted: EventFilter, form: Format
+    log: RedisEventLog, after: dict[Stream, str], event_filter: EventFilter, form: Format
 ) -> None:
     ahead, page = MergedReader(log, after), PageSize(page_of(Stream.ANNOUNCEMENTS))
     wait = Deadline(None, f"nothing more of run {log.run_id}")
@@ -190,37 +190,37 @@ async def _follow(
 
     while True:
         sys.stdout.flush()
-        found = await wait.ask(read)
-        page.learn([entry for _, entry in found])
-        for stream, entry in found:
+        entries = await wait.ask(read)
+        page.learn([entry for _, entry in entries])
+        for stream, entry in entries:
             after[stream] = entry.id
-            if is_wanted(entry, wanted):
+            if is_wanted(entry, event_filter):
                 _print(log.run_id, stream, entry, form)
 
 
-async def _filter(client: redis.asyncio.Redis, log: RedisEventLog, asked: _Asked) -> EventFilter:
+async def _filter(client: redis.asyncio.Redis, log: RedisEventLog, options: _Asked) -> EventFilter:
     """Return the filter of the options. Raises BadFilter, UnknownType and BadTime."""
     bounds = {}
-    if asked.since is not None or asked.until is not None:
+    if options.since is not None or options.until is not None:
         now = await server_clock(client, log.keys.events)
-        if asked.since is not None:
-            bounds["since"] = moment(asked.since, now)
-        if asked.until is not None:
-            bounds["until"] = moment(asked.until, now, end=True)
+        if options.since is not None:
+            bounds["since"] = moment(options.since, now)
+        if options.until is not None:
+            bounds["until"] = moment(options.until, now, end=True)
     return EventFilter(
-        types=frozenset(_known_type(one) for given in asked.types for one in given.split(",")),
-        producers=frozenset(asked.producers),
-        steps=tuple(_steps(one) for one in asked.steps),
+        types=frozenset(_known_type(name) for given in options.types for name in given.split(",")),
+        producers=frozenset(options.producers),
+        steps=tuple(_steps(text) for text in options.steps),
         **bounds,
     )
 
 
 def _known_type(name: str) -> str:
-    known = [event_tag(one) for one in EVENT_TYPES]
-    if name in known:
+    tags = [event_tag(event_type) for event_type in EVENT_TYPES]
+    if name in tags:
         return name
-    nearest = nearest_name(name, known)
-    meant = f"is {nearest} meant?" if nearest else f"there are {', '.join(sorted(known))}"
+    nearest = nearest_name(name, tags)
+    meant = f"is {nearest} meant?" if nearest else f"there are {', '.join(sorted(tags))}"
     raise UnknownType(f"there is no event type {name!r}: {meant}")
 
 

@@ -31,8 +31,8 @@ def moment(text: str, now: int, *, end: bool = False) -> tuple[int, int]:
     """
     if _ENTRY.fullmatch(text):
         return position(text)
-    if found := _AGO.fullmatch(text):
-        milliseconds = now - int(float(found[1]) * _SECONDS[found[2]] * 1000)
+    if match := _AGO.fullmatch(text):
+        milliseconds = now - int(float(match[1]) * _SECONDS[match[2]] * 1000)
     else:
         milliseconds = int(_by_the_clock(text, now).timestamp() * 1000)
     return max(0, milliseconds), 2**64 - 1 if end else 0

@@ -96,12 +96,12 @@ async def _traces(run: str, root: Path | None, redis_url: str | None, collector:
     from ..views.otlp import StepTraces
 
     async with states_of(run, root, redis_url) as states:
-        found = StepTraces(states.source.run_id, collector.send)
+        traces = StepTraces(states.source.run_id, collector.send)
         try:
             async with aclosing(timeline_of(states)) as timeline:
                 async for parts in timeline:
-                    found.add_all(parts)
-            found.finish()
+                    traces.add_all(parts)
+            traces.finish()
         finally:
             collector.close()
-        return found.spans
+        return traces.spans

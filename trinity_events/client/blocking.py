@@ -116,11 +116,11 @@ def hold_checkpoint(
 
     A lease that is lost raises at the end of the block, which a thread cannot cancel.
     """
-    held = checkpoint_lease.hold_checkpoint(
+    context = checkpoint_lease.hold_checkpoint(
         run, step, redis_url=redis_url, checkpoint_root=checkpoint_root, deadline=deadline
     )
     with start_blocking_portal() as portal:
-        lease: AbstractContextManager[Path] = portal.wrap_async_context_manager(held)
+        lease: AbstractContextManager[Path] = portal.wrap_async_context_manager(context)
         with lease as folder:
             yield folder
 

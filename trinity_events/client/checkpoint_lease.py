@@ -70,7 +70,7 @@ async def hold_checkpoint(
         raise InvalidRunId(str(error)) from None
     folder = Path(checkpoint_root or trinity_home() / "checkpoints") / run / final_name(step)
     with serving(redis_url) as url:
-        async with connect(url) as client, _held(client, run, step, folder, deadline):
+        async with connect(url) as client, _hold(client, run, step, folder, deadline):
             yield folder
 
 
@@ -110,13 +110,13 @@ async def _leased(log: RedisEventLog, step: int, who: str) -> AsyncIterator[None
 
 
 @asynccontextmanager
-async def _held(
+async def _hold(
     client: redis.asyncio.Redis, run: str, step: int, folder: Path, deadline: float
 ) -> AsyncIterator[None]:
     log, who = RedisEventLog(client, run), new_producer("reader").incarnation
     lost, failure = False, None
     async with _leased(log, step, who):
-        found = await _promoted(log, step, folder, deadline)
+        identity = await _promoted(log, step, folder, deadline)
         async with anyio.create_task_group() as tasks:
 
             async def keep() -> None:
@@ -132,13 +132,13 @@ async def _held(
             tasks.cancel_scope.cancel()
     if failure is not None:
         raise failure
-    left = await _identity(folder)
-    if lost or left is None:
+    last_identity = await _identity(folder)
+    if lost or last_identity is None:
         raise CheckpointHeld(
             f"the checkpoint of step {step} of run {run} was removed while it was read: this "
             f"process did not reach the server for {LEASE:g} s; read a newer one"
         )
-    if left != found:
+    if last_identity != identity:
         raise CheckpointHeld(
             f"the checkpoint of step {step} of run {run} was replaced while it was read: its "
             "trainer saved that step again; read it once more"
@@ -160,18 +160,18 @@ async def _promoted(
         "does a reducer run, with this checkpoint root?",
     )
     plan = plan_files(await wait.ask(partial(current_state, log)))
-    promotions = [one for one in plan.promotions if one.step == step]
+    promotions = [promotion for promotion in plan.promotions if promotion.step == step]
     after = ORIGIN
     while await anyio.to_thread.run_sync(_is_to_come, folder, promotions):
         seconds = min(_LONGEST_BLOCK, wait.left())
         after = await wait.ask(partial(log.promoted_after, after, seconds=seconds))
-    found = await _identity(folder)
-    if found is None:
+    identity = await _identity(folder)
+    if identity is None:
         raise CheckpointHeld(
             f"there is no checkpoint {folder}: it was removed or is not ready yet; name "
             "another step, or the folder of all runs with checkpoint_root"
         )
-    return found
+    return identity
 
 
 def _is_to_come(folder: Path, promotions: Sequence[Promotion]) -> bool:

@@ -80,8 +80,8 @@ async def _ready(
             return event.epoch == epoch
         return event.epoch > state.epoch or stands(state, StepRef(event.epoch, step))
 
-    wanted = subscribe(run, StepReady, StepSuperseded, start="beginning", redis_url=redis_url)
-    async with wanted as events:
+    subscription = subscribe(run, StepReady, StepSuperseded, start="beginning", redis_url=redis_url)
+    async with subscription as events:
         async for delivered in events:
             event = delivered.event
             if isinstance(event, StepReady) and is_asked_for(event):

@@ -46,9 +46,9 @@ def _wait_for_turn(publisher: Publisher, request: SaveRequested, deadline: float
     began = asked_at = time.monotonic()
     fault = _ask(publisher, request, began + deadline)
     faults = backoff_delays(_LONGEST_PAUSE)
-    while (left := began + deadline - time.monotonic()) > 0:
+    while (remaining := began + deadline - time.monotonic()) > 0:
         try:
-            if publisher.log.granted(request.save_id, min(left, _AT_ONCE)):
+            if publisher.log.granted(request.save_id, min(remaining, _AT_ONCE)):
                 return
             fault, faults = None, backoff_delays(_LONGEST_PAUSE)
             if publisher.log.epoch() > publisher.epoch:
@@ -60,7 +60,7 @@ def _wait_for_turn(publisher: Publisher, request: SaveRequested, deadline: float
             fault = error
             if not is_transient(error):
                 break
-            time.sleep(min(left, next(faults)))
+            time.sleep(min(remaining, next(faults)))
     raise _not_granted(publisher, request.slot, time.monotonic() - began, fault) from fault
 
 
@@ -72,10 +72,10 @@ def _ask(publisher: Publisher, request: SaveRequested, give_up: float) -> Except
             publisher.publish(request)
             return None
         except BufferFull as error:
-            left = give_up - time.monotonic()
-            if left <= 0:
+            remaining = give_up - time.monotonic()
+            if remaining <= 0:
                 return error
-            time.sleep(min(left, next(faults)))
+            time.sleep(min(remaining, next(faults)))
 
 
 def _not_granted(

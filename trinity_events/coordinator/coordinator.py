@@ -174,7 +174,7 @@ class CheckpointCoordinator:
         attempt = self._attempt(name, global_step, is_state_dict, paths, ranks)
 
         def finish() -> None:
-            with kept:
+            with cleanup:
                 self._collect(attempt, lambda: self._finish(attempt, lambda: started, paths))
 
         thread = _save_thread(attempt, finish)
@@ -185,11 +185,11 @@ class CheckpointCoordinator:
             with self._failing(attempt):
                 self._start(attempt)
                 started = start_fn()
-            kept = exits.pop_all()
+            cleanup = exits.pop_all()
         try:
             thread.start()
         except BaseException:
-            with kept, self._failing(attempt):
+            with cleanup, self._failing(attempt):
                 raise
 
     def save_sync(
@@ -256,12 +256,12 @@ class CheckpointCoordinator:
     def _wait(self, name: str | None, deadline: float | None) -> None:
         give_up = None if deadline is None else time.monotonic() + deadline
         self._inflight.wait(deadline, name)
-        left = FLUSH_DEADLINE
+        remaining = FLUSH_DEADLINE
         if give_up is not None:
-            left = max(0.0, min(left, give_up - time.monotonic()))
+            remaining = max(0.0, min(remaining, give_up - time.monotonic()))
         try:
-            until = time.monotonic() + left
-            self._publisher.flush(left)
+            until = time.monotonic() + remaining
+            self._publisher.flush(remaining)
             if name is None:
                 self._heartbeat.settle(max(0.0, until - time.monotonic()))
         except PublishError as error:
@@ -326,10 +326,12 @@ class CheckpointCoordinator:
         # One id for each registrar: to save a step again replaces its registration.
         registrations = tuple(
             Registration(
-                registration_id=f"{producer.role}-{producer.rank}-{one}", kind=one, expected=count
+                registration_id=f"{producer.role}-{producer.rank}-{counted_kind}",
+                kind=counted_kind,
+                expected=count,
             )
-            for one, count in counts
-            if count or one == kind
+            for counted_kind, count in counts
+            if count or counted_kind == kind
         )
         for registration in registrations:
             self._publisher.publish(
@@ -447,11 +449,15 @@ class CheckpointCoordinator:
     def _raise_failures(self, name: str | None) -> None:
         """Raise the failures of the saves of one name, or of all; the others are kept."""
         with self._lock:
-            failures = [one for one in self._failures if name in (None, one.attempt.slot.name)]
-            self._failures = [one for one in self._failures if one not in failures]
+            failures = [
+                failure for failure in self._failures if name in (None, failure.attempt.slot.name)
+            ]
+            self._failures = [failure for failure in self._failures if failure not in failures]
             unpublished, self._unpublished = self._unpublished, []
         if failures:
-            raise SaveError.of([(one.attempt.what, one.error) for one in failures], *unpublished)
+            raise SaveError.of(
+                [(failure.attempt.what, failure.error) for failure in failures], *unpublished
+            )
         if unpublished:
             raise unpublished[0]
 

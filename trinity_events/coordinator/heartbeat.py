@@ -49,11 +49,11 @@ class Heartbeat:
         Two heartbeats of one incarnation would remove each other's key.
         """
         with _hearts_lock:
-            found = _hearts.get(publisher.producer.incarnation)
-            if found is None:
-                found = _hearts[publisher.producer.incarnation] = cls(publisher, lease)
-            found._lease = min(found._lease, lease)
-            return found
+            heartbeat = _hearts.get(publisher.producer.incarnation)
+            if heartbeat is None:
+                heartbeat = _hearts[publisher.producer.incarnation] = cls(publisher, lease)
+            heartbeat._lease = min(heartbeat._lease, lease)
+            return heartbeat
 
     @contextmanager
     def beating(self, publisher: Publisher, patience: float | None = None) -> Iterator[None]:
@@ -122,11 +122,11 @@ class Heartbeat:
         due = time.monotonic() + seconds
         telling = backoff_delays(seconds)
         with self._changed:
-            while (left := due - time.monotonic()) > 0:
+            while (remaining := due - time.monotonic()) > 0:
                 if self._attempts:
-                    self._changed.wait(left)
-                elif patient and any(one.backlog for one in self._publishers):
-                    self._changed.wait(min(left, next(telling)))
+                    self._changed.wait(remaining)
+                elif patient and any(publisher.backlog for publisher in self._publishers):
+                    self._changed.wait(min(remaining, next(telling)))
                 else:
                     # An attempt that begins from now on waits for a beat after the key's removal.
                     self._heard = False

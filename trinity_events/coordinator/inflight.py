@@ -49,14 +49,14 @@ class InflightSaves:
         while name in self._saves:
             earlier = self._saves[name]
             self._refuse_itself(earlier, f"save {attempt.what}")
-            left = give_up - time.monotonic()
-            if left <= 0:
+            remaining = give_up - time.monotonic()
+            if remaining <= 0:
                 raise DeadlineExceeded(
                     f"{attempt.what} waited {deadline:g} s for the save of this name before "
                     f"it: {_describe(earlier)}"
                 )
             reported.update(*_object(earlier))
-            self._changed.wait(left)
+            self._changed.wait(remaining)
 
     def leave(self, attempt: SaveAttempt) -> None:
         """Unregister an attempt that succeeded or failed."""
@@ -81,7 +81,7 @@ class InflightSaves:
                 )
 
     def _running(self, name: str | None) -> list[_Save]:
-        return [one for key, one in self._saves.items() if name in (None, key)]
+        return [save for key, save in self._saves.items() if name in (None, key)]
 
     def _wait_for(self, deadline: float | None, name: str | None) -> bool:
         """Return True once no save of the name runs, or False after the deadline."""
@@ -103,9 +103,9 @@ class InflightSaves:
 
 def _object(*saves: _Save) -> tuple[str, list[str]]:
     """Return the object of a wait for saves, and the processes that run them."""
-    slots = [one.attempt.slot for one in saves]
-    what = f"the end of {', '.join(one.attempt.what for one in saves)}"
-    return what, list(dict.fromkeys(f"{one.role}-{one.rank}" for one in slots))
+    slots = [save.attempt.slot for save in saves]
+    what = f"the end of {', '.join(save.attempt.what for save in saves)}"
+    return what, list(dict.fromkeys(f"{slot.role}-{slot.rank}" for slot in slots))
 
 
 def _describe(save: _Save) -> str:

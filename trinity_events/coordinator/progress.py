@@ -42,12 +42,12 @@ def reporting_progress(
 def _tell(
     publisher: Publisher, attempt: SaveAttempt, paths: SavedPaths, over: threading.Event
 ) -> None:
-    told = 0
+    last_size = 0
     while not over.wait(EVERY):
         try:
             written = paths.size()
-            if written != told and not over.is_set():
+            if written != last_size and not over.is_set():
                 publisher.publish(attempt.progress(written))
-                told = written
+                last_size = written
         except Exception as error:
             logger.debug("the progress of %s is unknown: %s", attempt.what, error)

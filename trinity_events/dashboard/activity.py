@@ -60,9 +60,9 @@ class Activity:
         last = min(max((end - self.begin) // self.width, -1) + 1, BUCKETS)
         cells = self._lanes[lane]
         for category in range(_PLANES):
-            some = cells[category * BUCKETS + first : category * BUCKETS + last]
-            if any(some):
-                for bucket, count in enumerate(some, first):
+            counts = cells[category * BUCKETS + first : category * BUCKETS + last]
+            if any(counts):
+                for bucket, count in enumerate(counts, first):
                     if count:
                         yield Cell(bucket, category, count)
 
@@ -78,9 +78,9 @@ def _halved(cells: array[int]) -> array[int]:
     half = BUCKETS // 2
     for category in range(_PLANES):
         begin = category * BUCKETS
-        some = cells[begin : begin + BUCKETS]
-        if any(some):
-            pairs = zip(some[::2], some[1::2], strict=True)
-            summed = array("H", (min(_FULL, one + other) for one, other in pairs))
+        counts = cells[begin : begin + BUCKETS]
+        if any(counts):
+            pairs = zip(counts[::2], counts[1::2], strict=True)
+            summed = array("H", (min(_FULL, count + other) for count, other in pairs))
             wide[begin : begin + half] = summed
     return wide

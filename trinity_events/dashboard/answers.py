@@ -69,7 +69,7 @@ def parse_rows(text: str) -> list[Row]:
     Raises:
         BadQuestion: if a name is neither a lane nor a range of lanes.
     """
-    found: list[Row] = []
+    rows: list[Row] = []
     for name in text.split(",")[:ROWS] if text else ():
         role, colon, ranks = name.rpartition(":")
         if name == OTHERS:
@@ -80,8 +80,8 @@ def parse_rows(text: str) -> list[Row]:
         first, _, last = ranks.partition("-")
         if not role or not (first.isdigit() and last.isdigit()):
             raise BadQuestion(f"{name!r} is no lane: name one such as trainer-0 or explorer:0-63")
-        found.append(Row(name, role, int(first), int(last)))
-    return found
+        rows.append(Row(name, role, int(first), int(last)))
+    return rows
 
 
 async def now_view(reader: RunReader) -> dict[str, Any]:
@@ -101,8 +101,8 @@ async def now_view(reader: RunReader) -> dict[str, Any]:
         "processes": []
         if state.closed is not None
         else [
-            [name, one.pid, one.condition]
-            for name, one in sorted(processes_of_epoch(state, facts.processes).items())
+            [name, process.pid, process.condition]
+            for name, process in sorted(processes_of_epoch(state, facts.processes).items())
         ],
         "live": reader.source.is_live,
         "progress": reader.progress,
@@ -118,7 +118,9 @@ async def now_view(reader: RunReader) -> dict[str, Any]:
 
 def digests(history: History) -> dict[StepRef, str]:
     """Return the digests of the ready weight versions that are known."""
-    return {ref: one.digest for ref, one in history.figures.versions.items() if one.digest}
+    return {
+        ref: version.digest for ref, version in history.figures.versions.items() if version.digest
+    }
 
 
 async def state_at(
@@ -146,24 +148,26 @@ async def state_at(
         number = await reader.number_at(time)
     elif number is None:
         number = (await reader.indexed()).number
-    found = await reader.at(number)
+    result = await reader.at(number)
     history = await reader.indexed()
-    state = found.state
+    state = result.state
     now = position(state.position)[0]
     view = view_of(state, now, digests(history)) | {
         "causes": causes_of(state, LiveFacts(now=now)),
         "first": history.first,
         "indexed": history.number,
-        "problem": found.problem,
-        "event": None if found.envelope is None else event_of(found.entry, found.envelope),
-        "announcements": [event_of(found.entry, one) for one in found.announcements],
+        "problem": result.problem,
+        "event": None if result.envelope is None else event_of(result.entry, result.envelope),
+        "announcements": [
+            event_of(result.entry, announcement) for announcement in result.announcements
+        ],
     }
     if whole:
         view["whole"] = state_as_json(state)
     if changed and number > history.first:
         former = state_as_json((await reader.at(number - 1)).state)
         found_changes = filter(tells, changes(former, state_as_json(state)))
-        view["changed"] = [change_line(one) for one in islice(found_changes, FOUND)]
+        view["changed"] = [change_line(change) for change in islice(found_changes, FOUND)]
     return view
 
 
@@ -197,19 +201,21 @@ async def explain_step(reader: RunReader, step: int) -> dict[str, Any]:
     history = await reader.indexed()
     state = reader.newest
     assert state is not None
-    found: list[Folded] = []
-    blocks = [one for one in history.blocks.all if one.least_step <= step <= one.greatest_step]
+    folded_entries: list[Folded] = []
+    blocks = [
+        block for block in history.blocks.all if block.least_step <= step <= block.greatest_step
+    ]
     for block in blocks[-SEARCHED:]:
         start = await reader.at(block.number)
         entries = await reader.source.read(before(block.first), limit=block.entries)
-        found += await anyio.to_thread.run_sync(list, _folded(start.state, entries))
+        folded_entries += await anyio.to_thread.run_sync(list, _folded(start.state, entries))
     proof = Proof(step)
-    for one in found:
-        for announcement in one.announcements:
-            proof.add_announcement(one.entry.id, announcement)
-    for one in found:
-        if one.envelope is not None:
-            proof.add(one.entry.id, one.envelope)
+    for folded in folded_entries:
+        for announcement in folded.announcements:
+            proof.add_announcement(folded.entry.id, announcement)
+    for folded in folded_entries:
+        if folded.envelope is not None:
+            proof.add(folded.entry.id, folded.envelope)
     return {
         "step": step,
         "words": step_in_words(state, step, reader.now) if step in state.steps else "",
@@ -233,7 +239,7 @@ async def lanes(reader: RunReader) -> dict[str, Any]:
     return {
         "categories": CATEGORIES,
         "types": TYPES,
-        "lanes": [[one.name, one.role, one.rank, one.node] for one in history.lanes],
+        "lanes": [[lane.name, lane.role, lane.rank, lane.node] for lane in history.lanes],
         "marks": [[m.milliseconds, m.number, m.entry, m.name, m.text] for m in history.marks],
         "begin": history.begin,
         "end": max(reader.end, history.last),
@@ -276,8 +282,10 @@ async def timeline(
     end = max(end, begin + 1)
     if tail is not None and history.last < begin and tail.begin < end:
         history = tail  # the last events need not wait until all those before them are indexed
-    rows = rows or [Row(one.name, one.role, one.rank, one.rank) for one in history.lanes[:ROWS]]
-    answer: dict[str, Any] = {"begin": begin, "end": end, "rows": [one.name for one in rows]}
+    rows = rows or [
+        Row(lane.name, lane.role, lane.rank, lane.rank) for lane in history.lanes[:ROWS]
+    ]
+    answer: dict[str, Any] = {"begin": begin, "end": end, "rows": [row.name for row in rows]}
     if history.blocks.count_between(begin, end) > DETAILED:
         cells = await anyio.to_thread.run_sync(counts, history, begin, end, rows)
         return answer | {"mode": "counts", "width": history.activity.width, "cells": cells}
@@ -292,16 +300,16 @@ async def timeline(
 
 def counts(history: History, begin: int, end: int, rows: Sequence[Row]) -> list[list[Any]]:
     """Return the counts of each row: row, milliseconds, category, count."""
-    activity, found = history.activity, []
+    activity, cells = history.activity, []
     for number, row in enumerate(rows):
         sums: dict[tuple[int, int], int] = {}
-        for lane, one in enumerate(history.lanes):
-            if row.has(one):
+        for lane, lane_info in enumerate(history.lanes):
+            if row.has(lane_info):
                 for bucket, category, count in activity.cells(lane, begin, end):
                     sums[bucket, category] = sums.get((bucket, category), 0) + count
         for (bucket, category), count in sums.items():
-            found.append([number, activity.begin + bucket * activity.width, category, count])
-    return found
+            cells.append([number, activity.begin + bucket * activity.width, category, count])
+    return cells
 
 
 async def spans_of(reader: RunReader, begin: int, end: int) -> list[Span]:
@@ -327,8 +335,8 @@ def _grouped(state: MonitorState, entries: list[Entry], begin: int, end: int) ->
     for folded in _folded(state, entries):
         if folded.envelope is not None:
             grouping.add(folded.entry.id, folded.envelope)
-        for one in folded.announcements:
-            grouping.announced(folded.entry.id, one)
+        for announcement in folded.announcements:
+            grouping.announced(folded.entry.id, announcement)
     last = position(entries[-1].id)[0] if entries else begin
     return grouping.finish(max(last, begin) if last < end else end)
 
@@ -350,7 +358,7 @@ def rows_of_spans(
         for lane in history.lanes:
             if row.has(lane):
                 row_of[lane.name] = number
-    single = [one for one in spans if row_of.get(one.lane, -1) not in {-1, *grouped}]
+    single = [span for span in spans if row_of.get(span.lane, -1) not in {-1, *grouped}]
     shown = merged(single, resolution)
     width = max(1, int(4 * resolution))
     sums: dict[tuple[int, int, int], int] = {}
@@ -361,7 +369,7 @@ def rows_of_spans(
             sums[cell] = sums.get(cell, 0) + 1
     return {
         "width": width,
-        "spans": [_span(row_of[one.lane], one) for one in shown[:most]],
+        "spans": [_span(row_of[span.lane], span) for span in shown[:most]],
         "left_out": max(0, len(shown) - most),
         "cells": [
             [number, begin + bucket * width, category, count]
@@ -418,67 +426,67 @@ class Search(Struct, frozen=True, kw_only=True):
         )
 
 
-async def search(reader: RunReader, asked: Search) -> dict[str, Any]:
+async def search(reader: RunReader, query: Search) -> dict[str, Any]:
     """Return matching events and announcements, newest first, and where to go on."""
-    asked.check()
+    query.check()
     history = await reader.indexed()
-    types = sum({BIT_OF_TAG[tag] for tag in asked.types})
+    types = sum({BIT_OF_TAG[tag] for tag in query.types})
     wanted_lanes = sum(
         1 << number
         for number, lane in enumerate(history.lanes)
-        if asked.producer in (lane.name, lane.role)
+        if query.producer in (lane.name, lane.role)
     )
-    most = min(max(1, asked.limit), FOUND)
-    found: list[list[Any]] = []
-    end = history.number if asked.before is None else min(asked.before - 1, history.number)
+    most = min(max(1, query.limit), FOUND)
+    results: list[list[Any]] = []
+    end = history.number if query.before is None else min(query.before - 1, history.number)
     blocks, read = history.blocks, 0
     at = blocks.at_number(max(0, end - 1))
-    while at >= 0 and len(found) < most and read < SEARCHED:
+    while at >= 0 and len(results) < most and read < SEARCHED:
         block = blocks.all[at]
         following = blocks.all[at + 1].milliseconds if at + 1 < len(blocks.all) else history.last
         may = (
             (not types or block.types & types)
-            and (not asked.producer or block.lanes & wanted_lanes)
-            and (asked.step is None or block.least_step <= asked.step <= block.greatest_step)
-            and block.milliseconds <= asked.until
-            and following >= asked.since
+            and (not query.producer or block.lanes & wanted_lanes)
+            and (query.step is None or block.least_step <= query.step <= block.greatest_step)
+            and block.milliseconds <= query.until
+            and following >= query.since
         )
         if may:
             read += 1
             count = min(block.entries, end - block.number)
             start = await reader.at(block.number)
             entries = await reader.source.read(before(block.first), limit=max(count, 0))
-            matching = await anyio.to_thread.run_sync(_matching, start.state, entries, asked)
-            found += reversed(matching)
+            matching = await anyio.to_thread.run_sync(_matching, start.state, entries, query)
+            results += reversed(matching)
         end = block.number
         at -= 1
-    more = found[most - 1][0] if len(found) >= most else (end + 1 if at >= 0 else None)
+    more = results[most - 1][0] if len(results) >= most else (end + 1 if at >= 0 else None)
     return {
-        "found": found[:most],
+        "found": results[:most],
         "before": more,
         "until": history.blocks.all[at + 1].milliseconds if blocks.all else None,
     }
 
 
-def _matching(state: MonitorState, entries: list[Entry], asked: Search) -> list[list[Any]]:
+def _matching(state: MonitorState, entries: list[Entry], query: Search) -> list[list[Any]]:
     """Return the matching events and announcements of one block, oldest first."""
-    found = []
+    results = []
     for entry, envelope, announcements, problem in _folded(state, entries):
         milliseconds = position(entry.id)[0]
         if envelope is None:
-            if not (asked.types or asked.producer) and asked.step is None:
+            if not (query.types or query.producer) and query.step is None:
                 reason = str(problem)[:300]
-                found.append([state.entries, entry.id, milliseconds, "", "", None, -1, reason])
+                results.append([state.entries, entry.id, milliseconds, "", "", None, -1, reason])
             continue
-        found += [
-            _found(state.entries, entry.id, one)
-            for one in (envelope, *announcements)
-            if asked.wants(one, milliseconds)
+        results += [
+            _search_row(state.entries, entry.id, message)
+            for message in (envelope, *announcements)
+            if query.wants(message, milliseconds)
         ]
-    return found
+    return results
 
 
-def _found(number: int, entry_id: str, envelope: Envelope) -> list[Any]:
+def _search_row(number: int, entry_id: str, envelope: Envelope) -> list[Any]:
     event = envelope.event
     return [
         number,
@@ -504,18 +512,19 @@ async def versions(reader: RunReader, number: int | None = None) -> dict[str, An
             default the newest moment.
     """
     history = await reader.indexed()
-    found, state = history.figures, history.state
+    run_figures, state = history.figures, history.state
     if number is not None and number < history.number:
         end = max(history.first, number)
         start = await reader.at(max(history.first, end - _BEFORE))
         entries = await reader.exactly(start.state.position, end - start.state.entries)
-        found, state = await anyio.to_thread.run_sync(_figures, start.state, entries)
+        run_figures, state = await anyio.to_thread.run_sync(_figures, start.state, entries)
     # One that was opened before the first entry read is known in part alone.
-    last = [one for one in found.versions.values() if one.opened][-_MATRIX:]
+    last = [version for version in run_figures.versions.values() if version.opened][-_MATRIX:]
     return {
-        "versions": [_version(one) for one in last],
+        "versions": [_version(version) for version in last],
         "explorers": sorted(
-            {name for one in last for name in (*one.applied, *one.refused)} | set(state.explorers)
+            {name for version in last for name in (*version.applied, *version.refused)}
+            | set(state.explorers)
         ),
         "cells": [
             [
@@ -525,15 +534,15 @@ async def versions(reader: RunReader, number: int | None = None) -> dict[str, An
                 applied.fetch,
                 applied.pause,
                 applied.digest,
-                proof_of(applied.digest, one.digest),
+                proof_of(applied.digest, version.digest),
             ]
-            for column, one in enumerate(last)
-            for name, applied in one.applied.items()
+            for column, version in enumerate(last)
+            for name, applied in version.applied.items()
         ],
         "refused": [
             [column, name, refused.reason, refused.at]
-            for column, one in enumerate(last)
-            for name, refused in one.refused.items()
+            for column, version in enumerate(last)
+            for name, refused in version.refused.items()
         ],
     }
 
@@ -543,8 +552,8 @@ def _figures(state: MonitorState, entries: list[Entry]) -> tuple[Figures, Monito
     figures = Figures()
     for entry, envelope, announcements, _ in _folded(state, entries):
         if envelope is not None:
-            for one in (envelope, *announcements):
-                figures.add(position(entry.id)[0] / 1000, one)
+            for message in (envelope, *announcements):
+                figures.add(position(entry.id)[0] / 1000, message)
     return figures, state
 
 
@@ -565,11 +574,11 @@ def _version(version: Version) -> list[Any]:
 
 async def figures(reader: RunReader) -> dict[str, Any]:
     """Return metrics by step, times by version, and staleness of trained samples."""
-    found = (await reader.indexed()).figures
+    run_figures = (await reader.indexed()).figures
     return {
-        "metrics": {name: series.points() for name, series in sorted(found.metrics.items())},
-        "times": {name: series.points() for name, series in found.times.items()},
-        "staleness": sorted(found.staleness.items()),
+        "metrics": {name: series.points() for name, series in sorted(run_figures.metrics.items())},
+        "times": {name: series.points() for name, series in run_figures.times.items()},
+        "staleness": sorted(run_figures.staleness.items()),
     }
 
 

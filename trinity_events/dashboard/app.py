@@ -90,7 +90,7 @@ def application(
     routes = [
         Route("/api/runs", _answering(runs)),
         Route("/api/runs/{run}/live", live),
-        *(Route(f"/api/runs/{{run}}/{name}", _of_run(one)) for name, one in _ANSWERS.items()),
+        *(Route(f"/api/runs/{{run}}/{name}", _of_run(answer)) for name, answer in _ANSWERS.items()),
         Route("/", _file("index.html")),
         *(Route(f"/{name}", _file(name)) for name in _static_files()),
     ]
@@ -101,7 +101,7 @@ def application(
 
 
 def _static_files() -> list[str]:
-    return [str(one.relative_to(STATIC)) for one in STATIC.rglob("*") if one.suffix in _TYPES]
+    return [str(path.relative_to(STATIC)) for path in STATIC.rglob("*") if path.suffix in _TYPES]
 
 
 def _file(name: str) -> Callable[[Request], Awaitable[Response]]:
@@ -194,12 +194,12 @@ async def _timeline(request: Request, reader: RunReader) -> Any:
 
 
 async def _search(request: Request, reader: RunReader) -> Any:
-    asked = request.query_params
+    query = request.query_params
     return await answers.search(
         reader,
         Search(
-            types=tuple(one for one in asked.get("type", "").split(",") if one),
-            producer=asked.get("producer", ""),
+            types=tuple(tag for tag in query.get("type", "").split(",") if tag),
+            producer=query.get("producer", ""),
             step=_number(request, "step"),
             since=_number(request, "since", 0) or 0,
             until=_number(request, "until", 2**61) or 2**61,
@@ -315,10 +315,10 @@ class _Live:
         """Return the message of the newest state, which is made once for all viewers."""
         run = reader.source.run_id
         async with self._encoding:
-            known = self._frames.get(run)
-            if known is None or known[0] is not reader or known[1] != reader.version:
+            cached = self._frames.get(run)
+            if cached is None or cached[0] is not reader or cached[1] != reader.version:
                 version = reader.version
                 data = encode(await answers.now_view(reader))
-                known = reader, version, b"event: now\ndata: " + data + b"\n\n"
-                self._frames[run] = known
-        return known[1], known[2]
+                cached = reader, version, b"event: now\ndata: " + data + b"\n\n"
+                self._frames[run] = cached
+        return cached[1], cached[2]

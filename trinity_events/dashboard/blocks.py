@@ -45,7 +45,7 @@ class Blocks:
 
     def at_number(self, number: int) -> int:
         """Return the index of the block with the entry after ``number`` entries; -1 without any."""
-        return bisect_right(self.all, number, key=lambda one: one.number) - 1
+        return bisect_right(self.all, number, key=lambda block: block.number) - 1
 
     def at_time(self, milliseconds: int) -> int:
         """Return the index of the last block that begins before a moment; at least 0."""
@@ -56,4 +56,4 @@ class Blocks:
         if not self.all:
             return 0
         first, last = self.at_time(begin), bisect_right(self._times, end) - 1
-        return sum(one.entries for one in self.all[first : last + 1]) if last >= first else 0
+        return sum(block.entries for block in self.all[first : last + 1]) if last >= first else 0

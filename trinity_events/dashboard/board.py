@@ -66,22 +66,22 @@ class ServerRuns:
         """Return a summary of each run, newest first."""
         opened = list(reversed((await list_runs(self._client)).items()))
         looks = anyio.CapacityLimiter(_LOOKS)
-        found: dict[str, dict[str, Any]] = {}
+        summaries: dict[str, dict[str, Any]] = {}
 
         async def look(run: str) -> None:
             async with looks:
                 try:
                     state = await current_state(RedisEventLog(self._client, run))
                     since = await abandoned_since(self._client, state)
-                    found[run] = summary_of(state) | {"silent_since": since}
+                    summaries[run] = summary_of(state) | {"silent_since": since}
                 except (SnapshotUnreadable, KeyConflict) as error:
-                    found[run] = {"run": run, "problem": str(error)}
+                    summaries[run] = {"run": run, "problem": str(error)}
 
         async with anyio.create_task_group() as tasks:
             for run, _ in opened[:_LISTED]:
                 tasks.start_soon(look, run)
         return [
-            found.get(run, {"run": run}) | {"last_opened": int(at * 1000)} for run, at in opened
+            summaries.get(run, {"run": run}) | {"last_opened": int(at * 1000)} for run, at in opened
         ]
 
     async def source(self, run_id: str) -> Source:
@@ -140,11 +140,11 @@ class Board:
     async def listed(self) -> list[dict[str, Any]]:
         """Return a summary of each run, newest first; read from the server every few seconds."""
         async with self._listing:
-            at, found = self._listed
+            at, summaries = self._listed
             if anyio.current_time() - at > _FRESH:
-                found = await self._runs.listed()
-                self._listed = (anyio.current_time(), found)
-        return found
+                summaries = await self._runs.listed()
+                self._listed = (anyio.current_time(), summaries)
+        return summaries
 
     async def reader(self, run_id: str) -> RunReader:
         """Return the reader of a run, begun if none reads it yet.
@@ -154,15 +154,15 @@ class Board:
             TooManyRuns: if viewers look at too many runs at once.
         """
         async with self._opening:
-            found = self._readers.get(run_id)
-            if found is None:
+            entry = self._readers.get(run_id)
+            if entry is None:
                 source = await self._runs.source(run_id)
                 self._make_room()
                 scope = anyio.CancelScope()
-                found = self._readers[run_id] = RunReader(source), scope
-                self._tasks.start_soon(self._run, run_id, *found)
-        found[0].used_at = anyio.current_time()
-        return found[0]
+                entry = self._readers[run_id] = RunReader(source), scope
+                self._tasks.start_soon(self._run, run_id, *entry)
+        entry[0].used_at = anyio.current_time()
+        return entry[0]
 
     async def _run(self, run_id: str, reader: RunReader, scope: anyio.CancelScope) -> None:
         with scope:

@@ -105,9 +105,11 @@ CATEGORY: dict[type, int] = {
 FAILURE = CATEGORIES.index("failure")
 READY = CATEGORIES.index("ready")
 
-TYPES: tuple[str, ...] = tuple(event_tag(one) for one in EVENT_TYPES)
+TYPES: tuple[str, ...] = tuple(event_tag(event_type) for event_type in EVENT_TYPES)
 """Tags of all events."""
-TYPE_BIT: dict[type, int] = {one: 1 << number for number, one in enumerate(EVENT_TYPES)}
+TYPE_BIT: dict[type, int] = {
+    event_type: 1 << number for number, event_type in enumerate(EVENT_TYPES)
+}
 """Event type to its bit in the sets of blocks."""
 BIT_OF_TAG: dict[str, int] = {tag: 1 << number for number, tag in enumerate(TYPES)}
 

@@ -51,7 +51,7 @@ class Guard:
         self._app = app
         self._token = None if token is None else token.encode()
         own = {socket.gethostname().lower()} if token is not None else set()
-        self._hosts = {one.lower().rstrip(".") for one in (*_OF_THIS_HOST, *hosts, *own)}
+        self._hosts = {host.lower().rstrip(".") for host in (*_OF_THIS_HOST, *hosts, *own)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or refuse it."""

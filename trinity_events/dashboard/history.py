@@ -108,22 +108,22 @@ class History:
                 self._mark(entry.id, milliseconds, "dead letter", str(folded.problem))
             else:
                 self._take(entry.id, milliseconds, block, folded.envelope)
-            for one in folded.announcements:
-                self._announced(entry.id, milliseconds, block, one)
+            for announcement in folded.announcements:
+                self._announced(entry.id, milliseconds, block, announcement)
             if self.states.wants(state.entries):
                 self.states.keep(state.entries, state)
 
     def lane_of(self, role: str, rank: int, node: str = "") -> int:
         """Return the number of a producer's lane."""
-        found = self._lane_of.get((role, rank))
-        if found is None:
-            found = min(len(self.lanes), LANES - 1)
+        lane = self._lane_of.get((role, rank))
+        if lane is None:
+            lane = min(len(self.lanes), LANES - 1)
             if len(self.lanes) < LANES - 1:
                 self.lanes.append(Lane(f"{role}-{rank}", role, rank, node))
-                self._lane_of[role, rank] = found
+                self._lane_of[role, rank] = lane
             elif len(self.lanes) < LANES:
                 self.lanes.append(Lane(OTHERS, OTHERS, 0, ""))
-        return found
+        return lane
 
     def _block_of(self, entry_id: str, milliseconds: int) -> Block:
         if self._block is None or self._block.entries >= BLOCK:

@@ -67,7 +67,7 @@ async def _data(reader: RunReader) -> dict[str, Any]:
         "dead": await answers.dead_letters(reader),
         "timeline": await _timeline(reader),
         "states": await _states(reader),
-        "found": await _found(reader),
+        "found": await _search_results(reader),
     }
 
 
@@ -82,7 +82,7 @@ async def _timeline(reader: RunReader) -> dict[str, Any]:
     """Return the spans of the last entries, and the counts of all, by lane."""
     history = await reader.indexed()
     begin, end = history.begin, max(reader.end, history.last)
-    rows = [Row(one.name, one.role, one.rank, one.rank) for one in history.lanes]
+    rows = [Row(lane.name, lane.role, lane.rank, lane.rank) for lane in history.lanes]
     first = max(history.first, history.number - _SPANNED)
     since = begin
     if first > history.first:
@@ -90,7 +90,7 @@ async def _timeline(reader: RunReader) -> dict[str, Any]:
     spans = await answers.spans_of(reader, since, end)
     resolution = (end - since) / _PIXELS
     return {
-        "rows": [one.name for one in rows],
+        "rows": [row.name for row in rows],
         "since": since,
         "width": history.activity.width,
         "cells": answers.counts(history, begin, end, rows),
@@ -105,22 +105,22 @@ async def _states(reader: RunReader) -> list[dict[str, Any]]:
     size = len(msgspec.json.encode(last))
     most = max(8, min(_STATES, _STATE_BYTES // max(1, size)))
     marks = [mark.number for mark in history.marks][-most // 3 :]
-    wanted = {number for mark in marks for number in (mark - 1, mark)}
-    left = max(2, most - len(wanted))
+    candidates = {number for mark in marks for number in (mark - 1, mark)}
+    parts = max(2, most - len(candidates))
     length = history.number - history.first
-    wanted |= {history.first + length * part // left for part in range(left + 1)}
-    numbers = sorted(one for one in wanted if history.first <= one <= history.number)
-    return [await answers.state_at(reader, number=one) for one in numbers]
+    candidates |= {history.first + length * part // parts for part in range(parts + 1)}
+    numbers = sorted(number for number in candidates if history.first <= number <= history.number)
+    return [await answers.state_at(reader, number=number) for number in numbers]
 
 
-async def _found(reader: RunReader) -> list[list[Any]]:
+async def _search_results(reader: RunReader) -> list[list[Any]]:
     """Return the last events and all failures that stand out, newest first."""
     rows: dict[tuple[int, str, str], list[Any]] = {}
     for types, most in (((), _EVENTS), (_FAILURES, _EVENTS)):
         before, count = None, 0
         while count < most:
-            asked = Search(types=types, before=before, limit=answers.FOUND)
-            page = await answers.search(reader, asked)
+            query = Search(types=types, before=before, limit=answers.FOUND)
+            page = await answers.search(reader, query)
             count += len(page["found"]) + 1
             rows |= {(row[0], row[3], row[4]): row for row in page["found"]}
             before = page["before"]
@@ -170,7 +170,7 @@ def bundle() -> str:
         text = (STATIC / name).read_text()
         exported = ", ".join(_EXPORT.findall(text))
         body = _IMPORT.sub(r'const \1 = modules["\2"];\n', text)
-        body = _EXPORT.sub(lambda found: found[0].removeprefix("export "), body)
+        body = _EXPORT.sub(lambda match: match[0].removeprefix("export "), body)
         parts.append(f'modules["{name}"] = (() => {{\n{body}\nreturn {{ {exported} }};\n}})();')
     return "\n".join(parts)
 

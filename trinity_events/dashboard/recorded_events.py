@@ -50,8 +50,8 @@ class FileEvents:
     def __init__(self, path: Path, entries: int) -> None:
         self._path = path
         self.entries = entries
-        self.first = next((one.id for one in self.after(ORIGIN)), ORIGIN)
-        self.last = next((one.id for one in last_events(path, 1)), ORIGIN)
+        self.first = next((entry.id for entry in self.after(ORIGIN)), ORIGIN)
+        self.last = next((entry.id for entry in last_events(path, 1)), ORIGIN)
 
     def after(self, after: str) -> Generator[Entry, None, None]:
         """Yield the events after a position."""
@@ -96,7 +96,7 @@ class StoredEvents:
         """Yield the events after a position."""
         begin = position(after)
         at = max(0, bisect_right(self._positions, begin) - 1)
-        return (one for one in self._from(at) if position(one.id) > begin)
+        return (entry for entry in self._from(at) if position(entry.id) > begin)
 
     def _from(self, number: int) -> Generator[Entry, None, None]:
         """Yield the events from one on that the index knows."""

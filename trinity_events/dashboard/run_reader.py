@@ -124,15 +124,15 @@ class RunReader:
             self.history = History(begun.state, begun.begin, begun.end)
         self.problem = None
         page = PageSize(PAGE)
-        while found := await self.source.read(self.history.state.position, limit=page.limit):
-            nbytes = page.learn(found)
-            await self._index(found, nbytes)
+        while entries := await self.source.read(self.history.state.position, limit=page.limit):
+            nbytes = page.learn(entries)
+            await self._index(entries, nbytes)
         self.caught_up, self._ahead, self.tail = True, None, None
         self._changed()
         while True:
-            found = await self.source.wait(self.history.state.position)
-            if found:
-                await self._index(found, page.learn(found))
+            entries = await self.source.wait(self.history.state.position)
+            if entries:
+                await self._index(entries, page.learn(entries))
 
     async def _tail_of_log(self) -> History | None:
         """Return an index of the last entries: their times, lanes and failures, and no state."""
@@ -140,18 +140,18 @@ class RunReader:
         if not entries:
             return None
         begin, end = (position(entries[at].id)[0] for at in (0, -1))
-        epoch = max((_epoch_of(one) for one in entries[-_TURN:]), default=0)
+        epoch = max((_epoch_of(entry) for entry in entries[-_TURN:]), default=0)
         # Of the state, only the epoch matters: events of another one would count as anomalies.
         tail = History(MonitorState(run_id=self.source.run_id, epoch=epoch), begin, end)
-        for some in in_turns(entries, sum(len(one.payload) for one in entries), _TURN):
-            tail.feed(some)
+        for batch in in_turns(entries, sum(len(entry.payload) for entry in entries), _TURN):
+            tail.feed(batch)
             await anyio.lowlevel.checkpoint()
         return tail
 
-    async def _index(self, found: list[Entry], nbytes: int) -> None:
+    async def _index(self, entries: list[Entry], nbytes: int) -> None:
         assert self.history is not None
-        for some in in_turns(found, nbytes, _TURN):
-            self.history.feed(some)
+        for batch in in_turns(entries, nbytes, _TURN):
+            self.history.feed(batch)
             await anyio.lowlevel.checkpoint()
         self.end = max(self.end, self.history.last)
         self._changed()
@@ -172,11 +172,11 @@ class RunReader:
 
     async def _fold_ahead(self, monitor: Monitor) -> None:
         """Fold the entries after the reducer's snapshot, while the index is far behind."""
-        while found := await self.source.read(monitor.state.position, limit=PAGE):
-            fold(monitor, found)
+        while entries := await self.source.read(monitor.state.position, limit=PAGE):
+            fold(monitor, entries)
             if self.tail is not None:
-                known = position(self.tail.state.position)
-                self.tail.feed([one for one in found if position(one.id) > known])
+                last = position(self.tail.state.position)
+                self.tail.feed([entry for entry in entries if position(entry.id) > last])
             await anyio.lowlevel.checkpoint()
 
     def _changed(self) -> None:
@@ -243,32 +243,32 @@ class RunReader:
             NotIndexed: if the index does not reach it in time.
         """
         try:
-            wanted = position(entry_id)
+            target = position(entry_id)
         except ValueError as error:
             raise UnknownEntry(str(error)) from None
-        history = await self._reach(lambda one: position(one.state.position) >= wanted)
-        return await self._find(history, wanted, exact=True)
+        history = await self._reach(lambda history: position(history.state.position) >= target)
+        return await self._find(history, target, exact=True)
 
     async def number_at(self, milliseconds: int) -> int:
         """Return the number of entries up to a moment."""
-        history = await self._reach(lambda one: one.last >= milliseconds)
+        history = await self._reach(lambda history: history.last >= milliseconds)
         return await self._find(history, (milliseconds, 2**64 - 1), exact=False)
 
-    async def _find(self, history: History, wanted: tuple[int, int], *, exact: bool) -> int:
+    async def _find(self, history: History, target: tuple[int, int], *, exact: bool) -> int:
         blocks = history.blocks.all
         # Ids are in the order of the log, whatever the clock did.
-        at = bisect_right(blocks, wanted, key=lambda one: position(one.first)) - 1
+        at = bisect_right(blocks, target, key=lambda block: position(block.first)) - 1
         if at < 0:
             if exact:
-                raise UnknownEntry(f"the log has no entry {wanted[0]}-{wanted[1]}")
+                raise UnknownEntry(f"the log has no entry {target[0]}-{target[1]}")
             return history.first
         block = blocks[at]
         entries = await self.source.read(
-            before(block.first), through=f"{wanted[0]}-{wanted[1]}", limit=block.entries
+            before(block.first), through=f"{target[0]}-{target[1]}", limit=block.entries
         )
         last = position(entries[-1].id) if entries else None
-        if exact and last != wanted:
-            raise UnknownEntry(f"the log has no entry {wanted[0]}-{wanted[1]}")
+        if exact and last != target:
+            raise UnknownEntry(f"the log has no entry {target[0]}-{target[1]}")
         return block.number + len(entries)
 
     async def at(self, number: int) -> At:
@@ -278,18 +278,18 @@ class RunReader:
             UnknownEntry: if the log has fewer entries, or the index begins later.
             NotIndexed: if the index does not reach it in time.
         """
-        history = await self._reach(lambda one: one.number >= number)
+        history = await self._reach(lambda history: history.number >= number)
         if not history.first <= number <= history.number:
             raise UnknownEntry(
                 f"run {self.source.run_id} has the entries {history.first} to {history.number}, "
                 f"and not {number}"
             )
         # The state before the last entry: that entry is folded by itself.
-        kept = history.states.before(max(history.first, number - 1))
-        assert kept is not None
-        monitor = Monitor(kept.decode())
-        wanted = number - monitor.state.entries
-        entries = await self.exactly(kept.position, wanted)
+        base = history.states.before(max(history.first, number - 1))
+        assert base is not None
+        monitor = Monitor(base.decode())
+        count = number - monitor.state.entries
+        entries = await self.exactly(base.position, count)
         if not entries:
             return At(monitor.state, number, None, None, [], None)
         fold(monitor, entries[:-1])
@@ -299,13 +299,13 @@ class RunReader:
         """Return ``count`` entries after a position."""
         entries: list[Entry] = []
         while len(entries) < count:
-            found = await self.source.read(after, limit=count - len(entries))
-            if not found:
+            page = await self.source.read(after, limit=count - len(entries))
+            if not page:
                 raise UnknownEntry(
                     f"entries of run {self.source.run_id} after {after} are no longer in the log"
                 )
-            entries += found
-            after = found[-1].id
+            entries += page
+            after = page[-1].id
         return entries
 
     async def _reach(self, reached: Reached) -> History:
@@ -323,9 +323,9 @@ class RunReader:
 
     async def pages(self, after: str, through: str) -> AsyncIterator[list[Entry]]:
         """Yield pages of the entries between two positions."""
-        while found := await self.source.read(after, through=through, limit=PAGE):
-            yield found
-            after = found[-1].id
+        while page := await self.source.read(after, through=through, limit=PAGE):
+            yield page
+            after = page[-1].id
 
     async def looked_around(self) -> None:
         """Wait until groups and dead letters were read once."""

@@ -139,8 +139,8 @@ class Figures:
     def _trained(self, at: float, envelope: Envelope, event: StepTrained) -> None:
         self._metrics(at, envelope, event)
         for staleness, samples in event.staleness.items():
-            known = min(staleness, 64)
-            self.staleness[known] = self.staleness.get(known, 0) + samples
+            bucket = min(staleness, 64)
+            self.staleness[bucket] = self.staleness.get(bucket, 0) + samples
 
     def _opened(self, at: float, envelope: Envelope, event: VersionOpened) -> None:
         version = self._version(StepRef(envelope.epoch, event.step))

@@ -120,22 +120,22 @@ class _Run:
         while self._coming and self._coming[0][0] < at:
             yield self._entry(heapq.heappop(self._coming)[2])
 
-    def _entry(self, one: _Happening) -> Entry:
-        at = max(one.at, self._last[0])
+    def _entry(self, happening: _Happening) -> Entry:
+        at = max(happening.at, self._last[0])
         self._last = (at, self._last[1] + 1 if at == self._last[0] else 0)
         entry_id = f"{self._last[0]}-{self._last[1]}"
-        if one.producer is None or isinstance(one.event, bytes):
-            return Entry(entry_id, one.event if isinstance(one.event, bytes) else b"")
-        incarnation = one.producer.incarnation
-        sequence = self._sequences.get(incarnation, 0) + (0 if one.repeat else 1)
+        if happening.producer is None or isinstance(happening.event, bytes):
+            return Entry(entry_id, happening.event if isinstance(happening.event, bytes) else b"")
+        incarnation = happening.producer.incarnation
+        sequence = self._sequences.get(incarnation, 0) + (0 if happening.repeat else 1)
         self._sequences[incarnation] = sequence
         envelope = Envelope(
             run_id=self.plan.run_id,
-            epoch=one.epoch,
-            producer=one.producer,
+            epoch=happening.epoch,
+            producer=happening.producer,
             sequence=sequence,
             occurred_at=at / 1000,
-            event=one.event,
+            event=happening.event,
         )
         return Entry(entry_id, encode(envelope))
 
@@ -193,12 +193,12 @@ class _Run:
         length = plan.seconds * draw.uniform(0.85, 1.2)
         trainer = ("trainer", 0)
         first = (step - 1) * _PROMPTS
-        asked = RolloutsDispatched(
+        dispatched = RolloutsDispatched(
             ordinals=((first, first + _PROMPTS - 1),),
             oldest=StepRef(self.epoch, max(0, step - 2)),
             fingerprint=_FINGERPRINT,
         )
-        self.say(0.05, trainer, asked)
+        self.say(0.05, trainer, dispatched)
         generated = length * draw.uniform(0.5, 0.6)
         if plan.faults:
             length, generated = self._straggler(step, length, generated)
@@ -292,7 +292,7 @@ class _Run:
             )
             self.say(ready + fetch, explorer, refused)
             return
-        digest = version_digest([(one, _digest(self.epoch, step, one)) for one in self._ranks])
+        digest = version_digest([(rank, _digest(self.epoch, step, rank)) for rank in self._ranks])
         verified = (self.clock / 1000) + ready + fetch
         applied = WeightsApplied(
             version=StepRef(self.epoch, step),
@@ -366,7 +366,7 @@ class _Run:
         """Let one explorer's reward call hang: the trainer waits, then asks for the group again."""
         if step != 23:
             return length, generated
-        held, late = 46.0, ("explorer", 17)
+        delay, late = 46.0, ("explorer", 17)
         ordinal = (step - 1) * _PROMPTS + 31
         self.say(
             generated + 5,
@@ -392,15 +392,15 @@ class _Run:
         )
         again = ReissuedRollout(ordinal=ordinal, attempt=2, reason="deadline")
         self.say(
-            generated + held - 6,
+            generated + delay - 6,
             ("trainer", 0),
             RolloutsDispatched(reissued=(again,), oldest=StepRef(self.epoch, step - 2)),
         )
         ended = WaitEnded(wait_id=f"r{step}", outcome="deadline", seconds=60.0)
-        self.say(generated + held - 5.8, late, ended)
-        over = WaitEnded(wait_id=f"t{step}", outcome="over", seconds=held)
-        self.say(generated + held, ("trainer", 0), over)
-        return length + held, generated + held
+        self.say(generated + delay - 5.8, late, ended)
+        over = WaitEnded(wait_id=f"t{step}", outcome="over", seconds=delay)
+        self.say(generated + delay, ("trainer", 0), over)
+        return length + delay, generated + delay
 
     def _is_cut_off(self, step: int, rank: int) -> bool:
         """Return True for the explorers of a node that the network lost, and for late ones."""
@@ -437,7 +437,7 @@ class _Run:
         checkpoint = StepRef(1, from_step)
         resumed = RunResumed(step=from_step, checkpoint=checkpoint, transport=_TRANSPORT)
         self.say(0, ("trainer", 0), resumed)
-        filtered = 2 * len([one for one in range(1, from_step + 1) if one % 7 == 0])
+        filtered = 2 * len([number for number in range(1, from_step + 1) if number % 7 == 0])
         total = from_step * _PROMPTS
         ledger = TrainedLedger(
             step=from_step,

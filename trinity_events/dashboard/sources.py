@@ -90,17 +90,17 @@ class ServerSource:
         self._client = client
         self._log = RedisEventLog(client, run_id)
         self._archive = archive if archive is not None and archive.folder.is_dir() else None
-        self._left: str | None = None
+        self._first_retained: str | None = None
 
     async def begin(self) -> Beginning:
         """Return the state before the first readable entry."""
         log = self._log
         end = position(await log.last_id())[0]
-        self._left = await log.first_retained_id(Stream.EVENTS)
-        first = await self._first_archived() if self._left is not None else None
-        if self._left is None or first is not None:
-            found = [first] if first is not None else await log.read(limit=1)
-            begin = position(found[0].id)[0] if found else end
+        self._first_retained = await log.first_retained_id(Stream.EVENTS)
+        first = await self._first_archived() if self._first_retained is not None else None
+        if self._first_retained is None or first is not None:
+            entries = [first] if first is not None else await log.read(limit=1)
+            begin = position(entries[0].id)[0] if entries else end
             return Beginning(MonitorState(run_id=self.run_id), begin, end)
         self._archive = None
         state = (await load_monitor(log)).monitor.state
@@ -117,42 +117,46 @@ class ServerSource:
 
     async def read(self, after: str, *, through: str = "+", limit: int = 1000) -> list[Entry]:
         """Return up to ``limit`` entries after a position, archived ones included."""
-        if self._left is not None and position(after) < position(self._left):
+        if self._first_retained is not None and position(after) < position(self._first_retained):
             return await self._read_archived(after, through, limit)
-        found = await self._log.read(after, through=through, limit=limit)
-        left = await self._log.first_retained_id(Stream.EVENTS) if not found else self._left
-        if left != self._left:
-            self._left = left
+        entries = await self._log.read(after, through=through, limit=limit)
+        first_retained = (
+            await self._log.first_retained_id(Stream.EVENTS)
+            if not entries
+            else self._first_retained
+        )
+        if first_retained != self._first_retained:
+            self._first_retained = first_retained
             return await self.read(after, through=through, limit=limit)
-        return found
+        return entries
 
     async def _read_archived(self, after: str, through: str, limit: int) -> list[Entry]:
-        found: list[Entry] = []
+        entries: list[Entry] = []
         async for entry in whole_stream(self._log, Stream.EVENTS, self._archive, after):
             if through != "+" and position(entry.id) > position(through):
                 break
-            found.append(entry)
-            if len(found) >= limit:
+            entries.append(entry)
+            if len(entries) >= limit:
                 break
-        return found
+        return entries
 
     async def wait(self, after: str) -> list[Entry]:
         """Return entries after a position; wait some seconds while there are none."""
-        found = await self._log.read_blocking({Stream.EVENTS: after}, seconds=_BLOCKS)
-        return [entry for _, entry in found]
+        entries = await self._log.read_blocking({Stream.EVENTS: after}, seconds=_BLOCKS)
+        return [entry for _, entry in entries]
 
     async def read_last(self, limit: int) -> list[Entry]:
         """Return up to ``limit`` entries that are on the server, the last ones, in their order."""
-        found: list[Entry] = []
-        while len(found) < limit:
-            before_these = found[-1].id if found else "+"
+        entries: list[Entry] = []
+        while len(entries) < limit:
+            before_these = entries[-1].id if entries else "+"
             page = await self._log.read_back(
-                before_these, limit=min(PAGE, limit - len(found)), inclusive=not found
+                before_these, limit=min(PAGE, limit - len(entries)), inclusive=not entries
             )
             if not page:
                 break
-            found += page
-        return found[::-1]
+            entries += page
+        return entries[::-1]
 
     async def newest_state(self) -> MonitorState | None:
         """Return the state of the reducer's last snapshot; None without one."""
@@ -233,16 +237,16 @@ class RecordedSource:
         """Return up to ``limit`` entries after a position."""
         end = None if through == "+" else position(through)
         cursor = self._cursors.pop(after, None) or self._events.after(after)
-        found: list[Entry] = []
+        entries: list[Entry] = []
         for entry in cursor:
             if end is not None and position(entry.id) > end:
                 break
-            found.append(entry)
-            if len(found) >= limit:
+            entries.append(entry)
+            if len(entries) >= limit:
                 self._keep(entry.id, cursor)
-                return found
+                return entries
         cursor.close()
-        return found
+        return entries
 
     def _keep(self, at: str, cursor: Generator[Entry, None, None]) -> None:
         if at in self._cursors:

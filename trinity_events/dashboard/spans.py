@@ -180,9 +180,9 @@ class Grouping:
 
     def _expired(self, entry_id: str, at: int, envelope: Envelope, event: Any) -> None:
         self._instant(entry_id, at, envelope, event)
-        for one in event.attempts:
+        for attempt in event.attempts:
             silent = f"silent for {event.lease:g} s"
-            self._end(one.save_id, entry_id, at, "failed", silent)
+            self._end(attempt.save_id, entry_id, at, "failed", silent)
 
     def _waits(self, entry_id: str, at: int, envelope: Envelope, event: Any) -> None:
         lane = describe_producer(envelope.producer)
@@ -259,9 +259,9 @@ def merged(spans: list[Span], resolution: float) -> list[Span]:
         spans: The spans of all lanes.
         resolution: Milliseconds of a pixel.
     """
-    found: list[Span] = []
+    result: list[Span] = []
     last: dict[tuple[str, int], Span] = {}
-    for span in sorted(spans, key=lambda one: (one.lane, one.begin, -one.end)):
+    for span in sorted(spans, key=lambda span: (span.lane, span.begin, -span.end)):
         key = (span.lane, span.category)
         near = last.get(key)
         short = span.end - span.begin < 2 * resolution
@@ -276,6 +276,6 @@ def merged(spans: list[Span], resolution: float) -> list[Span]:
             near.count += span.count
             near.entry = span.entry
             continue
-        found.append(span)
+        result.append(span)
         last[key] = span
-    return found
+    return result

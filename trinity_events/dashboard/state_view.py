@@ -54,7 +54,7 @@ def view_of(state: MonitorState, now: int, digests: Mapping[StepRef, str]) -> di
         "waits": _waits(state, now),
         "unfinished": unfinished(state, now=now)[:_LINES],
         "stacks": list(state.stacks.items())[-_LINES:],
-        "failures": [one.sentence for one in failures(state)][-_LINES:],
+        "failures": [failure.sentence for failure in failures(state)][-_LINES:],
         "steps": _steps(state),
         "saves": _saves(state),
         "ready": {
@@ -73,12 +73,17 @@ def view_of(state: MonitorState, now: int, digests: Mapping[StepRef, str]) -> di
         "announced": state.announced,
         "dead_letters": state.dead_letters,
         "anomaly_counts": state.anomaly_counts,
-        "anomalies": [[one.entry_id, one.name, one.detail] for one in state.anomalies],
+        "anomalies": [
+            [anomaly.entry_id, anomaly.name, anomaly.detail] for anomaly in state.anomalies
+        ],
         "refused": state.refused,
-        "refusals": [[one.at, words_of_refusal(one)] for one in state.refusals[-_LINES:]],
+        "refusals": [
+            [refusal.at, words_of_refusal(refusal)] for refusal in state.refusals[-_LINES:]
+        ],
         "suspects": suspects(state.refusals),
         "detached": [
-            [name, one.position, one.pending, one.idle] for name, one in state.detached.items()
+            [name, consumer.position, consumer.pending, consumer.idle]
+            for name, consumer in state.detached.items()
         ],
     }
 
@@ -116,9 +121,14 @@ def causes_of(state: MonitorState, facts: LiveFacts) -> list[dict[str, Any]]:
     if state.closed is not None:
         return []
     return [
-        {"words": one.sentence, "reason": one.reason, "process": one.process, "pid": one.pid}
-        for one in first_causes(state, facts)
-        if _lasts(one, facts.now)
+        {
+            "words": cause.sentence,
+            "reason": cause.reason,
+            "process": cause.process,
+            "pid": cause.pid,
+        }
+        for cause in first_causes(state, facts)
+        if _lasts(cause, facts.now)
     ]
 
 
@@ -129,8 +139,11 @@ def _lasts(cause: Cause, now: int) -> bool:
 
 def _steps(state: MonitorState) -> list[dict[str, Any]]:
     return [
-        {"step": step, "kinds": [_kind(found, name, found.kinds[name]) for name in found.kinds]}
-        for step, found in list(state.steps.items())[-_STEPS:]
+        {
+            "step": step,
+            "kinds": [_kind(step_state, name, step_state.kinds[name]) for name in step_state.kinds],
+        }
+        for step, step_state in list(state.steps.items())[-_STEPS:]
     ]
 
 
@@ -151,7 +164,7 @@ def _kind(step: StepState, name: str, kind: KindState) -> dict[str, Any]:
 
 
 def _saves(state: MonitorState) -> list[dict[str, Any]]:
-    found = []
+    rows = []
     for save_id, attempt in list(state.attempts.items())[:_SAVES]:
         step = state.steps.get(attempt.slot.step)
         kind = None if step is None else step.kinds.get(attempt.slot.kind)
@@ -159,7 +172,7 @@ def _saves(state: MonitorState) -> list[dict[str, Any]]:
         written = next(
             (slot.progress[save_id] for slot in slots.values() if save_id in slot.progress), None
         )
-        found.append(
+        rows.append(
             {
                 "slot": describe_slot(attempt.slot),
                 "holder": describe_producer(attempt.holder),
@@ -169,7 +182,7 @@ def _saves(state: MonitorState) -> list[dict[str, Any]]:
                 "bytes": written,
             }
         )
-    return found
+    return rows
 
 
 def _explorers(state: MonitorState, digests: Mapping[StepRef, str]) -> list[list[Any]]:
@@ -180,17 +193,17 @@ def _explorers(state: MonitorState, digests: Mapping[StepRef, str]) -> list[list
     return [
         [
             name,
-            one.status,
-            None if one.version is None else one.version.epoch,
-            None if one.version is None else one.version.step,
-            one.digest,
-            proof_of(one.digest, digests.get(one.version) if one.version else None),
-            _staleness(one, None if newest is None else newest.at),
-            one.applied_at,
-            one.heard_at,
-            one.requested_at,
+            explorer.status,
+            None if explorer.version is None else explorer.version.epoch,
+            None if explorer.version is None else explorer.version.step,
+            explorer.digest,
+            proof_of(explorer.digest, digests.get(explorer.version) if explorer.version else None),
+            _staleness(explorer, None if newest is None else newest.at),
+            explorer.applied_at,
+            explorer.heard_at,
+            explorer.requested_at,
         ]
-        for name, one in state.explorers.items()
+        for name, explorer in state.explorers.items()
     ]
 
 

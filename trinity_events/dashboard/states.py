@@ -39,14 +39,14 @@ class KeptStates:
 
     def __init__(self) -> None:
         self.spacing = SPACING
-        self._kept: list[KeptState] = []
+        self._states: list[KeptState] = []
         self._numbers: list[int] = []
         self._bytes = 0
 
     @property
     def count(self) -> int:
         """Number of kept states."""
-        return len(self._kept)
+        return len(self._states)
 
     @property
     def nbytes(self) -> int:
@@ -59,24 +59,26 @@ class KeptStates:
 
     def keep(self, number: int, state: MonitorState) -> None:
         """Keep a state; drop every second one if there are too many."""
-        kept = KeptState(number, state.position, compress_state(state))
-        self._kept.append(kept)
+        entry = KeptState(number, state.position, compress_state(state))
+        self._states.append(entry)
         self._numbers.append(number)
-        self._bytes += len(kept.snapshot)
-        crowded = len(self._kept) > MOST and self.spacing < _WIDEST
-        if crowded or self._bytes > MOST_BYTES or len(self._kept) > 4 * MOST:
+        self._bytes += len(entry.snapshot)
+        crowded = len(self._states) > MOST and self.spacing < _WIDEST
+        if crowded or self._bytes > MOST_BYTES or len(self._states) > 4 * MOST:
             self._thin_out()
 
     def before(self, number: int) -> KeptState | None:
         """Return the last kept state after at most ``number`` entries; None if there is none."""
         at = bisect_right(self._numbers, number)
-        return self._kept[at - 1] if at else None
+        return self._states[at - 1] if at else None
 
     def _thin_out(self) -> None:
         self.spacing *= 2
         first = self._numbers[0]
-        self._kept = [
-            one for one in self._kept if one.number == first or one.number % self.spacing == 0
+        self._states = [
+            entry
+            for entry in self._states
+            if entry.number == first or entry.number % self.spacing == 0
         ]
-        self._numbers = [one.number for one in self._kept]
-        self._bytes = sum(len(one.snapshot) for one in self._kept)
+        self._numbers = [entry.number for entry in self._states]
+        self._bytes = sum(len(entry.snapshot) for entry in self._states)

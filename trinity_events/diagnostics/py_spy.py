@@ -43,7 +43,9 @@ def read_stacks(pids: Iterable[int]) -> dict[int, str]:
         for pid in pids:
             with suppress(OSError):
                 started[pid] = running.enter_context(_dump(program, pid))
-        texts = {pid: _without_command_line(_output_of(one, end)) for pid, one in started.items()}
+        texts = {
+            pid: _without_command_line(_output_of(process, end)) for pid, process in started.items()
+        }
     return {pid: f"{SOURCE}\n{text}" for pid, text in texts.items() if text}
 
 
@@ -75,21 +77,21 @@ def _dump(program: str, pid: int) -> Iterator[subprocess.Popen[bytes]]:
 def _output_of(process: subprocess.Popen[bytes], end: float) -> str:
     """Return the output of a process, cut to its bound; empty if it failed or was late."""
     assert process.stdout is not None
-    descriptor, found, ready = process.stdout.fileno(), b"", select.poll()
+    descriptor, output, ready = process.stdout.fileno(), b"", select.poll()
     ready.register(descriptor, select.POLLIN)
-    while len(found) < _MOST:
+    while len(output) < _MOST:
         if not ready.poll(1000 * max(0.0, end - time.monotonic())):
             return ""
-        piece = os.read(descriptor, _MOST - len(found))
+        piece = os.read(descriptor, _MOST - len(output))
         if not piece:
             with suppress(subprocess.TimeoutExpired):
                 if process.wait(max(0.0, end - time.monotonic())) == 0:
                     break
             return ""
-        found += piece
-    return found.decode(errors="replace")
+        output += piece
+    return output.decode(errors="replace")
 
 
 def _without_command_line(output: str) -> str:
-    _, found, rest = output.rpartition(_VERSION)
-    return rest.partition("\n")[2].strip() if found else ""
+    _, version, rest = output.rpartition(_VERSION)
+    return rest.partition("\n")[2].strip() if version else ""

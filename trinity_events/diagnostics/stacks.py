@@ -79,20 +79,27 @@ def take_stacks(run_id: str, processes: Iterable[str]) -> list[StacksTaken]:
     process is stopped; its stacks are empty if py-spy cannot read them either.
     """
     with ExitStack() as files:
-        asked = [
-            one for name in list(processes)[:MOST] if (one := _ask(run_id, name, files)) is not None
+        requests = [
+            request
+            for name in list(processes)[:MOST]
+            if (request := _ask(run_id, name, files)) is not None
         ]
         end = time.monotonic() + PATIENCE
-        found = {
-            one.process: answer_of(one.descriptor, one.begin, end)[-_LARGEST:] for one in asked
+        texts = {
+            request.process: answer_of(request.descriptor, request.begin, end)[-_LARGEST:]
+            for request in requests
         }
-    silent = [one for one in asked if not found[one.process] and _is_alive(one.path)]
-    read = read_stacks(dict.fromkeys(one.pid for one in silent)) if silent else {}
-    found |= {one.process: read.get(one.pid, "")[:_LARGEST] for one in silent}
+    silent = [
+        request for request in requests if not texts[request.process] and _is_alive(request.path)
+    ]
+    read = read_stacks(dict.fromkeys(request.pid for request in silent)) if silent else {}
+    texts |= {request.process: read.get(request.pid, "")[:_LARGEST] for request in silent}
     node = socket.gethostname()
     return [
-        StacksTaken(process=one.process, node=node, pid=one.pid, stacks=found[one.process])
-        for one in asked
+        StacksTaken(
+            process=request.process, node=node, pid=request.pid, stacks=texts[request.process]
+        )
+        for request in requests
     ]
 
 
@@ -108,7 +115,7 @@ def host_processes(run_id: str) -> dict[str, HostProcess]:
 
     It only reads, and asks no process for anything.
     """
-    found: dict[str, HostProcess] = {}
+    processes: dict[str, HostProcess] = {}
     with suppress(OSError):
         folder = _folder()
         for link in folder.glob(f"{run_id}.*"):
@@ -117,18 +124,18 @@ def host_processes(run_id: str) -> dict[str, HostProcess]:
                 continue
             with suppress(OSError, ValueError):
                 target = folder / link.readlink().name
-                found[name] = HostProcess(_pid(target), _condition(target))
-    return found
+                processes[name] = HostProcess(_pid(target), _condition(target))
+    return processes
 
 
 def _condition(path: Path) -> Literal["running", "stopped", "ended"]:
     """Return the condition of the process of a file; a process that is traced is stopped too."""
     pid, _, began = path.name.removesuffix(_SUFFIX).partition(".")
     try:
-        state, found = _state(int(pid))
+        state, start_time = _state(int(pid))
     except OSError:
         return "ended"
-    if str(found) != began or state in "ZX":
+    if str(start_time) != began or state in "ZX":
         return "ended"
     return "stopped" if state in "Tt" else "running"
 

@@ -186,8 +186,8 @@ class WaitReporter:
         if not self._reports:
             return
         if outcome == "deadline" and self._run_id is not None:
-            for taken in take_stacks(self._run_id, wait.object[1]):
-                self._publish(taken)
+            for stacks in take_stacks(self._run_id, wait.object[1]):
+                self._publish(stacks)
         with self._changed:
             del self._waits[wait]
             if wait.reported_at is not None:
@@ -206,34 +206,34 @@ class WaitReporter:
         with self._changed:
             while self._waits or idle < _IDLE_ROUNDS:
                 now = time.monotonic()
-                for wait in [one for one in self._waits if one.due <= now]:
+                for wait in [wait for wait in self._waits if wait.due <= now]:
                     self._report(wait, now)
                 idle = 0 if self._waits else idle + 1
-                dues = (one.due for one in self._waits)
+                dues = (wait.due for wait in self._waits)
                 self._wakes_at = min(dues, default=now + self._threshold)
                 self._changed.wait(max(0.0, self._wakes_at - time.monotonic()))
             self._thread, self._wakes_at = None, math.inf
 
     def _report(self, wait: Wait, now: float) -> None:
-        reported = sum(one.reported_at is not None for one in self._waits)
+        reported = sum(wait.reported_at is not None for wait in self._waits)
         if wait.reported_at is None and reported >= MOST_REPORTED:
             wait.due = now + self._threshold
             return
         what, waits_for = wait.object
         wait.wait_id = wait.wait_id or f"{self._owner or 'wait'}-{secrets.token_hex(4)}"
-        taken = self._publish(
+        is_accepted = self._publish(
             WaitStarted(
                 wait_id=wait.wait_id,
                 what=what[:_LONGEST_OBJECT],
-                waits_for=tuple(one[:LONGEST_NAME] for one in waits_for[:_MOST_NAMES] if one),
+                waits_for=tuple(name[:LONGEST_NAME] for name in waits_for[:_MOST_NAMES] if name),
                 seconds=now - wait.began,
                 deadline=wait.deadline,
                 step=wait.step,
             )
         )
-        if taken:
+        if is_accepted:
             wait.reported_at = now
-        wait.due = now + (RENEWAL if taken else self._threshold)
+        wait.due = now + (RENEWAL if is_accepted else self._threshold)
 
     def _publish(self, event: WaitStarted | WaitEnded | StacksTaken) -> bool:
         """Publish a report; return False if the publisher did not take it."""

@@ -47,7 +47,7 @@ class DeadLetter(NamedTuple):
     reason: str
 
     @property
-    def kept(self) -> DeadLetter:
+    def truncated(self) -> DeadLetter:
         """The dead letter as it is stored, cut to its size limits."""
         entry = Entry(self.entry.id, bytes(self.entry.payload[:DEAD_LETTER_BYTES]))
         return DeadLetter(entry, self.reason[:_REASON])

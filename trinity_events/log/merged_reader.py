@@ -16,9 +16,9 @@ _LAST = 2**64 - 1
 Found = tuple[Stream, Entry]
 
 
-def stream_order(found: Found) -> tuple[tuple[int, int], int]:
+def stream_order(stream_entry: Found) -> tuple[tuple[int, int], int]:
     """Return the sort key of an entry: at one id, the announcement follows the event."""
-    stream, entry = found
+    stream, entry = stream_entry
     return position(entry.id), _RANK[stream]
 
 
@@ -41,37 +41,41 @@ class MergedReader:
     def __init__(self, log: EventLog, after: Mapping[Stream, str]) -> None:
         self._log = log
         self._after = dict(after)
-        self._held: list[Found] = []
+        self._pending: list[Found] = []
 
     async def read(self, *, seconds: float, limit: int) -> list[Found]:
         """Return the next entries; none if none comes within ``seconds``."""
-        if not self._held:
-            found = await self._log.read_blocking(self._after, seconds=seconds, limit=limit)
-            self._read(found)
-            if not found or len(self._after) == 1:
-                return found
-            self._held = found
-        through = max(position(entry.id)[0] for _, entry in self._held)
+        if not self._pending:
+            batch = await self._log.read_blocking(self._after, seconds=seconds, limit=limit)
+            self._read(batch)
+            if not batch or len(self._after) == 1:
+                return batch
+            self._pending = batch
+        through = max(position(entry.id)[0] for _, entry in self._pending)
         await anyio.sleep(_SETTLED)
-        known = await self._read_through(through, limit)
-        self._held.sort(key=stream_order)
-        given = [one for one in self._held if position(one[1].id) <= known]
-        self._held = self._held[len(given) :]
+        reached = await self._read_through(through, limit)
+        self._pending.sort(key=stream_order)
+        given = [
+            stream_entry
+            for stream_entry in self._pending
+            if position(stream_entry[1].id) <= reached
+        ]
+        self._pending = self._pending[len(given) :]
         return given
 
     async def _read_through(self, through: int, limit: int) -> tuple[int, int]:
         """Read a page of each stream up to a millisecond; return the position that all reached."""
-        known = (through, _LAST)
+        reached = (through, _LAST)
         for stream, after in list(self._after.items()):
             page = await self._log.read(
                 after, stream=stream, through=f"{through}-{_LAST}", limit=limit
             )
-            self._held += self._read([(stream, entry) for entry in page])
+            self._pending += self._read([(stream, entry) for entry in page])
             if len(page) >= limit:  # the stream may have more
-                known = min(known, position(page[-1].id))
-        return known
+                reached = min(reached, position(page[-1].id))
+        return reached
 
-    def _read(self, found: list[Found]) -> list[Found]:
-        for stream, entry in found:
+    def _read(self, batch: list[Found]) -> list[Found]:
+        for stream, entry in batch:
             self._after[stream] = entry.id
-        return found
+        return batch

@@ -16,7 +16,7 @@ _IN_SCRIPTS = ("NOPERM", "ACL failure in script", "The user executing the script
 def permission_error(error: BaseException, url: str | None = None) -> PermissionDenied | None:
     """Return the error for a missing permission of this user; None for any other error."""
     if not isinstance(error, _REFUSED) and not (
-        isinstance(error, redis.ResponseError) and any(one in str(error) for one in _IN_SCRIPTS)
+        isinstance(error, redis.ResponseError) and any(text in str(error) for text in _IN_SCRIPTS)
     ):
         return None
     where = "the server" if url is None else f"the server at {redacted(url)}"

@@ -33,12 +33,12 @@ class ServerBinary(NamedTuple):
         """The version as text."""
         return ".".join(map(str, self.version))
 
-    def reads(self, found: DataFormat) -> bool:
+    def reads(self, data_format: DataFormat) -> bool:
         """Return True if this server is known to read data of the format."""
-        return found.is_read_by(self.product, self.version)
+        return data_format.is_read_by(self.product, self.version)
 
 
-def choose_binary(found: DataFormat | None) -> ServerBinary:
+def choose_binary(data_format: DataFormat | None) -> ServerBinary:
     """Return the first binary that reads the data found, or else the first of all.
 
     The order is ``TRINITY_SERVER_BINARY``, which excludes all others, the pinned one in the
@@ -50,7 +50,7 @@ def choose_binary(found: DataFormat | None) -> ServerBinary:
     """
     first = None
     for candidate in _candidates():
-        if found is None or candidate.reads(found):
+        if data_format is None or candidate.reads(data_format):
             return candidate
         first = first or candidate
     if first is None:
@@ -86,8 +86,8 @@ def _candidates() -> Iterator[ServerBinary]:
         if (pinned := _identify(get_binary_path())) is not None:
             yield pinned
     for name in ("redis-server", "valkey-server"):
-        found = shutil.which(name)
-        on_path = None if found is None else _identify(found)
+        path = shutil.which(name)
+        on_path = None if path is None else _identify(path)
         if on_path is not None and on_path.version >= OLDEST_SERVER:
             yield on_path
 
@@ -111,12 +111,12 @@ def _named(path: str) -> ServerBinary:
 def _identify(path: str) -> ServerBinary | None:
     """Return the server in a binary; None if it is no server or cannot be run."""
     try:
-        said = subprocess.run(  # noqa: S603
+        output = subprocess.run(  # noqa: S603
             [path, "--version"], capture_output=True, text=True, timeout=_SAYS_WITHIN, check=False
         ).stdout
     except (OSError, subprocess.TimeoutExpired):
         return None
-    found = re.match(r"(\w+) server v=(\d+(?:\.\d+)+)", said)
-    if found is None:
+    match = re.match(r"(\w+) server v=(\d+(?:\.\d+)+)", output)
+    if match is None:
         return None
-    return ServerBinary(Path(path), found[1], tuple(int(part) for part in found[2].split(".")))
+    return ServerBinary(Path(path), match[1], tuple(int(part) for part in match[2].split(".")))

@@ -62,7 +62,7 @@ def cluster_client(url: ServerUrl) -> redis.Redis:
     """Return a synchronous client of a cluster; it asks for the cluster's nodes at once."""
     _check(url)
     node: Any = redis.cluster.ClusterNode
-    nodes = [node(*one) for one in url.more]
+    nodes = [node(*address) for address in url.more]
     client: Any = _Cluster.from_url(
         url.url, startup_nodes=nodes, retry=Retry(_backoff(), _RETRIES), **_settings()
     )
@@ -78,7 +78,7 @@ def async_cluster_client(url: ServerUrl, *, retry: bool) -> redis.asyncio.Redis:
     """Return an asynchronous client of a cluster; its first call asks for the nodes."""
     _check(url)
     node: Any = redis.asyncio.cluster.ClusterNode
-    nodes = [node(*one) for one in url.more]
+    nodes = [node(*address) for address in url.more]
     client: Any = redis.asyncio.cluster.RedisCluster.from_url(
         url.url, startup_nodes=nodes, retry=_async_retry(retry), **_settings()
     )

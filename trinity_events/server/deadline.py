@@ -48,11 +48,11 @@ class Deadline:
 
     def left(self) -> float:
         """Return the seconds left. Raises DeadlineExceeded if there are none."""
-        left = self._give_up - anyio.current_time()
-        if left <= 0:
+        remaining = self._give_up - anyio.current_time()
+        if remaining <= 0:
             why = self.why() or self._advice
             raise DeadlineExceeded(f"{self.missing} within {self._deadline:g} s{why}")
-        return left
+        return remaining
 
     def why(self) -> str:
         """Return the last connection error as the end of a sentence; empty without one."""

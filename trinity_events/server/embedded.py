@@ -279,8 +279,8 @@ class EmbeddedServer:
             self._elsewhere.unlink(missing_ok=True)
             folder = self._temporary.parent
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = folder.lstat()
-            if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+            status = folder.lstat()
+            if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
                 raise ServerUnreachable(
                     f"{folder}, where the embedded server's socket would be, can be used by "
                     "others: remove it, or set TMPDIR to a folder of your own, or TRINITY_HOME to "
@@ -315,10 +315,10 @@ class EmbeddedServer:
         )
         lives.close()  # so that the server alone holds it
         if started.returncode != 0 or not self._comes_up():
-            said = self._logged_since(logged)
+            log_text = self._logged_since(logged)
             raise ServerUnreachable(
                 f"the embedded server {binary.path} did not start: "
-                f"{explain_failure(binary, self.data, said)}"
+                f"{explain_failure(binary, self.data, log_text)}"
             )
 
     def _comes_up(self) -> bool:

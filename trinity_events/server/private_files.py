@@ -20,8 +20,8 @@ def make_private(folder: Path) -> None:
     """Create a folder of the home, and the home; remove other users' access to it."""
     make_home(folder.parent)
     folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
-    found = folder.stat()
-    if found.st_uid == os.getuid() and found.st_mode & UMASK:
+    status = folder.stat()
+    if status.st_uid == os.getuid() and status.st_mode & UMASK:
         folder.chmod(FOLDER_MODE)
 
 

@@ -31,8 +31,8 @@ async def server_info(client: Any, key: str, section: str) -> dict[str, Any]:
     if isinstance(client, redis.asyncio.RedisCluster):
         await client.initialize()
         where["target_nodes"] = client.get_node_from_key(key)
-    found: dict[str, Any] = await client.info(section, **where)
-    return found
+    info: dict[str, Any] = await client.info(section, **where)
+    return info
 
 
 async def warn_of_eviction(
@@ -55,6 +55,6 @@ async def _policies(client: Any) -> set[str]:
     """Return the eviction policies of the server, or of all primaries of a cluster."""
     if not isinstance(client, redis.asyncio.RedisCluster):
         return {(await client.info("memory"))["maxmemory_policy"]}
-    found = await client.info("memory", target_nodes=redis.asyncio.RedisCluster.PRIMARIES)
-    nodes = [found] if "maxmemory_policy" in found else found.values()
-    return {one["maxmemory_policy"] for one in nodes}
+    info = await client.info("memory", target_nodes=redis.asyncio.RedisCluster.PRIMARIES)
+    nodes = [info] if "maxmemory_policy" in info else info.values()
+    return {node_info["maxmemory_policy"] for node_info in nodes}

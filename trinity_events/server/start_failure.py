@@ -17,13 +17,13 @@ _DAMAGED_FILE = re.compile(r"reading the append only file (\S+?):")
 _DAMAGE = ("append only file", "Internal error in RDB", "AOF", "loading DB", "Wrong signature")
 
 
-def explain_failure(binary: ServerBinary, folder: Path, said: str) -> str:
+def explain_failure(binary: ServerBinary, folder: Path, log_text: str) -> str:
     """Return the reason for which a server did not start on a folder.
 
     Args:
         binary: The server.
         folder: The folder of its files.
-        said: The part of its log since the start.
+        log_text: The part of its log since the start.
     """
     if shutil.disk_usage(folder).free < _ROOM:  # the server could not write its log
         return f"the disk of {folder} is full: make room, or set TRINITY_HOME to another"
@@ -34,26 +34,26 @@ def explain_failure(binary: ServerBinary, folder: Path, said: str) -> str:
             f"{binary.shown_version} cannot read: name that server or a newer one by "
             f"{BINARY_VARIABLE}, or {_ELSEWHERE}"
         )
-    reason = _fatal_line(said)
+    reason = _fatal_line(log_text)
     if reason is None:
         return f"see {folder}/redis.log"
-    if any(one in reason for one in _DAMAGE):
+    if any(sign in reason for sign in _DAMAGE):
         return _explain_damage(folder / APPEND_ONLY_FOLDER, reason)
     return f"{reason} (see {folder}/redis.log)"
 
 
-def _fatal_line(said: str) -> str | None:
+def _fatal_line(log_text: str) -> str | None:
     """Return the last line of a log that reports an error."""
-    lines = [line for line in _LINE.findall(said) if not line.startswith(_HARMLESS)]
+    lines = [line for line in _LINE.findall(log_text) if not line.startswith(_HARMLESS)]
     return lines[-1] if lines else None
 
 
 def _explain_damage(folder: Path, reason: str) -> str:
     what = f"its data is damaged ({reason.partition(': make a backup')[0]}): keep a copy of"
-    found = _DAMAGED_FILE.search(reason)
-    if found is None or not found[1].endswith(".incr.aof"):
+    match = _DAMAGED_FILE.search(reason)
+    if match is None or not match[1].endswith(".incr.aof"):
         return f"{what} {folder} and put back an older copy, or {_ELSEWHERE}"
     return (
         f"{what} {folder}, then cut the file off at the damage, which loses what follows, with: "
-        f"redis-check-aof --fix {folder / found[1]} (or valkey-check-aof); or {_ELSEWHERE}"
+        f"redis-check-aof --fix {folder / match[1]} (or valkey-check-aof); or {_ELSEWHERE}"
     )

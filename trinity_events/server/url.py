@@ -76,7 +76,7 @@ def parse(url: str) -> ServerUrl:
         first, *others = hosts.split(",") if cluster else [hosts]
         rest = url[len(f"{parts.scheme}://{parts.netloc}") :]
         plain = f"{scheme}://{user}{at}{first}{rest}"
-        more = tuple(_address(one) for one in others)
+        more = tuple(_address(address) for address in others)
         ports = [urlsplit(plain).port, *(port for _, port in more)]
         wrong = "://" not in url or parts.scheme not in _SCHEMES or 0 in ports
         wrong = wrong or (scheme == "unix" and (bool(hosts) or not parts.path))
@@ -115,7 +115,7 @@ def redacted(url: str) -> str:
     user, at, hosts = address.rpartition("@")
     name, colon, _ = user.partition(":")
     shown = f"{name}:{_HIDDEN}{at}{hosts}" if at and colon else address
-    options = "&".join(_redacted_option(one) for one in query.split("&")) if query else ""
+    options = "&".join(_redacted_option(option) for option in query.split("&")) if query else ""
     return f"{scheme}://{shown}{question}{options}"
 
 

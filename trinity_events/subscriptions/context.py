@@ -23,15 +23,15 @@ class EventFilter(Generic[E]):
     """Filter for the events that a subscriber asked for."""
 
     def __init__(self, run: str, types: tuple[type[E], ...]) -> None:
-        asked = {_stream_of(event_type) for event_type in types}
+        streams = {_stream_of(event_type) for event_type in types}
         self.run = run
         self.types = types
-        self.streams = tuple(stream for stream in Stream if stream in asked)
+        self.streams = tuple(stream for stream in Stream if stream in streams)
 
     @property
     def tags(self) -> str:
         """The names of the event types, for a sentence."""
-        return " or ".join(event_tag(one) for one in self.types)
+        return " or ".join(event_tag(event_type) for event_type in self.types)
 
     def deliver(
         self, entry: Entry, ack: Callable[[], Awaitable[None]] | None = None
@@ -50,15 +50,17 @@ class EventFilter(Generic[E]):
 class SubscriptionContext(Generic[E]):
     """Log, filter and deadline of an open subscription."""
 
-    def __init__(self, log: GroupedLog, wanted: EventFilter[E], deadline: float | None) -> None:
+    def __init__(
+        self, log: GroupedLog, event_filter: EventFilter[E], deadline: float | None
+    ) -> None:
         self.log = log
-        self.filter = wanted
-        self.streams = wanted.streams
+        self.filter = event_filter
+        self.streams = event_filter.streams
         self.deadline = deadline
         self.wait = Deadline(
             deadline,
-            f"no {wanted.tags} of run {wanted.run} came",
-            f"see trinity-events status {wanted.run}",
+            f"no {event_filter.tags} of run {event_filter.run} came",
+            f"see trinity-events status {event_filter.run}",
         )
 
     def block(self) -> float:

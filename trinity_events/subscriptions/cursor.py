@@ -51,14 +51,15 @@ class StreamCursor:
     async def _look(self) -> None:
         if self._read and await self._there():
             return
-        left = await self._log.first_retained_id(self._stream)
-        if left is not None and position(self.after) < position(before(left)):
-            raise LogLost(self._trimmed(left))
-        end = max(await self._log.last_id(self._stream), left or ORIGIN, key=position)
+        first_retained = await self._log.first_retained_id(self._stream)
+        if first_retained is not None and position(self.after) < position(before(first_retained)):
+            raise LogLost(self._trimmed(first_retained))
+        end = max(await self._log.last_id(self._stream), first_retained or ORIGIN, key=position)
         if position(end) < position(self.after) and not await self._of_another_stream():
             raise LogLost(self._shortened(end))
-        # Read again: of a stream that was trimmed to nothing, only `left` has the last entry.
-        if self._read and self.after != left and not await self._there():
+        # Read again: of a stream that was trimmed to nothing, only `first_retained` has the last
+        # entry.
+        if self._read and self.after != first_retained and not await self._there():
             raise LogLost(self._rewritten(end))
 
     async def _of_another_stream(self) -> bool:
@@ -76,11 +77,12 @@ class StreamCursor:
             )
         )
 
-    def _trimmed(self, left: str) -> str:
+    def _trimmed(self, first_retained: str) -> str:
         return (
             f"the {self._of_run} after {self.after} are no longer on the server, which has them "
-            f"from {left} on: read them from the archive with: trinity-events replay "
-            f'{self._log.run_id}, or export; and subscribe from "{before(left)}" for the rest'
+            f"from {first_retained} on: read them from the archive with: trinity-events replay "
+            f"{self._log.run_id}, or export; and subscribe from "
+            f'"{before(first_retained)}" for the rest'
         )
 
     def _shortened(self, end: str) -> str:

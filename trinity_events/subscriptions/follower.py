@@ -41,8 +41,8 @@ async def follow(reading: SubscriptionContext[E], start: str) -> AsyncIterator[D
     while True:
         for stream, entry in await places.next():
             places.passed(stream, entry.id)
-            known = (stream, entry.id) in seen
-            delivered = None if known else reading.filter.deliver(entry)
+            is_duplicate = (stream, entry.id) in seen
+            delivered = None if is_duplicate else reading.filter.deliver(entry)
             if delivered is not None:
                 yield delivered
                 reading.wait.renew()
@@ -104,6 +104,6 @@ class _Cursors(Generic[E]):
             return await self._ahead.read(seconds=self._reading.block(), limit=self._page.limit)
 
         while True:
-            if found := await wait.ask(read):
-                self._page.learn([entry for _, entry in found])
-                return found
+            if batch := await wait.ask(read):
+                self._page.learn([entry for _, entry in batch])
+                return batch

@@ -42,7 +42,7 @@ class GroupCursor(Generic[E]):
             LogLost: if entries that follow its start are gone.
         """
         log, stream = self._reading.log, self._reading.stream
-        if any(one.name == self._group for one in await log.groups(stream)):
+        if any(info.name == self._group for info in await log.groups(stream)):
             return
         await log.create_group(stream, self._group, await self._beginning())
 
@@ -72,9 +72,9 @@ class GroupCursor(Generic[E]):
             return ORIGIN
         after, standing = await self._reading.current_announcements()
         last = after[stream]
-        wanted = [entry for entry in standing if self._reading.filter.deliver(entry) is not None]
+        matching = [entry for entry in standing if self._reading.filter.deliver(entry) is not None]
         # Just before the oldest current announcement, so that it is delivered too.
-        return before(wanted[0].id) if wanted else last
+        return before(matching[0].id) if matching else last
 
     async def _detached(self) -> DetachedConsumer | None:
         try:
@@ -85,14 +85,14 @@ class GroupCursor(Generic[E]):
 
     async def _lost(self, detached: DetachedConsumer) -> GroupDetached | None:
         """Return the error for a group that lost unacknowledged entries; None if it lost none."""
-        left = await self._reading.log.first_retained_id(self._reading.stream)
+        first_retained = await self._reading.log.first_retained_id(self._reading.stream)
         goes_on = _goes_on(detached)
-        if left is not None and position(goes_on) < position(before(left)):
+        if first_retained is not None and position(goes_on) < position(before(first_retained)):
             return self._detached_with(
                 detached,
                 f"and has lost the {self._reading.stream.value} after {goes_on} that are no longer "
                 f"on the server: read them with: trinity-events replay {self._run}, or export; and "
-                f'subscribe with start="{before(left)}" to go on with what is left',
+                f'subscribe with start="{before(first_retained)}" to go on with what is left',
             )
         if detached.pending and detached.oldest_pending is None:
             return self._detached_with(

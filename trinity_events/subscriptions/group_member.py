@@ -78,23 +78,23 @@ class _Member(Generic[E]):
         """Return the next entry for this member."""
         while True:
             try:
-                found = await self._reading.wait.ask(self._some)
+                entries = await self._reading.wait.ask(self._read_or_claim)
             except redis.ResponseError as error:
                 if not str(error).startswith("NOGROUP"):
                     raise
                 raise await self._reading.wait.ask(self._place.gone) from None
-            if found:
-                self._place.last = found[0].id
-                return found[0]
+            if entries:
+                self._place.last = entries[0].id
+                return entries[0]
 
-    async def _some(self) -> list[Entry]:
+    async def _read_or_claim(self) -> list[Entry]:
         now = anyio.current_time()
         if now >= self._forget_at:
             await self._forget()
             self._forget_at = now + FORGET_AFTER
         if now >= self._claim_at:
-            if found := await self._claim():
-                return found
+            if claimed := await self._claim():
+                return claimed
             # Not with every read: a takeover is delayed by half of claim_after at most.
             self._claim_at = now + self._group.claim_after / 2
         return await self._reading.log.read_group(

@@ -33,14 +33,14 @@ class Subscription(Generic[E]):
 
     def __init__(
         self,
-        wanted: EventFilter[E],
+        event_filter: EventFilter[E],
         start: str,
         group: GroupSettings | None,
         *,
         open_log: OpenLog,
         deadline: float | None,
     ) -> None:
-        self._wanted = wanted
+        self._filter = event_filter
         self._start = start
         self._group = group
         self._open_log = open_log
@@ -57,7 +57,7 @@ class Subscription(Generic[E]):
         async with AsyncExitStack() as exits:
             log = await exits.enter_async_context(self._open_log())
             self._exits = exits.pop_all()
-        self._reading = reading = SubscriptionContext(log, self._wanted, self._deadline)
+        self._reading = reading = SubscriptionContext(log, self._filter, self._deadline)
         self._iterator = (
             follow(reading, self._start)
             if self._group is None
@@ -187,10 +187,10 @@ def subscription_on(
             raise ValueError(
                 f'start at "current", at "beginning" or after an entry: {error}'
             ) from None
-    for one in types:
-        if one not in EVENT_TYPES:
-            raise ValueError(f"{one!r} is not an event: see trinity_schemas.EVENT_TYPES")
-    streams = {one in ANNOUNCEMENT_TYPES for one in types}
+    for event_type in types:
+        if event_type not in EVENT_TYPES:
+            raise ValueError(f"{event_type!r} is not an event: see trinity_schemas.EVENT_TYPES")
+    streams = {event_type in ANNOUNCEMENT_TYPES for event_type in types}
     if group is not None and len(streams) > 1:
         raise ValueError(
             "a consumer group reads announcements or events, not both: subscribe without a group, "

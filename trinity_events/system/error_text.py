@@ -14,13 +14,13 @@ _LONGEST_CAUSE = 2000
 def leaf_errors(error: BaseException) -> list[BaseException]:
     """Return the errors of nested groups in order, or the error itself."""
     if isinstance(error, BaseExceptionGroup):
-        return [leaf for one in error.exceptions for leaf in leaf_errors(one)]
+        return [leaf for inner in error.exceptions for leaf in leaf_errors(inner)]
     return [error]
 
 
 def first_error(error: BaseException) -> BaseException:
     """Return the first error of nested groups, preferring a TrinityError."""
-    leaves = [checkpoint_cause(one) for one in leaf_errors(error)]
+    leaves = [checkpoint_cause(leaf) for leaf in leaf_errors(error)]
     return next((leaf for leaf in leaves if isinstance(leaf, TrinityError)), leaves[0])
 
 

@@ -52,8 +52,8 @@ def holders(descriptor: int, how: int = fcntl.LOCK_EX) -> list[int]:
         descriptor: The open file.
         how: Wanted lock; only exclusive locks exclude a shared one.
     """
-    found = os.fstat(descriptor)
-    device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    status = os.fstat(descriptor)
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     try:
         lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
@@ -61,7 +61,9 @@ def holders(descriptor: int, how: int = fcntl.LOCK_EX) -> list[int]:
     # 1: FLOCK  ADVISORY  WRITE 1234 00:2b:5678 0 EOF; a waiting lock has "->" as second field.
     fields = [line.split() for line in lines]
     return [
-        int(one[4]) for one in fields if one[1] == "FLOCK" and one[5] == device and int(one[4]) > 0
+        int(columns[4])
+        for columns in fields
+        if columns[1] == "FLOCK" and columns[5] == device and int(columns[4]) > 0
     ]
 
 
@@ -69,7 +71,7 @@ def _named(processes: list[int]) -> str:
     """Describe processes with their commands."""
     if not processes:
         return "an unknown process"
-    return ", ".join(f"process {one}{_command(one)}" for one in processes)
+    return ", ".join(f"process {process}{_command(process)}" for process in processes)
 
 
 def _command(process: int) -> str:

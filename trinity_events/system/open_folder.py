@@ -85,8 +85,8 @@ class OpenFolder:
 
     def names(self) -> list[str]:
         """Return the names of the folder's entries."""
-        with os.scandir(self.descriptor) as found:
-            return [entry.name for entry in found]
+        with os.scandir(self.descriptor) as entries:
+            return [entry.name for entry in entries]
 
     def stat(self, name: str) -> os.stat_result | None:
         """Return the status of an entry, a link as itself; None if it is absent."""
@@ -97,15 +97,15 @@ class OpenFolder:
 
     def is_link(self, name: str) -> bool:
         """Return True if the entry is a link."""
-        return (found := self.stat(name)) is not None and stat.S_ISLNK(found.st_mode)
+        return (status := self.stat(name)) is not None and stat.S_ISLNK(status.st_mode)
 
     def is_folder(self, name: str) -> bool:
         """Return True if the entry is a folder, not a link."""
-        return (found := self.stat(name)) is not None and stat.S_ISDIR(found.st_mode)
+        return (status := self.stat(name)) is not None and stat.S_ISDIR(status.st_mode)
 
     def is_file(self, name: str) -> bool:
         """Return True if the entry is a file, not a link."""
-        return (found := self.stat(name)) is not None and stat.S_ISREG(found.st_mode)
+        return (status := self.stat(name)) is not None and stat.S_ISREG(status.st_mode)
 
     def read(self, name: str, limit: int) -> bytes | None:
         """Return at most ``limit`` bytes of a file; None for anything else."""
@@ -166,8 +166,8 @@ class OpenFolder:
                 descriptor = create(own)
                 if not (_claimed(descriptor) and here._is_at(descriptor, own)):
                     # Another process saw no writer yet, and removed it.
-                    taken, descriptor = descriptor, None
-                    os.close(taken)
+                    unusable, descriptor = descriptor, None
+                    os.close(unusable)
             yield own, descriptor
         finally:
             try:
@@ -189,9 +189,9 @@ class OpenFolder:
             but: Unfinished file of this process, which stays.
         """
         of_name = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{16}}{re.escape(_PART)}")
-        found = [one for one in self.names() if of_name.fullmatch(one) and one != but]
+        parts = [entry for entry in self.names() if of_name.fullmatch(entry) and entry != but]
         written = [
-            self._is_written(part) for part in found
+            self._is_written(part) for part in parts
         ]  # a list: every abandoned file is removed
         return any(written)
 
@@ -215,8 +215,8 @@ class OpenFolder:
         return False
 
     def _is_at(self, descriptor: int, name: str) -> bool:
-        found = self.stat(name)
-        return found is not None and os.path.samestat(os.fstat(descriptor), found)
+        status = self.stat(name)
+        return status is not None and os.path.samestat(os.fstat(descriptor), status)
 
     def rename(self, name: str, folder: OpenFolder, new_name: str) -> None:
         """Move an entry, a link as itself."""

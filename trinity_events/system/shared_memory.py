@@ -35,14 +35,14 @@ _MAPPED = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
 
 def available(root: Path = SHARED_MEMORY) -> bool:
     """Return True if this host has shared memory that can be used as files."""
-    known = hasattr(os, "posix_fallocate") and hasattr(fcntl, "F_OFD_SETLK")
-    return known and root.is_dir() and os.access(root, os.W_OK | os.X_OK)
+    is_supported = hasattr(os, "posix_fallocate") and hasattr(fcntl, "F_OFD_SETLK")
+    return is_supported and root.is_dir() and os.access(root, os.W_OK | os.X_OK)
 
 
 def free_bytes(root: Path = SHARED_MEMORY) -> int:
     """Return the free bytes of shared memory."""
-    found = os.statvfs(root)
-    return found.f_bavail * found.f_frsize
+    status = os.statvfs(root)
+    return status.f_bavail * status.f_frsize
 
 
 def users_folder(root: Path = SHARED_MEMORY) -> Path:
@@ -62,10 +62,12 @@ def sweep(root: Path = SHARED_MEMORY) -> list[Path]:
 def owned(folder: Path) -> bool:
     """Return True if the folder exists and only this user can have written to it."""
     try:
-        found = folder.lstat()
+        status = folder.lstat()
     except FileNotFoundError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+    return (
+        stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
+    )
 
 
 def _is_dead(folder: Path) -> bool:

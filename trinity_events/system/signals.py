@@ -31,8 +31,8 @@ def write_stacks_on_signal() -> None:
 
 def ending_signals() -> list[signal.Signals]:
     """Return SIGTERM and SIGHUP (a closed terminal), without those that are ignored (nohup)."""
-    asked = (signal.SIGTERM, signal.SIGHUP)
-    return [one for one in asked if signal.getsignal(one) is not signal.SIG_IGN]
+    candidates = (signal.SIGTERM, signal.SIGHUP)
+    return [number for number in candidates if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def exit_on_signals() -> None:
@@ -70,10 +70,10 @@ async def cancelled_by_signals(
     """
     import anyio  # loaded here, since commands handle signals before they load anything large
 
-    asked = (signal.SIGINT, *ending_signals())
-    handlers = {one: signal.getsignal(one) for one in asked}
+    numbers = (signal.SIGINT, *ending_signals())
+    handlers = {number: signal.getsignal(number) for number in numbers}
     try:
-        with anyio.open_signal_receiver(*asked) as signals:
+        with anyio.open_signal_receiver(*numbers) as signals:
             async with anyio.create_task_group() as tasks:
 
                 async def listen() -> None:
@@ -85,8 +85,8 @@ async def cancelled_by_signals(
                 yield
                 tasks.cancel_scope.cancel()
     finally:
-        for one, handler in handlers.items():
-            signal.signal(one, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 class _SignalExit(SystemExit):
@@ -112,15 +112,17 @@ class _SignalExits:
         self._next_hook = sys.unraisablehook
 
     def install(self) -> None:
-        self._numbers = [one for one in ending_signals() if signal.getsignal(one) is signal.SIG_DFL]
+        self._numbers = [
+            number for number in ending_signals() if signal.getsignal(number) is signal.SIG_DFL
+        ]
         self._next_hook, sys.unraisablehook = sys.unraisablehook, self._on_dropped
-        for one in self._numbers:
-            signal.signal(one, self._exit)
+        for number in self._numbers:
+            signal.signal(number, self._exit)
 
     def restore(self) -> None:
-        for one in self._numbers:
-            if signal.getsignal(one) == self._exit:
-                signal.signal(one, signal.SIG_DFL)
+        for number in self._numbers:
+            if signal.getsignal(number) == self._exit:
+                signal.signal(number, signal.SIG_DFL)
         self._numbers = []
         if sys.unraisablehook == self._on_dropped:
             sys.unraisablehook = self._next_hook

@@ -39,7 +39,7 @@ class RecordedHistory:
     def __init__(self, run_id: str, events: str) -> None:
         self.run_id = run_id
         packed = zlib.decompress(base64.b85decode("".join(events.split())))
-        self.entries = [Entry(*one) for one in msgspec.msgpack.decode(packed, type=_Entries)]
+        self.entries = [Entry(*pair) for pair in msgspec.msgpack.decode(packed, type=_Entries)]
 
     @staticmethod
     def pack(entries: Sequence[Entry]) -> str:
@@ -51,8 +51,8 @@ class RecordedHistory:
         monitor = Monitor(MonitorState(run_id=self.run_id))
         announcements, _ = fold(monitor, self.entries)
         counts: dict[str, int] = {}
-        for one in announcements:
-            tag = event_tag(one.event)
+        for announcement in announcements:
+            tag = event_tag(announcement.event)
             counts[tag] = counts.get(tag, 0) + 1
         return _Folded(monitor.state, counts)
 
@@ -80,14 +80,14 @@ class RecordedHistory:
     def serves(self) -> dict[str, int | None]:
         """Step of the weights that each explorer serves."""
         return {
-            name: None if one.version is None else one.version.step
-            for name, one in self.state.explorers.items()
+            name: None if explorer.version is None else explorer.version.step
+            for name, explorer in self.state.explorers.items()
         }
 
     @property
     def failures(self) -> list[str]:
         """Failures that no retry has overcome, in words."""
-        return [one.sentence for one in failures(self.state)]
+        return [failure.sentence for failure in failures(self.state)]
 
     @property
     def unfinished(self) -> list[str]:
@@ -129,9 +129,9 @@ def as_test_file(run_id: str, entries: Sequence[Entry]) -> str:
     )
 
 
-def _comparison(name: str, wanted: Any) -> str:
-    if wanted is None:
+def _comparison(name: str, expected: Any) -> str:
+    if expected is None:
         return f"    assert HISTORY.{name} is None\n"
-    text = pprint.pformat(wanted, width=_WIDTH - 8, sort_dicts=False)
-    shown = textwrap.indent(text, " " * 13).strip()
-    return f"    wanted = {shown}\n    assert HISTORY.{name} == wanted\n"
+    text = pprint.pformat(expected, width=_WIDTH - 10, sort_dicts=False)
+    shown = textwrap.indent(text, " " * 15).strip()
+    return f"    expected = {shown}\n    assert HISTORY.{name} == expected\n"

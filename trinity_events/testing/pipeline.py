@@ -162,12 +162,12 @@ class Pipeline:
     @property
     def events(self) -> list[Event]:
         """Published events, oldest first."""
-        return self._said(Stream.EVENTS)
+        return self._read_events(Stream.EVENTS)
 
     @property
     def announcements(self) -> list[Event]:
         """Announcements of the reducer, oldest first; see :meth:`settled`."""
-        return self._said(Stream.ANNOUNCEMENTS)
+        return self._read_events(Stream.ANNOUNCEMENTS)
 
     async def settled(self, deadline: float = DEADLINE) -> None:
         """Wait until every published event is folded and announced, and the files follow.
@@ -233,13 +233,13 @@ class Pipeline:
         return self._files is None or self._files.done == plan_files(self._folded())
 
     def _folded(self) -> MonitorState:
-        while found := self.log.read_now(self._monitor.state.position):
-            fold(self._monitor, found)
+        while entries := self.log.read_now(self._monitor.state.position):
+            fold(self._monitor, entries)
         return self._monitor.state
 
-    def _said(self, stream: Stream) -> list[Event]:
-        found = self.log.read_now(stream=stream, limit=2**62)
-        return [one.event for entry in found if (one := _decoded(entry)) is not None]
+    def _read_events(self, stream: Stream) -> list[Event]:
+        entries = self.log.read_now(stream=stream, limit=2**62)
+        return [envelope.event for entry in entries if (envelope := _decoded(entry)) is not None]
 
 
 class _Watched:

@@ -64,7 +64,7 @@ def _installed(name: str) -> EntryPoint:
     points = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     if name in points:
         return points[name]
-    known = [*_OWN, *points]
-    near = difflib.get_close_matches(name, known, 1)
-    meant = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(sorted(known))}"
+    names = [*_OWN, *points]
+    near = difflib.get_close_matches(name, names, 1)
+    meant = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(sorted(names))}"
     raise TrackerUnusable(f"there is no tracker {name}: {meant}")

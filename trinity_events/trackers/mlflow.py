@@ -34,16 +34,16 @@ class MLflow:
     def __init__(self, run: TrackedRun) -> None:
         try:
             self._client = MlflowClient()
-            found = self._found(run)
+            tracked = self._get_or_create_run(run)
         except MlflowException as error:
             reason = str(error).splitlines()[0]
             raise TrackerUnusable(
                 f"MLflow cannot be used: {reason}: set MLFLOW_TRACKING_URI to your server"
             ) from None
-        self._id: str = found.info.run_id
+        self._id: str = tracked.info.run_id
         self._names = MetricNames("MLflow", _REFUSED_CHARACTERS)
 
-    def _found(self, run: TrackedRun) -> Run:
+    def _get_or_create_run(self, run: TrackedRun) -> Run:
         experiment = self._client.get_experiment_by_name(run.project)
         name = (
             self._client.create_experiment(run.project)

@@ -39,30 +39,30 @@ def state_as_json(state: MonitorState) -> dict[str, Any]:
 def fields_as_json(state: MonitorState, names: Iterable[str]) -> dict[str, Any]:
     """Return some fields of the state as JSON, also those that :func:`state_as_json` omits."""
     encoded = dict(zip(state.__struct_encode_fields__, state.__struct_fields__, strict=True))
-    own = {encoded[one] for one in names if one in encoded} | {"run_id"}
+    own = {encoded[name] for name in names if name in encoded} | {"run_id"}
     chosen = {name: getattr(state, name) for name in own}
     built = state_as_json(MonitorState(**chosen))
     return {
-        one: built[one]
-        if one in built
-        else msgspec.to_builtins(getattr(state, encoded[one]), str_keys=True)
-        for one in names
-        if one in encoded
+        name: built[name]
+        if name in built
+        else msgspec.to_builtins(getattr(state, encoded[name]), str_keys=True)
+        for name in names
+        if name in encoded
     }
 
 
 def waits_as_json(state: MonitorState, now: int) -> dict[str, Any]:
     """Return the waits that are open at a moment, as the item ``waits``; nothing without any."""
-    shown = {id(one) for one in open_waits(state, now)}
+    shown = {id(wait) for wait in open_waits(state, now)}
     built = fields_as_json(state, ("waits",))["waits"]
     waits = {
         name: built[name]
         | {
-            "seconds": max(0, now - one.since) / 1000,
-            "seconds_left": seconds_left(one, now),
+            "seconds": max(0, now - wait.since) / 1000,
+            "seconds_left": seconds_left(wait, now),
         }
-        for name, one in state.waits.items()
-        if id(one) in shown
+        for name, wait in state.waits.items()
+        if id(wait) in shown
     }
     return {"waits": waits} if waits else {}
 
@@ -70,11 +70,11 @@ def waits_as_json(state: MonitorState, now: int) -> dict[str, Any]:
 def causes_as_json(causes: Iterable[Cause], now: int) -> dict[str, Any]:
     """Return the causes of a standstill as the item ``causes``; nothing without any."""
     built = []
-    for one in causes:
-        cause = msgspec.to_builtins(one)
-        if one.since is not None:
-            cause |= {"since": one.since / 1000, "seconds": max(0, now - one.since) / 1000}
-        built.append(cause)
+    for cause in causes:
+        fields = msgspec.to_builtins(cause)
+        if cause.since is not None:
+            fields |= {"since": cause.since / 1000, "seconds": max(0, now - cause.since) / 1000}
+        built.append(fields)
     return {"causes": built} if built else {}
 
 

@@ -25,7 +25,7 @@ def as_cloudevent(
     decoded has the reason as its data.
     """
     milliseconds = min(position(entry.id)[0], LATEST)
-    told: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "specversion": "1.0",
         "id": entry.id,
         "source": f"/runs/{run_id}/{stream.value}",
@@ -34,9 +34,9 @@ def as_cloudevent(
         "datacontenttype": "application/json",
     }
     if isinstance(envelope, ContractError):
-        return told | {"data": {"undecodable": str(envelope)}}
+        return attributes | {"data": {"undecodable": str(envelope)}}
     producer = envelope.producer
-    told |= {
+    attributes |= {
         "type": f"{_TYPE}.{event_tag(envelope.event)}",
         "dataschema": f"{_SCHEMAS}{event_tag(envelope.event)}.json",
         "subject": describe_producer(producer),
@@ -47,7 +47,7 @@ def as_cloudevent(
         "data": to_json(envelope)["event"],
     }
     if envelope.trace is not None:
-        told["traceparent"] = envelope.trace.traceparent
+        attributes["traceparent"] = envelope.trace.traceparent
         if envelope.trace.tracestate:
-            told["tracestate"] = envelope.trace.tracestate
-    return told
+            attributes["tracestate"] = envelope.trace.tracestate
+    return attributes

@@ -165,7 +165,7 @@ class Bisection(_Document, frozen=True):
 
     run_id: str
     expression: str
-    found: FoldedEntry | None
+    entry: FoldedEntry | None = msgspec.field(name="found")
 
 
 DOCUMENTS: dict[str, Any] = {
@@ -195,16 +195,16 @@ def document_schema(document: Any) -> dict[str, Any]:
     """Return the JSON Schema of a document: of a type, or of one of several."""
     types = document if isinstance(document, tuple) else (document,)
     schemas, named = msgspec.json.schema_components(types, ref_template="#/$defs/{name}")
-    found = tidy({"$schema": DIALECT, "anyOf": list(schemas), "$defs": named})
-    _in_seconds(found)
-    return found
+    schema = tidy({"$schema": DIALECT, "anyOf": list(schemas), "$defs": named})
+    _in_seconds(schema)
+    return schema
 
 
 def _in_seconds(schema: Any, name: str = "") -> None:
     """Let the moments of a state be numbers with fractions."""
     if isinstance(schema, list):
-        for one in schema:
-            _in_seconds(one, name)
+        for inner_schema in schema:
+            _in_seconds(inner_schema, name)
         return
     if not isinstance(schema, dict):
         return
@@ -212,8 +212,8 @@ def _in_seconds(schema: Any, name: str = "") -> None:
         schema["type"] = "number"
     for field, inner in schema.items():
         if field in ("properties", "$defs"):
-            for property_name, one in inner.items():
-                _in_seconds(one, property_name)
+            for property_name, inner_schema in inner.items():
+                _in_seconds(inner_schema, property_name)
         elif field == "additionalProperties" and name in _MOMENTS_BY_NAME:
             _in_seconds(inner, "since")
         else:

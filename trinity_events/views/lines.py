@@ -44,8 +44,8 @@ def folded_lines(
     if folded.envelope is None:
         return [f"{folded.entry.id:<18} undecodable"]
     return [
-        event_line(folded.entry.id, one, run_start=run_start, has_id=has_id)
-        for one in (folded.envelope, *folded.announcements)
+        event_line(folded.entry.id, envelope, run_start=run_start, has_id=has_id)
+        for envelope in (folded.envelope, *folded.announcements)
     ]
 
 
@@ -54,7 +54,7 @@ def folded_as_json(folded: Folded) -> dict[str, Any]:
     return {
         "id": folded.entry.id,
         "envelope": None if folded.envelope is None else to_json(folded.envelope),
-        "announcements": [to_json(one) for one in folded.announcements],
+        "announcements": [to_json(announcement) for announcement in folded.announcements],
     }
 
 
@@ -89,14 +89,14 @@ def _value(value: Any) -> str:  # noqa: PLR0911
             return f"{value.expected}x{value.kind}"
         case ReissuedRollout():
             return f"{value.ordinal}#{value.attempt}({value.reason})"
-        case tuple() if value and all(isinstance(one, tuple) for one in value):
+        case tuple() if value and all(isinstance(element, tuple) for element in value):
             return compact_ranges(value)  # ordinals
-        case tuple() if any(isinstance(one, str | ReissuedRollout) for one in value):
-            return ",".join([_value(one) for one in value[:_NAMED]] + _more(value))
+        case tuple() if any(isinstance(element, str | ReissuedRollout) for element in value):
+            return ",".join([_value(element) for element in value[:_NAMED]] + _more(value))
         case float():
             return f"{value:.4g}"
         case dict():
-            return ",".join(f"{key}:{_value(one)}" for key, one in value.items())
+            return ",".join(f"{key}:{_value(element)}" for key, element in value.items())
         case str() if ":" in value and " " not in value and len(value) > 32:
             return value[:16] + "…"  # a digest
         case str():
@@ -104,6 +104,6 @@ def _value(value: Any) -> str:  # noqa: PLR0911
         case _ if hasattr(value, "epoch") and hasattr(value, "step"):
             return f"{value.epoch}/{value.step}"
         case _ if hasattr(value, "__struct_fields__"):
-            return ",".join(f"{key}:{_value(one)}" for key, one in asdict(value).items())
+            return ",".join(f"{key}:{_value(element)}" for key, element in asdict(value).items())
         case _:
             return str(value)

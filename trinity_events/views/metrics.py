@@ -83,10 +83,10 @@ class RunMetrics:
         self._events = counter("events", "Events and announcements.", "type")
         self._failed_saves = counter("save_failures", "Saves that failed.", "kind")
         self._failed_steps = counter("step_failures", "Kinds of steps that failed.", "kind")
-        for one in KINDS:
+        for kind in KINDS:
             # A counter that begins with its first failure has not increased, for an alert.
-            self._failed_saves.labels(run_id, one)
-            self._failed_steps.labels(run_id, one)
+            self._failed_saves.labels(run_id, kind)
+            self._failed_steps.labels(run_id, kind)
         self._bytes = counter("published_bytes", "Bytes of published weights.")
         self._applied = counter("applied_bytes", "Bytes of weights that explorers applied.")
         self._save = Histogram(
@@ -125,11 +125,11 @@ class RunMetrics:
             folded: Entries since the last call.
             now: Milliseconds of the server's clock.
         """
-        for one in folded:
-            if one.envelope is not None:
-                self._events.labels(self._run, event_tag(one.envelope.event)).inc()
-                self._count(one.envelope.event)
-            for announcement in one.announcements:
+        for entry in folded:
+            if entry.envelope is not None:
+                self._events.labels(self._run, event_tag(entry.envelope.event)).inc()
+                self._count(entry.envelope.event)
+            for announcement in entry.announcements:
                 self._events.labels(self._run, event_tag(announcement.event)).inc()
                 if isinstance(announcement.event, StepFailed):
                     self._failed_steps.labels(self._run, announcement.event.kind).inc()
@@ -152,7 +152,9 @@ class RunMetrics:
             case StepTrained(metrics=metrics) | StepCommitted(metrics=metrics):
                 self._take_metrics(metrics)
             case EvaluationFinished(name=name, metrics=metrics):
-                self._take_metrics({f"eval/{name}/{one}": found for one, found in metrics.items()})
+                self._take_metrics(
+                    {f"eval/{name}/{metric}": number for metric, number in metrics.items()}
+                )
             case _:
                 pass
 
@@ -170,7 +172,7 @@ class RunMetrics:
         self._last.labels(run).set(position(state.position)[0] / 1000)
         for kind, pointer in state.ready.items():
             self._ready.labels(run, kind).set(pointer.at.step)
-        statuses = Count[str](one.status for one in state.explorers.values())
+        statuses = Count[str](explorer.status for explorer in state.explorers.values())
         for status in _STATUSES:
             self._explorers.labels(run, status).set(statuses[status])
         self._behind.labels(run).set(_behind(state))
@@ -178,7 +180,7 @@ class RunMetrics:
         self._waits.labels(run).set(len(waits))
         oldest = max(0, now - waits[0].since) / 1000 if waits else 0.0
         self._oldest.labels(run).set(oldest)
-        started = sum(one.started for one in state.attempts.values())
+        started = sum(attempt.started for attempt in state.attempts.values())
         self._saves.labels(run, "running").set(started)
         self._saves.labels(run, "waiting").set(len(state.attempts) - started)
         if state.ledger is not None:
@@ -191,16 +193,18 @@ class RunMetrics:
             self._anomalies.labels(run, name).set(number)
         self._refused.labels(run).set(state.refused)
         self._in_flight.labels(run, "publish").set(_unpublished(state))
-        asked = [one for one in state.explorers.values() if one.requested_at is not None]
-        waiting = sum(one.status != "stopped" for one in asked)
+        requesters = [
+            explorer for explorer in state.explorers.values() if explorer.requested_at is not None
+        ]
+        waiting = sum(explorer.status != "stopped" for explorer in requesters)
         self._in_flight.labels(run, "fetch").set(waiting)
         self._readable.labels(run).set(1)
 
-    def _gauge(self, name: str, told: str, *labels: str) -> Gauge:
-        return Gauge(f"trinity_{name}", told, ("run", *labels), registry=self.registry)
+    def _gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
+        return Gauge(f"trinity_{name}", help_text, ("run", *labels), registry=self.registry)
 
-    def _counter(self, name: str, told: str, *labels: str) -> Counter:
-        return Counter(f"trinity_{name}", told, ("run", *labels), registry=self.registry)
+    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
+        return Counter(f"trinity_{name}", help_text, ("run", *labels), registry=self.registry)
 
 
 def _behind(state: MonitorState) -> int:
@@ -209,9 +213,9 @@ def _behind(state: MonitorState) -> int:
     if pointer is None:
         return 0
     served = [
-        0 if one.version is None else one.version.step
-        for one in state.explorers.values()
-        if one.status != "stopped"
+        0 if explorer.version is None else explorer.version.step
+        for explorer in state.explorers.values()
+        if explorer.status != "stopped"
     ]
     return max(0, pointer.at.step - min(served, default=pointer.at.step))
 
@@ -263,7 +267,7 @@ class ServerMetrics:
 
     def drop(self, run_id: str) -> None:
         """Drop the metrics of a run."""
-        self._runs = {name: one for name, one in self._runs.items() if name != run_id}
+        self._runs = {name: metrics for name, metrics in self._runs.items() if name != run_id}
 
     def show_server(self, *, up: bool) -> None:
         """Show whether the server answers."""
@@ -275,10 +279,10 @@ class ServerMetrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yield each metric once, with the samples of all runs."""
-        found: dict[str, Metric] = {}
-        for registry in (self._own, *(one.registry for one in self._runs.values())):
+        metrics_by_name: dict[str, Metric] = {}
+        for registry in (self._own, *(metrics.registry for metrics in self._runs.values())):
             for metric in registry.collect():
-                known = found.setdefault(metric.name, metric)
-                if known is not metric:
-                    known.samples.extend(metric.samples)
-        yield from found.values()
+                first = metrics_by_name.setdefault(metric.name, metric)
+                if first is not metric:
+                    first.samples.extend(metric.samples)
+        yield from metrics_by_name.values()

@@ -114,12 +114,12 @@ class RunFollowers:
 
     def _begin_checks(self, tasks: anyio.abc.TaskGroup) -> None:
         """Check the runs that were opened since their last check, and others after some time."""
-        self._checked = {run: one for run, one in self._checked.items() if run in self._listed}
+        self._checked = {run: check for run, check in self._checked.items() if run in self._listed}
         for run, opened in reversed(self._listed.items()):
-            known = self._checked.get(run)
-            old = known is None or known.opened != opened
+            check = self._checked.get(run)
+            old = check is None or check.opened != opened
             if run not in self._checking and (
-                old or (known is not None and anyio.current_time() - known.at > RECHECK)
+                old or (check is not None and anyio.current_time() - check.at > RECHECK)
             ):
                 self._checking.add(run)
                 tasks.start_soon(self._check, run, opened, tasks)
@@ -128,12 +128,12 @@ class RunFollowers:
         """Check a run, beside the others: one may have a long log."""
         try:
             async with self._checks:
-                found = await self._condition(run)
+                condition = await self._condition(run)
         except Exception:
             return  # a transient error: the next look checks the run again
         finally:
             self._checking.discard(run)
-        self._checked[run] = _Checked(opened, anyio.current_time(), found)
+        self._checked[run] = _Checked(opened, anyio.current_time(), condition)
         self._choose(tasks)
 
     async def _condition(self, run: str) -> Condition:
@@ -155,14 +155,14 @@ class RunFollowers:
 
     def _choose(self, tasks: anyio.abc.TaskGroup) -> None:
         """Begin and end followers: of the one run, or of the newest runs, open ones first."""
-        found: dict[Condition, list[str]] = {"open": [], "closed": [], "gone": []}
+        runs_by_condition: dict[Condition, list[str]] = {"open": [], "closed": [], "gone": []}
         for run in reversed(self._listed):
             if run == self._run:
-                found["open"].append(run)
-            elif (known := self._checked.get(run)) is not None:
-                found[known.condition].append(run)
-        chosen = [*found["open"], *found["closed"]][:MOST]
-        self._metrics.show_left_out(max(0, len(found["open"]) - MOST))
+                runs_by_condition["open"].append(run)
+            elif (check := self._checked.get(run)) is not None:
+                runs_by_condition[check.condition].append(run)
+        chosen = [*runs_by_condition["open"], *runs_by_condition["closed"]][:MOST]
+        self._metrics.show_left_out(max(0, len(runs_by_condition["open"]) - MOST))
         for run in set(self._scopes).difference(chosen):
             self._scopes.pop(run).cancel()
             self._states.pop(run, None)
@@ -172,24 +172,28 @@ class RunFollowers:
                 scope = self._scopes[run] = anyio.CancelScope()
                 tasks.start_soon(self._follow, run, self._metrics.add(run), scope)
 
-    async def _follow(self, run: str, found: RunMetrics, scope: anyio.CancelScope) -> None:
+    async def _follow(self, run: str, metrics: RunMetrics, scope: anyio.CancelScope) -> None:
         """Update a run's metrics with each entry, until its scope is cancelled."""
-        log, told, pauses = RedisEventLog(self._client, run), "", backoff_delays(_LONGEST_PAUSE)
+        log, last_text, pauses = (
+            RedisEventLog(self._client, run),
+            "",
+            backoff_delays(_LONGEST_PAUSE),
+        )
         with scope:
             while True:
                 try:
                     async with aclosing(follow_state(log)) as following:
                         async for state, folded in following:
                             self._states[run] = state
-                            found.update(state, folded, int(time.time() * 1000 + self._ahead))
-                            told, pauses = "", backoff_delays(_LONGEST_PAUSE)
+                            metrics.update(state, folded, int(time.time() * 1000 + self._ahead))
+                            last_text, pauses = "", backoff_delays(_LONGEST_PAUSE)
                 except Exception as error:
                     # One that this run alone meets must not end the followers of the others.
                     if not is_transient(error):
-                        found.show_unreadable()
-                        if told != _text(error):
-                            told = _text(error)
-                            tell(f"the metrics of run {run} are of the past: {told}")
+                        metrics.show_unreadable()
+                        if last_text != _text(error):
+                            last_text = _text(error)
+                            tell(f"the metrics of run {run} are of the past: {last_text}")
                 await anyio.sleep(max(_SHORTEST_PAUSE, next(pauses)))
 
 

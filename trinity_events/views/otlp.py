@@ -90,7 +90,7 @@ class StepTraces:
             if span.category == "publish":
                 step.parts = [*step.parts, context][-_LINKS:]
             elif span.category == "pause":
-                links = [Link(one) for one in step.parts]
+                links = [Link(context) for context in step.parts]
         self._take(
             ReadableSpan(
                 name=f"{span.category} {span.name}",
@@ -140,30 +140,32 @@ class StepTraces:
         return _context(trace, span_id(trace, ROOT))
 
     def _resource(self, process: str) -> Resource:
-        found = self._resources.get(process)
-        if found is None:
-            found = self._resources[process] = Resource(
+        resource = self._resources.get(process)
+        if resource is None:
+            resource = self._resources[process] = Resource(
                 {"service.name": "trinity-events", "service.instance.id": process}, SCHEMA
             )
-        return found
+        return resource
 
     def _step_attributes(self, step: StepRef) -> dict[str, str | int]:
         return {"trinity.run": self._run, "trinity.epoch": step.epoch, "trinity.step": step.step}
 
     def _attributes(self, span: Span) -> dict[str, str | int]:
-        found: dict[str, str | int] = {f"trinity.{name}": one for name, one in span.facts.items()}
-        found["trinity.run"] = self._run
+        attributes: dict[str, str | int] = {
+            f"trinity.{name}": value for name, value in span.facts.items()
+        }
+        attributes["trinity.run"] = self._run
         if span.step is not None:
-            found |= self._step_attributes(span.step)
+            attributes |= self._step_attributes(span.step)
         operation = _OPERATIONS.get(span.category)
         if operation is not None:
-            found |= {
+            attributes |= {
                 "messaging.system": "redis",
                 "messaging.destination.name": RunKeys.of(self._run).events,
                 "messaging.operation.type": operation,
                 "messaging.operation.name": span.category,
             }
-        return found
+        return attributes
 
 
 def _trace(run_id: str, span: Span) -> str:

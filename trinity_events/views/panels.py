@@ -55,17 +55,17 @@ def head_panel(state: MonitorState, now: int) -> RenderableType:
 
 def trouble_panel(state: MonitorState, now: int) -> RenderableType:
     """Return the panel of errors, waits and steps that are not ready."""
-    lines = [Text(visible(one.sentence, lines=False), "red") for one in failures(state)]
+    lines = [Text(visible(failure.sentence, lines=False), "red") for failure in failures(state)]
     if state.closed_error is not None:
         lines.append(Text(visible(state.closed_error, lines=False), "red"))
-    lines += [Text(visible(one, lines=False), "red") for one in suspects(state.refusals)]
+    lines += [Text(visible(sentence, lines=False), "red") for sentence in suspects(state.refusals)]
     if state.anomaly_counts:
         counts = ", ".join(f"{name} {count}" for name, count in state.anomaly_counts.items())
         lines.append(Text(f"Anomalies: {counts}.", "red"))
-    for name, one in state.detached.items():
-        lines.append(Text(f"Group {visible(name)} was detached, {one.pending} pending.", "red"))
-    told = [*chains_of_waits(state, now), *unfinished(state, now=now)]
-    lines += [Text(visible(one, lines=False), "yellow") for one in told]
+    for name, group in state.detached.items():
+        lines.append(Text(f"Group {visible(name)} was detached, {group.pending} pending.", "red"))
+    sentences = [*chains_of_waits(state, now), *unfinished(state, now=now)]
+    lines += [Text(visible(sentence, lines=False), "yellow") for sentence in sentences]
     return _first(lines, "Nothing waits, and nothing failed.")
 
 
@@ -73,16 +73,16 @@ def transfers_panel(state: MonitorState, now: int) -> RenderableType:
     """Return the panel of running saves and of versions that are being published."""
     table = Table(box=None, pad_edge=False, show_header=False)
     rows = 0
-    for step, found in sorted(state.steps.items()):
-        version = found.version
-        kind = found.kinds.get("weights")
+    for step, step_state in sorted(state.steps.items()):
+        version = step_state.version
+        kind = step_state.kinds.get("weights")
         if version is None or (kind is not None and kind.settled):
             continue
         rows += 1
-        have, wanted = len(version.parts), max(1, len(version.ranks))
-        bar = ProgressBar(total=wanted, completed=have, width=_BAR)
+        have, expected = len(version.parts), max(1, len(version.ranks))
+        bar = ProgressBar(total=expected, completed=have, width=_BAR)
         age = ago(now - version.opened_at)
-        table.add_row(f"weights {step}", bar, f"{have}/{wanted} parts", age)
+        table.add_row(f"weights {step}", bar, f"{have}/{expected} parts", age)
     for attempt in list(state.attempts.values())[: max(0, _LINES - rows)]:
         if attempt.slot.kind == "weights":
             continue
@@ -105,31 +105,34 @@ def explorers_panel(state: MonitorState, now: int) -> RenderableType:
     for column in ("EXPLORER", "STATUS", "SERVES", "BEHIND", "SINCE", "HEARD"):
         table.add_column(column, no_wrap=True)
     behind: dict[str, int] = {}
-    for name, one in state.explorers.items():
-        served = one.version
+    for name, explorer in state.explorers.items():
+        served = explorer.version
         behind[name] = 0
         if newest is not None:
             behind[name] = newest.step - (served.step if served is not None else 0)
     order = sorted(state.explorers, key=lambda name: (-behind[name], name))
     for name in order[:_LINES]:
-        one = state.explorers[name]
+        explorer = state.explorers[name]
         late = behind[name]
         table.add_row(
             visible(name, lines=False),
-            one.status,
-            "-" if one.version is None else f"{one.version.epoch}/{one.version.step}",
+            explorer.status,
+            "-"
+            if explorer.version is None
+            else f"{explorer.version.epoch}/{explorer.version.step}",
             Text(str(late), "yellow" if late > 1 else ""),
-            _age(one.applied_at, now),
-            _age(one.heard_at, now),
+            _age(explorer.applied_at, now),
+            _age(explorer.heard_at, now),
         )
     if not order:
         return Text("No explorer was heard of.", "dim")
     versions = Counter(
-        "none" if one.version is None else f"{one.version.step}" for one in state.explorers.values()
+        "none" if explorer.version is None else f"{explorer.version.step}"
+        for explorer in state.explorers.values()
     )
-    told = ", ".join(f"{count} serve step {step}" for step, count in versions.most_common(4))
+    counts = ", ".join(f"{count} serve step {step}" for step, count in versions.most_common(4))
     more = f"; {len(order) - _LINES} more" if len(order) > _LINES else ""
-    return Group(table, Text(f"{told}{more}", "dim"))
+    return Group(table, Text(f"{counts}{more}", "dim"))
 
 
 def lags_panel(around: Surroundings) -> RenderableType | None:
@@ -140,8 +143,8 @@ def lags_panel(around: Surroundings) -> RenderableType | None:
     lines: list[RenderableType] = []
     late = 0 if around.unfolded_since is None else around.now - around.unfolded_since
     if late >= _REDUCER_LATE:
-        told = f"The reducer has not folded an entry of {ago(late)}."
-        lines.append(Text(told, "yellow"))
+        sentence = f"The reducer has not folded an entry of {ago(late)}."
+        lines.append(Text(sentence, "yellow"))
     if around.groups:
         lines.append(_groups_table(around))
     if around.dead:
@@ -158,17 +161,17 @@ def _groups_table(around: Surroundings) -> RenderableType:
     table = Table(box=None, pad_edge=False, collapse_padding=True)
     for column in ("GROUP", "STREAM", "MEMBERS", "LAG", "PENDING", "OLDEST", "LAST READ"):
         table.add_column(column, no_wrap=True)
-    order = sorted(around.groups, key=lambda one: (one.caught_up, -one.pending, one.name))
-    for one in order[:_GROUPS]:
-        since = None if one.oldest_pending is None else position(one.oldest_pending)[0]
+    order = sorted(around.groups, key=lambda group: (group.caught_up, -group.pending, group.name))
+    for group in order[:_GROUPS]:
+        since = None if group.oldest_pending is None else position(group.oldest_pending)[0]
         table.add_row(
-            visible(one.name, lines=False)[:_LONGEST_NAME],
-            one.stream,
-            str(one.members),
-            _NO_TIME if one.lag is None else Text(str(one.lag), "yellow" if one.lag else ""),
-            Text(str(one.pending), "yellow" if one.pending else ""),
+            visible(group.name, lines=False)[:_LONGEST_NAME],
+            group.stream,
+            str(group.members),
+            _NO_TIME if group.lag is None else Text(str(group.lag), "yellow" if group.lag else ""),
+            Text(str(group.pending), "yellow" if group.pending else ""),
             _age(since, around.now),
-            _NO_TIME if one.idle is None else ago(int(one.idle * 1000)),
+            _NO_TIME if group.idle is None else ago(int(group.idle * 1000)),
         )
     more = len(order) - _GROUPS
     return Group(table, Text(f"and {more} more groups", "dim")) if more > 0 else table
@@ -176,9 +179,11 @@ def _groups_table(around: Surroundings) -> RenderableType:
 
 def _written(state: MonitorState, step: int, kind: str) -> str:
     """Return the bytes that the running saves of a kind reported, in MB."""
-    found = state.steps.get(step)
-    kinds = {} if found is None else found.kinds
-    slots = next((one.slots.values() for name, one in kinds.items() if name == kind), ())
+    step_state = state.steps.get(step)
+    kinds = {} if step_state is None else step_state.kinds
+    slots = next(
+        (kind_state.slots.values() for name, kind_state in kinds.items() if name == kind), ()
+    )
     written = sum(max(slot.progress.values(), default=0) for slot in slots)
     return f"{written / 1e6:,.0f} MB" if written else ""
 

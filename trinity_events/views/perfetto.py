@@ -81,9 +81,9 @@ class Trace:
 
     def _track(self, *names: str) -> int:
         """Return the track of a process, of its lane, or of a counter; describe a new one."""
-        known = self._tracks.get(names)
-        if known is not None:
-            return known
+        track = self._tracks.get(names)
+        if track is not None:
+            return track
         counter = names[0] == ""
         parent = _ROOT if counter or len(names) == 1 else self._track(names[0])
         number = self._tracks[names] = len(self._tracks) + _ROOT + 1

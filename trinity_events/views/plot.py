@@ -27,13 +27,13 @@ class Curves:
     def add(self, step: int, values: Mapping[str, float]) -> None:
         """Add values of a step; the largest of several stays, which is of the slowest process."""
         for name, value in values.items():
-            known = self._points.setdefault(name, {})
-            known[step] = max(value, known.get(step, value))
+            points = self._points.setdefault(name, {})
+            points[step] = max(value, points.get(step, value))
 
     def cut_after(self, step: int) -> None:
         """Forget all points after a step."""
-        for name, known in self._points.items():
-            self._points[name] = {at: value for at, value in known.items() if at <= step}
+        for name, points in self._points.items():
+            self._points[name] = {at: value for at, value in points.items() if at <= step}
 
     def matching(self, names: Sequence[str]) -> dict[str, Points]:
         """Return the metrics of these names, or of these groups, in the given order.
@@ -41,14 +41,16 @@ class Curves:
         Raises:
             PlotUnusable: The run has no such metric.
         """
-        found: dict[str, Points] = {}
-        for wanted in names:
-            ours = [one for one in self._points if one == wanted or one.startswith(f"{wanted}/")]
+        curves: dict[str, Points] = {}
+        for pattern in names:
+            ours = [
+                name for name in self._points if name == pattern or name.startswith(f"{pattern}/")
+            ]
             if not ours:
-                known = ", ".join(sorted(self._points)) or "none"
-                raise PlotUnusable(f"there are no metrics {wanted}: this run has {known}")
-            found |= {one: sorted(self._points[one].items()) for one in sorted(ours)}
-        return found
+                available = ", ".join(sorted(self._points)) or "none"
+                raise PlotUnusable(f"there are no metrics {pattern}: this run has {available}")
+            curves |= {name: sorted(self._points[name].items()) for name in sorted(ours)}
+        return curves
 
     @property
     def names(self) -> list[str]:

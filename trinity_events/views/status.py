@@ -94,15 +94,17 @@ def status_panel(
         chosen = f"{state.transport.name}: {state.transport.reason}"
         about.append(Text.assemble(("weights travel by ", "dim"), visible(chosen, lines=False)))
     if state.ledger is not None:
-        told = visible(state.ledger.in_words, lines=False)
-        about.append(Text.assemble(("prompts ", "dim"), told))
+        prompts = visible(state.ledger.in_words, lines=False)
+        about.append(Text.assemble(("prompts ", "dim"), prompts))
     if state.closed_error is not None:
         about.append(Text(visible(state.closed_error, lines=False), style="red"))
     if silent:
         about.append(Text(_abandoned(state, silent_since), style="red"))
     if silent or state.closed in ("failed", "interrupted"):
         about.append(Text(next_step(state), style="red"))
-    failed = [Text(visible(one.sentence, lines=False), style="red") for one in failures(state)]
+    failed = [
+        Text(visible(failure.sentence, lines=False), style="red") for failure in failures(state)
+    ]
     waiting = [
         Text(visible(line, lines=False), style="yellow") for line in unfinished(state, now=now)
     ]
@@ -151,23 +153,25 @@ def _evaluations(state: MonitorState, now: int | None) -> Iterator[RenderableTyp
         table.add_column(column)
     for name, evaluated in sorted(state.evaluations.items()):
         shown = [] if evaluated.last is None else [evaluated.last]
-        for one in (*shown, *evaluated.open):
-            result = visible(one.failure or _result(one.metrics) or "open", lines=False)
-            since = date_and_time(one.since) if now is None else ago(now - one.since)
-            table.add_row(name, str(one.version.step), since, result)
+        for evaluation in (*shown, *evaluated.open):
+            result = visible(
+                evaluation.failure or _result(evaluation.metrics) or "open", lines=False
+            )
+            since = date_and_time(evaluation.since) if now is None else ago(now - evaluation.since)
+            table.add_row(name, str(evaluation.version.step), since, result)
     yield from (Text(), table)
 
 
 def _result(metrics: Mapping[str, float]) -> str:
     """Return metrics in words, each with the interval that two others give."""
-    told = []
+    parts = []
     for name, value in metrics.items():
         if name.removesuffix("_low").removesuffix("_high") in metrics.keys() - {name}:
             continue
         low, high = metrics.get(f"{name}_low"), metrics.get(f"{name}_high")
         interval = "" if low is None or high is None else f" ({low:.3g} to {high:.3g})"
-        told.append(f"{name} {value:.3g}{interval}")
-    return ", ".join(told)
+        parts.append(f"{name} {value:.3g}{interval}")
+    return ", ".join(parts)
 
 
 def _prompts(state: MonitorState) -> str:
@@ -195,9 +199,9 @@ def _processes(processes: Mapping[str, HostProcess]) -> Iterator[RenderableType]
     table = Table(box=None, pad_edge=False)
     for column in ("PROCESS", "PID", "ON THIS HOST"):
         table.add_column(column)
-    for name, one in sorted(processes.items()):
-        style = "" if one.condition == "running" else "red"
-        table.add_row(visible(name, lines=False), str(one.pid), Text(one.condition, style))
+    for name, process in sorted(processes.items()):
+        style = "" if process.condition == "running" else "red"
+        table.add_row(visible(name, lines=False), str(process.pid), Text(process.condition, style))
     yield from (Text(), table)
 
 
@@ -210,12 +214,12 @@ def _waits_table(state: MonitorState, now: int) -> list[RenderableType]:
     for column in ("WAITS", "FOR", "FROM", "SINCE", "GIVES UP"):
         table.add_column(column, overflow="fold", no_wrap=column in ("WAITS", "GIVES UP"))
     for wait, depth in links[:_TABLED]:
-        left = seconds_left(wait, now)
+        remaining = seconds_left(wait, now)
         cells = (wait.what, culprits(wait) or "-", ago(now - wait.since))
         table.add_row(
             "  " * min(depth, _DEEPEST) + visible(wait.by, lines=False),
-            *(visible(one, lines=False) for one in cells),
-            "-" if left is None else f"in {left:.0f} s",
+            *(visible(cell, lines=False) for cell in cells),
+            "-" if remaining is None else f"in {remaining:.0f} s",
         )
     more = len(links) - _TABLED
     rest = [Text(f"{more} more waits are open.", style="yellow")] if more > 0 else []
@@ -236,8 +240,8 @@ def _refusals(state: MonitorState) -> list[Text]:
     if not state.refused:
         return []
     return [
-        Text(visible(said, lines=False), style="red")
-        for said in (
+        Text(visible(sentence, lines=False), style="red")
+        for sentence in (
             f"Refused weights: {state.refused}. Last: {words_of_refusal(state.refusals[-1])}",
             *suspects(state.refusals),
         )

@@ -32,8 +32,8 @@ def visible(text: str, *, lines: bool = True) -> str:
     return shown if lines else _NEW_CELL.sub(_written_out, shown)
 
 
-def _written_out(found: re.Match[str]) -> str:
-    return found[0].encode("unicode_escape").decode()
+def _written_out(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode()
 
 
 def say(text: str, *, lines: bool = True, file: TextIO | None = None) -> None:

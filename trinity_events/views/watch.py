@@ -65,7 +65,7 @@ class WatchApp(App[None]):
         self._ahead = ahead
         self._look = look
         self._around: Surroundings | None = None
-        self._held = False
+        self._is_paused = False
         self._state: MonitorState | None = None
         self.fault = ""
         """Reason for which the server gives no answer; empty while it does."""
@@ -98,7 +98,7 @@ class WatchApp(App[None]):
 
     def action_hold(self) -> None:
         """Hold the screen still, or let it go on."""
-        self._held = not self._held
+        self._is_paused = not self._is_paused
         self._show()
 
     def action_events(self) -> None:
@@ -138,17 +138,17 @@ class WatchApp(App[None]):
         if not self.is_running:  # it quits, and its panels are gone
             return
         events = self.query_one("#events", RichLog)
-        for one in folded[-_KEPT_LINES:]:
-            for line in folded_lines(one, has_id=False):  # 80 columns have no room for ids
+        for entry in folded[-_KEPT_LINES:]:
+            for line in folded_lines(entry, has_id=False):  # 80 columns have no room for ids
                 events.write(Text(visible(line, lines=False), no_wrap=True))
 
     def _show(self) -> None:
         if not self.is_running:
             return
         fault = self.query_one("#fault", Static)
-        fault.display = bool(self.fault) or self._held
+        fault.display = bool(self.fault) or self._is_paused
         fault.update(Text(self.fault or "held still: press space to go on"))
-        if self._state is None or self._held:
+        if self._state is None or self._is_paused:
             return
         state, now = self._state, int(time.time() * 1000 + self._ahead)
         for name, panel in (
@@ -159,6 +159,6 @@ class WatchApp(App[None]):
         ):
             self.query_one(f"#{name}", Static).update(panel(state, now))
         lags = self.query_one("#lags", Static)
-        found = None if self._around is None else lags_panel(self._around)
-        lags.display = found is not None
-        lags.update("" if found is None else found)
+        lag_panel = None if self._around is None else lags_panel(self._around)
+        lags.display = lag_panel is not None
+        lags.update("" if lag_panel is None else lag_panel)

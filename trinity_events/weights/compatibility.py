@@ -135,11 +135,13 @@ def first_uncovered(
     targets: Mapping[str, torch.Tensor], names: Collection[str], of: Collection[str]
 ) -> str | None:
     """Return the first of the names ``of`` that no given name covers, by itself or by a tie."""
-    left = {name: one for name, one in _left(targets, names).items() if name in of}
-    if not left:
+    candidates = {
+        name: target for name, target in _unnamed_targets(targets, names).items() if name in of
+    }
+    if not candidates:
         return None
     brought = _Memory([targets[name] for name in names])
-    return next((name for name, one in left.items() if not brought.has(one)), None)
+    return next((name for name, target in candidates.items() if not brought.has(target)), None)
 
 
 def tied(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[str, str]:
@@ -147,13 +149,13 @@ def tied(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[st
 
     Raises IncompatibleWeights when the other tensor has a different layout in that memory.
     """
-    left = {} if len(names) == len(targets) else _left(targets, names)
-    if not left:
+    candidates = {} if len(names) == len(targets) else _unnamed_targets(targets, names)
+    if not candidates:
         return {}
     brought = _Memory([targets[name] for name in names])
     places = {_place(targets[name]): name for name in names}
-    found: dict[str, str] = {}
-    for name, target in left.items():
+    ties: dict[str, str] = {}
+    for name, target in candidates.items():
         if not brought.has(target):
             continue
         other = places.get(_place(target))
@@ -162,24 +164,26 @@ def tied(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[st
                 f"{name!r} is in the memory of what the version brings, but lies otherwise in it: "
                 "only a copy fills both"
             )
-        found[name] = other
-    return found
+        ties[name] = other
+    return ties
 
 
 def brought_twice(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> list[list[str]]:
     """Group the names that are one tensor in the model, such as tied embeddings."""
     if len(set(map(torch.Tensor.data_ptr, map(targets.__getitem__, names)))) == len(names):
         return []
-    found: dict[object, list[str]] = {}
+    groups: dict[object, list[str]] = {}
     for name in names:
         target = targets[name]
         if target.numel():
             place = _place(target) if target.data_ptr() else id(target)
-            found.setdefault(place, []).append(name)
-    return [sorted(some) for some in found.values() if len(some) > 1]
+            groups.setdefault(place, []).append(name)
+    return [sorted(group) for group in groups.values() if len(group) > 1]
 
 
-def _left(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[str, torch.Tensor]:
+def _unnamed_targets(
+    targets: Mapping[str, torch.Tensor], names: Collection[str]
+) -> dict[str, torch.Tensor]:
     """Return the nonempty tensors that are neither named nor the same object as a named one."""
     brought = {id(targets[name]) for name in names}
     return {

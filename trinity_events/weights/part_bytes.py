@@ -66,8 +66,8 @@ class PartBytes:
             return torch.empty(shape, dtype=dtype, device="cpu")
         at, inside = self._find(begin, count * itemsize)
         if inside % itemsize or self._addresses[at] % itemsize:
-            found = self._pieces[at][inside : inside + count * itemsize]
-            return found.clone().view(dtype).view(shape)
+            data = self._pieces[at][inside : inside + count * itemsize]
+            return data.clone().view(dtype).view(shape)
         typed = self._typed.get((at, dtype))
         if typed is None:
             whole = self._pieces[at][: len(self._pieces[at]) // itemsize * itemsize]

@@ -52,10 +52,10 @@ def contains(outer: TensorSlice, box: TensorSlice) -> bool:
     )
 
 
-def intersection(one: TensorSlice, other: TensorSlice) -> TensorSlice | None:
+def intersection(box: TensorSlice, other: TensorSlice) -> TensorSlice | None:
     """Return the intersection of two slices of one tensor; None if it is empty."""
     offsets, shape = [], []
-    for begin, size, its_begin, its_size in zip(*one, *other, strict=True):
+    for begin, size, its_begin, its_size in zip(*box, *other, strict=True):
         low, high = max(begin, its_begin), min(begin + size, its_begin + its_size)
         if low >= high:
             return None
@@ -64,39 +64,39 @@ def intersection(one: TensorSlice, other: TensorSlice) -> TensorSlice | None:
     return TensorSlice(tuple(offsets), tuple(shape))
 
 
-def coverage_error(wanted: TensorSlice, boxes: Sequence[TensorSlice]) -> str | None:
+def coverage_error(target: TensorSlice, boxes: Sequence[TensorSlice]) -> str | None:
     """Say why these slices do not cover the wanted one exactly once; None if they do."""
     parts = sorted(
-        part for part in (intersection(wanted, box) for box in boxes) if part is not None
+        part for part in (intersection(target, box) for box in boxes) if part is not None
     )
     # Sorted by the first dimension: only slices that begin before this one ends can meet it.
-    for index, one in enumerate(parts):
-        end = one.offsets[0] + one.shape[0] if one.shape else 1
+    for index, part in enumerate(parts):
+        end = part.offsets[0] + part.shape[0] if part.shape else 1
         for other in parts[index + 1 :]:
             if other.offsets and other.offsets[0] >= end:
                 break
-            if intersection(one, other) is not None:
-                return f"it comes twice at {list(max(one.offsets, other.offsets))}"
-    missing = wanted.volume - sum(part.volume for part in parts)
-    return f"{missing} of {wanted.volume} elements are missing" if missing else None
+            if intersection(part, other) is not None:
+                return f"it comes twice at {list(max(part.offsets, other.offsets))}"
+    missing = target.volume - sum(part.volume for part in parts)
+    return f"{missing} of {target.volume} elements are missing" if missing else None
 
 
 def contiguous_runs(
-    held: TensorSlice, outer: TensorSlice, inner: TensorSlice, itemsize: int
+    source_box: TensorSlice, outer: TensorSlice, inner: TensorSlice, itemsize: int
 ) -> Iterator[tuple[int, int, int]]:
     """Yield the runs of bytes of ``inner`` that are contiguous in two row-major tensors.
 
-    The source tensor holds ``held``, the target tensor holds ``outer``. Each run is its offset in
-    the source, its offset in the target, and its size in bytes, in ascending order.
+    The source tensor holds ``source_box``, the target tensor holds ``outer``. Each run is its
+    offset in the source, its offset in the target, and its size in bytes, in ascending order.
     """
     if not inner.volume:
         return
-    if held == outer == inner:
+    if source_box == outer == inner:
         yield 0, 0, itemsize * inner.volume
         return
     # After this dimension all three have the same shape, so that the elements are contiguous.
     last = len(inner.shape)
-    while last and inner.shape[last - 1] == held.shape[last - 1] == outer.shape[last - 1]:
+    while last and inner.shape[last - 1] == source_box.shape[last - 1] == outer.shape[last - 1]:
         last -= 1
     split = max(0, last - 1)
     places = [
@@ -104,7 +104,7 @@ def contiguous_runs(
             (offset - begin, itemsize * math.prod(box.shape[index + 1 :]))
             for index, (offset, begin) in enumerate(zip(inner.offsets, box.offsets, strict=True))
         ]
-        for box in (held, outer)
+        for box in (source_box, outer)
     ]
     firsts = [sum(begin * stride for begin, stride in place) for place in places]
     nbytes = itemsize * math.prod(inner.shape[split:])
@@ -127,15 +127,15 @@ def chunk_of(size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def byte_spans(
-    held: TensorSlice, inner: TensorSlice, itemsize: int, gap: int
+    outer: TensorSlice, inner: TensorSlice, itemsize: int, gap: int
 ) -> Iterator[tuple[int, int]]:
-    """Yield the spans of the bytes of ``inner`` in a row-major tensor that holds ``held``.
+    """Yield the spans of the bytes of ``inner`` in a row-major tensor that holds ``outer``.
 
     Each span is ``(begin, end)``, in ascending order. Spans less than ``gap`` bytes apart are
     merged: a read is never smaller than that.
     """
-    strides = [itemsize * math.prod(held.shape[index + 1 :]) for index in range(len(held.shape))]
-    starts = [mine - its for mine, its in zip(inner.offsets, held.offsets, strict=True)]
+    strides = [itemsize * math.prod(outer.shape[index + 1 :]) for index in range(len(outer.shape))]
+    starts = [mine - its for mine, its in zip(inner.offsets, outer.offsets, strict=True)]
 
     def span(dimension: int, base: int) -> Iterator[tuple[int, int]]:
         rest = range(dimension, len(strides))
@@ -149,7 +149,7 @@ def byte_spans(
             yield from span(dimension + 1, base + (starts[dimension] + step) * strides[dimension])
 
     def _dense(dimension: int) -> bool:
-        return inner.shape[dimension + 1 :] == held.shape[dimension + 1 :]
+        return inner.shape[dimension + 1 :] == outer.shape[dimension + 1 :]
 
     if inner.volume:
         yield from span(0, 0)

@@ -277,11 +277,11 @@ class Synchronizer:
         return self._reader.prefetch(epoch, opened, stop, deadline, into)
 
     def pull(
-        self, ready: StepReady, wanted: Selection | None = None, have: Collection[str] = ()
+        self, ready: StepReady, selection: Selection | None = None, have: Collection[str] = ()
     ) -> AbstractContextManager[PulledVersion]:
         """Hold exactly the announced version, whole and verified, until the block ends.
 
-        Its tensors are read-only. ``wanted`` selects tensors by name, or a slice of each; only
+        Its tensors are read-only. ``selection`` selects tensors by name, or a slice of each; only
         chunks that contain them are read. The base of a delta is held too, except the full parts
         whose manifest digests are in ``have``.
 
@@ -289,16 +289,16 @@ class Synchronizer:
             VersionUnavailable: when the version is gone; a newer one is ready, or will be.
             CorruptVersion: when the stored bytes are not those announced.
         """
-        return self._reader.pull(ready, wanted, have)
+        return self._reader.pull(ready, selection, have)
 
     def apply(
         self,
         module: torch.nn.Module,
         ready: StepReady,
-        wanted: Selection | None = None,
+        selection: Selection | None = None,
         *,
         cast: bool = False,
-        held: Callable[[], AbstractContextManager[object]] = nullcontext,
+        install_context: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> AppliedPhases:
         """Pull a version, install it in the module in place, and report it.
 
@@ -309,16 +309,18 @@ class Synchronizer:
         Args:
             module: The module to update.
             ready: The announcement.
-            wanted: Selected names, each with the slice that the module's parameter holds, or None
-                for the whole tensor; by default the whole version.
+            selection: Selected names, each with the slice that the module's parameter holds, or
+                None for the whole tensor; by default the whole version.
             cast: Convert floating-point tensors of another dtype than the module's. They are
                 verified before the conversion; a delta is pulled with its base each time.
-            held: Makes the context in which the module changes, such as one that holds an engine
-                still. Bytes are pulled and verified before it is entered.
+            install_context: Makes the context in which the module changes, such as one that holds
+                an engine still. Bytes are pulled and verified before it is entered.
 
         Raises as :meth:`pull`, and IncompatibleWeights.
         """
-        return self._reader.apply(module, ready, wanted, cast=cast, held=held)
+        return self._reader.apply(
+            module, ready, selection, cast=cast, install_context=install_context
+        )
 
     def follow(
         self, module: torch.nn.Module, *, deadline: float | None = None, cast: bool = False
@@ -366,7 +368,7 @@ class Synchronizer:
         self,
         module: torch.nn.Module,
         ready: StepReady,
-        wanted: Selection | None = None,
+        selection: Selection | None = None,
         *,
         cast: bool = False,
     ) -> AppliedPhases:
@@ -381,7 +383,7 @@ class Synchronizer:
         Raises as :meth:`apply`. Both refuse a version that leaves out a tensor that an interrupted
         load may have partially overwritten.
         """
-        return self._reader.load(module, ready, wanted, cast=cast)
+        return self._reader.load(module, ready, selection, cast=cast)
 
     # --- collective groups -----------------------------------------------------------------
 
@@ -392,7 +394,7 @@ class Synchronizer:
         server. An explorer returns None until it has joined and found the trainer.
         """
         groups = self._session.groups
-        return groups.listen(self.epoch) if self.epoch else groups.found()
+        return groups.listen(self.epoch) if self.epoch else groups.sync_info()
 
     def setup_weight_sync_group(
         self, explorers: int = 1, timeout: float = 300.0

@@ -61,7 +61,7 @@ def is_castable(dtype: torch.dtype) -> bool:
 
 
 def sent_dtype(dtype: torch.dtype, chosen: torch.dtype | None) -> torch.dtype:
-    """Return the dtype in which tensors are published, if ``asked`` is the one for floats."""
+    """Return the dtype in which tensors are published, if ``chosen`` is the one for floats."""
     return chosen if chosen is not None and is_castable(dtype) else dtype
 
 

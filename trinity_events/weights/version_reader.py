@@ -61,10 +61,10 @@ class VersionReader:
         """Implement :meth:`Synchronizer.request_resend`."""
         if ready.transport != CollectiveStore.name:
             return False
-        wanted = StepRef(ready.epoch, ready.step)
-        if not self._session.groups.would_get(wanted):
+        version = StepRef(ready.epoch, ready.step)
+        if not self._session.groups.would_get(version):
             return False
-        self._session.events.publish(ResendRequested(version=wanted))
+        self._session.events.publish(ResendRequested(version=version))
         return True
 
     def prefetch(
@@ -92,36 +92,36 @@ class VersionReader:
 
     @contextmanager
     def pull(
-        self, ready: StepReady, wanted: Selection | None = None, have: Collection[str] = ()
+        self, ready: StepReady, selection: Selection | None = None, have: Collection[str] = ()
     ) -> Iterator[PulledVersion]:
         """Implement :meth:`Synchronizer.pull`."""
         self._speculative.abandon()
-        with self._telling_refusals(ready), self._pulled(ready, wanted, have) as version:
+        with self._telling_refusals(ready), self._pulled(ready, selection, have) as version:
             yield version
 
     def _pulled(
-        self, ready: StepReady, wanted: Selection | None, have: Collection[str]
+        self, ready: StepReady, selection: Selection | None, have: Collection[str]
     ) -> AbstractContextManager[PulledVersion]:
         if ready.kind != "state_dict":
             store = self._session.stores.of(ready.transport or RedisChunkStore.name)
-            return pull_version(store, self._run_id, ready, wanted, have)
+            return pull_version(store, self._run_id, ready, selection, have)
         folder = self._session.settings.checkpoint_folder
         if folder is None:
             raise ValueError("versions that are files need the Synchronizer's checkpoint_folder")
-        return pull_folder(folder, self._run_id, ready, wanted, redis_url=self._session.log_url)
+        return pull_folder(folder, self._run_id, ready, selection, redis_url=self._session.log_url)
 
     def apply(
         self,
         module: torch.nn.Module,
         ready: StepReady,
-        wanted: Selection | None = None,
+        selection: Selection | None = None,
         *,
         cast: bool = False,
-        held: Callable[[], AbstractContextManager[object]] = nullcontext,
+        install_context: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> AppliedPhases:
         """Implement :meth:`Synchronizer.apply`."""
         with self._reported(ready):
-            return self._apply_or_pull_again(module, ready, wanted, cast, held)
+            return self._apply_or_pull_again(module, ready, selection, cast, install_context)
 
     def _reported(self, ready: StepReady) -> AbstractContextManager[object]:
         """Report the block as a wait for the version's bytes, if it lasts."""
@@ -133,14 +133,14 @@ class VersionReader:
         self,
         module: torch.nn.Module,
         ready: StepReady,
-        wanted: Selection | None,
+        selection: Selection | None,
         cast: bool,
-        held: Callable[[], AbstractContextManager[object]],
+        install_context: Callable[[], AbstractContextManager[object]],
     ) -> AppliedPhases:
         began = time.monotonic()
 
         def apply(have: Collection[str]) -> AppliedPhases:
-            return self._apply(module, ready, wanted, have, began, cast, held)
+            return self._apply(module, ready, selection, have, began, cast, install_context)
 
         try:
             return apply(self._installed.fulls(module))
@@ -154,26 +154,26 @@ class VersionReader:
         self,
         module: torch.nn.Module,
         ready: StepReady,
-        wanted: Selection | None,
+        selection: Selection | None,
         have: Collection[str],
         began: float,
         cast: bool,
-        held: Callable[[], AbstractContextManager[object]],
+        install_context: Callable[[], AbstractContextManager[object]],
     ) -> AppliedPhases:
-        with self.pull(ready, wanted, have) as version:
+        with self.pull(ready, selection, have) as version:
             verified_at = time.time()
             manifests = [manifest for manifest, _ in version.parts]
             fit, names = check_fit(module, version, cast=cast), version.names
             fetched = time.monotonic()
             self._installed.forget()
-            with held(), self._partial.until_whole(module, names):
+            with install_context(), self._partial.until_whole(module, names):
                 held_at = time.monotonic()
                 install(fit)
-                check_installed(module, manifests, wanted, cast=cast)
+                check_installed(module, manifests, selection, cast=cast)
                 pause = time.monotonic() - held_at
             if cast and is_cast(targets_of(module), manifests):
                 self._speculative.forget()
-            elif wanted is None and ready.kind == "weights":
+            elif selection is None and ready.kind == "weights":
                 self._installed.note(module, ready, version)
                 self._speculative.note(module, manifests)
         phases = AppliedPhases(fetch=fetched - began, pause=pause)
@@ -197,13 +197,13 @@ class VersionReader:
         self,
         module: torch.nn.Module,
         ready: StepReady,
-        wanted: Selection | None = None,
+        selection: Selection | None = None,
         *,
         cast: bool = False,
     ) -> AppliedPhases:
         """Implement :meth:`Synchronizer.load`."""
         if ready.kind == "state_dict":  # mapped files need no memory of their own
-            return self.apply(module, ready, wanted, cast=cast)
+            return self.apply(module, ready, selection, cast=cast)
         began = time.monotonic()
         store = self._session.stores.of(ready.transport or RedisChunkStore.name)
         self._installed.forget()
@@ -214,18 +214,18 @@ class VersionReader:
                     self._run_id,
                     ready,
                     module,
-                    wanted,
+                    selection,
                     self._speculative,
                     self._partial,
                     cast=cast,
                 )
         except BaseRequired:
-            return self.apply(module, ready, wanted, cast=cast)
+            return self.apply(module, ready, selection, cast=cast)
         finally:
             self._speculative.abandon()
         if cast and is_cast(targets_of(module), parts):
             self._speculative.forget()
-        elif wanted is None:
+        elif selection is None:
             self._speculative.note(module, parts)
         assert ready.version_digest is not None
         phases = AppliedPhases(fetch=0.0, pause=time.monotonic() - began)

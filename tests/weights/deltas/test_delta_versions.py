@@ -344,7 +344,7 @@ def test_one_element_of_any_stride_travels_as_a_delta_and_is_loaded(trainer, the
     full = trainer.publish({"a": torch.full((4,), 7.0)[::4], "c": torch.zeros(1)}, 2)
     with pytest.raises(IncompatibleWeights, match="'c'"):
         load_version(theirs, run_id, full, target)
-    load_version(theirs, run_id, full, target, wanted={"a": None})
+    load_version(theirs, run_id, full, target, selection={"a": None})
     assert target["a"].item() == 7
 
 

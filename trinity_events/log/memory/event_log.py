@@ -213,8 +213,8 @@ class MemoryEventLog:
     def last_id_now(self, stream: Stream = Stream.EVENTS) -> str:
         """Return the position of the newest entry, from any thread."""
         with self._lock:
-            found = self._streams[stream].entries
-            return found[-1].id if found else ORIGIN
+            entries = self._streams[stream].entries
+            return entries[-1].id if entries else ORIGIN
 
     async def exists(self) -> bool:
         """Return True if the log has an entry, or ever had one."""
@@ -300,10 +300,14 @@ class MemoryEventLog:
         """Return the id of a trimmed stream's oldest entry; None if nothing was trimmed."""
         await anyio.lowlevel.checkpoint()
         with self._lock:
-            found = self._streams[stream]
-            if not found.trimmed:
+            memory_stream = self._streams[stream]
+            if not memory_stream.trimmed:
                 return None
-            return found.entries[0].id if found.entries else entry_id(found.last)
+            return (
+                memory_stream.entries[0].id
+                if memory_stream.entries
+                else entry_id(memory_stream.last)
+            )
 
     async def dead_letters(self) -> list[DeadLetter]:
         """Return the entries that could not be decoded, each with its reason."""
@@ -319,9 +323,9 @@ class MemoryEventLog:
         await anyio.lowlevel.checkpoint()
         with self._lock:
             now = self._timer()
-            left = self._leads_until - now
-            if left > 0:
-                return 0, left
+            remaining = self._leads_until - now
+            if remaining > 0:
+                return 0, remaining
             self._fence += 1
             self._leader, self._leads_until = self._fence, now + lease
             return self._fence, lease
@@ -346,14 +350,18 @@ class MemoryEventLog:
         await anyio.lowlevel.checkpoint()
         with self._lock:
             now = self._timer()
-            left = {one: self._lapse.get(one, now) - now for one in incarnations}
-            return {one: seconds for one, seconds in left.items() if seconds > 0}
+            remaining = {
+                incarnation: self._lapse.get(incarnation, now) - now for incarnation in incarnations
+            }
+            return {
+                incarnation: seconds for incarnation, seconds in remaining.items() if seconds > 0
+            }
 
     def beat_now(self, incarnation: str, lease: float) -> None:
         """Renew a process's heartbeat for ``lease`` seconds, from any thread."""
         with self._lock:
             now = self._timer()
-            self._lapse = {one: until for one, until in self._lapse.items() if until > now}
+            self._lapse = {name: until for name, until in self._lapse.items() if until > now}
             self._lapse[incarnation] = now + lease
 
     def rest_now(self, incarnation: str) -> None:
@@ -415,7 +423,7 @@ class MemoryEventLog:
             if not self._leads(token):
                 return set()
             now = self._timer()
-            self._holds = {held: until for held, until in self._holds.items() if until > now}
+            self._holds = {lease: until for lease, until in self._holds.items() if until > now}
             doomed = set(steps) - {step for step, _ in self._holds}
             self._doomed |= doomed
             return doomed
@@ -443,9 +451,9 @@ class MemoryEventLog:
 
         def take() -> list[Entry]:
             state = self._group(stream, group)
-            found = self._streams[stream].between(state.last, limit)
-            state.give(found, member, self._timer())
-            return found
+            entries = self._streams[stream].between(state.last, limit)
+            state.give(entries, member, self._timer())
+            return entries
 
         return await self._until_some(take, seconds)
 
@@ -458,9 +466,9 @@ class MemoryEventLog:
         """
         await anyio.lowlevel.checkpoint()
         with self._lock:
-            known = self._group(stream, group)
-            times = {one.entry.id: one.times for one in known.pending.values()}
-            claimed = known.claim(member, self._timer(), idle, most, limit)
+            state = self._group(stream, group)
+            times = {pending.entry.id: pending.times for pending in state.pending.values()}
+            claimed = state.claim(member, self._timer(), idle, most, limit)
             for entry in claimed.dead:
                 often = f"delivered {times[entry.id]} times and never acknowledged"
                 self._bury(DeadLetter(entry, f"group {group}: {often}"))
@@ -470,8 +478,8 @@ class MemoryEventLog:
         """Return every group of a stream."""
         await anyio.lowlevel.checkpoint()
         with self._lock:
-            now, found = self._timer(), self._streams[stream]
-            return [found.info(name, now) for name in sorted(found.groups)]
+            now, memory_stream = self._timer(), self._streams[stream]
+            return [memory_stream.info(name, now) for name in sorted(memory_stream.groups)]
 
     async def destroy_group(self, stream: Stream, group: str, *, token: int) -> bool:
         """Remove a group from the log; return False if ``token`` is not the newest leader's."""
@@ -490,16 +498,16 @@ class MemoryEventLog:
         """
         await anyio.lowlevel.checkpoint()
         with self._lock:
-            known = self._streams[stream].groups.get(group)
-            return 0 if known is None else known.forget_members(self._timer(), idle)
+            state = self._streams[stream].groups.get(group)
+            return 0 if state is None else state.forget_members(self._timer(), idle)
 
     async def ack(self, stream: Stream, group: str, entry_id: str) -> None:
         """Acknowledge an entry to the group."""
         await anyio.lowlevel.checkpoint()
         with self._lock:
-            known = self._streams[stream].groups.get(group)
-            if known is not None:
-                known.pending.pop(position(entry_id), None)
+            state = self._streams[stream].groups.get(group)
+            if state is not None:
+                state.pending.pop(position(entry_id), None)
 
     def _group(self, stream: Stream, group: str) -> MemoryGroup:
         try:
@@ -512,13 +520,13 @@ class MemoryEventLog:
         return 0 < token == self._fence
 
     def _bury(self, letter: DeadLetter) -> None:
-        self._dead.append(letter.kept)
+        self._dead.append(letter.truncated)
         del self._dead[:-DEAD_LETTERS_KEPT]
 
     def _grant(self, save_ids: Sequence[str]) -> None:
         now = self._timer()
-        self._granted = {one: until for one, until in self._granted.items() if until > now}
-        self._granted.update((one, now + GRANT_KEPT) for one in save_ids)
+        self._granted = {save_id: until for save_id, until in self._granted.items() if until > now}
+        self._granted.update((save_id, now + GRANT_KEPT) for save_id in save_ids)
         if save_ids:
             self._granting.notify_all()
 
@@ -540,8 +548,8 @@ class MemoryEventLog:
         with anyio.move_on_after(max(0.001, seconds)):
             while True:
                 with self._lock:
-                    if found := take():
-                        return found
+                    if result := take():
+                        return result
                     waiter = loop.create_future()
                     self._waiting[waiter] = loop
                 try:

@@ -45,21 +45,21 @@ class MemoryGroup(Struct):
         """
         claimed = Claimed([], [])
         for at in [at for at in sorted(self.pending) if now - self.pending[at].since >= idle]:
-            one = self.pending[at]
+            pending = self.pending[at]
             if len(claimed.entries) + len(claimed.dead) == limit:
                 break
-            if one.times >= most:
+            if pending.times >= most:
                 del self.pending[at]
-                claimed.dead.append(one.entry)
+                claimed.dead.append(pending.entry)
                 continue
-            one.member, one.since, one.times = member, now, one.times + 1
+            pending.member, pending.since, pending.times = member, now, pending.times + 1
             self.members[member] = now
-            claimed.entries.append(one.entry)
+            claimed.entries.append(pending.entry)
         return claimed
 
     def forget_members(self, now: float, idle: float) -> int:
         """Remove idle members with nothing pending, but never the member that read last."""
-        busy = {one.member for one in self.pending.values()}
+        busy = {pending.member for pending in self.pending.values()}
         freshest = max(self.members, key=lambda name: self.members[name], default=None)
         gone = [
             name

@@ -159,9 +159,9 @@ async def _within(
                         raise PublishError(f"{what}: {reply_text(error)}") from error
                     raise
                 fault = error
-        left = give_up - time.monotonic()
-        if left <= 0:
+        remaining = give_up - time.monotonic()
+        if remaining <= 0:
             break
-        await anyio.sleep(min(pause, left))
+        await anyio.sleep(min(pause, remaining))
     why = "it is slow" if fault is None else reply_text(fault)
     raise PublishError(f"{what}: the server did not take it within {deadline:g} s: {why}")

@@ -30,7 +30,7 @@ class Outbox:
         return len(self._waiting)
 
     @property
-    def taken(self) -> int:
+    def confirmed(self) -> int:
         """Number of payloads that a server confirmed."""
         return self.accepted - len(self._waiting)
 
@@ -46,14 +46,14 @@ class Outbox:
 
     def batch(self) -> list[bytes]:
         """Return the oldest payloads to send at once; at least one unless the outbox is empty."""
-        found: list[bytes] = []
+        batch: list[bytes] = []
         size = 0
         for payload in self._waiting:
             size += len(payload)
-            if found and (size > _BYTES_AT_ONCE or len(found) == _AT_ONCE):
+            if batch and (size > _BYTES_AT_ONCE or len(batch) == _AT_ONCE):
                 break
-            found.append(payload)
-        return found
+            batch.append(payload)
+        return batch
 
     def drop(self, count: int) -> None:
         """Remove the oldest payloads, which the server confirmed."""

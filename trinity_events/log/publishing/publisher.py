@@ -137,10 +137,10 @@ class Publisher:
             self._hurry()
             # The server may accept by now what it refused before: wait for another attempt.
             self._changed.wait_for(
-                lambda: self._outbox.taken >= until or self._refused > begun or self._is_over,
+                lambda: self._outbox.confirmed >= until or self._refused > begun or self._is_over,
                 deadline,
             )
-            missing = until - self._outbox.taken
+            missing = until - self._outbox.confirmed
             if missing > 0:
                 how = f"did not take them within {deadline:.3g} s"
                 if self._is_refused:

@@ -48,7 +48,7 @@ async def delete_run(client: redis.asyncio.Redis, run_id: str, last: str) -> int
         raise RunInUse(f"run {run_id} goes on: it has events after {last}; nothing was deleted")
     connection: Any = client
     pattern = keys.events.removesuffix("events") + "*"
-    rest = [one async for one in connection.scan_iter(match=pattern, count=_AT_ONCE)]
+    rest = [key async for key in connection.scan_iter(match=pattern, count=_AT_ONCE)]
     for begin in range(0, len(rest), _AT_ONCE):
         deleted += await connection.unlink(*rest[begin : begin + _AT_ONCE])
     async with naming_wrong_type(client, RUN_INDEX, "stream"):

@@ -92,7 +92,7 @@ class RedisEventLog(RedisGroups):
             block=max(1, int(seconds * 1000)),
         )
         return [
-            (streams[key.decode()], entry) for key, found in reply or () for entry in entries(found)
+            (streams[key.decode()], entry) for key, pairs in reply or () for entry in entries(pairs)
         ]
 
     async def last_id(self, stream: Stream = Stream.EVENTS) -> str:
@@ -106,8 +106,8 @@ class RedisEventLog(RedisGroups):
 
     async def identity(self) -> str | None:
         """Return the identity of the log that :meth:`keep_identity` stored."""
-        found: bytes | None = await self._redis.get(self.keys.identity)
-        return None if found is None else found.decode(errors="replace")
+        value: bytes | None = await self._redis.get(self.keys.identity)
+        return None if value is None else value.decode(errors="replace")
 
     async def keep_identity(self, identity: str) -> None:
         """Store the log's identity, unless one is stored; it outlives the first entry."""
@@ -127,10 +127,10 @@ class RedisEventLog(RedisGroups):
             raise EpochBehind(self.run_id, above, epoch - 1)
         while True:
             keys = [self.keys.epoch, self.keys.events]
-            taken = await self._run("open_epoch", keys=keys, args=[epoch, payload(epoch)])
-            if int(taken) < 0:
+            reply = await self._run("open_epoch", keys=keys, args=[epoch, payload(epoch)])
+            if int(reply) < 0:
                 return epoch
-            epoch = int(taken) + 1
+            epoch = int(reply) + 1
 
     async def raise_epoch(self, token: int, epoch: int) -> int | None:
         """Raise the counter of epochs to ``epoch``; return the counter as it was.
@@ -156,8 +156,8 @@ class RedisEventLog(RedisGroups):
         snapshot, position = await self._redis.mget(self.keys.snapshot, key)
         if position is None:
             # MGET also answers None for a key that is no string.
-            if (found := (await self._redis.type(key)).decode()) not in ("none", "string"):
-                raise wrong_type(key, found, "string")
+            if (actual := (await self._redis.type(key)).decode()) not in ("none", "string"):
+                raise wrong_type(key, actual, "string")
             return snapshot, ORIGIN
         return snapshot, parse_position(key, position)
 
@@ -173,7 +173,7 @@ class RedisEventLog(RedisGroups):
         for subject, payload in commit.announcements:
             args += (subject, payload)
         for letter in commit.dead_letters:
-            entry, reason = letter.kept
+            entry, reason = letter.truncated
             args += (entry.id, reason, entry.payload)
         written = [
             *(keys.position, keys.fence, keys.announcements, keys.dead, keys.snapshot),
@@ -226,7 +226,7 @@ class RedisEventLog(RedisGroups):
         """Append accepted reports to the events; return False if another reducer leads."""
         args: list[Any] = [intake.token, intake.after, intake.position, DEAD_LETTERS_KEPT]
         args += [len(intake.accepted), *intake.accepted]
-        for entry, reason in (letter.kept for letter in intake.refused):
+        for entry, reason in (letter.truncated for letter in intake.refused):
             args += (entry.id, reason, entry.payload)
         keys = self.keys
         written = [keys.reported, keys.fence, keys.reports, keys.events, keys.dead]
@@ -242,16 +242,18 @@ class RedisEventLog(RedisGroups):
 
     async def heartbeat_ttls(self, incarnations: Collection[str]) -> dict[str, float]:
         """Return the seconds left of each heartbeat that has not lapsed, by incarnation."""
-        asked = list(incarnations)
-        if not asked:
+        ids = list(incarnations)
+        if not ids:
             return {}
         async with self._redis.pipeline(transaction=False) as pipeline:
-            for one in asked:
-                pipeline.pttl(heartbeat_key(self.run_id, one))
-            left = await pipeline.execute()
+            for incarnation in ids:
+                pipeline.pttl(heartbeat_key(self.run_id, incarnation))
+            remaining = await pipeline.execute()
         # -2: there is no key; -1: the key never lapses, which no process of ours writes.
-        there = ((one, ms) for one, ms in zip(asked, left, strict=True) if ms != -2)
-        return {one: math.inf if ms < 0 else ms / 1000 for one, ms in there}
+        there = (
+            (incarnation, ms) for incarnation, ms in zip(ids, remaining, strict=True) if ms != -2
+        )
+        return {incarnation: math.inf if ms < 0 else ms / 1000 for incarnation, ms in there}
 
     async def now(self) -> int:
         """Return the server's clock in milliseconds, the time part of entry ids."""
@@ -317,17 +319,17 @@ class RedisEventLog(RedisGroups):
         if info["entries-added"] == info["length"]:
             return None
         first = info["first-entry"]
-        left: bytes = first[0] if first else info["last-generated-id"]
-        return left.decode()
+        oldest_id: bytes = first[0] if first else info["last-generated-id"]
+        return oldest_id.decode()
 
     async def dead_letters(self, last: int | None = None) -> list[DeadLetter]:
         """Return the entries that could not be decoded, each with its reason; all by default."""
-        found: list[DeadLetter] = []
+        letters: list[DeadLetter] = []
         newest_first = await self._redis.xrevrange(self.keys.dead, count=last)
         for at, fields in reversed(newest_first):
             entry_id, reason, payload = parse_dead_letter(self.keys.dead, at, fields)
-            found.append(DeadLetter(Entry(entry_id, payload), reason))
-        return found
+            letters.append(DeadLetter(Entry(entry_id, payload), reason))
+        return letters
 
     async def lead(self, lease: float) -> tuple[int, float]:
         """Take the lead for ``lease`` seconds.
@@ -335,12 +337,12 @@ class RedisEventLog(RedisGroups):
         Return a fence token; or 0, and the seconds that the lease of another leader has left.
         """
         keys = [self.keys.leader, self.keys.fence]
-        token, left = await self._run("lead", keys=keys, args=[int(lease * 1000)])
-        return int(token), int(left) / 1000
+        token, remaining = await self._run("lead", keys=keys, args=[int(lease * 1000)])
+        return int(token), int(remaining) / 1000
 
-    async def tell_folder(self, told: bytes) -> None:
+    async def tell_folder(self, description: bytes) -> None:
         """Store the folder that the leader uses for the run's checkpoints."""
-        await self._redis.set(self.keys.folder, told)
+        await self._redis.set(self.keys.folder, description)
 
     async def leaders_folder(self) -> bytes | None:
         """Return the leader's description of its folder; None without a leader or description."""
@@ -348,5 +350,5 @@ class RedisEventLog(RedisGroups):
 
     async def renew(self, token: int, lease: float) -> bool:
         """Renew the lead for ``lease`` seconds; 0 gives it up. Return False if it was lost."""
-        kept = await self._run("renew", keys=[self.keys.leader], args=[token, int(lease * 1000)])
-        return bool(int(kept))
+        reply = await self._run("renew", keys=[self.keys.leader], args=[token, int(lease * 1000)])
+        return bool(int(reply))

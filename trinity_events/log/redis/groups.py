@@ -65,10 +65,10 @@ class RedisGroups:
             count=limit,
             block=max(1, int(seconds * 1000)),
         )
-        found = [entry for _, pairs in reply or () for entry in entries(pairs)]
-        if found:
+        new_entries = [entry for _, pairs in reply or () for entry in entries(pairs)]
+        if new_entries:
             self._traces[stream, group, member] = time.monotonic()
-        return found
+        return new_entries
 
     async def _leave_trace(self, stream: Stream, group: str, member: str) -> None:
         """Reset the member's idle time on the server, unless that was done a moment ago.
@@ -102,7 +102,7 @@ class RedisGroups:
 
     async def groups(self, stream: Stream) -> list[GroupInfo]:
         """Return every group of a stream."""
-        found = await self._run("groups", keys=[self._key(stream)], args=[FIRST_MEMBER])
+        rows = await self._run("groups", keys=[self._key(stream)], args=[FIRST_MEMBER])
         return [
             GroupInfo(
                 name=name.decode(errors="surrogateescape"),
@@ -113,7 +113,7 @@ class RedisGroups:
                 members=members,
                 caught_up=bool(given) and not pending,
             )
-            for name, pending, last, oldest, idle, members, given in found
+            for name, pending, last, oldest, idle, members, given in rows
         ]
 
     async def destroy_group(self, stream: Stream, group: str, *, token: int) -> bool:

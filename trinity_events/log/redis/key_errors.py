@@ -50,10 +50,10 @@ def _naming(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[An
         except redis.ResponseError as error:
             if is_exhausted(error):
                 raise exhausted(f"the log of run {self.run_id}") from None
-            taken = await _conflict(self._redis, self.keys, str(error))
-            if taken is None:
+            conflict = await _conflict(self._redis, self.keys, str(error))
+            if conflict is None:
                 raise
-            raise taken from None
+            raise conflict from None
 
     return named
 
@@ -71,29 +71,29 @@ def exhausted(what: str) -> LogExhausted:
     )
 
 
-async def _conflict(client: Any, keys: RunKeys, said: str) -> KeyConflict | None:
+async def _conflict(client: Any, keys: RunKeys, reply: str) -> KeyConflict | None:
     """Return the error for a reply of the server; None if no key is the cause."""
-    if said.startswith(f"{_WRONG_TYPE} trinity:"):  # reply of a script that checks before it writes
-        return KeyConflict(f"{said.removeprefix(_WRONG_TYPE).strip()}: {WAY_OUT}")
-    if not said.startswith(_WRONG_TYPE) and _NO_NUMBER not in said:
+    if reply.startswith(f"{_WRONG_TYPE} trinity:"):  # of a script that checks before it writes
+        return KeyConflict(f"{reply.removeprefix(_WRONG_TYPE).strip()}: {WAY_OUT}")
+    if not reply.startswith(_WRONG_TYPE) and _NO_NUMBER not in reply:
         return None
     try:
-        for field, wanted in _TYPES.items():
+        for field, expected in _TYPES.items():
             key = getattr(keys, field)
-            found = (await client.type(key)).decode()
-            if found not in ("none", wanted):
-                return wrong_type(key, found, wanted)
-            if field in _NUMBERS and found != "none":
+            actual = (await client.type(key)).decode()
+            if actual not in ("none", expected):
+                return wrong_type(key, actual, expected)
+            if field in _NUMBERS and actual != "none":
                 parse_number(key, await client.get(key))
-    except KeyConflict as taken:
-        return taken
+    except KeyConflict as conflict:
+        return conflict
     except redis.RedisError:
         pass  # no permission, or no server: the caller raises the reply itself
     return None
 
 
 @asynccontextmanager
-async def naming_wrong_type(client: Any, key: str, wanted: str) -> AsyncIterator[None]:
+async def naming_wrong_type(client: Any, key: str, expected: str) -> AsyncIterator[None]:
     """Raise KeyConflict if the block fails since the key is of another type."""
     try:
         yield
@@ -102,15 +102,15 @@ async def naming_wrong_type(client: Any, key: str, wanted: str) -> AsyncIterator
             raise exhausted(key) from None
         if not str(error).startswith(_WRONG_TYPE):
             raise
-        raise wrong_type(key, (await client.type(key)).decode(), wanted) from None
+        raise wrong_type(key, (await client.type(key)).decode(), expected) from None
 
 
 WAY_OUT = "something else wrote to this key; rename or delete it, and the run goes on"
 
 
-def wrong_type(key: str, found: str, wanted: str) -> KeyConflict:
+def wrong_type(key: str, actual: str, expected: str) -> KeyConflict:
     """Return the error for a key of another type."""
-    return KeyConflict(f"{key} is a {found}, where the log keeps a {wanted}: {WAY_OUT}")
+    return KeyConflict(f"{key} is a {actual}, where the log keeps a {expected}: {WAY_OUT}")
 
 
 def parse_number(key: str, value: bytes | None) -> int:
@@ -160,9 +160,9 @@ def parse_dead_letter(key: str, at: bytes, fields: dict[bytes, bytes]) -> tuple[
 
 
 def _position(value: bytes) -> str:
-    found = value.decode("ascii")
-    position(found)
-    return found
+    text = value.decode("ascii")
+    position(text)
+    return text
 
 
 def _shown(value: bytes | None) -> str:

@@ -30,13 +30,13 @@ async def list_runs(client: redis.asyncio.Redis) -> dict[str, float]:
     """Return every run of the server with the Unix time of its last opening, oldest first."""
     async with naming_wrong_type(client, RUN_INDEX, "stream"):
         reply: Any = await client.xrange(RUN_INDEX)
-    found: dict[str, float] = {}
+    runs: dict[str, float] = {}
     for entry_id, fields in reply:
         run_id = run_of_listing(fields)
         if run_id is not None:
-            found.pop(run_id, None)
-            found[run_id] = int(entry_id.partition(b"-")[0]) / 1000
-    return found
+            runs.pop(run_id, None)
+            runs[run_id] = int(entry_id.partition(b"-")[0]) / 1000
+    return runs
 
 
 async def require_run(
@@ -63,18 +63,18 @@ async def require_run(
     return run_id
 
 
-def nearest_name(name: str, known: Iterable[str]) -> str | None:
+def nearest_name(name: str, candidates: Iterable[str]) -> str | None:
     """Return the known name most similar to a mistyped one; None if none is similar."""
-    return next(iter(difflib.get_close_matches(name, list(known), 1, 0.6)), None)
+    return next(iter(difflib.get_close_matches(name, list(candidates), 1, 0.6)), None)
 
 
 def _nearest(run_id: str, runs: Iterable[str]) -> str:
     """Return the part of a sentence that names the nearest run, or the newest ones."""
-    known = list(runs)
-    nearest = nearest_name(run_id, known)
+    names = list(runs)
+    nearest = nearest_name(run_id, names)
     if nearest is not None:
         return f" (is {nearest} meant?)"
-    return f" (newest runs: {', '.join(known[-5:]) or 'none'})"
+    return f" (newest runs: {', '.join(names[-5:]) or 'none'})"
 
 
 async def watch_runs(
@@ -90,8 +90,8 @@ async def watch_runs(
     while True:
         async with naming_wrong_type(client, RUN_INDEX, "stream"):
             reply = await connection.xread({RUN_INDEX: after}, count=1000, block=3000)
-        for _, found in reply or ():
-            for entry_id, fields in found:
+        for _, listings in reply or ():
+            for entry_id, fields in listings:
                 if renumbering and not is_from_a_clock(entry_id.decode()):
                     await renumber_index(client)
                     break

@@ -18,7 +18,7 @@ _INCLUDE = re.compile(r"^--include (\w+)\n", re.MULTILINE)
 @cache
 def _text(name: str, package: str) -> str:
     text = files(package).joinpath(f"{name}.lua").read_text()
-    return _INCLUDE.sub(lambda found: _text(found[1], package), text)
+    return _INCLUDE.sub(lambda match: _text(match[1], package), text)
 
 
 def lua_script(

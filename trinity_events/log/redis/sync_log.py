@@ -87,8 +87,8 @@ class SyncEventLog:
         """
         until = time.monotonic() + seconds
         while True:
-            left = max(0.001, min(_LONGEST_WAIT, until - time.monotonic()))
-            waited = max(1, int(left * 1000))
+            remaining = max(0.001, min(_LONGEST_WAIT, until - time.monotonic()))
+            waited = max(1, int(remaining * 1000))
             with self._used() as client:
                 if client.xread({grant_key(self.run_id, save_id): ORIGIN}, count=1, block=waited):
                     return True

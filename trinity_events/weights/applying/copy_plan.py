@@ -25,7 +25,7 @@ _NOWHERE = PartBytes([])
 class SharedSlice(NamedTuple):
     """Slices of one tensor: those of the part and of the model, and what both have in common."""
 
-    held: TensorSlice
+    part_box: TensorSlice
     """Slice that the part holds."""
     box: TensorSlice
     """Slice that the model's tensor holds."""
@@ -79,7 +79,7 @@ class PartPlan(NamedTuple):
     def in_order(self) -> list[PlannedSlice]:
         """Return all copies, in the order of the part's bytes."""
         whole = map(PlannedSlice, self.entries, self.targets)
-        return sorted([*whole, *self.slices], key=lambda one: one.entry.offset)
+        return sorted([*whole, *self.slices], key=lambda planned: planned.entry.offset)
 
 
 class CopyPlan(NamedTuple):
@@ -93,7 +93,7 @@ class CopyPlan(NamedTuple):
 def plan_copies(
     targets: Mapping[str, torch.Tensor],
     manifests: Sequence[WeightManifest],
-    wanted: Selection | None,
+    selection: Selection | None,
     *,
     cast: bool = False,
 ) -> CopyPlan:
@@ -102,7 +102,7 @@ def plan_copies(
     Args:
         targets: Tensors of the model by name.
         manifests: Manifests of the parts.
-        wanted: Tensors to copy, and the slice of each that the model's tensor holds.
+        selection: Tensors to copy, and the slice of each that the model's tensor holds.
         cast: Allow another floating-point dtype in the model.
 
     Raises IncompatibleWeights when names, shapes or dtypes do not fit, and when shards overlap or
@@ -115,7 +115,7 @@ def plan_copies(
         entries, filled, _ = parts[number]
         for entry in manifest.tensors:
             name = entry.name
-            if wanted is None and entry.begins is None and name not in whole:
+            if selection is None and entry.begins is None and name not in whole:
                 whole.add(name)
                 entries.append(entry)
                 filled.append(compatible_target(targets, name, entry.dtype, entry.shape, cast=cast))
@@ -123,16 +123,16 @@ def plan_copies(
                 pieces.setdefault(name, []).append((number, Piece(entry, _NOWHERE)))
     for name in pieces.keys() & whole:
         raise IncompatibleWeights(f"{name!r} comes twice in the version, whole once at least")
-    for name in wanted or ():
+    for name in selection or ():
         if name not in pieces:
             raise IncompatibleWeights(f"the version has no {name!r}, which is wanted")
-    for name in pieces if wanted is None else wanted:
-        box = None if wanted is None else wanted[name]
+    for name in pieces if selection is None else selection:
+        box = None if selection is None else selection[name]
         for number, planned in _planned(targets, name, pieces[name], box, cast=cast):
             parts[number].slices.append(planned)
-    names: Collection[str] = whole | pieces.keys() if wanted is None else wanted.keys()
+    names: Collection[str] = whole | pieces.keys() if selection is None else selection.keys()
     subset = any(manifest.subset for manifest in manifests)
-    if wanted is None and not subset and len(names) < len(targets):
+    if selection is None and not subset and len(names) < len(targets):
         check_covered(targets, names)
     return CopyPlan(parts, brought_twice(targets, names))
 
@@ -141,15 +141,15 @@ def _planned(
     targets: Mapping[str, torch.Tensor],
     name: str,
     pieces: list[tuple[int, Piece]],
-    wanted: TensorSlice | None,
+    box: TensorSlice | None,
     *,
     cast: bool,
 ) -> Iterator[tuple[int, PlannedSlice]]:
     """Yield the slices that fill one tensor of the model, each with the number of its part."""
     shards = [piece for _, piece in pieces]
-    box = selected_slice(name, shards, wanted)
-    target = compatible_target(targets, name, shards[0].entry.dtype, box.shape, cast=cast)
+    target_box = selected_slice(name, shards, box)
+    target = compatible_target(targets, name, shards[0].entry.dtype, target_box.shape, cast=cast)
     numbers = {id(piece): number for number, piece in pieces}
-    for inner, piece in shares(name, shards, box):
-        shared = SharedSlice(piece.box, box, inner)
+    for inner, piece in shares(name, shards, target_box):
+        shared = SharedSlice(piece.box, target_box, inner)
         yield numbers[id(piece)], PlannedSlice(piece.entry, target, shared)

@@ -32,7 +32,7 @@ class CopyTarget:
         self._dtype = dtype or target.dtype
         self._alike = target.dtype == self._dtype
         self._plain = self._alike and is_plain(self._target)
-        self._left = target.numel() * self._dtype.itemsize
+        self._remaining_bytes = target.numel() * self._dtype.itemsize
         self._filled = self._target if self._plain else _NOTHING
         """The tensor that receives the bytes: the model's tensor, or the host buffer."""
         self._memory: memoryview | None = None
@@ -82,8 +82,8 @@ class CopyTarget:
         if self._plain:
             return
         with self._lock:
-            self._left -= nbytes
-            if not self._left:
+            self._remaining_bytes -= nbytes
+            if not self._remaining_bytes:
                 # Inference mode and current stream are per thread.
                 mode = torch.inference_mode(self._target.is_inference())
                 with mode, torch.no_grad(), self._stream:
@@ -115,18 +115,18 @@ class ByteRange(NamedTuple):
 def about_to_change(module: torch.nn.Module) -> None:
     """Tell autograd that the parameters change."""
     torch.autograd.graph.increment_version(
-        [one for one in module.parameters() if not one.is_inference()]
+        [parameter for parameter in module.parameters() if not parameter.is_inference()]
     )
 
 
 def copy_targets(plan: CopyPlan) -> dict[str, CopyTarget]:
     """Return a destination for each tensor of a plan, by name; it serves one version."""
-    found: dict[str, CopyTarget] = {}
-    for one in chain.from_iterable(part.in_order() for part in plan.parts):
-        name = one.entry.name
-        if name not in found:
-            found[name] = CopyTarget(one.target, one.dtype)
-    return found
+    targets: dict[str, CopyTarget] = {}
+    for planned in chain.from_iterable(part.in_order() for part in plan.parts):
+        name = planned.entry.name
+        if name not in targets:
+            targets[name] = CopyTarget(planned.target, planned.dtype)
+    return targets
 
 
 def by_chunk(
@@ -141,20 +141,20 @@ def by_chunk(
     """
     index, begin = -1, 0
     end = 0
-    found: list[ByteRange] = []
-    for one in plan.in_order():
-        target = targets[one.entry.name]
-        for run in one.runs():
-            first, at, left = run
-            while left:
+    ranges: list[ByteRange] = []
+    for planned in plan.in_order():
+        target = targets[planned.entry.name]
+        for run in planned.runs():
+            first, at, remaining = run
+            while remaining:
                 while first >= end:
-                    if found:
-                        yield index, found
-                        found = []
+                    if ranges:
+                        yield index, ranges
+                        ranges = []
                     index += 1
                     begin, end = end, end + sizes[index]
-                here = min(left, end - first)
-                found.append(ByteRange(first - begin, here, target, at))
-                first, at, left = first + here, at + here, left - here
-    if found:
-        yield index, found
+                here = min(remaining, end - first)
+                ranges.append(ByteRange(first - begin, here, target, at))
+                first, at, remaining = first + here, at + here, remaining - here
+    if ranges:
+        yield index, ranges

@@ -35,8 +35,8 @@ class InstalledBases:
 
     def fulls(self, module: torch.nn.Module) -> Collection[str]:
         """Return their manifest digests; none for another model than the last."""
-        known = self._module is not None and self._module() is module
-        return self._fulls if known else ()
+        is_same_module = self._module is not None and self._module() is module
+        return self._fulls if is_same_module else ()
 
     def forget(self) -> None:
         """Forget the model: its content is not known any more."""

@@ -44,7 +44,7 @@ class Fit(NamedTuple):
     """Plain copies between host addresses."""
     changed: list[torch.Tensor]
     """Targets of plain copies, of which autograd is told."""
-    held: list[torch.Tensor]
+    temporaries: list[torch.Tensor]
     """Sources of plain copies that are not the version's own memory, kept alive here."""
     deltas: list[tuple[torch.Tensor, memoryview]]
     """Target (or view) and delta, applied once everything is copied."""
@@ -73,7 +73,7 @@ class _KnownFit(NamedTuple):
     entries: list[tuple[TensorEntry, ...]]
     """Entries of each part."""
     subset: bool
-    wanted: Selection | None
+    selection: Selection | None
     copies: list[ByteCopies]
     memory: ModelMemory
     changed: list[int]
@@ -88,7 +88,7 @@ class _KnownFit(NamedTuple):
                 for (manifest, buffer), entries in zip(version.parts, self.entries, strict=True)
             )
             and _is_subset(version) == self.subset
-            and version.wanted == self.wanted
+            and version.selection == self.selection
         )
         tensors = self.memory.unchanged(module) if same_layout else None
         if tensors is None:
@@ -97,7 +97,7 @@ class _KnownFit(NamedTuple):
         return Fit([], _located(self.copies, version), changed, [], [])
 
 
-_known: WeakKeyDictionary[torch.nn.Module, _KnownFit] = WeakKeyDictionary()
+_last_fits: WeakKeyDictionary[torch.nn.Module, _KnownFit] = WeakKeyDictionary()
 """Last fit of each module, if it was plain copies alone."""
 
 
@@ -120,8 +120,8 @@ def check_fit(module: torch.nn.Module, version: PulledVersion, *, cast: bool = F
         ModelDiffers: when the model does not hold the base of the version.
         CorruptVersion: when the pulled base and the delta do not give the published tensor.
     """
-    known = _known.get(module)
-    fit = None if known is None else known.fit(module, version)
+    last_fit = _last_fits.get(module)
+    fit = None if last_fit is None else last_fit.fit(module, version)
     if fit is None:
         targets = targets_of(module)
         plan = _planned(targets, version, cast=cast)
@@ -142,15 +142,15 @@ def _note(
     plan: _FitPlan,
 ) -> None:
     """Remember the plan of a module, or forget the last one if this one cannot be used again."""
-    _known.pop(module, None)
+    _last_fits.pop(module, None)
     tensors = distinct(targets.values())
     full = all(manifest.base is None for manifest, _ in version.parts)
     if full and plan.is_plain and all(map(is_plain, tensors)):
         numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
-        _known[module] = _KnownFit(
+        _last_fits[module] = _KnownFit(
             entries=[manifest.tensors for manifest, _ in version.parts],
             subset=_is_subset(version),
-            wanted=None if version.wanted is None else dict(version.wanted),
+            selection=None if version.selection is None else dict(version.selection),
             copies=plan.copies,
             memory=ModelMemory(module, tensors),
             changed=[numbers[id(tensor)] for tensor in plan.changed],
@@ -163,7 +163,7 @@ def _is_subset(version: PulledVersion) -> bool:
 
 def _planned(targets: dict[str, torch.Tensor], version: PulledVersion, *, cast: bool) -> _FitPlan:
     manifests = [manifest for manifest, _ in version.parts]
-    plan = plan_copies(targets, manifests, version.wanted, cast=cast)
+    plan = plan_copies(targets, manifests, version.selection, cast=cast)
     made = _FitPlan([], [], [], plan.twice)
     for part, (_, buffer) in zip(plan.parts, version.parts, strict=True):
         copies, others = ByteCopies([], [], []), list[PlannedSlice]()
@@ -192,25 +192,25 @@ def _fit(plan: _FitPlan, version: PulledVersion) -> Fit:
     for others, (_, buffer), base in zip(plan.others, version.parts, version.bases, strict=True):
         for planned in others:
             _fit_view(fit, planned, Piece(planned.entry, buffer, base))
-    for one, *rest in plan.twice:
-        content = _content(version, one)
+    for first, *rest in plan.twice:
+        content = _content(version, first)
         for other in rest:
             if _content(version, other) != content:
                 raise IncompatibleWeights(
-                    f"{one!r} and {other!r} are one tensor in the model and differ in the version: "
-                    "is the model tied, and the one that was trained is not?"
+                    f"{first!r} and {other!r} are one tensor in the model and differ in the "
+                    "version: is the model tied, and the one that was trained is not?"
                 )
     return fit
 
 
 def _located(parts: list[ByteCopies], version: PulledVersion) -> ByteCopies:
     """Return the copies from the addresses at which the version's parts lie."""
-    found = ByteCopies([], [], [])
+    all_copies = ByteCopies([], [], [])
     for copies, (_, buffer) in zip(parts, version.parts, strict=True):
-        found.targets.extend(copies.targets)
-        found.sources.extend(buffer.addresses(copies.sources, copies.sizes))
-        found.sizes.extend(copies.sizes)
-    return found
+        all_copies.targets.extend(copies.targets)
+        all_copies.sources.extend(buffer.addresses(copies.sources, copies.sizes))
+        all_copies.sizes.extend(copies.sizes)
+    return all_copies
 
 
 def _is_by_address(entry: TensorEntry, target: torch.Tensor, buffer: PartBytes) -> bool:
@@ -235,8 +235,8 @@ def _fit_view(fit: Fit, planned: PlannedSlice, piece: Piece) -> None:
         raise ModelDiffers(
             f"{piece.entry.name!r} is {target.dtype} in the model: no delta can be applied to it"
         )
-    if shared is not None and shared.inner != shared.held:
-        fit.pairs.append((view, piece.tensor()[shared.inner.inside(shared.held)]))
+    if shared is not None and shared.inner != shared.part_box:
+        fit.pairs.append((view, piece.tensor()[shared.inner.inside(shared.part_box)]))
         return
     if dense or not alike:
         fit.pairs.append((view, piece.tensor()))
@@ -247,7 +247,7 @@ def _fit_view(fit: Fit, planned: PlannedSlice, piece: Piece) -> None:
     elif is_plain(view) and is_plain(source) and not view.is_inference():
         fit.copies.add(view.data_ptr(), source.data_ptr(), view.nbytes)
         fit.changed.append(view)
-        fit.held.append(source)
+        fit.temporaries.append(source)
     else:
         fit.pairs.append((view, source))
     if delta:
@@ -257,13 +257,15 @@ def _fit_view(fit: Fit, planned: PlannedSlice, piece: Piece) -> None:
 def _content(version: PulledVersion, name: str) -> dict[Shape, str]:
     """Return the digests of the slices that fill a tensor of the model, by their offsets."""
     pieces = version.by_name()[name]
-    box = selected_slice(name, pieces, None if version.wanted is None else version.wanted[name])
-    found: dict[Shape, str] = {}
+    box = selected_slice(
+        name, pieces, None if version.selection is None else version.selection[name]
+    )
+    digests: dict[Shape, str] = {}
     for part, piece in shares(name, pieces, box):
         at = tuple(mine - its for mine, its in zip(part.offsets, box.offsets, strict=True))
         if piece.entry.encoding == "dense" or part != piece.box:
-            found[at] = digest(as_bytes(piece.tensor()[part.inside(piece.box)]))
+            digests[at] = digest(as_bytes(piece.tensor()[part.inside(piece.box)]))
         else:  # the entry has the digest of all its bytes
             assert piece.entry.digest is not None
-            found[at] = piece.entry.digest
-    return found
+            digests[at] = piece.entry.digest
+    return digests

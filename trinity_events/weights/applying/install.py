@@ -56,8 +56,8 @@ def adopt(module: torch.nn.Module, version: PulledVersion) -> None:
     targets = targets_of(module)
     fit_to(targets, version)
     for entry in chain.from_iterable(manifest.tensors for manifest, _ in version.parts):
-        asked = version.wanted is None or entry.name in version.wanted
-        if asked and entry.begins is not None:
+        is_selected = version.selection is None or entry.name in version.selection
+        if is_selected and entry.begins is not None:
             raise IncompatibleWeights(
                 f"{entry.name!r} comes in shards: they have to be copied together"
             )

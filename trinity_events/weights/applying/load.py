@@ -38,7 +38,7 @@ def load_version(
     run_id: str,
     ready: StepReady,
     module: torch.nn.Module,
-    wanted: Selection | None = None,
+    selection: Selection | None = None,
     ahead: SpeculativeLoad | None = None,
     torn: PartialLoads | None = None,
     *,
@@ -54,7 +54,7 @@ def load_version(
         run_id: The run.
         ready: The announcement.
         module: The module to fill.
-        wanted: Tensors to load, and the slice of each; only chunks that contain them are read.
+        selection: Tensors to load, and the slice of each; only chunks that contain them are read.
         ahead: Bytes of the version that are in the module already, and the plan for the rest.
         torn: Tensors of the module that are not whole; updated here.
         cast: Allow another floating-point dtype in the module. Each such tensor takes memory for
@@ -67,11 +67,11 @@ def load_version(
         IncompatibleWeights: before any change, when the version does not fit.
         CorruptVersion: when the stored bytes are not those announced; the module holds some.
     """
-    with ExitStack() as held:
+    with ExitStack() as exit_stack:
         parts = [
             open_part(
                 store,
-                held,
+                exit_stack,
                 PartRef(run_id, ready.epoch, ready.step, announced.rank),
                 announced,
                 harm="the model has some of it",
@@ -84,11 +84,11 @@ def load_version(
         elsewhere = (ZeroCopySource, TensorSource)
         in_memory = not any(isinstance(part.source, elsewhere) for part in parts)
         refs = [part.ref for part in parts]
-        names = names_in(manifests) if wanted is None else wanted.keys()
+        names = names_in(manifests) if selection is None else selection.keys()
         torn = torn or PartialLoads()
         if cast and ahead and is_cast(targets_of(module), manifests):
             ahead.forget()
-        if wanted is None and in_memory and ahead and ahead.leads(refs, module, manifests):
+        if selection is None and in_memory and ahead and ahead.leads(refs, module, manifests):
             with torn.until_whole(module, names):
                 about_to_change(module)
                 for part in parts:
@@ -96,7 +96,7 @@ def load_version(
                 check_installed(module, manifests)
             return manifests
         targets = targets_of(module)
-        plan = plan_copies(targets, manifests, wanted, cast=cast)
+        plan = plan_copies(targets, manifests, selection, cast=cast)
         if plan.twice:
             raise BaseRequired
         destinations = copy_targets(plan)
@@ -104,7 +104,7 @@ def load_version(
             about_to_change(module)
             for part, copies in zip(parts, plan.parts, strict=True):
                 _fill(part, copies, destinations)
-            check_installed(module, manifests, wanted, cast=cast)
+            check_installed(module, manifests, selection, cast=cast)
     return manifests
 
 
@@ -115,9 +115,9 @@ def _fill(part: OpenPart, plan: PartPlan, targets: dict[str, CopyTarget]) -> Non
     if isinstance(part.source, ZeroCopySource):
         _receive(part, part.source, coming)
         return
-    wanted = dict(coming)
+    ranges = dict(coming)
     if isinstance(part.source, TensorSource):
-        _copy(part, part.source, wanted)
+        _copy(part, part.source, ranges)
         return
 
     # The source is in memory: each chunk is verified there, and copied while it is in the cache.
@@ -125,34 +125,34 @@ def _fill(part: OpenPart, plan: PartPlan, targets: dict[str, CopyTarget]) -> Non
         part.check(index, data, digested)
         assert data is not None
         begin = address(data)
-        for run in wanted[index]:
+        for run in ranges[index]:
             run.target.bring(run.at, begin + run.begin, run.nbytes)
 
-    part.source.read(sizes, take, wanted)
+    part.source.read(sizes, take, ranges)
 
 
-def _copy(part: OpenPart, source: TensorSource, wanted: dict[int, list[ByteRange]]) -> None:
+def _copy(part: OpenPart, source: TensorSource, ranges: dict[int, list[ByteRange]]) -> None:
     """Copy a part that lies on a device into the model."""
     came = 0
-    for index, data, digested in source.each(part.sizes, wanted):
+    for index, data, digested in source.each(part.sizes, ranges):
         part.check_received(index, len(data), digested)
-        for run in wanted[index]:
+        for run in ranges[index]:
             run.target.copy(run.at, data[run.begin : run.begin + run.nbytes])
         came += 1
-    if came < len(wanted):
+    if came < len(ranges):
         what = f"the {part.ref} are shorter than what was published"
         raise CorruptVersion(what, part.ref.rank)
-    settle({run.target.device for runs in wanted.values() for run in runs})
+    settle({run.target.device for runs in ranges.values() for run in runs})
 
 
 def _finish(part: OpenPart, ahead: SpeculativeLoad) -> None:
     """Copy the chunks that were not in the model before the part was sealed."""
-    taken = ahead.taken(part.ref)
+    written_count = ahead.written_count(part.ref)
 
     def take(index: int, data: memoryview | None, digested: str | None = None) -> None:
         part.check(index, data, digested)
         assert data is not None
-        if index >= taken or digested != part.manifest.chunks[index].digest:
+        if index >= written_count or digested != part.manifest.chunks[index].digest:
             ahead.bring(part.ref, index, data)  # the chunk was written after it was digested
 
     assert not isinstance(part.source, TensorSource)
@@ -160,7 +160,7 @@ def _finish(part: OpenPart, ahead: SpeculativeLoad) -> None:
 
 
 def _receive(
-    part: OpenPart, source: ZeroCopySource, wanted: Iterator[tuple[int, list[ByteRange]]]
+    part: OpenPart, source: ZeroCopySource, chunks: Iterator[tuple[int, list[ByteRange]]]
 ) -> None:
     """Receive a part from afar straight into the model."""
     sizes = part.sizes
@@ -169,16 +169,16 @@ def _receive(
     coming: deque[list[ByteRange]] = deque()
 
     def rooms() -> Iterator[ChunkBuffers]:
-        for index, found in wanted:
-            coming.append(found)
+        for index, ranges in chunks:
+            coming.append(ranges)
             pieces, end = [], 0
-            for run in found:
+            for run in ranges:
                 pieces += [beside[end : run.begin], run.memory]
                 end = run.begin + run.nbytes
             yield index, [*pieces, beside[end : sizes[index]]]
 
     with closing(source.receive(rooms())) as received:
-        for one in received:
-            part.check_received(one.number, one.length, one.digested, one.into)
+        for chunk in received:
+            part.check_received(chunk.number, chunk.length, chunk.digested, chunk.into)
             for run in coming.popleft():
                 run.target.note_copied(run.nbytes)

@@ -33,14 +33,14 @@ class ModelMemory:
         self._modules = list(map(ref, modules))
         self._names, members = _members(modules)
         self._members = list(map(_reference, members))
-        self._not_saved = [set(one) for one in map(_NOT_SAVED, modules)]
+        self._not_saved = [set(names) for names in map(_NOT_SAVED, modules)]
         self._tensors = list(map(ref, tensors))
         self._addresses = _addresses(tensors)
         self._form = FormCheck(tensors)
 
     def unchanged(self, module: torch.nn.Module) -> list[torch.Tensor] | None:
         """Return the tensors, or None if the module, or a tensor's form or memory, has changed."""
-        modules, tensors = _found(self._modules), _found(self._tensors)
+        modules, tensors = _resolve(self._modules), _resolve(self._tensors)
         if modules is None or tensors is None or modules[0] is not module:
             return None
         names, members = _members(modules)
@@ -59,17 +59,17 @@ def distinct(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
-def _found(references: Sequence[ref[T]]) -> list[T] | None:
+def _resolve(references: Sequence[ref[T]]) -> list[T] | None:
     """Return the objects, or None if one is gone."""
-    found = [one for one in map(call, references) if one is not None]
-    return found if len(found) == len(references) else None
+    objects = [referent for referent in map(call, references) if referent is not None]
+    return objects if len(objects) == len(references) else None
 
 
 def _members(modules: Iterable[torch.nn.Module]) -> tuple[list[str], Iterator[Any]]:
     """Return the names of all submodules, parameters and buffers, and an iterator of these."""
-    held = list(chain.from_iterable(map(_MEMBERS, modules)))
-    names = list(chain.from_iterable(map(methodcaller("keys"), held)))
-    return names, chain.from_iterable(map(methodcaller("values"), held))
+    registries = list(chain.from_iterable(map(_MEMBERS, modules)))
+    names = list(chain.from_iterable(map(methodcaller("keys"), registries)))
+    return names, chain.from_iterable(map(methodcaller("values"), registries))
 
 
 def _reference(member: Any) -> Callable[[], Any]:

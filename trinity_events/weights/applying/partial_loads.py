@@ -24,8 +24,8 @@ class PartialLoads:
     def add(self, module: torch.nn.Module, names: Collection[str]) -> None:
         """Record that these tensors of the module may hold any bytes."""
         if names:
-            kept = [one for one in self._torn if one[0]() not in (None, module)]
-            self._torn = [*kept, (ref(module), self._of(module) | set(names))]
+            others = [entry for entry in self._torn if entry[0]() not in (None, module)]
+            self._torn = [*others, (ref(module), self._of(module) | set(names))]
 
     @contextmanager
     def until_whole(self, module: torch.nn.Module, names: Collection[str]) -> Iterator[None]:
@@ -43,7 +43,7 @@ class PartialLoads:
                 )
         self.add(module, names)
         yield
-        self._torn = [one for one in self._torn if one[0]() not in (None, module)]
+        self._torn = [entry for entry in self._torn if entry[0]() not in (None, module)]
 
     def _of(self, module: torch.nn.Module) -> set[str]:
-        return next((names for one, names in self._torn if one() is module), set())
+        return next((names for reference, names in self._torn if reference() is module), set())

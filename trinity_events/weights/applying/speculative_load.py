@@ -44,7 +44,7 @@ class _Filling(Struct):
 
     plan: dict[int, list[_Copy]]
     """Copies of each chunk, by its number."""
-    taken: int = 0
+    written_count: int = 0
     """Number of the part's first chunks that were written."""
 
 
@@ -115,15 +115,15 @@ class SpeculativeLoad:
         """Return the numbers of the chunks that the model needs."""
         return self._fillings[part].plan.keys()
 
-    def taken(self, part: PartRef) -> int:
+    def written_count(self, part: PartRef) -> int:
         """Return the number of the part's first chunks that were written, unverified."""
-        return self._fillings[part].taken
+        return self._fillings[part].written_count
 
     def take(self, part: PartRef, index: int, data: memoryview) -> None:
         """Write the next chunk into the model, unverified."""
         self._took = True
         self.bring(part, index, data)
-        self._fillings[part].taken = index + 1
+        self._fillings[part].written_count = index + 1
 
     def bring(self, part: PartRef, index: int, data: memoryview) -> None:
         """Copy a chunk into the model. Thread-safe."""
@@ -191,16 +191,21 @@ class SpeculativeLoad:
 
 
 def _laid_out(manifests: Sequence[WeightManifest]) -> list[tuple[object, ...]]:
-    return [(one.rank, one.base, one.subset, one.tensors, _sizes(one)) for one in manifests]
+    return [
+        (manifest.rank, manifest.base, manifest.subset, manifest.tensors, _sizes(manifest))
+        for manifest in manifests
+    ]
 
 
 def _sizes(manifest: WeightManifest) -> list[int]:
     return [chunk.nbytes for chunk in manifest.chunks]
 
 
-def _lie_alike(some: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> bool:
+def _lie_alike(targets: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> bool:
     """Return True if both have the same names, with the same memory, shapes and dtypes."""
-    return some.keys() == others.keys() and all(
-        one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.dtype == other.dtype
-        for one, other in ((one, others[name]) for name, one in some.items())
+    return targets.keys() == others.keys() and all(
+        tensor.data_ptr() == other.data_ptr()
+        and tensor.shape == other.shape
+        and tensor.dtype == other.dtype
+        for tensor, other in ((tensor, others[name]) for name, tensor in targets.items())
     )

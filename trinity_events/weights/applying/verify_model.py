@@ -22,7 +22,7 @@ from ..tensors import DTYPES, Digesting, as_bytes, digest, dtype_name
 def check_installed(
     module: torch.nn.Module,
     manifests: Iterable[WeightManifest],
-    wanted: Selection | None = None,
+    selection: Selection | None = None,
     *,
     cast: bool = False,
 ) -> int:
@@ -34,7 +34,7 @@ def check_installed(
     Args:
         module: The model.
         manifests: Manifests of the version's parts.
-        wanted: Selection that the version was pulled with.
+        selection: Selection that the version was pulled with.
         cast: Skip the tensors that have another dtype in the model.
 
     Returns:
@@ -48,19 +48,21 @@ def check_installed(
         for manifest in manifests
         for entry in manifest.tensors
         if entry.digest is not None and entry.encoding == "dense"
-        if wanted is None or entry.name in wanted
+        if selection is None or entry.name in selection
     ]
     targets = targets_of(module) if digested else {}
     proven = 0
     for entry, step in digested:
-        held = (wanted or {}).get(entry.name) or full_slice(entry.global_shape or entry.shape)
+        target_box = (selection or {}).get(entry.name) or full_slice(
+            entry.global_shape or entry.shape
+        )
         box = slice_of(entry)
-        if not contains(held, box):
+        if not contains(target_box, box):
             continue
         if cast and targets[entry.name].dtype != DTYPES[entry.dtype]:
             continue
-        found = targets[entry.name].detach()[box.inside(held)]
-        if digest(as_bytes(found)) != entry.digest:
+        tensor = targets[entry.name].detach()[box.inside(target_box)]
+        if digest(as_bytes(tensor)) != entry.digest:
             raise CorruptVersion(
                 f"{entry.name!r} of the model is not what was published as step {step}, though all "
                 "that was read of it was: something else wrote it"
@@ -74,9 +76,9 @@ def model_digest(module: torch.nn.Module) -> str:
 
     Two models have the same digest only if they would generate alike.
     """
-    found = Digesting()
+    hasher = Digesting()
     for name, target in sorted(targets_of(module).items()):
         tensor = target.detach()
-        found.update(f"{name}:{dtype_name(tensor.dtype)}:{tuple(tensor.shape)}:".encode())
-        found.update(as_bytes(tensor))
-    return found.digest()
+        hasher.update(f"{name}:{dtype_name(tensor.dtype)}:{tuple(tensor.shape)}:".encode())
+        hasher.update(as_bytes(tensor))
+    return hasher.digest()

@@ -79,10 +79,12 @@ def decoded(delta: memoryview, elements: int, itemsize: int) -> Iterator[Changes
     if offset > len(delta):
         raise CorruptVersion("a delta is shorter than the table of its blocks")
     header = np.frombuffer(delta[:offset], _HEADER)
-    taken = header["changed"].sum(dtype=np.int64) * itemsize
-    taken += header["position_bytes"].sum(dtype=np.int64)
-    if offset + int(taken) != len(delta):
-        raise CorruptVersion(f"a delta has {len(delta)} bytes, its blocks {offset + int(taken)}")
+    block_bytes = header["changed"].sum(dtype=np.int64) * itemsize
+    block_bytes += header["position_bytes"].sum(dtype=np.int64)
+    if offset + int(block_bytes) != len(delta):
+        raise CorruptVersion(
+            f"a delta has {len(delta)} bytes, its blocks {offset + int(block_bytes)}"
+        )
     for index, (form, changed, position_bytes) in enumerate(header.tolist()):
         if not changed and not position_bytes:
             continue

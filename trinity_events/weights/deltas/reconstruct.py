@@ -55,10 +55,10 @@ def based(entry: TensorEntry, base: FullPart | None) -> torch.Tensor:
     """Return the base of a tensor. Raises CorruptVersion if the base part does not have it."""
     if base is None:
         raise ValueError(f"the version was pulled without what {entry.name!r} rests on")
-    found = base.entries.get(entry.key)
-    if found is None or found.layout != entry.layout:
+    base_entry = base.entries.get(entry.key)
+    if base_entry is None or base_entry.layout != entry.layout:
         raise CorruptVersion(f"{entry.name!r} is not in the version that it is said to rest on")
-    return as_tensor(base.buffer, found)
+    return as_tensor(base.buffer, base_entry)
 
 
 def delta_of(entry: TensorEntry, buffer: PartBytes) -> memoryview:

@@ -85,12 +85,12 @@ class LastPublished:
         if tracked is None or tracked.layout != entry.layout:
             tracked = self._tensors[entry.key] = _Tracked(entry)
             current.renewed = True
-        found = None if self._anchor is None or tracked.dense else tracked.delta(data)
-        if found is None:
+        difference = None if self._anchor is None or tracked.dense else tracked.delta(data)
+        if difference is None:
             tracked.take(data, dense=self._anchor is not None)
             current.dense += 1
             return entry, data
-        delta, changed = found
+        delta, changed = difference
         current.elements += len(tracked.last)
         current.changed += changed
         current.delta += changed > 0
@@ -177,18 +177,18 @@ class _Tracked:
         Return None if the delta is too large; the kept copy is invalid then.
         """
         new, most = words(data, self.last.itemsize), len(data) * MOST_OF_A_TENSOR
-        found: list[Changes] = []
+        blocks_changed: list[Changes] = []
         changed = 0
         for start in blocks(len(new)):
-            one = self._changes_of(start, new[start : start + BLOCK])
-            if one is not None:
-                found.append(one)
-                changed += len(one.positions)
+            changes = self._changes_of(start, new[start : start + BLOCK])
+            if changes is not None:
+                blocks_changed.append(changes)
+                changed += len(changes.positions)
                 if changed * new.itemsize > most:  # and positions come on top
                     return None
-        if not found:
+        if not blocks_changed:
             return b"", 0
-        coded = encoded(found, len(new), new.itemsize)
+        coded = encoded(blocks_changed, len(new), new.itemsize)
         return (coded, changed) if len(coded) <= most else None
 
     def _changes_of(self, start: int, new: Words) -> Changes | None:

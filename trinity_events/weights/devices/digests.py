@@ -28,10 +28,10 @@ def digests_of(chunks: Sequence[torch.Tensor]) -> list[str]:
     sums = [_sums(chunk) for chunk in chunks]
     if not sums:
         return []
-    found = torch.stack(sums).tolist()
+    totals = torch.stack(sums).tolist()
     return [
         f"mix128:{plain + len(chunk) & _WORD:016x}{weighted & _WORD:016x}"
-        for chunk, (plain, weighted) in zip(chunks, found, strict=True)
+        for chunk, (plain, weighted) in zip(chunks, totals, strict=True)
     ]
 
 

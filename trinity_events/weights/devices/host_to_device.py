@@ -79,8 +79,8 @@ def copy_pairs(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         if target.device not in by_device:
             by_device[target.device] = HostToDevice(copy_stream_of(target.device))
         by_device[target.device].copy(target, source)
-    for one in by_device.values():
-        one.finish()
+    for copier in by_device.values():
+        copier.finish()
     settle(by_themselves)
 
 

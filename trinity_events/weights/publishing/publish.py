@@ -230,15 +230,15 @@ class PartWriter:
 
     def _copy(self, source: int, nbytes: int) -> None:
         self._offset += nbytes
-        left = nbytes
-        while left:
+        remaining = nbytes
+        while remaining:
             if self._room is None:
                 self._take_room()
-            fits = min(left, self._size - self._filled)
+            fits = min(remaining, self._size - self._filled)
             copy_bytes(self._address + self._filled, source, fits)
             self._filled += fits
             source += fits
-            left -= fits
+            remaining -= fits
             if self._filled == self._size:
                 self._put()
 

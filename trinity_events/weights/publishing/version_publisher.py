@@ -86,7 +86,7 @@ class VersionPublisher:
         self, global_step: int, rank: int, report: PublishedPartReport, seconds: float
     ) -> None:
         """Publish that a part is whole. ``seconds`` is the stall of the training loop."""
-        attempt = self._taken(global_step, rank)
+        attempt = self._pop_attempt(global_step, rank)
         try:
             self._session.events.publish(
                 VersionPartPublished(
@@ -107,7 +107,7 @@ class VersionPublisher:
 
     def part_failed(self, global_step: int, rank: int, error: BaseException) -> None:
         """Publish that a part failed, with the reason."""
-        attempt = self._taken(global_step, rank) or self._attempt(global_step, rank)
+        attempt = self._pop_attempt(global_step, rank) or self._attempt(global_step, rank)
         try:
             self._session.events.publish(attempt.failure(error))
         finally:
@@ -132,7 +132,7 @@ class VersionPublisher:
         settings = self._settings
         return PartAttempt(self._session.events, step, settings.role, rank, settings.lease)
 
-    def _taken(self, step: int, rank: int) -> PartAttempt | None:
+    def _pop_attempt(self, step: int, rank: int) -> PartAttempt | None:
         """Remove and return the rank's attempt at the step, whose last event comes now."""
         attempt = self._attempts.get(rank)
         return self._attempts.pop(rank) if attempt is not None and attempt.step == step else None

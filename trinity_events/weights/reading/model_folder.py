@@ -102,11 +102,11 @@ def list_digests(folder: Path) -> bytes:
 
 
 def _digest_of(path: Path) -> str:
-    found = Digesting()
+    hasher = Digesting()
     with path.open("rb", buffering=0) as file:
         while data := file.read(_PIECE):
-            found.update(data)
-    return found.digest()
+            hasher.update(data)
+    return hasher.digest()
 
 
 @contextmanager
@@ -114,7 +114,7 @@ def pull_folder(
     run_folder: Path,
     run_id: str,
     ready: StepReady,
-    wanted: Selection | None = None,
+    selection: Selection | None = None,
     *,
     redis_url: str | None = None,
 ) -> Iterator[PulledVersion]:
@@ -126,7 +126,7 @@ def pull_folder(
         run_folder: The run's checkpoint directory.
         run_id: The run.
         ready: Announcement of a state dict.
-        wanted: Tensors to select, and the slice of each.
+        selection: Tensors to select, and the slice of each.
         redis_url: Server of the log, which has the lease on the step.
 
     Raises:
@@ -139,17 +139,17 @@ def pull_folder(
         raise IncompatibleWeights(
             f"the state dict of step {ready.step} has no weights in Hugging Face's format"
         )
-    with ExitStack() as held:
-        portal = held.enter_context(start_blocking_portal())
+    with ExitStack() as exit_stack:
+        portal = exit_stack.enter_context(start_blocking_portal())
         lease = hold_step(run_id, ready.step, redis_url=redis_url)
         try:
-            held.enter_context(portal.wrap_async_context_manager(lease))
+            exit_stack.enter_context(portal.wrap_async_context_manager(lease))
         except CheckpointHeld as error:
             raise VersionUnavailable(str(error)) from None
         files = _open_files(run_folder, ready, proof.digest)
         parts = tuple(
-            (_checked(one, run_id, ready, rank), PartBytes([_tensors_of(one)]))
-            for rank, one in enumerate(files)
+            (_checked(file, run_id, ready, rank), PartBytes([_tensors_of(file)]))
+            for rank, file in enumerate(files)
         )
         yield PulledVersion(
             ref=StepRef(ready.epoch, ready.step),
@@ -157,7 +157,7 @@ def pull_folder(
             bytes=sum(manifest.nbytes for manifest, _ in parts),
             parts=parts,
             bases=(None,) * len(parts),
-            wanted=wanted,
+            selection=selection,
         )
 
 
@@ -198,7 +198,7 @@ def _map_files(folder: OpenFolder, announced: str) -> list[_File] | None:
     listed = folder.read(FILE_DIGESTS, _LONGEST_LIST)
     if listed is None or f"sha256:{hashlib.sha256(listed).hexdigest()}" != announced:
         return None
-    found = []
+    files = []
     for line in listed.decode().splitlines():
         digested, _, name = line.partition("  ")
         if name.endswith(WEIGHTS):
@@ -209,8 +209,8 @@ def _map_files(folder: OpenFolder, announced: str) -> list[_File] | None:
                 data = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) if size else b""
             finally:
                 os.close(descriptor)
-            found.append(_File(name, memoryview(data), f"{_ALGORITHM}{digested}"))
-    return found
+            files.append(_File(name, memoryview(data), f"{_ALGORITHM}{digested}"))
+    return files
 
 
 def _tensors_of(file: _File) -> memoryview:
@@ -228,7 +228,7 @@ def _checked(file: _File, run_id: str, ready: StepReady, rank: int) -> WeightMan
         raise CorruptVersion(f"{file.name} of step {ready.step} is not the file that was announced")
     try:
         data = _tensors_of(file)
-        entries = sorted(_entries(file), key=lambda one: (one.offset, one.nbytes))
+        entries = sorted(_entries(file), key=lambda entry: (entry.offset, entry.nbytes))
         return WeightManifest(
             run_id=run_id,
             epoch=ready.epoch,
@@ -250,12 +250,14 @@ def _entries(file: _File) -> Iterator[TensorEntry]:
     header = msgspec.json.decode(file.data[8 : 8 + length], type=dict[str, msgspec.Raw])
     header.pop("__metadata__", None)
     for name, raw in header.items():
-        told = msgspec.json.decode(raw, type=_Tensor)
-        if told.dtype not in FILE_DTYPES:
-            raise IncompatibleWeights(f"{name!r} is of dtype {told.dtype}, which is not supported")
-        begin, end = told.data_offsets
+        tensor = msgspec.json.decode(raw, type=_Tensor)
+        if tensor.dtype not in FILE_DTYPES:
+            raise IncompatibleWeights(
+                f"{name!r} is of dtype {tensor.dtype}, which is not supported"
+            )
+        begin, end = tensor.data_offsets
         entry = TensorEntry(
-            name=name, dtype=FILE_DTYPES[told.dtype], shape=told.shape, offset=begin
+            name=name, dtype=FILE_DTYPES[tensor.dtype], shape=tensor.shape, offset=begin
         )
         if begin + entry.nbytes != end:
             raise ValueError(

@@ -71,18 +71,18 @@ class OpenPart(NamedTuple):
 
 def open_part(
     store: ChunkStore,
-    held: ExitStack,
+    exit_stack: ExitStack,
     ref: PartRef,
     announced: PublishedPart,
     *,
     harm: str,
     needed_by: PartRef | None = None,
 ) -> OpenPart:
-    """Open a part until ``held`` ends, and check its manifest.
+    """Open a part until ``exit_stack`` closes, and check its manifest.
 
     Args:
         store: Store that has the part.
-        held: Closes the part.
+        exit_stack: Closes the part.
         ref: The part.
         announced: The part as it was announced.
         harm: Ending of the error for a chunk that is not what was published.
@@ -96,7 +96,7 @@ def open_part(
     if source is None:
         what = f"the {ref}" if needed_by is None else f"the {needed_by} rest on the {ref}, which"
         raise VersionUnavailable(f"{what} are not there: {store.missing(ref)}")
-    held.enter_context(closing(source))
+    exit_stack.enter_context(closing(source))
     return OpenPart(ref, source, _manifest(source.manifest, ref, announced), harm)
 
 

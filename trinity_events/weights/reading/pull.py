@@ -33,7 +33,7 @@ def pull_version(
     store: ChunkStore,
     run_id: str,
     ready: StepReady,
-    wanted: Selection | None = None,
+    selection: Selection | None = None,
     have: Collection[str] = (),
 ) -> Iterator[PulledVersion]:
     """Hold the announced version, and the base of a delta, until the block ends.
@@ -45,10 +45,10 @@ def pull_version(
         store: Store that has the parts.
         run_id: The run.
         ready: The announcement.
-        wanted: Tensors to pull, and the slice of each. Only chunks that contain them are read and
-            verified; a tensor stored as a delta is read as a whole.
+        selection: Tensors to pull, and the slice of each. Only chunks that contain them are read
+            and verified; a tensor stored as a delta is read as a whole.
         have: Manifest digests of full parts that the caller's model holds, so that deltas can be
-            applied to it without their base. Ignored with ``wanted``.
+            applied to it without their base. Ignored with ``selection``.
 
     Raises:
         VersionUnavailable: when the version, or a chunk of it, is gone.
@@ -56,20 +56,20 @@ def pull_version(
     """
     if ready.kind != "weights" or ready.version_digest is None:
         raise ValueError(f"step-ready of kind {ready.kind} announces no weight version")
-    with ExitStack() as held:
+    with ExitStack() as exit_stack:
         parts: list[tuple[WeightManifest, PartBytes]] = []
         bases: list[FullPart | None] = []
         for announced in ready.parts:
             ref = PartRef(run_id, ready.epoch, ready.step, announced.rank)
-            part = open_part(store, held, ref, announced, harm=_HARM)
-            chunks = None if wanted is None else wanted_chunks(part.manifest, wanted)
+            part = open_part(store, exit_stack, ref, announced, harm=_HARM)
+            chunks = None if selection is None else selected_chunks(part.manifest, selection)
             parts.append((part.manifest, _read(part, chunks)))
             base = part.manifest.base
-            if base is None or (wanted is None and base.manifest_digest in have):
+            if base is None or (selection is None and base.manifest_digest in have):
                 bases.append(None)
             else:
-                changed = _changed(part.manifest, wanted)
-                bases.append(_read_base(store, held, ref, base, changed))
+                changed = _changed(part.manifest, selection)
+                bases.append(_read_base(store, exit_stack, ref, base, changed))
         yield PulledVersion(
             ref=StepRef(ready.epoch, ready.step),
             digest=ready.version_digest,
@@ -77,17 +77,17 @@ def pull_version(
             + sum(base.manifest.nbytes for base in bases if base is not None),
             parts=tuple(parts),
             bases=tuple(bases),
-            wanted=wanted,
+            selection=selection,
         )
 
 
 def _read_base(
-    store: ChunkStore, held: ExitStack, part: PartRef, base: PartBase, keys: Container[Key]
+    store: ChunkStore, exit_stack: ExitStack, part: PartRef, base: PartBase, keys: Container[Key]
 ) -> FullPart:
     """Read the full part that is the base of a delta, with the bytes of these tensors."""
     at = part._replace(epoch=base.epoch, step=base.step)
     named = PublishedPart(rank=at.rank, manifest_digest=base.manifest_digest, bytes=base.bytes)
-    full = open_part(store, held, at, named, harm=_HARM, needed_by=part)
+    full = open_part(store, exit_stack, at, named, harm=_HARM, needed_by=part)
     buffer = _read(full, _chunks_of(full.manifest, keys))
     if full.manifest.base is not None:
         raise CorruptVersion(f"the {part} rest on the {at}, which are not full themselves")
@@ -95,52 +95,54 @@ def _read_base(
     return FullPart(full.manifest, entries, buffer)
 
 
-def _read(part: OpenPart, wanted: Container[int] | None) -> PartBytes:
+def _read(part: OpenPart, indices: Container[int] | None) -> PartBytes:
     """Read a part, or some chunks of it, and verify them."""
     if not isinstance(part.source, TensorSource):
-        return PartBytes(part.source.read(part.sizes, part.check, wanted))
-    copied, came = part.source.copied(part.sizes, wanted)
+        return PartBytes(part.source.read(part.sizes, part.check, indices))
+    copied, came = part.source.copied(part.sizes, indices)
     for index in range(len(part.sizes)):
-        if wanted is None or index in wanted:
+        if indices is None or index in indices:
             part.check_received(index, *came.get(index, (0, None)))
     return PartBytes(copied)
 
 
-def wanted_chunks(manifest: WeightManifest, wanted: Selection) -> set[int]:
+def selected_chunks(manifest: WeightManifest, selection: Selection) -> set[int]:
     """Return the numbers of the chunks that contain selected bytes."""
     gap = min((chunk.nbytes for chunk in manifest.chunks), default=0)
 
     def spans() -> Iterator[tuple[int, int]]:
-        for entry, held, inner in _wanted_entries(manifest, wanted):
+        for entry, entry_box, inner in _selected_entries(manifest, selection):
             if entry.encoding != "dense":  # a delta applies to the whole tensor
                 yield entry.offset, entry.offset + entry.stored
                 continue
-            for begin, end in byte_spans(held, inner, DTYPES[entry.dtype].itemsize, gap):
+            for begin, end in byte_spans(entry_box, inner, DTYPES[entry.dtype].itemsize, gap):
                 yield entry.offset + begin, entry.offset + end
 
     return _chunks_with(manifest, spans())
 
 
-def _wanted_entries(
-    manifest: WeightManifest, wanted: Selection
+def _selected_entries(
+    manifest: WeightManifest, selection: Selection
 ) -> Iterator[tuple[TensorEntry, TensorSlice, TensorSlice]]:
     """Yield each selected entry, with the slice that it holds and the selected slice of that."""
     for entry in manifest.tensors:
-        if entry.name not in wanted:
+        if entry.name not in selection:
             continue
-        held, box = slice_of(entry), wanted[entry.name]
+        entry_box, box = slice_of(entry), selection[entry.name]
         inner = (
-            held if box is None or len(box.shape) != len(held.shape) else intersection(box, held)
+            entry_box
+            if box is None or len(box.shape) != len(entry_box.shape)
+            else intersection(box, entry_box)
         )
         if inner is not None:
-            yield entry, held, inner
+            yield entry, entry_box, inner
 
 
-def _changed(manifest: WeightManifest, wanted: Selection | None) -> set[Key]:
+def _changed(manifest: WeightManifest, selection: Selection | None) -> set[Key]:
     """Return the keys of the selected tensors that are stored as a delta."""
     entries: Iterable[TensorEntry] = manifest.tensors
-    if wanted is not None:
-        entries = (entry for entry, _, _ in _wanted_entries(manifest, wanted))
+    if selection is not None:
+        entries = (entry for entry, _, _ in _selected_entries(manifest, selection))
     return {entry.key for entry in entries if entry.encoding != "dense"}
 
 
@@ -154,8 +156,8 @@ def _chunks_of(manifest: WeightManifest, keys: Container[Key]) -> set[int]:
 def _chunks_with(manifest: WeightManifest, spans: Iterable[tuple[int, int]]) -> set[int]:
     """Return the numbers of the chunks that contain any of these spans of bytes."""
     ends = list(accumulate(chunk.nbytes for chunk in manifest.chunks))
-    found: set[int] = set()
+    indices: set[int] = set()
     for begin, end in spans:
         if begin < end:
-            found.update(range(bisect_right(ends, begin), bisect_right(ends, end - 1) + 1))
-    return found
+            indices.update(range(bisect_right(ends, begin), bisect_right(ends, end - 1) + 1))
+    return indices

@@ -30,14 +30,14 @@ class PulledVersion(NamedTuple):
     """Manifest and bytes of each part; bytes outside the selection are undefined."""
     bases: tuple[FullPart | None, ...]
     """Base of each part; None if the part is full or its base was not pulled."""
-    wanted: Selection | None = None
+    selection: Selection | None = None
     """Selection that was pulled; None is everything."""
 
     @property
     def names(self) -> Collection[str]:
         """Names of all selected tensors."""
-        if self.wanted is not None:
-            return self.wanted.keys()
+        if self.selection is not None:
+            return self.selection.keys()
         return names_in(manifest for manifest, _ in self.parts)
 
     def by_name(self) -> dict[str, list[Piece]]:
@@ -45,16 +45,16 @@ class PulledVersion(NamedTuple):
 
         Raises IncompatibleWeights when a selected tensor is not in the version.
         """
-        found: dict[str, list[Piece]] = {}
+        pieces: dict[str, list[Piece]] = {}
         for (manifest, buffer), base in zip(self.parts, self.bases, strict=True):
             for entry in manifest.tensors:
-                found.setdefault(entry.name, []).append(Piece(entry, buffer, base))
-        if self.wanted is None:
-            return found
-        for name in self.wanted:
-            if name not in found:
+                pieces.setdefault(entry.name, []).append(Piece(entry, buffer, base))
+        if self.selection is None:
+            return pieces
+        for name in self.selection:
+            if name not in pieces:
                 raise IncompatibleWeights(f"the version has no {name!r}, which is wanted")
-        return {name: found[name] for name in self.wanted}
+        return {name: pieces[name] for name in self.selection}
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield names and read-only tensors, views of the pulled bytes if these are contiguous.
@@ -65,14 +65,14 @@ class PulledVersion(NamedTuple):
         for a selected slice outside the tensor. Raises CorruptVersion when a delta does not give
         the published tensor.
         """
-        if self.wanted is None and len(self.parts) == 1:
+        if self.selection is None and len(self.parts) == 1:
             [(manifest, buffer)], [base] = self.parts, self.bases
             if all(entry.begins is None for entry in manifest.tensors):  # no shards to assemble
                 for entry in manifest.tensors:
                     yield entry.name, reconstructed(entry, buffer, base)
                 return
         for name, pieces in self.by_name().items():
-            box = None if self.wanted is None else self.wanted[name]
+            box = None if self.selection is None else self.selection[name]
             if box is None and pieces[0].entry.begins is None and len(pieces) == 1:
                 yield name, pieces[0].tensor()
             else:
@@ -112,50 +112,48 @@ def slice_of(entry: TensorEntry) -> TensorSlice:
 
 def shape_of(name: str, pieces: list[Piece]) -> tuple[int, ...]:
     """Return the whole tensor's shape. Raises IncompatibleWeights if the pieces disagree on it."""
-    said = {(one.entry.dtype, one.entry.global_shape or one.entry.shape) for one in pieces}
-    if len(said) > 1:
-        raise IncompatibleWeights(f"{name!r} is several things in the version: {sorted(said)}")
-    return said.pop()[1]
+    forms = {(piece.entry.dtype, piece.entry.global_shape or piece.entry.shape) for piece in pieces}
+    if len(forms) > 1:
+        raise IncompatibleWeights(f"{name!r} is several things in the version: {sorted(forms)}")
+    return forms.pop()[1]
 
 
-def selected_slice(name: str, pieces: list[Piece], wanted: TensorSlice | None) -> TensorSlice:
-    """Return the selected slice of a tensor; ``wanted`` None selects the whole tensor.
+def selected_slice(name: str, pieces: list[Piece], box: TensorSlice | None) -> TensorSlice:
+    """Return the selected slice of a tensor; ``box`` None selects the whole tensor.
 
     Raises IncompatibleWeights if the pieces disagree on the tensor, or the slice is outside it.
     """
     if len(pieces) > 1 and any(piece.entry.begins is None for piece in pieces):
         raise IncompatibleWeights(f"{name!r} comes twice in the version, whole once at least")
     all_of_it = full_slice(shape_of(name, pieces))
-    if wanted is None:
+    if box is None:
         return all_of_it
-    if not contains(all_of_it, wanted):
+    if not contains(all_of_it, box):
         raise IncompatibleWeights(
-            f"of {name!r} {list(wanted.shape)} from {list(wanted.offsets)} is wanted, but it is "
+            f"of {name!r} {list(box.shape)} from {list(box.offsets)} is wanted, but it is "
             f"{list(all_of_it.shape)} in the version"
         )
-    return wanted
+    return box
 
 
-def shares(
-    name: str, pieces: list[Piece], wanted: TensorSlice
-) -> Iterator[tuple[TensorSlice, Piece]]:
+def shares(name: str, pieces: list[Piece], box: TensorSlice) -> Iterator[tuple[TensorSlice, Piece]]:
     """Yield each piece that meets the selected slice, with the slice that they have in common.
 
     Raises IncompatibleWeights unless the pieces cover the selected slice exactly once.
     """
-    fault = coverage_error(wanted, [piece.box for piece in pieces])
+    fault = coverage_error(box, [piece.box for piece in pieces])
     if fault is not None:
         raise IncompatibleWeights(f"the shards of {name!r} do not make it up: {fault}")
     for piece in pieces:
-        part = intersection(wanted, piece.box)
+        part = intersection(box, piece.box)
         if part is not None:
             yield part, piece
 
 
-def _assembled(name: str, pieces: list[Piece], wanted: TensorSlice | None) -> torch.Tensor:
-    box = selected_slice(name, pieces, wanted)
-    parts = list(shares(name, pieces, box))  # checked before the memory is allocated
-    made = torch.empty(box.shape, dtype=DTYPES[pieces[0].entry.dtype], device="cpu")
+def _assembled(name: str, pieces: list[Piece], box: TensorSlice | None) -> torch.Tensor:
+    target_box = selected_slice(name, pieces, box)
+    parts = list(shares(name, pieces, target_box))  # checked before the memory is allocated
+    made = torch.empty(target_box.shape, dtype=DTYPES[pieces[0].entry.dtype], device="cpu")
     for part, piece in parts:
-        made[part.inside(box)] = piece.tensor()[part.inside(piece.box)]
+        made[part.inside(target_box)] = piece.tensor()[part.inside(piece.box)]
     return made

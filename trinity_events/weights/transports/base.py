@@ -139,12 +139,12 @@ class PartSource(Protocol):
     manifest: bytes
 
     def read(
-        self, sizes: Sequence[int], check: Check, wanted: Container[int] | None = None
+        self, sizes: Sequence[int], check: Check, indices: Container[int] | None = None
     ) -> Sequence[memoryview]:
         """Return all bytes of the part, in chunks of these sizes; ``check`` receives each chunk.
 
         The bytes come in consecutive pieces, and no piece ends within a chunk. The last piece may
-        be longer than the part. Chunks that are not in ``wanted`` (indices) are not read, and their
+        be longer than the part. Chunks that are not in ``indices`` are not read, and their
         bytes are undefined. The memory may belong to the transport: it is read-only, and valid
         until :meth:`close`.
         """
@@ -214,17 +214,17 @@ class TensorSource(Protocol):
     manifest: bytes
 
     def copied(
-        self, sizes: Sequence[int], wanted: Container[int] | None = None
+        self, sizes: Sequence[int], indices: Container[int] | None = None
     ) -> tuple[Sequence[torch.Tensor], Mapping[int, tuple[int, str]]]:
         """Return all bytes as uint8 pieces, and the size and digest of each chunk by its index.
 
         The pieces are consecutive, and no piece ends within a chunk. The bytes of chunks that are
-        not in ``wanted`` are undefined.
+        not in ``indices`` are undefined.
         """
         ...
 
     def each(
-        self, sizes: Sequence[int], wanted: Container[int]
+        self, sizes: Sequence[int], indices: Container[int]
     ) -> Iterator[tuple[int, torch.Tensor, str]]:
         """Yield index, bytes (uint8) and digest of each chunk, valid until the next one."""
         ...

@@ -13,22 +13,22 @@ Chunks: TypeAlias = list[tuple[int, memoryview]]
 
 
 def cut_chunks(
-    data: memoryview, sizes: Sequence[int], wanted: Container[int] | None, first: int = 0
+    data: memoryview, sizes: Sequence[int], indices: Container[int] | None, first: int = 0
 ) -> Chunks:
     """Return the wanted chunks of consecutive chunks; they are short where ``data`` ends early."""
-    found, begin = [], 0
+    chunks, begin = [], 0
     for index, size in enumerate(sizes, first):
-        if wanted is None or index in wanted:
-            found.append((index, data[begin : begin + size]))
+        if indices is None or index in indices:
+            chunks.append((index, data[begin : begin + size]))
         begin += size
-    return found
+    return chunks
 
 
 def check_chunks(chunks: Chunks, check: Check) -> None:
     """Call ``check`` for all chunks, in several threads if they are large."""
 
-    def see(some: Sequence[tuple[int, memoryview]]) -> None:
-        for index, data in some:
+    def see(batch: Sequence[tuple[int, memoryview]]) -> None:
+        for index, data in batch:
             check(index, data)
 
     in_threads(see, chunks, sum(len(data) for _, data in chunks))

@@ -186,7 +186,7 @@ class HuggingFaceEngine:
                 self._synchronizer.load(self._versioned, ready, cast=True)
         else:
             self._synchronizer.apply(
-                self._versioned, ready, cast=True, held=lambda: self._changing(ready)
+                self._versioned, ready, cast=True, install_context=lambda: self._changing(ready)
             )
 
     @contextmanager

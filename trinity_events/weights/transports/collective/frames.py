@@ -32,7 +32,7 @@ class Frame(IntEnum):
 class _Slot(NamedTuple):
     host: torch.Tensor
     works: list[Any]
-    held: list[torch.Tensor]
+    tensors: list[torch.Tensor]
 
 
 class FrameSender:
@@ -72,19 +72,19 @@ class FrameSender:
     def _begin(self, slot: _Slot, frame: Frame, data: torch.Tensor | None) -> None:
         nbytes = 0 if data is None else data.numel()
         words = torch.tensor([frame, nbytes], dtype=torch.int64, device=self._group.device)
-        slot.held.append(words)
+        slot.tensors.append(words)
         slot.works.append(self._group.broadcast(words))
         if data is not None:
             # Pinned memory is not written before it is sent, so the copy needs no separate wait.
             sent = data.to(self._group.device, non_blocking=True)
-            slot.held.append(sent)
+            slot.tensors.append(sent)
             slot.works.append(self._group.broadcast(sent))
 
     def _settle(self, slot: _Slot) -> None:
         for work in slot.works:
             self._group.wait(work)
         slot.works.clear()
-        slot.held.clear()
+        slot.tensors.clear()
 
 
 class FrameReceiver:

@@ -85,10 +85,10 @@ Message: TypeAlias = Hello | FormGroup | Ack | RankAssignment | Sending | Delive
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
-def readable(one: socket.socket, seconds: float | None) -> bool:
+def readable(connection: socket.socket, seconds: float | None) -> bool:
     """Return True if the socket has data or is closed within ``seconds``; None waits forever."""
     poll = select.poll()  # select() fails in processes with more than 1,024 open files
-    poll.register(one, select.POLLIN)
+    poll.register(connection, select.POLLIN)
     return bool(poll.poll(None if seconds is None else max(0, math.ceil(seconds * 1000))))
 
 
@@ -150,8 +150,8 @@ class Channel:
         """
         until = None if seconds is None else time.monotonic() + seconds
         while (message := self._complete()) is None:
-            left = None if until is None else max(0.0, until - time.monotonic())
-            if not self._readable(left):
+            remaining = None if until is None else max(0.0, until - time.monotonic())
+            if not self._readable(remaining):
                 raise TimeoutError("no message came")
             self._fill()
         return message

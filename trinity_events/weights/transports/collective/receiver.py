@@ -86,14 +86,14 @@ class GroupReceiver:
         while not self._ended.is_set():
             seconds = _LONGEST_PAUSE if self.info is None else next(waits)
             try:
-                found = self._place.find(self._position, seconds)
+                announcement = self._place.find(self._position, seconds)
             except CONNECTION_ERRORS as error:
                 if not is_transient(error):
                     raise
                 self._ended.wait(next(waits))
                 continue
-            if found is not None:
-                self._position, self.info = found
+            if announcement is not None:
+                self._position, self.info = announcement
                 waits = backoff_delays(_LONGEST_PAUSE)
             if self.info is not None and self._meet(self.info):
                 waits = backoff_delays(_LONGEST_PAUSE)
@@ -128,13 +128,13 @@ class GroupReceiver:
     def _superseded(self) -> bool:
         """Return True if another trainer has announced itself; this one may hang forever."""
         try:
-            found = self._place.find(self._position, 0.001)
+            announcement = self._place.find(self._position, 0.001)
         except CONNECTION_ERRORS:
             return False
-        if found is None:
+        if announcement is None:
             return False
         before = self.info
-        self._position, self.info = found
+        self._position, self.info = announcement
         return self.info != before  # otherwise the same trainer has renewed its announcement
 
     def _heed(self, channel: Channel, info: WeightSyncInfo) -> None:
@@ -148,8 +148,10 @@ class GroupReceiver:
                 channel.send(Ack(generation=message.generation), _CONNECTING)
         elif isinstance(message, Sending):
             error = self._take_part(PartRef(self._run_id, message.epoch, message.step, 0))
-            told = DeliveryReport(generation=message.generation, number=message.number, error=error)
-            channel.send(told, _CONNECTING)
+            report = DeliveryReport(
+                generation=message.generation, number=message.number, error=error
+            )
+            channel.send(report, _CONNECTING)
 
     def _sit_down(self, seat: RankAssignment, info: WeightSyncInfo, address: str) -> None:
         try:

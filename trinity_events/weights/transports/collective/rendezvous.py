@@ -40,8 +40,8 @@ def own_address(client: redis.Redis) -> str:
     """
     pool: Any = getattr(client, "connection_pool", None)
     where = getattr(pool, "connection_kwargs", {})
-    found = _towards(where["host"], where.get("port", 6379)) if where.get("host") else None
-    return found or socket.gethostbyname(socket.gethostname())
+    address = _towards(where["host"], where.get("port", 6379)) if where.get("host") else None
+    return address or socket.gethostbyname(socket.gethostname())
 
 
 def _towards(host: str, port: int) -> str | None:

@@ -97,7 +97,7 @@ class GroupSender:
         self._place.keep(self.info)
         self._reconcile()
         if len(self._members) < explorers:
-            with self._waits.waiting(self._wanted(explorers), deadline=patience) as reported:
+            with self._waits.waiting(self._format_wait(explorers), deadline=patience) as reported:
                 self._wait_for_members(explorers, patience, reported)
         self._form()
         return self._seated
@@ -105,19 +105,19 @@ class GroupSender:
     def _wait_for_members(self, explorers: int, patience: float, reported: Wait) -> None:
         give_up = time.monotonic() + patience
         while len(self._members) < explorers:
-            reported.update(self._wanted(explorers))
-            left = give_up - time.monotonic()
-            if left <= 0:
+            reported.update(self._format_wait(explorers))
+            remaining = give_up - time.monotonic()
+            if remaining <= 0:
                 raise DeadlineExceeded(
                     f"{len(self._members)} of {explorers} explorers of run {self._run_id} joined "
                     f"the collective group within {patience:g} s (there: "
                     f"{', '.join(self._members) or 'none'}): start the others, each with a rank of "
                     "its own, or look at why they ended"
                 )
-            readable(self._listener, min(left, 1.0))
+            readable(self._listener, min(remaining, 1.0))
             self._reconcile()
 
-    def _wanted(self, explorers: int) -> str:
+    def _format_wait(self, explorers: int) -> str:
         there = len(self._members)
         return f"{explorers} explorers in the collective group, of which {there} are there"
 
@@ -135,12 +135,12 @@ class GroupSender:
         assert self._group is not None
         self._place.keep(self.info)
         self._number += 1
-        told = Sending(
+        announcement = Sending(
             generation=self._generation, number=self._number, epoch=part.epoch, step=part.step
         )
         for name, channel in list(self._members.items()):
             try:
-                channel.send(told, self._timeout)
+                channel.send(announcement, self._timeout)
             except ChannelClosed as error:
                 self.tear_down()
                 raise GroupBroken(f"{name} left the collective group: {error}") from None
@@ -148,17 +148,17 @@ class GroupSender:
 
     def confirm(self) -> None:
         """Wait until every explorer of the group has the complete version. Raises GroupBroken."""
-        what, left = "the report that sent weights are complete", list(self._seated)
+        what, pending = "the report that sent weights are complete", list(self._seated)
         until = time.monotonic() + self._timeout
-        with self._waits.waiting(what, left, deadline=self._timeout) as reported:
+        with self._waits.waiting(what, pending, deadline=self._timeout) as reported:
             for name in self._seated:
                 answer = self._answer(name, DeliveryReport, until)
                 if answer is None or answer.error is not None:
                     self.tear_down()
                     why = "said nothing" if answer is None else answer.error
                     raise GroupBroken(f"{name} did not get the complete weights: it {why}")
-                left.remove(name)
-                reported.update(what, left)
+                pending.remove(name)
+                reported.update(what, pending)
 
     def tear_down(self) -> None:
         """End the group; explorers stay connected and wait for the next group."""
@@ -252,13 +252,13 @@ class GroupSender:
                 channel.send(FormGroup(generation=self._generation), self._timeout)
             except ChannelClosed as error:
                 self._drop(name, str(error))
-        what, left = "an answer before the collective group is formed", list(self._members)
-        with self._waits.waiting(what, left, deadline=patience) as reported:
+        what, pending = "an answer before the collective group is formed", list(self._members)
+        with self._waits.waiting(what, pending, deadline=patience) as reported:
             for name in list(self._members):
                 if self._answer(name, Ack, until) is None:
                     self._drop(name, f"it did not answer within {patience:g} s")
-                left.remove(name)
-                reported.update(what, left)
+                pending.remove(name)
+                reported.update(what, pending)
 
     def _make(self, names: tuple[str, ...]) -> ProcessGroup:
         backend = backend_for([gpu_identity(current_gpu()), *(self._gpus[name] for name in names)])
@@ -288,17 +288,17 @@ class GroupSender:
         while True:
             channel = self._members.get(name)
             try:
-                found = channel.receive(max(0.0, until - time.monotonic())) if channel else None
+                message = channel.receive(max(0.0, until - time.monotonic())) if channel else None
             except (ChannelClosed, TimeoutError):
                 return None
-            if found is None:
+            if message is None:
                 return None
             if (
-                isinstance(found, kind)
-                and getattr(found, "generation", None) == self._generation
-                and getattr(found, "number", self._number) == self._number
+                isinstance(message, kind)
+                and getattr(message, "generation", None) == self._generation
+                and getattr(message, "number", self._number) == self._number
             ):
-                return found
+                return message
 
     def _drop(self, name: str, why: str) -> None:
         logger.warning("collective group: %s leaves: %s", name, why)

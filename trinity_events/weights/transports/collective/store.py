@@ -100,7 +100,7 @@ class CollectiveStore:
             return False
         return self._explorer is not None and self._explorer.is_met(_MEETING)
 
-    def found(self) -> WeightSyncInfo | None:
+    def sync_info(self) -> WeightSyncInfo | None:
         """Return the trainer's address, if this process knows it."""
         end = self._trainer or self._explorer
         return end.info if end is not None else None
@@ -218,10 +218,10 @@ class CollectiveSource:
         self._data = buffer.data
 
     def read(
-        self, sizes: Sequence[int], check: Check, wanted: Container[int] | None = None
+        self, sizes: Sequence[int], check: Check, indices: Container[int] | None = None
     ) -> Sequence[memoryview]:
         """Return the bytes where they were received, without a copy."""
-        check_chunks(cut_chunks(self._data, sizes, wanted), check)
+        check_chunks(cut_chunks(self._data, sizes, indices), check)
         return [self._data]
 
     def close(self) -> None:

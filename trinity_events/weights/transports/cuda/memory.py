@@ -231,8 +231,8 @@ def _runtime() -> Any:
 def _words(code: int) -> str:
     runtime = _runtime()
     runtime.cudaGetLastError()  # clears the error, which torch would report as its own
-    said: bytes = runtime.cudaGetErrorString(code)
-    return said.decode()
+    text: bytes = runtime.cudaGetErrorString(code)
+    return text.decode()
 
 
 def _uuid(index: int) -> str:
@@ -240,4 +240,6 @@ def _uuid(index: int) -> str:
 
 
 def _index_of(device: str) -> int | None:
-    return next((one for one in range(torch.cuda.device_count()) if _uuid(one) == device), None)
+    return next(
+        (index for index in range(torch.cuda.device_count()) if _uuid(index) == device), None
+    )

@@ -102,9 +102,9 @@ class CudaSink:
             device = self._memory.device
         lent = zip(self._blocks, self._regions, strict=True)
         blocks = tuple(LentBlock(block.handle, region) for block, region in lent)
-        said = encoded(Layout(device, blocks))
-        self._file.reserve()[: len(said)] = said
-        self._file.commit(len(said))
+        data = encoded(Layout(device, blocks))
+        self._file.reserve()[: len(data)] = data
+        self._file.commit(len(data))
         self._file.seal(manifest, base)
         self._rooms.took(self._regions)
 

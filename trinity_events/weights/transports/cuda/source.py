@@ -47,24 +47,24 @@ class CudaSource:
     def __init__(self, part: PartRef, file: SharedMemorySource, memory: DeviceMemory) -> None:
         self.manifest = file.manifest
         self._part = part
-        self._held = ExitStack()
-        self._held.callback(file.close)
+        self._exit_stack = ExitStack()
+        self._exit_stack.callback(file.close)
         self._lent: list[torch.Tensor] = []
         try:
             layout = decoded(file.data, part)
             for lent in layout.blocks:
                 block = memory.borrow(layout.device, lent.handle, lent.nbytes)
-                self._held.callback(memory.let_go, block)
+                self._exit_stack.callback(memory.let_go, block)
                 self._lent.append(block.tensor[: lent.nbytes])
         except BaseException:
             self.close()
             raise
 
     def copied(
-        self, sizes: Sequence[int], wanted: Container[int] | None = None
+        self, sizes: Sequence[int], indices: Container[int] | None = None
     ) -> tuple[Sequence[torch.Tensor], Mapping[int, tuple[int, str]]]:
         """Return copies of the bytes on the device, and size and digest of each chunk."""
-        cuts = [cut for cut in self._cut(sizes) if wanted is None or cut.number in wanted]
+        cuts = [cut for cut in self._cut(sizes) if indices is None or cut.number in indices]
         try:
             own = [torch.empty_like(lent) for lent in self._lent]
         except torch.OutOfMemoryError:
@@ -73,36 +73,36 @@ class CudaSource:
                 f"{self._part}: load them, which takes one chunk at a time, or publish with "
                 "--weights shm"
             ) from None
-        for one in cuts:
-            self._copy(one, own[one.block][one.begin : one.end])
-        chunks = [own[one.block][one.begin : one.end] for one in cuts]
+        for cut in cuts:
+            self._copy(cut, own[cut.block][cut.begin : cut.end])
+        chunks = [own[cut.block][cut.begin : cut.end] for cut in cuts]
         digests = digests_of(chunks)
         return own, {
-            one.number: (len(data), digest)
-            for one, data, digest in zip(cuts, chunks, digests, strict=True)
+            cut.number: (len(data), digest)
+            for cut, data, digest in zip(cuts, chunks, digests, strict=True)
         }
 
     def each(
-        self, sizes: Sequence[int], wanted: Container[int]
+        self, sizes: Sequence[int], indices: Container[int]
     ) -> Iterator[tuple[int, torch.Tensor, str]]:
         """Yield chunks one by one with their digests, in memory that the next chunk overwrites."""
-        cuts = [cut for cut in self._cut(sizes) if cut.number in wanted]
+        cuts = [cut for cut in self._cut(sizes) if cut.number in indices]
         if not cuts:
             return
-        beside = self._lent[0].new_empty(max(one.end - one.begin for one in cuts))
-        for one in cuts:
-            data = beside[: one.end - one.begin]
-            self._copy(one, data)
+        beside = self._lent[0].new_empty(max(cut.end - cut.begin for cut in cuts))
+        for cut in cuts:
+            data = beside[: cut.end - cut.begin]
+            self._copy(cut, data)
             [digest] = digests_of([data])
-            yield one.number, data, digest
+            yield cut.number, data, digest
 
     def close(self) -> None:
         """Unmap the memory, and then end the lease."""
         self._lent = []
-        self._held.close()
+        self._exit_stack.close()
 
-    def _copy(self, one: _Cut, into: torch.Tensor) -> None:
-        into.copy_(self._lent[one.block][one.begin : one.end])
+    def _copy(self, cut: _Cut, into: torch.Tensor) -> None:
+        into.copy_(self._lent[cut.block][cut.begin : cut.end])
 
     def _cut(self, sizes: Sequence[int]) -> Iterator[_Cut]:
         """Yield the locations of chunks of these sizes; chunks behind the blocks' end are short.

@@ -96,12 +96,17 @@ class Directory:
         loop = asyncio.get_running_loop()
         late = loop.time() + seconds
         while True:
-            found = self._behind(part, attempt, have)
-            left = late - loop.time()
-            if found.sealed or found.attempt != attempt or found.objects.references or left <= 0:
-                return found
+            progress = self._behind(part, attempt, have)
+            remaining = late - loop.time()
+            if (
+                progress.sealed
+                or progress.attempt != attempt
+                or progress.objects.references
+                or remaining <= 0
+            ):
+                return progress
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), left)
+                await asyncio.wait_for(self._changed.wait(), remaining)
 
     def find(self, part: PartRef) -> tuple[bytes, Objects] | None:
         """Return a part's manifest and objects."""
@@ -146,13 +151,13 @@ class _Coming(NamedTuple):
 
     def in_order(self) -> Objects:
         """Return the objects up to the first missing number."""
-        found = Objects([], [])
+        objects = Objects([], [])
         for number in range(len(self.objects)):
             if number not in self.objects:
                 break
-            found.references.extend(self.objects[number].references)
-            found.sizes.extend(self.objects[number].sizes)
-        return found
+            objects.references.extend(self.objects[number].references)
+            objects.sizes.extend(self.objects[number].sizes)
+        return objects
 
 
 def joined() -> Any:
@@ -262,10 +267,10 @@ def pointed(part: PartRef) -> str:
     """Return the name of the actor that lists the part. Raises ValueError if there is none."""
     from ray.experimental.internal_kv import _internal_kv_get
 
-    found: bytes | None = _internal_kv_get(key_of(part), namespace=NAMESPACE.encode())
-    if found is None:
+    name: bytes | None = _internal_kv_get(key_of(part), namespace=NAMESPACE.encode())
+    if name is None:
         raise ValueError("no publisher has that rank of the run")
-    return found.decode()
+    return name.decode()
 
 
 def directory_of(ray: Any, part: PartRef) -> Any:

@@ -59,7 +59,7 @@ class RayPartPrefetch:
         self._taker = taker
         self._take: Take | None = None
         self._directory: Any = None
-        self._asked: Any = None
+        self._call: Any = None
         """Pending call of the directory."""
         self._pause, self._again = _SHORTEST, 0.0
         self._forget(NONE)
@@ -71,18 +71,18 @@ class RayPartPrefetch:
 
     def waits_for(self) -> list[Any]:
         """Return the references to wait for; none if there is no publisher."""
-        if self._asked is None and not self._all_told and time.monotonic() >= self._again:
+        if self._call is None and not self._all_told and time.monotonic() >= self._again:
             self._ask()
-        asked = [] if self._asked is None else [self._asked]
-        return asked + [one for one in self._coming if one not in self._here]
+        calls = [] if self._call is None else [self._call]
+        return calls + [reference for reference in self._coming if reference not in self._here]
 
     def advance(self, there: Collection[Any]) -> None:
         """Process the awaited references that have arrived."""
         try:
-            if self._asked in there:
-                asked, self._asked = self._asked, None
-                self._hear(self._ray.get(asked, timeout=DEADLINE))
-            self._here.update(one for one in self._coming if one in there)
+            if self._call in there:
+                call, self._call = self._call, None
+                self._hear(self._ray.get(call, timeout=DEADLINE))
+            self._here.update(reference for reference in self._coming if reference in there)
             while self._coming and self._coming[0] in self._here:
                 reference = self._coming.popleft()
                 self._here.remove(reference)
@@ -93,7 +93,7 @@ class RayPartPrefetch:
 
     def _is_gone(self) -> None:
         """Schedule another lookup, since no publisher has the part."""
-        self._directory = self._asked = None
+        self._directory = self._call = None
         self._again = time.monotonic() + self._pause
         self._pause = min(2 * self._pause, _LONGEST)
 
@@ -102,18 +102,18 @@ class RayPartPrefetch:
             if self._directory is None:
                 self._directory = directory_of(self._ray, self.part)
             follow = self._directory.follow.remote
-            self._asked = follow(self.part, self._attempt, self._told_of, _ASKED)
+            self._call = follow(self.part, self._attempt, self._told_of, _ASKED)
         except (ValueError, self._ray.exceptions.RayError):
             self._is_gone()
 
-    def _hear(self, told: PartInProgress) -> None:
-        if told.attempt != self._attempt:
-            self._forget(told.attempt)
-            if self._taker is not None and told.attempt != NONE:
+    def _hear(self, progress: PartInProgress) -> None:
+        if progress.attempt != self._attempt:
+            self._forget(progress.attempt)
+            if self._taker is not None and progress.attempt != NONE:
                 self._take = self._taker(self.part)
-        self._all_told, self._pause = told.sealed, _SHORTEST
-        self._told_of += len(told.objects.references)
-        self._coming.extend(told.objects.references)
+        self._all_told, self._pause = progress.sealed, _SHORTEST
+        self._told_of += len(progress.objects.references)
+        self._coming.extend(progress.objects.references)
 
     def _forget(self, attempt: PutAttempt) -> None:
         """Drop the objects of an abandoned attempt, and follow ``attempt``."""
@@ -122,7 +122,7 @@ class RayPartPrefetch:
         """Objects that are not digested yet."""
         self._here: set[Any] = set()
         """Undigested objects that are on this node."""
-        self.fetched, self._take, self._taken = {}, None, 0
+        self.fetched, self._take, self._next_chunk = {}, None, 0
 
     def _digest(self, reference: Any) -> None:
         data = as_bytes(self._ray.get(reference, timeout=DEADLINE))
@@ -133,16 +133,16 @@ class RayPartPrefetch:
         for chunk in fetched.chunks():
             digested = digest(chunk)
             if self._take is not None:
-                self._take(self._taken, chunk)
+                self._take(self._next_chunk, chunk)
             fetched.digests.append(digested)  # appended last: a digested chunk was always taken
-            self._taken += 1
+            self._next_chunk += 1
 
 
-def as_bytes(found: Any) -> memoryview | None:
+def as_bytes(value: Any) -> memoryview | None:
     """Return an object from Ray as read-only bytes, or None if it is not an array of bytes."""
-    if not (isinstance(found, np.ndarray) and found.dtype == np.uint8 and found.ndim == 1):
+    if not (isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 1):
         return None
-    return found.data.toreadonly()
+    return value.data.toreadonly()
 
 
 def prefetch(
@@ -155,7 +155,7 @@ def prefetch(
             return "stopped"
         if time.monotonic() > late:
             return "late"
-        waited_for = [one for follower in followers for one in follower.waits_for()]
+        waited_for = [reference for follower in followers for reference in follower.waits_for()]
         if not waited_for:
             stop.wait(_SHORTEST)
             continue

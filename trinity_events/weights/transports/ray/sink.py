@@ -161,7 +161,7 @@ class RaySink:
         self._check()
         self._put_object()
         with self._register.refusals_in_words(self._part):
-            references = [one.result() for one in self._putting]
+            references = [put.result() for put in self._putting]
             self._state = "told"  # the call may have failed midway
             objects = Objects(references, self._sizes)
             self._register.keep(self._part, self._attempt, objects, manifest, base)
@@ -188,8 +188,8 @@ class RaySink:
         if self._room is None or not self._filled:
             return
         with self._register.refusals_in_words(self._part):
-            for one in self._putting[-2:-1]:
-                one.result()  # It has ended, since there are two buffers; raises if it failed.
+            for previous in self._putting[-2:-1]:
+                previous.result()  # It has ended, since there are two buffers; raises if it failed.
             if not self._putting:
                 self._register.coming(self._part)
         put = self._putter.put(self._room, self._filled)

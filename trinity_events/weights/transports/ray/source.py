@@ -46,7 +46,7 @@ class RaySource:
         self._seen = seen
 
     def read(
-        self, sizes: Sequence[int], check: Check, wanted: Container[int] | None = None
+        self, sizes: Sequence[int], check: Check, indices: Container[int] | None = None
     ) -> Sequence[memoryview]:
         """Return the bytes in the object store itself, without a copy.
 
@@ -58,28 +58,29 @@ class RaySource:
         numbers = {
             reference: number
             for number, reference in enumerate(references)
-            if wanted is None or any(one in wanted for one in range(*firsts[number : number + 2]))
+            if indices is None
+            or any(index in indices for index in range(*firsts[number : number + 2]))
         }
         # Untouched memory takes no pages.
-        found = [np.empty(length, np.uint8).data for length in lengths]
+        pieces = [np.empty(length, np.uint8).data for length in lengths]
 
         def cut_up(reference: Any, data: memoryview) -> Chunks:
             number = numbers.pop(reference)
             if len(data) != lengths[number]:
                 raise self._corrupt()
-            found[number] = data
+            pieces[number] = data
             first, end = firsts[number : number + 2]
-            return cut_chunks(data, sizes[first:end], wanted, first)
+            return cut_chunks(data, sizes[first:end], indices, first)
 
         for reference, seen in self._seen.items():
             if reference in numbers:
                 for index, chunk in cut_up(reference, seen.data):
                     check(index, chunk, seen.digest_of(chunk))
-        for some in self._as_they_come(list(numbers)):
+        for arrivals in self._as_they_come(list(numbers)):
             check_chunks(
-                [one for reference, data in some for one in cut_up(reference, data)], check
+                [chunk for reference, data in arrivals for chunk in cut_up(reference, data)], check
             )
-        return found
+        return pieces
 
     def _first_chunks(self, sizes: Sequence[int]) -> list[int]:
         """Return the index of each object's first chunk.
@@ -102,12 +103,12 @@ class RaySource:
         """Release the objects."""
         self._objects, self._seen = Objects([], []), {}
 
-    def _as_they_come(self, left: list[Any]) -> Iterator[list[tuple[Any, memoryview]]]:
+    def _as_they_come(self, pending: list[Any]) -> Iterator[list[tuple[Any, memoryview]]]:
         """Yield objects that are on this node, and then those that arrive from other nodes."""
-        while left:
-            there, left = self._ray.wait(left, num_returns=len(left), timeout=0)
+        while pending:
+            there, pending = self._ray.wait(pending, num_returns=len(pending), timeout=0)
             if not there:
-                there, left = self._ray.wait(left, num_returns=1, timeout=DEADLINE)
+                there, pending = self._ray.wait(pending, num_returns=1, timeout=DEADLINE)
             if not there:
                 raise self._lost(f"no object of them arrived from their node within {DEADLINE:g} s")
             yield list(zip(there, self._fetched(there), strict=True))
@@ -115,15 +116,15 @@ class RaySource:
     def _fetched(self, references: list[Any]) -> Iterator[memoryview]:
         errors = self._ray.exceptions
         try:
-            found = self._ray.get(references, timeout=DEADLINE)
+            objects = self._ray.get(references, timeout=DEADLINE)
         except errors.OwnerDiedError:
             raise self._lost("the process that published them ended") from None
         except errors.GetTimeoutError:
             raise self._lost(f"Ray did not hand them over within {DEADLINE:g} s") from None
         except errors.ObjectLostError:
             raise self._lost("the node that kept them is gone") from None
-        for one in found:
-            data = as_bytes(one)
+        for value in objects:
+            data = as_bytes(value)
             if data is None:
                 raise self._lost("an object is not an array of bytes")
             yield data

@@ -112,10 +112,10 @@ class RayStore:
         self._published.pop(part, None)
         self._published[part], self._bases[part] = objects, base
         name, directory = self._own_directory()
-        told = directory.keep.remote(part, attempt, manifest, objects)
+        confirmation = directory.keep.remote(part, attempt, manifest, objects)
         point(part, name)  # while the directory keeps it
         self._pointers.add(key_of(part))
-        self._ray.get(told, timeout=DEADLINE)
+        self._ray.get(confirmation, timeout=DEADLINE)
         for oldest in self._superfluous():
             self.delete(oldest)
         self._sink = None
@@ -149,15 +149,15 @@ class RayStore:
         errors = self._ray.exceptions
         try:
             directory = directory_of(self._ray, part)
-            found = self._ray.get(directory.find.remote(part), timeout=DEADLINE)
+            entry = self._ray.get(directory.find.remote(part), timeout=DEADLINE)
         except errors.GetTimeoutError:
             self._unanswered = part
             return None
         except (ValueError, errors.RayActorError):
             return None
-        if found is None:
+        if entry is None:
             return None
-        manifest, objects = found
+        manifest, objects = entry
         return RaySource(self._ray, part, bytes(manifest), objects, self._seen.pop(part, {}))
 
     def prefetch(
@@ -208,8 +208,8 @@ class RayStore:
             name, directory = self._directory
             # another store may publish as the same rank
             with suppress(self._ray.exceptions.RayError):
-                kept = self._ray.get(directory.parts.remote(), timeout=DEADLINE)
-                self._pointers.difference_update(map(key_of, kept))
+                parts = self._ray.get(directory.parts.remote(), timeout=DEADLINE)
+                self._pointers.difference_update(map(key_of, parts))
             for key in self._pointers:
                 unpoint(key, name)
             SHARED.give(self._ray, name)
@@ -226,8 +226,8 @@ class RayStore:
         if membership(self._ray) == self._member:
             return True
         self._directory = None
-        for kept in (self._pointers, self._published, self._bases, self._seen):
-            kept.clear()
+        for collection in (self._pointers, self._published, self._bases, self._seen):
+            collection.clear()
         return False
 
     @contextmanager

@@ -154,8 +154,8 @@ class BulkConnection:
                 first += not len(pieces[first])
             self._rest += self._behind[:count]
 
-    def _receive(self, rooms: list[memoryview], left: int) -> int:
-        if len(rooms) == left:
+    def _receive(self, rooms: list[memoryview], remaining: int) -> int:
+        if len(rooms) == remaining:
             # Also read the bytes that follow: it saves two calls for each value.
             rooms.append(self._behind)
         count: int = self._socket.recvmsg_into(rooms)[0]

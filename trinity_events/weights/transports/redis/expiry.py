@@ -45,7 +45,7 @@ class ExpiryRenewal:
             self._parts.pop(part, None)
             self._parts[part] = _RenewedPart(chunks, base)
             needed = self._needed()
-            self._parts = {one: kept for one, kept in self._parts.items() if one in needed}
+            self._parts = {ref: entry for ref, entry in self._parts.items() if ref in needed}
         if self._thread is None:
             self._thread = threading.Thread(target=self._renew_all, name="keeping", daemon=True)
             self._thread.start()
@@ -66,8 +66,8 @@ class ExpiryRenewal:
         needed: set[PartRef] = set()
         for rank in {part.rank for part in self._parts}:
             of_it = [part for part in self._parts if part.rank == rank]
-            for one in of_it[-MOST:]:
-                part: PartRef | None = one
+            for ref in of_it[-MOST:]:
+                part: PartRef | None = ref
                 while part in self._parts and part not in needed:
                     needed.add(part)
                     part = self._parts[part].base
@@ -83,10 +83,10 @@ class ExpiryRenewal:
 
     def _renew(self, part: PartRef) -> None:
         with self._lock:  # a part that is deleted meanwhile is not renewed
-            kept = self._parts.get(part)
-            if kept is None or self._stop.is_set():
+            entry = self._parts.get(part)
+            if entry is None or self._stop.is_set():
                 return
             with self._redis.pipeline(transaction=False) as pipe:
-                for key in (manifest_key(*part), *chunk_keys(part, kept.chunks)):
+                for key in (manifest_key(*part), *chunk_keys(part, entry.chunks)):
                     pipe.expire(key, self.expire)
                 pipe.execute()

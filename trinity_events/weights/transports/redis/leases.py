@@ -54,7 +54,7 @@ class Retired:
     def __init__(self, scripts: Scripts, client: Any) -> None:
         self._scripts = scripts
         self._redis = client
-        self._held: dict[PartRef, int] = {}
+        self._chunk_counts: dict[PartRef, int] = {}
 
     def add(self, part: PartRef, chunks: int) -> None:
         """Retire a part of ``chunks`` chunks: it is deleted once it has no readers.
@@ -63,21 +63,21 @@ class Retired:
         """
         self.free()
         if self._read(part, chunks):
-            self._held[part] = chunks
-        while len({one[:3] for one in self._held}) > MOST_HELD:
-            oldest = next(iter(self._held))
-            unlink(self._redis, oldest, self._held.pop(oldest))
+            self._chunk_counts[part] = chunks
+        while len({part[:3] for part in self._chunk_counts}) > MOST_HELD:
+            oldest = next(iter(self._chunk_counts))
+            unlink(self._redis, oldest, self._chunk_counts.pop(oldest))
 
     def make_way(self, part: PartRef) -> None:
         """Delete a retired part that is published anew; its readers lose it."""
-        chunks = self._held.pop(part, None)
+        chunks = self._chunk_counts.pop(part, None)
         if chunks is not None:
             unlink(self._redis, part, chunks)
 
     def free(self) -> None:
         """Delete the parts that have no readers any more."""
-        self._held = {
-            part: chunks for part, chunks in self._held.items() if self._read(part, chunks)
+        self._chunk_counts = {
+            part: chunks for part, chunks in self._chunk_counts.items() if self._read(part, chunks)
         }
 
     def _read(self, part: PartRef, chunks: int) -> bool:

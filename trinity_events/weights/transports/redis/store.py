@@ -182,46 +182,46 @@ class RedisSource:
         self._lease = lease
         self._leases = leases
         self._leases.add(lease)
-        self._taken: list[Bytes] = []
+        self._buffers: list[Bytes] = []
 
     def read(
-        self, sizes: Sequence[int], check: Check, wanted: Container[int] | None = None
+        self, sizes: Sequence[int], check: Check, indices: Container[int] | None = None
     ) -> Sequence[memoryview]:
         """Receive the bytes into memory that belongs to the caller until :meth:`close`.
 
         The pages of unwanted chunks are not touched.
         """
         offsets = [0, *accumulate(sizes)]
-        self._taken.append(self._memory.take(offsets[-1]))
-        memory = self._taken[-1].data[: offsets[-1]]
+        self._buffers.append(self._memory.take(offsets[-1]))
+        memory = self._buffers[-1].data[: offsets[-1]]
         rooms = (
             (index, [memory[offsets[index] : offsets[index + 1]]])
             for index in range(len(sizes))
-            if wanted is None or index in wanted
+            if indices is None or index in indices
         )
         with closing(self.receive(rooms)) as received:
             for index, [room], length, digested in received:
                 whole = length == len(room)
-                found = room if whole else None if length is None else memoryview(b"")
-                check(index, found, digested)
+                data = room if whole else None if length is None else memoryview(b"")
+                check(index, data, digested)
         return [memory]
 
     def receive(self, rooms: Iterable[ChunkBuffers]) -> Generator[ReceivedChunk]:
         """Receive chunks by index, each into pieces of the caller's memory."""
-        asked = (Asked(index, chunk_key(*self._part, index), into) for index, into in rooms)
-        with closing(self._values.get(asked)) as found:
-            for one in found:
+        requests = (Asked(index, chunk_key(*self._part, index), into) for index, into in rooms)
+        with closing(self._values.get(requests)) as chunks:
+            for chunk in chunks:
                 for lease in self._leases:
                     lease.renew()
-                yield one
+                yield chunk
 
     def close(self) -> None:
         """End the lease; the memory is reused."""
         self._leases.discard(self._lease)
         self._lease.end()
-        for one in self._taken:
-            self._memory.give(one)
-        self._taken = []
+        for buffer in self._buffers:
+            self._memory.give(buffer)
+        self._buffers = []
 
 
 class _ReceiveMemory:
@@ -236,7 +236,7 @@ class _ReceiveMemory:
 
     def take(self, nbytes: int) -> Bytes:
         """Return a buffer of at least ``nbytes``, with undefined content."""
-        fitting = [index for index, one in enumerate(self._spare) if len(one) >= nbytes]
+        fitting = [index for index, buffer in enumerate(self._spare) if len(buffer) >= nbytes]
         if fitting:
             return self._spare.pop(min(fitting, key=lambda index: len(self._spare[index])))
         if self._spare:  # popped by index: == compares arrays element by element

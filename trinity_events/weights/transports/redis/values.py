@@ -90,20 +90,20 @@ class LargeValues:
                 self.close()
         self._redo()
 
-    def get(self, asked: Iterable[Asked]) -> Generator[ReceivedChunk]:
+    def get(self, requests: Iterable[Asked]) -> Generator[ReceivedChunk]:
         """GET values straight into their memory.
 
         Yield the length of each value, or None if it is missing. A value of another length than its
         memory is not read.
         """
         self.settle()
-        coming, left = deque[Asked](), iter(asked)
+        coming, remaining = deque[Asked](), iter(requests)
         try:
             connection = self._connection()
             while connection is not None:
-                for one in islice(left, _ASKED - len(coming)):
-                    coming.append(one)
-                    connection.ask(one.key)
+                for request in islice(remaining, _ASKED - len(coming)):
+                    coming.append(request)
+                    connection.ask(request.key)
                 if not coming:
                     return
                 seen = Digesting()
@@ -118,7 +118,7 @@ class LargeValues:
         except BaseException:  # the connection is in the middle of a reply
             self.close()
             raise
-        while coming or (coming := deque(islice(left, _ASKED))):
+        while coming or (coming := deque(islice(remaining, _ASKED))):
             yield from self._copied(coming)
             coming = deque()
 
@@ -148,14 +148,14 @@ class LargeValues:
                 )
             self._redis.set(key, value, ex=expire)
 
-    def _copied(self, asked: Sequence[Asked]) -> Generator[ReceivedChunk]:
+    def _copied(self, requests: Sequence[Asked]) -> Generator[ReceivedChunk]:
         # All keys of a part have one hash tag, so this works on a cluster too.
-        found = self._redis.mget([one.key for one in asked])
-        for one, data in zip(asked, found, strict=True):
-            if data is not None and len(data) == sum(map(len, one.into)):
+        values = self._redis.mget([request.key for request in requests])
+        for request, data in zip(requests, values, strict=True):
+            if data is not None and len(data) == sum(map(len, request.into)):
                 begin = 0
-                for piece in one.into:
+                for piece in request.into:
                     piece[:] = data[begin : begin + len(piece)]
                     begin += len(piece)
             length = None if data is None else len(data)
-            yield ReceivedChunk(one.number, one.into, length, None)
+            yield ReceivedChunk(request.number, request.into, length, None)

@@ -74,12 +74,12 @@ class SharedMemorySource:
         return self._data
 
     def read(
-        self, sizes: Sequence[int], check: Check, wanted: Container[int] | None = None
+        self, sizes: Sequence[int], check: Check, indices: Container[int] | None = None
     ) -> Sequence[memoryview]:
         """Return the bytes in the segment itself, without a copy."""
         offset = 0
         for index, size in enumerate(sizes):
-            if wanted is None or index in wanted:
+            if indices is None or index in indices:
                 data = self._data[offset : offset + size]
                 check(index, data, self._digest_of(index, offset, size))
             offset += size

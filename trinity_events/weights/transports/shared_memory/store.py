@@ -210,24 +210,24 @@ class SharedMemoryStore:
 
     def _newest_first(self, name: str) -> list[Path]:
         folder = users_folder(self._root)
-        found: list[tuple[int, Path]] = []
+        entries: list[tuple[int, Path]] = []
         for path in folder.glob(f"*/{name}") if owned(folder) else ():
             with suppress(FileNotFoundError):
-                found.append((path.stat().st_ctime_ns, path))
-        return [path for _, path in sorted(found, reverse=True)]
+                entries.append((path.stat().st_ctime_ns, path))
+        return [path for _, path in sorted(entries, reverse=True)]
 
     def _mapped(self, descriptor: int) -> memoryview:
         """Return the segment's memory, which is mapped once for all its versions."""
         self._unmap_gone()
         while True:
-            found = os.fstat(descriptor)
-            key = (found.st_dev, found.st_ino)
+            status = os.fstat(descriptor)
+            key = (status.st_dev, status.st_ino)
             mapping = self._mappings.pop(key, None)
-            if mapping is None or len(mapping.memory) != found.st_size:
+            if mapping is None or len(mapping.memory) != status.st_size:
                 if mapping is not None:
                     mapping.close()
                 try:
-                    mapping = Mapping(descriptor, found.st_size)
+                    mapping = Mapping(descriptor, status.st_size)
                 except ValueError:
                     # its writer trimmed it between the two calls, which happens once, at the seal
                     continue
@@ -236,7 +236,7 @@ class SharedMemoryStore:
 
     def _unmap_gone(self) -> None:
         """Unmap segments that were removed: the next version may need their memory."""
-        for key in [key for key, one in self._mappings.items() if one.is_gone()]:
+        for key in [key for key, mapping in self._mappings.items() if mapping.is_gone()]:
             self._mappings.pop(key).close()
 
     # --- both ------------------------------------------------------------------------------
