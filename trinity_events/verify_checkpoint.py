@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -36,6 +36,8 @@ from .errors import TrinityError
 VerifyMode: TypeAlias = Literal["full", "size", "off"]
 """Extent of a verification: sizes and digests, sizes alone, or none."""
 
+HUGGING_FACE_CONFIG = "config.json"
+"""File of a Hugging Face folder, where a list of digests may be that of a download."""
 _DEEPEST = 2
 """Folders between a checkpoint and what an engine loads of it: ``actor/huggingface``."""
 
@@ -69,6 +71,15 @@ class CheckpointDamaged(TrinityError):
     def __str__(self) -> str:
         what = "the checkpoint" if self.step is None else f"the checkpoint of step {self.step}"
         return f"{what} is damaged: {self.path} {self.reason}: {self._way_out()}"
+
+    def with_command(self, resume: str) -> CheckpointDamaged:
+        """Return the error with the command that continues from the older checkpoint.
+
+        Args:
+            resume: Command that resumes the run from its newest checkpoint.
+        """
+        command = None if self.older is None else f"{resume} --from-step {self.older}"
+        return CheckpointDamaged(self.path, self.reason, self.step, self.older, command)
 
     def _way_out(self) -> str:
         if self.older is None:
@@ -142,12 +153,21 @@ class CheckpointManifest:
         for name in sorted(sizes.keys() - self.sums.keys()):
             raise self._damaged(self.root / name, f"is not listed in {self.root / MANIFEST}")
 
-    def check_digests(self, part: int = 0, parts: int = 1) -> None:
+    def check_digests(
+        self, part: int = 0, parts: int = 1, only: Collection[Path] | None = None
+    ) -> None:
         """Compare the digests of one of several parts of the files, of about equal sizes.
 
-        Raises CheckpointDamaged for the first that differs.
+        Args:
+            part: Number of the part.
+            parts: Number of all parts.
+            only: Files to compare; None compares all.
+
+        Raises:
+            CheckpointDamaged: for the first that differs.
         """
-        files = divide(self.files(), parts)[part]
+        files = [file for file in self.files() if only is None or file.path in only]
+        files = divide(files, parts)[part]
         try:
             digests = digest_files([file.path for file in files])
         except OSError as error:
@@ -237,7 +257,8 @@ def _read(root: Path, *, required: bool) -> dict[str, FileSum] | None:
         if not required:
             return None
         raise damaged(path, f"cannot be read ({error.strerror})", root) from None
-    if not required and not is_sealed(data):
+    foreign = not required or (expected is None and (root / HUGGING_FACE_CONFIG).is_file())
+    if foreign and not is_sealed(data):
         return None
     try:
         sums = parse_manifest(data)

@@ -112,7 +112,7 @@ def test_a_folder_with_a_list_of_digests_is_checked_by_that_list(tmp_path):
     model.mkdir(parents=True)
     (model / "model.safetensors").write_bytes(b"weights" * 100)
     (model / FILE_DIGESTS).write_text("0123  model.safetensors\n")
-    nbytes, digest = SavedPaths(model).measure()
+    nbytes, digest, _ = SavedPaths(model).measure()
     history = History()
     saved = structs.replace(
         finished(2), path="actor/huggingface", bytes=nbytes, digest=digest, seconds=1.0

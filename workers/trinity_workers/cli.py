@@ -33,6 +33,7 @@ from trinity_events.error_text import cause_of
 from trinity_events.errors import TrinityError
 from trinity_events.reducer import writable_root
 from trinity_events.server import LOG_SERVER, WEIGHTS_SERVER, connect_sync
+from trinity_events.verify_checkpoint import CheckpointDamaged, VerifyMode
 from trinity_events.views.terminal import say, tell
 
 from .config import BadSettings, TrainConfig
@@ -204,7 +205,10 @@ def _run_job(told: _Told, run: _Run, place: _Place, read: Callable[[], TrainConf
         ray_address=run.ray_address,
         resume_command=resume_command(sys.argv[1:], run.run_id),
     )
-    _interruptible(partial(run_job, report=told.summary), options, told.interrupted)
+    try:
+        _interruptible(partial(run_job, report=told.summary), options, told.interrupted)
+    except CheckpointDamaged as error:
+        raise error.with_command(options.resume_command) from None
     if told.refusals:
         raise WeightsRefused(
             f"explorers of run {run.run_id} refused weights {told.refusals} times, because they "
@@ -437,6 +441,13 @@ def convert(
             show_default=False,
         ),
     ] = None,
+    verify: Annotated[
+        VerifyMode,
+        typer.Option(
+            help="Comparison of a checkpoint with its manifest before it is read: sizes and "
+            "digests, sizes alone, or none."
+        ),
+    ] = "full",
     as_json: Json = False,
 ) -> None:
     """Convert a checkpoint to a Hugging Face folder, or such a folder to a Megatron checkpoint.
@@ -457,7 +468,7 @@ def convert(
     warnings.filterwarnings("ignore", module=r"(megatron|mbridge)\.")
     from .convert import convert as run
 
-    done = run(source, target, adapter=adapter, base=base)
+    done = run(source, target, adapter=adapter, base=base, verify=verify)
     if as_json:
         print_json(done)
     else:

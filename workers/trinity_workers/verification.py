@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,7 +64,13 @@ class SavedDamage(Struct, frozen=True, array_like=True):
         return CheckpointDamaged(Path(self.path), self.reason, self.step, self.older)
 
 
-def verify_checkpoint(folder: Path, mode: VerifyMode = "full") -> None:
+def verify_checkpoint(
+    folder: Path,
+    mode: VerifyMode = "full",
+    *,
+    only: Sequence[str] | None = None,
+    warn: bool = True,
+) -> None:
     """Verify a checkpoint, or a folder in one, before anything in it is loaded.
 
     Without a manifest, it warns that the checkpoint cannot be verified.
@@ -71,14 +78,18 @@ def verify_checkpoint(folder: Path, mode: VerifyMode = "full") -> None:
     Args:
         folder: Folder of a step, or what an engine loads of it.
         mode: ``full`` compares sizes and digests, ``size`` sizes alone, ``off`` nothing.
+        only: Names of the files whose digests are compared, where others verify the rest.
+        warn: False for a folder that need not be a checkpoint.
 
     Raises:
         CheckpointDamaged: with the newest older checkpoint that is whole, if there is one.
     """
     try:
-        _verify_part(folder, mode, 0, 1)
+        is_verified = _verify_part(folder, mode, only=only)
     except CheckpointDamaged as error:
         raise with_older(error) from None
+    if warn and not is_verified:
+        _warn(folder)
 
 
 def verify_together(
@@ -100,7 +111,9 @@ def verify_together(
     message = b""
     failure: Exception | None = None
     try:
-        _verify_part(folder, mode, rank, dist.get_world_size(group))
+        is_verified = _verify_part(folder, mode, rank, dist.get_world_size(group))
+        if rank == 0 and not is_verified:
+            _warn(folder)
     except CheckpointDamaged as error:
         message = msgspec.json.encode(SavedDamage.of(error))
     except Exception as caught:
@@ -116,22 +129,32 @@ def verify_together(
     raise msgspec.json.decode(message, type=SavedDamage).error()
 
 
-def _verify_part(folder: Path, mode: VerifyMode, part: int, parts: int) -> None:
+def _verify_part(
+    folder: Path,
+    mode: VerifyMode,
+    part: int = 0,
+    parts: int = 1,
+    only: Sequence[str] | None = None,
+) -> bool:
+    """Verify a part of the files; return False if nothing lists them."""
     if mode == "off":
-        return
+        return True
     manifest = read_manifest(folder)
     if manifest is None:
-        if part == 0 and not verify_model_folders(folder, mode):
-            logger.warning(
-                "%s has no manifest, so it cannot be verified: it is loaded as it is", folder
-            )
-        return
+        # The first rank reads these lists, of a folder without a manifest.
+        return part > 0 or only is not None or verify_model_folders(folder, mode)
     manifest.check_sizes()
     if mode == "full":
-        manifest.check_digests(part, parts)
-    if part == 0:
+        paths = None if only is None else [manifest.folder / name for name in only]
+        manifest.check_digests(part, parts, paths)
+    if part == 0 and only is None:
         for later in manifest.later_folders():
             _verify_model_folder(later, mode)
+    return True
+
+
+def _warn(folder: Path) -> None:
+    logger.warning("%s has no manifest, so it cannot be verified: it is loaded as it is", folder)
 
 
 def verify_model_folders(folder: Path, mode: VerifyMode = "full") -> bool:
