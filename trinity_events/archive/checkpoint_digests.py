@@ -140,6 +140,7 @@ def _compare(
     """
     shown = f"{run.path / path} of step {save.slot.step}"
     nbytes: int | None
+    digest: str | None
     try:
         if verified is not None and save.digest is not None:
             nbytes, digest = verified.bytes, f"sha256:{verified.sha256}"

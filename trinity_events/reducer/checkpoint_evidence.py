@@ -110,9 +110,9 @@ def join_manifest(step: int, folder: OpenFolder) -> str | None:
     sums: dict[str, FileSum] = {}
     for above, below in folder.walk():
         for name in below.names():
-            path = PurePosixPath(*above, name)
-            if below.is_file(name) and is_saved_file(path):
-                sums[str(path)] = _sum_of(step, below, name, listed.pop(str(path), set()))
+            path = str(PurePosixPath(*above, name))
+            if below.is_file(name) and is_saved_file(PurePosixPath(path)):
+                sums[path] = _sum_of(step, below, name, listed.pop(path, set()))
     for path in listed:
         if not (folder.path / path).is_symlink():  # a save may have listed a link to a file
             raise NotVerified(step, folder.path / path, "is not there, and was saved")

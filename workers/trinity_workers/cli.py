@@ -191,6 +191,7 @@ def _run_job(told: _Told, run: _Run, place: _Place, read: Callable[[], TrainConf
     log_to_stderr(verbose=False)
     from .launch.launcher import LaunchOptions, run_job
 
+    command = resume_command(sys.argv[1:], run.run_id)
     options = LaunchOptions(
         run_id=run.run_id,
         alone=run.alone,
@@ -203,12 +204,12 @@ def _run_job(told: _Told, run: _Run, place: _Place, read: Callable[[], TrainConf
         from_step=place.from_step,
         health_file=place.health_file,
         ray_address=run.ray_address,
-        resume_command=resume_command(sys.argv[1:], run.run_id),
+        resume_command=command,
     )
     try:
         _interruptible(partial(run_job, report=told.summary), options, told.interrupted)
     except CheckpointDamaged as error:
-        raise error.with_command(options.resume_command) from None
+        raise error.with_command(command) from None
     if told.refusals:
         raise WeightsRefused(
             f"explorers of run {run.run_id} refused weights {told.refusals} times, because they "

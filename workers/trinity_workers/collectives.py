@@ -100,7 +100,7 @@ def gather_bytes(mine: bytes, group: dist.ProcessGroup | None = None) -> list[by
     size = torch.tensor([len(mine)], device=device)
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, size, group=group)
-    longest = max(int(one) for one in sizes)
+    longest = max(1, *(int(one) for one in sizes))  # a tensor of no bytes has no buffer
     padded = bytearray(mine.ljust(longest, b"\0"))
     sent = torch.frombuffer(padded, dtype=torch.uint8).to(device)
     everyone = [torch.empty_like(sent) for _ in sizes]
