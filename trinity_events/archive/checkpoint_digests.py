@@ -35,11 +35,11 @@ class CheckedFiles(NamedTuple):
     """Files, and lists of the digests of a folder, whose digest was compared."""
     sizes: int
     """Folders without a list of digests, whose bytes were compared."""
-    manifests: int
-    """Checkpoints whose files were compared with their manifest."""
     gone: int
     """Saves whose folder is there no more; the reducer deletes old checkpoints."""
     mismatches: list[str]
+    manifests: int = 0
+    """Checkpoints whose files were compared with their manifest."""
 
 
 class SavedFiles:
@@ -78,7 +78,7 @@ class SavedFiles:
             for error in verified.damage
             if str(error.path) not in shown  # the log has said it
         ]
-        return CheckedFiles(digests, sizes, verified.manifests, gone, mismatches)
+        return CheckedFiles(digests, sizes, gone, mismatches, verified.manifests)
 
 
 class VerifiedManifests(NamedTuple):
