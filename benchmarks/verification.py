@@ -85,7 +85,9 @@ def _rows(mebibytes: int, seconds: dict[str, list[float]]) -> list[Row]:
 
 def _format(mebibytes: int | None, seconds: list[float]) -> str:
     speed = "" if mebibytes is None else f", {mebibytes / 1024 / median(seconds):,.3g} GiB/s"
-    return f"{median(seconds) * 1e3:,.3g} ms{speed}"
+    milliseconds = median(seconds) * 1e3
+    digits = 0 if milliseconds >= 100 else 2
+    return f"{milliseconds:,.{digits}f} ms{speed}"
 
 
 def _write(folder: Path, mebibytes: int) -> None:
