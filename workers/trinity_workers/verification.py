@@ -46,7 +46,7 @@ _PIECE = 1 << 20
 """Bytes of a file that are read and digested at a time: they fit in a core's cache."""
 
 
-class SavedDamage(Struct, frozen=True, array_like=True):
+class DamageMessage(Struct, frozen=True, array_like=True):
     """Damage that a rank found, as it is sent to the others."""
 
     path: str
@@ -55,7 +55,7 @@ class SavedDamage(Struct, frozen=True, array_like=True):
     older: int | None = None
 
     @classmethod
-    def of(cls, error: CheckpointDamaged) -> SavedDamage:
+    def of(cls, error: CheckpointDamaged) -> DamageMessage:
         """Make the message of an error."""
         return cls(str(error.path), error.reason, error.step, error.older)
 
@@ -115,7 +115,7 @@ def verify_together(
         if rank == 0 and not is_verified:
             _warn(folder)
     except CheckpointDamaged as error:
-        message = msgspec.json.encode(SavedDamage.of(error))
+        message = msgspec.json.encode(DamageMessage.of(error))
     except Exception as caught:
         failure = caught
     raise_together(failure, group)
@@ -123,10 +123,10 @@ def verify_together(
     if first is None:
         return
     if rank == 0:  # which reads the older checkpoints, for all
-        damage = with_older(msgspec.json.decode(first, type=SavedDamage).error())
-        message = msgspec.json.encode(SavedDamage.of(damage))
+        damage = with_older(msgspec.json.decode(first, type=DamageMessage).error())
+        message = msgspec.json.encode(DamageMessage.of(damage))
     message = gather_bytes(message, group)[0]
-    raise msgspec.json.decode(message, type=SavedDamage).error()
+    raise msgspec.json.decode(message, type=DamageMessage).error()
 
 
 def _verify_part(
@@ -191,10 +191,10 @@ def _verify_model_folder(folder: Path, mode: VerifyMode) -> None:
     if mode != "full":
         return
     with ThreadPoolExecutor(usable_cores()) as pool:
-        found = pool.map(_xxh128_of, (folder / name for name in digests))
-        for (name, listed), digest in zip(digests.items(), found, strict=True):
-            if digest != listed:
-                reason = f"was changed: its digest is {digest}, and {listed} was saved"
+        actual = pool.map(_xxh128_of, (folder / name for name in digests))
+        for (name, expected), digest in zip(digests.items(), actual, strict=True):
+            if digest != expected:
+                reason = f"was changed: its digest is {digest}, and {expected} was saved"
                 raise damaged(folder / name, reason, folder)
 
 
@@ -219,8 +219,14 @@ def write_manifest_together(folder: Path, group: dist.ProcessGroup | None = None
     from .collectives import gather_bytes, rank_and_world, together
 
     rank, world = rank_and_world(group)
+    listing = b""
     with together(group):
-        sizes = saved_files(folder)
+        if rank == 0:  # for all: on a network file system the ranks may see different listings
+            listing = msgspec.json.encode(saved_files(folder))
+    if world > 1:
+        listing = gather_bytes(listing, group)[0]
+    with together(group):
+        sizes = msgspec.json.decode(listing, type=dict[str, int])
         files = [ListedFile(folder / name, FileSum("", size)) for name, size in sizes.items()]
         mine = [file.path for file in divide(files, world)[rank]]
         digests = digest_files(mine, threads=SAVER_THREADS)
