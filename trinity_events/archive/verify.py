@@ -178,7 +178,7 @@ def _check_digests(recording: Recording, folder: Path, findings: list[Finding]) 
     findings += map(_mismatch, found.mismatches)
     return (
         f"{found.digests} files by digest and {found.sizes} saves by size ({found.gone} saves are "
-        "of folders that are deleted)"
+        f"of folders that are deleted), {found.manifests} checkpoints by manifest"
     )
 
 

@@ -11,6 +11,7 @@ from msgspec import Meta, structs
 
 from trinity_events.checkpoint_layout import final_name
 from trinity_events.errors import TrinityError
+from trinity_events.verify_checkpoint import VerifyMode
 from trinity_schemas import MemoryTransport, RunTransport, Sampling, SaveStrategy
 
 from ..algorithms.settings import AlgorithmConfig
@@ -285,6 +286,9 @@ class CheckpointsConfig(Section, frozen=True, kw_only=True):
     a resume too: none, that of the last step, or all. Trinity-RFT's default is last."""
     strategy: SaveStrategy = "unrestricted"
     """Strategy that limits concurrent saves."""
+    verify: VerifyMode = "full"
+    """Comparison of a checkpoint with its manifest before a resume loads it: sizes and digests,
+    sizes alone, or none."""
     root: str | None = None
     """Folder with one checkpoint directory per run. Null is `checkpoints` below TRINITY_HOME."""
     mirror: str | None = None
