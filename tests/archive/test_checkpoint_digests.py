@@ -1,5 +1,6 @@
 """Checkpoint files against the digests in the log: a real coordinator, reducer and folder."""
 
+import hashlib
 import json
 import shutil
 from functools import partial
@@ -7,6 +8,7 @@ from functools import partial
 import pytest
 from msgspec import structs
 
+from tests.support.damage import flip
 from tests.support.event_histories import History, finished
 from tests.support.pipeline import folded, reducer_task
 from tests.support.waits import until
@@ -14,6 +16,7 @@ from trinity_events import CheckpointCoordinator
 from trinity_events.archive import Archive, record_run
 from trinity_events.archive.checkpoint_digests import CheckedFiles, SavedFiles
 from trinity_events.checkpoint_layout import FILE_DIGESTS
+from trinity_events.checkpoint_manifest import sums_below, write_manifest
 from trinity_events.coordinator import staged_path
 from trinity_events.coordinator.saved_paths import SavedPaths
 from trinity_events.log import Publisher, SyncEventLog, new_producer
@@ -114,7 +117,7 @@ def test_a_folder_with_a_list_of_digests_is_checked_by_that_list(tmp_path):
     model.mkdir(parents=True)
     (model / "model.safetensors").write_bytes(b"weights" * 100)
     (model / FILE_DIGESTS).write_text("0123  model.safetensors\n")
-    nbytes, digest = SavedPaths(model).measure()
+    nbytes, digest, _ = SavedPaths(model).measure()
     history = History()
     saved = structs.replace(
         finished(2), path="actor/huggingface", bytes=nbytes, digest=digest, seconds=1.0
@@ -127,3 +130,25 @@ def test_a_folder_with_a_list_of_digests_is_checked_by_that_list(tmp_path):
     (model / FILE_DIGESTS).write_text("3210  model.safetensors\n")
     [mismatch] = files.check(tmp_path).mismatches
     assert "was changed: its digest is sha256:" in mismatch
+
+
+def test_a_changed_file_is_reported_once_by_the_log_or_by_the_manifest(tmp_path):
+    """The log has no digest of a folder that Megatron's ranks wrote together."""
+    folder = tmp_path / "global_step_2"
+    for name in ("actor/model.pt", "training/__0_0.distcp"):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_bytes(b"weights")
+    write_manifest(folder, sums_below([folder], folder))
+    digest = f"sha256:{hashlib.sha256(b'weights').hexdigest()}"
+    history, files = History(), SavedFiles()
+    saves = (("global_step_2/actor/model.pt", digest), ("global_step_2/training", None))
+    for path, saved_digest in saves:
+        history.add(structs.replace(finished(2), path=path, bytes=7, digest=saved_digest))
+    for _, envelope in history.entries:
+        files.add(envelope)
+    assert files.check(tmp_path) == CheckedFiles(1, 1, 0, [], manifests=1)
+    for name in ("actor/model.pt", "training/__0_0.distcp"):
+        flip(folder / name)
+        [mismatch] = files.check(tmp_path).mismatches
+        assert mismatch.startswith(f"{folder / name} of step 2 was changed: ")
+        flip(folder / name)

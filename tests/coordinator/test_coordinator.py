@@ -13,7 +13,9 @@ import pytest
 import redis
 
 from tests.support.waits import PATIENCE, wait_until
-from trinity_events import CheckpointCoordinator
+from trinity_events import CheckpointCoordinator, checkpoint_manifest
+from trinity_events.checkpoint_layout import MANIFEST_PARTS
+from trinity_events.checkpoint_manifest import parse_manifest, sums_below, write_manifest
 from trinity_events.coordinator import (
     SaveAttempt,
     heartbeat,
@@ -501,3 +503,54 @@ def test_a_save_does_not_wait_for_ever_for_the_one_of_its_name_before(publisher,
         coordinator.save_async("model", lambda: None, 2)
     release.set()
     coordinator.wait_all(20)
+
+
+def listed(path):
+    [part] = (path / MANIFEST_PARTS).iterdir()
+    return parse_manifest(part.read_bytes())
+
+
+def test_a_save_lists_all_of_its_files_before_it_is_published_as_finished(
+    coordinator, publisher, tmp_path
+):
+    staged = staged_path(tmp_path, 1, 5)
+    model, config = staged / "actor" / "model.pt", staged / "actor" / "huggingface"
+
+    def save():
+        config.mkdir(parents=True)
+        model.write_bytes(b"weights")
+        (config / "config.json").write_bytes(b"{}")
+
+    coordinator.save_async("model", save, 5, path=model, also=[config])
+    coordinator.wait_all(PATIENCE)
+    [_, finished] = said(publisher)
+    sums = listed(staged)
+    assert {name: file.bytes for name, file in sums.items()} == {
+        "actor/model.pt": 7,
+        "actor/huggingface/config.json": 2,
+    }
+    assert finished.digest == f"sha256:{sums['actor/model.pt'].sha256}"
+    assert (finished.path, finished.bytes) == (str(model.relative_to(tmp_path)), 7)
+
+
+def test_a_folder_that_ranks_digested_together_is_not_read_again(
+    coordinator, tmp_path, monkeypatch
+):
+    folder = staged_path(tmp_path, 1, 5) / "actor" / "model"
+
+    def save():
+        folder.mkdir(parents=True)
+        (folder / "__0_0.distcp").write_bytes(b"weights")
+        write_manifest(folder, sums_below([folder], folder))
+        monkeypatch.setattr(checkpoint_manifest, "digest_files", lambda paths, **_: [*paths])
+
+    coordinator.save_sync(save, 5, path=folder)
+    assert listed(folder.parent.parent).keys() == {"actor/model/__0_0.distcp"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_folder_that_several_ranks_write_is_left_to_the_reducer(coordinator, tmp_path, ranks):
+    staged = staged_path(tmp_path, 1, 5)
+    staged.mkdir(parents=True)
+    coordinator.save_sync(lambda: (staged / "a").write_bytes(b"a"), 5, path=staged, ranks=ranks)
+    assert (staged / MANIFEST_PARTS).exists() == (ranks == 1)

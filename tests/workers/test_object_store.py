@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from pathlib import Path
 
@@ -12,11 +13,15 @@ from msgspec.structs import replace
 fsspec = pytest.importorskip("fsspec")
 
 from tests.support.checkpoint_runs import staged  # noqa: E402
+from tests.support.damage import flip  # noqa: E402
 from tests.support.event_histories import committed, finished, registration  # noqa: E402
 from tests.support.object_servers import has_s3, s3_server  # noqa: E402
 from tests.support.pipeline import reducer_task  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
+from trinity_events.checkpoint_layout import MANIFEST, VERIFIED  # noqa: E402
+from trinity_events.checkpoint_manifest import sums_below, write_manifest  # noqa: E402
 from trinity_events.log import AsyncPublisher, new_producer  # noqa: E402
+from trinity_events.verify_checkpoint import CheckpointDamaged, verify_files  # noqa: E402
 from trinity_workers.launch.mirror import mirrored, restore  # noqa: E402
 from trinity_workers.storage.object_store import SUMS, ObjectStore, ObjectStoreUnusable  # noqa: E402
 
@@ -85,6 +90,30 @@ def test_a_checkpoint_comes_back_as_it_was_and_old_ones_go(store, tmp_path):
     assert (store.newest(RUN), store.steps(RUN)) == (4, [4, 10])
     store.prune(RUN, 1)
     assert store.steps(RUN) == [4, 10], "a step of an epoch that was discarded is not the newest"
+
+
+def test_a_manifest_is_that_of_the_copy_too_and_comes_back_with_the_marks(store, tmp_path):
+    folder = checkpoint(tmp_path / "saved" / "global_step_1", 1)
+    write_manifest(folder, sums_below([folder], folder))
+    digest = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+    (folder / VERIFIED).write_text(f'{{"epoch":1,"step":1,"manifest":"sha256:{digest}"}}')
+    store.upload(RUN, 1, folder)
+    assert store.fetch(RUN, 1, tmp_path / "fetched")
+    assert contents(tmp_path / "fetched") == contents(folder)
+    assert verify_files(tmp_path / "fetched")
+
+
+def test_a_file_that_was_changed_since_it_was_saved_is_not_mirrored(store, tmp_path):
+    folder = checkpoint(tmp_path / "global_step_1", 1)
+    write_manifest(folder, sums_below([folder], folder))
+    flip(folder / "actor" / "model.pt")
+    with pytest.raises(ObjectStoreUnusable, match="was changed since it was saved"):
+        store.upload(RUN, 1, folder)
+    (folder / "actor" / "model.pt").unlink()
+    with pytest.raises(CheckpointDamaged) as raised:
+        store.upload(RUN, 1, folder)
+    assert raised.value.path == folder / "actor" / "model.pt"
+    assert store.steps(RUN) == []
 
 
 def test_what_was_not_copied_to_its_end_is_invisible(store, tmp_path, monkeypatch):

@@ -13,14 +13,17 @@ from trinity_schemas import Envelope, SaveFinished
 from ..checkpoint_layout import (
     FILE_DIGESTS,
     MADE_FROM,
+    MANIFEST_PARTS,
     REDUCER_FILES,
     STAGING,
     digest_of_files,
     parse_final_name,
     staged_in,
 )
+from ..checkpoint_manifest import FileSum
 from ..errors import TrinityError
 from ..system.open_folder import OpenFolder, parts_of
+from ..verify_checkpoint import CheckpointDamaged, read_manifest
 
 _LONGEST_MARK = 4096
 
@@ -35,6 +38,8 @@ class CheckedFiles(NamedTuple):
     gone: int
     """Saves whose folder is there no more; the reducer deletes old checkpoints."""
     mismatches: list[str]
+    manifests: int = 0
+    """Checkpoints whose files were compared with their manifest."""
 
 
 class SavedFiles:
@@ -52,6 +57,7 @@ class SavedFiles:
     def check(self, folder: Path) -> CheckedFiles:
         """Compare the files that are there, below their staged or their final folder."""
         digests = sizes = gone = 0
+        verified = check_manifests(folder)
         mismatches: list[str] = []
         with OpenFolder.of_run(folder) as run:
             places = dict(_places(run))
@@ -61,12 +67,49 @@ class SavedFiles:
                 if place is None:
                     gone += 1
                     continue
-                wrong = _compare(run, place, save)
+                wrong = _compare(run, place, save, verified.sums.get(place))
                 if wrong is not None:
                     mismatches.append(wrong)
                 digests += save.digest is not None
                 sizes += save.digest is None
-        return CheckedFiles(digests, sizes, gone, mismatches)
+        shown = {mismatch.partition(" of step ")[0] for mismatch in mismatches}
+        mismatches += [
+            f"{error.path} of step {error.step} {error.reason}"
+            for error in verified.damage
+            if str(error.path) not in shown  # the log has said it
+        ]
+        return CheckedFiles(digests, sizes, gone, mismatches, verified.manifests)
+
+
+class VerifiedManifests(NamedTuple):
+    """Checkpoints of a run that were compared with their manifests."""
+
+    manifests: int
+    sums: dict[str, FileSum]
+    """Files that are as listed, by their paths in the run's directory."""
+    damage: list[CheckpointDamaged]
+    """First difference of each checkpoint that has one."""
+
+
+def check_manifests(run: Path) -> VerifiedManifests:
+    """Compare the checkpoints of a run with their manifests."""
+    count, sums, damage = 0, dict[str, FileSum](), list[CheckpointDamaged]()
+    for folder in sorted(run.iterdir()):
+        if parse_final_name(folder.name) is None or folder.is_symlink() or not folder.is_dir():
+            continue
+        try:
+            manifest = read_manifest(folder)
+            if manifest is None:
+                continue
+            count += 1
+            manifest.check_sizes()
+            manifest.check_digests()
+        except CheckpointDamaged as error:
+            damage.append(error)
+        else:
+            files = manifest.files()
+            sums |= {f"{folder.name}/{file.path.relative_to(folder)}": file.sum for file in files}
+    return VerifiedManifests(count, sums, damage)
 
 
 def _places(run: OpenFolder) -> Iterator[tuple[str, str]]:
@@ -88,11 +131,21 @@ def _moved(path: str, staged: str, places: dict[str, str]) -> str | None:
     return None if place is None else place + path.removeprefix(staged)
 
 
-def _compare(run: OpenFolder, path: str, save: SaveFinished) -> str | None:
-    """Return the difference between a file and its save, in words; None without any."""
+def _compare(
+    run: OpenFolder, path: str, save: SaveFinished, verified: FileSum | None
+) -> str | None:
+    """Return the difference between a file and its save, in words; None without any.
+
+    A file that was compared with its manifest is not read again.
+    """
     shown = f"{run.path / path} of step {save.slot.step}"
+    nbytes: int | None
+    digest: str | None
     try:
-        nbytes, digest = _measure(run, path, save)
+        if verified is not None and save.digest is not None:
+            nbytes, digest = verified.bytes, f"sha256:{verified.sha256}"
+        else:
+            nbytes, digest = _measure(run, path, save)
     except FileNotFoundError:
         return f"{shown} is not there, but its folder is"
     except (OSError, TrinityError) as error:
@@ -137,6 +190,8 @@ def _measure_all(run: OpenFolder, path: str, file: str) -> Iterator[tuple[str, t
             return
         with folder.below(name) as saved:
             for at, subfolder in saved.walk():
+                if MANIFEST_PARTS in at:
+                    continue
                 for entry in subfolder.names():
                     if subfolder.is_file(entry) and entry not in REDUCER_FILES:
                         yield str(below.joinpath(*at, entry)), _sha256_of(subfolder, entry)
@@ -155,7 +210,9 @@ def _measure_file(folder: OpenFolder, name: str, *, digested: bool) -> tuple[int
 
 
 def _sizes(folder: OpenFolder) -> Iterator[int]:
-    for _, subfolder in folder.walk():
+    for at, subfolder in folder.walk():
+        if MANIFEST_PARTS in at:
+            continue
         for name in subfolder.names():
             status = subfolder.stat(name)
             if status is not None and subfolder.is_file(name) and name not in REDUCER_FILES:

@@ -180,7 +180,7 @@ def _check_digests(recording: Recording, folder: Path, findings: list[Finding]) 
     findings += map(_mismatch, result.mismatches)
     return (
         f"{result.digests} files by digest and {result.sizes} saves by size ({result.gone} saves "
-        "are of folders that are deleted)"
+        f"are of folders that are deleted), {result.manifests} checkpoints by manifest"
     )
 
 

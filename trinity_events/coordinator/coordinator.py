@@ -6,7 +6,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from trinity_schemas import (
 )
 
 from ..checkpoint_layout import STAGING, staged_in, staged_name
+from ..checkpoint_manifest import write_part
 from ..errors import PublishError, SaveError, StaleEpoch
 from ..log import Publisher
 from ..log.publishing.metric_values import check_metrics, split_metrics
@@ -38,7 +39,7 @@ from .process_identity import this_process
 from .progress import reporting_progress
 from .save_attempt import SaveAttempt
 from .save_future import wait_for_future
-from .saved_paths import SavedPath, SavedPaths
+from .saved_paths import MeasuredPaths, SavedPath, SavedPaths
 from .sync_save_names import SavePlace, SyncSaveNames
 
 logger = logging.getLogger(__name__)
@@ -109,6 +110,7 @@ class CheckpointCoordinator:
         *,
         path: SavedPath | None = None,
         ranks: int | None = None,
+        also: Sequence[Path] = (),
     ) -> None:
         """Run ``save_fn`` in a background thread and publish its events.
 
@@ -125,8 +127,10 @@ class CheckpointCoordinator:
                 sequence names files and folders that this save alone writes: each is digested.
             ranks: Number of ranks that each make a save of this name. The step is not ready
                 before all of them have finished, whatever the registrations say.
+            also: Further files and folders that ``save_fn`` writes. The checkpoint's manifest lists
+                them with those of ``path``; the event does not name them.
         """
-        paths = _paths(path)
+        paths = _paths(path, also)
         attempt = self._attempt(name, global_step, is_state_dict, paths, ranks)
 
         def save() -> None:
@@ -408,14 +412,25 @@ class CheckpointCoordinator:
         with self._failing(attempt):
             with reporting_progress(self._publisher, attempt, paths):
                 wait_for_future(save_fn())
-            nbytes, digest = (0, None) if paths is None else paths.measure()
+            measured = self._measure(attempt, paths)
             finished = attempt.finish(
-                nbytes=nbytes,
-                digest=digest,
+                nbytes=measured.bytes,
+                digest=measured.digest,
                 seconds=time.monotonic() - began,
                 files=() if paths is None or self._relative(paths) is None else paths.files,
             )
         return self._publish(finished, f"{attempt.what} was saved, but this was not published")
+
+    def _measure(self, attempt: SaveAttempt, paths: SavedPaths | None) -> MeasuredPaths:
+        """Digest what a save wrote, and list it in the manifest of its staged folder."""
+        if paths is None:
+            return MeasuredPaths(0, None, {})
+        staged = paths.staged_root(self._run_folder)
+        measured = paths.measure(staged, shared=attempt.ranks not in (None, 1))
+        if staged is not None and measured.sums:
+            slot = attempt.slot
+            write_part(staged, f"{slot.kind} {slot.role} {slot.rank} {slot.name}", measured.sums)
+        return measured
 
     @contextmanager
     def _failing(self, attempt: SaveAttempt) -> Iterator[None]:
@@ -468,8 +483,8 @@ class CheckpointCoordinator:
         return paths.relative_to(self._run_folder)
 
 
-def _paths(path: SavedPath | None) -> SavedPaths | None:
-    return None if path is None else SavedPaths(path)
+def _paths(path: SavedPath | None, also: Sequence[Path] = ()) -> SavedPaths | None:
+    return None if path is None else SavedPaths(path, also)
 
 
 def _save_thread(attempt: SaveAttempt, run: Callable[[], None]) -> threading.Thread:

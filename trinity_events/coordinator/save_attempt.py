@@ -50,7 +50,7 @@ class SaveAttempt:
         self._path = path
         self._lease = lease
         self._process = process
-        self._ranks = ranks
+        self.ranks = ranks
 
     @property
     def what(self) -> str:
@@ -68,7 +68,7 @@ class SaveAttempt:
             slot=self.slot,
             process=self._process,
             lease=self._lease,
-            ranks=self._ranks,
+            ranks=self.ranks,
         )
 
     def granted(self) -> SaveStarted:
@@ -99,7 +99,7 @@ class SaveAttempt:
             bytes=nbytes,
             seconds=seconds,
             digest=digest,
-            ranks=self._ranks,
+            ranks=self.ranks,
             files=files,
         )
 
@@ -128,7 +128,7 @@ class SaveAttempt:
             slot=self.slot,
             path=self._path,
             lease=self._lease,
-            ranks=self._ranks,
+            ranks=self.ranks,
         )
 
     def _leave(self, *stages: str) -> None:

@@ -6,9 +6,16 @@ import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from ..checkpoint_layout import FILE_DIGESTS, REDUCER_FILES, digest_of_files
+from ..checkpoint_layout import (
+    FILE_DIGESTS,
+    MANIFEST_PARTS,
+    REDUCER_FILES,
+    digest_of_files,
+    staged_in,
+)
+from ..checkpoint_manifest import FileSum, sums_below
 
 SavedPath: TypeAlias = Path | str | Sequence[Path | str]
 """Path of a save, or a sequence of files and folders that this save alone writes."""
@@ -17,14 +24,26 @@ MOST_PATHS = 256
 """Maximum paths of one save, which its event lists."""
 
 
+class MeasuredPaths(NamedTuple):
+    """Size and digests of what a save wrote."""
+
+    bytes: int
+    digest: str | None
+    """Digest for the event; None for a folder without a list of digests."""
+    sums: dict[str, FileSum]
+    """Files by their paths in the staged folder; empty for a save outside of staging."""
+
+
 class SavedPaths:
     """File or folder of a save, or several of them with the folder that they share.
 
     Args:
         paths: One path, or a sequence of paths, each of which this save alone writes.
+        also: Further files and folders that the save writes, which its event does not name.
     """
 
-    def __init__(self, paths: SavedPath) -> None:
+    def __init__(self, paths: SavedPath, also: Sequence[Path] = ()) -> None:
+        self._also = [Path(path).resolve() for path in also]
         if isinstance(paths, (Path, str)):
             self.path, self._files = Path(paths), None
             return
@@ -47,23 +66,45 @@ class SavedPaths:
         """Return the bytes of all files. Raises OSError if a path is absent."""
         return sum(map(_size_of, [self.path] if self._files is None else self._files))
 
-    def measure(self) -> tuple[int, str | None]:
-        """Return the bytes and the digest. Raises OSError if a path is absent.
+    def measure(self, root: Path | None = None, *, shared: bool = False) -> MeasuredPaths:
+        """Return the bytes and the digests. Raises OSError if a path is absent.
 
         The digest of several paths covers every file below them. That of a single folder is the
         digest of its list of digests; a folder without a list has none.
+
+        Args:
+            root: Staged folder whose manifest lists the files; None without one.
+            shared: True if several ranks write the folder: some of its files may be unfinished, and
+                the reducer digests them once, after all saves have ended.
         """
+        sums = {} if root is None else sums_below(self._listed(shared=shared), root.resolve())
+
+        def digest_of(path: Path) -> str:
+            listed = None if root is None else sums.get(_name_in(path, root))
+            return _digest_of(path) if listed is None else listed.sha256
+
         if self._files is not None:
             digests = {
-                str(file.relative_to(self.path)): _digest_of(file)
+                str(file.relative_to(self.path)): digest_of(file)
                 for one in self._files
                 for file in _files_of(one)
             }
-            return self.size(), digest_of_files(digests)
+            return MeasuredPaths(self.size(), digest_of_files(digests), sums)
         listed = self.path / FILE_DIGESTS if self.path.is_dir() else self.path
         if listed != self.path and not listed.is_file():
-            return self.size(), None
-        return self.size(), f"sha256:{_digest_of(listed)}"
+            return MeasuredPaths(self.size(), None, sums)
+        return MeasuredPaths(self.size(), f"sha256:{digest_of(listed)}", sums)
+
+    def staged_root(self, run: Path | None) -> Path | None:
+        """Return the staged folder of a run that the paths lie in; None outside of staging."""
+        relative = None if run is None else self.relative_to(run)
+        staged = staged_in(relative)
+        return None if run is None or staged is None else run / staged
+
+    def _listed(self, *, shared: bool) -> list[Path]:
+        paths = [self.path.resolve()] if self._files is None else self._files
+        is_shared = shared and self._files is None and self.path.is_dir()
+        return ([] if is_shared else list(paths)) + self._also
 
     def relative_to(self, root: Path) -> str | None:
         """Return the path, or the shared folder, below ``root``; None if it lies outside."""
@@ -71,12 +112,17 @@ class SavedPaths:
         return str(full.relative_to(root)) if full.is_relative_to(root) else None
 
 
+def _name_in(path: Path, root: Path) -> str:
+    path, root = path.resolve(), root.resolve()
+    return path.relative_to(root).as_posix() if path.is_relative_to(root) else ""
+
+
 def _files_of(path: Path) -> Iterator[Path]:
     if not path.is_dir():
         yield path
         return
     for one in path.rglob("*"):
-        if one.is_file() and one.name not in REDUCER_FILES:
+        if one.is_file() and one.name not in REDUCER_FILES and one.parent.name != MANIFEST_PARTS:
             yield one
 
 

@@ -9,16 +9,17 @@
 5. A folder of version 0.1 has no mark. It gets one at the first look if the name of its staged
    folder says this step and it has files. Sizes are not compared: the state drops those of older
    steps, and version 0.1 renamed no folder before all of its saves had finished.
-
-A manifest with the size and digest of each file, written by the saver before the rename, is to
-take the place of the sizes in the log: :func:`check_saves` is where it is to be compared.
+6. The savers have listed what they wrote, with sizes and digests. Before the rename, the lists are
+   joined in the manifest of the folder, the sizes in it are compared with the disk, and the mark
+   gets its digest (:func:`join_manifest`).
 """
 
 from __future__ import annotations
 
+import os
 import stat
 from collections.abc import Iterable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import msgspec
 
@@ -26,14 +27,26 @@ from trinity_schemas import Kind
 
 from ..checkpoint_layout import (
     MADE_FROM,
+    MANIFEST,
+    MANIFEST_PARTS,
     REDUCER_FILES,
     VERIFIED,
     StagedFolder,
     final_name,
+    is_saved_file,
     parse_made_from,
+)
+from ..checkpoint_manifest import (
+    LONGEST_MANIFEST,
+    FileSum,
+    ManifestUnreadable,
+    digest_of,
+    format_manifest,
+    parse_manifest,
 )
 from ..core import Evidence, Promotion, SavedFile
 from ..system.open_folder import OpenFolder, parts_of
+from ..verify_checkpoint import digest_of_manifest
 
 _LONGEST_MARK = 4096
 """Bytes read of a mark; one of this program has about 80."""
@@ -78,7 +91,79 @@ def check_promotion(promotion: Promotion, run: Path, staged: OpenFolder) -> Evid
         step=origin.step,
         kinds=promotion.kinds,
         saves=len(promotion.saves),
+        manifest=join_manifest(promotion.step, staged),
     )
+
+
+def join_manifest(step: int, folder: OpenFolder) -> str | None:
+    """Write the manifest of a staged folder from the lists of its saves; return its digest.
+
+    A file that no save listed is digested here, as is one that two saves wrote: the reducer cannot
+    know which came last, but one of them must have written what is there. Without any list, of
+    savers of an earlier version, there is no manifest.
+
+    Raises NotVerified if a file is not as a save listed it.
+    """
+    listed = _listed_sums(step, folder)
+    if not listed:
+        return None
+    sums: dict[str, FileSum] = {}
+    for above, below in folder.walk():
+        for name in below.names():
+            path = str(PurePosixPath(*above, name))
+            if below.is_file(name) and is_saved_file(PurePosixPath(path)):
+                sums[path] = _sum_of(step, below, name, listed.pop(path, set()))
+    for path in listed:
+        if not (folder.path / path).is_symlink():  # a save may have listed a link to a file
+            raise NotVerified(step, folder.path / path, "is not there, and was saved")
+        sums[path] = next(iter(listed[path]))
+    manifest = format_manifest(sums)
+    folder.write(MANIFEST, manifest)
+    folder.remove(MANIFEST_PARTS)
+    return digest_of_manifest(manifest)
+
+
+def _listed_sums(step: int, folder: OpenFolder) -> dict[str, set[FileSum]]:
+    """Return what the saves of a folder listed for each file.
+
+    The manifest counts too, of a folder that was joined before, or whose files were added.
+    """
+    listed: dict[str, set[FileSum]] = {}
+    lists = [(folder.path / MANIFEST, folder.read(MANIFEST, LONGEST_MANIFEST))]
+    if folder.is_folder(MANIFEST_PARTS):
+        with folder.below(MANIFEST_PARTS) as parts:
+            lists += [
+                (parts.path / name, parts.read(name, LONGEST_MANIFEST))
+                for name in sorted(parts.names())
+                if not name.startswith(".")
+            ]
+    for path, data in lists:
+        if data is None:
+            continue
+        try:
+            for name, file in parse_manifest(data).items():
+                listed.setdefault(name, set()).add(file)
+        except ManifestUnreadable as error:
+            raise NotVerified(step, path, error.reason) from None
+    return listed
+
+
+def _sum_of(step: int, folder: OpenFolder, name: str, listed: set[FileSum]) -> FileSum:
+    """Return the sum of a file. Raises NotVerified if it is none of those listed."""
+    if len(listed) == 1:
+        [file] = listed
+        status = folder.stat(name)
+        if status is None or status.st_size != file.bytes:
+            nbytes = "no" if status is None else status.st_size
+            reason = f"has {nbytes} bytes, and {file.bytes} were saved"
+            raise NotVerified(step, folder.path / name, reason)
+        return file
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with os.fdopen(os.open(name, flags, dir_fd=folder.descriptor), "rb", buffering=0) as opened:
+        file = digest_of(opened)
+    if listed and file not in listed:
+        raise NotVerified(step, folder.path / name, "is not what any of its saves wrote")
+    return file
 
 
 def _origin_of(promotion: Promotion, run: Path) -> StagedFolder:
@@ -159,7 +244,8 @@ def has_files(folder: OpenFolder) -> bool:
     """Return True if a folder, or one below it, has a file that a save wrote, or a link."""
     return any(
         name not in REDUCER_FILES and (below.is_file(name) or below.is_link(name))
-        for _, below in folder.walk()
+        for above, below in folder.walk()
+        if MANIFEST_PARTS not in above
         for name in below.names()
     )
 
@@ -201,7 +287,9 @@ def _size_of(folder: OpenFolder, path: str) -> tuple[int | None, bool]:
 def _total(folder: OpenFolder) -> int | None:
     """Return the bytes of all files below a folder; None if one of them is a link."""
     total = 0
-    for _, below in folder.walk():
+    for above, below in folder.walk():
+        if MANIFEST_PARTS in above:
+            continue
         for name in below.names():
             status = below.stat(name)
             if status is not None and stat.S_ISLNK(status.st_mode):

@@ -33,6 +33,7 @@ from trinity_events.errors import TrinityError
 from trinity_events.reducer import writable_root
 from trinity_events.server import LOG_SERVER, WEIGHTS_SERVER, connect_sync
 from trinity_events.system.error_text import cause_of
+from trinity_events.verify_checkpoint import CheckpointDamaged, VerifyMode
 from trinity_events.views.terminal import say, tell
 
 from .config.cli_options import overlaid, overlay_parameters
@@ -191,6 +192,7 @@ def _run_job(told: _Told, run: _Run, place: _Place, read: Callable[[], TrainConf
     log_to_stderr(verbose=False)
     from .launch.launcher import LaunchOptions, run_job
 
+    command = resume_command(sys.argv[1:], run.run_id)
     options = LaunchOptions(
         run_id=run.run_id,
         alone=run.alone,
@@ -203,9 +205,12 @@ def _run_job(told: _Told, run: _Run, place: _Place, read: Callable[[], TrainConf
         from_step=place.from_step,
         health_file=place.health_file,
         ray_address=run.ray_address,
-        resume_command=resume_command(sys.argv[1:], run.run_id),
+        resume_command=command,
     )
-    _interruptible(partial(run_job, report=told.summary), options, told.interrupted)
+    try:
+        _interruptible(partial(run_job, report=told.summary), options, told.interrupted)
+    except CheckpointDamaged as error:
+        raise error.with_command(command) from None
     if told.refusals:
         raise WeightsRefused(
             f"explorers of run {run.run_id} refused weights {told.refusals} times, because they "
@@ -438,6 +443,13 @@ def convert(
             show_default=False,
         ),
     ] = None,
+    verify: Annotated[
+        VerifyMode,
+        typer.Option(
+            help="Comparison of a checkpoint with its manifest before it is read: sizes and "
+            "digests, sizes alone, or none."
+        ),
+    ] = "full",
     as_json: Json = False,
 ) -> None:
     """Convert a checkpoint to a Hugging Face folder, or such a folder to a Megatron checkpoint.
@@ -457,7 +469,7 @@ def convert(
     warnings.filterwarnings("ignore", module=r"(megatron|mbridge)\.")
     from .conversion.convert import convert as run
 
-    done = run(source, target, adapter=adapter, base=base)
+    done = run(source, target, adapter=adapter, base=base, verify=verify)
     if as_json:
         print_json(done)
     else:

@@ -48,10 +48,12 @@ from tests.support.tensors import (  # noqa: E402
 )
 from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_events import CheckpointCoordinator, Synchronizer  # noqa: E402
+from trinity_events.checkpoint_layout import MANIFEST  # noqa: E402
 from trinity_events.coordinator import staged_path  # noqa: E402
 from trinity_events.errors import BufferFull  # noqa: E402
 from trinity_events.log import Publisher, SyncEventLog, new_producer  # noqa: E402
 from trinity_events.server import open_client  # noqa: E402
+from trinity_events.verify_checkpoint import CheckpointDamaged  # noqa: E402
 from trinity_events.weights import PartWriter, Publication  # noqa: E402
 from trinity_schemas import (  # noqa: E402
     Experience,
@@ -763,6 +765,10 @@ async def test_a_shard_that_is_missing_on_one_rank_loads_nothing_on_any(ranks, t
     await ranks(_take_step, 2)
     before = await ranks(_full_weights)
     shard(folder, 1, "optim").unlink()
+    first, second = await ranks.answers(load_checkpoint, folder)
+    assert isinstance(first, CheckpointDamaged) and isinstance(second, CheckpointDamaged)
+    assert first.path == second.path == shard(folder, 1, "optim")
+    (folder / MANIFEST).unlink()  # as of a checkpoint of an earlier version
     first, second = await ranks.answers(load_checkpoint, folder)
     assert isinstance(first, PeerFailed)
     assert "rank 1 failed: FileNotFoundError" in str(first)

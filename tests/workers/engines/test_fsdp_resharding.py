@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 
 from tests.support.rank_processes import Rank  # noqa: E402
 from tests.support.tensors import assert_equal  # noqa: E402
+from trinity_events.checkpoint_layout import MANIFEST  # noqa: E402
+from trinity_events.verify_checkpoint import CheckpointDamaged  # noqa: E402
 from trinity_workers.engines.fsdp import FSDPEngine  # noqa: E402
 from trinity_workers.engines.learning_rate import LearningRate  # noqa: E402
 from trinity_workers.engines.reshard import ReshardRefused  # noqa: E402
@@ -125,7 +127,11 @@ def test_a_shard_that_is_missing_is_named_and_loads_nothing(rank_group, policy_f
     group(begin, policy_folder)
     before = group(full)[0]
     answers = group.answers(load_checkpoint, tmp_path)
-    assert all(isinstance(one, FileNotFoundError | PeerFailed) for one in answers)
+    assert [type(error) for error in answers] == [CheckpointDamaged] * 3
+    assert {error.path for error in answers} == {tmp_path / "optim_world_size_2_rank_1.pt"}
+    (tmp_path / MANIFEST).unlink()  # as of a checkpoint of an earlier version
+    answers = group.answers(load_checkpoint, tmp_path)
+    assert all(isinstance(error, FileNotFoundError | PeerFailed) for error in answers)
     assert "optim_world_size_2_rank_1.pt" in str(answers[0])
     assert_equal(group(full)[0], before)
 

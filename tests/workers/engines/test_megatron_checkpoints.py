@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from tests.support import megatron_ranks as at  # noqa: E402
+from trinity_events.checkpoint_layout import MANIFEST  # noqa: E402
 from trinity_workers.engines.base import per_tensor_params  # noqa: E402
 from trinity_workers.engines.learning_rate import LearningRate  # noqa: E402
 from trinity_workers.engines.megatron import (  # noqa: E402
@@ -220,6 +221,7 @@ def test_a_checkpoint_that_was_not_finished_is_refused_on_every_rank(engine_rank
     ranks = engine_ranks("qwen3", 2, TENSOR)
     ranks(save, tmp_path / "checkpoint")
     (tmp_path / "checkpoint" / "model" / "metadata.json").unlink()
+    (tmp_path / "checkpoint" / MANIFEST).unlink()  # which is written after all other files
     for error in ranks.answers(load, tmp_path / "checkpoint"):
         assert isinstance(error, CheckpointRefused)
         assert "its save was not finished" in str(error)

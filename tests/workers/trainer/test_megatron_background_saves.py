@@ -21,10 +21,12 @@ from tests.support.pipeline import announced, reducer_task, until  # noqa: E402
 from tests.support.tensors import identical  # noqa: E402
 from tests.support.waits import PATIENCE, wait_until  # noqa: E402
 from trinity_events import CheckpointCoordinator  # noqa: E402
+from trinity_events.checkpoint_layout import REDUCER_FILES  # noqa: E402
 from trinity_events.coordinator import staged_path  # noqa: E402
 from trinity_events.errors import SaveError  # noqa: E402
 from trinity_events.log import Publisher, SyncEventLog, new_producer  # noqa: E402
 from trinity_events.server import open_client  # noqa: E402
+from trinity_events.verify_checkpoint import read_manifest  # noqa: E402
 from trinity_schemas import (  # noqa: E402
     SaveFailed,
     SaveFinished,
@@ -201,8 +203,12 @@ async def test_training_goes_on_while_a_checkpoint_is_written_and_it_is_ready_wh
         await announcement(log, StepReady, 1)
     folder = config.checkpoint_folder / "global_step_1" / "actor"
     for done, part in ((model_done, "model"), (state_done, "training")):
-        files = [one for one in (folder / part).iterdir() if one.is_file()]
+        files = [one for one in (folder / part).iterdir() if one.name not in REDUCER_FILES]
         assert done.bytes == sum(one.stat().st_size for one in files)
+    manifest = read_manifest(folder.parent)
+    manifest.check_sizes()
+    manifest.check_digests()
+    assert {"actor/model/.metadata", "actor/training/rank_1.pt"} <= manifest.sums.keys()
     workers(load, folder)
     at.assert_same(workers(weights)[1], expected)
 

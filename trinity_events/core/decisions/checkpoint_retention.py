@@ -29,7 +29,7 @@ Two, as for checkpoints. A run that fails in each of its saves leaves no more th
 """
 
 
-class Evidence(Struct, frozen=True, kw_only=True):
+class Evidence(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Mark of the reducer in a folder whose files it checked when it gave the folder its name."""
 
     epoch: int
@@ -40,6 +40,8 @@ class Evidence(Struct, frozen=True, kw_only=True):
     """Kinds that were complete; empty if the log no longer had them."""
     saves: int = 0
     """Saves whose path and size were compared with the log."""
+    manifest: str | None = None
+    """Digest of the manifest of the folder; None for saves that listed no files."""
 
     @property
     def at(self) -> StepRef:

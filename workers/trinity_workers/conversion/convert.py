@@ -21,10 +21,11 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from trinity_events.checkpoint_layout import MODEL_FOLDER
 from trinity_events.errors import IncompatibleWeights
 from trinity_events.system.open_folder import partial_folder
+from trinity_events.verify_checkpoint import VerifyMode
 
 from ..engines.base import NamedTensors
 from ..engines.buffers import all_buffer_names, saved_buffers
-from ..engines.convertible import ConversionRefused, SourceForm, source_of
+from ..engines.convertible import ADAPTER_CONFIG, ConversionRefused, SourceForm, source_of
 from ..engines.megatron import leave
 from ..engines.megatron.meta_model import MetaModel
 from ..engines.megatron.model import is_tied
@@ -41,6 +42,7 @@ from ..engines.reshard import tensors_of_shards
 from ..learning.finite import check_finite, finite_tensors
 from ..learning.value_head import head_tensors
 from ..storage.durable_files import make_folder, sync
+from ..storage.verification import verify_checkpoint, write_manifest_together
 from .adapters import SavedAdapters
 
 _CONVERTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -64,6 +66,7 @@ def convert(
     shard_bytes: int = SHARD_BYTES,
     adapter: bool = False,
     base: Path | None = None,
+    verify: VerifyMode = "full",
 ) -> Conversion:
     """Convert a Hugging Face folder to a Megatron checkpoint, or any checkpoint to the former.
 
@@ -76,8 +79,10 @@ def convert(
         shard_bytes: Maximum size of a safetensors file, unless one tensor is larger.
         adapter: Write adapters alone, as a folder of PEFT.
         base: Folder of the adapters' base; by default the one that they were trained on.
+        verify: Extent to which the source is compared with its manifest before it is read.
 
     Raises:
+        CheckpointDamaged: if a file of the source is not as it was saved.
         ConversionRefused: if there is no model to convert, or the target exists.
         AdaptersRefused: if the base is not that of the adapters.
         UnsupportedModel: if megatron-core has no model of this configuration.
@@ -89,12 +94,16 @@ def convert(
     folder, form = source_of(source, target)
     if form != "adapters" and (adapter or base is not None):
         raise ConversionRefused(f"{source} has no adapters: leave --adapter and --base out")
+    # A folder of Hugging Face need not be of this project, and then has no list to compare.
+    is_checkpoint = form != "huggingface" and not (folder / ADAPTER_CONFIG).is_file()
+    verify_checkpoint(folder, verify, warn=is_checkpoint)
     _map_large_blocks()
     make_folder(target.parent)
     with partial_folder(target) as staging:
         with _alone() if form in {"huggingface", "megatron"} else nullcontext():
             if form == "huggingface":
                 sizes = _to_megatron(folder, staging / "result")
+                write_manifest_together(staging / "result")
             elif form == "adapters":
                 saved = SavedAdapters(folder, base)
                 sizes = (

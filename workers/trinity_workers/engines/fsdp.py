@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from trinity_events.checkpoint_layout import MODEL_FOLDER
+from trinity_events.verify_checkpoint import VerifyMode
 
 from ..learning.adapters import adapter_config, adapter_tree, without_adapters
 from ..learning.finite import backward_gradient, check_finite, nested_tensors
@@ -32,6 +33,7 @@ from ..learning.packing import check_isolation
 from ..runtime.collectives import together
 from ..storage.durable_files import make_folder, sync_tree, write_json
 from ..storage.huggingface_files import UserFiles, read_user_files, write_config, write_user_files
+from ..storage.verification import verify_together, write_manifest_together
 from .adapter_folder import BaseModel, check_adapters, describe_adapters
 from .base import refuse_load_arguments, refuse_save_arguments, trained_module
 from .buffers import all_buffer_names, saved_buffers
@@ -52,6 +54,8 @@ from .reshard import (
 from .state_files import copied, read_state, write_state
 from .weight_changes import WeightChanges
 
+FSDP_CONFIG = "fsdp_config.json"
+"""File that veRL's merger of shards reads."""
 # Below this number of parameters, one all-gather is faster than one per layer.
 _SHARD_LAYERS_FROM = 10_000_000
 
@@ -126,6 +130,8 @@ class FSDPEngine:
             lambda: optimizer_tensors(self.optimizer),
         )
         self._memory.guard(self.module)
+        self.verify_mode: VerifyMode = "full"
+        """Extent to which :meth:`load_checkpoint` verifies files before it reads them."""
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """Return a block without gradients in which the model computes as its base does."""
@@ -271,6 +277,7 @@ class FSDPEngine:
             write_state(folder / shard_name("optim"), self.training_state())
             if dist.get_rank() == 0:
                 write_description(folder, self)
+        write_manifest_together(folder)
 
     @holding(*ALL)
     def load_checkpoint(
@@ -282,6 +289,7 @@ class FSDPEngine:
         rank continues the random states of the same rank; ranks that were not there keep their own.
 
         Raises:
+            CheckpointDamaged: if a file is not as it was saved; nothing is read then.
             FileNotFoundError: if a shard is missing.
             ReshardRefused: if the shards do not fit the model.
             AdaptersRefused: if they are of other adapters, or of another base.
@@ -291,6 +299,7 @@ class FSDPEngine:
         """
         refuse_load_arguments(self, hdfs_path, del_local_after_load)
         folder = Path(local_path)
+        verify_together(folder, self.verify_mode)
         with together():
             if dist.get_rank() == 0:
                 config = None if self.adapters is None else adapter_config(self.module)
@@ -383,6 +392,11 @@ def saved_part(engine: Any) -> str:
     return "model" if getattr(engine, "adapters", None) is None else "adapter"
 
 
+def description_paths(folder: Path) -> list[Path]:
+    """Return what :func:`write_description` writes."""
+    return [folder / FSDP_CONFIG, folder / MODEL_FOLDER[-1]]
+
+
 def write_description(folder: Path, engine: Any) -> None:
     """Write the files that a merger of the shards reads; durable on return. For one rank.
 
@@ -391,7 +405,7 @@ def write_description(folder: Path, engine: Any) -> None:
     """
     is_fsdp1 = bool(FullyShardedDataParallel.fsdp_modules(engine.module))
     write_json(
-        folder / "fsdp_config.json",
+        folder / FSDP_CONFIG,
         {"FSDP_version": 1 if is_fsdp1 else 2, "world_size": dist.get_world_size()},
     )
     describe(engine, folder / MODEL_FOLDER[-1])

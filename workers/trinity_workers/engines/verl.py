@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from trinity_events.checkpoint_layout import MODEL_FOLDER
 from trinity_events.errors import TrinityError
+from trinity_events.verify_checkpoint import VerifyMode
 
 from ..algorithms.logits import TokenStatistics
 from ..learning.finite import (
@@ -27,6 +28,7 @@ from ..learning.finite import (
 from ..learning.policy import load_tokenizer
 from ..runtime.collectives import together
 from ..storage.huggingface_files import read_user_files
+from ..storage.verification import verify_together, write_manifest_together
 from .base import (
     NamedTensors,
     per_tensor_params,
@@ -95,6 +97,8 @@ class VerlEngine:
         dtype: torch.dtype = getattr(torch, options.dtype)
         self.published_dtypes = {name: dtype for name, _ in self.module.named_parameters()}
         self.weight_changes = WeightChanges(self.module, self.verl.optimizer)
+        self.verify_mode: VerifyMode = "full"
+        """Extent to which :meth:`load_checkpoint` verifies files before it reads them."""
 
     @property
     def module(self) -> Any:
@@ -198,6 +202,7 @@ class VerlEngine:
                 write_state(path, state)
             if self.verl.rank == 0:
                 write_description(folder, self)
+        write_manifest_together(folder)
 
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
@@ -208,12 +213,14 @@ class VerlEngine:
 
         Raises:
             ArgumentRefused: for ``hdfs_path`` and ``del_local_after_load``.
+            CheckpointDamaged: if a file is not as it was saved; nothing is read then.
             FileNotFoundError: if a shard is missing.
             NonFiniteWeights: if parameters or optimizer state are not finite.
             PeerFailed: if another rank could not read its shard; nothing is loaded then.
         """
         refuse_load_arguments(self, hdfs_path, del_local_after_load)
         folder = Path(local_path)
+        verify_together(folder, self.verify_mode)
         with together():
             model = self._read_model(folder)
             optimizer, extra = map(read_state, self.training_paths(folder))

@@ -21,9 +21,9 @@ class CollectiveBroken(TrinityError):
     """Raised if a collective failed because a rank died or was too slow."""
 
 
-def rank_and_world() -> tuple[int, int]:
+def rank_and_world(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
     """Return this process's rank and the number of ranks; (0, 1) without a process group."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
 
 
 def all_reduced(
@@ -100,7 +100,7 @@ def gather_bytes(mine: bytes, group: dist.ProcessGroup | None = None) -> list[by
     size = torch.tensor([len(mine)], device=device)
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, size, group=group)
-    longest = max(int(length) for length in sizes)
+    longest = max(1, *(int(length) for length in sizes))  # a tensor of no bytes has no buffer
     padded = bytearray(mine.ljust(longest, b"\0"))
     sent = torch.frombuffer(padded, dtype=torch.uint8).to(device)
     everyone = [torch.empty_like(sent) for _ in sizes]

@@ -10,12 +10,23 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from trinity_events.checkpoint_layout import ITERATION_FILES, final_name, parse_final_name
+from trinity_events.checkpoint_layout import (
+    ITERATION_FILES,
+    MANIFEST,
+    REDUCER_FILES,
+    final_name,
+    parse_final_name,
+)
+from trinity_events.checkpoint_manifest import FileSum, is_sealed, parse_manifest
 from trinity_events.errors import TrinityError
+from trinity_events.verify_checkpoint import read_manifest
 
-SUMS = "SHA256SUMS"
-"""Object of a checkpoint with the digest of each of its files, which sha256sum -c reads. It is
-written last and removed first: a checkpoint without it is not there."""
+from .durable_files import sync
+
+SUMS = MANIFEST
+"""Object of a checkpoint with the digest of each of its files, which sha256sum -c reads: its
+manifest, or a plain list for a checkpoint of an earlier version. It is written last and removed
+first: a checkpoint without it is not there."""
 _PIECE = 8 << 20
 """Bytes of a file that are held at once."""
 _BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"})
@@ -61,15 +72,32 @@ class ObjectStore:
             self._files.rm_file(probe)
 
     def upload(self, run: str, step: int, folder: Path) -> None:
-        """Copy a step's folder; it is there once all of it is, and is then the newest."""
+        """Copy a step's folder; it is there once all of it is, and is then the newest.
+
+        Raises:
+            ObjectStoreUnusable: if the storage fails.
+            CheckpointDamaged: if the folder lacks a file, or has one of another size.
+        """
         target = self._folder(run, step)
+        manifest = read_manifest(folder)
+        if manifest is not None:
+            manifest.check_sizes()
         with self._told_as(f"did not take the checkpoint of step {step} of run {run}"):
             self._remove(target)
             sums = []
             for file in sorted(one for one in folder.rglob("*") if one.is_file()):
                 name = file.relative_to(folder).as_posix()
-                sums.append(f"{self._put(file, target / name)}  {name}\n")
-            self._files.pipe_file(str(target / SUMS), "".join(sums).encode())
+                if name == MANIFEST:
+                    continue
+                digest = self._put(file, target / name)
+                listed = None if manifest is None else manifest.sums.get(name)
+                if listed is not None and listed.sha256 != digest:
+                    raise OSError(f"{file} was changed since it was saved")
+                sums.append(f"{digest}  {name}\n")
+            data = "".join(sums).encode()
+            if manifest is not None:
+                data = (folder / MANIFEST).read_bytes()
+            self._files.pipe_file(str(target / SUMS), data)
             self._files.pipe_file(str(self._pointer(run)), str(step).encode())
 
     def newest(self, run: str) -> int | None:
@@ -111,13 +139,15 @@ class ObjectStore:
         unfinished = folder.with_name(f".{folder.name}.fetched")
         with self._told_as(f"did not give the checkpoint of step {step} of run {run}"):
             try:
-                sums = self._files.cat_file(str(source / SUMS)).decode()
+                data = self._files.cat_file(str(source / SUMS))
             except FileNotFoundError:
                 return False
             shutil.rmtree(unfinished, ignore_errors=True)
-            for line in sums.splitlines():
-                digest, _, name = line.partition("  ")
-                self._get(source, name, unfinished, digest)
+            has_manifest = is_sealed(data)
+            for name, file in parse_manifest(data, sealed=has_manifest).items():
+                self._get(source, name, unfinished, file)
+            if has_manifest:
+                self._get_marks(source, unfinished, data)
             unfinished.replace(folder)
         return True
 
@@ -130,17 +160,24 @@ class ObjectStore:
             raise OSError(f"{target} has not the size of {file}")
         return digest
 
-    def _get(self, source: PurePosixPath, name: str, folder: Path, digest: str) -> None:
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or not path.parts:
-            raise OSError(f"{name!r} is not a path inside a checkpoint")
-        target = folder / path
+    def _get_marks(self, source: PurePosixPath, folder: Path, manifest: bytes) -> None:
+        """Copy the manifest, and the reducer's marks, which it does not list."""
+        (folder / MANIFEST).write_bytes(manifest)
+        for name in sorted(REDUCER_FILES - {MANIFEST}):
+            if self._files.exists(str(source / name)):
+                (folder / name).write_bytes(self._files.cat_file(str(source / name)))
+        for name in REDUCER_FILES:
+            if (folder / name).is_file():
+                sync(folder / name)
+
+    def _get(self, source: PurePosixPath, name: str, folder: Path, file: FileSum) -> None:
+        target = folder / PurePosixPath(name)
         target.parent.mkdir(parents=True, exist_ok=True)
         with self._files.open(str(source / name), "rb") as stored, target.open("wb") as sink:
             found = _copy(stored, sink)
             sink.flush()
             os.fsync(sink.fileno())
-        if found != digest:
+        if found != file.sha256:
             raise OSError(f"{source / name} is not the file that was copied")
 
     def _make(self, folder: PurePosixPath) -> None:

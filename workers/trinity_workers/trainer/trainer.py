@@ -15,6 +15,7 @@ import anyio.to_thread
 from msgspec import Struct, structs
 
 from trinity_events import publishing
+from trinity_events.checkpoint_layout import TRAINER_STATE
 from trinity_events.coordinator import this_process
 from trinity_events.core.evaluations import evaluated_through
 from trinity_events.core.ledger import Ledger
@@ -45,6 +46,7 @@ from ..rollouts.held_out_sets import held_out_sets
 from ..rollouts.user_task import task_of
 from ..runtime.background_tasks import background_tasks
 from ..runtime.garbage import exempt_loaded_objects
+from ..storage.verification import verify_checkpoint
 from .backend import TrainEngineWrapper, WeightSyncAddress
 from .backends import get_trainer_wrapper
 from .rollouts.evaluator import Evaluator
@@ -99,6 +101,7 @@ class Trainer:
         """Start the workers, publish the first weights, and ask for the first rollouts.
 
         Raises:
+            CheckpointDamaged: The checkpoint that the run resumes from is not as it was saved.
             UnusableTrainerState: The checkpoint that the run resumes from lacks the ledger.
         """
         config = self.config
@@ -159,9 +162,11 @@ class Trainer:
         config = self.config
         if config.resumed_step is None:
             return None
-        state = await anyio.to_thread.run_sync(
-            read_trainer_state, config.resumed_folder, config.resumed_step
-        )
+        folder, mode = config.resumed_folder, config.checkpoints.verify
+        # The ranks verify the files that they load.
+        verify = partial(verify_checkpoint, folder, mode, only=[TRAINER_STATE])
+        await anyio.to_thread.run_sync(verify)
+        state = await anyio.to_thread.run_sync(read_trainer_state, folder, config.resumed_step)
         restored = LedgerRestored(ledger=state.ledger, digest=state.ledger.digest)
         await self._publisher.publish(restored)
         return Ledger.restored(state.ledger)

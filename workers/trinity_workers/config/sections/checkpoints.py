@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from trinity_events.verify_checkpoint import VerifyMode
 from trinity_schemas import SaveStrategy
 
 from ...section import Section
@@ -29,3 +30,6 @@ class CheckpointsConfig(Section, frozen=True, kw_only=True):
     mirror: str | None = None
     """URL of object storage for fsspec, such as `s3://bucket/path`. Each ready checkpoint is copied
     there, and a resume fetches one that is not below `root`. Null copies none."""
+    verify: VerifyMode = "full"
+    """Comparison of a checkpoint with its manifest before a resume loads it: sizes and digests,
+    sizes alone, or none."""

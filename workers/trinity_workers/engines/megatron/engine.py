@@ -13,9 +13,11 @@ from msgspec import Struct, structs
 
 from trinity_events.checkpoint_layout import MODEL_FOLDER
 from trinity_events.errors import TrinityError
+from trinity_events.verify_checkpoint import VerifyMode
 
 from ...algorithms.batch import Batch
 from ...runtime.collectives import together
+from ...storage.verification import verify_together, write_manifest_together
 from ..base import LocalShard, refuse_load_arguments, refuse_save_arguments
 from ..learning_rate import LearningRate, learning_rate_of
 from ..model_folder import has_weights
@@ -150,6 +152,8 @@ class MegatronEngine:
         self._memory = ModelMemory(
             model.offload, self._parameters, self._gradients, self._optimizer_tensors
         )
+        self.verify_mode: VerifyMode = "full"
+        """Extent to which :meth:`load_checkpoint` verifies files before it unpickles them."""
 
     def resident(self, *parts: Part) -> AbstractContextManager[None]:
         """Return a block in which these parts are on the device; by default the parameters.
@@ -310,6 +314,7 @@ class MegatronEngine:
         refuse_save_arguments(self, hdfs_path, max_ckpt_to_keep)
         for write in self.prepare_checkpoint(local_path, copy=False).values():
             write()
+        write_manifest_together(Path(local_path))
 
     def prepare_checkpoint(
         self, local_path: str, *, group: dist.ProcessGroup | None = None, copy: bool = True
@@ -376,12 +381,14 @@ class MegatronEngine:
 
         Raises:
             ArgumentRefused: for ``hdfs_path`` and ``del_local_after_load``.
+            CheckpointDamaged: if a file is not as it was saved; nothing is unpickled then.
             CheckpointRefused: if it is missing, or this layout cannot load its optimizer state.
             UnsafePickle: if a pickle in it names a class that no checkpoint needs.
             MissingCheckpointFile: if it lacks a file, such as a rank's random states.
         """
         refuse_load_arguments(self, hdfs_path, del_local_after_load)
         folder = Path(local_path)
+        verify_together(folder, self.verify_mode)
         self._check_optimizer_loads(folder)
         self._load_model(folder)
         if self.optimizer is not None and (folder / "training").is_dir():

@@ -112,9 +112,12 @@ class TrainWorker(TrainingRank):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path: str) -> None:
-        """Load models, optimizers, schedules and random states."""
+        """Load models, optimizers, schedules and random states, of verified files."""
+        mode = self._config.checkpoints.verify
+        self._engine.verify_mode = mode
         self._engine.load_checkpoint(local_path)
         if self._models.critic is not None:
+            self._models.critic.verify_mode = mode
             self._models.critic.load_checkpoint(str(critic_folder(local_path)))
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)

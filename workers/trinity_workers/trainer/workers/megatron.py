@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from ...engines.base import NamedTensors
 from ...engines.megatron import MegatronEngine, leave
@@ -19,6 +22,7 @@ from ...helpers.megatron import (
     save_as_one,
 )
 from ...runtime.collectives import together
+from ...storage.verification import write_manifest_together
 from ...worker_group.megatron import MegatronWorker
 from ..models.megatron import make_step
 from .background_saves import BackgroundSaves
@@ -77,7 +81,7 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
             name, is_state_dict = saves[part]
             save = partial(
                 save_as_one,
-                write,
+                partial(_write_listed, write, folder / part, group),
                 folder / part,
                 step,
                 self._coordinator,
@@ -121,3 +125,12 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
 
     def _make_step(self) -> Any:
         return make_step(self._config, self._device)
+
+
+def _write_listed(write: Callable[[], None], folder: Path, group: dist.ProcessGroup) -> None:
+    """Write a part of a checkpoint, and the manifest of its folder. Collective.
+
+    The ranks digest what they wrote together; rank 0's save then lists it without another read.
+    """
+    write()
+    write_manifest_together(folder, group)
