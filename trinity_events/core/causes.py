@@ -236,7 +236,7 @@ def _of_explorers(state: MonitorState, facts: LiveFacts) -> Iterator[Cause]:
 
 def _of_excluded(state: MonitorState) -> Iterator[Cause]:
     for name, excluded in state.excluded.items():
-        sentence = f"{format_exclusion(name, excluded.malformed, excluded.reason)}."
+        sentence = f"{format_exclusion(name, excluded)}."
         yield Cause(reason="excluded", sentence=sentence, process=name, since=excluded.at)
 
 

@@ -19,6 +19,7 @@ from trinity_schemas import (
     Producer,
     ProfileWritten,
     ResendRequested,
+    RewardErrorReported,
     RolloutsDispatched,
     RunClosed,
     RunOpened,
@@ -44,7 +45,7 @@ from trinity_schemas import (
     event_tag,
 )
 
-from . import evaluation_events, rollouts, runs, saves, waits, weights
+from . import evaluation_events, reward_errors, rollouts, runs, saves, waits, weights
 from .compaction import drop_oldest_steps
 from .fold_state import FoldState, describe_producer, keep_last
 from .limits import KEPT_PRODUCERS, KEPT_STEPS, MOST_EPOCHS_AT_ONCE, REORDERED_PRODUCERS
@@ -63,6 +64,7 @@ _UNFENCED_EVENTS = (
     ExplorerStatusChanged,
     SyncRequested,
     ResendRequested,
+    RewardErrorReported,
     ConsumerDetached,
 )
 _EPOCH_EVENTS = (RunOpened, RunResumed)
@@ -94,6 +96,7 @@ _HANDLERS: dict[type, Callable[[FoldState, Any, Envelope], None]] = {
     RolloutsDispatched: rollouts.rollouts_dispatched,
     StepTrained: rollouts.step_trained,
     ExplorerExcluded: rollouts.explorer_excluded,
+    RewardErrorReported: reward_errors.reward_error_reported,
     LedgerRestored: rollouts.ledger_restored,
     EvaluationStarted: evaluation_events.evaluation_started,
     EvaluationFinished: evaluation_events.evaluation_finished,

@@ -118,6 +118,7 @@ def status_panel(
         *failed,
         *waiting,
         *_exclusions(state),
+        *_reward_errors(state),
         *_refusals(state),
         *_anomalies(state),
     )
@@ -223,11 +224,24 @@ def _waits_table(state: MonitorState, now: int) -> list[RenderableType]:
 def _exclusions(state: MonitorState) -> list[Text]:
     return [
         Text(
-            visible(f"{format_exclusion(name, excluded.malformed, excluded.reason)}.", lines=False),
+            visible(f"{format_exclusion(name, excluded)}.", lines=False),
             style="red",
         )
         for name, excluded in list(state.excluded.items())[-_EXCLUDED:]
     ]
+
+
+def _reward_errors(state: MonitorState) -> list[Text]:
+    """Return the first reward error, and the number of further causes."""
+    if not state.reward_errors:
+        return []
+    first, *further = state.reward_errors.values()
+    more = f", and rewards failed for {len(further)} further causes" if further else ""
+    sentence = (
+        f"A reward failed: {first.sentence.rstrip('.')}{more} (see trinity-events explain "
+        f"{state.run_id})."
+    )
+    return [Text(visible(sentence, lines=False), style="red")]
 
 
 def _refusals(state: MonitorState) -> list[Text]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import anyio
 
@@ -14,7 +13,7 @@ from trinity_schemas import Experience, StepRef
 
 from ..episodes import Episodes
 from ..held_out_sets import HeldOutSet
-from ..run_episodes import send_answers
+from ..run_episodes import of_held_out_questions, send_answers
 from .installer import VersionInstaller
 
 LONGEST_WAIT = 20.0
@@ -72,7 +71,7 @@ class EvaluationAnswers:
         *,
         at_once: int,
     ) -> None:
-        self._players = {one.fingerprint: replace(episodes, task=one) for one in sets}
+        self._players = {one.fingerprint: of_held_out_questions(episodes, one) for one in sets}
         self._requests = requests
         self._installer = installer
         self._turns = turns
