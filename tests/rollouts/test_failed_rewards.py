@@ -1,5 +1,7 @@
 """A reward that fails has one effect on its request, and is never passed over in silence."""
 
+import pickle
+
 import anyio
 import pytest
 from msgspec.structs import replace
@@ -103,6 +105,8 @@ async def test_by_default_the_first_failed_reward_ends_the_run_and_its_prompt_st
     error = caught.value
     assert (error.run_id, error.ordinal, error.explorer) == (parts.run_id, 0, "bad")
     assert (error.reason, error.in_a_row) == (REASON, 1)
+    copied = pickle.loads(pickle.dumps(error))
+    assert (str(copied), vars(copied)) == (str(error), vars(error)), "it passes through Ray"
     assert await events(parts, RewardErrorReported) == [error_of(claim)], "before the run ends"
     await dispatcher.publish_dropped()
     books = await audit(parts)

@@ -97,19 +97,42 @@ class RewardsFailed(RolloutsFailed):
         in_a_row: Requests whose reward failed without an answer between them.
     """
 
+    # Ray rebuilds an error from its text and its attributes, so that each of these has a default.
     def __init__(
-        self, *, run_id: str, ordinal: int, explorer: str, reason: str, in_a_row: int
+        self,
+        message: str,
+        *,
+        run_id: str = "",
+        ordinal: int = 0,
+        explorer: str = "",
+        reason: str = "",
+        in_a_row: int = 1,
     ) -> None:
+        super().__init__(message)
         self.run_id, self.ordinal, self.explorer = run_id, ordinal, explorer
         self.reason, self.in_a_row = reason, in_a_row
+
+    @classmethod
+    def create(
+        cls, *, run_id: str, ordinal: int, explorer: str, reason: str, in_a_row: int
+    ) -> RewardsFailed:
+        """Return the error with its text."""
         rewards = f"the reward of question {ordinal} failed"
         if in_a_row > 1:
             rewards = f"the rewards of {in_a_row} requests in a row failed, the last one of "
             rewards += f"question {ordinal}"
-        super().__init__(
+        message = (
             f"run {run_id}: {rewards} on {explorer or 'an explorer'}: {reason.rstrip('.')} (see "
             f"its traceback with trinity-events explain {run_id}): mend the reward and resume the "
             "run, or choose drop_group or score in rewards.on_error for single errors"
+        )
+        return cls(
+            message,
+            run_id=run_id,
+            ordinal=ordinal,
+            explorer=explorer,
+            reason=reason,
+            in_a_row=in_a_row,
         )
 
 
@@ -658,7 +681,7 @@ class RolloutDispatcher:
         is_final = failed.error is not None and self.settings.on_reward_error == "fail"
         if not of_reward or not (is_final or (streaks is not None and streaks.ends_run)):
             return None
-        return RewardsFailed(
+        return RewardsFailed.create(
             run_id=self.settings.run_id,
             ordinal=ordinal,
             explorer=failed.explorer,
