@@ -9,9 +9,11 @@ from msgspec import structs
 
 from tests.support.event_histories import committed, failed, finished, registration, started
 from tests.support.event_samples import SAMPLES
+from tests.support.pipeline import accept_reports
 from trinity_events.log import AsyncPublisher, new_producer
 from trinity_schemas import (
     ExplorerExcluded,
+    ExplorerStatusChanged,
     ProfileWritten,
     RewardErrorReported,
     RolloutsDispatched,
@@ -79,6 +81,18 @@ async def test_the_error_of_a_reward_is_shown_with_its_answer_also_once_the_run_
     assert "2 prompts were dropped, as their rewards failed." in explained
     status = " ".join(cli("status", waiting_run).stdout.split())
     assert error.message in status and f"see trinity-events explain {waiting_run}" in status
+
+
+async def test_reports_that_wait_for_a_reducer_are_named(cli, waiting_run, publisher, log):
+    explorer = AsyncPublisher(log, publisher.epoch, new_producer("explorer"))
+    await explorer.publish(ExplorerStatusChanged(status="running"))
+    shown = cli("explain", waiting_run).stdout
+    assert "No reducer leads" in shown and "; reports of explorers wait for it for " in shown
+    waiting = await log.oldest_waiting_report()
+    status = json.loads(cli("status", waiting_run, "--json").stdout)
+    assert status["reports_since"] == int(waiting.id.partition("-")[0]) / 1000
+    await accept_reports(log)
+    assert "reports of explorers" not in cli("explain", waiting_run).stdout
 
 
 async def test_with_json_it_says_the_same_to_programs(cli, waiting_run):

@@ -226,8 +226,8 @@ class RolloutClient:
         """Give requests back, since the trainer takes no answers of this explorer."""
         self.is_excluded = True
         logger.error(
-            "run %s: the trainer has excluded %s, as some of its answers were malformed (see "
-            "trinity-events explain %s): it answers nothing more in epoch %d",
+            "run %s: the trainer has excluded %s (trinity-events explain %s has the reason): it "
+            "answers nothing more in epoch %d",
             *(self._streams.run_id, self.name, self._streams.run_id, self._streams.epoch),
         )
         for claim in claims:

@@ -117,12 +117,14 @@ class RewardsFailed(RolloutsFailed):
         cls, *, run_id: str, ordinal: int, explorer: str, reason: str, in_a_row: int
     ) -> RewardsFailed:
         """Return the error with its text."""
+        reason = " ".join(reason.split()).rstrip(".")
+        name = explorer if explorer.isprintable() else repr(explorer)
         rewards = f"the reward of question {ordinal} failed"
         if in_a_row > 1:
             rewards = f"the rewards of {in_a_row} requests in a row failed, the last one of "
             rewards += f"question {ordinal}"
         message = (
-            f"run {run_id}: {rewards} on {explorer or 'an explorer'}: {reason.rstrip('.')} (see "
+            f"run {run_id}: {rewards} on {name or 'an explorer'}: {reason} (see "
             f"its traceback with trinity-events explain {run_id}): mend the reward and resume the "
             "run, or choose drop_group or score in rewards.on_error for single errors"
         )

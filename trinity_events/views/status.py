@@ -13,7 +13,7 @@ from trinity_schemas import Kind
 
 from ..checkpoint_layout import final_name
 from ..core import MonitorState, failures, unfinished
-from ..core.causes import HostProcess
+from ..core.causes import BEHIND, HostProcess
 from ..core.refusals import suspects, words_of_refusal
 from ..core.rollouts import format_exclusion
 from ..core.state import KINDS, ExplorerState
@@ -61,6 +61,7 @@ def status_panel(
     now: int | None = None,
     silent_since: int | None = None,
     processes: Mapping[str, HostProcess] | None = None,
+    reports_since: int | None = None,
 ) -> RenderableType:
     """Return the panel of one run's state.
 
@@ -70,6 +71,7 @@ def status_panel(
             the last entry.
         silent_since: The milliseconds of the last entry of an abandoned run; else None.
         processes: Processes of the run on this host, by role and rank.
+        reports_since: Milliseconds of the oldest report that no reducer has copied to the events.
     """
     silent = silent_since is not None
     head = Text.assemble(
@@ -96,6 +98,10 @@ def status_panel(
         about.append(Text.assemble(("prompts ", "dim"), told))
     if state.closed_error is not None:
         about.append(Text(visible(state.closed_error, lines=False), style="red"))
+    if now is not None and reports_since is not None and now - reports_since >= BEHIND:
+        came = ago(now - reports_since)
+        waiting_reports = f"Reports of explorers wait for a reducer; the oldest one came {came}."
+        about.append(Text(waiting_reports, style="red"))
     if silent:
         about.append(Text(_abandoned(state, silent_since), style="red"))
     if silent or state.closed in ("failed", "interrupted"):

@@ -37,9 +37,10 @@ def test_the_first_error_of_a_reward_is_shown_with_traceback_and_answer(capsys):
         response="five\x1b[31m",
     )
     history = History()
-    history.add(error, by="explorer")
-    history.add(replace(error, ordinal=4), by="explorer", rank=1)
+    history.add(error, by="explorer", epoch=0)
+    history.add(replace(error, ordinal=4), by="explorer", rank=1, epoch=0)
     view = ProgressView(RUN, 2)
+    view.epoch = 1
     for entry_id, envelope in history.entries:
         view._fold(Entry(entry_id, encode(envelope)))
     printed = capsys.readouterr().err

@@ -103,6 +103,9 @@ class ProgressView:
             self._monitor.set_aside(entry.id, str(error))
             return
         announced = [one.event for one in self._monitor.apply(entry.id, envelope)]
+        if isinstance(envelope.event, RewardErrorReported):
+            # Explorers outlive epochs: their envelopes bear none, and the event names its own.
+            self._show_reward_error(entry.id, envelope.event)
         if envelope.epoch < self.epoch:
             return
         for line in self._failed.heard(envelope.event, announced):
@@ -110,8 +113,6 @@ class ProgressView:
         if isinstance(excluded := envelope.event, ExplorerExcluded):
             line = format_exclusion(excluded.explorer, excluded)
             self.say(visible(line, lines=False), style="bold red")
-        if isinstance(envelope.event, RewardErrorReported):
-            self._show_reward_error(entry.id, envelope.event)
         if isinstance(envelope.event, StepTrained):
             for line in format_skipped_updates(envelope.event.step, envelope.event.metrics):
                 self.say(line, style="bold red")
@@ -121,7 +122,7 @@ class ProgressView:
 
     def _show_reward_error(self, entry_id: str, error: RewardErrorReported) -> None:
         """Show the first error of each cause, with its traceback and the answer."""
-        if is_first_of_cause(self._monitor.state, entry_id, error):
+        if error.epoch >= self.epoch and is_first_of_cause(self._monitor.state, entry_id, error):
             line = f"a reward failed: {format_reward_error(error)}"
             self.say(visible(line, lines=False), style="bold red")
             for line in format_evidence(error):

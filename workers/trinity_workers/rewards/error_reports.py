@@ -8,7 +8,8 @@ from collections.abc import Callable
 import anyio.to_thread
 
 from trinity_events.errors import TrinityError
-from trinity_schemas import RewardErrorReported, RolloutRequest
+from trinity_schemas import ContractError, RewardErrorReported, RolloutRequest
+from trinity_schemas.events import LONGEST_TRACEBACK
 
 from ..tasks import Answer, Question
 from .base import RewardFailed, RewardFault
@@ -58,10 +59,10 @@ def make_report(
         attempt=request.attempt,
         sample=sample,
         held_out=held_out,
-        error_type=fault.error_type[:200],
+        error_type=fault.error_type[:200] or "Error",
         place=fault.place[:500],
         message=_make_excerpt(fault.sentence, _LONGEST_PROMPT),
-        traceback=fault.traceback,
+        traceback=fault.traceback[-LONGEST_TRACEBACK:],
         prompt=_make_excerpt(prompt, _LONGEST_PROMPT),
         response=_make_excerpt(answer.text, _LONGEST_RESPONSE),
     )
@@ -89,7 +90,7 @@ class ErrorReports:
         self._causes.add(cause)
         try:
             await anyio.to_thread.run_sync(self._publish, report)
-        except TrinityError as error:
+        except (TrinityError, ContractError) as error:
             logger.warning(
                 "the error of a reward is not in the log (%s): %s", error, report.message
             )
