@@ -41,12 +41,12 @@ Reason = Literal[
 """Kind of a cause.
 
 `server-full`, `server-read-only`: the server of the log takes no entries. `closed`: the run ended
-with an error. `no-reducer`: none leads. `reducer-behind`: the leader folds no entries, or copies no reports. `stopped`,
-`ended`: a process that is waited for cannot go on. `failed`: a kind of a step failed. `waits`: a
-process waits for an object, or for a process that reports no wait. `missing`: a save, a part, a
-commit or a registration has not come. `no-explorer`: rollouts have no taker. `excluded`: the
-trainer takes no answers of an explorer. `unread-group`: a
-consumer group acknowledges nothing. `held-checkpoint`: a reader holds a checkpoint.
+with an error. `no-reducer`: none leads. `reducer-behind`: the leader folds no entries, or copies no
+reports. `stopped`, `ended`: a process that is waited for cannot go on. `failed`: a kind of a step
+failed. `waits`: a process waits for an object, or for a process that reports no wait. `missing`: a
+save, a part, a commit or a registration has not come. `no-explorer`: rollouts have no taker.
+`excluded`: the trainer takes no answers of an explorer. `unread-group`: a consumer group
+acknowledges nothing. `held-checkpoint`: a reader holds a checkpoint.
 """
 
 BEHIND = 3_000
