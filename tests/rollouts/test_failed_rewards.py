@@ -6,7 +6,7 @@ import anyio
 import pytest
 from msgspec.structs import replace
 
-from tests.support.rollout_parts import answer, samples_of
+from tests.support.rollout_parts import answer, reward_error_of, samples_of
 from tests.support.waits import PATIENCE
 from trinity_events.core.audit import Auditor
 from trinity_events.core.ledger import Ledger
@@ -27,24 +27,8 @@ from trinity_schemas import (
 REASON = "the reward mine raised KeyError: 'a' (reward.py, line 2), for the answer 'four'"
 
 
-def error_of(claim, explorer="bad"):
-    request = claim.request
-    return RewardErrorReported(
-        explorer=explorer,
-        epoch=request.epoch,
-        ordinal=request.ordinal,
-        attempt=request.attempt,
-        sample=1,
-        error_type="KeyError",
-        place="reward.py, line 2",
-        message="the reward mine raised KeyError: 'a' (reward.py, line 2)",
-        traceback="Traceback (most recent call last)",
-        response="four",
-    )
-
-
 async def fail(explorer, claim):
-    await explorer.fail(claim, REASON, error_of(claim, explorer.name))
+    await explorer.fail(claim, REASON, reward_error_of(claim, explorer.name))
 
 
 async def fail_all(explorer):
@@ -107,7 +91,9 @@ async def test_by_default_the_first_failed_reward_ends_the_run_and_its_prompt_st
     assert (error.reason, error.in_a_row) == (REASON, 1)
     copied = pickle.loads(pickle.dumps(error))
     assert (str(copied), vars(copied)) == (str(error), vars(error)), "it passes through Ray"
-    assert await events(parts, RewardErrorReported) == [error_of(claim)], "before the run ends"
+    assert await events(parts, RewardErrorReported) == [reward_error_of(claim, "bad")], (
+        "before the run ends"
+    )
     await dispatcher.publish_dropped()
     books = await audit(parts)
     assert (books.open, books.dropped, books.balanced) == (2, {}, True)
