@@ -5,8 +5,14 @@ from msgspec.structs import replace
 from tests.support.event_histories import History
 from tests.support.event_samples import SAMPLES
 from trinity_events.core import reward_errors as module
-from trinity_events.core.reward_errors import is_first_of_cause
-from trinity_schemas import RewardErrorReported, RunOpened
+from trinity_events.core.reward_errors import (
+    REWARD_ERRORS,
+    REWARD_FAILED,
+    count_failed_prompts,
+    is_first_of_cause,
+)
+from trinity_events.core.summary import Summarizer
+from trinity_schemas import RewardErrorReported, RolloutsDispatched, RunOpened, StepTrained
 
 ERROR = replace(
     next(sample for sample in SAMPLES if isinstance(sample, RewardErrorReported)), epoch=1
@@ -52,3 +58,17 @@ def test_causes_beyond_the_limit_are_anomalies(monkeypatch):
     state, entries = reported(*errors)
     assert [one.entry_id for one in state.reward_errors.values()] == entries[:2]
     assert state.anomaly_counts == {"reward-error-not-kept": 2}
+
+
+def test_the_summary_counts_dropped_prompts_and_samples_with_a_score():
+    history = History()
+    history.add(RolloutsDispatched(ordinals=((0, 9),)))
+    history.add(StepTrained(step=1, dropped={REWARD_FAILED: ((0, 1),)}, metrics={REWARD_ERRORS: 3}))
+    history.add(StepTrained(step=2, dropped={"filtered": ((2, 2),)}, metrics={REWARD_ERRORS: 1}))
+    history.add(RolloutsDispatched(dropped={REWARD_FAILED: ((5, 5),)}))
+    summarizer = Summarizer("history")
+    for _, envelope in history.entries:
+        summarizer.add(envelope, 8)
+    summary = summarizer.summary()
+    assert (summary.dropped, summary.reward_errors) == ({"filtered": 1, REWARD_FAILED: 3}, 4)
+    assert count_failed_prompts(history.fold()[0].state) == 3

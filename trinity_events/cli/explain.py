@@ -172,9 +172,9 @@ def _lines_of_run(known: _Known) -> list[str]:
 def _reward_errors(known: _Known) -> list[str]:
     """Return the first reward errors with their answers, and how many prompts were dropped."""
     lines = []
-    for kept in known.state.reward_errors.values():
-        lines.append(f"A reward failed: {kept.sentence.rstrip('.')} (entry {kept.entry_id}).")
-        if (event := known.reward_errors.get(kept.entry_id)) is not None:
+    for error in known.state.reward_errors.values():
+        lines.append(f"A reward failed: {error.sentence.rstrip('.')} (entry {error.entry_id}).")
+        if (event := known.reward_errors.get(error.entry_id)) is not None:
             lines += format_evidence(event)
     if dropped := count_failed_prompts(known.state):
         lines.append(f"{dropped} prompts were dropped, as their rewards failed.")
@@ -258,10 +258,10 @@ async def _reward_errors_in(
 ) -> dict[str, RewardErrorReported]:
     """Return the reward errors that the state names, from the entries that have them."""
     errors = {}
-    for kept in state.reward_errors.values():
-        event = await _read_event(log, archive, kept.entry_id)
+    for error in state.reward_errors.values():
+        event = await _read_event(log, archive, error.entry_id)
         if isinstance(event, RewardErrorReported):
-            errors[kept.entry_id] = event
+            errors[error.entry_id] = event
     return errors
 
 

@@ -41,8 +41,8 @@ def reward_error_reported(fold: FoldState, event: RewardErrorReported, _: Envelo
 
 def is_first_of_cause(state: MonitorState, entry_id: str, event: RewardErrorReported) -> bool:
     """Return True if an entry that was folded reports the first error of its cause."""
-    kept = state.reward_errors.get(_name_cause(event))
-    return kept is not None and kept.entry_id == entry_id
+    first = state.reward_errors.get(_name_cause(event))
+    return first is not None and first.entry_id == entry_id
 
 
 def format_reward_error(event: RewardErrorReported) -> str:

@@ -657,12 +657,12 @@ class RolloutDispatcher:
 
     def _count_answer(self, group: Group) -> None:
         """Count an answer, or a failed request if all its samples have a score for an error."""
-        sample = group.experiences[0]
-        if not all(one.reward_error for one in group.experiences):
+        first = group.experiences[0]
+        if not all(sample.reward_error for sample in group.experiences):
             if self._streaks is not None:
-                self._streaks.add_answer(sample.explorer)
+                self._streaks.add_answer(first.explorer)
             return
-        failed = Failed(group.entry_ids[0], "", sample.reward_error, sample.explorer)
+        failed = Failed(group.entry_ids[0], "", first.reward_error, first.explorer)
         end = self._count_failure(group.ordinal, failed, of_reward=True)
         if end is not None:
             self._failed_rewards.append(_FailedReward(group.ordinal, None, end))

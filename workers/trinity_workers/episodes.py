@@ -291,11 +291,11 @@ class Episodes:
         except RewardFailed as error:
             rewarded, indices = error.rewarded, range(len(answers))
             faults = {at: error.get_fault(at) for at in indices if at not in rewarded}
-        for index, one in list(rewarded.items()):
-            if self.needed_part is not None and self.needed_part not in one.parts:
+        for index, reward in list(rewarded.items()):
+            if self.needed_part is not None and self.needed_part not in reward.parts:
                 # The trainer would refuse the answer.
                 del rewarded[index]
-                names = ", ".join(one.parts) or "none"
+                names = ", ".join(reward.parts) or "none"
                 sentence = (
                     f"filters.part is {self.needed_part!r}, and the reward has no such part: its "
                     f"parts are {names}"

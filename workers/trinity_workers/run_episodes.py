@@ -76,7 +76,7 @@ async def open_episodes(
     )
 
 
-def of_held_out_questions(episodes: Episodes, task: Task) -> Episodes:
+def create_held_out_episodes(episodes: Episodes, task: Task) -> Episodes:
     """Return the episodes of a set of held-out questions.
 
     A reward that fails never fails their request: the trainer counts and names it in the result,

@@ -13,7 +13,7 @@ from trinity_schemas import Experience, StepRef
 
 from ..episodes import Episodes
 from ..held_out_sets import HeldOutSet
-from ..run_episodes import of_held_out_questions, send_answers
+from ..run_episodes import create_held_out_episodes, send_answers
 from .installer import VersionInstaller
 
 LONGEST_WAIT = 20.0
@@ -71,7 +71,7 @@ class EvaluationAnswers:
         *,
         at_once: int,
     ) -> None:
-        self._players = {one.fingerprint: of_held_out_questions(episodes, one) for one in sets}
+        self._players = {one.fingerprint: create_held_out_episodes(episodes, one) for one in sets}
         self._requests = requests
         self._installer = installer
         self._turns = turns

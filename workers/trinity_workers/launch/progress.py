@@ -86,8 +86,8 @@ class ProgressView:
 
     async def catch_up(self, log: EventLog) -> None:
         """Show what the log has by now, once :meth:`follow` was cancelled."""
-        while found := await log.read(self._monitor.state.position, limit=PAGE):
-            for entry in found:
+        while entries := await log.read(self._monitor.state.position, limit=PAGE):
+            for entry in entries:
                 self._fold(entry)
 
     def say(self, text: str, style: str = "dim") -> None:

@@ -182,11 +182,11 @@ def _raised(error: BaseException) -> RewardFault:
     own_code = _skip_own_frames(error.__traceback__)
     frames = traceback.extract_tb(own_code)
     place = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else ""
-    told = " ".join(f"{name}: {message}".split()).removesuffix(":")[:_LONGEST_MESSAGE]
+    summary = " ".join(f"{name}: {message}".split()).removesuffix(":")[:_LONGEST_MESSAGE]
     # Without the frames of this file, which are in every traceback and say nothing.
     lines = "".join(traceback.format_exception(type(error), error, own_code))
     return RewardFault(
-        sentence=_to_unicode(f"raised {told}{f' ({place})' if place else ''}"),
+        sentence=_to_unicode(f"raised {summary}{f' ({place})' if place else ''}"),
         error_type=name,
         place=_to_unicode(place),
         traceback=_to_unicode(lines[-_LONGEST_TRACEBACK:]),

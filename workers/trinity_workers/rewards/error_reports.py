@@ -51,7 +51,7 @@ def make_report(
     """Return the report of an error, with excerpts of prompt and response."""
     prompt = question.prompt
     if not isinstance(prompt, str):
-        prompt = "\n".join(f"{one.get('role')}: {one.get('content')}" for one in prompt)
+        prompt = "\n".join(f"{message.get('role')}: {message.get('content')}" for message in prompt)
     return RewardErrorReported(
         explorer=explorer,
         epoch=request.epoch,

@@ -19,7 +19,7 @@ from ..episodes import Episodes
 from ..held_out_sets import HeldOutSet
 from ..learning.policy import context_length
 from ..rollout_engines.base import Generation, GenerationRequest
-from ..run_episodes import of_held_out_questions, open_episodes, send_answers
+from ..run_episodes import create_held_out_episodes, open_episodes, send_answers
 from ..tasks import Task
 from .wrapper import TrainEngineWrapper
 
@@ -97,7 +97,9 @@ class ColocatedAnswers:
             publish=self._publisher.publish,
             exits=exits,
         )
-        self._players = {one.fingerprint: of_held_out_questions(episodes, one) for one in held_out}
+        self._players = {
+            one.fingerprint: create_held_out_episodes(episodes, one) for one in held_out
+        }
         self._players[task.fingerprint] = episodes
 
     async def run(self) -> None:
