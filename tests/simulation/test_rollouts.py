@@ -9,6 +9,7 @@ import pytest
 from tests.simulation.mutants import planted
 from tests.simulation.rollout_mutants import MUTANTS, found_by
 from tests.simulation.rollouts import World, audited, simulate
+from trinity_events.core.reward_errors import REWARD_FAILED
 from trinity_schemas import decode_envelope
 
 SEEDS = 1000
@@ -39,7 +40,7 @@ def test_processes_end_before_and_after_each_call_and_old_ones_wake_up():
     books = [audited(world)[0] for world in worlds]
     reasons = {why for one in books for why in one.recomputed}
     assert reasons >= {"resumed", "stale", "failed", "lapsed", "lost"}
-    assert {why for one in books for why in one.dropped} == {"filtered", "attempts"}
+    assert {why for one in books for why in one.dropped} == {"filtered", "attempts", REWARD_FAILED}
     assert sum(one.discarded_steps for one in books) > 50
     assert any(len(one.spans) > 3 for one in books)
 
