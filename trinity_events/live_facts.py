@@ -101,6 +101,7 @@ async def _facts(
         now=now,
         is_led=bool(await client.exists(log.keys.leader)),
         unfolded_since=unfolded_since,
+        reports_since=await reports_since(log),
         server_fault=await _server_fault(client, log.keys.events),
         processes=processes_here(log.run_id),
         heard=await _heard(log),
@@ -123,6 +124,12 @@ async def _unfolded_since(client: redis.asyncio.Redis, log: RedisEventLog) -> in
     after = ORIGIN if committed is None else committed.decode(errors="replace")
     entries = await log.read(after, limit=1)
     return position(entries[0].id)[0] if entries else None
+
+
+async def reports_since(log: RedisEventLog) -> int | None:
+    """Return the milliseconds of the oldest report that no reducer has copied to the events."""
+    report = await log.oldest_waiting_report()
+    return None if report is None else position(report.id)[0]
 
 
 async def _consumer_groups(client: redis.asyncio.Redis, log: RedisEventLog) -> tuple[Group, ...]:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from .envelope import Envelope, Sequence
-from .events import EVENT_TYPES, event_tag
+from .events import EVENT_TYPES, RewardErrorReported, event_tag
 from .identity import Epoch, Name, Producer, RunId
 from .manifest import CheckedEntries, EncodedManifest, TensorEntry, WeightManifest
 from .rollouts import Attempts, Experience, Ordinal, RolloutRequest
@@ -81,6 +81,7 @@ _manifests = msgspec.msgpack.Decoder(EncodedManifest)
 _entries = msgspec.msgpack.Decoder(tuple[TensorEntry, ...])
 _requests = msgspec.msgpack.Decoder(RolloutRequest)
 _experiences = msgspec.msgpack.Decoder(Experience)
+_reward_errors = msgspec.msgpack.Decoder(RewardErrorReported)
 _experience_senders = msgspec.msgpack.Decoder(ExperienceSender)
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Errors that decoders raise for bytes that they cannot decode."""
@@ -161,6 +162,11 @@ def decode_experience(payload: bytes) -> Experience:
         return _decode(_experiences, payload, MAX_EVENT_BYTES, "an experience")
     except ContractError as error:
         raise ExperienceUnreadable(str(error), _experience_sender(payload)) from None
+
+
+def decode_reward_error(payload: bytes) -> RewardErrorReported:
+    """Decode the error of a reward with which a request failed. Raises :class:`ContractError`."""
+    return _decode(_reward_errors, payload, MAX_REPORT_BYTES, "an error of a reward")
 
 
 def to_json(message: msgspec.Struct) -> dict[str, Any]:

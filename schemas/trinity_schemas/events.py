@@ -520,11 +520,53 @@ class StepTrained(_Event, frozen=True):
 
 
 class ExplorerExcluded(_Event, frozen=True):
-    """The trainer takes no more answers of an explorer in this epoch, as some were malformed."""
+    """The trainer takes no more answers of an explorer in this epoch.
+
+    Some of its answers were malformed, or its requests failed while other explorers answered.
+    """
 
     explorer: Annotated[Name, Meta(description="Name of the explorer, as its answers have it.")]
     malformed: Annotated[Count, Meta(description="Number of its answers that were malformed.")]
     reason: Annotated[Text, Meta(description="Fault of the last one.")]
+    failed: Annotated[Count, Meta(description="Number of its requests that failed in a row.")] = 0
+
+
+LONGEST_TRACEBACK = 8192
+"""Characters of a traceback: the innermost frames, which name the fault, take a few hundred."""
+LONGEST_ANSWER = 4096
+"""Characters of an excerpt of a prompt or a response. A report of an error stays below 100 KiB."""
+
+
+class RewardErrorReported(_Event, frozen=True):
+    """A reward function failed for an answer: it raised, hung, died, or returned no finite number.
+
+    The first error of each cause is reported. Type and place of the error are its cause.
+    """
+
+    explorer: Annotated[Name, Meta(description="Name of the explorer.")]
+    epoch: Epoch
+    ordinal: Ordinal
+    attempt: Attempts
+    sample: Annotated[int, Meta(ge=0, description="Index of the sample in its group.")]
+    error_type: Annotated[Name, Meta(description="Type of the error, such as KeyError.")]
+    message: Annotated[Text, Meta(description="Sentence about the error.")]
+    held_out: Annotated[
+        bool, Meta(description="True if the ordinal is one of a set of held-out questions.")
+    ] = False
+    place: Annotated[
+        str,
+        Meta(max_length=512, description="File and line that raised it; empty if it is unknown."),
+    ] = ""
+    traceback: Annotated[
+        str,
+        Meta(max_length=LONGEST_TRACEBACK, description="End of the traceback, if there is one."),
+    ] = ""
+    prompt: Annotated[
+        str, Meta(max_length=LONGEST_ANSWER, description="Excerpt of the prompt.")
+    ] = ""
+    response: Annotated[
+        str, Meta(max_length=LONGEST_ANSWER, description="Excerpt of the response.")
+    ] = ""
 
 
 class LedgerRestored(_Event, frozen=True):
@@ -695,6 +737,7 @@ Event = (
     | RolloutsDispatched
     | StepTrained
     | ExplorerExcluded
+    | RewardErrorReported
     | LedgerRestored
     | ProfileWritten
     | EvaluationStarted
@@ -756,6 +799,7 @@ SENT_BY: dict[type[Struct], SenderRole] = {
     RolloutsDispatched: "trainer",
     StepTrained: "trainer",
     ExplorerExcluded: "trainer",
+    RewardErrorReported: "explorer",
     LedgerRestored: "trainer",
     ProfileWritten: "worker",
     EvaluationStarted: "trainer",

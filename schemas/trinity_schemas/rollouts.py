@@ -39,6 +39,8 @@ REWARD_RANGE = f"finite, from {-MAX_REWARD:g} to {MAX_REWARD:g}"
 """Range of rewards in words."""
 MAX_REWARD_PARTS = 256
 """Maximum named parts of a reward; a reward function has some dozens at most."""
+LONGEST_REWARD_ERROR = 500
+"""Maximum characters of a sentence about a reward's error: every sample that failed repeats it."""
 MAX_EXCLUDED_NAMES = 64
 """Maximum explorers that a request names as excluded: every request repeats them."""
 Attempts = Annotated[int, Meta(ge=1, le=2**31, description="Number of the attempt, from 1.")]
@@ -136,6 +138,14 @@ class Experience(Struct, frozen=True, kw_only=True):
     finished: Annotated[
         bool, Meta(description="False if the last turn met its limit of tokens.")
     ] = True
+    reward_error: Annotated[
+        str,
+        Meta(
+            max_length=LONGEST_REWARD_ERROR,
+            description="Sentence about the error of the reward function, if `reward` is the score "
+            "that is configured for errors; else empty.",
+        ),
+    ] = ""
 
     def __post_init__(self) -> None:
         if self.sample >= self.samples:

@@ -5,10 +5,21 @@ import re
 
 import anyio
 import pytest
+from msgspec import structs
 
 from tests.support.event_histories import committed, failed, finished, registration, started
+from tests.support.event_samples import SAMPLES
+from tests.support.pipeline import accept_reports
 from trinity_events.log import AsyncPublisher, new_producer
-from trinity_schemas import ExplorerExcluded, ProfileWritten, RunClosed, StacksTaken
+from trinity_schemas import (
+    ExplorerExcluded,
+    ExplorerStatusChanged,
+    ProfileWritten,
+    RewardErrorReported,
+    RolloutsDispatched,
+    RunClosed,
+    StacksTaken,
+)
 
 
 @pytest.fixture
@@ -53,6 +64,35 @@ async def test_an_excluded_explorer_is_named_in_its_status_too(cli, waiting_run,
         shown = " ".join(cli(command, waiting_run).stdout.split())
         assert r"'explorer-1\n' is excluded until the run's next epoch" in shown
         assert "(the last one: its reward is inf)" in shown
+
+
+async def test_the_error_of_a_reward_is_shown_with_its_answer_also_once_the_run_has_ended(
+    cli, waiting_run, publisher
+):
+    error = next(sample for sample in SAMPLES if isinstance(sample, RewardErrorReported))
+    await publisher.publish(structs.replace(error, epoch=publisher.epoch))
+    await publisher.publish(RolloutsDispatched(ordinals=((0, 3),)))
+    await publisher.publish(RolloutsDispatched(dropped={"reward-failed": ((1, 2),)}))
+    await publisher.publish(RunClosed(reason="failed", error="the reward of question 3 failed"))
+    explained = cli("explain", waiting_run).stdout
+    assert f"A reward failed: {error.explorer} could not judge answer 0" in explained
+    for text in (error.message, error.traceback, error.prompt, error.response):
+        assert text in explained
+    assert "2 prompts were dropped, as their rewards failed." in explained
+    status = " ".join(cli("status", waiting_run).stdout.split())
+    assert error.message in status and f"see trinity-events explain {waiting_run}" in status
+
+
+async def test_reports_that_wait_for_a_reducer_are_named(cli, waiting_run, publisher, log):
+    explorer = AsyncPublisher(log, publisher.epoch, new_producer("explorer"))
+    await explorer.publish(ExplorerStatusChanged(status="running"))
+    shown = cli("explain", waiting_run).stdout
+    assert "No reducer leads" in shown and "; reports of explorers wait for it for " in shown
+    waiting = await log.oldest_waiting_report()
+    status = json.loads(cli("status", waiting_run, "--json").stdout)
+    assert status["reports_since"] == int(waiting.id.partition("-")[0]) / 1000
+    await accept_reports(log)
+    assert "reports of explorers" not in cli("explain", waiting_run).stdout
 
 
 async def test_with_json_it_says_the_same_to_programs(cli, waiting_run):

@@ -68,6 +68,7 @@ def test_a_process_that_cannot_go_on_comes_before_one_that_is_busy():
 def test_a_run_without_a_reducer_waits_for_one_first():
     assert first(chain(), is_led=False)[0] == "no-reducer"
     assert first(chain(), unfolded_since=-9_000)[0] == "reducer-behind"
+    assert first(chain(), reports_since=-9_000)[0] == "reducer-behind"
 
 
 def test_a_server_that_takes_nothing_is_the_cause_of_all():

@@ -18,6 +18,7 @@ from trinity_schemas import (
     Envelope,
     ExplorerStatusChanged,
     Producer,
+    RewardErrorReported,
     StacksTaken,
     StepRef,
     WaitEnded,
@@ -106,3 +107,7 @@ def test_an_explorer_is_told_before_it_sends_what_is_no_report():
 def test_the_largest_report_of_our_own_is_within_the_limit():
     stacks = StacksTaken(process="p" * 256, node="n" * 256, pid=1, stacks="\N{SNOWMAN}" * 16_384)
     assert len(report(stacks)) < MAX_REPORT_BYTES
+    error = next(sample for sample in SAMPLES if isinstance(sample, RewardErrorReported))
+    bounds = {"message": 8192, "traceback": 8192, "prompt": 4096, "response": 4096}
+    longest = {name: "\N{SNOWMAN}" * bound for name, bound in bounds.items()}
+    check_report(report(structs.replace(error, **longest)), RUN)

@@ -101,14 +101,31 @@ def test_a_users_model_questions_reward_tools_and_engine_are_part_of_a_run(folde
     assert 0.0 <= held_out["first"]["mean"] <= 1.0
 
 
-def test_a_reward_that_always_fails_ends_the_run_with_its_sentence(folder, own_home):
+def test_a_reward_that_fails_ends_the_run_with_its_sentence_traceback_and_answer(folder, own_home):
     (folder / "reward.py").write_text("def reward(question, answer):\n    return 1 / 0\n")
-    done = run(folder, settings() | {"trainer": {"ranks": 1}}, own_home)
+    evaluated_nothing = {"evaluation": {"sets": {}}, "name": "failing"}
+    done = run(folder, settings() | {"trainer": {"ranks": 1}} | evaluated_nothing, own_home)
     assert done.returncode != 0
-    told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(told) == 1, done.stderr[-4000:]
-    assert "raised ZeroDivisionError: division by zero (reward.py, line 2)" in told[0]
-    assert "in each of 3 attempts" in told[0]
+    lines = done.stderr.splitlines()
+    errors = [line for line in lines if line.startswith("error: ")]
+    assert len(errors) == 1, done.stderr[-4000:]
+    cause = "raised ZeroDivisionError: division by zero (reward.py, line 2)"
+    assert cause in errors[0] and "for the answer '" in errors[0]
+    [shown] = [at for at, line in enumerate(lines) if "a reward failed: explorer-" in line]
+    assert cause in lines[shown]
+    evidence = "\n".join(lines[shown:])
+    for line in ("    ZeroDivisionError: division by zero", "  prompt:", "  response:"):
+        assert line in evidence
+    explained = subprocess.run(
+        [sys.executable, "-m", "trinity_events", "explain", "failing"],
+        env=os.environ | {"TRINITY_HOME": str(own_home)},
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    assert "A reward failed: explorer-" in explained
+    for line in ("    ZeroDivisionError: division by zero", "  prompt:", "  response:"):
+        assert line in explained
 
 
 @pytest.mark.parametrize(

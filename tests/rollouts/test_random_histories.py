@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from tests.support.rollout_histories import count_raw
-from tests.support.rollout_parts import LONG, samples_of, settings
+from tests.support.rollout_parts import LONG, reward_error_of, samples_of, settings
 from tests.support.waits import PATIENCE
 from trinity_events.core.ledger import Ledger
 from trinity_events.errors import StaleEpoch
@@ -99,6 +99,7 @@ class History:
                 order=self.order,
                 keep_answers=self.keep,
                 claim_lease=LEASE,
+                on_reward_error="drop_group",
                 window=self.random.choice([2, 5, 9]),
             )
             dispatcher = RolloutDispatcher(self.client, publisher, asked, ledger)
@@ -179,7 +180,8 @@ class History:
                 await explorer.answer(claim, samples_of(claim))
                 assert not await explorer.answer(claim, samples_of(claim))
             case "fail":
-                await explorer.fail(claim, "by chance")
+                error = reward_error_of(claim, explorer.name)
+                await explorer.fail(claim, "by chance", self.random.choice([error, None]))
         late = RolloutClient(self.client, self.run_id, self.epoch, explorer.name, lease=LONG)
         if len(self.late) < 3:
             self.late.append(lambda: late.answer(claim, samples_of(claim)))

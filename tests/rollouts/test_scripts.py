@@ -17,7 +17,7 @@ ARGUMENTS = {
     "renew": lambda claim, _: ["a", claim.entry_id],
     "leave": lambda *_: [0, ""],
     "answer": lambda claim, _: [claim.entry_id, 2, *map(encode, samples_of(claim))],
-    "fail": lambda claim, _: [claim.entry_id, "reason"],
+    "fail": lambda claim, _: [claim.entry_id, "reason", "a"],
     "free": lambda _, answered: [answered.decode()],
     "mend": lambda _, answered: [answered.decode()],
 }

@@ -46,6 +46,16 @@ MUTANTS = (
         ),
     ),
     _mutant(
+        "a prompt whose reward failed is forgotten",
+        40,
+        (
+            RolloutDispatcher,
+            "_settle_failed_rewards",
+            "self._state.drop(REWARD_FAILED, ordinal)",
+            "del self._state.asked[ordinal]",
+        ),
+    ),
+    _mutant(
         "a malformed answer is taken",
         40,
         (AnswerInspector, "_add_sample", "if fault is not None:", "if False:"),

@@ -163,8 +163,11 @@ class RolloutServer:
             at = end
         return counted
 
-    def _fail(self, group: bytes, request: bytes, reason: bytes) -> int:
-        return self._end_claim(group, request, [{b"failed": request, b"reason": reason}])
+    def _fail(
+        self, group: bytes, request: bytes, reason: bytes, explorer: bytes, error: bytes = b""
+    ) -> int:
+        failed = {b"failed": request, b"reason": reason, b"explorer": explorer}
+        return self._end_claim(group, request, [failed | ({b"error": error} if error else {})])
 
     def _end_claim(self, group: bytes, request: bytes, answers: list[dict[bytes, bytes]]) -> int:
         at, consumers = position(request.decode()), self.groups.get(group.decode())

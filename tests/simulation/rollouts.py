@@ -22,7 +22,7 @@ from msgspec import structs
 from tests.simulation import clock
 from tests.simulation.rollout_server import RolloutClientOfServer, RolloutServer
 from tests.support.rollout_histories import RUN, Count, count_raw
-from tests.support.rollout_parts import samples_of, settings
+from tests.support.rollout_parts import reward_error_of, samples_of, settings
 from trinity_events.analysis.audit import Auditor, LineageBooks
 from trinity_events.core import Monitor, MonitorState
 from trinity_events.core.ledger import Ledger, ordinals
@@ -175,6 +175,8 @@ class World:
             "keep_answers": self.random.choice(["trained", "checkpoint"]),
             "claim_lease": LEASE,
             "request_deadline": REQUEST_DEADLINE,
+            "on_reward_error": "drop_group",
+            "max_consecutive_failures": 100,
             "max_attempts": self.random.choice([1, 3, 100]),
             "prompts_per_step": PER_STEP,
         }
@@ -248,6 +250,7 @@ class World:
     async def _serve(self, explorer: RolloutClient, claim: Claim) -> None:
         samples = samples_of(claim, explorer.name)
         conduct = {"answer": 12, "late": 1, "twice": 2, "fail": 1, "forget": 1, "malformed": 1}
+        conduct["unjudged"] = 1
         match self.random.choices([*conduct], [*conduct.values()])[0]:
             case "answer":
                 async with explorer.renewing([claim]):
@@ -269,6 +272,8 @@ class World:
                 )
             case "fail":
                 await explorer.fail(claim, "by chance")
+            case "unjudged":
+                await explorer.fail(claim, "by chance", reward_error_of(claim, explorer.name))
 
 
 class TrainerLife:

@@ -107,7 +107,7 @@ class Both:
         written = {
             "issue": self.rows() if name == "issue" else [],
             "answer": [ids[0], 2, b"x", b"y", ids[-1], 1, b"z"],
-            "fail": [request, "reason"],
+            "fail": [request, "reason", "a", *random.choice([[], ["error"]])],
             "renew": [member, *ids],
             "leave": [idle, random.choice(["", member])],
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trinity_events.rollouts import Claim, DispatchSettings, RolloutClient, RolloutDispatcher
-from trinity_schemas import Experience, Sampling, StepRef, Turn
+from trinity_schemas import Experience, RewardErrorReported, Sampling, StepRef, Turn
 
 FINGERPRINT = "sha256:" + "1" * 64
 SAMPLES = 2
@@ -47,6 +47,23 @@ def samples_of(claim: Claim, explorer: str = "someone") -> list[Experience]:
         )
         for sample in range(request.samples)
     ]
+
+
+def reward_error_of(claim: Claim, explorer: str) -> RewardErrorReported:
+    """Error of the reward for one answer to a claimed request."""
+    request = claim.request
+    return RewardErrorReported(
+        explorer=explorer,
+        epoch=request.epoch,
+        ordinal=request.ordinal,
+        attempt=request.attempt,
+        sample=1,
+        error_type="KeyError",
+        place="reward.py, line 2",
+        message="the reward mine raised KeyError: 'a' (reward.py, line 2)",
+        traceback="Traceback (most recent call last)",
+        response="four",
+    )
 
 
 class Parts:

@@ -12,7 +12,15 @@ pytest.importorskip("transformers")
 
 from tests.support.pipeline import PATIENCE  # noqa: E402
 from trinity_events.errors import TrinityError  # noqa: E402
-from trinity_schemas import Experience, RolloutRequest, Sampling, StepRef, Turn  # noqa: E402
+from trinity_schemas import (  # noqa: E402
+    Experience,
+    RolloutRequest,
+    Sampling,
+    StepRef,
+    Turn,
+    decode_reward_error,
+    encode,
+)
 from trinity_workers.algorithms.collate import collate  # noqa: E402
 from trinity_workers.algorithms.prepare import prepare  # noqa: E402
 from trinity_workers.algorithms.settings import AlgorithmConfig  # noqa: E402
@@ -24,7 +32,8 @@ from trinity_workers.learning.policy import (  # noqa: E402
     load_policy,
     load_tokenizer,
 )
-from trinity_workers.rewards import RewardFailed  # noqa: E402
+from trinity_workers.rewards import Rewarded, RewardFailed, RewardFault  # noqa: E402
+from trinity_workers.rewards.error_reports import AnswersNotJudged, ErrorReports  # noqa: E402
 from trinity_workers.rollout_engines import (  # noqa: E402
     EngineOptions,
     Generation,
@@ -306,6 +315,61 @@ async def test_a_reward_without_the_part_that_the_trainer_reads_is_a_failed_rewa
         episodes = episodes_of(Scripted(tokenizer, "a"), tokenizer, task, needed_part=part)
         [answer] = await episodes.answer_all([request_for(task)])
         assert isinstance(answer, RewardFailed) is failed
+
+
+class FailsSecond(ByLength):
+    """Judges the first answer of a group, and fails for the second."""
+
+    async def judge(self, question, answers):
+        fault = RewardFault(
+            sentence="the reward mine raised KeyError: 'a' (reward.py, line 2)",
+            error_type="KeyError",
+            place="reward.py, line 2",
+            traceback="Traceback",
+        )
+        raise RewardFailed(
+            fault.sentence, faults={1: fault}, rewarded={0: Rewarded(reward=1.0, parts={"p": 1.0})}
+        )
+
+
+@pytest.mark.parametrize("on_error", ["fail", "drop_group"])
+async def test_a_failed_reward_fails_its_request_with_the_error_and_the_answer(tokenizer, on_error):
+    reports = ErrorReports((published := []).append)
+    task = task_of(chat("what is 2 + 2?"))
+    episodes = episodes_of(
+        Scripted(tokenizer, "four" + "x" * 9000),
+        tokenizer,
+        task,
+        judge=FailsSecond(),
+        on_error=on_error,
+        report=reports.add,
+    )
+    for _ in range(2):
+        [failed] = await episodes.answer_all([request_for(task)])
+        assert isinstance(failed, AnswersNotJudged)
+    [report] = published
+    assert report == failed.report, "the first error of a cause is reported, and no other"
+    assert (report.explorer, report.ordinal, report.attempt, report.sample) == ("e-1", 0, 2, 1)
+    assert (report.error_type, report.place) == ("KeyError", "reward.py, line 2")
+    assert "user: what is 2 + 2?" in report.prompt and report.response.startswith("four")
+    assert decode_reward_error(encode(report)) == report, "its excerpts are within the contract"
+
+
+async def test_a_failed_reward_becomes_the_configured_score_and_is_marked(tokenizer):
+    task = task_of(chat("q"))
+    episodes = episodes_of(
+        Scripted(tokenizer, "a"),
+        tokenizer,
+        task,
+        judge=FailsSecond(),
+        on_error="score",
+        error_score=-1.0,
+        needed_part="p",
+    )
+    sound, scored = await episodes.answer(request_for(task))
+    assert (sound.reward, sound.reward_error) == (1.0, "")
+    assert (scored.reward, scored.reward_parts) == (-1.0, {"p": -1.0})
+    assert scored.reward_error.startswith("the reward mine raised KeyError")
 
 
 async def test_a_request_that_fails_spoils_no_other(tokenizer):

@@ -41,12 +41,12 @@ Reason = Literal[
 """Kind of a cause.
 
 `server-full`, `server-read-only`: the server of the log takes no entries. `closed`: the run ended
-with an error. `no-reducer`: none leads. `reducer-behind`: the leader folds no entries. `stopped`,
-`ended`: a process that is waited for cannot go on. `failed`: a kind of a step failed. `waits`: a
-process waits for an object, or for a process that reports no wait. `missing`: a save, a part, a
-commit or a registration has not come. `no-explorer`: rollouts have no taker. `excluded`: the
-trainer takes no answers of an explorer. `unread-group`: a
-consumer group acknowledges nothing. `held-checkpoint`: a reader holds a checkpoint.
+with an error. `no-reducer`: none leads. `reducer-behind`: the leader folds no entries, or copies no
+reports. `stopped`, `ended`: a process that is waited for cannot go on. `failed`: a kind of a step
+failed. `waits`: a process waits for an object, or for a process that reports no wait. `missing`: a
+save, a part, a commit or a registration has not come. `no-explorer`: rollouts have no taker.
+`excluded`: the trainer takes no answers of an explorer. `unread-group`: a consumer group
+acknowledges nothing. `held-checkpoint`: a reader holds a checkpoint.
 """
 
 BEHIND = 3_000
@@ -92,6 +92,8 @@ class LiveFacts(Struct, frozen=True, kw_only=True):
     is_led: bool = True
     unfolded_since: int | None = None
     """Milliseconds of the oldest entry that no reducer has folded."""
+    reports_since: int | None = None
+    """Milliseconds of the oldest report of an explorer that no reducer has copied to the events."""
     server_fault: tuple[Reason, str] | None = None
     """Reason for which the server takes no entries, in words too."""
     processes: dict[str, HostProcess] = field(default_factory=dict)
@@ -203,10 +205,13 @@ def _of_reducer(state: MonitorState, facts: LiveFacts) -> Iterator[Cause]:
     found = facts.processes.get(name)
     pid = None if found is None else found.pid
     since = facts.unfolded_since
-    behind = since is not None and facts.now - since >= BEHIND
+    reports = facts.reports_since
+    behind = any(at is not None and facts.now - at >= BEHIND for at in (since, reports))
     if facts.is_led and not behind:
         return
     words = "" if since is None else f"; entries are not folded for {_age(facts.now, since)}"
+    if reports is not None:
+        words += f"; reports of explorers wait for it for {_age(facts.now, reports)}"
     last = f"; the last one, {_described(name, found)}" if found is not None else ""
     last += "".join(
         f"; {sentence_of(one, facts.now)[:-1]}"
@@ -214,8 +219,9 @@ def _of_reducer(state: MonitorState, facts: LiveFacts) -> Iterator[Cause]:
         if one.by == name
     )
     if facts.is_led:
-        said = f"The reducer that leads run {state.run_id} does not fold{words}{last}."
-        yield Cause(reason="reducer-behind", sentence=said, process=name, pid=pid, since=since)
+        said = f"The reducer that leads run {state.run_id} is behind{words}{last}."
+        oldest = min(at for at in (since, reports) if at is not None)
+        yield Cause(reason="reducer-behind", sentence=said, process=name, pid=pid, since=oldest)
     else:
         said = f"No reducer leads run {state.run_id}, so that no step becomes ready{words}{last}."
         yield Cause(reason="no-reducer", sentence=said, process=name, pid=pid, since=since)
@@ -236,7 +242,7 @@ def _of_explorers(state: MonitorState, facts: LiveFacts) -> Iterator[Cause]:
 
 def _of_excluded(state: MonitorState) -> Iterator[Cause]:
     for name, excluded in state.excluded.items():
-        sentence = f"{format_exclusion(name, excluded.malformed, excluded.reason)}."
+        sentence = f"{format_exclusion(name, excluded)}."
         yield Cause(reason="excluded", sentence=sentence, process=name, since=excluded.at)
 
 

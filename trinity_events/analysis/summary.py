@@ -28,7 +28,9 @@ from trinity_schemas import (
 
 from ..core.file_versions import WEIGHTS_SAVE, weights_save
 from ..core.limits import KEPT_REFUSALS
+from ..core.ordinal_ranges import count
 from ..core.refusals import refusal_of, suspects
+from ..core.reward_errors import REWARD_ERRORS
 from ..core.state import Refusal
 from .transfers import FirstApplications
 
@@ -83,6 +85,10 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     """Staleness in optimizer steps to the number of samples that were trained on."""
     reissued: dict[str, int] = {}
     """Reasons to issue prompts again to the number of times."""
+    dropped: dict[str, int] = {}
+    """Reasons to drop prompts to their number."""
+    reward_errors: int = 0
+    """Samples that were trained on with a score, since their reward failed."""
     stall: Spread
     """Time that a publication holds the training loop, on its slowest rank."""
     transfer: Spread
@@ -136,6 +142,8 @@ class Summarizer:
         self._refused = 0
         self._staleness: Counter[int] = Counter()
         self._reissued: Counter[str] = Counter()
+        self._dropped: Counter[str] = Counter()
+        self._reward_errors = 0
         self._checkpoints = self._failures = self._events = self._bytes = 0
 
     def add(self, envelope: Envelope, nbytes: int) -> None:
@@ -199,8 +207,12 @@ class Summarizer:
         if isinstance(event, StepTrained):
             self._reached(epoch, event.step)
             self._staleness.update(event.staleness)
+            errors = event.metrics.get(REWARD_ERRORS, 0)
+            self._reward_errors += int(errors) if math.isfinite(errors) else 0
         else:
             self._reissued.update(one.reason for one in event.reissued)
+        for reason, ordinals in event.dropped.items():
+            self._dropped[reason] += count(ordinals)
 
     def summary(self) -> RunSummary:
         """Return the figures so far."""
@@ -230,6 +242,8 @@ class Summarizer:
             failures=self._failures,
             staleness=dict(sorted(self._staleness.items())),
             reissued=dict(sorted(self._reissued.items())),
+            dropped=dict(sorted(self._dropped.items())),
+            reward_errors=self._reward_errors,
             stall=Spread.of([version.stall for version in ready.values()]),
             transfer=Spread.of(self._transfers),
             pause=Spread.of(self._pauses),

@@ -11,7 +11,14 @@ import anyio
 import typer
 from msgspec import Struct
 
-from trinity_schemas import ContractError, Envelope, EnvelopeReader, StacksTaken
+from trinity_schemas import (
+    ContractError,
+    Envelope,
+    EnvelopeReader,
+    Event,
+    RewardErrorReported,
+    StacksTaken,
+)
 
 from ..analysis.causes import Cause, first_causes
 from ..analysis.explain import explain as in_words
@@ -22,6 +29,7 @@ from ..archive import Archive, ArchiveMissing
 from ..archive.export import whole_stream
 from ..core import MonitorState
 from ..core.handlers.waits import chains_of_waits, words_of_stacks
+from ..core.reward_errors import count_failed_prompts, format_evidence
 from ..errors import TrinityError
 from ..live_facts import live_facts
 from ..log import RedisEventLog, Stream, before, require_run
@@ -63,6 +71,8 @@ class _Known(Struct, frozen=True, kw_only=True):
     """Entries that prove the outcomes of the step, if they are asked for."""
     stacks: list[tuple[str, StacksTaken]]
     """Stacks that were taken at deadlines, each with its entry."""
+    reward_errors: dict[str, RewardErrorReported]
+    """Reward errors by their entries."""
 
 
 def explain(
@@ -157,6 +167,7 @@ def _lines_of_run(facts: _Known) -> list[str]:
             if cause.reason in _TOLD
         ),
         *chains,
+        *_reward_errors(facts),
         *unfinished(state, now=facts.now),
         *([next_step(state)] if state.closed in ("failed", "interrupted") else []),
         *_stacks(facts),
@@ -164,6 +175,18 @@ def _lines_of_run(facts: _Known) -> list[str]:
     return lines or [
         f"No process of run {state.run_id} has reported a wait, and no step waits for anything."
     ]
+
+
+def _reward_errors(facts: _Known) -> list[str]:
+    """Return the first reward errors with their answers, and how many prompts were dropped."""
+    lines = []
+    for error in facts.state.reward_errors.values():
+        lines.append(f"A reward failed: {error.sentence.rstrip('.')} (entry {error.entry_id}).")
+        if (event := facts.reward_errors.get(error.entry_id)) is not None:
+            lines += format_evidence(event)
+    if dropped := count_failed_prompts(facts.state):
+        lines.append(f"{dropped} prompts were dropped, as their rewards failed.")
+    return lines
 
 
 def _stacks(facts: _Known) -> list[str]:
@@ -213,9 +236,16 @@ async def _look_up(
         if proof and step is not None:
             entries = await _proof(log, Archive(root / log.run_id, log.run_id), step)
         stacks = await _stacks_in(log, Archive(root / log.run_id, log.run_id), state)
+        errors = await _reward_errors_in(log, Archive(root / log.run_id, log.run_id), state)
         causes = first_causes(state, facts)
         return _Known(
-            state=state, causes=causes, now=now, outcomes=outcomes, proof=entries, stacks=stacks
+            state=state,
+            causes=causes,
+            now=now,
+            outcomes=outcomes,
+            proof=entries,
+            stacks=stacks,
+            reward_errors=errors,
         )
 
 
@@ -225,12 +255,30 @@ async def _stacks_in(
     """Return the stacks that the state names, from the entries that have them."""
     stacks = []
     for entry_id in state.stacks.values():
-        async with aclosing(whole_stream(log, Stream.EVENTS, archive, before(entry_id))) as entries:
-            entry = await anext(entries, None)
-        envelope = None if entry is None else decoded(entry)
-        if isinstance(envelope, Envelope) and isinstance(envelope.event, StacksTaken):
-            stacks.append((entry_id, envelope.event))
+        event = await _read_event(log, archive, entry_id)
+        if isinstance(event, StacksTaken):
+            stacks.append((entry_id, event))
     return stacks
+
+
+async def _reward_errors_in(
+    log: RedisEventLog, archive: Archive, state: MonitorState
+) -> dict[str, RewardErrorReported]:
+    """Return the reward errors that the state names, from the entries that have them."""
+    errors = {}
+    for error in state.reward_errors.values():
+        event = await _read_event(log, archive, error.entry_id)
+        if isinstance(event, RewardErrorReported):
+            errors[error.entry_id] = event
+    return errors
+
+
+async def _read_event(log: RedisEventLog, archive: Archive, entry_id: str) -> Event | None:
+    """Return the event of an entry; None if it cannot be read."""
+    async with aclosing(whole_stream(log, Stream.EVENTS, archive, before(entry_id))) as entries:
+        entry = await anext(entries, None)
+    envelope = None if entry is None else decoded(entry)
+    return envelope.event if isinstance(envelope, Envelope) else None
 
 
 async def _proof(log: RedisEventLog, archive: Archive, step: int) -> list[ProofEntry]:

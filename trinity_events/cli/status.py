@@ -9,7 +9,7 @@ import msgspec
 
 from ..analysis.causes import HostProcess, processes_of_epoch
 from ..core import MonitorState
-from ..live_facts import processes_here
+from ..live_facts import processes_here, reports_since
 from ..liveness import abandoned_since
 from ..log import RedisEventLog, position, require_run
 from ..replay import current_state
@@ -26,6 +26,8 @@ class _Known(NamedTuple):
     """Milliseconds since which the run is abandoned."""
     processes: dict[str, HostProcess]
     """Processes of an open run on this host."""
+    reports_since: int | None = None
+    """Milliseconds of the oldest report of an open run that no reducer has copied to the events."""
 
 
 def status(run: OptionalRun = None, redis_url: RedisUrl = None, as_json: Json = False) -> None:
@@ -39,7 +41,7 @@ def status(run: OptionalRun = None, redis_url: RedisUrl = None, as_json: Json = 
     if not as_json:
         console().print(status_panel(*snapshot))
         return
-    state, now, since, processes = snapshot
+    state, now, since, processes, reports_since = snapshot
     shown = {name: value for name, value in state_as_json(state).items() if name != "waits"}
     at = position(state.position)[0] if now is None else now
     print_json(
@@ -47,6 +49,7 @@ def status(run: OptionalRun = None, redis_url: RedisUrl = None, as_json: Json = 
         | waits_as_json(state, at)
         | ({} if since is None else {"silent_since": seconds(since)})
         | ({"processes": msgspec.to_builtins(processes)} if processes else {})
+        | ({} if reports_since is None else {"reports_since": seconds(reports_since)})
     )
 
 
@@ -57,4 +60,5 @@ async def _look_up(redis_url: str | None, run: str | None) -> _Known:
         is_open = state.closed is None
         now = await server_clock(client, log.keys.events) if is_open else None
         processes = processes_of_epoch(state, processes_here(log.run_id)) if is_open else {}
-        return _Known(state, now, await abandoned_since(client, state), processes)
+        reports = await reports_since(log) if is_open else None
+        return _Known(state, now, await abandoned_since(client, state), processes, reports)

@@ -19,6 +19,7 @@ from trinity_schemas import (
     Producer,
     ProfileWritten,
     ResendRequested,
+    RewardErrorReported,
     RolloutsDispatched,
     RunClosed,
     RunOpened,
@@ -44,6 +45,7 @@ from trinity_schemas import (
     event_tag,
 )
 
+from . import reward_errors
 from .compaction import drop_oldest_steps
 from .fold_state import FoldState, describe_producer, keep_last
 from .handlers import evaluations, rollouts, runs, saves, waits, weights
@@ -63,6 +65,7 @@ _UNFENCED_EVENTS = (
     ExplorerStatusChanged,
     SyncRequested,
     ResendRequested,
+    RewardErrorReported,
     ConsumerDetached,
 )
 _EPOCH_EVENTS = (RunOpened, RunResumed)
@@ -94,6 +97,7 @@ _HANDLERS: dict[type, Callable[[FoldState, Any, Envelope], None]] = {
     RolloutsDispatched: rollouts.rollouts_dispatched,
     StepTrained: rollouts.step_trained,
     ExplorerExcluded: rollouts.explorer_excluded,
+    RewardErrorReported: reward_errors.reward_error_reported,
     LedgerRestored: rollouts.ledger_restored,
     EvaluationStarted: evaluations.evaluation_started,
     EvaluationFinished: evaluations.evaluation_finished,

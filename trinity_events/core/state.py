@@ -176,7 +176,7 @@ class Refusal(Struct, frozen=True, kw_only=True, omit_defaults=True):
     reason: str
 
 
-class ExcludedExplorer(Struct, frozen=True, kw_only=True):
+class ExcludedExplorer(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Explorer whose answers the trainer takes no more in the current epoch."""
 
     at: int
@@ -185,6 +185,18 @@ class ExcludedExplorer(Struct, frozen=True, kw_only=True):
     """Number of its answers that were malformed."""
     reason: str
     """Fault of the last one."""
+    failed: int = 0
+    """Number of its requests that failed in a row."""
+
+
+class RewardError(Struct, frozen=True, kw_only=True):
+    """First error of a cause for which answers could not be judged."""
+
+    at: int
+    """Milliseconds of the entry that reports it."""
+    entry_id: str
+    """Entry with the traceback and the answer."""
+    sentence: str
 
 
 class OpenWait(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -313,6 +325,8 @@ class MonitorState(Struct, kw_only=True, omit_defaults=True):
     explorers: dict[str, ExplorerState] = field(default_factory=dict)
     excluded: dict[str, ExcludedExplorer] = field(default_factory=dict)
     """Explorers that the trainer has excluded in the current epoch, by name."""
+    reward_errors: dict[str, RewardError] = field(default_factory=dict)
+    """First reward errors of the current epoch by cause: type and place of the error."""
     refused: int = 0
     """Number of refused weight versions."""
     refusals: list[Refusal] = field(default_factory=list)

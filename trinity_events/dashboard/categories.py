@@ -21,6 +21,7 @@ from trinity_schemas import (
     ProfileWritten,
     PublicationStarted,
     ResendRequested,
+    RewardErrorReported,
     RolloutsDispatched,
     RunClosed,
     RunOpened,
@@ -95,6 +96,7 @@ _OF: dict[str, tuple[type[Struct], ...]] = {
         StepFailed,
         EvaluationFailed,
         ExplorerExcluded,
+        RewardErrorReported,
     ),
     "ready": (StepReady, StepSuperseded),
 }

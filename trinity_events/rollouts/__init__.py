@@ -2,7 +2,7 @@
 
 from .client import Claim, RolloutClient
 from .dispatch_state import Group, HeldRequest
-from .dispatcher import RolloutDispatcher, RolloutsFailed
+from .dispatcher import RewardsFailed, RolloutDispatcher, RolloutsFailed
 from .exclusions import Exclusions, ExplorersExcluded
 from .experience_checks import AnswerLimits
 from .settings import DispatchSettings
@@ -16,6 +16,7 @@ __all__ = [
     "ExplorersExcluded",
     "Group",
     "HeldRequest",
+    "RewardsFailed",
     "RolloutClient",
     "RolloutDispatcher",
     "RolloutsFailed",

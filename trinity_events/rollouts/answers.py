@@ -14,8 +14,16 @@ import logging
 from collections.abc import AsyncIterator
 from typing import NamedTuple
 
-from trinity_schemas import Experience, ExperienceSender, ExperienceUnreadable
+from trinity_schemas import (
+    ContractError,
+    Experience,
+    ExperienceSender,
+    ExperienceUnreadable,
+    RewardErrorReported,
+    decode_reward_error,
+)
 from trinity_schemas.codec import decode_experience
+from trinity_schemas.identity import LONGEST_NAME
 
 from ..log.position import LAST_ID, ORIGIN, is_from_a_clock, position
 from ..server import Deadline
@@ -42,6 +50,10 @@ class Failed(NamedTuple):
     request: str
     """Entry id of the request."""
     reason: str
+    explorer: str = ""
+    """Name that the explorer gives itself; empty if it gives none."""
+    error: RewardErrorReported | None = None
+    """Error of the reward, if that is what failed."""
 
 
 class Unreadable(NamedTuple):
@@ -115,7 +127,14 @@ class AnswerReader:
         request = fields.get(b"failed")
         if request is not None:
             reason = fields.get(b"reason", b"")[: 4 * LONGEST_DETAIL].decode(errors="replace")
-            return Failed(entry_id, request[:_LONGEST_ID].decode(errors="replace"), reason)
+            explorer = fields.get(b"explorer", b"").decode(errors="replace")[:LONGEST_NAME]
+            return Failed(
+                entry_id,
+                request[:_LONGEST_ID].decode(errors="replace"),
+                reason,
+                explorer,
+                _decode_error(fields.get(b"error")),
+            )
         if (size := fields.get(b"large")) is not None:
             return Unreadable(entry_id, f"it has {size.decode()} bytes")
         try:
@@ -123,3 +142,16 @@ class AnswerReader:
         except ExperienceUnreadable as error:
             return Unreadable(entry_id, str(error), error.sender)
         return Sample(entry_id, experience)
+
+
+def _decode_error(payload: bytes | None) -> RewardErrorReported | None:
+    """Return the error of a reward; None for a request that failed for another reason.
+
+    An error that breaks the contract is another reason: its attempt counts, and nothing is shown.
+    """
+    if payload is None:
+        return None
+    try:
+        return decode_reward_error(payload)
+    except ContractError:
+        return None

@@ -12,7 +12,14 @@ import redis
 import redis.asyncio
 from msgspec import Struct
 
-from trinity_schemas import ContractError, Experience, RolloutRequest, RunKeys, encode
+from trinity_schemas import (
+    ContractError,
+    Experience,
+    RewardErrorReported,
+    RolloutRequest,
+    RunKeys,
+    encode,
+)
 from trinity_schemas.codec import decode_request
 
 from ..errors import DeadlineExceeded, StaleEpoch, TrinityError
@@ -138,13 +145,22 @@ class RolloutClient:
         self.discarded += counted.count(False)
         return counted
 
-    async def fail(self, claim: Claim, reason: str) -> None:
+    async def fail(
+        self, claim: Claim, reason: str, error: RewardErrorReported | None = None
+    ) -> None:
         """Give a request back, so that the dispatcher issues it again at once.
+
+        Args:
+            claim: Claim of the request.
+            reason: Reason in words.
+            error: Error of the reward function, if that is what failed. The dispatcher then applies
+                ``DispatchSettings.on_reward_error``, and does not issue the request again.
 
         Raises:
             StaleEpoch: The run has a newer epoch; nothing was written.
         """
-        await self._write("fail", claim.entry_id, reason)
+        row = [claim.entry_id, reason, self.name]
+        await self._write("fail", *row, *([] if error is None else [encode(error)]))
         self._held.discard(claim.entry_id)
 
     async def give_back(self, claim: Claim) -> None:
@@ -199,7 +215,7 @@ class RolloutClient:
             try:
                 claims.append(Claim(entry_id, decode_request(payload)))
             except ContractError:
-                await self._write("fail", entry_id, "unreadable")
+                await self._write("fail", entry_id, "unreadable", self.name)
         if any(self.name in claim.request.excluded for claim in claims):
             await self._end_claiming(claims)
             return []
@@ -210,12 +226,12 @@ class RolloutClient:
         """Give requests back, since the trainer takes no answers of this explorer."""
         self.is_excluded = True
         logger.error(
-            "run %s: the trainer has excluded %s, as some of its answers were malformed (see "
-            "trinity-events explain %s): it answers nothing more in epoch %d",
+            "run %s: the trainer has excluded %s (trinity-events explain %s has the reason): it "
+            "answers nothing more in epoch %d",
             *(self._streams.run_id, self.name, self._streams.run_id, self._streams.epoch),
         )
         for claim in claims:
-            await self._write("fail", claim.entry_id, EXCLUDED)
+            await self._write("fail", claim.entry_id, EXCLUDED, self.name)
 
     async def _claim(self, count: int, block: float) -> list[Request]:
         """Return at most ``count`` requests, first those whose claim the server never told."""

@@ -7,6 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import anyio
 import redis.asyncio
@@ -15,6 +16,7 @@ from msgspec.structs import replace
 from trinity_schemas import (
     ExplorerExcluded,
     ReissuedRollout,
+    RewardErrorReported,
     RolloutRequest,
     RolloutsDispatched,
     RunKeys,
@@ -26,7 +28,9 @@ from trinity_schemas import (
 from trinity_schemas.rollouts import MAX_EXCLUDED_NAMES
 
 from ..core import lineage
+from ..core.handlers.rollouts import format_exclusion
 from ..core.ledger import Ledger, LedgerError, ranges
+from ..core.reward_errors import REWARD_FAILED
 from ..diagnostics.waits import NO_REPORTS, Wait, WaitReporter
 from ..errors import DeadlineExceeded, TrinityError
 from ..log import AsyncPublisher
@@ -45,7 +49,7 @@ from .dispatch_state import (
     holders_of,
     object_of_wait,
 )
-from .exclusions import Exclusions, ExplorersExcluded
+from .exclusions import Exclusions, ExplorersExcluded, FailureStreaks
 from .inspection import AnswerInspector
 from .settings import DispatchSettings
 from .streams import EXCLUDED, LONGEST_BLOCK, SUPERSEDED, RolloutStreams
@@ -80,6 +84,68 @@ logger = logging.getLogger(__name__)
 
 class RolloutsFailed(TrinityError):
     """Raised if prompts fail in each attempt: so many in a row, or one that may not be dropped."""
+
+
+class RewardsFailed(RolloutsFailed):
+    """Raised if the reward of a prompt failed, or rewards failed in a row.
+
+    Attributes:
+        run_id: The run.
+        ordinal: Ordinal of the last prompt whose reward failed.
+        explorer: Explorer that could not judge its answers.
+        reason: Sentence about the error.
+        in_a_row: Requests whose reward failed without an answer between them.
+    """
+
+    # Ray rebuilds an error from its text and its attributes, so that each of these has a default.
+    def __init__(
+        self,
+        message: str,
+        *,
+        run_id: str = "",
+        ordinal: int = 0,
+        explorer: str = "",
+        reason: str = "",
+        in_a_row: int = 1,
+    ) -> None:
+        super().__init__(message)
+        self.run_id, self.ordinal, self.explorer = run_id, ordinal, explorer
+        self.reason, self.in_a_row = reason, in_a_row
+
+    @classmethod
+    def create(
+        cls, *, run_id: str, ordinal: int, explorer: str, reason: str, in_a_row: int
+    ) -> RewardsFailed:
+        """Return the error with its text."""
+        reason = " ".join(reason.split()).rstrip(".")
+        name = explorer if explorer.isprintable() else repr(explorer)
+        rewards = f"the reward of question {ordinal} failed"
+        if in_a_row > 1:
+            rewards = f"the rewards of {in_a_row} requests in a row failed, the last one of "
+            rewards += f"question {ordinal}"
+        message = (
+            f"run {run_id}: {rewards} on {name or 'an explorer'}: {reason} (see "
+            f"its traceback with trinity-events explain {run_id}): mend the reward and resume the "
+            "run, or choose drop_group or score in rewards.on_error for single errors"
+        )
+        return cls(
+            message,
+            run_id=run_id,
+            ordinal=ordinal,
+            explorer=explorer,
+            reason=reason,
+            in_a_row=in_a_row,
+        )
+
+
+class _FailedReward(NamedTuple):
+    """Request whose reward failed, and what becomes of it."""
+
+    ordinal: int
+    error: RewardErrorReported | None
+    """Error that is to be in the log before the dispatch ends."""
+    end: RewardsFailed | None
+    """Error that ends the dispatch for it, if one does."""
 
 
 def always(_: Group) -> bool:
@@ -166,6 +232,10 @@ class RolloutDispatcher:
         self._failed_in_a_row = 0
         """Ordinals that were given up since the last answer."""
         self._last_failure = ""
+        limit = settings.max_consecutive_failures
+        self._streaks = None if limit is None else FailureStreaks(self.exclusions, limit)
+        self._failed_rewards: list[_FailedReward] = []
+        """Requests whose reward failed, and whose ordinals are not dropped yet."""
 
     async def start(self, stands: Stands | None = None) -> None:
         """Withdraw all requests of earlier epochs, and their answers, unless a resume needs them.
@@ -256,6 +326,8 @@ class RolloutDispatcher:
             DeadlineExceeded: Groups are missing; it names them, and the explorers that hold them.
             ExplorersExcluded: The same, and it names the explorers that were excluded.
             RolloutsFailed: As many prompts in a row as a step has, at least 8, were given up.
+            RewardsFailed: The reward of a prompt failed and ``on_reward_error`` is "fail", or so
+                many failed in a row.
             StaleEpoch: The run has a newer epoch.
         """
         self._check_count(count)
@@ -429,6 +501,7 @@ class RolloutDispatcher:
 
     async def _settle_due(self, wait: Deadline) -> None:
         """Ask again for ordinals whose attempt counts no more, or give them up."""
+        await self._settle_failed_rewards()
         asked, arrived = self._state.asked, self._state.arrived
         self._due = {one: due for one, due in self._due.items() if one in asked.keys() - arrived}
         again, exhausted = self._state.split(self._due.values())
@@ -437,6 +510,24 @@ class RolloutDispatcher:
             del self._due[due.ordinal]
         if again:
             await self._ask_again(wait, again)
+
+    async def _settle_failed_rewards(self) -> None:
+        """Drop the ordinals whose reward failed, each once; raise the error that ends the run.
+
+        With "fail" the ordinal stays open: a resume, with a mended reward, asks for it again.
+        """
+        while self._failed_rewards:
+            ordinal, error, end = self._failed_rewards[0]
+            if end is not None:
+                if self._publisher is not None and error is not None:
+                    # Its explorer reports it too, maybe after the run is closed.
+                    epoch = self.settings.epoch
+                    await self._publish(replace(error, epoch=epoch, ordinal=ordinal))
+                    self._failed_rewards[0] = _FailedReward(ordinal, None, end)
+                raise end
+            if ordinal in self._state.asked and ordinal not in self._state.arrived:
+                self._state.drop(REWARD_FAILED, ordinal)
+            del self._failed_rewards[0]
 
     async def _give_up(self, wait: Deadline, due: Due) -> None:
         number = self._state.asked[due.ordinal].number
@@ -491,7 +582,9 @@ class RolloutDispatcher:
         )
         await self._publish(event)
 
-    async def _publish(self, event: RolloutsDispatched | StepTrained | ExplorerExcluded) -> None:
+    async def _publish(
+        self, event: RolloutsDispatched | StepTrained | ExplorerExcluded | RewardErrorReported
+    ) -> None:
         if (publisher := self._publisher) is not None:
             await self._streams.timed(lambda: publisher.publish(event))
 
@@ -532,6 +625,7 @@ class RolloutDispatcher:
             if isinstance(answer, Failed):
                 self._receive_failure(answer)
             elif (group := self._inspector.add(answer)) is not None:
+                self._count_answer(group)
                 if self._state.arrive(group):
                     self._failed_in_a_row = 0
                 else:
@@ -540,21 +634,62 @@ class RolloutDispatcher:
     def _receive_failure(self, failed: Failed) -> None:
         self._useless.append(failed.entry_id)
         number = self._streams.number_of(failed.request)
-        if failed.reason == EXCLUDED:
+        if failed.reason == EXCLUDED or failed.explorer in self.exclusions:
             self._state.give_back(number, EXCLUDED)
             self._inspector.refused = True
         elif (ordinal := self._state.fail(number)) is not None:
-            self._note_failure(ordinal, failed.reason)
+            self._note_failure(ordinal, failed)
 
-    def _note_failure(self, ordinal: int, reason: str) -> None:
-        if reason == SUPERSEDED:
+    def _note_failure(self, ordinal: int, failed: Failed) -> None:
+        if failed.reason == SUPERSEDED:
             self._due[ordinal] = Due(ordinal, SUPERSEDED)
             return
-        self._last_failure = reason
         logger.warning(
-            "run %s: an attempt of ordinal %d failed: %s", self.settings.run_id, ordinal, reason
+            "run %s: an attempt of ordinal %d failed: %s",
+            *(self.settings.run_id, ordinal, failed.reason),
         )
+        end = self._count_failure(ordinal, failed, of_reward=failed.error is not None)
+        if failed.error is not None:
+            self._failed_rewards.append(_FailedReward(ordinal, failed.error, end))
+            return
+        self._last_failure = failed.reason
         self._due[ordinal] = Due(ordinal, "failed")
+
+    def _count_answer(self, group: Group) -> None:
+        """Count an answer, or a failed request if all its samples have a score for an error."""
+        first = group.experiences[0]
+        if not all(sample.reward_error for sample in group.experiences):
+            if self._streaks is not None:
+                self._streaks.add_answer(first.explorer)
+            return
+        failed = Failed(group.entry_ids[0], "", first.reward_error, first.explorer)
+        end = self._count_failure(group.ordinal, failed, of_reward=True)
+        if end is not None:
+            self._failed_rewards.append(_FailedReward(group.ordinal, None, end))
+
+    def _count_failure(
+        self, ordinal: int, failed: Failed, *, of_reward: bool
+    ) -> RewardsFailed | None:
+        """Count a failed request against its explorer; return the error that ends the run."""
+        streaks, in_a_row = self._streaks, 1
+        if streaks is not None:
+            excluded = streaks.add_failure(failed.explorer, failed.reason, of_reward=of_reward)
+            if excluded is not None:
+                logger.error(
+                    "run %s: %s; its requests are issued again",
+                    *(self.settings.run_id, format_exclusion(failed.explorer, excluded)),
+                )
+            in_a_row = streaks.rewards_failed
+        is_final = failed.error is not None and self.settings.on_reward_error == "fail"
+        if not of_reward or not (is_final or (streaks is not None and streaks.ends_run)):
+            return None
+        return RewardsFailed.create(
+            run_id=self.settings.run_id,
+            ordinal=ordinal,
+            explorer=failed.explorer,
+            reason=failed.reason,
+            in_a_row=in_a_row,
+        )
 
     def _refuse_stale(self) -> bool:
         """Refuse all groups that are too old; return True if there were any."""

@@ -1,4 +1,11 @@
-"""Explorers whose answers are not taken, since several were malformed. No I/O."""
+"""Explorers whose answers are not taken: several were malformed, or its requests fail. No I/O.
+
+1. An explorer is excluded after :data:`MALFORMED_ANSWERS` malformed answers in an epoch, or after a
+   number of failed requests in a row while another explorer answers.
+2. Requests in a row whose reward failed end the run. They do not if all of them are of one explorer
+   that is excluded for it.
+3. State is bounded: explorers choose their names.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +40,7 @@ class ExplorersExcluded(DeadlineExceeded):
         self.run_id = run_id
         self.explorers = tuple(exclusion.explorer for exclusion in explorers)
         named = "; ".join(
-            format_exclusion(exclusion.explorer, exclusion.malformed, exclusion.reason)
-            for exclusion in explorers[:_NAMED]
+            format_exclusion(exclusion.explorer, exclusion) for exclusion in explorers[:_NAMED]
         )
         unnamed = len(explorers) - _NAMED
         more = f"; {unnamed} further explorers are excluded" if unnamed > 0 else ""
@@ -59,7 +65,7 @@ class Exclusions:
 
     def add_malformed(self, explorer: str, reason: str) -> ExplorerExcluded | None:
         """Count a malformed answer; return the exclusion of its explorer if it follows from it."""
-        if explorer in self._excluded:
+        if explorer in self:
             return None
         count = self._malformed.pop(explorer, 0) + 1
         self._malformed[explorer] = count
@@ -67,8 +73,11 @@ class Exclusions:
         if count < MALFORMED_ANSWERS:
             return None
         del self._malformed[explorer]
-        excluded = ExplorerExcluded(explorer=explorer, malformed=count, reason=reason)
-        self._excluded[explorer] = excluded
+        return self.add(ExplorerExcluded(explorer=explorer, malformed=count, reason=reason))
+
+    def add(self, excluded: ExplorerExcluded) -> ExplorerExcluded:
+        """Exclude an explorer, and return its exclusion."""
+        self._excluded[excluded.explorer] = excluded
         _drop_first(self._excluded)
         if self._published < _KEPT_NAMES:
             self._published += 1
@@ -88,6 +97,68 @@ class Exclusions:
     def __contains__(self, explorer: object) -> bool:
         """Return True if an explorer is excluded."""
         return explorer in self._excluded
+
+
+class FailureStreaks:
+    """Failed requests in a row: of each explorer, and of the run those whose reward failed.
+
+    Args:
+        exclusions: Excluded explorers of the epoch.
+        limit: Failed requests in a row that exclude an explorer, or end the run.
+    """
+
+    def __init__(self, exclusions: Exclusions, limit: int) -> None:
+        self._exclusions = exclusions
+        self._limit = limit
+        self._failures: dict[str, int] = {}
+        """Failed requests of each explorer since its last answer; 0 for one that answered last."""
+        self._rewards_failed: list[str] = []
+        """Explorer of each request whose reward failed since the last answer of any explorer."""
+
+    def add_answer(self, explorer: str) -> None:
+        """Note a sound answer of an explorer, with at least one reward."""
+        self._rewards_failed.clear()
+        self._set(explorer, 0)
+
+    def add_failure(
+        self, explorer: str, reason: str, *, of_reward: bool
+    ) -> ExplorerExcluded | None:
+        """Count a failed request; return the exclusion of its explorer if it follows from it."""
+        self._rewards_failed += [explorer] * of_reward
+        if not explorer:  # of a client that does not name itself, and that could not be excluded
+            return None
+        failures = self._failures.get(explorer, 0) + 1
+        self._set(explorer, failures)
+        if failures < self._limit or not self._others_answer(explorer):
+            return None
+        del self._failures[explorer]
+        if {*self._rewards_failed} == {explorer}:
+            self._rewards_failed.clear()
+        return self._exclusions.add(
+            ExplorerExcluded(explorer=explorer, malformed=0, reason=reason, failed=failures)
+        )
+
+    @property
+    def rewards_failed(self) -> int:
+        """Number of requests whose reward failed since the last answer of any explorer."""
+        return len(self._rewards_failed)
+
+    @property
+    def ends_run(self) -> bool:
+        """True once so many rewards failed in a row that the run is to end."""
+        return self.rewards_failed >= self._limit
+
+    def _others_answer(self, explorer: str) -> bool:
+        """Return True if the last request of another explorer was answered."""
+        return any(
+            failures == 0 and name != explorer and name not in self._exclusions
+            for name, failures in self._failures.items()
+        )
+
+    def _set(self, explorer: str, failures: int) -> None:
+        self._failures.pop(explorer, None)
+        self._failures[explorer] = failures
+        _drop_first(self._failures)
 
 
 def _drop_first(names: dict[str, int] | dict[str, ExplorerExcluded]) -> None:

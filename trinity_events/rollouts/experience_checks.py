@@ -60,6 +60,8 @@ class AnswerLimits(Struct, frozen=True, kw_only=True):
     """Turns of the policy in an episode."""
     reward_part: str | None = None
     """Part of the reward that the trainer reads."""
+    error_score: float | None = None
+    """Reward of samples whose reward failed; None takes no such sample."""
 
 
 NO_LIMITS = AnswerLimits()
@@ -80,6 +82,23 @@ def find_fault(
         or _find_length_fault(experience, limits, sampling)
         or _find_turn_fault(experience, limits, sampling)
     )
+
+
+def find_score_fault(experience: Experience, limits: AnswerLimits) -> Fault | None:
+    """Return the fault of a sample with a score in the place of its reward.
+
+    Ranks do not check it: the dispatcher takes no such sample unless it is asked to.
+    """
+    if not experience.reward_error:
+        return None
+    if limits.error_score is None:
+        return Fault("reward", f"its reward failed ({experience.reward_error})")
+    if experience.reward != limits.error_score:
+        return Fault(
+            "reward",
+            f"its reward failed and is {experience.reward:g}, not the score {limits.error_score:g}",
+        )
+    return None
 
 
 def find_version_fault(

@@ -24,7 +24,13 @@ from ..core.handlers.rollouts import format_exclusion
 from .answers import Answer, Restarted, Sample, Unreadable
 from .dispatch_state import DispatchState, Group, Stands
 from .exclusions import Exclusions
-from .experience_checks import LONGEST_DETAIL, Fault, find_fault, find_version_fault
+from .experience_checks import (
+    LONGEST_DETAIL,
+    Fault,
+    find_fault,
+    find_score_fault,
+    find_version_fault,
+)
 from .settings import DispatchSettings
 from .streams import EXCLUDED, MALFORMED
 
@@ -211,7 +217,10 @@ class AnswerInspector:
                 "request",
                 f"it is one of {experience.samples} samples, not of {self._settings.samples}",
             )
-        return find_fault(experience, self._settings.limits, self._settings.sampling)
+        limits = self._settings.limits
+        return find_fault(experience, limits, self._settings.sampling) or find_score_fault(
+            experience, limits
+        )
 
     def _is_sound(self, experience: Experience) -> bool:
         """Return True if an answer of an earlier epoch has no fault; it counts against none."""
@@ -250,7 +259,7 @@ class AnswerInspector:
         if excluded is not None:
             logger.error(
                 "run %s: %s; its requests are issued again",
-                *(run_id, format_exclusion(explorer, excluded.malformed, excluded.reason)),
+                *(run_id, format_exclusion(explorer, excluded)),
             )
 
     def _mark(self, ordinal: int, reason: str) -> None:

@@ -34,6 +34,13 @@ class DispatchSettings(Struct, frozen=True, kw_only=True):
     """Seconds from its claim after which a request is issued again, however often renewed."""
     max_attempts: int = 3
     """Failed attempts after which an ordinal is dropped; a stale answer is no failed attempt."""
+    on_reward_error: Literal["fail", "drop_group", "score"] = "fail"
+    """Effect of a reward that failed: it ends the dispatch, or its ordinal is dropped. With
+    ``score`` explorers send a configured score in its place; a request that one gives back for its
+    reward all the same is dropped."""
+    max_consecutive_failures: int | None = 10
+    """Requests in a row whose reward failed that end the dispatch. So many failed requests in a row
+    of one explorer exclude it, if others answer. None counts neither."""
     may_drop: bool = True
     """False fails the dispatch with the first ordinal that would be dropped for its attempts."""
     when_stale: Literal["drop", "wait", "pace"] = "drop"
@@ -46,6 +53,9 @@ class DispatchSettings(Struct, frozen=True, kw_only=True):
         for name in ("samples", "prompts_per_step", "window", "max_attempts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        failures = self.max_consecutive_failures
+        if failures is not None and failures < 1:
+            raise ValueError(f"max_consecutive_failures is {failures}: it must be at least 1")
         for name in ("claim_lease", "request_deadline"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be above 0 seconds")

@@ -39,7 +39,7 @@ ANSWERS_AT_ONCE = 256
 """Maximum samples of one read."""
 BYTES_AT_ONCE = 16 << 20
 """Bytes of answers from which on one read has no further one: decoded, they take ten times that."""
-_ANSWER_FIELDS = (b"e", b"failed", b"reason")
+_ANSWER_FIELDS = (b"e", b"failed", b"reason", b"explorer", b"error")
 """Fields of an entry of the answers; others are no part of a message."""
 _KEYS = {
     **dict.fromkeys(("issue", "renew", "leave"), ("epoch", "rollouts")),

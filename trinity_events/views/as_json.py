@@ -23,6 +23,8 @@ def state_as_json(state: MonitorState) -> dict[str, Any]:
         _in_seconds(wait, "since", "heard_at")
     for explorer in built.get("explorers", {}).values():
         _in_seconds(explorer, *_OF_EXPLORER)
+    for error in built.get("reward_errors", {}).values():
+        _in_seconds(error, "at")
     for attempt in built.get("attempts", {}).values():
         _in_seconds(attempt, "since")
     for step in built.get("steps", {}).values():

@@ -83,6 +83,8 @@ class _Status(_State, kw_only=True):
 
     processes: dict[str, HostProcess] | UnsetType = UNSET
     """Processes of an open run by role and rank."""
+    reports_since: float | UnsetType = UNSET
+    """Unix seconds of the oldest report of an explorer that no reducer has copied to the events."""
 
 
 class Explanation(_Document, frozen=True):

@@ -76,6 +76,7 @@ class RunMetrics:
         self._oldest = gauge("oldest_wait_seconds", "Age of the oldest open wait.")
         self._saves = gauge("saves_under_way", "Saves by stage.", "stage")
         self._prompts = gauge("prompts", "Prompts by fate.", "fate")
+        self._dropped = gauge("dropped_prompts", "Dropped prompts by reason.", "reason")
         self._metric = gauge("training_metric", "Last value of a metric of training.", "name")
         self._dead = gauge("dead_letters", "Entries of the log that could not be decoded.")
         self._anomalies = gauge("anomalies", "Anomalies of the log.", "name")
@@ -188,6 +189,8 @@ class RunMetrics:
             fates = {"trained": ledger.trained, "open": ledger.open_count}
             for fate, number in (fates | {"dropped": sum(ledger.dropped.values())}).items():
                 self._prompts.labels(run, fate).set(number)
+            for reason, number in ledger.dropped.items():
+                self._dropped.labels(run, reason).set(number)
         self._dead.labels(run).set(state.dead_letters)
         for name, number in state.anomaly_counts.items():
             self._anomalies.labels(run, name).set(number)

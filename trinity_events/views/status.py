@@ -11,7 +11,7 @@ from rich.text import Text
 
 from trinity_schemas import Kind
 
-from ..analysis.causes import HostProcess
+from ..analysis.causes import BEHIND, HostProcess
 from ..analysis.explain import unfinished
 from ..analysis.failures import failures
 from ..checkpoint_layout import final_name
@@ -63,6 +63,7 @@ def status_panel(
     now: int | None = None,
     silent_since: int | None = None,
     processes: Mapping[str, HostProcess] | None = None,
+    reports_since: int | None = None,
 ) -> RenderableType:
     """Return the panel of one run's state.
 
@@ -72,6 +73,7 @@ def status_panel(
             the last entry.
         silent_since: The milliseconds of the last entry of an abandoned run; else None.
         processes: Processes of the run on this host, by role and rank.
+        reports_since: Milliseconds of the oldest report that no reducer has copied to the events.
     """
     silent = silent_since is not None
     head = Text.assemble(
@@ -98,6 +100,10 @@ def status_panel(
         about.append(Text.assemble(("prompts ", "dim"), prompts))
     if state.closed_error is not None:
         about.append(Text(visible(state.closed_error, lines=False), style="red"))
+    if now is not None and reports_since is not None and now - reports_since >= BEHIND:
+        came = ago(now - reports_since)
+        waiting_reports = f"Reports of explorers wait for a reducer; the oldest one came {came}."
+        about.append(Text(waiting_reports, style="red"))
     if silent:
         about.append(Text(_abandoned(state, silent_since), style="red"))
     if silent or state.closed in ("failed", "interrupted"):
@@ -122,6 +128,7 @@ def status_panel(
         *failed,
         *waiting,
         *_exclusions(state),
+        *_reward_errors(state),
         *_refusals(state),
         *_anomalies(state),
     )
@@ -229,11 +236,24 @@ def _waits_table(state: MonitorState, now: int) -> list[RenderableType]:
 def _exclusions(state: MonitorState) -> list[Text]:
     return [
         Text(
-            visible(f"{format_exclusion(name, excluded.malformed, excluded.reason)}.", lines=False),
+            visible(f"{format_exclusion(name, excluded)}.", lines=False),
             style="red",
         )
         for name, excluded in list(state.excluded.items())[-_EXCLUDED:]
     ]
+
+
+def _reward_errors(state: MonitorState) -> list[Text]:
+    """Return the first reward error, and the number of further causes."""
+    if not state.reward_errors:
+        return []
+    first, *further = state.reward_errors.values()
+    more = f", and rewards failed for {len(further)} further causes" if further else ""
+    sentence = (
+        f"A reward failed: {first.sentence.rstrip('.')}{more} (see trinity-events explain "
+        f"{state.run_id})."
+    )
+    return [Text(visible(sentence, lines=False), style="red")]
 
 
 def _refusals(state: MonitorState) -> list[Text]:

@@ -15,6 +15,7 @@ from trinity_schemas import (
     ExplorerStatusChanged,
     Producer,
     PublicationStarted,
+    RewardErrorReported,
     StepCommitted,
     StepReady,
     SyncRequested,
@@ -168,8 +169,8 @@ class Synchronizer:
         self._open(self.settings)
         session.close()
 
-    def tell(self, event: ExplorerStatusChanged | SyncRequested) -> None:
-        """Publish the status of this explorer, or its request for weights."""
+    def tell(self, event: ExplorerStatusChanged | SyncRequested | RewardErrorReported) -> None:
+        """Publish this explorer's status, its request for weights, or the error of a reward."""
         self._session.events.publish(event)
 
     # --- publishing ------------------------------------------------------------------------

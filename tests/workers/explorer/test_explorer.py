@@ -19,6 +19,7 @@ from trinity_events.rollouts.exclusions import MALFORMED_ANSWERS  # noqa: E402
 from trinity_events.weights import version_reader  # noqa: E402
 from trinity_schemas import (  # noqa: E402
     ExplorerStatusChanged,
+    RewardErrorReported,
     RunClosed,
     RunKeys,
     WeightsApplied,
@@ -311,30 +312,33 @@ def own_task(folder, *answers, name="questions.jsonl"):
     )
 
 
-async def test_a_request_whose_reward_fails_is_given_back_and_issued_again(
-    config, trainer, tmp_path, caplog
+async def test_a_request_whose_reward_fails_is_dropped_once_and_its_error_is_reported(
+    config, trainer, tmp_path, log
 ):
     words = ["first", "later", "second", "never"]
     config = msgspec.structs.replace(config, task=own_task(tmp_path, *words))
     trainer.config, task = config, task_of(config)
-    dispatcher = await trainer.dispatcher(max_attempts=2, window=20)
+    dispatcher = await trainer.dispatcher(on_reward_error="drop_group", window=20)
     await trainer.publish(0)
     # One pass over the questions that are not held out, each of which is asked once.
     asked = [task.question(ordinal).answer for ordinal in range(len(task))]
     assert {"later", "never"} <= set(asked), "the hash that holds questions out has changed"
-    answerable = [ordinal for ordinal, word in enumerate(asked) if word != "never"]
+    answerable = [at for at, word in enumerate(asked) if word not in ("later", "never")]
     async with exploring(Explorer(config, 0)) as found:
         await dispatcher.dispatch(len(asked), trainer.version(0))
         groups = await dispatcher.take(len(answerable), deadline=PATIENCE)
         await trainer.publish(STEPS)
-    attempts = {one.ordinal: one.attempt for one in groups}
-    assert attempts == {at: 1 + (asked[at] == "later") for at in answerable}
+    assert {one.ordinal: one.attempt for one in groups} == dict.fromkeys(answerable, 1)
     await dispatcher.trained(1, groups)
-    assert "dropped (attempts 1)" in dispatcher.ledger.in_words
+    assert "dropped (reward-failed 2)" in dispatcher.ledger.in_words
     assert found.results[0].groups >= len(answerable)
-    assert "no verifier is there" in caplog.text
-    for group in groups:
-        assert all(one.reward <= config.rollouts.max_new_tokens for one in group.experiences)
+    await reports_accepted(log)
+    [reported] = await events_of(log, RewardErrorReported)  # both failed for one cause
+    error = reported.event
+    assert (reported.producer.role, error.explorer) == ("explorer", "explorer-0")
+    assert (error.error_type, error.epoch) == ("ValueError", config.epoch)
+    assert "no verifier is there" in error.message and "in reward" in error.traceback
+    assert error.prompt and error.response
 
 
 async def test_an_explorer_with_another_task_set_is_refused_and_its_claims_come_back(

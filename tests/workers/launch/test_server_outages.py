@@ -398,6 +398,23 @@ async def test_an_excluded_explorer_is_a_line_of_the_terminal(log, publisher, mo
     assert line.startswith("explorer-1 is excluded")
 
 
+async def test_what_is_in_the_log_when_a_run_fails_is_still_shown(log, publisher, monkeypatch):
+    lines = []
+    view = ProgressView(RUN, 1)
+    monkeypatch.setattr(view, "say", lambda line, style="": lines.append(line))
+
+    async def fail():
+        async with launcher._shown(view, log):
+            excluded = ExplorerExcluded(explorer="explorer-1", malformed=3, reason="it is inf")
+            await publisher.publish(excluded)
+            raise OSError
+
+    with pytest.raises(BaseExceptionGroup):
+        await fail()
+    [line] = lines
+    assert line.startswith("explorer-1 is excluded")
+
+
 async def test_a_server_that_stays_away_is_named_where_the_last_weights_were_not_seen(
     server, client, config, monkeypatch
 ):

@@ -63,6 +63,16 @@ async def cancels_itself(question, answer):
 
 async def exits(question, answer):
     raise SystemExit(3)
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise ValueError
+
+def has_no_message(question, answer):
+    raise Unprintable
+
+def has_a_surrogate(question, answer):
+    raise ValueError("\\ud800 is no text")
 """
 
 
@@ -114,6 +124,8 @@ async def test_a_function_may_have_processes_of_its_own(judge, file, method):
         ("cancels_itself", "raised CancelledError"),
         ("is_interrupted", "raised KeyboardInterrupt"),
         ("exits", "raised SystemExit: 3"),
+        ("has_no_message", "raised Unprintable: its message cannot be formatted"),
+        ("has_a_surrogate", r"raised ValueError: \? is no text"),
     ],
 )
 async def test_a_function_that_is_cancelled_fails_at_once(judge, name, reason):

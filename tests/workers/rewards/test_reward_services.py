@@ -397,6 +397,7 @@ async def test_tests_may_be_at_a_path_of_the_record():
     ("rewards", "task", "told"),
     [
         ({"service": "http://h/", "code_tests": "t"}, {}, "each judge the answers: keep one"),
+        ({"error_score": -1.0}, {}, "rewards.error_score is read if rewards.on_error is score"),
         ({"service": "http://h/"}, {"reward": "a:b"}, "task.reward and rewards.service each judge"),
         ({"service": "h:80"}, {}, "'h:80', which is no URL of HTTP"),
         ({"judge": "http://h/v1"}, {}, "rewards.judge needs rewards.judge_model"),

@@ -170,6 +170,27 @@ async def test_a_function_that_fails_is_told_in_one_sentence_and_judges_again(po
     assert await rewards(judging, "fine", "fine") == [0.5, 0.5]
 
 
+async def test_each_failed_answer_has_its_error_and_the_others_have_their_rewards(pool):
+    judging = pool("on_demand")
+    with pytest.raises(RewardFailed) as caught:
+        await judging.judge(FOUR, answers("fine", "raise", "nan", "fine"))
+    error = caught.value
+    assert [*error.rewarded] == [0, 3] and [*error.faults] == [1, 2]
+    raised, no_number = error.get_fault(1), error.get_fault(2)
+    assert raised.error_type == "KeyError" and raised.place.startswith("mine.py, line ")
+    assert raised.traceback.startswith("Traceback") and "in on_demand" in raised.traceback
+    assert "child.py" not in raised.traceback
+    assert (no_number.error_type, no_number.place) == ("NoReward", "")
+
+
+async def test_an_answer_that_ends_the_process_has_its_error_and_so_have_those_after_it(pool):
+    with pytest.raises(RewardFailed) as caught:
+        await pool("on_demand").judge(FOUR, answers("fine", "die", "fine"))
+    error = caught.value
+    assert ([*error.rewarded], [*error.faults]) == ([0], [1, 2])
+    assert error.get_fault(2).error_type == "ProcessEnded"
+
+
 @pytest.mark.parametrize(
     "value",
     [

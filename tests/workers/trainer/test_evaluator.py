@@ -24,12 +24,14 @@ from trinity_schemas import (  # noqa: E402
     EvaluationFailed,
     EvaluationFinished,
     EvaluationStarted,
+    RewardErrorReported,
     StepRef,
     TrainerStatusChanged,
     WeightsApplied,
 )
 from trinity_workers.evaluation.settings import EvaluationSet  # noqa: E402
 from trinity_workers.explorer import Explorer  # noqa: E402
+from trinity_workers.rewards import RewardFailed, RewardFault  # noqa: E402
 from trinity_workers.rollouts.held_out_sets import held_out_sets  # noqa: E402
 from trinity_workers.rollouts.user_task import task_of  # noqa: E402
 from trinity_workers.trainer import Trainer  # noqa: E402
@@ -222,6 +224,37 @@ async def test_an_evaluation_that_no_explorer_answers_fails_and_says_so(config, 
     assert await trainer.told(EvaluationFailed) == [("each", 3), ("greedy", 3)]
     [reason, _] = [one.event.reason for one in await events_of(log, EvaluationFailed)]
     assert "did not arrive" in reason and "not claimed" in reason
+
+
+class Failing(Explorer):
+    """Explorer whose judge fails for one answer to each question of a set."""
+
+    async def prepare(self):
+        await super().prepare()
+        judge = self._episodes.judge
+        questions, judged = {one.prompt for one in self._held_out[0].questions}, judge.judge
+        fault = RewardFault(sentence="raised KeyError: 'a'", error_type="KeyError")
+
+        async def fail(question, answers):
+            rewards = await judged(question, answers)
+            if question.prompt in questions:
+                raise RewardFailed("", faults={1: fault}, rewarded={0: rewards[0]})
+            return rewards
+
+        judge.judge = fail
+
+
+async def test_a_reward_that_fails_for_held_out_answers_is_counted_and_named(config, trainer, log):
+    await trainer.publish(STEPS)
+    async with exploring(Failing(config, 0)), trainer.evaluating():
+        pass
+    [failed] = [one.event for one in await events_of(log, EvaluationFailed)]
+    assert failed.name == "each"
+    assert "the rewards of 5 of 10 answers failed, the first one: raised KeyError" in failed.reason
+    assert await trainer.told(EvaluationFinished) == [("greedy", 3)]
+    await reports_accepted(log)
+    [error] = [one.event for one in await events_of(log, RewardErrorReported)]
+    assert (error.held_out, error.error_type, error.sample) == (True, "KeyError", 1)
 
 
 async def evaluated_run(config):

@@ -54,17 +54,23 @@ def explorer_excluded(fold: FoldState, event: ExplorerExcluded, _: Envelope) -> 
     excluded = fold.state.excluded
     excluded.pop(event.explorer, None)
     excluded[event.explorer] = ExcludedExplorer(
-        at=fold.now, malformed=event.malformed, reason=event.reason[:LONGEST_REFUSAL]
+        at=fold.now,
+        malformed=event.malformed,
+        reason=event.reason[:LONGEST_REFUSAL],
+        failed=event.failed,
     )
     keep_last(excluded, KEPT_EXCLUDED)
 
 
-def format_exclusion(explorer: str, malformed: int, reason: str) -> str:
+def format_exclusion(explorer: str, excluded: ExplorerExcluded | ExcludedExplorer) -> str:
     """Return the exclusion of an explorer as a sentence without its full stop."""
     name = explorer if explorer.isprintable() else repr(explorer)
+    cause = f"{excluded.malformed} of its answers were malformed"
+    if excluded.failed:
+        cause = f"{excluded.failed} of its requests in a row failed while other explorers answered"
     return (
-        f"{name} is excluded until the run's next epoch, since {malformed} of its answers were "
-        f"malformed (the last one: {reason})"
+        f"{name} is excluded until the run's next epoch, since {cause} (the last one: "
+        f"{excluded.reason})"
     )
 
 

@@ -88,7 +88,7 @@ def _open_epoch(fold: FoldState, epoch: int, step: int, opening: RunOpened | Run
     state.forgotten_through = -1
     state.closed = state.closed_error = state.closed_at = None
     state.waits, state.stacks, state.ledger = {}, {}, None
-    state.excluded = {}
+    state.excluded, state.reward_errors = {}, {}
     if state.opened_at is None:
         state.opened_at = fold.now
 

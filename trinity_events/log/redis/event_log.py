@@ -222,6 +222,12 @@ class RedisEventLog(RedisGroups):
         newest = entries(await self._redis.xrevrange(self.keys.reports, count=1))
         return bool(newest) and position(newest[0].id) > position(await self.reports_position())
 
+    async def oldest_waiting_report(self) -> Entry | None:
+        """Return the oldest report that was neither accepted nor refused."""
+        after = f"({await self.reports_position()}"
+        waiting = entries(await self._redis.xrange(self.keys.reports, min=after, count=1))
+        return waiting[0] if waiting else None
+
     async def accept_reports(self, intake: Intake) -> bool:
         """Append accepted reports to the events; return False if another reducer leads."""
         args: list[Any] = [intake.token, intake.after, intake.position, DEAD_LETTERS_KEPT]

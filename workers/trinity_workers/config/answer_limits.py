@@ -29,6 +29,7 @@ def read_answer_limits(config: RunConfig, *, reward_part: str | None = None) -> 
         max_positions=None if positions is None else int(positions * _find_rope_factor(model)),
         max_turns=config.rollouts.max_turns,
         reward_part=reward_part,
+        error_score=config.rewards.error_score if config.rewards.on_error == "score" else None,
     )
 
 

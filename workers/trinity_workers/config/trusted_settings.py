@@ -88,7 +88,7 @@ _DATA = {
     "model": "dtype",
     "model.lora": "rank alpha dropout target_modules",
     "task": "prompt answer reward_deadline environment_deadline",
-    "rewards": "judge_model best_grade attempts calls",
+    "rewards": "on_error error_score judge_model best_grade attempts calls",
     "trainer": """
         engine ranks cpus tensor_parallel pipeline_parallel virtual_pipeline expert_parallel
         context_parallel sequence_parallel distributed_optimizer colocated rollout_tensor_parallel
@@ -113,7 +113,7 @@ _DATA = {
     "explorer": "count dtype deterministic groups_per_claim cpus wait_for_run",
     "rollouts": """
         prompts_per_step samples_per_prompt max_new_tokens temperature max_turns order window
-        claim_lease request_deadline max_attempts on_update keep_answers
+        claim_lease request_deadline max_attempts max_consecutive_failures on_update keep_answers
         """,
     "sync": """
         style interval offset max_staleness when_stale method transport publish dtype full_every

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import anyio
 
@@ -14,7 +13,7 @@ from trinity_schemas import Experience, StepRef
 
 from ..rollouts.episodes import Episodes
 from ..rollouts.held_out_sets import HeldOutSet
-from ..rollouts.run_episodes import send_answers
+from ..rollouts.run_episodes import create_held_out_episodes, send_answers
 from .installer import VersionInstaller
 
 LONGEST_WAIT = 20.0
@@ -72,7 +71,7 @@ class EvaluationAnswers:
         *,
         at_once: int,
     ) -> None:
-        self._players = {one.fingerprint: replace(episodes, task=one) for one in sets}
+        self._players = {one.fingerprint: create_held_out_episodes(episodes, one) for one in sets}
         self._requests = requests
         self._installer = installer
         self._turns = turns

@@ -150,6 +150,7 @@ class Explorer:
             self._task,
             name=self.name,
             waits=self._synchronizer.waits,
+            publish=self._synchronizer.tell,
             exits=self._exits,
         )
         self._prefetcher = VersionPrefetcher(config, self._synchronizer)

@@ -79,6 +79,8 @@ EXPLORERS_DEADLINE = 60.0
 """Seconds that explorers elsewhere are given to take the last weights."""
 EXPLORER_GONE_AFTER = 5.0
 """Seconds without a lease after which an explorer is waited for no longer; twice its renewal."""
+_CATCH_UP = 5.0
+"""Seconds in which the end of a run is shown that is in its log."""
 SUMMARY_DEADLINE = 5.0
 """Seconds that the summary of a run may take that did not finish: what ends us kills after ten."""
 
@@ -414,12 +416,20 @@ async def _shown(
         except Exception as error:
             logger.warning("run %s is not shown any more: %s", log.run_id, error)
 
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(follow)
-        for task in beside:
-            tasks.start_soon(task)
-        yield
-        tasks.cancel_scope.cancel()
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(follow)
+            for task in beside:
+                tasks.start_soon(task)
+            yield
+            tasks.cancel_scope.cancel()
+    finally:
+        # The cause of a failure may be in the log, and its line not printed yet.
+        with anyio.CancelScope(shield=True), anyio.move_on_after(_CATCH_UP):
+            try:
+                await view.catch_up(log)
+            except Exception as error:
+                logger.warning("the end of run %s is not shown: %s", log.run_id, error)
 
 
 async def _summarize_log(

@@ -12,12 +12,23 @@ from rich.text import Text
 
 from trinity_events.core import Monitor, MonitorState
 from trinity_events.core.handlers.rollouts import format_exclusion
+from trinity_events.core.reward_errors import (
+    format_evidence,
+    format_reward_error,
+    is_first_of_cause,
+)
 from trinity_events.core.skipped_updates import format_skipped_updates
 from trinity_events.log import Entry, EventLog, PageSize, Stream
 from trinity_events.replay import PAGE
 from trinity_events.server import Deadline
 from trinity_events.views.terminal import Terminal, visible
-from trinity_schemas import ContractError, ExplorerExcluded, StepTrained, decode_envelope
+from trinity_schemas import (
+    ContractError,
+    ExplorerExcluded,
+    RewardErrorReported,
+    StepTrained,
+    decode_envelope,
+)
 
 from .failed_saves import FailedSaves
 
@@ -73,6 +84,12 @@ class ProgressView:
                     self._fold(entry)
                 self._show(bar, task)
 
+    async def catch_up(self, log: EventLog) -> None:
+        """Show what the log has by now, once :meth:`follow` was cancelled."""
+        while entries := await log.read(self._monitor.state.position, limit=PAGE):
+            for entry in entries:
+                self._fold(entry)
+
     def say(self, text: str, style: str = "dim") -> None:
         """Print one line about what is being done, with its time where it is kept as a log."""
         if not self._console.is_terminal:
@@ -86,12 +103,15 @@ class ProgressView:
             self._monitor.set_aside(entry.id, str(error))
             return
         announced = [one.event for one in self._monitor.apply(entry.id, envelope)]
+        if isinstance(envelope.event, RewardErrorReported):
+            # Explorers outlive epochs: their envelopes bear none, and the event names its own.
+            self._show_reward_error(entry.id, envelope.event)
         if envelope.epoch < self.epoch:
             return
         for line in self._failed.heard(envelope.event, announced):
             self.say(line, style="bold red")
         if isinstance(excluded := envelope.event, ExplorerExcluded):
-            line = format_exclusion(excluded.explorer, excluded.malformed, excluded.reason)
+            line = format_exclusion(excluded.explorer, excluded)
             self.say(visible(line, lines=False), style="bold red")
         if isinstance(envelope.event, StepTrained):
             for line in format_skipped_updates(envelope.event.step, envelope.event.metrics):
@@ -99,6 +119,14 @@ class ProgressView:
         if isinstance(envelope.event, StepTrained) and "reward" in envelope.event.metrics:
             self._metrics = envelope.event.metrics
             self._rewards.append(self._metrics["reward"])
+
+    def _show_reward_error(self, entry_id: str, error: RewardErrorReported) -> None:
+        """Show the first error of each cause, with its traceback and the answer."""
+        if error.epoch >= self.epoch and is_first_of_cause(self._monitor.state, entry_id, error):
+            line = f"a reward failed: {format_reward_error(error)}"
+            self.say(visible(line, lines=False), style="bold red")
+            for line in format_evidence(error):
+                self._console.print(Text(visible(line, lines=False)), soft_wrap=True)
 
     def _show(self, bar: Progress, task: TaskID) -> None:
         state = self._monitor.state

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trinity_events.analysis.summary import RunSummary, Spread
+from trinity_events.core.reward_errors import REWARD_ERRORS
 from trinity_schemas import Envelope, EvaluationFailed, EvaluationFinished, StepTrained
 
 from ..trainer import TrainingResult
@@ -210,6 +211,7 @@ def summary_table(summary: DemoSummary) -> Table:
         *_weight_rows(summary),
         ("staleness", _staleness(summary)),
         ("issued again", _issued_again(log.reissued)),
+        *_dropped_rows(log),
         (
             "control plane",
             f"{log.events_per_step:.1f} events, {log.event_bytes_per_step:.0f} bytes a step",
@@ -273,7 +275,9 @@ def _evaluated(one: EvaluatedSet) -> str:
         return failed
     first = f"{_mean(one.first)} at step {one.first_step}"
     last = f" -> {_mean(one.last)} at step {one.last_step}" if one.finished > 1 else ""
-    return f"mean reward {first}{last}{failed and f', {failed}'}"
+    errors = one.last.get(REWARD_ERRORS, 0.0)
+    unjudged = f", without {errors:.0f} answers whose rewards failed" if errors else ""
+    return f"mean reward {first}{last}{unjudged}{failed and f', {failed}'}"
 
 
 def _mean(metrics: Mapping[str, float]) -> str:
@@ -297,6 +301,18 @@ def _issued_again(reissued: Mapping[str, int]) -> str:
         return "no prompt"
     reasons = ", ".join(f"{number} {reason}" for reason, number in reissued.items())
     return f"{sum(reissued.values())} prompts: {reasons}"
+
+
+def _dropped_rows(log: RunSummary) -> list[tuple[str, str]]:
+    """Return rows of dropped prompts and of samples whose reward failed; none without any."""
+    rows = []
+    if log.dropped:
+        reasons = ", ".join(f"{number} {reason}" for reason, number in log.dropped.items())
+        rows.append(("DROPPED", f"{sum(log.dropped.values())} prompts: {reasons}"))
+    if log.reward_errors:
+        scored = f"{log.reward_errors} samples have rewards.error_score, since their rewards failed"
+        rows.append(("REWARD ERRORS", scored))
+    return rows
 
 
 def _refusals(log: RunSummary) -> str:

@@ -15,8 +15,47 @@ from ..sandbox.processes.frames import shown
 from ..tasks import Answer, Question
 
 
+class RewardFault(Struct, frozen=True, kw_only=True):
+    """Error of a reward for one answer. Type and place are its cause."""
+
+    sentence: str
+    """End of a sentence about the reward, such as ``raised KeyError: 'a'``."""
+    error_type: str
+    """Type of the error; that of a value that is no reward is :data:`NO_REWARD`."""
+    place: str = ""
+    """File and line of the user's code that raised it."""
+    traceback: str = ""
+
+
+NO_REWARD = "NoReward"
+"""Type of the error of a function that returned what is no finite number."""
+
+
 class RewardFailed(TrinityError):
-    """Raised if answers cannot be judged; the answers may be judged again."""
+    """Raised if answers cannot be judged.
+
+    Attributes:
+        fault: Error of all answers that have no reward and no error of their own.
+        faults: Errors of single answers, by index.
+        rewarded: Rewards of the answers that could be judged, by index.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        fault: RewardFault | None = None,
+        faults: Mapping[int, RewardFault] | None = None,
+        rewarded: Mapping[int, Rewarded] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.fault = fault or RewardFault(sentence=message, error_type=type(self).__name__)
+        self.faults = dict(faults or {})
+        self.rewarded = dict(rewarded or {})
+
+    def get_fault(self, index: int) -> RewardFault:
+        """Return the error of an answer without a reward: its own, or that of all answers."""
+        return self.faults.get(index, self.fault)
 
 
 class Rewarded(Struct, frozen=True, kw_only=True):
@@ -40,12 +79,27 @@ class Rewards(Protocol):
         ...
 
     async def judge(self, question: Question, answers: Sequence[Answer]) -> list[Rewarded]:
-        """Return the reward of each answer to a question. Raises RewardFailed."""
+        """Return the reward of each answer to a question.
+
+        Raises:
+            RewardFailed: One answer could not be judged, or more. What may pass, such as an
+                overloaded service, was tried again before.
+        """
         ...
 
     async def aclose(self) -> None:
         """End what judges."""
         ...
+
+
+def collect_rewards(
+    rewarded: Mapping[int, Rewarded], faults: Mapping[int, RewardFault]
+) -> list[Rewarded]:
+    """Return the rewards of answers in order. Raises RewardFailed if one of them has an error."""
+    if faults:
+        sentence = faults[min(faults)].sentence
+        raise RewardFailed(sentence, faults=faults, rewarded=rewarded)
+    return [rewarded[index] for index in range(len(rewarded))]
 
 
 def rewarded(value: object) -> Rewarded:

@@ -12,15 +12,20 @@ import inspect
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from pathlib import Path
+from types import TracebackType
 from typing import Any, BinaryIO
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from ..sandbox.processes.frames import framed, read_frame, take_pipes
 from ..tasks import Answer, Question, TaskError, load_reward
-from .base import Rewarded, rewarded
+from .base import NO_REWARD, Rewarded, RewardFault, rewarded
 
+_LONGEST_TRACEBACK = 6000
+"""Characters of a traceback, of which the end is kept: the innermost frames name the fault."""
+_LONGEST_MESSAGE = 300
+"""Characters of an error's own message, in its sentence."""
 _SELF_END = 4.0
 """Deadlines after which the process ends itself: its parent, which would, may be dead."""
 
@@ -53,12 +58,12 @@ class Judge(Struct, frozen=True, kw_only=True):
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
-    """Reward of one answer, or the fault that the function committed."""
+    """Reward of one answer, or the error of the function."""
 
     index: int = -1
     """Place of the answer; -1 after the function was loaded."""
     rewarded: Rewarded | None = None
-    fault: str | None = None
+    fault: RewardFault | None = None
 
 
 def encoded(message: Struct) -> bytes:
@@ -87,7 +92,7 @@ def main() -> None:
             folder=Path(source.folder),
         )
     except TaskError as error:
-        tell(Verdict(fault=str(error)))
+        tell(Verdict(fault=RewardFault(sentence=str(error), error_type=type(error).__name__)))
         return
     tell(Verdict())
     # One loop for the life of the process: what a coroutine function makes once, such as a
@@ -149,8 +154,10 @@ async def _await_verdict(
         async with limit:
             result = await value
     except BaseException as error:  # a cancelled task too: without a verdict its parent waits
-        late = isinstance(error, TimeoutError) and limit.expired()
-        fault = f"did not return within {deadline:g} s" if late else _raised(error)
+        fault = _raised(error)
+        if isinstance(error, TimeoutError) and limit.expired():
+            late = f"did not return within {deadline:g} s"
+            fault = structs.replace(fault, sentence=late, place="")
         tell(Verdict(index=index, fault=fault))
     else:
         tell(_verdict(index, result))
@@ -165,12 +172,40 @@ def _verdict(index: int, value: object) -> Verdict:
     try:
         return Verdict(index=index, rewarded=rewarded(value))
     except ValueError as error:
-        return Verdict(index=index, fault=str(error))
+        sentence = _to_unicode(str(error))
+        return Verdict(index=index, fault=RewardFault(sentence=sentence, error_type=NO_REWARD))
 
 
-def _raised(error: BaseException) -> str:
-    """Return the error in one line, with the line of the user's code that raised it."""
-    told = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
-    places = [at for at in traceback.extract_tb(error.__traceback__) if at.filename != __file__]
-    where = f" ({Path(places[-1].filename).name}, line {places[-1].lineno})" if places else ""
-    return f"raised {told[:300]}{where}"
+def _raised(error: BaseException) -> RewardFault:
+    """Return the error, with the line of the user's code that raised it."""
+    name, message = type(error).__name__, _format_message(error)
+    own_code = _skip_own_frames(error.__traceback__)
+    frames = traceback.extract_tb(own_code)
+    place = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else ""
+    summary = " ".join(f"{name}: {message}".split()).removesuffix(":")[:_LONGEST_MESSAGE]
+    # Without the frames of this file, which are in every traceback and say nothing.
+    lines = "".join(traceback.format_exception(type(error), error, own_code))
+    return RewardFault(
+        sentence=_to_unicode(f"raised {summary}{f' ({place})' if place else ''}"),
+        error_type=name,
+        place=_to_unicode(place),
+        traceback=_to_unicode(lines[-_LONGEST_TRACEBACK:]),
+    )
+
+
+def _skip_own_frames(frames: TracebackType | None) -> TracebackType | None:
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    return frames
+
+
+def _format_message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # of a __str__ of the user's own
+        return "its message cannot be formatted"
+
+
+def _to_unicode(text: str) -> str:
+    """Return a text without single surrogates, which no message can hold."""
+    return text.encode("utf-8", "replace").decode()

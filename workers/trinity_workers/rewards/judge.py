@@ -9,11 +9,9 @@ import anyio
 import msgspec
 from msgspec import Struct
 
-from trinity_events.system.error_text import ungrouped
-
 from ..sandbox.processes.frames import shown
 from ..tasks import Answer, Message, Question
-from .base import Rewarded, RewardFailed
+from .base import Rewarded, RewardFailed, RewardFault, collect_rewards
 from .grades import UnclearGrade, parse_grade
 from .http_calls import UNDECODABLE, HttpCalls, Unusable
 from .settings import RewardsConfig
@@ -52,18 +50,21 @@ class JudgeRewards:
 
     async def judge(self, question: Question, answers: Sequence[Answer]) -> list[Rewarded]:
         """Return the reward of each answer, from 0 to 1. Raises RewardFailed."""
-        found: dict[int, Rewarded] = {}
+        url = f"{self._url}/chat/completions"
+        graded: dict[int, Rewarded] = {}
+        faults: dict[int, RewardFault] = {}
 
-        async def one(index: int, answer: Answer) -> None:
-            found[index] = await self._http.post(
-                f"{self._url}/chat/completions", self._request(question, answer), self._graded
-            )
+        async def grade(index: int, answer: Answer) -> None:
+            try:
+                request = self._request(question, answer)
+                graded[index] = await self._http.post(url, request, self._graded)
+            except RewardFailed as error:
+                faults[index] = error.fault
 
-        with ungrouped():
-            async with anyio.create_task_group() as tasks:
-                for index, answer in enumerate(answers):
-                    tasks.start_soon(one, index, answer)
-        return [found[index] for index in range(len(answers))]
+        async with anyio.create_task_group() as tasks:
+            for index, answer in enumerate(answers):
+                tasks.start_soon(grade, index, answer)
+        return collect_rewards(graded, faults)
 
     def _request(self, question: Question, answer: Answer) -> dict[str, object]:
         """Return the body of the call. Raises RewardFailed for a prompt that is no text."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import anyio
 import msgspec
+from msgspec import structs
 
 from trinity_events.diagnostics.waits import NO_REPORTS, WaitReporter
 
@@ -18,7 +19,7 @@ from ..sandbox.processes.pool import (
     killed_on_error,
 )
 from ..tasks import Answer, Question, TaskError
-from .base import Rewarded, RewardFailed
+from .base import Rewarded, RewardFailed, RewardFault, collect_rewards
 from .child import Judge, RewardSource, Verdict, encoded
 
 _PROCESSES = 4
@@ -56,25 +57,38 @@ class RewardPool:
         """Return the reward of each answer.
 
         Raises:
-            RewardFailed: in one sentence, if the function raised, hung, died, or returned no
-                number. Its process is ended, and the next call has another one.
+            RewardFailed: in one sentence about the first answer for which the function raised,
+                hung, died, or returned no number. A process that hung or died is replaced, and all
+                answers without a reward or an error by then have its error.
         """
         try:
             request = encoded(Judge(question=question, answers=list(answers)))
         except (TypeError, ValueError) as error:
             raise TaskError(f"a question of {self._source.task} holds no JSON: {error}") from None
-        found: list[Rewarded | None] = [None] * len(answers)
-        async with self._processes.taken() as process:
-            for _ in answers:
-                limit = self._source.deadline
-                what = f"the reward {self._source.name}"
-                with self._waits.waiting(what, [process.name], deadline=limit):
-                    verdict = await self._exchange(process, request, limit, "did not return")
-                request = b""
-                if verdict.rewarded is None or not 0 <= verdict.index < len(found):
-                    raise self._failed(verdict.fault or "gave an answer that was not asked for")
-                found[verdict.index] = verdict.rewarded
-        return [one for one in found if one is not None]
+        judged: dict[int, Rewarded] = {}
+        faults: dict[int, RewardFault] = {}
+        limit, name = self._source.deadline, f"the reward {self._source.name}"
+        try:
+            async with self._processes.taken() as process:
+                for _ in answers:
+                    with self._waits.waiting(name, [process.name], deadline=limit):
+                        verdict = await self._exchange(process, request, limit, "did not return")
+                    request = b""
+                    index = verdict.index
+                    if not 0 <= index < len(answers) or index in judged or index in faults:
+                        raise self._failed(
+                            "UnexpectedReply", "gave an answer that was not asked for"
+                        )
+                    if verdict.rewarded is not None:
+                        judged[index] = verdict.rewarded
+                    else:
+                        faults[index] = self._named(verdict.fault)
+        except RewardFailed as error:
+            if not faults and not judged:
+                raise
+            lost = {at: error.fault for at in range(len(answers)) if at not in judged}
+            faults = lost | faults
+        return collect_rewards(judged, faults)
 
     async def aclose(self) -> None:
         """End all processes."""
@@ -86,7 +100,8 @@ class RewardPool:
             source = encoded(self._source)
             verdict = await self._exchange(process, source, START_DEADLINE, "did not load")
             if verdict.fault is not None:
-                raise RewardFailed(verdict.fault)
+                fault = verdict.fault
+                raise RewardFailed(fault.sentence, fault=fault)
         return process
 
     async def _exchange(
@@ -100,11 +115,20 @@ class RewardPool:
                 return msgspec.json.decode(await process.receive(), type=Verdict)
         except TimeoutError:
             where = await process.place()
-            raise self._failed(f"{missing} within {seconds:g} s{where}") from None
+            late = f"{missing} within {seconds:g} s{where}"
+            raise self._failed("TimeoutError", late) from None
         except PIPE_CLOSED:
-            raise self._failed(f"ended its process ({await process.ending()})") from None
+            ended = f"ended its process ({await process.ending()})"
+            raise self._failed("ProcessEnded", ended) from None
         except ValueError:  # msgspec's error is one
-            raise self._failed("sent what is no answer") from None
+            raise self._failed("UnexpectedReply", "sent what is no answer") from None
 
-    def _failed(self, told: str) -> RewardFailed:
-        return RewardFailed(f"the reward {self._source.name} {told}")
+    def _failed(self, error_type: str, sentence: str) -> RewardFailed:
+        """Return the error of a process, which all answers without a verdict have."""
+        fault = self._named(RewardFault(sentence=sentence, error_type=error_type))
+        return RewardFailed(fault.sentence, fault=fault)
+
+    def _named(self, fault: RewardFault | None) -> RewardFault:
+        """Return an error with the name of the reward before its sentence."""
+        fault = fault or RewardFault(sentence="sent no verdict", error_type="UnexpectedReply")
+        return structs.replace(fault, sentence=f"the reward {self._source.name} {fault.sentence}")

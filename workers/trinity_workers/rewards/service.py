@@ -10,7 +10,14 @@ from msgspec import Struct
 
 from ..sandbox.processes.frames import shown
 from ..tasks import Answer, Question
-from .base import Rewarded, RewardFailed, rewarded
+from .base import (
+    NO_REWARD,
+    Rewarded,
+    RewardFailed,
+    RewardFault,
+    collect_rewards,
+    rewarded,
+)
 from .http_calls import UNDECODABLE, HttpCalls
 
 
@@ -42,11 +49,15 @@ class ServiceRewards:
         """Return the reward of each answer. Raises RewardFailed."""
 
         def read(reply: bytes) -> list[Rewarded]:
-            values = self._values(reply, len(answers))
-            try:
-                return [rewarded(value) for value in values]
-            except ValueError as error:
-                raise RewardFailed(f"{self._http.name} {error}") from None
+            judged: dict[int, Rewarded] = {}
+            faults: dict[int, RewardFault] = {}
+            for index, value in enumerate(self._values(reply, len(answers))):
+                try:
+                    judged[index] = rewarded(value)
+                except ValueError as error:
+                    sentence = f"{self._http.name} {error}"
+                    faults[index] = RewardFault(sentence=sentence, error_type=NO_REWARD)
+            return collect_rewards(judged, faults)
 
         asked = _Asked(question=question, answers=list(answers))
         return await self._http.post(self._url, asked, read)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
+
+from trinity_schemas.rollouts import MAX_REWARD
 
 from ..section import Section
 
 Positive = Annotated[int, Meta(ge=1)]
+OnRewardError = Literal["fail", "drop_group", "score"]
+"""Effect of a reward that failed; see ``RewardsConfig.on_error``."""
 
 JUDGE_PROMPT = (
     "Grade the response to the prompt from 0 (wrong) to 10 (perfect). The reference, if any, is "
@@ -18,8 +22,13 @@ JUDGE_PROMPT = (
 
 
 class RewardsConfig(Section, frozen=True, kw_only=True):
-    """Rewards beyond a function: of a service, of a judge, or of code that is run."""
+    """Rewards that fail, and rewards beyond a function: of a service, a judge, or code."""
 
+    on_error: OnRewardError = "fail"
+    """Effect of a reward that raises, hangs, dies, or is no finite number: `fail` ends the run,
+    `drop_group` drops all answers to the prompt, and `score` gives the answer `error_score`."""
+    error_score: Annotated[float, Meta(ge=-MAX_REWARD, le=MAX_REWARD)] = 0.0
+    """With `score`, reward of an answer whose reward failed."""
     service: str | None = None
     """URL of a reward service, which gets a question and its answers as JSON by POST."""
     judge: str | None = None

@@ -9,18 +9,23 @@ and the beginning of the next turn. That text follows a special token, so no mer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import anyio
+from msgspec.structs import replace
 
 from trinity_events.errors import TrinityError
 from trinity_events.system.error_text import first_error
-from trinity_schemas import Experience, RolloutRequest, StepRef, Turn
+from trinity_schemas import Experience, RewardErrorReported, RolloutRequest, StepRef, Turn
+from trinity_schemas.rollouts import LONGEST_REWARD_ERROR
 
 from ..learning.policy import BadPolicy, encode_prompt
-from ..rewards import Rewarded, RewardFailed, Rewards
+from ..rewards import Rewarded, RewardFailed, RewardFault, Rewards
+from ..rewards.base import NO_REWARD
+from ..rewards.error_reports import AnswersNotJudged, make_report
+from ..rewards.settings import OnRewardError
 from ..rollout_engines.base import Generation, GenerationRequest, TurnGenerator
 from ..tasks.base import Answer, Message, Question, Task
 
@@ -81,6 +86,11 @@ class Episodes:
         environment: Other side of the episodes; without one, an episode has one turn.
         max_turns: Maximum number of the policy's turns in an episode.
         needed_part: Part of the reward that the trainer reads, if it reads one.
+        on_error: Effect of a reward that failed. With ``score`` its sample gets a score in its
+            place; else the whole request fails, and the trainer applies its policy.
+        error_score: Score of samples whose reward failed.
+        held_out: True for episodes of held-out questions.
+        report: Reports the error of a reward to the log; by default none is reported.
     """
 
     engine: TurnGenerator
@@ -91,6 +101,10 @@ class Episodes:
     environment: Replier | None = None
     max_turns: int = 1
     needed_part: str | None = None
+    on_error: OnRewardError = "fail"
+    error_score: float = 0.0
+    held_out: bool = False
+    report: Callable[[RewardErrorReported], Awaitable[None]] | None = None
 
     async def answer(self, request: RolloutRequest) -> list[Experience]:
         """Return the experiences of one request; see :meth:`answer_all`. Raises what failed."""
@@ -251,26 +265,75 @@ class Episodes:
             for episode in group
         ]
         try:
-            judged = await self.judge.judge(group[0].question, judged_answers)
-            self._check_part(judged)
+            rewarded, faults = await self._judge(group[0].question, judged_answers)
         except TrinityError as error:
             failed[place] = error
             return
+        if faults:
+            first = await self._report_faults(group, judged_answers, faults)
+            if self.on_error != "score":
+                failed[place] = AnswersNotJudged(first)
+                return
         answers[place] = [
-            self._experience(episode, rewarded)
-            for episode, rewarded in zip(group, judged, strict=True)
+            self._experience(episode, rewarded[index])
+            if index in rewarded
+            else self._make_scored(episode, faults[index])
+            for index, episode in enumerate(group)
         ]
 
-    def _check_part(self, judged: Sequence[Rewarded]) -> None:
-        """Refuse rewards without the part that the trainer reads, as it refuses their answers."""
-        part = self.needed_part
-        for rewarded in judged if part is not None else ():
-            if part not in rewarded.parts:
-                names = ", ".join(rewarded.parts) or "none"
-                raise RewardFailed(
-                    f"filters.part is {part!r}, and the reward has no such part: its parts are "
-                    f"{names}"
+    async def _judge(
+        self, question: Question, answers: Sequence[Answer]
+    ) -> tuple[dict[int, Rewarded], dict[int, RewardFault]]:
+        """Return the rewards of answers by index, and the errors of those without a reward."""
+        try:
+            rewarded = dict(enumerate(await self.judge.judge(question, answers)))
+            faults: dict[int, RewardFault] = {}
+        except RewardFailed as error:
+            rewarded, indices = error.rewarded, range(len(answers))
+            faults = {at: error.get_fault(at) for at in indices if at not in rewarded}
+        for index, reward in list(rewarded.items()):
+            if self.needed_part is not None and self.needed_part not in reward.parts:
+                # The trainer would refuse the answer.
+                del rewarded[index]
+                names = ", ".join(reward.parts) or "none"
+                sentence = (
+                    f"filters.part is {self.needed_part!r}, and the reward has no such part: its "
+                    f"parts are {names}"
                 )
+                faults[index] = RewardFault(sentence=sentence, error_type=NO_REWARD)
+        return rewarded, faults
+
+    async def _report_faults(
+        self,
+        group: Sequence[_Episode],
+        answers: Sequence[Answer],
+        faults: Mapping[int, RewardFault],
+    ) -> RewardErrorReported:
+        """Report the errors of a request, and return the first one."""
+        reports = []
+        for index in sorted(faults):
+            episode = group[index]
+            report = make_report(
+                episode.request,
+                episode.sample,
+                episode.question,
+                answers[index],
+                faults[index],
+                explorer=self.explorer,
+                held_out=self.held_out,
+            )
+            reports.append(report)
+            if self.report is not None:
+                await self.report(report)
+        return reports[0]
+
+    def _make_scored(self, episode: _Episode, fault: RewardFault) -> Experience:
+        """Return a sample with the score that is configured for errors, marked as such."""
+        score = self.error_score
+        parts = {} if self.needed_part is None else {self.needed_part: score}
+        sample = self._experience(episode, Rewarded(reward=score, parts=parts))
+        sentence = fault.sentence[:LONGEST_REWARD_ERROR] or fault.error_type
+        return replace(sample, reward_error=sentence)
 
     def _experience(self, episode: _Episode, rewarded: Rewarded) -> Experience:
         request = episode.request

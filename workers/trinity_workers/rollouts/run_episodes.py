@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import NamedTuple
 
 from trinity_events.diagnostics.waits import WaitReporter
 from trinity_events.errors import TrinityError
 from trinity_events.rollouts import Claim, RolloutClient
-from trinity_schemas import Experience
+from trinity_schemas import Experience, RewardErrorReported
 
 from ..config.train_config import RunConfig
 from ..learning.policy import load_tokenizer
+from ..rewards.error_reports import AnswersNotJudged, ErrorReports
 from ..rollout_engines.base import TurnGenerator
 from ..sandbox.environments import EnvironmentProcesses
 from ..tasks import Task
@@ -30,6 +32,7 @@ async def open_episodes(
     *,
     name: str,
     waits: WaitReporter,
+    publish: Callable[[RewardErrorReported], None],
     exits: AsyncExitStack,
 ) -> Episodes:
     """Start the judge and the environment of a run, and return its episodes.
@@ -40,6 +43,7 @@ async def open_episodes(
         task: Task of the run.
         name: Name in experiences of the process that answers.
         waits: Reporter of long waits.
+        publish: Publishes the error of a reward; it is called in a thread.
         exits: Stack that ends the judge and the environment.
 
     Raises:
@@ -66,7 +70,19 @@ async def open_episodes(
         environment=environment,
         max_turns=config.rollouts.max_turns,
         needed_part=config.algorithm.filters.needed_part,
+        on_error=config.rewards.on_error,
+        error_score=config.rewards.error_score,
+        report=ErrorReports(publish).add,
     )
+
+
+def create_held_out_episodes(episodes: Episodes, task: Task) -> Episodes:
+    """Return the episodes of a set of held-out questions.
+
+    A reward that fails never fails their request: the trainer counts and names it in the result,
+    as ``rewards.on_error`` asks.
+    """
+    return replace(episodes, task=task, on_error="score", held_out=True, needed_part=None)
 
 
 class Sent(NamedTuple):
@@ -96,7 +112,8 @@ async def send_answers(
     for claim, answer in zip(claims, answers, strict=True):
         if isinstance(answer, TrinityError):
             logger.warning("%s: ordinal %d: %s", requests.name, claim.request.ordinal, answer)
-            await requests.fail(claim, str(answer))
+            report = answer.report if isinstance(answer, AnswersNotJudged) else None
+            await requests.fail(claim, str(answer), report)
         else:
             outgoing.append((claim, answer))
     counted = await requests.answer_all(outgoing)

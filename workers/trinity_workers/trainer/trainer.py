@@ -19,6 +19,7 @@ from trinity_events.checkpoint_layout import TRAINER_STATE
 from trinity_events.coordinator import this_process
 from trinity_events.core.evaluations import evaluated_through
 from trinity_events.core.ledger import Ledger
+from trinity_events.core.reward_errors import REWARD_ERRORS
 from trinity_events.diagnostics.stacks import write_stacks_when_asked
 from trinity_events.errors import DeadlineExceeded
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer
@@ -119,7 +120,8 @@ class Trainer:
             await self.engine.load_checkpoint(config.resumed_folder, config.resumed_step)
         # In the background: a report of a wait never delays the loop that waits.
         reports = publishing(config.run_id, config.epoch, "trainer", redis_url=config.redis_url)
-        self._waits = self._exits.enter_context(reports).waits
+        publisher = self._exits.enter_context(reports)
+        self._waits = publisher.waits
         compared = config.algorithm.filters
         limits = await anyio.to_thread.run_sync(
             partial(read_answer_limits, config, reward_part=compared.needed_part)
@@ -149,7 +151,7 @@ class Trainer:
         if config.trainer.colocated:
             from .rollouts.colocated import ColocatedAnswers  # as an explorer, it needs torch
 
-            self._answers = ColocatedAnswers(config, self.engine, client, self._waits)
+            self._answers = ColocatedAnswers(config, self.engine, client, publisher)
             await self._answers.prepare(task, sets, self._exits)
         await self._dispatcher.start()
         running = TrainerStatusChanged(status="running", step=self.train_step_num)
@@ -283,6 +285,8 @@ class Trainer:
         metrics = await self.engine.train_step(exps)
         samples = [one for group in exps for one in group]
         scores = [one.reward_parts.get("score", one.reward) for one in samples]
+        if self.config.rewards.on_error == "score":
+            metrics |= {REWARD_ERRORS: float(sum(bool(one.reward_error) for one in samples))}
         return metrics | {
             "reward": sum(one.reward for one in samples) / len(samples),
             "score": sum(scores) / len(samples),
@@ -435,6 +439,8 @@ def dispatch_settings(
         claim_lease=rollouts.claim_lease,
         request_deadline=rollouts.request_deadline,
         max_attempts=rollouts.max_attempts,
+        on_reward_error=config.rewards.on_error,
+        max_consecutive_failures=rollouts.max_consecutive_failures,
         when_stale=config.sync.when_stale,
         keep_answers=rollouts.keep_answers,
     )

@@ -27,6 +27,12 @@ def check_rewards(
         "rewards.judge": rewards.judge,
         "rewards.code_tests": rewards.code_tests,
     }
+    if rewards.error_score and rewards.on_error != "score":
+        yield (
+            ("rewards.error_score", "rewards.on_error"),
+            f"{named('rewards.error_score')} is read if {named('rewards.on_error')} is score, and "
+            f"it is {rewards.on_error}: set it score, or leave the score out",
+        )
     paths = tuple(path for path, value in chosen.items() if value is not None)
     if len(paths) > 1:
         yield (

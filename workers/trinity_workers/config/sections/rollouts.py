@@ -33,7 +33,11 @@ class RolloutsConfig(Section, frozen=True, kw_only=True):
     request_deadline: Seconds = 300.0
     """Seconds after which a claimed request is issued again, however lively its explorer is."""
     max_attempts: Positive = 3
-    """Failed attempts after which a prompt is dropped."""
+    """Failed attempts after which a prompt is dropped. A failed reward is not tried again: see
+    `rewards.on_error`."""
+    max_consecutive_failures: Positive = 10
+    """Requests in a row whose rewards failed that end the run, whatever `rewards.on_error` is.
+    Failed requests in a row of one explorer exclude it, while others answer."""
     on_update: OnUpdate = "finish"
     """Treatment of answers that are being generated when a weight version arrives. `finish` ends
     them with the old version first. The others go on with the new one: `keep_cache` with the old

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from itertools import groupby
 
 import anyio
 import redis.asyncio
 from anyio import to_thread
 
-from trinity_events.diagnostics.waits import WaitReporter
+from trinity_events.log import Publisher
 from trinity_events.rollouts import Claim, RolloutClient, evaluation_keys
 from trinity_schemas import RunKeys
 
@@ -20,7 +19,7 @@ from ...learning.policy import context_length
 from ...rollout_engines.base import Generation, GenerationRequest
 from ...rollouts.episodes import Episodes
 from ...rollouts.held_out_sets import HeldOutSet
-from ...rollouts.run_episodes import open_episodes, send_answers
+from ...rollouts.run_episodes import create_held_out_episodes, open_episodes, send_answers
 from ...tasks import Task
 from ..backend import TrainEngineWrapper
 
@@ -57,7 +56,7 @@ class ColocatedAnswers:
         config: The run.
         engine: Engine whose ranks generate.
         client: Client of the server of the run's log.
-        waits: Reporter of the trainer's long waits.
+        publisher: Publisher of the trainer's reports.
     """
 
     def __init__(
@@ -65,12 +64,12 @@ class ColocatedAnswers:
         config: RunConfig,
         engine: TrainEngineWrapper,
         client: redis.asyncio.Redis,
-        waits: WaitReporter,
+        publisher: Publisher,
     ) -> None:
         self._config = config
         self._engine = engine
         self._client = client
-        self._waits = waits
+        self._publisher = publisher
         self._players: dict[str, Episodes] = {}
         """Episodes by the fingerprint of their questions."""
 
@@ -94,10 +93,13 @@ class ColocatedAnswers:
             TrainerTurns(self._engine, room),
             task,
             name=NAME,
-            waits=self._waits,
+            waits=self._publisher.waits,
+            publish=self._publisher.publish,
             exits=exits,
         )
-        self._players = {one.fingerprint: replace(episodes, task=one) for one in held_out}
+        self._players = {
+            one.fingerprint: create_held_out_episodes(episodes, one) for one in held_out
+        }
         self._players[task.fingerprint] = episodes
 
     async def run(self) -> None:

@@ -10,7 +10,9 @@ from typing import NamedTuple
 import anyio
 import redis
 import redis.asyncio
+from msgspec import structs
 
+from trinity_events.core.reward_errors import REWARD_ERRORS
 from trinity_events.diagnostics.waits import NO_REPORTS, WaitReporter
 from trinity_events.errors import StaleEpoch, TrinityError
 from trinity_events.log import AsyncPublisher
@@ -25,6 +27,7 @@ from trinity_events.rollouts.experience_checks import NO_LIMITS
 from trinity_schemas import EvaluationFailed, EvaluationFinished, EvaluationStarted, StepRef
 
 from ...config.train_config import RunConfig
+from ...evaluation.failed_rewards import Score, select_rewards
 from ...evaluation.schedule import is_due
 from ...evaluation.statistics import results
 from ...rollouts.held_out_sets import HeldOutSet
@@ -145,7 +148,8 @@ class Evaluator:
         name, version = evaluation.held_out.name, evaluation.version
         began = anyio.current_time()
         try:
-            rewards = await self._rewards(evaluation)
+            scores = await self._scores(evaluation)
+            rewards, failed = select_rewards(scores, self._config.rewards.on_error)
         except StaleEpoch:
             raise
         except (TrinityError, redis.RedisError, OSError) as error:
@@ -154,13 +158,14 @@ class Evaluator:
         return EvaluationFinished(
             name=name,
             version=version,
-            metrics=results(evaluation.held_out.settings, rewards),
+            metrics=results(evaluation.held_out.settings, rewards)
+            | ({REWARD_ERRORS: float(failed)} if failed else {}),
             answers=sum(map(len, rewards)),
             seconds=anyio.current_time() - began,
         )
 
-    async def _rewards(self, evaluation: Evaluation) -> list[list[float]]:
-        """Return the rewards of the answers to each question."""
+    async def _scores(self, evaluation: Evaluation) -> list[list[Score]]:
+        """Return the scores of the answers to each question."""
         config, held_out = self._config, evaluation.held_out
         deadline = config.evaluation.timeout
         dispatcher = RolloutDispatcher(
@@ -172,14 +177,17 @@ class Evaluator:
             exclusions=self._exclusions,
         )
         await dispatcher.start()
-        rewards: list[list[float]] = []
-        while left := len(held_out.questions) - len(rewards):
+        scores: list[list[Score]] = []
+        while left := len(held_out.questions) - len(scores):
             count = min(left, AT_ONCE)
             await dispatcher.dispatch(count, evaluation.version, exact=True)
             groups = await dispatcher.take(count, deadline=deadline)
-            await dispatcher.trained(len(rewards), groups)  # which frees the answers
-            rewards += [[one.reward for one in group.experiences] for group in groups]
-        return rewards
+            await dispatcher.trained(len(scores), groups)  # which frees the answers
+            scores += [
+                [Score(sample.reward, sample.reward_error) for sample in group.experiences]
+                for group in groups
+            ]
+        return scores
 
 
 def _settings(config: RunConfig, held_out: HeldOutSet, limits: AnswerLimits) -> DispatchSettings:
@@ -189,12 +197,14 @@ def _settings(config: RunConfig, held_out: HeldOutSet, limits: AnswerLimits) -> 
         epoch=config.epoch,
         samples=held_out.settings.samples,
         sampling=held_out.sampling,
-        limits=limits,
+        limits=structs.replace(limits, error_score=config.rewards.error_score),
         prompts_per_step=AT_ONCE,
         fingerprint=held_out.fingerprint,
         window=AT_ONCE,
         claim_lease=rollouts.claim_lease,
         request_deadline=rollouts.request_deadline,
         max_attempts=rollouts.max_attempts,
+        on_reward_error="score",
+        max_consecutive_failures=None,  # A set may have questions that no reward can judge.
         may_drop=False,
     )
