@@ -44,6 +44,7 @@ PublishedForm = Literal["shards", "snapshot", "full"]
 PublishName = Literal["auto", PublishedForm]
 SyncStyle = Literal["fixed", "trainer_driven", "explorer_driven", "fully_async"]
 WhenStale = Literal["drop", "wait", "pace"]
+OnDamage = Literal["stop", "previous"]
 DtypeName = Literal["float32", "bfloat16"]
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -290,6 +291,9 @@ class CheckpointsConfig(Section, frozen=True, kw_only=True):
     mirror: str | None = None
     """URL of object storage for fsspec, such as `s3://bucket/path`. Each ready checkpoint is copied
     there, and a resume fetches one that is not below `root`. Null copies none."""
+    on_damage: OnDamage = "stop"
+    """Treatment of a damaged or missing newest checkpoint at a resume: stop names the newest older
+    one that is whole, and previous continues from it."""
 
 
 class TrackingConfig(Section, frozen=True, kw_only=True):

@@ -124,7 +124,7 @@ _DATA = {
         count samples temperature top_p top_k max_new_tokens pass_at correct_from interval versions
         at_start at_end
         """,
-    "checkpoints": "interval keep save_hf_checkpoint strategy",
+    "checkpoints": "interval keep save_hf_checkpoint strategy on_damage",
     "tracking": "project",
 }
 DATA = frozenset(

@@ -54,7 +54,15 @@ from .model import make_model
 from .processes import ReducerProcess
 from .progress import ProgressView
 from .results import Outcome
-from .resume import earlier_run, held_checkpoint
+from .resume import (
+    CheckpointSource,
+    EarlierRun,
+    UsableCheckpoint,
+    check_steps_remain,
+    earlier_run,
+    find_usable_checkpoint,
+    held_checkpoint,
+)
 from .resume_command import shell_command
 from .roots import report_other_folder
 from .shared_storage import check_shared_storage
@@ -163,7 +171,6 @@ async def _run(options: LaunchOptions, report: Report) -> None:
         earlier = await earlier_run(
             log, folder, settings.steps, fresh=options.fresh, from_step=options.from_step
         )
-        checkpoint = None if earlier is None else earlier.checkpoint
         reducer = None
         if alone:
             reducer = ReducerProcess(
@@ -174,6 +181,8 @@ async def _run(options: LaunchOptions, report: Report) -> None:
                 adopt_folder=options.adopt_folder,
             )
             await exits.enter_async_context(reducer.running())
+        usable = await _find_checkpoint(options, redis_url, earlier, view)
+        checkpoint = None if usable is None else usable.checkpoint
         config = settings.placed(
             run_id=options.run_id,
             epoch=await open_run(
@@ -193,7 +202,7 @@ async def _run(options: LaunchOptions, report: Report) -> None:
         job = _Job(options=options, config=config, began=began, reducer=reducer)
         view.epoch = config.epoch
         if earlier is not None:
-            view.say(earlier.notice(options.run_id, config.epoch))
+            view.say(earlier.notice(options.run_id, config.epoch, checkpoint))
         travel = (
             "no weights travel" if chosen is NONE else f"weights travel by {TRANSPORTS[transport]}"
         )
@@ -214,6 +223,36 @@ async def _run(options: LaunchOptions, report: Report) -> None:
                 await _work(job, here, room)
                 if not alone:
                     await _last_weights_taken(client, config, view)
+
+
+async def _find_checkpoint(
+    options: LaunchOptions, redis_url: str, earlier: EarlierRun | None, view: ProgressView
+) -> UsableCheckpoint | None:
+    """Return the checkpoint to resume from, checked before an epoch is opened; None without one.
+
+    Raises:
+        CannotResume: if it is not usable, or has all steps.
+    """
+    if earlier is None or earlier.checkpoint is None:
+        return None
+    run_id, saves = options.run_id, options.settings.checkpoints
+    source = CheckpointSource(
+        run_id=run_id, root=options.checkpoint_root, redis_url=redis_url, mirror=saves.mirror
+    )
+    # The step that the user named is not exchanged for another one.
+    on_damage = saves.on_damage if options.from_step is None else "stop"
+    usable = await find_usable_checkpoint(source, earlier, on_damage=on_damage)
+    check_steps_remain(run_id, usable.checkpoint.step, options.settings.steps)
+    for skipped in usable.skipped:
+        sentence = skipped.format(run_id)
+        logger.warning("%s", sentence)
+        view.say(f"warning: {sentence}")
+    if earlier.logged.missing is not None:
+        view.say(
+            f"warning: run {run_id} resumes from a checkpoint that is not compared with its log: "
+            f"{earlier.logged.missing}"
+        )
+    return usable
 
 
 def _chosen_transport(options: LaunchOptions) -> Chosen:
