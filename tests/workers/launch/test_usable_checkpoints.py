@@ -6,11 +6,16 @@ import shutil
 
 import pytest
 
+pytest.importorskip("torch")
+pytest.importorskip("ray")
+
 from tests.support.trained_runs import TrainedRun
-from tests.support.waits import PATIENCE
 from trinity_events.checkpoint_layout import MADE_FROM, TRAINER_STATE, VERIFIED, final_name
+from trinity_events.checkpoint_manifest import saved_files, sums_below, write_manifest
 from trinity_events.log import open_run
 from trinity_schemas import StepRef
+from trinity_workers.config import TrainConfig
+from trinity_workers.launch.launcher import LaunchOptions, run_job
 from trinity_workers.launch.resume import (
     CheckpointMissing,
     CheckpointSource,
@@ -155,16 +160,37 @@ async def test_a_checkpoint_of_a_step_that_the_log_did_not_train_is_refused(run,
     assert (refusal.value.step, refusal.value.older) == (7, 2)
 
 
+@pytest.mark.parametrize("change", [b"WEIGHTS", b"weight"])
+async def test_a_damaged_file_is_named_with_the_older_checkpoint(run, resume, change):
+    await run.train(1, 2, 3)
+    for step in (1, 2, 3):
+        folder = run.folder / final_name(step)
+        write_manifest(folder, sums_below([folder / name for name in saved_files(folder)], folder))
+    for step in (2, 3):
+        (run.folder / final_name(step) / "model.pt").write_bytes(change)
+    with pytest.raises(CheckpointUnusable) as refusal:
+        await resume()
+    assert (refusal.value.step, refusal.value.older) == (3, 1)
+    assert str(run.folder / final_name(3) / "model.pt") in refusal.value.reason
+    usable = await resume("previous")
+    assert usable.checkpoint == StepRef(1, 1)
+    assert [skipped.step for skipped in usable.skipped] == [3, 2]
+
+
 async def test_a_changed_ledger_ends_the_command_before_an_epoch_is_opened(
-    run, cli, redis_url, run_id, tmp_path
+    run, redis_url, run_id, tmp_path
 ):
     await run.train(1, 2, 3)
     run.write_ledger(3, mark=5, trained=5)
-    refused = cli(
-        *("trainer", "--run", run_id, "--redis-url", redis_url, "--steps", "9"),
-        *("--weights-redis-url", redis_url, "--checkpoint-root", str(tmp_path)),
-        timeout=PATIENCE,
+    options = LaunchOptions(
+        run_id=run_id,
+        alone=False,
+        settings=TrainConfig(steps=9),
+        redis_url=redis_url,
+        weights_redis_url=redis_url,
+        checkpoint_root=tmp_path,
     )
-    assert refused.returncode == 1
-    assert "has 5 as mark of its ledger, and the log has 6" in refused.stderr
+    with pytest.raises(LedgerChanged) as refusal:
+        await run_job(options, lambda summary: None)
+    assert refusal.value.difference == ("mark", "5", "6")
     assert await run.publisher.log.newest_epoch() == 1

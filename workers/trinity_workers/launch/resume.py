@@ -27,6 +27,7 @@ from trinity_events.log import RedisEventLog, Stream
 from trinity_events.open_folder import OpenFolder, UnsafePath
 from trinity_events.reducer.checkpoint_evidence import NotVerified, load_evidence
 from trinity_events.replay import current_state
+from trinity_events.verify_checkpoint import CheckpointDamaged, verify_files
 from trinity_schemas import Kind, StepRef
 
 from ..config import OnDamage, RunConfig
@@ -266,9 +267,12 @@ async def _check_checkpoint(source: CheckpointSource, step: int, logged: LoggedT
     try:
         async with held as folder:
             await anyio.to_thread.run_sync(_check_evidence, run_folder, step)
+            await anyio.to_thread.run_sync(verify_files, folder)
             state = await anyio.to_thread.run_sync(read_trainer_state, folder, step)
     except (CheckpointHeld, DeadlineExceeded, NotVerified, UnsafePath, PermissionError) as error:
         raise CheckpointMissing(run_id, step, str(error)) from None
+    except CheckpointDamaged as error:
+        raise CheckpointUnusable(run_id, step, f"{error.path} {error.reason}") from None
     except UnusableTrainerState as error:
         raise CheckpointUnusable(run_id, step, error.reason) from None
     if logged.missing is not None:
