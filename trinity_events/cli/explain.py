@@ -21,6 +21,7 @@ from ..core.causes import Cause, first_causes
 from ..core.explain import profiles_of
 from ..core.outcomes import Outcome, ended_in, outcome_of, outcomes_in_words
 from ..core.proof import Proof, ProofEntry, proof_line
+from ..core.resumptions import format_resumption
 from ..core.waits import chains_of_waits, words_of_stacks
 from ..errors import TrinityError
 from ..live_facts import live_facts
@@ -150,6 +151,7 @@ def _lines_of_run(known: _Known) -> list[str]:
         *(f"Another cause: {one.sentence}" for one in known.causes[1:] if one.reason in _TOLD),
         *chains,
         *unfinished(state, now=known.now),
+        *format_resumption(state),
         *([next_step(state)] if state.closed in ("failed", "interrupted") else []),
         *_stacks(known),
     ]

@@ -1,6 +1,6 @@
 """Append-only event log of a run: the port, its implementations and the publishers."""
 
-from .async_publisher import AsyncPublisher, open_run
+from .async_publisher import AsyncPublisher, Resumption, open_run
 from .base import (
     DEAD_LETTER_BYTES,
     DEAD_LETTERS_KEPT,
@@ -48,6 +48,7 @@ __all__ = [
     "Publisher",
     "RedisEventLog",
     "ReportLog",
+    "Resumption",
     "Stream",
     "SyncEventLog",
     "before",

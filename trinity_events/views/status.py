@@ -15,6 +15,7 @@ from ..checkpoint_layout import final_name
 from ..core import MonitorState, failures, unfinished
 from ..core.causes import HostProcess
 from ..core.refusals import suspects, words_of_refusal
+from ..core.resumptions import format_resumption
 from ..core.rollouts import format_exclusion
 from ..core.state import KINDS, ExplorerState
 from ..core.waits import chained_waits, culprits, seconds_left
@@ -94,6 +95,7 @@ def status_panel(
     if state.ledger is not None:
         told = visible(state.ledger.in_words, lines=False)
         about.append(Text.assemble(("prompts ", "dim"), told))
+    about += [Text(visible(line, lines=False)) for line in format_resumption(state)]
     if state.closed_error is not None:
         about.append(Text(visible(state.closed_error, lines=False), style="red"))
     if silent:

@@ -12,17 +12,18 @@ from typing import Any
 
 import anyio
 import redis.asyncio
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from trinity_events.archive import Archive
 from trinity_events.archive.export import whole_stream
 from trinity_events.archive.ownership import own_folder
 from trinity_events.checkpoint_layout import final_name
 from trinity_events.core import MonitorState, RunSummary, Summarizer
+from trinity_events.core.resumptions import format_changes, format_skipped
 from trinity_events.error_text import cause_of
 from trinity_events.errors import DeadlineExceeded
 from trinity_events.liveness import held_explorers
-from trinity_events.log import RedisEventLog, Stream, open_run
+from trinity_events.log import RedisEventLog, Resumption, Stream, open_run
 from trinity_events.replay import current_state
 from trinity_events.server import (
     WEIGHTS_SERVER,
@@ -36,13 +37,20 @@ from trinity_events.server import (
 from trinity_events.server.connect import redacted
 from trinity_events.shared_memory import sweep
 from trinity_events.trackers import find_tracker
-from trinity_schemas import ANNOUNCEMENT_TYPES, ContractError, StepRef, decode_envelope
+from trinity_schemas import (
+    ANNOUNCEMENT_TYPES,
+    ContractError,
+    SettingChange,
+    StepRef,
+    decode_envelope,
+)
 
 from ..config import RunConfig, TrainConfig
 from ..config_files import write_copy
 from ..explorer import Explorer
 from ..health import beating
 from ..placement import Needs, with_reserved_cpus
+from ..resumable_settings import changes_rewards
 from ..trainer import Trainer, TrainingResult
 from ..user_task import check_user_task
 from .actors import Actors, in_words
@@ -57,13 +65,13 @@ from .results import Outcome
 from .resume import (
     CheckpointSource,
     EarlierRun,
-    UsableCheckpoint,
     check_steps_remain,
     earlier_run,
     find_usable_checkpoint,
     held_checkpoint,
 )
 from .resume_command import shell_command
+from .resumed_settings import check_settings
 from .roots import report_other_folder
 from .shared_storage import check_shared_storage
 from .summary import (
@@ -171,6 +179,9 @@ async def _run(options: LaunchOptions, report: Report) -> None:
         earlier = await earlier_run(
             log, folder, settings.steps, fresh=options.fresh, from_step=options.from_step
         )
+        changed = await check_settings(
+            options.run_id, settings, earlier, None if earlier is None else earlier.checkpoint
+        )
         reducer = None
         if alone:
             reducer = ReducerProcess(
@@ -181,14 +192,15 @@ async def _run(options: LaunchOptions, report: Report) -> None:
                 adopt_folder=options.adopt_folder,
             )
             await exits.enter_async_context(reducer.running())
-        usable = await _find_checkpoint(options, redis_url, earlier, view)
-        checkpoint = None if usable is None else usable.checkpoint
+        placed_options = structs.replace(options, settings=settings)
+        resumption = await _find_resumption(placed_options, redis_url, earlier, changed, view)
+        checkpoint = None if resumption is None else resumption.checkpoint
         config = settings.placed(
             run_id=options.run_id,
             epoch=await open_run(
                 client,
                 options.run_id,
-                resume_from=checkpoint,
+                resume_from=resumption,
                 config=settings.to_text(),
                 save_strategy=settings.checkpoints.strategy,
                 transport=chosen.told(),
@@ -198,6 +210,7 @@ async def _run(options: LaunchOptions, report: Report) -> None:
             weights_url=weights_url,
             checkpoint_folder=folder,
             resumed_step=None if checkpoint is None else checkpoint.step,
+            discards_answers=resumption is not None and changes_rewards(resumption.changed),
         )
         job = _Job(options=options, config=config, began=began, reducer=reducer)
         view.epoch = config.epoch
@@ -225,13 +238,25 @@ async def _run(options: LaunchOptions, report: Report) -> None:
                     await _last_weights_taken(client, config, view)
 
 
-async def _find_checkpoint(
-    options: LaunchOptions, redis_url: str, earlier: EarlierRun | None, view: ProgressView
-) -> UsableCheckpoint | None:
+async def _find_resumption(
+    options: LaunchOptions,
+    redis_url: str,
+    earlier: EarlierRun | None,
+    changed: tuple[SettingChange, ...],
+    view: ProgressView,
+) -> Resumption | None:
     """Return the checkpoint to resume from, checked before an epoch is opened; None without one.
 
+    Args:
+        options: The run.
+        redis_url: Server of its log.
+        earlier: Its earlier training.
+        changed: Settings that differ from the epoch that wrote the newest checkpoint.
+        view: Receives warnings.
+
     Raises:
-        CannotResume: if it is not usable, or has all steps.
+        CannotResume: if the checkpoint is not usable, or has all steps.
+        SettingsNotResumable: if an older checkpoint is taken, and its settings differ.
     """
     if earlier is None or earlier.checkpoint is None:
         return None
@@ -244,7 +269,7 @@ async def _find_checkpoint(
     usable = await find_usable_checkpoint(source, earlier, on_damage=on_damage)
     check_steps_remain(run_id, usable.checkpoint.step, options.settings.steps)
     for skipped in usable.skipped:
-        sentence = skipped.format(run_id)
+        sentence = f"run {run_id}: {format_skipped(skipped)} (checkpoints.on_damage: previous)"
         logger.warning("%s", sentence)
         view.say(f"warning: {sentence}")
     if earlier.logged.missing is not None:
@@ -252,7 +277,11 @@ async def _find_checkpoint(
             f"warning: run {run_id} resumes from a checkpoint that is not compared with its log: "
             f"{earlier.logged.missing}"
         )
-    return usable
+    if usable.checkpoint != earlier.checkpoint:
+        changed = await check_settings(run_id, options.settings, earlier, usable.checkpoint)
+    if changed:
+        view.say(f"run {run_id}: {format_changes(list(changed))}")
+    return Resumption(checkpoint=usable.checkpoint, changed=changed, skipped=usable.skipped)
 
 
 def _chosen_transport(options: LaunchOptions) -> Chosen:

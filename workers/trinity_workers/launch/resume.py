@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import anyio.to_thread
 from msgspec import Struct, field
@@ -28,7 +27,7 @@ from trinity_events.open_folder import OpenFolder, UnsafePath
 from trinity_events.reducer.checkpoint_evidence import NotVerified, load_evidence
 from trinity_events.replay import current_state
 from trinity_events.verify_checkpoint import CheckpointDamaged, verify_files
-from trinity_schemas import Kind, StepRef
+from trinity_schemas import Kind, SkippedCheckpoint, StepRef
 
 from ..config import OnDamage, RunConfig
 from ..trainer.state import UnusableTrainerState, read_trainer_state
@@ -37,6 +36,8 @@ from .mirror import fetch_checkpoint, restore
 
 _CHECKPOINT: tuple[Kind, ...] = ("checkpoint",)
 """Kinds by which a folder of version 0.1, whose step the log has as complete, gets its mark."""
+_LONGEST_REASON = 2000
+"""Characters of a reason in an event: it has a path, and what is wrong with it."""
 _NAMED = 8
 """Checkpoints that an error names, the newest ones: a run that keeps all has any number."""
 
@@ -119,20 +120,6 @@ class LedgerChanged(CheckpointUnusable):
         )
         self.path = path
         self.difference = difference
-
-
-class SkippedCheckpoint(NamedTuple):
-    """Checkpoint that a resume passed over for an older one."""
-
-    step: int
-    reason: str
-
-    def format(self, run_id: str) -> str:
-        """Return the sentence, without its full stop."""
-        return (
-            f"run {run_id} passes over its checkpoint of step {self.step}, as "
-            f"checkpoints.on_damage says: {self.reason}"
-        )
 
 
 class EarlierRun(Struct, frozen=True, kw_only=True):
@@ -254,7 +241,10 @@ async def find_usable_checkpoint(
         if unusable and on_damage == "stop":
             unusable[0].older = candidate.step
             break
-        skipped = tuple(SkippedCheckpoint(error.step, error.reason) for error in unusable)
+        skipped = tuple(
+            SkippedCheckpoint(step=error.step, reason=error.reason[:_LONGEST_REASON])
+            for error in unusable
+        )
         return UsableCheckpoint(checkpoint=candidate, skipped=skipped)
     raise unusable[0]
 
