@@ -12,9 +12,10 @@ from trinity_events.core import Evidence
 from trinity_events.core.ledger import Ledger
 from trinity_events.core.ordinal_ranges import ranges
 from trinity_schemas import RolloutsDispatched, StepTrained
+from trinity_workers.config import TrainConfig
 from trinity_workers.trainer.state import TrainerState
+from trinity_workers.user_task import task_of
 
-FINGERPRINT = "sha256:" + "a" * 64
 PROMPTS = 2
 
 
@@ -29,7 +30,8 @@ class TrainedRun:
     def __init__(self, publisher, folder: Path) -> None:
         self.publisher = publisher
         self.folder = folder
-        self.ledger = Ledger(fingerprint=FINGERPRINT)
+        self.ledger = Ledger()
+        self.fingerprint = task_of(TrainConfig()).fingerprint
 
     async def train(self, *steps: int, saved: bool = True) -> None:
         """Train steps, and save a checkpoint of each."""
@@ -46,7 +48,7 @@ class TrainedRun:
     async def _dispatch(self, until: int) -> None:
         first, last = self.ledger.next, until - 1
         self.ledger.dispatch(first, last)
-        dispatched = RolloutsDispatched(ordinals=((first, last),), fingerprint=FINGERPRINT)
+        dispatched = RolloutsDispatched(ordinals=((first, last),), fingerprint=self.fingerprint)
         await self.publisher.publish(dispatched)
 
     async def announce_checkpoint(self, step: int) -> None:
@@ -68,6 +70,7 @@ class TrainedRun:
 
     def write_ledger(self, step: int, **changes: object) -> None:
         """Write the ledger of a checkpoint, with other values of its fields."""
+        self.ledger.fingerprint = self.fingerprint
         ledger = msgspec.structs.replace(self.ledger.to_contract(step), **changes)
         file = self.folder / final_name(step) / TRAINER_STATE
         file.write_bytes(msgspec.json.encode(TrainerState(step=step, ledger=ledger)))

@@ -58,6 +58,8 @@ LONGEST_WAIT_FOR_RUN = 7 * 24 * 3600
 class BadSettings(TrinityError):
     """Raised if a run's settings, from the user or from the log, are invalid."""
 
+    is_lasting = True
+
 
 class ModelConfig(Section, frozen=True, kw_only=True):
     """The policy that the run starts from."""

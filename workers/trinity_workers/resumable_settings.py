@@ -137,6 +137,8 @@ class SettingsNotResumable(TrinityError):
         reasons: Reason of each.
     """
 
+    is_lasting = True
+
     def __init__(
         self, run_id: str, changes: Sequence[SettingChange], reasons: Sequence[str]
     ) -> None:

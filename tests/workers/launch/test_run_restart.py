@@ -12,10 +12,13 @@ from tests.support.pipeline import events_of
 from tests.support.waits import PATIENCE, child
 from trinity_events.checkpoint_layout import VERIFIED
 from trinity_events.core import Evidence
+from trinity_events.errors import DeadlineExceeded
 from trinity_events.log import AsyncPublisher, new_producer, open_run
 from trinity_events.server import connect
+from trinity_events.verify_checkpoint import CheckpointDamaged
 from trinity_schemas import RunOpened, StepRef, TrainerStatusChanged
-from trinity_workers.config import CheckpointsConfig, TrainConfig
+from trinity_workers.config import BadSettings, CheckpointsConfig, TrainConfig
+from trinity_workers.launch.next_command import next_command
 from trinity_workers.launch.resume import (
     CannotResume,
     CheckpointMissing,
@@ -24,6 +27,7 @@ from trinity_workers.launch.resume import (
     held_checkpoint,
 )
 from trinity_workers.launch.resume_command import resume_command
+from trinity_workers.trainer.state import UnusableTrainerState
 
 
 def command(name, run_id, redis_url, root, *more):
@@ -147,6 +151,24 @@ def test_the_command_that_goes_on_resumes_from_the_newest_checkpoint(run_id):
     for words in (["--from-step", "2"], ["--from-step=2"]):
         typed = resume_command(["train", "run.yaml", *words, "--run", run_id], run_id)
         assert typed.endswith(f"trinity-events train run.yaml --run {run_id}")
+
+
+def test_a_command_that_would_fail_again_is_not_what_goes_on(run_id, tmp_path):
+    command = f"trinity-events train run.yaml --run {run_id}"
+    for error in (None, DeadlineExceeded("no answer"), ValueError("a defect")):
+        assert next_command(command, error) == command
+    for older in (
+        CheckpointMissing(run_id, 6, "it is gone", 4),
+        CheckpointDamaged(tmp_path / "model.pt", "was changed", 6, 4),
+    ):
+        assert next_command(command, older) == f"{command} --from-step 4"
+    for lasting in (
+        CheckpointMissing(run_id, 6, "it is gone"),
+        CheckpointDamaged(tmp_path / "model.pt", "was changed", 6),
+        UnusableTrainerState(tmp_path, "it is damaged"),
+        BadSettings("no such engine"),
+    ):
+        assert next_command(command, lasting) is None
 
 
 async def test_a_checkpoint_that_is_not_here_is_not_resumed_from(

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 
 import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("ray")
 
+from tests.support.pipeline import events_of
 from tests.support.trained_runs import TrainedRun
+from tests.support.waits import PATIENCE, child
 from trinity_events.checkpoint_layout import MADE_FROM, TRAINER_STATE, VERIFIED, final_name
 from trinity_events.checkpoint_manifest import saved_files, sums_below, write_manifest
-from trinity_events.log import open_run
-from trinity_schemas import StepRef
-from trinity_workers.config import TrainConfig
+from trinity_events.log import AsyncPublisher, new_producer, open_run
+from trinity_schemas import RunResumed, StepRef
+from trinity_workers.config import TaskConfig, TrainConfig, TrainerConfig
+from trinity_workers.config_files import read_config
 from trinity_workers.launch.launcher import LaunchOptions, run_job
 from trinity_workers.launch.resume import (
     CheckpointMissing,
@@ -24,6 +29,8 @@ from trinity_workers.launch.resume import (
     earlier_run,
     find_usable_checkpoint,
 )
+from trinity_workers.resumable_settings import SettingsNotResumable
+from trinity_workers.user_task import task_of
 
 
 @pytest.fixture
@@ -115,15 +122,15 @@ async def test_a_missing_newest_checkpoint_names_the_newest_whole_older_one(run,
     assert (refusal.value.step, refusal.value.older) == (3, 1), "step 2 is damaged"
 
 
-async def test_the_previous_checkpoint_is_taken_where_the_run_says_so(run, resume, run_id):
+async def test_the_previous_checkpoint_is_taken_where_the_run_says_so(run, resume):
     await run.train(1, 2, 3)
     shutil.rmtree(run.folder / final_name(3))
     (run.folder / final_name(2) / TRAINER_STATE).write_text("{")
     usable = await resume("previous")
     assert usable.checkpoint == StepRef(1, 1)
     assert [skipped.step for skipped in usable.skipped] == [3, 2]
-    assert final_name(3) in usable.skipped[0].format(run_id)
-    assert TRAINER_STATE in usable.skipped[1].format(run_id)
+    assert final_name(3) in usable.skipped[0].reason
+    assert TRAINER_STATE in usable.skipped[1].reason
 
 
 async def test_without_a_whole_checkpoint_only_a_fresh_start_remains(run, resume):
@@ -177,20 +184,88 @@ async def test_a_damaged_file_is_named_with_the_older_checkpoint(run, resume, ch
     assert [skipped.step for skipped in usable.skipped] == [3, 2]
 
 
-async def test_a_changed_ledger_ends_the_command_before_an_epoch_is_opened(
-    run, redis_url, run_id, tmp_path
-):
+@pytest.fixture
+def launch(redis_url, run_id, tmp_path):
+    """Starts the run's trainer in this process, with these settings."""
+
+    async def start(**settings):
+        options = LaunchOptions(
+            run_id=run_id,
+            alone=False,
+            settings=TrainConfig(steps=9, **settings),
+            redis_url=redis_url,
+            weights_redis_url=redis_url,
+            checkpoint_root=tmp_path,
+        )
+        await run_job(options, lambda summary: None)
+
+    return start
+
+
+async def test_a_changed_ledger_ends_the_command_before_an_epoch_is_opened(run, launch):
     await run.train(1, 2, 3)
     run.write_ledger(3, mark=5, trained=5)
-    options = LaunchOptions(
-        run_id=run_id,
-        alone=False,
-        settings=TrainConfig(steps=9),
-        redis_url=redis_url,
-        weights_redis_url=redis_url,
-        checkpoint_root=tmp_path,
-    )
     with pytest.raises(LedgerChanged) as refusal:
-        await run_job(options, lambda summary: None)
+        await launch()
     assert refusal.value.difference == ("mark", "5", "6")
     assert await run.publisher.log.newest_epoch() == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        ({"seed": 7}, "seed"),
+        ({"trainer": TrainerConfig(engine="megatron")}, "trainer.engine"),
+        ({"task": TaskConfig(name="sort-digits")}, "task.name"),
+    ],
+)
+async def test_a_setting_that_cannot_change_ends_the_command_before_an_epoch_is_opened(
+    client, log, run_id, tmp_path, launch, changed, name
+):
+    settings = TrainConfig(steps=9)
+    epoch = await open_run(client, run_id, config=settings.to_text())
+    run = TrainedRun(AsyncPublisher(log, epoch, new_producer("trainer")), tmp_path / run_id)
+    run.fingerprint = task_of(settings).fingerprint
+    await run.train(1)
+    with pytest.raises(SettingsNotResumable) as refusal:
+        await launch(**changed)
+    assert [change.name for change in refusal.value.changes] == [name]
+    assert await log.newest_epoch() == 1
+
+
+async def test_what_a_resume_changes_and_passes_over_is_printed_and_in_the_log(
+    cli, client, log, redis_url, run_id, tmp_path
+):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"checkpoints: {{root: {tmp_path}, on_damage: previous}}")
+    settings = read_config(file, []).checked()
+    epoch = await open_run(client, run_id, config=settings.to_text())
+    run = TrainedRun(AsyncPublisher(log, epoch, new_producer("trainer")), tmp_path / run_id)
+    run.fingerprint = task_of(settings).fingerprint
+    await run.train(1, 2)
+    (run.folder / final_name(2) / TRAINER_STATE).write_text("{")
+    command = [
+        *(sys.executable, "-m", "trinity_events", "train", str(file), "--run", run_id),
+        *("--redis-url", redis_url, "--weights-redis-url", redis_url, "--parts", "trainer"),
+        *("--set", "trainer.learning_rate=0.25", "--set", "steps=9"),
+    ]
+    with child(command, stderr=subprocess.PIPE, text=True) as process:
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if "goes on with step 2" in " ".join("".join(lines).split()):
+                break
+        process.terminate()
+        process.communicate(timeout=PATIENCE)
+    printed = " ".join("".join(lines).split())
+    assert "passed over the checkpoint of step 2" in printed
+    assert "trainer.learning_rate from 0.0005 to 0.25" in printed
+    [resumed] = [entry.event for entry in await events_of(log, RunResumed)]
+    assert resumed.checkpoint == StepRef(1, 1)
+    assert [skipped.step for skipped in resumed.skipped] == [2]
+    changes = {change.name: (change.before, change.after) for change in resumed.changed}
+    assert changes["trainer.learning_rate"] == ("0.0005", "0.25")
+    assert changes.keys() <= {"trainer.learning_rate", "steps", "sync.transport"}
+    explained = cli("explain", run_id, "--redis-url", redis_url, timeout=PATIENCE).stdout
+    assert "The resume passed over the checkpoint of step 2" in explained
+    assert "The resume changed" in explained

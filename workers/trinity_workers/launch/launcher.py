@@ -59,6 +59,7 @@ from .failed_saves import FailedSaves
 from .lifecycle import closing, interruptible
 from .mirror import mirrored
 from .model import make_model
+from .next_command import next_command
 from .processes import ReducerProcess
 from .progress import ProgressView
 from .results import Outcome
@@ -340,7 +341,9 @@ async def _summary(
                 FailedStep(step=step, kinds=sorted(kinds)) for step, kinds in failed.steps.items()
             ],
             newest_checkpoint=newest_checkpoint(await current_state(log), config),
-            next_command=None if outcome == "finished" else options.resume_command,
+            next_command=(
+                None if outcome == "finished" else next_command(options.resume_command, error)
+            ),
         ),
         metrics=job.training or metrics,
         evaluations=evaluations,

@@ -45,6 +45,8 @@ _NAMED = 8
 class CannotResume(TrinityError):
     """Raised if a run was trained before, and cannot go on from there."""
 
+    is_lasting = True
+
 
 class NoSuchCheckpoint(CannotResume):
     """Raised if a run has no checkpoint of the step that the user named.

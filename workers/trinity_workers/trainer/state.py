@@ -22,6 +22,8 @@ class UnusableTrainerState(TrinityError):
         reason: Fault of the file, as a sentence without a way out.
     """
 
+    is_lasting = True
+
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"{reason}: begin anew with --fresh, or resume from another checkpoint")
         self.path = path
