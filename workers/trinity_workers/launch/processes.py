@@ -19,6 +19,8 @@ from trinity_events.errors import TrinityError
 from trinity_events.reducer.policy import KEEP_CHECKPOINTS
 from trinity_events.server import make_private, open_private, trinity_home
 
+from .ray_reaper import mark_sessions, remove_sessions
+
 logger = logging.getLogger(__name__)
 
 _STOP_DEADLINE = 5.0
@@ -154,7 +156,10 @@ async def local_ray(cpus: int) -> AsyncIterator[None]:
     os.environ.setdefault("RAY_TMPDIR", _room_for_ray())
     import ray
 
+    folder, locks = Path(os.environ["RAY_TMPDIR"], "ray"), list[int]()
+
     def start() -> None:
+        remove_sessions(folder)  # of runs that were killed with their reaper
         ray.init(
             address="local",
             num_cpus=max(cpus, os.cpu_count() or 1),
@@ -162,6 +167,7 @@ async def local_ray(cpus: int) -> AsyncIterator[None]:
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
+        locks.extend(mark_sessions(folder, os.getpid()))
 
     async with _reaped():
         try:
@@ -178,6 +184,8 @@ async def local_ray(cpus: int) -> AsyncIterator[None]:
             yield
         finally:
             ray.shutdown()
+            for lock in locks:
+                os.close(lock)  # the reaper removes what nobody holds
 
 
 @asynccontextmanager
