@@ -1,4 +1,4 @@
-"""What differs in a resumed epoch, in sentences."""
+"""Sentences on a resumed epoch: checkpoints that it passed over, and settings that changed."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ async def local_ray(cpus: int) -> AsyncIterator[None]:
         finally:
             ray.shutdown()
             for lock in locks:
-                os.close(lock)  # the reaper removes what nobody holds
+                os.close(lock)  # the reaper removes sessions without a lock
 
 
 @asynccontextmanager

@@ -26,7 +26,7 @@ from trinity_events.log import RedisEventLog, Stream
 from trinity_events.open_folder import OpenFolder, UnsafePath
 from trinity_events.reducer.checkpoint_evidence import NotVerified, load_evidence
 from trinity_events.replay import current_state
-from trinity_events.verify_checkpoint import CheckpointDamaged, verify_files
+from trinity_events.verify_checkpoint import CheckpointDamaged, VerifyMode, verify_files
 from trinity_schemas import Kind, SkippedCheckpoint, StepRef
 
 from ..config import OnDamage, RunConfig
@@ -134,7 +134,7 @@ class EarlierRun(Struct, frozen=True, kw_only=True):
     older: tuple[StepRef, ...] = ()
     """Older checkpoints whose folders have evidence, newest first."""
     logged: LoggedTraining = field(default_factory=LoggedTraining)
-    """What the log has of these checkpoints."""
+    """Configurations and ledgers that the log has for these checkpoints."""
 
     def notice(self, run_id: str, epoch: int, checkpoint: StepRef | None) -> str:
         """Return the sentence that tells what becomes of the earlier epochs' training.
@@ -208,6 +208,8 @@ class CheckpointSource(Struct, frozen=True, kw_only=True):
     redis_url: str
     mirror: str | None = None
     """URL of object storage with copies."""
+    verify: VerifyMode = "full"
+    """Extent of the comparison of files with their manifest."""
 
 
 class UsableCheckpoint(Struct, frozen=True, kw_only=True):
@@ -259,7 +261,7 @@ async def _check_checkpoint(source: CheckpointSource, step: int, logged: LoggedT
     try:
         async with held as folder:
             await anyio.to_thread.run_sync(_check_evidence, run_folder, step)
-            await anyio.to_thread.run_sync(verify_files, folder)
+            await anyio.to_thread.run_sync(verify_files, folder, source.verify)
             state = await anyio.to_thread.run_sync(read_trainer_state, folder, step)
     except (CheckpointHeld, DeadlineExceeded, NotVerified, UnsafePath, PermissionError) as error:
         raise CheckpointMissing(run_id, step, str(error)) from None
@@ -345,8 +347,8 @@ def _is_verified(run: OpenFolder, step: int) -> bool:
 def _check_evidence(folder: Path, step: int) -> None:
     """Raise NotVerified unless a step's folder has evidence that it is a checkpoint.
 
-    The log decides which step is the newest. Whoever may append to it can invent one, so that the
-    folder has to prove it.
+    The log decides which step is the newest. An event can be invented, so that the folder has
+    to prove it.
     """
     with OpenFolder.of_run(folder) as run:
         evidence = load_evidence(run, step, _CHECKPOINT)
