@@ -71,10 +71,10 @@ def test_a_setting_that_may_not_change_is_refused_with_both_values(path):
         compare_settings(RUN, msgspec.json.encode(values).decode(), TrainConfig())
     [change] = refusal.value.changes
     assert (refusal.value.run_id, change.name, change.before) == (RUN, path, '"earlier"')
-    said = str(refusal.value)
-    assert f'{path} was "earlier" and is now {change.after} ({REFUSED[path]})' in said
-    assert "--fresh" in said
-    assert "--run" in said
+    message = str(refusal.value)
+    assert f'{path} was "earlier" and is now {change.after} ({REFUSED[path]})' in message
+    assert "--fresh" in message
+    assert "--run" in message
 
 
 def test_all_refused_changes_are_named_at_once():

@@ -19,7 +19,7 @@ def make_engine(rank, folder, rate):
 
 def train(rank, steps):
     """Take steps; return the learning rate of each, and the largest change of an element."""
-    engine, told = rank.held.engine, []
+    engine, steps_taken = rank.held.engine, []
     tokens = torch.arange(3, 43).reshape(4, 10)
     for _ in range(steps):
         before = [value.detach().full_tensor().clone() for value in engine.module.parameters()]
@@ -28,8 +28,8 @@ def train(rank, steps):
         engine.optimizer_step(loss)
         after = [value.detach().full_tensor() for value in engine.module.parameters()]
         moved = max(float((new - old).abs().max()) for old, new in zip(before, after, strict=True))
-        told.append((rate, moved))
-    return told
+        steps_taken.append((rate, moved))
+    return steps_taken
 
 
 def save(rank, folder):
@@ -49,7 +49,7 @@ def test_a_resumed_fsdp_engine_moves_its_weights_by_the_new_rate(
     ranks(save, tmp_path)
     ranks(make_engine, policy_folder, LATER)
     ranks(load, tmp_path)
-    told = ranks(train, 2)[0]
-    assert [rate for rate, _ in told] == [LATER.at(2), LATER.at(3)]
+    steps_taken = ranks(train, 2)[0]
+    assert [rate for rate, _ in steps_taken] == [LATER.at(2), LATER.at(3)]
     # AdamW moves an element by about the rate, which was a hundred times higher before.
-    assert all(moved < 5 * LATER.highest for _, moved in told)
+    assert all(moved < 5 * LATER.highest for _, moved in steps_taken)

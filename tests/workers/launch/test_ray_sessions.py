@@ -46,9 +46,9 @@ def test_sessions_of_ended_drivers_are_removed_and_those_of_others_are_not(sessi
 
 def test_links_are_not_followed(session, tmp_path):
     outside = session(GONE)
-    (outside / "logs" / "link").symlink_to(tmp_path / "kept")
-    (tmp_path / "kept").mkdir()
-    (tmp_path / "kept" / "file").touch()
+    (outside / "logs" / "link").symlink_to(tmp_path / "outside")
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "file").touch()
     folder = tmp_path / "ray"
     folder.mkdir()
     (folder / f"session_x_{GONE}").symlink_to(outside)
@@ -56,7 +56,7 @@ def test_links_are_not_followed(session, tmp_path):
     assert (outside / "logs" / "raylet.out").exists()
     remove_sessions(tmp_path)
     assert not outside.exists()
-    assert (tmp_path / "kept" / "file").exists()
+    assert (tmp_path / "outside" / "file").exists()
 
 
 def test_a_session_with_a_process_is_not_removed(session, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
@@ -15,6 +16,7 @@ from tests.support.pipeline import events_of
 from tests.support.trained_runs import TrainedRun
 from tests.support.waits import PATIENCE, child
 from trinity_events.checkpoint_layout import MADE_FROM, TRAINER_STATE, VERIFIED, final_name
+from trinity_events.checkpoint_lease import hold_checkpoint
 from trinity_events.checkpoint_manifest import saved_files, sums_below, write_manifest
 from trinity_events.log import AsyncPublisher, new_producer, open_run
 from trinity_schemas import RunResumed, StepRef
@@ -42,11 +44,11 @@ def run(publisher, run_id, tmp_path):
 def resume(log, redis_url, run_id, tmp_path):
     """Chooses the checkpoint that a start of the run resumes from."""
 
-    async def choose(on_damage="stop", *, from_step=None):
+    async def choose(on_damage="stop", *, from_step=None, **source):
         folder = tmp_path / run_id
         earlier = await earlier_run(log, folder, 99, fresh=False, from_step=from_step)
-        source = CheckpointSource(run_id=run_id, root=tmp_path, redis_url=redis_url)
-        return await find_usable_checkpoint(source, earlier, on_damage=on_damage)
+        places = CheckpointSource(run_id=run_id, root=tmp_path, redis_url=redis_url, **source)
+        return await find_usable_checkpoint(places, earlier, on_damage=on_damage)
 
     return choose
 
@@ -156,6 +158,24 @@ async def test_an_invented_checkpoint_does_not_hide_one_with_evidence(run, resum
     assert (refusal.value.step, refusal.value.older) == (1000, 2)
     assert (await resume("previous")).checkpoint == StepRef(1, 2)
     assert (await resume(from_step=1)).checkpoint == StepRef(1, 1)
+
+
+@pytest.mark.parametrize("has_reducer", [False, True])
+async def test_a_folder_without_its_name_counts_as_damaged_where_a_reducer_runs(
+    run, resume, monkeypatch, has_reducer
+):
+    await run.train(1, 2)
+    await run.announce_checkpoint(3)
+    (run.folder / ".staging" / "epoch_1_step_3_a").mkdir(parents=True)  # a save that was killed
+    short = partial(hold_checkpoint, deadline=0.2)
+    monkeypatch.setattr("trinity_workers.launch.resume.hold_checkpoint", short)
+    if has_reducer:
+        usable = await resume("previous", has_reducer=True)
+        assert usable.checkpoint == StepRef(1, 2)
+        return
+    with pytest.raises(CheckpointMissing) as refusal:
+        await resume("previous")
+    assert (refusal.value.step, refusal.value.older) == (3, 2)
 
 
 async def test_a_checkpoint_of_a_step_that_the_log_did_not_train_is_refused(run, resume):

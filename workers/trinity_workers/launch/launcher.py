@@ -263,7 +263,11 @@ async def _find_resumption(
         return None
     run_id, saves = options.run_id, options.settings.checkpoints
     source = CheckpointSource(
-        run_id=run_id, root=options.checkpoint_root, redis_url=redis_url, mirror=saves.mirror
+        run_id=run_id,
+        root=options.checkpoint_root,
+        redis_url=redis_url,
+        mirror=saves.mirror,
+        has_reducer=options.alone,
     )
     # The step that the user named is not exchanged for another one.
     on_damage = saves.on_damage if options.from_step is None else "stop"

@@ -50,7 +50,7 @@ def remove_sessions(folder: Path, pattern: str = "session_*_*") -> None:
         if _is_own_folder(session) and _is_abandoned(session) and not processes_of([session]):
             shutil.rmtree(session, ignore_errors=True)
     latest = folder / "session_latest"
-    with suppress(OSError):  # another run's Ray may make it anew at this moment
+    with suppress(OSError):  # another run's Ray may replace it at this moment
         if latest.is_symlink() and not latest.exists():
             latest.unlink()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -210,6 +210,9 @@ class CheckpointSource(Struct, frozen=True, kw_only=True):
     """URL of object storage with copies."""
     verify: VerifyMode = "full"
     """Extent of the comparison of files with their manifest."""
+    has_reducer: bool = False
+    """True if the launcher runs the reducer: it then gives a folder no name because it refuses it.
+    Else no reducer may run, which is no fault of the checkpoint."""
 
 
 class UsableCheckpoint(Struct, frozen=True, kw_only=True):
@@ -235,12 +238,20 @@ async def find_usable_checkpoint(
         CheckpointUnusable: The checkpoint is not usable, and no other is to be taken.
     """
     assert earlier.checkpoint is not None
+    run_id = source.run_id
     unusable: list[CheckpointUnusable] = []
     for candidate in (earlier.checkpoint, *earlier.older):
         try:
             await _check_checkpoint(source, candidate.step, earlier.logged)
         except CheckpointUnusable as error:
             unusable.append(error)
+            continue
+        except DeadlineExceeded as error:
+            missing = CheckpointMissing(run_id, candidate.step, str(error))
+            if not source.has_reducer:
+                missing.older = earlier.older[0].step if earlier.older else None
+                raise missing from None
+            unusable.append(missing)
             continue
         if unusable and on_damage == "stop":
             unusable[0].older = candidate.step
@@ -254,7 +265,10 @@ async def find_usable_checkpoint(
 
 
 async def _check_checkpoint(source: CheckpointSource, step: int, logged: LoggedTraining) -> None:
-    """Raise CheckpointUnusable unless a checkpoint is there, whole, and as the log has it."""
+    """Raise CheckpointUnusable unless a checkpoint is there, whole, and as the log has it.
+
+    Raises DeadlineExceeded if its folder gets no final name in time.
+    """
     run_id, run_folder = source.run_id, source.root / source.run_id
     await fetch_checkpoint(source.mirror, run_id, step, run_folder)
     held = hold_checkpoint(run_id, step, redis_url=source.redis_url, checkpoint_root=source.root)
@@ -263,7 +277,7 @@ async def _check_checkpoint(source: CheckpointSource, step: int, logged: LoggedT
             await anyio.to_thread.run_sync(_check_evidence, run_folder, step)
             await anyio.to_thread.run_sync(verify_files, folder, source.verify)
             state = await anyio.to_thread.run_sync(read_trainer_state, folder, step)
-    except (CheckpointHeld, DeadlineExceeded, NotVerified, UnsafePath, PermissionError) as error:
+    except (CheckpointHeld, NotVerified, UnsafePath, PermissionError) as error:
         raise CheckpointMissing(run_id, step, str(error)) from None
     except CheckpointDamaged as error:
         raise CheckpointUnusable(run_id, step, f"{error.path} {error.reason}") from None
@@ -317,7 +331,7 @@ def _checkpoints_on_disk(state: MonitorState, folder: Path) -> dict[int, StepRef
     spans = lineage_of(state)
     return {
         step: StepRef(next(span.epoch for span in spans if _ends_after(span, step)), step)
-        for step in sorted(whole & _steps_with_evidence(folder))
+        for step in sorted(whole & _steps_with_evidence(folder, whole))
     }
 
 
@@ -325,20 +339,25 @@ def _ends_after(span: Span, step: int) -> bool:
     return span.last is None or step <= span.last
 
 
-def _steps_with_evidence(folder: Path) -> set[int]:
-    """Return the steps whose folders the reducer has verified as checkpoints."""
+def _steps_with_evidence(folder: Path, complete: Collection[int] = ()) -> set[int]:
+    """Return the steps whose folders the reducer has verified as checkpoints.
+
+    Args:
+        folder: The run's checkpoint directory.
+        complete: Steps that the log has as complete. Their folders of version 0.1 get a mark.
+    """
     steps: set[int] = set()
     with suppress(FileNotFoundError, NotADirectoryError), OpenFolder.of_run(folder) as run:
         for name in run.names():
             step = parse_final_name(name)
-            if step is not None and _is_verified(run, step):
+            if step is not None and _is_verified(run, step, is_complete=step in complete):
                 steps.add(step)
     return steps
 
 
-def _is_verified(run: OpenFolder, step: int) -> bool:
+def _is_verified(run: OpenFolder, step: int, *, is_complete: bool) -> bool:
     try:
-        evidence = load_evidence(run, step, _CHECKPOINT)
+        evidence = load_evidence(run, step, _CHECKPOINT if is_complete else None)
     except OSError:
         return False
     return evidence is not None and (not evidence.kinds or "checkpoint" in evidence.kinds)
