@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.waits import PATIENCE
 from trinity_workers.launch import ray_reaper
-from trinity_workers.launch.ray_reaper import mark_sessions, remove_sessions
+from trinity_workers.launch.ray_reaper import mark_session, remove_sessions
 
 GONE = 4_194_305
 """No process has this id: it is above the largest of Linux."""
@@ -25,8 +25,7 @@ def session(tmp_path):
         (folder / "logs").mkdir(parents=True)
         (folder / "logs" / "raylet.out").write_text("log")
         if is_marked:
-            for lock in mark_sessions(tmp_path, driver):
-                os.close(lock)
+            os.close(mark_session(tmp_path, driver))
         return folder
 
     return make
@@ -35,7 +34,7 @@ def session(tmp_path):
 def test_sessions_of_ended_drivers_are_removed_and_those_of_others_are_not(session, tmp_path):
     ended, foreign = session(GONE), session(GONE + 1, is_marked=False)
     running = session(GONE + 2)
-    [lock] = mark_sessions(tmp_path, GONE + 2)
+    lock = mark_session(tmp_path, GONE + 2)
     (tmp_path / "session_latest").symlink_to(ended)
     remove_sessions(tmp_path)
     assert sorted(tmp_path.iterdir()) == [foreign, running]

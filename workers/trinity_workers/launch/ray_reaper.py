@@ -27,26 +27,26 @@ from pathlib import Path
 _SETTLED = 0.5
 """Seconds without a process of the session after which none is still being started."""
 _DEADLINE = 30.0
-
-
 _MARK = ".trinity-events"
 """File by which a driver marks its session."""
 
 
-def mark_sessions(folder: Path, driver: int) -> list[int]:
-    """Mark a driver's sessions; return the descriptors that hold the locks on the marks."""
-    locks = []
-    for session in folder.glob(f"session_*_{driver}"):
+def mark_session(folder: Path, driver: int) -> int | None:
+    """Mark a driver's session; return the descriptor that holds the lock on its mark.
+
+    Names begin with a time, so that the last one is not of an earlier process with this id.
+    """
+    for session in sorted(folder.glob(f"session_*_{driver}"))[-1:]:
         if _is_own_folder(session):
             lock = os.open(session / _MARK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX)
-            locks.append(lock)
-    return locks
+            return lock
+    return None
 
 
-def remove_sessions(folder: Path, pattern: str = "session_*_*") -> None:
+def remove_sessions(folder: Path) -> None:
     """Remove the marked sessions of drivers that have ended, without a process."""
-    for session in folder.glob(pattern):
+    for session in folder.glob("session_*_*"):
         if _is_own_folder(session) and _is_abandoned(session) and not processes_of([session]):
             shutil.rmtree(session, ignore_errors=True)
     latest = folder / "session_latest"

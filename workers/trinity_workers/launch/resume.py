@@ -256,12 +256,14 @@ async def find_usable_checkpoint(
         if unusable and on_damage == "stop":
             unusable[0].older = candidate.step
             break
-        skipped = tuple(
-            SkippedCheckpoint(step=error.step, reason=error.reason[:_LONGEST_REASON])
-            for error in unusable
-        )
-        return UsableCheckpoint(checkpoint=candidate, skipped=skipped)
+        return UsableCheckpoint(checkpoint=candidate, skipped=tuple(map(_skip, unusable)))
     raise unusable[0]
+
+
+def _skip(error: CheckpointUnusable) -> SkippedCheckpoint:
+    # A path of other bytes than UTF-8 is no text that an event can have.
+    reason = error.reason.encode(errors="backslashreplace").decode()
+    return SkippedCheckpoint(step=error.step, reason=reason[:_LONGEST_REASON])
 
 
 async def _check_checkpoint(source: CheckpointSource, step: int, logged: LoggedTraining) -> None:
