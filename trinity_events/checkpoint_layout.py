@@ -10,6 +10,7 @@
       global_step_STEP/                    files of a ready step
         .made_from                         staged folder that these files were saved to
         .verified                          epoch, step and kinds that the reducer checked them for
+        SHA256SUMS                         manifest: size and digest of each file, for sha256sum too
         actor/                             files of model and optimizer
           huggingface/                     configuration, tokenizer and, if they were saved, weights
             XXH128SUMS                     digests of its files, which xxhsum -c reads too
@@ -17,6 +18,7 @@
         trainer_state.json                 state of the trainer's loop
       .staging/
         epoch_EPOCH_step_STEP_TOKEN/       files of a step that is not ready yet
+          .sums/                           size and digest of the files of each save
         FOLDER.replaced_global_step_STEP/  earlier files of a step that FOLDER replaced
       .trash/
         FOLDER.NANOSECONDS.FENCE/          folder that the reducer is about to remove
@@ -31,6 +33,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from trinity_schemas import Kind
@@ -45,8 +48,12 @@ MADE_FROM = ".made_from"
 """File in a final folder with the relative path of the staged folder that it was."""
 VERIFIED = ".verified"
 """File in a final folder with the evidence that the folder counts as a checkpoint."""
-REDUCER_FILES = frozenset({MADE_FROM, VERIFIED})
-"""Files that the reducer adds to a folder of saves: they are part of no save."""
+MANIFEST = "SHA256SUMS"
+"""File of a checkpoint with the size and the digest of each of its files."""
+MANIFEST_PARTS = ".sums"
+"""Folder in a staged folder with the part of the manifest that each save wrote."""
+REDUCER_FILES = frozenset({MADE_FROM, VERIFIED, MANIFEST})
+"""Files about a folder of saves: they are part of no save."""
 BELONGS_TO = ".belongs_to"
 """File that identifies the log of the run."""
 MODEL_FOLDER = ("actor", "huggingface")
@@ -67,6 +74,8 @@ ITERATION_FILES: dict[Kind, str] = {
 }
 """File that names the newest ready step of a kind."""
 
+_UNFINISHED = re.compile(r"\..+\.(?:tmp|part)")
+"""Names under which files are written, until they are whole and get their own."""
 _AFTER_GAP = "after-gap"
 _FINAL = re.compile(r"global_step_(\d+)")
 _STAGED = re.compile(r"epoch_(\d+)_step_(\d+)_[0-9a-f]+(?:\.replaced_global_step_(\d+))?")
@@ -129,6 +138,19 @@ def staged_in(path: str | None) -> str | None:
     parts = path.split("/") if path else []
     staged = len(parts) > 1 and parts[0] == STAGING and parts[1] not in ("", ".", "..")
     return "/".join(parts[:2]) if staged else None
+
+
+def is_saved_file(path: PurePosixPath) -> bool:
+    """Return True if a file in a folder of saves is part of a save.
+
+    Args:
+        path: Its path, relative to the folder.
+    """
+    return (
+        path.name not in REDUCER_FILES
+        and path.parts[0] != MANIFEST_PARTS
+        and not _UNFINISHED.fullmatch(path.name)
+    )
 
 
 def parse_made_from(mark: str) -> StagedFolder | None:

@@ -22,6 +22,7 @@ from ..archive import Archive, ArchiveMissing
 from ..archive.export import whole_stream
 from ..core import MonitorState
 from ..core.handlers.waits import chains_of_waits, words_of_stacks
+from ..core.resumptions import format_resumption
 from ..errors import TrinityError
 from ..live_facts import live_facts
 from ..log import RedisEventLog, Stream, before, require_run
@@ -150,6 +151,7 @@ def _lines_of_run(known: _Known) -> list[str]:
         *(f"Another cause: {one.sentence}" for one in known.causes[1:] if one.reason in _TOLD),
         *chains,
         *unfinished(state, now=known.now),
+        *format_resumption(state),
         *([next_step(state)] if state.closed in ("failed", "interrupted") else []),
         *_stacks(known),
     ]

@@ -44,6 +44,7 @@ PublishedForm = Literal["shards", "snapshot", "full"]
 PublishName = Literal["auto", PublishedForm]
 SyncStyle = Literal["fixed", "trainer_driven", "explorer_driven", "fully_async"]
 WhenStale = Literal["drop", "wait", "pace"]
+OnDamage = Literal["stop", "previous"]
 DtypeName = Literal["float32", "bfloat16"]
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -56,6 +57,8 @@ LONGEST_WAIT_FOR_RUN = 7 * 24 * 3600
 
 class BadSettings(TrinityError):
     """Raised if a run's settings, from the user or from the log, are invalid."""
+
+    is_lasting = True
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
@@ -290,6 +293,9 @@ class CheckpointsConfig(Section, frozen=True, kw_only=True):
     mirror: str | None = None
     """URL of object storage for fsspec, such as `s3://bucket/path`. Each ready checkpoint is copied
     there, and a resume fetches one that is not below `root`. Null copies none."""
+    on_damage: OnDamage = "stop"
+    """Treatment of a damaged or missing newest checkpoint at a resume: stop names the newest older
+    one that is whole, and previous continues from it."""
 
 
 class TrackingConfig(Section, frozen=True, kw_only=True):
@@ -468,6 +474,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
         weights_url: str,
         checkpoint_folder: Path,
         resumed_step: int | None = None,
+        discards_answers: bool = False,
     ) -> RunConfig:
         """Return the run's configuration for the processes of one host."""
         return RunConfig(
@@ -478,6 +485,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
             checkpoint_folder=checkpoint_folder,
             model_folder=Path(self.model.path) if self.model.path else checkpoint_folder / "model",
             resumed_step=resumed_step,
+            discards_answers=discards_answers,
             **{name: getattr(self, name) for name in TrainConfig.__struct_fields__},
         )
 
@@ -675,6 +683,8 @@ class RunConfig(TrainConfig, frozen=True, kw_only=True):
     """Hugging Face folder of the initial policy."""
     resumed_step: int | None = None
     """Step of the checkpoint that the trainer loads first; None for the initial policy."""
+    discards_answers: bool = False
+    """True to train on no answer of an earlier epoch, as rewards are computed in another way."""
 
     @property
     def resumed_folder(self) -> Path:

@@ -21,9 +21,9 @@ class CollectiveBroken(TrinityError):
     """Raised if a collective failed because a rank died or was too slow."""
 
 
-def rank_and_world() -> tuple[int, int]:
+def rank_and_world(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
     """Return this process's rank and the number of ranks; (0, 1) without a process group."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
 
 
 def all_reduced(

@@ -431,4 +431,5 @@ def dispatch_settings(
         max_attempts=rollouts.max_attempts,
         when_stale=config.sync.when_stale,
         keep_answers=rollouts.keep_answers,
+        discards_earlier=config.discards_answers,
     )

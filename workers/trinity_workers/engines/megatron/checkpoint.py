@@ -36,6 +36,8 @@ Write: TypeAlias = Callable[[], None]
 class CheckpointRefused(TrinityError):
     """Raised if the checkpoint cannot be written or read as requested."""
 
+    is_lasting = True
+
 
 class CheckpointFailed(TrinityError):
     """Raised if a rank could not write its part of a checkpoint."""

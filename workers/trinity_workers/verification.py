@@ -1,0 +1,212 @@
+"""Verification of what is loaded, by one process or by all ranks together.
+
+1. Ranks divide the files among them: each file is read once, whatever the number of ranks.
+2. All ranks agree before any of them loads: the damage that one finds is raised on all.
+3. A Hugging Face folder with a list of its digests is compared with it where no manifest lists it.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec import Struct
+
+from trinity_events.checkpoint_layout import FILE_DIGESTS
+from trinity_events.checkpoint_manifest import (
+    SAVER_THREADS,
+    FileSum,
+    digest_files,
+    format_manifest,
+    parse_manifest,
+    saved_files,
+    usable_cores,
+    write_manifest,
+)
+from trinity_events.verify_checkpoint import (
+    CheckpointDamaged,
+    ListedFile,
+    VerifyMode,
+    damaged,
+    divide,
+    read_manifest,
+    with_older,
+)
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+_PIECE = 1 << 20
+"""Bytes of a file that are read and digested at a time: they fit in a core's cache."""
+
+
+class SavedDamage(Struct, frozen=True, array_like=True):
+    """Damage that a rank found, as it is sent to the others."""
+
+    path: str
+    reason: str
+    step: int | None = None
+    older: int | None = None
+
+    @classmethod
+    def of(cls, error: CheckpointDamaged) -> SavedDamage:
+        """Make the message of an error."""
+        return cls(str(error.path), error.reason, error.step, error.older)
+
+    def error(self) -> CheckpointDamaged:
+        """Return the error of the message."""
+        return CheckpointDamaged(Path(self.path), self.reason, self.step, self.older)
+
+
+def verify_checkpoint(folder: Path, mode: VerifyMode = "full") -> None:
+    """Verify a checkpoint, or a folder in one, before anything in it is loaded.
+
+    Without a manifest, it warns that the checkpoint cannot be verified.
+
+    Args:
+        folder: Folder of a step, or what an engine loads of it.
+        mode: ``full`` compares sizes and digests, ``size`` sizes alone, ``off`` nothing.
+
+    Raises:
+        CheckpointDamaged: with the newest older checkpoint that is whole, if there is one.
+    """
+    try:
+        _verify_part(folder, mode, 0, 1)
+    except CheckpointDamaged as error:
+        raise with_older(error) from None
+
+
+def verify_together(
+    folder: Path, mode: VerifyMode = "full", group: dist.ProcessGroup | None = None
+) -> None:
+    """Verify as :func:`verify_checkpoint`, each rank its part of the files. Collective.
+
+    Raises:
+        CheckpointDamaged: on every rank, if any finds damage.
+    """
+    import torch.distributed as dist
+
+    from .runtime.collectives import gather_bytes, raise_together
+
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        verify_checkpoint(folder, mode)
+        return
+    rank = dist.get_rank(group)
+    message = b""
+    failure: Exception | None = None
+    try:
+        _verify_part(folder, mode, rank, dist.get_world_size(group))
+    except CheckpointDamaged as error:
+        message = msgspec.json.encode(SavedDamage.of(error))
+    except Exception as caught:
+        failure = caught
+    raise_together(failure, group)
+    first = next(filter(None, gather_bytes(message, group)), None)
+    if first is None:
+        return
+    if rank == 0:  # which reads the older checkpoints, for all
+        damage = with_older(msgspec.json.decode(first, type=SavedDamage).error())
+        message = msgspec.json.encode(SavedDamage.of(damage))
+    message = gather_bytes(message, group)[0]
+    raise msgspec.json.decode(message, type=SavedDamage).error()
+
+
+def _verify_part(folder: Path, mode: VerifyMode, part: int, parts: int) -> None:
+    if mode == "off":
+        return
+    manifest = read_manifest(folder)
+    if manifest is None:
+        if part == 0 and not verify_model_folders(folder, mode):
+            logger.warning(
+                "%s has no manifest, so it cannot be verified: it is loaded as it is", folder
+            )
+        return
+    manifest.check_sizes()
+    if mode == "full":
+        manifest.check_digests(part, parts)
+    if part == 0:
+        for later in manifest.later_folders():
+            _verify_model_folder(later, mode)
+
+
+def verify_model_folders(folder: Path, mode: VerifyMode = "full") -> bool:
+    """Compare Hugging Face folders with their lists of digests; return False without any.
+
+    Raises CheckpointDamaged, without the older checkpoint.
+    """
+    if mode == "off":
+        return True
+    lists = sorted(folder.rglob(FILE_DIGESTS))
+    for path in lists:
+        _verify_model_folder(path.parent, mode)
+    return bool(lists)
+
+
+def _verify_model_folder(folder: Path, mode: VerifyMode) -> None:
+    path = folder / FILE_DIGESTS
+    try:
+        lines = [line.partition("  ") for line in path.read_text().splitlines()]
+        digests = {name: digest for digest, _, name in lines}
+        names = {
+            file.name
+            for file in folder.iterdir()
+            if file.is_file() and file.name != FILE_DIGESTS and not file.name.startswith(".")
+        }
+    except (OSError, UnicodeDecodeError) as error:
+        raise damaged(path, f"cannot be read ({error})", folder) from None
+    if not digests or not all(name and digest for name, digest in digests.items()):
+        raise damaged(path, "is no list of digests", folder)
+    for name in sorted(digests.keys() - names):
+        raise damaged(folder / name, f"is not there, and is listed in {path}", folder)
+    for name in sorted(names - digests.keys()):
+        raise damaged(folder / name, f"is not listed in {path}", folder)
+    if mode != "full":
+        return
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        found = pool.map(_xxh128_of, (folder / name for name in digests))
+        for (name, listed), digest in zip(digests.items(), found, strict=True):
+            if digest != listed:
+                reason = f"was changed: its digest is {digest}, and {listed} was saved"
+                raise damaged(folder / name, reason, folder)
+
+
+def _xxh128_of(path: Path) -> str:
+    import xxhash
+
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while data := file.read(_PIECE):
+            digest.update(data)
+    return digest.hexdigest()
+
+
+def write_manifest_together(folder: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Write the manifest of a folder that all ranks have written to. Collective.
+
+    Each rank digests its part of the files, and the first one writes the manifest.
+
+    Raises:
+        PeerFailed: on the ranks that did not fail themselves.
+    """
+    from .runtime.collectives import gather_bytes, rank_and_world, together
+
+    rank, world = rank_and_world(group)
+    with together(group):
+        sizes = saved_files(folder)
+        files = [ListedFile(folder / name, FileSum("", size)) for name, size in sizes.items()]
+        mine = [file.path for file in divide(files, world)[rank]]
+        digests = digest_files(mine, threads=SAVER_THREADS)
+        names = (path.relative_to(folder).as_posix() for path in mine)
+        part = format_manifest(dict(zip(names, digests, strict=True)))
+    parts = gather_bytes(part, group) if world > 1 else [part]
+    with together(group):
+        if rank == 0:
+            sums: dict[str, FileSum] = {}
+            for listed in parts:
+                sums |= parse_manifest(listed)
+            write_manifest(folder, sums)
