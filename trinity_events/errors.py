@@ -8,6 +8,9 @@ from collections.abc import Sequence
 class TrinityError(Exception):
     """Base of all errors that this package raises on purpose."""
 
+    is_lasting = False
+    """True for an error that the same command, started again, ends with too."""
+
 
 class ServerUnreachable(TrinityError):
     """No server answers where the URL points."""

@@ -77,6 +77,31 @@ class RunOpened(_Event, frozen=True):
     ] = None
 
 
+class SettingChange(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Setting with another value than in the epoch that wrote the checkpoint, as data only."""
+
+    name: Annotated[Name, Meta(description="Path of the setting, such as trainer.learning_rate.")]
+    before: Annotated[
+        Text | None, Meta(description="Earlier value as JSON, cut if long; absent for none.")
+    ] = None
+    after: Annotated[
+        Text | None, Meta(description="New value as JSON, cut if long; absent for none.")
+    ] = None
+
+
+class SkippedCheckpoint(Struct, frozen=True, kw_only=True):
+    """Checkpoint that a resume passed over for an older one."""
+
+    step: Step
+    reason: Annotated[Text, Meta(description="Fault of the checkpoint.")]
+
+
+MOST_CHANGES = 256
+"""Changed settings of an event. The configuration next to them has every value."""
+MOST_SKIPPED = 64
+"""Checkpoints of an event that were passed over, the newest ones."""
+
+
 class RunResumed(_Event, frozen=True):
     """A trainer opened a new epoch of the run and resumes from ``step``."""
 
@@ -91,6 +116,14 @@ class RunResumed(_Event, frozen=True):
     transport: Annotated[
         ChosenTransport | None, Meta(description="Transport of the weights, and the reason.")
     ] = None
+    changed: Annotated[
+        tuple[SettingChange, ...],
+        Meta(max_length=MOST_CHANGES, description="Settings that changed, and take effect."),
+    ] = ()
+    skipped: Annotated[
+        tuple[SkippedCheckpoint, ...],
+        Meta(max_length=MOST_SKIPPED, description="Newer checkpoints that were passed over."),
+    ] = ()
 
     def __post_init__(self) -> None:
         if self.checkpoint is not None and self.checkpoint.step != self.step:

@@ -230,5 +230,6 @@ def test_nothing_of_ray_outlives_a_driver_that_is_killed(tmp_path):
                 wait_until(lambda: not children(f"ray_reaper.py\0{room}"))
                 assert not processes_of([session])
                 assert reader.poll() is None, "what reads Ray's logs is not Ray's"
+                assert [*Path(room, "ray").iterdir()] == [], "nor does its folder stay"
     finally:
         shutil.rmtree(room)

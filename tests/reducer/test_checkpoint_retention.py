@@ -1,5 +1,8 @@
 """Old checkpoints go once a newer one is ready; what is read, or still to come, does not."""
 
+import os
+import time
+
 import anyio
 import pytest
 
@@ -11,6 +14,7 @@ from trinity_events.client.checkpoint_lease import hold_checkpoint
 from trinity_events.core import plan_files
 from trinity_events.errors import CheckpointHeld, InvalidRunId
 from trinity_events.reducer import Policy, checkpoint_retention
+from trinity_events.reducer.checkpoint_retention import ENDED
 from trinity_events.reducer.checkpoint_trash import CheckpointTrash
 from trinity_events.reducer.live_state import LiveState
 from trinity_schemas import RunOpened, RunResumed
@@ -191,6 +195,31 @@ async def test_what_lies_still_for_a_short_while_only_is_not_left_behind(tmp_pat
     run.save(1)
     await run.look()
     assert run.left_in_staging == ["epoch_1_step_1_bbbb"]
+
+
+async def test_a_save_that_was_killed_is_removed_soon_after_a_resume_unless_it_is_written(
+    tmp_path, monkeypatch
+):
+    run = Run(tmp_path, grace=600.0)
+    killed, written = staged(2, name="bbbb"), staged(2, name="cccc")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    for folder in (killed, written):
+        (run.folder / folder).mkdir(parents=True)
+        (run.folder / folder / "model.pt").write_text("half")
+    (run.folder / killed / "link").symlink_to(outside)
+    (outside / "file").touch()
+    run.save(1)
+    later = time.time() + 2 * ENDED
+    monkeypatch.setattr("trinity_events.reducer.checkpoint_trash.time.time", lambda: later)
+    os.utime(run.folder / written / "model.pt", (later, later))
+    run.history.add(RunResumed(step=1), epoch=2)
+    await run.look()
+    assert len(run.left_in_staging) == 2, "no newer checkpoint is there yet"
+    run.save(2, epoch=2)
+    await run.look()
+    assert run.left_in_staging == ["epoch_1_step_2_cccc"], "it may still be written"
+    assert (outside / "file").exists()
 
 
 @pytest.mark.parametrize("opening", [RunOpened(), RunResumed(step=4)])

@@ -382,6 +382,12 @@ async def test_a_run_that_is_begun_anew_uses_no_answer_of_before(parts):
     assert await kept(await open_anew(parts)) == []
 
 
+async def test_answers_of_earlier_epochs_are_discarded_where_rewards_changed(parts):
+    await answered_by_versions(parts, 0, 1)
+    newer = await open_anew(parts, resume_from=StepRef(1, 1))
+    assert await kept(newer, discards_earlier=True) == []
+
+
 async def test_a_trainer_may_say_which_versions_stand(parts):
     await answered_by_versions(parts, 0, 1)
     newer = await open_anew(parts)

@@ -8,7 +8,7 @@ Explorers answer twice, late, malformed, or never; connections break, and the st
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf, isfinite
@@ -26,8 +26,9 @@ from tests.support.rollout_parts import reward_error_of, samples_of, settings
 from trinity_events.analysis.audit import Auditor, LineageBooks
 from trinity_events.core import Monitor, MonitorState
 from trinity_events.core.ledger import Ledger, ordinals
+from trinity_events.core.saved_ledgers import find_ledger_difference
 from trinity_events.errors import PublishError, StaleEpoch
-from trinity_events.log import AsyncPublisher, MemoryEventLog
+from trinity_events.log import AsyncPublisher, Entry, MemoryEventLog
 from trinity_events.log.publishing.envelopes import opening_envelope
 from trinity_events.rollouts import Claim, Group, RolloutClient, RolloutDispatcher
 from trinity_schemas import (
@@ -446,6 +447,16 @@ def contradictions(world: World, checkpoint: Checkpoint) -> list[str]:
     count, ledger = count_raw(entry.payload for entry in entries)[-1], checkpoint.ledger
     fated = {*range(ledger.mark), *ordinals(ledger.settled)}
     ledger_sums = fated, ledger.trained, dict(ledger.dropped)
-    if ledger_sums == (count.fates.keys(), count.trained, dict(count.dropped)):
-        return []
-    return [f"the ledger of {checkpoint.at} differs from the log: {ledger_sums}, {count}"]
+    if ledger_sums != (count.fates.keys(), count.trained, dict(count.dropped)):
+        return [f"the ledger of {checkpoint.at} differs from the log: {ledger_sums}, {count}"]
+    difference = find_ledger_difference(ledger, _fold(entries).ledger or Ledger())
+    if difference is not None:
+        return [f"a resume would refuse the ledger of {checkpoint.at}: {difference}"]
+    return []
+
+
+def _fold(entries: Iterable[Entry]) -> MonitorState:
+    monitor = Monitor(MonitorState(run_id=RUN))
+    for entry in entries:
+        monitor.apply(entry.id, decode_envelope(entry.payload))
+    return monitor.state

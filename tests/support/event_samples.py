@@ -42,6 +42,8 @@ from trinity_schemas import (
     SaveProof,
     SaveRequested,
     SaveStarted,
+    SettingChange,
+    SkippedCheckpoint,
     StacksTaken,
     StepCommitted,
     StepFailed,
@@ -74,7 +76,12 @@ LEDGER = TrainedLedger(
 )
 SAMPLES = [
     RunOpened(config_digest=DIGEST),
-    RunResumed(step=7, checkpoint=StepRef(1, 7)),
+    RunResumed(
+        step=7,
+        checkpoint=StepRef(1, 7),
+        changed=(SettingChange(name="trainer.learning_rate", before="0.001", after="1e-05"),),
+        skipped=(SkippedCheckpoint(step=9, reason="actor/model.pt was changed"),),
+    ),
     RunClosed(reason="failed", step=7, error="out of memory"),
     ThreadCountRegistered(step=7, registration=registration()),
     SaveRequested(save_id="a", slot=slot(7)),

@@ -13,6 +13,7 @@ from trinity_schemas import (
     Event,
     LeaseExpired,
     RunClosed,
+    RunResumed,
     SaveFailed,
     SaveFinished,
     SaveProgressed,
@@ -101,6 +102,16 @@ _IN_SPANS = (
 """Events that a span tells."""
 
 
+def _facts(event: Event) -> dict[str, str | int]:
+    """Return what the moment of an event shows beside its name."""
+    if not isinstance(event, RunResumed):
+        return {}
+    facts: dict[str, str | int] = {
+        f"skipped step {skipped.step}": skipped.reason for skipped in event.skipped
+    }
+    return facts | {change.name: f"{change.before} -> {change.after}" for change in event.changed}
+
+
 class Timeline:
     """Builder of a timeline from entries in the order of their ids.
 
@@ -138,7 +149,7 @@ class Timeline:
                 pass
         if not isinstance(event, _IN_SPANS):
             who = "announcements" if isinstance(event, ANNOUNCEMENT_TYPES) else by
-            yield Moment(process=who, name=_title(event), at=now)
+            yield Moment(process=who, name=_title(event), at=now, facts=_facts(event))
         if isinstance(event, RunClosed):
             yield from self._close("the run was closed")
 

@@ -29,6 +29,7 @@ from ..archive import Archive, ArchiveMissing
 from ..archive.export import whole_stream
 from ..core import MonitorState
 from ..core.handlers.waits import chains_of_waits, words_of_stacks
+from ..core.resumptions import format_resumption
 from ..core.reward_errors import count_failed_prompts, format_evidence
 from ..errors import TrinityError
 from ..live_facts import live_facts
@@ -169,6 +170,7 @@ def _lines_of_run(facts: _Known) -> list[str]:
         *chains,
         *_reward_errors(facts),
         *unfinished(state, now=facts.now),
+        *format_resumption(state),
         *([next_step(state)] if state.closed in ("failed", "interrupted") else []),
         *_stacks(facts),
     ]

@@ -16,6 +16,8 @@ from trinity_schemas import (
     Registration,
     SaveProof,
     SaveStrategy,
+    SettingChange,
+    SkippedCheckpoint,
     Slot,
     StepRef,
     TrainerStatus,
@@ -290,6 +292,10 @@ class MonitorState(Struct, kw_only=True, omit_defaults=True):
     """Milliseconds at which the current epoch was closed."""
     trainer: TrainerStatus | None = None
     trainer_step: int = 0
+    changed_settings: list[SettingChange] = field(default_factory=list)
+    """Settings of the current epoch that differ from the epoch that it resumes."""
+    skipped_checkpoints: list[SkippedCheckpoint] = field(default_factory=list)
+    """Checkpoints that the current epoch passed over when it resumed."""
     waits: dict[str, OpenWait] = field(default_factory=dict)
     """Open waits by name, in the order of their reports."""
     stacks: dict[str, str] = field(default_factory=dict)

@@ -20,7 +20,7 @@ from .memory.event_log import MemoryEventLog
 from .merged_reader import MergedReader, stream_order
 from .page_size import PageSize
 from .position import ORIGIN, before, position
-from .publishing.async_publisher import AsyncPublisher, open_run
+from .publishing.async_publisher import AsyncPublisher, Resumption, open_run
 from .publishing.envelopes import new_producer, opening_envelope
 from .publishing.publisher import Publisher
 from .redis.event_log import RedisEventLog
@@ -48,6 +48,7 @@ __all__ = [
     "Publisher",
     "RedisEventLog",
     "ReportLog",
+    "Resumption",
     "Stream",
     "SyncEventLog",
     "before",

@@ -23,6 +23,9 @@ T = TypeVar("T")
 
 GRACE = 600.0
 """Seconds without a change after which a staged folder may be removed."""
+ENDED = 30.0
+"""Seconds without a change after which a staged folder of an earlier epoch may be removed. A save
+that still runs writes all the time, and its events count for nothing any more."""
 LOOK = 60.0
 """Longest pause between two checks, in seconds; readers may release a checkpoint meanwhile."""
 _BETWEEN = 1.0
@@ -101,7 +104,8 @@ class CheckpointRetention:
         leftovers = left_behind(state, staged, made.keys(), self._keep)
         for leftover in passed_leftovers(leftovers, evidence):
             if await anyio.to_thread.run_sync(self._may_go, leftover.name, state):
-                await self._try(self._trash.move_staged, leftover.name, self._grace)
+                grace = self._grace if leftover.epoch == state.epoch else min(self._grace, ENDED)
+                await self._try(self._trash.move_staged, leftover.name, grace)
         await self._empty()
 
     def _may_go(self, name: str, state: MonitorState) -> bool:

@@ -250,7 +250,8 @@ class RolloutDispatcher:
             StaleEpoch: The run has a newer epoch.
         """
         wait = self._wait("the dispatch did not start")
-        kept = self.settings.keep_answers == "checkpoint"
+        settings = self.settings
+        kept = settings.keep_answers == "checkpoint" and not settings.discards_earlier
         self._state.number = await self._streams.begin(wait, withdraw_answers=not kept)
         if not kept:
             stands = _is_never_current

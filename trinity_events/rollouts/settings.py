@@ -48,6 +48,8 @@ class DispatchSettings(Struct, frozen=True, kw_only=True):
     not use in time, and waits for them. Groups that are too old are asked for again in any case."""
     keep_answers: Literal["trained", "checkpoint"] = "trained"
     """Moment from which an answer is deleted: its step is trained, or a checkpoint covers it."""
+    discards_earlier: bool = False
+    """True to delete the answers of earlier epochs, whose rewards are not those of this one."""
 
     def __post_init__(self) -> None:
         for name in ("samples", "prompts_per_step", "window", "max_attempts"):

@@ -19,6 +19,7 @@ from ..core import MonitorState
 from ..core.handlers.rollouts import format_exclusion
 from ..core.handlers.waits import chained_waits, culprits, seconds_left
 from ..core.refusals import suspects, words_of_refusal
+from ..core.resumptions import format_resumption
 from ..core.state import KINDS, ExplorerState
 from ..log import position
 from .terminal import visible
@@ -98,6 +99,7 @@ def status_panel(
     if state.ledger is not None:
         prompts = visible(state.ledger.in_words, lines=False)
         about.append(Text.assemble(("prompts ", "dim"), prompts))
+    about += [Text(visible(line, lines=False)) for line in format_resumption(state)]
     if state.closed_error is not None:
         about.append(Text(visible(state.closed_error, lines=False), style="red"))
     if now is not None and reports_since is not None and now - reports_since >= BEHIND:

@@ -78,6 +78,25 @@ def test_a_step_after_a_load_of_the_model_alone_begins_with_the_loaded_weights(
     at.assert_same(ranks(at.full_weights)[0], expected)
 
 
+def rate_of_a_step(rank):
+    """Train a step; return the learning rate with which it was taken."""
+    at.train(rank, batches(1))
+    [rate] = {group["lr"] for group in rank.held.engine.optimizer.param_groups}
+    return rate
+
+
+def test_a_resumed_engine_trains_with_the_learning_rate_of_its_configuration(
+    engine_ranks, tmp_path
+):
+    ranks = engine_ranks("qwen3", 1, ONE, TRAINED)
+    ranks(at.train, batches(2))
+    ranks(save, tmp_path / "checkpoint")
+    later = LearningRate(highest=1e-5, schedule="linear", steps=12)
+    ranks = engine_ranks("qwen3", 1, ONE, OptimizerOptions(learning_rate=later))
+    ranks(load, tmp_path / "checkpoint")
+    assert ranks(rate_of_a_step) == [later.at(2)]
+
+
 def optimizer_state(rank):
     """The ordinary optimizer's state by kind and tensor, gathered from all ranks, and its steps."""
     engine = rank.held.engine

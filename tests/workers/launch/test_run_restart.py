@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import msgspec
 import pytest
 from msgspec import structs
 
@@ -10,11 +11,16 @@ from tests.support.event_histories import committed, finished, registration
 from tests.support.pipeline import events_of
 from tests.support.waits import PATIENCE, child
 from trinity_events.checkpoint_layout import VERIFIED
+from trinity_events.core import Evidence
+from trinity_events.errors import DeadlineExceeded
 from trinity_events.log import AsyncPublisher, new_producer, open_run
 from trinity_events.server import connect
+from trinity_events.verify_checkpoint import CheckpointDamaged
 from trinity_schemas import RunOpened, StepRef, TrainerStatusChanged
+from trinity_workers.config.errors import BadSettings
 from trinity_workers.config.sections.checkpoints import CheckpointsConfig
 from trinity_workers.config.train_config import TrainConfig
+from trinity_workers.launch.next_command import next_command
 from trinity_workers.launch.resume import (
     CannotResume,
     CheckpointMissing,
@@ -23,6 +29,7 @@ from trinity_workers.launch.resume import (
     held_checkpoint,
 )
 from trinity_workers.launch.resume_command import resume_command
+from trinity_workers.trainer.state import UnusableTrainerState
 
 
 def command(name, run_id, redis_url, root, *more):
@@ -69,7 +76,7 @@ async def test_an_earlier_run_is_gone_on_from_only_where_its_lineage_stands(
     await saved(publisher, 5)
     earlier = await earlier_run(log, tmp_path, 9, fresh=False)
     assert earlier.checkpoint == StepRef(1, 5)
-    assert "resumes from the checkpoint of step 5" in earlier.notice(run_id, 2)
+    assert "resumes from the checkpoint of step 5" in earlier.notice(run_id, 2, earlier.checkpoint)
     assert (await earlier_run(log, tmp_path, 9, fresh=True)).checkpoint is None
     async with connect(redis_url) as client:
         assert await open_run(client, run_id, resume_from=earlier.checkpoint) == 2
@@ -79,10 +86,12 @@ async def test_an_earlier_run_is_gone_on_from_only_where_its_lineage_stands(
         await earlier_run(log, tmp_path, 9, fresh=False)
 
 
-def put_checkpoint(folder, step):
+def put_checkpoint(folder, step, epoch=1):
     made = folder / f"global_step_{step}"
     made.mkdir(parents=True)
-    (made / VERIFIED).write_text("{}")
+    evidence = Evidence(epoch=epoch, step=step, kinds=("checkpoint",))
+    (made / VERIFIED).write_bytes(msgspec.json.encode(evidence))
+    (made / "model.pt").touch()
 
 
 async def test_an_older_checkpoint_is_resumed_from_by_its_step(publisher, log, run_id, tmp_path):
@@ -109,7 +118,7 @@ async def test_an_older_checkpoint_is_resumed_from_by_the_epoch_that_wrote_it(
     assert await open_run(client, run_id, resume_from=StepRef(1, 4)) == 2
     second = AsyncPublisher(log, 2, new_producer("trainer"))
     await saved(second, 6)
-    put_checkpoint(tmp_path, 6)
+    put_checkpoint(tmp_path, 6, epoch=2)
     by_step = {2: StepRef(1, 2), 4: StepRef(1, 4), 6: StepRef(2, 6)}
     for step, checkpoint in by_step.items():
         earlier = await earlier_run(log, tmp_path, 9, fresh=False, from_step=step)
@@ -144,6 +153,24 @@ def test_the_command_that_goes_on_resumes_from_the_newest_checkpoint(run_id):
     for words in (["--from-step", "2"], ["--from-step=2"]):
         typed = resume_command(["train", "run.yaml", *words, "--run", run_id], run_id)
         assert typed.endswith(f"trinity-events train run.yaml --run {run_id}")
+
+
+def test_a_command_that_would_fail_again_is_not_what_goes_on(run_id, tmp_path):
+    command = f"trinity-events train run.yaml --run {run_id}"
+    for error in (None, DeadlineExceeded("no answer"), ValueError("a defect")):
+        assert next_command(command, error) == command
+    for older in (
+        CheckpointMissing(run_id, 6, "it is gone", 4),
+        CheckpointDamaged(tmp_path / "model.pt", "was changed", 6, 4),
+    ):
+        assert next_command(command, older) == f"{command} --from-step 4"
+    for lasting in (
+        CheckpointMissing(run_id, 6, "it is gone"),
+        CheckpointDamaged(tmp_path / "model.pt", "was changed", 6),
+        UnusableTrainerState(tmp_path, "it is damaged"),
+        BadSettings("no such engine"),
+    ):
+        assert next_command(command, lasting) is None
 
 
 async def test_a_checkpoint_that_is_not_here_is_not_resumed_from(

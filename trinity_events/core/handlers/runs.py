@@ -89,6 +89,9 @@ def _open_epoch(fold: FoldState, epoch: int, step: int, opening: RunOpened | Run
     state.closed = state.closed_error = state.closed_at = None
     state.waits, state.stacks, state.ledger = {}, {}, None
     state.excluded, state.reward_errors = {}, {}
+    resumed = opening if isinstance(opening, RunResumed) else None
+    state.changed_settings = [] if resumed is None else list(resumed.changed)
+    state.skipped_checkpoints = [] if resumed is None else list(resumed.skipped)
     if state.opened_at is None:
         state.opened_at = fold.now
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 import anyio
 import redis
 import redis.asyncio
+from msgspec import Struct
 
 from trinity_schemas import (
     REPORTER_ROLE,
@@ -18,9 +19,12 @@ from trinity_schemas import (
     RunOpened,
     RunResumed,
     SaveStrategy,
+    SettingChange,
+    SkippedCheckpoint,
     StepRef,
     event_tag,
 )
+from trinity_schemas.events import MOST_CHANGES, MOST_SKIPPED
 
 from ...errors import KeyConflict, PermissionDenied, PublishError
 from ..base import EventLog
@@ -84,11 +88,21 @@ class AsyncPublisher:
                 raise PublishError(f"{what}: {reply_text(error)}") from error
 
 
+class Resumption(Struct, frozen=True, kw_only=True):
+    """Checkpoint that a run resumes from, and what differs from the epoch that wrote it."""
+
+    checkpoint: StepRef
+    changed: tuple[SettingChange, ...] = ()
+    """Settings with another value."""
+    skipped: tuple[SkippedCheckpoint, ...] = ()
+    """Newer checkpoints that were passed over, newest first."""
+
+
 async def open_run(
     client: redis.asyncio.Redis,
     run_id: str,
     *,
-    resume_from: int | StepRef | None = None,
+    resume_from: int | StepRef | Resumption | None = None,
     config: str | None = None,
     save_strategy: SaveStrategy = "unrestricted",
     transport: ChosenTransport | None = None,
@@ -97,7 +111,8 @@ async def open_run(
 ) -> int:
     """Open the next epoch of the run, from its beginning or from a step; return the epoch.
 
-    ``resume_from`` is a step, or the checkpoint of a step by the epoch that wrote it.
+    ``resume_from`` is a step, or the checkpoint of a step by the epoch that wrote it, alone or with
+    what differs from then.
     ``config`` is JSON for the run's other processes: no URLs, no secrets, no absolute paths.
     ``save_strategy`` tells which saves may run at the same time. ``transport`` shows users the
     transport of the weights and the reason for it. ``deadline`` is in seconds. ``above`` is the
@@ -113,14 +128,18 @@ async def open_run(
     """
     log = RedisEventLog(client, run_id)
     event: Event = RunOpened(config=config, save_strategy=save_strategy, transport=transport)
+    if isinstance(resume_from, StepRef):
+        resume_from = Resumption(checkpoint=resume_from)
     if resume_from is not None:
-        checkpoint = resume_from if isinstance(resume_from, StepRef) else None
+        resumption = resume_from if isinstance(resume_from, Resumption) else None
         event = RunResumed(
-            step=resume_from.step if isinstance(resume_from, StepRef) else resume_from,
-            checkpoint=checkpoint,
+            step=resume_from if isinstance(resume_from, int) else resume_from.checkpoint.step,
+            checkpoint=None if resumption is None else resumption.checkpoint,
             config=config,
             save_strategy=save_strategy,
             transport=transport,
+            changed=() if resumption is None else resumption.changed[:MOST_CHANGES],
+            skipped=() if resumption is None else resumption.skipped[:MOST_SKIPPED],
         )
     opening = opening_envelope(run_id, event)
     give_up = time.monotonic() + deadline

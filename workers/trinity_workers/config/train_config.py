@@ -210,6 +210,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
         weights_url: str,
         checkpoint_folder: Path,
         resumed_step: int | None = None,
+        discards_answers: bool = False,
     ) -> RunConfig:
         """Return the run's configuration for the processes of one host."""
         return RunConfig(
@@ -220,6 +221,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
             checkpoint_folder=checkpoint_folder,
             model_folder=Path(self.model.path) if self.model.path else checkpoint_folder / "model",
             resumed_step=resumed_step,
+            discards_answers=discards_answers,
             **{name: getattr(self, name) for name in TrainConfig.__struct_fields__},
         )
 
@@ -239,6 +241,8 @@ class RunConfig(TrainConfig, frozen=True, kw_only=True):
     """Hugging Face folder of the initial policy."""
     resumed_step: int | None = None
     """Step of the checkpoint that the trainer loads first; None for the initial policy."""
+    discards_answers: bool = False
+    """True to train on no answer of an earlier epoch, as rewards are computed in another way."""
 
     @property
     def resumed_folder(self) -> Path:

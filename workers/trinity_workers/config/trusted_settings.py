@@ -34,6 +34,7 @@ from ..rollout_engines.loading import GROUP as ENGINE_GROUP
 from ..tasks.loading import GROUP as TASK_GROUP
 from ..tasks.loading import TASKS
 from .fields import NAME, collections, fields, sections
+from .setting_values import Setting, descend, get_settings, to_values
 from .train_config import TrainConfig
 
 Kind = Literal["code", "path", "URL", "environment variable"]
@@ -124,7 +125,7 @@ _DATA = {
         count samples temperature top_p top_k max_new_tokens pass_at correct_from interval versions
         at_start at_end
         """,
-    "checkpoints": "interval keep save_hf_checkpoint strategy verify",
+    "checkpoints": "interval keep save_hf_checkpoint strategy verify on_damage",
     "tracking": "project",
 }
 DATA = frozenset(
@@ -227,7 +228,7 @@ def merge(run_id: str, logged: TrainConfig, own: OwnConfig | None, host: Host) -
             something that is not accepted.
         SettingsDiffer: Both name something, and not the same.
     """
-    settings = [*_get_settings(logged)]
+    settings = [*get_settings(to_values(logged))]
     if own is None:
         untrusted = {
             setting.name: REFERENCES[setting.path]
@@ -238,48 +239,20 @@ def merge(run_id: str, logged: TrainConfig, own: OwnConfig | None, host: Host) -
             raise SettingsUntrusted(run_id, untrusted)
     elif different := tuple(_find_differences(settings, own)):
         raise SettingsDiffer(run_id, different, own.file)
-    values = _to_values(TrainConfig() if own is None else own.config)
-    logged_values = _to_values(logged)
+    values = to_values(TrainConfig() if own is None else own.config)
+    logged_values = to_values(logged)
     for collection in collections():
-        default = _to_values(sections()[f"{collection}.{NAME}"]())
+        default = to_values(sections()[f"{collection}.{NAME}"]())
         *parents, last = keys = collection.split(".")
-        section = _descend(values, parents)
+        section = descend(values, parents)
         section[last] = {
-            name: section[last].get(name, dict(default)) for name in _descend(logged_values, keys)
+            name: section[last].get(name, dict(default)) for name in descend(logged_values, keys)
         }
     for setting in settings:
         if setting.path in DATA or (own is None and _is_used(setting.path)):
             *parents, last = setting.keys
-            _descend(values, parents)[last] = setting.value
+            descend(values, parents)[last] = setting.value
     return msgspec.convert(values, TrainConfig)
-
-
-class _Setting(NamedTuple):
-    """Setting with its value in one configuration."""
-
-    path: str
-    """Path in the tables; NAME stands for the name of a section that a user names."""
-    keys: tuple[str, ...]
-    """Names of the sections around it, and its own."""
-    value: Any
-
-    @property
-    def name(self) -> str:
-        """Return the setting's path in its configuration."""
-        return ".".join(self.keys)
-
-
-def _get_settings(config: TrainConfig) -> Iterator[_Setting]:
-    """Yield every setting of a configuration, in order."""
-    values = _to_values(config)
-    for path in fields():
-        before, named, field = path.partition(f".{NAME}.")
-        collection = before.split(".")
-        for name in _descend(values, collection) if named else ():
-            keys = (*collection, name, *field.split("."))
-            yield _Setting(path, keys, _descend(values, keys))
-        if not named:
-            yield _Setting(path, tuple(collection), _descend(values, collection))
 
 
 def _is_used(path: str) -> bool:
@@ -288,7 +261,7 @@ def _is_used(path: str) -> bool:
     return reference is not None and reference.role == "explorer"
 
 
-def _is_accepted(setting: _Setting, host: Host) -> bool:
+def _is_accepted(setting: Setting, host: Host) -> bool:
     """Return True for a value that an explorer without a file accepts from the log."""
     value = setting.value
     if value == fields()[setting.path].default:
@@ -310,11 +283,11 @@ def _is_below(path: Path, root: Path) -> bool:
     return path.is_absolute() and target != root and target.is_relative_to(root)
 
 
-def _find_differences(settings: Iterable[_Setting], own: OwnConfig) -> Iterator[str]:
+def _find_differences(settings: Iterable[Setting], own: OwnConfig) -> Iterator[str]:
     """Yield the names of the references that differ in the log and in a file."""
     folder = own.file.parent.resolve()
     logged_settings = {setting.keys: setting for setting in settings}
-    own_settings = {setting.keys: setting for setting in _get_settings(own.config)}
+    own_settings = {setting.keys: setting for setting in get_settings(to_values(own.config))}
     for keys, setting in (logged_settings | own_settings).items():
         if _is_used(setting.path):
             # A set of questions that one side does not have names none.
@@ -355,20 +328,6 @@ def _is_same_path(logged: Path, own: Path, folder: Path) -> bool:
 
 def _get_installed(built_in: Iterable[str], group: str) -> frozenset[str]:
     return frozenset((*built_in, *(entry.name for entry in entry_points(group=group))))
-
-
-def _to_values(section: Struct) -> dict[str, Any]:
-    """Return a section as the log holds it: mappings, lists and plain values."""
-    values = {name: getattr(section, name) for name in section.__struct_fields__}
-    decoded: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(values))
-    return decoded
-
-
-def _descend(values: Any, keys: Iterable[str]) -> Any:
-    """Return the value below nested keys."""
-    for key in keys:
-        values = values[key]
-    return values
 
 
 def _format_list(names: Iterable[str]) -> str:

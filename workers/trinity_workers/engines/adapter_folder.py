@@ -30,6 +30,8 @@ _COMPARED = {"r": "rank", "lora_alpha": "alpha", "target_modules": "target_modul
 class AdaptersRefused(TrinityError):
     """Raised if saved adapters are not those of the run, or of another base."""
 
+    is_lasting = True
+
 
 class BaseModel(Struct, frozen=True, kw_only=True):
     """Base that adapters were trained on."""

@@ -38,7 +38,7 @@ from .adapter_folder import BaseModel, check_adapters, describe_adapters
 from .base import refuse_load_arguments, refuse_save_arguments, trained_module
 from .buffers import all_buffer_names, saved_buffers
 from .fsdp_options import FSDPOptions
-from .learning_rate import LearningRate, learning_rate_of
+from .learning_rate import LearningRate, apply_learning_rate, learning_rate_of
 from .model_folder import FolderReader, has_weights
 from .model_memory import ALL, ModelMemory, Part, holding, optimizer_tensors
 from .offload import FrozenOffload, Offload
@@ -118,6 +118,7 @@ class FSDPEngine:
         self._sharded_by_layers = _is_large(model)
         self._gradient_norm = gradient_norm
         rate = learning_rate_of(learning_rate)
+        self._highest_rate = rate.highest
         self.optimizer = torch.optim.AdamW(
             trained_module(self).parameters(), lr=rate.highest, betas=(0.9, 0.99), fused=True
         )
@@ -314,6 +315,7 @@ class FSDPEngine:
         trained_module(self).load_state_dict(model)
         self.optimizer.load_state_dict(training["optimizer"])
         self.scheduler.load_state_dict(training["scheduler"])
+        apply_learning_rate(self.scheduler, self._highest_rate)
         if "random" in training:
             set_random_states(training["random"], self._device)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from msgspec import Struct
 
@@ -37,6 +37,23 @@ class LearningRate(Struct, frozen=True, kw_only=True):
     def at(self, step: int) -> float:
         """Return the learning rate for a step; the first step is 0."""
         return self.highest * self.share(step)
+
+
+def apply_learning_rate(scheduler: Any, highest: float) -> None:
+    """Set the highest learning rate of an optimizer whose state was loaded.
+
+    Optimizers and schedulers of torch restore the rate that they were saved with, and with it the
+    configuration of an earlier epoch. Ramp and course are functions, which no state has.
+
+    Args:
+        scheduler: ``LambdaLR`` of the optimizer.
+        highest: Learning rate at the end of the ramp.
+    """
+    scheduler.base_lrs = [highest for _ in scheduler.base_lrs]
+    for group, share in zip(scheduler.optimizer.param_groups, scheduler.lr_lambdas, strict=True):
+        group["initial_lr"] = highest
+        group["lr"] = highest * share(scheduler.last_epoch)
+    scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]
 
 
 def learning_rate_of(value: float | LearningRate) -> LearningRate:

@@ -28,6 +28,8 @@ _SHARD_FILE = re.compile(r"(?:model|optim)_world_size_(\d{1,6})_rank_0\.pt")
 class ReshardRefused(TrinityError):
     """Raised if shards cannot be loaded at this number of ranks."""
 
+    is_lasting = True
+
 
 def shard_file(folder: Path, what: str, world: int, rank: int) -> Path:
     """Return the path of a rank's shard, in veRL's convention."""

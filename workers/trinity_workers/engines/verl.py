@@ -37,7 +37,7 @@ from .base import (
 )
 from .buffers import all_buffer_names
 from .fsdp import reshard, shard_name, write_description
-from .learning_rate import LearningRate
+from .learning_rate import LearningRate, apply_learning_rate
 from .model_folder import FolderReader, has_weights
 from .reshard import model_from_folder
 from .state_files import copied, read_state, write_state
@@ -229,6 +229,7 @@ class VerlEngine:
         self.module.load_state_dict(model)
         self.verl.optimizer.load_state_dict(optimizer)
         self.verl.lr_scheduler.load_state_dict(extra["lr_scheduler"])
+        apply_learning_rate(self.verl.lr_scheduler, self.options.learning_rate.highest)
         self.verl.checkpoint_manager.load_rng_state(extra["rng"])
 
     def training_paths(self, folder: Path) -> list[Path]:

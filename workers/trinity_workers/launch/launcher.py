@@ -12,7 +12,7 @@ from typing import Any
 
 import anyio
 import redis.asyncio
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from trinity_events.analysis.summary import RunSummary, Summarizer
 from trinity_events.archive import Archive
@@ -20,9 +20,10 @@ from trinity_events.archive.export import whole_stream
 from trinity_events.archive.ownership import own_folder
 from trinity_events.checkpoint_layout import final_name
 from trinity_events.core import MonitorState
+from trinity_events.core.resumptions import format_changes, format_skipped
 from trinity_events.errors import DeadlineExceeded
 from trinity_events.liveness import held_explorers
-from trinity_events.log import RedisEventLog, Stream, open_run
+from trinity_events.log import RedisEventLog, Resumption, Stream, open_run
 from trinity_events.replay import current_state
 from trinity_events.server import (
     WEIGHTS_SERVER,
@@ -37,9 +38,16 @@ from trinity_events.server.connect import redacted
 from trinity_events.system.error_text import cause_of
 from trinity_events.system.shared_memory import sweep
 from trinity_events.trackers import find_tracker
-from trinity_schemas import ANNOUNCEMENT_TYPES, ContractError, StepRef, decode_envelope
+from trinity_schemas import (
+    ANNOUNCEMENT_TYPES,
+    ContractError,
+    SettingChange,
+    StepRef,
+    decode_envelope,
+)
 
 from ..config.files import write_copy
+from ..config.resumable_settings import changes_rewards
 from ..config.train_config import RunConfig, TrainConfig
 from ..explorer import Explorer
 from ..rollouts.user_task import check_user_task
@@ -52,11 +60,20 @@ from .failed_saves import FailedSaves
 from .lifecycle import closing, interruptible
 from .mirror import mirrored
 from .model import make_model
+from .next_command import next_command
 from .processes import ReducerProcess
 from .progress import ProgressView
 from .results import Outcome
-from .resume import earlier_run, held_checkpoint
+from .resume import (
+    CheckpointSource,
+    EarlierRun,
+    check_steps_remain,
+    earlier_run,
+    find_usable_checkpoint,
+    held_checkpoint,
+)
 from .resume_command import shell_command
+from .resumed_settings import check_settings
 from .roots import report_other_folder
 from .shared_storage import check_shared_storage
 from .summary import (
@@ -166,7 +183,9 @@ async def _run(options: LaunchOptions, report: Report) -> None:
         earlier = await earlier_run(
             log, folder, settings.steps, fresh=options.fresh, from_step=options.from_step
         )
-        checkpoint = None if earlier is None else earlier.checkpoint
+        changed = await check_settings(
+            options.run_id, settings, earlier, None if earlier is None else earlier.checkpoint
+        )
         reducer = None
         if alone:
             reducer = ReducerProcess(
@@ -177,12 +196,15 @@ async def _run(options: LaunchOptions, report: Report) -> None:
                 adopt_folder=options.adopt_folder,
             )
             await exits.enter_async_context(reducer.running())
+        placed_options = structs.replace(options, settings=settings)
+        resumption = await _find_resumption(placed_options, redis_url, earlier, changed, view)
+        checkpoint = None if resumption is None else resumption.checkpoint
         config = settings.placed(
             run_id=options.run_id,
             epoch=await open_run(
                 client,
                 options.run_id,
-                resume_from=checkpoint,
+                resume_from=resumption,
                 config=settings.to_text(),
                 save_strategy=settings.checkpoints.strategy,
                 transport=chosen.told(),
@@ -192,11 +214,12 @@ async def _run(options: LaunchOptions, report: Report) -> None:
             weights_url=weights_url,
             checkpoint_folder=folder,
             resumed_step=None if checkpoint is None else checkpoint.step,
+            discards_answers=resumption is not None and changes_rewards(resumption.changed),
         )
         job = _Job(options=options, config=config, began=began, reducer=reducer)
         view.epoch = config.epoch
         if earlier is not None:
-            view.say(earlier.notice(options.run_id, config.epoch))
+            view.say(earlier.notice(options.run_id, config.epoch, checkpoint))
         travel = (
             "no weights travel" if chosen is NONE else f"weights travel by {TRANSPORTS[transport]}"
         )
@@ -217,6 +240,57 @@ async def _run(options: LaunchOptions, report: Report) -> None:
                 await _work(job, here, room)
                 if not alone:
                     await _last_weights_taken(client, config, view)
+
+
+async def _find_resumption(
+    options: LaunchOptions,
+    redis_url: str,
+    earlier: EarlierRun | None,
+    changed: tuple[SettingChange, ...],
+    view: ProgressView,
+) -> Resumption | None:
+    """Return the checkpoint to resume from, checked before an epoch is opened; None without one.
+
+    Args:
+        options: The run.
+        redis_url: Server of its log.
+        earlier: Its earlier training.
+        changed: Settings that differ from the epoch that wrote the newest checkpoint.
+        view: Receives warnings.
+
+    Raises:
+        CannotResume: if the checkpoint is not usable, or has all steps.
+        SettingsNotResumable: if an older checkpoint is taken, and its settings differ.
+    """
+    if earlier is None or earlier.checkpoint is None:
+        return None
+    run_id, saves = options.run_id, options.settings.checkpoints
+    source = CheckpointSource(
+        run_id=run_id,
+        root=options.checkpoint_root,
+        redis_url=redis_url,
+        mirror=saves.mirror,
+        verify=saves.verify,
+        has_reducer=options.alone,
+    )
+    # The step that the user named is not exchanged for another one.
+    on_damage = saves.on_damage if options.from_step is None else "stop"
+    usable = await find_usable_checkpoint(source, earlier, on_damage=on_damage)
+    check_steps_remain(run_id, usable.checkpoint.step, options.settings.steps)
+    for skipped in usable.skipped:
+        sentence = f"run {run_id}: {format_skipped(skipped)} (checkpoints.on_damage: previous)"
+        logger.warning("%s", sentence)
+        view.say(f"warning: {sentence}")
+    if earlier.logged.missing is not None:
+        view.say(
+            f"warning: run {run_id} resumes from a checkpoint that is not compared with its log: "
+            f"{earlier.logged.missing}"
+        )
+    if usable.checkpoint != earlier.checkpoint:
+        changed = await check_settings(run_id, options.settings, earlier, usable.checkpoint)
+    if changed:
+        view.say(f"run {run_id}: {format_changes(list(changed))}")
+    return Resumption(checkpoint=usable.checkpoint, changed=changed, skipped=usable.skipped)
 
 
 def _chosen_transport(options: LaunchOptions) -> Chosen:
@@ -275,7 +349,9 @@ async def _summary(
                 FailedStep(step=step, kinds=sorted(kinds)) for step, kinds in failed.steps.items()
             ],
             newest_checkpoint=newest_checkpoint(await current_state(log), config),
-            next_command=None if outcome == "finished" else options.resume_command,
+            next_command=(
+                None if outcome == "finished" else next_command(options.resume_command, error)
+            ),
         ),
         metrics=job.training or metrics,
         evaluations=evaluations,

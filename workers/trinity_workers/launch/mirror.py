@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import anyio
 from anyio import to_thread
 
+from trinity_events.checkpoint_layout import final_name
 from trinity_events.client.checkpoint_lease import hold_checkpoint
 from trinity_events.errors import TrinityError
 from trinity_events.log import RedisEventLog
@@ -115,9 +117,21 @@ async def restore(config: RunConfig) -> None:
 
     Raises ObjectStoreUnusable if the storage fails, or a file is not what was copied.
     """
-    url, step = config.checkpoints.mirror, config.resumed_step
-    if url is None or step is None or await anyio.Path(config.resumed_folder).is_dir():
+    if config.resumed_step is not None:
+        folder = config.checkpoint_folder
+        await fetch_checkpoint(
+            config.checkpoints.mirror, config.run_id, config.resumed_step, folder
+        )
+
+
+async def fetch_checkpoint(url: str | None, run_id: str, step: int, folder: Path) -> None:
+    """Fetch the checkpoint of a step into a run's folder, if it has a copy and is not there.
+
+    Raises ObjectStoreUnusable if the storage fails, or a file is not what was copied.
+    """
+    target = folder / final_name(step)
+    if url is None or await anyio.Path(target).is_dir():
         return
     store = await to_thread.run_sync(ObjectStore, url)
-    if await to_thread.run_sync(store.fetch, config.run_id, step, config.resumed_folder):
+    if await to_thread.run_sync(store.fetch, run_id, step, target):
         logger.warning("the checkpoint of step %d was fetched from %s", step, url)

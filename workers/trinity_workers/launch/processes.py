@@ -19,6 +19,8 @@ from trinity_events.errors import TrinityError
 from trinity_events.reducer.policy import KEEP_CHECKPOINTS
 from trinity_events.server import make_private, open_private, trinity_home
 
+from .ray_reaper import mark_session, remove_sessions
+
 logger = logging.getLogger(__name__)
 
 _STOP_DEADLINE = 5.0
@@ -154,7 +156,10 @@ async def local_ray(cpus: int) -> AsyncIterator[None]:
     os.environ.setdefault("RAY_TMPDIR", _room_for_ray())
     import ray
 
-    def start() -> None:
+    folder = Path(os.environ["RAY_TMPDIR"], "ray")
+
+    def start() -> int | None:
+        remove_sessions(folder)  # of runs that were killed with their reaper
         ray.init(
             address="local",
             num_cpus=max(cpus, os.cpu_count() or 1),
@@ -162,13 +167,15 @@ async def local_ray(cpus: int) -> AsyncIterator[None]:
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
+        return mark_session(folder, os.getpid())
 
     async with _reaped():
+        lock = None
         try:
             # Not on the main thread: there Ray would put a handler of its own in place of ours for
             # SIGTERM, one that ends the process wherever it is.
             try:
-                await anyio.to_thread.run_sync(start)
+                lock = await anyio.to_thread.run_sync(start)
             except Exception as error:  # Ray has no class for it: its processes have 30 s to start
                 raise RayNotStarted(
                     f"no Ray cluster started on this host ({' '.join(str(error).split())}): start "
@@ -178,6 +185,8 @@ async def local_ray(cpus: int) -> AsyncIterator[None]:
             yield
         finally:
             ray.shutdown()
+            if lock is not None:
+                os.close(lock)  # the reaper removes sessions without a lock
 
 
 @asynccontextmanager

@@ -1,15 +1,23 @@
-"""Kills what is left of a local Ray whose driver has ended, however it ended.
+"""Kills what is left of a local Ray whose driver has ended, however it ended, and its folder.
 
 Ray's agents look for their raylet every few seconds, and then wait for a server that is gone: they
 outlive a driver that was killed by up to a minute. This is a script of its own, which imports the
 standard library alone: ``python ray_reaper.py FOLDER PID``. Its standard input is its lifeline: it
-ends with the driver. Ray names a session's folder by its driver's process.
+ends with the driver. Ray names a session's folder by its driver's process, and removes none.
+
+1. A session is removed only if a driver of this project has marked it: other users of Ray have
+   theirs in the same folder.
+2. A driver holds a lock on its mark. A session whose mark can be locked has no driver any more.
+3. A session with a process is not removed. Links are not followed.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import signal
+import stat
 import sys
 import time
 from collections.abc import Iterable
@@ -19,6 +27,55 @@ from pathlib import Path
 _SETTLED = 0.5
 """Seconds without a process of the session after which none is still being started."""
 _DEADLINE = 30.0
+_MARK = ".trinity-events"
+"""File by which a driver marks its session."""
+
+
+def mark_session(folder: Path, driver: int) -> int | None:
+    """Mark a driver's session; return the descriptor that holds the lock on its mark.
+
+    Names begin with a time, so that the last one is not of an earlier process with this id.
+    """
+    for session in sorted(folder.glob(f"session_*_{driver}"))[-1:]:
+        if _is_own_folder(session):
+            lock = os.open(session / _MARK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return lock
+    return None
+
+
+def remove_sessions(folder: Path) -> None:
+    """Remove the marked sessions of drivers that have ended, without a process."""
+    for session in folder.glob("session_*_*"):
+        if _is_own_folder(session) and _is_abandoned(session) and not processes_of([session]):
+            shutil.rmtree(session, ignore_errors=True)
+    latest = folder / "session_latest"
+    with suppress(OSError):  # another run's Ray may replace it at this moment
+        if latest.is_symlink() and not latest.exists():
+            latest.unlink()
+
+
+def _is_own_folder(session: Path) -> bool:
+    """Return True for a folder of this user, and no link; anyone may write next to it."""
+    with suppress(OSError):
+        status = session.lstat()
+        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    return False
+
+
+def _is_abandoned(session: Path) -> bool:
+    """Return True if a session has a mark that no driver holds."""
+    try:
+        lock = os.open(session / _MARK, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+    return True
 
 
 def reap(folder: Path, driver: int) -> None:
@@ -65,3 +122,4 @@ def _belongs(process: Path, session: bytes) -> bool:
 if __name__ == "__main__":
     sys.stdin.buffer.read()
     reap(Path(sys.argv[1]), int(sys.argv[2]))
+    remove_sessions(Path(sys.argv[1]))

@@ -2,33 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 import anyio.to_thread
-from msgspec import Struct
+from msgspec import Struct, field
 
 from trinity_events.archive import Archive
-from trinity_events.checkpoint_layout import VERIFIED, final_name, parse_final_name
+from trinity_events.checkpoint_layout import (
+    TRAINER_STATE,
+    VERIFIED,
+    final_name,
+    parse_final_name,
+)
 from trinity_events.client.checkpoint_lease import hold_checkpoint
 from trinity_events.core import MonitorState
 from trinity_events.core.lineage import Span, lineage_of, stands
+from trinity_events.core.saved_ledgers import LedgerDifference, find_ledger_difference
 from trinity_events.errors import CheckpointHeld, DeadlineExceeded, TrinityError
-from trinity_events.log import EventLog, Stream
+from trinity_events.log import RedisEventLog, Stream
+from trinity_events.reducer.checkpoint_evidence import NotVerified, load_evidence
 from trinity_events.replay import current_state
-from trinity_schemas import StepRef
+from trinity_events.system.open_folder import OpenFolder, UnsafePath
+from trinity_events.verify_checkpoint import CheckpointDamaged, VerifyMode, verify_files
+from trinity_schemas import Kind, SkippedCheckpoint, StepRef
 
+from ..config.sections.checkpoints import OnDamage
 from ..config.train_config import RunConfig
-from .mirror import restore
+from ..trainer.state import UnusableTrainerState, read_trainer_state
+from .logged_training import LoggedTraining, read_logged_training
+from .mirror import fetch_checkpoint, restore
 
+_CHECKPOINT: tuple[Kind, ...] = ("checkpoint",)
+"""Kinds by which a folder of version 0.1, whose step the log has as complete, gets its mark."""
+_LONGEST_REASON = 2000
+"""Characters of a reason in an event: it has a path, and what is wrong with it."""
 _NAMED = 8
 """Checkpoints that an error names, the newest ones: a run that keeps all has any number."""
 
 
 class CannotResume(TrinityError):
     """Raised if a run was trained before, and cannot go on from there."""
+
+    is_lasting = True
 
 
 class NoSuchCheckpoint(CannotResume):
@@ -51,28 +69,60 @@ class NoSuchCheckpoint(CannotResume):
         self.steps = tuple(steps)
 
 
-class CheckpointMissing(CannotResume):
-    """Raised if the checkpoint to resume from is not there, or cannot be held.
+class CheckpointUnusable(CannotResume):
+    """Raised if the checkpoint to resume from is damaged, or differs from the log.
 
     Attributes:
         run_id: The run.
         step: Step of the checkpoint.
-        older: Newest older checkpoint that is there; None without one.
+        reason: Fault of the checkpoint, with the file that has it.
+        older: Newest older checkpoint that is whole; None without one.
     """
 
-    def __init__(self, run_id: str, step: int, reason: str, older: int | None) -> None:
-        way_out = (
-            "--fresh begins anew"
-            if older is None
-            else f"--from-step {older} continues from the newest older one that is there"
-        )
-        super().__init__(
-            f"run {run_id} cannot resume from its checkpoint of step {step}: {reason} "
-            f"(the checkpoint root is --checkpoint-root; {way_out})"
-        )
+    hint = ""
+
+    def __init__(self, run_id: str, step: int, reason: str, older: int | None = None) -> None:
+        super().__init__(run_id, step, reason, older)
         self.run_id = run_id
         self.step = step
+        self.reason = reason
         self.older = older
+
+    def __str__(self) -> str:
+        way_out = (
+            "--fresh begins anew"
+            if self.older is None
+            else f"--from-step {self.older} continues from the newest older one that is whole"
+        )
+        return (
+            f"run {self.run_id} cannot resume from its checkpoint of step {self.step}: "
+            f"{self.reason} ({self.hint}{way_out})"
+        )
+
+
+class CheckpointMissing(CheckpointUnusable):
+    """Raised if the checkpoint to resume from is not there, or cannot be held."""
+
+    hint = "the checkpoint root is --checkpoint-root; "
+
+
+class LedgerChanged(CheckpointUnusable):
+    """Raised if the ledger in a checkpoint has other fates than the log.
+
+    Attributes:
+        path: File with the ledger.
+        difference: First number that differs.
+    """
+
+    def __init__(self, run_id: str, step: int, path: Path, difference: LedgerDifference) -> None:
+        field, saved, logged = difference
+        super().__init__(
+            run_id,
+            step,
+            f"{path} has {saved} as {field} of its ledger, and the log has {logged}",
+        )
+        self.path = path
+        self.difference = difference
 
 
 class EarlierRun(Struct, frozen=True, kw_only=True):
@@ -82,20 +132,30 @@ class EarlierRun(Struct, frozen=True, kw_only=True):
     """Last epoch, and the step that it had reached."""
     checkpoint: StepRef | None
     """Checkpoint to resume from, by the epoch that wrote it; None begins at step 1."""
+    older: tuple[StepRef, ...] = ()
+    """Older checkpoints whose folders have evidence, newest first."""
+    logged: LoggedTraining = field(default_factory=LoggedTraining)
+    """Configurations and ledgers that the log has for these checkpoints."""
 
-    def notice(self, run_id: str, epoch: int) -> str:
-        """Return the sentence that tells what becomes of the earlier epochs' training."""
+    def notice(self, run_id: str, epoch: int, checkpoint: StepRef | None) -> str:
+        """Return the sentence that tells what becomes of the earlier epochs' training.
+
+        Args:
+            run_id: The run.
+            epoch: The new epoch.
+            checkpoint: Checkpoint that it resumes from.
+        """
         had = f"epoch {self.reached.epoch} had reached step {self.reached.step}"
-        if self.checkpoint is None:
+        if checkpoint is None:
             return f"warning: run {run_id} begins anew: {had}, and epoch {epoch} starts at step 1"
         return (
-            f"run {run_id} resumes from the checkpoint of step {self.checkpoint.step}: {had}, and "
-            f"epoch {epoch} goes on with step {self.checkpoint.step + 1}"
+            f"run {run_id} resumes from the checkpoint of step {checkpoint.step}: {had}, and "
+            f"epoch {epoch} goes on with step {checkpoint.step + 1}"
         )
 
 
 async def earlier_run(
-    log: EventLog, folder: Path, steps: int, *, fresh: bool, from_step: int | None = None
+    log: RedisEventLog, folder: Path, steps: int, *, fresh: bool, from_step: int | None = None
 ) -> EarlierRun | None:
     """Return what was trained before, and the checkpoint to resume from; None for a new run.
 
@@ -113,22 +173,128 @@ async def earlier_run(
     archive = Archive(folder, log.run_id)
     state = await current_state(log, partial(archive.read, Stream.EVENTS))
     checkpoint = None if fresh else _ready_checkpoint(state)
+    by_step = await anyio.to_thread.run_sync(_checkpoints_on_disk, state, folder)
     if from_step is not None:
-        checkpoints = await anyio.to_thread.run_sync(_checkpoints_on_disk, state, folder)
-        if from_step not in checkpoints:
-            raise NoSuchCheckpoint(log.run_id, from_step, sorted(checkpoints), folder)
-        checkpoint = checkpoints[from_step]
+        if from_step not in by_step:
+            raise NoSuchCheckpoint(log.run_id, from_step, sorted(by_step), folder)
+        checkpoint = by_step[from_step]
     if checkpoint is None and not fresh:
         await _refuse_other_files(state, log.run_id, folder)
-    if checkpoint is not None and checkpoint.step >= steps:
+    reached = StepRef(state.epoch, state.trainer_step)
+    if checkpoint is None:
+        return EarlierRun(reached=reached, checkpoint=None) if state.epoch else None
+    older = [by_step[step] for step in sorted(by_step, reverse=True) if step < checkpoint.step]
+    if checkpoint.step in by_step or not older:
+        # Without files, the step may be an invented one: an older checkpoint then counts.
+        check_steps_remain(log.run_id, checkpoint.step, steps)
+    logged = await read_logged_training(log, archive, [checkpoint, *older])
+    return EarlierRun(reached=reached, checkpoint=checkpoint, older=tuple(older), logged=logged)
+
+
+def check_steps_remain(run_id: str, trained: int, steps: int) -> None:
+    """Raise CannotResume if a checkpoint has all steps that are asked for."""
+    if trained >= steps:
         raise CannotResume(
-            f"run {log.run_id} has trained {checkpoint.step} steps, and {steps} are asked for: ask "
+            f"run {run_id} has trained {trained} steps, and {steps} are asked for: ask "
             "for more steps to extend it, give another name with --run, or begin anew with --fresh"
         )
-    if not state.epoch:
-        return None
-    reached = StepRef(state.epoch, state.trainer_step)
-    return EarlierRun(reached=reached, checkpoint=checkpoint)
+
+
+class CheckpointSource(Struct, frozen=True, kw_only=True):
+    """Places that a run's checkpoints are read from."""
+
+    run_id: str
+    root: Path
+    """Folder with one checkpoint directory for each run."""
+    redis_url: str
+    mirror: str | None = None
+    """URL of object storage with copies."""
+    verify: VerifyMode = "full"
+    """Extent of the comparison of files with their manifest."""
+    has_reducer: bool = False
+    """True if the launcher runs the reducer: it then gives a folder no name because it refuses it.
+    Else no reducer may run, which is no fault of the checkpoint."""
+
+
+class UsableCheckpoint(Struct, frozen=True, kw_only=True):
+    """Checkpoint that was checked, and those that were passed over for it."""
+
+    checkpoint: StepRef
+    skipped: tuple[SkippedCheckpoint, ...] = ()
+
+
+async def find_usable_checkpoint(
+    source: CheckpointSource, earlier: EarlierRun, *, on_damage: OnDamage
+) -> UsableCheckpoint:
+    """Check the checkpoint to resume from, and older ones if it is not usable.
+
+    The reducer may still have to give the folder of a ready step its name, so it has to run.
+
+    Args:
+        source: Places of the checkpoints.
+        earlier: Earlier training, with a checkpoint to resume from.
+        on_damage: ``previous`` takes the newest older checkpoint that is usable; ``stop`` names it.
+
+    Raises:
+        CheckpointUnusable: The checkpoint is not usable, and no other is to be taken.
+    """
+    assert earlier.checkpoint is not None
+    run_id = source.run_id
+    unusable: list[CheckpointUnusable] = []
+    for candidate in (earlier.checkpoint, *earlier.older):
+        try:
+            await _check_checkpoint(source, candidate.step, earlier.logged)
+        except CheckpointUnusable as error:
+            unusable.append(error)
+            continue
+        except DeadlineExceeded as error:
+            missing = CheckpointMissing(run_id, candidate.step, str(error))
+            if not source.has_reducer:
+                missing.older = earlier.older[0].step if earlier.older else None
+                raise missing from None
+            unusable.append(missing)
+            continue
+        if unusable and on_damage == "stop":
+            unusable[0].older = candidate.step
+            break
+        return UsableCheckpoint(checkpoint=candidate, skipped=tuple(map(_skip, unusable)))
+    raise unusable[0]
+
+
+def _skip(error: CheckpointUnusable) -> SkippedCheckpoint:
+    # A path of other bytes than UTF-8 is no text that an event can have.
+    reason = error.reason.encode(errors="backslashreplace").decode()
+    return SkippedCheckpoint(step=error.step, reason=reason[:_LONGEST_REASON])
+
+
+async def _check_checkpoint(source: CheckpointSource, step: int, logged: LoggedTraining) -> None:
+    """Raise CheckpointUnusable unless a checkpoint is there, whole, and as the log has it.
+
+    Raises DeadlineExceeded if its folder gets no final name in time.
+    """
+    run_id, run_folder = source.run_id, source.root / source.run_id
+    await fetch_checkpoint(source.mirror, run_id, step, run_folder)
+    held = hold_checkpoint(run_id, step, redis_url=source.redis_url, checkpoint_root=source.root)
+    try:
+        async with held as folder:
+            await anyio.to_thread.run_sync(_check_evidence, run_folder, step)
+            await anyio.to_thread.run_sync(verify_files, folder, source.verify)
+            state = await anyio.to_thread.run_sync(read_trainer_state, folder, step)
+    except (CheckpointHeld, NotVerified, UnsafePath, PermissionError) as error:
+        raise CheckpointMissing(run_id, step, str(error)) from None
+    except CheckpointDamaged as error:
+        raise CheckpointUnusable(run_id, step, f"{error.path} {error.reason}") from None
+    except UnusableTrainerState as error:
+        raise CheckpointUnusable(run_id, step, error.reason) from None
+    if logged.missing is not None:
+        return
+    ledger = logged.ledgers.get(step)
+    if ledger is None:
+        reason = f"the log does not have the prompts that step {step} was trained on"
+        raise CheckpointUnusable(run_id, step, reason)
+    difference = find_ledger_difference(state.ledger, ledger)
+    if difference is not None:
+        raise LedgerChanged(run_id, step, folder / TRAINER_STATE, difference)
 
 
 @asynccontextmanager
@@ -148,7 +314,8 @@ async def held_checkpoint(config: RunConfig, root: Path) -> AsyncIterator[None]:
         try:
             await exits.enter_async_context(held)
         except (CheckpointHeld, DeadlineExceeded) as error:
-            older = await anyio.to_thread.run_sync(_newest_before, root / config.run_id, step)
+            verified = await anyio.to_thread.run_sync(_steps_with_evidence, root / config.run_id)
+            older = max((other for other in verified if other < step), default=None)
             raise CheckpointMissing(config.run_id, step, str(error), older) from None
         yield
 
@@ -161,14 +328,13 @@ def _ready_checkpoint(state: MonitorState) -> StepRef | None:
 
 
 def _checkpoints_on_disk(state: MonitorState, folder: Path) -> dict[int, StepRef]:
-    """Return the checkpoints of the lineage whose folders are there, by their steps."""
-    there = _steps_on_disk(folder)
+    """Return the checkpoints of the lineage whose folders have evidence, by their steps."""
     newest = _ready_checkpoint(state)
     whole = {*state.complete_checkpoints, *([] if newest is None else [newest.step])}
     spans = lineage_of(state)
     return {
         step: StepRef(next(span.epoch for span in spans if _ends_after(span, step)), step)
-        for step in sorted(whole & there)
+        for step in sorted(whole & _steps_with_evidence(folder, whole))
     }
 
 
@@ -176,23 +342,43 @@ def _ends_after(span: Span, step: int) -> bool:
     return span.last is None or step <= span.last
 
 
-def _steps_on_disk(folder: Path) -> set[int]:
-    """Return the steps whose folders are in a run's directory and have files."""
+def _steps_with_evidence(folder: Path, complete: Collection[int] = ()) -> set[int]:
+    """Return the steps whose folders the reducer has verified as checkpoints.
+
+    Args:
+        folder: The run's checkpoint directory.
+        complete: Steps that the log has as complete. Their folders of version 0.1 get a mark.
+    """
+    steps: set[int] = set()
+    with suppress(FileNotFoundError, NotADirectoryError), OpenFolder.of_run(folder) as run:
+        for name in run.names():
+            step = parse_final_name(name)
+            if step is not None and _is_verified(run, step, is_complete=step in complete):
+                steps.add(step)
+    return steps
+
+
+def _is_verified(run: OpenFolder, step: int, *, is_complete: bool) -> bool:
     try:
-        paths = [path for path in folder.iterdir() if path.is_dir() and any(path.iterdir())]
-    except (FileNotFoundError, NotADirectoryError):
-        return set()
-    return {step for path in paths if (step := parse_final_name(path.name)) is not None}
+        evidence = load_evidence(run, step, _CHECKPOINT if is_complete else None)
+    except OSError:
+        return False
+    return evidence is not None and (not evidence.kinds or "checkpoint" in evidence.kinds)
 
 
-def _newest_before(folder: Path, step: int) -> int | None:
-    """Return the newest checkpoint before a step that a reducer has verified; None without one."""
-    verified = [
-        older
-        for older in _steps_on_disk(folder)
-        if older < step and (folder / final_name(older) / VERIFIED).is_file()
-    ]
-    return max(verified, default=None)
+def _check_evidence(folder: Path, step: int) -> None:
+    """Raise NotVerified unless a step's folder has evidence that it is a checkpoint.
+
+    The log decides which step is the newest. An event can be invented, so that the folder has
+    to prove it.
+    """
+    with OpenFolder.of_run(folder) as run:
+        evidence = load_evidence(run, step, _CHECKPOINT)
+    path = folder / final_name(step)
+    if evidence is None:
+        raise NotVerified(step, path, f"has no {VERIFIED}, by which a reducer marks what is whole")
+    if evidence.kinds and "checkpoint" not in evidence.kinds:
+        raise NotVerified(step, path, f"was verified as {' and '.join(evidence.kinds)} alone")
 
 
 async def _refuse_other_files(state: MonitorState, run_id: str, folder: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from trinity_events.server.url import redacted
 
-_FROM_STEP = "--from-step"
+FROM_STEP = "--from-step"
 """Option with a value, which names an older checkpoint than the newest."""
 
 
@@ -26,7 +26,7 @@ def resume_command(arguments: Sequence[str], run_id: str) -> str:
         option, equals, value = argument.partition("=")
         if argument == "--fresh":
             continue
-        if option == _FROM_STEP:
+        if option == FROM_STEP:
             if not equals:
                 next(remaining, None)
             continue

@@ -37,6 +37,8 @@ class NonFiniteWeights(TrinityError):
         size: Number of its values.
     """
 
+    is_lasting = True
+
     def __init__(self, tensor: str, place: str, count: int, size: int) -> None:
         super().__init__(tensor, place, count, size)
         self.tensor = tensor

@@ -15,7 +15,19 @@ from ..storage.durable_files import write_json
 
 
 class UnusableTrainerState(TrinityError):
-    """Raised if a checkpoint's state of the trainer's loop is missing or cannot be read."""
+    """Raised if a checkpoint's state of the trainer's loop is missing or cannot be read.
+
+    Attributes:
+        path: File of the state.
+        reason: Fault of the file, as a sentence without a way out.
+    """
+
+    is_lasting = True
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"{reason}: begin anew with --fresh, or resume from another checkpoint")
+        self.path = path
+        self.reason = reason
 
 
 class TrainerState(Struct, frozen=True, kw_only=True):
@@ -44,17 +56,17 @@ def read_trainer_state(folder: Path, step: int) -> TrainerState:
         UnusableTrainerState: It is missing, damaged, or of another step.
     """
     path = folder / TRAINER_STATE
-    way_out = "begin anew with --fresh, or resume from another checkpoint"
     try:
         state = msgspec.json.decode(path.read_bytes(), type=TrainerState)
     except FileNotFoundError:
         raise UnusableTrainerState(
+            path,
             f"the checkpoint of step {step} has no {path}, which tells the prompts that were "
-            f"trained: {way_out}"
+            "trained",
         ) from None
-    except (OSError, msgspec.DecodeError) as error:
-        raise UnusableTrainerState(f"{path} cannot be read ({error}): {way_out}") from None
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UnusableTrainerState(path, f"{path} cannot be read ({error})") from None
     for found in (state.step, state.ledger.step):
         if found != step:
-            raise UnusableTrainerState(f"{path} is of step {found}, not of {step}: {way_out}")
+            raise UnusableTrainerState(path, f"{path} is of step {found}, not of {step}")
     return state

@@ -443,4 +443,5 @@ def dispatch_settings(
         max_consecutive_failures=rollouts.max_consecutive_failures,
         when_stale=config.sync.when_stale,
         keep_answers=rollouts.keep_answers,
+        discards_earlier=config.discards_answers,
     )

@@ -10,6 +10,8 @@ from trinity_schemas import SaveStrategy
 from ...section import Section
 from ..types import NotNegative
 
+OnDamage = Literal["stop", "previous"]
+
 
 class CheckpointsConfig(Section, frozen=True, kw_only=True):
     """Checkpoints of the training state."""
@@ -33,3 +35,6 @@ class CheckpointsConfig(Section, frozen=True, kw_only=True):
     verify: VerifyMode = "full"
     """Comparison of a checkpoint with its manifest before a resume loads it: sizes and digests,
     sizes alone, or none."""
+    on_damage: OnDamage = "stop"
+    """Treatment of a damaged or missing newest checkpoint at a resume: stop names the newest older
+    one that is whole, and previous continues from it."""

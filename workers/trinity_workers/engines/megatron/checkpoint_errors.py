@@ -10,6 +10,8 @@ from trinity_events.errors import TrinityError
 class CheckpointRefused(TrinityError):
     """Raised if the checkpoint cannot be written or read as requested."""
 
+    is_lasting = True
+
 
 class UnsafePickle(CheckpointRefused):
     """A file of a checkpoint holds a pickle of a class that no checkpoint needs.

@@ -1,0 +1,55 @@
+"""Engines train with the learning rate of their configuration after they have loaded another."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from trinity_workers.engines.fsdp import FSDPEngine  # noqa: E402
+from trinity_workers.engines.learning_rate import LearningRate  # noqa: E402
+
+EARLIER = LearningRate(highest=1e-2, ramp_steps=2)
+LATER = LearningRate(highest=1e-4, schedule="linear", steps=12)
+
+
+def make_engine(rank, folder, rate):
+    torch.manual_seed(0)
+    rank.held.engine = FSDPEngine(folder, device=torch.device("cpu"), learning_rate=rate)
+
+
+def train(rank, steps):
+    """Take steps; return the learning rate of each, and the largest change of an element."""
+    engine, steps_taken = rank.held.engine, []
+    tokens = torch.arange(3, 43).reshape(4, 10)
+    for _ in range(steps):
+        before = [value.detach().full_tensor().clone() for value in engine.module.parameters()]
+        rate = engine.learning_rate
+        loss = engine.module(input_ids=tokens, labels=tokens, use_cache=False).loss
+        engine.optimizer_step(loss)
+        after = [value.detach().full_tensor() for value in engine.module.parameters()]
+        moved = max(float((new - old).abs().max()) for old, new in zip(before, after, strict=True))
+        steps_taken.append((rate, moved))
+    return steps_taken
+
+
+def save(rank, folder):
+    rank.held.engine.save_checkpoint(str(folder))
+
+
+def load(rank, folder):
+    rank.held.engine.load_checkpoint(str(folder))
+
+
+def test_a_resumed_fsdp_engine_moves_its_weights_by_the_new_rate(
+    rank_group, policy_folder, tmp_path
+):
+    ranks = rank_group(1)
+    ranks(make_engine, policy_folder, EARLIER)
+    ranks(train, 2)
+    ranks(save, tmp_path)
+    ranks(make_engine, policy_folder, LATER)
+    ranks(load, tmp_path)
+    steps_taken = ranks(train, 2)[0]
+    assert [rate for rate, _ in steps_taken] == [LATER.at(2), LATER.at(3)]
+    # AdamW moves an element by about the rate, which was a hundred times higher before.
+    assert all(moved < 5 * LATER.highest for _, moved in steps_taken)

@@ -1,0 +1,134 @@
+"""A setting that changed takes effect at a resume, or is refused with both values."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tests.support.hostile_configs import with_settings
+from trinity_workers.config.errors import BadSettings
+from trinity_workers.config.fields import fields
+from trinity_workers.config.resumable_settings import (
+    APPLIED,
+    QUESTIONS,
+    REFUSED,
+    REWARDS,
+    SettingsNotResumable,
+    changes_rewards,
+    check_questions,
+    compare_settings,
+)
+from trinity_workers.config.train_config import TrainConfig
+
+RUN = "grpo-1"
+
+
+def compare(before, after):
+    return compare_settings(RUN, with_settings(before).to_text(), with_settings(after))
+
+
+def test_every_setting_is_applied_refused_or_one_of_the_questions():
+    tables = [*APPLIED, *REFUSED, *QUESTIONS]
+    assert sorted(set(fields()) - set(tables)) == [], "enter these in resumable_settings.py"
+    assert sorted(set(tables) - set(fields())) == [], "these are no settings"
+    assert len(tables) == len(set(tables)), "one table each"
+    assert set(fields()) >= REWARDS
+
+
+def test_the_same_settings_are_no_change():
+    assert compare({"seed": 7}, {"seed": 7}) == ()
+
+
+def test_settings_that_may_change_are_listed_with_both_values():
+    changes = compare(
+        {"trainer.learning_rate": 1e-3, "steps": 2},
+        {"trainer.learning_rate": 1e-5, "steps": 4, "rollouts.samples_per_prompt": 8},
+    )
+    assert [(change.name, change.before, change.after) for change in changes] == [
+        ("steps", "2", "4"),
+        ("trainer.learning_rate", "0.001", "0.00001"),
+        ("rollouts.samples_per_prompt", "16", "8"),
+    ]
+
+
+def test_sets_of_questions_that_come_and_go_are_listed():
+    changes = compare({"evaluation.sets": {"a": {}}}, {"evaluation.sets": {"b": {"count": 3}}})
+    by_name = {change.name: change for change in changes}
+    assert by_name["evaluation.sets.a.count"].after is None
+    assert by_name["evaluation.sets.b.count"].before is None
+    assert by_name["evaluation.sets.b.count"].after == "3"
+
+
+@pytest.mark.parametrize("path", sorted(REFUSED))
+def test_a_setting_that_may_not_change_is_refused_with_both_values(path):
+    before = TrainConfig().to_text()
+    values = msgspec.json.decode(before)
+    *parents, last = path.split(".")
+    section = values
+    for key in parents:
+        section = section[key]
+    section[last] = "earlier"
+    with pytest.raises(SettingsNotResumable) as refusal:
+        compare_settings(RUN, msgspec.json.encode(values).decode(), TrainConfig())
+    [change] = refusal.value.changes
+    assert (refusal.value.run_id, change.name, change.before) == (RUN, path, '"earlier"')
+    message = str(refusal.value)
+    assert f'{path} was "earlier" and is now {change.after} ({REFUSED[path]})' in message
+    assert "--fresh" in message
+    assert "--run" in message
+
+
+def test_all_refused_changes_are_named_at_once():
+    with pytest.raises(SettingsNotResumable) as refusal:
+        compare({}, {"seed": 7, "trainer.engine": "megatron", "trainer.learning_rate": 1.0})
+    assert [change.name for change in refusal.value.changes] == ["seed", "trainer.engine"]
+
+
+def test_a_setting_in_no_table_is_refused(monkeypatch):
+    applied = APPLIED - {"trainer.learning_rate"}
+    monkeypatch.setattr("trinity_workers.config.resumable_settings.APPLIED", applied)
+    with pytest.raises(SettingsNotResumable) as refusal:
+        compare({}, {"trainer.learning_rate": 1.0})
+    assert refusal.value.changes[0].name == "trainer.learning_rate"
+
+
+def test_verl_resumes_at_its_number_of_ranks():
+    ranks = {"trainer.ranks": 1}
+    assert [change.name for change in compare({}, ranks)] == ["trainer.ranks"]
+    verl = {"trainer.engine": "verl"}
+    with pytest.raises(SettingsNotResumable, match="number of ranks"):
+        compare(verl, verl | ranks)
+
+
+def test_a_configuration_of_another_version_has_defaults_for_what_it_lacks():
+    values = msgspec.json.decode(with_settings({"seed": 3}).to_text())
+    del values["trainer"]["gradient_norm"], values["evaluation"]
+    values["trainer"]["removed_since"] = 1
+    logged = msgspec.json.encode(values).decode()
+    assert compare_settings(RUN, logged, with_settings({"seed": 3})) == ()
+    for damaged in ("{", "[]", "[" * 100_000):
+        with pytest.raises(BadSettings):
+            compare_settings(RUN, damaged, TrainConfig())
+
+
+def test_questions_may_move_and_may_not_change():
+    moved = compare({"task.questions": "/a/q.jsonl"}, {"task.questions": "/b/q.jsonl"})
+    check_questions(RUN, "sha256:a", "sha256:a", moved)
+    with pytest.raises(SettingsNotResumable) as refusal:
+        check_questions(RUN, "sha256:a", "sha256:b", moved)
+    [change] = refusal.value.changes
+    assert (change.name, change.before) == ("task.questions", '"/a/q.jsonl"')
+    with pytest.raises(SettingsNotResumable) as refusal:  # the file has other records
+        check_questions(RUN, "sha256:a", "sha256:b")
+    [change] = refusal.value.changes
+    assert (change.before, change.after) == ("sha256:a", "sha256:b")
+
+
+def test_changed_rewards_discard_earlier_answers():
+    assert changes_rewards(compare({}, {"task.reward": "./rewards.py:score"}))
+    assert not changes_rewards(compare({}, {"trainer.learning_rate": 1.0}))
+
+
+def test_a_long_value_is_cut_in_the_event():
+    [change] = compare({}, {"rewards.judge_prompt": "x" * 100_000})
+    assert len(change.after) == 1000
