@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import anyio
 
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open_run
-from trinity_events.rollouts import DispatchSettings, Group, RolloutDispatcher
+from trinity_events.rollouts import AnswerGroup, DispatchSettings, RolloutDispatcher
 from trinity_events.server import connect
 from trinity_schemas import RunKeys, Sampling, StepRef
 
@@ -199,7 +199,7 @@ async def warm_up(dispatcher: RolloutDispatcher, epoch: int, prompts: int) -> in
     return step + 1
 
 
-async def one_step(dispatcher: RolloutDispatcher, at: StepRef, prompts: int) -> list[Group]:
+async def one_step(dispatcher: RolloutDispatcher, at: StepRef, prompts: int) -> list[AnswerGroup]:
     """Dispatch, take and train a step; return its groups."""
     await dispatcher.dispatch(prompts, StepRef(at.epoch, at.step - 1))
     groups = await dispatcher.take(prompts, deadline=DEADLINE)

@@ -30,7 +30,7 @@ _GROUPS = 256
 """Maximum consumer groups of a stream that are asked for."""
 
 
-class Group(NamedTuple):
+class GroupFacts(NamedTuple):
     """Consumer group of a stream, as a viewer may see it."""
 
     stream: str
@@ -53,7 +53,7 @@ class Surroundings(Struct, frozen=True):
 
     now: int
     """Milliseconds of the server's clock."""
-    groups: tuple[Group, ...] = ()
+    groups: tuple[GroupFacts, ...] = ()
     dead: tuple[DeadLetter, ...] = ()
     end: str = ORIGIN
     unfolded_since: int | None = None
@@ -93,7 +93,7 @@ async def surroundings(
 async def _facts(
     client: redis.asyncio.Redis,
     log: RedisEventLog,
-    groups: tuple[Group, ...],
+    groups: tuple[GroupFacts, ...],
     now: int,
     unfolded_since: int | None,
 ) -> LiveFacts:
@@ -132,12 +132,16 @@ async def reports_since(log: RedisEventLog) -> int | None:
     return None if report is None else position(report.id)[0]
 
 
-async def _consumer_groups(client: redis.asyncio.Redis, log: RedisEventLog) -> tuple[Group, ...]:
+async def _consumer_groups(
+    client: redis.asyncio.Redis, log: RedisEventLog
+) -> tuple[GroupFacts, ...]:
     """Return the groups of all streams; viewers may not run the script that reducers use."""
     return tuple([group for stream in Stream for group in await _groups(client, log, stream)])
 
 
-async def _groups(client: redis.asyncio.Redis, log: RedisEventLog, stream: Stream) -> list[Group]:
+async def _groups(
+    client: redis.asyncio.Redis, log: RedisEventLog, stream: Stream
+) -> list[GroupFacts]:
     connection: Any = client
     key = getattr(log.keys, stream.value)
     if not await connection.exists(key):
@@ -150,7 +154,7 @@ async def _groups(client: redis.asyncio.Redis, log: RedisEventLog, stream: Strea
         most = max(members, key=lambda member: member["pending"], default=None)
         delivered = info["last-delivered-id"].decode()
         groups.append(
-            Group(
+            GroupFacts(
                 stream=stream.value,
                 name=_text(info["name"]),
                 members=sum(member["name"] != FIRST_MEMBER.encode() for member in members),
@@ -187,7 +191,7 @@ async def _heard(log: RedisEventLog) -> dict[str, int]:
     return heard
 
 
-def _unread(groups: Iterable[Group]) -> Iterator[UnreadGroup]:
+def _unread(groups: Iterable[GroupFacts]) -> Iterator[UnreadGroup]:
     """Yield the groups that have, or had, a member and do not read all that there is for them."""
     for group in groups:
         if group.idle is not None and (group.pending or group.lag):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.pipeline import announced, publish_steps, reducer_task
-from trinity_events.cli.tail import _Asked, _tail
+from trinity_events.cli.tail import _tail, _TailOptions
 from trinity_events.log import RedisEventLog, Stream, page_size, position
 from trinity_events.replay import read_all
 
@@ -44,7 +44,7 @@ def pages(monkeypatch):
 
 
 async def printed(capsys, redis_url, run_id, lines):
-    await _tail(redis_url, run_id, Path(), _Asked(lines=lines, form="json"))
+    await _tail(redis_url, run_id, Path(), _TailOptions(lines=lines, form="json"))
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     return [(record["id"], record["stream"]) for record in records]
 

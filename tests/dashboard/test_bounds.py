@@ -16,8 +16,8 @@ from trinity_events.dashboard.activity import Activity
 from trinity_events.dashboard.history import History
 from trinity_events.dashboard.series import Series
 from trinity_events.dashboard.simulated_run import Plan, simulated_run
-from trinity_events.dashboard.spans import Span, merged
-from trinity_events.dashboard.states import KeptStates
+from trinity_events.dashboard.spans import EventSpan, merged
+from trinity_events.dashboard.states import CompressedStates
 from trinity_events.log import position
 from trinity_events.replay import fold
 
@@ -36,7 +36,7 @@ def test_kept_states_are_thinned_out_and_stay_those_of_the_fold(monkeypatch, bou
     monkeypatch.setattr(states, "SPACING", 4)
     monkeypatch.setattr(states, "MOST", 16 if bound == "number" else 10**6)
     monkeypatch.setattr(states, "MOST_BYTES", 10**9 if bound == "number" else 30_000)
-    stored = KeptStates()
+    stored = CompressedStates()
     monitor = Monitor(MonitorState(run_id=SMALL.run_id))
     stored.keep(0, monitor.state)
     for number, entry in enumerate(ENTRIES, 1):
@@ -109,8 +109,8 @@ def test_a_long_run_takes_bounded_memory():
 
 
 def test_short_spans_nearer_than_a_pixel_become_one_and_none_is_lost():
-    spans = [Span("a-0", at, at, 3, "x", f"{at}-0") for at in range(0, 1000, 5)]
-    spans += [Span("a-0", 100, 900, 3, "long", "900-0")]
+    spans = [EventSpan("a-0", at, at, 3, "x", f"{at}-0") for at in range(0, 1000, 5)]
+    spans += [EventSpan("a-0", 100, 900, 3, "long", "900-0")]
     spans_shown = merged(spans, 50)
     assert len(spans_shown) < 60
     assert sum(span.count for span in spans_shown) == 201

@@ -99,7 +99,7 @@ def test_the_command_prints_each_finding_and_fails(tmp_path: Path) -> None:
 def test_the_scripts_modules_and_pages_are_among_the_files() -> None:
     names = {str(path.relative_to(prose.ROOT)) for path in prose.files()}
     assert {
-        "trinity_events/log/commit.lua",
+        "trinity_events/log/redis/commit.lua",
         "trinity_events/errors.py",
         "workers/trinity_workers/cli.py",
         "docs/concepts.md",

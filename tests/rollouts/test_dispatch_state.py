@@ -5,15 +5,15 @@ import pytest
 from tests.support.rollout_parts import settings
 from trinity_events.core.ledger import Ledger
 from trinity_events.rollouts.dispatch_state import (
+    AnswerGroup,
     DispatchState,
-    Due,
-    Group,
     HeldRequest,
+    ReissueCandidate,
     Versions,
     holders_of,
     object_of_wait,
 )
-from trinity_events.rollouts.streams import SeenClaim, Sight
+from trinity_events.rollouts.streams import SeenClaim, StreamSnapshot
 from trinity_schemas import StepRef
 
 LEASE, DEADLINE = 10.0, 100.0
@@ -37,49 +37,55 @@ def state():
 
 def sight(**idle):
     claims = {int(name[1:]): SeenClaim("a", seconds) for name, seconds in idle.items()}
-    return Sight(uptime=1e6, numbers={1, 2}, claims=claims, group_exists=True)
+    return StreamSnapshot(uptime=1e6, numbers={1, 2}, claims=claims, group_exists=True)
 
 
 def test_a_claim_lapses_after_its_lease_and_an_unclaimed_request_never(state):
     assert state.observe(sight(n1=LEASE - 1), now=1000, calm=1e6) == []
-    assert state.observe(sight(n1=LEASE), now=1001, calm=1e6) == [Due(0, "lapsed", LEASE)]
+    assert state.observe(sight(n1=LEASE), now=1001, calm=1e6) == [
+        ReissueCandidate(0, "lapsed", LEASE)
+    ]
     assert state.observe(sight(), now=1e9, calm=1e6) == []
 
 
 def test_a_claim_lapses_no_sooner_than_one_lease_after_an_outage(state):
     assert state.observe(sight(n1=50 * LEASE), now=1000, calm=LEASE - 1) == []
-    assert state.observe(sight(n1=50 * LEASE), now=1001, calm=LEASE) == [Due(0, "lapsed", LEASE)]
+    assert state.observe(sight(n1=50 * LEASE), now=1001, calm=LEASE) == [
+        ReissueCandidate(0, "lapsed", LEASE)
+    ]
 
 
 def test_a_claim_that_is_renewed_for_ever_is_overdue_after_the_deadline(state):
     state.observe(sight(n1=0.0), now=1000, calm=1e6)
     assert state.observe(sight(n1=0.0), now=1000 + DEADLINE - 1, calm=1e6) == []
     assert state.observe(sight(n1=0.0), now=1000 + DEADLINE, calm=LEASE - 1) == []
-    assert state.observe(sight(n1=0.0), now=1000 + DEADLINE, calm=1e6) == [Due(0, "deadline")]
+    assert state.observe(sight(n1=0.0), now=1000 + DEADLINE, calm=1e6) == [
+        ReissueCandidate(0, "deadline")
+    ]
 
 
 def test_a_request_that_is_not_there_is_lost(state):
-    gone = Sight(uptime=1e6, numbers={2}, claims={}, group_exists=True)
-    assert state.observe(gone, now=1, calm=1) == [Due(0, "lost")]
+    gone = StreamSnapshot(uptime=1e6, numbers={2}, claims={}, group_exists=True)
+    assert state.observe(gone, now=1, calm=1) == [ReissueCandidate(0, "lost")]
 
 
 def test_failed_attempts_exhaust_and_stale_or_lost_ones_do_not(state):
     for reason in ("stale", "lost", "stale", "lost"):
-        again, exhausted = state.split([Due(0, reason)])
+        again, exhausted = state.split([ReissueCandidate(0, reason)])
         assert exhausted == []
         reissue(state, again[0])
     for reason in ("lapsed", "deadline", "failed"):
-        assert state.split([Due(1, reason)]) == ([Due(1, reason)], [])
-    reissue(state, Due(1, "lapsed"))
-    assert state.split([Due(1, "failed")]) == ([], [Due(1, "failed")])
+        assert state.split([ReissueCandidate(1, reason)]) == ([ReissueCandidate(1, reason)], [])
+    reissue(state, ReissueCandidate(1, "lapsed"))
+    assert state.split([ReissueCandidate(1, "failed")]) == ([], [ReissueCandidate(1, "failed")])
     assert (state.asked[0].attempt, state.asked[1].attempt) == (5, 2)
 
 
 @pytest.mark.parametrize("reason", ["lapsed", "deadline", "failed", "lost"])
 def test_a_request_that_is_issued_again_names_its_own_version(state, reason):
-    assert reissue(state, Due(0, reason)).versions == FIRST
-    assert reissue(state, Due(0, "stale")).versions == NEWEST, "its own is too old"
-    assert reissue(state, Due(0, reason)).versions == NEWEST
+    assert reissue(state, ReissueCandidate(0, reason)).versions == FIRST
+    assert reissue(state, ReissueCandidate(0, "stale")).versions == NEWEST, "its own is too old"
+    assert reissue(state, ReissueCandidate(0, reason)).versions == NEWEST
 
 
 @pytest.mark.parametrize(
@@ -97,7 +103,7 @@ def test_settings_that_cannot_work_are_refused(changes, said):
 
 def test_a_second_answer_of_an_ordinal_is_not_kept(state):
     first, second = (
-        Group(ordinal=0, attempt=attempt, experiences=[], entry_ids=[f"{attempt}-0"])
+        AnswerGroup(ordinal=0, attempt=attempt, experiences=[], entry_ids=[f"{attempt}-0"])
         for attempt in (1, 2)
     )
     assert state.arrive(first)

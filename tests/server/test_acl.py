@@ -39,7 +39,7 @@ from trinity_events.log.position import LAST_ID
 from trinity_events.log.redis.run_index import renumber_index
 from trinity_events.log.redis.scripts import Scripts
 from trinity_events.replay import current_state
-from trinity_events.rollouts import Group, RolloutClient, RolloutDispatcher
+from trinity_events.rollouts import AnswerGroup, RolloutClient, RolloutDispatcher
 from trinity_events.server import connect, connect_sync, open_client
 from trinity_events.server.access_rules import access_rules
 from trinity_events.weights import PartRef, PartWriter, RedisChunkStore, WeightSyncInfo
@@ -204,7 +204,7 @@ async def test_rollouts_are_dispatched_and_answered_with_these_rules(clean):
         for claim in claims[1:]:
             assert await explorer.answer(claim, samples_of(claim))
         await explorer.fail(claims[0], "by chance")
-        groups: list[Group] = []
+        groups: list[AnswerGroup] = []
 
         async def answer_again():
             [again] = await explorer.claim(1, seconds=PATIENCE)

@@ -30,7 +30,7 @@ from trinity_events.core.saved_ledgers import find_ledger_difference
 from trinity_events.errors import PublishError, StaleEpoch
 from trinity_events.log import AsyncPublisher, Entry, MemoryEventLog
 from trinity_events.log.publishing.envelopes import opening_envelope
-from trinity_events.rollouts import Claim, Group, RolloutClient, RolloutDispatcher
+from trinity_events.rollouts import AnswerGroup, Claim, RolloutClient, RolloutDispatcher
 from trinity_schemas import (
     LedgerRestored,
     Producer,
@@ -346,10 +346,10 @@ class TrainerLife:
         ours = [version for version in sorted(self.world.standing) if version.epoch == self.epoch]
         return ours[-1 - min(behind, len(ours) - 1)] if ours else StepRef(self.epoch, self.step)
 
-    def _judge(self, _: Group) -> bool | str:
+    def _judge(self, _: AnswerGroup) -> bool | str:
         return self.random.choices([True, "stale", "filtered"], [16, 1, 1])[0]
 
-    async def _train(self, dispatcher: RolloutDispatcher, groups: list[Group]) -> None:
+    async def _train(self, dispatcher: RolloutDispatcher, groups: list[AnswerGroup]) -> None:
         if self.epoch == self.world.log.epoch_now():
             used = {
                 experience.oldest_version for group in groups for experience in group.experiences

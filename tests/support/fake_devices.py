@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trinity_events.errors import VersionUnavailable
 from trinity_events.weights.copy_streams import HostCopyStream
 from trinity_events.weights.tensors import as_buffer
-from trinity_events.weights.transports.cuda.memory import Block
+from trinity_events.weights.transports.cuda.memory import DeviceBlock
 
 
 class LateLane:
@@ -63,7 +63,7 @@ class HostDevice:
         handle = f"/proc/{os.getpid()}/fd/{descriptor}".encode()
         self._descriptors[handle] = descriptor
         memory = as_buffer(memoryview(mmap.mmap(descriptor, nbytes)))
-        return Block(memory.fill_(0xEE), handle)
+        return DeviceBlock(memory.fill_(0xEE), handle)
 
     def free(self, block):
         self.lane.wait(self.lane.mark())
@@ -81,7 +81,7 @@ class HostDevice:
             memory = mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ)
         finally:
             os.close(descriptor)
-        return Block(as_buffer(memoryview(memory)), handle)
+        return DeviceBlock(as_buffer(memoryview(memory)), handle)
 
     def let_go(self, block):
         pass

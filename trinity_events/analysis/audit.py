@@ -18,7 +18,7 @@ from trinity_schemas import (
 )
 
 from ..core.ledger import Ledger, LedgerError
-from ..core.lineage import Span, continued_lineage, lineage_of
+from ..core.lineage import EpochSpan, continued_lineage, lineage_of
 from ..core.ordinal_ranges import Range, count, difference, intersection, union, words_of_ranges
 from ..core.state import MonitorState
 
@@ -38,7 +38,7 @@ class Contradiction(Struct, frozen=True, kw_only=True):
 class LineageBooks(Struct, kw_only=True):
     """Books of one lineage: of a run's opening, and of the epochs that resumed it."""
 
-    spans: list[Span]
+    spans: list[EpochSpan]
     """Epochs whose steps count, each with its first and last step."""
     balanced: bool = True
     """True if each dispatched ordinal has one fate or is open, without any contradiction."""
@@ -90,7 +90,7 @@ class _Root(Struct):
     """Opening of a run, with all epochs that resumed it, and the spans of them that count."""
 
     epochs: list[_Epoch]
-    spans: list[Span]
+    spans: list[EpochSpan]
 
 
 class Auditor:
@@ -171,7 +171,7 @@ class _Bookkeeper:
         self._count_requests(root.epochs)
         self._close()
 
-    def _read(self, epoch: _Epoch, span: Span) -> None:
+    def _read(self, epoch: _Epoch, span: EpochSpan) -> None:
         """Read the events of an epoch, up to the last of its steps that counts."""
         self._epoch, self._newest_step = epoch.number, span.first
         self._has_ledger = epoch.starts_empty

@@ -320,14 +320,14 @@ def _lines(path: Path, header: Header, first: bytes) -> Iterator[Line]:
             )
 
 
-class _Place(Struct, frozen=True, kw_only=True):
+class _LinePlace(Struct, frozen=True, kw_only=True):
     """Place of a line in the order of a file; a decoder skips the other fields."""
 
     stream: LineStream
     id: str
 
 
-class _Bytes(_Place, frozen=True, kw_only=True):
+class _Bytes(_LinePlace, frozen=True, kw_only=True):
     """Line without the decoded event, which a reader of the bytes need not decode."""
 
     payload: bytes
@@ -368,7 +368,7 @@ def events_from(path: Path, entry_id: str) -> Iterator[Entry]:
     """
     target = position(entry_id)
 
-    def is_before(place: _Place) -> bool:
+    def is_before(place: _LinePlace) -> bool:
         return place.stream == "events" and position(place.id) < target
 
     return (line.entry for line in _lines_after(path, is_before, "events"))
@@ -399,7 +399,7 @@ def last_events(path: Path, limit: int) -> list[Entry]:
 
 
 def _lines_after(
-    path: Path, is_before: Callable[[_Place], bool], stream: LineStream
+    path: Path, is_before: Callable[[_LinePlace], bool], stream: LineStream
 ) -> Iterator[Line]:
     """Yield the lines of a stream after those that are before it."""
     decoder = msgspec.json.Decoder(_Bytes)
@@ -417,9 +417,9 @@ def _lines_after(
         raise _no_entry(path, error) from None
 
 
-def _bisected(path: Path, file: BinaryIO, is_before: Callable[[_Place], bool]) -> int:
+def _bisected(path: Path, file: BinaryIO, is_before: Callable[[_LinePlace], bool]) -> int:
     """Return the offset of the first line that is not before; the file is behind its header."""
-    decoder = msgspec.json.Decoder(_Place)
+    decoder = msgspec.json.Decoder(_LinePlace)
     low, high = file.tell(), path.stat().st_size
     try:
         while low < high:  # the first line that begins at or after `low` may be the one

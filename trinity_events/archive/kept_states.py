@@ -25,7 +25,7 @@ _LARGEST = 256 << 20
 """Maximum bytes of a file."""
 
 
-class _File(NamedTuple):
+class _StateFile(NamedTuple):
     number: int
     """Entries of the log up to the state."""
     entry_id: str
@@ -85,7 +85,7 @@ class KeptStates:
         """Remove all states: they are of another log, or of another version."""
         self._remove(self._files())
 
-    def _files(self) -> list[_File]:
+    def _files(self) -> list[_StateFile]:
         """Return the files, by the number of entries."""
         try:
             with OpenFolder.at(self.folder) as folder:
@@ -94,10 +94,10 @@ class KeptStates:
             return []
         matches = (_NAME.fullmatch(name) for name in names)
         return sorted(
-            _File(int(match[1]), match[2], match[0]) for match in matches if match is not None
+            _StateFile(int(match[1]), match[2], match[0]) for match in matches if match is not None
         )
 
-    def _read(self, file: _File) -> KeptState | None:
+    def _read(self, file: _StateFile) -> KeptState | None:
         """Return the state of a file; None for one that is damaged or of another version."""
         try:
             with OpenFolder.at(self.folder) as folder:
@@ -108,7 +108,7 @@ class KeptStates:
         key = kept_state.state.entries, kept_state.state.position
         return kept_state if key == (file.number, file.entry_id) else None
 
-    def _remove(self, files: list[_File]) -> None:
+    def _remove(self, files: list[_StateFile]) -> None:
         with suppress(OSError), OpenFolder.at(self.folder) as folder:
             for file in files:
                 folder.remove(file.name)

@@ -34,7 +34,7 @@ _LAST = (2**64, 0)
 """Position after every entry."""
 
 
-class Source(Protocol):
+class StateSource(Protocol):
     """Log whose events can be read from any entry on."""
 
     run_id: str
@@ -140,7 +140,7 @@ class StateAt:
         source: The log; :class:`RunSource` or :class:`FileSource`.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: StateSource) -> None:
         self.source = source
         self._decode = EnvelopeReader().decode
 

@@ -14,7 +14,7 @@ from ..analysis.audit import Audit, Auditor, LineageBooks
 from ..archive.export import whole_stream
 from ..archive.format import read_lines
 from ..archive.segments import Archive
-from ..core.lineage import Span
+from ..core.lineage import EpochSpan
 from ..core.ordinal_ranges import words_of_ranges
 from ..log import Entry, Stream
 from ..replay import envelope_of
@@ -129,7 +129,7 @@ def _print_lineage(out: Terminal, books: LineageBooks) -> None:
         out.print(f"  and {more} more contradictions: see --json", style="bold red")
 
 
-def _span(span: Span) -> str:
+def _span(span: EpochSpan) -> str:
     last = "" if span.last is None else f" to {span.last}"
     return f"epoch {span.epoch} from step {span.first}{last}"
 

@@ -59,7 +59,7 @@ class NoStep(TrinityError):
     """The argument is not a step."""
 
 
-class _Known(Struct, frozen=True, kw_only=True):
+class _StepFacts(Struct, frozen=True, kw_only=True):
     """State of a run, with the outcomes of one step."""
 
     state: MonitorState
@@ -138,7 +138,7 @@ def explain(
     )
 
 
-def _lines_of_step(facts: _Known, step: int) -> list[str]:
+def _lines_of_step(facts: _StepFacts, step: int) -> list[str]:
     """Return the outcomes of a step, then the waits of the run if the step is not settled."""
     state, step_state = facts.state, facts.state.steps.get(step)
     lines = (
@@ -154,7 +154,7 @@ def _lines_of_step(facts: _Known, step: int) -> list[str]:
     return lines + _stacks(facts)
 
 
-def _lines_of_run(facts: _Known) -> list[str]:
+def _lines_of_run(facts: _StepFacts) -> list[str]:
     """Return the waits of a run, and the steps that are neither ready nor failed."""
     state = facts.state
     chains = list(chains_of_waits(state, facts.now))
@@ -179,7 +179,7 @@ def _lines_of_run(facts: _Known) -> list[str]:
     ]
 
 
-def _reward_errors(facts: _Known) -> list[str]:
+def _reward_errors(facts: _StepFacts) -> list[str]:
     """Return the first reward errors with their answers, and how many prompts were dropped."""
     lines = []
     for error in facts.state.reward_errors.values():
@@ -191,7 +191,7 @@ def _reward_errors(facts: _Known) -> list[str]:
     return lines
 
 
-def _stacks(facts: _Known) -> list[str]:
+def _stacks(facts: _StepFacts) -> list[str]:
     return [line for entry, stacks in facts.stacks for line in words_of_stacks(entry, stacks)]
 
 
@@ -225,7 +225,7 @@ def _not_found(state: MonitorState, step: int) -> str:
 
 async def _look_up(
     redis_url: str | None, run: str | None, step: int | None, root: Path, *, proof: bool
-) -> _Known:
+) -> _StepFacts:
     async with client_of(redis_url) as client:
         log = RedisEventLog(client, await require_run(client, run))
         state = await current_state(log)
@@ -240,7 +240,7 @@ async def _look_up(
         stacks = await _stacks_in(log, Archive(root / log.run_id, log.run_id), state)
         errors = await _reward_errors_in(log, Archive(root / log.run_id, log.run_id), state)
         causes = first_causes(state, facts)
-        return _Known(
+        return _StepFacts(
             state=state,
             causes=causes,
             now=now,

@@ -18,7 +18,7 @@ from ..checkpoint_layout import ARCHIVE
 from ..errors import TrinityError
 from ..log import Entry, position, require_run
 from ..testing.history import as_test_file
-from ..views.perfetto import Trace
+from ..views.perfetto import PerfettoTrace
 from ..views.terminal import say
 from .options import (
     CheckpointRoot,
@@ -31,7 +31,7 @@ from .options import (
 from .sources import recorded_file, states_of, timeline_of
 
 if TYPE_CHECKING:
-    from ..dashboard.sources import Source
+    from ..dashboard.sources import DashboardSource
 
 
 class OutputUnusable(TrinityError):
@@ -135,7 +135,7 @@ async def _export_html(run: str, root: Path, redis_url: str | None, output: Path
 
 
 @asynccontextmanager
-async def _source_of(run: str, root: Path, redis_url: str | None) -> AsyncIterator[Source]:
+async def _source_of(run: str, root: Path, redis_url: str | None) -> AsyncIterator[DashboardSource]:
     """Open the log of a file, of a run's folder, or of a run on a server."""
     from ..dashboard.sources import RecordedSource, ServerSource
 
@@ -174,7 +174,7 @@ async def _export_perfetto(
     async with states_of(run, root, redis_url) as states:
         path = output or Path(f"{states.source.run_id}.pftrace")
         with file_written(path) as file:
-            trace = Trace(states.source.run_id, file)
+            trace = PerfettoTrace(states.source.run_id, file)
             async with aclosing(timeline_of(states)) as timeline:
                 async for parts in timeline:
                     trace.add_all(parts)

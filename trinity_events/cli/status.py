@@ -18,7 +18,7 @@ from ..views import seconds, state_as_json, status_panel, waits_as_json
 from .options import Json, OptionalRun, RedisUrl, client_of, console, print_json
 
 
-class _Known(NamedTuple):
+class _RunFacts(NamedTuple):
     state: MonitorState
     now: int | None
     """Milliseconds of the server's clock; None if the run is closed."""
@@ -53,7 +53,7 @@ def status(run: OptionalRun = None, redis_url: RedisUrl = None, as_json: Json = 
     )
 
 
-async def _look_up(redis_url: str | None, run: str | None) -> _Known:
+async def _look_up(redis_url: str | None, run: str | None) -> _RunFacts:
     async with client_of(redis_url) as client:
         log = RedisEventLog(client, await require_run(client, run))
         state = await current_state(log)
@@ -61,4 +61,4 @@ async def _look_up(redis_url: str | None, run: str | None) -> _Known:
         now = await server_clock(client, log.keys.events) if is_open else None
         processes = processes_of_epoch(state, processes_here(log.run_id)) if is_open else {}
         reports = await reports_since(log) if is_open else None
-        return _Known(state, now, await abandoned_since(client, state), processes, reports)
+        return _RunFacts(state, now, await abandoned_since(client, state), processes, reports)

@@ -61,7 +61,7 @@ class BadFilter(TrinityError):
     """The options contradict each other, or one of them is invalid."""
 
 
-class _Asked(Struct, frozen=True, kw_only=True):
+class _TailOptions(Struct, frozen=True, kw_only=True):
     """Options of ``tail``."""
 
     lines: int | None = LINES
@@ -142,7 +142,7 @@ def tail(
     """
     if lines is None and since is None:
         lines = LINES
-    options = _Asked(
+    options = _TailOptions(
         lines=lines,
         types=tuple(types or ()),
         producers=tuple(producers or ()),
@@ -161,7 +161,7 @@ def tail(
     anyio.run(_tail, redis_url, run, checkpoint_root(root), options)
 
 
-async def _tail(redis_url: str | None, run: str | None, root: Path, options: _Asked) -> None:
+async def _tail(redis_url: str | None, run: str | None, root: Path, options: _TailOptions) -> None:
     async with client_of(redis_url) as client:
         log = RedisEventLog(client, await require_run(client, run))
         event_filter = await _filter(client, log, options)
@@ -198,7 +198,9 @@ async def _follow(
                 _print(log.run_id, stream, entry, form)
 
 
-async def _filter(client: redis.asyncio.Redis, log: RedisEventLog, options: _Asked) -> EventFilter:
+async def _filter(
+    client: redis.asyncio.Redis, log: RedisEventLog, options: _TailOptions
+) -> EventFilter:
     """Return the filter of the options. Raises BadFilter, UnknownType and BadTime."""
     bounds = {}
     if options.since is not None or options.until is not None:

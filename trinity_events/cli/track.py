@@ -11,7 +11,7 @@ import typer
 
 from trinity_schemas import ContractError, RunOpened, decode_envelope
 
-from ..archive.state_at import Source
+from ..archive.state_at import StateSource
 from ..trackers import TrackedRun, open_trackers, track_recorded, tracking_folder
 from ..views.terminal import say
 from .options import CheckpointRoot, RedisUrl
@@ -67,7 +67,7 @@ async def _track(
             return await track_recorded(states.source.events(), trackers)
 
 
-async def _config(source: Source) -> str | None:
+async def _config(source: StateSource) -> str | None:
     """Return the configuration that the run was opened with; None if its log tells none."""
     async with aclosing(source.events()) as entries:
         async for entry in entries:

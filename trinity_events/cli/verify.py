@@ -20,7 +20,7 @@ from .options import CheckpointRoot, Json, RedisUrl, checkpoint_root, console, l
 from .sources import RunOrFile, recorded_file
 
 
-class NoRoom(TrinityError):
+class NoSpaceForCopy(TrinityError):
     """There is no disk space for a copy of the log."""
 
 
@@ -87,7 +87,7 @@ async def _verify(redis_url: str | None, run: str, root: Path, files: bool) -> R
             try:
                 await record_run(log, path, Archive(folder, run), bare_line)
             except NotWritten as error:
-                raise NoRoom(
+                raise NoSpaceForCopy(
                     f"{error}: set TMPDIR to a folder with room for all of the log"
                 ) from None
         recording = read_recording(path)

@@ -11,7 +11,7 @@ from .limits import KEPT_LINEAGE
 from .state import MonitorState
 
 
-class Span(NamedTuple):
+class EpochSpan(NamedTuple):
     """Epoch of a lineage, with its first and last step that count; the current one has no last."""
 
     epoch: int
@@ -19,13 +19,14 @@ class Span(NamedTuple):
     last: int | None
 
 
-def lineage_of(state: MonitorState) -> list[Span]:
+def lineage_of(state: MonitorState) -> list[EpochSpan]:
     """Return the epochs of the current lineage, oldest first; the last one is the current one."""
     firsts = [0, *(one.step for one in state.lineage)]
     spans = [
-        Span(one.epoch, first, one.step) for one, first in zip(state.lineage, firsts, strict=False)
+        EpochSpan(one.epoch, first, one.step)
+        for one, first in zip(state.lineage, firsts, strict=False)
     ]
-    return [*spans, Span(state.epoch, firsts[-1], None)]
+    return [*spans, EpochSpan(state.epoch, firsts[-1], None)]
 
 
 def stands(state: MonitorState, version: StepRef) -> bool:

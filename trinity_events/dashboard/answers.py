@@ -27,7 +27,7 @@ from .categories import BIT_OF_TAG, CATEGORIES, TYPES, category_of, step_of
 from .history import OTHERS, History, Lane
 from .run_reader import RunReader
 from .series import Figures, Version
-from .spans import Grouping, Span, merged
+from .spans import EventSpan, Grouping, merged
 from .state_view import causes_of, proof_of, step_in_words, view_of
 
 DETAILED = 6000
@@ -312,7 +312,7 @@ def counts(history: History, begin: int, end: int, rows: Sequence[Row]) -> list[
     return cells
 
 
-async def spans_of(reader: RunReader, begin: int, end: int) -> list[Span]:
+async def spans_of(reader: RunReader, begin: int, end: int) -> list[EventSpan]:
     """Group the entries of a window; what began before it comes from the state at its begin."""
     history = await reader.indexed()
     first = await reader.number_at(begin - 1) if begin > history.begin else history.first
@@ -322,7 +322,7 @@ async def spans_of(reader: RunReader, begin: int, end: int) -> list[Span]:
 
 async def _spans_from(
     reader: RunReader, start: MonitorState, after: str, begin: int, end: int
-) -> list[Span]:
+) -> list[EventSpan]:
     """Group the entries after a position up to the end of a window."""
     entries: list[Entry] = []
     async for page in reader.pages(after, f"{end}-{2**64 - 1}"):
@@ -330,7 +330,7 @@ async def _spans_from(
     return await anyio.to_thread.run_sync(_grouped, start, entries, begin, end)
 
 
-def _grouped(state: MonitorState, entries: list[Entry], begin: int, end: int) -> list[Span]:
+def _grouped(state: MonitorState, entries: list[Entry], begin: int, end: int) -> list[EventSpan]:
     grouping = Grouping(state, begin)
     for folded in _folded(state, entries):
         if folded.envelope is not None:
@@ -342,7 +342,7 @@ def _grouped(state: MonitorState, entries: list[Entry], begin: int, end: int) ->
 
 
 def rows_of_spans(
-    spans: list[Span],
+    spans: list[EventSpan],
     rows: Sequence[Row],
     history: History,
     begin: int,
@@ -378,7 +378,7 @@ def rows_of_spans(
     }
 
 
-def _span(row: int, span: Span) -> list[Any]:
+def _span(row: int, span: EventSpan) -> list[Any]:
     return [
         row,
         span.begin,

@@ -10,7 +10,7 @@ BLOCK = 1000
 """Entries of one block."""
 
 
-class Block(Struct, gc=False):
+class EntryBlock(Struct, gc=False):
     """Block of entries: its first entry, and the types, lanes and steps of all of them."""
 
     number: int
@@ -31,12 +31,12 @@ class Blocks:
     """Blocks of a log, in its order."""
 
     def __init__(self) -> None:
-        self.all: list[Block] = []
+        self.all: list[EntryBlock] = []
         self._times: list[int] = []
 
-    def open(self, number: int, entry_id: str, milliseconds: int) -> Block:
+    def open(self, number: int, entry_id: str, milliseconds: int) -> EntryBlock:
         """Begin the block of an entry."""
-        block = Block(number, entry_id, milliseconds)
+        block = EntryBlock(number, entry_id, milliseconds)
         self.all.append(block)
         # A clock that went back must not break the order that the search by time needs.
         last = self._times[-1] if self._times else milliseconds

@@ -18,7 +18,7 @@ from ..liveness import abandoned_since
 from ..log import RedisEventLog, list_runs, require_run
 from ..replay import SnapshotUnreadable, current_state
 from .run_reader import RunReader
-from .sources import RecordedSource, ServerSource, Source
+from .sources import DashboardSource, RecordedSource, ServerSource
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Runs(Protocol):
         """Return a summary of each run, newest first."""
         ...
 
-    async def source(self, run_id: str) -> Source:
+    async def source(self, run_id: str) -> DashboardSource:
         """Return the log of a run. Raises RunNotFound."""
         ...
 
@@ -84,7 +84,7 @@ class ServerRuns:
             summaries.get(run, {"run": run}) | {"last_opened": int(at * 1000)} for run, at in opened
         ]
 
-    async def source(self, run_id: str) -> Source:
+    async def source(self, run_id: str) -> DashboardSource:
         """Return the log of a run. Raises RunNotFound."""
         await require_run(self._client, run_id)
         return ServerSource(self._client, run_id, self._archive_of(run_id))
@@ -104,7 +104,7 @@ class RecordedRuns:
         """Return the run."""
         return [{"run": self._recorded.run_id, "recorded": True}]
 
-    async def source(self, run_id: str) -> Source:
+    async def source(self, run_id: str) -> DashboardSource:
         """Return the log of the run. Raises RunNotFound."""
         if run_id != self._recorded.run_id:
             raise RunNotFound(f"only run {self._recorded.run_id!r} is shown here")

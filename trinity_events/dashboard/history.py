@@ -24,10 +24,10 @@ from ..core.fold_state import describe_producer
 from ..log import Entry, position
 from ..replay import fold_one
 from .activity import Activity
-from .blocks import BLOCK, Block, Blocks
+from .blocks import BLOCK, Blocks, EntryBlock
 from .categories import FAILURE, TYPE_BIT, category_of, step_of
 from .series import Figures
-from .states import KeptStates
+from .states import CompressedStates
 
 LANES = 2048
 """Maximum lanes; the events of further producers share the last one."""
@@ -69,7 +69,7 @@ class History:
 
     def __init__(self, state: MonitorState, begin: int, end: int) -> None:
         self.monitor = Monitor(state)
-        self.states = KeptStates()
+        self.states = CompressedStates()
         self.blocks = Blocks()
         self.activity = Activity(begin, max(end, begin + 1000))
         self.figures = Figures()
@@ -82,7 +82,7 @@ class History:
         """Milliseconds of the newest entry, by the clock that never went back."""
         self._lane_of: dict[tuple[str, int], int] = {("reducer", 0): REDUCER}
         self._decode = EnvelopeReader().decode
-        self._block: Block | None = None
+        self._block: EntryBlock | None = None
         self.states.keep(state.entries, state)
 
     @property
@@ -125,13 +125,15 @@ class History:
                 self.lanes.append(Lane(OTHERS, OTHERS, 0, ""))
         return lane
 
-    def _block_of(self, entry_id: str, milliseconds: int) -> Block:
+    def _block_of(self, entry_id: str, milliseconds: int) -> EntryBlock:
         if self._block is None or self._block.entries >= BLOCK:
             self._block = self.blocks.open(self.number, entry_id, milliseconds)
         self._block.entries += 1
         return self._block
 
-    def _take(self, entry_id: str, milliseconds: int, block: Block, envelope: Envelope) -> None:
+    def _take(
+        self, entry_id: str, milliseconds: int, block: EntryBlock, envelope: Envelope
+    ) -> None:
         event, producer = envelope.event, envelope.producer
         category = category_of(event)
         lane = self._lane_of.get((producer.role, producer.rank))
@@ -150,7 +152,7 @@ class History:
             self._mark(entry_id, milliseconds, event_tag(event), f"{who}: {_words(event)}")
 
     def _announced(
-        self, entry_id: str, milliseconds: int, block: Block, announcement: Envelope
+        self, entry_id: str, milliseconds: int, block: EntryBlock, announcement: Envelope
     ) -> None:
         event = announcement.event
         self._count(block, REDUCER, category_of(event), milliseconds)
@@ -160,7 +162,7 @@ class History:
             text = f"step {event.step} {event.kind}: {event.reason[:200]}"
             self._mark(entry_id, milliseconds, "step-failed", text)
 
-    def _count(self, block: Block, lane: int, category: int, milliseconds: int) -> None:
+    def _count(self, block: EntryBlock, lane: int, category: int, milliseconds: int) -> None:
         block.lanes |= 1 << lane
         self.activity.add(lane, category, milliseconds)
 

@@ -15,7 +15,7 @@ import msgspec
 from . import answers
 from .answers import Row, Search
 from .run_reader import RunReader
-from .sources import Source
+from .sources import DashboardSource
 
 STATIC = Path(__file__).parent / "static"
 MODULES = (
@@ -38,7 +38,7 @@ _IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./(\w+\.js)";\n', re.MULTILINE
 _EXPORT = re.compile(r"^export (?:async )?(?:function|class|const) (\w+)", re.MULTILINE)
 
 
-async def html_of(source: Source) -> str:
+async def html_of(source: DashboardSource) -> str:
     """Return the pages of a run with summaries of its log, as one file.
 
     Raises:

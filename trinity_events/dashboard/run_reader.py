@@ -23,7 +23,7 @@ from ..log.retry import backoff_delays, is_transient
 from ..replay import PAGE, fold, fold_one
 from ..system.error_text import leaf_errors
 from .history import History
-from .sources import Source
+from .sources import DashboardSource
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class RunReader:
         source: The run's log.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: DashboardSource) -> None:
         self.source = source
         self.history: History | None = None
         self.tail: History | None = None

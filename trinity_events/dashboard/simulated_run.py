@@ -81,7 +81,7 @@ class Plan(Struct, frozen=True, kw_only=True):
 
 def simulated_run(plan: Plan) -> Iterator[Entry]:
     """Yield the events of a run as a server would have them, in the order of their ids."""
-    return _Run(plan).entries()
+    return _Simulation(plan).entries()
 
 
 class _Happening(Struct, frozen=True, order=True):
@@ -95,7 +95,7 @@ class _Happening(Struct, frozen=True, order=True):
     repeat: bool
 
 
-class _Run:
+class _Simulation:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.random = random.Random(plan.seed)  # noqa: S311

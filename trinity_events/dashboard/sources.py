@@ -38,7 +38,7 @@ class Beginning(NamedTuple):
     """Entries that follow; 0 if they are not counted."""
 
 
-class Source(Protocol):
+class DashboardSource(Protocol):
     """Log of one run, which a dashboard reads and never writes."""
 
     run_id: str

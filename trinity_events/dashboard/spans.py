@@ -35,7 +35,7 @@ APPLY, WAIT = CATEGORIES.index("apply"), CATEGORIES.index("wait")
 TRAIN = CATEGORIES.index("train")
 
 
-class Span(Struct):
+class EventSpan(Struct):
     """Group of events of one lane; an instant has an end equal to its begin."""
 
     lane: str
@@ -61,15 +61,15 @@ class Grouping:
     """
 
     def __init__(self, state: MonitorState, begin: int) -> None:
-        self.spans: list[Span] = []
-        self._open: dict[str, Span] = {}
+        self.spans: list[EventSpan] = []
+        self._open: dict[str, EventSpan] = {}
         """Spans under way, by save id or wait."""
         self._trained: dict[str, int] = {}
         """Lane to the milliseconds of its last trained step."""
         for save_id, attempt in state.attempts.items():
             label = "saves" if attempt.started else "waits for its turn"
             category = PUBLISH if attempt.slot.kind == "weights" else SAVE
-            self._open[save_id] = Span(
+            self._open[save_id] = EventSpan(
                 lane=describe_producer(attempt.holder),
                 begin=attempt.since,
                 end=begin,
@@ -79,7 +79,7 @@ class Grouping:
                 step=attempt.slot.step,
             )
         for name, wait in state.waits.items():
-            self._open[name] = Span(
+            self._open[name] = EventSpan(
                 wait.by, wait.since, begin, WAIT, f"waits for {wait.what}", state.position
             )
 
@@ -94,7 +94,7 @@ class Grouping:
         if isinstance(event, StepReady | StepFailed):
             at, ready = position(entry_id)[0], isinstance(event, StepReady)
             self.spans.append(
-                Span(
+                EventSpan(
                     lane="reducer-0",
                     begin=at,
                     end=at,
@@ -107,7 +107,7 @@ class Grouping:
                 )
             )
 
-    def finish(self, end: int) -> list[Span]:
+    def finish(self, end: int) -> list[EventSpan]:
         """Return all spans; those under way reach to the end of the window."""
         for span in self._open.values():
             span.end = max(end, span.begin)
@@ -118,7 +118,7 @@ class Grouping:
 
     def _instant(self, entry_id: str, at: int, envelope: Envelope, event: Any) -> None:
         self.spans.append(
-            Span(
+            EventSpan(
                 lane=describe_producer(envelope.producer),
                 begin=at,
                 end=at,
@@ -134,7 +134,7 @@ class Grouping:
         if not requested:
             self._end(event.save_id, entry_id, at, "granted")
         kind = event.slot.kind
-        self._open[event.save_id] = Span(
+        self._open[event.save_id] = EventSpan(
             lane=describe_producer(envelope.producer),
             begin=at,
             end=at,
@@ -166,7 +166,7 @@ class Grouping:
     def _published(self, entry_id: str, at: int, envelope: Envelope, event: Any) -> None:
         save_id = event.save_id or f"part/{event.step}/{event.rank}"
         if save_id not in self._open:
-            self._open[save_id] = Span(
+            self._open[save_id] = EventSpan(
                 describe_producer(envelope.producer),
                 at - int(event.seconds * 1000),
                 at,
@@ -190,7 +190,7 @@ class Grouping:
         span = self._open.get(name)
         if span is None:
             begin = at - int(event.seconds * 1000)
-            span = self._open[name] = Span(
+            span = self._open[name] = EventSpan(
                 lane, begin, at, WAIT, f"waits for {event.what}"[:200], entry_id
             )
         named = ", ".join(event.waits_for[:8])
@@ -200,7 +200,7 @@ class Grouping:
         if event.wait_id not in self._open:
             lane = describe_producer(envelope.producer)
             begin = at - int(event.seconds * 1000)
-            self._open[event.wait_id] = Span(lane, begin, at, WAIT, "waited", entry_id)
+            self._open[event.wait_id] = EventSpan(lane, begin, at, WAIT, "waited", entry_id)
         self._end(event.wait_id, entry_id, at, event.outcome)
 
     def _applied(self, entry_id: str, at: int, envelope: Envelope, event: Any) -> None:
@@ -208,10 +208,10 @@ class Grouping:
         pause = at - int(phases.pause * 1000)
         fetch = pause - int(phases.fetch * 1000)
         fetched = f"fetches and verifies step {step}"
-        self.spans.append(Span(lane, fetch, pause, APPLY, fetched, entry_id, step, "fetched"))
+        self.spans.append(EventSpan(lane, fetch, pause, APPLY, fetched, entry_id, step, "fetched"))
         applied = f"installs step {step}"
         self.spans.append(
-            Span(lane, pause, at, APPLY, applied, entry_id, step, "applied", 1, event.digest)
+            EventSpan(lane, pause, at, APPLY, applied, entry_id, step, "applied", 1, event.digest)
         )
 
     def _trained_step(self, entry_id: str, at: int, envelope: Envelope, event: Any) -> None:
@@ -219,7 +219,7 @@ class Grouping:
         begin = self._trained.get(lane, at)
         self._trained[lane] = at
         label = f"step {event.step}"
-        self.spans.append(Span(lane, begin, at, TRAIN, label, entry_id, event.step, "trained"))
+        self.spans.append(EventSpan(lane, begin, at, TRAIN, label, entry_id, event.step, "trained"))
 
     def _end(
         self, name: str, entry_id: str, at: int, outcome: str, detail: str | None = None
@@ -250,7 +250,7 @@ _GROUP: dict[type, Callable[[Grouping, str, int, Envelope, Any], None]] = {
 }
 
 
-def merged(spans: list[Span], resolution: float) -> list[Span]:
+def merged(spans: list[EventSpan], resolution: float) -> list[EventSpan]:
     """Return spans by lane and begin; those of one category nearer than a pixel become one.
 
     A failure stays by itself.
@@ -259,8 +259,8 @@ def merged(spans: list[Span], resolution: float) -> list[Span]:
         spans: The spans of all lanes.
         resolution: Milliseconds of a pixel.
     """
-    result: list[Span] = []
-    last: dict[tuple[str, int], Span] = {}
+    result: list[EventSpan] = []
+    last: dict[tuple[str, int], EventSpan] = {}
     for span in sorted(spans, key=lambda span: (span.lane, span.begin, -span.end)):
         key = (span.lane, span.category)
         near = last.get(key)

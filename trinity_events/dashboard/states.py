@@ -22,7 +22,7 @@ A fold of so many entries takes some 30 ms.
 """
 
 
-class KeptState(Struct, frozen=True):
+class CompressedState(Struct, frozen=True):
     """Compressed state after ``number`` entries."""
 
     number: int
@@ -34,12 +34,12 @@ class KeptState(Struct, frozen=True):
         return inflate_state(self.snapshot)
 
 
-class KeptStates:
+class CompressedStates:
     """Kept states in the order of the log; a longer log keeps them further apart."""
 
     def __init__(self) -> None:
         self.spacing = SPACING
-        self._states: list[KeptState] = []
+        self._states: list[CompressedState] = []
         self._numbers: list[int] = []
         self._bytes = 0
 
@@ -59,7 +59,7 @@ class KeptStates:
 
     def keep(self, number: int, state: MonitorState) -> None:
         """Keep a state; drop every second one if there are too many."""
-        entry = KeptState(number, state.position, compress_state(state))
+        entry = CompressedState(number, state.position, compress_state(state))
         self._states.append(entry)
         self._numbers.append(number)
         self._bytes += len(entry.snapshot)
@@ -67,7 +67,7 @@ class KeptStates:
         if crowded or self._bytes > MOST_BYTES or len(self._states) > 4 * MOST:
             self._thin_out()
 
-    def before(self, number: int) -> KeptState | None:
+    def before(self, number: int) -> CompressedState | None:
         """Return the last kept state after at most ``number`` entries; None if there is none."""
         at = bisect_right(self._numbers, number)
         return self._states[at - 1] if at else None

@@ -103,19 +103,19 @@ def take_stacks(run_id: str, processes: Iterable[str]) -> list[StacksTaken]:
     ]
 
 
-class HostProcess(NamedTuple):
+class RunProcess(NamedTuple):
     """Process of a run on this host."""
 
     pid: int
     condition: Literal["running", "stopped", "ended"]
 
 
-def host_processes(run_id: str) -> dict[str, HostProcess]:
+def host_processes(run_id: str) -> dict[str, RunProcess]:
     """Return the processes of this user on this host that have a name in a run.
 
     It only reads, and asks no process for anything.
     """
-    processes: dict[str, HostProcess] = {}
+    processes: dict[str, RunProcess] = {}
     with suppress(OSError):
         folder = _folder()
         for link in folder.glob(f"{run_id}.*"):
@@ -124,7 +124,7 @@ def host_processes(run_id: str) -> dict[str, HostProcess]:
                 continue
             with suppress(OSError, ValueError):
                 target = folder / link.readlink().name
-                processes[name] = HostProcess(_pid(target), _condition(target))
+                processes[name] = RunProcess(_pid(target), _condition(target))
     return processes
 
 
@@ -155,7 +155,7 @@ def answer_of(descriptor: int, begin: int, end: float) -> str:
     return os.pread(descriptor, 4 * _LARGEST, begin).decode(errors="replace")
 
 
-class _Asked(NamedTuple):
+class _StackRequest(NamedTuple):
     process: str
     path: Path
     pid: int
@@ -163,7 +163,7 @@ class _Asked(NamedTuple):
     begin: int
 
 
-def _ask(run_id: str, process: str, files: ExitStack) -> _Asked | None:
+def _ask(run_id: str, process: str, files: ExitStack) -> _StackRequest | None:
     """Ask a process for its stacks; return None if it is not on this host, or has ended."""
     try:
         path = _folder() / (_folder() / f"{run_id}.{process}").readlink().name
@@ -175,7 +175,7 @@ def _ask(run_id: str, process: str, files: ExitStack) -> _Asked | None:
         os.kill(pid, _SIGNAL)
     except (OSError, ValueError):  # the name may be any text, also one that is no name of a file
         return None
-    return _Asked(process, path, pid, descriptor, begin)
+    return _StackRequest(process, path, pid, descriptor, begin)
 
 
 def _folder() -> Path:

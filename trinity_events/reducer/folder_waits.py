@@ -20,7 +20,7 @@ _LONGEST = 500
 """Maximum characters of the object of a wait."""
 
 
-class _Told(Struct):
+class _ReportedWait(Struct):
     wait_id: str
     what: str
     since: float
@@ -43,7 +43,7 @@ class FolderWaits:
 
     async def run(self, live: LiveState) -> None:
         """Report until another reducer leads."""
-        told: dict[str, _Told] = {}
+        told: dict[str, _ReportedWait] = {}
         epoch = live.state.epoch
         while True:
             if live.state.epoch != epoch:  # it forgets all waits
@@ -54,7 +54,7 @@ class FolderWaits:
                     return
             await anyio.sleep(LOOK)
 
-    def _changes(self, told: dict[str, _Told], now: float) -> list[Event]:
+    def _changes(self, told: dict[str, _ReportedWait], now: float) -> list[Event]:
         """Return the reports that are due, and note them."""
         faults, events = dict(self._faults()), list[Event]()
         for name in [one for one in told if one not in faults]:
@@ -65,7 +65,7 @@ class FolderWaits:
         for name, why in faults.items():
             what = f"{name} to be written ({why})"[:_LONGEST]
             if name not in told:
-                told[name] = _Told(secrets.token_hex(8), "", now, now + LOOK)
+                told[name] = _ReportedWait(secrets.token_hex(8), "", now, now + LOOK)
             known = told[name]
             if now >= known.due:
                 known.what, known.due = what, now + RENEWAL

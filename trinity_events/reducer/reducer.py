@@ -58,7 +58,7 @@ Entries that the server held at the start are folded first, because they take no
 """
 
 
-class _Step:
+class _BatchResult:
     """Announcements and dead letters of one batch, gathered from its slices."""
 
     def __init__(self, state: MonitorState) -> None:
@@ -266,7 +266,7 @@ class Reducer:
     async def _step(self, monitor: Monitor, found: list[Entry], nbytes: int, *, last: bool) -> bool:
         """Fold a batch and commit it; wait for the commit only of the ``last`` batch."""
         state = monitor.state
-        step = _Step(state)
+        step = _BatchResult(state)
         since = self._since_snapshot
         since.entries += len(found)
         since.bytes += nbytes
@@ -292,7 +292,7 @@ class Reducer:
         self._reconcile_if_due(state, RECONCILE_EVERY)
         return True
 
-    def _commit_of(self, step: _Step, state: MonitorState) -> Commit:
+    def _commit_of(self, step: _BatchResult, state: MonitorState) -> Commit:
         # A run that ends leaves a snapshot of its last state, for later readers.
         ended = state.closed is not None and step.was_closed is None
         due = ended or _is_worth_a_snapshot(self._since_snapshot)
@@ -314,7 +314,7 @@ class Reducer:
         self._after = state.position
         return commit
 
-    async def _take(self, commit: Commit, step: _Step) -> bool:
+    async def _take(self, commit: Commit, step: _BatchResult) -> bool:
         if not await self._log.commit(commit):
             return False
         self.reached = commit.position

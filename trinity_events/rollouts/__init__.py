@@ -1,7 +1,7 @@
 """Rollouts: requests of the trainer, claims and answers of explorers, and the fate of each."""
 
 from .client import Claim, RolloutClient
-from .dispatch_state import Group, HeldRequest
+from .dispatch_state import AnswerGroup, HeldRequest
 from .dispatcher import RewardsFailed, RolloutDispatcher, RolloutsFailed
 from .exclusions import Exclusions, ExplorersExcluded
 from .experience_checks import AnswerLimits
@@ -9,12 +9,12 @@ from .settings import DispatchSettings
 from .streams import evaluation_keys
 
 __all__ = [
+    "AnswerGroup",
     "AnswerLimits",
     "Claim",
     "DispatchSettings",
     "Exclusions",
     "ExplorersExcluded",
-    "Group",
     "HeldRequest",
     "RewardsFailed",
     "RolloutClient",

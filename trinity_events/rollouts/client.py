@@ -25,7 +25,14 @@ from trinity_schemas.codec import decode_request
 from ..errors import DeadlineExceeded, StaleEpoch, TrinityError
 from ..server import Deadline
 from ..system.error_text import ungrouped
-from .streams import EXCLUDED, LONGEST_BLOCK, SUPERSEDED, Request, RolloutStreams, is_without_group
+from .streams import (
+    EXCLUDED,
+    LONGEST_BLOCK,
+    SUPERSEDED,
+    RequestEntry,
+    RolloutStreams,
+    is_without_group,
+)
 
 _WITHOUT_GROUP = 0.5
 """Seconds between two attempts to claim while the trainer's dispatcher has not started."""
@@ -233,7 +240,7 @@ class RolloutClient:
         for claim in claims:
             await self._write("fail", claim.entry_id, EXCLUDED, self.name)
 
-    async def _claim(self, count: int, block: float) -> list[Request]:
+    async def _claim(self, count: int, block: float) -> list[RequestEntry]:
         """Return at most ``count`` requests, first those whose claim the server never told."""
         present = block if self._sure else _AT_ONCE
         self._sure = False  # until the reply is here

@@ -13,7 +13,7 @@ from trinity_schemas import Experience, OrdinalRange, StepRef, StepTrained
 from ..core.ledger import Ledger, LedgerError, ranges
 from ..core.ordinal_ranges import words_of_ranges
 from .settings import DispatchSettings
-from .streams import EXCLUDED, MALFORMED, SUPERSEDED, UNCLAIMABLE, Sight
+from .streams import EXCLUDED, MALFORMED, SUPERSEDED, UNCLAIMABLE, StreamSnapshot
 
 NOT_THE_EXPLORERS = ("stale", SUPERSEDED, "lost", MALFORMED, EXCLUDED, UNCLAIMABLE)
 """Reasons to ask again that are no failure of an attempt, and do not count against the maximum.
@@ -29,7 +29,7 @@ Stands = Callable[[StepRef], bool]
 """Returns True if the lineage of a run holds a weight version."""
 
 
-class Group(Struct, frozen=True, kw_only=True):
+class AnswerGroup(Struct, frozen=True, kw_only=True):
     """All samples of one ordinal, in order, with the ids of their entries."""
 
     ordinal: int
@@ -74,7 +74,7 @@ def holders_of(missing: Iterable[HeldRequest]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(one.explorer for one in missing if one.explorer is not None))
 
 
-class Due(NamedTuple):
+class ReissueCandidate(NamedTuple):
     """Ordinal whose attempt counts no more."""
 
     ordinal: int
@@ -91,7 +91,7 @@ class Versions(NamedTuple):
     """True if no version but ``oldest`` may serve it."""
 
 
-class Asked(Struct):
+class OpenOrdinal(Struct):
     """Open ordinal that was asked for."""
 
     versions: Versions
@@ -106,7 +106,7 @@ class Asked(Struct):
     """Reason for which an answer was refused that names it; a later one may still be taken."""
 
 
-class Request(NamedTuple):
+class OutgoingRequest(NamedTuple):
     """Request that is to be written, in the place of an earlier one if it names one."""
 
     ordinal: int
@@ -114,7 +114,7 @@ class Request(NamedTuple):
     """Number in its entry id."""
     attempt: int
     versions: Versions
-    due: Due | None = None
+    due: ReissueCandidate | None = None
     """Reason for which it is a further attempt."""
     earlier: int | None = None
     """Number of the request that it replaces."""
@@ -130,10 +130,10 @@ class DispatchState:
     def __init__(self, settings: DispatchSettings, ledger: Ledger) -> None:
         self.settings = settings
         self.ledger = ledger
-        self.asked: dict[int, Asked] = {}
+        self.asked: dict[int, OpenOrdinal] = {}
         """Ordinals that were asked for and are neither taken nor settled, ascending."""
-        self.arrived: dict[int, Group] = {}
-        self.kept: dict[int, Group] = {}
+        self.arrived: dict[int, AnswerGroup] = {}
+        self.kept: dict[int, AnswerGroup] = {}
         """Answers of earlier epochs, used when their ordinal comes up."""
         self.taken: set[int] = set()
         self.oldest = -1
@@ -168,27 +168,29 @@ class DispatchState:
         fresh = [one for one in ordinals if one >= self.ledger.next]
         if fresh:
             self.ledger.dispatch(fresh[0], fresh[-1])
-        self.asked.update((one, Asked(versions)) for one in ordinals)
+        self.asked.update((one, OpenOrdinal(versions)) for one in ordinals)
         for ordinal in ordinals:
             if ordinal in self.kept:
                 self.arrived[ordinal] = self.kept.pop(ordinal)
         return [one for one in ordinals if one not in self.arrived]
 
-    def split(self, due: Iterable[Due]) -> tuple[list[Due], list[Due]]:
+    def split(
+        self, due: Iterable[ReissueCandidate]
+    ) -> tuple[list[ReissueCandidate], list[ReissueCandidate]]:
         """Return what to ask for again, and what to give up as its attempts are exhausted."""
-        again: list[Due] = []
-        exhausted: list[Due] = []
+        again: list[ReissueCandidate] = []
+        exhausted: list[ReissueCandidate] = []
         for one in due:
             counts = one.reason not in NOT_THE_EXPLORERS
             failures = self.asked[one.ordinal].failures + counts
             (exhausted if failures >= self.settings.max_attempts else again).append(one)
         return again, exhausted
 
-    def requests(self, ordinals: Iterable[int]) -> list[Request]:
+    def requests(self, ordinals: Iterable[int]) -> list[OutgoingRequest]:
         """Return the first requests of ordinals that were asked for."""
         return [self._request(one, self.asked[one].versions) for one in ordinals]
 
-    def reissue(self, due: Due, newest: Versions) -> Request:
+    def reissue(self, due: ReissueCandidate, newest: Versions) -> OutgoingRequest:
         """Note that the next attempt was told; return its request.
 
         It names the versions of the attempt before, unless they are too old to be used.
@@ -198,7 +200,7 @@ class DispatchState:
         earlier = None if due.reason == "lost" else asked.number
         return self._request(due.ordinal, self.versions_for(due, newest), due, earlier)
 
-    def versions_for(self, due: Due, newest: Versions) -> Versions:
+    def versions_for(self, due: ReissueCandidate, newest: Versions) -> Versions:
         """Return the versions that may serve the next attempt.
 
         Explorers may no longer have the one version that an exact request named.
@@ -207,16 +209,20 @@ class DispatchState:
         return newest if due.reason == "stale" or versions.exact else versions
 
     def _request(
-        self, ordinal: int, versions: Versions, due: Due | None = None, earlier: int | None = None
-    ) -> Request:
+        self,
+        ordinal: int,
+        versions: Versions,
+        due: ReissueCandidate | None = None,
+        earlier: int | None = None,
+    ) -> OutgoingRequest:
         self.number += 1
         asked = self.asked[ordinal]
         asked.refusal = None
         if earlier is None:  # Nothing can keep it from being written.
             asked.number, asked.versions, asked.explorer = self.number, versions, None
-        return Request(ordinal, self.number, asked.attempt, versions, due, earlier)
+        return OutgoingRequest(ordinal, self.number, asked.attempt, versions, due, earlier)
 
-    def written(self, request: Request) -> None:
+    def written(self, request: OutgoingRequest) -> None:
         """Note that a request is in the stream, and the earlier one no more."""
         asked = self.asked.get(request.ordinal)
         if asked is None or request.due is None:
@@ -256,7 +262,7 @@ class DispatchState:
 
     # --- answers -----------------------------------------------------------------------------
 
-    def arrive(self, group: Group) -> bool:
+    def arrive(self, group: AnswerGroup) -> bool:
         """Keep an answer; return False if its ordinal needs none."""
         asked = self.asked.get(group.ordinal)
         if asked is None or group.ordinal in self.arrived:
@@ -265,7 +271,7 @@ class DispatchState:
         self.arrived[group.ordinal] = group
         return True
 
-    def keep(self, group: Group, stands: Stands) -> bool:
+    def keep(self, group: AnswerGroup, stands: Stands) -> bool:
         """Keep an answer of an earlier epoch; return False if it is of no use.
 
         Its ordinal needs an answer, in the same task set, and each version that sampled one of its
@@ -279,7 +285,7 @@ class DispatchState:
         self.kept[group.ordinal] = group
         return True
 
-    def refuse(self, ordinal: int) -> Group:
+    def refuse(self, ordinal: int) -> AnswerGroup:
         """Return the answer of an ordinal that is not to be used, and forget it."""
         return self.arrived.pop(ordinal)
 
@@ -302,11 +308,11 @@ class DispatchState:
         """Step of the oldest version that a request names whose answer is not taken."""
         return min((one.versions.oldest.step for one in self.asked.values()), default=None)
 
-    def stale(self) -> list[Group]:
+    def stale(self) -> list[AnswerGroup]:
         """Return the answers that hold a token which the step in hand may not train on."""
         return [one for one in self.arrived.values() if one.oldest_step < self.oldest]
 
-    def candidates(self, count: int) -> list[Group]:
+    def candidates(self, count: int) -> list[AnswerGroup]:
         """Return the answers, as far as they arrived, that a step of ``count`` groups takes."""
         if self.settings.order == "arrival":
             first = self._due(count) if self.settings.when_stale == "wait" else []
@@ -337,7 +343,7 @@ class DispatchState:
         """Return True if a step of ``count`` groups waits for more than one."""
         return len(self.candidates(count)) < count - 1
 
-    def take(self, count: int) -> list[Group] | None:
+    def take(self, count: int) -> list[AnswerGroup] | None:
         """Return the groups of a step, sorted; None while they are not all there."""
         groups = self.candidates(count)
         if len(groups) < count:
@@ -360,8 +366,8 @@ class DispatchState:
     # --- claims ------------------------------------------------------------------------------
 
     def observe(
-        self, sight: Sight, now: float, calm: float, excluded: Container[str] = ()
-    ) -> list[Due]:
+        self, sight: StreamSnapshot, now: float, calm: float, excluded: Container[str] = ()
+    ) -> list[ReissueCandidate]:
         """Note who holds what; return the ordinals whose attempt counts no more.
 
         Args:
@@ -377,26 +383,26 @@ class DispatchState:
                 continue
             if asked.number is None or asked.number not in sight.numbers:
                 asked.number = None
-                due.append(Due(ordinal, asked.refusal or "lost"))
+                due.append(ReissueCandidate(ordinal, asked.refusal or "lost"))
                 continue
             claim = sight.claims.get(asked.number)
             if claim is None:
                 asked.explorer = None
                 if asked.number in sight.unclaimable:
-                    due.append(Due(ordinal, UNCLAIMABLE))
+                    due.append(ReissueCandidate(ordinal, UNCLAIMABLE))
                 continue
             if asked.explorer is None:
                 asked.claimed_at = now - claim.idle
             asked.explorer = claim.explorer
             if claim.explorer in excluded:
-                due.append(Due(ordinal, EXCLUDED))
+                due.append(ReissueCandidate(ordinal, EXCLUDED))
             elif min(claim.idle, calm) >= self.settings.claim_lease:
-                due.append(Due(ordinal, "lapsed", self.settings.claim_lease))
+                due.append(ReissueCandidate(ordinal, "lapsed", self.settings.claim_lease))
             elif calm >= self.settings.claim_lease and self._is_overdue(asked, now):
-                due.append(Due(ordinal, "deadline"))
+                due.append(ReissueCandidate(ordinal, "deadline"))
         return due
 
-    def _is_overdue(self, asked: Asked, now: float) -> bool:
+    def _is_overdue(self, asked: OpenOrdinal, now: float) -> bool:
         return now - asked.claimed_at >= self.settings.request_deadline
 
     # --- fates -------------------------------------------------------------------------------
@@ -445,7 +451,7 @@ class DispatchState:
         self._stale = 0
 
 
-def _versions_of(group: Group) -> set[StepRef]:
+def _versions_of(group: AnswerGroup) -> set[StepRef]:
     return {
         version
         for experience in group.experiences

@@ -39,11 +39,11 @@ from ..replay import SnapshotUnreadable, current_state
 from ..server import Deadline
 from .answers import Answer, AnswerReader, Failed
 from .dispatch_state import (
+    AnswerGroup,
     DispatchState,
-    Due,
-    Group,
     HeldRequest,
-    Request,
+    OutgoingRequest,
+    ReissueCandidate,
     Stands,
     Versions,
     holders_of,
@@ -54,7 +54,7 @@ from .inspection import AnswerInspector
 from .settings import DispatchSettings
 from .streams import EXCLUDED, LONGEST_BLOCK, SUPERSEDED, RolloutStreams
 
-Usable = Callable[[Group], bool | str]
+Usable = Callable[[AnswerGroup], bool | str]
 Waiting = Callable[[list[HeldRequest], float], Awaitable[None]]
 _DONE = 1
 """Reply of the script that issues requests: it replaced or withdrew the earlier request."""
@@ -148,7 +148,7 @@ class _FailedReward(NamedTuple):
     """Error that ends the dispatch for it, if one does."""
 
 
-def always(_: Group) -> bool:
+def always(_: AnswerGroup) -> bool:
     """Return True: every group is usable."""
     return True
 
@@ -215,12 +215,12 @@ class RolloutDispatcher:
         """Ordinals whose dispatch may not be in the log yet."""
         self._asked = 0
         """Number of ordinals asked for since the last call that returned."""
-        self._unwritten: list[Request] = []
+        self._unwritten: list[OutgoingRequest] = []
         """Requests that were told, and may not be in the stream yet."""
         self._newest: Versions | None = None
         self._step: int | None = None
         """Step that was trained last."""
-        self._due: dict[int, Due] = {}
+        self._due: dict[int, ReissueCandidate] = {}
         """Ordinals to ask for again as soon as a step is waited for."""
         self._useless: list[str] = []
         """Entries of answers that are to be freed."""
@@ -309,7 +309,7 @@ class RolloutDispatcher:
         oldest: int = -1,
         usable: Usable = always,
         waiting: Waiting | None = None,
-    ) -> list[Group]:
+    ) -> list[AnswerGroup]:
         """Return the groups of one step, sorted by ordinal.
 
         While it waits, it asks again for what lapsed, failed, was lost or is too old, and asks for
@@ -345,7 +345,7 @@ class RolloutDispatcher:
 
     async def _take(
         self, count: int, deadline: float, usable: Usable, waiting: Waiting | None, reported: Wait
-    ) -> list[Group]:
+    ) -> list[AnswerGroup]:
         began = anyio.current_time()
         wait = self._wait("groups are missing", deadline)
         judged: set[str] = set()
@@ -386,7 +386,7 @@ class RolloutDispatcher:
     async def trained(
         self,
         step: int,
-        groups: Sequence[Group],
+        groups: Sequence[AnswerGroup],
         *,
         metrics: Mapping[str, object] | None = None,
         staleness: dict[int, int] | None = None,
@@ -530,7 +530,7 @@ class RolloutDispatcher:
                 self._state.drop(REWARD_FAILED, ordinal)
             del self._failed_rewards[0]
 
-    async def _give_up(self, wait: Deadline, due: Due) -> None:
+    async def _give_up(self, wait: Deadline, due: ReissueCandidate) -> None:
         number = self._state.asked[due.ordinal].number
         if number is not None and due.reason != "lost":
             row = [*self._replaced(number, due), "", ""]
@@ -555,8 +555,11 @@ class RolloutDispatcher:
                 f"each of {self.settings.max_attempts} attempts, the last one: {reason}"
             )
 
-    async def _ask_again(self, wait: Deadline, again: Iterable[Due]) -> None:
-        newest, by_versions = self._needed_versions(), defaultdict[Versions, list[Due]](list)
+    async def _ask_again(self, wait: Deadline, again: Iterable[ReissueCandidate]) -> None:
+        newest, by_versions = (
+            self._needed_versions(),
+            defaultdict[Versions, list[ReissueCandidate]](list),
+        )
         for due in again:
             by_versions[self._state.versions_for(due, newest)].append(due)
         for versions, several in by_versions.items():
@@ -589,7 +592,7 @@ class RolloutDispatcher:
         if (publisher := self._publisher) is not None:
             await self._streams.timed(lambda: publisher.publish(event))
 
-    def _row(self, request: Request) -> list[object]:
+    def _row(self, request: OutgoingRequest) -> list[object]:
         """Return a request as the script that issues requests takes it."""
         payload = RolloutRequest(
             run_id=self.settings.run_id,
@@ -607,7 +610,7 @@ class RolloutDispatcher:
         earlier = self._replaced(request.earlier, request.due)
         return [*earlier, self._streams.request_id(request.number), encode(payload)]
 
-    def _replaced(self, earlier: int | None, due: Due | None) -> list[object]:
+    def _replaced(self, earlier: int | None, due: ReissueCandidate | None) -> list[object]:
         name = "" if earlier is None else self._streams.request_id(earlier)
         return [name, 0 if due is None else int(due.idle * 1000)]
 
@@ -643,7 +646,7 @@ class RolloutDispatcher:
 
     def _note_failure(self, ordinal: int, failed: Failed) -> None:
         if failed.reason == SUPERSEDED:
-            self._due[ordinal] = Due(ordinal, SUPERSEDED)
+            self._due[ordinal] = ReissueCandidate(ordinal, SUPERSEDED)
             return
         logger.warning(
             "run %s: an attempt of ordinal %d failed: %s",
@@ -654,9 +657,9 @@ class RolloutDispatcher:
             self._failed_rewards.append(_FailedReward(ordinal, failed.error, end))
             return
         self._last_failure = failed.reason
-        self._due[ordinal] = Due(ordinal, "failed")
+        self._due[ordinal] = ReissueCandidate(ordinal, "failed")
 
-    def _count_answer(self, group: Group) -> None:
+    def _count_answer(self, group: AnswerGroup) -> None:
         """Count an answer, or a failed request if all its samples have a score for an error."""
         first = group.experiences[0]
         if not all(sample.reward_error for sample in group.experiences):
@@ -713,11 +716,11 @@ class RolloutDispatcher:
             self._refuse(group, verdict or "stale")
         return refused
 
-    def _refuse(self, group: Group, reason: str) -> None:
+    def _refuse(self, group: AnswerGroup, reason: str) -> None:
         self._useless += self._state.refuse(group.ordinal).entry_ids
         if reason == "stale":
             self._state.note_stale()
-            self._due[group.ordinal] = Due(group.ordinal, reason)
+            self._due[group.ordinal] = ReissueCandidate(group.ordinal, reason)
         else:
             self._state.drop(reason, group.ordinal)
 

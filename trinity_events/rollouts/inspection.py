@@ -22,7 +22,7 @@ from trinity_schemas import Experience, StepRef
 
 from ..core.handlers.rollouts import format_exclusion
 from .answers import Answer, Restarted, Sample, Unreadable
-from .dispatch_state import DispatchState, Group, Stands
+from .dispatch_state import AnswerGroup, DispatchState, Stands
 from .exclusions import Exclusions
 from .experience_checks import (
     LONGEST_DETAIL,
@@ -87,7 +87,7 @@ class AnswerInspector:
         useless, self._useless = self._useless, []
         return useless
 
-    def add(self, answer: Sample | Unreadable | Restarted) -> Group | None:
+    def add(self, answer: Sample | Unreadable | Restarted) -> AnswerGroup | None:
         """Inspect an entry; return the group that is complete with it."""
         match answer:
             case Sample():
@@ -128,7 +128,7 @@ class AnswerInspector:
 
     # --- entries -----------------------------------------------------------------------------
 
-    def _add_sample(self, sample: Sample) -> Group | None:
+    def _add_sample(self, sample: Sample) -> AnswerGroup | None:
         experience = sample.experience
         if experience.run_id != self._settings.run_id or experience.epoch > self._settings.epoch:
             self._add_unreadable(Unreadable(sample.entry_id, "it is of another run or epoch"))
@@ -171,7 +171,7 @@ class AnswerInspector:
                 *(self._settings.run_id, self._unreadable, _format_reason(entry.reason)),
             )
 
-    def _assemble(self, sample: Sample) -> Group | None:
+    def _assemble(self, sample: Sample) -> AnswerGroup | None:
         """Return the group of a sample if the sample is its last one."""
         experience = sample.experience
         name = experience.epoch, experience.ordinal, experience.attempt, experience.explorer
@@ -184,7 +184,7 @@ class AnswerInspector:
             return None
         del self._partial[name]
         ordered = [partial.samples[index] for index in sorted(partial.samples)]
-        return Group(
+        return AnswerGroup(
             ordinal=experience.ordinal,
             attempt=experience.attempt,
             experiences=[sample.experience for sample in ordered],

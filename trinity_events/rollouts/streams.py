@@ -63,14 +63,14 @@ class SeenClaim(NamedTuple):
     """Seconds since it was made or renewed."""
 
 
-class Request(NamedTuple):
+class RequestEntry(NamedTuple):
     """Entry of a request."""
 
     entry_id: str
     payload: bytes
 
 
-class Sight(NamedTuple):
+class StreamSnapshot(NamedTuple):
     """Requests and claims at one moment."""
 
     uptime: float
@@ -132,12 +132,12 @@ class RolloutStreams:
             wait, lambda: self._scripts(script, keys=keys, args=[self.epoch, *args])
         )
 
-    async def look(self, wait: Deadline) -> Sight:
+    async def look(self, wait: Deadline) -> StreamSnapshot:
         """Return the requests in the stream, and their claims."""
         keys, args = [self.keys.rollouts], [self.group]
         up, ids, *group = await self.ask(wait, lambda: self._scripts("look", keys=keys, args=args))
         claims, unclaimable = group or ((), ())
-        return Sight(
+        return StreamSnapshot(
             uptime=float(up),
             numbers={self.number_of(one) for one in ids},
             claims={
@@ -155,7 +155,7 @@ class RolloutStreams:
 
     async def claim(
         self, member: str, count: int, *, known: int, block: float
-    ) -> tuple[set[str], list[Request]]:
+    ) -> tuple[set[str], list[RequestEntry]]:
         """Claim requests once, without a retry of its own; wait at most ``block`` seconds.
 
         Returns the entry ids of all claims that the member held before, and what it claimed now.
@@ -176,7 +176,7 @@ class RolloutStreams:
         names = {one["message_id"].decode() for one in held}
         return names, _requests(claimed[0][1] if claimed else ())
 
-    async def claim_again(self, member: str, entry_ids: Sequence[str]) -> list[Request]:
+    async def claim_again(self, member: str, entry_ids: Sequence[str]) -> list[RequestEntry]:
         """Return the requests of claims that a member holds, each with a full lease."""
         return _requests(
             await self.client.xclaim(self.keys.rollouts, self.group, member, 0, [*entry_ids])
@@ -307,9 +307,9 @@ def _explorer_name(member: bytes) -> str:
     return member.decode(errors="replace")[:LONGEST_NAME]
 
 
-def _requests(entries: Iterable[tuple[bytes, dict[bytes, bytes] | None]]) -> list[Request]:
+def _requests(entries: Iterable[tuple[bytes, dict[bytes, bytes] | None]]) -> list[RequestEntry]:
     """Return the requests of entries, without those that were deleted."""
-    return [Request(one.decode(), fields.get(b"e", b"")) for one, fields in entries if fields]
+    return [RequestEntry(one.decode(), fields.get(b"e", b"")) for one, fields in entries if fields]
 
 
 def is_without_group(error: redis.ResponseError) -> bool:

@@ -9,7 +9,7 @@ from .embedded import EmbeddedServer, trinity_home
 from .private_files import make_home, make_private, open_private
 from .resolve import serving, serving_weights
 from .server_info import server_clock, server_info, warn_of_eviction
-from .url import LOG_SERVER, WEIGHTS_SERVER, Setting, redacted
+from .url import LOG_SERVER, WEIGHTS_SERVER, ServerSetting, redacted
 
 __all__ = [
     "BINARY_VARIABLE",
@@ -18,7 +18,7 @@ __all__ = [
     "WEIGHTS_SERVER",
     "Deadline",
     "EmbeddedServer",
-    "Setting",
+    "ServerSetting",
     "address_of",
     "connect",
     "connect_sync",

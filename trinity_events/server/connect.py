@@ -24,7 +24,7 @@ from .clients import (
     cluster_client,
     plain_client,
 )
-from .url import LOG_SERVER, Setting, parse, redacted
+from .url import LOG_SERVER, ServerSetting, parse, redacted
 
 __all__ = ["OLDEST_SERVER", "SOCKET_DEADLINE", "redacted"]
 
@@ -41,7 +41,7 @@ _ERRORS = (redis.RedisError, RedisClusterException, OSError)
 
 @asynccontextmanager
 async def connect(
-    url: str, *, retry: bool = True, setting: Setting = LOG_SERVER
+    url: str, *, retry: bool = True, setting: ServerSetting = LOG_SERVER
 ) -> AsyncIterator[redis.asyncio.Redis]:
     """Open a checked client of a server or cluster, and close it on leaving.
 
@@ -58,7 +58,7 @@ async def connect(
         await close_async(client)
 
 
-async def _opened(url: str, retry: bool, setting: Setting) -> redis.asyncio.Redis:
+async def _opened(url: str, retry: bool, setting: ServerSetting) -> redis.asyncio.Redis:
     parsed = parse(url)
     if not parsed.cluster:
         client = async_plain_client(parsed, retry=False)
@@ -80,7 +80,7 @@ async def _opened(url: str, retry: bool, setting: Setting) -> redis.asyncio.Redi
     return client
 
 
-async def _patiently(url: str, setting: Setting, ask: Callable[[], Awaitable[T]]) -> T:
+async def _patiently(url: str, setting: ServerSetting, ask: Callable[[], Awaitable[T]]) -> T:
     """Return the answer of a server, which may be starting."""
     give_up = anyio.current_time() + _PATIENCE
     for pause in backoff_delays(_LONGEST_PAUSE):
@@ -93,7 +93,7 @@ async def _patiently(url: str, setting: Setting, ask: Callable[[], Awaitable[T]]
     raise AssertionError("backoff_delays ended")
 
 
-def open_client(url: str, *, setting: Setting = LOG_SERVER) -> redis.Redis:
+def open_client(url: str, *, setting: ServerSetting = LOG_SERVER) -> redis.Redis:
     """Open a synchronous client of a server or cluster; the caller closes it.
 
     Raises InvalidUrl, ServerUnreachable and PermissionDenied.
@@ -106,7 +106,7 @@ def open_client(url: str, *, setting: Setting = LOG_SERVER) -> redis.Redis:
     return _patiently_sync(url, setting, lambda: cluster_client(parsed))
 
 
-def _patiently_sync(url: str, setting: Setting, ask: Callable[[], T]) -> T:
+def _patiently_sync(url: str, setting: ServerSetting, ask: Callable[[], T]) -> T:
     give_up = time.monotonic() + _PATIENCE
     for pause in backoff_delays(_LONGEST_PAUSE):
         try:
@@ -119,7 +119,7 @@ def _patiently_sync(url: str, setting: Setting, ask: Callable[[], T]) -> T:
 
 
 @contextmanager
-def connect_sync(url: str, *, setting: Setting = LOG_SERVER) -> Iterator[redis.Redis]:
+def connect_sync(url: str, *, setting: ServerSetting = LOG_SERVER) -> Iterator[redis.Redis]:
     """Open a synchronous client, checked as by :func:`connect`."""
     with open_client(url, setting=setting) as client:
         check_server(url, setting, _patiently_sync(url, setting, lambda: client.info("server")))
@@ -129,7 +129,7 @@ def connect_sync(url: str, *, setting: Setting = LOG_SERVER) -> Iterator[redis.R
             raise (permission_error(error, url) or error) from None
 
 
-def check_server(url: str, setting: Setting, info: dict[str, Any]) -> None:
+def check_server(url: str, setting: ServerSetting, info: dict[str, Any]) -> None:
     """Raise ServerTooOld if the server is older than 7.0."""
     version = str(info.get("redis_version", "0"))
     if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < OLDEST_SERVER:
@@ -143,7 +143,7 @@ def _is_cluster(info: Any) -> bool:
     return bool(info.get("cluster_enabled"))
 
 
-def _refused(url: str, setting: Setting, error: BaseException) -> TrinityError:
+def _refused(url: str, setting: ServerSetting, error: BaseException) -> TrinityError:
     if (refused := permission_error(error, url)) is not None:
         return refused
     if is_reply(error):

@@ -52,7 +52,7 @@ def _fits(path: Path) -> bool:
     return len(os.fsencode(path)) <= _LONGEST_SOCKET_PATH
 
 
-class _State(Enum):
+class _SocketState(Enum):
     """State of a server as seen on its socket."""
 
     ABSENT = auto()
@@ -213,19 +213,19 @@ class EmbeddedServer:
 
         A second server on its files would destroy them.
         """
-        return self._state() is not _State.ABSENT
+        return self._state() is not _SocketState.ABSENT
 
-    def _state(self) -> _State:
+    def _state(self) -> _SocketState:
         try:
             with probe(self.socket) as client:
                 client.ping()
         except redis.BusyLoadingError:
-            return _State.LOADING
+            return _SocketState.LOADING
         except redis.TimeoutError:
-            return _State.THERE  # slow
+            return _SocketState.THERE  # slow
         except (redis.RedisError, OSError) as error:
-            return _State.THERE if is_reply(error) else _State.ABSENT
-        return _State.THERE
+            return _SocketState.THERE if is_reply(error) else _SocketState.ABSENT
+        return _SocketState.THERE
 
     def _start(self) -> None:
         """Start the server, unless it runs and was only slow to answer."""
@@ -324,8 +324,8 @@ class EmbeddedServer:
     def _comes_up(self) -> bool:
         """Wait until the server has read its data; return False if it ends or does not answer."""
         give_up = time.monotonic() + START_DEADLINE
-        while (state := self._state()) is not _State.THERE:
-            if state is _State.LOADING:
+        while (state := self._state()) is not _SocketState.THERE:
+            if state is _SocketState.LOADING:
                 give_up = time.monotonic() + START_DEADLINE
             if self._has_ended() or time.monotonic() > give_up:
                 return False

@@ -10,7 +10,7 @@ import redis
 import redis.asyncio
 from redis.exceptions import RedisClusterException
 
-from .url import LOG_SERVER, Setting, redacted
+from .url import LOG_SERVER, ServerSetting, redacted
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ async def server_info(client: Any, key: str, section: str) -> dict[str, Any]:
 
 
 async def warn_of_eviction(
-    client: redis.asyncio.Redis, url: str, *, setting: Setting = LOG_SERVER
+    client: redis.asyncio.Redis, url: str, *, setting: ServerSetting = LOG_SERVER
 ) -> None:
     """Warn if the server has an eviction policy; do nothing if it cannot be asked."""
     with suppress(redis.RedisError, RedisClusterException, OSError):

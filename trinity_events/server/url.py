@@ -26,7 +26,7 @@ _DATABASE = re.compile(r"/?|/[0-9]+", re.ASCII)
 _HIDDEN = "***"
 
 
-class Setting(NamedTuple):
+class ServerSetting(NamedTuple):
     """Option and variable that name a server, with the default without them."""
 
     option: str
@@ -41,10 +41,10 @@ class Setting(NamedTuple):
         return f"leave {self.option} ({self.variable}) out {self.instead}"
 
 
-LOG_SERVER = Setting(
+LOG_SERVER = ServerSetting(
     "--redis-url", "TRINITY_REDIS_URL", "to use the embedded server", "keys of the log"
 )
-WEIGHTS_SERVER = Setting(
+WEIGHTS_SERVER = ServerSetting(
     "--weights-redis-url",
     "TRINITY_WEIGHTS_REDIS_URL",
     "to keep the weight chunks beside the log",

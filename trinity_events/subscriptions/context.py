@@ -19,7 +19,7 @@ BLOCK = 5.0
 """Seconds that one read waits on the server; below the socket's deadline."""
 
 
-class EventFilter(Generic[E]):
+class SubscriptionFilter(Generic[E]):
     """Filter for the events that a subscriber asked for."""
 
     def __init__(self, run: str, types: tuple[type[E], ...]) -> None:
@@ -51,7 +51,7 @@ class SubscriptionContext(Generic[E]):
     """Log, filter and deadline of an open subscription."""
 
     def __init__(
-        self, log: GroupedLog, event_filter: EventFilter[E], deadline: float | None
+        self, log: GroupedLog, event_filter: SubscriptionFilter[E], deadline: float | None
     ) -> None:
         self.log = log
         self.filter = event_filter

@@ -14,7 +14,7 @@ from trinity_schemas.identity import LONGEST_NAME
 
 from ..log import GroupedLog, RedisEventLog, position, require_run
 from ..server import connect, serving
-from .context import EventFilter, SubscriptionContext
+from .context import SubscriptionContext, SubscriptionFilter
 from .delivered import Delivered
 from .follower import follow
 from .group_member import CLAIM_AFTER, MAX_DELIVERIES, GroupSettings, consume_group
@@ -33,7 +33,7 @@ class Subscription(Generic[E]):
 
     def __init__(
         self,
-        event_filter: EventFilter[E],
+        event_filter: SubscriptionFilter[E],
         start: str,
         group: GroupSettings | None,
         *,
@@ -208,7 +208,7 @@ def subscription_on(
         )
     chosen: Any = types or ANNOUNCEMENT_TYPES
     return Subscription(
-        EventFilter(run, chosen),
+        SubscriptionFilter(run, chosen),
         start,
         None if group is None else GroupSettings(group, start, claim_after, max_deliveries),
         open_log=open_log,

@@ -32,7 +32,7 @@ _KINDS = {"publish": SpanKind.PRODUCER, "fetch": SpanKind.CONSUMER, "pause": Spa
 _OPERATIONS = {"publish": "send", "fetch": "receive", "pause": "process"}
 
 
-class _Step(Struct):
+class _StepTrace(Struct):
     begin: int
     end: int
     parts: list[SpanContext] = field(default_factory=list)
@@ -54,7 +54,7 @@ class StepTraces:
         self._run = run_id
         self._send = send
         self._batch: list[ReadableSpan] = []
-        self._steps: dict[StepRef, _Step] = {}
+        self._steps: dict[StepRef, _StepTrace] = {}
         self._resources: dict[str, Resource] = {}
         self._scope = InstrumentationScope("trinity_events", schema_url=SCHEMA)
 
@@ -107,10 +107,10 @@ class StepTraces:
             )
         )
 
-    def _open_step(self, ref: StepRef, span: Span) -> _Step:
+    def _open_step(self, ref: StepRef, span: Span) -> _StepTrace:
         step = self._steps.get(ref)
         if step is None:
-            step = self._steps[ref] = _Step(span.begin, span.end)
+            step = self._steps[ref] = _StepTrace(span.begin, span.end)
             if len(self._steps) > _OPEN_STEPS:
                 self._end_step(next(iter(self._steps)))
         step.begin, step.end = min(step.begin, span.begin), max(step.end, span.end)

@@ -16,7 +16,7 @@ class PerfettoMissing(TrinityError):
     """The package perfetto is not installed."""
 
 
-class Trace:
+class PerfettoTrace:
     """Writer of a trace: a track for the run, below it one for each process and each lane.
 
     Args:

@@ -42,7 +42,7 @@ from .config.files import Reading, read_config, to_yaml, typed_setting
 from .config.train_config import TrainConfig
 from .config.trusted_settings import OwnConfig
 from .engines.convertible import source_of
-from .launch.results import Failure, Outcome, results_alone
+from .launch.results import Outcome, RunFailure, results_alone
 from .launch.resume_command import resume_command
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ WeightsRedisUrl = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Place:
+class _RunOptions:
     """Options of a run that are no part of its configuration."""
 
     fresh: Fresh = False
@@ -120,7 +120,7 @@ class _Place:
     as_json: Json = False
 
 
-class _Run(Struct, kw_only=True):
+class _RequestedRun(Struct, kw_only=True):
     """Run that a command asks for."""
 
     run_id: str
@@ -128,10 +128,10 @@ class _Run(Struct, kw_only=True):
     ray_address: str | None = None
 
 
-def _launch(run: _Run, place: _Place, read: Callable[[], TrainConfig]) -> None:
+def _launch(run: _RequestedRun, place: _RunOptions, read: Callable[[], TrainConfig]) -> None:
     """Run the main job to its end and print its summary, also after a failure."""
     with results_alone() as results:
-        told = _Told(results, run.run_id, as_json=place.as_json)
+        told = _ResultPrinter(results, run.run_id, as_json=place.as_json)
         try:
             _run_job(told, run, place, read)
         except Exception as error:
@@ -139,7 +139,7 @@ def _launch(run: _Run, place: _Place, read: Callable[[], TrainConfig]) -> None:
             raise
 
 
-class _Told:
+class _ResultPrinter:
     """Printer of a run's single result: its summary, or the reason why there is none."""
 
     def __init__(self, results: TextIO, run_id: str, *, as_json: bool) -> None:
@@ -170,14 +170,16 @@ class _Told:
     def failed(self, error: BaseException, outcome: Outcome = "failed") -> None:
         """Print as JSON why there is no summary, unless one was printed."""
         if self._as_json and not self._told:
-            failure = Failure(run_id=self._run_id, outcome=outcome, error=cause_of(error))
+            failure = RunFailure(run_id=self._run_id, outcome=outcome, error=cause_of(error))
             self._told = True
             with suppress(OSError):
                 print_json(failure, self._results)
                 self._results.flush()
 
 
-def _run_job(told: _Told, run: _Run, place: _Place, read: Callable[[], TrainConfig]) -> None:
+def _run_job(
+    told: _ResultPrinter, run: _RequestedRun, place: _RunOptions, read: Callable[[], TrainConfig]
+) -> None:
     # Wrong arguments are refused before the heavy imports.
     checked_run(run.run_id)
     if place.fresh and place.from_step is not None:
@@ -236,7 +238,7 @@ def _with_options(*, settings: bool) -> Callable[[Callable[..., None]], Callable
             if one.kind is not Parameter.VAR_KEYWORD
         ]
         overlay = overlay_parameters() if settings else []
-        place = signature(_Place, eval_str=True).parameters.values()
+        place = signature(_RunOptions, eval_str=True).parameters.values()
         command.__signature__ = Signature([*own, *overlay, *place])  # type: ignore[attr-defined]
         return command
 
@@ -280,13 +282,13 @@ def train(
 
     Example: trinity-events train grpo.yaml --set steps=100
     """
-    place = _Place(**options)
+    place = _RunOptions(**options)
     reading = read_config(file, [typed_setting(one) for one in settings or ()])
     name = run or reading.config.name or file.stem
     if check:
         _show(reading, name, as_json=place.as_json)
         return
-    asked = _Run(
+    asked = _RequestedRun(
         run_id=name,
         alone=parts == "all",
         ray_address=os.environ.get("RAY_ADDRESS") or None,
@@ -320,8 +322,8 @@ def demo(
     """
     run_id = f"demo-{datetime.now():%Y%m%d-%H%M%S}" if run is None else run
     reading, place = overlaid(options)
-    asked = _Run(run_id=run_id, alone=True)
-    _launch(asked, _Place(**place), reading.checked)
+    asked = _RequestedRun(run_id=run_id, alone=True)
+    _launch(asked, _RunOptions(**place), reading.checked)
 
 
 @_with_options(settings=True)
@@ -334,7 +336,7 @@ def trainer(run: Run, **options: Any) -> None:
     Example: trinity-events trainer --run grpo-1 --redis-url redis://localhost:6379
     """
     reading, place = overlaid(options)
-    _launch(_Run(run_id=run, alone=False), _Place(**place), reading.checked)
+    _launch(_RequestedRun(run_id=run, alone=False), _RunOptions(**place), reading.checked)
 
 
 def explorer(

@@ -7,15 +7,15 @@ from typing import Any
 from .config.train_config import TrainConfig
 from .conversion.convert import Conversion
 from .explorer import ExplorationResult
-from .launch.results import Failure
+from .launch.results import RunFailure
 from .launch.summary import DemoSummary
 
 DOCUMENTS: dict[str, Any] = {
     "convert": Conversion,
-    "demo": (DemoSummary, Failure),
+    "demo": (DemoSummary, RunFailure),
     "explorer": ExplorationResult | None,
-    "train": (DemoSummary, Failure),
+    "train": (DemoSummary, RunFailure),
     "train-check": TrainConfig,
-    "trainer": (DemoSummary, Failure),
+    "trainer": (DemoSummary, RunFailure),
 }
 """Type of each document, or types, by command and option."""

@@ -16,7 +16,7 @@ from trinity_workers.engines.megatron import OptimizerOptions, ParallelLayout  #
 from trinity_workers.engines.model_memory import (  # noqa: E402
     ALL,
     MemoryAway,
-    ModelMemory,
+    OffloadedModel,
     optimizer_tensors,
 )
 from trinity_workers.engines.offload import FrozenOffload, Offload  # noqa: E402
@@ -43,7 +43,7 @@ def test_storages_of_size_0_come_back_bit_for_bit_under_every_view():
     whole = torch.randn(64)
     views = [whole[:10], whole[10:].view(9, 6).t()]
     before = [one.clone() for one in views]
-    memory = ModelMemory(FrozenOffload(param_offload=True), lambda: views)
+    memory = OffloadedModel(FrozenOffload(param_offload=True), lambda: views)
     assert sizes(views) == {False}
     with memory.resident():
         with memory.resident():
@@ -58,7 +58,7 @@ def test_storages_of_size_0_come_back_bit_for_bit_under_every_view():
 
 def test_gradients_are_dropped_and_come_back_as_zeros():
     weight, buffer = torch.ones(3), torch.ones(3)
-    memory = ModelMemory(Offload(grad_offload=True), lambda: [weight], lambda: [buffer])
+    memory = OffloadedModel(Offload(grad_offload=True), lambda: [weight], lambda: [buffer])
     assert sizes([weight]) == {True}
     assert sizes([buffer]) == {False}
     with memory.resident(*ALL):
@@ -70,7 +70,7 @@ def test_what_an_optimizer_shares_with_the_parameters_is_the_parameters():
     optimizer = torch.optim.AdamW([weight])
     weight.sum().backward()
     optimizer.step()
-    memory = ModelMemory(
+    memory = OffloadedModel(
         Offload(optimizer_offload=True),
         lambda: [weight],
         tuple,
@@ -84,7 +84,7 @@ def test_what_an_optimizer_shares_with_the_parameters_is_the_parameters():
 
 def test_an_error_in_a_block_moves_the_part_away_again():
     weight = torch.ones(3)
-    memory = ModelMemory(FrozenOffload(param_offload=True), lambda: [weight])
+    memory = OffloadedModel(FrozenOffload(param_offload=True), lambda: [weight])
     with pytest.raises(KeyError), memory.resident():
         raise KeyError
     assert sizes([weight]) == {False}
@@ -92,7 +92,7 @@ def test_an_error_in_a_block_moves_the_part_away_again():
 
 def test_a_module_that_is_called_while_its_parameters_are_away_says_so():
     module = torch.nn.Linear(2, 2)
-    memory = ModelMemory(FrozenOffload(param_offload=True), module.parameters)
+    memory = OffloadedModel(FrozenOffload(param_offload=True), module.parameters)
     memory.guard(module)
     with memory.resident():
         module(torch.ones(2))

@@ -32,9 +32,9 @@ from trinity_workers.launch.explore import (
     NO_WAIT,
     ExplorerOptions,
     RunFailed,
+    RunWait,
     TrainerSilent,
     Unexplored,
-    Wait,
     run_explorer,
 )
 
@@ -205,7 +205,7 @@ async def test_an_explorer_of_an_interrupted_run_says_how_long_it_waited(trainer
         await trainer.close("interrupted")
     assert isinstance(outcome.result, Unexplored)
     assert outcome.result.reason == "interrupted"
-    assert outcome.result.waited == Wait(SHORT, "explorer.wait_for_run")
+    assert outcome.result.waited == RunWait(SHORT, "explorer.wait_for_run")
     assert "was not opened again within 0.2 s (explorer.wait_for_run)" in str(outcome.result)
 
 
@@ -217,7 +217,7 @@ async def test_an_explorer_of_a_failed_run_says_why_it_failed_and_how_long_it_wa
         await trainer.close("failed", "OSError: disk full")
     assert isinstance(outcome.error, RunFailed)
     assert (outcome.error.run_id, outcome.error.error) == (run_id, "OSError: disk full")
-    assert outcome.error.waited == Wait(SHORT, "explorer.wait_for_run")
+    assert outcome.error.waited == RunWait(SHORT, "explorer.wait_for_run")
     assert len(str(outcome.error).splitlines()) == 1
 
 
@@ -276,7 +276,7 @@ async def test_a_trainer_that_stays_silent_is_given_up_in_time(trainer, explore,
     assert outcome.log.text.count("starting over") >= 2
     assert isinstance(outcome.error, TrainerSilent)
     assert outcome.error.run_id == run_id
-    assert outcome.error.waited == Wait(3 * SHORT, "explorer.wait_for_run")
+    assert outcome.error.waited == RunWait(3 * SHORT, "explorer.wait_for_run")
     assert "weights of step 0" in str(outcome.error.silence)
     assert str(outcome.error).startswith(str(outcome.error.silence))
 

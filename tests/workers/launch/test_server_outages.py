@@ -19,7 +19,7 @@ from tests.support.pipeline import accept_reports, events_of, reducer_task, repo
 from tests.support.redis_servers import servers
 from tests.support.waits import PATIENCE
 from trinity_events import Synchronizer
-from trinity_events.cli.tail import _Asked, _tail
+from trinity_events.cli.tail import _tail, _TailOptions
 from trinity_events.errors import DeadlineExceeded, RunNotFound
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open_run
 from trinity_events.reducer.report_intake import ReportIntake
@@ -157,7 +157,7 @@ async def test_an_outage_of_the_server_does_not_end_the_training(server, log, pu
 
 
 async def test_a_log_is_followed_on_through_an_outage(server, log, publisher, capsys):
-    asked = _Asked(lines=5, follow=True, form="json")
+    asked = _TailOptions(lines=5, follow=True, form="json")
     async with beside(partial(_tail, server.url, RUN, Path(), asked)):
         said = ""
         for step in (1, 2):

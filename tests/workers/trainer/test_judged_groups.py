@@ -14,7 +14,7 @@ from tests.support.experiences import group
 from tests.support.rollout_parts import Parts, samples_of
 from tests.support.waits import PATIENCE
 from trinity_events.diagnostics.waits import NO_REPORTS
-from trinity_events.rollouts import Group
+from trinity_events.rollouts import AnswerGroup
 from trinity_schemas import RolloutsDispatched, decode_envelope
 from trinity_workers.algorithms.settings import AlgorithmConfig, FiltersConfig
 from trinity_workers.config.sections.rollouts import RolloutsConfig
@@ -28,7 +28,7 @@ DYNAMIC = FiltersConfig(zero_variance="resample")
 def sampled(rewards):
     tokens = [[7]] * len(rewards)
     samples = group([5], tokens, [[-1.0]] * len(rewards), rewards)
-    return Group(ordinal=0, attempt=1, experiences=samples, entry_ids=["1-0"])
+    return AnswerGroup(ordinal=0, attempt=1, experiences=samples, entry_ids=["1-0"])
 
 
 @pytest.mark.parametrize(

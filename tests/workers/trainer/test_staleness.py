@@ -9,7 +9,12 @@ pytest.importorskip("torch")
 
 from tests.support.rollout_parts import settings
 from trinity_events.core.ledger import Ledger
-from trinity_events.rollouts.dispatch_state import DispatchState, Due, Group, Versions
+from trinity_events.rollouts.dispatch_state import (
+    AnswerGroup,
+    DispatchState,
+    ReissueCandidate,
+    Versions,
+)
 from trinity_schemas import Experience, StepRef, Turn
 from trinity_workers.config.sections.rollouts import RolloutsConfig
 from trinity_workers.config.sections.sync import SyncConfig
@@ -34,7 +39,7 @@ def answered(ordinal, version):
         turns=turns,
         reward=0.0,
     )
-    return Group(ordinal=ordinal, attempt=1, experiences=[sample], entry_ids=[f"{ordinal}-0"])
+    return AnswerGroup(ordinal=ordinal, attempt=1, experiences=[sample], entry_ids=[f"{ordinal}-0"])
 
 
 class Simulated:
@@ -81,7 +86,7 @@ class Simulated:
         while True:
             for group in self.state.stale():
                 self.state.refuse(group.ordinal)
-                self.state.reissue(Due(group.ordinal, "stale"), self.newest)
+                self.state.reissue(ReissueCandidate(group.ordinal, "stale"), self.newest)
                 self.reissued += 1
             if (taken := self.state.take(PROMPTS)) is not None:
                 break

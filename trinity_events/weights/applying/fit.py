@@ -17,7 +17,7 @@ from ..slices import Shape
 from ..tensors import DTYPES, as_bytes, digest, is_plain
 from .copy_plan import PlannedSlice, plan_copies
 from .deltas import ModelDiffers, checked
-from .model_memory import ModelMemory, distinct
+from .model_memory import ModuleFingerprint, distinct
 
 
 class ByteCopies(NamedTuple):
@@ -75,7 +75,7 @@ class _KnownFit(NamedTuple):
     subset: bool
     selection: Selection | None
     copies: list[ByteCopies]
-    memory: ModelMemory
+    memory: ModuleFingerprint
     changed: list[int]
     """Targets of the copies, by their numbers in the memory."""
 
@@ -152,7 +152,7 @@ def _note(
             subset=_is_subset(version),
             selection=None if version.selection is None else dict(version.selection),
             copies=plan.copies,
-            memory=ModelMemory(module, tensors),
+            memory=ModuleFingerprint(module, tensors),
             changed=[numbers[id(tensor)] for tensor in plan.changed],
         )
 

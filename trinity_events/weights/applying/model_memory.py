@@ -18,7 +18,7 @@ _MEMBERS = attrgetter("_modules", "_parameters", "_buffers")
 _NOT_SAVED = attrgetter("_non_persistent_buffers_set")
 
 
-class ModelMemory:
+class ModuleFingerprint:
     """Submodules and tensors of a module, and the tensors' memory, as they were at one time.
 
     It keeps none of them alive: a module may free or replace its tensors.

@@ -22,7 +22,7 @@ from ..tensors import address, copy_bytes, is_plain
 from ..transports.base import PartRef, Take, Taker
 from .copy_plan import plan_copies
 from .copy_target import about_to_change, by_chunk, copy_targets
-from .model_memory import ModelMemory, distinct
+from .model_memory import ModuleFingerprint, distinct
 
 
 class _Copy(NamedTuple):
@@ -59,7 +59,7 @@ class SpeculativeLoad:
         self._layout: _Layout | None = None
         self._targets: dict[str, torch.Tensor] = {}
         """Keep the memory alive that is written to, in case the module replaces its tensors."""
-        self._memory: ModelMemory | None = None
+        self._memory: ModuleFingerprint | None = None
         self._plans: dict[int, dict[int, list[_Copy]]] = {}
         """Copies of each chunk, by rank."""
         self._fillings: dict[PartRef, _Filling] = {}
@@ -160,7 +160,7 @@ class SpeculativeLoad:
         if not _lie_alike(targets, self._targets):
             self._targets = {name: target.detach() for name, target in targets.items()}
             self._plans, self._fillings = {}, {}
-        self._memory = ModelMemory(module, distinct(targets.values()))
+        self._memory = ModuleFingerprint(module, distinct(targets.values()))
         return True
 
     def _plan(self, rank: int) -> dict[int, list[_Copy]]:

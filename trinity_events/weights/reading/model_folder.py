@@ -83,7 +83,7 @@ class _Tensor(Struct, frozen=True):
     data_offsets: tuple[int, int]
 
 
-class _File(NamedTuple):
+class _DigestedFile(NamedTuple):
     name: str
     data: memoryview
     digest: str
@@ -161,7 +161,7 @@ def pull_folder(
         )
 
 
-def _open_files(run_folder: Path, ready: StepReady, announced: str) -> list[_File]:
+def _open_files(run_folder: Path, ready: StepReady, announced: str) -> list[_DigestedFile]:
     """Map the version's files, from whichever of its places they are in."""
     places = [final_name(ready.step)]
     staged = staged_in(ready.path)
@@ -193,7 +193,7 @@ def _open_files(run_folder: Path, ready: StepReady, announced: str) -> list[_Fil
     )
 
 
-def _map_files(folder: OpenFolder, announced: str) -> list[_File] | None:
+def _map_files(folder: OpenFolder, announced: str) -> list[_DigestedFile] | None:
     """Map the files of weights; None unless the folder has the announced list of digests."""
     listed = folder.read(FILE_DIGESTS, _LONGEST_LIST)
     if listed is None or f"sha256:{hashlib.sha256(listed).hexdigest()}" != announced:
@@ -209,17 +209,17 @@ def _map_files(folder: OpenFolder, announced: str) -> list[_File] | None:
                 data = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) if size else b""
             finally:
                 os.close(descriptor)
-            files.append(_File(name, memoryview(data), f"{_ALGORITHM}{digested}"))
+            files.append(_DigestedFile(name, memoryview(data), f"{_ALGORITHM}{digested}"))
     return files
 
 
-def _tensors_of(file: _File) -> memoryview:
+def _tensors_of(file: _DigestedFile) -> memoryview:
     """Return the bytes after the header, whose length the file begins with."""
     length = int.from_bytes(file.data[:8], "little")
     return file.data[8 + length :]
 
 
-def _checked(file: _File, run_id: str, ready: StepReady, rank: int) -> WeightManifest:
+def _checked(file: _DigestedFile, run_id: str, ready: StepReady, rank: int) -> WeightManifest:
     """Verify a file, and return its tensors as the manifest of a part.
 
     Raises CorruptVersion if its bytes are not those announced, or contradict themselves.
@@ -243,7 +243,7 @@ def _checked(file: _File, run_id: str, ready: StepReady, rank: int) -> WeightMan
         ) from None
 
 
-def _entries(file: _File) -> Iterator[TensorEntry]:
+def _entries(file: _DigestedFile) -> Iterator[TensorEntry]:
     length = int.from_bytes(file.data[:8], "little")
     if not 0 < length <= min(LONGEST_HEADER, len(file.data) - 8):
         raise ValueError(f"its header is said to be of {length} bytes")

@@ -11,7 +11,7 @@ import typer
 from msgspec import inspect as types
 
 from .fields import Field, fields
-from .files import Reading, Setting, read_config
+from .files import Reading, SettingOverride, read_config
 from .train_config import TrainConfig
 
 FILE = Path(__file__).with_name("demo.toml")
@@ -48,7 +48,7 @@ def overlaid(given: dict[str, Any]) -> tuple[Reading, dict[str, Any]]:
     """Lay options over the shipped file; returns the configuration and all other options."""
     rest = dict(given)
     settings = [
-        Setting(path, value, option)
+        SettingOverride(path, value, option)
         for option, path in OPTIONS.items()
         if (value := rest.pop(_identifier(option))) is not None
     ]

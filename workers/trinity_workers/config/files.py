@@ -56,7 +56,7 @@ FIELD_ALIASES = {
 """Names that Trinity-RFT has for fields, and our names."""
 
 
-class Setting(Struct, frozen=True):
+class SettingOverride(Struct, frozen=True):
     """Value that is laid over the file's."""
 
     path: str
@@ -84,7 +84,7 @@ class Reading(Struct):
 
 def read_config(
     path: Path,
-    settings: Iterable[Setting] = (),
+    settings: Iterable[SettingOverride] = (),
     *,
     named: Callable[[str], str] | None = None,
 ) -> Reading:
@@ -105,14 +105,14 @@ def read_config(
     return reading.finished(named or (lambda name: name), "" if named else f"{path}: ")
 
 
-def typed_setting(text: str) -> Setting:
+def typed_setting(text: str) -> SettingOverride:
     """Parse ``section.field=value`` from the command line. Raises BadSettings."""
     path, equals, value = text.partition("=")
     if not equals or not path:
         raise BadSettings(
             f"--set {text} is no setting: write section.field=value, such as --set sync.interval=2"
         )
-    return Setting(path, _scalar(value), f"--set {text}", value)
+    return SettingOverride(path, _scalar(value), f"--set {text}", value)
 
 
 def to_yaml(config: TrainConfig) -> str:
@@ -184,7 +184,7 @@ class _Reader:
                 for field_name, value in (section or {}).items():
                     self._take(f"{path}.{name}.{field_name}", value, origin, base)
 
-    def overlay(self, setting: Setting) -> None:
+    def overlay(self, setting: SettingOverride) -> None:
         """Take a value of the command line."""
         value = setting.value
         if setting.path in collections() and isinstance(value, Mapping):

@@ -17,7 +17,7 @@ class ConversionRefused(TrinityError):
     """Raised if there is no source to convert, or the target exists."""
 
 
-class Source(NamedTuple):
+class ConversionSource(NamedTuple):
     """Folder to convert, and its form."""
 
     folder: Path
@@ -27,7 +27,7 @@ class Source(NamedTuple):
     if it is of a run that trains them."""
 
 
-def source_of(source: Path, target: Path) -> Source:
+def source_of(source: Path, target: Path) -> ConversionSource:
     """Return the folder to convert: the source, or the model's folder in a checkpoint of a step.
 
     Raises ConversionRefused if it is of no known form, or the target exists.
@@ -39,9 +39,9 @@ def source_of(source: Path, target: Path) -> Source:
     inner, described = MODEL_FOLDER
     folder = source / inner if (source / inner).is_dir() else source
     if any((place / ADAPTER_CONFIG).is_file() for place in (folder, folder / described)):
-        return Source(folder, "adapters")
+        return ConversionSource(folder, "adapters")
     if (folder / "config.json").is_file():
-        return Source(folder, "huggingface")
+        return ConversionSource(folder, "huggingface")
     form: SourceForm | None = None
     if (folder / described / FILE_DIGESTS).is_file():
         form = "exported"
@@ -59,4 +59,4 @@ def source_of(source: Path, target: Path) -> Source:
             f"{folder} lacks huggingface/config.json, which says what its weights are of: "
             "copy the model's there"
         )
-    return Source(folder, form)
+    return ConversionSource(folder, form)

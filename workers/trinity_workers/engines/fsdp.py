@@ -40,7 +40,7 @@ from .buffers import all_buffer_names, saved_buffers
 from .fsdp_options import FSDPOptions
 from .learning_rate import LearningRate, apply_learning_rate, learning_rate_of
 from .model_folder import FolderReader, has_weights
-from .model_memory import ALL, ModelMemory, Part, holding, optimizer_tensors
+from .model_memory import ALL, OffloadedModel, Part, holding, optimizer_tensors
 from .offload import FrozenOffload, Offload
 from .random_states import random_states, set_random_states
 from .reshard import (
@@ -124,7 +124,7 @@ class FSDPEngine:
         )
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rate.share)
         self.weight_changes = WeightChanges(self.module, self.optimizer)
-        self._memory = ModelMemory(
+        self._memory = OffloadedModel(
             offload,
             lambda: _settled_parameters(self.module),
             self._drop_gradients,
@@ -365,7 +365,7 @@ def frozen_policy(
     # A model of another kind may have other layers than the policy, which was checked.
     replace(options, recompute=False, packing=options.packing and load is None).prepare(model)
     module = _shard(model, device, getattr(torch, dtype), options).eval()
-    memory = ModelMemory(offload, lambda: _settled_parameters(module))
+    memory = OffloadedModel(offload, lambda: _settled_parameters(module))
     memory.guard(module)
     module.resident = memory.resident
     return module

@@ -145,7 +145,7 @@ class WeightsWriter:
     def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
         self._folder = folder
         self._shard_bytes = shard_bytes
-        self._file: _File | None = None
+        self._file: _SafetensorsWriter | None = None
         self._files: list[list[str]] = []
         """Names of the tensors in each file."""
         self.nbytes = 0
@@ -186,7 +186,7 @@ class WeightsWriter:
         if self._file is not None:
             self._file.finish()
         self._files.append([])
-        self._file = _File(self._partial(len(self._files) - 1).open("wb"))
+        self._file = _SafetensorsWriter(self._partial(len(self._files) - 1).open("wb"))
 
     def _finish(self) -> None:
         if self._file is None:  # a model without tensors has a file too
@@ -210,7 +210,7 @@ class WeightsWriter:
         return self._folder / f".weights-{number}.tmp"
 
 
-class _File:
+class _SafetensorsWriter:
     """One safetensors file: room for its header, then the tensors one after the other."""
 
     def __init__(self, file: BinaryIO) -> None:

@@ -48,7 +48,7 @@ def holding(
     return decorate
 
 
-class ModelMemory:
+class OffloadedModel:
     """Parts of a model, each of which is on its device while a block asks for it.
 
     Outside of all such blocks a part is away, if ``offload`` says so. One thread uses it at a time.

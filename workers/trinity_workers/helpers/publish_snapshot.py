@@ -17,7 +17,7 @@ from .publish_shards import write_shards
 from .publishing import ModelWeights
 
 
-class _Snapshot(NamedTuple):
+class _StagedShards(NamedTuple):
     """Copied shards of a rank, and the part that they are sent as."""
 
     part: Publication
@@ -86,7 +86,7 @@ class PublishSnapshot:
                 part.fail(error)
         self._step = global_step
         stall = time.monotonic() - began
-        sent = _Snapshot(part, local_shards, weights.buffers)
+        sent = _StagedShards(part, local_shards, weights.buffers)
         self._sending = self._thread.submit(self._send, sent, began, stall, logger)
 
     def _wait_for_previous(self, synchronizer: Synchronizer) -> None:
@@ -117,7 +117,7 @@ class PublishSnapshot:
         finally:
             self._thread.shutdown(wait=False)
 
-    def _send(self, snapshot: _Snapshot, began: float, stall: float, logger: Logger) -> None:
+    def _send(self, snapshot: _StagedShards, began: float, stall: float, logger: Logger) -> None:
         part = snapshot.part
         with part:
             if self._staging.settle():  # a GPU trains on meanwhile only as far as it may

@@ -50,7 +50,7 @@ class Node(Struct, frozen=True):
         return self.host if self.host == self.address else f"{self.host} ({self.address})"
 
 
-class Room:
+class Placement:
     """Places of a run's processes in a Ray cluster.
 
     Args:
@@ -112,7 +112,7 @@ class Room:
 @asynccontextmanager
 async def room_for(
     needs: Needs, address: str | None, *, deadline: float, say: Say
-) -> AsyncIterator[Room]:
+) -> AsyncIterator[Placement]:
     """Join the Ray cluster at the address for the block, or start one, and reserve room in it.
 
     A cluster that was joined goes on when the block ends, without the run's processes.
@@ -130,10 +130,10 @@ async def room_for(
     cluster = local_ray(math.ceil(needs.cpus)) if address is None else _joined(address)
     async with cluster:
         group = await _reserved(needs, address, deadline, say)
-        yield Room(group, needs, joined=address is not None)
+        yield Placement(group, needs, joined=address is not None)
 
 
-def check_shared_memory(room: Room) -> None:
+def check_shared_memory(room: Placement) -> None:
     """Raise SharedMemoryUnusable if the run's places are on several hosts."""
     hosts = sorted({node.host for node in room.nodes()})
     if len(hosts) > 1:

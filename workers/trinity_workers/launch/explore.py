@@ -44,7 +44,7 @@ class ExplorerOptions(Struct, frozen=True, kw_only=True):
     """Configuration that the explorer's side gives; without it, all is read from the log."""
 
 
-class Wait(NamedTuple):
+class RunWait(NamedTuple):
     """Wait for a run to be opened, and the option or setting that bounds it."""
 
     seconds: float
@@ -57,7 +57,7 @@ class Wait(NamedTuple):
         return f", and the run was not opened again within {self.seconds:g} s ({self.setting})"
 
 
-NO_WAIT = Wait(0.0, "")
+NO_WAIT = RunWait(0.0, "")
 
 
 class Unexplored(Struct, frozen=True, kw_only=True):
@@ -65,7 +65,7 @@ class Unexplored(Struct, frozen=True, kw_only=True):
 
     run_id: str
     reason: Literal["finished", "interrupted"]
-    waited: Wait
+    waited: RunWait
 
     def __str__(self) -> str:
         """Return the sentence for the user."""
@@ -82,7 +82,7 @@ class RunFailed(TrinityError):
         waited: Wait for a newer epoch.
     """
 
-    def __init__(self, run_id: str, error: str | None, waited: Wait) -> None:
+    def __init__(self, run_id: str, error: str | None, waited: RunWait) -> None:
         super().__init__(f"run {run_id} failed: {error}{waited}")
         self.run_id = run_id
         self.error = error
@@ -98,7 +98,7 @@ class TrainerSilent(DeadlineExceeded):
         waited: Wait for the trainer after that, or for a newer epoch.
     """
 
-    def __init__(self, run_id: str, silence: DeadlineExceeded, waited: Wait) -> None:
+    def __init__(self, run_id: str, silence: DeadlineExceeded, waited: RunWait) -> None:
         super().__init__(f"{silence}{waited}")
         self.run_id = run_id
         self.silence = silence
@@ -138,12 +138,12 @@ async def run_explorer(options: ExplorerOptions) -> ExplorationResult | Unexplor
         run = await exits.enter_async_context(followed_run(options.run_id, redis_url))
         epochs = EpochFollower(run)
         await exits.enter_async_context(epochs.listening())
-        place = _Place(options, client, redis_url, weights_url, folder, run)
+        place = _ExplorerPlace(options, client, redis_url, weights_url, folder, run)
         return await _explore_epochs(place, epochs)
     raise AssertionError("unreachable")
 
 
-class _Place(NamedTuple):
+class _ExplorerPlace(NamedTuple):
     """Servers and folder of an explorer, and the follower of its run."""
 
     options: ExplorerOptions
@@ -164,9 +164,11 @@ class _Place(NamedTuple):
         )
 
 
-async def _explore_epochs(place: _Place, epochs: EpochFollower) -> ExplorationResult | Unexplored:
+async def _explore_epochs(
+    place: _ExplorerPlace, epochs: EpochFollower
+) -> ExplorationResult | Unexplored:
     """Explore one epoch after the other, until one comes to its end or none follows in time."""
-    run_id, first_wait = place.options.run_id, Wait(place.options.wait, "--wait")
+    run_id, first_wait = place.options.run_id, RunWait(place.options.wait, "--wait")
     wait, silence = first_wait, None
     while True:
         opening = await epochs.opened(wait.seconds)
@@ -214,21 +216,21 @@ class _Silence(NamedTuple):
     """Moment at which the trainer is given up, by the event loop's clock."""
 
     @classmethod
-    def extend(cls, silence: Self | None, error: DeadlineExceeded, wait: Wait) -> Self:
+    def extend(cls, silence: Self | None, error: DeadlineExceeded, wait: RunWait) -> Self:
         """Return the silence that an error begins, or goes on with."""
         until = anyio.current_time() + wait.seconds if silence is None else silence.until
         return cls(error, until)
 
 
-def _get_end(run_id: str, closed: EpochClosed, waited: Wait) -> Unexplored:
+def _get_end(run_id: str, closed: EpochClosed, waited: RunWait) -> Unexplored:
     """Return the end of a run without a result. Raises RunFailed if the run failed."""
     if closed.reason == "failed":
         raise RunFailed(run_id, closed.error, waited)
     return Unexplored(run_id=run_id, reason=closed.reason, waited=waited)
 
 
-def _wait_for_run(config: RunConfig) -> Wait:
-    return Wait(config.explorer.wait_for_run, "explorer.wait_for_run")
+def _wait_for_run(config: RunConfig) -> RunWait:
+    return RunWait(config.explorer.wait_for_run, "explorer.wait_for_run")
 
 
 def _format_reason(reason: str) -> str:

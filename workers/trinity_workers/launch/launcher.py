@@ -55,7 +55,7 @@ from ..runtime.health import beating
 from ..trainer import Trainer, TrainingResult
 from ..worker_group.placement import Needs, with_reserved_cpus
 from .actors import Actors, in_words
-from .cluster import Room, check_shared_memory, room_for
+from .cluster import Placement, check_shared_memory, room_for
 from .failed_saves import FailedSaves
 from .lifecycle import closing, interruptible
 from .mirror import mirrored
@@ -371,7 +371,7 @@ def newest_checkpoint(state: MonitorState, config: RunConfig) -> NewestCheckpoin
 @asynccontextmanager
 async def _room(
     config: RunConfig, explorers: int, address: str | None, view: ProgressView
-) -> AsyncIterator[Room]:
+) -> AsyncIterator[Placement]:
     """Reserve room for the run; a cluster that is joined is checked for what the run shares."""
     needs = Needs.of(config, explorers=explorers)
     deadline = config.sync.timeout
@@ -384,7 +384,7 @@ async def _room(
         yield room
 
 
-async def _work(job: _Job, explorers_here: int, room: Room) -> None:
+async def _work(job: _Job, explorers_here: int, room: Placement) -> None:
     """Make the model, train and explore; keep the results in the job."""
     config = job.config
     # Actors first: their processes start, and import torch, while the model is made.

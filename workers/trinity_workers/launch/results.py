@@ -13,7 +13,7 @@ from msgspec import Struct
 Outcome = Literal["finished", "failed", "interrupted"]
 
 
-class Failure(Struct, frozen=True, kw_only=True):
+class RunFailure(Struct, frozen=True, kw_only=True):
     """A run that did not finish, and of which there is no summary."""
 
     run_id: str

@@ -19,7 +19,7 @@ from trinity_events.checkpoint_layout import (
 )
 from trinity_events.client.checkpoint_lease import hold_checkpoint
 from trinity_events.core import MonitorState
-from trinity_events.core.lineage import Span, lineage_of, stands
+from trinity_events.core.lineage import EpochSpan, lineage_of, stands
 from trinity_events.core.saved_ledgers import LedgerDifference, find_ledger_difference
 from trinity_events.errors import CheckpointHeld, DeadlineExceeded, TrinityError
 from trinity_events.log import RedisEventLog, Stream
@@ -338,7 +338,7 @@ def _checkpoints_on_disk(state: MonitorState, folder: Path) -> dict[int, StepRef
     }
 
 
-def _ends_after(span: Span, step: int) -> bool:
+def _ends_after(span: EpochSpan, step: int) -> bool:
     return span.last is None or step <= span.last
 
 

@@ -21,7 +21,7 @@ from trinity_events.errors import TrinityError
 from trinity_events.server import LOG_SERVER, WEIGHTS_SERVER, connect_sync
 
 from ..config.train_config import RunConfig
-from .cluster import Node, Room
+from .cluster import Node, Placement
 
 DEADLINE = 120.0
 """Seconds in which every node answers; one that has run nothing yet starts a process first."""
@@ -75,7 +75,7 @@ def answer(probe: Probe) -> str | None:
     return None
 
 
-async def check_shared_storage(room: Room, config: RunConfig) -> None:
+async def check_shared_storage(room: Placement, config: RunConfig) -> None:
     """Check from every node on which the run has a place.
 
     Raises:
@@ -110,7 +110,7 @@ async def check_shared_storage(room: Room, config: RunConfig) -> None:
         await anyio.to_thread.run_sync(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
-def _asked(room: Room, place: int, probe: Probe) -> Awaitable[str | None]:
+def _asked(room: Placement, place: int, probe: Probe) -> Awaitable[str | None]:
     import ray
 
     task: Any = ray.remote(answer).options(**room.beside(place))

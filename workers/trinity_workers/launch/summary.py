@@ -52,7 +52,7 @@ class Ending(Struct, frozen=True, kw_only=True):
     """Command that goes on with a run that did not finish."""
 
 
-class EvaluatedSet(Struct, frozen=True, kw_only=True):
+class EvaluationResults(Struct, frozen=True, kw_only=True):
     """First and last results of a set of held-out questions."""
 
     first_step: int
@@ -68,14 +68,14 @@ class EvaluatedSet(Struct, frozen=True, kw_only=True):
 class LoggedEvaluations(Struct):
     """Evaluations, as far as the log tells them."""
 
-    sets: dict[str, EvaluatedSet] = field(default_factory=dict)
+    sets: dict[str, EvaluationResults] = field(default_factory=dict)
 
     def add(self, envelope: Envelope) -> None:
         """Add an evaluation that ended."""
         event = envelope.event
         if isinstance(event, EvaluationFinished):
             known, step = self.sets.get(event.name), event.version.step
-            self.sets[event.name] = EvaluatedSet(
+            self.sets[event.name] = EvaluationResults(
                 first_step=known.first_step if known and known.first else step,
                 first=known.first if known and known.first else event.metrics,
                 last_step=step,
@@ -85,7 +85,7 @@ class LoggedEvaluations(Struct):
             )
         elif isinstance(event, EvaluationFailed):
             step = event.version.step
-            known = self.sets.get(event.name) or EvaluatedSet(
+            known = self.sets.get(event.name) or EvaluationResults(
                 first_step=step, first={}, last_step=step, last={}, finished=0
             )
             self.sets[event.name] = structs.replace(known, failed=known.failed + 1)
@@ -120,7 +120,7 @@ class DemoSummary(Struct, frozen=True, kw_only=True):
     reward_last_third: float
     score_first_third: float
     score_last_third: float
-    evaluations: dict[str, EvaluatedSet]
+    evaluations: dict[str, EvaluationResults]
     """First and last results by set of held-out questions."""
     staleness_mean: float
     training_seconds: float | None
@@ -268,7 +268,7 @@ def _weight_rows(summary: DemoSummary) -> list[tuple[str, str]]:
     ]
 
 
-def _evaluated(one: EvaluatedSet) -> str:
+def _evaluated(one: EvaluationResults) -> str:
     """Return the first and the last mean reward of a set, with their intervals."""
     failed = f"{one.failed} failed" if one.failed else ""
     if not one.finished:

@@ -21,7 +21,7 @@ from .base import (
 from .http_calls import UNDECODABLE, HttpCalls
 
 
-class _Asked(Struct, frozen=True, kw_only=True):
+class _RewardRequest(Struct, frozen=True, kw_only=True):
     question: Question
     answers: list[Answer]
 
@@ -59,7 +59,7 @@ class ServiceRewards:
                     faults[index] = RewardFault(sentence=sentence, error_type=NO_REWARD)
             return collect_rewards(judged, faults)
 
-        asked = _Asked(question=question, answers=list(answers))
+        asked = _RewardRequest(question=question, answers=list(answers))
         return await self._http.post(self._url, asked, read)
 
     def _values(self, reply: bytes, count: int) -> list[Any]:

@@ -42,7 +42,7 @@ from .base import (
 from .gate import Gate
 from .loading import applies_adapters, updates_amid_turns
 from .sampling import NoisySampler, turn_key
-from .turns import Turn, turn_limit
+from .turns import OpenTurn, turn_limit
 
 
 class HuggingFaceOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -232,14 +232,16 @@ class HuggingFaceEngine:
     def _generate_batch(
         self, requests: Sequence[GenerationRequest], cancelled: threading.Event
     ) -> list[Generation]:
-        turns = [Turn(request, turn_limit(request, self.context_length)) for request in requests]
+        turns = [
+            OpenTurn(request, turn_limit(request, self.context_length)) for request in requests
+        ]
         unfinished = turns
         while unfinished and not cancelled.is_set():
             self._continue(unfinished, cancelled)
             unfinished = [turn for turn in turns if not turn.is_over]
         return [turn.generation() for turn in turns]
 
-    def _continue(self, turns: Sequence[Turn], cancelled: threading.Event) -> None:
+    def _continue(self, turns: Sequence[OpenTurn], cancelled: threading.Event) -> None:
         """Generate with one key-value cache, to the end of all turns or of the cache.
 
         The turns have the same number of tokens so far.
@@ -260,7 +262,7 @@ class HuggingFaceEngine:
         mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
         device = self._model.device
         limits = [turn.limit - len(turn.tokens) for turn in turns]
-        choice = _Choice(
+        choice = _TokenSampler(
             [turn.request for turn in turns], len(turns[0].tokens), device, self._version
         )
         configure: Any = GenerationConfig
@@ -283,7 +285,7 @@ class HuggingFaceEngine:
         return self.serves
 
 
-class _Choice(LogitsProcessor):
+class _TokenSampler(LogitsProcessor):
     """Chooses each next token, and keeps its log-probability and the version that sampled it.
 
     Args:

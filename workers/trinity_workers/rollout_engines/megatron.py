@@ -25,7 +25,7 @@ from ..runtime.collectives import gather_bytes, raise_together
 from .base import Generation, GenerationRequest, NotServing, RolloutEngineError
 from .gate import Gate
 from .sampling import NoisySampler, turn_key
-from .turns import Turn, turn_limit
+from .turns import OpenTurn, turn_limit
 
 
 class MegatronRolloutEngine:
@@ -95,7 +95,7 @@ class MegatronRolloutEngine:
             dict.fromkeys(payload for theirs in requests_by_rank for payload in theirs)
         )
         turns = [
-            Turn(request, turn_limit(request, self.context_length))
+            OpenTurn(request, turn_limit(request, self.context_length))
             for request in (
                 msgspec.msgpack.decode(payload, type=GenerationRequest) for payload in everyones
             )
@@ -158,10 +158,10 @@ class MegatronRolloutEngine:
 
     # --- one replica -----------------------------------------------------------------------
 
-    def _generate(self, turns: Sequence[Turn]) -> None:
+    def _generate(self, turns: Sequence[OpenTurn]) -> None:
         """Generate turns in batches of prompts of one length: without padding, without a mask."""
 
-        def batch(turn: Turn) -> tuple[int, ...]:
+        def batch(turn: OpenTurn) -> tuple[int, ...]:
             request = turn.request
             own = (request.ordinal, request.turn) if self.deterministic else ()
             return (len(request.tokens), *own)
@@ -170,7 +170,7 @@ class MegatronRolloutEngine:
             while members := list(islice(alike, self._max_batch)):
                 self._generate_batch(members)
 
-    def _generate_batch(self, turns: Sequence[Turn]) -> None:
+    def _generate_batch(self, turns: Sequence[OpenTurn]) -> None:
         from megatron.core.inference.contexts import StaticInferenceContext
 
         version = self._version()

@@ -12,7 +12,7 @@ from .base import Generation, GenerationRequest, RolloutEngineError
 
 
 @dataclass(slots=True)
-class Turn:
+class OpenTurn:
     """Turn of a request while it is generated."""
 
     request: GenerationRequest

@@ -24,7 +24,7 @@ from trinity_events.diagnostics.stacks import write_stacks_when_asked
 from trinity_events.errors import DeadlineExceeded
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer
 from trinity_events.replay import current_state
-from trinity_events.rollouts import AnswerLimits, DispatchSettings, Group, RolloutDispatcher
+from trinity_events.rollouts import AnswerGroup, AnswerLimits, DispatchSettings, RolloutDispatcher
 from trinity_events.server import connect
 from trinity_events.subscriptions import subscribe
 from trinity_events.system.error_text import ungrouped
@@ -236,7 +236,7 @@ class Trainer:
             self._add_published()
             await self._evaluator.publishing(self.train_step_num)
 
-    async def _take(self, step: int) -> list[Group]:
+    async def _take(self, step: int) -> list[AnswerGroup]:
         """Return the groups of a step; explorers that ask for weights get them meanwhile.
 
         Raises:
@@ -294,7 +294,7 @@ class Trainer:
             "mixed_versions": sum(map(has_mixed_versions, samples)) / len(samples),
         }
 
-    async def _report_trained(self, groups: Sequence[Group]) -> None:
+    async def _report_trained(self, groups: Sequence[AnswerGroup]) -> None:
         """Publish the fates of the groups that the last step was taken on."""
         before = self.train_step_num - 1
         staleness = Counter(

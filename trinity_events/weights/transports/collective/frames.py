@@ -21,7 +21,7 @@ MOST_BYTES = 256 << 20
 _SLOTS = 2
 
 
-class Frame(IntEnum):
+class FrameKind(IntEnum):
     """Kind of the next frame."""
 
     CHUNK = 1
@@ -58,9 +58,9 @@ class FrameSender:
         """Begin to send the first ``nbytes`` of the bucket."""
         slot = self._slots[self._next]
         self._next = (self._next + 1) % _SLOTS
-        self._begin(slot, Frame.CHUNK, slot.host[:nbytes])
+        self._begin(slot, FrameKind.CHUNK, slot.host[:nbytes])
 
-    def finish(self, frame: Frame, body: bytes = b"") -> None:
+    def finish(self, frame: FrameKind, body: bytes = b"") -> None:
         """Send all pending frames and a last one, and wait until they are sent."""
         for slot in self._slots:
             self._settle(slot)
@@ -69,7 +69,7 @@ class FrameSender:
         self._begin(last, frame, data)
         self._settle(last)
 
-    def _begin(self, slot: _Slot, frame: Frame, data: torch.Tensor | None) -> None:
+    def _begin(self, slot: _Slot, frame: FrameKind, data: torch.Tensor | None) -> None:
         nbytes = 0 if data is None else data.numel()
         words = torch.tensor([frame, nbytes], dtype=torch.int64, device=self._group.device)
         slot.tensors.append(words)
@@ -93,15 +93,15 @@ class FrameReceiver:
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
 
-    def next(self) -> tuple[Frame, int]:
+    def next(self) -> tuple[FrameKind, int]:
         """Return kind and size of the next frame. Raises GroupBroken for an invalid frame."""
         words = torch.empty(2, dtype=torch.int64, device=self._group.device)
         self._group.wait(self._group.broadcast(words))
         kind, nbytes = words.tolist()
-        most = MAX_MANIFEST_BYTES if kind == Frame.SEAL else MOST_BYTES
-        if kind not in set(Frame) or not 0 <= nbytes <= most:
+        most = MAX_MANIFEST_BYTES if kind == FrameKind.SEAL else MOST_BYTES
+        if kind not in set(FrameKind) or not 0 <= nbytes <= most:
             raise GroupBroken(f"a frame of kind {kind} and {nbytes} bytes came, which is invalid")
-        return Frame(kind), nbytes
+        return FrameKind(kind), nbytes
 
     def take(self, into: torch.Tensor) -> None:
         """Receive a frame's bytes into uint8 [bytes] on the CPU."""

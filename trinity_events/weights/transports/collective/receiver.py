@@ -13,7 +13,7 @@ from ....errors import GroupBroken
 from ....log.position import ORIGIN
 from ....log.retry import CONNECTION_ERRORS, backoff_delays, is_transient
 from ..base import PartRef
-from .frames import Frame, FrameReceiver
+from .frames import FrameKind, FrameReceiver
 from .groups import ProcessGroup, current_gpu, gpu_identity, open_store
 from .messages import (
     Ack,
@@ -172,9 +172,9 @@ class GroupReceiver:
             receiver = FrameReceiver(self._group)
             while True:
                 frame, nbytes = receiver.next()
-                if frame is Frame.CHUNK:
+                if frame is FrameKind.CHUNK:
                     receiver.take(buffer.extend(nbytes))
-                elif frame is Frame.SEAL:
+                elif frame is FrameKind.SEAL:
                     manifest = bytearray(nbytes)
                     if nbytes:
                         receiver.take(_tensor(manifest))

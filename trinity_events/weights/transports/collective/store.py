@@ -13,7 +13,7 @@ from ....diagnostics.waits import NO_REPORTS, WaitReporter
 from ....errors import GroupBroken
 from ..base import Check, PartRef
 from ..chunk_slices import check_chunks, cut_chunks
-from .frames import Frame, FrameSender
+from .frames import FrameKind, FrameSender
 from .receiver import GroupReceiver
 from .rendezvous import Rendezvous, WeightSyncInfo, own_address
 from .sender import GroupSender
@@ -184,7 +184,7 @@ class CollectiveSink:
     def seal(self, manifest: bytes, base: PartRef | None = None) -> None:
         """Send the manifest, and wait until every explorer has the whole part."""
         with self._sending() as sender:
-            sender.finish(Frame.SEAL, manifest)
+            sender.finish(FrameKind.SEAL, manifest)
             self._trainer.confirm()
         self._sender = None
 
@@ -192,7 +192,7 @@ class CollectiveSink:
         """Tell the explorers that the part will not come; a sealed part stays theirs."""
         if self._sender is not None:
             with suppress(GroupBroken), self._sending() as sender:
-                sender.finish(Frame.ABORT)
+                sender.finish(FrameKind.ABORT)
             self._sender = None
 
     @contextmanager

@@ -8,7 +8,7 @@ import torch
 
 from trinity_schemas import ALIGNMENT
 
-from .memory import Block, DeviceMemory
+from .memory import DeviceBlock, DeviceMemory
 
 _LEAST = 16 << 20
 
@@ -19,9 +19,9 @@ class BlockPool:
     def __init__(self, memory: DeviceMemory, expected: Sequence[int] = ()) -> None:
         self._memory = memory
         self._expected = expected
-        self._blocks: list[Block] = []
+        self._blocks: list[DeviceBlock] = []
 
-    def block(self, number: int, nbytes: int) -> Block:
+    def block(self, number: int, nbytes: int) -> DeviceBlock:
         """Return block ``number`` with space for ``nbytes``; create it if it is the next one.
 
         It may be another block than before, with the part's present bytes copied into it.
@@ -46,7 +46,7 @@ class BlockPool:
         while len(self._blocks) > blocks:
             self._memory.free(self._blocks.pop())
 
-    def _allocated(self, nbytes: int) -> Block:
+    def _allocated(self, nbytes: int) -> DeviceBlock:
         # a tensor made in inference mode cannot be written outside of it
         with torch.inference_mode(False):
             return self._memory.allocate(nbytes + -nbytes % ALIGNMENT)

@@ -22,22 +22,22 @@ class LentBlock(Struct, frozen=True, array_like=True, gc=False):
     nbytes: Annotated[int, Meta(gt=0, le=2**62)]
 
 
-class Layout(Struct, frozen=True):
+class PartBlocks(Struct, frozen=True):
     """Consecutive blocks of the part; no tensor and no chunk spans two of them."""
 
     device: Annotated[str, Meta(max_length=256)]
     blocks: Annotated[tuple[LentBlock, ...], Meta(max_length=_MOST_BLOCKS)]
 
 
-_layouts = msgspec.msgpack.Decoder(Layout)
+_layouts = msgspec.msgpack.Decoder(PartBlocks)
 
 
-def encoded(layout: Layout) -> bytes:
+def encoded(layout: PartBlocks) -> bytes:
     """Encode the layout for the file."""
     return msgspec.msgpack.encode(layout)
 
 
-def decoded(data: memoryview, part: PartRef) -> Layout:
+def decoded(data: memoryview, part: PartRef) -> PartBlocks:
     """Decode a layout. Raises CorruptVersion if the data is not one."""
     try:
         return _layouts.decode(data)

@@ -21,7 +21,7 @@ from ...copy_streams import CopyStream, copy_stream_of
 _LENT_AT_ONCE = 2 << 20
 
 
-class Block(NamedTuple):
+class DeviceBlock(NamedTuple):
     """Allocation of this process, or a mapped one of another process."""
 
     tensor: torch.Tensor
@@ -47,19 +47,19 @@ class DeviceMemory(Protocol):
         """Choose the device of a tensor that will be copied here, if no device is chosen yet."""
         ...
 
-    def allocate(self, nbytes: int) -> Block:
+    def allocate(self, nbytes: int) -> DeviceBlock:
         """Allocate memory to export. Raises GpuUnusable if there is too little."""
         ...
 
-    def free(self, block: Block) -> None:
+    def free(self, block: DeviceBlock) -> None:
         """Free an allocation of this process that no process has mapped."""
         ...
 
-    def borrow(self, device: str, handle: bytes, nbytes: int) -> Block:
+    def borrow(self, device: str, handle: bytes, nbytes: int) -> DeviceBlock:
         """Map another process's memory. Raises VersionUnavailable if this process cannot."""
         ...
 
-    def let_go(self, block: Block) -> None:
+    def let_go(self, block: DeviceBlock) -> None:
         """Unmap another process's memory."""
         ...
 
@@ -95,7 +95,7 @@ class CudaMemory:
         if self._index is None and tensor.is_cuda:
             self._index = tensor.device.index
 
-    def allocate(self, nbytes: int) -> Block:
+    def allocate(self, nbytes: int) -> DeviceBlock:
         """Allocate memory; if there is too little, first empty torch's cache.
 
         Raises GpuUnusable if there is too little.
@@ -128,18 +128,18 @@ class CudaMemory:
                     f"the GPU's memory cannot be exported to other processes ({why}): publish "
                     "with --weights shm"
                 )
-        block = Block(_tensor(pointer, nbytes, index), bytes(handle.reserved))
+        block = DeviceBlock(_tensor(pointer, nbytes, index), bytes(handle.reserved))
         _lent[block.handle] = block
         return block
 
-    def free(self, block: Block) -> None:
+    def free(self, block: DeviceBlock) -> None:
         """Free an allocation."""
         del _lent[block.handle]
         with torch.cuda.device(block.tensor.device):
             if _runtime().cudaFree(ctypes.c_void_p(block.tensor.data_ptr())):
                 _runtime().cudaGetLastError()
 
-    def borrow(self, device: str, handle: bytes, nbytes: int) -> Block:
+    def borrow(self, device: str, handle: bytes, nbytes: int) -> DeviceBlock:
         """Map another process's memory.
 
         Raises VersionUnavailable if this process does not see that GPU, or the owner is gone.
@@ -160,9 +160,9 @@ class CudaMemory:
                 f"the memory of GPU {device} that contains it cannot be mapped here "
                 f"({_words(code)}): its publisher ended, or is in another container"
             )
-        return Block(_tensor(pointer, nbytes, index), handle)
+        return DeviceBlock(_tensor(pointer, nbytes, index), handle)
 
-    def let_go(self, block: Block) -> None:
+    def let_go(self, block: DeviceBlock) -> None:
         """Unmap a block, once all queued reads of it are done."""
         if block.handle in _lent:
             return
@@ -177,7 +177,7 @@ class CudaMemory:
         return self._index
 
 
-_lent: dict[bytes, Block] = {}
+_lent: dict[bytes, DeviceBlock] = {}
 """Allocations of this process, by handle."""
 
 

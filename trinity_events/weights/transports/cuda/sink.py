@@ -14,8 +14,8 @@ from ...tensors import flat_bytes
 from ..base import PartRef
 from ..shared_memory.store import SharedMemorySink
 from .block_pool import BlockPool
-from .layout import Layout, LentBlock, encoded
-from .memory import Block, DeviceMemory
+from .layout import LentBlock, PartBlocks, encoded
+from .memory import DeviceBlock, DeviceMemory
 
 BLOCK_BYTES = 1 << 30
 """Maximum bytes of a part in one block, unless one tensor is larger.
@@ -53,7 +53,7 @@ class CudaSink:
         self._memory = memory
         self._file = file
         self._chunk_bytes = chunk_bytes
-        self._blocks: list[Block] = []
+        self._blocks: list[DeviceBlock] = []
         """Blocks that contain bytes of the part."""
         self._begin = self._filled = 0
         """Offset in the part of the last block, and the bytes filled in it."""
@@ -102,7 +102,7 @@ class CudaSink:
             device = self._memory.device
         lent = zip(self._blocks, self._regions, strict=True)
         blocks = tuple(LentBlock(block.handle, region) for block, region in lent)
-        data = encoded(Layout(device, blocks))
+        data = encoded(PartBlocks(device, blocks))
         self._file.reserve()[: len(data)] = data
         self._file.commit(len(data))
         self._file.seal(manifest, base)

@@ -17,7 +17,7 @@ from ....log.redis.scripts import Scripts
 from ..base import Check, ChunkBuffers, PartRef, ReceivedChunk
 from .expiry import ORPHANED_AFTER, ExpiryRenewal
 from .leases import LEASE, Lease, Retired, unlink
-from .values import Asked, LargeValues
+from .values import ChunkRead, LargeValues
 
 Bytes: TypeAlias = NDArray[np.uint8]
 
@@ -208,7 +208,7 @@ class RedisSource:
 
     def receive(self, rooms: Iterable[ChunkBuffers]) -> Generator[ReceivedChunk]:
         """Receive chunks by index, each into pieces of the caller's memory."""
-        requests = (Asked(index, chunk_key(*self._part, index), into) for index, into in rooms)
+        requests = (ChunkRead(index, chunk_key(*self._part, index), into) for index, into in rooms)
         with closing(self._values.get(requests)) as chunks:
             for chunk in chunks:
                 for lease in self._leases:

@@ -17,7 +17,7 @@ _ASKED = 4
 """Pipelined GETs: one value is received while the server prepares the next."""
 
 
-class Asked(NamedTuple):
+class ChunkRead(NamedTuple):
     """Chunk to read, and the memory pieces that its bytes fill."""
 
     number: int
@@ -90,14 +90,14 @@ class LargeValues:
                 self.close()
         self._redo()
 
-    def get(self, requests: Iterable[Asked]) -> Generator[ReceivedChunk]:
+    def get(self, requests: Iterable[ChunkRead]) -> Generator[ReceivedChunk]:
         """GET values straight into their memory.
 
         Yield the length of each value, or None if it is missing. A value of another length than its
         memory is not read.
         """
         self.settle()
-        coming, remaining = deque[Asked](), iter(requests)
+        coming, remaining = deque[ChunkRead](), iter(requests)
         try:
             connection = self._connection()
             while connection is not None:
@@ -148,7 +148,7 @@ class LargeValues:
                 )
             self._redis.set(key, value, ex=expire)
 
-    def _copied(self, requests: Sequence[Asked]) -> Generator[ReceivedChunk]:
+    def _copied(self, requests: Sequence[ChunkRead]) -> Generator[ReceivedChunk]:
         # All keys of a part have one hash tag, so this works on a cluster too.
         values = self._redis.mget([request.key for request in requests])
         for request, data in zip(requests, values, strict=True):

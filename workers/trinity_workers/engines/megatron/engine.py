@@ -21,7 +21,7 @@ from ...storage.verification import verify_together, write_manifest_together
 from ..base import LocalShard, refuse_load_arguments, refuse_save_arguments
 from ..learning_rate import LearningRate, learning_rate_of
 from ..model_folder import has_weights
-from ..model_memory import ALL, ModelMemory, Part, holding, optimizer_tensors
+from ..model_memory import ALL, OffloadedModel, Part, holding, optimizer_tensors
 from . import checkpoint
 from .checkpoint_errors import CheckpointRefused
 from .cpu import adapted
@@ -149,7 +149,7 @@ class MegatronEngine:
         else:
             for chunk in self._chunks:
                 chunk.requires_grad_(requires_grad=False).eval()
-        self._memory = ModelMemory(
+        self._memory = OffloadedModel(
             model.offload, self._parameters, self._gradients, self._optimizer_tensors
         )
         self.verify_mode: VerifyMode = "full"

@@ -22,7 +22,7 @@ from trinity_events.errors import TrinityError
 from ...tasks.base import Message, Question, TaskError
 from ...tasks.objects import load_object, refused_arguments
 from ..processes.frames import read_frame, take_pipes
-from .messages import Asked, Raised, Ready, Replied, encoded
+from .messages import Raised, Ready, Replied, ReplyRequest, encoded
 
 LONGEST_ERROR = 500
 """Characters of an error that are told."""
@@ -78,7 +78,7 @@ def _receive(requests: BinaryIO, received: queue.SimpleQueue[bytes]) -> None:
 
 def _replied(runner: asyncio.Runner, reply: Replier, payload: bytes) -> Replied | Raised:
     try:
-        call = msgspec.msgpack.decode(payload, type=Asked)
+        call = msgspec.msgpack.decode(payload, type=ReplyRequest)
         value = reply(call.question, call.messages)
         if inspect.isawaitable(value):
             value = runner.run(_awaited(value))

@@ -11,7 +11,7 @@ from ...tasks.base import Message, Question
 from ..processes.frames import framed
 
 
-class Asked(Struct, frozen=True):
+class ReplyRequest(Struct, frozen=True):
     """Question, and the messages of an episode whose last one is the policy's."""
 
     question: Question

@@ -22,7 +22,7 @@ from ..processes.pool import (
     UserProcesses,
     killed_on_error,
 )
-from .messages import Asked, Raised, Ready, Replied, decoded, encoded
+from .messages import Raised, Ready, Replied, ReplyRequest, decoded, encoded
 
 TOOL = "tool"
 """Role of a reply that is plain text."""
@@ -83,7 +83,7 @@ class EnvironmentProcesses:
 
         Raises EnvironmentFailed if it gives neither.
         """
-        value = await self._call(encoded(Asked(question, list(messages))))
+        value = await self._call(encoded(ReplyRequest(question, list(messages))))
         if value is None:
             return None
         if isinstance(value, str):

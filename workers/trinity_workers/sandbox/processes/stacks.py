@@ -26,7 +26,7 @@ _OURS = str(Path(__file__).parents[2])
 _STANDARD = sysconfig.get_path("stdlib")
 
 
-class Frame(NamedTuple):
+class StackFrame(NamedTuple):
     """One call of a stack."""
 
     file: str
@@ -92,16 +92,16 @@ def place_in_words(stacks: str) -> str:
     return f": it was in {frame.function} ({Path(frame.file).name}, line {frame.line})"
 
 
-def user_frame(stacks: str) -> Frame | None:
+def user_frame(stacks: str) -> StackFrame | None:
     """Return the innermost frame of the user's code in the oldest thread, which comes last.
 
     Frames of the standard library count only where there are no others.
     """
-    calls: list[Frame] = []
+    calls: list[StackFrame] = []
     for line in stacks.splitlines():
         match = _FRAME.match(line)
         if match:
-            calls.append(Frame(match[1], int(match[2]), match[3]))
+            calls.append(StackFrame(match[1], int(match[2]), match[3]))
         elif line.endswith("(most recent call first):"):
             calls = []
     outermost = next(

@@ -40,7 +40,7 @@ MOST_OPEN = 2
 """Open versions beyond which a version that is due is passed over for the next one."""
 
 
-class Evaluation(NamedTuple):
+class PendingEvaluation(NamedTuple):
     """Version that is to be evaluated on a set of held-out questions."""
 
     held_out: HeldOutSet
@@ -85,7 +85,7 @@ class Evaluator:
         self._exclusions = Exclusions() if exclusions is None else exclusions
         self._asked = {name: one.step for name, one in through.items()}
         """Step by set of the last version that needs no evaluation any more, or is asked for."""
-        self._open: deque[Evaluation] = deque()
+        self._open: deque[PendingEvaluation] = deque()
         self._changed = anyio.Condition()
 
     async def publishing(self, step: int) -> None:
@@ -117,7 +117,7 @@ class Evaluator:
                 await self._publisher.publish(started)
                 self._asked[held_out.name] = step
                 async with self._changed:
-                    self._open.append(Evaluation(held_out, version))
+                    self._open.append(PendingEvaluation(held_out, version))
                     self._changed.notify_all()
 
     async def run(self) -> None:
@@ -144,7 +144,7 @@ class Evaluator:
                 while self._open:
                     await self._changed.wait()
 
-    async def _ended(self, evaluation: Evaluation) -> EvaluationFinished | EvaluationFailed:
+    async def _ended(self, evaluation: PendingEvaluation) -> EvaluationFinished | EvaluationFailed:
         name, version = evaluation.held_out.name, evaluation.version
         began = anyio.current_time()
         try:
@@ -164,7 +164,7 @@ class Evaluator:
             seconds=anyio.current_time() - began,
         )
 
-    async def _scores(self, evaluation: Evaluation) -> list[list[Score]]:
+    async def _scores(self, evaluation: PendingEvaluation) -> list[list[Score]]:
         """Return the scores of the answers to each question."""
         config, held_out = self._config, evaluation.held_out
         deadline = config.evaluation.timeout

@@ -8,7 +8,7 @@ import anyio
 
 from trinity_events.diagnostics.waits import WaitReporter
 from trinity_events.errors import DeadlineExceeded, TrinityError
-from trinity_events.rollouts import Group, RolloutDispatcher
+from trinity_events.rollouts import AnswerGroup, RolloutDispatcher
 from trinity_events.subscriptions import subscribe
 from trinity_schemas import ContractError, StepReady, StepRef
 
@@ -122,7 +122,7 @@ class RolloutSupply:
             f"{timeout:g} s: does its reducer run? See trinity-events status {self._config.run_id}"
         )
 
-    async def take(self, step: int) -> list[Group]:
+    async def take(self, step: int) -> list[AnswerGroup]:
         """Return the groups of a step.
 
         Raises:
@@ -133,7 +133,7 @@ class RolloutSupply:
         filters = config.algorithm.filters
         filtered = 0
 
-        def judge(group: Group) -> bool | str:
+        def judge(group: AnswerGroup) -> bool | str:
             nonlocal filtered
             verdict = judged(group, filters)
             filtered += verdict == FILTERED
@@ -173,7 +173,7 @@ class RolloutSupply:
             )
 
 
-def judged(group: Group, filters: FiltersConfig) -> bool | str:
+def judged(group: AnswerGroup, filters: FiltersConfig) -> bool | str:
     """Return True if a group may be trained on, else the reason to drop it.
 
     Args:
