@@ -11,7 +11,12 @@ from typing import NamedTuple
 
 import torch
 
-from trinity_events.checkpoint_manifest import saved_files, sums_below, usable_cores, write_manifest
+from trinity_events.checkpoints.manifest import (
+    saved_files,
+    sums_below,
+    usable_cores,
+    write_manifest,
+)
 from trinity_workers.engines.state_files import copied, read_state, write_state
 from trinity_workers.storage.verification import verify_checkpoint
 

@@ -7,7 +7,7 @@ from tests.support.checkpoint_runs import staged
 from tests.support.event_histories import committed, finished, registration
 from tests.support.pipeline import reducer_task
 from tests.support.waits import PATIENCE
-from trinity_events.checkpoint_layout import final_name
+from trinity_events.checkpoints.layout import final_name
 from trinity_events.client import checkpoint_lease
 from trinity_events.client.checkpoint_lease import hold_checkpoint
 from trinity_events.errors import CheckpointHeld, DeadlineExceeded

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.damage import DAMAGE, check, flip, restored
-from trinity_events.checkpoint_layout import MANIFEST, MANIFEST_PARTS, VERIFIED
-from trinity_events.checkpoint_manifest import (
+from trinity_events.checkpoints.layout import MANIFEST, MANIFEST_PARTS, VERIFIED
+from trinity_events.checkpoints.manifest import (
     FileSum,
     ManifestUnreadable,
     format_manifest,
@@ -21,7 +21,7 @@ from trinity_events.checkpoint_manifest import (
     sums_below,
     write_manifest,
 )
-from trinity_events.verify_checkpoint import (
+from trinity_events.checkpoints.verification import (
     CheckpointDamaged,
     ListedFile,
     divide,

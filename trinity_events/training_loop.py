@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from trinity_schemas import SaveStrategy, StepRef, WeightsApplied
 
 from . import blocking
-from .checkpoint_layout import STAGING
+from .checkpoints.layout import STAGING
 from .client.training_run import publishing, training_run
 from .coordinator import CheckpointCoordinator, staged_path
 from .errors import DeadlineExceeded, RankFailed

@@ -108,7 +108,7 @@ def _through_pipeline(file: Path, config: TrainConfig, home: Path, log: Path) ->
 def _measured_checkpoints(config: TrainConfig, folder: Path) -> list[Measured]:
     import torch
 
-    from trinity_events.checkpoint_layout import final_name
+    from trinity_events.checkpoints.layout import final_name
     from trinity_workers.learning.policy import load_policy
 
     from .held_out import Ruler, load_shards

@@ -15,8 +15,8 @@ from tests.support.waits import until
 from trinity_events import CheckpointCoordinator
 from trinity_events.archive import Archive, record_run
 from trinity_events.archive.checkpoint_digests import CheckedFiles, SavedFiles
-from trinity_events.checkpoint_layout import FILE_DIGESTS
-from trinity_events.checkpoint_manifest import sums_below, write_manifest
+from trinity_events.checkpoints.layout import FILE_DIGESTS
+from trinity_events.checkpoints.manifest import sums_below, write_manifest
 from trinity_events.coordinator import staged_path
 from trinity_events.coordinator.saved_paths import SavedPaths
 from trinity_events.log import Publisher, SyncEventLog, new_producer

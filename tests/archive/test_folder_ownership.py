@@ -12,7 +12,7 @@ from tests.support.event_histories import committed, finished, registration
 from tests.support.pipeline import is_folded, publish_steps, recorded, reducer_task, until
 from tests.support.redis_servers import servers
 from trinity_events.archive import Archive, import_recording, read_recording, record_run
-from trinity_events.checkpoint_layout import BELONGS_TO
+from trinity_events.checkpoints.layout import BELONGS_TO
 from trinity_events.log import (
     ORIGIN,
     AsyncPublisher,

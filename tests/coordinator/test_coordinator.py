@@ -13,9 +13,10 @@ import pytest
 import redis
 
 from tests.support.waits import PATIENCE, wait_until
-from trinity_events import CheckpointCoordinator, checkpoint_manifest
-from trinity_events.checkpoint_layout import MANIFEST_PARTS
-from trinity_events.checkpoint_manifest import parse_manifest, sums_below, write_manifest
+from trinity_events import CheckpointCoordinator
+from trinity_events.checkpoints import manifest as checkpoint_manifest
+from trinity_events.checkpoints.layout import MANIFEST_PARTS
+from trinity_events.checkpoints.manifest import parse_manifest, sums_below, write_manifest
 from trinity_events.coordinator import (
     SaveAttempt,
     heartbeat,

@@ -10,7 +10,7 @@ from tests.support.event_histories import (
     registration,
     verified,
 )
-from trinity_events.checkpoint_layout import parse_staged_name, staged_name
+from trinity_events.checkpoints.layout import parse_staged_name, staged_name
 from trinity_events.core import encode_state, plan_files, removable_steps
 from trinity_events.core.decisions.checkpoint_retention import LEFTOVERS_KEPT, passed_leftovers
 from trinity_schemas import RunOpened, RunResumed, StepReady

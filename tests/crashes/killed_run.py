@@ -20,7 +20,7 @@ from tests.support.style_properties import serving_faults
 from tests.support.tensors import identical
 from tests.support.waits import PATIENCE
 from tests.support.whole_logs import ledger_faults, whole_log
-from trinity_events.checkpoint_layout import final_name
+from trinity_events.checkpoints.layout import final_name
 from trinity_events.server import connect_sync
 from trinity_schemas import RunKeys
 from trinity_workers.launch.model import make_model

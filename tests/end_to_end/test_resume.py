@@ -19,7 +19,7 @@ from tests.support.sessions import kill_session  # noqa: E402
 from tests.support.style_properties import serving_faults  # noqa: E402
 from tests.support.waits import PATIENCE, child, wait_until  # noqa: E402
 from tests.support.whole_logs import ledger_faults, whole_log  # noqa: E402
-from trinity_events.checkpoint_layout import final_name  # noqa: E402
+from trinity_events.checkpoints.layout import final_name  # noqa: E402
 from trinity_events.log import RedisEventLog  # noqa: E402
 from trinity_events.server import connect, connect_sync  # noqa: E402
 from trinity_schemas import (  # noqa: E402

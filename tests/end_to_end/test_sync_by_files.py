@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.run_processes import ended
 from tests.support.waits import wait_until
-from trinity_events.checkpoint_layout import parse_final_name
+from trinity_events.checkpoints.layout import parse_final_name
 from trinity_events.core.file_versions import WEIGHTS_SAVE
 from trinity_schemas import SaveFinished, WeightsApplied
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.checkpoint_runs import Run, staged
 from tests.support.event_histories import committed, finished, registration
-from trinity_events.checkpoint_layout import MADE_FROM, VERIFIED
+from trinity_events.checkpoints.layout import MADE_FROM, VERIFIED
 from trinity_events.core import Promotion, SavedFile, plan_files
 from trinity_events.reducer import CheckpointFiles
 from trinity_events.reducer.checkpoint_evidence import NotVerified, check_promotion, load_evidence

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.checkpoint_runs import staged
 from tests.support.event_histories import History, committed, finished, registration
-from trinity_events.checkpoint_layout import parse_staged_name
+from trinity_events.checkpoints.layout import parse_staged_name
 from trinity_events.core import FilePlan, IterationFile, Promotion, plan_files
 from trinity_events.errors import CheckpointRootUnusable
 from trinity_events.reducer import CheckpointFiles, writable_root

@@ -9,7 +9,7 @@ import pytest
 from tests.support.checkpoint_runs import Run, staged
 from tests.support.event_histories import committed, finished, registration, started
 from tests.support.pipeline import reducer_task, until
-from trinity_events.checkpoint_layout import TRASH
+from trinity_events.checkpoints.layout import TRASH
 from trinity_events.client.checkpoint_lease import hold_checkpoint
 from trinity_events.core import plan_files
 from trinity_events.errors import CheckpointHeld, InvalidRunId

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.pipeline import folded, reducer_task, until
 from trinity_events import CheckpointCoordinator
-from trinity_events.checkpoint_layout import REDUCER_MARK
+from trinity_events.checkpoints.layout import REDUCER_MARK
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 
 

@@ -11,7 +11,7 @@ from tests.support.event_histories import History, committed, finished, registra
 from tests.support.pipeline import reducer_task, until
 from trinity_events.archive import Archive, Header, record_run
 from trinity_events.archive.format import lines_written
-from trinity_events.checkpoint_layout import TRASH
+from trinity_events.checkpoints.layout import TRASH
 from trinity_events.core import plan_files
 from trinity_events.log import Entry, Stream
 from trinity_events.reducer import CheckpointFiles, checkpoint_trash

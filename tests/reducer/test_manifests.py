@@ -6,11 +6,11 @@ import json
 import pytest
 
 from tests.support.checkpoint_runs import Run, staged
-from trinity_events.checkpoint_layout import MANIFEST, MANIFEST_PARTS, VERIFIED
-from trinity_events.checkpoint_manifest import parse_manifest, sums_below, write_part
+from trinity_events.checkpoints.layout import MANIFEST, MANIFEST_PARTS, VERIFIED
+from trinity_events.checkpoints.manifest import parse_manifest, sums_below, write_part
+from trinity_events.checkpoints.verification import CheckpointDamaged, verify_files
 from trinity_events.reducer.checkpoint_evidence import NotVerified, join_manifest
 from trinity_events.system.open_folder import OpenFolder
-from trinity_events.verify_checkpoint import CheckpointDamaged, verify_files
 
 MODEL, OPTIMIZER = "actor/model.pt", "actor/optim.pt"
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trinity_events.checkpoint_manifest import saved_files
-from trinity_events.verify_checkpoint import CheckpointDamaged
+from trinity_events.checkpoints.manifest import saved_files
+from trinity_events.checkpoints.verification import CheckpointDamaged
 
 if TYPE_CHECKING:
     from tests.support.rank_processes import Rank

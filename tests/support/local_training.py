@@ -12,7 +12,7 @@ import torch
 
 from tests.support.weight_versions import publish
 from trinity_events import Synchronizer
-from trinity_events.checkpoint_layout import TRAINER_STATE, final_name
+from trinity_events.checkpoints.layout import TRAINER_STATE, final_name
 from trinity_schemas import Experience
 from trinity_workers.config.train_config import RunConfig
 from trinity_workers.learning.policy import load_policy

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from tests.support.event_histories import committed, finished, registration
-from trinity_events.checkpoint_layout import MADE_FROM, TRAINER_STATE, VERIFIED, final_name
+from trinity_events.checkpoints.layout import MADE_FROM, TRAINER_STATE, VERIFIED, final_name
 from trinity_events.core import Evidence
 from trinity_events.core.ledger import Ledger
 from trinity_events.core.ordinal_ranges import ranges

@@ -16,7 +16,7 @@ from tests.support.tensors import assert_equal, identical
 from tests.support.weight_versions import awkward
 from tests.support.weight_versions import ready as announced_ready
 from trinity_events import CheckpointCoordinator, Synchronizer
-from trinity_events.checkpoint_layout import FILE_DIGESTS, MODEL_FOLDER, final_name
+from trinity_events.checkpoints.layout import FILE_DIGESTS, MODEL_FOLDER, final_name
 from trinity_events.coordinator import staged_path
 from trinity_events.core.file_versions import WEIGHTS_SAVE, weights_save
 from trinity_events.errors import CorruptVersion, IncompatibleWeights, VersionUnavailable

@@ -18,10 +18,10 @@ from tests.support.event_histories import committed, finished, registration  # n
 from tests.support.object_servers import has_s3, s3_server  # noqa: E402
 from tests.support.pipeline import reducer_task  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
-from trinity_events.checkpoint_layout import MANIFEST, VERIFIED  # noqa: E402
-from trinity_events.checkpoint_manifest import sums_below, write_manifest  # noqa: E402
+from trinity_events.checkpoints.layout import MANIFEST, VERIFIED  # noqa: E402
+from trinity_events.checkpoints.manifest import sums_below, write_manifest  # noqa: E402
+from trinity_events.checkpoints.verification import CheckpointDamaged, verify_files  # noqa: E402
 from trinity_events.log import AsyncPublisher, new_producer  # noqa: E402
-from trinity_events.verify_checkpoint import CheckpointDamaged, verify_files  # noqa: E402
 from trinity_workers.launch.mirror import mirrored, restore  # noqa: E402
 from trinity_workers.storage.object_store import SUMS, ObjectStore, ObjectStoreUnusable  # noqa: E402
 

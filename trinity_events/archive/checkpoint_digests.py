@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from trinity_schemas import Envelope, SaveFinished
 
-from ..checkpoint_layout import (
+from ..checkpoints.layout import (
     FILE_DIGESTS,
     MADE_FROM,
     MANIFEST_PARTS,
@@ -20,10 +20,10 @@ from ..checkpoint_layout import (
     parse_final_name,
     staged_in,
 )
-from ..checkpoint_manifest import FileSum
+from ..checkpoints.manifest import FileSum
+from ..checkpoints.verification import CheckpointDamaged, read_manifest
 from ..errors import TrinityError
 from ..system.open_folder import OpenFolder, parts_of
-from ..verify_checkpoint import CheckpointDamaged, read_manifest
 
 _LONGEST_MARK = 4096
 

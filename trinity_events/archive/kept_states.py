@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..checkpoint_layout import ARCHIVE
+from ..checkpoints.layout import ARCHIVE
 from ..core.kept_states import KeptState, decode_kept, encode_kept, interval
 from ..log import position
 from ..server import trinity_home

@@ -13,7 +13,7 @@ import anyio.to_thread
 import msgspec
 from msgspec import Struct
 
-from ..checkpoint_layout import BELONGS_TO
+from ..checkpoints.layout import BELONGS_TO
 from ..errors import FolderTaken
 from ..log import ORIGIN, Entry, RedisEventLog, Stream, position
 from ..system.open_folder import OpenFolder

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ..checkpoint_layout import (
+from ..checkpoints.layout import (
     ARCHIVE,
     SegmentName,
     is_unfinished_segment,

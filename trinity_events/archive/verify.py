@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from trinity_schemas import ContractError, EnvelopeReader, encode
 
-from ..checkpoint_layout import final_name
+from ..checkpoints.layout import final_name
 from ..core import FilePlan, Monitor, MonitorState, decode_state, plan_files
 from ..core.refusals import suspects, words_of_refusal
 from ..core.state import SnapshotVersion

@@ -14,7 +14,7 @@ import typer
 from ..archive import NotWritten, Recording, import_recording, read_recording, record_run
 from ..archive.format import file_written, write_file
 from ..archive.segments import Archive
-from ..checkpoint_layout import ARCHIVE
+from ..checkpoints.layout import ARCHIVE
 from ..errors import TrinityError
 from ..log import Entry, position, require_run
 from ..testing.history import as_test_file

@@ -15,7 +15,7 @@ import redis.asyncio
 
 from trinity_schemas import check_run_id
 
-from ..checkpoint_layout import MADE_FROM, final_name
+from ..checkpoints.layout import MADE_FROM, final_name
 from ..core import Promotion, plan_files
 from ..errors import CheckpointHeld, InvalidRunId, KeyConflict
 from ..log import ORIGIN, RedisEventLog, new_producer

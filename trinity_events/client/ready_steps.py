@@ -10,7 +10,7 @@ import anyio
 from trinity_schemas import Kind, StepReady, StepRef, StepSuperseded
 
 from ..analysis.explain import explain
-from ..checkpoint_layout import final_name
+from ..checkpoints.layout import final_name
 from ..core import MonitorState
 from ..core.lineage import stands
 from ..errors import DeadlineExceeded, StepNotReady

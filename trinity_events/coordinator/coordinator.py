@@ -25,8 +25,8 @@ from trinity_schemas import (
     ThreadCountRegistered,
 )
 
-from ..checkpoint_layout import STAGING, staged_in, staged_name
-from ..checkpoint_manifest import write_part
+from ..checkpoints.layout import STAGING, staged_in, staged_name
+from ..checkpoints.manifest import write_part
 from ..errors import PublishError, SaveError, StaleEpoch
 from ..log import Publisher
 from ..log.publishing.metric_values import check_metrics, split_metrics

@@ -8,14 +8,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from ..checkpoint_layout import (
+from ..checkpoints.layout import (
     FILE_DIGESTS,
     MANIFEST_PARTS,
     REDUCER_FILES,
     digest_of_files,
     staged_in,
 )
-from ..checkpoint_manifest import FileSum, sums_below
+from ..checkpoints.manifest import FileSum, sums_below
 
 SavedPath: TypeAlias = Path | str | Sequence[Path | str]
 """Path of a save, or a sequence of files and folders that this save alone writes."""

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from trinity_schemas import Kind, SaveProof, Slot
 
-from ..checkpoint_layout import staged_in
+from ..checkpoints.layout import staged_in
 from .state import KindState, SlotState, StepState
 
 

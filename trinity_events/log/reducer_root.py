@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from ..checkpoint_layout import ITERATION_FILES, REDUCER_MARK
+from ..checkpoints.layout import ITERATION_FILES, REDUCER_MARK
 from ..system.open_folder import OpenFolder
 
 _LONGEST = 16_384

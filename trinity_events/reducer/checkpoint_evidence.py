@@ -25,7 +25,7 @@ import msgspec
 
 from trinity_schemas import Kind
 
-from ..checkpoint_layout import (
+from ..checkpoints.layout import (
     MADE_FROM,
     MANIFEST,
     MANIFEST_PARTS,
@@ -36,7 +36,7 @@ from ..checkpoint_layout import (
     is_saved_file,
     parse_made_from,
 )
-from ..checkpoint_manifest import (
+from ..checkpoints.manifest import (
     LONGEST_MANIFEST,
     FileSum,
     ManifestUnreadable,
@@ -44,9 +44,9 @@ from ..checkpoint_manifest import (
     format_manifest,
     parse_manifest,
 )
+from ..checkpoints.verification import digest_of_manifest
 from ..core import Evidence, Promotion, SavedFile
 from ..system.open_folder import OpenFolder, parts_of
-from ..verify_checkpoint import digest_of_manifest
 
 _LONGEST_MARK = 4096
 """Bytes read of a mark; one of this program has about 80."""

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from ..checkpoint_layout import MADE_FROM, final_name, parse_final_name, replaced_name
+from ..checkpoints.layout import MADE_FROM, final_name, parse_final_name, replaced_name
 from ..core import FilePlan, IterationFile, Promotion
 from ..errors import CheckpointRootUnusable
 from ..server import make_home, trinity_home

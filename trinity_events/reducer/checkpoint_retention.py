@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import anyio
 import anyio.to_thread
 
-from ..checkpoint_layout import StagedFolder, staged_path_of
+from ..checkpoints.layout import StagedFolder, staged_path_of
 from ..core import MonitorState, plan_files
 from ..core.decisions.checkpoint_retention import is_of_this_line, passed_leftovers, removable_steps
 from ..core.decisions.file_plan import complete_kinds

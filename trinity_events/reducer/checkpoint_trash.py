@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from trinity_schemas import Kind
 
-from ..checkpoint_layout import (
+from ..checkpoints.layout import (
     MADE_FROM,
     STAGING,
     TRASH,

@@ -14,7 +14,7 @@ from trinity_schemas import Kind
 from ..analysis.causes import BEHIND, HostProcess
 from ..analysis.explain import unfinished
 from ..analysis.failures import failures
-from ..checkpoint_layout import final_name
+from ..checkpoints.layout import final_name
 from ..core import MonitorState
 from ..core.handlers.rollouts import format_exclusion
 from ..core.handlers.waits import chained_waits, culprits, seconds_left

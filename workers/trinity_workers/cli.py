@@ -19,6 +19,7 @@ import anyio
 import typer
 from msgspec import Struct
 
+from trinity_events.checkpoints.verification import CheckpointDamaged, VerifyMode
 from trinity_events.cli.options import (
     CheckpointRoot,
     Json,
@@ -33,7 +34,6 @@ from trinity_events.errors import TrinityError
 from trinity_events.reducer import writable_root
 from trinity_events.server import LOG_SERVER, WEIGHTS_SERVER, connect_sync
 from trinity_events.system.error_text import cause_of
-from trinity_events.verify_checkpoint import CheckpointDamaged, VerifyMode
 from trinity_events.views.terminal import say, tell
 
 from .config.cli_options import overlaid, overlay_parameters

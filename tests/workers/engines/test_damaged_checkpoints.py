@@ -20,8 +20,8 @@ from tests.support.damage import (  # noqa: E402
     save,
 )
 from tests.support.rank_processes import Rank  # noqa: E402
-from trinity_events.checkpoint_layout import MANIFEST  # noqa: E402
-from trinity_events.verify_checkpoint import CheckpointDamaged, verify_files  # noqa: E402
+from trinity_events.checkpoints.layout import MANIFEST  # noqa: E402
+from trinity_events.checkpoints.verification import CheckpointDamaged, verify_files  # noqa: E402
 from trinity_workers.conversion.convert import convert  # noqa: E402
 from trinity_workers.engines.fsdp import FSDPEngine  # noqa: E402
 from trinity_workers.learning.adapters import policy_loader  # noqa: E402

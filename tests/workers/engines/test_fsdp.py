@@ -48,12 +48,12 @@ from tests.support.tensors import (  # noqa: E402
 )
 from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_events import CheckpointCoordinator, Synchronizer  # noqa: E402
-from trinity_events.checkpoint_layout import MANIFEST  # noqa: E402
+from trinity_events.checkpoints.layout import MANIFEST  # noqa: E402
+from trinity_events.checkpoints.verification import CheckpointDamaged  # noqa: E402
 from trinity_events.coordinator import staged_path  # noqa: E402
 from trinity_events.errors import BufferFull  # noqa: E402
 from trinity_events.log import Publisher, SyncEventLog, new_producer  # noqa: E402
 from trinity_events.server import open_client  # noqa: E402
-from trinity_events.verify_checkpoint import CheckpointDamaged  # noqa: E402
 from trinity_events.weights import PartWriter, Publication  # noqa: E402
 from trinity_schemas import (  # noqa: E402
     Experience,

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 
 from tests.support.rank_processes import Rank  # noqa: E402
 from tests.support.tensors import assert_equal  # noqa: E402
-from trinity_events.checkpoint_layout import MANIFEST  # noqa: E402
-from trinity_events.verify_checkpoint import CheckpointDamaged  # noqa: E402
+from trinity_events.checkpoints.layout import MANIFEST  # noqa: E402
+from trinity_events.checkpoints.verification import CheckpointDamaged  # noqa: E402
 from trinity_workers.engines.fsdp import FSDPEngine  # noqa: E402
 from trinity_workers.engines.learning_rate import LearningRate  # noqa: E402
 from trinity_workers.engines.reshard import ReshardRefused  # noqa: E402

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from tests.support import megatron_ranks as at  # noqa: E402
-from trinity_events.checkpoint_layout import MANIFEST  # noqa: E402
+from trinity_events.checkpoints.layout import MANIFEST  # noqa: E402
 from trinity_workers.engines.base import per_tensor_params  # noqa: E402
 from trinity_workers.engines.learning_rate import LearningRate  # noqa: E402
 from trinity_workers.engines.megatron import (  # noqa: E402

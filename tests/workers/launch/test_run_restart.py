@@ -10,12 +10,12 @@ from msgspec import structs
 from tests.support.event_histories import committed, finished, registration
 from tests.support.pipeline import events_of
 from tests.support.waits import PATIENCE, child
-from trinity_events.checkpoint_layout import VERIFIED
+from trinity_events.checkpoints.layout import VERIFIED
+from trinity_events.checkpoints.verification import CheckpointDamaged
 from trinity_events.core import Evidence
 from trinity_events.errors import DeadlineExceeded
 from trinity_events.log import AsyncPublisher, new_producer, open_run
 from trinity_events.server import connect
-from trinity_events.verify_checkpoint import CheckpointDamaged
 from trinity_schemas import RunOpened, StepRef, TrainerStatusChanged
 from trinity_workers.config.errors import BadSettings
 from trinity_workers.config.sections.checkpoints import CheckpointsConfig

@@ -15,8 +15,8 @@ pytest.importorskip("ray")
 from tests.support.pipeline import events_of
 from tests.support.trained_runs import TrainedRun
 from tests.support.waits import PATIENCE, child
-from trinity_events.checkpoint_layout import MADE_FROM, TRAINER_STATE, VERIFIED, final_name
-from trinity_events.checkpoint_manifest import saved_files, sums_below, write_manifest
+from trinity_events.checkpoints.layout import MADE_FROM, TRAINER_STATE, VERIFIED, final_name
+from trinity_events.checkpoints.manifest import saved_files, sums_below, write_manifest
 from trinity_events.client.checkpoint_lease import hold_checkpoint
 from trinity_events.log import AsyncPublisher, new_producer, open_run
 from trinity_schemas import RunResumed, StepRef

@@ -21,12 +21,12 @@ from tests.support.pipeline import announced, reducer_task, until  # noqa: E402
 from tests.support.tensors import identical  # noqa: E402
 from tests.support.waits import PATIENCE, wait_until  # noqa: E402
 from trinity_events import CheckpointCoordinator  # noqa: E402
-from trinity_events.checkpoint_layout import REDUCER_FILES  # noqa: E402
+from trinity_events.checkpoints.layout import REDUCER_FILES  # noqa: E402
+from trinity_events.checkpoints.verification import read_manifest  # noqa: E402
 from trinity_events.coordinator import staged_path  # noqa: E402
 from trinity_events.errors import SaveError  # noqa: E402
 from trinity_events.log import Publisher, SyncEventLog, new_producer  # noqa: E402
 from trinity_events.server import open_client  # noqa: E402
-from trinity_events.verify_checkpoint import read_manifest  # noqa: E402
 from trinity_schemas import (  # noqa: E402
     SaveFailed,
     SaveFinished,

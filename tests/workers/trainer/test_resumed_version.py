@@ -15,7 +15,7 @@ pytest.importorskip("ray")
 from tests.support.pipeline import reducer_task  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_events import CheckpointCoordinator, Synchronizer, hold_checkpoint  # noqa: E402
-from trinity_events.checkpoint_layout import MODEL_FOLDER  # noqa: E402
+from trinity_events.checkpoints.layout import MODEL_FOLDER  # noqa: E402
 from trinity_events.coordinator import staged_path  # noqa: E402
 from trinity_events.core.file_versions import WEIGHTS_SAVE, weights_save  # noqa: E402
 from trinity_events.log import Publisher, SyncEventLog, new_producer, open_run  # noqa: E402

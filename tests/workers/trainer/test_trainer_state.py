@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from trinity_events.checkpoint_layout import TRAINER_STATE
+from trinity_events.checkpoints.layout import TRAINER_STATE
 from trinity_events.core.ledger import Ledger
 from trinity_schemas import TrainedLedger
 from trinity_workers.trainer.state import (

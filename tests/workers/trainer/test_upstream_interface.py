@@ -14,7 +14,7 @@ pytest.importorskip("ray")
 
 from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_events import CheckpointCoordinator, Synchronizer  # noqa: E402
-from trinity_events.checkpoint_layout import FILE_DIGESTS  # noqa: E402
+from trinity_events.checkpoints.layout import FILE_DIGESTS  # noqa: E402
 from trinity_workers import trainer as package  # noqa: E402
 from trinity_workers.trainer import upstream  # noqa: E402
 from trinity_workers.trainer.backend import CannotLoad, NoWeightSyncGroup  # noqa: E402

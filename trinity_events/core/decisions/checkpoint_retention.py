@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from trinity_schemas import Kind, StepRef
 
-from ...checkpoint_layout import StagedFolder
+from ...checkpoints.layout import StagedFolder
 from ..evaluations import open_versions
 from ..lineage import covers
 from ..state import MonitorState

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from trinity_schemas import Kind, StepRef
 
-from ...checkpoint_layout import ITERATION_FILES, staged_in
+from ...checkpoints.layout import ITERATION_FILES, staged_in
 from ..completeness import staged_folder
 from ..lineage import covers
 from ..state import MonitorState, SlotState, StepState

@@ -18,7 +18,7 @@ from trinity_schemas import (
     ThreadCountRegistered,
 )
 
-from ...checkpoint_layout import staged_in
+from ...checkpoints.layout import staged_in
 from ..announcements import announce_complete, announce_failure
 from ..completeness import missing
 from ..fold_state import FoldState, describe_producer, describe_slot, keep_last

@@ -28,7 +28,7 @@ from trinity_schemas import (
     WeightManifest,
 )
 
-from ...checkpoint_layout import (
+from ...checkpoints.layout import (
     FILE_DIGESTS,
     MODEL_FOLDER,
     final_name,

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 import msgspec
 from msgspec import Meta, structs
 
-from trinity_events.checkpoint_layout import final_name
+from trinity_events.checkpoints.layout import final_name
 from trinity_schemas import RunTransport, Sampling
 
 from ..algorithms.settings import AlgorithmConfig

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trinity_events.checkpoint_layout import MODEL_FOLDER
+from trinity_events.checkpoints.layout import MODEL_FOLDER
 
 from ..engines.adapter_folder import (
     ADAPTER_WEIGHTS,

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from msgspec import Struct
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from trinity_events.checkpoint_layout import MODEL_FOLDER
+from trinity_events.checkpoints.layout import MODEL_FOLDER
+from trinity_events.checkpoints.verification import VerifyMode
 from trinity_events.errors import IncompatibleWeights
 from trinity_events.system.open_folder import partial_folder
-from trinity_events.verify_checkpoint import VerifyMode
 
 from ..engines.base import NamedTensors
 from ..engines.buffers import all_buffer_names, saved_buffers

@@ -11,7 +11,7 @@ import msgspec
 import torch
 from msgspec import Struct
 
-from trinity_events.checkpoint_layout import FILE_DIGESTS
+from trinity_events.checkpoints.layout import FILE_DIGESTS
 from trinity_events.errors import TrinityError
 from trinity_events.weights.tensors import Digesting
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from trinity_events.checkpoint_layout import FILE_DIGESTS, MODEL_FOLDER
+from trinity_events.checkpoints.layout import FILE_DIGESTS, MODEL_FOLDER
 from trinity_events.errors import TrinityError
 
 SourceForm = Literal["huggingface", "megatron", "fsdp", "exported", "adapters"]

@@ -24,8 +24,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from trinity_events.checkpoint_layout import MODEL_FOLDER
-from trinity_events.verify_checkpoint import VerifyMode
+from trinity_events.checkpoints.layout import MODEL_FOLDER
+from trinity_events.checkpoints.verification import VerifyMode
 
 from ..learning.adapters import adapter_config, adapter_tree, without_adapters
 from ..learning.finite import backward_gradient, check_finite, nested_tensors

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from trinity_events.checkpoint_layout import FILE_DIGESTS
+from trinity_events.checkpoints.layout import FILE_DIGESTS
 from trinity_events.errors import IncompatibleWeights
 from trinity_events.system.open_folder import OpenFolder
 from trinity_events.weights.reading.model_folder import FILE_DTYPES, list_digests

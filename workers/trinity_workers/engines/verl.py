@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trinity_events.checkpoint_layout import MODEL_FOLDER
+from trinity_events.checkpoints.layout import MODEL_FOLDER
+from trinity_events.checkpoints.verification import VerifyMode
 from trinity_events.errors import TrinityError
-from trinity_events.verify_checkpoint import VerifyMode
 
 from ..algorithms.logits import TokenStatistics
 from ..learning.finite import (

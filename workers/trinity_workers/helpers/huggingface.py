@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from trinity_events.checkpoint_layout import MODEL_FOLDER
+from trinity_events.checkpoints.layout import MODEL_FOLDER
 from trinity_events.core.file_versions import WEIGHTS_SAVE
 from trinity_events.errors import DeadlineExceeded
 

@@ -18,7 +18,7 @@ from trinity_events.analysis.summary import RunSummary, Summarizer
 from trinity_events.archive import Archive
 from trinity_events.archive.export import whole_stream
 from trinity_events.archive.ownership import own_folder
-from trinity_events.checkpoint_layout import final_name
+from trinity_events.checkpoints.layout import final_name
 from trinity_events.core import MonitorState
 from trinity_events.core.resumptions import format_changes, format_skipped
 from trinity_events.errors import DeadlineExceeded

@@ -10,7 +10,7 @@ from pathlib import Path
 import anyio
 from anyio import to_thread
 
-from trinity_events.checkpoint_layout import final_name
+from trinity_events.checkpoints.layout import final_name
 from trinity_events.client.checkpoint_lease import hold_checkpoint
 from trinity_events.errors import TrinityError
 from trinity_events.log import RedisEventLog

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from trinity_events.checkpoints.verification import CheckpointDamaged
 from trinity_events.errors import TrinityError
-from trinity_events.verify_checkpoint import CheckpointDamaged
 
 from .resume import CheckpointUnusable
 from .resume_command import FROM_STEP

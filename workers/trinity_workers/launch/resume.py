@@ -11,12 +11,13 @@ import anyio.to_thread
 from msgspec import Struct, field
 
 from trinity_events.archive import Archive
-from trinity_events.checkpoint_layout import (
+from trinity_events.checkpoints.layout import (
     TRAINER_STATE,
     VERIFIED,
     final_name,
     parse_final_name,
 )
+from trinity_events.checkpoints.verification import CheckpointDamaged, VerifyMode, verify_files
 from trinity_events.client.checkpoint_lease import hold_checkpoint
 from trinity_events.core import MonitorState
 from trinity_events.core.lineage import EpochSpan, lineage_of, stands
@@ -26,7 +27,6 @@ from trinity_events.log import RedisEventLog, Stream
 from trinity_events.reducer.checkpoint_evidence import NotVerified, load_evidence
 from trinity_events.replay import current_state
 from trinity_events.system.open_folder import OpenFolder, UnsafePath
-from trinity_events.verify_checkpoint import CheckpointDamaged, VerifyMode, verify_files
 from trinity_schemas import Kind, SkippedCheckpoint, StepRef
 
 from ..config.sections.checkpoints import OnDamage

@@ -10,16 +10,16 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from trinity_events.checkpoint_layout import (
+from trinity_events.checkpoints.layout import (
     ITERATION_FILES,
     MANIFEST,
     REDUCER_FILES,
     final_name,
     parse_final_name,
 )
-from trinity_events.checkpoint_manifest import FileSum, is_sealed, parse_manifest
+from trinity_events.checkpoints.manifest import FileSum, is_sealed, parse_manifest
+from trinity_events.checkpoints.verification import read_manifest
 from trinity_events.errors import TrinityError
-from trinity_events.verify_checkpoint import read_manifest
 
 from .durable_files import sync
 

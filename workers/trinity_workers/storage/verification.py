@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import Struct
 
-from trinity_events.checkpoint_layout import FILE_DIGESTS
-from trinity_events.checkpoint_manifest import (
+from trinity_events.checkpoints.layout import FILE_DIGESTS
+from trinity_events.checkpoints.manifest import (
     SAVER_THREADS,
     FileSum,
     digest_files,
@@ -27,7 +27,7 @@ from trinity_events.checkpoint_manifest import (
     usable_cores,
     write_manifest,
 )
-from trinity_events.verify_checkpoint import (
+from trinity_events.checkpoints.verification import (
     CheckpointDamaged,
     ListedFile,
     VerifyMode,

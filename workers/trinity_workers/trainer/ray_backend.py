@@ -12,7 +12,7 @@ import ray
 from anyio import to_thread
 
 from trinity_events import CheckpointCoordinator, Synchronizer
-from trinity_events.checkpoint_layout import MODEL_FOLDER, TRAINER_STATE
+from trinity_events.checkpoints.layout import MODEL_FOLDER, TRAINER_STATE
 from trinity_events.coordinator import staged_path
 from trinity_events.core.file_versions import WEIGHTS_SAVE
 from trinity_events.errors import GroupBroken

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from trinity_events.checkpoint_layout import TRAINER_STATE
+from trinity_events.checkpoints.layout import TRAINER_STATE
 from trinity_events.errors import TrinityError
 from trinity_schemas import TrainedLedger
 

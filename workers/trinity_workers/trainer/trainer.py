@@ -15,7 +15,7 @@ import anyio.to_thread
 from msgspec import Struct, structs
 
 from trinity_events import publishing
-from trinity_events.checkpoint_layout import TRAINER_STATE
+from trinity_events.checkpoints.layout import TRAINER_STATE
 from trinity_events.coordinator import this_process
 from trinity_events.core.evaluations import evaluated_through
 from trinity_events.core.ledger import Ledger

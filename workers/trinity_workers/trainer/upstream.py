@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from trinity_events.checkpoint_layout import (
+from trinity_events.checkpoints.layout import (
     ITERATION_FILES,
     MODEL_FOLDER,
     final_name,

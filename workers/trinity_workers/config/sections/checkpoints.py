@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from trinity_events.verify_checkpoint import VerifyMode
+from trinity_events.checkpoints.verification import VerifyMode
 from trinity_schemas import SaveStrategy
 
 from ...section import Section

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from msgspec import Struct, structs
 
-from trinity_events.checkpoint_layout import MODEL_FOLDER
+from trinity_events.checkpoints.layout import MODEL_FOLDER
+from trinity_events.checkpoints.verification import VerifyMode
 from trinity_events.errors import TrinityError
-from trinity_events.verify_checkpoint import VerifyMode
 
 from ...algorithms.batch import Batch
 from ...runtime.collectives import together

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from trinity_events.checkpoint_layout import profile_path
+from trinity_events.checkpoints.layout import profile_path
 from trinity_schemas import ProfileWritten
 
 from ...config.train_config import RunConfig

@@ -21,8 +21,9 @@ from typing import Literal, NamedTuple, TypeAlias
 import msgspec
 from msgspec import Struct
 
-from .checkpoint_layout import FILE_DIGESTS, MANIFEST, VERIFIED, final_name, parse_final_name
-from .checkpoint_manifest import (
+from ..errors import TrinityError
+from .layout import FILE_DIGESTS, MANIFEST, VERIFIED, final_name, parse_final_name
+from .manifest import (
     LONGEST_MANIFEST,
     FileSum,
     ManifestUnreadable,
@@ -31,7 +32,6 @@ from .checkpoint_manifest import (
     parse_manifest,
     saved_files,
 )
-from .errors import TrinityError
 
 VerifyMode: TypeAlias = Literal["full", "size", "off"]
 """Extent of a verification: sizes and digests, sizes alone, or none."""

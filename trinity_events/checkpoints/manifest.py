@@ -22,9 +22,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NamedTuple
 
-from .checkpoint_layout import MANIFEST, MANIFEST_PARTS, is_saved_file
-from .errors import TrinityError
-from .system.open_folder import OpenFolder
+from ..errors import TrinityError
+from ..system.open_folder import OpenFolder
+from .layout import MANIFEST, MANIFEST_PARTS, is_saved_file
 
 LONGEST_MANIFEST = 64 << 20
 """Bytes read of a manifest: those of half a million files."""

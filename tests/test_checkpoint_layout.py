@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_events import checkpoint_layout as layout
+from trinity_events.checkpoints import layout
 
 numbers = st.integers(0, 10**12)
 tokens = st.text("0123456789abcdef", min_size=8, max_size=8)
