@@ -85,11 +85,11 @@ def envelope_of(run_id: str, payload: bytes, decode: Decode = decode_envelope) -
     """Decode the envelope of an entry. Raises ContractError, even for an event of another run."""
     envelope = decode(payload)
     if envelope.run_id != run_id:
-        raise _of_another(envelope.run_id, run_id)
+        raise _foreign_event(envelope.run_id, run_id)
     return envelope
 
 
-def _of_another(actual: str, run_id: str) -> ContractError:
+def _foreign_event(actual: str, run_id: str) -> ContractError:
     return ContractError(f"an event of run {actual!r}, not of {run_id!r}")
 
 
@@ -111,7 +111,7 @@ def fold(
         try:
             envelope = decode(payload)
             if envelope.run_id != run_id:
-                raise _of_another(envelope.run_id, run_id)
+                raise _foreign_event(envelope.run_id, run_id)
         except ContractError as error:
             dead.append(set_aside(monitor, Entry(entry_id, payload), error))
             continue

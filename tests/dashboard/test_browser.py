@@ -190,7 +190,7 @@ async def test_a_token_in_the_address_opens_the_page_and_leaves_it(page):
 
 
 async def test_an_exported_page_shows_the_run_from_its_file_alone(tmp_path, page):
-    source = RecordedSource.of_entries(DEMO.run_id, simulated_run(DEMO))
+    source = RecordedSource.from_entries(DEMO.run_id, simulated_run(DEMO))
     path = tmp_path / "demo.html"
     path.write_text(await html_of(source))
     source.close()

@@ -180,7 +180,7 @@ def test_a_crashed_run_is_exported_from_the_files_in_its_folder(cli, tmp_path):
 
 
 async def test_an_exported_page_may_run_its_own_script_alone():
-    with closing(RecordedSource.of_entries(SMALL.run_id, simulated_run(SMALL))) as source:
+    with closing(RecordedSource.from_entries(SMALL.run_id, simulated_run(SMALL))) as source:
         page = await html_of(source)
     [policy] = re.findall(r'content-security-policy" content="([^"]*)"', page)
     assert "default-src 'none'" in policy

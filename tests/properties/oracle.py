@@ -119,7 +119,7 @@ def _whole(events: list[Event], step: int, kind: str) -> bool:
         and named <= done
         and len(done - named) >= others
         and folders.keys() == done
-        and all(len(slots) >= ranks for slots, ranks in _of_ranks(events, step, kind))
+        and all(len(slots) >= ranks for slots, ranks in _find_rank_saves(events, step, kind))
         and bool(_places(folders))
     )
 
@@ -144,7 +144,7 @@ def _folders(events: list[Event], step: int, kind: str) -> dict[Slot, set[str]]:
     return places
 
 
-def _of_ranks(events: list[Event], step: int, kind: str) -> list[tuple[set[Slot], int]]:
+def _find_rank_saves(events: list[Event], step: int, kind: str) -> list[tuple[set[Slot], int]]:
     """Of saves that say of how many ranks they are one: the slots that are known, and how many."""
     ranks: dict[str, int] = {}
     for event in events:

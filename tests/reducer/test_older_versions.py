@@ -38,7 +38,7 @@ async def openings(log):
 async def test_a_run_of_version_1_is_resumed_and_its_whole_log_is_sound(client, redis_url, run_id):
     old = read_recording(FOLDER / "complete.jsonl")
     header, *streams = Recording(old.header, *(list(part) for part in old[1:]))
-    renamed = [[_of_run(entry, run_id) for entry in stream] for stream in streams[:2]]
+    renamed = [[_with_run(entry, run_id) for entry in stream] for stream in streams[:2]]
     await import_recording(
         client, Recording(structs.replace(header, run_id=run_id), *renamed, streams[2])
     )
@@ -55,7 +55,7 @@ async def test_a_run_of_version_1_is_resumed_and_its_whole_log_is_sound(client, 
     assert report.sound, report.findings
 
 
-def _of_run(entry, run_id):
+def _with_run(entry, run_id):
     envelope = structs.replace(decode_envelope(entry.payload), run_id=run_id)
     return entry._replace(payload=encode(envelope))
 

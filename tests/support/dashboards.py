@@ -106,7 +106,7 @@ async def dashboard(
 @asynccontextmanager
 async def dashboard_of(plan: Plan, **keywords: Any) -> AsyncIterator[Dashboard]:
     """Serve a dashboard of a simulated run that is recorded."""
-    with closing(RecordedSource.of_entries(plan.run_id, simulated_run(plan))) as source:
+    with closing(RecordedSource.from_entries(plan.run_id, simulated_run(plan))) as source:
         async with dashboard(RecordedRuns(source), **keywords) as served:
             await served.indexed(plan.run_id)
             yield served

@@ -150,18 +150,18 @@ def first_causes(state: MonitorState, facts: LiveFacts) -> list[Cause]:
         return list(_closed(state))
     links = _links(state, facts.now)
     ends = sorted(_ends(links), key=lambda one: _blame(one, facts))
-    excluded = list(_of_excluded(state))
+    excluded = list(_check_excluded(state))
     # Without another explorer, nothing else can end the trainer's wait for rollouts.
     first = excluded if state.excluded.keys() >= set(_running_explorers(state)) else []
     told = [
-        *_of_server(facts),
-        *_of_reducer(state, facts),
+        *_check_server(facts),
+        *_check_reducer(state, facts),
         *first,
         *(_cause(one, facts) for one in ends),
-        *_of_explorers(state, facts),
+        *_check_explorers(state, facts),
         *excluded,
-        *_of_groups(facts),
-        *_of_readers(facts),
+        *_check_groups(facts),
+        *_check_readers(facts),
     ]
     return list({(one.reason, one.process, one.what, one.step): one for one in told}.values())[
         :_TOLD
@@ -194,13 +194,13 @@ def _closed(state: MonitorState) -> Iterator[Cause]:
         yield Cause(reason="closed", sentence=said, since=state.closed_at)
 
 
-def _of_server(facts: LiveFacts) -> Iterator[Cause]:
+def _check_server(facts: LiveFacts) -> Iterator[Cause]:
     if facts.server_fault is not None:
         reason, words = facts.server_fault
         yield Cause(reason=reason, sentence=f"The server takes no entries: {words}.")
 
 
-def _of_reducer(state: MonitorState, facts: LiveFacts) -> Iterator[Cause]:
+def _check_reducer(state: MonitorState, facts: LiveFacts) -> Iterator[Cause]:
     name = "reducer-0"
     found = facts.processes.get(name)
     pid = None if found is None else found.pid
@@ -227,7 +227,7 @@ def _of_reducer(state: MonitorState, facts: LiveFacts) -> Iterator[Cause]:
         yield Cause(reason="no-reducer", sentence=said, process=name, pid=pid, since=since)
 
 
-def _of_explorers(state: MonitorState, facts: LiveFacts) -> Iterator[Cause]:
+def _check_explorers(state: MonitorState, facts: LiveFacts) -> Iterator[Cause]:
     """Yield explorers of this host that cannot go on, and that no process waits for."""
     for name in _running_explorers(state):
         found = facts.processes.get(name)
@@ -240,13 +240,13 @@ def _of_explorers(state: MonitorState, facts: LiveFacts) -> Iterator[Cause]:
             )
 
 
-def _of_excluded(state: MonitorState) -> Iterator[Cause]:
+def _check_excluded(state: MonitorState) -> Iterator[Cause]:
     for name, excluded in state.excluded.items():
         sentence = f"{format_exclusion(name, excluded)}."
         yield Cause(reason="excluded", sentence=sentence, process=name, since=excluded.at)
 
 
-def _of_groups(facts: LiveFacts) -> Iterator[Cause]:
+def _check_groups(facts: LiveFacts) -> Iterator[Cause]:
     for one in facts.groups:
         if one.idle < UNREAD:
             continue
@@ -264,7 +264,7 @@ def _of_groups(facts: LiveFacts) -> Iterator[Cause]:
         )
 
 
-def _of_readers(facts: LiveFacts) -> Iterator[Cause]:
+def _check_readers(facts: LiveFacts) -> Iterator[Cause]:
     for one in facts.readers:
         yield Cause(
             reason="held-checkpoint",

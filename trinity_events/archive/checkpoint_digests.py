@@ -59,7 +59,7 @@ class SavedFiles:
         digests = sizes = gone = 0
         verified = check_manifests(folder)
         mismatches: list[str] = []
-        with OpenFolder.of_run(folder) as run:
+        with OpenFolder.open_run(folder) as run:
             places = dict(_places(run))
             for path, save in self._saves.items():
                 staged = staged_in(path)

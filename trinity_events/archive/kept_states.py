@@ -45,7 +45,7 @@ class KeptStates:
         self.folder = folder
 
     @staticmethod
-    def of_run(run_folder: Path) -> KeptStates:
+    def for_run(run_folder: Path) -> KeptStates:
         """Return those of a run: beside its archive if it can be, or in ``TRINITY_HOME``."""
         archive = run_folder / ARCHIVE
         if archive.is_dir() and os.access(archive, os.W_OK):
@@ -53,7 +53,7 @@ class KeptStates:
         return KeptStates(trinity_home() / _FOLDER / run_folder.name)
 
     @staticmethod
-    def of_file(run_id: str, digest: str) -> KeptStates:
+    def for_file(run_id: str, digest: str) -> KeptStates:
         """Return those of an exported file, by the digest of the file."""
         return KeptStates(trinity_home() / _FOLDER / f"{run_id}.{digest.rpartition(':')[2][:32]}")
 

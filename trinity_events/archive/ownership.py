@@ -147,13 +147,13 @@ async def own_folder(log: RedisEventLog, folder: Path, server: str, *, adopt: bo
 
 
 def _claim(owner: FolderOwner, folder: Path) -> None:
-    with OpenFolder.of_run(folder, create=True) as run:
+    with OpenFolder.open_run(folder, create=True) as run:
         owner.claim(run)
 
 
 def _refuse_marked(folder: Path, run_id: str, server: str) -> None:
     """Raise FolderTaken if the folder belongs to any log."""
-    with suppress(FileNotFoundError), OpenFolder.of_run(folder) as run:
+    with suppress(FileNotFoundError), OpenFolder.open_run(folder) as run:
         if (mark := read_mark(run, run_id)) is not None:
             raise folder_taken(folder, run_id, mark, f"a new one of {server}")
 

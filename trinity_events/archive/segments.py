@@ -88,7 +88,7 @@ class Archive:
     @contextmanager
     def _opened(self, *, create: bool = False) -> Iterator[OpenFolder]:
         """Open the folder for a change; neither it nor the run's folder may be a link."""
-        with OpenFolder.of_run(self.folder.parent, create=create) as run:
+        with OpenFolder.open_run(self.folder.parent, create=create) as run:
             self._claim(run)
             with run.below(ARCHIVE, create=create) as folder:
                 yield folder

@@ -64,7 +64,7 @@ class RunSource:
 
     def __init__(self, log: RedisEventLog, root: Path) -> None:
         self.run_id = log.run_id
-        self.kept_states = KeptStates.of_run(root / log.run_id)
+        self.kept_states = KeptStates.for_run(root / log.run_id)
         self._log = log
         self._archive = Archive(root / log.run_id, log.run_id)
 
@@ -90,7 +90,7 @@ class FileSource:
         self.run_id = self.header.run_id
         self._path = path
         self._digest = self.header.digest or _digest_of_older(path)
-        self.kept_states = KeptStates.of_file(self.run_id, self._digest)
+        self.kept_states = KeptStates.for_file(self.run_id, self._digest)
 
     async def identity(self) -> str:
         """Return the digest of the file."""

@@ -123,10 +123,10 @@ def _log_of(recording: Path | None) -> RecordedSource:
 
     if recording is None:
         plan = Plan()
-        return RecordedSource.of_entries(plan.run_id, simulated_run(plan))
+        return RecordedSource.from_entries(plan.run_id, simulated_run(plan))
     if recording.is_dir():
-        return RecordedSource.of_archive(recording)
-    return RecordedSource.of_file(recording)
+        return RecordedSource.from_archive(recording)
+    return RecordedSource.from_file(recording)
 
 
 @asynccontextmanager

@@ -50,7 +50,7 @@ def delete(
     run_folder = checkpoint_root(root) / run
     removed = run_folder if folder and run_folder.is_dir() else None
     deleted = anyio.run(_delete, redis_url, run, removed, yes)
-    KeptStates.of_run(run_folder).clear()
+    KeptStates.for_run(run_folder).clear()
     if removed is not None:
         shutil.rmtree(removed)
     say(f"run {run} is deleted: {deleted} keys" + (f", and {removed}" if removed else ""))
@@ -85,7 +85,7 @@ async def _require_over(client: redis.asyncio.Redis, log: RedisEventLog) -> None
 async def _require_own(log: RedisEventLog, folder: Path) -> None:
     """Raise RunInUse for a folder of another log of the run's name."""
     identity = await log_identity(log, Archive(folder, log.run_id))
-    with OpenFolder.of_run(folder) as opened:
+    with OpenFolder.open_run(folder) as opened:
         mark = read_mark(opened, log.run_id)
     if mark is not None and mark.log != identity:
         raise RunInUse(

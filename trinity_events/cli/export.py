@@ -142,7 +142,7 @@ async def _source_of(run: str, root: Path, redis_url: str | None) -> AsyncIterat
     path, is_folder = Path(run), (Path(run) / ARCHIVE).is_dir()
     if is_folder or recorded_file(run) is not None:
         with closing(
-            (RecordedSource.of_archive if is_folder else RecordedSource.of_file)(path)
+            (RecordedSource.from_archive if is_folder else RecordedSource.from_file)(path)
         ) as source:
             yield source
         return

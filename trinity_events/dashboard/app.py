@@ -90,7 +90,10 @@ def application(
     routes = [
         Route("/api/runs", _answering(runs)),
         Route("/api/runs/{run}/live", live),
-        *(Route(f"/api/runs/{{run}}/{name}", _of_run(answer)) for name, answer in _ANSWERS.items()),
+        *(
+            Route(f"/api/runs/{{run}}/{name}", _run_route(answer))
+            for name, answer in _ANSWERS.items()
+        ),
         Route("/", _file("index.html")),
         *(Route(f"/{name}", _file(name)) for name in _static_files()),
     ]
@@ -149,7 +152,7 @@ def _answering(
     return answer
 
 
-def _of_run(ask: Answer) -> Callable[[Request], Awaitable[Response]]:
+def _run_route(ask: Answer) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
         board: Board = request.app.state.board
         reader = await board.reader(request.path_params["run"])

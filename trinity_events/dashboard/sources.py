@@ -197,12 +197,12 @@ class RecordedSource:
         """Iterators that go on after a position, so that a log is read on without a search."""
 
     @classmethod
-    def of_entries(cls, run_id: str, entries: Iterable[Entry]) -> RecordedSource:
+    def from_entries(cls, run_id: str, entries: Iterable[Entry]) -> RecordedSource:
         """Return a log of entries, which a temporary file holds."""
         return cls(run_id, StoredEvents(entries))
 
     @classmethod
-    def of_file(cls, path: Path) -> RecordedSource:
+    def from_file(cls, path: Path) -> RecordedSource:
         """Return the log of a file that ``export`` wrote. Raises BadRecording."""
         recording = read_recording(path)
         header = recording.header
@@ -212,7 +212,7 @@ class RecordedSource:
         return cls(header.run_id, events, recording.dead)
 
     @classmethod
-    def of_archive(cls, run_folder: Path) -> RecordedSource:
+    def from_archive(cls, run_folder: Path) -> RecordedSource:
         """Return the archived log of a run's folder, of which no server has the rest."""
         archive = Archive(run_folder, run_folder.name)
         if not archive.folder.is_dir() or archive.through(Stream.EVENTS) == ORIGIN:
@@ -220,7 +220,7 @@ class RecordedSource:
                 f"{run_folder} has no archived log: name the folder of a run, which has a folder "
                 "named log, or a file that export wrote"
             )
-        return cls.of_entries(run_folder.name, archive.read(Stream.EVENTS))
+        return cls.from_entries(run_folder.name, archive.read(Stream.EVENTS))
 
     async def begin(self) -> Beginning:
         """Return the empty state, with the times of the first and the last entry."""

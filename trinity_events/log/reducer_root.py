@@ -40,7 +40,7 @@ def mark_folder(run: OpenFolder, token: int) -> bytes:
     return mark_bytes
 
 
-def of_leader(leader: bytes | None, mark_bytes: bytes | None) -> bytes | None:
+def select_leader_folder(leader: bytes | None, mark_bytes: bytes | None) -> bytes | None:
     """Return a reducer's mark if that reducer leads; None otherwise."""
     try:
         mark = msgspec.json.decode(mark_bytes or b"", type=RootMark)

@@ -86,7 +86,7 @@ class CheckpointFiles:
 
         Raises FileNotFoundError, UnsafePath if it is a link, and what ``claim`` raises.
         """
-        with OpenFolder.of_run(self.folder, create=create) as run:
+        with OpenFolder.open_run(self.folder, create=create) as run:
             self._claim(run)
             yield run
 

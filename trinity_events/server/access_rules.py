@@ -38,11 +38,11 @@ class _Rules(Struct, frozen=True):
     """Further pairs of commands and keys, each by itself."""
 
 
-def _of_run(access: str, *names: str) -> tuple[str, ...]:
+def _rules(access: str, *names: str) -> tuple[str, ...]:
     return tuple(f"{access}RUN:{name}" for name in names)
 
 
-_READ_RUN = _of_run("%R~", "*")
+_READ_RUN = _rules("%R~", "*")
 _INDEX = (f"%R~{RUN_INDEX}",)
 _HOLD_CHECKPOINTS = (
     "-@all +evalsha ~RUN:holds ~RUN:doomed",
@@ -71,8 +71,8 @@ _RULES = {
     "explorer": _Rules(
         "+@read +time +script|load",
         (
-            *_of_run("%R~", "announcements", "current", "epoch", "rollouts", "evaluations"),
-            *_of_run("%R~", "experiences", "judged", "explorer:*", "promoted", "holds", "doomed"),
+            *_rules("%R~", "announcements", "current", "epoch", "rollouts", "evaluations"),
+            *_rules("%R~", "experiences", "judged", "explorer:*", "promoted", "holds", "doomed"),
             *_INDEX,
             f"%R~{_WEIGHTS}*",
         ),

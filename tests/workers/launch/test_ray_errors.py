@@ -13,7 +13,7 @@ ray = pytest.importorskip("ray.exceptions", reason="Ray is not installed")
 from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_events.errors import DeadlineExceeded  # noqa: E402
 from trinity_schemas import Process  # noqa: E402
-from trinity_workers.launch.actors import ProcessDied, in_words, of_the_dead  # noqa: E402
+from trinity_workers.launch.actors import ProcessDied, format_death, in_words  # noqa: E402
 from trinity_workers.launch.processes import RayNotStarted, local_ray  # noqa: E402
 
 
@@ -46,15 +46,15 @@ def test_a_dead_process_is_named_on_one_line():
         "The actor died unexpectedly before finishing this task.\n\tclass_name: Explorer\n"
         "\tactor_id: 0123\n\tpid: 77\n\tnamespace: x\nSome common causes are many."
     )
-    assert of_the_dead(said, "explorer-0") == (
+    assert format_death(said, "explorer-0") == (
         "explorer-0 (process 77) of the run died: "
         "The actor died unexpectedly before finishing this task."
     )
     known = Process(host="here", pid=77, started=0)
-    assert of_the_dead(said, "explorer-0", known, "killed by SIGKILL") == (
+    assert format_death(said, "explorer-0", known, "killed by SIGKILL") == (
         "explorer-0 (process 77 on here) of the run died: killed by SIGKILL"
     )
-    assert of_the_dead("", "trainer-0").startswith("trainer-0 of the run died")
+    assert format_death("", "trainer-0").startswith("trainer-0 of the run died")
 
 
 def test_ray_starts_although_the_folder_of_temporary_files_has_a_long_name(tmp_path):

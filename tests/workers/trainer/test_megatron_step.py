@@ -135,7 +135,7 @@ def take_step(
     metrics = step.learn(mine)
     experts = parallel_state.get_expert_model_parallel_group() if layout.expert > 1 else None
     division = division_of(mine, settings, limit, stages=layout.pipeline, alike=experts)
-    divided = division.of_pass(mine)
+    divided = division.for_pass(mine)
     found, _ = policy.train_batch(
         divided.parts,
         lambda current, _: (current.logprobs.sum() + current.entropy.sum(), current),

@@ -22,7 +22,7 @@ from ..base import (
     Stream,
 )
 from ..position import LAST_ID, LATEST, ORIGIN, position
-from ..reducer_root import of_leader
+from ..reducer_root import select_leader_folder
 from .groups import RedisGroups
 from .key_errors import (
     naming_key_conflicts,
@@ -352,7 +352,7 @@ class RedisEventLog(RedisGroups):
 
     async def leaders_folder(self) -> bytes | None:
         """Return the leader's description of its folder; None without a leader or description."""
-        return of_leader(*await self._redis.mget(self.keys.leader, self.keys.folder))
+        return select_leader_folder(*await self._redis.mget(self.keys.leader, self.keys.folder))
 
     async def renew(self, token: int, lease: float) -> bool:
         """Renew the lead for ``lease`` seconds; 0 gives it up. Return False if it was lost."""

@@ -119,7 +119,7 @@ def parse_number(key: str, value: bytes | None) -> int:
         return int(value or 0)
     except ValueError:
         raise KeyConflict(
-            f"{key} holds {_shown(value)}, which is no number: something else wrote to this key; "
+            f"{key} holds {_format(value)}, which is no number: something else wrote to this key; "
             "set it back, to no less than it was"
         ) from None
 
@@ -130,7 +130,7 @@ def parse_position(key: str, value: bytes) -> str:
         return _position(value)
     except ValueError:
         raise KeyConflict(
-            f"{key} holds {_shown(value)}, which is no position in the log: something else wrote "
+            f"{key} holds {_format(value)}, which is no position in the log: something else wrote "
             "to this key; set it back to the id of the last entry that was folded (the newest "
             "announcement tells it, or a later one); replay reads the run without it"
         ) from None
@@ -143,7 +143,7 @@ def parse_announcement(key: str, field: bytes, value: bytes) -> tuple[str, str, 
         return field.decode(), _position(entry_id), payload
     except ValueError:
         raise KeyConflict(
-            f"{key} has a field {_shown(field)} that is no announcement: something else wrote to "
+            f"{key} has a field {_format(field)} that is no announcement: something else wrote to "
             "this key; remove the field with HDEL, and the run goes on"
         ) from None
 
@@ -165,6 +165,6 @@ def _position(value: bytes) -> str:
     return text
 
 
-def _shown(value: bytes | None) -> str:
+def _format(value: bytes | None) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:40]}..."

@@ -13,7 +13,7 @@ from trinity_schemas import RunKeys, grant_key, heartbeat_key
 
 from ..base import Entry, Stream
 from ..position import LAST_ID, ORIGIN
-from ..reducer_root import of_leader
+from ..reducer_root import select_leader_folder
 from .key_errors import exhausted, is_exhausted, parse_number, wrong_type
 from .replies import FIELD, entries
 from .scripts import Scripts
@@ -101,7 +101,7 @@ class SyncEventLog:
 
     def leaders_folder(self) -> bytes | None:
         """Return the leader's description of its folder; None without a leader or description."""
-        return of_leader(*self._redis.mget(self.keys.leader, self.keys.folder))
+        return select_leader_folder(*self._redis.mget(self.keys.leader, self.keys.folder))
 
     def close(self) -> None:
         """Close the connections.

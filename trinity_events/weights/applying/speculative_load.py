@@ -79,7 +79,11 @@ class SpeculativeLoad:
         """Return a callback that writes incoming chunks into the module; None without a layout."""
         self.abandon()
         self._took = False
-        if self._layout is None or self._layout.module() is not module or not self._aim(module):
+        if (
+            self._layout is None
+            or self._layout.module() is not module
+            or not self._prepare_targets(module)
+        ):
             return None
         about_to_change(module)
         return self._begin_part
@@ -104,7 +108,7 @@ class SpeculativeLoad:
         self, parts: Sequence[PartRef], module: torch.nn.Module, manifests: Sequence[WeightManifest]
     ) -> bool:
         """Return True if these manifests have the predicted layout, and prepare their parts."""
-        if not self._is_of(module, manifests) or not self._aim(module):
+        if not self._is_of(module, manifests) or not self._prepare_targets(module):
             return False
         for part in parts:
             if part not in self._fillings:
@@ -147,7 +151,7 @@ class SpeculativeLoad:
 
         return take
 
-    def _aim(self, module: torch.nn.Module) -> bool:
+    def _prepare_targets(self, module: torch.nn.Module) -> bool:
         """Return True if the module's tensors can be filled in place.
 
         If their memory has changed, the plans and the chunks written so far are dropped.
@@ -157,7 +161,7 @@ class SpeculativeLoad:
         targets = targets_of(module)
         if not all(map(is_plain, targets.values())):
             return False
-        if not _lie_alike(targets, self._targets):
+        if not _same_storage(targets, self._targets):
             self._targets = {name: target.detach() for name, target in targets.items()}
             self._plans, self._fillings = {}, {}
         self._memory = ModuleFingerprint(module, distinct(targets.values()))
@@ -201,7 +205,7 @@ def _sizes(manifest: WeightManifest) -> list[int]:
     return [chunk.nbytes for chunk in manifest.chunks]
 
 
-def _lie_alike(targets: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> bool:
+def _same_storage(targets: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> bool:
     """Return True if both have the same names, with the same memory, shapes and dtypes."""
     return targets.keys() == others.keys() and all(
         tensor.data_ptr() == other.data_ptr()

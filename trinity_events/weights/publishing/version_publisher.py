@@ -70,7 +70,7 @@ class VersionPublisher:
         part, last = PartRef(settings.run_id, settings.epoch, global_step, rank), None
         if settings.full_every > 1 and not subset:
             last = self._last.setdefault(rank, LastPublished(settings.full_every))
-            last.begin(part, self._is_lasting)
+            last.begin(part, self._is_stored)
         return PartWriter(
             self._session.store,
             part,
@@ -155,7 +155,7 @@ class VersionPublisher:
                 "retired versions are not freed yet: the log's server is away (%s)", error
             )
 
-    def _is_lasting(self, part: PartRef) -> bool:
+    def _is_stored(self, part: PartRef) -> bool:
         """Return True if readers are sure to find a part: ready, not retired, and stored."""
         if StepRef(part.epoch, part.step) not in self._ready_versions:
             return False

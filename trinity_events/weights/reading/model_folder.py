@@ -174,7 +174,7 @@ def _open_files(run_folder: Path, ready: StepReady, announced: str) -> list[_Dig
         for place in places:
             try:
                 with (
-                    OpenFolder.of_run(run_folder) as run,
+                    OpenFolder.open_run(run_folder) as run,
                     run.below(*place.split("/"), *MODEL_FOLDER) as folder,
                 ):
                     if (files := _map_files(folder, announced)) is not None:

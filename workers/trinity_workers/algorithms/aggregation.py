@@ -72,16 +72,16 @@ class Means:
     """[2, M] float64: sums, and counts."""
 
     @classmethod
-    def of_tokens(cls, values: Mapping[str, Tensor], mask: Tensor) -> Means:
+    def from_tokens(cls, values: Mapping[str, Tensor], mask: Tensor) -> Means:
         """Return the means of values [B, R] where the mask is true."""
         count = mask.sum().double()
         sums = [masked_sum(tensor.detach().double(), mask) for tensor in values.values()]
         return cls._made(values, sums, count, mask)
 
     @classmethod
-    def of_rows(cls, values: Mapping[str, Tensor], rows: Tensor) -> Means:
+    def from_rows(cls, values: Mapping[str, Tensor], rows: Tensor) -> Means:
         """Return the means of values [B] over these rows, [B] bool."""
-        return cls.of_tokens(
+        return cls.from_tokens(
             {name: tensor[:, None] for name, tensor in values.items()}, rows[:, None]
         )
 
@@ -96,7 +96,7 @@ class Means:
         return cls(tuple(names), counted)
 
     @classmethod
-    def of_total(cls, name: str, total: Tensor, *, shown: bool) -> Means:
+    def from_total(cls, name: str, total: Tensor, *, shown: bool) -> Means:
         """Return a sum over all parts, as a mean over one thing.
 
         Args:

@@ -64,4 +64,4 @@ def mismatch(log_ratio: Tensor, mask: Tensor) -> Means:
         "rollout_corr/k3_kl": ratio - 1.0 - log_ratio,
         "rollout_corr/chi2_token": ratio.square() - 1.0,
     }
-    return Means.of_tokens(metrics, mask)
+    return Means.from_tokens(metrics, mask)

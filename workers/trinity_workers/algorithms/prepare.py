@@ -95,4 +95,4 @@ def _metrics(batch: Batch, penalty: Tensor, equal: Tensor, divergence: Tensor | 
     }
     if divergence is not None:
         rows["reward_kl"] = sequence_sum(divergence, batch.response_mask)
-    return Means.of_rows(rows, batch.groups != NO_GROUP)
+    return Means.from_rows(rows, batch.groups != NO_GROUP)

@@ -38,11 +38,11 @@ def contradictions(
         named: Names a field, given by its path below the algorithm, in the sentences.
         samples: Samples of each prompt, if they are known.
     """
-    yield from _of_names(config)
-    yield from _of_advantages(config, named, samples)
-    yield from _of_the_loss(config, named)
-    yield from _of_the_penalty(config, named)
-    yield from _of_the_correction(config, named)
+    yield from _check_names(config)
+    yield from _check_advantages(config, named, samples)
+    yield from _check_loss(config, named)
+    yield from _check_kl_penalty(config, named)
+    yield from _check_importance_sampling(config, named)
 
 
 _Found = Iterator[tuple[tuple[str, ...], str]]
@@ -54,7 +54,7 @@ _REWARD_FREE = ("supervised", "divergence")
 """Losses that take no advantages."""
 
 
-def _of_names(config: AlgorithmConfig) -> _Found:
+def _check_names(config: AlgorithmConfig) -> _Found:
     checks = (
         ("advantage", config.advantage, ADVANTAGES, find_advantage),
         ("loss", config.loss, POLICY_LOSSES, find_policy_loss),
@@ -67,7 +67,7 @@ def _of_names(config: AlgorithmConfig) -> _Found:
                 yield (field,), str(error)
 
 
-def _of_advantages(
+def _check_advantages(
     config: AlgorithmConfig, named: Callable[[str], str], samples: int | None
 ) -> _Found:
     advantage, use, scale = named("advantage"), named("critic.use"), named("scale")
@@ -116,7 +116,7 @@ def _of_advantages(
         )
 
 
-def _of_the_loss(config: AlgorithmConfig, named: Callable[[str], str]) -> _Found:
+def _check_loss(config: AlgorithmConfig, named: Callable[[str], str]) -> _Found:
     loss, dual = named("loss"), named("dual_clip")
     if config.loss == "gspo" and config.normalisation != "sequence-mean":
         yield (
@@ -147,7 +147,7 @@ def _of_the_loss(config: AlgorithmConfig, named: Callable[[str], str]) -> _Found
         )
 
 
-def _of_the_penalty(config: AlgorithmConfig, named: Callable[[str], str]) -> _Found:
+def _check_kl_penalty(config: AlgorithmConfig, named: Callable[[str], str]) -> _Found:
     kl = config.kl
     if not kl.coefficient:
         return
@@ -176,7 +176,7 @@ def _of_the_penalty(config: AlgorithmConfig, named: Callable[[str], str]) -> _Fo
         )
 
 
-def _of_the_correction(config: AlgorithmConfig, named: Callable[[str], str]) -> _Found:
+def _check_importance_sampling(config: AlgorithmConfig, named: Callable[[str], str]) -> _Found:
     sampling = config.importance_sampling
     ratio_to, weights = (
         named("importance_sampling.ratio_to"),

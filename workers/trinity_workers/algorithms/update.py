@@ -94,7 +94,7 @@ def policy_update(
         **metrics,
     }
 
-    measured = Means.of_tokens({}, mask)
+    measured = Means.from_tokens({}, mask)
     if sampling.ratio_to == "proximal" or sampling.weights != "none" or sampling.mask != "none":
         trainers = old if sampling.ratio_to == "proximal" else current.detach()
         sampled = batch.need("behaviour_logprobs", "importance sampling")
@@ -127,7 +127,7 @@ def policy_update(
     return Update(
         loss_sum(losses, mask, config),
         loss_denominator(mask, config),
-        Means.of_tokens(shown, mask) + measured,
+        Means.from_tokens(shown, mask) + measured,
     )
 
 
@@ -159,7 +159,7 @@ def value_update(batch: Batch, values: Tensor, config: AlgorithmConfig) -> Updat
     return Update(
         loss_sum(losses, mask, config),
         loss_denominator(mask, config),
-        Means.of_tokens(shown, mask),
+        Means.from_tokens(shown, mask),
     )
 
 

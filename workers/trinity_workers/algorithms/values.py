@@ -22,7 +22,7 @@ def value_means(batch: Batch) -> Means:
         _ERRORS: returns - values,
         _SQUARED_ERRORS: (returns - values).square(),
     }
-    return Means.of_tokens(means, batch.response_mask)
+    return Means.from_tokens(means, batch.response_mask)
 
 
 def explained_variance(means: Mapping[str, float]) -> dict[str, float]:

@@ -125,7 +125,7 @@ def to_yaml(config: TrainConfig) -> str:
 
 def write_copy(folder: Path, config: TrainConfig) -> None:
     """Write the configuration into a run's folder, atomically."""
-    with OpenFolder.of_run(folder, create=True) as run:
+    with OpenFolder.open_run(folder, create=True) as run:
         run.write(COPY, to_yaml(config).encode())
 
 
@@ -141,7 +141,7 @@ class _Reader:
         if found is None:
             return
         if not isinstance(found, Mapping):
-            self._problems.append(f"{self._file}: the file holds {_shown(found)}, not sections")
+            self._problems.append(f"{self._file}: the file holds {_format(found)}, not sections")
             return
         self._read_section("", found)
 
@@ -156,7 +156,7 @@ class _Reader:
                 self._read_section(f"{path}.", value)
             elif value is not None:
                 self._problems.append(
-                    f"{self._file}: {path} is {_shown(value)}, but it is a section: write its "
+                    f"{self._file}: {path} is {_format(value)}, but it is a section: write its "
                     "fields below it"
                 )
 
@@ -171,13 +171,13 @@ class _Reader:
         for name, section in found.items():
             if not SECTION_NAME.fullmatch(str(name)):
                 self._problems.append(
-                    f"{origin}: {path} has {_shown(name)}, but a name there has only lower-case "
+                    f"{origin}: {path} has {_format(name)}, but a name there has only lower-case "
                     "letters, digits, - and _"
                 )
             elif section is not None and not isinstance(section, Mapping):
                 self._problems.append(
-                    f"{origin}: {path}.{name} is {_shown(section)}, but it is a section: write its "
-                    "fields below it"
+                    f"{origin}: {path}.{name} is {_format(section)}, but it is a section: write "
+                    "its fields below it"
                 )
             else:
                 self._values[f"{path}.{name}"] = {}
@@ -211,7 +211,7 @@ class _Reader:
         except ValueError:  # msgspec's error is one
             self._wrong.add(path)
             self._problems.append(
-                f"{origin}: {path} is {_shown(value)}, but must be {known.allowed}"
+                f"{origin}: {path} is {_format(value)}, but must be {known.allowed}"
             )
 
     def finished(self, named: Callable[[str], str], prefix: str) -> Reading:
@@ -337,7 +337,7 @@ def _nearest(path: str) -> str:
     return f": the sections are {', '.join(one for one in sections() if '.' not in one)}"
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     try:
         text = msgspec.json.encode(value).decode()
     except (TypeError, ValueError):

@@ -188,7 +188,7 @@ def _to_huggingface(
     return sizes
 
 
-def _of_megatron(source: Path) -> NamedTensors:
+def _read_megatron(source: Path) -> NamedTensors:
     # Use the checkpoint's dtypes: a model may be trained in another one than its configuration's.
     outline = MetaModel(_description(source / MODEL_FOLDER[-1]).config)
     outline.check_all_read(source / "model")
@@ -198,7 +198,7 @@ def _of_megatron(source: Path) -> NamedTensors:
         yield from finite_tensors(outline.mapping.to_huggingface(name, whole), str(source))
 
 
-def _of_shards(source: Path) -> NamedTensors:
+def _read_fsdp_shards(source: Path) -> NamedTensors:
     """Yield the tensors of FSDP's shard files, a tied one under its first name alone."""
     model = _meta_model(source)
     buffers = [name for name, _ in saved_buffers(model)]
@@ -227,7 +227,7 @@ def _meta_model(source: Path) -> Any:
         return make.from_config(config, trust_remote_code=False)
 
 
-def _of_folder(source: Path) -> NamedTensors:
+def _read_exported_folder(source: Path) -> NamedTensors:
     reader = _reader(source / MODEL_FOLDER[-1])
     buffers = all_buffer_names(_meta_model(source))
     for name in reader.names():
@@ -239,9 +239,9 @@ def _of_folder(source: Path) -> NamedTensors:
 
 
 _TENSORS: dict[SourceForm, Callable[[Path], NamedTensors]] = {
-    "megatron": _of_megatron,
-    "fsdp": _of_shards,
-    "exported": _of_folder,
+    "megatron": _read_megatron,
+    "fsdp": _read_fsdp_shards,
+    "exported": _read_exported_folder,
 }
 """Full tensors of a checkpoint, by its form."""
 

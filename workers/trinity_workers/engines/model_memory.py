@@ -68,7 +68,7 @@ class OffloadedModel:
         gradients: Tensors = tuple,
         optimizer: Tensors = tuple,
     ) -> None:
-        def of_optimizer() -> Iterator[torch.Tensor]:
+        def optimizer_tensors() -> Iterator[torch.Tensor]:
             mine = {_key(one) for one in parameters()}
             return (one for one in optimizer() if _key(one) not in mine)
 
@@ -79,7 +79,7 @@ class OffloadedModel:
             self._parts["gradients"] = Movable(
                 gradients, moves=offload.grad_offload, keeps_values=False
             )
-            self._parts["optimizer"] = Movable(of_optimizer, moves=offload.optimizer_offload)
+            self._parts["optimizer"] = Movable(optimizer_tensors, moves=offload.optimizer_offload)
         for part in self._parts.values():
             part.leave_if_idle()
 

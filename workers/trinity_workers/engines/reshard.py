@@ -168,7 +168,7 @@ def model_from_folder(reader: FolderReader, module: Any) -> dict[str, Any]:
     parameters = {name: id(one) for name, one in module.named_parameters(remove_duplicate=False)}
     saved = {parameters.get(name, name): name for name in reader.names()}
     return {
-        name: _of_whole(reader.tensor(saved.get(parameters.get(name, name), name)), like)
+        name: _slice_full_tensor(reader.tensor(saved.get(parameters.get(name, name), name)), like)
         for name, like in module.state_dict().items()
     }
 
@@ -200,7 +200,7 @@ def _resharded(values: Sequence[Any], like: Any) -> Any:
     return _laid_out([value.to_local() for value in values], like)
 
 
-def _of_whole(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _slice_full_tensor(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return this rank's share of a full tensor, laid out as ``like`` and in its dtype."""
     value = value.to(like.dtype)
     return _laid_out([value], like) if isinstance(like, DTensor) else value

@@ -121,7 +121,7 @@ class VerlEngine:
         """Return log-probabilities of response tokens [B, R], without gradient. Collective."""
         with self.verl.eval_mode():
             told = self.verl.infer_batch(_no_padding(batch, temperature))
-        return _of_responses(told["model_output"]["log_probs"], batch)
+        return _select_response_tokens(told["model_output"]["log_probs"], batch)
 
     def update(
         self, parts: Sequence[Batch], loss_of: LossOf, *, temperature: float, entropy: bool
@@ -340,15 +340,15 @@ def _loss_function(loss_of: LossOf, part: Batch) -> Callable[..., tuple[Tensor, 
     def loss(*, model_output: dict[str, Tensor], **_: Any) -> tuple[Tensor, dict[str, float]]:
         entropy = model_output.get("entropy")
         current = TokenStatistics(
-            _of_responses(model_output["log_probs"], part),
-            None if entropy is None else _of_responses(entropy, part),
+            _select_response_tokens(model_output["log_probs"], part),
+            None if entropy is None else _select_response_tokens(entropy, part),
         )
         return with_backward_gradient(loss_of(part, current)), {}
 
     return loss
 
 
-def _of_responses(found: Tensor, batch: Batch) -> Tensor:
+def _select_response_tokens(found: Tensor, batch: Batch) -> Tensor:
     """Return values of response tokens [B, R] from those of the tokens before them, jagged."""
     values = found.values().float()
     attended = batch.attention_mask.bool()

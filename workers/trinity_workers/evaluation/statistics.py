@@ -51,16 +51,16 @@ def estimate(of_questions: Sequence[float]) -> Estimate:
 
 def results(settings: EvaluationSet, rewards: Sequence[Sequence[float]]) -> dict[str, float]:
     """Return the metrics of a set from the rewards of each question's answers."""
-    metrics = _named("mean", estimate([fsum(of_one) / len(of_one) for of_one in rewards]))
+    metrics = _format_metric("mean", estimate([fsum(of_one) / len(of_one) for of_one in rewards]))
     for k in settings.passes:
         passed = [
             pass_at_k(len(of_one), sum(reward >= settings.correct_from for reward in of_one), k)
             for of_one in rewards
         ]
         mean, low, high = estimate(passed)
-        metrics |= _named(f"pass_at_{k}", Estimate(mean, max(low, 0.0), min(high, 1.0)))
+        metrics |= _format_metric(f"pass_at_{k}", Estimate(mean, max(low, 0.0), min(high, 1.0)))
     return metrics
 
 
-def _named(name: str, interval: Estimate) -> dict[str, float]:
+def _format_metric(name: str, interval: Estimate) -> dict[str, float]:
     return {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}

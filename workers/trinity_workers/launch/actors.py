@@ -78,7 +78,7 @@ class Actors:
             # Shielded: the error of another may end this wait, and this one says more.
             with anyio.CancelScope(shield=True):
                 how = await anyio.to_thread.run_sync(self._deaths.how, process)
-        return ProcessDied(of_the_dead(told, name, process, how))
+        return ProcessDied(format_death(told, name, process, how))
 
 
 def in_words(error: Any) -> Exception:
@@ -97,7 +97,7 @@ def _is_fault(cause: object) -> bool:
     return isinstance(cause, OSError) and cause.errno is not None
 
 
-def of_the_dead(told: str, name: str, process: Process | None = None, how: str = "") -> str:
+def format_death(told: str, name: str, process: Process | None = None, how: str = "") -> str:
     """Return which process died, and how, or what Ray tells of it where that is not known."""
     lines = [line.strip() for line in told.splitlines() if line.strip()]
     said = dict(line.split(": ", 1) for line in lines[1:] if ": " in line)

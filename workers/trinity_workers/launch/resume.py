@@ -350,7 +350,7 @@ def _steps_with_evidence(folder: Path, complete: Collection[int] = ()) -> set[in
         complete: Steps that the log has as complete. Their folders of version 0.1 get a mark.
     """
     steps: set[int] = set()
-    with suppress(FileNotFoundError, NotADirectoryError), OpenFolder.of_run(folder) as run:
+    with suppress(FileNotFoundError, NotADirectoryError), OpenFolder.open_run(folder) as run:
         for name in run.names():
             step = parse_final_name(name)
             if step is not None and _is_verified(run, step, is_complete=step in complete):
@@ -372,7 +372,7 @@ def _check_evidence(folder: Path, step: int) -> None:
     The log decides which step is the newest. An event can be invented, so that the folder has
     to prove it.
     """
-    with OpenFolder.of_run(folder) as run:
+    with OpenFolder.open_run(folder) as run:
         evidence = load_evidence(run, step, _CHECKPOINT)
     path = folder / final_name(step)
     if evidence is None:

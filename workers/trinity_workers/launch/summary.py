@@ -198,7 +198,7 @@ def summary_table(summary: DemoSummary) -> Table:
     if summary.outcome != "finished":
         rows.append((summary.outcome.upper(), summary.error or "before its last step"))
     rows += [
-        ("steps", f"{log.steps} in {summary.seconds:.0f} s{_of_it(summary)}"),
+        ("steps", f"{log.steps} in {summary.seconds:.0f} s{_format_training_share(summary)}"),
         (
             "reward",
             f"{summary.reward_first_third:.2f} -> {summary.reward_last_third:.2f}, mean of "
@@ -322,7 +322,7 @@ def _refusals(log: RunSummary) -> str:
     )
 
 
-def _of_it(summary: DemoSummary) -> str:
+def _format_training_share(summary: DemoSummary) -> str:
     """Return how much of the time was training, where the run came to the end of it."""
     if summary.training_seconds is None:
         return ""

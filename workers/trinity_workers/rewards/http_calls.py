@@ -146,9 +146,9 @@ class HttpCalls:
                         f"{self.name} sent more than {LARGEST_REPLY} bytes, which are not read"
                     )
         if reply.status_code in _TRANSIENT:
-            raise Unusable(f"answered {reply.status_code}{_shown(received)}")
+            raise Unusable(f"answered {reply.status_code}{_format_body(received)}")
         if reply.status_code != httpx.codes.OK:
-            raise RewardFailed(f"{self.name} answered {reply.status_code}{_shown(received)}")
+            raise RewardFailed(f"{self.name} answered {reply.status_code}{_format_body(received)}")
         return bytes(received)
 
     async def aclose(self) -> None:
@@ -162,6 +162,6 @@ def _told(error: BaseException, seconds: float) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _shown(reply: bytes | bytearray) -> str:
+def _format_body(reply: bytes | bytearray) -> str:
     text = " ".join(reply[:_SHOWN].decode(errors="replace").split())
     return f": {text}" if text else ""

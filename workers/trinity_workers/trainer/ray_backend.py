@@ -72,7 +72,7 @@ class RayTrainBackend(TrainEngineWrapper):
         """Start the workers and load the model."""
         config = self._config
         self._workers = start_workers(
-            _worker_class(config), config, name="actor", format_death=self._of_death
+            _worker_class(config), config, name="actor", format_death=self._format_death
         )
         await self._workers.watch()
         host, port = await self._ask("address")
@@ -258,7 +258,7 @@ class RayTrainBackend(TrainEngineWrapper):
         with self._publisher.waits.waiting(f"{method} of its ranks", ranks):
             return await self._workers.ask(method, *args, **options)
 
-    def _of_death(self, method: str) -> str:
+    def _format_death(self, method: str) -> str:
         step = self._step + (method == "train_step")  # which is not taken yet
         return f"of run {self._config.run_id} died in {method} at step {step}"
 

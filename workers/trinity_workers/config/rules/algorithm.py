@@ -9,7 +9,7 @@ from .base import Contradictions, FormatField
 
 def check_algorithm(config: TrainConfig, named: FormatField) -> Contradictions:
     """Yield contradictions of the algorithm, each field in one of them alone."""
-    refused = list(_beyond_the_trainer(config, named))
+    refused = list(_check_trainer_support(config, named))
     yield from refused
     told = {path for paths, _ in refused for path in paths}
     found = algorithm_contradictions(
@@ -23,7 +23,7 @@ def check_algorithm(config: TrainConfig, named: FormatField) -> Contradictions:
             yield paths, said
 
 
-def _beyond_the_trainer(config: TrainConfig, named: FormatField) -> Contradictions:
+def _check_trainer_support(config: TrainConfig, named: FormatField) -> Contradictions:
     """Yield what an own loop can compute, and this trainer cannot."""
     algorithm, engine = config.algorithm, named("trainer.engine")
     advantage, loss = named("algorithm.advantage"), named("algorithm.loss")

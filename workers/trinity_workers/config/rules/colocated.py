@@ -25,7 +25,7 @@ def check_colocated(config: TrainConfig, named: FormatField) -> Contradictions:
     trainer, colocated = config.trainer, named("trainer.colocated")
     tensor = trainer.rollout_tensor_parallel
     if tensor is not None:
-        yield from _of_rollout_layout(config, tensor, named)
+        yield from _check_rollout_layout(config, tensor, named)
     if not trainer.colocated:
         return
     for path, value in _NEEDED.items():
@@ -49,7 +49,7 @@ def check_colocated(config: TrainConfig, named: FormatField) -> Contradictions:
         )
 
 
-def _of_rollout_layout(config: TrainConfig, tensor: int, named: FormatField) -> Contradictions:
+def _check_rollout_layout(config: TrainConfig, tensor: int, named: FormatField) -> Contradictions:
     trainer, field = config.trainer, named("trainer.rollout_tensor_parallel")
     if not trainer.colocated:
         yield (

@@ -18,7 +18,7 @@ def check_evaluation(
         keeps_versions: False if the sync method sends versions and keeps none.
     """
     for name, settings in config.sets.items():
-        yield from _of_set(f"evaluation.sets.{name}", settings, named, steps)
+        yield from _check_set(f"evaluation.sets.{name}", settings, named, steps)
         if not keeps_versions and (settings.interval or settings.versions or settings.at_start):
             path = next(
                 field for field in ("interval", "versions", "at_start") if getattr(settings, field)
@@ -32,7 +32,9 @@ def check_evaluation(
             )
 
 
-def _of_set(prefix: str, settings: EvaluationSet, named: FormatField, steps: int) -> Contradictions:
+def _check_set(
+    prefix: str, settings: EvaluationSet, named: FormatField, steps: int
+) -> Contradictions:
     samples = named(f"{prefix}.samples")
     if settings.passes and settings.passes[-1] > settings.samples:
         yield (

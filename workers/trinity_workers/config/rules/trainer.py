@@ -33,9 +33,9 @@ def check_trainer(config: TrainConfig, named: FormatField) -> Contradictions:
     def name(field: str) -> str:
         return named(f"trainer.{field}")
 
-    yield from _unsupported(trainer, name)
+    yield from _check_supported(trainer, name)
     if trainer.engine == "megatron":
-        yield from _of_megatron(trainer, name)
+        yield from _check_megatron(trainer, name)
         if trainer.distributed_optimizer and config.checkpoints.interval:
             yield (
                 ("trainer.distributed_optimizer", "checkpoints.interval"),
@@ -44,14 +44,14 @@ def check_trainer(config: TrainConfig, named: FormatField) -> Contradictions:
                 f"{named('checkpoints.interval')} 0, or leave it out",
             )
     else:
-        yield from _of_fsdp(trainer, name)
-        yield from _of_offload(trainer, name)
+        yield from _check_fsdp(trainer, name)
+        yield from _check_offload(trainer, name)
     if trainer.engine == "verl":
-        yield from _of_verl(config, named)
-    yield from _of_profiles(config, name)
+        yield from _check_verl(config, named)
+    yield from _check_profiles(config, name)
 
 
-def _unsupported(trainer: TrainerConfig, name: FormatField) -> Contradictions:
+def _check_supported(trainer: TrainerConfig, name: FormatField) -> Contradictions:
     if trainer.context_parallel > 1:
         yield (
             ("trainer.context_parallel",),
@@ -66,7 +66,7 @@ def _unsupported(trainer: TrainerConfig, name: FormatField) -> Contradictions:
         )
 
 
-def _of_fsdp(trainer: TrainerConfig, name: FormatField) -> Contradictions:
+def _check_fsdp(trainer: TrainerConfig, name: FormatField) -> Contradictions:
     given = [field for field in _OF_MEGATRON if _is_set(getattr(trainer, field))]
     if given:
         verb = "are" if len(given) > 1 else "is"
@@ -77,7 +77,7 @@ def _of_fsdp(trainer: TrainerConfig, name: FormatField) -> Contradictions:
         )
 
 
-def _of_offload(trainer: TrainerConfig, name: FormatField) -> Contradictions:
+def _check_offload(trainer: TrainerConfig, name: FormatField) -> Contradictions:
     models = ("policy_offload", "critic_offload", "reference_offload")
     moved = [model for model in models if any(astuple(getattr(trainer, model)))]
     if trainer.cpu_offload and moved:
@@ -88,7 +88,7 @@ def _of_offload(trainer: TrainerConfig, name: FormatField) -> Contradictions:
         )
 
 
-def _of_verl(config: TrainConfig, named: FormatField) -> Contradictions:
+def _check_verl(config: TrainConfig, named: FormatField) -> Contradictions:
     """Yield settings that veRL's engine has no use for."""
     trainer, engine = config.trainer, named("trainer.engine")
     given = [field for field in _OF_OWN_FSDP if getattr(trainer, field)]
@@ -118,7 +118,7 @@ def _is_set(value: int | bool | None) -> bool:
     return value is True or (value or 1) > 1
 
 
-def _of_profiles(config: TrainConfig, name: FormatField) -> Contradictions:
+def _check_profiles(config: TrainConfig, name: FormatField) -> Contradictions:
     trainer = config.trainer
     steps, ranks = trainer.profile_steps, trainer.profile_ranks
     if max(steps, default=0) > config.steps:
@@ -141,7 +141,7 @@ def _of_profiles(config: TrainConfig, name: FormatField) -> Contradictions:
         )
 
 
-def _of_megatron(trainer: TrainerConfig, name: FormatField) -> Contradictions:
+def _check_megatron(trainer: TrainerConfig, name: FormatField) -> Contradictions:
     engine, ranks = name("engine"), name("ranks")
     tensor, pipeline, expert = (
         name(field) for field in ("tensor_parallel", "pipeline_parallel", "expert_parallel")

@@ -80,8 +80,8 @@ class WeightStream:
         """Yield full tensors by Hugging Face name, on every rank. Every rank must exhaust it."""
         for entry in self.entries:
             shard = self._from_owner(entry)
-            for name, one in self._of_all_experts(entry, shard):
-                whole = self._mapping.merge(name, self._of_all_parts(entry, one), entry.dim)
+            for name, one in self._gather_experts(entry, shard):
+                whole = self._mapping.merge(name, self._gather_shards(entry, one), entry.dim)
                 yield from self._mapping.to_huggingface(name, whole)
 
     def huggingface_names(self) -> set[str]:
@@ -118,7 +118,7 @@ class WeightStream:
             dist.broadcast(shard, group=self._stages, group_src=entry.stage)
         return shard
 
-    def _of_all_experts(
+    def _gather_experts(
         self, entry: ParameterEntry, shard: torch.Tensor
     ) -> list[tuple[str, torch.Tensor]]:
         """Return the parameter of every expert-parallel rank, by name."""
@@ -130,7 +130,7 @@ class WeightStream:
             for rank, one in enumerate(everyone)
         ]
 
-    def _of_all_parts(self, entry: ParameterEntry, shard: torch.Tensor) -> list[torch.Tensor]:
+    def _gather_shards(self, entry: ParameterEntry, shard: torch.Tensor) -> list[torch.Tensor]:
         """Return the shards of all tensor-parallel ranks, in order."""
         return [shard] if entry.dim < 0 else _gather(shard, shard_group(entry.name, self._groups))
 

@@ -154,7 +154,7 @@ class _Rows:
         """Response tokens: [B, R]."""
         return self.tokens.gather(1, (self.before_responses + 1) % self.tokens.shape[1])
 
-    def of_responses(self, values: Tensor) -> Tensor:
+    def select_responses(self, values: Tensor) -> Tensor:
         """Return the values [B, S, X] that predict response tokens: [B, R, X]."""
         return values.gather(1, self.before_responses[..., None].expand(-1, -1, values.shape[-1]))
 
@@ -169,7 +169,7 @@ class _Rows:
             found = TokenStatistics(output[..., 0], output[..., 1] if settings.entropy else None)
         else:
             found = token_statistics(
-                self.of_responses(output),
+                self.select_responses(output),
                 self.answers,
                 temperature=settings.temperature,
                 entropy=settings.entropy,
@@ -188,7 +188,7 @@ def _head_of(settings: Statistics) -> _Head | None:
 
     def head(row: _Rows, hidden: Tensor, weight: Tensor) -> Tensor:
         found = head_statistics(
-            row.of_responses(copy_to_tensor_model_parallel_region(hidden)),
+            row.select_responses(copy_to_tensor_model_parallel_region(hidden)),
             (weight, None),
             row.answers,
             temperature=settings.temperature,

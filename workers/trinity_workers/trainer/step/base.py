@@ -193,7 +193,7 @@ class TrainingStep(ABC):
         with resident(learner.engine, *ALL):
             for index in division.updates():
                 rate = learner.engine.learning_rate
-                parts = division.of_update(mini_batches[index], index).parts
+                parts = division.for_update(mini_batches[index], index).parts
                 taken.append(learner.update(parts, counts[index]))
                 if not math.isfinite(taken[-1].norm):
                     skipped.append((taken[-1].means, parts))
@@ -209,9 +209,9 @@ class TrainingStep(ABC):
     def _with_scores(self, batch: Batch, division: BatchDivision) -> tuple[Batch, Means]:
         """Return the batch with the reward model's scores in its rewards, and their mean."""
         if self.models.reward_model is None:
-            return batch, Means.of_rows({}, batch.groups != NO_GROUP)
+            return batch, Means.from_rows({}, batch.groups != NO_GROUP)
         scores = self.compute_rm_score(batch, division)
-        means = Means.of_rows({"reward_model/score": scores}, batch.groups != NO_GROUP)
+        means = Means.from_rows({"reward_model/score": scores}, batch.groups != NO_GROUP)
         return replace(batch, rewards=batch.rewards + self._reward_weight * scores), means
 
     def _with_passes(self, batch: Batch, division: BatchDivision) -> Batch:

@@ -71,11 +71,11 @@ class BatchDivision(NamedTuple):
         for _ in range(self.epochs):
             yield from range(len(self.parts_of_updates))
 
-    def of_pass(self, batch: Batch) -> MicroBatches:
+    def for_pass(self, batch: Batch) -> MicroBatches:
         """Return the micro-batches of a pass over the whole batch."""
         return self._divided(batch, self.parts_of_pass)
 
-    def of_update(self, mini_batch: Batch, index: int) -> MicroBatches:
+    def for_update(self, mini_batch: Batch, index: int) -> MicroBatches:
         """Return the micro-batches of the mini-batch of this index."""
         return self._divided(mini_batch, self.parts_of_updates[index])
 
@@ -92,7 +92,7 @@ class BatchDivision(NamedTuple):
             rows = partition(sizes, self.limit.tokens, count)
             parts = [_part(batch, one, sizes) for one in rows]
         if self.alike is not None:
-            parts = _of_one_shape(parts, self.alike)
+            parts = _pad_to_common_shape(parts, self.alike)
         return MicroBatches(parts, places(rows, [len(one) for one in parts]), batch.response_width)
 
 
@@ -142,7 +142,7 @@ def response_tokens(batch: Batch, *, shown: bool) -> Means:
 
     Pass ``shown`` as True on exactly one of the ranks whose batches differ.
     """
-    return Means.of_total("response_tokens", batch.response_mask.sum(), shown=shown)
+    return Means.from_total("response_tokens", batch.response_mask.sum(), shown=shown)
 
 
 def _part(batch: Batch, rows: Sequence[int], sizes: Sequence[RowSize]) -> Batch:
@@ -153,7 +153,7 @@ def _part(batch: Batch, rows: Sequence[int], sizes: Sequence[RowSize]) -> Batch:
     return batch.select(rows).narrowed(width.prompt, max(1, width.response))
 
 
-def _of_one_shape(parts: Sequence[Batch], group: dist.ProcessGroup) -> list[Batch]:
+def _pad_to_common_shape(parts: Sequence[Batch], group: dist.ProcessGroup) -> list[Batch]:
     """Return the parts with padding, so that all ranks of the group have its shape. Collective."""
     shapes = [(len(one), one.prompt_width, one.response_width) for one in parts]
     agreed = largest([size for shape in shapes for size in shape], group)

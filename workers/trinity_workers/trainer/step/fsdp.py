@@ -67,7 +67,7 @@ class FSDPTrainingStep(TrainingStep):
     def _pass(self, name: str, batch: Batch, division: BatchDivision) -> Tensor:
         model, compute = self._computations()[name]
         with torch.no_grad(), _evaluated(self.models), resident(model):
-            divided = division.of_pass(batch)
+            divided = division.for_pass(batch)
             return divided.joined([compute(part) for part in divided.parts])
 
     def _computations(self) -> dict[str, tuple[Any, Callable[[Batch], Tensor]]]:

@@ -62,7 +62,7 @@ class MegatronTrainingStep(TrainingStep):
         return _from_last_stage(found, batch.rewards)
 
     def _pass(self, name: str, batch: Batch, division: BatchDivision) -> Tensor:
-        models, divided = self.models, division.of_pass(batch)
+        models, divided = self.models, division.for_pass(batch)
         if name == "values":
             found = models.critic.values_of_parts(divided.parts)
         else:
@@ -77,7 +77,7 @@ class MegatronTrainingStep(TrainingStep):
     def _update_policy(self, parts: Sequence[Batch], count: Tensor) -> Taken:
         found, norm = self.models.policy.train_batch(
             parts,
-            self._of_replicas(self._policy_loss, count),
+            self._sum_over_replicas(self._policy_loss, count),
             temperature=self._temperature,
             entropy=self._settings.entropy_coefficient > 0,
         )
@@ -85,11 +85,11 @@ class MegatronTrainingStep(TrainingStep):
 
     def _update_critic(self, parts: Sequence[Batch], count: Tensor) -> Taken:
         found, norm = self.models.critic.train_values(
-            parts, self._of_replicas(self._value_loss, count)
+            parts, self._sum_over_replicas(self._value_loss, count)
         )
         return Taken(_summed_means(found, parts[0]), norm)
 
-    def _of_replicas(
+    def _sum_over_replicas(
         self, loss_of: Callable[[Any, Batch], Update], count: Tensor
     ) -> Callable[[Any, Batch], tuple[Tensor, Means]]:
         """Return the loss of micro-batches for the engine; ``count`` divides all of them."""
@@ -107,7 +107,7 @@ class MegatronTrainingStep(TrainingStep):
 
 def _summed_means(found: list[Means], batch: Batch) -> Means:
     """Return the means of all micro-batches; none before the last stage."""
-    return reduce(operator.add, found, Means.of_tokens({}, batch.response_mask))
+    return reduce(operator.add, found, Means.from_tokens({}, batch.response_mask))
 
 
 def _from_last_stage(found: Tensor | None, like: Tensor) -> Tensor:

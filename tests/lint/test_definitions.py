@@ -1,4 +1,4 @@
-"""Claim: a class name of the product means one thing, wherever a reader meets it."""
+"""Claims about names of classes and functions in the product."""
 
 from __future__ import annotations
 
@@ -19,3 +19,15 @@ def test_no_class_name_is_in_two_modules_of_the_product() -> None:
                     homes[node.name].append(str(path.relative_to(ROOT)))
     assert len(homes) > 500
     assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
+
+
+def test_no_function_is_named_by_a_phrase_that_begins_with_of() -> None:
+    phrases = [
+        f"{path.relative_to(ROOT)}: {node.name}"
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.name.lstrip("_").startswith("of_")
+    ]
+    assert phrases == []
