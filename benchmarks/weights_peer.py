@@ -217,7 +217,7 @@ class Along:
 def apply(store: ChunkStore, module: torch.nn.Module, ready: StepReady, *, digests: bool) -> float:
     """Apply a version as an explorer does; return an element of the last tensor, as a check."""
     if not digests:
-        with undigested("open_part"):
+        with undigested("reading.open_part"):
             return apply(store, module, ready, digests=True)
     with pull_version(store, RUN, ready) as version:
         install(check_fit(module, version))

@@ -115,8 +115,8 @@ def fold(
         except ContractError as error:
             dead.append(set_aside(monitor, Entry(entry_id, payload), error))
             continue
-        if true_now := apply(entry_id, envelope):
-            announcements += true_now
+        if new_announcements := apply(entry_id, envelope):
+            announcements += new_announcements
     return announcements, dead
 
 
@@ -202,7 +202,7 @@ async def _load_state(
     state, why = MonitorState(run_id=log.run_id), "there is no snapshot"
     first_retained = await log.first_retained_id(Stream.EVENTS)
 
-    def goes_on(state: MonitorState) -> bool:
+    def covers(state: MonitorState) -> bool:
         """Return True if the remaining log has every entry after a state."""
         if first_retained is None:
             return True
@@ -215,7 +215,7 @@ async def _load_state(
     if snapshot is not None:
         try:
             decoded = decode_state(snapshot)
-            if goes_on(decoded):
+            if covers(decoded):
                 return decoded
             why = f"the snapshot is of {decoded.position}"
         except msgspec.DecodeError as error:
@@ -226,7 +226,7 @@ async def _load_state(
     if archived is not None:
         # In a thread, so that the event loop can renew the lead.
         state = await anyio.to_thread.run_sync(_refold, archived, log.run_id, reached)
-    if goes_on(state):
+    if covers(state):
         return state
     if snapshot is None and state.position == ORIGIN:
         logger.error(

@@ -52,9 +52,9 @@ class Log(SyncEventLog):
         self._reach()
         return super().append_many(payloads)
 
-    def beat(self, incarnation, lease):
+    def renew_heartbeat(self, incarnation, lease):
         self._reach()
-        super().beat(incarnation, lease)
+        super().renew_heartbeat(incarnation, lease)
 
     def _reach(self):
         if self.away:

@@ -25,7 +25,7 @@ class Log:
         self.gate.set()
         self.changed = threading.Condition()
 
-    def beat(self, incarnation, lease):
+    def renew_heartbeat(self, incarnation, lease):
         with self.changed:
             self.said.append("beat")
             self.changed.notify_all()
@@ -33,7 +33,7 @@ class Log:
                 self.faults -= 1
                 raise redis.ConnectionError("refused")
 
-    def rest(self, incarnation):
+    def clear_heartbeat(self, incarnation):
         self._note("resting")
         assert self.gate.wait(PATIENCE)
         self._note("rest")

@@ -345,9 +345,9 @@ class Log(SyncEventLog):
         self._reach()
         return super().granted(save_id, seconds)
 
-    def beat(self, incarnation, lease):
+    def renew_heartbeat(self, incarnation, lease):
         self._reach()
-        super().beat(incarnation, lease)
+        super().renew_heartbeat(incarnation, lease)
 
     def _reach(self):
         if self.fault is not None:

@@ -282,18 +282,18 @@ async def test_what_the_leader_appends_counts_only_while_it_leads(log):
 
 async def test_a_heartbeat_lasts_as_long_as_its_lease_and_not_after_a_rest(log, sync_log):
     assert await log.heartbeat_ttls([]) == await log.heartbeat_ttls(["a"]) == {}
-    sync_log.beat("a", 60)
-    sync_log.beat("b", 0.2)
-    sync_log.beat("c", 60)
-    sync_log.rest("c")
-    sync_log.rest("never")
+    sync_log.renew_heartbeat("a", 60)
+    sync_log.renew_heartbeat("b", 0.2)
+    sync_log.renew_heartbeat("c", 60)
+    sync_log.clear_heartbeat("c")
+    sync_log.clear_heartbeat("never")
     [(name, seconds)] = (await log.heartbeat_ttls(["a", "c", "d"])).items()
     assert name == "a" and 40 < seconds <= 60
     with anyio.fail_after(PATIENCE):
         while set(await log.heartbeat_ttls(["a", "b"])) != {"a"}:
             await anyio.sleep(0.02)
-    sync_log.beat("b", 60)
-    sync_log.beat("a", 0.001)
+    sync_log.renew_heartbeat("b", 60)
+    sync_log.renew_heartbeat("a", 0.001)
     with anyio.fail_after(PATIENCE):
         while set(await log.heartbeat_ttls(["a", "b"])) != {"b"}:
             await anyio.sleep(0.02)
@@ -389,7 +389,7 @@ async def test_a_reader_that_waits_for_folders_hears_of_each_promotion_since_it_
 
 
 async def test_dead_letters_are_bounded_and_the_newest_stay(log, monkeypatch):
-    for where in ("redis_log", "memory_log"):
+    for where in ("redis.event_log", "memory.event_log"):
         monkeypatch.setattr(f"trinity_events.log.{where}.DEAD_LETTERS_KEPT", 500)
     token, _ = await log.lead(5)
     after = ORIGIN

@@ -572,9 +572,9 @@ def test_a_closed_log_keeps_no_connection_of_a_thread_that_ends_its_heartbeat_la
         return run_id in [connection["name"] for connection in sync_client.client_list()]
 
     log = SyncEventLog(redis.Redis.from_url(redis_url, client_name=run_id), run_id)
-    log.beat("a", 9.0)
+    log.renew_heartbeat("a", 9.0)
     assert connected()
     log.close()
-    log.rest("a")
+    log.clear_heartbeat("a")
     wait_until(lambda: not connected())
     assert not sync_client.exists(heartbeat_key(run_id, "a"))

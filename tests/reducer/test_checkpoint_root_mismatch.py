@@ -26,7 +26,7 @@ def commits(publisher, sync_client, run_id):
 
 
 async def leads(log):
-    await until(log.leaders_folder)
+    await until(log.get_leader_folder)
 
 
 async def test_a_trainer_with_another_root_hears_of_it_once_with_both_paths(
@@ -58,7 +58,7 @@ async def test_a_reducer_that_leads_no_more_is_not_compared_with(
 ):
     async with reducer_task(redis_url, run_id, tmp_path / "yesterday"):
         await leads(log)
-    assert await log.leaders_folder() is None
+    assert await log.get_leader_folder() is None
     await commits(tmp_path / "today", 1)
     async with reducer_task(redis_url, run_id, tmp_path / "today"):
         await leads(log)

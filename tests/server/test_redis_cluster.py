@@ -195,7 +195,7 @@ async def test_workers_publish_to_a_cluster(nodes, url, run_id):
             for step in range(10):
                 publisher.publish(started(step))
             await asyncio.to_thread(publisher.close)
-            publisher.log.beat("me", 5)
+            publisher.log.renew_heartbeat("me", 5)
             assert set(await log.heartbeat_ttls(["me", "you"])) == {"me"}
             assert not await asyncio.to_thread(publisher.log.granted, "save", 0.01)
         assert len(await log.read()) == 11

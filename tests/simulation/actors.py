@@ -237,7 +237,7 @@ class Heart:
         while True:
             await self._busy.wait()
             try:
-                await self._line.beat(self._incarnation, LEASE)
+                await self._line.renew_heartbeat(self._incarnation, LEASE)
                 self._heard.set()
                 pause, faults = LEASE / 3, backoff_delays(LEASE / 3)
             except Exception as error:
@@ -248,7 +248,7 @@ class Heart:
                 while self._saves:
                     await anyio.sleep(pause / 4)
                 self._heard = anyio.Event()
-                await patiently(lambda: self._line.rest(self._incarnation))
+                await patiently(lambda: self._line.clear_heartbeat(self._incarnation))
 
 
 class Beating:

@@ -66,13 +66,13 @@ class Line:
         setattr(self, name, call)
         return call
 
-    async def beat(self, incarnation: str, lease: float) -> None:
+    async def renew_heartbeat(self, incarnation: str, lease: float) -> None:
         """The process is alive, and will be for a lease."""
-        await self._call("beat", _soon(self._log.beat_now), (incarnation, lease), {})
+        await self._call("beat", _soon(self._log.renew_heartbeat_now), (incarnation, lease), {})
 
-    async def rest(self, incarnation: str) -> None:
+    async def clear_heartbeat(self, incarnation: str) -> None:
         """The process has nothing more to be failed for."""
-        await self._call("rest", _soon(self._log.rest_now), (incarnation,), {})
+        await self._call("rest", _soon(self._log.clear_heartbeat_now), (incarnation,), {})
 
     async def granted(self, save_id: str, seconds: float) -> bool:
         """Wait until a save's turn has come."""

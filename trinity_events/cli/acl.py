@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ..server.access_rules import Server, access_rules
-from ..views.terminal import say
+from ..views.terminal import print_out
 from .options import checked_run
 
 
@@ -30,4 +30,4 @@ def acl(
     Example: trinity-events acl grpo-7b > users.acl
     """
     for line in access_rules(None if run is None else checked_run(run), server):
-        say(line)
+        print_out(line)

@@ -18,7 +18,7 @@ from ..errors import TrinityError
 from ..log.redis.error_replies import is_reply, reply_text
 from ..server import permission_error
 from ..system.error_text import leaf_errors
-from ..views.terminal import LogFormatter, say, tell
+from ..views.terminal import LogFormatter, print_err, print_out
 from .acl import acl
 from .audit import audit
 from .bisect import bisect
@@ -72,7 +72,7 @@ class _WithPlugins(TyperGroup):
 
 def _tell_version(show: bool) -> None:
     if show:
-        say(f"trinity-events {metadata.version('trinity-events')}")
+        print_out(f"trinity-events {metadata.version('trinity-events')}")
         raise typer.Exit
 
 
@@ -115,7 +115,7 @@ def run() -> None:
     try:
         build()()
     except Exception as error:
-        tell(_in_a_sentence(error) or traceback.format_exc().rstrip())
+        print_err(_in_a_sentence(error) or traceback.format_exc().rstrip())
         sys.exit(1)
 
 

@@ -15,7 +15,7 @@ from ..core import MonitorState
 from ..errors import TrinityError
 from ..replay import Folded
 from ..views import fields_as_json, folded_as_json, folded_lines
-from ..views.terminal import say
+from ..views.terminal import print_out
 from .options import CheckpointRoot, Json, RedisUrl, print_json
 from .sources import RunOrFile, states_of
 
@@ -64,10 +64,12 @@ def bisect(
         hint = (
             "" if every else "; --every asks about each event, for what was true for a while only"
         )
-        say(f"{expression!r} is not true after any event that was asked about{hint}", lines=False)
+        print_out(
+            f"{expression!r} is not true after any event that was asked about{hint}", lines=False
+        )
     else:
         for line in folded_lines(match):
-            say(line, lines=False)
+            print_out(line, lines=False)
     if match is None:
         sys.exit(1)
 

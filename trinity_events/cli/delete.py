@@ -20,7 +20,7 @@ from ..log import RedisEventLog, require_run
 from ..log.redis.deletion import RunInUse, delete_run
 from ..replay import SnapshotUnreadable, current_state
 from ..system.open_folder import OpenFolder
-from ..views.terminal import say, tell
+from ..views.terminal import print_err, print_out
 from .options import CheckpointRoot, RedisUrl, RunArgument, checkpoint_root, client_of
 
 
@@ -53,7 +53,7 @@ def delete(
     KeptStates.for_run(run_folder).clear()
     if removed is not None:
         shutil.rmtree(removed)
-    say(f"run {run} is deleted: {deleted} keys" + (f", and {removed}" if removed else ""))
+    print_out(f"run {run} is deleted: {deleted} keys" + (f", and {removed}" if removed else ""))
 
 
 async def _delete(redis_url: str | None, run: str, folder: Path | None, yes: bool) -> int:
@@ -99,6 +99,6 @@ def _confirm(run: str, folder: Path | None, yes: bool) -> None:
     too = "" if folder is None else f" and {folder}, with every checkpoint in it"
     if not sys.stdin.isatty():
         raise NotConfirmed(f"this deletes run {run}{too} for good: confirm it with --yes")
-    tell(f"Delete run {run}{too} for good? Type the run's id to confirm:")
+    print_err(f"Delete run {run}{too} for good? Type the run's id to confirm:")
     if sys.stdin.readline().strip() != run:
         raise NotConfirmed("nothing was deleted")

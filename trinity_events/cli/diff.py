@@ -13,7 +13,7 @@ from ..archive.state_at import StateAt
 from ..core import MonitorState
 from ..views import state_as_json
 from ..views.changes import change_line, tells
-from ..views.terminal import say
+from ..views.terminal import print_out
 from .options import CheckpointRoot, Json, RedisUrl, print_json
 from .sources import RunOrFile, states_of
 
@@ -46,10 +46,10 @@ def diff(
             }
         )
         return
-    say(f"from entry {start.position} ({start.entries}) to {end.position} ({end.entries})")
+    print_out(f"from entry {start.position} ({start.entries}) to {end.position} ({end.entries})")
     for change in differences:
         if tells(change):
-            say(change_line(change), lines=False)
+            print_out(change_line(change), lines=False)
 
 
 async def _states(

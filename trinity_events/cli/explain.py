@@ -38,7 +38,7 @@ from ..replay import current_state, envelope_of
 from ..views import waits_as_json
 from ..views.as_json import causes_as_json
 from ..views.status import next_step
-from ..views.terminal import say
+from ..views.terminal import print_out
 from .last_entries import decoded
 from .options import CheckpointRoot, Json, RedisUrl, checkpoint_root, client_of, print_json
 
@@ -117,7 +117,7 @@ def explain(
     lines = _lines_of_run(facts) if step is None else _lines_of_step(facts, step)
     if not as_json:
         for line in (*lines, *map(proof_line, facts.proof)):
-            say(line, lines=False)
+            print_out(line, lines=False)
         return
     kinds: dict[str, str] = {outcome.kind: outcome.outcome for outcome in facts.outcomes}
     if step in state.steps:

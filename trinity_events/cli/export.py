@@ -19,7 +19,7 @@ from ..errors import TrinityError
 from ..log import Entry, position, require_run
 from ..testing.history import as_test_file
 from ..views.perfetto import PerfettoTrace
-from ..views.terminal import say
+from ..views.terminal import print_out
 from .options import (
     CheckpointRoot,
     RedisUrl,
@@ -101,7 +101,7 @@ def export(
         else:
             path = output or Path(f"{run}.jsonl")
             count = anyio.run(_export, redis_url, run, path, checkpoint_root(root))
-            say(f"{count} entries of run {run} in {path}")
+            print_out(f"{count} entries of run {run} in {path}")
     except NotWritten as error:
         raise OutputUnusable(f"{error}: name another with --output") from None
 
@@ -113,7 +113,7 @@ def import_(path: File, redis_url: RedisUrl = None) -> None:
     """
     recording = read_recording(path)
     anyio.run(_import, redis_url, recording)
-    say(
+    print_out(
         f"run {recording.header.run_id} is imported: trinity-events status "
         f"{recording.header.run_id}"
     )
@@ -131,7 +131,7 @@ async def _export_html(run: str, root: Path, redis_url: str | None, output: Path
         page = await html_of(source)
     path = output or Path(f"{source.run_id}.html")
     write_file(path, page.encode())
-    say(f"run {source.run_id} in {path}: open it in a browser")
+    print_out(f"run {source.run_id} in {path}: open it in a browser")
 
 
 @asynccontextmanager
@@ -165,7 +165,7 @@ async def _export_pytest(
                 entries.append(entry)
     path = output or Path(f"test_{re.sub(r'[^0-9A-Za-z]+', '_', run_id)}.py")
     write_file(path, as_test_file(run_id, entries).encode())
-    say(f"{len(entries)} events of run {run_id} in {path}: pytest {path}")
+    print_out(f"{len(entries)} events of run {run_id} in {path}: pytest {path}")
 
 
 async def _export_perfetto(
@@ -178,7 +178,9 @@ async def _export_perfetto(
             async with aclosing(timeline_of(states)) as timeline:
                 async for parts in timeline:
                     trace.add_all(parts)
-    say(f"{trace.spans} spans of run {states.source.run_id} in {path}: open it in ui.perfetto.dev")
+    print_out(
+        f"{trace.spans} spans of run {states.source.run_id} in {path}: open it in ui.perfetto.dev"
+    )
 
 
 async def _import(redis_url: str | None, recording: Recording) -> None:

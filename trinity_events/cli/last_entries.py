@@ -15,7 +15,7 @@ from ..archive.export import whole_stream
 from ..log import Entry, PageSize, RedisEventLog, Stream, before, position, stream_order
 from ..log.merged_reader import Found
 from ..replay import page_of, read_all
-from ..views.terminal import tell
+from ..views.terminal import print_err
 
 T = TypeVar("T")
 _COUNTED = 1_000_000
@@ -66,7 +66,7 @@ async def last_entries(
         sources = partial(_from_archive, log, archive, event_filter)
         first = await _first_of_last(sources(), lines, event_filter)
     elif not begin.all_there:
-        tell(
+        print_err(
             f"older entries of run {log.run_id} are archived in its checkpoint directory: "
             "name it with --checkpoint-root"
         )

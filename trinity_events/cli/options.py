@@ -20,7 +20,7 @@ from trinity_schemas import check_run_id
 from ..errors import InvalidRunId
 from ..log import RedisEventLog, require_run
 from ..server import connect, serving, trinity_home
-from ..views.terminal import LogFormatter, Terminal, say
+from ..views.terminal import LogFormatter, Terminal, print_out
 
 RedisUrl = Annotated[
     str | None,
@@ -90,7 +90,7 @@ async def log_of(redis_url: str | None, run: str | None) -> AsyncIterator[RedisE
 
 def say_at_once(text: str) -> None:
     """Print text and flush it, for a command that runs on."""
-    say(text)
+    print_out(text)
     sys.stdout.flush()
 
 
@@ -104,7 +104,7 @@ def print_json(value: Any, out: TextIO | None = None) -> None:
     """Print one line of JSON on standard output; NaN and infinity become null."""
     line = json.dumps(_finite(msgspec.to_builtins(value, str_keys=True)), allow_nan=False)
     # The only control character that JSON does not escape.
-    say(line.replace("\x7f", r"\u007f"), file=out)
+    print_out(line.replace("\x7f", r"\u007f"), file=out)
 
 
 def _finite(value: Any) -> Any:

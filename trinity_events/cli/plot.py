@@ -14,7 +14,7 @@ from trinity_schemas import ContractError, EnvelopeReader, RunResumed
 
 from ..analysis.metrics import MetricsReader
 from ..views.plot import Curves, PlotUnusable, draw
-from ..views.terminal import say
+from ..views.terminal import print_out
 from .options import CheckpointRoot, RedisUrl
 from .sources import RunOrFile, states_of
 
@@ -64,7 +64,7 @@ def plot(
         raise PlotUnusable(f"run {run_id} has no metrics to draw yet")
     path = output or Path(f"{run_id}.svg")
     draw(run_id, curves.matching(drawn), path)
-    say(str(path))
+    print_out(str(path))
 
 
 async def _curves(run: str, root: Path | None, redis_url: str | None) -> tuple[str, Curves]:

@@ -22,7 +22,7 @@ from ..log import Entry, Stream, position
 from ..replay import Replay
 from ..views import folded_as_json, folded_lines, state_as_json, status_panel
 from ..views.changes import change_line, tells
-from ..views.terminal import say, tell
+from ..views.terminal import print_err, print_out
 from .options import CheckpointRoot, Json, RedisUrl, checkpoint_root, console, log_of, print_json
 from .sources import OptionalRunOrFile, recorded_file, states_of
 
@@ -125,7 +125,7 @@ def _feed(replaying: Replay, entry: Entry, *, show: bool) -> bool:
     for folded in replaying.feed([entry]):
         if show:
             for line in folded_lines(folded, run_start=(replaying.state.opened_at or 0) / 1000):
-                say(line, lines=False)
+                print_out(line, lines=False)
     return replaying.wants_more
 
 
@@ -159,14 +159,14 @@ async def _show(states: StateAt, begin: str, until: str | None, steps: _Steps) -
                 print_json(folded_as_json(folded) | {"changes": differences})
                 continue
             for line in folded_lines(folded, run_start=(state.opened_at or 0) / 1000):
-                say(line, lines=False)
+                print_out(line, lines=False)
             for change in differences:
-                say(f"    {change_line(change)}", lines=False)
+                print_out(f"    {change_line(change)}", lines=False)
             if steps.asks and not await anyio.to_thread.run_sync(_goes_on):
                 return
 
 
 def _goes_on() -> bool:
     """Wait for the user; return False to stop."""
-    tell("Enter: the next event; q and Enter: stop")
+    print_err("Enter: the next event; q and Enter: stop")
     return not sys.stdin.readline().strip().startswith("q")

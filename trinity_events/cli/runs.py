@@ -10,7 +10,7 @@ from ..liveness import abandoned_since
 from ..log import RedisEventLog, list_runs
 from ..replay import SnapshotUnreadable, current_state
 from ..views import runs_table, seconds
-from ..views.terminal import say, tell
+from ..views.terminal import print_err, print_out
 from .options import Json, RedisUrl, client_of, console, print_json
 
 _LOOKS = 16
@@ -33,7 +33,7 @@ def runs(redis_url: RedisUrl = None, as_json: Json = False) -> None:
         shown.width = max(shown.width, 57 + max(len(state.run_id) for state, _ in rows))
         shown.print(runs_table(rows))
     else:
-        say("No runs yet. Start one with: trinity-events demo")
+        print_out("No runs yet. Start one with: trinity-events demo")
 
 
 async def _states(redis_url: str | None) -> list[tuple[MonitorState, int | None]]:
@@ -49,7 +49,7 @@ async def _states(redis_url: str | None) -> list[tuple[MonitorState, int | None]
                     state = await current_state(RedisEventLog(client, run))
                     states[run] = state, await abandoned_since(client, state)
                 except (SnapshotUnreadable, KeyConflict) as error:
-                    tell(f"error: {error}")
+                    print_err(f"error: {error}")
 
         async with anyio.create_task_group() as tasks:
             for run in listed:

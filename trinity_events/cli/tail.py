@@ -35,7 +35,7 @@ from ..replay import page_of
 from ..server import Deadline, server_clock
 from ..views import event_line
 from ..views.cloudevents import as_cloudevent
-from ..views.terminal import say
+from ..views.terminal import print_out
 from .last_entries import begin_of_last, decoded, is_wanted, last_entries
 from .options import (
     CheckpointRoot,
@@ -244,8 +244,8 @@ def _print(run_id: str, stream: Stream, entry: Entry, form: Format) -> None:
         if form == "json":
             print_json({"id": entry.id, "stream": stream.value, "undecodable": str(envelope)})
         else:
-            say(f"{entry.id:<18} undecodable: {envelope}", lines=False)
+            print_out(f"{entry.id:<18} undecodable: {envelope}", lines=False)
     elif form == "json":
         print_json({"id": entry.id, "stream": stream.value, **to_json(envelope)})
     else:
-        say(event_line(entry.id, envelope), lines=False)
+        print_out(event_line(entry.id, envelope), lines=False)

@@ -13,7 +13,7 @@ import anyio
 import typer
 
 from ..errors import TrinityError
-from ..views.terminal import say
+from ..views.terminal import print_out
 from .options import CheckpointRoot, RedisUrl
 from .sources import RunOrFile, states_of, timeline_of
 
@@ -59,7 +59,7 @@ def traces(
     if not url.startswith(("http://", "https://")):
         raise CollectorRefuses(f"{url!r} is no address of a collector: give http://HOST:PORT")
     sent = anyio.run(_traces, run, root, redis_url, _Collector(url, timeout))
-    say(f"{sent} spans given to {url}")
+    print_out(f"{sent} spans given to {url}")
 
 
 class _Collector:

@@ -13,7 +13,7 @@ from trinity_schemas import ContractError, RunOpened, decode_envelope
 
 from ..archive.state_at import StateSource
 from ..trackers import TrackedRun, open_trackers, track_recorded, tracking_folder
-from ..views.terminal import say
+from ..views.terminal import print_out
 from .options import CheckpointRoot, RedisUrl
 from .sources import RunOrFile, states_of
 
@@ -45,7 +45,7 @@ def track(
     Example: trinity-events track demo-1 --to tensorboard --folder metrics
     """
     given = anyio.run(_track, run, to, tracking_folder(folder), project, root, redis_url)
-    say(f"{given} measurements given to {', '.join(to)}")
+    print_out(f"{given} measurements given to {', '.join(to)}")
 
 
 async def _track(

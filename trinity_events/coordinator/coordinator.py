@@ -355,7 +355,7 @@ class CheckpointCoordinator:
             return
         log = self._publisher.log
         try:
-            warning = other_folder(log.leaders_folder(), self._run_folder.resolve(), log.run_id)
+            warning = other_folder(log.get_leader_folder(), self._run_folder.resolve(), log.run_id)
         except Exception as error:
             logger.debug("the folder of the reducer of run %s is unknown: %s", log.run_id, error)
             return

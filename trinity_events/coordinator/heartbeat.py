@@ -49,9 +49,9 @@ class Heartbeat:
         Two heartbeats of one incarnation would remove each other's key.
         """
         with _hearts_lock:
-            heartbeat = _hearts.get(publisher.producer.incarnation)
+            heartbeat = _heartbeats.get(publisher.producer.incarnation)
             if heartbeat is None:
-                heartbeat = _hearts[publisher.producer.incarnation] = cls(publisher, lease)
+                heartbeat = _heartbeats[publisher.producer.incarnation] = cls(publisher, lease)
             heartbeat._lease = min(heartbeat._lease, lease)
             return heartbeat
 
@@ -101,7 +101,7 @@ class Heartbeat:
 
     def _beat(self) -> bool:
         try:
-            self._log.beat(self._incarnation, self._lease)
+            self._log.renew_heartbeat(self._incarnation, self._lease)
             heard = True
         except Exception as error:  # whatever it is, the next beat may succeed
             level = logging.WARNING if self._heard else logging.DEBUG
@@ -137,7 +137,7 @@ class Heartbeat:
     def _rest(self) -> bool:
         """Remove the key; return True if the thread ends, because no attempt has begun since."""
         try:
-            self._log.rest(self._incarnation)
+            self._log.clear_heartbeat(self._incarnation)
         except Exception as error:
             # The key expires by itself, and nothing depends on it any more.
             logger.debug("the heartbeat key of run %s was left: %s", self._log.run_id, error)
@@ -149,5 +149,5 @@ class Heartbeat:
             return True
 
 
-_hearts: WeakValueDictionary[str, Heartbeat] = WeakValueDictionary()
+_heartbeats: WeakValueDictionary[str, Heartbeat] = WeakValueDictionary()
 _hearts_lock = threading.Lock()

@@ -80,7 +80,7 @@ async def reduce_run(
                 return
             logger.warning("lost the lead of run %s", run_id)
         except* FolderTaken as errors:  # it is an OSError too, and no fault of the server
-            await lead.tell_fault(first_error(errors))
+            await lead.report_fault(first_error(errors))
         except* ABSENCE as errors:
             logger.warning(
                 "run %s waits for the server: %s", run_id, reply_text(first_error(errors))
@@ -88,7 +88,7 @@ async def reduce_run(
         except* LogExhausted as errors:
             logger.warning("run %s is about to be repaired: %s", run_id, first_error(errors))
         except* TrinityError as errors:
-            await lead.tell_fault(first_error(errors))
+            await lead.report_fault(first_error(errors))
         except* Exception:
             logger.exception("run %s cannot be folded", run_id)
         if anyio.current_time() - began > LEASE:
@@ -118,7 +118,7 @@ class _Lead:
         self._fault_id = secrets.token_hex(8)
         self._tell_again = -math.inf
 
-    async def tell_fault(self, error: BaseException) -> None:
+    async def report_fault(self, error: BaseException) -> None:
         """Report why the run cannot be folded, also to the log as a wait; then pause."""
         logger.error("run %s cannot be folded: %s", self._log.run_id, error)
         publisher = LeaderPublisher(self._log, self._token)
@@ -190,7 +190,7 @@ class _Lead:
         except OSError as error:
             logger.error("the folder %s cannot be marked as the reducer's: %s", files.folder, error)
         else:
-            await self._log.tell_folder(marked)
+            await self._log.set_leader_folder(marked)
 
     def _reducer(self, token: int, retention: LogRetention | None) -> Reducer:
         log, policy, archive = self._log, self._policy, self._archive

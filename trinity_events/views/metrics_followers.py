@@ -19,7 +19,7 @@ from ..log.retry import backoff_delays, is_transient
 from ..replay import current_state, follow_state
 from ..server import server_clock
 from .metrics import RunMetrics, ServerMetrics
-from .terminal import tell
+from .terminal import print_err
 
 MOST = 16
 """Maximum runs with metrics: the newest open ones, then closed ones. Others are counted."""
@@ -109,7 +109,7 @@ class RunFollowers:
     def _tell(self, problem: str) -> None:
         """Print a problem once, and its end."""
         if problem != self._problem:
-            tell(problem or "the server answers again")
+            print_err(problem or "the server answers again")
             self._problem = problem
 
     def _begin_checks(self, tasks: anyio.abc.TaskGroup) -> None:
@@ -193,7 +193,7 @@ class RunFollowers:
                         metrics.show_unreadable()
                         if last_text != _text(error):
                             last_text = _text(error)
-                            tell(f"the metrics of run {run} are of the past: {last_text}")
+                            print_err(f"the metrics of run {run} are of the past: {last_text}")
                 await anyio.sleep(max(_SHORTEST_PAUSE, next(pauses)))
 
 

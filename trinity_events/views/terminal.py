@@ -36,12 +36,12 @@ def _written_out(match: re.Match[str]) -> str:
     return match[0].encode("unicode_escape").decode()
 
 
-def say(text: str, *, lines: bool = True, file: TextIO | None = None) -> None:
+def print_out(text: str, *, lines: bool = True, file: TextIO | None = None) -> None:
     """Print text on standard output, or to a file; ``lines`` as in :func:`visible`."""
     print(visible(text, lines=lines), file=file)
 
 
-def tell(text: str) -> None:
+def print_err(text: str) -> None:
     """Print lines on standard error."""
     print(visible(text), file=sys.stderr)
 

@@ -34,7 +34,7 @@ from trinity_events.errors import TrinityError
 from trinity_events.reducer import writable_root
 from trinity_events.server import LOG_SERVER, WEIGHTS_SERVER, connect_sync
 from trinity_events.system.error_text import cause_of
-from trinity_events.views.terminal import say, tell
+from trinity_events.views.terminal import print_err, print_out
 
 from .config.cli_options import overlaid, overlay_parameters
 from .config.errors import BadSettings
@@ -299,14 +299,14 @@ def train(
 def _show(reading: Reading, name: str, *, as_json: bool) -> None:
     checked_run(name)
     for problem in reading.problems:
-        tell(f"error: {problem}")
+        print_err(f"error: {problem}")
     if reading.problems:
         raise typer.Exit(1)
     if as_json:
         print_json(reading.config)
     else:
         _require("yaml")
-        say(to_yaml(reading.config).rstrip())
+        print_out(to_yaml(reading.config).rstrip())
 
 
 @_with_options(settings=True)
@@ -406,9 +406,9 @@ def explorer(
     if as_json:
         print_json(None if isinstance(result, Unexplored) else result)
     elif isinstance(result, Unexplored):
-        say(str(result))
+        print_out(str(result))
     else:
-        say(
+        print_out(
             f"explorer {result.rank} of run {run_id}: {result.groups} groups of answers, "
             f"{result.applied} weight versions applied"
         )
@@ -475,7 +475,7 @@ def convert(
     if as_json:
         print_json(done)
     else:
-        say(
+        print_out(
             f"{done.source} converted to {done.to} in {done.target}: "
             f"{done.tensors} tensors, {done.bytes} bytes"
         )
@@ -492,7 +492,7 @@ def _interruptible(
         return anyio.run(run, options)
     except Interrupted as error:
         interrupted(error)
-        tell(str(error))
+        print_err(str(error))
         # All is closed. Ray may abort in its own teardown, and so change the exit status.
         sys.stdout.flush()
         sys.stderr.flush()

@@ -152,7 +152,7 @@ def test_the_optimizers_state_is_the_same_tensor_by_tensor_at_another_layout(
             torch.testing.assert_close(value, expected[name], atol=0, rtol=1e-5)
 
 
-def goes_on(ranks, count: int) -> list[float]:
+def train_further(ranks, count: int) -> list[float]:
     """The losses of steps from here on, and none of the stages that have none."""
     return next(losses for losses in ranks(at.train, batches(count)) if any(losses))
 
@@ -162,12 +162,12 @@ def test_bfloat16_with_float32_masters_goes_on_to_the_bit_at_its_layout(engine_r
     ranks = engine_ranks("qwen3", 2, TENSOR, TRAINED, bfloat16)
     ranks(at.train, batches(2))
     ranks(save, tmp_path / "checkpoint")
-    losses = goes_on(ranks, 2)
+    losses = train_further(ranks, 2)
     expected, _ = ranks(optimizer_state)[0]
 
     ranks = engine_ranks("qwen3", 2, TENSOR, TRAINED, bfloat16, load_weights=False)
     ranks(load, tmp_path / "checkpoint")
-    assert goes_on(ranks, 2) == losses
+    assert train_further(ranks, 2) == losses
     found, _ = ranks(optimizer_state)[0]
     at.assert_same(found, expected)
 
@@ -189,23 +189,23 @@ def test_a_checkpoint_of_one_layout_goes_on_at_another_as_if_nothing_had_been(
     ranks(at.train, batches(3))
     ranks(save, tmp_path / "checkpoint")
     weights = ranks(at.full_weights)[0]
-    expected = goes_on(ranks, 3)
+    expected = train_further(ranks, 3)
 
     ranks = engine_ranks("qwen3", *loaded_at, TRAINED, load_weights=False)
     ranks(load, tmp_path / "checkpoint")
     for found in ranks(at.full_weights):
         at.assert_same(found, weights)
     # The losses tell of the optimizer's state: without it they are others from the second step.
-    assert goes_on(ranks, 3) == pytest.approx(expected, abs=1e-5)
+    assert train_further(ranks, 3) == pytest.approx(expected, abs=1e-5)
 
 
 def test_what_is_not_loaded_with_the_model_makes_a_difference(engine_ranks, tmp_path):
     ranks = engine_ranks("qwen3", 2, TENSOR, TRAINED)
     ranks(at.train, batches(3))
     ranks(save, tmp_path / "checkpoint")
-    expected = goes_on(ranks, 3)
+    expected = train_further(ranks, 3)
     ranks(load_model_alone, tmp_path / "checkpoint")
-    assert goes_on(ranks, 3) != pytest.approx(expected, abs=1e-5)
+    assert train_further(ranks, 3) != pytest.approx(expected, abs=1e-5)
 
 
 def load_model_alone(rank, folder):

@@ -23,7 +23,7 @@ from trinity_workers.launch.cluster import (
     ClusterUnreachable,
     Node,
     check_shared_memory,
-    room_for,
+    reserve_places,
 )
 from trinity_workers.launch.shared_storage import Probe, answer
 from trinity_workers.worker_group.placement import Needs
@@ -154,7 +154,7 @@ def test_a_cluster_of_another_version_is_refused_with_rays_reason(train, nodes):
 
 async def refused(address):
     with pytest.raises(ClusterUnreachable) as caught:
-        async with room_for(NEEDS, address, deadline=1, say=print):
+        async with reserve_places(NEEDS, address, deadline=1, say=print):
             pass
     told = re.fullmatch(
         r"no Ray cluster can be joined at RAY_ADDRESS=(\S+) \((.+)\): start one with .+, "

@@ -357,14 +357,14 @@ class MemoryEventLog:
                 incarnation: seconds for incarnation, seconds in remaining.items() if seconds > 0
             }
 
-    def beat_now(self, incarnation: str, lease: float) -> None:
+    def renew_heartbeat_now(self, incarnation: str, lease: float) -> None:
         """Renew a process's heartbeat for ``lease`` seconds, from any thread."""
         with self._lock:
             now = self._timer()
             self._lapse = {name: until for name, until in self._lapse.items() if until > now}
             self._lapse[incarnation] = now + lease
 
-    def rest_now(self, incarnation: str) -> None:
+    def clear_heartbeat_now(self, incarnation: str) -> None:
         """End a process's heartbeat, from any thread."""
         with self._lock:
             self._lapse.pop(incarnation, None)
@@ -585,13 +585,13 @@ class SyncMemoryEventLog(SyncEventLog):
         """Append reports in this order, all at once; return their entry ids."""
         return self._log.append_reports_now(payloads)
 
-    def beat(self, incarnation: str, lease: float) -> None:
+    def renew_heartbeat(self, incarnation: str, lease: float) -> None:
         """Renew a process's heartbeat for ``lease`` seconds."""
-        self._log.beat_now(incarnation, lease)
+        self._log.renew_heartbeat_now(incarnation, lease)
 
-    def rest(self, incarnation: str) -> None:
+    def clear_heartbeat(self, incarnation: str) -> None:
         """End a process's heartbeat, once it has no running save that could fail."""
-        self._log.rest_now(incarnation)
+        self._log.clear_heartbeat_now(incarnation)
 
     def granted(self, save_id: str, seconds: float) -> bool:
         """Wait until a save is granted its turn; return False if it is not in time."""
@@ -607,7 +607,7 @@ class SyncMemoryEventLog(SyncEventLog):
         """Return the run's newest epoch; 0 if none was opened."""
         return self._log.epoch_now()
 
-    def leaders_folder(self) -> bytes | None:
+    def get_leader_folder(self) -> bytes | None:
         """Return None: an in-memory reducer does not describe its folder."""
         return None
 

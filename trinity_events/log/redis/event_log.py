@@ -346,11 +346,11 @@ class RedisEventLog(RedisGroups):
         token, remaining = await self._run("lead", keys=keys, args=[int(lease * 1000)])
         return int(token), int(remaining) / 1000
 
-    async def tell_folder(self, description: bytes) -> None:
+    async def set_leader_folder(self, description: bytes) -> None:
         """Store the folder that the leader uses for the run's checkpoints."""
         await self._redis.set(self.keys.folder, description)
 
-    async def leaders_folder(self) -> bytes | None:
+    async def get_leader_folder(self) -> bytes | None:
         """Return the leader's description of its folder; None without a leader or description."""
         return select_leader_folder(*await self._redis.mget(self.keys.leader, self.keys.folder))
 

@@ -69,13 +69,13 @@ class SyncEventLog:
         key = self.keys.events if stream is Stream.EVENTS else self.keys.announcements
         return entries(self._redis.xrange(key, min=f"({after}", count=limit))
 
-    def beat(self, incarnation: str, lease: float) -> None:
+    def renew_heartbeat(self, incarnation: str, lease: float) -> None:
         """Renew a process's heartbeat for ``lease`` seconds."""
         key = heartbeat_key(self.run_id, incarnation)
         with self._used() as client:
             client.set(key, b"", px=max(1, int(lease * 1000)))
 
-    def rest(self, incarnation: str) -> None:
+    def clear_heartbeat(self, incarnation: str) -> None:
         """End a process's heartbeat, once it has no running save that could fail."""
         with self._used() as client:
             client.delete(heartbeat_key(self.run_id, incarnation))
@@ -99,7 +99,7 @@ class SyncEventLog:
         """Return the run's newest epoch; 0 if none was opened."""
         return parse_number(self.keys.epoch, self._redis.get(self.keys.epoch))
 
-    def leaders_folder(self) -> bytes | None:
+    def get_leader_folder(self) -> bytes | None:
         """Return the leader's description of its folder; None without a leader or description."""
         return select_leader_folder(*self._redis.mget(self.keys.leader, self.keys.folder))
 

@@ -110,7 +110,7 @@ class Placement:
 
 
 @asynccontextmanager
-async def room_for(
+async def reserve_places(
     needs: Needs, address: str | None, *, deadline: float, say: Say
 ) -> AsyncIterator[Placement]:
     """Join the Ray cluster at the address for the block, or start one, and reserve room in it.

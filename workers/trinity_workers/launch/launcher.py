@@ -55,7 +55,7 @@ from ..runtime.health import beating
 from ..trainer import Trainer, TrainingResult
 from ..worker_group.placement import Needs, with_reserved_cpus
 from .actors import Actors, in_words
-from .cluster import Placement, check_shared_memory, room_for
+from .cluster import Placement, check_shared_memory, reserve_places
 from .failed_saves import FailedSaves
 from .lifecycle import closing, interruptible
 from .mirror import mirrored
@@ -375,7 +375,7 @@ async def _room(
     """Reserve room for the run; a cluster that is joined is checked for what the run shares."""
     needs = Needs.of(config, explorers=explorers)
     deadline = config.sync.timeout
-    async with room_for(needs, address, deadline=deadline, say=view.say) as room:
+    async with reserve_places(needs, address, deadline=deadline, say=view.say) as room:
         if room.joined:
             view.say(f"run {config.run_id}: {room.told()}")
             if config.transport == "shm":

@@ -49,6 +49,6 @@ async def _report(log: RedisEventLog, config: RunConfig, say: Callable[[str], No
 
 
 async def _other_folder(log: RedisEventLog, config: RunConfig) -> str | None:
-    told = await log.leaders_folder()
+    told = await log.get_leader_folder()
     folder, run_id = config.checkpoint_folder, config.run_id
     return await anyio.to_thread.run_sync(other_folder, told, folder, run_id)
