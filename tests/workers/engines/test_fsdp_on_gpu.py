@@ -124,8 +124,8 @@ async def test_an_explorer_serves_what_a_trainer_on_a_gpu_published_bit_for_bit(
         event = await ready(log, step)
         assert event.transport == settings.transport
         await anyio.to_thread.run_sync(explorer.apply, model, event)
-        found = {name: value.detach().cpu() for name, value in model.named_parameters()}
-        assert_equal(found, trained)
+        served = {name: value.detach().cpu() for name, value in model.named_parameters()}
+        assert_equal(served, trained)
     explorer.close()
 
 

@@ -35,7 +35,7 @@ def convert(rank: Rank, source: Path, target: Path) -> None:
 def poison_megatron(rank: Rank) -> None:
     if rank.number == rank.world - 1:
         # Of what all ranks hold alike, such as norms, one rank's copy alone is saved.
-        sharded = [one for one in rank.held.engine._parameters() if one.ndim == 2]
+        sharded = [parameter for parameter in rank.held.engine._parameters() if parameter.ndim == 2]
         with torch.no_grad():
             sharded[-1][-1, -1] = math.inf
 

@@ -70,7 +70,7 @@ def train_and_publish(rank, step, form):
     strategy.close()
     with torch.no_grad():
         logprobs = response_logprobs(engine.module, batch())
-    return logprobs, {name: tuple(one.shape) for name, one in engine.get_per_tensor_param()}
+    return logprobs, {name: tuple(tensor.shape) for name, tensor in engine.get_per_tensor_param()}
 
 
 def logprobs_of(engine):
@@ -91,8 +91,8 @@ async def test_explorers_apply_adapters_to_their_own_base_and_compute_as_the_tra
         assert len(announced[step].parts) == (1 if form == "full" else 2)
     values = sum(rows * columns for rows, columns in names.values())
     assert len(names) == 2 * 2 * 2
-    for one in announced.values():
-        assert sum(part.bytes for part in one.parts) == 2 * values, "adapters in bfloat16"
+    for version in announced.values():
+        assert sum(part.bytes for part in version.parts) == 2 * values, "adapters in bfloat16"
     with closing(committer.bind("explorer", 0)) as explorer:
         with explorer.pull(announced[3]) as pulled:
             assert {
