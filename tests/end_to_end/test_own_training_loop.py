@@ -135,11 +135,11 @@ if how == "generator":
     def training():
         with training_run(run, redis_url=url) as run_:
             yield run_
-    left = training()
-    opened = next(left)
+    run_context = training()
+    opened = next(run_context)
 else:
-    left = training_run(run, redis_url=url)
-    opened = left.open()
+    run_context = training_run(run, redis_url=url)
+    opened = run_context.open()
 others = publishing(run, opened.epoch, "actor", redis_url=url)
 others.__enter__()
 opened.flush(120)

@@ -20,36 +20,36 @@ from pathlib import Path
 
 class Tools:
     async def reply(self, question, messages):
-        said = messages[-1]["content"]
+        text = messages[-1]["content"]
         await asyncio.sleep(0)
-        if said == "hang":
+        if text == "hang":
             Path(question.data["pid"]).write_text(f"{os.getpid()}")
             time.sleep(1000)
-        if said == "die":
+        if text == "die":
             os._exit(3)
-        if said == "kill":
+        if text == "kill":
             os.kill(os.getpid(), 9)
-        if said == "raise":
+        if text == "raise":
             raise ValueError("no such tool")
-        if said == "object":
+        if text == "object":
             return object()
-        if said == "number":
+        if text == "number":
             return 7
-        if said == "no role":
+        if text == "no role":
             return {"content": "x"}
-        if said == "flood":
+        if text == "flood":
             for stream in (sys.stdout, sys.stdout, sys.__stdout__):
                 stream.write("x" * 300_000)
                 stream.flush()
             os.write(1, b"y" * 300_000)
             return "flooded"
-        if said == "read":
+        if text == "read":
             return sys.stdin.read() or "nothing to read"
-        if said == "user":
+        if text == "user":
             return {"role": "user", "content": "go on"}
-        if said == "both":
+        if text == "both":
             return [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}]
-        if said == "end":
+        if text == "end":
             return None
         return f"{question.answer} {len(messages)} {os.getpid()}"
 
