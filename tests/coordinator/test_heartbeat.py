@@ -19,7 +19,7 @@ class Log:
     run_id = "run"
 
     def __init__(self):
-        self.said = []
+        self.calls = []
         self.faults = 0
         self.gate = threading.Event()
         self.gate.set()
@@ -27,7 +27,7 @@ class Log:
 
     def renew_heartbeat(self, incarnation, lease):
         with self.changed:
-            self.said.append("beat")
+            self.calls.append("beat")
             self.changed.notify_all()
             if self.faults:
                 self.faults -= 1
@@ -40,12 +40,12 @@ class Log:
 
     def _note(self, what):
         with self.changed:
-            self.said.append(what)
+            self.calls.append(what)
             self.changed.notify_all()
 
     def until(self, condition):
         with self.changed:
-            assert self.changed.wait_for(lambda: condition(self.said), PATIENCE), self.said
+            assert self.changed.wait_for(lambda: condition(self.calls), PATIENCE), self.calls
 
 
 class Teller:
@@ -78,24 +78,24 @@ def patient(monkeypatch):
 
 def test_the_first_beat_is_heard_before_anything_is_said(heart, teller, patient):
     with heart.beating(teller):
-        assert teller.log.said[0] == "beat"
+        assert teller.log.calls[0] == "beat"
 
 
 def test_it_beats_for_as_long_as_an_attempt_goes_on_and_then_rests(heart, teller):
     with heart.beating(teller):
-        teller.log.until(lambda said: said.count("beat") > 3)
-        assert "rest" not in teller.log.said
+        teller.log.until(lambda calls: calls.count("beat") > 3)
+        assert "rest" not in teller.log.calls
     assert heart.settle(PATIENCE)
-    assert teller.log.said[-1] == "rest"
+    assert teller.log.calls[-1] == "rest"
 
 
 def test_it_goes_on_until_all_attempts_are_over(heart, teller):
     with heart.beating(teller):
         with heart.beating(teller):
             pass
-        beats = len(teller.log.said)
-        teller.log.until(lambda said: len(said) > beats + 1)
-        assert "resting" not in teller.log.said
+        beats = len(teller.log.calls)
+        teller.log.until(lambda calls: len(calls) > beats + 1)
+        assert "resting" not in teller.log.calls
 
 
 def test_it_goes_on_until_all_that_was_said_is_in_the_log(heart, teller, monkeypatch):
@@ -104,28 +104,28 @@ def test_it_goes_on_until_all_that_was_said_is_in_the_log(heart, teller, monkeyp
     heart._lease = PATIENCE
     with heart.beating(teller):
         teller.backlog = 1
-    over = len(teller.log.said)
-    teller.log.until(lambda said: len(said) > over + 1)
+    over = len(teller.log.calls)
+    teller.log.until(lambda calls: len(calls) > over + 1)
     teller.backlog = 0
     assert heart.settle(PATIENCE)
-    assert teller.log.said[over : over + 2] == ["beat", "beat"]
-    assert teller.log.said[-1] == "rest"
+    assert teller.log.calls[over : over + 2] == ["beat", "beat"]
+    assert teller.log.calls[-1] == "rest"
 
 
 def test_what_is_not_taken_for_a_whole_lease_keeps_nobody_alive(heart, teller):
     with heart.beating(teller):
         teller.backlog = 1  # for ever, as of a publisher that was closed
     assert heart.settle(PATIENCE)
-    assert teller.log.said.count("beat") > 3
-    assert teller.log.said[-1] == "rest"
+    assert teller.log.calls.count("beat") > 3
+    assert teller.log.calls[-1] == "rest"
 
 
 def test_a_server_that_does_not_hear_is_waited_for_with_what_is_left_to_tell(heart, teller):
     teller.log.faults = 10
     with heart.beating(teller):
         teller.backlog = 1
-    teller.log.until(lambda said: said.count("beat") > 10)
-    assert "resting" not in teller.log.said[:10]
+    teller.log.until(lambda calls: calls.count("beat") > 10)
+    assert "resting" not in teller.log.calls[:10]
     assert heart.settle(PATIENCE)
 
 
@@ -133,11 +133,11 @@ def test_the_rest_of_an_old_attempt_does_not_undo_the_beat_of_a_new_one(heart, t
     teller.log.gate.clear()
     with heart.beating(teller):
         pass
-    teller.log.until(lambda said: said[-1] == "resting")
+    teller.log.until(lambda calls: calls[-1] == "resting")
     threading.Timer(0.02, teller.log.gate.set).start()
     with heart.beating(teller):
-        said = list(teller.log.said)
-        assert set(said[said.index("rest") + 1 :]) == {"beat"}
+        calls = list(teller.log.calls)
+        assert set(calls[calls.index("rest") + 1 :]) == {"beat"}
 
 
 def test_an_attempt_after_a_rest_is_beaten_for_anew(heart, teller, patient):
@@ -145,15 +145,15 @@ def test_an_attempt_after_a_rest_is_beaten_for_anew(heart, teller, patient):
         with heart.beating(teller):
             pass
         assert heart.settle(PATIENCE)
-    assert teller.log.said.count("rest") == 2
-    assert teller.log.said.index("beat", teller.log.said.index("rest")) > 0
+    assert teller.log.calls.count("rest") == 2
+    assert teller.log.calls.index("beat", teller.log.calls.index("rest")) > 0
 
 
 def test_beats_that_are_not_heard_are_tried_again_and_hold_no_save_up(heart, teller, monkeypatch):
     monkeypatch.setattr(heartbeat, "FIRST_BEAT", 0.001)
     teller.log.faults = 3
     with heart.beating(teller):
-        teller.log.until(lambda said: said.count("beat") > 4)
+        teller.log.until(lambda calls: calls.count("beat") > 4)
 
 
 def test_who_is_not_patient_begins_before_a_beat_is_heard(heart, teller, monkeypatch):
@@ -161,7 +161,7 @@ def test_who_is_not_patient_begins_before_a_beat_is_heard(heart, teller, monkeyp
     teller.log.faults = 3
     with heart.beating(teller, patience=0.0):
         assert not heart._heard
-        teller.log.until(lambda said: said.count("beat") > 3)
+        teller.log.until(lambda calls: calls.count("beat") > 3)
 
 
 def test_a_publisher_has_one_heart_with_the_least_lease(heart, teller):
@@ -181,7 +181,7 @@ def test_a_save_is_alive_on_the_server_from_before_its_start_until_its_end_is_kn
     assert 0 < alive[0] <= 30_000
     assert not sync_client.exists(key)
     events = [decode_envelope(entry.payload).event for entry in publisher.log.read()]
-    assert [(type(one), getattr(one, "lease", 30)) for one in events] == [
+    assert [(type(event), getattr(event, "lease", 30)) for event in events] == [
         (SaveStarted, 30),
         (SaveFinished, 30),
     ]

@@ -87,14 +87,14 @@ def serve(redis_url, run_id, strategy, rank, host, lease):
 class Worker:
     def __init__(self, process):
         self.process = process
-        self.told = {}
+        self.moments = {}
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
     def _read(self):
         for line in self.process.stdout:
             what, name, moment = line.split()
-            self.told[what, name] = float(moment)
+            self.moments[what, name] = float(moment)
 
     def say(self, *lines):
         for line in lines:
@@ -103,7 +103,7 @@ class Worker:
 
     async def began(self, *names):
         with anyio.fail_after(PATIENCE):
-            while not all(("began", name) in self.told for name in names):
+            while not all(("began", name) in self.moments for name in names):
                 await anyio.sleep(0.01)
 
     async def finish(self):
@@ -139,15 +139,15 @@ def worker(redis_url, run_id):
         return started[-1]
 
     yield start
-    for one in started:
-        one.end()
+    for process in started:
+        process.end()
 
 
 # --- what became of it ----------------------------------------------------------------------
 
 
 def names(state, save_ids):
-    return [state.attempts[one].slot.name for one in save_ids]
+    return [state.attempts[save_id].slot.name for save_id in save_ids]
 
 
 async def until(log, condition):
@@ -172,37 +172,37 @@ async def waiting(log, *expected):
 async def until_announced(log, kind, count=1):
     with anyio.fail_after(PATIENCE):
         while True:
-            found = [
+            events = [
                 event
                 async for entry in read_all(log, Stream.ANNOUNCEMENTS)
                 if isinstance(event := decode_envelope(entry.payload).event, kind)
             ]
-            if len(found) >= count:
-                return found
+            if len(events) >= count:
+                return events
             await anyio.sleep(0.01)
 
 
 async def groups_in_turn(log):
     """Who had a turn at the same time, over the whole run: sets of names, each when it changed."""
-    replay, found = Replay(log.run_id), []
+    replay, groups = Replay(log.run_id), []
     async for entry in read_all(log):
         replay.feed([entry])
         state = replay.state
         having = set(names(state, state.turns))
-        if not found or having != found[-1]:
-            found.append(having)
+        if not groups or having != groups[-1]:
+            groups.append(having)
     assert set(replay.state.anomaly_counts) == set(), replay.state.anomalies
-    return found
+    return groups
 
 
 def moments(*workers):
     """When each save began and ended, by name."""
-    told = {key: moment for worker in workers for key, moment in worker.told.items()}
-    return {name: (told["began", name], told["ended", name]) for _, name in told}
+    times = {key: moment for worker in workers for key, moment in worker.moments.items()}
+    return {name: (times["began", name], times["ended", name]) for _, name in times}
 
 
-def overlap(one, other):
-    return one[0] < other[1] and other[0] < one[1]
+def overlap(span, other):
+    return span[0] < other[1] and other[0] < span[1]
 
 
 # --- strategies over processes --------------------------------------------------------------
@@ -212,50 +212,56 @@ async def test_single_thread_lets_one_save_run_at_a_time_first_come_first_served
     client, redis_url, log, run_id, worker
 ):
     await open_run(client, run_id, save_strategy="single_thread")
-    one, two = worker("single_thread", 0), worker("single_thread", 1)
+    first, second = worker("single_thread", 0), worker("single_thread", 1)
     async with reducer_task(redis_url, run_id):
-        one.say("save a")
-        await one.began("a")
-        order = [(two, "b"), (one, "c"), (two, "d"), (one, "e")]
+        first.say("save a")
+        await first.began("a")
+        order = [(second, "b"), (first, "c"), (second, "d"), (first, "e")]
         for index, (who, name) in enumerate(order):
             who.say(f"save {name}")
             await waiting(log, *(name for _, name in order[: index + 1]))
-        one.say("end a", "end c", "end e")
-        two.say("end b", "end d")
-        await one.finish()
-        await two.finish()
+        first.say("end a", "end c", "end e")
+        second.say("end b", "end d")
+        await first.finish()
+        await second.finish()
         await until(log, lambda state: not state.attempts)
-    times = sorted(moments(one, two).items(), key=lambda item: item[1])
+    times = sorted(moments(first, second).items(), key=lambda item: item[1])
     assert [name for name, _ in times] == ["a", "b", "c", "d", "e"]
     assert not any(overlap(before[1], after[1]) for before, after in pairwise(times))
-    assert [one for one in await groups_in_turn(log) if one] == [{"a"}, {"b"}, {"c"}, {"d"}, {"e"}]
+    assert [group for group in await groups_in_turn(log) if group] == [
+        {"a"},
+        {"b"},
+        {"c"},
+        {"d"},
+        {"e"},
+    ]
 
 
 async def check_groups(log, first, second):
     """Two workers per group: a group's saves run together, another group's after them."""
-    (one, a), (two, b) = first
-    (three, c), (four, d) = second
-    one.say(f"save {a}")
-    await one.began(a)
-    two.say(f"save {b}")
-    await two.began(b)  # while the first goes on
-    three.say(f"save {c}")
+    (worker_a, a), (worker_b, b) = first
+    (worker_c, c), (worker_d, d) = second
+    worker_a.say(f"save {a}")
+    await worker_a.began(a)
+    worker_b.say(f"save {b}")
+    await worker_b.began(b)  # while the first goes on
+    worker_c.say(f"save {c}")
     await waiting(log, c)
-    four.say(f"save {d}")
+    worker_d.say(f"save {d}")
     await waiting(log, c, d)
-    one.say("save late")  # its group has the turn, but must not keep it while another waits
+    worker_a.say("save late")  # its group has the turn, but must not keep it while another waits
     await waiting(log, c, d, "late")
-    one.say(f"end {a}")
+    worker_a.say(f"end {a}")
     await until(log, lambda state: names(state, state.turns) == [b])
     await waiting(log, c, d, "late")
-    two.say(f"end {b}")
-    await three.began(c)
-    await four.began(d)  # both at once
-    three.say(f"end {c}")
-    four.say(f"end {d}")
-    one.say("end late")
-    await one.began("late")
-    workers = {one, two, three, four}
+    worker_b.say(f"end {b}")
+    await worker_c.began(c)
+    await worker_d.began(d)  # both at once
+    worker_c.say(f"end {c}")
+    worker_d.say(f"end {d}")
+    worker_a.say("end late")
+    await worker_a.began("late")
+    workers = {worker_a, worker_b, worker_c, worker_d}
     for worker in workers:
         await worker.finish()
     await until(log, lambda state: not state.attempts)
@@ -272,39 +278,39 @@ async def test_single_process_lets_the_saves_of_one_real_process_run_together(
 ):
     await open_run(client, run_id, save_strategy="single_process")
     # Both on one host: it is the process that counts.
-    one, two = worker("single_process", 0), worker("single_process", 1)
+    first, second = worker("single_process", 0), worker("single_process", 1)
     async with reducer_task(redis_url, run_id):
-        await check_groups(log, [(one, "a"), (one, "b")], [(two, "c"), (two, "d")])
+        await check_groups(log, [(first, "a"), (first, "b")], [(second, "c"), (second, "d")])
 
 
 async def test_single_node_lets_the_processes_of_one_host_run_together(
     client, redis_url, log, run_id, worker
 ):
     await open_run(client, run_id, save_strategy="single_node")
-    one, two = (worker("single_node", rank, host="left") for rank in (0, 1))
-    three, four = (worker("single_node", rank, host="right") for rank in (2, 3))
+    first, second = (worker("single_node", rank, host="left") for rank in (0, 1))
+    third, fourth = (worker("single_node", rank, host="right") for rank in (2, 3))
     async with reducer_task(redis_url, run_id):
-        await check_groups(log, [(one, "a"), (two, "b")], [(three, "c"), (four, "d")])
+        await check_groups(log, [(first, "a"), (second, "b")], [(third, "c"), (fourth, "d")])
 
 
 async def test_a_worker_that_is_killed_in_its_turn_is_failed_by_its_lease_and_the_turn_passes_on(
     client, redis_url, log, run_id, worker
 ):
     await open_run(client, run_id, save_strategy="single_thread")
-    one, two = worker("single_thread", 3, lease=3.0), worker("single_thread", 4)
+    first, second = worker("single_thread", 3, lease=3.0), worker("single_thread", 4)
     async with reducer_task(redis_url, run_id):
-        one.say("save a")
-        await one.began("a")
-        two.say("save b")
+        first.say("save a")
+        await first.began("a")
+        second.say("save b")
         await until(log, lambda state: len(state.attempts) == 2)
-        one.process.kill()
-        await two.began("b")
+        first.process.kill()
+        await second.began("b")
         [failure, *_] = await until_announced(log, StepFailed)
         assert failure.step == STEP
         assert failure.reason.startswith("a of actor-3")
         assert "nothing was heard of actor-3 on here for 3 s" in failure.reason
-        two.say("end b")
-        await two.finish()
+        second.say("end b")
+        await second.finish()
 
 
 async def test_a_save_that_finishes_after_its_lease_expired_counts(
@@ -312,15 +318,15 @@ async def test_a_save_that_finishes_after_its_lease_expired_counts(
 ):
     epoch = await open_run(client, run_id, save_strategy="single_thread")
     trainer = AsyncPublisher(log, epoch, new_producer("trainer"))
-    one = worker("single_thread", lease=1.0)
+    saver = worker("single_thread", lease=1.0)
     async with reducer_task(redis_url, run_id):
-        one.say("save a")
-        await one.began("a")
-        one.process.send_signal(signal.SIGSTOP)
+        saver.say("save a")
+        await saver.began("a")
+        saver.process.send_signal(signal.SIGSTOP)
         await until_announced(log, StepFailed)
-        one.process.send_signal(signal.SIGCONT)
-        one.say("end a")
-        await one.finish()
+        saver.process.send_signal(signal.SIGCONT)
+        saver.say("end a")
+        await saver.finish()
         await trainer.publish(committed(STEP, "checkpoint", registration("checkpoint")))
         [ready] = await until_announced(log, StepReady)
         assert (ready.step, [proof.slot.name for proof in ready.saves]) == (STEP, ["a"])
@@ -333,7 +339,7 @@ class Log(SyncEventLog):
     """A log whose server can be away, or refuse."""
 
     fault: Exception | None = None
-    asked = 0
+    queries = 0
     """How often it was asked for a grant."""
 
     def append_many(self, payloads):
@@ -341,7 +347,7 @@ class Log(SyncEventLog):
         return super().append_many(payloads)
 
     def granted(self, save_id, seconds):
-        self.asked += 1
+        self.queries += 1
         self._reach()
         return super().granted(save_id, seconds)
 
@@ -376,10 +382,10 @@ async def in_thread(call, *args, **named):
     return await anyio.to_thread.run_sync(lambda: call(*args, **named))
 
 
-async def said(log):
+async def read_events(log):
     """The events of the log, without reports of waits that lasted."""
-    found = [decode_envelope(entry.payload).event async for entry in read_all(log)]
-    return [one for one in found if not isinstance(one, WaitStarted | WaitEnded)]
+    events = [decode_envelope(entry.payload).event async for entry in read_all(log)]
+    return [event for event in events if not isinstance(event, WaitStarted | WaitEnded)]
 
 
 async def test_the_whole_save_runs_within_its_turn(client, redis_url, log, run_id, coordinate):
@@ -397,7 +403,7 @@ async def test_the_whole_save_runs_within_its_turn(client, redis_url, log, run_i
 
         await in_thread(coordinator.save_sync, save, STEP)
         await in_thread(coordinator.wait_all)
-    kinds = [type(event) for event in (await said(log))[1:]]
+    kinds = [type(event) for event in (await read_events(log))[1:]]
     assert kinds == [SaveRequested, SaveStarted, SaveFinished]
 
 
@@ -421,13 +427,13 @@ async def test_saves_of_two_names_in_one_process_run_one_after_the_other(
 
     async with reducer_task(redis_url, run_id):
         await in_thread(step)
-    assert sum(isinstance(event, SaveFinished) for event in await said(log)) == 9
+    assert sum(isinstance(event, SaveFinished) for event in await read_events(log)) == 9
     assert max(map(len, await groups_in_turn(log))) == 1
 
 
 async def test_a_save_that_fails_gives_its_turn_up(client, redis_url, log, run_id, coordinate):
     await open_run(client, run_id, save_strategy="single_thread")
-    one, two = coordinate(rank=0), coordinate(rank=1)
+    first, second = coordinate(rank=0), coordinate(rank=1)
     async with reducer_task(redis_url, run_id):
         release, ran = threading.Event(), []
 
@@ -435,15 +441,15 @@ async def test_a_save_that_fails_gives_its_turn_up(client, redis_url, log, run_i
             release.wait(PATIENCE)
             raise OSError("disk full")
 
-        one.save_async("a", fail, STEP)
+        first.save_async("a", fail, STEP)
         await until(log, lambda state: names(state, state.turns) == ["a"])
-        two.save_async("b", lambda: ran.append("b"), STEP)
+        second.save_async("b", lambda: ran.append("b"), STEP)
         await waiting(log, "b")
         release.set()
-        await in_thread(two.wait_all, PATIENCE)
+        await in_thread(second.wait_all, PATIENCE)
         assert ran == ["b"]
         with pytest.raises(SaveError, match="disk full"):
-            await in_thread(one.wait_all, PATIENCE)
+            await in_thread(first.wait_all, PATIENCE)
 
 
 async def test_unrestricted_asks_nobody_and_waits_for_nobody(client, log, run_id, coordinate):
@@ -452,7 +458,7 @@ async def test_unrestricted_asks_nobody_and_waits_for_nobody(client, log, run_id
     for name in ("a", "b"):
         coordinator.save_async(name, lambda: both.wait(PATIENCE), STEP)
     await in_thread(coordinator.wait_all, PATIENCE)  # there is no reducer
-    kinds = {type(event) for event in (await said(log))[1:]}
+    kinds = {type(event) for event in (await read_events(log))[1:]}
     assert kinds == {SaveStarted, SaveFinished}
 
 
@@ -472,26 +478,26 @@ async def test_without_a_reducer_the_wait_for_a_turn_ends_with_what_is_missing(
     assert str(failure).startswith(f"a of step {STEP} was given no turn to save in ")
     assert f"no save was given one: is a reducer running for run {run_id}?" in str(failure)
     assert ran == []
-    assert [type(event) for event in (await said(log))[1:]] == [SaveRequested, SaveFailed]
+    assert [type(event) for event in (await read_events(log))[1:]] == [SaveRequested, SaveFailed]
 
 
 async def test_who_waited_in_vain_is_told_who_has_the_turn_and_waits_no_more(
     client, redis_url, log, run_id, coordinate
 ):
     await open_run(client, run_id, save_strategy="single_thread")
-    one, two = coordinate(rank=0), coordinate(rank=1, turn_deadline=0.3)
+    first, second = coordinate(rank=0), coordinate(rank=1, turn_deadline=0.3)
     release = threading.Event()
     async with reducer_task(redis_url, run_id):
-        one.save_async("a", lambda: release.wait(PATIENCE), STEP)
+        first.save_async("a", lambda: release.wait(PATIENCE), STEP)
         await until_announced(log, SaveGranted)
         with pytest.raises(TurnNotGranted, match=f"the last went to a of step {STEP} of actor-0"):
-            await in_thread(two.save_sync, lambda: None, STEP, name="b")
-        await in_thread(two.wait_all, PATIENCE)
-        assert isinstance((await said(log))[-1], SaveFailed)
+            await in_thread(second.save_sync, lambda: None, STEP, name="b")
+        await in_thread(second.wait_all, PATIENCE)
+        assert isinstance((await read_events(log))[-1], SaveFailed)
         state = await current_state(log)
         assert (names(state, state.turns), state.queue) == (["a"], {})
         release.set()
-        await in_thread(one.wait_all, PATIENCE)
+        await in_thread(first.wait_all, PATIENCE)
 
 
 async def test_who_was_taken_out_of_the_queue_while_it_stood_still_asks_again(
@@ -500,12 +506,12 @@ async def test_who_was_taken_out_of_the_queue_while_it_stood_still_asks_again(
     monkeypatch.setattr(admission_client, "_AT_ONCE", 0.05)
     monkeypatch.setattr(admission_client, "ASK_AGAIN", 0.1)
     epoch = await open_run(client, run_id, save_strategy="single_thread")
-    one, two = coordinate(rank=0), coordinate(rank=1)
+    first, second = coordinate(rank=0), coordinate(rank=1)
     release = threading.Event()
     async with reducer_task(redis_url, run_id):
-        one.save_async("a", lambda: release.wait(PATIENCE), STEP)
+        first.save_async("a", lambda: release.wait(PATIENCE), STEP)
         await until(log, lambda state: names(state, state.turns) == ["a"])
-        two.save_async("b", lambda: None, STEP)
+        second.save_async("b", lambda: None, STEP)
         await waiting(log, "b")
         [(save_id, attempt)] = [
             (save_id, attempt)
@@ -517,31 +523,31 @@ async def test_who_was_taken_out_of_the_queue_while_it_stood_still_asks_again(
         await clock.publish(LeaseExpired(holder=attempt.holder, lease=1.0, attempts=(lost,)))
         await waiting(log, "b")
         release.set()
-        await in_thread(two.wait_all, PATIENCE)
-        await in_thread(one.wait_all, PATIENCE)
+        await in_thread(second.wait_all, PATIENCE)
+        await in_thread(first.wait_all, PATIENCE)
 
 
 async def test_who_waits_for_a_turn_of_an_older_epoch_is_told_of_the_newer(
     client, redis_url, log, run_id, coordinate
 ):
     await open_run(client, run_id, save_strategy="single_thread")
-    one, two = coordinate(rank=0), coordinate(rank=1, turn_deadline=0.1)
+    first, second = coordinate(rank=0), coordinate(rank=1, turn_deadline=0.1)
     release, opened = threading.Event(), threading.Event()
-    two._publisher.log.granted = lambda *_: not opened.wait(PATIENCE)
+    second._publisher.log.granted = lambda *_: not opened.wait(PATIENCE)
     async with reducer_task(redis_url, run_id):
-        one.save_async("a", lambda: release.wait(PATIENCE), STEP)
+        first.save_async("a", lambda: release.wait(PATIENCE), STEP)
         await until(log, lambda state: names(state, state.turns) == ["a"])
-        two.save_async("b", lambda: None, STEP)
+        second.save_async("b", lambda: None, STEP)
         await waiting(log, "b")
         await open_run(client, run_id, save_strategy="single_thread")
         await until_announced(log, StepSuperseded)
         opened.set()
         with pytest.raises(SaveError, match="which has gone on to epoch 2: end this") as caught:
-            await in_thread(two.wait_all, PATIENCE)
+            await in_thread(second.wait_all, PATIENCE)
         assert isinstance(caught.value.failures[0], StaleEpoch)
         release.set()
-        await in_thread(one.wait_all, PATIENCE)
-    assert not any(isinstance(event, SaveFailed) for event in await said(log))
+        await in_thread(first.wait_all, PATIENCE)
+    assert not any(isinstance(event, SaveFailed) for event in await read_events(log))
 
 
 async def test_a_turn_is_waited_for_through_faults_of_the_server(
@@ -554,7 +560,7 @@ async def test_a_turn_is_waited_for_through_faults_of_the_server(
     coordinator.save_async("a", lambda: ran.append(1), STEP)
     async with reducer_task(redis_url, run_id):
         with anyio.fail_after(PATIENCE):
-            while coordinator._publisher.log.asked < 3:
+            while coordinator._publisher.log.queries < 3:
                 await anyio.sleep(0.01)
         coordinator._publisher.log.fault = None
         await in_thread(coordinator.wait_all, PATIENCE)
@@ -567,19 +573,19 @@ async def test_a_turn_is_waited_for_through_a_crash_of_the_server(run_id, tmp_pa
         for rank in range(2):
             publisher = Publisher(SyncEventLog(sync_client, run_id), 1, new_producer("actor", rank))
             made.append((publisher, CheckpointCoordinator(publisher, strategy="single_thread")))
-        (first, one), (second, two) = made
+        (first, first_coordinator), (second, second_coordinator) = made
         release, ran = threading.Event(), []
         async with connect(server.url) as client, reducer_task(server.url, run_id):
             log = RedisEventLog(client, run_id)
             await open_run(client, run_id, save_strategy="single_thread")
-            one.save_async("a", lambda: release.wait(PATIENCE), STEP)
+            first_coordinator.save_async("a", lambda: release.wait(PATIENCE), STEP)
             await until(log, lambda state: names(state, state.turns) == ["a"])
-            two.save_async("b", lambda: ran.append("b"), STEP)
+            second_coordinator.save_async("b", lambda: ran.append("b"), STEP)
             await waiting(log, "b")
             server.kill()
             release.set()  # it ends while there is no server to tell
             await in_thread(server.start)
-            for coordinator in (one, two):
+            for coordinator in (first_coordinator, second_coordinator):
                 await in_thread(coordinator.wait_all, PATIENCE)
             assert ran == ["b"]
             assert [{"a"}, {"b"}] == [names for names in await groups_in_turn(log) if names]

@@ -29,7 +29,7 @@ def coordinator(log, tmp_path):
     publisher.close()
 
 
-async def told(log, *types):
+async def read_events(log, *types):
     events = [decode_envelope(entry.payload).event for entry in await log.read(limit=1000)]
     return [event for event in events if isinstance(event, types)]
 
@@ -43,10 +43,10 @@ async def test_a_save_lasts_as_long_as_the_future_that_its_function_returns(coor
 
     coordinator.save_async("model", save, 1)
     assert begun.wait(PATIENCE)
-    assert await told(log, SaveFinished) == []
+    assert await read_events(log, SaveFinished) == []
     future.set_result(None)
     coordinator.wait("model", PATIENCE)
-    assert len(await told(log, SaveFinished)) == 1
+    assert len(await read_events(log, SaveFinished)) == 1
 
 
 async def test_a_future_that_raises_fails_its_save(coordinator, log):
@@ -55,7 +55,7 @@ async def test_a_future_that_raises_fails_its_save(coordinator, log):
     coordinator.save_async("model", lambda: future, 1)
     with pytest.raises(SaveError, match="OSError: no space left"):
         coordinator.wait("model", PATIENCE)
-    [failed] = await told(log, SaveFailed)
+    [failed] = await read_events(log, SaveFailed)
     assert (failed.error_type, failed.message) == ("OSError", "no space left")
 
 
@@ -71,7 +71,7 @@ async def test_a_started_save_begins_in_the_callers_thread_after_the_one_before(
     ended, begun = [Future(), Future()], []
 
     def start(number):
-        begun.append((number, threading.get_ident(), [one.done() for one in ended]))
+        begun.append((number, threading.get_ident(), [future.done() for future in ended]))
         return ended[number]
 
     coordinator.start_save("model", lambda: start(0), 1)
@@ -84,7 +84,8 @@ async def test_a_started_save_begins_in_the_callers_thread_after_the_one_before(
     ended[1].set_result(None)
     coordinator.wait_all(PATIENCE)
     steps = [
-        (type(one).__name__, one.slot.step) for one in await told(log, SaveStarted, SaveFinished)
+        (type(event).__name__, event.slot.step)
+        for event in await read_events(log, SaveStarted, SaveFinished)
     ]
     assert steps == [
         ("SaveStarted", 1),
@@ -99,8 +100,8 @@ async def test_a_start_that_raises_fails_the_save_and_frees_its_name(coordinator
         coordinator.start_save("model", lambda: _raise(ValueError("no plan")), 1)
     coordinator.save_async("model", lambda: None, 2)
     coordinator.wait_all(PATIENCE)
-    assert [one.message for one in await told(log, SaveFailed)] == ["no plan"]
-    assert [one.slot.step for one in await told(log, SaveFinished)] == [2]
+    assert [event.message for event in await read_events(log, SaveFailed)] == ["no plan"]
+    assert [event.slot.step for event in await read_events(log, SaveFinished)] == [2]
 
 
 async def test_waiting_for_one_name_leaves_the_others_and_their_failures(coordinator):
@@ -128,13 +129,13 @@ async def test_torchs_async_save_begins_in_its_turn_and_its_error_is_the_cause(
 
     coordinator.start_save("model", lambda: start(folder), 1, path=[folder])
     coordinator.wait("model", PATIENCE)
-    [finished] = await told(log, SaveFinished)
+    [finished] = await read_events(log, SaveFinished)
     assert finished.digest.startswith("sha256files:")
     (tmp_path / "file").write_text("no folder")
     coordinator.start_save("model", lambda: start(tmp_path / "file" / "dcp"), 2)
     with pytest.raises(SaveError, match="model of step 2 failed: NotADirectoryError"):
         coordinator.wait("model", PATIENCE)
-    [failed] = await told(log, SaveFailed)
+    [failed] = await read_events(log, SaveFailed)
     assert failed.error_type == "NotADirectoryError"
     assert "Traceback" not in failed.message
 
@@ -150,7 +151,7 @@ async def test_what_several_paths_hold_is_digested_and_checked(coordinator, tmp_
         (tmp_path / "step" / "of_another_rank.pt").write_bytes(b"c")
 
     coordinator.save_sync(save, 1, path=[shard, extra])
-    [finished] = await told(log, SaveFinished)
+    [finished] = await read_events(log, SaveFinished)
     assert (finished.path, finished.files, finished.bytes) == ("step", ("extra", "rank_0.pt"), 30)
     history = History()
     history.add(finished)
@@ -170,7 +171,7 @@ async def test_a_folder_that_a_save_alone_writes_has_a_digest(coordinator, log, 
         lambda: (folder / "model.pt").write_bytes(b"x") and None, 1, path=[folder]
     )
     coordinator.save_sync(lambda: None, 2, path=folder)
-    listed, plain = await told(log, SaveFinished)
+    listed, plain = await read_events(log, SaveFinished)
     assert (listed.path, listed.files) == (".staging/epoch_1_step_1_ab", (".",))
     assert listed.digest.startswith("sha256files:")
     assert plain.digest is None
@@ -192,10 +193,10 @@ def test_the_commit_needs_no_loop_and_bears_one(coordinator, log):
 
     async def inside():
         coordinator.register_and_monitor_blocking(2, checkpoint_thread_count=2)
-        return await told(log, StepCommitted)
+        return await read_events(log, StepCommitted)
 
     with ThreadPoolExecutor(1):
-        assert [one.step for one in anyio.run(inside)] == [1, 2]
+        assert [event.step for event in anyio.run(inside)] == [1, 2]
 
 
 def _raise(error):

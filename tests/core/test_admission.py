@@ -41,7 +41,7 @@ def ends(history, save_id, *, rank=0, step=1, name="model"):
 
 
 def granted(history):
-    return [one.save_id for one in history.fold()[1] if isinstance(one, SaveGranted)]
+    return [event.save_id for event in history.fold()[1] if isinstance(event, SaveGranted)]
 
 
 def anomalies(history):
@@ -149,7 +149,7 @@ def expires(history, *save_ids, name="model"):
             holder=Producer(role="actor", rank=0, node="a", incarnation="a-1"),
             lease=15.0,
             attempts=tuple(
-                ExpiredAttempt(save_id=one, slot=slot(1, name=name)) for one in save_ids
+                ExpiredAttempt(save_id=save_id, slot=slot(1, name=name)) for save_id in save_ids
             ),
         ),
         by="reducer",
@@ -263,6 +263,6 @@ def test_explain_says_who_has_the_turn():
     history = run("single_thread")
     asks(history, "one", name="m1")
     asks(history, "two", name="m2", step=2)
-    said = explain(history.fold()[0].state, 2)
-    assert "m2 of actor-0 (waiting for its turn for 0.0 s)" in said
-    assert "the turn is with m1 of actor-0 for state_dict step 1" in said
+    text = explain(history.fold()[0].state, 2)
+    assert "m2 of actor-0 (waiting for its turn for 0.0 s)" in text
+    assert "the turn is with m1 of actor-0 for state_dict step 1" in text

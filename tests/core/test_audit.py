@@ -30,10 +30,10 @@ def folded(history: TrainerHistory) -> MonitorState:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_audit_counts_what_an_independent_counter_counts(seed):
     history = TrainerHistory(seed)
-    found, counts = audit(history), count_raw(payload for _, payload in history.entries)
-    assert found.balanced, found.lineages
-    assert len(found.lineages) == len(counts)
-    for books, count in zip(found.lineages, counts, strict=True):
+    report, counts = audit(history), count_raw(payload for _, payload in history.entries)
+    assert report.balanced, report.lineages
+    assert len(report.lineages) == len(counts)
+    for books, count in zip(report.lineages, counts, strict=True):
         assert count.wrong == []
         assert books.dispatched == count.next
         assert books.trained == count.trained
@@ -52,9 +52,9 @@ def test_the_audit_ends_with_the_trainers_own_books_and_with_the_folds_ledger(se
     [*_, books] = audit(history).lineages
     own = history.books
     if history.books.next:
-        told = [one for one in own.fates if one not in history.pending]
+        settled = [ordinal for ordinal in own.fates if ordinal not in history.pending]
         assert books.dispatched == own.next
-        assert books.trained + sum(books.dropped.values()) == len(told)
+        assert books.trained + sum(books.dropped.values()) == len(settled)
     state = folded(history)
     anomalies = state.anomaly_counts.keys()
     assert anomalies <= {"duplicate", "stale-epoch"}, state.anomalies
@@ -64,17 +64,17 @@ def test_the_audit_ends_with_the_trainers_own_books_and_with_the_folds_ledger(se
 
 
 def test_the_histories_have_what_the_audit_is_about():
-    found = [audit(TrainerHistory(seed)) for seed in SEEDS]
-    books = [one for each in found for one in each.lineages]
-    assert max(len(each.lineages) for each in found) > 1
-    assert max(len(one.spans) for one in books) > 2
-    assert sum(one.discarded_steps > 0 for one in books) > 10
-    assert {why for one in books for why in one.recomputed} == {
+    reports = [audit(TrainerHistory(seed)) for seed in SEEDS]
+    books = [lineage for each in reports for lineage in each.lineages]
+    assert max(len(each.lineages) for each in reports) > 1
+    assert max(len(lineage.spans) for lineage in books) > 2
+    assert sum(lineage.discarded_steps > 0 for lineage in books) > 10
+    assert {why for lineage in books for why in lineage.recomputed} == {
         *("resumed", "deadline", "failed", "stale")
     }
-    assert any(one.open for one in books)
-    assert all(any(why in one.dropped for one in books) for why in ("filtered", "attempts"))
-    assert any(each.ignored for each in found)
+    assert any(lineage.open for lineage in books)
+    assert all(any(why in lineage.dropped for lineage in books) for why in ("filtered", "attempts"))
+    assert any(each.ignored for each in reports)
 
 
 @pytest.mark.parametrize(
@@ -91,9 +91,9 @@ def test_the_histories_have_what_the_audit_is_about():
 @pytest.mark.parametrize("seed", range(10))
 def test_a_lie_of_the_trainer_does_not_balance(seed, fault, named):
     history = TrainerHistory(seed, fault=fault)
-    found = audit(history)
-    assert not found.balanced
+    report = audit(history)
+    assert not report.balanced
     assert count_raw(payload for _, payload in history.entries)[-1].wrong
-    [*others, last] = found.lineages
-    assert all(one.balanced for one in others)
-    assert named in {one.name for one in last.contradictions}
+    [*others, last] = report.lineages
+    assert all(lineage.balanced for lineage in others)
+    assert named in {contradiction.name for contradiction in last.contradictions}

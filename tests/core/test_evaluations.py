@@ -37,7 +37,7 @@ def publish(history, *steps):
 
 
 def retired(history):
-    return [one.step for one in history.fold()[1] if isinstance(one, VersionRetired)]
+    return [event.step for event in history.fold()[1] if isinstance(event, VersionRetired)]
 
 
 def test_the_version_of_an_open_evaluation_is_not_retired_and_then_is():
@@ -58,7 +58,7 @@ def test_open_evaluations_keep_few_versions():
         history.add(started(step, name=f"set-{step}"))
     publish(history, *range(8))
     state = history.fold()[0].state
-    assert [one.step for one in state.versions] == [0, 1, 6, 7]
+    assert [version.step for version in state.versions] == [0, 1, 6, 7]
 
 
 def test_a_failed_evaluation_frees_its_version_and_keeps_its_reason():
@@ -135,9 +135,9 @@ def test_a_snapshot_keeps_the_evaluations():
 def test_results_are_metrics_of_the_version_that_was_evaluated():
     reader, history = MetricsReader(), History()
     history.add(finished(3, mean=0.25, pass_at_4=0.5))
-    found = reader.add(history.entries[-1][1])
-    assert (found.epoch, found.step) == (1, 3)
-    assert found.values == {
+    metrics = reader.add(history.entries[-1][1])
+    assert (metrics.epoch, metrics.step) == (1, 3)
+    assert metrics.values == {
         "eval/hard/mean": 0.25,
         "eval/hard/pass_at_4": 0.5,
         "eval/hard/seconds": 2.0,

@@ -83,12 +83,12 @@ def registered(step, **kwargs):
     return ThreadCountRegistered(step=step, registration=registration(**kwargs))
 
 
-def of(said, event_type):
-    return [one for one in said if isinstance(one, event_type)]
+def of(events, event_type):
+    return [event for event in events if isinstance(event, event_type)]
 
 
-def ready(said):
-    return [(one.kind, one.step) for one in of(said, StepReady)]
+def ready(announcements):
+    return [(event.kind, event.step) for event in of(announcements, StepReady)]
 
 
 def test_a_step_is_ready_in_whatever_order_its_events_come():
@@ -103,8 +103,8 @@ def test_a_step_is_ready_in_whatever_order_its_events_come():
         history = History()
         for number, event in enumerate(order):
             history.add(event, by=f"p{number}")
-        monitor, said = history.fold()
-        assert ready(said) == [("state_dict", 1)]
+        monitor, announcements = history.fold()
+        assert ready(announcements) == [("state_dict", 1)]
         assert monitor.state.ready["state_dict"].at == StepRef(1, 1)
 
 
@@ -167,8 +167,8 @@ def test_a_finish_delivered_twice_counts_once():
     history.add(finished(1, "a"), by="actor")
     history.add(finished(1, "a"), by="actor", sequence=1)  # the same event again
     history.add(finished(1, "b"), by="actor", sequence=2)  # another attempt at the same slot
-    monitor, said = history.fold()
-    assert ready(said) == []
+    monitor, announcements = history.fold()
+    assert ready(announcements) == []
     assert monitor.state.anomaly_counts == {"duplicate": 1, "late-attempt": 1}
 
 
@@ -211,9 +211,9 @@ def test_weights_are_ready_when_every_rank_has_published():
         history = History()
         for number, event in enumerate(order):
             history.add(event, by=f"p{number}")
-        _, said = history.fold()
-        [announced] = of(said, StepReady)
-        assert [one.rank for one in announced.parts] == [0, 1]
+        _, announcements = history.fold()
+        [announced] = of(announcements, StepReady)
+        assert [part.rank for part in announced.parts] == [0, 1]
         assert announced.transport == "redis"
         digests.add(announced.version_digest)
     assert len(digests) == 1
@@ -225,7 +225,7 @@ def test_a_ready_step_carries_its_proof():
     cause = history.add(committed(1, "state_dict", registration()))
     [announced] = of(history.fold()[1], StepReady)
     assert announced.caused_by == cause
-    assert [(one.slot.rank, one.save_id, one.bytes) for one in announced.saves] == [
+    assert [(save.slot.rank, save.save_id, save.bytes) for save in announced.saves] == [
         (2, "attempt", 8)
     ]
 
@@ -236,11 +236,11 @@ def test_a_failed_save_fails_its_step_once_and_a_retry_makes_it_ready():
     history.add(failed(1, "a"))
     history.add(failed(1, "b"))
     history.add(finished(1, "c"))
-    _, said = history.fold()
-    [failure] = of(said, StepFailed)
+    _, announcements = history.fold()
+    [failure] = of(announcements, StepFailed)
     assert "model of actor-0" in failure.reason
     assert "disk full" in failure.reason
-    assert ready(said) == [("state_dict", 1)]
+    assert ready(announcements) == [("state_dict", 1)]
 
 
 def test_a_failure_after_the_finish_changes_nothing():
@@ -248,9 +248,9 @@ def test_a_failure_after_the_finish_changes_nothing():
     history.add(finished(1, "a"))
     history.add(failed(1, "b"))
     history.add(committed(1, "state_dict", registration()))
-    _, said = history.fold()
-    assert of(said, StepFailed) == []
-    assert ready(said) == [("state_dict", 1)]
+    _, announcements = history.fold()
+    assert of(announcements, StepFailed) == []
+    assert ready(announcements) == [("state_dict", 1)]
 
 
 def test_a_slow_checkpoint_is_superseded_not_an_error():
@@ -259,21 +259,21 @@ def test_a_slow_checkpoint_is_superseded_not_an_error():
     history.add(committed(2, "checkpoint", registration("checkpoint")))
     history.add(finished(2, kind="checkpoint"))
     history.add(finished(1, kind="checkpoint"))
-    monitor, said = history.fold()
-    assert ready(said) == [("checkpoint", 2)]
-    [superseded] = of(said, StepSuperseded)
+    monitor, announcements = history.fold()
+    assert ready(announcements) == [("checkpoint", 2)]
+    [superseded] = of(announcements, StepSuperseded)
     assert (superseded.step, superseded.by) == (1, StepRef(1, 2))
     assert monitor.state.ready["checkpoint"].at == StepRef(1, 2)
-    told = "Step 1 checkpoint is superseded: step 2 of epoch 1 is ready."
-    assert explain(monitor.state, 1) == told
+    expected = "Step 1 checkpoint is superseded: step 2 of epoch 1 is ready."
+    assert explain(monitor.state, 1) == expected
 
 
 def test_events_of_an_older_epoch_change_nothing():
     history = History()
     history.add(RunResumed(step=0), by="second", epoch=2)
     history.add(committed(9, "state_dict", registration(expected=0)), epoch=1)
-    monitor, said = history.fold()
-    assert said == []
+    monitor, announcements = history.fold()
+    assert announcements == []
     assert monitor.state.ready == {}
     assert monitor.state.anomaly_counts == {"stale-epoch": 1}
 
@@ -293,8 +293,8 @@ def test_a_resume_moves_the_pointers_back_at_once():
     monitor, _ = history.fold()
     assert monitor.state.ready["checkpoint"].at == StepRef(2, 100)
     history.add(committed(101, "state_dict", registration(expected=0)), by="second", epoch=2)
-    monitor, said = history.fold()
-    assert ready(said)[-1] == ("state_dict", 101)
+    monitor, announcements = history.fold()
+    assert ready(announcements)[-1] == ("state_dict", 101)
     assert monitor.state.ready["state_dict"].at == StepRef(2, 101)
 
 
@@ -314,12 +314,14 @@ def test_what_an_old_epoch_left_open_is_superseded_by_the_new_one():
     history.add(committed(7, "state_dict", registration()))
     history.add(opened(7))
     history.add(RunOpened(), by="second", epoch=2)
-    _, said = history.fold()
-    assert {(one.kind, one.epoch, one.by.epoch) for one in of(said, StepSuperseded)} == {
+    _, announcements = history.fold()
+    assert {
+        (event.kind, event.epoch, event.by.epoch) for event in of(announcements, StepSuperseded)
+    } == {
         ("state_dict", 1, 2),
         ("weights", 1, 2),
     }
-    assert [(one.epoch, one.step) for one in of(said, VersionRetired)] == [(1, 7)]
+    assert [(event.epoch, event.step) for event in of(announcements, VersionRetired)] == [(1, 7)]
 
 
 def test_the_state_says_how_the_present_epochs_weights_travel_and_why():
@@ -338,8 +340,8 @@ def test_old_weight_versions_are_retired():
     history = History()
     for step in range(5):
         publish_weights(history, step)
-    monitor, said = history.fold()
-    assert [one.step for one in of(said, VersionRetired)] == [0, 1, 2]
+    monitor, announcements = history.fold()
+    assert [event.step for event in of(announcements, VersionRetired)] == [0, 1, 2]
     assert [ref.step for ref in monitor.state.versions] == [3, 4]
     assert len(monitor.state.versions) == KEPT_VERSIONS
 
@@ -357,14 +359,14 @@ def test_what_a_live_version_rests_on_is_not_retired_before_it():
         history.add(opened(step))
         history.add(part(step) if base is None else resting(step, base))
         history.add(committed(step, "weights"))
-    monitor, said = history.fold()
-    assert [one.step for one in of(said, VersionRetired)] == [1, 2, 0, 3]
+    monitor, announcements = history.fold()
+    assert [event.step for event in of(announcements, VersionRetired)] == [1, 2, 0, 3]
     assert [ref.step for ref in monitor.state.versions] == [4, 5, 6]
-    [ready] = [one for one in of(said, StepReady) if one.step == 6]
+    [ready] = [event for event in of(announcements, StepReady) if event.step == 6]
     assert ready.parts[0].base == StepRef(1, 4)
     again = decode_state(encode_state(monitor.state))
     assert again.delta_bases == monitor.state.delta_bases
-    assert [one.bases for one in again.delta_bases] == [(StepRef(1, 4),)] * 2
+    assert [delta.bases for delta in again.delta_bases] == [(StepRef(1, 4),)] * 2
 
 
 def test_what_versions_rest_on_is_bounded_and_may_be_anything():
@@ -373,9 +375,9 @@ def test_what_versions_rest_on_is_bounded_and_may_be_anything():
         history.add(opened(step))
         history.add(resting(step, (step * 7) % 40))
         history.add(committed(step, "weights"))
-    monitor, said = history.fold()
+    monitor, announcements = history.fold()
     assert len(monitor.state.versions) <= 4
-    retired = [one.step for one in of(said, VersionRetired)]
+    retired = [event.step for event in of(announcements, VersionRetired)]
     assert len(retired) == len(set(retired)) == 40 - len(monitor.state.versions)
 
 
@@ -411,9 +413,9 @@ def test_finished_steps_are_forgotten_and_stay_settled():
     for step in range(1, 3 * KEPT_STEPS):
         history.add(committed(step, "state_dict", registration(expected=0)))
     history.add(committed(1, "state_dict", registration(expected=0)))
-    monitor, said = history.fold()
+    monitor, announcements = history.fold()
     assert len(monitor.state.steps) == KEPT_STEPS
-    assert ready(said) == [("state_dict", step) for step in range(1, 3 * KEPT_STEPS)]
+    assert ready(announcements) == [("state_dict", step) for step in range(1, 3 * KEPT_STEPS)]
     assert monitor.state.anomaly_counts == {"late": 1}
 
 
@@ -484,8 +486,8 @@ def test_explain_names_who_is_missing():
     publish = History()
     publish.add(opened(4, 0, 1))
     publish.add(part(4, rank=0))
-    said = explain(history.fold()[0].state, 4)
-    assert said == (
+    text = explain(history.fold()[0].state, 4)
+    assert text == (
         "Step 4 state_dict waits for 1 of 2 saves: model of actor-1 (started 0.0 s ago); "
         "committed 0.0 s ago."
     )
@@ -504,9 +506,9 @@ def test_of_many_that_are_missing_some_are_named_and_all_by_whoever_asks_for_the
         (1, "of actor-7 (started 2.0 s ago); and 2040 more; committed", "of actor-2047 (started"),
         (2, "the part of rank 0, 1, 2, 3, 4, 5, 6, 7, and 2040 more.", " 2046, 2047."),
     ):
-        said = explain(state, step)
-        assert tells in said
-        assert len(said) < 500
+        text = explain(state, step)
+        assert tells in text
+        assert len(text) < 500
         assert last in explain(state, step, named=None)
 
 
@@ -520,7 +522,9 @@ def test_ranks_that_name_their_own_saves_are_not_all_looked_at_when_one_finishes
     history.add(committed(1, "state_dict"))
     for rank in range(ranks):
         history.add(finished(1, f"save-{rank}", rank=rank), by="actor", rank=rank)
-    monkeypatch.setattr(completeness, "slot_key", lambda one: looked.append(one) or slot_key(one))
+    monkeypatch.setattr(
+        completeness, "slot_key", lambda slot: looked.append(slot) or slot_key(slot)
+    )
     assert [type(event) for event in history.fold()[1]] == [StepReady]
     assert len(looked) < 4 * ranks
 
@@ -537,7 +541,9 @@ def expired(step, *save_ids, **at):
     return LeaseExpired(
         holder=Producer(role="actor", rank=at.get("rank", 0), node="host-7", incarnation="x"),
         lease=30.0,
-        attempts=tuple(ExpiredAttempt(save_id=one, slot=slot(step, **at)) for one in save_ids),
+        attempts=tuple(
+            ExpiredAttempt(save_id=save_id, slot=slot(step, **at)) for save_id in save_ids
+        ),
     )
 
 
@@ -562,8 +568,8 @@ def applied(step, epoch=1):
 
 
 def only_slot(monitor, step=1, kind="state_dict"):
-    [found] = monitor.state.steps[step].kinds[kind].slots.values()
-    return found
+    [status] = monitor.state.steps[step].kinds[kind].slots.values()
+    return status
 
 
 def test_the_fold_bears_every_event_and_takes_announcements_from_nobody():
@@ -571,8 +577,8 @@ def test_the_fold_bears_every_event_and_takes_announcements_from_nobody():
     history = History()
     grant = SaveGranted(epoch=1, save_id="a", slot=slot(1), caused_by="1-0", lease=30.0)
     history.add(grant, by="impostor")
-    monitor, said = history.fold()
-    assert said == []
+    monitor, announcements = history.fold()
+    assert announcements == []
     assert monitor.state.anomaly_counts == {"announcement-among-events": 1}
     assert monitor.state.steps == {}
 
@@ -583,8 +589,8 @@ def test_a_grant_answers_one_attempt_and_is_not_what_subscribers_begin_with():
     history = History()
     for event, standing in ((grant, False), (failure, True)):
         history.add(event)
-        said = msgspec.structs.replace(history.entries[-1][1], producer=MONITOR)
-        assert is_current(said, history.fold()[0].state) is standing
+        envelope = msgspec.structs.replace(history.entries[-1][1], producer=MONITOR)
+        assert is_current(envelope, history.fold()[0].state) is standing
 
 
 @pytest.mark.parametrize("opening", [RunOpened(), RunResumed(step=2)])
@@ -595,22 +601,26 @@ def test_what_stands_does_not_depend_on_where_batches_end(opening):
     history.add(failed(4))
     history.add(opening, by="another", epoch=2)
     history.add(failed(5), by="another", epoch=2)
-    kept = [committed_in_batches(history.entries, size) for size in range(1, 15)]
-    assert "version-retired/weights" in kept[0] and "step-failed/state_dict" in kept[0]
-    assert all(one == kept[0] for one in kept)
+    results = [committed_in_batches(history.entries, size) for size in range(1, 15)]
+    assert "version-retired/weights" in results[0] and "step-failed/state_dict" in results[0]
+    assert all(result == results[0] for result in results)
 
 
 def committed_in_batches(entries, size):
     """What a server has as the newest of each subject at the end."""
-    monitor, kept = Monitor(MonitorState(run_id=RUN)), {}
+    monitor, current = Monitor(MonitorState(run_id=RUN)), {}
     for start in range(0, len(entries), size):
         epoch = monitor.state.epoch
-        made = [one for entry in entries[start : start + size] for one in monitor.apply(*entry)]
+        made = [
+            announcement
+            for entry in entries[start : start + size]
+            for announcement in monitor.apply(*entry)
+        ]
         for gone in OF_AN_EPOCH if monitor.state.epoch != epoch else ():
-            kept.pop(gone, None)
+            current.pop(gone, None)
         named = zip(newest_subjects(made, monitor.state), made, strict=True)
-        kept.update((name, one) for name, one in named if name)
-    return kept
+        current.update((name, announcement) for name, announcement in named if name)
+    return current
 
 
 def test_a_whole_life_of_a_save_under_a_strategy_is_no_anomaly():
@@ -618,11 +628,11 @@ def test_a_whole_life_of_a_save_under_a_strategy_is_no_anomaly():
     history.add(committed(1, "state_dict", registration()))
     for event in (requested(1), started(1), progressed(1, 4), finished(1)):
         history.add(event, by="actor")
-    monitor, said = history.fold()
-    assert ready(said) == [("state_dict", 1)]
+    monitor, announcements = history.fold()
+    assert ready(announcements) == [("state_dict", 1)]
     assert monitor.state.anomaly_counts == {}
-    found = only_slot(monitor)
-    assert (found.waiting, found.running, found.progress, found.failed) == ({}, {}, {}, {})
+    status = only_slot(monitor)
+    assert (status.waiting, status.running, status.progress, status.failed) == ({}, {}, {}, {})
 
 
 def test_a_request_waits_in_its_slot_until_its_attempt_starts_or_ends():
@@ -648,7 +658,7 @@ def test_requests_at_one_slot_are_bounded():
     for number in range(3 * KEPT_ATTEMPTS):
         history.add(requested(1, f"attempt-{number}"))
     waiting = list(only_slot(history.fold()[0]).waiting)
-    assert waiting == [f"attempt-{2 * KEPT_ATTEMPTS + one}" for one in range(KEPT_ATTEMPTS)]
+    assert waiting == [f"attempt-{2 * KEPT_ATTEMPTS + number}" for number in range(KEPT_ATTEMPTS)]
 
 
 def test_attempts_at_one_slot_that_nobody_ends_are_bounded():
@@ -656,9 +666,9 @@ def test_attempts_at_one_slot_that_nobody_ends_are_bounded():
     for number in range(3 * KEPT_ATTEMPTS):
         history.add(started(1, f"attempt-{number}"))  # of which no lease tells that it died
         history.add(progressed(1, 100, f"attempt-{number}"))
-    found = only_slot(history.fold()[0])
-    kept = [f"attempt-{2 * KEPT_ATTEMPTS + one}" for one in range(KEPT_ATTEMPTS)]
-    assert (list(found.running), list(found.progress)) == (kept, kept)
+    status = only_slot(history.fold()[0])
+    newest = [f"attempt-{2 * KEPT_ATTEMPTS + number}" for number in range(KEPT_ATTEMPTS)]
+    assert (list(status.running), list(status.progress)) == (newest, newest)
 
 
 def test_explain_tells_who_waits_for_its_turn_and_how_far_the_others_are():
@@ -668,12 +678,12 @@ def test_explain_tells_who_waits_for_its_turn_and_how_far_the_others_are():
     history.add(progressed(4, 1_000_000, "a", rank=0))
     history.add(requested(4, "b", rank=1))
     history.add(failed(4, "c", rank=2))
-    said = explain(history.fold()[0].state, 4)
+    text = explain(history.fold()[0].state, 4)
     assert (
         "a retry still needs 3 of 3 saves: model of actor-0 (started 0.0 s ago, 1,000,000 bytes"
-        in said
+        in text
     )
-    assert "model of actor-1 (waiting for its turn for 0.0 s); model of actor-2 (failed)" in said
+    assert "model of actor-1 (waiting for its turn for 0.0 s); model of actor-2 (failed)" in text
 
 
 def test_progress_counts_only_while_its_attempt_runs_and_proves_nothing():
@@ -684,9 +694,9 @@ def test_progress_counts_only_while_its_attempt_runs_and_proves_nothing():
     history.add(started(1))
     history.add(progressed(1, 8))
     history.add(progressed(1, 9, "another"))
-    monitor, said = history.fold()
+    monitor, announcements = history.fold()
     assert only_slot(monitor).progress == {"a": 8}
-    assert ready(said) == []
+    assert ready(announcements) == []
     history.add(failed(1))
     history.add(progressed(1, 16))
     assert only_slot(history.fold()[0]).progress == {}
@@ -697,15 +707,15 @@ def test_a_lapsed_lease_fails_its_attempts_and_their_steps_with_a_reason():
     history.add(committed(1, "state_dict", registration(expected=2)))
     history.add(started(1, "a", rank=3))
     cause = history.add(expired(1, "a", rank=3), by="reducer")
-    monitor, said = history.fold()
-    [failure] = of(said, StepFailed)
+    monitor, announcements = history.fold()
+    [failure] = of(announcements, StepFailed)
     assert failure.caused_by == cause
     assert failure.reason == (
         "model of actor-3 for state_dict step 1 failed: "
         "nothing was heard of actor-3 on host-7 for 30 s"
     )
-    found = only_slot(monitor)
-    assert (found.running, list(found.failed)) == ({}, ["a"])
+    status = only_slot(monitor)
+    assert (status.running, list(status.failed)) == ({}, ["a"])
     assert monitor.state.anomaly_counts == {}
 
 
@@ -715,16 +725,16 @@ def test_an_attempt_that_finishes_after_its_lease_counts_if_its_slot_has_no_othe
     history.add(started(1, "a"))
     history.add(expired(1, "a"))
     history.add(finished(1, "a"))
-    monitor, said = history.fold()
-    assert [type(one) for one in said] == [StepFailed, StepReady]
+    monitor, announcements = history.fold()
+    assert [type(event) for event in announcements] == [StepFailed, StepReady]
     assert only_slot(monitor).proof.save_id == "a"
     other = History()
     other.add(committed(1, "state_dict", registration()))
     other.add(expired(1, "a"))
     other.add(finished(1, "b"))
     other.add(finished(1, "a"))
-    monitor, said = other.fold()
-    assert [type(one) for one in said] == [StepFailed, StepReady]
+    monitor, announcements = other.fold()
+    assert [type(event) for event in announcements] == [StepFailed, StepReady]
     assert only_slot(monitor).proof.save_id == "b"
     assert monitor.state.anomaly_counts == {"late-attempt": 1}
 
@@ -735,7 +745,7 @@ def test_a_lease_that_lapses_after_the_finish_changes_nothing():
     history.add(expired(1, "a"))
     history.add(expired(1))
     history.add(committed(1, "state_dict", registration()))
-    assert [type(one) for one in history.fold()[1]] == [StepReady]
+    assert [type(event) for event in history.fold()[1]] == [StepReady]
 
 
 def test_a_start_that_comes_after_its_lease_lapsed_does_not_run():
@@ -758,8 +768,8 @@ def test_two_leaders_may_say_that_a_lease_lapsed():
     history.add(expired(1, "a"), by="reducer", rank=0)
     once, _ = history.fold()
     history.add(expired(1, "a"), by="reducer", rank=1)
-    twice, said = history.fold()
-    assert len(of(said, StepFailed)) == 1
+    twice, announcements = history.fold()
+    assert len(of(announcements, StepFailed)) == 1
     assert twice.state.steps == once.state.steps
 
 
@@ -770,8 +780,8 @@ def test_a_deadline_fails_what_is_committed_and_lists_what_is_missing():
     history.add(finished(5, "a", kind="checkpoint", rank=0))
     history.add(started(5, "b", kind="checkpoint", rank=1))
     history.add(deadline(5, "checkpoint"), by="reducer")
-    monitor, said = history.fold()
-    [failure, resting] = of(said, StepFailed)
+    monitor, announcements = history.fold()
+    [failure, resting] = of(announcements, StepFailed)
     assert (failure.kind, resting.kind) == ("checkpoint", "state_dict")
     assert failure.kind == "checkpoint"
     assert failure.reason == (
@@ -816,8 +826,8 @@ def test_a_deadline_of_what_is_ready_failed_uncommitted_or_unknown_changes_nothi
     before, said_before = history.fold()
     for step in (1, 2, 3, 4):
         history.add(deadline(step), by="reducer")
-    monitor, said = history.fold()
-    assert said == said_before
+    monitor, announcements = history.fold()
+    assert announcements == said_before
     assert monitor.state.steps == before.state.steps
     assert monitor.state.anomaly_counts == {}
 
@@ -837,8 +847,8 @@ def test_what_explorers_ask_for_stands_until_they_have_it():
     history = History()
     history.add(SyncRequested(wanted=StepRef(1, 4)), by="explorer", epoch=0)
     monitor, _ = history.fold()
-    asked = monitor.state.explorers["explorer-0"]
-    assert (asked.wanted, asked.requested_at) == (StepRef(1, 4), 1001)
+    explorer = monitor.state.explorers["explorer-0"]
+    assert (explorer.wanted, explorer.requested_at) == (StepRef(1, 4), 1001)
     history.add(applied(3), by="explorer", epoch=0)
     assert history.fold()[0].state.explorers["explorer-0"].wanted == StepRef(1, 4)
     history.add(applied(5), by="explorer", epoch=0)
@@ -881,12 +891,12 @@ def test_a_detached_consumer_is_remembered_whatever_the_epoch():
     history.add(detached("eval"), by="reducer", epoch=0)
     history.add(RunOpened(), by="second", epoch=2)
     last = history.add(detached("eval", pending=3), by="reducer", epoch=1)
-    monitor, said = history.fold()
-    assert said == []
+    monitor, announcements = history.fold()
+    assert announcements == []
     assert monitor.state.anomaly_counts == {}
-    [(name, found)] = monitor.state.detached.items()
+    [(name, consumer)] = monitor.state.detached.items()
     assert name == "announcements/eval"
-    assert (found.entry_id, found.pending, found.idle) == (last, 3, 900.0)
+    assert (consumer.entry_id, consumer.pending, consumer.idle) == (last, 3, 900.0)
 
 
 def test_the_last_profiles_are_kept_with_their_ranks_and_told_of_their_step():
@@ -898,21 +908,23 @@ def test_the_last_profiles_are_kept_with_their_ranks_and_told_of_their_step():
     state = history.fold()[0].state
     assert len(state.profiles) == KEPT_PROFILES
     last = KEPT_PROFILES + 2
-    assert [(one.step, one.path) for one in state.profiles[-2:]] == [
+    assert [(profile.step, profile.path) for profile in state.profiles[-2:]] == [
         (last, f"profiles/{last}-actor-0.json.gz"),
         (last, f"profiles/{last}-actor-1.json.gz"),
     ]
     assert profiles_of(state, 1) == []
-    assert all(f"profiled step {last}: profiles/{last}-" in one for one in profiles_of(state, last))
+    assert all(
+        f"profiled step {last}: profiles/{last}-" in line for line in profiles_of(state, last)
+    )
 
 
 def test_detached_consumers_are_bounded():
     history = History()
     for number in range(3 * KEPT_DETACHED):
         history.add(detached(f"group-{number}"))
-    kept = history.fold()[0].state.detached
-    assert len(kept) == KEPT_DETACHED
-    assert f"announcements/group-{3 * KEPT_DETACHED - 1}" in kept
+    consumers = history.fold()[0].state.detached
+    assert len(consumers) == KEPT_DETACHED
+    assert f"announcements/group-{3 * KEPT_DETACHED - 1}" in consumers
 
 
 KINDS = ("state_dict", "checkpoint", "weights")
@@ -933,9 +945,9 @@ def histories(draw):
                 trainer += [opened(step, *range(ranks)), committed(step, kind)]
                 workers += [part(step, rank=rank) for rank in range(ranks - (not whole))]
             else:
-                wanted = registration(kind, ranks)
-                trainer.append(ThreadCountRegistered(step=step, registration=wanted))
-                trainer.append(committed(step, kind, wanted))
+                expected = registration(kind, ranks)
+                trainer.append(ThreadCountRegistered(step=step, registration=expected))
+                trainer.append(committed(step, kind, expected))
                 for rank in range(ranks - (not whole)):
                     if draw(st.booleans()):
                         workers.append(failed(step, f"f{rank}", kind=kind, rank=rank))
@@ -969,15 +981,17 @@ def folded(sent, repeats=()):
 @given(histories())
 def test_order_decides_neither_what_is_complete_nor_where_pointers_end(drawn):
     sent, repeats = drawn
-    monitor, said = fold(folded(sent, repeats))
+    monitor, announcements = fold(folded(sent, repeats))
     # The trainer first, then the workers: sorting is stable.
     straight, _ = fold(folded(sorted(sent, key=lambda pair: pair[1] != "trainer")))
     assert {kind: pointer.at for kind, pointer in monitor.state.ready.items()} == {
         kind: pointer.at for kind, pointer in straight.state.ready.items()
     }
-    complete = {(e.kind, e.step) for e in said if isinstance(e, StepReady | StepSuperseded)}
+    complete = {
+        (e.kind, e.step) for e in announcements if isinstance(e, StepReady | StepSuperseded)
+    }
     for event_type in (StepReady, StepFailed, StepSuperseded):
-        named = [(one.kind, one.step) for one in of(said, event_type)]
+        named = [(event.kind, event.step) for event in of(announcements, event_type)]
         assert len(named) == len(set(named)), "announced twice"
     assert complete == {
         (kind, step)
@@ -986,7 +1000,7 @@ def test_order_decides_neither_what_is_complete_nor_where_pointers_end(drawn):
         if kind_state.outcome is not None
     }
     for kind in KINDS:
-        steps = [one.step for one in of(said, StepReady) if one.kind == kind]
+        steps = [event.step for event in of(announcements, StepReady) if event.kind == kind]
         assert steps == sorted(steps), "a pointer went back"
 
 
@@ -994,11 +1008,13 @@ def test_order_decides_neither_what_is_complete_nor_where_pointers_end(drawn):
 @given(histories(), st.integers(0, 40))
 def test_a_snapshot_at_any_entry_goes_on_as_the_live_fold_does(drawn, cut):
     entries = folded(*drawn)
-    live, said = fold(entries)
+    live, announcements = fold(entries)
     first, said_before = fold(entries[:cut])
     resumed = type(first)(decode_state(encode_state(first.state)))
-    said_after = [one.event for entry in entries[cut:] for one in resumed.apply(*entry)]
-    assert said_before + said_after == said
+    said_after = [
+        announcement.event for entry in entries[cut:] for announcement in resumed.apply(*entry)
+    ]
+    assert said_before + said_after == announcements
     assert resumed.state == live.state
 
 
@@ -1009,7 +1025,7 @@ def test_a_replay_announces_the_very_same_bytes(drawn):
 
     def announce():
         monitor, _ = fold([])
-        return [encode(one) for entry in entries for one in monitor.apply(*entry)]
+        return [encode(announcement) for entry in entries for announcement in monitor.apply(*entry)]
 
     assert announce() == announce()
 
@@ -1044,11 +1060,13 @@ def rests(*, fails_first):
 @pytest.mark.parametrize("fails_first", [True, False])
 def test_a_checkpoint_fails_with_the_state_dict_that_it_rests_on(fails_first):
     history = rests(fails_first=fails_first)
-    said = [(one.kind, one.reason) for one in history.fold()[1] if isinstance(one, StepFailed)]
-    assert sorted(kind for kind, _ in said) == ["checkpoint", "state_dict"]
-    assert len({reason for _, reason in said}) == 1
+    failures = [
+        (event.kind, event.reason) for event in history.fold()[1] if isinstance(event, StepFailed)
+    ]
+    assert sorted(kind for kind, _ in failures) == ["checkpoint", "state_dict"]
+    assert len({reason for _, reason in failures}) == 1
     history.add(finished(1, "again"), by="worker")
-    ready = [one.kind for one in history.fold()[1] if isinstance(one, StepReady)]
+    ready = [event.kind for event in history.fold()[1] if isinstance(event, StepReady)]
     assert ready == ["state_dict", "checkpoint"]
 
 
@@ -1057,8 +1075,8 @@ def test_a_state_dict_without_a_commit_of_its_own_shares_its_checkpoints_deadlin
     history.add(ThreadCountRegistered(step=1, registration=registration("state_dict", 1)))
     history.add(committed(1, "checkpoint", registration("checkpoint", 0)))
     history.add(DeadlineReached(step=1, kind="checkpoint", seconds=5.0), by="reducer")
-    said = [one.kind for one in history.fold()[1] if isinstance(one, StepFailed)]
-    assert said == ["checkpoint", "state_dict"]
+    kinds = [event.kind for event in history.fold()[1] if isinstance(event, StepFailed)]
+    assert kinds == ["checkpoint", "state_dict"]
 
 
 def test_a_step_that_is_saved_again_is_ready_when_one_folder_holds_all_of_it():
@@ -1070,8 +1088,8 @@ def test_a_step_that_is_saved_again_is_ready_when_one_folder_holds_all_of_it():
     state = history.fold()[0].state
     assert "one folder with all of its saves, not .staging/a, .staging/b" in explain(state, 1)
     history.add(finished(1, "b0", ".staging/b/0", kind="checkpoint", rank=0), by="w", rank=0)
-    [ready] = [one for one in history.fold()[1] if isinstance(one, StepReady)]
-    assert (ready.path, [one.save_id for one in ready.saves]) == (".staging/b", ["b0", "b1"])
+    [ready] = [event for event in history.fold()[1] if isinstance(event, StepReady)]
+    assert (ready.path, [save.save_id for save in ready.saves]) == (".staging/b", ["b0", "b1"])
 
 
 def test_opening_a_run_again_makes_no_checkpoint_removable():

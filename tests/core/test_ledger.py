@@ -20,19 +20,19 @@ FEW = st.sets(st.integers(0, 40))
 
 
 @given(FEW)
-def test_ranges_hold_the_ordinals_that_they_were_made_of(some):
-    found = ranges(sorted(some, reverse=True))
-    assert list(ordinals(found)) == sorted(some)
-    assert all(last + 1 < after for (_, last), (after, _) in pairwise(found))
-    assert count(found) == len(some)
+def test_ranges_hold_the_ordinals_that_they_were_made_of(numbers):
+    spans = ranges(sorted(numbers, reverse=True))
+    assert list(ordinals(spans)) == sorted(numbers)
+    assert all(last + 1 < after for (_, last), (after, _) in pairwise(spans))
+    assert count(spans) == len(numbers)
 
 
 @given(FEW, FEW)
-def test_arithmetic_of_ranges_is_that_of_sets(some, others):
-    a, b = ranges(some), ranges(others)
-    assert union(a, b) == list(ranges(some | others))
-    assert intersection(a, b) == list(ranges(some & others))
-    assert difference(a, b) == list(ranges(some - others))
+def test_arithmetic_of_ranges_is_that_of_sets(numbers, others):
+    a, b = ranges(numbers), ranges(others)
+    assert union(a, b) == list(ranges(numbers | others))
+    assert intersection(a, b) == list(ranges(numbers & others))
+    assert difference(a, b) == list(ranges(numbers - others))
 
 
 class LedgerBesideDict(RuleBasedStateMachine):
@@ -56,7 +56,7 @@ class LedgerBesideDict(RuleBasedStateMachine):
     @rule(chosen=st.lists(st.integers(0, 60), max_size=6), reason=st.sampled_from([None, "a", "b"]))
     def settle_strictly(self, chosen: list[int], reason: str | None) -> None:
         before = msgspec.msgpack.encode(self.ledger)
-        is_open = [one in self.fates and self.fates[one] is None for one in chosen]
+        is_open = [ordinal in self.fates and self.fates[ordinal] is None for ordinal in chosen]
         try:
             if reason is None:
                 self.ledger.train(iter(chosen))
@@ -73,9 +73,11 @@ class LedgerBesideDict(RuleBasedStateMachine):
     @rule(chosen=st.sets(st.integers(0, 60)), reason=st.sampled_from([None, "a", "b"]))
     def settle_those_that_are_open(self, chosen: set[int], reason: str | None) -> None:
         twice, undispatched = self.ledger.settle(reason, ranges(chosen))
-        assert list(ordinals(twice)) == sorted(one for one in chosen if self.fates.get(one))
+        assert list(ordinals(twice)) == sorted(
+            ordinal for ordinal in chosen if self.fates.get(ordinal)
+        )
         assert list(ordinals(undispatched)) == sorted(chosen - self.fates.keys())
-        fated = [one for one in chosen if one in self.fates and not self.fates[one]]
+        fated = [ordinal for ordinal in chosen if ordinal in self.fates and not self.fates[ordinal]]
         self.fates |= dict.fromkeys(fated, reason or "trained")
 
     @rule(share=st.integers(1, 10))
@@ -98,15 +100,19 @@ class LedgerBesideDict(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         ledger, fates = self.ledger, self.fates
-        still = [one for one, fate in fates.items() if fate is None]
+        still = [ordinal for ordinal, fate in fates.items() if fate is None]
         assert ledger.next == len(fates)
         assert ledger.open_ordinals() == still
         assert ledger.open_count == len(still)
         assert ledger.mark == min(still, default=len(fates))
-        assert [one for one in range(-1, len(fates) + 2) if ledger.is_open(one)] == still
-        told = list(fates.values())
-        assert ledger.trained == told.count("trained")
-        assert ledger.dropped == {one: told.count(one) for one in ("a", "b") if one in told}
+        assert [
+            ordinal for ordinal in range(-1, len(fates) + 2) if ledger.is_open(ordinal)
+        ] == still
+        values = list(fates.values())
+        assert ledger.trained == values.count("trained")
+        assert ledger.dropped == {
+            reason: values.count(reason) for reason in ("a", "b") if reason in values
+        }
         assert all(first > ledger.mark for first, _ in ledger.settled)
 
 

@@ -46,4 +46,6 @@ def test_a_version_stands_if_the_lineage_holds_its_epoch_and_step():
     assert lineage_of(state) == [(1, 0, 4), (2, 4, 8), (4, 8, None)]
     standing = {(1, 0), (1, 4), (2, 4), (2, 8), (4, 8), (4, 9)}
     others = {(1, 5), (2, 3), (2, 9), (3, 8), (3, 9), (4, 7), (5, 9)}
-    assert {one for one in standing | others if stands(state, StepRef(*one))} == standing
+    assert {
+        version for version in standing | others if stands(state, StepRef(*version))
+    } == standing

@@ -9,8 +9,8 @@ from trinity_schemas import AppliedPhases, StepRef, StepTrained, WeightsApplied
 
 def metrics_of(history):
     reader = MetricsReader()
-    found = [reader.add(envelope) for _, envelope in history.entries]
-    return [(one.step, one.values) for one in found if one is not None]
+    readings = [reader.add(envelope) for _, envelope in history.entries]
+    return [(reading.step, reading.values) for reading in readings if reading is not None]
 
 
 def applied(step, pause):
@@ -70,8 +70,8 @@ def test_a_version_tells_its_size_and_the_stall_of_its_slowest_rank():
     history = History()
     history.add(opened(1, 0, 1))
     slow = part(1, 1)
-    for one in (part(1, 0), slow):
-        history.add(one, rank=one.rank)
+    for event in (part(1, 0), slow):
+        history.add(event, rank=event.rank)
     history.add(committed(1, "weights"))
     [(step, values)] = metrics_of(history)
     assert (step, values["perf/published_bytes"]) == (1, 2.0 * slow.bytes)
@@ -92,5 +92,5 @@ def test_a_version_that_an_explorer_goes_back_to_is_no_transfer():
     for step in (1, 2, 1, 2):  # the third for an evaluation, the fourth for training again
         history.add(applied(step, pause=0.1), by="explorer")
     history.add(applied(2, pause=0.1), by="explorer", rank=1)
-    told = ["perf/transfer_seconds" in values for _, values in metrics_of(history)]
-    assert told == [True, True, False, False, True]
+    with_transfer = ["perf/transfer_seconds" in values for _, values in metrics_of(history)]
+    assert with_transfer == [True, True, False, False, True]

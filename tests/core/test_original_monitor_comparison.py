@@ -34,7 +34,7 @@ class Original:
 
     def __init__(self) -> None:
         self.unfinished = {"state_dict": defaultdict(int), "checkpoint": defaultdict(int)}
-        self.asked = {"state_dict": set(), "checkpoint": set()}
+        self.monitored = {"state_dict": set(), "checkpoint": set()}
         self.latest = {"state_dict": 0, "checkpoint": 0}
 
     def register(self, step: int, counts: dict[str, int]) -> None:
@@ -42,7 +42,7 @@ class Original:
             self.unfinished[kind][step] += count
 
     def monitor_step(self, step: int, kind: str) -> None:
-        self.asked[kind].add(step)
+        self.monitored[kind].add(step)
         if kind == "state_dict" and self._done(step, "state_dict"):
             self._update("state_dict", step)
         if kind == "checkpoint" and self._done(step, "state_dict", "checkpoint"):
@@ -50,14 +50,14 @@ class Original:
 
     def finished(self, step: int, kind: str) -> None:
         self.unfinished[kind][step] -= 1
-        asked = self.asked["checkpoint"]
+        checkpoints = self.monitored["checkpoint"]
         if (
             kind == "state_dict"
-            and step in self.asked["state_dict"] | asked
+            and step in self.monitored["state_dict"] | checkpoints
             and self._done(step, "state_dict")
         ):
             self._update("state_dict", step)
-        if step in asked and self._done(step, "state_dict", "checkpoint"):
+        if step in checkpoints and self._done(step, "state_dict", "checkpoint"):
             self._update_checkpoint(step)
 
     def _done(self, step: int, *kinds: str) -> bool:
@@ -94,7 +94,7 @@ class Commit(NamedTuple):
 @st.composite
 def histories(draw) -> list[Save | Commit]:
     """A trainer that saves state dicts and checkpoints, and saves that finish when they may."""
-    said: list[Save | Commit] = []
+    sequence: list[Save | Commit] = []
     under_way: list[Save] = []
     number = 0
     for step in range(1, draw(st.integers(1, 5)) + 1):
@@ -102,14 +102,14 @@ def histories(draw) -> list[Save | Commit]:
             counts = {"state_dict": draw(st.integers(0, 2))}
             if kind == "checkpoint":
                 counts["checkpoint"] = draw(st.integers(0, 2))
-            for one, count in counts.items():
+            for saved_kind, count in counts.items():
                 for _ in range(count):
                     number += 1
-                    under_way.append(Save(step, one, number))
-            said += _some_of(draw, under_way)  # faster than the trainer's own word
-            said.append(Commit(step, kind, counts, number))
-            said += _some_of(draw, under_way)
-    return said + draw(st.permutations(under_way))
+                    under_way.append(Save(step, saved_kind, number))
+            sequence += _some_of(draw, under_way)  # faster than the trainer's own word
+            sequence.append(Commit(step, kind, counts, number))
+            sequence += _some_of(draw, under_way)
+    return sequence + draw(st.permutations(under_way))
 
 
 _BOTH = ["state_dict", "checkpoint"]
@@ -124,44 +124,48 @@ def _some_of(draw, under_way: list[Save]) -> list[Save]:
     return ended
 
 
-def tell_original(original: Original, one: Save | Commit) -> None:
-    if isinstance(one, Save):
-        original.finished(one.step, one.kind)
+def tell_original(original: Original, action: Save | Commit) -> None:
+    if isinstance(action, Save):
+        original.finished(action.step, action.kind)
     else:
-        original.register(one.step, one.counts)
-        original.monitor_step(one.step, one.kind)
+        original.register(action.step, action.counts)
+        original.monitor_step(action.step, action.kind)
 
 
-def events(one: Save | Commit):
+def events(action: Save | Commit):
     """The same, as our trainer and workers say it."""
-    if isinstance(one, Save):
-        slot = Slot(step=one.step, kind=one.kind, role="actor", rank=0, name=f"n{one.number}")
-        return [SaveFinished(save_id=f"s{one.number}", slot=slot, bytes=8)]
+    if isinstance(action, Save):
+        slot = Slot(
+            step=action.step, kind=action.kind, role="actor", rank=0, name=f"n{action.number}"
+        )
+        return [SaveFinished(save_id=f"s{action.number}", slot=slot, bytes=8)]
     registrations = tuple(
-        Registration(registration_id=f"r{one.number}-{one.kind}-{kind}", kind=kind, expected=count)
-        for kind, count in one.counts.items()
+        Registration(
+            registration_id=f"r{action.number}-{action.kind}-{kind}", kind=kind, expected=count
+        )
+        for kind, count in action.counts.items()
     )
     return [
-        *(ThreadCountRegistered(step=one.step, registration=each) for each in registrations),
-        StepCommitted(step=one.step, kind=one.kind, registrations=registrations),
+        *(ThreadCountRegistered(step=action.step, registration=each) for each in registrations),
+        StepCommitted(step=action.step, kind=action.kind, registrations=registrations),
     ]
 
 
 def taken_without_error(history: list[Save | Commit]) -> list[tuple[Save | Commit, dict[str, int]]]:
     """The history up to where the original raises, with its pointers after each of its steps."""
-    original, taken = Original(), []
-    for one in history:
+    original, outcomes = Original(), []
+    for action in history:
         try:
-            tell_original(original, one)
+            tell_original(original, action)
         except Failed:
             break
-        taken.append((one, dict(original.latest)))
-    return taken
+        outcomes.append((action, dict(original.latest)))
+    return outcomes
 
 
 def pointers(state: MonitorState) -> dict[str, int]:
-    found = {kind: pointer.at.step for kind, pointer in state.ready.items()}
-    return {kind: found.get(kind, 0) for kind in ("state_dict", "checkpoint")}
+    steps = {kind: pointer.at.step for kind, pointer in state.ready.items()}
+    return {kind: steps.get(kind, 0) for kind in ("state_dict", "checkpoint")}
 
 
 def in_a_checkpoint_under_way(state: MonitorState, step: int) -> bool:
@@ -184,12 +188,12 @@ def in_a_checkpoint_under_way(state: MonitorState, step: int) -> bool:
 @examples(300)
 @given(histories())
 def test_our_pointers_are_the_originals_at_every_event(history):
-    monitor, told = Monitor(MonitorState(run_id="history")), History()
-    monitor.apply(*told.entries[0])
-    for one, expected in taken_without_error(history):
-        for event in events(one):
-            told.add(event, by="actor" if isinstance(one, Save) else "trainer")
-            monitor.apply(*told.entries[-1])
+    monitor, log = Monitor(MonitorState(run_id="history")), History()
+    monitor.apply(*log.entries[0])
+    for action, expected in taken_without_error(history):
+        for event in events(action):
+            log.add(event, by="actor" if isinstance(action, Save) else "trainer")
+            monitor.apply(*log.entries[-1])
         ours = pointers(monitor.state)
         assert ours["checkpoint"] == expected["checkpoint"]
         if ours["state_dict"] != expected["state_dict"]:
@@ -200,13 +204,13 @@ def test_our_pointers_are_the_originals_at_every_event(history):
 @examples(150)
 @given(histories())
 def test_our_pointers_are_the_originals_when_all_saves_have_ended(history):
-    taken = taken_without_error(history)
-    told = History()
-    for one, _ in taken:
-        for event in events(one):
-            told.add(event, by="actor" if isinstance(one, Save) else "trainer")
-    if len(taken) == len(history) and history:
-        assert pointers(told.fold()[0].state) == taken[-1][1]
+    outcomes = taken_without_error(history)
+    log = History()
+    for action, _ in outcomes:
+        for event in events(action):
+            log.add(event, by="actor" if isinstance(action, Save) else "trainer")
+    if len(outcomes) == len(history) and history:
+        assert pointers(log.fold()[0].state) == outcomes[-1][1]
 
 
 def test_the_histories_compared_are_not_all_trivial():
@@ -216,9 +220,9 @@ def test_the_histories_compared_are_not_all_trivial():
     @examples(80)
     @given(histories())
     def look(history):
-        taken = taken_without_error(history)
-        whole.append(len(taken) == len(history))
-        moved.update(tuple(latest.values()) for _, latest in taken)
+        outcomes = taken_without_error(history)
+        whole.append(len(outcomes) == len(history))
+        moved.update(tuple(latest.values()) for _, latest in outcomes)
 
     look()
     assert sum(whole) > len(whole) / 4
@@ -242,9 +246,9 @@ async def test_the_iteration_files_hold_what_the_original_writes(tmp_path):
         (tmp_path / "run" / f"global_step_{step}" / "model.pt").touch()
     async with Pipeline("test", checkpoint_folder=tmp_path / "run") as run:
         trainer, actor = run.publisher("trainer"), run.publisher("actor")
-        for one in history:
-            for event in events(one):
-                await (actor if isinstance(one, Save) else trainer).publish(event)
+        for action in history:
+            for event in events(action):
+                await (actor if isinstance(action, Save) else trainer).publish(event)
         await run.settled()
     names = {
         "state_dict": "latest_state_dict_iteration.txt",

@@ -20,15 +20,15 @@ from trinity_schemas import DeadlineReached, ThreadCountRegistered
 def proof_of(history, step):
     monitor, proof = Monitor(MonitorState(run_id="history")), Proof(step)
     for entry_id, envelope in history.entries:
-        for number, one in enumerate(monitor.apply(entry_id, envelope)):
-            proof.add_announcement(f"{entry_id}{number}", one)
+        for number, announcement in enumerate(monitor.apply(entry_id, envelope)):
+            proof.add_announcement(f"{entry_id}{number}", announcement)
     for entry_id, envelope in history.entries:
         proof.add(entry_id, envelope)
     return proof.entries
 
 
 def parts(entries):
-    return [(one.part, one.id) for one in entries if one.stream == "events"]
+    return [(entry.part, entry.id) for entry in entries if entry.stream == "events"]
 
 
 def test_ready_weights_are_proven_by_the_parts_that_the_announcement_names():
@@ -45,8 +45,8 @@ def test_ready_weights_are_proven_by_the_parts_that_the_announcement_names():
         ("finishes", first),
         ("finishes", second),
     ]
-    assert [one.id for one in entries if one.final] == [second]
-    [ready] = [one for one in entries if one.part == "announces"]
+    assert [entry.id for entry in entries if entry.final] == [second]
+    [ready] = [entry for entry in entries if entry.part == "announces"]
     assert (ready.type, ready.what[:7]) == ("step-ready", "sha256:")
 
 
@@ -58,7 +58,7 @@ def test_of_a_retried_save_only_the_attempt_that_counts_is_a_proof():
     history.add(failed(1, "first"), by="actor")
     history.add(started(1, "second"), by="actor")
     done = history.add(finished(1, "second"), by="actor")
-    entries = [one for one in proof_of(history, 1) if one.type != "step-failed"]
+    entries = [entry for entry in proof_of(history, 1) if entry.type != "step-failed"]
     assert parts(entries) == [("expects", expected), ("commits", commit), ("finishes", done)]
     assert proof_line(entries[2]).startswith(f"> {done:<18} state_dict finishes  save-finished")
 
@@ -70,7 +70,7 @@ def test_a_failure_is_proven_by_the_failed_save_and_what_was_under_way_is_told()
     wrong = history.add(failed(1, "b", rank=1), by="actor", rank=1)
     entries = proof_of(history, 1)
     assert ("starts", begun) in parts(entries)
-    assert [(one.part, one.id) for one in entries if one.final] == [("fails", wrong)]
+    assert [(entry.part, entry.id) for entry in entries if entry.final] == [("fails", wrong)]
     assert entries[-1].what.endswith("disk full")
 
 
@@ -78,7 +78,7 @@ def test_a_deadline_is_the_proof_of_a_step_that_was_never_complete():
     history = History()
     history.add(committed(1, "state_dict", registration()))
     late = history.add(DeadlineReached(step=1, kind="state_dict", seconds=9.0), by="reducer")
-    [end] = [one for one in proof_of(history, 1) if one.final]
+    [end] = [entry for entry in proof_of(history, 1) if entry.final]
     assert (end.id, end.what) == (late, "not complete 9 s after its commit")
 
 

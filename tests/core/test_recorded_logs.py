@@ -16,16 +16,16 @@ RECORDED = sorted(path.stem for path in FOLDER.glob("*.jsonl"))
 def recorded(name):
     """The run, its entries, the announcements' bytes, and what was expected of it."""
     header, lines = read_lines(FOLDER / f"{name}.jsonl")
-    found = list(lines)
-    events = [line.entry for line in found if line.stream == "events"]
-    announced = [line.entry.payload for line in found if line.stream == "announcements"]
+    records = list(lines)
+    events = [line.entry for line in records if line.stream == "events"]
+    announced = [line.entry.payload for line in records if line.stream == "announcements"]
     expected = json.loads((FOLDER / f"{name}.expected.json").read_text())
     return header.run_id, events, announced, expected
 
 
 def test_every_recorded_log_has_its_expectation_and_its_maker():
     assert sorted(TAPES) == RECORDED
-    assert sorted(one.name for one in FOLDER.iterdir()) == sorted(
+    assert sorted(path.name for path in FOLDER.iterdir()) == sorted(
         f"{name}{end}" for name in RECORDED for end in (".expected.json", ".jsonl")
     )
 
@@ -34,8 +34,8 @@ def test_every_recorded_log_has_its_expectation_and_its_maker():
 def test_recorded_bytes_fold_to_the_same_state_and_announcements(name):
     run_id, events, announced, expected = recorded(name)
     announcements, dead, state = come_to(run_id, events)
-    assert [decode_envelope(one) for one in announcements] == [
-        decode_envelope(one) for one in announced
+    assert [decode_envelope(payload) for payload in announcements] == [
+        decode_envelope(payload) for payload in announced
     ]
     assert announcements == announced, "an announcement means the same, in other bytes"
     assert dead == expected["dead_letters"]
@@ -60,13 +60,15 @@ def test_the_recorded_logs_meet_every_anomaly_and_announcement_of_the_fold():
     for name in RECORDED:
         _, _, payloads, expected = recorded(name)
         anomalies |= expected["state"].get("anomaly_counts", {}).keys()
-        announced |= {event_tag(decode_envelope(one).event) for one in payloads}
+        announced |= {event_tag(decode_envelope(payload).event) for payload in payloads}
     assert anomalies == {
         *("announcement-among-events", "duplicate", "gap", "late-attempt"),
         *("stale-epoch", "trained-twice", "undecodable", "unopened-epoch"),
     }
     # Nobody grants anything yet: admission is not there.
-    assert announced == {event_tag(one) for one in ANNOUNCEMENT_TYPES} - {"save-granted"}
+    assert announced == {event_tag(event_type) for event_type in ANNOUNCEMENT_TYPES} - {
+        "save-granted"
+    }
 
 
 def test_a_log_of_a_later_version_loses_only_the_events_that_are_not_known():

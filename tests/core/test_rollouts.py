@@ -30,7 +30,9 @@ FINGERPRINT = "sha256:" + "1" * 64
 
 
 def dispatched(*ordinals, again=()):
-    reissued = tuple(ReissuedRollout(ordinal=one, attempt=2, reason="deadline") for one in again)
+    reissued = tuple(
+        ReissuedRollout(ordinal=ordinal, attempt=2, reason="deadline") for ordinal in again
+    )
     return RolloutsDispatched(ordinals=ordinals, reissued=reissued, fingerprint=FINGERPRINT)
 
 
@@ -204,7 +206,7 @@ UNSOUND = Ledger(mark=4, next=16, trained=4, fingerprint=FINGERPRINT)
 
 
 @pytest.mark.parametrize(
-    ("event", "said"),
+    ("event", "detail"),
     [
         (restored(UNSOUND, 2), "of step 2, and the run goes on from 1"),
         (
@@ -214,13 +216,13 @@ UNSOUND = Ledger(mark=4, next=16, trained=4, fingerprint=FINGERPRINT)
         (restored(msgspec.structs.replace(UNSOUND, trained=3), 1), "counts 3 fates for 4"),
     ],
 )
-def test_an_unsound_ledger_is_not_taken(event, said):
+def test_an_unsound_ledger_is_not_taken(event, detail):
     history = trained_through_step_2()
     history.add(RunResumed(step=1), epoch=2)
     history.add(event, epoch=2)
     state = history.fold()[0].state
     assert (state.ledger, state.anomaly_counts) == (None, {"unsound-ledger": 1})
-    assert said in state.anomalies[-1].detail
+    assert detail in state.anomalies[-1].detail
 
 
 def test_a_ledger_is_restored_once_and_before_anything_is_dispatched():
@@ -251,9 +253,9 @@ def test_the_summary_tells_staleness_by_sample_and_what_was_issued_again():
         before.add(envelope, 8)
     for _, envelope in history.entries:
         summarizer.add(envelope, 8)
-    told, earlier = summarizer.summary(), before.summary()
-    assert told.staleness == {0: 4, 1: 28}
-    assert told.reissued["deadline"] == earlier.reissued.get("deadline", 0) + 2
+    summary, earlier = summarizer.summary(), before.summary()
+    assert summary.staleness == {0: 4, 1: 28}
+    assert summary.reissued["deadline"] == earlier.reissued.get("deadline", 0) + 2
 
 
 def test_a_ledger_of_too_many_exceptions_is_an_anomaly_and_stays_as_it_was(monkeypatch):

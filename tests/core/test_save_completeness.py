@@ -40,8 +40,8 @@ from trinity_schemas import (
 A, B = ".staging/a", ".staging/b"
 
 
-def ready(said):
-    return [(one.kind, one.step) for one in said if isinstance(one, StepReady)]
+def ready(announcements):
+    return [(event.kind, event.step) for event in announcements if isinstance(event, StepReady)]
 
 
 def begins(history, rank, save_id=None, ranks=None, **at):
@@ -73,8 +73,8 @@ def test_all_ranks_of_a_save_are_expected_whatever_was_registered(first):
     ends(history, 0, ranks=3)
     if first == "saves":
         history.add(committed(5, "state_dict", registration(expected=1)))
-    monitor, said = history.fold()
-    assert ready(said) == []
+    monitor, announcements = history.fold()
+    assert ready(announcements) == []
     assert "2 of 3 saves: model of actor-1 (not started); model of actor-2 (not started)" in (
         explain(monitor.state, 5)
     )
@@ -128,11 +128,13 @@ def test_what_ranks_were_said_survives_a_snapshot_and_ends_with_the_step():
 # --- what is under way -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("is_requested", [False, True])
 @pytest.mark.parametrize("expected", [0, 1])
-def test_a_kind_is_not_ready_while_a_save_that_was_not_registered_is_under_way(asked, expected):
+def test_a_kind_is_not_ready_while_a_save_that_was_not_registered_is_under_way(
+    is_requested, expected
+):
     history = History()
-    if asked:
+    if is_requested:
         request = SaveRequested(save_id="s1", slot=started(5, rank=1).slot)
         history.add(request, by="w", rank=1)
     else:
@@ -141,8 +143,8 @@ def test_a_kind_is_not_ready_while_a_save_that_was_not_registered_is_under_way(a
     ends(history, 0)
     assert ready(history.fold()[1]) == []
     ends(history, 1)
-    monitor, said = history.fold()
-    assert ready(said) == [("state_dict", 5)]
+    monitor, announcements = history.fold()
+    assert ready(announcements) == [("state_dict", 5)]
     assert monitor.state.anomaly_counts == {"unregistered": 1}
     assert f"{2} saves of state_dict step 5" in monitor.state.anomalies[0].detail
 
@@ -155,8 +157,8 @@ def test_a_save_that_was_not_registered_and_fails_fails_the_step_until_it_is_tri
     ends(history, 0)
     gone = expires(1, "s1") if dies else failed(5, "s1", rank=1)
     history.add(gone, by="reducer" if dies else "w", rank=1)
-    said = history.fold()[1]
-    assert [type(one) for one in said] == [StepFailed]
+    announcements = history.fold()[1]
+    assert [type(event) for event in announcements] == [StepFailed]
     ends(history, 1, "again")
     assert ready(history.fold()[1]) == [("state_dict", 5)]
 
@@ -168,8 +170,8 @@ def test_saves_that_are_late_and_were_not_registered_are_an_anomaly_and_change_n
     plan = plan_files(history.fold()[0].state)
     begins(history, 1, kind="checkpoint")
     ends(history, 1, path=f"{B}/1", kind="checkpoint")
-    monitor, said = history.fold()
-    assert ready(said) == [("checkpoint", 5)]
+    monitor, announcements = history.fold()
+    assert ready(announcements) == [("checkpoint", 5)]
     assert monitor.state.anomaly_counts == {"unregistered": 1}
     assert "model of actor-1 for checkpoint step 5" in monitor.state.anomalies[0].detail
     assert plan_files(monitor.state) == plan
@@ -198,8 +200,8 @@ def test_a_registration_that_comes_late_makes_no_anomaly_of_what_it_counts():
     more = registration(expected=1, name="second")
     history.add(ThreadCountRegistered(step=5, registration=more), by="second")
     ends(history, 0)
-    monitor, said = history.fold()
-    assert (ready(said), monitor.state.anomaly_counts) == ([("state_dict", 5)], {})
+    monitor, announcements = history.fold()
+    assert (ready(announcements), monitor.state.anomaly_counts) == ([("state_dict", 5)], {})
 
 
 # --- state dict, then checkpoint, at one step --------------------------------------------------
@@ -227,23 +229,23 @@ def saves_training_state(history):
         ends(history, rank, f"t{rank}", f"{B}/optim_{rank}", **at)
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_a_checkpoint_waits_for_the_model_in_its_own_folder(told):
+@pytest.mark.parametrize("is_reported", [True, False])
+def test_a_checkpoint_waits_for_the_model_in_its_own_folder(is_reported):
     history = state_dict_then_checkpoint()
-    if told:  # or its events are still on their way
+    if is_reported:  # or its events are still on their way
         for rank in (0, 1):
             begins(history, rank, f"b{rank}", path=f"{B}/model_{rank}")
     saves_training_state(history)
     ends(history, 0, "b0", f"{B}/model_0")
-    monitor, said = history.fold()
-    assert ready(said) == [("state_dict", 5)]
+    monitor, announcements = history.fold()
+    assert ready(announcements) == [("state_dict", 5)]
     assert f"1 of 2 saves of its state dict in {B}" in explain(monitor.state, 5)
-    assert [one.staged for one in plan_files(monitor.state).promotions] == [A]
+    assert [promotion.staged for promotion in plan_files(monitor.state).promotions] == [A]
     ends(history, 1, "b1", f"{B}/model_1")
-    monitor, said = history.fold()
-    assert ready(said) == [("state_dict", 5), ("checkpoint", 5)]
-    assert said[-1].path == B
-    assert sorted(one.save_id for one in said[-1].saves) == ["b0", "b1", "t0", "t1"]
+    monitor, announcements = history.fold()
+    assert ready(announcements) == [("state_dict", 5), ("checkpoint", 5)]
+    assert announcements[-1].path == B
+    assert sorted(save.save_id for save in announcements[-1].saves) == ["b0", "b1", "t0", "t1"]
     assert monitor.state.anomaly_counts == {}
     assert decode_state(encode_state(monitor.state)) == monitor.state
 
@@ -255,9 +257,13 @@ def test_a_checkpoint_whose_own_model_fails_is_failed_and_not_ready():
     saves_training_state(history)
     ends(history, 0, "b0", f"{B}/model_0")
     history.add(failed(5, "b1", rank=1), by="w", rank=1)
-    said = history.fold()[1]
-    assert ready(said) == [("state_dict", 5)]
-    assert [(one.kind, "disk full" in one.reason) for one in said if isinstance(one, StepFailed)]
+    announcements = history.fold()[1]
+    assert ready(announcements) == [("state_dict", 5)]
+    assert [
+        (event.kind, "disk full" in event.reason)
+        for event in announcements
+        if isinstance(event, StepFailed)
+    ]
     ends(history, 1, "b2", f"{B}/model_1")
     assert ready(history.fold()[1]) == [("state_dict", 5), ("checkpoint", 5)]
 
@@ -270,10 +276,10 @@ def test_a_checkpoint_whose_own_model_failed_before_its_commit_is_failed_by_it(d
     begins(history, 0, "b0", path=f"{B}/model_0")
     gone = expires(0, "b0") if dies else failed(5, "b0")
     history.add(gone, by="reducer" if dies else "w")
-    assert not [one for one in history.fold()[1] if isinstance(one, StepFailed)]
+    assert not [event for event in history.fold()[1] if isinstance(event, StepFailed)]
     history.add(committed(5, "checkpoint", *both(1)))
-    [told] = [one for one in history.fold()[1] if isinstance(one, StepFailed)]
-    assert told.kind == "checkpoint"
+    [failure] = [event for event in history.fold()[1] if isinstance(event, StepFailed)]
+    assert failure.kind == "checkpoint"
 
 
 def test_a_checkpoint_that_lacks_its_own_model_at_its_deadline_says_so():
@@ -281,9 +287,9 @@ def test_a_checkpoint_that_lacks_its_own_model_at_its_deadline_says_so():
     saves_training_state(history)
     late = DeadlineReached(step=5, kind="checkpoint", seconds=600.0)
     history.add(late, by="reducer")
-    [told] = [one for one in history.fold()[1] if isinstance(one, StepFailed)]
-    assert told.kind == "checkpoint"
-    assert f"2 of 2 saves of its state dict in {B}" in told.reason
+    [failure] = [event for event in history.fold()[1] if isinstance(event, StepFailed)]
+    assert failure.kind == "checkpoint"
+    assert f"2 of 2 saves of its state dict in {B}" in failure.reason
 
 
 def test_a_state_dict_of_which_a_rank_was_saved_to_two_folders_is_ready_in_either():
@@ -292,8 +298,8 @@ def test_a_state_dict_of_which_a_rank_was_saved_to_two_folders_is_ready_in_eithe
     ends(history, 0, "a0", f"{A}/model_0")
     ends(history, 0, "b0", f"{B}/model_0")
     ends(history, 1, "a1", f"{A}/model_1")
-    [told] = [one for one in history.fold()[1] if isinstance(one, StepReady)]
-    assert (told.path, [one.save_id for one in told.saves]) == (A, ["a0", "a1"])
+    [announcement] = [event for event in history.fold()[1] if isinstance(event, StepReady)]
+    assert (announcement.path, [save.save_id for save in announcement.saves]) == (A, ["a0", "a1"])
 
 
 def test_a_checkpoint_that_registers_no_state_dict_of_its_own_rests_on_the_one_before():
@@ -304,9 +310,9 @@ def test_a_checkpoint_that_registers_no_state_dict_of_its_own_rests_on_the_one_b
     ends(history, 0, "a0", f"{A}/model_0")
     history.add(committed(5, "checkpoint", registration("checkpoint", 1)))
     ends(history, 0, "t0", f"{B}/optim_0", kind="checkpoint", name="training_state")
-    said = history.fold()[1]
-    assert ready(said) == [("state_dict", 5), ("checkpoint", 5)]
-    assert [one.save_id for one in said[-1].saves] == ["t0", "a0"]
+    announcements = history.fold()[1]
+    assert ready(announcements) == [("state_dict", 5), ("checkpoint", 5)]
+    assert [save.save_id for save in announcements[-1].saves] == ["t0", "a0"]
 
 
 def test_a_new_epoch_forgets_what_the_one_before_had_under_way():
@@ -331,8 +337,8 @@ def worker(publisher, sync_client, run_id, tmp_path):
 
 
 async def announcements(log):
-    found = await log.read(stream=Stream.ANNOUNCEMENTS)
-    return [decode_envelope(entry.payload).event for entry in found]
+    entries = await log.read(stream=Stream.ANNOUNCEMENTS)
+    return [decode_envelope(entry.payload).event for entry in entries]
 
 
 async def test_a_checkpoint_after_its_state_dict_is_renamed_when_its_own_model_is_written(
@@ -370,5 +376,5 @@ async def test_a_checkpoint_after_its_state_dict_is_renamed_when_its_own_model_i
         await anyio.to_thread.run_sync(worker.wait_all)
         await until((folder / "latest_checkpointed_iteration.txt").exists)
         made = folder / "global_step_5"
-        assert [(made / one).read_text() for one in ("model.pt", "optim.pt")] == ["b", "c"]
+        assert [(made / name).read_text() for name in ("model.pt", "optim.pt")] == ["b", "c"]
         assert ready(await announcements(log)) == [("state_dict", 5), ("checkpoint", 5)]

@@ -21,8 +21,8 @@ RANKS = 64
 def save_step(history, step, kind="checkpoint", folder=None, ranks=RANKS):
     path = folder or f".staging/step_{step}"
     for rank in range(ranks):
-        one = finished(step, f"s{step}-{rank}", path=f"{path}/{rank}", kind=kind, rank=rank)
-        history.add(one, by="actor", rank=rank)
+        event = finished(step, f"s{step}-{rank}", path=f"{path}/{rank}", kind=kind, rank=rank)
+        history.add(event, by="actor", rank=rank)
     history.add(committed(step, kind, registration(kind, ranks)))
 
 
@@ -54,9 +54,13 @@ def test_a_step_with_a_kind_that_may_yet_be_ready_is_kept_whole():
     kinds = history.fold()[0].state.steps[1].kinds
     assert not kinds["state_dict"].compacted
     history.add(finished(1, "late", kind="checkpoint"), by="slow")
-    _, said = history.fold()
-    ready = [one for one in said if isinstance(one, StepReady) and one.kind == "checkpoint"]
-    assert [(one.step, one.save_count) for one in ready] == [(1, RANKS + 1)]
+    _, announcements = history.fold()
+    ready = [
+        event
+        for event in announcements
+        if isinstance(event, StepReady) and event.kind == "checkpoint"
+    ]
+    assert [(event.step, event.save_count) for event in ready] == [(1, RANKS + 1)]
 
 
 def test_a_checkpoint_may_rest_on_a_state_dict_that_was_compacted():
@@ -64,8 +68,12 @@ def test_a_checkpoint_may_rest_on_a_state_dict_that_was_compacted():
     save_step(history, 1, "state_dict", ranks=2)
     save_step(history, 2, "state_dict", ranks=2)
     save_step(history, 1, "checkpoint", ranks=2)
-    _, said = history.fold()
-    [ready] = [one for one in said if isinstance(one, StepReady) and one.kind == "checkpoint"]
+    _, announcements = history.fold()
+    [ready] = [
+        event
+        for event in announcements
+        if isinstance(event, StepReady) and event.kind == "checkpoint"
+    ]
     assert (ready.save_count, ready.path) == (4, ".staging/step_1")
 
 
@@ -86,7 +94,7 @@ def test_a_compacted_step_keeps_its_folder_until_it_has_its_name():
     save_step(history, 1, ranks=2)
     save_step(history, 2, ranks=2)
     plan = plan_files(history.fold()[0].state)
-    assert [(one.step, one.staged) for one in plan.promotions] == [
+    assert [(promotion.step, promotion.staged) for promotion in plan.promotions] == [
         (1, ".staging/step_1"),
         (2, ".staging/step_2"),
     ]

@@ -102,7 +102,7 @@ def test_a_sample_of_another_version_than_its_request_names_is_not_of_the_style_
 def test_a_prompt_that_was_issued_again_counts_with_its_last_request():
     log = fixed()
     log.ask(4, 2, exact=True)
-    again = [ReissuedRollout(ordinal=one, attempt=2, reason="superseded") for one in (6, 7)]
+    again = [ReissuedRollout(ordinal=ordinal, attempt=2, reason="superseded") for ordinal in (6, 7)]
     log.add(RolloutsDispatched(reissued=tuple(again), oldest=StepRef(1, 3), exact=True))
     log.train(4)
     assert PROPERTIES["fixed"](log.envelopes)
@@ -111,10 +111,10 @@ def test_a_prompt_that_was_issued_again_counts_with_its_last_request():
 
 def test_without_any_of_its_requests_a_log_is_not_of_the_style_explorer_driven():
     log = explorer_driven().envelopes
-    asked = [one for one in log if isinstance(one.event, SyncRequested)]
-    assert len(asked) == 2
-    for one in asked:
-        assert not PROPERTIES["explorer_driven"]([other for other in log if other is not one])
+    requests = [entry for entry in log if isinstance(entry.event, SyncRequested)]
+    assert len(requests) == 2
+    for request in requests:
+        assert not PROPERTIES["explorer_driven"]([other for other in log if other is not request])
 
 
 def test_a_single_early_request_is_not_of_the_style_fully_async():

@@ -35,13 +35,13 @@ def timeline_of(entries):
     monitor, timeline, parts = Monitor(MonitorState(run_id="history")), Timeline(), []
     for entry_id, envelope in entries:
         parts += timeline.add(entry_id, envelope)
-        for one in monitor.apply(entry_id, envelope):
-            parts += timeline.add(entry_id, one)
+        for announcement in monitor.apply(entry_id, envelope):
+            parts += timeline.add(entry_id, announcement)
     return [*parts, *timeline.finish()]
 
 
 def spans(parts, category):
-    return [one for one in parts if isinstance(one, Span) and one.category == category]
+    return [part for part in parts if isinstance(part, Span) and part.category == category]
 
 
 def applied(step):
@@ -61,14 +61,14 @@ def test_an_attempt_is_a_span_from_its_start_to_its_end():
         history.add(started(1, save, rank=rank), by="actor", rank=rank)
     history.add(finished(1, "a"), by="actor")
     history.add(failed(1, "b", rank=1), by="actor", rank=1)
-    found = spans(timeline_of(history.entries), "save")
-    assert [(one.process, one.facts["outcome"]) for one in found] == [
+    saves = spans(timeline_of(history.entries), "save")
+    assert [(save.process, save.facts["outcome"]) for save in saves] == [
         ("actor-0", "finished"),
         ("actor-1", "failed: disk full"),
         ("actor-2", "under way at the end of the log"),
     ]
-    assert len({one.lane for one in found}) == 3, "attempts overlap, and each has its own track"
-    assert [one.end - one.begin for one in found] == [3_000_000, 3_000_000, 2_000_000]
+    assert len({save.lane for save in saves}) == 3, "attempts overlap, and each has its own track"
+    assert [save.end - save.begin for save in saves] == [3_000_000, 3_000_000, 2_000_000]
 
 
 def test_a_flow_leads_from_a_version_to_each_application():
@@ -81,10 +81,10 @@ def test_a_flow_leads_from_a_version_to_each_application():
     parts = timeline_of(history.entries)
     [version] = spans(parts, "version")
     pauses = spans(parts, "pause")
-    assert set(version.flows) == {one.flow_end for one in pauses}
-    assert [one.process for one in pauses] == ["explorer-0", "explorer-1"]
-    assert all(one.end - one.begin == SECOND // 2 for one in pauses)
-    assert all(one.end - one.begin == SECOND // 4 for one in spans(parts, "fetch"))
+    assert set(version.flows) == {pause.flow_end for pause in pauses}
+    assert [pause.process for pause in pauses] == ["explorer-0", "explorer-1"]
+    assert all(pause.end - pause.begin == SECOND // 2 for pause in pauses)
+    assert all(fetch.end - fetch.begin == SECOND // 4 for fetch in spans(parts, "fetch"))
 
 
 def test_a_wait_is_a_span_from_its_beginning_that_names_its_culprits():
@@ -102,9 +102,9 @@ def test_metrics_and_steps_are_counters():
     for step in (1, 2):
         history.add(StepTrained(step=step, metrics={"loss": step / 2}))
     parts = timeline_of(history.entries)
-    values = [(one.counter, one.value) for one in parts if isinstance(one, Value)]
+    values = [(part.counter, part.value) for part in parts if isinstance(part, Value)]
     assert values == [("step", 1), ("loss", 0.5), ("step", 2), ("loss", 1.0)]
-    assert [one.name for one in spans(parts, "train")] == ["step 2"]
+    assert [span.name for span in spans(parts, "train")] == ["step 2"]
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
@@ -117,5 +117,5 @@ def test_each_event_of_a_recorded_log_is_a_span_or_a_moment(path):
             continue
         parts += timeline.add(line.id, envelope)
     parts += timeline.finish()
-    assert any(isinstance(one, Moment) for one in parts)
-    assert all(one.begin <= one.end for one in parts if isinstance(one, Span))
+    assert any(isinstance(part, Moment) for part in parts)
+    assert all(part.begin <= part.end for part in parts if isinstance(part, Span))

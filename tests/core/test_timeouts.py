@@ -34,8 +34,8 @@ def test_only_those_who_send_heartbeats_must_be_heard_of():
     history.add(started(1, "quiet"), by="old")
     history.add(leased(1, "one", 5.0, rank=1), by="new")
     history.add(leased(2, "two", 9.0, rank=1), by="new")
-    found = lease_holders(history.fold()[0].state)
-    assert {name: holder.lease for name, holder in found.items()} == {"new-0": 9.0}
+    holders = lease_holders(history.fold()[0].state)
+    assert {name: holder.lease for name, holder in holders.items()} == {"new-0": 9.0}
 
 
 def test_a_silent_process_loses_all_it_has_under_way():
@@ -50,7 +50,7 @@ def test_a_silent_process_loses_all_it_has_under_way():
     history.add(finished(1, "over", rank=3), by="dead")
     [event] = expired(history.fold()[0].state, {"dead-0"})
     assert event.holder.role == "dead"
-    assert [one.save_id for one in event.attempts] == ["runs", "waits"]
+    assert [attempt.save_id for attempt in event.attempts] == ["runs", "waits"]
 
 
 def test_all_that_a_silent_process_can_have_under_way_fits_into_events():
@@ -61,9 +61,11 @@ def test_all_that_a_silent_process_can_have_under_way_fits_into_events():
             step=number, kind="checkpoint", role=holder.role, rank=0, name="\N{GRINNING FACE}" * 256
         )
         state.attempts[f"{number:0127}"] = Attempt(slot=at, holder=holder, since=1, lease=5.0)
-    said = expired(state, {"dead"})
-    assert [one.save_id for event in said for one in event.attempts] == list(state.attempts)
-    assert all(len(encode(_from_a_reducer(event))) < MAX_EVENT_BYTES for event in said)
+    events = expired(state, {"dead"})
+    assert [attempt.save_id for event in events for attempt in event.attempts] == list(
+        state.attempts
+    )
+    assert all(len(encode(_from_a_reducer(event))) < MAX_EVENT_BYTES for event in events)
 
 
 def _from_a_reducer(event):
@@ -85,8 +87,8 @@ def test_what_is_committed_and_incomplete_has_a_deadline():
     state = history.fold()[0].state
     assert waiting(state) == [Waiting(1, 1, "state_dict", 1001)]
     assert overdue(state, set(), 10.0) == []
-    [found] = overdue(state, waiting(state), 10.0)
-    assert (found.step, found.kind, found.seconds) == (1, "state_dict", 10.0)
+    [deadline] = overdue(state, waiting(state), 10.0)
+    assert (deadline.step, deadline.kind, deadline.seconds) == (1, "state_dict", 10.0)
 
 
 def test_what_was_failed_by_its_deadline_is_not_overdue_again():

@@ -94,7 +94,7 @@ def test_the_publishers_of_one_process_that_is_no_explorer_share_its_name():
 
 
 @pytest.mark.parametrize(
-    ("event", "by", "left"),
+    ("event", "by", "remaining"),
     [
         (ExplorerStatusChanged(status="stopped"), "explorer", []),
         (ExplorerStatusChanged(status="running"), "explorer", ["w"]),
@@ -108,12 +108,12 @@ def test_the_publishers_of_one_process_that_is_no_explorer_share_its_name():
         ),
     ],
 )
-def test_the_waits_of_a_process_that_stopped_or_was_taken_for_dead_are_over(event, by, left):
+def test_the_waits_of_a_process_that_stopped_or_was_taken_for_dead_are_over(event, by, remaining):
     history = History()
     history.add(started("w"), by="explorer")
     history.add(started("other"), by="explorer", rank=1)
     history.add(event, by=by)
-    assert waits(history) == [*left, "other"]
+    assert waits(history) == [*remaining, "other"]
 
 
 def test_an_explorer_that_starts_again_waits_no_more_before_it_waits_anew():
@@ -149,10 +149,10 @@ def test_the_open_waits_are_bounded_and_the_oldest_is_dropped():
     history = History()
     for number in range(KEPT_WAITS + 3):
         history.add(started(f"w{number}", *(f"explorer-{rank}" for rank in range(40))))
-    found = history.fold()[0].state.waits
-    assert list(found) == [f"w{number}" for number in range(3, KEPT_WAITS + 3)]
-    assert {len(one.waits_for) + one.unnamed for one in found.values()} == {40}
-    assert {len(one.waits_for) for one in found.values()} == {KEPT_WAIT_NAMES}
+    open_waits = history.fold()[0].state.waits
+    assert list(open_waits) == [f"w{number}" for number in range(3, KEPT_WAITS + 3)]
+    assert {len(wait.waits_for) + wait.unnamed for wait in open_waits.values()} == {40}
+    assert {len(wait.waits_for) for wait in open_waits.values()} == {KEPT_WAIT_NAMES}
 
 
 def test_a_wait_long_past_its_deadline_is_of_a_dead_process():
@@ -167,8 +167,8 @@ def test_waits_are_told_as_chains_from_the_first_that_waits_to_the_last():
     history.add(started("c", what="its turn", deadline=None), by="actor", rank=1)
     history.add(started("b", "actor-1", what="the weights of step 4"), by="explorer", rank=0)
     at = history.add(started("a", "explorer-0", "explorer-3", what="rollouts"), by="trainer")
-    told = chains_of_waits(history.fold()[0].state, int(at.partition("-")[0]) + 1000)
-    assert told == [
+    lines = chains_of_waits(history.fold()[0].state, int(at.partition("-")[0]) + 1000)
+    assert lines == [
         "trainer-0 waits for rollouts from explorer-0, explorer-3 for 1.5 s, and gives up in 58 s.",
         "  explorer-0 waits for the weights of step 4 from actor-1 for 1.5 s, and gives up in "
         "58 s.",
@@ -180,5 +180,5 @@ def test_processes_that_wait_for_each_other_are_told_once_each():
     history = History()
     history.add(started("a", "explorer-0"), by="trainer")
     at = history.add(started("b", "trainer-0"), by="explorer")
-    told = chains_of_waits(history.fold()[0].state, int(at.partition("-")[0]))
-    assert [line.split()[0] for line in told] == ["trainer-0", "explorer-0"]
+    lines = chains_of_waits(history.fold()[0].state, int(at.partition("-")[0]))
+    assert [line.split()[0] for line in lines] == ["trainer-0", "explorer-0"]

@@ -32,21 +32,21 @@ async def test_a_run_of_ppo_on_megatron_answers_its_rollouts_by_its_own_ranks(
     cli, log, redis_url, tmp_path, policy_folder
 ):
     settings = (*SETTINGS, f"model.path={policy_folder}", "steps=2")
-    words = [word for one in settings for word in ("--set", one)]
+    words = [word for setting in settings for word in ("--set", setting)]
     place = ("--run", log.run_id, "--redis-url", redis_url, "--checkpoint-root", str(tmp_path))
-    said = cli("train", str(EXAMPLE), *words, *place, "--json", timeout=1000)
-    assert said.returncode == 0, said.stderr
-    summary = json.loads(said.stdout)
+    result = cli("train", str(EXAMPLE), *words, *place, "--json", timeout=1000)
+    assert result.returncode == 0, result.stderr
+    summary = json.loads(result.stdout)
     assert (summary["transport"], summary["log"]["failures"]) == ("none", 0)
     checkpoint = tmp_path / log.run_id / "global_step_2"
-    assert all((checkpoint / one / "model").is_dir() for one in ("actor", "critic"))
+    assert all((checkpoint / role / "model").is_dir() for role in ("actor", "critic"))
 
-    first, second = [one.event for one in await events_of(log, StepTrained)]
+    first, second = [entry.event for entry in await events_of(log, StepTrained)]
     assert first.staleness == second.staleness == {0: 4}
     assert "critic/vf_loss" in first.metrics
     assert "pg_loss" not in first.metrics, "the critic is trained alone first"
     assert {"critic/vf_explained_var", "pg_loss"} <= second.metrics.keys()
-    evaluated = [one.event.version.step for one in await events_of(log, EvaluationFinished)]
+    evaluated = [entry.event.version.step for entry in await events_of(log, EvaluationFinished)]
     assert evaluated == [0, 2]
     assert not await events_of(log, VersionOpened), "no weights travel"
     assert not await events_of(log, ExplorerStatusChanged)

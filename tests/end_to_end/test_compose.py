@@ -55,11 +55,11 @@ def keys(value) -> set[str]:
 
 def compose_commands() -> list[list[str]]:
     candidates = [["docker-compose"], ["docker", "compose"]]
-    found = [one for one in candidates if shutil.which(one[0])]
+    commands = [command for command in candidates if shutil.which(command[0])]
     return [
-        one
-        for one in found
-        if subprocess.run([*one, "version"], capture_output=True, check=False).returncode == 0
+        command
+        for command in commands
+        if subprocess.run([*command, "version"], capture_output=True, check=False).returncode == 0
     ]
 
 
@@ -68,7 +68,7 @@ if COMPOSE := compose_commands():  # where there is none, there is nothing to as
     @pytest.mark.parametrize("files", [("compose",), ("compose", "compose.train")], ids="+".join)
     @pytest.mark.parametrize("command", COMPOSE, ids=" ".join)
     def test_compose_accepts_the_files(command, files, tmp_path):
-        options = [one for file in files for one in ("-f", str(ROOT / f"{file}.yaml"))]
+        options = [option for file in files for option in ("-f", str(ROOT / f"{file}.yaml"))]
         checked = subprocess.run(
             [*command, *options, "config", "-q"],
             env=os.environ | {"TRINITY_FOLDER": str(tmp_path)},
@@ -110,14 +110,19 @@ def test_no_container_can_fill_the_host_or_do_what_it_need_not(compose):
             [most] = re.findall(r"--maxmemory (\d+)(?:mb|gb)", service["command"])
             assert int(most) < int(service["mem_limit"].removesuffix("mb")), name
         elif service["image"] == "trinity-events":
-            assert [one.partition(":")[0] for one in service["tmpfs"]] == ["/tmp", "/home/trinity"]
+            assert [mount.partition(":")[0] for mount in service["tmpfs"]] == [
+                "/tmp",
+                "/home/trinity",
+            ]
 
 
 def test_monitoring_is_started_only_when_it_is_asked_for(compose):
     services = compose["services"]
-    assert {name for name, one in services.items() if "profiles" in one} == set(MONITORING)
+    assert {name for name, service in services.items() if "profiles" in service} == set(MONITORING)
     assert all(services[name]["profiles"] == ["monitoring"] for name in MONITORING)
-    needed = {one for name in services for one in services[name].get("depends_on", {})}
+    needed = {
+        dependency for name in services for dependency in services[name].get("depends_on", {})
+    }
     assert needed & set(MONITORING) == {"prometheus"}, "only Grafana needs one of them"
 
 
@@ -162,9 +167,9 @@ def test_a_file_of_ones_own_is_trained_by_the_same_services(compose, cli):
         assert folder.endswith("}:/task:ro")
     file = "/task/${TRINITY_CONFIG:-train.yaml}"
     command = [
-        one.replace(file, str(ROOT / "examples/train/fsdp.yaml"))
-        for one in services["trainer"]["command"]
-        if "TRINITY_RUN" not in one
+        argument.replace(file, str(ROOT / "examples/train/fsdp.yaml"))
+        for argument in services["trainer"]["command"]
+        if "TRINITY_RUN" not in argument
     ]
     checked = cli(*command, "--run", "one", "--check")
     assert checked.returncode == 0, checked.stderr
@@ -187,7 +192,9 @@ def test_the_health_of_trainer_and_explorer_is_that_of_their_own_process(compose
         service = compose["services"][name]
         check = " ".join(service["healthcheck"]["test"])
         assert "trinity-events" not in check, "it would ask the server"
-        [option] = [one for one in service["command"] if one.startswith("--health-file=")]
+        [option] = [
+            argument for argument in service["command"] if argument.startswith("--health-file=")
+        ]
         assert option.removeprefix("--health-file=") in check
 
 
@@ -267,9 +274,9 @@ def separate(tmp_path_factory, access_controlled):
         run.wait_for_announcements(5, trainer)
         explorer.kill()
         again = run.start("explorer", "--json", within=readers)
-        found = {"trainer": ended(trainer, 2 * PATIENCE), "explorer": ended(again)}
+        results = {"trainer": ended(trainer, 2 * PATIENCE), "explorer": ended(again)}
         reducer.terminate()
-        yield SeparateRun(run, found | {"reducer": ended(reducer)}, contains)
+        yield SeparateRun(run, results | {"reducer": ended(reducer)}, contains)
     finally:
         run.end()
         shutil.rmtree(room)
@@ -313,8 +320,8 @@ def healthy(compose, name: str, path: Path, age: int) -> bool:
     """Run the container's health check, of another file and of a shorter age."""
     command = compose["services"][name]["healthcheck"]["test"][1:]
     command = [
-        one.replace("/tmp/alive", str(path)).replace("30 seconds", f"{age} seconds")
-        for one in command
+        argument.replace("/tmp/alive", str(path)).replace("30 seconds", f"{age} seconds")
+        for argument in command
     ]
     assert str(path) in " ".join(command)
     return subprocess.run(command, check=False).returncode == 0
@@ -354,20 +361,20 @@ def terminal():
 
 def waited_for(met, seconds: float = PATIENCE):
     give_up = time.monotonic() + seconds
-    while not (found := met()):
+    while not (value := met()):
         assert time.monotonic() < give_up, "waited in vain"
         time.sleep(0.1)
-    return found
+    return value
 
 
-def amid_a_claim(explorer, told):
+def amid_a_claim(explorer, condition):
     """Stop an explorer until its claim is waited for: between two claims it holds none."""
     for _ in range(8):
         explorer.send_signal(signal.SIGSTOP)
         with contextlib.suppress(AssertionError):
-            return waited_for(told, PATIENCE / 4)
+            return waited_for(condition, PATIENCE / 4)
         explorer.send_signal(signal.SIGCONT)
-        waited_for(lambda: not told())
+        waited_for(lambda: not condition())
     raise AssertionError("the trainer never waited for the explorer")
 
 
@@ -398,22 +405,22 @@ def test_a_frozen_explorer_is_named_and_is_not_healthy_and_a_terminal_that_goes_
 
             def waits():
                 waits = json.loads(cli(*status, "--json").stdout).get("waits", {}).values()
-                return [one for one in waits if one["by"] == "trainer-0"]
+                return [wait for wait in waits if wait["by"] == "trainer-0"]
 
-            [told] = amid_a_claim(
+            [wait] = amid_a_claim(
                 explorers[1],
-                lambda: [one for one in waits() if one["waits_for"] == ["explorer-1"]],
+                lambda: [wait for wait in waits() if wait["waits_for"] == ["explorer-1"]],
             )
-            assert told["what"].startswith("the rollouts of ")
-            assert 0 < time.time() - told["since"] < 200
+            assert wait["what"].startswith("the rollouts of ")
+            assert 0 < time.time() - wait["since"] < 200
             shown = cli(*status, env={"COLUMNS": "400"}).stdout
-            [line] = [one for one in shown.splitlines() if told["what"] in one]
+            [line] = [row for row in shown.splitlines() if wait["what"] in row]
             assert line.split()[0] == "trainer-0"
-            assert f"{told['what']}  explorer-1" in line
+            assert f"{wait['what']}  explorer-1" in line
             assert healthy(compose, "trainer", at_work, 60)
             trainer.send_signal(signal.SIGSTOP)
             for service, health in (("explorer", files[1]), ("trainer", at_work)):
-                waited_for(lambda one=(service, health): not healthy(compose, *one, 10))
+                waited_for(lambda check=(service, health): not healthy(compose, *check, 10))
             assert healthy(compose, "explorer", files[0], 60)
         finally:
             for process in (trainer, explorers[1]):
@@ -449,10 +456,10 @@ def collective(tmp_path_factory, redis_url, weights_url, policy_folder):
         run.wait_for_announcements(4, trainer)
         explorers[1].kill()
         explorers[1] = run.start("explorer", "--rank", "1", *own)
-        found = {"trainer": ended(trainer, 2 * PATIENCE)}
-        found |= {f"explorer-{rank}": ended(one) for rank, one in enumerate(explorers)}
+        results = {"trainer": ended(trainer, 2 * PATIENCE)}
+        results |= {f"explorer-{rank}": ended(explorer) for rank, explorer in enumerate(explorers)}
         reducer.terminate()
-        yield SeparateRun(run, found | {"reducer": ended(reducer)})
+        yield SeparateRun(run, results | {"reducer": ended(reducer)})
     finally:
         run.end()
 
@@ -476,10 +483,10 @@ def test_explorers_of_a_collective_group_come_and_go(collective):
 def test_the_trainer_tells_on_the_terminal_that_the_reducer_uses_another_folder(collective):
     run = collective.processes
     _, _, error = collective.ended["trainer"]
-    told = " ".join(error.split())
-    assert "warning: the reducer of run" in told
-    assert "--checkpoint-root" in told
-    squeezed = told.replace(" ", "")  # lines end where the terminal does
+    message = " ".join(error.split())
+    assert "warning: the reducer of run" in message
+    assert "--checkpoint-root" in message
+    squeezed = message.replace(" ", "")  # lines end where the terminal does
     assert str(run.folder / "theirs" / run.run_id) in squeezed
     assert str(run.folder / run.run_id) in squeezed
 
@@ -496,8 +503,12 @@ def test_sigterm_while_the_trainer_starts_is_no_failure(processes):
     trainer.terminate()
     status, out, error = ended(trainer)
     assert status == 143, error
-    told = json.loads(out)
-    assert (told["outcome"], told["error"], told["training_seconds"]) == ("interrupted", None, None)
+    summary = json.loads(out)
+    assert (summary["outcome"], summary["error"], summary["training_seconds"]) == (
+        "interrupted",
+        None,
+        None,
+    )
     assert "was interrupted" in error
     assert processes.closed() == ["interrupted"]
     reducer.terminate()

@@ -37,8 +37,8 @@ def start(tmp_path, policy_folder, run_id, redis_url):
         return started[-1]
 
     yield run
-    for one in started:
-        one.close()
+    for training in started:
+        training.close()
 
 
 def test_a_failed_checkpoint_is_a_line_at_once_and_in_the_table_of_an_interrupted_run(
@@ -48,20 +48,22 @@ def test_a_failed_checkpoint_is_a_line_at_once_and_in_the_table_of_an_interrupte
     (tmp_path / run_id).mkdir()
     (tmp_path / run_id / ".staging").touch()  # where folders of saves are to be made
     run = start()
-    told = f"in {tmp_path / run_id}/.staging/epoch_1_step_2_"
-    lines = run.until(lambda: [line for line in run.said if "FAILED" in line])
+    place = f"in {tmp_path / run_id}/.staging/epoch_1_step_2_"
+    lines = run.until(lambda: [line for line in run.stderr_lines if "FAILED" in line])
     assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d step 2: ", lines[0])
     assert "NotADirectoryError: [Errno 20] Not a directory" in lines[0]
-    assert told.replace("in ", "(writing ") in lines[0]
-    run.until(lambda: [line for line in run.said if re.search(r"staleness .* FAILED \d+", line)])
+    assert place.replace("in ", "(writing ") in lines[0]
+    run.until(
+        lambda: [line for line in run.stderr_lines if re.search(r"staleness .* FAILED \d+", line)]
+    )
     run.process.send_signal(signal.SIGTERM)
     time.sleep(0.5)
     run.process.send_signal(signal.SIGINT)
-    status, out, said = run.ended()
+    status, out, stderr = run.ended()
     assert status == 143
-    assert f"run {run_id} was interrupted" in said
-    assert "Traceback" not in said
-    assert "SIGTERM received" not in said, "Ray has no last words"
+    assert f"run {run_id} was interrupted" in stderr
+    assert "Traceback" not in stderr
+    assert "SIGTERM received" not in stderr, "Ray has no last words"
     rows = dict(re.findall(r"^(\S+(?: \S+)*)  +(\S.*?) *$", out, re.MULTILINE))
     assert rows["run"] == run_id
     assert "INTERRUPTED" in rows
@@ -81,29 +83,31 @@ def test_an_explorer_that_is_killed_leaves_one_object_with_the_next_step(
 
     def ready():
         with connect_sync(redis_url) as client:
-            found = client.xrange(RunKeys.of(run_id).announcements)
-        events = [decode_envelope(fields[b"e"]).event for _, fields in found]
-        return [one for one in events if isinstance(one, StepReady) and one.kind == "checkpoint"]
+            entries = client.xrange(RunKeys.of(run_id).announcements)
+        events = [decode_envelope(fields[b"e"]).event for _, fields in entries]
+        return [
+            event for event in events if isinstance(event, StepReady) and event.kind == "checkpoint"
+        ]
 
     run.until(ready)
     victim = run.actor("Explorer")
     os.kill(victim, signal.SIGKILL)
-    status, out, said = run.ended()
+    status, out, stderr = run.ended()
     assert status == 1
     [line] = out.splitlines()
-    told = json.loads(line)
-    assert told["outcome"] == "failed"
+    summary = json.loads(line)
+    assert summary["outcome"] == "failed"
     assert re.fullmatch(
         rf"\w+: explorer-0 \(process {victim} on {socket.gethostname()}\) of .* died.*: "
         r"killed by SIGKILL .*",
-        told["error"],
+        summary["error"],
     )
-    assert told["error"].partition(": ")[2] in said
-    newest = told["newest_checkpoint"]
+    assert summary["error"].partition(": ")[2] in stderr
+    newest = summary["newest_checkpoint"]
     assert newest["folder"] == str(tmp_path / run_id / f"global_step_{newest['step']}")
     assert Path(newest["folder"]).is_dir()
-    assert f"train {tmp_path}/small.yaml --run {run_id} --json" in told["next_command"]
-    assert told["log"]["steps"] >= newest["step"]
+    assert f"train {tmp_path}/small.yaml --run {run_id} --json" in summary["next_command"]
+    assert summary["log"]["steps"] >= newest["step"]
     shown = cli("status", run_id, env={"COLUMNS": "300"}).stdout
     [explorer] = [line for line in shown.splitlines() if line.startswith("explorer-0")]
     assert explorer.split()[1] == "lost"
@@ -115,9 +119,9 @@ def test_an_explorer_that_is_killed_leaves_one_object_with_the_next_step(
 def test_what_is_wrong_from_the_start_is_one_object_too(cli):
     shown = cli("demo", "--json", "--run", "x", "--redis-url", "redis://127.0.0.1:1")
     assert shown.returncode == 1
-    told = json.loads(shown.stdout)
-    assert (told["run_id"], told["outcome"]) == ("x", "failed")
-    assert told["error"].startswith("ServerUnreachable: ")
+    summary = json.loads(shown.stdout)
+    assert (summary["run_id"], summary["outcome"]) == ("x", "failed")
+    assert summary["error"].startswith("ServerUnreachable: ")
     assert shown.stderr.startswith("error: ")
 
 

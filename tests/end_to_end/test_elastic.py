@@ -22,7 +22,7 @@ SETTINGS = {
 
 
 def trained(processes) -> int:
-    return sum(isinstance(one.event, StepTrained) for one in processes.log())
+    return sum(isinstance(entry.event, StepTrained) for entry in processes.log())
 
 
 def claimed(processes) -> dict[str, int]:
@@ -34,7 +34,7 @@ def claimed(processes) -> dict[str, int]:
             for group in client.xinfo_groups(key)
             for member in client.xinfo_consumers(key, group["name"])
         ]
-    return {one["name"].decode(): one["pending"] for one in members if one["pending"]}
+    return {member["name"].decode(): member["pending"] for member in members if member["pending"]}
 
 
 def killed_in_the_middle(processes, explorers) -> dict[str, int]:
@@ -46,10 +46,10 @@ def killed_in_the_middle(processes, explorers) -> dict[str, int]:
             if name in killed or name not in explorers:
                 continue
             os.kill(explorers[name].pid, signal.SIGSTOP)  # it must not answer meanwhile
-            held = claimed(processes).get(name)
-            os.kill(explorers[name].pid, signal.SIGKILL if held else signal.SIGCONT)
-            if held:
-                killed[name] = held
+            pending = claimed(processes).get(name)
+            os.kill(explorers[name].pid, signal.SIGKILL if pending else signal.SIGCONT)
+            if pending:
+                killed[name] = pending
                 return len(killed) == 2
         return False
 
@@ -82,13 +82,13 @@ def test_explorers_join_and_die_and_no_step_waits_beyond_a_claim(
     assert ended(trainer)[0] == 143
 
     reissued = [
-        one
+        rollout
         for envelope in processes.log()
         if isinstance(envelope.event, RolloutsDispatched)
-        for one in envelope.event.reissued
+        for rollout in envelope.event.reissued
     ]
     assert len(reissued) >= sum(killed.values())
-    assert {one.reason for one in reissued} == {"lapsed"}, "none waited for its deadline"
+    assert {rollout.reason for rollout in reissued} == {"lapsed"}, "none waited for its deadline"
     with connect_sync(processes.redis_url) as client:
         entries = client.xrange(RunKeys.of(processes.run_id).events)
     [count] = count_raw(fields[b"e"] for _, fields in entries)

@@ -168,11 +168,11 @@ def test_pointers_wait_for_room_and_are_then_right(small_disk, caplog):
 async def test_a_disk_that_hangs_holds_up_no_grant(
     client, log, sync_client, redis_url, run_id, tmp_path, monkeypatch
 ):
-    hangs, asked = threading.Event(), threading.Event()
+    hangs, reached = threading.Event(), threading.Event()
     reconcile = CheckpointFiles.reconcile
 
     def slow(self, plan):
-        asked.set()
+        reached.set()
         hangs.wait(PATIENCE)
         reconcile(self, plan)
 
@@ -185,7 +185,7 @@ async def test_a_disk_that_hangs_holds_up_no_grant(
     (tmp_path / run_id / "global_step_1" / "model.pt").touch()
     async with reducer_task(redis_url, run_id, tmp_path):
         try:
-            await until(asked.is_set)
+            await until(reached.is_set)
             await worker.publish(committed(1, "state_dict", registration()))
             for save_id in ("first", "second"):
                 await worker.publish(SaveRequested(save_id=save_id, slot=slot(1)))
@@ -196,7 +196,7 @@ async def test_a_disk_that_hangs_holds_up_no_grant(
         finally:
             hangs.set()
         await until(lambda: pointer.exists() and pointer.read_text() == "1")
-    granted = [one.save_id for one in await announced(log, 3) if isinstance(one, SaveGranted)]
+    granted = [event.save_id for event in await announced(log, 3) if isinstance(event, SaveGranted)]
     assert granted == ["first", "second"]
 
 

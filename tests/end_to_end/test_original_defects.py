@@ -54,12 +54,12 @@ from trinity_schemas import (
 STATE_DICT = "latest_state_dict_iteration.txt"
 
 
-def of(said, event_type):
-    return [one for one in said if isinstance(one, event_type)]
+def of(events, event_type):
+    return [event for event in events if isinstance(event, event_type)]
 
 
-def ready(said):
-    return [(one.kind, one.step) for one in of(said, StepReady)]
+def ready(announcements):
+    return [(event.kind, event.step) for event in of(announcements, StepReady)]
 
 
 async def under(strategy: str, run: Pipeline) -> int:
@@ -144,7 +144,7 @@ def request(save_id: str, node: str, pid: int = 1) -> SaveRequested:
 
 
 def granted(history: History) -> list[str]:
-    return [one.save_id for one in of(history.fold()[1], SaveGranted)]
+    return [event.save_id for event in of(history.fold()[1], SaveGranted)]
 
 
 def test_a_nodes_saves_go_together_and_none_overtakes_those_who_wait():
@@ -220,10 +220,10 @@ async def test_a_checkpoint_waits_for_each_of_its_saves_and_names_them():
             await in_thread(worker.wait_all, PATIENCE)
         await run.settled()
         of_weights, whole = of(run.announcements, StepReady)
-        assert [(one.slot.role, one.slot.name) for one in of_weights.saves] == [
+        assert [(save.slot.role, save.slot.name) for save in of_weights.saves] == [
             ("actor", "weights")
         ]
-        assert sorted((one.slot.role, one.slot.name) for one in whole.saves) == [
+        assert sorted((save.slot.role, save.slot.name) for save in whole.saves) == [
             ("actor", "optimizer"),
             ("actor", "weights"),
             ("critic", "optimizer"),
@@ -279,8 +279,8 @@ async def announced(log: MemoryEventLog):
     with anyio.fail_after(PATIENCE):
         while (await log.load())[1] != log.last_id_now():
             await anyio.sleep(0.01)
-    found = log.read_now(stream=Stream.ANNOUNCEMENTS)
-    events = [decode_envelope(entry.payload).event for entry in found]
+    entries = log.read_now(stream=Stream.ANNOUNCEMENTS)
+    events = [decode_envelope(entry.payload).event for entry in entries]
     return [event for event in events if isinstance(event, OUTCOMES)]
 
 
@@ -300,8 +300,8 @@ async def test_what_is_known_of_a_step_outlives_the_reducer():
     await actor.publish(finished(1, "b", rank=1))  # while there is none
     for _ in range(2):
         async with reducing(log):
-            said = await announced(log)
-    assert ready(said) == [("state_dict", 1), ("checkpoint", 1)]
+            announcements = await announced(log)
+    assert ready(announcements) == [("state_dict", 1), ("checkpoint", 1)]
 
 
 def test_steps_that_are_over_leave_next_to_nothing_behind():
@@ -402,15 +402,15 @@ def test_a_trainer_that_dies_between_registering_and_committing_harms_nobody():
     """16: there, these are two calls, and a crash between them leaves a step that is registered
     and never asked for.
     """
-    history, one = History(), registration("checkpoint")
+    history, registered = History(), registration("checkpoint")
     # The commit says again what was registered: it needs nothing that came before it.
-    history.add(committed(2, "checkpoint", one))
+    history.add(committed(2, "checkpoint", registered))
     history.add(finished(2, kind="checkpoint"))
     # Registered, and then the trainer was gone: later steps do not wait for it.
-    history.add(ThreadCountRegistered(step=3, registration=one))
-    history.add(committed(4, "checkpoint", one), by="trainer", rank=1)
+    history.add(ThreadCountRegistered(step=3, registration=registered))
+    history.add(committed(4, "checkpoint", registered), by="trainer", rank=1)
     history.add(finished(4, kind="checkpoint"))
-    monitor, said = history.fold()
-    assert ready(said) == [("checkpoint", 2), ("checkpoint", 4)]
-    assert len(of(said, StepReady)) == len(said)
+    monitor, announcements = history.fold()
+    assert ready(announcements) == [("checkpoint", 2), ("checkpoint", 4)]
+    assert len(of(announcements, StepReady)) == len(announcements)
     assert monitor.state.anomaly_counts == {}

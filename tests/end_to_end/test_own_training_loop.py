@@ -31,7 +31,9 @@ async def test_a_block_that_ends_closes_the_run_as_finished(log, run_id, redis_u
         assert publisher.epoch == 1
         assert (await current_state(log)).closed is None
     assert await closed(log) == ("finished", None)
-    assert [one.event.status for one in await events_of(log, TrainerStatusChanged)] == ["running"]
+    assert [entry.event.status for entry in await events_of(log, TrainerStatusChanged)] == [
+        "running"
+    ]
 
 
 async def test_an_error_that_leaves_the_block_is_told_and_raised(log, run_id, redis_url):
@@ -125,7 +127,7 @@ def test_a_server_that_is_not_there_is_one_sentence(run_id):
 LEFT_OPEN = """
 import sys, time
 from trinity_events import publishing, training_run
-from trinity_events.log import publisher
+from trinity_events.log.publishing import publisher
 
 publisher._LINGER = 0.01
 how, run, url = sys.argv[1:]
@@ -133,11 +135,11 @@ if how == "generator":
     def training():
         with training_run(run, redis_url=url) as run_:
             yield run_
-    left = training()
-    opened = next(left)
+    run_context = training()
+    opened = next(run_context)
 else:
-    left = training_run(run, redis_url=url)
-    opened = left.open()
+    run_context = training_run(run, redis_url=url)
+    opened = run_context.open()
 others = publishing(run, opened.epoch, "actor", redis_url=url)
 others.__enter__()
 opened.flush(120)
@@ -170,11 +172,11 @@ def left_open(run_id):
 async def test_a_process_that_leaves_a_run_open_ends_and_closes_it_as_interrupted(
     log, run_id, redis_url, left_open, how
 ):
-    _, said = (process := left_open(how, redis_url)).communicate(timeout=PATIENCE)
+    _, stderr = (process := left_open(how, redis_url)).communicate(timeout=PATIENCE)
     assert process.returncode == 1
-    assert "ValueError: training broke" in said
-    assert "was left open" in said
-    assert "Exception ignored" not in said
+    assert "ValueError: training broke" in stderr
+    assert "was left open" in stderr
+    assert "Exception ignored" not in stderr
     assert await closed(log) == ("interrupted", None)
 
 
@@ -182,9 +184,9 @@ def test_a_process_that_leaves_a_run_open_ends_without_its_server_too(tmp_path, 
     with servers(tmp_path, 1) as [server]:
         process = left_open("callback", server.url)
         server.kill()
-        _, said = process.communicate(timeout=PATIENCE)
+        _, stderr = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
-    assert "ValueError: training broke" in said
+    assert "ValueError: training broke" in stderr
 
 
 async def test_a_generator_that_is_dropped_closes_its_run_as_interrupted(log, run_id, redis_url):
@@ -192,24 +194,24 @@ async def test_a_generator_that_is_dropped_closes_its_run_as_interrupted(log, ru
         with training_run(run_id, redis_url=redis_url) as run:
             yield run
 
-    left = training()
-    next(left)
-    left.close()
+    generator = training()
+    next(generator)
+    generator.close()
     assert await closed(log) == ("interrupted", None)
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "reason"),
     [(None, ("finished", None)), (ValueError("no reward"), ("failed", "ValueError: no reward"))],
 )
-async def test_callbacks_open_a_run_and_close_it_once(log, run_id, redis_url, error, told):
+async def test_callbacks_open_a_run_and_close_it_once(log, run_id, redis_url, error, reason):
     run = training_run(run_id, redis_url=redis_url)
     run.close()  # before it was opened there is nothing to close
     publisher = run.open()
     assert publisher.epoch == 1
     run.close(error)
     run.close()
-    assert await closed(log) == told
+    assert await closed(log) == reason
     with pytest.raises(RunOpenedTwice, match="call training_run again"):
         run.open()
 
@@ -246,9 +248,9 @@ def test_the_example_trains_publishes_saves_and_is_followed(redis_url, tmp_path,
             )
             assert trained.returncode == 0, trained.stderr
             for rank, explorer in enumerate(explorers):
-                told, _ = explorer.communicate(timeout=PATIENCE)
+                output, _ = explorer.communicate(timeout=PATIENCE)
                 assert explorer.returncode == 0
-                assert f"explorer {rank} serves step 30: " in told.decode().splitlines()[-1]
+                assert f"explorer {rank} serves step 30: " in output.decode().splitlines()[-1]
         finally:
             for explorer in explorers:
                 explorer.kill()

@@ -44,7 +44,7 @@ def train(run_id, redis_url):
     """Returns the command that trains so many steps as a file says, with these settings."""
 
     def command(file: Path, steps: int, *settings: str) -> list[str]:
-        chosen = [word for one in (f"steps={steps}", *settings) for word in ("--set", one)]
+        chosen = [word for setting in (f"steps={steps}", *settings) for word in ("--set", setting)]
         return [
             *(sys.executable, "-m", "trinity_events", "train", str(file), "--run", run_id),
             *("--redis-url", redis_url, "--json", *chosen),
@@ -97,19 +97,21 @@ async def test_a_run_goes_on_from_its_checkpoint_after_everything_was_killed(
     saved = kill(train(file, 100_000, "trainer.ranks=2"), entries=moment)
     steps = saved + 4
     # Fewer ranks than before, and more explorers.
-    said = finished(train(file, steps, "trainer.ranks=1", "explorer.count=2"))
+    output = finished(train(file, steps, "trainer.ranks=1", "explorer.count=2"))
     async with connect(redis_url) as client:
         log = RedisEventLog(client, run_id)
         [resumed] = await events_of(log, RunResumed)
         resumed_from = resumed.event.checkpoint
         assert resumed_from.step >= saved, "the reducer may have announced another before it died"
-        assert f"resumes from the checkpoint of step {resumed_from.step}" in said
+        assert f"resumes from the checkpoint of step {resumed_from.step}" in output
         committed = [
-            one.event.step
-            for one in await events_of(log, StepCommitted)
-            if one.epoch == 2 and one.event.kind == "weights"
+            entry.event.step
+            for entry in await events_of(log, StepCommitted)
+            if entry.epoch == 2 and entry.event.kind == "weights"
         ]
-        running = [one for one in await events_of(log, TrainerStatusChanged) if one.epoch == 2]
+        running = [
+            entry for entry in await events_of(log, TrainerStatusChanged) if entry.epoch == 2
+        ]
     assert resumed_from == StepRef(1, resumed_from.step)
     assert running[0].event.step == resumed_from.step
     # The checkpoint's own weights are published first, and every later step once.
@@ -131,12 +133,12 @@ async def test_the_example_on_megatron_goes_on_at_its_layout_after_everything_wa
     )
     file = EXAMPLES / "megatron.yaml"
     steps = kill(train(file, 100_000, *settings)) + 3
-    said = finished(train(file, steps, *settings))
-    assert "resumes from the checkpoint of step" in said
+    output = finished(train(file, steps, *settings))
+    assert "resumes from the checkpoint of step" in output
     folder = tmp_path / run_id
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == str(steps)
     actor = folder / final_name(steps) / "actor"
-    assert {one.name for one in actor.iterdir()} == {"model", "training", "huggingface"}
+    assert {path.name for path in actor.iterdir()} == {"model", "training", "huggingface"}
     assert (actor / "model" / "metadata.json").is_file()
     for rank in range(2):
         state = read_state(actor / "training" / f"rank_{rank}.pt")

@@ -50,25 +50,25 @@ def test_explorers_load_versions_from_files_and_so_does_one_that_joins_late(proc
     assert result["groups"]
 
     processes.wait_for_reports()
-    events = [one.event for one in processes.log()]
+    events = [entry.event for entry in processes.log()]
     saved = {
-        one.slot.step: one.digest
-        for one in events
-        if isinstance(one, SaveFinished) and one.slot.name == WEIGHTS_SAVE
+        event.slot.step: event.digest
+        for event in events
+        if isinstance(event, SaveFinished) and event.slot.name == WEIGHTS_SAVE
     }
-    applied = [one for one in events if isinstance(one, WeightsApplied)]
+    applied = [event for event in events if isinstance(event, WeightsApplied)]
     assert saved.keys() == set(range(STEPS + 1)), "the weights of each step are saved once"
-    assert all(one.digest == saved[one.version.step] for one in applied)
-    assert {STEPS} <= {one.version.step for one in applied} <= saved.keys()
+    assert all(event.digest == saved[event.version.step] for event in applied)
+    assert {STEPS} <= {event.version.step for event in applied} <= saved.keys()
 
     run = processes.folder / processes.run_id
     actor = run / f"global_step_{STEPS}" / "actor"
-    assert {one.name for one in actor.iterdir()} == OF_A_CHECKPOINT[engine]
+    assert {path.name for path in actor.iterdir()} == OF_A_CHECKPOINT[engine]
     AutoModelForCausalLM.from_pretrained(actor / "huggingface")
     wait_until(lambda: steps_of(run) <= {INTERVAL, STEPS})
 
 
 def steps_of(run) -> set[int]:
     """Return the steps whose folders are there: those of versions go as newer ones are ready."""
-    found = {parse_final_name(one.name) for one in run.iterdir()}
-    return {step for step in found if step is not None}
+    steps = {parse_final_name(path.name) for path in run.iterdir()}
+    return {step for step in steps if step is not None}

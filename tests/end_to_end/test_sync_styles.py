@@ -69,8 +69,8 @@ async def run(config, log, engine=LocalEngine):
 
 
 async def trained(log, epoch, steps):
-    found = [one for one in await events_of(log, StepTrained) if one.epoch == epoch]
-    return len(found) >= steps
+    entries = [entry for entry in await events_of(log, StepTrained) if entry.epoch == epoch]
+    return len(entries) >= steps
 
 
 def small(make_config, **settings):
@@ -101,14 +101,16 @@ async def test_a_run_of_a_style_has_its_property_and_no_other(
     async with reducer_task(redis_url, run_id):
         results = await run(config, log)
         await reports_accepted(log)
-    found = await whole_log(log)
-    assert {name for name, holds in PROPERTIES.items() if holds(found)} == {style}
-    assert stalest(found) <= config.staleness_bound
-    assert "stale" not in reissued(found), "the default paces, and generates nothing in vain"
+    entries = await whole_log(log)
+    assert {name for name, holds in PROPERTIES.items() if holds(entries)} == {style}
+    assert stalest(entries) <= config.staleness_bound
+    assert "stale" not in reissued(entries), "the default paces, and generates nothing in vain"
     assert results["trainer"].steps == STEPS
     explorers = [results[rank] for rank in range(3)]
-    assert sum(one.groups for one in explorers) >= STEPS * PROMPTS
-    served = {one.producer.rank: one.event.version for one in await events_of(log, WeightsApplied)}
+    assert sum(explorer.groups for explorer in explorers) >= STEPS * PROMPTS
+    served = {
+        entry.producer.rank: entry.event.version for entry in await events_of(log, WeightsApplied)
+    }
     assert {version.step for version in served.values()} == {STEPS}
     assert sorted(served) == [0, 1, 2], "the one that joined late ends with the last version too"
 
@@ -127,12 +129,12 @@ async def test_a_run_that_resumes_between_two_synchronisations_keeps_to_its_styl
         config = config.replaced("checkpoints", interval=0)
         await run(config, log)
     whole = await whole_log(log)
-    [began] = [at for at, one in enumerate(whole) if isinstance(one.event, RunResumed)]
-    found = whole[began:]  # Explorers are of no epoch.
-    trained = [one.event.step for one in found if isinstance(one.event, StepTrained)]
+    [began] = [at for at, entry in enumerate(whole) if isinstance(entry.event, RunResumed)]
+    entries = whole[began:]  # Explorers are of no epoch.
+    trained = [entry.event.step for entry in entries if isinstance(entry.event, StepTrained)]
     assert trained == [4, 5, 6, 7, 8]
-    assert PROPERTIES[style](found)
-    assert stalest(found) <= config.staleness_bound
+    assert PROPERTIES[style](entries)
+    assert stalest(entries) <= config.staleness_bound
 
 
 class Recording(LocalEngine):
@@ -142,7 +144,7 @@ class Recording(LocalEngine):
     policies: ClassVar[dict[int, torch.nn.Module]] = {}
 
     async def train_step(self, batch_exps):
-        self.samples.extend(one for group in batch_exps for one in group)
+        self.samples.extend(sample for group in batch_exps for sample in group)
         return await super().train_step(batch_exps)
 
     def _publish(self):
@@ -168,7 +170,7 @@ async def test_answers_that_mix_versions_are_trained_with_the_version_of_each_to
     config = config.replaced("rollouts", on_update="recompute_cache", max_new_tokens=16)
     async with reducer_task(redis_url, run_id):
         await run(config, log, Recording)
-    mixed = [one for one in Recording.samples if len(one.turns[1].versions) > 1]
+    mixed = [sample for sample in Recording.samples if len(sample.turns[1].versions) > 1]
     assert mixed, "a version came amid an answer"
     others = 0
     for sample in mixed:
@@ -186,5 +188,5 @@ async def test_answers_that_mix_versions_are_trained_with_the_version_of_each_to
             others += expected != pytest.approx(oldest, abs=1e-3)
             begin += count
     assert others, "the versions of one answer differ in their probabilities"
-    bounds = [one.event.staleness for one in await events_of(log, StepTrained)]
-    assert max(steps for one in bounds for steps in one) <= config.staleness_bound
+    bounds = [entry.event.staleness for entry in await events_of(log, StepTrained)]
+    assert max(steps for bound in bounds for steps in bound) <= config.staleness_bound

@@ -20,11 +20,11 @@ async def test_an_example_trains_and_its_configuration_is_in_log_and_folder(
     cli, log, redis_url, tmp_path
 ):
     """On FSDP, with the model that a run makes; test_resume.py has the example on Megatron."""
-    settings = [word for one in (*FEW, "evaluation.sets={}") for word in ("--set", one)]
+    settings = [word for setting in (*FEW, "evaluation.sets={}") for word in ("--set", setting)]
     place = ("--run", log.run_id, "--redis-url", redis_url, "--checkpoint-root", str(tmp_path))
-    said = cli("train", str(EXAMPLES / "fsdp.yaml"), *settings, *place, "--json", timeout=500)
-    assert said.returncode == 0, said.stderr
-    log_of_run = json.loads(said.stdout)["log"]
+    result = cli("train", str(EXAMPLES / "fsdp.yaml"), *settings, *place, "--json", timeout=500)
+    assert result.returncode == 0, result.stderr
+    log_of_run = json.loads(result.stdout)["log"]
     assert (log_of_run["steps"], log_of_run["versions_published"]) == (2, 3)
     assert (log_of_run["versions_unaccounted"], log_of_run["failures"]) == (0, 0)
     assert log_of_run["checkpoints_ready"] == 1
@@ -39,9 +39,9 @@ async def test_an_example_trains_and_its_configuration_is_in_log_and_folder(
         if isinstance(event := decode_envelope(entry.payload).event, RunOpened)
     ]
     logged = TrainConfig.from_text(opened.config)
-    kept = read_config(folder / "config.yaml").checked()
-    assert logged == kept
-    assert (kept.steps, kept.trainer.engine, kept.rollouts.prompts_per_step) == (2, "fsdp", 2)
+    saved = read_config(folder / "config.yaml").checked()
+    assert logged == saved
+    assert (saved.steps, saved.trainer.engine, saved.rollouts.prompts_per_step) == (2, "fsdp", 2)
 
 
 @pytest.mark.timeout(600)
@@ -49,11 +49,13 @@ async def test_ppo_trains_a_critic_that_is_saved_and_not_published(
     cli, log, redis_url, tmp_path, policy_folder
 ):
     few = (*FEW, "evaluation.sets={}", "algorithm.critic.warmup_steps=1")
-    settings = [word for one in (*few, f"model.path={policy_folder}") for word in ("--set", one)]
+    settings = [
+        word for setting in (*few, f"model.path={policy_folder}") for word in ("--set", setting)
+    ]
     place = ("--run", log.run_id, "--redis-url", redis_url, "--checkpoint-root", str(tmp_path))
-    said = cli("train", str(EXAMPLES / "ppo.yaml"), *settings, *place, timeout=500)
-    assert said.returncode == 0, said.stderr
-    first, second = [one.event.metrics for one in await events_of(log, StepTrained)]
+    result = cli("train", str(EXAMPLES / "ppo.yaml"), *settings, *place, timeout=500)
+    assert result.returncode == 0, result.stderr
+    first, second = [entry.event.metrics for entry in await events_of(log, StepTrained)]
     assert "critic/vf_loss" in first
     assert "pg_loss" not in first, "the critic is trained alone first"
     assert {"critic/vf_explained_var", "pg_loss"} <= second.keys()

@@ -31,7 +31,7 @@ async def test_one_rank_publishes_and_saves_and_closes_its_run(log, run_id, redi
     assert await closed(log) == ("finished", None)
     [saved] = await events_of(log, SaveFinished)
     assert saved.event.path == os.fspath(path.relative_to(tmp_path / run_id))
-    assert [one.event.kind for one in await events_of(log, StepCommitted)] == [
+    assert [entry.event.kind for entry in await events_of(log, StepCommitted)] == [
         "weights",
         "checkpoint",
     ]
@@ -55,8 +55,8 @@ async def test_a_rank_saves_its_state_as_it_was_and_an_explorer_follows_what_is_
             loop.save(2, {"model": trained.state_dict(), "step": 2})
             torch.nn.init.zeros_(trained.weight)
         await wait_ready(run_id, 2, "checkpoint", redis_url=redis_url, deadline=PATIENCE)
-        held = hold_checkpoint(run_id, 2, redis_url=redis_url, checkpoint_root=tmp_path)
-        async with held as folder:
+        lease = hold_checkpoint(run_id, 2, redis_url=redis_url, checkpoint_root=tmp_path)
+        async with lease as folder:
             saved = torch.load(folder / "model_rank_0.pt", weights_only=True)
     assert saved["step"] == 2
     assert identical(saved["model"]["weight"], torch.full((2, 2), 2.0)), "as it was at the call"

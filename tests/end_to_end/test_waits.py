@@ -99,8 +99,8 @@ async def test_an_explorer_that_is_stopped_is_named_by_status_within_the_thresho
         os.kill(process.pid, signal.SIGSTOP)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_take, dispatcher)
-            [told] = await until(lambda: events_of(log, WaitStarted))
-            wait = told.event
+            [entry] = await until(lambda: events_of(log, WaitStarted))
+            wait = entry.event
             assert (wait.what, wait.waits_for) == ("the rollouts of 0", ("explorer-3",))
             assert wait.seconds >= THRESHOLD
             shown = json.loads(cli("status", run_id, "--json").stdout)
@@ -135,10 +135,10 @@ async def test_explain_walks_from_the_trainer_to_the_reward_that_hangs(
             tasks.start_soon(_take, dispatcher)
 
             async def both_are_told():
-                told = await accepted_events(log, WaitStarted)
-                return {"trainer", "explorer"} == {one.producer.role for one in told} and any(
-                    one.event.waits_for == ("explorer-3",) for one in told
-                )
+                entries = await accepted_events(log, WaitStarted)
+                return {"trainer", "explorer"} == {
+                    entry.producer.role for entry in entries
+                } and any(entry.event.waits_for == ("explorer-3",) for entry in entries)
 
             await until(both_are_told)
             cause, *lines = cli("explain", run_id).stdout.splitlines()
@@ -146,8 +146,8 @@ async def test_explain_walks_from_the_trainer_to_the_reward_that_hangs(
             first = r"trainer-0 waits for the rollouts of 0 from explorer-3 for [\d.]+ s"
             assert re.fullmatch(rf"{first}, and gives up in \d+ s\.", lines[0].rstrip())
             second = r"  explorer-3 waits for the reward \S+mine\.py:hangs from process \d+ for "
-            left = re.fullmatch(rf"{second}[\d.]+ s, and gives up in (\d+) s\.", lines[1].rstrip())
-            assert 0 < int(left[1]) <= DEADLINE
+            match = re.fullmatch(rf"{second}[\d.]+ s, and gives up in (\d+) s\.", lines[1].rstrip())
+            assert 0 < int(match[1]) <= DEADLINE
             assert len(lines) == 2
             tasks.cancel_scope.cancel()
     # The killed explorer told no end of its wait: that it is gone is told by the next one.
@@ -169,9 +169,9 @@ async def test_the_stacks_of_an_explorer_that_misses_a_deadline_are_in_the_log(
         assert await claims(process) == 0
         with pytest.raises(DeadlineExceeded):
             await dispatcher.take(1, deadline=1.0)
-        [taken] = await until(lambda: events_of(log, StacksTaken))
-        assert (taken.event.process, taken.event.pid) == ("explorer-3", process.pid)
-        assert "judging_explorer.py" in taken.event.stacks
+        [entry] = await until(lambda: events_of(log, StacksTaken))
+        assert (entry.event.process, entry.event.pid) == ("explorer-3", process.pid)
+        assert "judging_explorer.py" in entry.event.stacks
         assert "judging_explorer.py" in cli("explain", run_id).stdout
 
 

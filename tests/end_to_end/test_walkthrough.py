@@ -40,8 +40,8 @@ class Killed(NamedTuple):
     folder: Path
     pid: int
     status: int
-    told: dict[str, Any]
-    said: str
+    summary: dict[str, Any]
+    stderr: str
     closing: str
     """Id of the event that closed it."""
     seen: dict[str, str] | None
@@ -50,15 +50,17 @@ class Killed(NamedTuple):
 
 def stream_of(redis_url: str, key: str) -> list[tuple[str, Envelope]]:
     with connect_sync(redis_url) as client:
-        found = client.xrange(key)
-    return [(entry.decode(), decode_envelope(fields[b"e"])) for entry, fields in found]
+        entries = client.xrange(key)
+    return [(entry.decode(), decode_envelope(fields[b"e"])) for entry, fields in entries]
 
 
 def checkpoints(redis_url: str, run_id: str) -> list[StepReady]:
     """Return the announcements of checkpoints."""
     announced = stream_of(redis_url, RunKeys.of(run_id).announcements)
     events = [envelope.event for _, envelope in announced]
-    return [one for one in events if isinstance(one, StepReady) and one.kind == "checkpoint"]
+    return [
+        event for event in events if isinstance(event, StepReady) and event.kind == "checkpoint"
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +90,7 @@ def killed(tmp_path_factory, policy_folder, redis_url, cli):
         shown = json.loads(cli("status", run_id, "--json").stdout)
         pid = shown["processes"]["actor-1"]["pid"]
         os.kill(pid, signal.SIGKILL)
-        status, out, said = run.ended()
+        status, out, stderr = run.ended()
         if page is not None and seen is not None:
             page.wait_for("document.querySelector('.headline.bad .link')")
             seen["failed"] = page.text(".headline")
@@ -98,23 +100,23 @@ def killed(tmp_path_factory, policy_folder, redis_url, cli):
             assert page.problems == []
     [line] = out.splitlines()
     events = stream_of(redis_url, RunKeys.of(run_id).events)
-    [closing] = [entry for entry, one in events if isinstance(one.event, RunClosed)]
-    return Killed(run_id, file, folder, pid, status, json.loads(line), said, closing, seen)
+    [closing] = [entry for entry, envelope in events if isinstance(envelope.event, RunClosed)]
+    return Killed(run_id, file, folder, pid, status, json.loads(line), stderr, closing, seen)
 
 
 def test_a_rank_that_was_killed_by_the_id_that_status_lists_is_in_the_object_of_the_run(killed):
     assert killed.status == 1
-    assert killed.told["outcome"] == "failed"
+    assert killed.summary["outcome"] == "failed"
     assert re.fullmatch(
         rf"\w+: actor-1 \(process {killed.pid} on {socket.gethostname()}\) of .* died.*: "
         r"killed by SIGKILL .*",
-        killed.told["error"],
+        killed.summary["error"],
     )
-    assert killed.told["error"].partition(": ")[2] in killed.said
-    newest = killed.told["newest_checkpoint"]
+    assert killed.summary["error"].partition(": ")[2] in killed.stderr
+    newest = killed.summary["newest_checkpoint"]
     assert newest["folder"] == str(killed.folder / killed.run_id / f"global_step_{newest['step']}")
     assert Path(newest["folder"]).is_dir()
-    assert killed.told["log"]["steps"] >= newest["step"]
+    assert killed.summary["log"]["steps"] >= newest["step"]
 
 
 def test_status_and_explain_name_the_killed_rank_and_blame_no_explorer(killed, cli):
@@ -128,7 +130,7 @@ def test_status_and_explain_name_the_killed_rank_and_blame_no_explorer(killed, c
     assert explorer.split()[1] != "lost"
     # A save that was under way when the summary was made may become ready after it.
     [step] = re.findall(r"newest ready checkpoint is that of step (\d+)", shown)
-    assert int(step) >= killed.told["newest_checkpoint"]["step"]
+    assert int(step) >= killed.summary["newest_checkpoint"]["step"]
 
 
 def test_the_dashboard_shows_it_live_and_why_it_failed_and_the_state_just_before(killed):
@@ -142,17 +144,17 @@ def test_the_dashboard_shows_it_live_and_why_it_failed_and_the_state_just_before
 
 
 def test_bisect_finds_the_event_that_closed_it_and_a_step_back_shows_it_open(killed, cli):
-    found = json.loads(cli("bisect", killed.run_id, "closed == 'failed'", "--json").stdout)
-    assert found["found"]["id"] == killed.closing
+    result = json.loads(cli("bisect", killed.run_id, "closed == 'failed'", "--json").stdout)
+    assert result["found"]["id"] == killed.closing
     changed = cli(
         *("replay", killed.run_id, "--step", "--json", "--until", killed.closing),
-        *("--from", str(killed.told["newest_checkpoint"]["step"])),
+        *("--from", str(killed.summary["newest_checkpoint"]["step"])),
     )
     *_, before, closing = map(json.loads, changed.stdout.splitlines())
     assert closing["id"] == killed.closing
-    assert {"closed", "closed_error"} <= {one["path"] for one in closing["changes"]}
+    assert {"closed", "closed_error"} <= {change["path"] for change in closing["changes"]}
     between = json.loads(cli("diff", killed.run_id, before["id"], killed.closing, "--json").stdout)
-    [change] = [one for one in between["changes"] if one["path"] == "closed"]
+    [change] = [difference for difference in between["changes"] if difference["path"] == "closed"]
     assert change["after"] == "failed"
 
 
@@ -168,26 +170,26 @@ def test_its_history_as_a_test_passes_under_pytest(killed, cli, tmp_path, until)
 
 
 def test_the_command_that_it_told_goes_on_from_the_newest_checkpoint(killed, redis_url, cli):
-    told = shlex.split(killed.told["next_command"])
-    at = told.index("train")
-    assert told[at + 1 :] == [str(killed.file), "--run", killed.run_id, "--json"]
-    left = checkpoints(redis_url, killed.run_id)[-1]
-    run = TrainRun(killed.file, *told[at + 2 :])
+    command = shlex.split(killed.summary["next_command"])
+    at = command.index("train")
+    assert command[at + 1 :] == [str(killed.file), "--run", killed.run_id, "--json"]
+    checkpoint = checkpoints(redis_url, killed.run_id)[-1]
+    run = TrainRun(killed.file, *command[at + 2 :])
     try:
         run.until(
             lambda: [
-                one
-                for one in checkpoints(redis_url, killed.run_id)
-                if (one.epoch, one.step) == (2, left.step + 2)
+                announcement
+                for announcement in checkpoints(redis_url, killed.run_id)
+                if (announcement.epoch, announcement.step) == (2, checkpoint.step + 2)
             ]
         )
         run.process.send_signal(signal.SIGTERM)
-        status, out, said = run.ended()
+        status, out, stderr = run.ended()
     finally:
         run.close()
     assert status == 143
-    assert f"resumes from the checkpoint of step {left.step}: epoch 1 " in said
+    assert f"resumes from the checkpoint of step {checkpoint.step}: epoch 1 " in stderr
     events = stream_of(redis_url, RunKeys.of(killed.run_id).events)
-    [resumed] = [one.event for _, one in events if isinstance(one.event, RunResumed)]
-    assert (resumed.step, resumed.checkpoint.epoch) == (left.step, 1)
+    [resumed] = [envelope.event for _, envelope in events if isinstance(envelope.event, RunResumed)]
+    assert (resumed.step, resumed.checkpoint.epoch) == (checkpoint.step, 1)
     assert json.loads(out)["outcome"] == "interrupted"

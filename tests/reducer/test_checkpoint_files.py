@@ -253,9 +253,9 @@ def test_one_fault_does_not_keep_the_rest_from_being_done(files, caplog):
 def test_the_fault_of_a_file_that_is_planned_no_more_is_forgotten(files):
     write(files.folder, ".staging")  # a file, where a folder belongs
     for planned in ((".staging/a",), (".staging/b",), ()):
-        promotions = tuple(Promotion(1, one) for one in planned)
+        promotions = tuple(Promotion(1, path) for path in planned)
         files.reconcile(FilePlan(promotions=promotions, iterations=()))
-        assert [one.partition(" ")[0] for one in files.faults] == list(planned)
+        assert [fault.partition(" ")[0] for fault in files.faults] == list(planned)
 
 
 def test_a_root_that_is_a_file_is_refused_in_one_sentence(tmp_path):

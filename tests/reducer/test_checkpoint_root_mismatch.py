@@ -37,10 +37,10 @@ async def test_a_trainer_with_another_root_hears_of_it_once_with_both_paths(
         await leads(log)
         with caplog.at_level(logging.WARNING):
             await commits(ours, 1, 2)
-    [said] = [one.message for one in caplog.records if "uses the folder" in one.message]
-    assert f"{theirs / run_id} on {socket.gethostname()}" in said
-    assert str(ours / run_id) in said
-    assert "--checkpoint-root" in said
+    [message] = [record.message for record in caplog.records if "uses the folder" in record.message]
+    assert f"{theirs / run_id} on {socket.gethostname()}" in message
+    assert str(ours / run_id) in message
+    assert "--checkpoint-root" in message
 
 
 async def test_the_same_root_under_another_name_is_the_same(

@@ -168,9 +168,9 @@ async def test_a_staged_folder_that_is_left_behind_is_removed_but_no_link_in_it_
 ):
     run = Run(tmp_path, grace=-1.0)
     run.save(1)
-    left = run.folder / staged(1, name="bbbb")
-    write(left / "actor" / "model.pt")
-    (left / "link").symlink_to(untouched)
+    stale_folder = run.folder / staged(1, name="bbbb")
+    write(stale_folder / "actor" / "model.pt")
+    (stale_folder / "link").symlink_to(untouched)
     await run.look()
     assert run.left_in_staging == []
 

@@ -44,7 +44,7 @@ async def test_another_leads_within_seconds_when_the_leader_is_killed(
         with reducer_process(redis_url, run_id, tmp_path):
             leader.send_signal(signal.SIGKILL)
             await save_steps(publisher, [2])
-            assert [one.step for one in await announced(log, 2)] == [1, 2]
+            assert [event.step for event in await announced(log, 2)] == [1, 2]
 
 
 async def test_after_a_planned_failover_all_go_on_with_the_new_server(tmp_path, run_id):
@@ -67,7 +67,7 @@ async def test_after_a_planned_failover_all_go_on_with_the_new_server(tmp_path, 
                     await save_steps(confirmed, [2])
                     buffered.publish(TrainerStatusChanged(status="stopped"))
                     await anyio.to_thread.run_sync(buffered.flush, 20)
-                    assert [one.step for one in await announced(log, 2)] == [1, 2]
+                    assert [event.step for event in await announced(log, 2)] == [1, 2]
             with second.client() as new:
                 assert int(new.get(log.keys.fence)) <= int(fence) + 1
 
@@ -88,13 +88,13 @@ def hand_over(first, second):
 async def test_a_leader_that_slept_through_a_take_over_writes_nothing_when_it_wakes(
     publisher, log, redis_url, run_id, tmp_path
 ):
-    said = tmp_path / "said.txt"
+    stderr_file = tmp_path / "stderr.txt"
     pointer = tmp_path / run_id / "latest_state_dict_iteration.txt"
     for step in (1, 2, 3):
         (tmp_path / run_id / f"global_step_{step}").mkdir(parents=True)
         (tmp_path / run_id / f"global_step_{step}" / "model.pt").touch()
     with (
-        said.open("wb") as stderr,
+        stderr_file.open("wb") as stderr,
         reducer_process(redis_url, run_id, tmp_path, stderr=stderr) as old,
     ):
         await save_steps(publisher, [1])
@@ -107,11 +107,11 @@ async def test_a_leader_that_slept_through_a_take_over_writes_nothing_when_it_wa
             await announced(log, 3)
             before = await _all_keys(log)
             old.send_signal(signal.SIGCONT)
-            await until(lambda: "lost the lead" in said.read_text())
+            await until(lambda: "lost the lead" in stderr_file.read_text())
             after = await _all_keys(log)
             assert after == before
-            ready = [one for one in await announced(log, 3) if isinstance(one, StepReady)]
-            assert [one.step for one in ready] == [1, 2, 3]
+            ready = [event for event in await announced(log, 3) if isinstance(event, StepReady)]
+            assert [event.step for event in ready] == [1, 2, 3]
             # What a leader that was overtaken may still have written is put right.
             pointer.write_text("1")
             await until(lambda: pointer.read_text() == "3")
@@ -132,16 +132,16 @@ async def _all_keys(log):
 
 async def copied(redis, run_id):
     """What the server has of a run, as a replica has it that was told no more."""
-    kept = {}
+    dumps = {}
     for field, key in RunKeys.of(run_id)._asdict().items():
         if field not in ("leader", "fence"):
-            kept[key] = await redis.dump(key)
-    return kept
+            dumps[key] = await redis.dump(key)
+    return dumps
 
 
-async def put_back(redis, kept):
+async def put_back(redis, dumps):
     async with redis.pipeline(transaction=True) as pipe:
-        for key, dumped in kept.items():
+        for key, dumped in dumps.items():
             pipe.delete(key)
             if dumped is not None:
                 pipe.restore(key, 0, dumped)
@@ -155,14 +155,14 @@ async def test_what_a_failover_lost_is_reported_and_the_run_goes_on(
         await publish_steps(publisher, [1])
         await announced(log, 1)
         await until(lambda: _is_folded(log))
-        kept = await copied(log._redis, run_id)
+        dumps = await copied(log._redis, run_id)
         await publish_steps(publisher, [2])
         await announced(log, 2)
         await until(lambda: _is_folded(log))
-        await put_back(log._redis, kept)
+        await put_back(log._redis, dumps)
         await until(lambda: "failed over or lost its data" in caplog.text)
         await publish_steps(publisher, [3])
-        assert [one.step for one in await announced(log, 2)] == [1, 3]
+        assert [event.step for event in await announced(log, 2)] == [1, 3]
     assert (await current_state(log)).anomaly_counts == {"gap": 1}
 
 
@@ -180,7 +180,7 @@ async def test_a_position_beyond_the_end_of_the_log_is_reported_and_the_run_goes
     async with reducer_task(redis_url, run_id):
         await until(lambda: "has no entry 99999999999999-0" in caplog.text)
         await publish_steps(publisher, [2])
-        assert [one.step for one in await announced(log, 2)] == [1, 2]
+        assert [event.step for event in await announced(log, 2)] == [1, 2]
         await until(lambda: _is_folded(log))
     assert "the server failed over or lost its data" in caplog.text
 
@@ -229,7 +229,7 @@ async def test_an_archive_that_lacks_a_part_is_one_sentence(
     missing.unlink()
     async with reducer_task(redis_url, run_id, tmp_path):
         await until(lambda: "a segment was moved or deleted" in caplog.text)
-    [sentence] = [one for one in caplog.records if "cannot be folded" in one.message]
+    [sentence] = [record for record in caplog.records if "cannot be folded" in record.message]
     assert sentence.exc_info is None
     for path in (tmp_path / run_id / "log").glob("events.*"):
         path.unlink()

@@ -43,7 +43,7 @@ from trinity_schemas import (
 
 DECODERS = {
     "decode_envelope": decode_envelope,
-    "a reader": lambda one: EnvelopeReader().decode(one),
+    "a reader": lambda payload: EnvelopeReader().decode(payload),
 }
 LITTLE = 1 << 20
 """Bytes of memory."""
@@ -243,10 +243,10 @@ async def test_garbage_of_one_run_does_not_hold_up_another_of_the_same_reducer(
     with servers(tmp_path, 1) as [server]:
         async with connect(server.url) as client:
             runs = {}
-            for one in ("bad", "good"):
-                log = RedisEventLog(client, one)
-                runs[one] = AsyncPublisher(
-                    log, await open_run(client, one), new_producer("trainer")
+            for name in ("bad", "good"):
+                log = RedisEventLog(client, name)
+                runs[name] = AsyncPublisher(
+                    log, await open_run(client, name), new_producer("trainer")
                 )
             await append_garbage(client, "bad")
             async with anyio.create_task_group() as tasks:
@@ -256,7 +256,7 @@ async def test_garbage_of_one_run_does_not_hold_up_another_of_the_same_reducer(
                     await announced(runs["good"].log, step)
                 await publish_steps(runs["bad"], [1])
                 await announced(runs["bad"].log, 1)
-                fences = [await client.get(one.log.keys.fence) for one in runs.values()]
+                fences = [await client.get(publisher.log.keys.fence) for publisher in runs.values()]
                 tasks.cancel_scope.cancel()
             assert fences == [b"1", b"1"], "neither lost its lead"
             assert (await current_state(runs["bad"].log)).dead_letters == FEW
@@ -270,7 +270,7 @@ async def test_a_reducer_that_folds_garbage_ends_when_it_is_asked_to(
     with reducer_process(redis_url, run_id, tmp_path, stderr=subprocess.PIPE) as process:
         await until(lambda: client.exists(log.keys.leader), deadline=60)
         process.send_signal(signal.SIGTERM)
-        _, said = await anyio.to_thread.run_sync(lambda: process.communicate(timeout=PATIENCE))
+        _, stderr = await anyio.to_thread.run_sync(lambda: process.communicate(timeout=PATIENCE))
     assert process.returncode == 0
-    assert b"Traceback" not in said
+    assert b"Traceback" not in stderr
     await client.delete(log.keys.events)

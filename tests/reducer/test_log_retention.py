@@ -47,8 +47,8 @@ async def test_the_server_keeps_the_newest_entries_alone_and_the_archive_all(
             await publish_steps(publisher, range(first, first + 10))
             await until(lambda: is_folded(log))
         # Two segments of thirty entries or so, and what came since the last snapshot.
-        await until(lambda: _left(log, Stream.EVENTS, 120))
-        await until(lambda: _left(log, Stream.ANNOUNCEMENTS, 120))
+        await until(lambda: _has_at_most(log, Stream.EVENTS, 120))
+        await until(lambda: _has_at_most(log, Stream.ANNOUNCEMENTS, 120))
     recording = await recorded(log, archive)
     assert len(recording.events) == 301
     assert verify(recording, (await log.load())[0]).sound
@@ -57,7 +57,7 @@ async def test_the_server_keeps_the_newest_entries_alone_and_the_archive_all(
     assert replay.state == await current_state(log)
 
 
-async def _left(log, stream, most):
+async def _has_at_most(log, stream, most):
     return len(await log.read(stream=stream, limit=10_000)) <= most
 
 
@@ -65,12 +65,12 @@ async def test_the_archive_waits_while_there_is_a_backlog_to_fold(run_id, monkey
     monkeypatch.setattr(reducer, "BATCH", 10)
     monkeypatch.setattr(reducer, "SNAPSHOT_EVERY", 20)
     monkeypatch.setattr(reducer, "_UNKEPT", 2)  # that it was there before makes it wait
-    log, kept, folded_at = MemoryEventLog(run_id), [], []
+    log, positions, folded_at = MemoryEventLog(run_id), [], []
     await _fill(log, 50)
     token, _ = await log.lead(60)
 
     async def keep(position):
-        kept.append(position)
+        positions.append(position)
         folded_at.append((await log.load())[1])
 
     scope = anyio.CancelScope()
@@ -81,22 +81,22 @@ async def test_the_archive_waits_while_there_is_a_backlog_to_fold(run_id, monkey
                 await reducer.Reducer(log, None, token, keep).run()
 
         tasks.start_soon(run)
-        await until(lambda: kept)
+        await until(lambda: positions)
         scope.cancel()
     assert folded_at == [log.last_id_now()], "once, when all was folded"
-    assert len(kept) == 1
+    assert len(positions) == 1
 
 
 async def test_what_a_leader_died_before_it_archived_is_archived_by_the_next(run_id, monkeypatch):
     monkeypatch.setattr(reducer, "SNAPSHOT_EVERY", 10)
-    log, kept = MemoryEventLog(run_id), []
+    log, positions = MemoryEventLog(run_id), []
     await _fill(log, 5)
 
     async def dies(position):
         scope.cancel()
 
     async def keep(position):
-        kept.append(position)
+        positions.append(position)
         scope.cancel()
 
     for archiving in (dies, keep):
@@ -105,7 +105,7 @@ async def test_what_a_leader_died_before_it_archived_is_archived_by_the_next(run
             await reducer.Reducer(log, None, token, archiving).run()
         await log.renew(token, 0)
     state = decode_state((await log.load())[0])
-    assert kept == [state.position], "although nothing came that would make a snapshot due"
+    assert positions == [state.position], "although nothing came that would make a snapshot due"
 
 
 async def _fill(log, steps):
@@ -119,11 +119,11 @@ async def test_a_backlog_too_long_to_wait_for_is_archived_while_it_is_folded(run
     monkeypatch.setattr(reducer, "BATCH", 10)
     monkeypatch.setattr(reducer, "SNAPSHOT_EVERY", 10)
     monkeypatch.setattr(reducer, "_UNKEPT", 2)
-    log, kept = FilledLater(run_id), []
+    log, positions = FilledLater(run_id), []
     token, _ = await log.lead(60)
 
     async def keep(position):
-        kept.append(position)
+        positions.append(position)
 
     scope = anyio.CancelScope()
     async with anyio.create_task_group() as tasks:
@@ -134,7 +134,7 @@ async def test_a_backlog_too_long_to_wait_for_is_archived_while_it_is_folded(run
 
         tasks.start_soon(run)
         await log.fill(50)
-        await until(lambda: len(kept) > 3)
+        await until(lambda: len(positions) > 3)
         scope.cancel()
 
 
@@ -160,11 +160,11 @@ async def test_a_backlog_is_folded_no_faster_than_it_can_be_archived(run_id, mon
     monkeypatch.setattr(reducer, "BATCH", 10)
     monkeypatch.setattr(reducer, "SNAPSHOT_EVERY", 10)
     monkeypatch.setattr(reducer, "_UNKEPT", 2)
-    log, goes_on, asked = FilledLater(run_id), anyio.Event(), anyio.Event()
+    log, goes_on, reached = FilledLater(run_id), anyio.Event(), anyio.Event()
     token, _ = await log.lead(60)
 
     async def keep(position):
-        asked.set()
+        reached.set()
         await goes_on.wait()
 
     scope = anyio.CancelScope()
@@ -176,7 +176,7 @@ async def test_a_backlog_is_folded_no_faster_than_it_can_be_archived(run_id, mon
 
         tasks.start_soon(run)
         await log.fill(50)
-        await asked.wait()
+        await reached.wait()
         for _ in range(1000):  # it had every chance to go on
             await anyio.sleep(0)
         assert not await is_folded(log)
@@ -191,20 +191,20 @@ async def test_archiving_that_failed_is_tried_again_although_nothing_more_comes(
 ):
     monkeypatch.setattr(reducer, "KEEP_AGAIN", 0.05)
     monkeypatch.setattr(reducer, "RECONCILE_EVERY", 0.05)
-    log, kept = MemoryEventLog(run_id), []
+    log, positions = MemoryEventLog(run_id), []
     publisher = await _fill(log, 5)
     await publisher.publish(RunClosed(reason="finished"))
     token, _ = await log.lead(60)
 
     async def keep(position):
-        kept.append(position)
-        if len(kept) < 3 and fails == "by raising":
+        positions.append(position)
+        if len(positions) < 3 and fails == "by raising":
             raise RuntimeError("the disk is gone")
-        return len(kept) == 3
+        return len(positions) == 3
 
     with anyio.fail_after(PATIENCE):
         assert await reducer.Reducer(log, None, token, keep).run(until_closed=True)
-    assert kept == [log.last_id_now()] * 3, "a run that is over is left once it is kept"
+    assert positions == [log.last_id_now()] * 3, "a run that is over is left once it is kept"
 
 
 async def test_a_disk_that_works_again_is_archived_to(
@@ -241,8 +241,8 @@ async def test_what_a_leader_that_was_killed_while_it_archived_has_left_is_remov
     name = "events.1-0.2-0.2.after-gap.jsonl"
     command = [sys.executable, "-c", KILLED, str(archive.folder / name)]
     assert subprocess.run(command, check=False).returncode == 9
-    [left] = archive.folder.iterdir()
-    assert left.name.startswith(f".{name}.")
+    [partial] = archive.folder.iterdir()
+    assert partial.name.startswith(f".{name}.")
     others = {archive.folder / other for other in (".events", "events.jsonl.gz", ".mine.jsonl.x")}
     for other in others:
         other.touch()
@@ -296,9 +296,9 @@ async def test_an_archive_that_lacks_what_the_server_has_dropped_says_so_when_it
     for number, into in enumerate((elsewhere, archive, elsewhere)):
         await publish_steps(publisher, range(10 * number + 1, 10 * number + 11))
         await LogRetention(log, into, token)(await log.last_id())
-    for kept in (elsewhere, archive):
+    for store in (elsewhere, archive):
         with pytest.raises(ArchiveMissing, match="a segment was moved or deleted"):
-            list(kept.read(Stream.EVENTS))
+            list(store.read(Stream.EVENTS))
     first = await log.first_retained_id(Stream.EVENTS)
     assert list(elsewhere.read(Stream.EVENTS, first)), "of what follows on it nothing is missing"
     # Once the segments lie together, all is there.
@@ -316,7 +316,9 @@ async def test_short_segments_leave_as_much_on_the_server_as_long_ones(
     for number in range(30):  # as after as many snapshots, of one entry each
         await log.append(b"%d" % number)
         await LogRetention(log, archive, token)(await log.last_id())
-    assert [entry.payload for entry in await log.read()] == [b"%d" % one for one in range(20, 30)]
+    assert [entry.payload for entry in await log.read()] == [
+        b"%d" % number for number in range(20, 30)
+    ]
 
 
 async def test_few_large_entries_are_enough_on_the_server(log, run_id, tmp_path, monkeypatch):
@@ -329,24 +331,24 @@ async def test_few_large_entries_are_enough_on_the_server(log, run_id, tmp_path,
     assert len(await log.read()) == 3, "1,500 bytes each, in files"
 
 
-@pytest.mark.parametrize("left", [5000, 0])
+@pytest.mark.parametrize("limit", [5000, 0])
 async def test_what_was_archived_of_a_log_that_the_server_lost_is_set_aside(
-    log, run_id, tmp_path, monkeypatch, caplog, left
+    log, run_id, tmp_path, monkeypatch, caplog, limit
 ):
-    monkeypatch.setattr(log_retention, "LEFT_ENTRIES", dict.fromkeys(Stream, left))
+    monkeypatch.setattr(log_retention, "LEFT_ENTRIES", dict.fromkeys(Stream, limit))
     archive, ours = Archive(tmp_path / run_id, run_id), RedisEventLog(log._redis, f"{run_id}-new")
     await _archived(log, archive, range(50))
     await _archived(ours, archive, range(100, 120))
-    found = [entry.payload for entry in archive.read(Stream.EVENTS)]
-    assert found == [b"%d" % one for one in range(100, 120)]
-    assert [entry.payload async for entry in whole_stream(ours, Stream.EVENTS, archive)] == found
+    payloads = [entry.payload for entry in archive.read(Stream.EVENTS)]
+    assert payloads == [b"%d" % number for number in range(100, 120)]
+    assert [entry.payload async for entry in whole_stream(ours, Stream.EVENTS, archive)] == payloads
     assert "it lost its data, or failed over" in caplog.text
     [lost] = archive.folder.glob("not-on-the-server-*")
     aside = Archive(tmp_path / "aside", run_id)
     aside.folder.parent.mkdir()
     lost.rename(aside.folder)
     assert [entry.payload for entry in aside.read(Stream.EVENTS)] == [
-        b"%d" % one for one in range(50)
+        b"%d" % number for number in range(50)
     ]
 
 
@@ -370,17 +372,17 @@ async def test_after_a_failover_to_an_older_copy_the_archive_has_what_the_server
     await _archived(log, archive, range(45))
     key = log.keys.events
     copy = await client.dump(key)
-    left = (await log.read())[0]
+    oldest = (await log.read())[0]
     await _archived(log, archive, range(45, 100))
     await client.restore(key, 0, copy, replace=True)
     read = [entry.payload async for entry in whole_stream(log, Stream.EVENTS, archive)]
-    assert read == [b"%d" % one for one in range(45)], "also before anybody leads"
+    assert read == [b"%d" % number for number in range(45)], "also before anybody leads"
     await _archived(log, archive, range(200, 230))
-    expected = [b"%d" % one for one in (*range(45), *range(200, 230))]
+    expected = [b"%d" % number for number in (*range(45), *range(200, 230))]
     assert [entry.payload for entry in archive.read(Stream.EVENTS)] == expected
     assert [entry.payload async for entry in whole_stream(log, Stream.EVENTS, archive)] == expected
     assert caplog.text.count("which was archived") == 1
-    assert left.payload != b"0", "it had been trimmed"
+    assert oldest.payload != b"0", "it had been trimmed"
 
 
 @pytest.mark.usefixtures("two_segments_stay")
@@ -391,7 +393,7 @@ async def test_a_log_that_goes_on_from_its_archive_is_left_alone(log, run_id, tm
     await log._redis.xtrim(log.keys.events, maxlen=5, approximate=False)  # within a segment
     await _archived(log, archive, range(60, 80))
     assert [entry.payload for entry in archive.read(Stream.EVENTS)] == [
-        b"%d" % one for one in range(80)
+        b"%d" % number for number in range(80)
     ]
     assert "failed over" not in caplog.text
 
@@ -425,8 +427,8 @@ async def test_a_long_backlog_is_trimmed_little_by_little_while_it_is_archived(
     monkeypatch.setattr(log, "trim", noted)
     token, _ = await log.lead(60)
     await LogRetention(log, Archive(tmp_path / run_id, run_id), token)(end)
-    left = len(await log.read())
-    assert left == 31 - sum(trimmed)
+    remaining = len(await log.read())
+    assert remaining == 31 - sum(trimmed)
     assert max(trimmed) <= 6 < sum(trimmed), "two segments of three at once"
 
 
@@ -434,11 +436,11 @@ async def test_a_disk_that_hangs_while_archiving_holds_up_no_announcement(
     publisher, log, redis_url, run_id, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(reducer, "SNAPSHOT_EVERY", 2)
-    hangs, asked = threading.Event(), threading.Event()
+    hangs, reached = threading.Event(), threading.Event()
     add = Archive.add
 
     def slow(self, *args, **kwargs):
-        asked.set()
+        reached.set()
         hangs.wait(PATIENCE)
         add(self, *args, **kwargs)
 
@@ -446,10 +448,10 @@ async def test_a_disk_that_hangs_while_archiving_holds_up_no_announcement(
     async with reducer_task(redis_url, run_id, tmp_path):
         try:
             await publish_steps(publisher, [1])
-            await until(asked.is_set)
+            await until(reached.is_set)
             await publish_steps(publisher, [2, 3])
-            found = [one for one in await announced(log, 3) if isinstance(one, StepReady)]
-            assert [one.step for one in found] == [1, 2, 3]
+            events = [event for event in await announced(log, 3) if isinstance(event, StepReady)]
+            assert [event.step for event in events] == [1, 2, 3]
         finally:
             hangs.set()
         archive = Archive(tmp_path / run_id, run_id)
@@ -485,9 +487,9 @@ async def test_snapshots_are_taken_now_and_then_and_not_with_every_batch(run_id,
     await _fill(log, 50)
     commit = log.commit
 
-    async def counted(one):
-        snapshots.append(one.snapshot is not None)
-        return await commit(one)
+    async def counted(batch):
+        snapshots.append(batch.snapshot is not None)
+        return await commit(batch)
 
     monkeypatch.setattr(log, "commit", counted)
     monkeypatch.setattr(reducer, "SNAPSHOT_EVERY", 70)

@@ -80,9 +80,9 @@ async def test_a_reducer_killed_in_the_middle_loses_no_step_and_announces_none_t
             await log._redis.delete(log.keys.leader)
     with reducer_process(redis_url, run_id, tmp_path):
         events = await announced(log, steps + max(0, steps - KEPT_VERSIONS))
-    ready = [one.step for one in events if isinstance(one, StepReady)]
+    ready = [event.step for event in events if isinstance(event, StepReady)]
     assert ready == list(range(steps))
-    retired = [one.step for one in events if isinstance(one, VersionRetired)]
+    retired = [event.step for event in events if isinstance(event, VersionRetired)]
     assert retired == list(range(steps - KEPT_VERSIONS))
 
 
@@ -95,10 +95,10 @@ async def test_a_key_that_something_else_wrote_is_named_and_makes_nothing_twice(
     async with reducer_task(redis_url, run_id):
         await until(lambda: caplog.text.count(f"{log.keys.current} is a string, where") >= 3)
         assert await count_announcements(log) == 0
-        sentence = next(one for one in caplog.records if "cannot be folded" in one.message)
+        sentence = next(record for record in caplog.records if "cannot be folded" in record.message)
         assert sentence.exc_info is None
         await log._redis.delete(log.keys.current)
-        assert [one.step for one in await announced(log, 2)] == [1, 2]
+        assert [event.step for event in await announced(log, 2)] == [1, 2]
 
 
 async def test_a_replay_gives_the_state_and_the_bytes_of_the_live_reducer(
@@ -115,7 +115,7 @@ async def test_a_replay_gives_the_state_and_the_bytes_of_the_live_reducer(
     bytes_announced = []
     async for entry in read_all(log):
         for folded in replay.feed([entry]):
-            bytes_announced += [encode(one) for one in folded.announcements]
+            bytes_announced += [encode(announcement) for announcement in folded.announcements]
     live = [entry.payload async for entry in read_all(log, Stream.ANNOUNCEMENTS)]
     assert bytes_announced == live
     snapshot, position = await log.load()
@@ -148,7 +148,7 @@ async def test_a_second_reducer_takes_over_within_seconds(publisher, log, redis_
         await announced(log, 1)
     async with reducer_task(redis_url, run_id):
         await publish_steps(publisher, [2])
-        assert [one.step for one in await announced(log, 2)] == [1, 2]
+        assert [event.step for event in await announced(log, 2)] == [1, 2]
 
 
 async def test_the_lead_of_one_that_died_is_free_in_time_although_the_clock_was_set_back(log):
@@ -188,7 +188,7 @@ async def test_entries_that_were_lost_are_reported_and_the_run_goes_on(
     await log._redis.xdel(log.keys.events, position)
     async with reducer_task(redis_url, run_id):
         await publish_steps(publisher, [2])
-        assert [one.step for one in await announced(log, 2)] == [1, 2]
+        assert [event.step for event in await announced(log, 2)] == [1, 2]
     assert f"has no entry {position}" in caplog.text
 
 
@@ -213,7 +213,7 @@ async def test_a_run_that_was_closed_is_served_again_when_it_is_opened_again(
         await again.publish(RunClosed(reason="finished"))
         with anyio.fail_after(PATIENCE):
             await reduce_run(own, run_id, None, until_closed=True)
-    assert [one.step for one in await announced(log, 1)] == [1]
+    assert [event.step for event in await announced(log, 1)] == [1]
 
 
 async def test_a_reducer_without_a_run_serves_every_run(client, redis_url, tmp_path):
@@ -245,8 +245,8 @@ async def test_a_reducer_serves_more_runs_than_a_shell_gives_it_files_for(tmp_pa
                 for log in logs:
                     await announced(log, 1)
                 reducer.terminate()
-                said = reducer.communicate(timeout=PATIENCE)[1].decode()
-    assert not said
+                stderr = reducer.communicate(timeout=PATIENCE)[1].decode()
+    assert not stderr
 
 
 async def closed_run(client, run_id):
@@ -258,8 +258,8 @@ async def closed_run(client, run_id):
 
 async def test_runs_that_are_over_hold_up_nobody_who_trains(tmp_path):
     async def folded(client, ends):
-        found = [await RedisEventLog(client, one).load() for one in ends]
-        return [position for _, position in found] == list(ends.values())
+        snapshots = [await RedisEventLog(client, run).load() for run in ends]
+        return [position for _, position in snapshots] == list(ends.values())
 
     with EmbeddedServer(tmp_path).attached() as url:
         async with connect(url) as client:
@@ -271,13 +271,13 @@ async def test_runs_that_are_over_hold_up_nobody_who_trains(tmp_path):
                         await until(lambda: folded(client, ends))
                     else:
                         # One that waits for its look is served at once when it is opened again.
-                        epochs = [await open_run(client, one) for one in ("over-39", "new")]
+                        epochs = [await open_run(client, name) for name in ("over-39", "new")]
                         for run_id, epoch in zip(("over-39", "new"), epochs, strict=True):
                             log = RedisEventLog(client, run_id)
                             trainer = AsyncPublisher(log, epoch, new_producer("trainer"))
                             await publish_steps(trainer, [1])
                             assert (await announced(log, 1))[0].step == 1
-                        led = [one async for one in client.scan_iter("*:leader")]
+                        led = [key async for key in client.scan_iter("*:leader")]
                         assert 2 <= len(led) <= run_supervisor.AFTERWARDS + 2
                     tasks.cancel_scope.cancel()
 
@@ -327,7 +327,9 @@ async def test_commits_follow_one_another_although_more_is_read_meanwhile(run_id
     log = Held(run_id)
     assert not await fold_all(log, 50)
     assert len(log.commits) == 16
-    assert [one.after for one in log.commits[1:]] == [one.position for one in log.commits[:-1]]
+    assert [commit.after for commit in log.commits[1:]] == [
+        commit.position for commit in log.commits[:-1]
+    ]
     replay = Replay(run_id)
     replay.feed(log.read_now(limit=1000))
     assert len(log.read_now(stream=Stream.ANNOUNCEMENTS, limit=1000)) == replay.state.announced

@@ -75,13 +75,13 @@ async def test_a_process_that_is_heard_of_keeps_its_saves(publisher, log, redis_
     async with reducer_task(redis_url, run_id):
         await AsyncPublisher(log, publisher.epoch, alive).publish(leased(1, "alive"))
         await AsyncPublisher(log, publisher.epoch, silent).publish(leased(2, "silent"))
-        assert [one.step for one in await announced(log, 1)] == [2]
+        assert [event.step for event in await announced(log, 1)] == [2]
         [expired] = await events_of(log, LeaseExpired)
         assert expired.event.holder == silent
         # It is expired by the same leader as soon as it is silent too.
         await log._redis.delete(heartbeat_key(run_id, alive.incarnation))
-        assert [one.step for one in await announced(log, 2)] == [2, 1]
-    assert [one.sequence for one in await events_of(log, LeaseExpired)] == [1, 2]
+        assert [event.step for event in await announced(log, 2)] == [2, 1]
+    assert [entry.sequence for entry in await events_of(log, LeaseExpired)] == [1, 2]
 
 
 async def test_a_lease_counts_from_the_last_beat_and_not_from_when_that_lapses(
@@ -92,7 +92,7 @@ async def test_a_lease_counts_from_the_last_beat_and_not_from_when_that_lapses(
     await beat(log, producer, 2.0)  # so its last one was an hour ago, but for two seconds
     async with reducer_task(redis_url, run_id):
         await AsyncPublisher(log, publisher.epoch, producer).publish(leased(1, lease=3600.0))
-        assert [one.step for one in await announced(log, 1)] == [1]
+        assert [event.step for event in await announced(log, 1)] == [1]
 
 
 async def test_a_process_that_dies_with_more_than_an_event_can_tell_is_expired(
@@ -107,16 +107,16 @@ async def test_a_process_that_dies_with_more_than_an_event_can_tell_is_expired(
         await worker.publish(SaveStarted(save_id=save_id, slot=at, lease=LEASE))
     async with reducer_task(redis_url, run_id):
         await until(partial(_all_expired, log, many))
-    said = [one.event for one in await events_of(log, LeaseExpired)]
+    events = [entry.event for entry in await events_of(log, LeaseExpired)]
     # The leader may see the first of them expired before it has folded them all.
-    assert len({one.save_id for event in said for one in event.attempts}) == many
-    assert sum(len(one.attempts) for one in said) == many
-    assert max(len(one.attempts) for one in said) <= EXPIRED_AT_ONCE
+    assert len({attempt.save_id for event in events for attempt in event.attempts}) == many
+    assert sum(len(event.attempts) for event in events) == many
+    assert max(len(event.attempts) for event in events) <= EXPIRED_AT_ONCE
     assert (await current_state(log)).attempts == {}
 
 
 async def _all_expired(log, count):
-    return sum(len(one.event.attempts) for one in await events_of(log, LeaseExpired)) >= count
+    return sum(len(entry.event.attempts) for entry in await events_of(log, LeaseExpired)) >= count
 
 
 class Watched(MemoryEventLog):
@@ -129,7 +129,7 @@ class Watched(MemoryEventLog):
         history.add(SaveStarted(save_id="a", slot=slot(1), lease=LEASE), by="actor")
         self.live = LiveState(history.fold()[0].state)
 
-    def said(self):
+    def envelopes(self):
         return [decode_envelope(entry.payload) for entry in self.read_now()]
 
     async def clock(self, step_deadline=600.0):
@@ -143,7 +143,7 @@ async def test_nobody_is_expired_for_what_was_before_we_led():
     clock = await log.clock()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(clock.leases, log.live)
-        await until(log.said)
+        await until(log.envelopes)
         assert anyio.current_time() - began >= LEASE
         tasks.cancel_scope.cancel()
 
@@ -154,15 +154,15 @@ async def test_what_was_said_is_not_said_again_before_it_is_folded():
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(clock.leases, log.live)
         tasks.start_soon(clock.deadlines, log.live)
-        await until(lambda: len(log.said()) == 2)
+        await until(lambda: len(log.envelopes()) == 2)
         await anyio.sleep(2 * LEASE)
-        kinds = {type(one.event) for one in log.said()}
-        assert (len(log.said()), kinds) == (2, {LeaseExpired, DeadlineReached})
-        assert sorted(one.sequence for one in log.said()) == [1, 2]
+        kinds = {type(envelope.event) for envelope in log.envelopes()}
+        assert (len(log.envelopes()), kinds) == (2, {LeaseExpired, DeadlineReached})
+        assert sorted(envelope.sequence for envelope in log.envelopes()) == [1, 2]
         # Folded, but the state is as it was: it is said once more, since it is still so.
         log.live.state.position = await log.last_id()
         log.live.notify()
-        await until(lambda: len(log.said()) > 2)
+        await until(lambda: len(log.envelopes()) > 2)
         tasks.cancel_scope.cancel()
 
 
@@ -174,7 +174,7 @@ async def test_a_leader_that_was_overtaken_tells_no_time():
     with anyio.fail_after(PATIENCE):
         await clock.leases(log.live)
         await clock.deadlines(log.live)
-    assert log.said() == []
+    assert log.envelopes() == []
 
 
 async def test_deadlines_go_by_the_clock_of_the_server():
@@ -183,11 +183,11 @@ async def test_deadlines_go_by_the_clock_of_the_server():
     async with anyio.create_task_group() as tasks:
         for log in (early, late):
             tasks.start_soon((await log.clock(step_deadline=600.0)).deadlines, log.live)
-        await until(late.said)
+        await until(late.envelopes)
         tasks.cancel_scope.cancel()
-    [one] = late.said()
-    assert one.event == DeadlineReached(step=1, kind="state_dict", seconds=600.0)
-    assert early.said() == []
+    [envelope] = late.envelopes()
+    assert envelope.event == DeadlineReached(step=1, kind="state_dict", seconds=600.0)
+    assert early.envelopes() == []
 
 
 async def test_a_clock_that_was_set_back_makes_no_deadline_late(publisher, log, redis_url, run_id):
@@ -203,7 +203,7 @@ async def test_a_clock_that_was_set_back_makes_no_deadline_late(publisher, log, 
 
 
 async def _is_failed(log, step):
-    return step in [one.event.step for one in await events_of(log, DeadlineReached)]
+    return step in [entry.event.step for entry in await events_of(log, DeadlineReached)]
 
 
 async def test_a_clock_that_is_set_while_a_step_waits_changes_no_deadline():
@@ -214,7 +214,7 @@ async def test_a_clock_that_is_set_while_a_step_waits_changes_no_deadline():
         tasks.start_soon(clock.deadlines, log.live)
         await anyio.sleep(0.1)
         hours[0] = 0
-        await until(log.said, deadline=3)
+        await until(log.envelopes, deadline=3)
         tasks.cancel_scope.cancel()
 
 
@@ -231,8 +231,8 @@ async def test_a_step_that_stays_incomplete_fails_with_what_it_lacks(
         assert "3 of 3 saves" in failed.reason
         # Not again while it stays so; and what was complete in time is none of its business.
         await publisher.publish(committed(3, "state_dict", registration(expected=1)))
-        assert [one.step for one in await announced(log, 3)] == [1, 2, 3]
-    assert [one.event.step for one in await events_of(log, DeadlineReached)] == [2, 3]
+        assert [event.step for event in await announced(log, 3)] == [1, 2, 3]
+    assert [entry.event.step for entry in await events_of(log, DeadlineReached)] == [2, 3]
 
 
 async def test_a_group_that_asks_for_nothing_is_detached_by_an_event(
@@ -253,7 +253,7 @@ async def test_a_group_that_asks_for_nothing_is_detached_by_an_event(
             detached = await until(lambda: events_of(log, ConsumerDetached))
             await until(lambda: _names(log, {"here"}))
             tasks.cancel_scope.cancel()
-        [event] = [one.event for one in detached]
+        [event] = [entry.event for entry in detached]
         assert (event.group, event.stream, event.position) == ("gone", "announcements", "0-0")
         assert event.idle >= 3.0
         await until(lambda: _is_known(log))
@@ -268,7 +268,7 @@ async def _is_known(log):
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "group"),
     [
         (b"caf\xe9", "caf\\xe9"),
         (b"x" * 300, "x" * 256),
@@ -277,12 +277,12 @@ async def _is_known(log):
     ],
     ids=["no text", "too long", "too long as text", "empty"],
 )
-async def test_a_group_of_any_name_is_detached_once(publisher, log, redis_url, run_id, name, told):
+async def test_a_group_of_any_name_is_detached_once(publisher, log, redis_url, run_id, name, group):
     await log._redis.execute_command("XGROUP", "CREATE", log.keys.events, name, "0")
     async with reducer_task(redis_url, run_id, policy=Policy(group_idle=0.5)):
         await until(lambda: _is_without_groups(log))
         await anyio.sleep(1.0)
-    assert [one.event.group for one in await events_of(log, ConsumerDetached)] == [told]
+    assert [entry.event.group for entry in await events_of(log, ConsumerDetached)] == [group]
     assert await log.dead_letters() == []
 
 
@@ -419,7 +419,7 @@ async def test_a_leader_that_was_overtaken_detaches_nobody():
     with anyio.fail_after(PATIENCE):
         await consumers.run(LiveState(MonitorState(run_id="history")))
     assert [group.name for group in await log.groups(Stream.EVENTS)] == ["gone"]
-    assert [one.id for one in log.read_now()] == [entry]
+    assert [record.id for record in log.read_now()] == [entry]
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])

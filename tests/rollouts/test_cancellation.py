@@ -14,12 +14,12 @@ class Canceller:
     """Cancels a scope at the nth call to the server, before or after the server has done it."""
 
     def __init__(self, nth: int, place: str) -> None:
-        self.left, self.place = nth, place
+        self.countdown, self.place = nth, place
         self.scope = anyio.CancelScope()
 
     async def __call__(self, call):
-        self.left -= 1
-        is_nth = self.left == 0  # another call may begin before the reply to this one
+        self.countdown -= 1
+        is_nth = self.countdown == 0  # another call may begin before the reply to this one
         if is_nth and self.place == "before":
             await self.cancel()
         try:

@@ -89,15 +89,15 @@ def test_a_request_that_is_issued_again_names_its_own_version(state, reason):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"window": 1}, "window is 1: it must be at least prompts_per_step, 2"),
         ({"max_attempts": 0}, "max_attempts is 0: it must be at least 1"),
         ({"claim_lease": 0.0}, "claim_lease is 0.0: it must be above 0 seconds"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(changes, said):
-    with pytest.raises(ValueError, match=said):
+def test_settings_that_cannot_work_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
         settings("run", 1, **changes)
 
 

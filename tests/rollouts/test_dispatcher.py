@@ -13,8 +13,8 @@ from trinity_schemas import RolloutsDispatched, RunKeys, StepRef, StepTrained, d
 
 async def events(parts, kind):
     entries = await parts.publisher.log.read()
-    told = [decode_envelope(entry.payload).event for entry in entries]
-    return [event for event in told if isinstance(event, kind)]
+    log_events = [decode_envelope(entry.payload).event for entry in entries]
+    return [event for event in log_events if isinstance(event, kind)]
 
 
 def ordinals(groups):
@@ -32,12 +32,22 @@ async def test_a_step_takes_whole_groups_and_tells_their_fate(parts):
     assert await answer(parts.explorer(), 2) == [0, 1]
     groups = await dispatcher.take(2, deadline=PATIENCE)
     assert ordinals(groups) == [0, 1]
-    assert [[one.sample for one in group.experiences] for group in groups] == [[0, 1]] * 2
+    assert [[experience.sample for experience in group.experiences] for group in groups] == [
+        [0, 1]
+    ] * 2
     await dispatcher.trained(1, groups, metrics={"loss": 0.5}, staleness={0: 4})
-    [asked] = await events(parts, RolloutsDispatched)
-    assert (asked.ordinals, asked.reissued, asked.oldest) == (((0, 1),), (), parts.version)
-    [told] = await events(parts, StepTrained)
-    assert (told.step, told.trained, told.metrics) == (1, ((0, 1),), {"loss": 0.5})
+    [dispatch_event] = await events(parts, RolloutsDispatched)
+    assert (dispatch_event.ordinals, dispatch_event.reissued, dispatch_event.oldest) == (
+        ((0, 1),),
+        (),
+        parts.version,
+    )
+    [step_event] = await events(parts, StepTrained)
+    assert (step_event.step, step_event.trained, step_event.metrics) == (
+        1,
+        ((0, 1),),
+        {"loss": 0.5},
+    )
     assert dispatcher.ledger_at(1).trained == 2
     keys = RunKeys.of(parts.run_id)
     assert await parts.client.xlen(keys.experiences) == await parts.client.xlen(keys.rollouts) == 0
@@ -51,7 +61,7 @@ async def test_fates_of_dropped_ordinals_are_published_once_where_no_step_follow
         await dispatcher.take(2, deadline=0.3, usable=lambda _: "filtered")
     for _ in range(2):
         await dispatcher.publish_dropped()
-    dropped = [one.dropped for one in await events(parts, RolloutsDispatched) if one.dropped]
+    dropped = [event.dropped for event in await events(parts, RolloutsDispatched) if event.dropped]
     assert dropped == [{"filtered": ((0, 1),)}]
     assert dispatcher.ledger.dropped == {"filtered": 2}
 
@@ -110,10 +120,14 @@ async def test_a_stale_group_is_asked_for_again_and_a_filtered_one_makes_room(pa
         tasks.cancel_scope.cancel()
     assert [(group.ordinal, group.attempt) for group in groups] == [(0, 2), (2, 1)]
     await dispatcher.trained(1, groups)
-    [told] = await events(parts, StepTrained)
-    assert told.dropped == {"filtered": ((1, 1),)}
-    again = [one for event in await events(parts, RolloutsDispatched) for one in event.reissued]
-    assert [(one.ordinal, one.attempt, one.reason) for one in again] == [(0, 2, "stale")]
+    [step_event] = await events(parts, StepTrained)
+    assert step_event.dropped == {"filtered": ((1, 1),)}
+    again = [
+        rollout for event in await events(parts, RolloutsDispatched) for rollout in event.reissued
+    ]
+    assert [(rollout.ordinal, rollout.attempt, rollout.reason) for rollout in again] == [
+        (0, 2, "stale")
+    ]
 
 
 async def test_a_checkpoint_holds_the_ledger_that_its_step_told(parts):
@@ -125,7 +139,7 @@ async def test_a_checkpoint_holds_the_ledger_that_its_step_told(parts):
     await answer(parts.explorer(), 4)
     groups = await dispatcher.take(1, deadline=PATIENCE)
     await dispatcher.trained(1, groups)
-    told = dispatcher.ledger_at(1)
+    ledger = dispatcher.ledger_at(1)
     # The next step drops an ordinal, and asks for another one, before step 1 is saved.
     filtered = {1: "filtered"}
     later = await dispatcher.take(
@@ -133,8 +147,8 @@ async def test_a_checkpoint_holds_the_ledger_that_its_step_told(parts):
     )
     assert ordinals(later) == [2]
     await dispatcher.dispatch(1, parts.version)
-    assert dispatcher.ledger_at(1) == told
-    assert (told.mark, told.next, told.trained, told.dropped) == (1, 4, 1, {})
+    assert dispatcher.ledger_at(1) == ledger
+    assert (ledger.mark, ledger.next, ledger.trained, ledger.dropped) == (1, 4, 1, {})
     await dispatcher.trained(2, later)
     assert dispatcher.ledger_at(2).dropped == {"filtered": 1}
 
@@ -163,8 +177,8 @@ async def test_a_failed_attempt_is_issued_again_and_exhausted_ones_are_dropped(p
         tasks.cancel_scope.cancel()
     await dispatcher.trained(1, groups)
     assert ordinals(groups) == [1]
-    [told] = await events(parts, StepTrained)
-    assert told.dropped == {"attempts": ((0, 0),)}
+    [step_event] = await events(parts, StepTrained)
+    assert step_event.dropped == {"attempts": ((0, 0),)}
     assert dispatcher.ledger.dropped == {"attempts": 1}
 
 
@@ -180,8 +194,8 @@ async def test_a_run_of_which_every_prompt_fails_ends_with_the_reason(parts):
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(explore)
-        told = "9 prompts in a row failed in each of 2 attempts, the last one: the reward died"
-        with pytest.raises(RolloutsFailed, match=told):
+        message = "9 prompts in a row failed in each of 2 attempts, the last one: the reward died"
+        with pytest.raises(RolloutsFailed, match=message):
             await dispatcher.take(9, deadline=PATIENCE)
         tasks.cancel_scope.cancel()
 
@@ -190,14 +204,16 @@ async def test_the_claim_of_a_silent_explorer_lapses_and_its_late_answer_is_disc
     dispatcher = await parts.dispatcher(claim_lease=LEASE)
     await dispatcher.dispatch(2, parts.version)
     silent, lively = parts.explorer("silent", lease=LEASE), parts.explorer("lively", lease=LEASE)
-    held = await claim_all(silent)
+    claims = await claim_all(silent)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(keep_answering, lively)
         groups = await dispatcher.take(2, deadline=PATIENCE)
         tasks.cancel_scope.cancel()
-    assert {one.explorer for group in groups for one in group.experiences} == {"lively"}
-    assert await silent.renew(held.values()) == []
-    assert not await silent.answer(held[0], samples_of(held[0]))
+    assert {experience.explorer for group in groups for experience in group.experiences} == {
+        "lively"
+    }
+    assert await silent.renew(claims.values()) == []
+    assert not await silent.answer(claims[0], samples_of(claims[0]))
     assert silent.discarded == 1
     await dispatcher.trained(1, groups)
     assert await parts.client.xlen(RunKeys.of(parts.run_id).experiences) == 0
@@ -208,11 +224,11 @@ async def test_renewal_keeps_a_claim_and_never_its_deadline(parts):
     await dispatcher.dispatch(1, parts.version)
     slow, other = parts.explorer("slow", lease=LEASE), parts.explorer("other", lease=LEASE)
     async with anyio.create_task_group() as tasks:
-        held = await claim_all(slow)
+        claims = await claim_all(slow)
         began = anyio.current_time()
 
         async def hold():
-            async with slow.renewing(held.values()) as still:
+            async with slow.renewing(claims.values()) as still:
                 while still:
                     await anyio.sleep(0.01)
 
@@ -221,7 +237,9 @@ async def test_renewal_keeps_a_claim_and_never_its_deadline(parts):
         await dispatcher.take(1, deadline=PATIENCE)
         assert anyio.current_time() - began > 4 * LEASE
         tasks.cancel_scope.cancel()
-    again = [one for event in await events(parts, RolloutsDispatched) for one in event.reissued]
+    again = [
+        rollout for event in await events(parts, RolloutsDispatched) for rollout in event.reissued
+    ]
     # A loaded machine may renew too late: then the claim lapses first.
     assert again[-1].reason in ("deadline", "lapsed")
 
@@ -285,8 +303,8 @@ async def test_a_restored_ledger_asks_for_its_open_ordinals_first(parts):
     ledger = Ledger(next=4, mark=1, settled=[(2, 2)], trained=2, fingerprint=None)
     dispatcher = await parts.dispatcher(ledger)
     assert await dispatcher.dispatch(3, parts.version) == 3
-    [asked] = await events(parts, RolloutsDispatched)
-    assert asked.ordinals == ((1, 1), (3, 4))
+    [dispatch_event] = await events(parts, RolloutsDispatched)
+    assert dispatch_event.ordinals == ((1, 1), (3, 4))
     assert await answer(parts.explorer(), 8) == [1, 3, 4]
     assert ordinals(await dispatcher.take(2, deadline=PATIENCE)) == [1, 3]
 
@@ -297,8 +315,8 @@ async def test_another_task_set_drops_what_was_open(parts):
     await dispatcher.dispatch(1, parts.version)
     await answer(parts.explorer())
     await dispatcher.trained(1, await dispatcher.take(1, deadline=PATIENCE))
-    [told] = await events(parts, StepTrained)
-    assert (told.trained, told.dropped) == (((2, 2),), {"task-set": ((0, 1),)})
+    [step_event] = await events(parts, StepTrained)
+    assert (step_event.trained, step_event.dropped) == (((2, 2),), {"task-set": ((0, 1),)})
 
 
 async def test_answers_are_kept_until_a_checkpoint_covers_them(parts):
@@ -341,13 +359,17 @@ async def test_every_answer_that_is_too_old_is_asked_for_again_before_its_step_c
         groups = await dispatcher.take(1, deadline=PATIENCE, oldest=2)
         tasks.cancel_scope.cancel()
     assert [(group.ordinal, group.attempt, group.oldest_step) for group in groups] == [(0, 2, 2)]
-    reissued = [one for event in await events(parts, RolloutsDispatched) for one in event.reissued]
-    assert {(one.ordinal, one.reason) for one in reissued} == {(at, "stale") for at in range(4)}
+    reissued = [
+        rollout for event in await events(parts, RolloutsDispatched) for rollout in event.reissued
+    ]
+    assert {(rollout.ordinal, rollout.reason) for rollout in reissued} == {
+        (at, "stale") for at in range(4)
+    }
 
 
-@pytest.mark.parametrize(("when_stale", "taken"), [("wait", [0, 2]), ("drop", [1, 2])])
+@pytest.mark.parametrize(("when_stale", "expected"), [("wait", [0, 2]), ("drop", [1, 2])])
 async def test_a_step_waits_for_what_the_next_one_could_not_use_or_goes_on(
-    parts, when_stale, taken
+    parts, when_stale, expected
 ):
     dispatcher = await parts.dispatcher(order="arrival", when_stale=when_stale)
     explorer = parts.explorer()
@@ -365,7 +387,7 @@ async def test_a_step_waits_for_what_the_next_one_could_not_use_or_goes_on(
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(answer_late)
         groups = await dispatcher.take(2, deadline=PATIENCE, oldest=0)
-    assert ordinals(groups) == taken
+    assert ordinals(groups) == expected
 
 
 async def test_a_request_that_is_given_back_as_superseded_names_the_newest_version(parts):
@@ -382,5 +404,7 @@ async def test_a_request_that_is_given_back_as_superseded_names_the_newest_versi
         [group] = await dispatcher.take(1, deadline=PATIENCE)
         tasks.cancel_scope.cancel()
     assert (group.attempt, group.experiences[0].oldest_version) == (2, newer)
-    [told] = [one for event in await events(parts, RolloutsDispatched) for one in event.reissued]
-    assert told.reason == "superseded", "it is no failed attempt, of which there was but one"
+    [reissue] = [
+        rollout for event in await events(parts, RolloutsDispatched) for rollout in event.reissued
+    ]
+    assert reissue.reason == "superseded", "it is no failed attempt, of which there was but one"

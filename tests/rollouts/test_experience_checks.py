@@ -107,7 +107,7 @@ def test_the_part_that_the_trainer_reads_must_be_there():
 
 
 @pytest.mark.parametrize(
-    ("asked", "is_known"),
+    ("arguments", "is_known"),
     [
         ({"published": {VERSION}}, True),
         ({"published": {StepRef(1, 1)}}, False),
@@ -117,5 +117,5 @@ def test_the_part_that_the_trainer_reads_must_be_there():
         ({}, True),
     ],
 )
-def test_a_version_is_one_that_was_published_or_the_one_that_was_asked_for(asked, is_known):
-    assert (find_version_fault(sound(), epoch=1, **asked) is None) is is_known
+def test_a_version_is_one_that_was_published_or_the_one_that_was_asked_for(arguments, is_known):
+    assert (find_version_fault(sound(), epoch=1, **arguments) is None) is is_known

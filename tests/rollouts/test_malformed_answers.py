@@ -238,8 +238,8 @@ async def test_a_kept_answer_that_is_malformed_is_not_used_by_a_resume(parts):
     assert await answer(parts.explorer(), 1) == [1]
     epoch = await open_run(parts.client, parts.run_id)
     publisher = AsyncPublisher(parts.publisher.log, epoch, new_producer("trainer"))
-    asked = settings(parts.run_id, epoch, keep_answers="checkpoint")
-    second = RolloutDispatcher(parts.client, publisher, asked, Ledger())
+    rollout_settings = settings(parts.run_id, epoch, keep_answers="checkpoint")
+    second = RolloutDispatcher(parts.client, publisher, rollout_settings, Ledger())
     await second.start(lambda _: True)
     await second.dispatch(2, StepRef(epoch, 0))
     [claim] = await RolloutClient(parts.client, parts.run_id, epoch, "b", lease=60.0).claim(
@@ -323,8 +323,10 @@ async def test_training_and_evaluations_exclude_the_same_explorers(parts):
     shared = Exclusions()
     keys = evaluation_keys(parts.run_id)
     epoch = parts.publisher.epoch
-    asked = settings(parts.run_id, epoch, may_drop=False)
-    evaluation = RolloutDispatcher(parts.client, None, asked, keys=keys, exclusions=shared)
+    rollout_settings = settings(parts.run_id, epoch, may_drop=False)
+    evaluation = RolloutDispatcher(
+        parts.client, None, rollout_settings, keys=keys, exclusions=shared
+    )
     await evaluation.start()
     await evaluation.dispatch(MALFORMED_ANSWERS, parts.version, exact=True)
     judged = RolloutClient(parts.client, parts.run_id, epoch, "explorer-1", lease=60.0, keys=keys)

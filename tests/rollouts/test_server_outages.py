@@ -26,8 +26,8 @@ def no_retries(monkeypatch):
 
 @pytest.fixture
 def server(tmp_path):
-    with servers(tmp_path, 1) as [one]:
-        yield one
+    with servers(tmp_path, 1) as [server]:
+        yield server
 
 
 @pytest.fixture
@@ -123,14 +123,14 @@ async def test_each_call_of_dispatcher_and_explorer_waits_for_a_server_that_is_a
     assert await through_an_outage(partial(explorer.answer, first, samples_of(first)))
     await through_an_outage(partial(explorer.fail, second, "by chance"))
     groups = await through_an_outage(partial(dispatcher.take, 1, deadline=PATIENCE))
-    assert [one.ordinal for one in groups] == [0]
+    assert [group.ordinal for group in groups] == [0]
     await through_an_outage(partial(dispatcher.trained, 1, groups))
     assert dispatcher.ledger.in_words == "1 trained, 0 dropped, 1 open"
 
 
 async def test_a_server_that_stays_away_is_named_at_the_deadline(parts, server):
-    asked = settings(parts.run_id, parts.publisher.epoch)
-    dispatcher = RolloutDispatcher(parts.client, parts.publisher, asked, deadline=0.2)
+    rollout_settings = settings(parts.run_id, parts.publisher.epoch)
+    dispatcher = RolloutDispatcher(parts.client, parts.publisher, rollout_settings, deadline=0.2)
     await dispatcher.start()
     await dispatcher.dispatch(2, parts.version)
     explorer = RolloutClient(

@@ -40,16 +40,16 @@ def chromium() -> str:
 
 _MOVE = """
 import os, sys
-for end, wanted in zip(sys.argv[1:3], (3, 4)):
-    os.dup2(int(end), wanted)
+for end, descriptor in zip(sys.argv[1:3], (3, 4)):
+    os.dup2(int(end), descriptor)
 os.execv(sys.argv[3], sys.argv[3:])
 """
 """Program that becomes the browser, with its pipes where the browser looks for them."""
 
 
 _STILL = """
-document.fonts.status === "loaded" && document.getAnimations().every((one) =>
-  one.playState !== "running" || one.effect.getComputedTiming().endTime === Infinity)
+document.fonts.status === "loaded" && document.getAnimations().every((animation) =>
+  animation.playState !== "running" || animation.effect.getComputedTiming().endTime === Infinity)
 """
 """Condition of a page at rest; animations that never end, such as a pulse, do not count."""
 _PAINTED_TWICE = """

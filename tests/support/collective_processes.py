@@ -112,48 +112,48 @@ def begin_training(rank: Rank, places: Places, kind: str, meeting: int) -> None:
         timeout=timedelta(seconds=places.timeout * TRAINERS_TIMEOUT / TIMEOUT),
     )
     rank.exits.callback(dist.destroy_process_group)
-    rank.held.engine = Engine(kind, seed=7, device=places.device)
-    rank.held.synchronizer = synchronizer(rank, places, "actor", rank.number, places.epoch)
+    rank.objects.engine = Engine(kind, seed=7, device=places.device)
+    rank.objects.synchronizer = synchronizer(rank, places, "actor", rank.number, places.epoch)
 
 
 def set_up(rank: Rank, explorers: int, patience: float = 10.0) -> tuple[str, ...]:
-    return rank.held.synchronizer.setup_weight_sync_group(explorers, patience)
+    return rank.objects.synchronizer.setup_weight_sync_group(explorers, patience)
 
 
 def send(rank: Rank, step: int, stop: tuple[int, Path] | None = None) -> None:
     from trinity_workers.helpers import fsdp_sync_weight_nccl
 
-    synchronizer = rank.held.synchronizer
-    rank.held.engine.stops_at = stop if rank.number == 0 else None
+    synchronizer = rank.objects.synchronizer
+    rank.objects.engine.stops_at = stop if rank.number == 0 else None
     group = synchronizer.model_update_group(step) if rank.number == 0 else None
     try:
-        fsdp_sync_weight_nccl(rank.held.engine, group)
+        fsdp_sync_weight_nccl(rank.objects.engine, group)
     finally:
         synchronizer.flush()
 
 
 def explore(rank: Rank, places: Places) -> None:
-    rank.held.model = Tiny(seed=rank.number).to(places.device)
+    rank.objects.model = Tiny(seed=rank.number).to(places.device)
     made = synchronizer(rank, places, "explorer", rank.number - TRAINERS, 0)
     made.join_weight_sync_group()
-    rank.held.synchronizer = made
+    rank.objects.synchronizer = made
 
 
 def apply(rank: Rank, ready) -> dict[str, torch.Tensor]:
     try:
-        rank.held.synchronizer.apply(rank.held.model, ready)
+        rank.objects.synchronizer.apply(rank.objects.model, ready)
     finally:
-        rank.held.synchronizer.flush()
+        rank.objects.synchronizer.flush()
     return weights(rank)
 
 
 def weights(rank: Rank) -> dict[str, torch.Tensor]:
-    return {name: tensor.cpu() for name, tensor in rank.held.model.state_dict().items()}
+    return {name: tensor.cpu() for name, tensor in rank.objects.model.state_dict().items()}
 
 
 def leave(rank: Rank) -> None:
     rank.exits.close()
-    rank.held = SimpleNamespace()
+    rank.objects = SimpleNamespace()
 
 
 def synchronizer(rank: Rank, places: Places, role: str, number: int, epoch: int) -> Synchronizer:

@@ -79,14 +79,14 @@ def check(error: object, path: Path, kind: str) -> None:
 
 def save(rank: Rank, folder: Path) -> None:
     """Save the rank's engine."""
-    rank.held.engine.save_checkpoint(str(folder))
+    rank.objects.engine.save_checkpoint(str(folder))
 
 
 def load(rank: Rank, folder: Path, mode: str = "full") -> BaseException | None:
     """Load the rank's engine; return its error."""
-    rank.held.engine.verify_mode = mode
+    rank.objects.engine.verify_mode = mode
     try:
-        rank.held.engine.load_checkpoint(str(folder))
+        rank.objects.engine.load_checkpoint(str(folder))
     except Exception as error:
         return error
     return None

@@ -118,10 +118,10 @@ def make_engine(
     **keywords: Any,
 ) -> None:
     """Make the rank's engine, in the place of the one before."""
-    if not hasattr(rank.held, "engine"):
+    if not hasattr(rank.objects, "engine"):
         rank.exits.callback(drop_engine, rank)
     drop_engine(rank)
-    rank.held.engine = MegatronEngine(
+    rank.objects.engine = MegatronEngine(
         folder,
         device=torch.device("cpu"),
         layout=layout,
@@ -138,19 +138,19 @@ def join(rank: Rank, layout: ParallelLayout) -> None:
 
 def drop_engine(rank: Rank) -> None:
     """Forget the rank's engine and its layout."""
-    rank.held.engine = None
+    rank.objects.engine = None
     gc.collect()
     leave()
 
 
 def full_weights(rank: Rank) -> dict[str, torch.Tensor]:
     """What the engine streams."""
-    return {name: value.clone() for name, value in rank.held.engine.get_per_tensor_param()}
+    return {name: value.clone() for name, value in rank.objects.engine.get_per_tensor_param()}
 
 
 def logits(rank: Rank, batch: Batch) -> torch.Tensor | None:
     """The engine's logits."""
-    return rank.held.engine.logits(batch)
+    return rank.objects.engine.logits(batch)
 
 
 def padded_batch(seed: int, rows: int = 6) -> Batch:
@@ -170,7 +170,7 @@ def train(rank: Rank, batches: list[Batch]) -> list[float]:
 
     Replicas each take their share of the rows, pipeline stages but the last return nothing.
     """
-    engine: MegatronEngine = rank.held.engine
+    engine: MegatronEngine = rank.objects.engine
     share, shares = data_rank()
     losses = []
     for batch in batches:
@@ -199,7 +199,7 @@ def data_rank() -> tuple[int, int]:
 
 def logprobs(rank: Rank, batch: Batch) -> torch.Tensor | None:
     """The engine's log-probabilities of the responses."""
-    return rank.held.engine.response_logprobs(batch, temperature=0.7)
+    return rank.objects.engine.response_logprobs(batch, temperature=0.7)
 
 
 def assert_same(first: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:

@@ -191,5 +191,5 @@ def _leave(rank: Rank) -> None:
     import torch.distributed as dist
 
     rank.exits.close()
-    rank.held = SimpleNamespace()
+    rank.objects = SimpleNamespace()
     dist.destroy_process_group()

@@ -48,7 +48,7 @@ class Steps:
     """Counts the engine's forward passes, and holds them up until they are allowed."""
 
     def __init__(self, engine):
-        self.taken = 0
+        self.count = 0
         self.allowed = threading.Semaphore(0)
         self._total = 0
         self._engine = engine
@@ -56,7 +56,7 @@ class Steps:
 
     def _before(self, *_):
         assert self.allowed.acquire(timeout=PATIENCE)
-        self.taken += 1
+        self.count += 1
 
     def allow(self, count):
         self._total += count
@@ -65,7 +65,7 @@ class Steps:
     async def take(self, count):
         """Allow forward passes, and wait until the last of them has begun."""
         self.allow(count)
-        await until(lambda: self.taken == self._total)
+        await until(lambda: self.count == self._total)
 
     async def install(self, announced, *, after):
         """Let the engine install a version amid what it generates, after some forward passes."""

@@ -140,7 +140,7 @@ class TrainRun:
     """
 
     def __init__(self, file: Path, *args: str) -> None:
-        self.said: list[str] = []
+        self.stderr_lines: list[str] = []
         self.process = subprocess.Popen(
             [sys.executable, "-m", "trinity_events", "train", str(file), *args],
             stdout=subprocess.PIPE,
@@ -153,13 +153,13 @@ class TrainRun:
 
     def _listen(self) -> None:
         assert self.process.stderr is not None
-        self.said += self.process.stderr
+        self.stderr_lines += self.process.stderr
 
     def until(self, met: Callable[[], Any]) -> Any:
         """Wait for a condition while the run goes on."""
         give_up = time.monotonic() + 3 * PATIENCE
         while not (result := met()):
-            assert self.process.poll() is None, "".join(self.said)
+            assert self.process.poll() is None, "".join(self.stderr_lines)
             assert time.monotonic() < give_up, "waited in vain"
             time.sleep(0.02)
         return result
@@ -182,7 +182,7 @@ class TrainRun:
         out = self.process.stdout.read()
         status = self.process.wait(3 * PATIENCE)
         self._listening.join()
-        return status, out, "".join(self.said)
+        return status, out, "".join(self.stderr_lines)
 
     def close(self) -> None:
         if self.process.poll() is None:

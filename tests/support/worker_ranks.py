@@ -44,12 +44,12 @@ class WorkerRanks:
 def _make(rank: Rank, config: RunConfig) -> tuple[str, int] | None:
     from trinity_workers.trainer.ray_backend import _worker_class
 
-    rank.held.worker = _worker_class(config)(config, rank.number)
-    return rank.held.worker.address() if rank.number == 0 else None
+    rank.objects.worker = _worker_class(config)(config, rank.number)
+    return rank.objects.worker.address() if rank.number == 0 else None
 
 
 def _call(rank: Rank, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    return function(rank.held.worker, *args)
+    return function(rank.objects.worker, *args)
 
 
 def _set_up(worker: Any, host: str, port: int) -> None:

@@ -111,7 +111,7 @@ async def test_two_saves_that_a_worker_makes_without_a_name_are_two_of_a_step():
         coordinator.save_sync(lambda: None, 5)
         coordinator.save_sync(lambda: None, 5, is_state_dict=True)
         await run.settled()
-        done = [one.slot for one in run.events if isinstance(one, SaveFinished)]
+        done = [event.slot for event in run.events if isinstance(event, SaveFinished)]
         assert [(slot.kind, slot.name) for slot in done] == [
             ("checkpoint", "save_sync"),
             ("checkpoint", "save_sync-2"),
@@ -132,7 +132,7 @@ async def test_a_step_that_a_worker_saves_again_elsewhere_has_the_same_slots(tmp
         await coordinator.register_and_monitor(5, checkpoint_thread_count=2)
         await run.settled()
         assert ready(run) == [("checkpoint", 5)]
-        done = [one.slot.name for one in run.events if isinstance(one, SaveFinished)]
+        done = [event.slot.name for event in run.events if isinstance(event, SaveFinished)]
         assert done == ["save_sync", "save_sync-2"] * 2
 
 

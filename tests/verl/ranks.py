@@ -71,14 +71,15 @@ def new_engine(model_folder: Path, **model: Any) -> Any:
 
 def begin(rank: Rank, where: Where, **model: Any) -> None:
     """Make the rank's engine."""
-    rank.held.where = where
-    rank.held.engine = new_engine(where.model_folder, **model)
+    rank.objects.where = where
+    rank.objects.engine = new_engine(where.model_folder, **model)
 
 
 def full_weights(rank: Rank) -> dict[str, torch.Tensor]:
     """What the engine itself gives."""
     return {
-        name: tensor.detach().clone() for name, tensor in rank.held.engine.get_per_tensor_param()[0]
+        name: tensor.detach().clone()
+        for name, tensor in rank.objects.engine.get_per_tensor_param()[0]
     }
 
 
@@ -86,19 +87,19 @@ def full_parameters(rank: Rank) -> dict[str, torch.Tensor]:
     """The parameters, gathered, as they are trained."""
     return {
         name: parameter.detach().full_tensor().clone()
-        for name, parameter in rank.held.engine.module.named_parameters()
+        for name, parameter in rank.objects.engine.module.named_parameters()
     }
 
 
 def local_shards(rank: Rank) -> dict[str, torch.Tensor]:
     """What this rank has of the state dict."""
-    state = rank.held.engine.module.state_dict()
+    state = rank.objects.engine.module.state_dict()
     return {name: shard.to_local().clone() for name, shard in state.items()}
 
 
 def take_step(rank: Rank, seed: int) -> float:
     """An optimizer step; returns the gradient norm."""
-    return optimizer_step(rank.held.engine, rank.number, seed)
+    return optimizer_step(rank.objects.engine, rank.number, seed)
 
 
 def optimizer_step(engine: Any, rank: int, seed: int) -> float:
@@ -119,7 +120,7 @@ def optimizer_step(engine: Any, rank: int, seed: int) -> float:
 def synchronizer(
     rank: Rank, kind: type[Synchronizer] = Synchronizer, **options: Any
 ) -> Synchronizer:
-    where = rank.held.where
+    where = rank.objects.where
     made = kind(
         where.run_id,
         where.epoch,
@@ -135,7 +136,7 @@ def synchronizer(
 
 def upload(rank: Rank, step: int, how: str) -> None:
     """Publish the weights: full, as shards, or as a snapshot after which training goes on."""
-    engine, to = rank.held.engine, synchronizer(rank)
+    engine, to = rank.objects.engine, synchronizer(rank)
     strategy = strategy_for(how, 30)
     fsdp_upload_state_dict(engine, to, step, logger, strategy=strategy)
     if how == "snapshot":
@@ -146,7 +147,7 @@ def upload(rank: Rank, step: int, how: str) -> None:
 
 def publish_adapter(rank: Rank, step: int) -> dict[str, torch.Tensor]:
     """Publish what the engine gives of its adapter alone, as a subset; returns that."""
-    gathered = dict(rank.held.engine.get_per_tensor_param(base_sync_done=True)[0])
+    gathered = dict(rank.objects.engine.get_per_tensor_param(base_sync_done=True)[0])
     if rank.number == 0:
         to = synchronizer(rank)
         to.open_version(step)
@@ -159,7 +160,7 @@ def upload_that_fails(rank: Rank, step: int, sharded: bool) -> None:
     to = synchronizer(rank, FailsOnRank1 if sharded else FailingSynchronizer)
     try:
         strategy = PublishShards() if sharded else PublishFull()
-        fsdp_upload_state_dict(rank.held.engine, to, step, logger, strategy=strategy)
+        fsdp_upload_state_dict(rank.objects.engine, to, step, logger, strategy=strategy)
     finally:
         to.flush()
 
@@ -176,14 +177,14 @@ class HeldPublisher(Publisher):
 
 def save_then_train(rank: Rank, folder: Path, step: int) -> dict[str, torch.Tensor]:
     """Save in the background, train on before it is written; returns the shards at the call."""
-    where = rank.held.where
+    where = rank.objects.where
     log = SyncEventLog(open_client(where.redis_url), where.run_id)
     rank.exits.callback(log.close)
     publisher = HeldPublisher(log, where.epoch, new_producer("actor", rank.number))
     publisher.gate = threading.Event()
     coordinator = CheckpointCoordinator(publisher, where.run_folder)
     expected = local_shards(rank)
-    fsdp_save_state_dict(rank.held.engine, str(folder), step, coordinator, logger)
+    fsdp_save_state_dict(rank.objects.engine, str(folder), step, coordinator, logger)
     take_step(rank, 8)
     publisher.gate.set()
     coordinator.wait_all()
@@ -193,7 +194,7 @@ def save_then_train(rank: Rank, folder: Path, step: int) -> dict[str, torch.Tens
 
 def save_and_load(rank: Rank, folder: Path) -> tuple[bool, bool]:
     """veRL's own save and load around a step: whether the step changed anything, and stayed."""
-    engine = rank.held.engine
+    engine = rank.objects.engine
     before = local_shards(rank)
     engine.save_checkpoint(str(folder), global_step=1)
     take_step(rank, 7)
@@ -206,7 +207,7 @@ def save_and_load(rank: Rank, folder: Path) -> tuple[bool, bool]:
 
 def load_model_of(rank: Rank, folder: Path) -> tuple[bool, bool]:
     """Let veRL load the model alone from what our helper wrote; whether it differed, and fits."""
-    engine = rank.held.engine
+    engine = rank.objects.engine
     before = local_shards(rank)
     manager = engine.checkpoint_manager
     manager.checkpoint_load_contents = ["model"]
@@ -224,6 +225,6 @@ def broadcast(rank: Rank, step: int) -> None:
         to = synchronizer(rank, transport="collective", group_timeout=10.0)
         to.setup_weight_sync_group(explorers=1, timeout=20)
         group = to.model_update_group(step)
-    fsdp_sync_weight_nccl(rank.held.engine, group)
+    fsdp_sync_weight_nccl(rank.objects.engine, group)
     if to is not None:
         to.flush()

@@ -25,34 +25,34 @@ pytestmark = pytest.mark.timeout(600)  # its own deadlines are shorter, and say 
 
 def make_worker(rank, config):
     kind = VerlTrainWorker if config.trainer.engine == "verl" else TrainWorker
-    rank.held.worker = kind(config, rank.number)
-    return rank.held.worker.address() if rank.number == 0 else None
+    rank.objects.worker = kind(config, rank.number)
+    return rank.objects.worker.address() if rank.number == 0 else None
 
 
 def set_up(rank, host, port):
-    rank.held.worker.setup(host, port)
+    rank.objects.worker.setup(host, port)
 
 
 def train(rank, groups):
     """Take a step; return its metrics and the full parameters after it."""
-    worker = rank.held.worker
+    worker = rank.objects.worker
     metrics = worker.train_step(groups[rank.number :: 2])
     return metrics, {name: value.clone() for name, value in worker._engine.master_params()}
 
 
 def call(rank, method, *args):
-    return getattr(rank.held.worker, method)(*args)
+    return getattr(rank.objects.worker, method)(*args)
 
 
 def loaded_by_verl(rank, folder):
     """Let veRL's own loader read a checkpoint of ours; return what is there then."""
-    engine = rank.held.worker._engine
+    engine = rank.objects.worker._engine
     engine.verl.load_checkpoint(str(folder), del_local_after_load=False)
     return engine.steps, {name: value.clone() for name, value in engine.master_params()}
 
 
 def flushed(rank):
-    rank.held.worker._synchronizer.flush()
+    rank.objects.worker._synchronizer.flush()
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ def test_the_slurm_script_is_a_script():
 
 
 def test_the_slurm_script_refuses_to_run_without_a_configuration_or_a_job():
-    for arguments, told in (([], "usage: sbatch"), (["run.yaml"], "submit it with sbatch")):
+    for arguments, message in (([], "usage: sbatch"), (["run.yaml"], "submit it with sbatch")):
         done = subprocess.run(
             ["bash", str(SLURM), *arguments],
             capture_output=True,
@@ -36,7 +36,7 @@ def test_the_slurm_script_refuses_to_run_without_a_configuration_or_a_job():
             env={"HOME": "/nowhere", "PATH": "/usr/bin:/bin"},
         )
         assert done.returncode != 0
-        assert told in done.stderr
+        assert message in done.stderr
 
 
 def test_options_that_the_slurm_script_gives_to_train_exist():
@@ -55,7 +55,7 @@ def test_the_manifest_has_a_job_with_this_versions_ray_and_options():
     )
     command, verb, *arguments = job["spec"]["entrypoint"].split()
     assert (command, verb) == ("trinity-events", "train")
-    assert {one for one in arguments if one.startswith("--")} <= options_of_train()
+    assert {argument for argument in arguments if argument.startswith("--")} <= options_of_train()
     pinned = re.findall(r"^ray==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert [job["spec"]["rayClusterSpec"]["rayVersion"]] == pinned
 
@@ -67,10 +67,10 @@ def test_every_pod_of_the_manifest_shares_the_checkpoint_folder_and_the_log():
     for group in groups:
         pod = group["template"]["spec"]
         [container] = pod["containers"]
-        mounts = {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
         assert mounts["checkpoints"] == "/checkpoints"
-        assert set(mounts) == {one["name"] for one in pod["volumes"]}
-        assert [one["name"] for one in container["env"]] == ["TRINITY_REDIS_URL"]
+        assert set(mounts) == {volume["name"] for volume in pod["volumes"]}
+        assert [variable["name"] for variable in container["env"]] == ["TRINITY_REDIS_URL"]
 
 
 # --- make gpu -----------------------------------------------------------------------------------
@@ -93,17 +93,17 @@ def test_without_a_gpu_the_report_is_one_sentence_and_a_failure():
 
 
 def test_the_report_runs_every_test_that_asks_for_a_gpu():
-    found = [one.as_posix() for one in gpu_tests()]
-    assert "tests/weights/transports/test_cuda_transport.py" in found
-    assert "tests/workers/engines/test_fsdp_on_gpu.py" in found
+    paths = [path.as_posix() for path in gpu_tests()]
+    assert "tests/weights/transports/test_cuda_transport.py" in paths
+    assert "tests/workers/engines/test_fsdp_on_gpu.py" in paths
     tests, *others = parts()
-    assert set(found) <= set(tests.command)
+    assert set(paths) <= set(tests.command)
     assert ["weights_gpu" in others[0].command, "demo" in others[1].command] == [True, True]
 
 
 def test_a_section_of_the_report_has_command_outcome_and_last_lines():
     part = Part("Demo", [sys.executable, "-m", "trinity_events", "demo"])
-    told = section(part, "passed", 12.3, "\n".join(map(str, range(100))))
-    assert told.startswith("## Demo: passed in 12 s\n\n`python -m trinity_events demo`\n")
-    assert "\n99\n" in told
-    assert "\n59\n" not in told
+    report = section(part, "passed", 12.3, "\n".join(map(str, range(100))))
+    assert report.startswith("## Demo: passed in 12 s\n\n`python -m trinity_events demo`\n")
+    assert "\n99\n" in report
+    assert "\n59\n" not in report

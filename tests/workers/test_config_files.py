@@ -235,19 +235,19 @@ def test_a_sync_method_may_have_its_name_in_trinity_rft(tmp_path, given, method)
     assert read_config(path).checked().sync.method == method
 
 
-@pytest.mark.parametrize(("text", "said"), MISTAKES, ids=[text for text, _ in MISTAKES])
-def test_a_mistake_is_one_sentence_that_names_file_and_field(tmp_path, text, said):
+@pytest.mark.parametrize(("text", "message"), MISTAKES, ids=[text for text, _ in MISTAKES])
+def test_a_mistake_is_one_sentence_that_names_file_and_field(tmp_path, text, message):
     path = written(tmp_path, text)
     [problem] = read_config(path).problems
     assert problem.startswith(f"{path}: ")
-    assert said in problem
+    assert message in problem
     assert "\n" not in problem
     with pytest.raises(BadSettings):
         read_config(path).checked()
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "message"),
     [
         ("a.yaml", "steps: [", "is not YAML at line"),
         ("a.yaml", "steps: 1\nsteps: 2", "steps is given twice"),
@@ -255,8 +255,8 @@ def test_a_mistake_is_one_sentence_that_names_file_and_field(tmp_path, text, sai
         ("a.json", "{}", "is neither .yaml, .yml nor .toml"),
     ],
 )
-def test_a_file_that_cannot_be_parsed_is_one_sentence(tmp_path, name, text, said):
-    with pytest.raises(BadSettings, match=said):
+def test_a_file_that_cannot_be_parsed_is_one_sentence(tmp_path, name, text, message):
+    with pytest.raises(BadSettings, match=message):
         read_config(written(tmp_path, text, name))
 
 
@@ -283,11 +283,11 @@ def test_yaml_and_toml_say_the_same(tmp_path):
 def test_a_preset_lies_below_the_file_and_the_command_line(tmp_path):
     path = written(tmp_path, "algorithm: {preset: dapo, clip_high: 0.3, overlong: {penalty: 2}}")
     texts = ["algorithm.kl.coefficient=0.01", "algorithm.overlong.mask=true"]
-    found = read_config(path, [typed_setting(one) for one in texts]).checked().algorithm
-    assert (found.clip_low, found.clip_high, found.kl.coefficient) == (0.2, 0.3, 0.01)
-    assert found.filters.zero_variance == "resample"
+    algorithm = read_config(path, [typed_setting(text) for text in texts]).checked().algorithm
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.kl.coefficient) == (0.2, 0.3, 0.01)
+    assert algorithm.filters.zero_variance == "resample"
     overlong = OverlongConfig(mask=True, buffer=0.2, penalty=2.0)
-    assert found.overlong == overlong
+    assert algorithm.overlong == overlong
     [chosen] = [typed_setting("algorithm.preset=dr_grpo")]
     assert read_config(written(tmp_path, ""), [chosen]).checked().algorithm.scale == "none"
 
@@ -304,14 +304,14 @@ def test_a_preset_is_read_again_from_the_copy_and_from_the_log(tmp_path):
 def test_an_algorithm_of_the_users_file_is_checked_before_the_run(tmp_path):
     (tmp_path / "own.py").write_text("def squared(tokens, config):\n    return None\n")
     path = written(tmp_path, "algorithm: {loss: './own.py:squared', options: {strength: 0.5}}")
-    found = read_config(path).checked().algorithm
-    assert (found.loss, found.options) == (f"{tmp_path}/own.py:squared", {"strength": 0.5})
+    algorithm = read_config(path).checked().algorithm
+    assert (algorithm.loss, algorithm.options) == (f"{tmp_path}/own.py:squared", {"strength": 0.5})
     [problem] = read_config(written(tmp_path, "algorithm: {loss: './own.py:cubed'}")).problems
     assert "own.py has no 'cubed'" in problem
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("{sets: {Hard: {}}}", 'evaluation.sets has "Hard", but a name there has only lower-case'),
         ("{sets: {hard: 4}}", "evaluation.sets.hard is 4, but it is a section"),
@@ -335,9 +335,9 @@ def test_an_algorithm_of_the_users_file_is_checked_before_the_run(tmp_path):
         ("{sets: {a: {interval: 5}}}\nsync: {method: nccl}", "sync.method nccl keeps none"),
     ],
 )
-def test_a_mistake_in_a_set_of_held_out_questions_is_one_sentence(tmp_path, text, said):
+def test_a_mistake_in_a_set_of_held_out_questions_is_one_sentence(tmp_path, text, message):
     [problem] = read_config(written(tmp_path, f"evaluation: {text}")).problems
-    assert said in problem and "\n" not in problem
+    assert message in problem and "\n" not in problem
 
 
 def test_sets_of_held_out_questions_have_the_users_names(tmp_path):
@@ -364,19 +364,19 @@ def test_settings_of_the_command_line_lie_over_the_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = written(tmp_path, "steps: 5\nsync: {interval: 2}")
     texts = ["steps=7", "name=12", "trainer.learning_rate=1e-3", "model.path=./policy"]
-    config = read_config(path, [typed_setting(one) for one in texts]).checked()
+    config = read_config(path, [typed_setting(text) for text in texts]).checked()
     assert (config.steps, config.name, config.sync.interval) == (7, "12", 2)
     assert config.trainer.learning_rate == 1e-3
     assert config.model.path == str(tmp_path / "policy")
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [("steps=x", '--set steps=x: steps is "x"'), ("sync.intervl=1", "is sync.interval meant")],
 )
-def test_a_wrong_setting_of_the_command_line_is_named(tmp_path, text, said):
+def test_a_wrong_setting_of_the_command_line_is_named(tmp_path, text, message):
     [problem] = read_config(written(tmp_path, ""), [typed_setting(text)]).problems
-    assert said in problem
+    assert message in problem
 
 
 def test_a_setting_without_a_value_is_refused():
@@ -424,8 +424,8 @@ def test_an_overlay_of_options_equals_a_file(tmp_path):
 
 def test_trinitys_names_of_the_settings_of_checkpoints_are_read(tmp_path):
     text = "trainer: {max_checkpoints_to_keep: 0, save_hf_checkpoint: always}"
-    found = read_config(written(tmp_path, text)).checked().checkpoints
-    assert (found.keep, found.save_hf_checkpoint) == (0, "always")
+    checkpoints = read_config(written(tmp_path, text)).checked().checkpoints
+    assert (checkpoints.keep, checkpoints.save_hf_checkpoint) == (0, "always")
 
 
 @pytest.mark.parametrize(
@@ -445,26 +445,26 @@ def test_options_are_named_in_messages_about_them():
 
 
 def test_every_field_has_a_meaning_and_every_option_a_field():
-    assert all(one.meaning.endswith(".") for one in fields().values())
+    assert all(field.meaning.endswith(".") for field in fields().values())
     assert set(OPTIONS.values()) <= set(fields())
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_every_example_checks(cli, path):
-    said = cli("train", str(path), "--check")
-    assert said.returncode == 0, said.stderr
-    assert "samples_per_prompt: " in said.stdout
+    result = cli("train", str(path), "--check")
+    assert result.returncode == 0, result.stderr
+    assert "samples_per_prompt: " in result.stdout
 
 
 def test_check_tells_every_mistake_and_starts_nothing(cli, tmp_path):
     path = written(tmp_path, "step: 3\nseed: -1")
-    said = cli("train", str(path), "--check")
-    assert said.returncode == 1
-    assert said.stderr.splitlines() == [
+    result = cli("train", str(path), "--check")
+    assert result.returncode == 1
+    assert result.stderr.splitlines() == [
         f"error: {path}: there is no setting step: is steps meant?",
         f"error: {path}: seed is -1, but must be an integer from 0 to 4294967295",
     ]
-    said = cli("train", str(path), "--set", "name=x")
-    assert said.returncode == 1
-    assert "(1 more: see --check)" in said.stderr
-    assert "Traceback" not in said.stderr
+    result = cli("train", str(path), "--set", "name=x")
+    assert result.returncode == 1
+    assert "(1 more: see --check)" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -16,17 +16,17 @@ def needs(explorers, **settings):
 
 
 def test_every_rank_and_explorer_takes_a_cpu_where_nothing_else_is_said():
-    found = needs(1, trainer={"ranks": 2})
-    assert found.bundles(gpus=False) == [{"CPU": 1.0}] * 3
-    assert found.bundles(gpus=True) == [{"CPU": 1.0, "GPU": 1.0}] * 2 + [{"CPU": 1.0}]
-    assert found.cpus == 3
+    resources = needs(1, trainer={"ranks": 2})
+    assert resources.bundles(gpus=False) == [{"CPU": 1.0}] * 3
+    assert resources.bundles(gpus=True) == [{"CPU": 1.0, "GPU": 1.0}] * 2 + [{"CPU": 1.0}]
+    assert resources.cpus == 3
 
 
 def test_fractions_of_cpus_are_counted_as_they_are_given():
-    found = needs(2, trainer={"ranks": 1, "cpus": 2.5}, explorer={"cpus": 0.25})
-    assert found.bundles(gpus=False) == [{"CPU": 2.5}, {"CPU": 0.25}, {"CPU": 0.25}]
-    assert found.cpus == 3
-    assert found.told(gpus=True) == (
+    resources = needs(2, trainer={"ranks": 1, "cpus": 2.5}, explorer={"cpus": 0.25})
+    assert resources.bundles(gpus=False) == [{"CPU": 2.5}, {"CPU": 0.25}, {"CPU": 0.25}]
+    assert resources.cpus == 3
+    assert resources.told(gpus=True) == (
         "2.5 CPUs and a GPU for each of 1 rank, 0.25 CPUs for each of 2 explorers"
     )
 

@@ -41,20 +41,20 @@ def url(server):
 
 
 @pytest.mark.parametrize(
-    ("which", "told"),
+    ("which", "reason"),
     [
         ("nobody's", "The AWS Access Key Id you provided does not exist in our records"),
         ("wrong", "The request signature we calculated does not match"),
         ("none", "Unable to locate credentials"),
     ],
 )
-def test_credentials_that_are_not_the_servers_are_one_sentence(server, which, told):
+def test_credentials_that_are_not_the_servers_are_one_sentence(server, which, reason):
     relay, (name, secret) = server
     key = {"nobody's": ("someone", secret), "wrong": (name, "guessed"), "none": None}[which]
     with environment(relay.url, key), pytest.raises(ObjectStoreUnusable) as refused:
         ObjectStore("s3://checkpoints/team").check()
     sentence = str(refused.value)
-    assert sentence.startswith(f"s3://checkpoints/team cannot be written to: {told}")
+    assert sentence.startswith(f"s3://checkpoints/team cannot be written to: {reason}")
     assert "\n" not in sentence and secret not in sentence and "guessed" not in sentence
 
 
@@ -130,7 +130,7 @@ async def test_a_copy_that_its_server_leaves_in_the_middle_is_not_there_and_a_fr
 
 def _contents(folder):
     return {
-        one.relative_to(folder).as_posix(): one.read_bytes()
-        for one in folder.rglob("*")
-        if one.is_file()
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
     }

@@ -14,7 +14,7 @@ from trinity_workers.config.sections.sync import SyncMethod, SyncStyle, WhenStal
 from trinity_workers.config.sections.trainer import EngineName
 
 ENGINES, METHODS, STYLES, POLICIES = (
-    get_args(one) for one in (EngineName, SyncMethod, SyncStyle, WhenStale)
+    get_args(choice) for choice in (EngineName, SyncMethod, SyncStyle, WhenStale)
 )
 REFUSED = {("nccl", "fully_async"): "a collective group makes the trainer wait"}
 """Methods with the styles that they cannot serve, and the beginning of the reason."""
@@ -30,21 +30,21 @@ def mistakes(folder: Path, engine: str, **sync: object) -> list[str]:
 def test_every_method_goes_with_every_style_but_those_that_are_refused_with_the_reason(
     tmp_path, engine
 ):
-    found = {}
+    refusals = {}
     for method, style, policy in product(METHODS, STYLES, POLICIES):
-        told = mistakes(tmp_path, engine, method=method, style=style, when_stale=policy)
-        for sentence in told:
-            found[method, style] = sentence
+        problems = mistakes(tmp_path, engine, method=method, style=style, when_stale=policy)
+        for sentence in problems:
+            refusals[method, style] = sentence
             assert "sync.method" in sentence or "sync.style" in sentence, sentence
-    assert found.keys() == REFUSED.keys()
-    assert all(reason in found[pair] for pair, reason in REFUSED.items())
+    assert refusals.keys() == REFUSED.keys()
+    assert all(reason in refusals[pair] for pair, reason in REFUSED.items())
 
 
 @pytest.mark.parametrize("style", STYLES)
 def test_only_fixed_has_an_offset(tmp_path, style):
-    told = mistakes(tmp_path, "fsdp", style=style, offset=1)
-    assert (told == []) is (style == "fixed")
-    assert all("sync.offset is 1" in sentence for sentence in told)
+    problems = mistakes(tmp_path, "fsdp", style=style, offset=1)
+    assert (problems == []) is (style == "fixed")
+    assert all("sync.offset is 1" in sentence for sentence in problems)
 
 
 @pytest.mark.parametrize(("style", "interval"), list(product(STYLES, (1, 4))))
@@ -52,5 +52,7 @@ def test_a_bound_that_no_step_can_keep_to_is_refused(tmp_path, style, interval):
     least = interval - 1
     assert mistakes(tmp_path, "fsdp", style=style, interval=interval, max_staleness=least) == []
     if least:
-        [told] = mistakes(tmp_path, "fsdp", style=style, interval=interval, max_staleness=least - 1)
-        assert f"choose at least {least}" in told
+        [problem] = mistakes(
+            tmp_path, "fsdp", style=style, interval=interval, max_staleness=least - 1
+        )
+        assert f"choose at least {least}" in problem

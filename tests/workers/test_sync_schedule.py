@@ -13,7 +13,7 @@ def trained(style, *, steps=40, **sync):
     """Return the staleness of each step, if each is trained on the oldest version that serves."""
     config = TrainConfig(steps=steps, sync=SyncConfig(style=style, **sync))
     asked_by: dict[int, int] = {}
-    for version in (0, *(one for one in range(1, steps) if config.is_sync_step(one))):
+    for version in (0, *(step for step in range(1, steps) if config.is_sync_step(step))):
         for step in range(version + 1, config.last_step_served(version) + 1):
             asked_by.setdefault(step, version)
     assert sorted(asked_by) == list(range(1, steps + 1)), "a step is asked for by no version"
@@ -38,9 +38,9 @@ def test_the_bound_counts_optimizer_steps(style):
 @pytest.mark.parametrize(("interval", "offset"), [(1, 0), (1, 2), (3, 0), (3, 1), (2, 5)])
 def test_fixed_serves_each_explorer_step_with_the_version_of_its_formula(interval, offset):
     bound, staleness = trained("fixed", interval=interval, offset=offset)
-    for step, found in enumerate(staleness, start=1):
+    for step, lag in enumerate(staleness, start=1):
         version = interval * max(0, (step - 1 - offset) // interval)
-        assert step - 1 - found == version
+        assert step - 1 - lag == version
     assert bound == max(staleness) == interval - 1 + offset
 
 

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 __all__ = ["MemoryEventLog", "Pipeline", "RecordedHistory", "SyncMemoryEventLog"]
 
 _HOMES = {
-    "MemoryEventLog": "..log.memory_log",
+    "MemoryEventLog": "..log.memory.event_log",
     "Pipeline": ".pipeline",
     "RecordedHistory": ".history",
-    "SyncMemoryEventLog": "..log.memory_log",
+    "SyncMemoryEventLog": "..log.memory.event_log",
 }
 
 

@@ -159,14 +159,14 @@ def test_gae_is_the_decayed_sum_of_the_critics_errors():
         values=torch.tensor([[1.0, 2.0, 3.0]]),
     )
     settings = {"preset": "ppo", "gamma": 0.5, "gae_lambda": 0.5, "scale": "none"}
-    found = prepare(batch, read_settings(settings)).batch
-    near(found.advantages, [[-1 / 16, -1 / 4, 1]])
-    near(found.returns, [[15 / 16, 7 / 4, 4]])
+    prepared = prepare(batch, read_settings(settings)).batch
+    near(prepared.advantages, [[-1 / 16, -1 / 4, 1]])
+    near(prepared.returns, [[15 / 16, 7 / 4, 4]])
     # Normalised: mean 11/48, and the returns as they were.
     raw = torch.tensor([-1 / 16, -1 / 4, 1.0], dtype=torch.float64)
     whitened = prepare(batch, read_settings(settings | {"scale": "batch"})).batch
     near(whitened.advantages, [((raw - raw.mean()) / raw.std(correction=0)).tolist()])
-    near(whitened.returns, found.returns)
+    near(whitened.returns, prepared.returns)
 
 
 @pytest.mark.parametrize(
@@ -183,10 +183,10 @@ def test_tokens_of_the_environment_are_passed_over(preset):
 
     apart = replace(apart, response_mask=mask)
     together = make_batch([2], values=values[:, [0, 2]], **given)
-    one = prepare(apart, read_settings(preset)).batch
+    prepared = prepare(apart, read_settings(preset)).batch
     other = prepare(together, read_settings(preset)).batch
-    near(one.advantages[:, [0, 2]], other.advantages)
-    assert one.advantages[0, 1] == 0.0
+    near(prepared.advantages[:, [0, 2]], other.advantages)
+    assert prepared.advantages[0, 1] == 0.0
 
 
 def test_rewards_of_single_tokens_are_taken_if_the_batch_has_them():
@@ -216,7 +216,7 @@ def test_a_teachers_advantage_is_the_negative_divergence_of_each_token():
 
 
 @pytest.mark.parametrize(
-    ("settings", "field", "said"),
+    ("settings", "field", "message"),
     [
         ({"preset": "ppo"}, "values", "advantage gae needs values"),
         ({"preset": "distillation"}, "teacher_logprobs", "advantage teacher needs teacher_logp"),
@@ -227,8 +227,8 @@ def test_a_teachers_advantage_is_the_negative_divergence_of_each_token():
         ),
     ],
 )
-def test_a_missing_field_is_named(settings, field, said):
-    with pytest.raises(AlgorithmError, match=said):
+def test_a_missing_field_is_named(settings, field, message):
+    with pytest.raises(AlgorithmError, match=message):
         advantages(make_batch([2, 1], **{field: None}), **settings)
 
 
@@ -261,8 +261,8 @@ def test_ranks_with_whole_groups_estimate_the_advantages_of_the_whole(preset):
     settings = chosen(preset)
     batch = make_batch([3, 1, 4, 2, 2, 5], groups=[1, 1, 1, 2, 2, 2], holes=True)
     expected = prepare(batch, settings).batch.advantages
-    found = on_ranks([batch.rows(0, 3), batch.rows(3, 6)], settings)
-    near(torch.cat(found), expected)
+    advantages = on_ranks([batch.rows(0, 3), batch.rows(3, 6)], settings)
+    near(torch.cat(advantages), expected)
 
 
 def on_ranks(shares, settings):
@@ -271,7 +271,7 @@ def on_ranks(shares, settings):
 
     meeting = threading.Barrier(len(shares), timeout=60)
     sums: dict[int, torch.Tensor] = {}
-    found: dict[int, torch.Tensor] = {}
+    advantages: dict[int, torch.Tensor] = {}
 
     def rank(number):
         def reduce(tensor):
@@ -281,11 +281,11 @@ def on_ranks(shares, settings):
             meeting.wait()
             return total
 
-        found[number] = prepare(shares[number], settings, reduce).batch.advantages
+        advantages[number] = prepare(shares[number], settings, reduce).batch.advantages
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(len(shares))]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    return [found[number] for number in range(len(shares))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [advantages[number] for number in range(len(shares))]

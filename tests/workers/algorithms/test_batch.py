@@ -24,8 +24,8 @@ from trinity_workers.algorithms.errors import AlgorithmError  # noqa: E402
 lengths = st.lists(st.integers(1, 6), min_size=1, max_size=9)
 
 
-def same(one: Batch, other: Batch) -> None:
-    assert_equal(one.known(), other.known())
+def same(batch: Batch, other: Batch) -> None:
+    assert_equal(batch.known(), other.known())
 
 
 @examples(30)
@@ -64,18 +64,21 @@ def test_padding_rows_train_on_nothing_and_can_be_taken_off_again(chosen, multip
 
 @examples(30)
 @given(lengths, lengths)
-def test_batches_of_other_widths_are_concatenated_with_padding_that_is_masked(one, other):
-    first = make_batch(one, prompts=[3] * len(one))
+def test_batches_of_other_widths_are_concatenated_with_padding_that_is_masked(responses, other):
+    first = make_batch(responses, prompts=[3] * len(responses))
     second = make_batch(other, seed=1, prompts=[5] * len(other))
     both = concatenate([first, second])
     assert both.prompt_width == 5
     assert both.response_width == max(first.response_width, second.response_width)
-    for batch, found in ((first, both.rows(0, len(one))), (second, both.rows(len(one), len(both)))):
-        real, kept = batch.attention_mask.bool(), found.attention_mask.bool()
+    for batch, rows in (
+        (first, both.rows(0, len(responses))),
+        (second, both.rows(len(responses), len(both))),
+    ):
+        real, row_mask = batch.attention_mask.bool(), rows.attention_mask.bool()
         for name in ("input_ids", "position_ids"):
-            assert identical(getattr(found, name)[kept], getattr(batch, name)[real])
+            assert identical(getattr(rows, name)[row_mask], getattr(batch, name)[real])
         for name in ("values", "behaviour_logprobs", "advantages"):
-            values = getattr(found, name)[found.response_mask]
+            values = getattr(rows, name)[rows.response_mask]
             assert identical(values, getattr(batch, name)[batch.response_mask])
 
 
@@ -94,11 +97,11 @@ def test_rows_are_selected_by_index_in_its_order_or_by_a_mask():
 
 def test_a_batch_moves_to_another_device_whole():
     batch = make_batch([2, 1])
-    assert {one.device.type for one in batch.to("meta").known().values()} == {"meta"}
+    assert {tensor.device.type for tensor in batch.to("meta").known().values()} == {"meta"}
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"rewards": torch.zeros(3)}, r"rewards is \[3\], but must be \[B\], which is \[2\]"),
         ({"values": torch.zeros(2, 3)}, r"values is \[2, 3\], but must be \[B, R\]"),
@@ -110,8 +113,8 @@ def test_a_batch_moves_to_another_device_whole():
         ),
     ],
 )
-def test_a_field_of_another_shape_or_dtype_is_refused_by_name(change, said):
-    with pytest.raises(ValueError, match=said):
+def test_a_field_of_another_shape_or_dtype_is_refused_by_name(change, message):
+    with pytest.raises(ValueError, match=message):
         replace(make_batch([2, 1]), **change)
 
 
@@ -126,7 +129,7 @@ def test_batches_that_know_other_fields_are_not_mixed():
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda batch: batch.split(0), "at least one row"),
         (lambda batch: batch.split([1, 3]), "do not make up 2"),
@@ -138,8 +141,8 @@ def test_batches_that_know_other_fields_are_not_mixed():
         (lambda _: concatenate([]), "no batches"),
     ],
 )
-def test_what_cannot_be_done_with_rows_is_refused_in_a_sentence(call, said):
-    with pytest.raises(ValueError, match=said):
+def test_what_cannot_be_done_with_rows_is_refused_in_a_sentence(call, message):
+    with pytest.raises(ValueError, match=message):
         call(make_batch([2, 1]))
 
 
@@ -182,14 +185,14 @@ def changed(episode: Experience, **values) -> Experience:
 
 
 @pytest.mark.parametrize(
-    ("group", "said"),
+    ("group", "message"),
     [
         ([], "no episodes"),
         ([experience(), changed(experience(), ordinal=4)], r"of the ordinals \[3, 4\]"),
     ],
 )
-def test_experiences_that_make_no_batch_are_refused_by_name(group, said):
-    with pytest.raises(ValueError, match=said):
+def test_experiences_that_make_no_batch_are_refused_by_name(group, message):
+    with pytest.raises(ValueError, match=message):
         collate([group], pad_token_id=0)
 
 

@@ -57,8 +57,8 @@ def pushed(batch, sampling, logprobs=None, **chosen):
 
 def test_weights_of_tokens_are_their_ratios_truncated_at_the_cap():
     batch = sampled_by_another(HALF_AND_FOUR)
-    found, update = pushed(batch, {"ratio_to": "proximal", "weights": "token"})
-    near(found, [[0.5, 2.0], [2.0, 2.0]])
+    weights, update = pushed(batch, {"ratio_to": "proximal", "weights": "token"})
+    near(weights, [[0.5, 2.0], [2.0, 2.0]])
     assert update.metrics.values()["rollout_corr/rollout_is_mean"] == 6.5 / 4
     uncapped, _ = pushed(batch, {"ratio_to": "proximal", "weights": "token", "cap": None})
     near(uncapped, HALF_AND_FOUR)
@@ -76,16 +76,16 @@ def test_weights_and_masks_are_constants_to_the_gradient():
 def test_weights_of_sequences_are_the_products_of_their_ratios_truncated():
     # 0.5 * 4 = 2 and 2 * 3 = 6, at most 5.
     batch = sampled_by_another(HALF_AND_FOUR)
-    found, _ = pushed(batch, {"ratio_to": "proximal", "weights": "sequence", "cap": 5.0})
-    near(found, [[2.0, 2.0], [5.0, 5.0]])
+    weights, _ = pushed(batch, {"ratio_to": "proximal", "weights": "sequence", "cap": 5.0})
+    near(weights, [[2.0, 2.0], [5.0, 5.0]])
 
 
 def test_the_decoupled_ratio_is_clipped_around_the_proximal_policy():
     # Current/proximal 1.5: clipped at 1.2, so no push. Current/behaviour is 0.75 and 6.
     batch = sampled_by_another([[0.5, 4.0]])
     current = batch.proximal_logprobs + log(1.5)
-    found, update = pushed(batch, {"ratio_to": "proximal", "weights": "token"}, current)
-    near(found, [[0.0, 0.0]])
+    weights, update = pushed(batch, {"ratio_to": "proximal", "weights": "token"}, current)
+    near(weights, [[0.0, 0.0]])
     near(update.loss_sum, -(0.5 * 1.2 + 2.0 * 1.2))
     coupled, _ = pushed(batch, {}, current)
     near(coupled, [[0.75, 0.0]])
@@ -95,14 +95,14 @@ def test_icepop_weighs_tokens_within_its_bounds_and_drops_others():
     # Bounds 0.6 to 3.5: 0.5 and 4 are dropped, 2 and 3 weigh as they are. All four still count.
     batch = sampled_by_another(HALF_AND_FOUR)
     icepop = {"mask": "icepop", "mask_low": 0.6, "mask_high": 3.5, "cap": None}
-    found, update = pushed(batch, {"ratio_to": "proximal", "weights": "token", **icepop})
-    near(found, [[0.0, 0.0], [2.0, 3.0]])
+    weights, update = pushed(batch, {"ratio_to": "proximal", "weights": "token", **icepop})
+    near(weights, [[0.0, 0.0], [2.0, 3.0]])
     assert float(update.denominator) == 4.0
     assert update.metrics.values()["rollout_corr/rollout_rs_masked_fraction"] == 0.5
 
 
 @pytest.mark.parametrize(
-    ("mask", "low", "high", "kept"),
+    ("mask", "low", "high", "expected"),
     [
         # Geometric means: sqrt(2) = 1.41 and sqrt(6) = 2.45. Products: 2 and 6.
         ("geometric", 1.4, 1.5, [True, False]),
@@ -113,20 +113,20 @@ def test_icepop_weighs_tokens_within_its_bounds_and_drops_others():
         ("sequence", 3.0, 6.1, [False, True]),
     ],
 )
-def test_masks_of_sequences_keep_or_drop_whole_responses(mask, low, high, kept):
+def test_masks_of_sequences_keep_or_drop_whole_responses(mask, low, high, expected):
     batch = sampled_by_another(HALF_AND_FOUR)
-    found, _ = pushed(
+    weights, _ = pushed(
         batch, {"ratio_to": "proximal", "mask": mask, "mask_low": low, "mask_high": high}
     )
-    assert found.bool().tolist() == [[one, one] for one in kept]
+    assert weights.bool().tolist() == [[keep, keep] for keep in expected]
 
 
 def test_without_a_proximal_policy_a_mask_judges_the_current_one():
     batch = sampled_by_another([[1.0, 1.0]])
     current = batch.behaviour_logprobs + torch.tensor([[log(8.0), 0.0]], dtype=torch.float64)
     batch = replace(batch, advantages=-batch.advantages, proximal_logprobs=None)
-    found, _ = pushed(batch, {"mask": "icepop"}, current)
-    near(found, [[0.0, -1.0]])
+    weights, _ = pushed(batch, {"mask": "icepop"}, current)
+    near(weights, [[0.0, -1.0]])
 
 
 def test_the_mismatch_of_engine_and_trainer_is_measured_in_verls_words():
@@ -150,8 +150,8 @@ def test_a_correction_needs_the_log_probabilities_of_the_engine():
 def group(*rewards, **parts):
     made = []
     for index, reward in enumerate(rewards):
-        one = experience(sample=index % 2)
-        values = {name: getattr(one, name) for name in one.__struct_fields__}
+        sample = experience(sample=index % 2)
+        values = {name: getattr(sample, name) for name in sample.__struct_fields__}
         named = {name: part[index] for name, part in parts.items()}
         made.append(Experience(**values | {"reward": reward, "reward_parts": named}))
     return made
@@ -197,10 +197,10 @@ def test_overlong_rows_count_in_their_group_and_are_not_trained_on():
         finished=torch.tensor([True, False]),
         token_rewards=None,
     )
-    found = prepare(batch, read_settings({"overlong": {"mask": True}, "deviation_epsilon": 0.0}))
-    near(found.batch.advantages, [[1.0, 1.0], [0.0, 0.0]])
-    assert found.batch.response_mask.sum(dim=-1).tolist() == [2, 0]
-    assert found.metrics.values()["overlong"] == 0.5
+    prepared = prepare(batch, read_settings({"overlong": {"mask": True}, "deviation_epsilon": 0.0}))
+    near(prepared.batch.advantages, [[1.0, 1.0], [0.0, 0.0]])
+    assert prepared.batch.response_mask.sum(dim=-1).tolist() == [2, 0]
+    assert prepared.metrics.values()["overlong"] == 0.5
 
 
 def test_the_penalty_grows_over_the_last_share_of_the_limit():
@@ -222,8 +222,8 @@ def test_the_penalty_is_added_to_the_reward_before_groups_are_compared():
     # Rewards 1 and 1, of 10 and 1 tokens: 0 and 1 after the penalty, so advantages -1 and 1.
     batch = make_batch([10, 1], groups=[5, 5], rewards=torch.ones(2), token_rewards=None)
     config = read_settings({"preset": "dapo", "deviation_epsilon": 0.0}).with_limit(10)
-    found = prepare(batch, config)
-    near(found.batch.advantages[:, 0], [-1.0, 1.0])
-    assert found.metrics.values()["overlong_penalty"] == -0.5
-    assert found.metrics.values()["score"] == 1.0
-    assert found.metrics.values()["response_length"] == 5.5
+    prepared = prepare(batch, config)
+    near(prepared.batch.advantages[:, 0], [-1.0, 1.0])
+    assert prepared.metrics.values()["overlong_penalty"] == -0.5
+    assert prepared.metrics.values()["score"] == 1.0
+    assert prepared.metrics.values()["response_length"] == 5.5

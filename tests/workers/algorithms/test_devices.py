@@ -65,10 +65,10 @@ def test_no_tensor_is_made_on_the_default_device(name):
     batch = make_batch([3, 1, 4, 2, 2], groups=[0, 0, 1, 1, 1], token_rewards=None)
     expected = computed(batch, SETTINGS[name])
     with torch.device("meta"):
-        found = computed(batch, SETTINGS[name])
-    near(found[0], expected[0])
-    near(found[1], expected[1])
-    assert found[2].values() == expected[2].values()
+        result = computed(batch, SETTINGS[name])
+    near(result[0], expected[0])
+    near(result[1], expected[1])
+    assert result[2].values() == expected[2].values()
 
 
 @pytest.mark.parametrize("device", [GPU])

@@ -26,16 +26,16 @@ def logits_of(*probabilities):
 def test_log_probabilities_and_entropies_are_those_of_the_distribution():
     # H(1/2, 1/4, 1/4) = 1/2 log 2 + 1/2 log 4 = 3/2 log 2.
     logits = logits_of([0.5, 0.25, 0.25], [1 / 3, 1 / 3, 1 / 3])
-    found = token_statistics(logits, torch.tensor([[0, 2]]), entropy=True)
-    near(found.logprobs, [[log(0.5), log(1 / 3)]])
-    near(found.entropy, [[1.5 * log(2), log(3)]])
+    statistics = token_statistics(logits, torch.tensor([[0, 2]]), entropy=True)
+    near(statistics.logprobs, [[log(0.5), log(1 / 3)]])
+    near(statistics.entropy, [[1.5 * log(2), log(3)]])
     assert token_statistics(logits, torch.tensor([[0, 2]])).entropy is None
 
 
 def test_the_temperature_is_that_of_sampling():
     # Odds of 4 to 1 become 2 to 1 at temperature 2.
-    found = token_statistics(logits_of([0.8, 0.2]), torch.tensor([[0]]), temperature=2.0)
-    near(found.logprobs, [[log(2 / 3)]])
+    statistics = token_statistics(logits_of([0.8, 0.2]), torch.tensor([[0]]), temperature=2.0)
+    near(statistics.logprobs, [[log(2 / 3)]])
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 1000])
@@ -43,23 +43,25 @@ def test_chunks_change_neither_values_nor_gradients(chunk):
     lot = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 5, 11, generator=lot, requires_grad=True)
     tokens = torch.randint(0, 11, (3, 5), generator=lot)
-    found = token_statistics(logits, tokens, entropy=True, chunk=chunk)
+    statistics = token_statistics(logits, tokens, entropy=True, chunk=chunk)
     logs = logits.log_softmax(-1)
     chosen = logs.gather(-1, tokens[..., None])[..., 0]
     entropy = -(logs.exp() * logs).sum(-1)
-    near(found.logprobs, chosen)
-    near(found.entropy, entropy)
+    near(statistics.logprobs, chosen)
+    near(statistics.entropy, entropy)
     weights = torch.randn(3, 5, generator=lot)
-    one = torch.autograd.grad(((found.logprobs - 0.3 * found.entropy) * weights).sum(), logits)
+    gradients = torch.autograd.grad(
+        ((statistics.logprobs - 0.3 * statistics.entropy) * weights).sum(), logits
+    )
     other = torch.autograd.grad(((chosen - 0.3 * entropy) * weights).sum(), logits)
-    near(one[0], other[0])
+    near(gradients[0], other[0])
 
 
 def test_logits_of_half_precision_are_summed_in_single():
     logits = torch.randn(1, 2, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
-    found = token_statistics(logits, torch.tensor([[1, 2]])).logprobs
-    assert found.dtype == torch.float32
-    near(found, logits.float().log_softmax(-1)[0, [0, 1], [1, 2]][None])
+    logprobs = token_statistics(logits, torch.tensor([[1, 2]])).logprobs
+    assert logprobs.dtype == torch.float32
+    near(logprobs, logits.float().log_softmax(-1)[0, [0, 1], [1, 2]][None])
 
 
 def test_the_gradients_are_those_of_finite_differences():
@@ -94,7 +96,7 @@ def head_of(dtype, bias=True):
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_fused_head_has_values_and_gradients_of_its_logits(dtype, tolerance, chunk, biased):
     hidden, weight, bias, tokens = head_of(dtype, biased)
-    inputs = [one for one in (hidden, weight, bias) if one is not None]
+    inputs = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
     plain = token_statistics(
         torch.nn.functional.linear(hidden, weight, bias), tokens, temperature=0.7, entropy=True
     )
@@ -104,22 +106,24 @@ def test_a_fused_head_has_values_and_gradients_of_its_logits(dtype, tolerance, c
     near(fused.logprobs, plain.logprobs, tolerance)
     near(fused.entropy, plain.entropy, tolerance)
     weights = torch.randn(3, 5, generator=torch.Generator().manual_seed(1))
-    expected, found = (
-        torch.autograd.grad(((one.logprobs - 0.3 * one.entropy) * weights).sum(), inputs)
-        for one in (plain, fused)
+    expected, gradients = (
+        torch.autograd.grad(
+            ((statistics.logprobs - 0.3 * statistics.entropy) * weights).sum(), inputs
+        )
+        for statistics in (plain, fused)
     )
-    for one, other in zip(found, expected, strict=True):
-        assert one.dtype == dtype
+    for gradient, other in zip(gradients, expected, strict=True):
+        assert gradient.dtype == dtype
         scale = float(other.abs().max())
-        near(one / scale, other / scale, tolerance)
+        near(gradient / scale, other / scale, tolerance)
 
 
 def test_the_gradients_of_a_fused_head_are_those_of_finite_differences():
     hidden, weight, bias, tokens = head_of(torch.float64)
 
     def function(hidden, weight, bias):
-        found = head_statistics(hidden, (weight, bias), tokens, entropy=True, chunk=4)
-        return found.logprobs - 0.3 * found.entropy
+        statistics = head_statistics(hidden, (weight, bias), tokens, entropy=True, chunk=4)
+        return statistics.logprobs - 0.3 * statistics.entropy
 
     assert torch.autograd.gradcheck(function, (hidden, weight, bias))
 
@@ -135,9 +139,9 @@ class Ranks:
         def reduced(tensor):
             self.given[rank] = tensor
             self.all.wait()
-            found = function(torch.stack(self.given))
+            total = function(torch.stack(self.given))
             self.all.wait()
-            return found
+            return total
 
         return reduced
 
@@ -148,8 +152,8 @@ def test_ranks_that_share_a_vocabulary_have_the_results_of_one(fused):
     whole = token_statistics(hidden @ weight.t(), tokens, entropy=True)
     weights = torch.randn(3, 5, generator=torch.Generator().manual_seed(1))
 
-    def loss(found):
-        return ((found.logprobs - 0.3 * found.entropy) * weights).sum()
+    def loss(statistics):
+        return ((statistics.logprobs - 0.3 * statistics.entropy) * weights).sum()
 
     expected = torch.autograd.grad(loss(whole), [hidden, weight])
     width, count = 4, 3  # the last column of 12 is padding
@@ -166,16 +170,16 @@ def test_ranks_that_share_a_vocabulary_have_the_results_of_one(fused):
         )
         options = {"entropy": True, "chunk": 4, "part": part}
         if fused:
-            found = head_statistics(hidden, (mine, None), tokens, **options)
+            statistics = head_statistics(hidden, (mine, None), tokens, **options)
         else:
-            found = token_statistics(hidden @ mine.t(), tokens, **options)
-        return found, torch.autograd.grad(loss(found), [hidden, mine])
+            statistics = token_statistics(hidden @ mine.t(), tokens, **options)
+        return statistics, torch.autograd.grad(loss(statistics), [hidden, mine])
 
     with ThreadPoolExecutor(count) as pool:
         answers = list(pool.map(compute, range(count)))
-    for found, _ in answers:
-        near(found.logprobs, whole.logprobs)
-        near(found.entropy, whole.entropy)
+    for statistics, _ in answers:
+        near(statistics.logprobs, whole.logprobs)
+        near(statistics.entropy, whole.entropy)
     near(sum(of_hidden for _, (of_hidden, _) in answers), expected[0])
     near(torch.cat([of_mine for _, (_, of_mine) in answers])[:11], expected[1])
 
@@ -203,9 +207,9 @@ def test_divergences_are_those_of_the_definition(direction, expected):
 def test_a_teacher_gets_no_gradient_and_forbidden_tokens_add_nothing():
     forbidden = torch.tensor([[[0.0, 0.0, -torch.inf]]], requires_grad=True)
     other = torch.tensor([[[0.0, 1.0, -torch.inf]]], requires_grad=True)
-    found = token_divergence(other, forbidden, "reverse").sum()
-    assert found.isfinite()
-    found.backward()
+    divergence = token_divergence(other, forbidden, "reverse").sum()
+    assert divergence.isfinite()
+    divergence.backward()
     assert forbidden.grad is None
     # Q = (1/(1+e), e/(1+e)), P = (1/2, 1/2): d/dx_1 = Q_0 Q_1 (log Q_1 - log Q_0) = Q_0 Q_1.
     q = 1 / (1 + exp(1))

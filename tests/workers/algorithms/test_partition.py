@@ -45,13 +45,13 @@ def test_no_other_division_of_the_sorted_rows_has_a_smaller_largest_part(sizes, 
     parts = partition(sizes, bound, count)
     order = [row for part in parts for row in part]
     assert [sizes[row].tokens for row in order] == sorted(
-        (one.tokens for one in sizes), reverse=True
+        (size.tokens for size in sizes), reverse=True
     )
 
     def largest(cuts: tuple[int, ...]) -> int:
         edges = [0, *cuts, len(order)]
-        found = [order[a:b] for a, b in pairwise(edges)]
-        return max(tokens_of(part, sizes) for part in found)
+        parts = [order[a:b] for a, b in pairwise(edges)]
+        return max(tokens_of(part, sizes) for part in parts)
 
     cuts = min(count, len(order)) - 1
     best = min(largest(chosen) for chosen in combinations(range(1, len(order)), cuts))
@@ -66,8 +66,8 @@ def test_values_of_all_parts_are_put_back_in_the_order_of_the_rows(sizes, bound,
     padding = [data.draw(st.integers(0 if part else 1, 2)) for part in parts]
     laid_out = [[*part, *[-1] * more] for part, more in zip(parts, padding, strict=True)]
     end_to_end = [row for part in laid_out for row in part]
-    found = places(parts, [len(part) for part in laid_out])
-    assert [end_to_end[place] for place in found] == list(range(len(sizes)))
+    positions = places(parts, [len(part) for part in laid_out])
+    assert [end_to_end[place] for place in positions] == list(range(len(sizes)))
 
 
 def test_rows_of_one_length_are_dealt_out_evenly():

@@ -40,8 +40,8 @@ def loss_of(batch, logprobs, *, denominator=None, **chosen):
 
 
 def gradient_of(batch, logprobs, **chosen):
-    (found,) = torch.autograd.grad(loss_of(batch, logprobs, **chosen), logprobs)
-    return found
+    (gradient,) = torch.autograd.grad(loss_of(batch, logprobs, **chosen), logprobs)
+    return gradient
 
 
 # --- worked examples -----------------------------------------------------------------------------
@@ -110,8 +110,8 @@ def test_reinforce_and_the_supervised_loss_are_log_probabilities():
 def test_the_loss_divergence_is_what_the_trainer_computed():
     batch, logprobs = row([1.0, 1.0], [0.0, 0.0])
     config = read_settings({"advantage": "none", "loss": "divergence"})
-    found = torch.tensor([[0.25, 0.75]], requires_grad=True)
-    update = policy_update(batch, logprobs, config, divergence=found)
+    divergence = torch.tensor([[0.25, 0.75]], requires_grad=True)
+    update = policy_update(batch, logprobs, config, divergence=divergence)
     near(update.loss(update.denominator), 0.5)
     with pytest.raises(AlgorithmError, match="needs the divergence of each token"):
         policy_update(batch, logprobs, config)
@@ -135,13 +135,13 @@ def test_each_normalisation_divides_by_what_it_says(normalisation, expected):
     mask = batch.response_mask.clone()
     mask[2] = False  # as an overlong row
     batch = replace(batch, response_mask=mask)
-    found = loss_of(
+    loss = loss_of(
         batch,
         batch.behaviour_logprobs.clone().requires_grad_(),
         normalisation=normalisation,
         normalisation_length=10,
     )
-    near(found, expected)
+    near(loss, expected)
 
 
 def test_a_constant_normalisation_without_its_length_is_refused():
@@ -170,7 +170,7 @@ def test_a_kl_penalty_in_the_loss_is_its_estimate(estimator, values, gradients):
     near(loss_of(batch, logprobs, kl=kl), 0.5 * sum(values) / 2)
     # Weighted k1 at ratio 1: d(r d)/dlogp = r d + r.
     shown = [log(2) + 1, -log(2) + 1] if estimator == "k1" else gradients
-    near(gradient_of(batch, logprobs, kl=kl), [[0.25 * one for one in shown]])
+    near(gradient_of(batch, logprobs, kl=kl), [[0.25 * slope for slope in shown]])
     metrics = policy_update(batch, logprobs, read_settings({"kl": kl})).metrics.values()
     assert metrics["kl_loss"] == pytest.approx(sum(values) / 2)
 
@@ -186,8 +186,8 @@ def test_a_weighted_penalty_has_the_gradient_of_the_kl_itself():
 
     for estimator in ("k1", "k3"):
         penalty = kl_estimate(pi, reference, estimator) * (pi - mu.log()).exp()
-        (found,) = torch.autograd.grad((mu * penalty).sum(), x, retain_graph=True)
-        near(found, expected)
+        (gradient,) = torch.autograd.grad((mu * penalty).sum(), x, retain_graph=True)
+        near(gradient, expected)
 
 
 def test_the_entropy_is_rewarded_by_its_coefficient():
@@ -327,10 +327,10 @@ def test_tokens_that_are_masked_get_a_gradient_of_exactly_zero_whatever_stands_t
     dirty = torch.where(mask, logprobs.detach(), torch.tensor(float("nan"), dtype=torch.float64))
     dirty.requires_grad_()
     update = policy_update(replace(batch, **garbage), dirty, config)
-    (found,) = torch.autograd.grad(update.loss_sum, dirty)
-    assert not found[~mask].any()
-    assert found.isfinite().all()
-    near(found, expected)
+    (gradient,) = torch.autograd.grad(update.loss_sum, dirty)
+    assert not gradient[~mask].any()
+    assert gradient.isfinite().all()
+    near(gradient, expected)
     near(update.loss_sum, clean.loss_sum)
     assert update.metrics.values() == pytest.approx(clean.metrics.values())
 
@@ -359,11 +359,11 @@ def test_padding_order_and_ranks_change_no_loss_gradient_or_metric(lengths, name
     denominator = sum(part.denominator for part in parts)
     # FSDP averages over ranks: each rank's loss is multiplied by their number.
     losses = [part.loss(denominator, ranks=len(parts)) for part in parts]
-    (found,) = torch.autograd.grad(sum(losses) / len(losses), x)
+    (gradient,) = torch.autograd.grad(sum(losses) / len(losses), x)
     near(denominator, whole.denominator)
     near(sum(losses) / len(losses), whole.loss(whole.denominator))
-    near(found[: len(batch)], expected[order])
-    assert not found[len(batch) :].any()
+    near(gradient[: len(batch)], expected[order])
+    assert not gradient[len(batch) :].any()
     metrics = parts[0].metrics
     for part in parts[1:]:
         metrics = metrics + part.metrics

@@ -102,7 +102,7 @@ def test_two_ranks_give_the_gradients_and_metrics_of_one(rank_group, policy_fold
     alone, told_alone = rank_group(1)(step, policy_folder, PRESETS[name])[0]
     shared = rank_group(2)(step, policy_folder, PRESETS[name])
     assert max(float(grad.abs().max()) for grad in alone.values()) > 1e-3
-    for gradients, told in shared:
+    for gradients, metrics in shared:
         for key, grad in gradients.items():
             near(grad, alone[key], 1e-5)
-        assert told == pytest.approx(told_alone, abs=1e-5)
+        assert metrics == pytest.approx(told_alone, abs=1e-5)

@@ -82,17 +82,17 @@ def test_a_package_offers_its_functions_by_entry_points(tmp_path, own, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("gpo", "unknown advantage 'gpo': did you mean 'grpo'?"),
         ("nowhere:fn", "there is no module nowhere"),
         ("math:pi", "advantage 'math:pi' is no function of (batch, config, reduce)"),
     ],
 )
-def test_a_name_that_is_no_advantage_is_refused_in_one_sentence(name, said):
+def test_a_name_that_is_no_advantage_is_refused_in_one_sentence(name, message):
     with pytest.raises(AlgorithmError) as caught:
         registry.find_advantage(name)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_function_of_other_arguments_is_refused_before_training(own):

@@ -141,16 +141,16 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("values", "said"), WRONG)
-def test_settings_that_cannot_work_are_refused_in_one_sentence(values, said):
+@pytest.mark.parametrize(("values", "message"), WRONG)
+def test_settings_that_cannot_work_are_refused_in_one_sentence(values, message):
     with pytest.raises(AlgorithmError) as caught:
         read_settings(values)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({}, "advantage grpo compares the samples of a prompt, and there is one"),
         (
@@ -159,17 +159,17 @@ def test_settings_that_cannot_work_are_refused_in_one_sentence(values, said):
         ),
     ],
 )
-def test_one_sample_of_a_prompt_cannot_be_compared(values, said):
+def test_one_sample_of_a_prompt_cannot_be_compared(values, message):
     config = read_settings(values)
-    (found,) = contradictions(config, samples=1)
-    assert said in found[1]
+    (contradiction,) = contradictions(config, samples=1)
+    assert message in contradiction[1]
 
 
 def test_a_reader_may_name_the_fields_in_its_own_words_and_is_told_their_paths():
     config = AlgorithmConfig(advantage="gae")
-    ((paths, said),) = contradictions(config, lambda path: f"--{path}")
+    ((paths, message),) = contradictions(config, lambda path: f"--{path}")
     assert paths == ("advantage", "critic.use")
-    assert said.startswith("--advantage gae needs")
+    assert message.startswith("--advantage gae needs")
 
 
 def test_settings_are_read_without_torch():

@@ -32,9 +32,9 @@ CPU = torch.device("cpu")
 
 def make_fsdp(rank: Rank, model: Path, *, adapters: bool = False) -> None:
     load = policy_loader(LoraConfig(rank=2), 0) if adapters else None
-    rank.held.engine = FSDPEngine(model, device=CPU, learning_rate=1e-3, load=load)
-    loss = rank.held.engine.module(torch.tensor([[10, 20, 30]])).logits.square().mean()
-    rank.held.engine.optimizer_step(loss)
+    rank.objects.engine = FSDPEngine(model, device=CPU, learning_rate=1e-3, load=load)
+    loss = rank.objects.engine.module(torch.tensor([[10, 20, 30]])).logits.square().mean()
+    rank.objects.engine.optimizer_step(loss)
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["policy", "adapters"])

@@ -68,7 +68,7 @@ def check_folder(folder: Path, source: Path) -> dict[str, Any]:
     """Check the user's files, and return the configuration; its dtype is that of the weights."""
     assert read_user_files(folder) == read_user_files(source)
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    dtypes = {str(one.dtype) for one in load_file(folder / "model.safetensors").values()}
+    dtypes = {str(tensor.dtype) for tensor in load_file(folder / "model.safetensors").values()}
     assert dtypes == {f"torch.{config['torch_dtype']}"}
     return config
 

@@ -140,7 +140,7 @@ async def test_a_version_with_a_shard_that_is_not_finite_fails_and_is_never_whol
     if name != "snapshot":  # whose other ranks have sent their parts
         assert sum(isinstance(error, PeerFailed) for error in answers) == 1
         assert not await events_of(log, VersionPartPublished)
-    failures = [one.event for one in await events_of(log, SaveFailed)]
+    failures = [entry.event for entry in await events_of(log, SaveFailed)]
     [failed] = [event for event in failures if not event.followed]
     assert failed.error_type == "NonFiniteWeights"
     assert POISONED in failed.message
@@ -261,10 +261,10 @@ def resume_poisoned(rank: Rank, model: Path, folder: Path, part: str) -> tuple[E
     with patch.object(state_files, "check_finite"):
         engine.save_checkpoint(str(folder))
     fresh = FSDPEngine(model, device=CPU, learning_rate=1e-3)
-    before = [one.detach().to_local().clone() for one in fresh.module.parameters()]
+    before = [parameter.detach().to_local().clone() for parameter in fresh.module.parameters()]
     with pytest.raises((NonFiniteWeights, PeerFailed)) as raised:
         fresh.load_checkpoint(str(folder))
-    after = [one.detach().to_local() for one in fresh.module.parameters()]
+    after = [parameter.detach().to_local() for parameter in fresh.module.parameters()]
     return raised.value, all(map(torch.equal, before, after))
 
 
@@ -272,13 +272,13 @@ def resume_poisoned(rank: Rank, model: Path, folder: Path, part: str) -> tuple[E
 def test_a_run_does_not_resume_from_shards_that_are_not_finite_on_one_rank(
     rank_group, policy_folder, tmp_path, part
 ):
-    [(other, kept), (own, also_kept)] = rank_group(2)(
+    [(other, unchanged), (own, also_kept)] = rank_group(2)(
         resume_poisoned, policy_folder, tmp_path, part
     )
     assert isinstance(own, NonFiniteWeights)
     assert isinstance(other, PeerFailed)
     assert str(tmp_path) in own.place
-    assert kept, "nothing is loaded on any rank"
+    assert unchanged, "nothing is loaded on any rank"
     assert also_kept, "nothing is loaded on any rank"
 
 

@@ -96,7 +96,7 @@ def synchronizer_of(
     rank: Rank, kind: type[Synchronizer] = Synchronizer, **but: str
 ) -> Synchronizer:
     """The rank's end of weight versions, closed when it leaves its group."""
-    where = rank.held.where
+    where = rank.objects.where
     urls = {"redis_url": where.redis_url, "weights_url": where.weights_url} | but
     made = kind(
         where.run_id, where.epoch, role="actor", rank=rank.number, chunk_bytes=65536, **urls
@@ -137,11 +137,11 @@ async def ranks(rank_group, where):
 
 
 def _begin(rank: Rank, where: Where) -> None:
-    rank.held.where = where
-    rank.held.engine = _new_engine(where)
+    rank.objects.where = where
+    rank.objects.engine = _new_engine(where)
     log = SyncEventLog(open_client(where.redis_url), where.run_id)
     rank.exits.callback(log.close)
-    rank.held.publisher = Publisher(log, where.epoch, new_producer("actor", rank.number))
+    rank.objects.publisher = Publisher(log, where.epoch, new_producer("actor", rank.number))
 
 
 def _new_engine(where: Where) -> FSDPEngine:
@@ -155,22 +155,22 @@ def _new_engine(where: Where) -> FSDPEngine:
 
 
 def _full_weights(rank: Rank) -> list[tuple[str, torch.Tensor]]:
-    return [(name, value.clone()) for name, value in rank.held.engine.get_per_tensor_param()]
+    return [(name, value.clone()) for name, value in rank.objects.engine.get_per_tensor_param()]
 
 
 def _take_step(rank: Rank, seed: int) -> float:
     """An optimizer step on tokens of the rank's own; returns the gradient norm."""
     generator = torch.Generator().manual_seed(10 * seed + rank.number)
     tokens = torch.randint(3, 90, (4, 16), generator=generator)
-    loss = rank.held.engine.module(input_ids=tokens, labels=tokens, use_cache=False).loss
-    return rank.held.engine.optimizer_step(loss)
+    loss = rank.objects.engine.module(input_ids=tokens, labels=tokens, use_cache=False).loss
+    return rank.objects.engine.optimizer_step(loss)
 
 
 # --- weights in memory ------------------------------------------------------------------------
 
 
 def upload(rank: Rank, step: int) -> None:
-    fsdp_upload_state_dict(rank.held.engine, synchronizer_of(rank), step, logger)
+    fsdp_upload_state_dict(rank.objects.engine, synchronizer_of(rank), step, logger)
 
 
 async def applied(where: Where, log, step: int) -> dict[str, torch.Tensor]:
@@ -210,7 +210,7 @@ async def test_a_model_that_applies_an_upload_equals_the_trainers_bit_for_bit(
 def upload_that_fails(rank: Rank, step: int) -> None:
     synchronizer = synchronizer_of(rank, FailingSynchronizer)
     try:
-        fsdp_upload_state_dict(rank.held.engine, synchronizer, step, logger)
+        fsdp_upload_state_dict(rank.objects.engine, synchronizer, step, logger)
     finally:
         synchronizer.flush()
 
@@ -240,7 +240,7 @@ async def test_an_upload_that_fails_midway_raises_on_all_ranks_and_the_next_one_
 
 def upload_shards(rank: Rank, step: int) -> None:
     fsdp_upload_state_dict(
-        rank.held.engine, synchronizer_of(rank), step, logger, strategy=PublishShards()
+        rank.objects.engine, synchronizer_of(rank), step, logger, strategy=PublishShards()
     )
 
 
@@ -268,7 +268,7 @@ def with_buffers(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def upload_with_buffers(rank: Rank, step: int, how: str) -> None:
-    module = with_buffers(rank.held.engine.module)
+    module = with_buffers(rank.objects.engine.module)
     module.model.layers[0].mlp.correction_bias.copy_(torch.tensor([1.0, 2.0, 3.0]))
     upload_shards(rank, step) if how == "shards" else upload(rank, step)
 
@@ -311,7 +311,7 @@ def upload_shards_by(rank: Rank, step: int, ending: type[Synchronizer]) -> None:
     synchronizer = synchronizer_of(rank, ending)
     try:
         fsdp_upload_state_dict(
-            rank.held.engine, synchronizer, step, logger, strategy=PublishShards()
+            rank.objects.engine, synchronizer, step, logger, strategy=PublishShards()
         )
     finally:
         synchronizer.flush()
@@ -354,7 +354,7 @@ async def test_a_rank_whose_part_the_log_does_not_hear_of_fails_all_and_the_next
 def upload_as_it_can_be(rank: Rank, step: int, how: str) -> None:
     """As the error says: full tensors, where shards are refused."""
     synchronizer = synchronizer_of(rank)
-    engine = rank.held.engine
+    engine = rank.objects.engine
     engine.module.peft_config = {}
     with pytest.raises(ShardsRefused, match=r"upload with strategy=PublishFull\(\)"):
         fsdp_upload_state_dict(engine, synchronizer, step, logger, strategy=strategy_for(how, 20))
@@ -395,7 +395,7 @@ def upload_snapshot_then_train(rank: Rank, step: int) -> list[tuple[str, torch.T
     synchronizer = synchronizer_of(rank, HeldSynchronizer)
     synchronizer.gate = threading.Event()
     strategy = PublishSnapshot(20)
-    fsdp_upload_state_dict(rank.held.engine, synchronizer, step, logger, strategy=strategy)
+    fsdp_upload_state_dict(rank.objects.engine, synchronizer, step, logger, strategy=strategy)
     _take_step(rank, 1)
     synchronizer.gate.set()
     strategy.close()
@@ -416,9 +416,11 @@ async def test_a_snapshot_is_of_the_moment_although_training_goes_on_before_it_i
 def upload_snapshots_that_fail(rank: Rank, step: int) -> None:
     synchronizer = synchronizer_of(rank, FailsOnRank1)
     strategy = PublishSnapshot(20)
-    fsdp_upload_state_dict(rank.held.engine, synchronizer, step, logger, strategy=strategy)
+    fsdp_upload_state_dict(rank.objects.engine, synchronizer, step, logger, strategy=strategy)
     try:
-        fsdp_upload_state_dict(rank.held.engine, synchronizer, step + 1, logger, strategy=strategy)
+        fsdp_upload_state_dict(
+            rank.objects.engine, synchronizer, step + 1, logger, strategy=strategy
+        )
     finally:
         synchronizer.flush()
 
@@ -485,7 +487,7 @@ async def test_shards_lie_where_they_say_and_every_element_comes_from_one_rank(r
 def upload_without_server(rank: Rank, step: int) -> None:
     synchronizer = synchronizer_of(rank, weights_url=NO_SERVER)
     try:
-        fsdp_upload_state_dict(rank.held.engine, synchronizer, step, logger)
+        fsdp_upload_state_dict(rank.objects.engine, synchronizer, step, logger)
     finally:
         synchronizer.flush()
 
@@ -531,7 +533,7 @@ def synced_paths() -> Iterator[set[str]]:
 
 def save_and_overwrite(rank: Rank, folder: Path) -> tuple[dict[str, torch.Tensor], set[str]]:
     """Save, overwrite the weights, and only then let the save go; returns what it should hold."""
-    held = rank.held
+    held = rank.objects
     publisher = HeldPublisher(held.publisher.log, held.where.epoch, held.publisher.producer)
     publisher.gate = threading.Event()
     coordinator = CheckpointCoordinator(publisher, held.where.run_folder)
@@ -551,7 +553,7 @@ def save_and_overwrite(rank: Rank, folder: Path) -> tuple[dict[str, torch.Tensor
 
 def begin_to_save(rank: Rank, folder: Path, held: int) -> None:
     """Save in the background; on one rank nothing of it is told or written before it is let go."""
-    kept = rank.held
+    kept = rank.objects
     publisher = HeldPublisher(kept.publisher.log, kept.where.epoch, kept.publisher.producer)
     publisher.gate = kept.gate = threading.Event()
     if rank.number != held:
@@ -563,8 +565,8 @@ def begin_to_save(rank: Rank, folder: Path, held: int) -> None:
 
 
 def finish_saving(rank: Rank) -> None:
-    rank.held.gate.set()
-    rank.held.coordinator.wait_all()
+    rank.objects.gate.set()
+    rank.objects.coordinator.wait_all()
 
 
 async def test_a_state_dict_is_ready_when_all_ranks_wrote_it_although_one_was_registered(
@@ -706,33 +708,33 @@ def test_a_state_that_cannot_be_written_leaves_nothing(tmp_path):
 
 
 def save_checkpoint(rank: Rank, folder: Path) -> None:
-    rank.held.engine.save_checkpoint(str(folder))
+    rank.objects.engine.save_checkpoint(str(folder))
 
 
 def load_checkpoint(rank: Rank, folder: Path) -> None:
-    rank.held.engine.load_checkpoint(str(folder))
+    rank.objects.engine.load_checkpoint(str(folder))
 
 
 def replace_engine(rank: Rank) -> None:
-    rank.held.engine = _new_engine(rank.held.where)
+    rank.objects.engine = _new_engine(rank.objects.where)
 
 
 def everything(rank: Rank) -> dict[str, Any]:
     """Model, optimizer and scheduler, as plain tensors and values."""
-    optimizer = rank.held.engine.optimizer.state_dict()
+    optimizer = rank.objects.engine.optimizer.state_dict()
     state = {
         f"{index}.{name}": value
         for index, values in optimizer["state"].items()
         for name, value in values.items()
     }
-    tensors = dict(rank.held.engine.module.state_dict()) | state
+    tensors = dict(rank.objects.engine.module.state_dict()) | state
     return {
         "tensors": {
             name: value.to_local() if hasattr(value, "to_local") else value
             for name, value in tensors.items()
         },
         "groups": optimizer["param_groups"],
-        "scheduler": rank.held.engine.scheduler.state_dict(),
+        "scheduler": rank.objects.engine.scheduler.state_dict(),
         "rng": torch.get_rng_state().tolist(),
     }
 
@@ -793,21 +795,21 @@ def settings(world: int) -> dict[str, dict[str, float]]:
 
 
 def make_worker(rank: Rank, config: RunConfig) -> tuple[str, int] | None:
-    rank.held.worker = TrainWorker(config, rank.number)
-    return rank.held.worker.address() if rank.number == 0 else None
+    rank.objects.worker = TrainWorker(config, rank.number)
+    return rank.objects.worker.address() if rank.number == 0 else None
 
 
 def set_up_worker(rank: Rank, host: str, port: int) -> None:
-    rank.held.worker.setup(host, port)
-    rank.held.engine = rank.held.worker._engine
+    rank.objects.worker.setup(host, port)
+    rank.objects.engine = rank.objects.worker._engine
 
 
 def train(rank: Rank, groups: list[list[Experience]]) -> dict[str, float]:
-    return rank.held.worker.train_step(groups[rank.number :: dist.get_world_size()])
+    return rank.objects.worker.train_step(groups[rank.number :: dist.get_world_size()])
 
 
 def shut_worker_down(rank: Rank) -> None:
-    rank.held.worker.shutdown()
+    rank.objects.worker.shutdown()
 
 
 @dataclass
@@ -887,7 +889,7 @@ def gradients_of_a_step(rank: Rank, address, groups: list[list[Experience]]) -> 
     set_up_worker(rank, *address)
     try:
         metrics = train(rank, groups)
-        parameters = rank.held.engine.module.named_parameters()
+        parameters = rank.objects.engine.module.named_parameters()
         return metrics, {name: one.grad.full_tensor() for name, one in parameters}
     finally:
         shut_worker_down(rank)

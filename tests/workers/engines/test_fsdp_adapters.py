@@ -55,12 +55,12 @@ def make_engine(folder, lora=LORA, **settings):
 
 def train(rank, engine, seeds):
     """Steps on batches of these seeds; returns their losses and gradient norms."""
-    told = []
+    metrics = []
     for seed in seeds:
-        found = response_statistics(engine.module, batch_of(rank, seed))
-        loss = -found.logprobs.sum() / 100
-        told += [float(loss.detach()), engine.optimizer_step(loss)]
-    return told
+        statistics = response_statistics(engine.module, batch_of(rank, seed))
+        loss = -statistics.logprobs.sum() / 100
+        metrics += [float(loss.detach()), engine.optimizer_step(loss)]
+    return metrics
 
 
 def logprobs(model, batch):
@@ -69,20 +69,22 @@ def logprobs(model, batch):
 
 
 def full(tensors):
-    return {name: one.clone() for name, one in tensors}
+    return {name: tensor.clone() for name, tensor in tensors}
 
 
 def base_of(engine):
     """The tensors that are not trained, in full."""
     engine.module.reshard()
     named = engine.module.named_parameters()
-    return {name: one.full_tensor() for name, one in named if not one.requires_grad}
+    return {
+        name: parameter.full_tensor() for name, parameter in named if not parameter.requires_grad
+    }
 
 
 def trained(rank, folder, dtype, by_layers, at):
     """Train adapters, and return what they and their base were and came to."""
     with patch.object(fsdp, "_SHARD_LAYERS_FROM", 0 if by_layers else 10_000_000):
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         engine = make_engine(folder, dtype=dtype)
         plain = frozen_policy(folder, device=CPU, dtype=dtype)
         batch = batch_of(rank, 9)
@@ -90,29 +92,29 @@ def trained(rank, folder, dtype, by_layers, at):
         expected = logprobs(plain, batch)
         # First of all: a parameter that FSDP finds frozen then would never have a gradient.
         assert identical(logprobs(reference, batch), expected)
-        found["before"] = full(engine.get_per_tensor_param())
+        results["before"] = full(engine.get_per_tensor_param())
         bases = base_of(engine)
-        found["base_dtypes"] = {one.dtype for one in bases.values()}
-        told = train(rank, engine, (1, 2))
-        found["after"] = full(engine.get_per_tensor_param())
-        found["dtypes"] = {one.dtype for one in found["after"].values()}
-        assert {one.dtype for _, one in engine.master_params()} == {torch.float32}
+        results["base_dtypes"] = {tensor.dtype for tensor in bases.values()}
+        metrics = train(rank, engine, (1, 2))
+        results["after"] = full(engine.get_per_tensor_param())
+        results["dtypes"] = {tensor.dtype for tensor in results["after"].values()}
+        assert {tensor.dtype for _, tensor in engine.master_params()} == {torch.float32}
         assert not identical(logprobs(engine.module, batch), expected)
         assert identical(logprobs(reference, batch), expected), "the reference does not move"
         assert_equal(base_of(engine), bases)
-        assert len(engine.optimizer.state) == len(found["after"]), "none for the base"
+        assert len(engine.optimizer.state) == len(results["after"]), "none for the base"
         engine.save_checkpoint(str(at))
-        told += train(rank, engine, (3, 4))
+        metrics += train(rank, engine, (3, 4))
         away = Offload(param_offload=True, grad_offload=True, optimizer_offload=True)
         again = make_engine(folder, dtype=dtype, offload=away)
         with again.resident(*ALL):
             train(rank, again, (7,))  # what was gathered of these values must be forgotten
         again.load_checkpoint(str(at))
         with again.resident(*ALL):
-            assert train(rank, again, (3, 4)) == told[4:]
+            assert train(rank, again, (3, 4)) == metrics[4:]
         assert_equal(full(again.master_params()), full(engine.master_params()))
-        found["told"], found["last"] = told, full(engine.master_params())
-        return found
+        results["metrics"], results["last"] = metrics, full(engine.master_params())
+        return results
 
 
 @pytest.mark.parametrize(
@@ -121,17 +123,17 @@ def trained(rank, folder, dtype, by_layers, at):
 def test_adapters_alone_are_trained_saved_and_resumed_to_the_bit(
     rank_group, policy_folder, tmp_path, dtype, by_layers
 ):
-    one, other = rank_group(2)(trained, policy_folder, dtype, by_layers, tmp_path)
-    assert_equal(one["last"], other["last"])
-    assert one["told"][1::2] == other["told"][1::2], "gradient norms are of all ranks"
+    result, other = rank_group(2)(trained, policy_folder, dtype, by_layers, tmp_path)
+    assert_equal(result["last"], other["last"])
+    assert result["metrics"][1::2] == other["metrics"][1::2], "gradient norms are of all ranks"
     served = getattr(torch, dtype)
-    assert one["dtypes"] == one["base_dtypes"] == {served}, "no base in float32"
-    assert len(one["after"]) == 2 * 2 * 7, "two matrices for each linear layer"
-    assert all(name.startswith("base_model.model.model.layers.") for name in one["after"])
-    for name, tensor in one["after"].items():
+    assert result["dtypes"] == result["base_dtypes"] == {served}, "no base in float32"
+    assert len(result["after"]) == 2 * 2 * 7, "two matrices for each linear layer"
+    assert all(name.startswith("base_model.model.model.layers.") for name in result["after"])
+    for name, tensor in result["after"].items():
         if "lora_B" in name:
-            assert not one["before"][name].any()
-        assert not identical(tensor, one["before"][name]), name
+            assert not result["before"][name].any()
+        assert not identical(tensor, result["before"][name]), name
     files = sorted(path.name for path in tmp_path.iterdir())
     assert [name for name in files if "rank_0" in name] == [
         "adapter_world_size_2_rank_0.pt",
@@ -145,13 +147,13 @@ def test_adapters_alone_are_trained_saved_and_resumed_to_the_bit(
 def first_gradients(rank, folder, options):
     engine = make_engine(folder, options=options)
     with torch.no_grad():  # else the first matrices have no gradient
-        for name, one in engine.adapters.named_parameters():
+        for name, parameter in engine.adapters.named_parameters():
             if "lora_B" in name:
-                one.fill_(0.02)
-    found = response_statistics(engine.module, batch_of(rank, 1))
-    engine.accumulate(-found.logprobs.sum() / 100, first=True, last=True)
+                parameter.fill_(0.02)
+    statistics = response_statistics(engine.module, batch_of(rank, 1))
+    engine.accumulate(-statistics.logprobs.sum() / 100, first=True, last=True)
     named = engine.adapters.named_parameters()
-    return {name: one.grad.full_tensor() for name, one in named}
+    return {name: parameter.grad.full_tensor() for name, parameter in named}
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -166,32 +168,32 @@ def test_gradients_are_those_of_peft_in_one_process(rank_group, policy_folder, o
     )
     expected = peft.get_peft_model(model, settings)
     own, _ = policy_loader(LORA, SEED)(policy_folder, "float32")
-    start = {name: one.detach() for name, one in own.named_parameters()}
+    start = {name: parameter.detach() for name, parameter in own.named_parameters()}
     total = 0.0
-    for name, one in expected.named_parameters():
-        one.data.copy_(start[name.removeprefix("base_model.model.")])
+    for name, tensor in expected.named_parameters():
+        tensor.data.copy_(start[name.removeprefix("base_model.model.")])
         if "lora_B" in name:
-            one.data.fill_(0.02)
+            tensor.data.fill_(0.02)
     for number in range(2):
         batch = collate(make_groups("r", 1)[number::2], 0)
         total = total - response_logprobs(expected, batch).sum() / 100 / 2
     torch.autograd.backward(total)
     grads = {
-        name.replace(".default", ""): one.grad
-        for name, one in expected.named_parameters()
-        if one.requires_grad
+        name.replace(".default", ""): parameter.grad
+        for name, parameter in expected.named_parameters()
+        if parameter.requires_grad
     }
     assert sorted(made) == sorted(grads)
-    largest = max(float(one.abs().max()) for one in grads.values())
-    for name, one in made.items():
-        torch.testing.assert_close(one, grads[name], rtol=0, atol=1e-5 * largest)
+    largest = max(float(gradient.abs().max()) for gradient in grads.values())
+    for name, tensor in made.items():
+        torch.testing.assert_close(tensor, grads[name], rtol=0, atol=1e-5 * largest)
 
 
 def refusals(rank, folder, other, at):
     """Sentences of checkpoints that are not of these adapters."""
     del rank
     make_engine(folder).save_checkpoint(str(at))
-    found = []
+    errors = []
     full_policy = FSDPEngine(folder, device=CPU, learning_rate=RATE)
     for engine in (
         full_policy,
@@ -202,13 +204,13 @@ def refusals(rank, folder, other, at):
         try:
             engine.load_checkpoint(str(at))
         except Exception as error:
-            found.append(f"{type(error).__name__}: {error}")
+            errors.append(f"{type(error).__name__}: {error}")
     full_policy.save_checkpoint(str(at / "full"))
     try:
         make_engine(folder).load_checkpoint(str(at / "full"))
     except AdaptersRefused as error:
-        found.append(str(error))
-    return found
+        errors.append(str(error))
+    return errors
 
 
 def test_checkpoints_of_other_adapters_or_of_another_base_are_refused_in_a_sentence(
@@ -216,8 +218,8 @@ def test_checkpoints_of_other_adapters_or_of_another_base_are_refused_in_a_sente
 ):
     other = tmp_path / "other"
     create_policy(other, seed=8)
-    [found] = rank_group(1)(refusals, policy_folder, other, tmp_path / "saved")
-    own, rank, targets, base, none = found
+    [errors] = rank_group(1)(refusals, policy_folder, other, tmp_path / "saved")
+    own, rank, targets, base, none = errors
     assert "has adapters, and the run trains the policy itself: set model.lora as it was" in own
     assert "another model.lora.rank than the run" in rank
     assert "another model.lora.target_modules than the run" in targets
@@ -279,7 +281,7 @@ def test_checkpoints_of_adapters_convert_to_what_transformers_and_peft_load(
     (saved, logits), _ = rank_group(2)(save, policy_folder, step / "actor")
     alone = convert(step, tmp_path / "alone", adapter=True)
     assert (alone.to, alone.tensors) == ("adapter", len(saved))
-    assert alone.bytes == sum(one.nbytes for one in saved.values())
+    assert alone.bytes == sum(tensor.nbytes for tensor in saved.values())
     base = AutoModelForCausalLM.from_pretrained(policy_folder)
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "alone")
     assert identical(logits_of(adapted), logits)

@@ -17,7 +17,7 @@ STEPS = 3
 
 def make_engine(rank, folder, dtype="bfloat16"):
     torch.manual_seed(0)
-    rank.held.engine = FSDPEngine(
+    rank.objects.engine = FSDPEngine(
         folder, device=torch.device("cpu"), learning_rate=SMALL, dtype=dtype
     )
 
@@ -32,43 +32,46 @@ def loss_of(module):
 
 
 def train(rank):
-    engine = rank.held.engine
+    engine = rank.objects.engine
     for _ in range(STEPS):
         assert engine.optimizer_step(loss_of(engine.module)) > 0
 
 
 def masters(rank):
     return {
-        name: one.detach().full_tensor().clone()
-        for name, one in rank.held.engine.module.named_parameters()
+        name: parameter.detach().full_tensor().clone()
+        for name, parameter in rank.objects.engine.module.named_parameters()
     }
 
 
 def published(rank):
-    engine = rank.held.engine
-    full = {name: one.clone() for name, one in engine.get_per_tensor_param()}
+    engine = rank.objects.engine
+    full = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
     shards = [
-        (one.name, one.tensor.dtype) for one in fsdp_shards(engine.module, engine.published_dtypes)
+        (shard.name, shard.tensor.dtype)
+        for shard in fsdp_shards(engine.module, engine.published_dtypes)
     ]
     return full, shards
 
 
 def changed(before, after):
     """The share of the elements that changed."""
-    differing = sum(int((before[name] != one).sum()) for name, one in after.items())
-    return differing / sum(one.numel() for one in after.values())
+    differing = sum(int((before[name] != tensor).sum()) for name, tensor in after.items())
+    return differing / sum(tensor.numel() for tensor in after.values())
 
 
 def trained_in_bfloat16_alone(folder):
     """The share of the elements that change where there are no master weights."""
     model, _ = load_policy(folder, "bfloat16")
-    before = {name: one.detach().clone() for name, one in model.named_parameters()}
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=SMALL, betas=(0.9, 0.99))
     for _ in range(STEPS):
         optimizer.zero_grad()
         loss_of(model).backward()
         optimizer.step()
-    return changed(before, {name: one.detach() for name, one in model.named_parameters()})
+    return changed(
+        before, {name: parameter.detach() for name, parameter in model.named_parameters()}
+    )
 
 
 def test_a_small_learning_rate_changes_master_weights_where_bfloat16_would_round_it_away(
@@ -77,18 +80,18 @@ def test_a_small_learning_rate_changes_master_weights_where_bfloat16_would_round
     ranks = rank_group(2)
     ranks(make_engine, policy_folder)
     before = ranks(masters)[0]
-    assert {one.dtype for one in before.values()} == {torch.float32}
+    assert {tensor.dtype for tensor in before.values()} == {torch.float32}
     ranks(train)
     after = ranks(masters)[0]
     assert changed(before, after) > 0.9
     assert trained_in_bfloat16_alone(policy_folder) < 0.1
     # They add up: the steps go one way, and an element moves further than in one of them.
-    largest = max(float((after[name] - one).abs().max()) for name, one in before.items())
+    largest = max(float((after[name] - tensor).abs().max()) for name, tensor in before.items())
     assert largest > 2 * SMALL
 
 
 def masters_after_a_forward_pass(rank):
-    engine = rank.held.engine
+    engine = rank.objects.engine
     expected = {name: value.clone() for name, value in engine.master_params()}
     with torch.no_grad():  # so that no backward pass frees what was gathered
         loss_of(engine.module)
@@ -108,24 +111,24 @@ def test_it_is_published_in_bfloat16_as_explorers_load_it(rank_group, policy_fol
     ranks = rank_group(2)
     ranks(make_engine, policy_folder)
     ranks(train)
-    expected = {name: one.bfloat16() for name, one in ranks(masters)[0].items()}
+    expected = {name: tensor.bfloat16() for name, tensor in ranks(masters)[0].items()}
     served = {
-        name: one.dtype
-        for name, one in load_policy(policy_folder, "bfloat16")[0].named_parameters()
+        name: parameter.dtype
+        for name, parameter in load_policy(policy_folder, "bfloat16")[0].named_parameters()
     }
     for full, shards in ranks(published):
         assert_equal(full, expected)
-        assert {name: one.dtype for name, one in full.items()} == served
+        assert {name: tensor.dtype for name, tensor in full.items()} == served
         assert all(dtype is torch.bfloat16 for _, dtype in shards)
         assert shards
 
 
 def save(rank, folder):
-    rank.held.engine.save_checkpoint(str(folder))
+    rank.objects.engine.save_checkpoint(str(folder))
 
 
 def load(rank, folder):
-    rank.held.engine.load_checkpoint(str(folder))
+    rank.objects.engine.load_checkpoint(str(folder))
 
 
 @pytest.mark.parametrize("world", [2, 1])

@@ -66,14 +66,14 @@ def ranks(processes, settings):
 def begin(rank: Rank, settings: Settings) -> None:
     torch.use_deterministic_algorithms(mode=True)
     torch.manual_seed(0)
-    rank.held.settings = settings
-    rank.held.engine = FSDPEngine(
+    rank.objects.settings = settings
+    rank.objects.engine = FSDPEngine(
         settings.model_folder,
         device=torch.device("cuda", 0),
         learning_rate=LearningRate(highest=1e-3, ramp_steps=4),
     )
-    rank.held.engine.module.train()
-    rank.held.synchronizer = Synchronizer(
+    rank.objects.engine.module.train()
+    rank.objects.synchronizer = Synchronizer(
         settings.run_id,
         settings.epoch,
         redis_url=settings.redis_url,
@@ -83,24 +83,24 @@ def begin(rank: Rank, settings: Settings) -> None:
         transport=settings.transport,
         chunk_bytes=65536,
     )
-    rank.exits.callback(rank.held.synchronizer.close)
+    rank.exits.callback(rank.objects.synchronizer.close)
 
 
 def take_step(rank: Rank, seed: int) -> float:
     generator = torch.Generator().manual_seed(10 * seed + rank.number)
     tokens = torch.randint(3, 90, (4, 16), generator=generator).cuda()
-    loss = rank.held.engine.module(input_ids=tokens, labels=tokens, use_cache=False).loss
-    return rank.held.engine.optimizer_step(loss)
+    loss = rank.objects.engine.module(input_ids=tokens, labels=tokens, use_cache=False).loss
+    return rank.objects.engine.optimizer_step(loss)
 
 
 def full_weights(rank: Rank) -> dict[str, torch.Tensor]:
-    return {name: value.cpu() for name, value in rank.held.engine.get_per_tensor_param()}
+    return {name: value.cpu() for name, value in rank.objects.engine.get_per_tensor_param()}
 
 
 def upload(rank: Rank, step: int, how: str) -> dict[str, torch.Tensor]:
     """Publish the weights as they are now; a snapshot while the next step is taken."""
     before = full_weights(rank)
-    synchronizer, engine = rank.held.synchronizer, rank.held.engine
+    synchronizer, engine = rank.objects.synchronizer, rank.objects.engine
     strategy = strategy_for(how, 20)
     fsdp_upload_state_dict(engine, synchronizer, step, logger, strategy=strategy)
     if how == "snapshot":
@@ -124,8 +124,8 @@ async def test_an_explorer_serves_what_a_trainer_on_a_gpu_published_bit_for_bit(
         event = await ready(log, step)
         assert event.transport == settings.transport
         await anyio.to_thread.run_sync(explorer.apply, model, event)
-        found = {name: value.detach().cpu() for name, value in model.named_parameters()}
-        assert_equal(found, trained)
+        served = {name: value.detach().cpu() for name, value in model.named_parameters()}
+        assert_equal(served, trained)
     explorer.close()
 
 
@@ -144,11 +144,11 @@ def test_ranks_on_gpus_agree_on_an_error_and_go_on(ranks):
 
 
 def checkpoint(rank: Rank, folder: Any) -> None:
-    rank.held.engine.save_checkpoint(str(folder), global_step=1)
+    rank.objects.engine.save_checkpoint(str(folder), global_step=1)
 
 
 def restore(rank: Rank, folder: Any) -> None:
-    rank.held.engine.load_checkpoint(str(folder))
+    rank.objects.engine.load_checkpoint(str(folder))
 
 
 @pytest.mark.parametrize("settings", ["shm"], indirect=True)

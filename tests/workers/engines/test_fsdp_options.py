@@ -34,37 +34,39 @@ def make_engine(folder, **settings):
 
 def train(rank, engine, seeds):
     """Steps in two micro-batches each; returns their losses and gradient norms."""
-    told = []
+    metrics = []
     for seed in seeds:
         losses = []
         parts = batch_of(rank, seed).equal_parts(2)
         for index, part in enumerate(parts):
-            found = response_statistics(engine.module, part, entropy=True)
-            loss = (0.1 * found.entropy - found.logprobs).sum() / 100
+            statistics = response_statistics(engine.module, part, entropy=True)
+            loss = (0.1 * statistics.entropy - statistics.logprobs).sum() / 100
             engine.accumulate(loss, first=index == 0, last=index == len(parts) - 1)
             losses.append(float(loss.detach()))
-        told += [*losses, engine.apply_gradients()]
-    return told
+        metrics += [*losses, engine.apply_gradients()]
+    return metrics
 
 
 def gradients(rank, engine):
     """Gradients of one micro-batch, in full."""
-    found = response_statistics(engine.module, batch_of(rank, 1), entropy=True)
-    engine.accumulate((0.1 * found.entropy - found.logprobs).sum() / 100, first=True, last=True)
+    statistics = response_statistics(engine.module, batch_of(rank, 1), entropy=True)
+    engine.accumulate(
+        (0.1 * statistics.entropy - statistics.logprobs).sum() / 100, first=True, last=True
+    )
     named = engine.module.named_parameters()
-    return {name: one.grad.full_tensor().clone() for name, one in named}
+    return {name: parameter.grad.full_tensor().clone() for name, parameter in named}
 
 
 def masters(engine):
-    return {name: one.clone() for name, one in engine.master_params()}
+    return {name: tensor.clone() for name, tensor in engine.master_params()}
 
 
 def shapes_of_inputs(module):
     """The shapes that the first layer computes, one for each time."""
-    found = []
+    shapes = []
     layer = module.model.layers[0].mlp
-    layer.register_forward_pre_hook(lambda _, args: found.append(tuple(args[0].shape[:2])))
-    return found
+    layer.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape[:2])))
+    return shapes
 
 
 def compare(rank, folder, dtype, by_layers):
@@ -75,46 +77,52 @@ def compare(rank, folder, dtype, by_layers):
 
 
 def trained_with_each(rank, folder, dtype):
-    found = {}
+    results = {}
     for name in ("plain", "recompute", "cpu_offload", "packing"):
         options = FSDPOptions(**({} if name == "plain" else {name: True}))
         engine = make_engine(folder, dtype=dtype, options=options)
         slopes = gradients(rank, engine)
-        told = train(rank, engine, (1, 2))
+        metrics = train(rank, engine, (1, 2))
         shapes = shapes_of_inputs(engine.module)
-        told += train(rank, engine, (3,))
-        found[name] = told, masters(engine), shapes, slopes
+        metrics += train(rank, engine, (3,))
+        results[name] = metrics, masters(engine), shapes, slopes
     parts = batch_of(rank, 3).equal_parts(2)
-    return found, [(int(one.attention_mask.sum()), one.attention_mask.numel()) for one in parts]
+    return results, [
+        (int(part.attention_mask.sum()), part.attention_mask.numel()) for part in parts
+    ]
 
 
 @pytest.mark.parametrize(
     ("dtype", "by_layers"), [("float32", True), ("float32", False), ("bfloat16", True)]
 )
 def test_each_option_trains_as_none_does(rank_group, policy_folder, dtype, by_layers):
-    for found, sizes in rank_group(2)(compare, policy_folder, dtype, by_layers):
-        told, weights, shapes, slopes = found["plain"]
+    for results, sizes in rank_group(2)(compare, policy_folder, dtype, by_layers):
+        metrics, weights, shapes, slopes = results["plain"]
         assert [rows * columns for rows, columns in shapes] == [padded for _, padded in sizes]
         for name in ("recompute", "cpu_offload"):
-            assert found[name][0] == told
-            assert_equal(found[name][1], weights)
-        assert found["recompute"][2] == [one for one in shapes for _ in range(2)], "once more each"
-        packed, _, packed_shapes, packed_slopes = found["packing"]
+            assert results[name][0] == metrics
+            assert_equal(results[name][1], weights)
+        assert results["recompute"][2] == [shape for shape in shapes for _ in range(2)], (
+            "once more each"
+        )
+        packed, _, packed_shapes, packed_slopes = results["packing"]
         assert packed_shapes == [(1, tokens) for tokens, _ in sizes], "no padding is computed"
         # Of the first step: AdamW makes whole steps of gradients that are nothing but rounding.
         close = 1e-5 if dtype == "float32" else 2e-2
-        assert packed[:3] == pytest.approx(told[:3], rel=close)
-        largest = max(float(one.abs().max()) for one in slopes.values())
-        for name, one in packed_slopes.items():
-            torch.testing.assert_close(one, slopes[name], rtol=0, atol=close * largest)
+        assert packed[:3] == pytest.approx(metrics[:3], rel=close)
+        largest = max(float(slope.abs().max()) for slope in slopes.values())
+        for name, slope in packed_slopes.items():
+            torch.testing.assert_close(slope, slopes[name], rtol=0, atol=close * largest)
 
 
 def offloads(rank, folder, at):
     """Save under offload, and continue from the files with and without it."""
     engine = make_engine(folder, dtype="bfloat16", options=FSDPOptions(cpu_offload=True))
-    states = [one._get_fsdp_state() for one in engine.module.modules() if hasattr(one, "unshard")]
-    groups = [one._fsdp_param_group for one in states if one._fsdp_param_group]
-    assert all(one.offload_to_cpu for group in groups for one in group.fsdp_params)
+    states = [
+        module._get_fsdp_state() for module in engine.module.modules() if hasattr(module, "unshard")
+    ]
+    groups = [state._fsdp_param_group for state in states if state._fsdp_param_group]
+    assert all(parameter.offload_to_cpu for group in groups for parameter in group.fsdp_params)
     train(rank, engine, (1, 2))
     engine.save_checkpoint(str(at))
     expected = train(rank, engine, (3,)), masters(engine)
@@ -131,30 +139,30 @@ def test_what_is_offloaded_is_saved_and_resumed_to_the_bit(rank_group, policy_fo
 
 def judged(rank, folder):
     """Log-probabilities of a frozen policy and values of a critic, packed and not."""
-    found = []
+    results = []
     batch = batch_of(rank, 4)
     for packing in (False, True):
         options = FSDPOptions(packing=packing, recompute=True)
         reference = frozen_policy(folder, device=CPU, options=options)
         critic = make_engine(folder, load=load_critic, options=options)
         with torch.no_grad():
-            for one in critic.module.score.parameters():
-                one.copy_(torch.ones_like(one))
+            for parameter in critic.module.score.parameters():
+                parameter.copy_(torch.ones_like(parameter))
         values = response_values(critic.module, batch)
         values.square().sum().backward()
         gradient = critic.module.model.layers[0].mlp.up_proj.weight.grad.full_tensor()
         with torch.no_grad():
             logprobs = response_logprobs(reference, batch, 0.7)
-        found.append((logprobs, values.detach(), gradient))
-    return found
+        results.append((logprobs, values.detach(), gradient))
+    return results
 
 
 def test_references_and_critics_are_packed_alike(rank_group, policy_folder):
     for plain, packed in rank_group(2)(judged, policy_folder):
-        for one, other in zip(packed, plain, strict=True):
+        for tensor, other in zip(packed, plain, strict=True):
             largest = float(other.abs().max())
             assert largest > 0
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-4 * largest)
+            torch.testing.assert_close(tensor, other, rtol=0, atol=1e-4 * largest)
 
 
 class Layers(nn.Module):

@@ -30,35 +30,37 @@ pytestmark = pytest.mark.timeout(300)
 
 def begin(rank: Rank, policy: Path, load: Callable[..., Any] | None = None) -> None:
     rate = LearningRate(highest=1e-3, ramp_steps=2, schedule="cosine", steps=5)
-    rank.held.engine = FSDPEngine(policy, device=torch.device("cpu"), learning_rate=rate, load=load)
-    rank.held.engine.module.train()
+    rank.objects.engine = FSDPEngine(
+        policy, device=torch.device("cpu"), learning_rate=rate, load=load
+    )
+    rank.objects.engine.module.train()
 
 
 def take_step(rank: Rank, seed: int) -> float:
     """Take a step on the same tokens on all ranks, so that their number does not matter."""
     tokens = torch.randint(3, 90, (4, 16), generator=torch.Generator().manual_seed(seed))
-    loss = rank.held.engine.module(input_ids=tokens, labels=tokens, use_cache=False).loss
-    return rank.held.engine.optimizer_step(loss)
+    loss = rank.objects.engine.module(input_ids=tokens, labels=tokens, use_cache=False).loss
+    return rank.objects.engine.optimizer_step(loss)
 
 
 def take_critics_step(rank: Rank, seed: int) -> float:
     """Take such a step of a critic."""
     tokens = torch.randint(3, 90, (4, 16), generator=torch.Generator().manual_seed(seed))
-    values = rank.held.engine.module(input_ids=tokens, use_cache=False)
-    return rank.held.engine.optimizer_step((values - 1.0).square().mean())
+    values = rank.objects.engine.module(input_ids=tokens, use_cache=False)
+    return rank.objects.engine.optimizer_step((values - 1.0).square().mean())
 
 
 def save(rank: Rank, folder: Path) -> None:
-    rank.held.engine.save_checkpoint(str(folder))
+    rank.objects.engine.save_checkpoint(str(folder))
 
 
 def load_checkpoint(rank: Rank, folder: Path) -> None:
-    rank.held.engine.load_checkpoint(str(folder))
+    rank.objects.engine.load_checkpoint(str(folder))
 
 
 def full(rank: Rank) -> dict[str, torch.Tensor]:
     """Return all tensors of model and optimizer in full, by name."""
-    engine = rank.held.engine
+    engine = rank.objects.engine
     optimizer = engine.optimizer.state_dict()
     tensors: dict[str, Any] = dict(engine.module.state_dict())
     for index, state in optimizer["state"].items():
@@ -70,7 +72,7 @@ def full(rank: Rank) -> dict[str, torch.Tensor]:
 
 
 def schedule(rank: Rank) -> tuple[Any, Any]:
-    engine = rank.held.engine
+    engine = rank.objects.engine
     return engine.scheduler.state_dict(), engine.optimizer.state_dict()["param_groups"]
 
 

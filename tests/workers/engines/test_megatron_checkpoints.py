@@ -40,11 +40,11 @@ def batches(count: int):
 
 
 def save(rank, folder):
-    rank.held.engine.save_checkpoint(str(folder))
+    rank.objects.engine.save_checkpoint(str(folder))
 
 
 def load(rank, folder):
-    rank.held.engine.load_checkpoint(str(folder))
+    rank.objects.engine.load_checkpoint(str(folder))
 
 
 def test_a_checkpoint_keeps_the_defaults_of_generation(engine_ranks, megatron_folder, tmp_path):
@@ -57,7 +57,7 @@ def test_a_checkpoint_keeps_the_defaults_of_generation(engine_ranks, megatron_fo
 
 
 def save_model(rank, folder):
-    rank.held.engine.checkpoint_manager.checkpoint_save_contents = ["model"]
+    rank.objects.engine.checkpoint_manager.checkpoint_save_contents = ["model"]
     save(rank, folder)
 
 
@@ -81,7 +81,7 @@ def test_a_step_after_a_load_of_the_model_alone_begins_with_the_loaded_weights(
 def rate_of_a_step(rank):
     """Train a step; return the learning rate with which it was taken."""
     at.train(rank, batches(1))
-    [rate] = {group["lr"] for group in rank.held.engine.optimizer.param_groups}
+    [rate] = {group["lr"] for group in rank.objects.engine.optimizer.param_groups}
     return rate
 
 
@@ -99,7 +99,7 @@ def test_a_resumed_engine_trains_with_the_learning_rate_of_its_configuration(
 
 def optimizer_state(rank):
     """The ordinary optimizer's state by kind and tensor, gathered from all ranks, and its steps."""
-    engine = rank.held.engine
+    engine = rank.objects.engine
     states = {}
     for one in engine.optimizer.chained_optimizers:
         states |= one.optimizer.state
@@ -209,14 +209,14 @@ def test_what_is_not_loaded_with_the_model_makes_a_difference(engine_ranks, tmp_
 
 
 def load_model_alone(rank, folder):
-    optimizer, rank.held.engine.optimizer = rank.held.engine.optimizer, None
+    optimizer, rank.objects.engine.optimizer = rank.objects.engine.optimizer, None
     load(rank, folder)
-    rank.held.engine.optimizer = optimizer
+    rank.objects.engine.optimizer = optimizer
 
 
 def save_after_more_steps(rank, folder, more):
     """Prepare a checkpoint, take further steps and write it then; their losses."""
-    writes = rank.held.engine.prepare_checkpoint(str(folder))
+    writes = rank.objects.engine.prepare_checkpoint(str(folder))
     assert not folder.exists()
     losses = at.train(rank, more)
     for write in writes.values():
@@ -256,7 +256,7 @@ def test_experts_that_were_spread_load_on_one_rank(engine_ranks, tmp_path):
 
 
 def choose_contents(rank, *contents):
-    rank.held.engine.checkpoint_manager.checkpoint_save_contents = list(contents)
+    rank.objects.engine.checkpoint_manager.checkpoint_save_contents = list(contents)
 
 
 def test_a_distributed_optimizers_state_is_not_saved_and_its_model_is(engine_ranks, tmp_path):
@@ -347,17 +347,17 @@ class Tracked:
 
 
 def track(rank, given):
-    rank.held.tracker = Tracked()
+    rank.objects.tracker = Tracked()
     if given:
-        rank.held.tracker.states["model-parallel-rng"] = torch.zeros(4, dtype=torch.uint8)
-        rank.held.tracker.states["captured"].manual_seed(4)
+        rank.objects.tracker.states["model-parallel-rng"] = torch.zeros(4, dtype=torch.uint8)
+        rank.objects.tracker.states["captured"].manual_seed(4)
     patch = pytest.MonkeyPatch()
-    patch.setattr(rank_state, "_tracker", lambda: rank.held.tracker)
+    patch.setattr(rank_state, "_tracker", lambda: rank.objects.tracker)
     rank.exits.callback(patch.undo)
 
 
 def tracked(rank):
-    states = rank.held.tracker.states
+    states = rank.objects.tracker.states
     return states["model-parallel-rng"].tolist(), torch.rand(1, generator=states["captured"]).item()
 
 
@@ -376,7 +376,7 @@ def test_the_tracker_of_cudas_generators_gets_its_states_back(engine_ranks, tmp_
 
 def save_in_huggingfaces_format(rank, folder):
     """Save a checkpoint whose model is a Hugging Face folder, as a version in files is."""
-    engine = rank.held.engine
+    engine = rank.objects.engine
     with only(engine, ["optimizer", "extra"]):
         for write in engine.prepare_checkpoint(str(folder), copy=False).values():
             write()

@@ -63,7 +63,7 @@ def test_a_model_comes_back_bit_for_bit(converting, megatron_folder, tmp_path, n
     assert (there.to, back.to) == ("megatron", "huggingface")
     assert there.bytes == back.bytes
     at.assert_same(at.in_folder(tmp_path / "back"), at.in_folder(megatron_folder(name)))
-    files = sorted(one.name for one in (tmp_path / "back").glob("*.safetensors"))
+    files = sorted(path.name for path in (tmp_path / "back").glob("*.safetensors"))
     assert len(files) > 1
     index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == set(files)
@@ -113,15 +113,15 @@ def test_generation_defaults_come_back_byte_for_byte(converting, megatron_folder
     source = folder_with(
         at.in_folder(megatron_folder("qwen3")), megatron_folder("qwen3"), tmp_path / "source"
     )
-    said = b'{"do_sample": true, "temperature": 0.6, "eos_token_id": [1, 2], "of_ours": 7}\n'
-    (source / "generation_config.json").write_bytes(said)
+    defaults = b'{"do_sample": true, "temperature": 0.6, "eos_token_id": [1, 2], "of_ours": 7}\n'
+    (source / "generation_config.json").write_bytes(defaults)
     converting(source, tmp_path / "megatron")
     converting(tmp_path / "megatron", tmp_path / "back")
-    assert (tmp_path / "back" / "generation_config.json").read_bytes() == said
+    assert (tmp_path / "back" / "generation_config.json").read_bytes() == defaults
 
 
 def load(rank, folder):
-    rank.held.engine.load_checkpoint(str(folder))
+    rank.objects.engine.load_checkpoint(str(folder))
 
 
 def test_what_was_converted_loads_at_any_layout(
@@ -221,7 +221,7 @@ def test_what_cannot_be_converted_leaves_nothing(converting, megatron_folder, tm
     save_file({"model.norm.weight": torch.ones(32)}, broken / "model.safetensors")
     with pytest.raises(TrinityError, match="has no tensor"):
         converting(broken, tmp_path / "target")
-    assert {one.name for one in tmp_path.iterdir()} == {"empty", "broken"}
+    assert {path.name for path in tmp_path.iterdir()} == {"empty", "broken"}
 
 
 CONVERTING = (
@@ -237,19 +237,19 @@ def test_what_a_killed_conversion_has_left_is_removed_by_the_next_and_no_other(
     converting, megatron_folder, tmp_path
 ):
     target, other = tmp_path / "target", tmp_path / "other"
-    left = []
+    partial_names = []
     with ExitStack() as exits:
-        for one in (target, other, other):
-            command = [sys.executable, "-c", CONVERTING, str(one)]
+        for destination in (target, other, other):
+            command = [sys.executable, "-c", CONVERTING, str(destination)]
             writer = exits.enter_context(child(command, stdin=PIPE, stdout=PIPE, text=True))
-            left.append(writer.stdout.readline().strip())
-            if one == target:
+            partial_names.append(writer.stdout.readline().strip())
+            if destination == target:
                 writer.kill()
                 writer.wait()
-        assert left[0].startswith(".target.")
-        assert left[0].endswith(".part")
+        assert partial_names[0].startswith(".target.")
+        assert partial_names[0].endswith(".part")
         converting(megatron_folder("qwen2"), target)
-        assert {one.name for one in tmp_path.iterdir()} == {"target", *left[1:]}
+        assert {path.name for path in tmp_path.iterdir()} == {"target", *partial_names[1:]}
 
 
 # --- the command ------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ def test_the_command_converts_there_and_back(cli, megatron_folder, tmp_path):
     shown = cli("convert", str(source), str(there))
     assert (shown.returncode, shown.stderr) == (0, "")
     weights = at.in_folder(source)
-    size = sum(one.nbytes for one in weights.values())
+    size = sum(tensor.nbytes for tensor in weights.values())
     assert shown.stdout == (
         f"{source} converted to megatron in {there}: {len(weights)} tensors, {size} bytes\n"
     )

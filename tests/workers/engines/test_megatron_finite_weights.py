@@ -35,7 +35,9 @@ def convert(rank: Rank, source: Path, target: Path) -> None:
 def poison_megatron(rank: Rank) -> None:
     if rank.number == rank.world - 1:
         # Of what all ranks hold alike, such as norms, one rank's copy alone is saved.
-        sharded = [one for one in rank.held.engine._parameters() if one.ndim == 2]
+        sharded = [
+            parameter for parameter in rank.objects.engine._parameters() if parameter.ndim == 2
+        ]
         with torch.no_grad():
             sharded[-1][-1, -1] = math.inf
 
@@ -43,13 +45,13 @@ def poison_megatron(rank: Rank) -> None:
 def save_megatron(rank: Rank, folder: Path, *, unchecked: bool = False) -> None:
     if unchecked:
         with patch.object(checkpoint, "check_finite"):
-            rank.held.engine.save_checkpoint(str(folder))
+            rank.objects.engine.save_checkpoint(str(folder))
     else:
-        rank.held.engine.save_checkpoint(str(folder))
+        rank.objects.engine.save_checkpoint(str(folder))
 
 
 def load_megatron(rank: Rank, folder: Path) -> None:
-    rank.held.engine.load_checkpoint(str(folder))
+    rank.objects.engine.load_checkpoint(str(folder))
 
 
 def test_megatron_neither_saves_nor_loads_a_checkpoint_that_is_not_finite_on_one_rank(

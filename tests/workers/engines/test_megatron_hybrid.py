@@ -64,20 +64,20 @@ def requests_of(rank: int) -> list[GenerationRequest]:
 
 
 def make_hybrid(rank, tensor: int) -> None:
-    rank.held.hybrid = HybridEngine(rank.held.engine, tensor)
+    rank.objects.hybrid = HybridEngine(rank.objects.engine, tensor)
 
 
 def there_and_back(rank):
     """Reshard, generate, and reshard back into training weights that were overwritten."""
-    engine, hybrid = rank.held.engine, rank.held.hybrid
+    engine, hybrid = rank.objects.engine, rank.objects.hybrid
     rollouts = MegatronRolloutEngine(hybrid)
     with rollouts.serving(VERSION):
-        there = {name: one.clone() for name, one in hybrid.full_tensors()}
+        there = {name: tensor.clone() for name, tensor in hybrid.full_tensors()}
         answers = rollouts.generate_here(requests_of(rank.number))
-        held = list(parameter_slices(hybrid.model, engine.config.vocab_size))
+        slices = list(parameter_slices(hybrid.model, engine.config.vocab_size))
         for parameter in engine._parameters():
             parameter.data.fill_(7.0)
-        Resharding(held, engine.parameter_slices(), hybrid.group).run()
+        Resharding(slices, engine.parameter_slices(), hybrid.group).run()
     rows = hybrid.model.embedding.word_embeddings.weight.shape[0]
     with pytest.raises(NotServing):
         rollouts.generate_here(requests_of(rank.number))
@@ -110,17 +110,17 @@ def test_weights_are_bit_exact_there_and_back_and_generate_what_hugging_face_doe
 
 
 def memory(rank) -> tuple[bool, ...]:
-    engine, hybrid = rank.held.engine, rank.held.hybrid
+    engine, hybrid = rank.objects.engine, rank.objects.hybrid
     state = [
         tensor
-        for one in engine.optimizer.chained_optimizers
-        for values in one.optimizer.state.values()
+        for chained in engine.optimizer.chained_optimizers
+        for values in chained.optimizer.state.values()
         for tensor in values.values()
         if isinstance(tensor, torch.Tensor) and tensor.numel() > 1
     ]
     gradients = [buffer.grad_data for chunk in engine.module for buffer in chunk.buffers]
     return tuple(
-        any(one.untyped_storage().nbytes() for one in tensors)
+        any(tensor.untyped_storage().nbytes() for tensor in tensors)
         for tensors in (hybrid.model.parameters(), engine._parameters(), gradients, state)
     )
 
@@ -130,7 +130,7 @@ def train_around_generation(rank, batches, with_generation: bool):
     torch.manual_seed(rank.number)
     losses = at.train(rank, batches)
     draws, memories = [], []
-    rollouts = MegatronRolloutEngine(rank.held.hybrid) if with_generation else None
+    rollouts = MegatronRolloutEngine(rank.objects.hybrid) if with_generation else None
     for _ in range(2 if with_generation else 0):
         with rollouts.serving(VERSION):
             memories.append(memory(rank))
@@ -146,29 +146,29 @@ def test_memory_changes_hands_and_training_goes_on_as_if_nothing_was_generated(e
     expected = ranks(train_around_generation, batches, with_generation=False)
     ranks = engine_ranks("qwen2", 2, SPLIT, RATE, {"offload": EVERYTHING})
     ranks(make_hybrid, 1)
-    found = ranks(train_around_generation, batches, with_generation=True)
-    for (losses, memories, draws, drawn, weights), alone in zip(found, expected, strict=True):
+    results = ranks(train_around_generation, batches, with_generation=True)
+    for (losses, memories, draws, drawn, weights), alone in zip(results, expected, strict=True):
         assert losses == alone[0]
         assert memories == [(True, False, False, False), (False, False, False, False)] * 2
         assert identical(drawn, alone[3]), "training's generator"
         assert not identical(draws[0], draws[1]), "generation's own goes on"
         assert not identical(draws[0], drawn)
         at.assert_same(weights, alone[4])
-    assert not identical(found[0][2][0], found[1][2][0]), "replicas draw differently"
+    assert not identical(results[0][2][0], results[1][2][0]), "replicas draw differently"
 
 
 def save_model(rank, folder):
-    rank.held.engine.checkpoint_manager.checkpoint_save_contents = ["model"]
-    rank.held.engine.save_checkpoint(str(folder))
+    rank.objects.engine.checkpoint_manager.checkpoint_save_contents = ["model"]
+    rank.objects.engine.save_checkpoint(str(folder))
 
 
 def load(rank, folder):
-    rank.held.engine.load_checkpoint(str(folder))
+    rank.objects.engine.load_checkpoint(str(folder))
 
 
 def generate_once(rank):
     """Return answers, and the weights that they were generated with."""
-    hybrid = rank.held.hybrid
+    hybrid = rank.objects.hybrid
     rollouts = MegatronRolloutEngine(hybrid, deterministic=True)
     with rollouts.serving(VERSION):
         weights = {name: value.clone() for name, value in hybrid.full_tensors()}
@@ -186,7 +186,7 @@ def test_answers_after_a_load_are_of_the_loaded_weights(engine_ranks, megatron_f
         at.assert_same(weights, at.in_folder(megatron_folder("qwen2")))
         assert answers != trained
         expected = huggingface_answers(megatron_folder("qwen2"), requests_of(0))
-        assert [one.tokens for one in answers] == [one.tokens for one in expected]
+        assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
 
 
 def reshard_with(rank, fault, culprit: int):
@@ -201,24 +201,26 @@ def reshard_with(rank, fault, culprit: int):
         return run(resharding, bucket)
 
     run = Resharding._run
-    before = [one.clone() for one in rank.held.engine._parameters()]
+    before = [parameter.clone() for parameter in rank.objects.engine._parameters()]
     small = patch.object(module.buckets, "__defaults__", (SMALL_BUCKET,))
     with small, patch.object(Resharding, "_run", faulty):
         try:
-            with rank.held.hybrid.resharded():
+            with rank.objects.hybrid.resharded():
                 error = None
         except Exception as caught:
             error = caught
-    same = all(map(identical, before, rank.held.engine._parameters()))
+    same = all(map(identical, before, rank.objects.engine._parameters()))
     return error, same, memory_of_rollout(rank)
 
 
 def memory_of_rollout(rank) -> bool:
-    return any(one.untyped_storage().nbytes() for one in rank.held.hybrid.model.parameters())
+    return any(
+        parameter.untyped_storage().nbytes() for parameter in rank.objects.hybrid.model.parameters()
+    )
 
 
 def cannot_copy(resharding) -> None:
-    resharding._target = lambda one: torch.empty(1)[5]
+    resharding._target = lambda copy: torch.empty(1)[5]
 
 
 def die(resharding) -> None:
@@ -226,7 +228,7 @@ def die(resharding) -> None:
 
 
 def undo(rank) -> None:
-    vars(rank.held.hybrid._resharding).pop("_target", None)
+    vars(rank.objects.hybrid._resharding).pop("_target", None)
 
 
 def test_a_fault_in_the_middle_leaves_the_training_weights_and_names_the_rank(
@@ -240,7 +242,7 @@ def test_a_fault_in_the_middle_leaves_the_training_weights_and_names_the_rank(
     assert isinstance(theirs[0], IndexError)
     assert [mine[1:], theirs[1:]] == [(True, False)] * 2
     ranks(undo)
-    assert [one[0] for one in ranks(reshard_with, die, -1)] == [None, None], "it works again"
+    assert [result[0] for result in ranks(reshard_with, die, -1)] == [None, None], "it works again"
     try:
         survivor, dead = ranks.answers(reshard_with, die, 1)
         assert isinstance(dead, ProcessLookupError)

@@ -55,10 +55,10 @@ def test_logits_are_hugging_faces_and_the_stream_its_weights_bit_for_bit(
     reference = AutoModelForCausalLM.from_pretrained(megatron_folder(name))
     with torch.no_grad():
         expected = reference(tokens, use_cache=False).logits
-    found = [one for one in ranks(at.logits, at.unpadded(tokens)) if one is not None]
-    assert len(found) == world // layout.pipeline, "the last stage's ranks have them"
-    for one in found:
-        torch.testing.assert_close(one, expected, atol=1e-4, rtol=0)
+    outputs = [output for output in ranks(at.logits, at.unpadded(tokens)) if output is not None]
+    assert len(outputs) == world // layout.pipeline, "the last stage's ranks have them"
+    for output in outputs:
+        torch.testing.assert_close(output, expected, atol=1e-4, rtol=0)
 
     weights = at.in_folder(megatron_folder(name))
     for streamed in ranks(at.full_weights):
@@ -75,7 +75,9 @@ def test_a_bfloat16_engine_streams_every_tensor_in_bfloat16(
     optimizer = OptimizerOptions(learning_rate=1e-3) if trained else None
     options = {"dtype": torch.bfloat16}
     ranks = engine_ranks("qwen3", 2, layout, optimizer=optimizer, options=options)
-    weights = {key: one.bfloat16() for key, one in at.in_folder(megatron_folder("qwen3")).items()}
+    weights = {
+        key: tensor.bfloat16() for key, tensor in at.in_folder(megatron_folder("qwen3")).items()
+    }
     for streamed in ranks(at.full_weights):
         at.assert_same(streamed, weights)
     for shards in ranks(local_shards):
@@ -84,8 +86,8 @@ def test_a_bfloat16_engine_streams_every_tensor_in_bfloat16(
 
 def local_shards(rank):
     return [
-        (one.name, one.tensor.clone(), one.global_shape, one.offsets)
-        for one in rank.held.engine.local_shards()
+        (shard.name, shard.tensor.clone(), shard.global_shape, shard.offsets)
+        for shard in rank.objects.engine.local_shards()
     ]
 
 
@@ -107,7 +109,7 @@ def test_local_shards_lie_where_they_say_and_cover_every_tensor(
             )
             assert identical(tensor, weights[key][place]), key
             missing[key][place] = False
-    assert not any(one.any() for one in missing.values())
+    assert not any(tensor.any() for tensor in missing.values())
 
 
 @pytest.mark.parametrize(

@@ -65,9 +65,9 @@ def losses_alone(rank_processes, megatron_folder, batches):
 
 def losses_of(ranks, batches, layout: ParallelLayout) -> list[list[float]]:
     """The losses of the ranks that have them."""
-    found = [losses for losses in ranks(at.train, batches) if any(losses)]
-    assert len(found) == ranks.world // layout.pipeline
-    return found
+    rank_losses = [losses for losses in ranks(at.train, batches) if any(losses)]
+    assert len(rank_losses) == ranks.world // layout.pipeline
+    return rank_losses
 
 
 @pytest.mark.parametrize(("world", "layout", "options", "values"), CASES)
@@ -126,10 +126,10 @@ def test_logprobs_of_padded_rows_are_hugging_faces(
     with torch.no_grad():
         expected = response_logprobs(reference, batch, temperature=0.7)
     ranks = engine_ranks(name, world, layout)
-    found = [one for one in ranks(at.logprobs, batch) if one is not None]
-    assert found
-    for one in found:
-        torch.testing.assert_close(one, expected, atol=1e-4, rtol=0)
+    outputs = [output for output in ranks(at.logprobs, batch) if output is not None]
+    assert outputs
+    for output in outputs:
+        torch.testing.assert_close(output, expected, atol=1e-4, rtol=0)
 
 
 def spoil_one_step(rank, batches, spoiled_rank: int) -> tuple[list[float], bool]:
@@ -137,7 +137,7 @@ def spoil_one_step(rank, batches, spoiled_rank: int) -> tuple[list[float], bool]
 
     Returns the norms, and True if parameters, optimizer and schedule stayed as they were.
     """
-    engine = rank.held.engine
+    engine = rank.objects.engine
     norms, states = [], []
     for number, batch in enumerate(batches):
 
@@ -147,12 +147,16 @@ def spoil_one_step(rank, batches, spoiled_rank: int) -> tuple[list[float], bool]
             return value + (math.inf if is_bad else 0.0), None
 
         norms.append(engine.train_batch(batch, loss)[1])
-        optimizer = [one.optimizer.state_dict() for one in engine.optimizer.chained_optimizers]
-        parameters = [one.detach() for chunk in engine.module for one in chunk.parameters()]
-        tensors = [one for _, one in nested_tensors([parameters, optimizer])]
+        optimizer = [
+            chained.optimizer.state_dict() for chained in engine.optimizer.chained_optimizers
+        ]
+        parameters = [
+            parameter.detach() for chunk in engine.module for parameter in chunk.parameters()
+        ]
+        tensors = [tensor for _, tensor in nested_tensors([parameters, optimizer])]
         states.append((copy.deepcopy(tensors), engine.steps, engine.learning_rate))
-    (one, *counts), (other, *others) = states[:2]
-    same = all(torch.equal(mine, its) for mine, its in zip(one, other, strict=True))
+    (first, *counts), (other, *others) = states[:2]
+    same = all(torch.equal(mine, its) for mine, its in zip(first, other, strict=True))
     return norms, same and counts == others and states[2][1] == 2
 
 

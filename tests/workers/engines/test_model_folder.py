@@ -45,20 +45,20 @@ def nothing_more(folder: Path) -> None:
 @pytest.mark.parametrize(("shard_bytes", "files"), [(1 << 30, 1), (300, None)])
 def test_the_librarys_own_reader_gets_every_tensor(tmp_path, shard_bytes, files):
     nbytes = write_model_folder(tmp_path, nothing_more, awkward().items(), shard_bytes=shard_bytes)
-    found = {}
+    tensors = {}
     paths = sorted(tmp_path.glob("*.safetensors"))
     for path in paths:
-        found |= load_file(path)
-    assert nbytes == sum(one.nbytes for one in awkward().values())
-    assert sorted(found) == sorted(awkward())
-    assert all(identical(found[name], one) for name, one in awkward().items())
+        tensors |= load_file(path)
+    assert nbytes == sum(tensor.nbytes for tensor in awkward().values())
+    assert sorted(tensors) == sorted(awkward())
+    assert all(identical(tensors[name], tensor) for name, tensor in awkward().items())
     assert has_weights(tmp_path)
     if files == 1:
-        assert [one.name for one in paths] == ["model.safetensors"]
+        assert [path.name for path in paths] == ["model.safetensors"]
     else:
         index = json.loads((tmp_path / INDEX).read_text())
         assert index["metadata"]["total_size"] == nbytes
-        assert set(index["weight_map"].values()) == {one.name for one in paths}
+        assert set(index["weight_map"].values()) == {path.name for path in paths}
         assert paths[-1].name == f"model-{len(paths):05}-of-{len(paths):05}.safetensors"
 
 
@@ -100,7 +100,7 @@ def mapped_bytes(file):
 def test_writing_a_folder_again_leaves_no_file_of_the_first_time(tmp_path):
     write_model_folder(tmp_path, nothing_more, awkward().items(), shard_bytes=300)
     write_model_folder(tmp_path, nothing_more, {"a": torch.ones(2)}.items())
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["XXH128SUMS", "model.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["XXH128SUMS", "model.safetensors"]
 
 
 def test_a_folder_whose_writing_fails_has_no_weights(tmp_path):
@@ -119,21 +119,21 @@ def test_a_folder_whose_writing_fails_has_no_weights(tmp_path):
 
 def begin(rank: Rank, policy: Path, dtype: str = "float32") -> None:
     rate = LearningRate(highest=1e-3, ramp_steps=4)
-    rank.held.engine = FSDPEngine(
+    rank.objects.engine = FSDPEngine(
         policy, device=torch.device("cpu"), learning_rate=rate, dtype=dtype
     )
-    rank.held.engine.module.train()
+    rank.objects.engine.module.train()
 
 
 def take_step(rank: Rank, seed: int) -> None:
     tokens = torch.randint(3, 90, (4, 16), generator=torch.Generator().manual_seed(seed))
-    loss = rank.held.engine.module(input_ids=tokens, labels=tokens, use_cache=False).loss
-    rank.held.engine.optimizer_step(loss)
+    loss = rank.objects.engine.module(input_ids=tokens, labels=tokens, use_cache=False).loss
+    rank.objects.engine.optimizer_step(loss)
 
 
 def save(rank: Rank, folder: Path) -> None:
     """Save a checkpoint whose model is a Hugging Face folder, in the optimizer's dtype."""
-    engine = rank.held.engine
+    engine = rank.objects.engine
     tensors = engine.master_params()
     if rank.number == 0:
         write_model_folder(folder / "huggingface", engine.write_description, tensors)
@@ -145,15 +145,15 @@ def save(rank: Rank, folder: Path) -> None:
 
 
 def load(rank: Rank, folder: Path) -> None:
-    rank.held.engine.load_checkpoint(str(folder))
+    rank.objects.engine.load_checkpoint(str(folder))
 
 
 def masters(rank: Rank) -> dict[str, torch.Tensor]:
-    return {name: one.clone() for name, one in rank.held.engine.master_params()}
+    return {name: tensor.clone() for name, tensor in rank.objects.engine.master_params()}
 
 
 def published(rank: Rank) -> dict[str, torch.Tensor]:
-    return {name: one.clone() for name, one in full_tensors(rank.held.engine)}
+    return {name: tensor.clone() for name, tensor in full_tensors(rank.objects.engine)}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -177,13 +177,13 @@ def test_fsdp_goes_on_bit_for_bit_from_a_checkpoint_whose_model_is_a_hugging_fac
     group = rank_group(loaded_with)
     group(begin, policy_folder, dtype)
     group(load, tmp_path)
-    for found in group(masters):
-        assert_equal(found, expected)
+    for weights in group(masters):
+        assert_equal(weights, expected)
     group(take_step, 3)
 
 
 def shards(rank: Rank, folder: Path) -> None:
-    rank.held.engine.save_checkpoint(str(folder))
+    rank.objects.engine.save_checkpoint(str(folder))
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -197,9 +197,11 @@ def test_shards_of_fsdp_convert_to_a_folder_that_transformers_loads(
     expected = group(masters)[0]
     done = convert(tmp_path / "step", tmp_path / "converted", shard_bytes=200_000)
     assert (done.to, done.tensors) == ("huggingface", len(expected))
-    assert done.bytes == sum(one.nbytes for one in expected.values())
+    assert done.bytes == sum(tensor.nbytes for tensor in expected.values())
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "converted")
-    assert_equal({name: one.detach() for name, one in model.named_parameters()}, expected)
+    assert_equal(
+        {name: parameter.detach() for name, parameter in model.named_parameters()}, expected
+    )
     (tmp_path / "step" / "actor" / f"model_world_size_{world}_rank_{world - 1}.pt").unlink()
     if world > 1:
         with pytest.raises(FileNotFoundError, match="rank_2"):
@@ -211,9 +213,9 @@ def begin_critic(rank: Rank, folder: Path) -> None:
     """Make a critic whose head is not 0 any more."""
     engine = FSDPEngine(folder, device=torch.device("cpu"), learning_rate=3e-3, load=load_critic)
     with torch.no_grad():
-        for one in engine.module.score.parameters():
-            one.fill_(0.25)
-    rank.held.engine = engine
+        for parameter in engine.module.score.parameters():
+            parameter.fill_(0.25)
+    rank.objects.engine = engine
 
 
 def test_a_critic_of_fsdp_converts_to_a_model_for_token_classification(
@@ -225,12 +227,14 @@ def test_a_critic_of_fsdp_converts_to_a_model_for_token_classification(
     expected = group(published)[0]
     done = convert(tmp_path / "step" / "critic", tmp_path / "converted")
     assert (done.to, done.tensors) == ("huggingface", len(expected))
-    model, told = AutoModelForTokenClassification.from_pretrained(
+    model, loading_info = AutoModelForTokenClassification.from_pretrained(
         tmp_path / "converted", output_loading_info=True
     )
-    assert not told["missing_keys"]
-    assert not told["unexpected_keys"]
-    assert_equal({name: one.detach() for name, one in model.named_parameters()}, expected)
+    assert not loading_info["missing_keys"]
+    assert not loading_info["unexpected_keys"]
+    assert_equal(
+        {name: parameter.detach() for name, parameter in model.named_parameters()}, expected
+    )
     assert float(model.score.bias.detach()) == 0.25
 
 

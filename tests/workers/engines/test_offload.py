@@ -30,9 +30,9 @@ SPLIT = ParallelLayout(tensor=2)
 def sizes(tensors) -> set[bool]:
     """Whether storages have memory, of all those that have any tensor in them."""
     return {
-        bool(getattr(one, "_local_tensor", one).untyped_storage().nbytes())
-        for one in tensors
-        if one.numel()
+        bool(getattr(tensor, "_local_tensor", tensor).untyped_storage().nbytes())
+        for tensor in tensors
+        if tensor.numel()
     }
 
 
@@ -42,7 +42,7 @@ def sizes(tensors) -> set[bool]:
 def test_storages_of_size_0_come_back_bit_for_bit_under_every_view():
     whole = torch.randn(64)
     views = [whole[:10], whole[10:].view(9, 6).t()]
-    before = [one.clone() for one in views]
+    before = [view.clone() for view in views]
     memory = OffloadedModel(FrozenOffload(param_offload=True), lambda: views)
     assert sizes(views) == {False}
     with memory.resident():
@@ -104,14 +104,14 @@ def test_a_module_that_is_called_while_its_parameters_are_away_says_so():
 
 
 def storages(rank) -> dict[str, set[bool]]:
-    engine = rank.held.engine
+    engine = rank.objects.engine
     return {
         "parameters": sizes(engine._parameters()),
         "gradients": sizes(buffer.grad_data for chunk in engine.module for buffer in chunk.buffers),
         "optimizer": sizes(
             tensor
-            for one in engine.optimizer.chained_optimizers
-            for state in one.optimizer.state.values()
+            for chained in engine.optimizer.chained_optimizers
+            for state in chained.optimizer.state.values()
             for tensor in state.values()
             if isinstance(tensor, torch.Tensor)
         ),
@@ -120,18 +120,18 @@ def storages(rank) -> dict[str, set[bool]]:
 
 def shards(rank) -> dict[str, torch.Tensor]:
     """Shards that are kept while the model moves."""
-    found = {one.name: one.tensor for one in rank.held.engine.local_shards()}
-    return {name: tensor.clone() for name, tensor in found.items()}
+    tensors = {shard.name: shard.tensor for shard in rank.objects.engine.local_shards()}
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def kept_stream(rank) -> dict[str, torch.Tensor]:
-    found = dict(rank.held.engine.get_per_tensor_param())
-    return {name: tensor.clone() for name, tensor in found.items()}
+    tensors = dict(rank.objects.engine.get_per_tensor_param())
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def checkpoint_beside_training(rank, folder, batches):
     """Begin a checkpoint, train on, write it, and train on from it."""
-    engine = rank.held.engine
+    engine = rank.objects.engine
     writes = engine.prepare_checkpoint(str(folder))
     losses = at.train(rank, batches)
     for write in writes.values():
@@ -152,7 +152,7 @@ CASES = {
 def test_megatron_trains_alike_with_its_idle_memory_away(engine_ranks, case, tmp_path):
     layout, optimizer, options = CASES[case]
     batches = [at.padded_batch(seed) for seed in range(2)]
-    found = []
+    results = []
     for offload in (Offload(), EVERYTHING):
         ranks = engine_ranks("qwen2", 2, layout, optimizer, {**options, "offload": offload})
         losses = [ranks(at.train, batches)]
@@ -162,8 +162,8 @@ def test_megatron_trains_alike_with_its_idle_memory_away(engine_ranks, case, tmp
         reads = [ranks(kept_stream), ranks(shards), ranks(at.logprobs, batches[0])]
         if not optimizer.distributed:
             losses += ranks(checkpoint_beside_training, tmp_path, batches)
-        found.append((losses, reads, ranks(at.full_weights)))
-    (losses, reads, weights), (losses_away, reads_away, weights_away) = found
+        results.append((losses, reads, ranks(at.full_weights)))
+    (losses, reads, weights), (losses_away, reads_away, weights_away) = results
     assert losses_away == losses
     for mine, theirs in zip(weights_away, weights, strict=True):
         at.assert_same(mine, theirs)
@@ -185,8 +185,8 @@ def test_each_part_is_moved_by_itself(rank_group, megatron_folder, offload, away
     ranks = rank_group(1)
     ranks(at.make_engine, megatron_folder("qwen2"), ParallelLayout(), RATE, {"offload": offload})
     ranks(at.train, [at.padded_batch(0)])
-    [found] = ranks(storages)
-    assert found == {part: {part != away} for part in ALL}
+    [stored] = ranks(storages)
+    assert stored == {part: {part != away} for part in ALL}
 
 
 # --- FSDP --------------------------------------------------------------------------------------
@@ -201,15 +201,15 @@ def fsdp_steps(rank, folder, offload: Offload, path):
         folder, device=cpu, offload=FrozenOffload(param_offload=offload.param_offload)
     )
     batch = at.padded_batch(rank.number)
-    told = []
+    outputs = []
 
     def train() -> None:
         with engine.resident(*ALL):
-            found = response_logprobs(engine.module, batch, 1.0)
-            engine.optimizer_step(-found.mean())
+            logprobs = response_logprobs(engine.module, batch, 1.0)
+            engine.optimizer_step(-logprobs.mean())
         with torch.no_grad(), reference.resident():
-            told.append(response_logprobs(reference, batch, 1.0))
-        told.append(found.detach())
+            outputs.append(response_logprobs(reference, batch, 1.0))
+        outputs.append(logprobs.detach())
 
     train()
     engine.save_checkpoint(str(path))
@@ -219,11 +219,11 @@ def fsdp_steps(rank, folder, offload: Offload, path):
     train()
     is_away = (
         sizes(engine.module.parameters()) | sizes(reference.parameters()),
-        {one.grad is not None for one in engine.module.parameters()},
+        {parameter.grad is not None for parameter in engine.module.parameters()},
         sizes(optimizer_tensors(engine.optimizer)),
     )
     weights = dict(engine.get_per_tensor_param())
-    return told, is_away, {name: one.clone() for name, one in weights.items()}
+    return outputs, is_away, {name: tensor.clone() for name, tensor in weights.items()}
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -231,12 +231,12 @@ def test_fsdp_trains_alike_with_its_idle_memory_away(rank_group, policy_folder, 
     ranks = rank_group(world)
     here = ranks(fsdp_steps, policy_folder, Offload(), tmp_path / "here")
     away = ranks(fsdp_steps, policy_folder, EVERYTHING, tmp_path / "away")
-    for (told, is_away, weights), (expected, is_here, expected_weights) in zip(
+    for (outputs, is_away, weights), (expected, is_here, expected_weights) in zip(
         away, here, strict=True
     ):
         assert is_away == ({False}, {False}, {False})
         assert is_here == ({True}, {True}, {True})
-        assert all(map(identical, told, expected))
+        assert all(map(identical, outputs, expected))
         at.assert_same(weights, expected_weights)
 
 

@@ -33,18 +33,20 @@ def rows_of(world: int, tensor: int) -> list[list[tuple[str, str, TensorSlice]]]
 @pytest.mark.parametrize(("mine", "theirs", "replicas"), list(product(SIZES, SIZES, (1, 2, 8))))
 def test_copies_cover_every_wanted_slice_once_and_send_only_what_is_lacking(mine, theirs, replicas):
     world = max(mine, theirs) * replicas
-    held, wanted = rows_of(world, mine), rows_of(world, theirs)
-    copies = plan(held, wanted)
-    for target, slices in enumerate(wanted):
+    sources, targets = rows_of(world, mine), rows_of(world, theirs)
+    copies = plan(sources, targets)
+    for target, slices in enumerate(targets):
         for index, (name, _, place) in enumerate(slices):
-            found = [one for one in copies if (one.target, one.target_index) == (target, index)]
-            assert coverage_error(place, [one.place for one in found]) is None
-            for one in found:
-                assert held[one.source][one.source_index][0] == name
-    sent = sum(one.nbytes for one in copies if one.source != one.target)
+            incoming = [
+                copy for copy in copies if (copy.target, copy.target_index) == (target, index)
+            ]
+            assert coverage_error(place, [copy.place for copy in incoming]) is None
+            for copy in incoming:
+                assert sources[copy.source][copy.source_index][0] == name
+    sent = sum(copy.nbytes for copy in copies if copy.source != copy.target)
     lacking = 0
     for rank in range(world):
-        for (_, _, place), (_, _, own) in zip(wanted[rank], held[rank], strict=True):
+        for (_, _, place), (_, _, own) in zip(targets[rank], sources[rank], strict=True):
             overlap = [
                 max(0, min(a + n, b + m) - max(a, b))
                 for a, n, b, m in zip(*place, *own, strict=True)
@@ -54,20 +56,20 @@ def test_copies_cover_every_wanted_slice_once_and_send_only_what_is_lacking(mine
 
 
 def test_replicas_share_the_sending():
-    held, wanted = rows_of(4, 4), rows_of(4, 1)
+    sources, targets = rows_of(4, 4), rows_of(4, 1)
     sent = [0] * 4
-    for one in plan(held, wanted):
-        sent[one.source] += one.nbytes if one.source != one.target else 0
+    for copy in plan(sources, targets):
+        sent[copy.source] += copy.nbytes if copy.source != copy.target else 0
     assert len(set(sent)) == 1
 
 
 @pytest.mark.parametrize("limit", [1, 47, 48, 100, 400, 10_000])
 def test_buckets_hold_all_copies_in_order_within_their_limit(limit):
     copies = plan(rows_of(4, 4), rows_of(4, 1))
-    found = list(buckets(copies, limit))
-    assert [one for bucket in found for one in bucket] == copies
-    for bucket in found:
-        sizes = [one.nbytes for one in bucket if one.source != one.target]
+    batches = list(buckets(copies, limit))
+    assert [copy for bucket in batches for copy in bucket] == copies
+    for bucket in batches:
+        sizes = [copy.nbytes for copy in bucket if copy.source != copy.target]
         assert sum(sizes) <= limit or len(sizes) == 1
 
 
@@ -77,7 +79,7 @@ def test_a_slice_that_no_rank_holds_is_refused_by_name():
 
 
 def test_another_dtype_is_refused():
-    held = [[("row", "bfloat16", TensorSlice((0,), (4,)))]]
-    wanted = [[("row", "float32", TensorSlice((0,), (4,)))]]
+    sources = [[("row", "bfloat16", TensorSlice((0,), (4,)))]]
+    targets = [[("row", "float32", TensorSlice((0,), (4,)))]]
     with pytest.raises(IncompatibleWeights, match="bfloat16, and float32 is wanted"):
-        plan(held, wanted)
+        plan(sources, targets)

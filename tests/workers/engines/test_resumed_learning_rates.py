@@ -14,12 +14,12 @@ LATER = LearningRate(highest=1e-4, schedule="linear", steps=12)
 
 def make_engine(rank, folder, rate):
     torch.manual_seed(0)
-    rank.held.engine = FSDPEngine(folder, device=torch.device("cpu"), learning_rate=rate)
+    rank.objects.engine = FSDPEngine(folder, device=torch.device("cpu"), learning_rate=rate)
 
 
 def train(rank, steps):
     """Take steps; return the learning rate of each, and the largest change of an element."""
-    engine, steps_taken = rank.held.engine, []
+    engine, steps_taken = rank.objects.engine, []
     tokens = torch.arange(3, 43).reshape(4, 10)
     for _ in range(steps):
         before = [value.detach().full_tensor().clone() for value in engine.module.parameters()]
@@ -33,11 +33,11 @@ def train(rank, steps):
 
 
 def save(rank, folder):
-    rank.held.engine.save_checkpoint(str(folder))
+    rank.objects.engine.save_checkpoint(str(folder))
 
 
 def load(rank, folder):
-    rank.held.engine.load_checkpoint(str(folder))
+    rank.objects.engine.load_checkpoint(str(folder))
 
 
 def test_a_resumed_fsdp_engine_moves_its_weights_by_the_new_rate(

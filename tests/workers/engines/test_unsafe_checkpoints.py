@@ -58,12 +58,12 @@ MAKES_FOLDER = f"{os.mkdir.__module__}.mkdir"
 
 def save(rank: Rank, folder: Path, *contents: str) -> None:
     if contents:
-        rank.held.engine.checkpoint_manager.checkpoint_save_contents = list(contents)
-    rank.held.engine.save_checkpoint(str(folder))
+        rank.objects.engine.checkpoint_manager.checkpoint_save_contents = list(contents)
+    rank.objects.engine.save_checkpoint(str(folder))
 
 
 def load(rank: Rank, folder: Path) -> None:
-    rank.held.engine.load_checkpoint(str(folder))
+    rank.objects.engine.load_checkpoint(str(folder))
 
 
 def convert_alone(processes: RankProcesses, source: Path, target: Path) -> BaseException | None:

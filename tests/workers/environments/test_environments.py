@@ -20,36 +20,36 @@ from pathlib import Path
 
 class Tools:
     async def reply(self, question, messages):
-        said = messages[-1]["content"]
+        text = messages[-1]["content"]
         await asyncio.sleep(0)
-        if said == "hang":
+        if text == "hang":
             Path(question.data["pid"]).write_text(f"{os.getpid()}")
             time.sleep(1000)
-        if said == "die":
+        if text == "die":
             os._exit(3)
-        if said == "kill":
+        if text == "kill":
             os.kill(os.getpid(), 9)
-        if said == "raise":
+        if text == "raise":
             raise ValueError("no such tool")
-        if said == "object":
+        if text == "object":
             return object()
-        if said == "number":
+        if text == "number":
             return 7
-        if said == "no role":
+        if text == "no role":
             return {"content": "x"}
-        if said == "flood":
+        if text == "flood":
             for stream in (sys.stdout, sys.stdout, sys.__stdout__):
                 stream.write("x" * 300_000)
                 stream.flush()
             os.write(1, b"y" * 300_000)
             return "flooded"
-        if said == "read":
+        if text == "read":
             return sys.stdin.read() or "nothing to read"
-        if said == "user":
+        if text == "user":
             return {"role": "user", "content": "go on"}
-        if said == "both":
+        if text == "both":
             return [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}]
-        if said == "end":
+        if text == "end":
             return None
         return f"{question.answer} {len(messages)} {os.getpid()}"
 
@@ -82,16 +82,16 @@ async def tools(folder):
         yield environment
 
 
-def said(text):
+def messages(text):
     return [{"role": "user", "content": "question"}, {"role": "assistant", "content": text}]
 
 
-def asked(**data):
+def question(**data):
     return Question(prompt="p", answer=[1, {"a": 2.5}], data=data)
 
 
 async def test_an_environment_gets_the_question_and_the_messages(tools):
-    ((reply),) = await tools.reply(asked(), said("hello"))
+    ((reply),) = await tools.reply(question(), messages("hello"))
     assert reply["role"] == "tool"
     assert reply["content"].startswith("[1, {'a': 2.5}] 2 ")
 
@@ -107,14 +107,14 @@ async def test_an_environment_gets_the_question_and_the_messages(tools):
     ],
 )
 async def test_it_replies_with_text_with_messages_or_not_at_all(tools, text, replies):
-    assert await tools.reply(asked(), said(text)) == replies
+    assert await tools.reply(question(), messages(text)) == replies
 
 
 async def test_a_function_is_an_environment_too(folder):
     async with EnvironmentProcesses(
         "./tools.py:plain", deadline=PATIENCE, folder=folder
     ) as environment:
-        (reply,) = await environment.reply(asked(), said("shout"))
+        (reply,) = await environment.reply(question(), messages("shout"))
         assert reply["content"] == "SHOUT"
 
 
@@ -131,8 +131,8 @@ async def test_a_function_is_an_environment_too(folder):
 )
 async def test_one_that_fails_is_told_in_a_sentence_and_replaced(tools, text, why):
     with pytest.raises(EnvironmentFailed, match=rf"^environment \./tools.py:Tools {why}"):
-        await tools.reply(asked(), said(text))
-    assert await tools.reply(asked(), said("hello"))
+        await tools.reply(question(), messages(text))
+    assert await tools.reply(question(), messages("hello"))
 
 
 async def test_one_that_hangs_is_killed_at_the_deadline_while_other_calls_go_on(folder):
@@ -145,17 +145,17 @@ async def test_one_that_hangs_is_killed_at_the_deadline_while_other_calls_go_on(
 
         async def hang():
             with pytest.raises(EnvironmentFailed, match="did not reply within 3 s"):
-                await hanging.reply(asked(pid=str(pid)), said("hang"))
+                await hanging.reply(question(pid=str(pid)), messages("hang"))
             ended.append(True)
 
         tasks.start_soon(hang)
         await until(lambda: pid.exists() and pid.read_text())
-        assert await hanging.reply(asked(), said("end")) is None
+        assert await hanging.reply(question(), messages("end")) is None
         assert not ended
         await until(lambda: ended)
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid.read_text()), 0)
-        assert await hanging.reply(asked(), said("end")) is None
+        assert await hanging.reply(question(), messages("end")) is None
 
 
 async def test_a_reply_that_lasts_is_a_reported_wait(folder):
@@ -167,25 +167,25 @@ async def test_a_reply_that_lasts_is_a_reported_wait(folder):
         ) as tools,
         anyio.create_task_group() as tasks,
     ):
-        tasks.start_soon(tools.reply, asked(pid=str(pid)), said("hang"))
+        tasks.start_soon(tools.reply, question(pid=str(pid)), messages("hang"))
         await until(lambda: published.events)
-        [told] = published.of(WaitStarted)
-        assert told.what == "a reply of environment ./tools.py:Tools"
+        [wait] = published.of(WaitStarted)
+        assert wait.what == "a reply of environment ./tools.py:Tools"
         await until(lambda: pid.exists() and pid.read_text())
-        assert told.waits_for == (f"process {pid.read_text()}",)
-        assert told.deadline == PATIENCE
+        assert wait.waits_for == (f"process {pid.read_text()}",)
+        assert wait.deadline == PATIENCE
         tasks.cancel_scope.cancel()
-    assert [one.outcome for one in published.of(WaitEnded)] == ["cancelled"]
+    assert [event.outcome for event in published.of(WaitEnded)] == ["cancelled"]
 
 
 async def test_a_call_that_is_cancelled_leaves_no_reply_to_the_next_one(tools, tmp_path):
     pid = tmp_path / "pid"
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(tools.reply, asked(pid=str(pid)), said("hang"))
+        tasks.start_soon(tools.reply, question(pid=str(pid)), messages("hang"))
         await until(lambda: pid.exists() and pid.read_text())
         tasks.cancel_scope.cancel()
     for _ in range(3):
-        assert await tools.reply(asked(), said("end")) is None
+        assert await tools.reply(question(), messages("end")) is None
 
 
 async def test_a_hanging_environment_ends_with_its_explorer(folder):
@@ -196,7 +196,7 @@ async def test_a_hanging_environment_ends_with_its_explorer(folder):
 
         async def hang():
             with pytest.raises(EnvironmentFailed, match="ended its process"):
-                await environment.reply(asked(pid=str(pid)), said("hang"))
+                await environment.reply(question(pid=str(pid)), messages("hang"))
 
         child = environment._processes.idle[0]
         tasks.start_soon(hang)

@@ -8,12 +8,12 @@ from trinity_workers.evaluation.settings import EvaluationSet
 
 def evaluated(published, steps=30, before=None, **settings):
     """Return the steps whose versions are evaluated, of those that are published in order."""
-    found = []
+    due_steps = []
     for step in published:
         if is_due(EvaluationSet(**settings), step, before=before, steps=steps):
-            found.append(step)
+            due_steps.append(step)
             before = step
-    return found
+    return due_steps
 
 
 EACH = range(31)
@@ -47,5 +47,5 @@ def test_a_resumed_run_repeats_no_version_and_leaves_none_out():
 
 @pytest.mark.parametrize(("at_start", "due"), [(None, False), (False, False), (True, True)])
 def test_a_method_that_keeps_no_version_has_its_first_one_evaluated_only_if_told(at_start, due):
-    one = EvaluationSet(at_start=at_start)
-    assert is_due(one, 0, before=None, steps=9, keeps_versions=False) is due
+    settings = EvaluationSet(at_start=at_start)
+    assert is_due(settings, 0, before=None, steps=9, keeps_versions=False) is due

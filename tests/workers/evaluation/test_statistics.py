@@ -40,8 +40,8 @@ def test_the_interval_holds_the_mean_as_often_as_it_says():
         for _ in range(60):
             chance = drawn.random()  # questions differ, and their answers hang together
             of_questions.append(fmean(drawn.random() < chance for _ in range(4)))
-        found = estimate(of_questions)
-        within += found.low <= 0.5 <= found.high
+        interval = estimate(of_questions)
+        within += interval.low <= 0.5 <= interval.high
     assert within / trials == pytest.approx(CONFIDENCE, abs=0.02)
 
 
@@ -51,12 +51,12 @@ def test_one_question_has_no_interval():
 
 def test_the_results_of_a_set_are_mean_and_passes_with_their_ends():
     settings = EvaluationSet(samples=4, correct_from=0.5)
-    found = results(settings, [[1.0, 0.0, 0.0, 0.0], [0.5, 0.5, 0.5, 0.4], [0.0] * 4])
-    assert found["mean"] == pytest.approx((0.25 + 0.475 + 0) / 3)
-    assert found["pass_at_1"] == pytest.approx((0.25 + 0.75) / 3)
-    assert found["pass_at_4"] == pytest.approx(2 / 3)
+    metrics = results(settings, [[1.0, 0.0, 0.0, 0.0], [0.5, 0.5, 0.5, 0.4], [0.0] * 4])
+    assert metrics["mean"] == pytest.approx((0.25 + 0.475 + 0) / 3)
+    assert metrics["pass_at_1"] == pytest.approx((0.25 + 0.75) / 3)
+    assert metrics["pass_at_4"] == pytest.approx(2 / 3)
     for name in ("mean", "pass_at_1", "pass_at_4"):
-        assert found[f"{name}_low"] < found[name] <= found[f"{name}_high"]
-    ends = [found[f"pass_at_4_{end}"] for end in ("low", "high")]
+        assert metrics[f"{name}_low"] < metrics[name] <= metrics[f"{name}_high"]
+    ends = [metrics[f"pass_at_4_{end}"] for end in ("low", "high")]
     assert min(ends) >= 0 and max(ends) == 1, "the interval of a share ends at 1"
-    assert len(found) == 9
+    assert len(metrics) == 9

@@ -138,8 +138,8 @@ async def test_the_newest_version_is_installed_and_said_to_be_served(config, tra
         await explorer.installer.refresh(1)
         assert explorer.installer.installed == 1, "what is served is not installed again"
     await reports_accepted(log)
-    applied = [one.event for one in await events_of(log, WeightsApplied)]
-    assert [one.version for one in applied] == [StepRef(config.epoch, 1)]
+    applied = [entry.event for entry in await events_of(log, WeightsApplied)]
+    assert [event.version for event in applied] == [StepRef(config.epoch, 1)]
 
 
 async def test_a_version_that_is_not_there_yet_is_waited_for_and_nothing_is_served_meanwhile(

@@ -59,15 +59,15 @@ def coordinator(publisher, sync_client, tmp_path, run_id):
         yield CheckpointCoordinator(own, tmp_path / run_id)
 
 
-def some(count=4, size=100):
+def make_tensors(count=4, size=100):
     return {f"tensor.{number}": torch.full((size,), float(number)) for number in range(count)}
 
 
 async def test_training_may_change_the_weights_as_soon_as_the_call_returns(
     coordinator, folder, log
 ):
-    engine = Engine(some())
-    expected = {name: one.clone() for name, one in engine.tensors.items()}
+    engine = Engine(make_tensors())
+    expected = {name: tensor.clone() for name, tensor in engine.tensors.items()}
     save_huggingface(engine, str(folder), STEP, coordinator, logger)
     for tensor in engine.tensors.values():
         tensor.fill_(-1.0)
@@ -89,7 +89,7 @@ async def test_a_disk_that_fails_fails_the_save_and_every_tensor_is_gathered(
 
     monkeypatch.setattr("trinity_workers.engines.model_folder.WeightsWriter.add", full)
     monkeypatch.setattr(huggingface, "QUEUED_BYTES", 1)
-    engine = Engine(some())
+    engine = Engine(make_tensors())
     save_huggingface(engine, str(folder), STEP, coordinator, logger)
     assert engine.gathered == list(engine.tensors), "other ranks are inside the gathers"
     with pytest.raises(SaveError, match="No space left"):
@@ -107,7 +107,7 @@ async def test_a_gather_that_breaks_fails_the_save_and_leaves_no_folder_that_cou
             raise RuntimeError("a rank died")
 
     with pytest.raises(CollectiveBroken, match=r"weights of step 3 .* a rank died"):
-        save_huggingface(Broken(some()), str(folder), STEP, coordinator, logger)
+        save_huggingface(Broken(make_tensors()), str(folder), STEP, coordinator, logger)
     with pytest.raises(SaveError, match="a rank died"):
         coordinator.wait_all(PATIENCE)
     [failed] = await events_of(log, SaveFailed)
@@ -116,26 +116,25 @@ async def test_a_gather_that_breaks_fails_the_save_and_leaves_no_folder_that_cou
 
 
 def test_the_queue_holds_no_more_than_its_limit_and_one_tensor():
-    queue, held, most = TensorQueue(1000, PATIENCE), 0, 0
+    queue, most = TensorQueue(1000, PATIENCE), 0
     lock = threading.Lock()
-    tensors = some(50, 100)  # 400 bytes each
+    tensors = make_tensors(50, 100)  # 400 bytes each
 
     def produce():
-        nonlocal held
         for name, tensor in tensors.items():
             queue.add(name, tensor)
         queue.end()
 
     thread = threading.Thread(target=produce)
     thread.start()
-    found = {}
+    copies = {}
     with queue:
         for name, tensor in queue:
             with lock:
                 most = max(most, queue._bytes)
-            found[name] = tensor
+            copies[name] = tensor
     thread.join(PATIENCE)
-    assert_equal(found, tensors)
+    assert_equal(copies, tensors)
     assert most <= 1000
 
 

@@ -106,7 +106,7 @@ async def events(log, *kinds: type) -> list:
     return [event for event in read if isinstance(event, kinds)]
 
 
-async def told(log, kind: type) -> None:
+async def wait_for_event(log, kind: type) -> None:
     """Wait for an event of the type: a rank's publisher sends in a thread of its own."""
 
     async def is_there():
@@ -131,7 +131,7 @@ async def said_of(log, kind: type, step: int):
 def upload(rank, where, step, kind=Synchronizer, sharded=False):
     made = synchronizer(rank, where, kind)
     strategy = PublishShards() if sharded else PublishFull()
-    megatron_upload_state_dict(rank.held.engine, made, step, logger, strategy=strategy)
+    megatron_upload_state_dict(rank.objects.engine, made, step, logger, strategy=strategy)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ async def test_rank_0_failing_in_the_middle_of_a_stream_fails_all_and_the_next_o
         trainer.close()
         await said_of(log, StepReady, 1)
     losses = ranks(at.train, [at.padded_batch(2)])
-    assert any(one[0] > 0 for one in losses)
+    assert any(values[0] > 0 for values in losses)
 
 
 # --- a collective group -----------------------------------------------------------------------
@@ -208,7 +208,7 @@ def broadcast(rank, place, shapes, timeout, dies_after=None):
         prefixed = dist.PrefixStore("update", store)
         group = dist.ProcessGroupGloo(prefixed, rank.number // 2, 2, timeout)
     if rank.number < 2:
-        return megatron_sync_weight_nccl(rank.held.engine, group)
+        return megatron_sync_weight_nccl(rank.objects.engine, group)
     received = []
     for shape in shapes:
         if len(received) == dies_after:
@@ -228,8 +228,8 @@ def broadcasts(ranks, *calls):
     ranks.processes.start(3)
     for answer in [ranks.processes.ask(rank, imported) for rank in range(3)]:
         assert answer() is None
-    asked = [ranks.processes.ask(rank, *one) for rank, one in enumerate(calls)]
-    return [answer() for answer in asked]
+    pending = [ranks.processes.ask(rank, *call) for rank, call in enumerate(calls)]
+    return [answer() for answer in pending]
 
 
 def test_a_broadcast_brings_every_tensor_in_the_streams_order(engine_ranks, tmp_path):
@@ -243,7 +243,7 @@ def test_a_broadcast_brings_every_tensor_in_the_streams_order(engine_ranks, tmp_
 
 
 def broadcast_to_nobody(rank):
-    megatron_sync_weight_nccl(rank.held.engine, None)
+    megatron_sync_weight_nccl(rank.objects.engine, None)
 
 
 def test_a_broadcast_without_a_group_fails_on_all_ranks_after_the_gathers(engine_ranks):
@@ -258,8 +258,10 @@ def test_a_broadcast_without_a_group_fails_on_all_ranks_after_the_gathers(engine
 
 
 def save_state(rank, where, folder, step):
-    megatron_save_state_dict(rank.held.engine, str(folder), step, coordinator(rank, where), logger)
-    return rank.held.engine.checkpoint_manager.checkpoint_save_contents
+    megatron_save_state_dict(
+        rank.objects.engine, str(folder), step, coordinator(rank, where), logger
+    )
+    return rank.objects.engine.checkpoint_manager.checkpoint_save_contents
 
 
 async def test_a_state_dict_save_is_one_save_of_the_model_alone(engine_ranks, where, log):
@@ -268,14 +270,14 @@ async def test_a_state_dict_save_is_one_save_of_the_model_alone(engine_ranks, wh
     async with reducer_task(where.redis_url, where.run_id, where.run_folder.parent):
         contents = await on(ranks, save_state, where, folder, 5)
         assert contents == [["model", "optimizer", "extra"]] * 2, "they are put back"
-        await told(log, SaveFinished)
+        await wait_for_event(log, SaveFinished)
         started, finished = await events(log, SaveStarted, SaveFinished)
         assert isinstance(finished, SaveFinished) and started.save_id == finished.save_id
         assert finished.slot.kind == "state_dict"
         assert finished.bytes == sum(
-            one.stat().st_size for one in folder.rglob("*") if one.is_file()
+            path.stat().st_size for path in folder.rglob("*") if path.is_file()
         )
-        assert {one.name for one in folder.iterdir()} == {"model", "huggingface"}
+        assert {path.name for path in folder.iterdir()} == {"model", "huggingface"}
         trainer = CheckpointCoordinator(
             Publisher(
                 SyncEventLog(open_client(where.redis_url), where.run_id),
@@ -295,14 +297,14 @@ async def test_a_save_that_cannot_be_written_fails_everywhere_and_puts_the_conte
     own, peers = await on(ranks, save_state, where, tmp_path / "file" / "actor", 5)
     assert isinstance(own, NotADirectoryError)
     assert isinstance(peers, PeerFailed)
-    await told(log, SaveFailed)
+    await wait_for_event(log, SaveFailed)
     failed = await events(log, SaveFailed)
-    assert [one.error_type for one in failed] == ["NotADirectoryError"]
+    assert [event.error_type for event in failed] == ["NotADirectoryError"]
     assert ranks(contents_of) == [["model", "optimizer", "extra"]] * 2
 
 
 def contents_of(rank):
-    return rank.held.engine.checkpoint_manager.checkpoint_save_contents
+    return rank.objects.engine.checkpoint_manager.checkpoint_save_contents
 
 
 @dataclass
@@ -330,8 +332,8 @@ class VerlEngine:
         manager = self.checkpoint_mananager
         assert not manager.checkpoint_config.async_save, "on disk on return"
         Path(local_path).mkdir(parents=True, exist_ok=True)
-        said = f"{manager.checkpoint_save_contents} of {global_step}"
-        Path(local_path, f"rank_{dist.get_rank()}").write_text(said)
+        text = f"{manager.checkpoint_save_contents} of {global_step}"
+        Path(local_path, f"rank_{dist.get_rank()}").write_text(text)
 
     def get_per_tensor_param(self):
         weight = torch.arange(3.0)  # tied: the last stage has it too
@@ -352,7 +354,7 @@ async def test_verls_engine_is_taken_as_it_is(rank_group, where, log, tmp_path):
         assert contents == ["model", "optimizer", "extra"]
         assert background
     assert (tmp_path / "actor" / "rank_1").read_text() == "['model'] of 7"
-    await told(log, VersionPartPublished)
+    await wait_for_event(log, VersionPartPublished)
     [published] = await events(log, VersionPartPublished)
     assert (published.tensors, published.bytes) == (2, ALIGNMENT + 12)
 
@@ -453,9 +455,9 @@ def test_a_rank_that_hangs_in_a_training_step_fails_the_others_within_the_engine
     ranks = mortal_ranks("qwen3", 2, TENSOR, TRAINED, {"timeout": timedelta(seconds=8)})
     call = (stop_or, 1, at.train, [at.padded_batch(1)])
     answer, _ = [ranks.processes.ask(rank, *call) for rank in (0, 1)]
-    found = answer(PATIENCE)
-    assert isinstance(found, RuntimeError)
-    assert "Timed out waiting 8000ms" in str(found), "and not the 30 minutes of megatron-core"
+    error = answer(PATIENCE)
+    assert isinstance(error, RuntimeError)
+    assert "Timed out waiting 8000ms" in str(error), "and not the 30 minutes of megatron-core"
 
 
 @pytest.mark.parametrize(("layout", "dies"), [(TENSOR, 1), (PIPELINE, 1), (PIPELINE, 0)])

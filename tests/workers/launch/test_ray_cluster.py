@@ -63,7 +63,7 @@ def train(cli, redis_url, tmp_path, run_id, nodes):
     """Trains two steps of the example in the cluster, with these settings."""
 
     def run(*settings, root=tmp_path):
-        words = [word for one in (*FEW, *settings) for word in ("--set", one)]
+        words = [word for setting in (*FEW, *settings) for word in ("--set", setting)]
         place = (
             "--run",
             run_id,
@@ -79,11 +79,11 @@ def train(cli, redis_url, tmp_path, run_id, nodes):
     return run
 
 
-def sentence_of(said):
+def sentence_of(result):
     """The error that a command ended with."""
-    assert said.returncode == 1, said.stderr
-    [line] = [line for line in said.stderr.splitlines() if line.startswith("error: ")]
-    assert "Traceback" not in said.stderr
+    assert result.returncode == 1, result.stderr
+    [line] = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert "Traceback" not in result.stderr
     return line
 
 
@@ -92,20 +92,25 @@ async def test_ranks_and_explorers_run_on_a_cluster_that_is_still_there_afterwar
     train, log, nodes, cli
 ):
     # A node has no room for two ranks.
-    said = train("trainer.cpus=1.5", "explorer.cpus=0.5", "sync.transport=ray")
-    assert said.returncode == 0, said.stderr
-    assert f"joining the Ray cluster at {nodes.address}" in said.stderr
-    assert f"run {log.run_id}: weights travel by " in said.stderr
-    summary = json.loads(said.stdout)
+    result = train("trainer.cpus=1.5", "explorer.cpus=0.5", "sync.transport=ray")
+    assert result.returncode == 0, result.stderr
+    assert f"joining the Ray cluster at {nodes.address}" in result.stderr
+    assert f"run {log.run_id}: weights travel by " in result.stderr
+    summary = json.loads(result.stdout)
     assert summary["transport"] == "ray"
-    told = summary["log"]
-    assert (told["steps"], told["versions_published"], told["versions_unaccounted"]) == (2, 3, 0)
+    log_summary = summary["log"]
+    assert (
+        log_summary["steps"],
+        log_summary["versions_published"],
+        log_summary["versions_unaccounted"],
+    ) == (2, 3, 0)
     state = json.loads(cli("status", log.run_id, "--json").stdout)
     assert state["explorers"]["explorer-0"]["digest"] == state["ready"]["weights"]["digest"]
 
     senders = [decode_envelope(entry.payload).producer for entry in await log.read()]
     hosts = {
-        role: {one.node for one in senders if one.role == role} for role in ("actor", "explorer")
+        role: {sender.node for sender in senders if sender.role == role}
+        for role in ("actor", "explorer")
     }
     assert hosts["actor"] == {socket.gethostname(), ELSEWHERE}
     assert hosts["explorer"] <= hosts["actor"]
@@ -124,29 +129,30 @@ async def test_ranks_and_explorers_run_on_a_cluster_that_is_still_there_afterwar
 
 @pytest.mark.timeout(600)
 def test_a_cluster_without_room_is_refused_with_what_is_missing_and_what_there_is(train):
-    said = sentence_of(train("trainer.ranks=3", "explorer.count=3", "sync.timeout=3"))
+    sentence = sentence_of(train("trainer.ranks=3", "explorer.count=3", "sync.timeout=3"))
     assert (
         "has no room for the run within 3 s: it needs 1 CPU for each of 3 ranks, 1 CPU for each "
         "of 3 explorers; of the nodes (2 with 2 CPUs), 4 CPUs are free: wait for other jobs"
-    ) in said
+    ) in sentence
 
 
 @pytest.mark.timeout(600)
 def test_a_node_that_does_not_see_the_checkpoint_folder_is_named(train, nodes):
-    said = sentence_of(train(root=nodes.hidden))
-    assert f"node {ELSEWHERE} (" in said
-    assert f"does not see what is written to the checkpoint folder {nodes.hidden}/" in said
+    sentence = sentence_of(train(root=nodes.hidden))
+    assert f"node {ELSEWHERE} (" in sentence
+    assert f"does not see what is written to the checkpoint folder {nodes.hidden}/" in sentence
     assert not list(nodes.hidden.rglob(".probe*")), "the probe leaves no files"
 
 
 @pytest.mark.timeout(600)
 def test_a_cluster_of_another_version_is_refused_with_rays_reason(train, nodes):
     with nodes.pretending("ray_version", "1.2.3"):
-        said = sentence_of(train())
+        sentence = sentence_of(train())
     assert (
-        f"no Ray cluster can be joined at RAY_ADDRESS={nodes.address} (Version mismatch: " in said
+        f"no Ray cluster can be joined at RAY_ADDRESS={nodes.address} (Version mismatch: "
+        in sentence
     )
-    assert "Ray: 1.2.3" in said
+    assert "Ray: 1.2.3" in sentence
 
 
 # --- without a cluster ------------------------------------------------------------------------
@@ -156,14 +162,14 @@ async def refused(address):
     with pytest.raises(ClusterUnreachable) as caught:
         async with reserve_places(NEEDS, address, deadline=1, say=print):
             pass
-    told = re.fullmatch(
+    match = re.fullmatch(
         r"no Ray cluster can be joined at RAY_ADDRESS=(\S+) \((.+)\): start one with .+, "
         "or leave RAY_ADDRESS out",
         str(caught.value),
     )
-    assert told
-    assert told[1] == address
-    return told[2]
+    assert match
+    assert match[1] == address
+    return match[2]
 
 
 @contextmanager
@@ -175,17 +181,17 @@ def listening(says=None):
             with suppress(OSError):
                 while True:
                     peer, _ = server.accept()
-                    held.append(peer)
+                    peers.append(peer)
                     if says is not None:
                         peer.sendall(says)
 
-        held = []
+        peers = []
         serving = threading.Thread(target=serve, daemon=True)
         serving.start()
         yield f"127.0.0.1:{server.getsockname()[1]}"
         server.shutdown(socket.SHUT_RDWR)  # It ends the thread's wait.
         serving.join()
-        for peer in held:
+        for peer in peers:
             peer.close()
 
 
@@ -256,10 +262,10 @@ def test_a_folder_that_cannot_be_written_is_refused_for_ranks_alone(probe):
 
 
 def test_a_model_that_is_not_there_is_named(probe, tmp_path):
-    said = answer(Probe(**probe | {"model": tmp_path}))
-    assert said.startswith(f"does not see the model in {tmp_path} (config.json): copy")
+    reply = answer(Probe(**probe | {"model": tmp_path}))
+    assert reply.startswith(f"does not see the model in {tmp_path} (config.json): copy")
 
 
 def test_a_server_that_is_not_reached_is_named(probe, tmp_path):
-    said = answer(Probe(**probe | {"weights_url": f"unix://{tmp_path}/none"}))
-    assert said.startswith("does not reach a server of the run: no Redis server answers at unix:")
+    reply = answer(Probe(**probe | {"weights_url": f"unix://{tmp_path}/none"}))
+    assert reply.startswith("does not reach a server of the run: no Redis server answers at unix:")

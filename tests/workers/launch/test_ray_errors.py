@@ -17,7 +17,7 @@ from trinity_workers.launch.actors import ProcessDied, format_death, in_words  #
 from trinity_workers.launch.processes import RayNotStarted, local_ray  # noqa: E402
 
 
-def told(cause):
+def nested_error(cause):
     """As Ray raises it: of two classes at once, and nested where one task called another."""
     inner = ray.RayTaskError("inner", "a traceback\n" * 40, cause).as_instanceof_cause()
     return ray.RayTaskError("outer", "another\n" * 40, inner).as_instanceof_cause()
@@ -25,33 +25,33 @@ def told(cause):
 
 @pytest.mark.parametrize("cause", [DeadlineExceeded("no weights"), redis.ConnectionError("gone")])
 def test_what_fails_for_a_known_reason_is_that_error_itself(cause):
-    found = in_words(told(cause))
-    assert type(found) is type(cause)
-    assert str(found) == str(cause)
+    error = in_words(nested_error(cause))
+    assert type(error) is type(cause)
+    assert str(error) == str(cause)
 
 
 def test_a_disk_that_is_full_is_one_sentence():
-    found = in_words(told(OSError(errno.ENOSPC, "No space left on device", "/models/a")))
-    assert isinstance(found, ProcessDied)
-    assert str(found).endswith("failed: [Errno 28] No space left on device: '/models/a'")
+    error = in_words(nested_error(OSError(errno.ENOSPC, "No space left on device", "/models/a")))
+    assert isinstance(error, ProcessDied)
+    assert str(error).endswith("failed: [Errno 28] No space left on device: '/models/a'")
 
 
 def test_a_defect_keeps_its_traceback():
-    error = told(KeyError("layer"))
+    error = nested_error(KeyError("layer"))
     assert in_words(error) is error
 
 
 def test_a_dead_process_is_named_on_one_line():
-    said = (
+    message = (
         "The actor died unexpectedly before finishing this task.\n\tclass_name: Explorer\n"
         "\tactor_id: 0123\n\tpid: 77\n\tnamespace: x\nSome common causes are many."
     )
-    assert format_death(said, "explorer-0") == (
+    assert format_death(message, "explorer-0") == (
         "explorer-0 (process 77) of the run died: "
         "The actor died unexpectedly before finishing this task."
     )
-    known = Process(host="here", pid=77, started=0)
-    assert format_death(said, "explorer-0", known, "killed by SIGKILL") == (
+    process = Process(host="here", pid=77, started=0)
+    assert format_death(message, "explorer-0", process, "killed by SIGKILL") == (
         "explorer-0 (process 77 on here) of the run died: killed by SIGKILL"
     )
     assert format_death("", "trainer-0").startswith("trainer-0 of the run died")
@@ -83,9 +83,9 @@ async def test_a_host_too_busy_to_start_ray_is_told_in_one_sentence(monkeypatch)
         raise Exception("The current node timed out during startup.\n")
 
     monkeypatch.setattr("ray.init", times_out)
-    said = (
+    message = (
         r"no Ray cluster started on this host \(The current node timed out .*\): start the command"
     )
-    with pytest.raises(RayNotStarted, match=said):
+    with pytest.raises(RayNotStarted, match=message):
         async with local_ray(1):
             pass

@@ -62,13 +62,13 @@ def sampled(folder: Path, task: SpellBackward, *, temperature: float = 1.0):
             GenerationRequest(tokens=prompt, sampling=sampling, ordinal=ordinal, sample=sample)
             for sample in range(SAMPLES)
         ]
-        found = engine.generate_here(requests)
-        rewards = [float(lot.random() < 0.5) for _ in found]
+        generations = engine.generate_here(requests)
+        rewards = [float(lot.random() < 0.5) for _ in generations]
         groups.append(
             group(
                 prompt,
-                [one.tokens for one in found],
-                [one.logprobs for one in found],
+                [generation.tokens for generation in generations],
+                [generation.logprobs for generation in generations],
                 rewards,
                 ordinal=ordinal,
             )
@@ -93,8 +93,8 @@ def test_an_answer_does_not_depend_on_the_padding_that_its_batch_gives_it(
 ) -> None:
     model, tokenizer, groups = sampled(folder, task)
     together = response_logprobs(model, collate(groups, tokenizer.pad_token_id))
-    for index, one in enumerate(groups):
-        alone = response_logprobs(model, collate([one], tokenizer.pad_token_id))
+    for index, experiences in enumerate(groups):
+        alone = response_logprobs(model, collate([experiences], tokenizer.pad_token_id))
         rows = together[index * SAMPLES : (index + 1) * SAMPLES, : alone.shape[1]]
         torch.testing.assert_close(rows, alone, atol=1e-4, rtol=0.0)
 
@@ -104,13 +104,13 @@ def test_an_entropy_is_that_of_the_distribution_of_its_token(
 ) -> None:
     model, tokenizer, groups = sampled(folder, task)
     batch = collate(groups, tokenizer.pad_token_id)
-    found = response_statistics(model, batch, temperature=0.7, entropy=True).entropy
-    one = groups[3][2]
-    prompt, response = (turn.tokens for turn in one.turns)
+    entropies = response_statistics(model, batch, temperature=0.7, entropy=True).entropy
+    sample = groups[3][2]
+    prompt, response = (turn.tokens for turn in sample.turns)
     logits = model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
     expected = torch.distributions.Categorical(logits=logits / 0.7).entropy()
-    assert found is not None
-    row = found[3 * SAMPLES + 2]
+    assert entropies is not None
+    row = entropies[3 * SAMPLES + 2]
     torch.testing.assert_close(row[: len(response)], expected, atol=1e-4, rtol=0.0)
     assert (row[len(response) :] == 0.0).all()
 
@@ -123,14 +123,14 @@ def test_a_fused_head_gives_what_whole_logits_give_and_their_gradients(
     model, tokenizer = policy.load_policy(folder, dtype)
     batch = collate(groups, tokenizer.pad_token_id)
     tolerance = 1e-5 if dtype == "float32" else 0.02
-    found = []
+    results = []
     for fused in (False, True):
-        one = response_statistics(model, batch, temperature=0.7, entropy=True, fused=fused)
+        statistics = response_statistics(model, batch, temperature=0.7, entropy=True, fused=fused)
         model.zero_grad()
-        (one.logprobs - 0.1 * one.entropy).mean().backward()
+        (statistics.logprobs - 0.1 * statistics.entropy).mean().backward()
         gradients = {name: value.grad.clone() for name, value in model.named_parameters()}
-        found.append((one, gradients))
-    (plain, expected), (fused, gradients) = found
+        results.append((statistics, gradients))
+    (plain, expected), (fused, gradients) = results
     torch.testing.assert_close(fused.logprobs, plain.logprobs, atol=tolerance, rtol=0.0)
     torch.testing.assert_close(fused.entropy, plain.entropy, atol=tolerance, rtol=0.0)
     for name, value in expected.items():

@@ -176,8 +176,8 @@ def test_a_folder_that_holds_no_model_is_told_in_one_sentence(tmp_path):
     tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
 
     def without_end() -> None:
-        left = {key: value for key, value in tokenizer.items() if key != "eos_token"}
-        (folder / "tokenizer_config.json").write_text(json.dumps(left))
+        settings = {key: value for key, value in tokenizer.items() if key != "eos_token"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
     without_end()
     assert f"the tokenizer in {folder} has no end of sequence" in refused(folder)

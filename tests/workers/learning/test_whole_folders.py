@@ -41,7 +41,8 @@ def change_tensors(folder: Path, change: Callable[[Tensors], Tensors]) -> Path:
 
 def remove_tensors(folder: Path, part: str) -> Path:
     return change_tensors(
-        folder, lambda tensors: {name: one for name, one in tensors.items() if part not in name}
+        folder,
+        lambda tensors: {name: tensor for name, tensor in tensors.items() if part not in name},
     )
 
 
@@ -103,7 +104,7 @@ def test_whole_folders_load_alike_each_time_and_name_the_tensors_that_nothing_re
         with caplog.at_level(logging.WARNING):
             (first, _), (second, _) = load_policy(folder), load_policy(folder)
         again = second.state_dict()
-        assert all(identical(one, again[key]) for key, one in first.state_dict().items())
+        assert all(identical(tensor, again[key]) for key, tensor in first.state_dict().items())
         assert "model.extra" in caplog.text
         assert "inv_freq" not in caplog.text
 
@@ -111,7 +112,7 @@ def test_whole_folders_load_alike_each_time_and_name_the_tensors_that_nothing_re
 def test_a_critic_needs_no_output_head_and_every_other_tensor(tmp_path):
     folder = remove_tensors(own_model(tmp_path, "llama"), "lm_head")
     first, second = (load_critic(folder)[0].state_dict() for _ in range(2))
-    assert all(identical(one, second[key]) for key, one in first.items())
+    assert all(identical(tensor, second[key]) for key, tensor in first.items())
     with pytest.raises(MissingTensors) as caught:
         load_critic(remove_tensors(folder, "model.norm"))
     assert caught.value.names == ("model.norm.weight",)

@@ -80,13 +80,13 @@ def test_roles_train_as_a_training_step_does_and_generate_with_the_new_weights(r
     whole = make_step(config, torch.device("cpu"))
     expected = whole.learn(batch)
 
-    found = [actor.compute_log_prob(batch), actor.compute_ref_log_prob(batch)]
-    found.append(critic.compute_values(batch))
-    fields = {name: value for one in found for name, value in one.items()}
+    outputs = [actor.compute_log_prob(batch), actor.compute_ref_log_prob(batch)]
+    outputs.append(critic.compute_values(batch))
+    fields = {name: value for output in outputs for name, value in output.items()}
     assert fields.keys() == {"proximal_logprobs", "reference_logprobs", "values"}
     assert identical(fields["proximal_logprobs"], fields["reference_logprobs"])
     prepared, _ = prepare(replace(batch, **fields), config.algorithm_of_step)
-    told = critic.update_critic(prepared) | actor.update_actor(prepared)
+    metrics = critic.update_critic(prepared) | actor.update_actor(prepared)
     for mine, theirs in {
         "actor/pg_loss": "pg_loss",
         "actor/ppo_kl": "ppo_kl",
@@ -96,7 +96,7 @@ def test_roles_train_as_a_training_step_does_and_generate_with_the_new_weights(r
         "critic/grad_norm": "critic/grad_norm",
         "critic/vf_explained_var": "critic/vf_explained_var",
     }.items():
-        assert told[mine] == pytest.approx(expected[theirs], abs=1e-6), mine
+        assert metrics[mine] == pytest.approx(expected[theirs], abs=1e-6), mine
     for name in ("policy", "critic"):
         role = actor if name == "policy" else critic
         trained = dict(getattr(role._step.models, name).get_per_tensor_param())
@@ -111,11 +111,11 @@ def test_roles_train_as_a_training_step_does_and_generate_with_the_new_weights(r
         for index, prompt in enumerate(prompts)
     ]
     answers = actor.generate_sequences(requests)
-    assert {version.step for one in answers for version, _ in one.versions} == {1}
-    for prompt, one in zip(prompts, answers, strict=True):
-        sampled = collate([group(prompt, [one.tokens], [one.logprobs], [1.0])], pad)
+    assert {version.step for answer in answers for version, _ in answer.versions} == {1}
+    for prompt, answer in zip(prompts, answers, strict=True):
+        sampled = collate([group(prompt, [answer.tokens], [answer.logprobs], [1.0])], pad)
         again = actor.compute_log_prob(sampled)["proximal_logprobs"]
-        torch.testing.assert_close(again[0], torch.tensor(one.logprobs), atol=1e-4, rtol=0)
+        torch.testing.assert_close(again[0], torch.tensor(answer.logprobs), atol=1e-4, rtol=0)
 
 
 @pytest.fixture

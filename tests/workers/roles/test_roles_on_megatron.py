@@ -84,23 +84,23 @@ class Told(NamedTuple):
 
 
 def make_roles(rank, config):
-    rank.held.roles = {name: kind(config, rank.number) for name, kind in KINDS.items()}
-    return rank.held.roles["actor"].address() if rank.number == 0 else None
+    rank.objects.roles = {name: kind(config, rank.number) for name, kind in KINDS.items()}
+    return rank.objects.roles["actor"].address() if rank.number == 0 else None
 
 
 def begin(rank, host, port):
-    rank.held.roles["actor"].join(host, port)
-    for role in rank.held.roles.values():
+    rank.objects.roles["actor"].join(host, port)
+    for role in rank.objects.roles.values():
         role.init_model()
-    return rank.held.roles["actor"].rank_info()
+    return rank.objects.roles["actor"].rank_info()
 
 
 def call(rank, role, method, args):
-    return getattr(rank.held.roles[role], method)(*args)
+    return getattr(rank.objects.roles[role], method)(*args)
 
 
 def end(rank):
-    rank.held.roles["actor"].leave()
+    rank.objects.roles["actor"].leave()
 
 
 class Roles:
@@ -122,11 +122,11 @@ class Roles:
         self._answers([(end,)] * len(self._table))
 
     def _answers(self, calls):
-        asked = [self._processes.ask(rank, *one) for rank, one in enumerate(calls)]
-        answers = [one() for one in asked]
-        for one in answers:
-            if isinstance(one, Exception):
-                raise one
+        pending = [self._processes.ask(rank, *call) for rank, call in enumerate(calls)]
+        answers = [receive() for receive in pending]
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
         return answers
 
 
@@ -136,7 +136,7 @@ def reward_folder(tmp_path_factory):
 
 
 @pytest.fixture
-def told(rank_processes, make_config, reward_folder):
+def run_roles(rank_processes, make_config, reward_folder):
     rank_processes.leave()
 
     def run(batch: Batch, folder=None, **trainer) -> Told:
@@ -196,32 +196,34 @@ def batch_of_noise() -> Batch:
 def plain_logprobs(folder, batch: Batch) -> torch.Tensor:
     """Log-probabilities by transformers' model, each row by itself and unpadded."""
     model = AutoModelForCausalLM.from_pretrained(folder)
-    found = torch.zeros(batch.response_mask.shape)
+    logprobs = torch.zeros(batch.response_mask.shape)
     for row in range(len(batch)):
         real = batch.input_ids[row][batch.attention_mask[row].bool()][None]
         count = int(batch.response_mask[row].sum())
         with torch.no_grad():
             logs = model(real).logits[0].log_softmax(-1)[-count - 1 : -1]
-        found[row, :count] = logs.gather(-1, real[0, -count:, None])[:, 0]
-    return found
+        logprobs[row, :count] = logs.gather(-1, real[0, -count:, None])[:, 0]
+    return logprobs
 
 
 def plain_scores(folder, policy_folder, batch: Batch) -> torch.Tensor:
     """Scores by transformers' model, of each row's text in the reward model's own tokens."""
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     own, policy = load_tokenizer(folder), load_tokenizer(policy_folder)
-    found = []
+    scores = []
     for row in range(len(batch)):
         real = batch.input_ids[row][batch.attention_mask[row].bool()]
         text = policy.decode(real.tolist(), skip_special_tokens=True)
         with torch.no_grad():
-            found.append(model(torch.tensor([own.encode(text)])).logits[0, 0])
-    return torch.stack(found)
+            scores.append(model(torch.tensor([own.encode(text)])).logits[0, 0])
+    return torch.stack(scores)
 
 
-def test_roles_answer_at_every_layout_what_plain_models_answer(told, policy_folder, reward_folder):
+def test_roles_answer_at_every_layout_what_plain_models_answer(
+    run_roles, policy_folder, reward_folder
+):
     batch = batch_of_noise()
-    expected = told(batch, ranks=1)
+    expected = run_roles(batch, ranks=1)
     plain = plain_logprobs(policy_folder, batch)
     torch.testing.assert_close(expected.fields["proximal_logprobs"], plain, atol=1e-5, rtol=0)
     scores = plain_scores(reward_folder, policy_folder, batch)
@@ -233,35 +235,37 @@ def test_roles_answer_at_every_layout_what_plain_models_answer(told, policy_fold
         load_tokenizer(policy_folder),
         serves=StepRef(1, 0),
     )
-    greedy = [one.tokens for one in engine.generate_here(requests())]
+    greedy = [generation.tokens for generation in engine.generate_here(requests())]
     for trainer in LAYOUTS.values():
-        found = told(batch, **trainer)
-        assert_close(found, expected)
-        assert [one.tokens for one in found.answers[0]] == greedy
+        actual = run_roles(batch, **trainer)
+        assert_close(actual, expected)
+        assert [generation.tokens for generation in actual.answers[0]] == greedy
 
 
-def assert_close(found: Told, expected: Told) -> None:
-    assert found.fields.keys() == expected.fields.keys()
-    for name, value in found.fields.items():
+def assert_close(actual: Told, expected: Told) -> None:
+    assert actual.fields.keys() == expected.fields.keys()
+    for name, value in actual.fields.items():
         torch.testing.assert_close(value, expected.fields[name], atol=1e-4, rtol=1e-4)
-    assert found.metrics.keys() == expected.metrics.keys()
-    for name, value in found.metrics.items():
+    assert actual.metrics.keys() == expected.metrics.keys()
+    for name, value in actual.metrics.items():
         assert value == pytest.approx(expected.metrics[name], abs=1e-3, rel=1e-3), name
-    for step, (answers, others) in enumerate(zip(found.answers, expected.answers, strict=True)):
+    for step, (answers, others) in enumerate(zip(actual.answers, expected.answers, strict=True)):
         for mine, theirs in zip(answers, others, strict=True):
             assert mine.tokens == theirs.tokens
             assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-3)
             assert mine.versions == [(StepRef(1, step), len(mine.tokens))]
-    first, second = found.answers
-    assert [one.logprobs for one in first] != [one.logprobs for one in second]
+    first, second = actual.answers
+    assert [generation.logprobs for generation in first] != [
+        generation.logprobs for generation in second
+    ]
 
 
 def test_roles_of_a_mixture_of_experts_answer_where_its_experts_are_spread(
-    told, megatron_folder, policy_folder, tmp_path
+    run_roles, megatron_folder, policy_folder, tmp_path
 ):
     folder = shutil.copytree(megatron_folder("qwen3-moe"), tmp_path / "moe")
     load_tokenizer(policy_folder).save_pretrained(folder)
     batch = batch_of_noise()
-    expected = told(batch, folder, ranks=1)
+    expected = run_roles(batch, folder, ranks=1)
     spread = {**MEGATRON, "ranks": 2, "expert_parallel": 2, "rollout_tensor_parallel": 1}
-    assert_close(told(batch, folder, **spread), expected)
+    assert_close(run_roles(batch, folder, **spread), expected)

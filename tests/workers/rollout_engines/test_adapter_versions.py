@@ -42,14 +42,14 @@ def batch():
 
 
 def begin(rank, where):
-    rank.held.engine = FSDPEngine(
+    rank.objects.engine = FSDPEngine(
         where.model_folder,
         device=torch.device("cpu"),
         learning_rate=0.05,
         dtype=DTYPE,
         load=policy_loader(LORA, 1),
     )
-    rank.held.synchronizer = Synchronizer(
+    rank.objects.synchronizer = Synchronizer(
         where.run_id,
         where.epoch,
         redis_url=where.redis_url,
@@ -57,20 +57,20 @@ def begin(rank, where):
         role="actor",
         rank=rank.number,
     )
-    rank.exits.callback(rank.held.synchronizer.close)
+    rank.exits.callback(rank.objects.synchronizer.close)
 
 
 def train_and_publish(rank, step, form):
     """Take a step, publish its version, and return log-probabilities and the tensors' names."""
-    engine = rank.held.engine
+    engine = rank.objects.engine
     share = collate(make_groups("r", step)[rank.number :: rank.world], 0)
     engine.optimizer_step(-response_logprobs(engine.module, share).mean())
     strategy = strategy_for(form, 60)
-    fsdp_upload_state_dict(engine, rank.held.synchronizer, step, logger, strategy=strategy)
+    fsdp_upload_state_dict(engine, rank.objects.synchronizer, step, logger, strategy=strategy)
     strategy.close()
     with torch.no_grad():
         logprobs = response_logprobs(engine.module, batch())
-    return logprobs, {name: tuple(one.shape) for name, one in engine.get_per_tensor_param()}
+    return logprobs, {name: tuple(tensor.shape) for name, tensor in engine.get_per_tensor_param()}
 
 
 def logprobs_of(engine):
@@ -91,8 +91,8 @@ async def test_explorers_apply_adapters_to_their_own_base_and_compute_as_the_tra
         assert len(announced[step].parts) == (1 if form == "full" else 2)
     values = sum(rows * columns for rows, columns in names.values())
     assert len(names) == 2 * 2 * 2
-    for one in announced.values():
-        assert sum(part.bytes for part in one.parts) == 2 * values, "adapters in bfloat16"
+    for version in announced.values():
+        assert sum(part.bytes for part in version.parts) == 2 * values, "adapters in bfloat16"
     with closing(committer.bind("explorer", 0)) as explorer:
         with explorer.pull(announced[3]) as pulled:
             assert {

@@ -46,11 +46,13 @@ async def test_every_architecture_and_dtype_samples_what_the_model_says(
     engine = engine_of(own_model_folder(name), dtype=dtype)
     model, _ = load_policy(own_model_folder(name), dtype)
     requests = requests_for(range(4), temperature=0.7)
-    for request, found in zip(requests, await engine.generate(requests), strict=True):
-        assert 1 <= len(found.tokens) == len(found.logprobs) <= 8
-        assert found.versions == [(FIRST, len(found.tokens))]
-        expected = logprobs_of(model, request, found.tokens, 0.7)
-        assert found.logprobs == pytest.approx(expected, abs=1e-4 if dtype == "float32" else 0.15)
+    for request, generation in zip(requests, await engine.generate(requests), strict=True):
+        assert 1 <= len(generation.tokens) == len(generation.logprobs) <= 8
+        assert generation.versions == [(FIRST, len(generation.tokens))]
+        expected = logprobs_of(model, request, generation.tokens, 0.7)
+        assert generation.logprobs == pytest.approx(
+            expected, abs=1e-4 if dtype == "float32" else 0.15
+        )
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3-moe"])
@@ -61,8 +63,8 @@ async def test_answers_are_the_same_for_any_split_of_ordinals_over_calls_and_eng
     ordinals = list(range(12))
     requests = requests_for(ordinals)
     together = {
-        (one.ordinal, one.sample): found
-        for one, found in zip(requests, await engines[0].generate(requests), strict=True)
+        (request.ordinal, request.sample): generation
+        for request, generation in zip(requests, await engines[0].generate(requests), strict=True)
     }
     lot = random.Random(3)
     for _ in range(4):
@@ -70,10 +72,12 @@ async def test_answers_are_the_same_for_any_split_of_ordinals_over_calls_and_eng
         at = 0
         while at < len(ordinals):
             size = lot.randint(1, 5)
-            asked = requests_for(ordinals[at : at + size])
-            lot.shuffle(asked)
-            for one, found in zip(asked, await lot.choice(engines).generate(asked), strict=True):
-                assert found == together[one.ordinal, one.sample]
+            batch = requests_for(ordinals[at : at + size])
+            lot.shuffle(batch)
+            for request, generation in zip(
+                batch, await lot.choice(engines).generate(batch), strict=True
+            ):
+                assert generation == together[request.ordinal, request.sample]
             at += size
 
 
@@ -94,16 +98,16 @@ async def test_noise_depends_on_seed_ordinal_sample_and_turn_alone(own_model_fol
         {"sampling": Sampling(max_new_tokens=12, seed=2)},
     ):
         fields = {name: getattr(base, name) for name in base.__struct_fields__}
-        (found,) = await engine.generate([GenerationRequest(**{**fields, **other})])
-        assert found.tokens != first.tokens
+        (generation,) = await engine.generate([GenerationRequest(**{**fields, **other})])
+        assert generation.tokens != first.tokens
 
 
 async def test_temperature_zero_takes_the_most_likely_token(own_model_folder):
     engine = engine_of(own_model_folder())
     model, _ = load_policy(own_model_folder())
-    (found,) = await engine.generate(requests_for([1], samples=1, temperature=0.0))
+    (generation,) = await engine.generate(requests_for([1], samples=1, temperature=0.0))
     tokens = [*requests_for([1], samples=1)[0].tokens]
-    for token in found.tokens:
+    for token in generation.tokens:
         with torch.no_grad():
             assert model(torch.tensor([tokens])).logits[0, -1].argmax() == token
         tokens.append(token)
@@ -130,15 +134,15 @@ async def test_a_turn_ends_with_its_end_of_sequence_or_at_its_own_limit(own_mode
     # At a high temperature each token is an end of sequence once in 400.
     settings = [Sampling(max_new_tokens=limit, temperature=9.0) for limit in (1, 40, 3, 60) * 40]
     requests = [
-        GenerationRequest(tokens=[10, 11], sampling=one, ordinal=0, sample=at)
-        for at, one in enumerate(settings)
+        GenerationRequest(tokens=[10, 11], sampling=sampling, ordinal=0, sample=at)
+        for at, sampling in enumerate(settings)
     ]
-    found = await engine.generate(requests)
-    assert 5 < sum(one.finished for one in found) < 80
-    for one, sampling in zip(found, settings, strict=True):
-        assert tokenizer.eos_token_id not in one.tokens[:-1]
-        assert one.finished == (one.tokens[-1] == tokenizer.eos_token_id)
-        assert one.finished or len(one.tokens) == sampling.max_new_tokens
+    generations = await engine.generate(requests)
+    assert 5 < sum(generation.finished for generation in generations) < 80
+    for generation, sampling in zip(generations, settings, strict=True):
+        assert tokenizer.eos_token_id not in generation.tokens[:-1]
+        assert generation.finished == (generation.tokens[-1] == tokenizer.eos_token_id)
+        assert generation.finished or len(generation.tokens) == sampling.max_new_tokens
 
 
 async def test_every_end_of_the_folders_defaults_ends_a_turn(own_model_folder, tmp_path):
@@ -147,12 +151,12 @@ async def test_every_end_of_the_folders_defaults_ends_a_turn(own_model_folder, t
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, *more]
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    found = await engine_of(tmp_path).generate(requests_for([0], samples=64))
+    generations = await engine_of(tmp_path).generate(requests_for([0], samples=64))
     ends = {*more, tokenizer.eos_token_id}
-    for one in found:
-        assert not ends & set(one.tokens[:-1])
-        assert one.finished == (one.tokens[-1] in ends)
-    assert any(one.tokens[-1] in more for one in found)
+    for generation in generations:
+        assert not ends & set(generation.tokens[:-1])
+        assert generation.finished == (generation.tokens[-1] in ends)
+    assert any(generation.tokens[-1] in more for generation in generations)
 
 
 @pytest.fixture
@@ -163,7 +167,7 @@ def speller(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("said", "kept", "reward"),
+    ("sampled_text", "expected_text", "reward"),
     [
         ("{answer}{eos}{pad}{pad}", "{answer}{eos}", 1.0),
         ("{pad}{answer}{eos}{pad}", "{pad}{answer}{eos}", 0.0),
@@ -171,7 +175,9 @@ def speller(tmp_path):
     ],
     ids=["padding-after-the-end", "padding-within", "no-end"],
 )
-async def test_a_sampled_padding_token_is_kept_and_spoils_the_answer(speller, said, kept, reward):
+async def test_a_sampled_padding_token_is_kept_and_spoils_the_answer(
+    speller, sampled_text, expected_text, reward
+):
     pytest.importorskip("reasoning_gym")
     model, tokenizer = speller
     task = SpellBackward()
@@ -180,7 +186,7 @@ async def test_a_sampled_padding_token_is_kept_and_spoils_the_answer(speller, sa
         "eos": tokenizer.eos_token,
         "pad": tokenizer.pad_token,
     }
-    forced = tokenizer.encode(said.format(**words), add_special_tokens=False)
+    forced = tokenizer.encode(sampled_text.format(**words), add_special_tokens=False)
     step = itertools.count()
 
     def force(_module, _inputs, output):
@@ -195,7 +201,7 @@ async def test_a_sampled_padding_token_is_kept_and_spoils_the_answer(speller, sa
         judge=BySpelling(task),
         explorer="explorer-0",
     )
-    (found,) = await episodes.answer(
+    (answer,) = await episodes.answer(
         RolloutRequest(
             run_id="r",
             epoch=1,
@@ -209,10 +215,10 @@ async def test_a_sampled_padding_token_is_kept_and_spoils_the_answer(speller, sa
         )
     )
     expected = forced[:7]
-    if kept is not None:
-        expected = tokenizer.encode(kept.format(**words), add_special_tokens=False)
-    assert found.turns[1].tokens == expected
-    assert (found.finished, found.reward) == (kept is not None, reward)
+    if expected_text is not None:
+        expected = tokenizer.encode(expected_text.format(**words), add_special_tokens=False)
+    assert answer.turns[1].tokens == expected
+    assert (answer.finished, answer.reward) == (expected_text is not None, reward)
 
 
 class BySpelling:
@@ -222,7 +228,7 @@ class BySpelling:
         self.task = task
 
     async def judge(self, question, answers):
-        return [rewarded(self.task.reward(question, one)) for one in answers]
+        return [rewarded(self.task.reward(question, answer)) for answer in answers]
 
 
 async def test_a_turn_keeps_within_the_models_context(own_model_folder):
@@ -230,8 +236,8 @@ async def test_a_turn_keeps_within_the_models_context(own_model_folder):
     assert engine.context_length == 256
     request = requests_for([0], samples=1, tokens=300)[0]
     long = GenerationRequest(tokens=[10] * 250, sampling=request.sampling, ordinal=4, sample=0)
-    (found,) = await engine.generate([long])
-    assert len(found.tokens) <= 6
+    (generation,) = await engine.generate([long])
+    assert len(generation.tokens) <= 6
     too_long = GenerationRequest(tokens=[10] * 256, sampling=request.sampling, ordinal=4, sample=0)
     with pytest.raises(RolloutEngineError, match="ordinal 4 has 256 tokens before turn 0"):
         await engine.generate([too_long])
@@ -270,25 +276,25 @@ def test_an_engine_of_the_users_own_is_found_in_a_file(own_model_folder, tmp_pat
 
 async def test_a_paused_engine_stands_still_between_tokens_until_it_is_resumed(own_model_folder):
     engine = engine_of(own_model_folder())
-    steps, found = Steps(engine), []
+    steps, generations = Steps(engine), []
 
     async def generate():
-        found.extend(await engine.generate(requests_for([0], samples=2, tokens=20)))
+        generations.extend(await engine.generate(requests_for([0], samples=2, tokens=20)))
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(generate)
         steps.allowed.release(3)
-        await until(lambda: steps.taken == 3)
+        await until(lambda: steps.count == 3)
         tasks.start_soon(engine.pause, 1000.0)
         await until(engine._gate._is_closed)
         steps.allowed.release(100)
         await engine.pause(1000.0)  # returns once it stands still
-        taken = steps.taken
-        assert taken < 20
+        steps_before = steps.count
+        assert steps_before < 20
         await anyio.sleep(0.1)
-        assert steps.taken == taken and not found
+        assert steps.count == steps_before and not generations
         await engine.resume()
-    assert steps.taken == max(len(one.tokens) for one in found)
+    assert steps.count == max(len(generation.tokens) for generation in generations)
 
 
 async def test_a_pause_ends_by_itself_after_its_lease(own_model_folder):
@@ -304,14 +310,14 @@ async def test_a_deterministic_engine_pauses_between_batches(own_model_folder):
     steps.allowed.release(1)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(engine.generate, requests_for([0, 1], tokens=5))
-        await until(lambda: steps.taken == 1)
+        await until(lambda: steps.count == 1)
         tasks.start_soon(engine.pause, 1000.0)
         await until(engine._gate._is_closed)
         steps.allowed.release(100)
         await engine.pause(1000.0)
-        assert steps.taken <= 5
+        assert steps.count <= 5
         await engine.resume()
-    assert 5 < steps.taken <= 10
+    assert 5 < steps.count <= 10
 
 
 async def test_a_cancelled_call_ends_after_its_next_token(own_model_folder):
@@ -320,11 +326,11 @@ async def test_a_cancelled_call_ends_after_its_next_token(own_model_folder):
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(engine.generate, requests_for([0], tokens=100, samples=1))
         steps.allowed.release(2)
-        await until(lambda: steps.taken == 2)
+        await until(lambda: steps.count == 2)
         tasks.cancel_scope.cancel()
     steps.allowed.release(200)
     await engine.generate(requests_for([1], tokens=1, samples=1))
-    assert steps.taken <= 5
+    assert steps.count <= 5
 
 
 # --- weight versions ---------------------------------------------------------------------------
@@ -342,8 +348,8 @@ async def test_an_installed_version_is_served_and_proven(
         await engine.install(await ready(log, step))
         assert engine.serves == StepRef(1, step)
         assert await engine.prove() == model_digest(model.to(getattr(torch, dtype)))
-        (found,) = await engine.generate(requests_for([step], samples=1))
-        assert found.versions == [(StepRef(1, step), len(found.tokens))]
+        (generation,) = await engine.generate(requests_for([step], samples=1))
+        assert generation.versions == [(StepRef(1, step), len(generation.tokens))]
 
 
 async def test_a_version_that_is_gone_leaves_the_earlier_one_serving(

@@ -26,8 +26,8 @@ def chi_square(tokens, probabilities):
     counts = torch.bincount(tokens, minlength=len(probabilities)).double()
     expected = probabilities.double() * len(tokens)
     assert (counts[expected == 0] == 0).all(), "a token that has no probability was sampled"
-    some = expected > 0
-    return float(((counts - expected)[some] ** 2 / expected[some]).sum()), int(some.sum()) - 1
+    cells = expected > 0
+    return float(((counts - expected)[cells] ** 2 / expected[cells]).sum()), int(cells.sum()) - 1
 
 
 def assert_samples(tokens, probabilities):
@@ -73,14 +73,18 @@ def test_entries_of_a_large_vocabulary_are_drawn_alike():
 
 def test_top_k_and_top_p_cut_off_the_tail_and_leave_log_probabilities_as_they_are():
     probabilities = LOGITS.softmax(-1)
-    for limits, kept in (({"top_k": 2}, [0, 3]), ({"top_p": 0.7}, [0, 3]), ({"top_p": 0.01}, [0])):
+    for limits, candidates in (
+        ({"top_k": 2}, [0, 3]),
+        ({"top_p": 0.7}, [0, 3]),
+        ({"top_p": 0.01}, [0]),
+    ):
         tokens, logprobs = sampled(Sampling(max_new_tokens=1, **limits), keys_over("sample"))
         cut = torch.zeros_like(probabilities)
-        cut[kept] = probabilities[kept] / probabilities[kept].sum()
-        if len(kept) > 1:
+        cut[candidates] = probabilities[candidates] / probabilities[candidates].sum()
+        if len(candidates) > 1:
             assert_samples(tokens, cut)
         else:
-            assert (tokens == kept[0]).all()
+            assert (tokens == candidates[0]).all()
         torch.testing.assert_close(logprobs, probabilities.log()[tokens])
 
 

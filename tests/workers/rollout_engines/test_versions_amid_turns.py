@@ -67,17 +67,17 @@ def published(own_model_folder, trainer, log):
 
 async def generated(engine, requests, installs):
     """Turns that were generated while versions were installed, each after some forward passes."""
-    steps, found = Steps(engine), []
+    steps, generations = Steps(engine), []
 
     async def generate():
-        found.extend(await engine.generate(requests))
+        generations.extend(await engine.generate(requests))
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(generate)
         for announced, after in installs:
             await steps.install(announced, after=after)
         steps.allow(1000)
-    return found
+    return generations
 
 
 def by_token(generation):
@@ -87,18 +87,20 @@ def by_token(generation):
 
 def with_the_same_cache(models, request, generation):
     """Log-probabilities by token, each computed with the model of its version and all caches."""
-    cache, inputs, found = None, request.tokens, []
+    cache, inputs, logprobs = None, request.tokens, []
     for token, version in zip(generation.tokens, by_token(generation), strict=True):
         with torch.no_grad():
             output = models[version](torch.tensor([inputs]), past_key_values=cache, use_cache=True)
         cache, inputs = output.past_key_values, [token]
-        found.append(output.logits[0, -1].log_softmax(-1)[token].item())
-    return found
+        logprobs.append(output.logits[0, -1].log_softmax(-1)[token].item())
+    return logprobs
 
 
 def with_new_caches(models, request, generation):
     """Log-probabilities by token, each computed with the model of its version alone."""
-    whole = {one: logprobs_of(models[one], request, generation.tokens) for one in models}
+    whole = {
+        version: logprobs_of(models[version], request, generation.tokens) for version in models
+    }
     return [whole[version][at] for at, version in enumerate(by_token(generation))]
 
 
@@ -118,17 +120,17 @@ async def test_each_token_has_the_version_and_the_probability_of_what_sampled_it
         *requests_for([3], samples=1, tokens=9),
         *requests_for([1, 2], samples=2, tokens=25),
     ]
-    found = await generated(engine, requests, zip(announced, (5, 7), strict=True))
-    versions = [[version.step for version, _ in one.versions] for one in found]
+    generations = await generated(engine, requests, zip(announced, (5, 7), strict=True))
+    versions = [[version.step for version, _ in generation.versions] for generation in generations]
     assert versions[:2] == [[0], [0, 1]] and [0, 1, 2] in versions[2:]
-    for request, one in zip(requests, found, strict=True):
-        expected = REFERENCES[mode](models, request, one)
-        assert one.logprobs == pytest.approx(expected, abs=TOLERANCE)
-        if len(one.versions) > 1:
-            before, steps = one.versions[0][1], slice(one.versions[0][1] + 1, None)
+    for request, generation in zip(requests, generations, strict=True):
+        expected = REFERENCES[mode](models, request, generation)
+        assert generation.logprobs == pytest.approx(expected, abs=TOLERANCE)
+        if len(generation.versions) > 1:
+            before, steps = generation.versions[0][1], slice(generation.versions[0][1] + 1, None)
             assert 5 <= before <= 6
-            other = REFERENCES[MODES[mode == MODES[0]]](models, request, one)
-            assert one.logprobs[steps] != pytest.approx(other[steps], abs=TOLERANCE)
+            other = REFERENCES[MODES[mode == MODES[0]]](models, request, generation)
+            assert generation.logprobs[steps] != pytest.approx(other[steps], abs=TOLERANCE)
     assert await engine.prove() == model_digest(models[StepRef(1, 2)])
 
 
@@ -138,10 +140,10 @@ async def test_turns_that_finish_first_keep_the_version_that_they_began_with(
     models, (announced,) = await published(1)
     engine = engine_of(own_model_folder(), synchronizer=follower, options={"max_batch": 2})
     requests = requests_for([0, 1], samples=2, tokens=10)
-    steps, found = Steps(engine), []
+    steps, generations = Steps(engine), []
 
     async def generate():
-        found.extend(await engine.generate(requests))
+        generations.extend(await engine.generate(requests))
 
     pulled, changing = threading.Event(), engine._changing
 
@@ -159,10 +161,10 @@ async def test_turns_that_finish_first_keep_the_version_that_they_began_with(
         assert engine.serves == FIRST
         steps.allow(1000)
     assert engine.serves == StepRef(1, 1)
-    for request, one in zip(requests, found, strict=True):
-        assert one.versions == [(FIRST, len(one.tokens))]
-        expected = logprobs_of(models[FIRST], request, one.tokens)
-        assert one.logprobs == pytest.approx(expected, abs=TOLERANCE)
+    for request, generation in zip(requests, generations, strict=True):
+        assert generation.versions == [(FIRST, len(generation.tokens))]
+        expected = logprobs_of(models[FIRST], request, generation.tokens)
+        assert generation.logprobs == pytest.approx(expected, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -181,10 +183,10 @@ async def test_a_version_that_cannot_be_installed_leaves_a_turn_as_it_was(
             client.setrange(key, 100, secrets.token_bytes(8))
     engine = engine_of(own_model_folder(), synchronizer=follower, on_update=mode)
     requests = requests_for([0, 1], samples=1, tokens=12)
-    steps, found = Steps(engine), []
+    steps, generations = Steps(engine), []
 
     async def generate():
-        found.extend(await engine.generate(requests))
+        generations.extend(await engine.generate(requests))
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(generate)
@@ -193,10 +195,10 @@ async def test_a_version_that_cannot_be_installed_leaves_a_turn_as_it_was(
             await engine.install(announced)  # it fails although no token boundary comes
         steps.allow(1000)
     assert engine.serves == FIRST
-    for request, one in zip(requests, found, strict=True):
-        assert one.versions == [(FIRST, len(one.tokens))]
-        expected = logprobs_of(models[FIRST], request, one.tokens)
-        assert one.logprobs == pytest.approx(expected, abs=TOLERANCE)
+    for request, generation in zip(requests, generations, strict=True):
+        assert generation.versions == [(FIRST, len(generation.tokens))]
+        expected = logprobs_of(models[FIRST], request, generation.tokens)
+        assert generation.logprobs == pytest.approx(expected, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -216,9 +218,9 @@ async def test_a_cancelled_turn_neither_loses_nor_tears_the_version_that_is_inst
     assert engine.serves == StepRef(1, 1)
     assert await engine.prove() == model_digest(models[engine.serves])
     steps.allow(1000)
-    (found,) = await engine.generate(requests_for([1], samples=1))
-    assert found.versions == [(engine.serves, len(found.tokens))]
-    assert steps.taken <= 6 + len(found.tokens), "the cancelled turn has ended"
+    (generation,) = await engine.generate(requests_for([1], samples=1))
+    assert generation.versions == [(engine.serves, len(generation.tokens))]
+    assert steps.count <= 6 + len(generation.tokens), "the cancelled turn has ended"
 
 
 # --- episodes ----------------------------------------------------------------------------------
@@ -226,7 +228,7 @@ async def test_a_cancelled_turn_neither_loses_nor_tears_the_version_that_is_inst
 
 class ByLength:
     async def judge(self, question, answers):
-        return [rewarded(float(one.tokens)) for one in answers]
+        return [rewarded(float(answer.tokens)) for answer in answers]
 
 
 def episodes_of(engine, folder, *, environment=None):
@@ -271,23 +273,23 @@ async def test_a_version_that_comes_between_turns_samples_the_next_one(
             return [{"role": "tool", "content": " 3"}]
 
     # Otherwise the turns would meet their limit, which ends an episode.
-    ends = SimpleNamespace(left=4)
+    ends = SimpleNamespace(countdown=4)
 
     def end_soon(_module, _inputs, logits):
-        ends.left -= 1
-        if ends.left % 4 == 0:
+        ends.countdown -= 1
+        if ends.countdown % 4 == 0:
             logits[..., end] = 1e9
 
     engine._model.lm_head.register_forward_hook(end_soon)
     episodes = episodes_of(engine, own_model_folder(), environment=Installs())
-    for one in await episodes.answer(request_of(episodes, 20)):
-        prompt, first, tool, second = one.turns
+    for sample in await episodes.answer(request_of(episodes, 20)):
+        prompt, first, tool, second = sample.turns
         assert first.versions == [(FIRST, len(first.tokens))]
         assert second.versions == [(StepRef(1, 1), len(second.tokens))]
-        assert one.oldest_version == FIRST
+        assert sample.oldest_version == FIRST
         before = [*prompt.tokens, *first.tokens, *tool.tokens]
-        asked = replace(requests_for([0], samples=1)[0], tokens=before)
-        expected = logprobs_of(models[StepRef(1, 1)], asked, second.tokens)
+        request = replace(requests_for([0], samples=1)[0], tokens=before)
+        expected = logprobs_of(models[StepRef(1, 1)], request, second.tokens)
         assert second.logprobs[:-1] == pytest.approx(expected[:-1], abs=TOLERANCE)
 
 
@@ -298,21 +300,21 @@ async def test_a_sample_of_two_versions_is_trained_with_the_probabilities_that_s
     models, (announced,) = await published(1)
     engine = engine_of(own_model_folder(), synchronizer=follower, on_update=mode)
     episodes = episodes_of(engine, own_model_folder())
-    steps, found = Steps(engine), []
+    steps, samples = Steps(engine), []
 
     async def answer():
-        found.extend(await episodes.answer(request_of(episodes, 12)))
+        samples.extend(await episodes.answer(request_of(episodes, 12)))
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(answer)
         await steps.install(announced, after=5)
         steps.allow(1000)
-    sample = next(one for one in found if len(one.turns[1].tokens) == 12)
+    sample = next(candidate for candidate in samples if len(candidate.turns[1].tokens) == 12)
     (old, before), (new, _) = sample.turns[1].versions
     assert (old, new, sample.oldest_version) == (FIRST, StepRef(1, 1), FIRST)
 
     # The rewards are not equal, so that no advantage is zero.
-    group = [replace(one, reward=float(one.sample)) for one in found]
+    group = [replace(sample, reward=float(sample.sample)) for sample in samples]
     config = AlgorithmConfig(
         loss="reinforce", importance_sampling=ImportanceSamplingConfig(weights="token", cap=None)
     )
@@ -352,13 +354,13 @@ def test_an_engine_that_cannot_go_on_with_a_version_says_so(tmp_path):
         return load_engine(f"./mine.py:{name}", options, folder=tmp_path)
 
     assert load("plain", "finish") and load("keeps", "finish") and load("keeps", "keep_cache")
-    for name, mode, known in (
+    for name, mode, modes in (
         ("plain", "keep_cache", "finish"),
         ("keeps", "recompute_cache", "finish and keep_cache"),
     ):
         with pytest.raises(RolloutEngineError) as caught:
             load(name, mode)
         assert str(caught.value) == (
-            f"rollouts.on_update is {mode}, and the rollout engine ./mine.py:{name} knows {known} "
+            f"rollouts.on_update is {mode}, and the rollout engine ./mine.py:{name} knows {modes} "
             "only: choose that, or another explorer.engine"
         )

@@ -175,13 +175,13 @@ def test_held_out_questions_are_a_tenth_and_never_trained_on(jsonl):
     tasks = [
         load_task(questions="questions.jsonl", folder=jsonl.parent, seed=seed) for seed in (0, 1)
     ]
-    held = [question.prompt for question in tasks[0].held_out(10_000)]
-    assert 8 <= len(held) <= 36
-    assert held == [question.prompt for question in tasks[1].held_out(10_000)]
-    assert held[:3] == [question.prompt for question in tasks[0].held_out(3)]
+    held_out = [question.prompt for question in tasks[0].held_out(10_000)]
+    assert 8 <= len(held_out) <= 36
+    assert held_out == [question.prompt for question in tasks[1].held_out(10_000)]
+    assert held_out[:3] == [question.prompt for question in tasks[0].held_out(3)]
     for task in tasks:
-        assert not set(held) & set(prompts(task, 0, len(task)))
-    assert len(held) + len(tasks[0]) == len(RECORDS)
+        assert not set(held_out) & set(prompts(task, 0, len(task)))
+    assert len(held_out) + len(tasks[0]) == len(RECORDS)
 
 
 def test_a_source_of_evaluation_leaves_all_questions_for_training(jsonl, write):
@@ -202,20 +202,20 @@ def test_the_order_follows_from_the_seed_in_every_process(jsonl):
         "t = load_task(questions='questions.jsonl', folder=Path(sys.argv[1]), seed=3)\n"
         "print(json.dumps([t.fingerprint, [t.question(n).prompt for n in range(500, 520)]]))"
     )
-    told = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code, str(jsonl.parent)],
         env=os.environ | {"PYTHONHASHSEED": "7"},
         capture_output=True,
         check=True,
         timeout=120,
     )
-    assert json.loads(told.stdout) == [task.fingerprint, prompts(task, 500, 20)]
+    assert json.loads(result.stdout) == [task.fingerprint, prompts(task, 500, 20)]
 
 
 def test_without_shuffling_every_pass_has_the_order_of_the_source(jsonl):
     task = load_task(questions="questions.jsonl", folder=jsonl.parent, options={"shuffle": False})
-    held = {question.prompt for question in task.held_out(1_000)}
-    expected = [record["prompt"] for record in RECORDS if record["prompt"] not in held]
+    held_out = {question.prompt for question in task.held_out(1_000)}
+    expected = [record["prompt"] for record in RECORDS if record["prompt"] not in held_out]
     assert prompts(task, 0, len(task)) == prompts(task, len(task), len(task)) == expected
 
 
@@ -300,7 +300,7 @@ def test_questions_come_from_a_data_set(jsonl, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         ("{", "line 1 of {path} is no JSON"),
         ("[" * 100_000, "line 1 of {path} is no JSON"),
@@ -316,13 +316,13 @@ def test_questions_come_from_a_data_set(jsonl, monkeypatch):
         ("", "q.jsonl has no question to train on"),
     ],
 )
-def test_a_mistake_in_a_file_is_told_in_one_sentence(write, content, told):
+def test_a_mistake_in_a_file_is_told_in_one_sentence(write, content, message):
     path = write("q.jsonl", content)
-    assert told.format(path=path) in refused(path.parent, "q.jsonl")
+    assert message.format(path=path) in refused(path.parent, "q.jsonl")
 
 
 @pytest.mark.parametrize(
-    ("source", "told"),
+    ("source", "message"),
     [
         ("missing.jsonl", "there is no file of questions at {folder}/missing.jsonl"),
         ("questions.csv", "'questions.csv' is no source of questions: give a file"),
@@ -340,7 +340,7 @@ def test_a_mistake_in_a_file_is_told_in_one_sentence(write, content, told):
         ("./mine.py:sets", "record 1 of ./mine.py:sets holds what JSON cannot"),
     ],
 )
-def test_a_mistake_in_a_source_is_told_in_one_sentence(write, source, told):
+def test_a_mistake_in_a_source_is_told_in_one_sentence(write, source, message):
     if source.startswith("reasoning-gym"):
         pytest.importorskip("reasoning_gym")
     folder = write(
@@ -350,7 +350,7 @@ def test_a_mistake_in_a_source_is_told_in_one_sentence(write, source, told):
         "def later():\n    yield {'prompt': 'a'}\n    raise ValueError('not this one')\n",
     ).parent
     write("fails.py", "1 / 0\n")
-    assert told.format(folder=folder) in refused(folder, source)
+    assert message.format(folder=folder) in refused(folder, source)
 
 
 def test_an_unknown_option_of_a_source_is_refused_with_the_known_ones(jsonl):

@@ -93,7 +93,7 @@ def test_an_installed_package_offers_a_task_as_an_entry_point(folder, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "told"),
+    ("name", "options", "message"),
     [
         (
             "chess",
@@ -110,8 +110,8 @@ def test_an_installed_package_offers_a_task_as_an_entry_point(folder, monkeypatc
         ("./absent.py:Sums", {}, "there is no file"),
     ],
 )
-def test_a_mistake_is_told_in_one_sentence(folder, name, options, told):
-    assert told in refused(name, folder, options=options)
+def test_a_mistake_is_told_in_one_sentence(folder, name, options, message):
+    assert message in refused(name, folder, options=options)
 
 
 # --- the built-in task ------------------------------------------------------------------------
@@ -161,7 +161,9 @@ def test_a_right_answer_earns_one_and_a_near_one_a_score(spelling):
         return spelling.reward(question, answer)
 
     question = next(
-        one for one in map(spelling.question, range(1_000)) if len(str(one.answer)) == 3
+        question
+        for question in map(spelling.question, range(1_000))
+        if len(str(question.answer)) == 3
     )
     right = str(question.answer)
     assert reward(right) == {"reward": 1.0, "score": 1.0}
@@ -180,10 +182,10 @@ def test_digits_are_sorted_both_ways_and_judged_by_their_text():
         assert len(str(question.answer)) + 2 <= task.answer_tokens
         orders.add(order)
     assert orders == {"<", ">"}
-    asked = Question(prompt="7 0 5 3<", answer="0 3 5 7")
+    sorting = Question(prompt="7 0 5 3<", answer="0 3 5 7")
     # The family's verifier would take each of these for right.
-    assert [judged(task, asked, text) for text in ("0 3 5 7", "0 3 5 8", "0 3 5 7 ")] == [1, 0, 0]
-    assert judged(task, asked, "0 3 5 7", finished=False) == 0
+    assert [judged(task, sorting, text) for text in ("0 3 5 7", "0 3 5 8", "0 3 5 7 ")] == [1, 0, 0]
+    assert judged(task, sorting, "0 3 5 7", finished=False) == 0
 
 
 def test_complex_numbers_are_added_and_subtracted():
@@ -194,7 +196,7 @@ def test_complex_numbers_are_added_and_subtracted():
         first, second = question.data["operands"]
         operation = question.data["operation"]
         assert question.prompt == f"{first}{operation}({second})="
-        values = [complex(one.replace("i", "j")) for one in (first, second)]
+        values = [complex(number.replace("i", "j")) for number in (first, second)]
         right = values[0] + values[1] if operation == "+" else values[0] - values[1]
         assert complex(str(question.answer).replace("i", "j")) == right
         assert len(str(question.answer)) + 3 <= task.answer_tokens
@@ -212,10 +214,12 @@ def test_no_built_in_task_trains_on_a_question_equivalent_to_a_held_out_one(name
     pytest.importorskip("reasoning_gym")
     task = built_in_task(name, 3)
     trained = {content(task.question(ordinal)) for ordinal in range(1_000)}
-    trained |= {content(one) for one in islice(task.training_questions(0), 1_000)}
+    trained |= {content(question) for question in islice(task.training_questions(0), 1_000)}
     held_out, validation = task.held_out(200), task.validation(200)
-    assert not trained & {content(one) for one in [*held_out, *validation]}
-    assert not {content(one) for one in held_out} & {content(one) for one in validation}
+    assert not trained & {content(question) for question in [*held_out, *validation]}
+    assert not {content(question) for question in held_out} & {
+        content(question) for question in validation
+    }
     assert held_out == built_in_task(name, 0).held_out(200)
 
 
@@ -242,7 +246,7 @@ def test_the_split_of_a_question_is_stable_across_releases():
 
 
 def test_a_tenth_is_held_out_whatever_the_case_of_the_letters():
-    asked = [f"question {number}>" for number in range(20_000)]
-    share = sum(split_of(prompt) == "held-out" for prompt in asked) / len(asked)
+    prompts = [f"question {number}>" for number in range(20_000)]
+    share = sum(split_of(prompt) == "held-out" for prompt in prompts) / len(prompts)
     assert share == pytest.approx(0.1, abs=0.01)
-    assert all(split_of(prompt) == split_of(prompt.upper()) for prompt in asked[:100])
+    assert all(split_of(prompt) == split_of(prompt.upper()) for prompt in prompts[:100])

@@ -82,15 +82,15 @@ def take_steps(rank: Rank, folder: Path, teacher: Path | None, values: dict, **o
     teaches = frozen_policy(teacher, device=CPU) if settings.asks_teacher else None
     models = Models(policy, critic, reference, teaches)
     step = FSDPTrainingStep(models, settings, **options)
-    told = [step.learn(share(seed, rank.number, rank.world)) for seed in (1, 2)]
+    metrics = [step.learn(share(seed, rank.number, rank.world)) for seed in (1, 2)]
     gradients, weights = {}, {}
     for prefix, engine in (("policy.", policy), ("critic.", critic)):
         if engine is not None:
-            for name, one in engine.module.named_parameters():
-                weights[prefix + name] = one.detach().full_tensor().clone()
-                if one.grad is not None:
-                    gradients[prefix + name] = one.grad.full_tensor().clone()
-    return told, gradients, weights
+            for name, parameter in engine.module.named_parameters():
+                weights[prefix + name] = parameter.detach().full_tensor().clone()
+                if parameter.grad is not None:
+                    gradients[prefix + name] = parameter.grad.full_tensor().clone()
+    return metrics, gradients, weights
 
 
 DIVIDED = {
@@ -112,9 +112,9 @@ def test_micro_batches_and_fused_losses_have_the_numbers_of_the_whole_batch(
     whole = ranks(take_steps, policy_folder, None, DIVIDED[name])
     for limit, fused in ((MicroBatchLimit(rows=3), False), (MicroBatchLimit(tokens=40), True)):
         parts = ranks(_divided, policy_folder, DIVIDED[name], limit, fused=fused)
-        for (told, gradients, weights), expected in zip(parts, whole, strict=True):
-            assert told[1] == pytest.approx(expected[0][1], abs=1e-4, rel=1e-4)
-            assert max(float(one.abs().max()) for one in expected[1].values()) > 1e-4
+        for (metrics, gradients, weights), expected in zip(parts, whole, strict=True):
+            assert metrics[1] == pytest.approx(expected[0][1], abs=1e-4, rel=1e-4)
+            assert max(float(gradient.abs().max()) for gradient in expected[1].values()) > 1e-4
             for key, value in expected[1].items():
                 torch.testing.assert_close(gradients[key], value, atol=2e-5, rtol=1e-3)
             for key, value in expected[2].items():
@@ -167,25 +167,25 @@ class Plain:
         if self.settings.critic.use:
             models["critic"] = self.critic
         return {
-            f"{name}.{key}": one.detach().clone()
+            f"{name}.{key}": parameter.detach().clone()
             for name, model in models.items()
-            for key, one in model.named_parameters()
+            for key, parameter in model.named_parameters()
         }
 
     def values(self, batch: Batch) -> torch.Tensor:
         """The critic's value before each token: each row by itself, without its padding."""
-        found = torch.zeros(batch.response_mask.shape)
+        mask = torch.zeros(batch.response_mask.shape)
         rows = []
         for row in range(len(batch)):
             real = batch.attention_mask[row].bool()
             logits = self.critic(input_ids=batch.input_ids[row][real][None]).logits[0, :, 0]
             count = int(real[batch.prompt_width :].sum())
             rows.append(logits[-count - 1 : -1])
-            found[row, :count] = 1.0
-        return found.masked_scatter(found.bool(), torch.cat(rows)) * batch.response_mask
+            mask[row, :count] = 1.0
+        return mask.masked_scatter(mask.bool(), torch.cat(rows)) * batch.response_mask
 
     def step(self, shares: list[Batch]) -> None:
-        settings, sizes = self.settings, [len(one) for one in shares]
+        settings, sizes = self.settings, [len(share) for share in shares]
         batch = concatenate(shares)
         with torch.no_grad():
             batch = replace(
@@ -200,27 +200,27 @@ class Plain:
         minis = [
             concatenate(parts)
             for parts in zip(
-                *(one.equal_parts(settings.mini_batches) for one in of_ranks), strict=True
+                *(batch.equal_parts(settings.mini_batches) for batch in of_ranks), strict=True
             )
         ]
         if settings.critic.use:
             for _ in range(settings.epochs):
-                for one in minis:
-                    update = value_update(one, self.values_of_real(one), settings)
+                for mini_batch in minis:
+                    update = value_update(mini_batch, self.values_of_real(mini_batch), settings)
                     self._descend("critic", self.critic, update)
         if self.updates < 0:
             self.updates = 0
             return
         for _ in range(settings.epochs):
-            for one in minis:
-                logits = response_logits(self.policy, one)
+            for mini_batch in minis:
+                logits = response_logits(self.policy, mini_batch)
                 divergence = None
                 if settings.loss == "divergence":
                     with torch.no_grad():
-                        wise = response_logits(self.teacher, one)
+                        wise = response_logits(self.teacher, mini_batch)
                     divergence = token_divergence(logits, wise, "jensen-shannon", mixture=0.3)
-                logprobs = response_logprobs(self.policy, one)
-                update = policy_update(one, logprobs, settings, divergence=divergence)
+                logprobs = response_logprobs(self.policy, mini_batch)
+                update = policy_update(mini_batch, logprobs, settings, divergence=divergence)
                 for group in self.optimizers["policy"].param_groups:
                     group["lr"] = RATES.at(self.updates)
                 self._descend("policy", self.policy, update)
@@ -229,8 +229,8 @@ class Plain:
     def values_of_real(self, batch: Batch) -> torch.Tensor:
         """Values of a mini-batch, whose last rows may be padding rows."""
         real = batch.groups >= 0
-        found = torch.zeros(batch.response_mask.shape)
-        return found.index_put((real.nonzero().squeeze(1),), self.values(batch.select(real)))
+        output = torch.zeros(batch.response_mask.shape)
+        return output.index_put((real.nonzero().squeeze(1),), self.values(batch.select(real)))
 
     def _descend(self, name: str, model, update) -> None:
         optimizer = self.optimizers[name]
@@ -240,9 +240,9 @@ class Plain:
         optimizer.step()
 
 
-def distance(one: dict, other: dict, model: str) -> float:
+def distance(weights: dict, other: dict, model: str) -> float:
     """Distance of two models' weights."""
-    apart = [(one[key] - other[key]).norm() for key in one if key.startswith(f"{model}.")]
+    apart = [(weights[key] - other[key]).norm() for key in weights if key.startswith(f"{model}.")]
     return float(torch.stack(apart).norm())
 
 
@@ -258,16 +258,16 @@ def test_several_updates_a_critic_and_a_teacher_are_those_of_a_plain_loop(
     for seed in (1, 2):
         plain.step([share(seed, rank, 2) for rank in range(2)])
     expected = plain.weights()
-    assert all((one - before[key]).abs().max() > 3e-4 for key, one in expected.items())
-    for told, _, weights in rank_group(2)(take_steps, policy_folder, teacher_of, UPDATES[name]):
+    assert all((tensor - before[key]).abs().max() > 3e-4 for key, tensor in expected.items())
+    for metrics, _, weights in rank_group(2)(take_steps, policy_folder, teacher_of, UPDATES[name]):
         assert sorted(weights) == sorted(expected)
         for model in {key.partition(".")[0] for key in expected}:
             # AdamW makes much of gradients near 0, so single elements may differ.
             apart = distance(weights, expected, model)
             assert apart <= 0.02 * distance(expected, before, model), model
-        assert ("loss" in told[0]) == (not settings.critic.warmup_steps)
+        assert ("loss" in metrics[0]) == (not settings.critic.warmup_steps)
         rate = RATES.at(plain.updates - 1)
-        assert told[1]["learning_rate"] == pytest.approx(rate)
+        assert metrics[1]["learning_rate"] == pytest.approx(rate)
 
 
 def learn_values(rank: Rank, folder: Path, steps: int) -> list[dict[str, float]]:
@@ -287,7 +287,7 @@ def test_a_critic_learns_to_predict_the_returns_and_says_so_by_verls_names(
     assert first["critic/vf_explained_var"] == pytest.approx(0.0, abs=1e-6)
     assert last["critic/vf_loss"] < 0.5 * first["critic/vf_loss"]
     assert last["critic/vf_explained_var"] > 0.5
-    told = {key for key in last if key.startswith("critic/")}
-    assert {f"critic/{key}" for key in ("vf_clipfrac", "vpred_mean", "grad_norm", "lr")} <= told
+    names = {key for key in last if key.startswith("critic/")}
+    assert {f"critic/{key}" for key in ("vf_clipfrac", "vpred_mean", "grad_norm", "lr")} <= names
     assert "gradient_norm" not in last, "the policy is not trained yet"
     assert not {key for key in last if "^" in key or "errors" in key}

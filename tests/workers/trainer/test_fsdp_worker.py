@@ -33,37 +33,37 @@ PPO = {
 
 
 def make_worker(rank, config):
-    rank.held.worker = TrainWorker(config, rank.number)
-    return rank.held.worker.address() if rank.number == 0 else None
+    rank.objects.worker = TrainWorker(config, rank.number)
+    return rank.objects.worker.address() if rank.number == 0 else None
 
 
 def take_part(rank, host, port, seeds, *, loads=None, saves=None):
     """Train on these groups, after loading and before saving a checkpoint, if asked to."""
-    worker = rank.held.worker
+    worker = rank.objects.worker
     worker.setup(host, port)
     try:
         if loads is not None:
             worker.load_checkpoint(str(loads / "actor"))
-        told = [worker.train_step(make_groups("r", seed)[rank.number :: 2]) for seed in seeds]
+        metrics = [worker.train_step(make_groups("r", seed)[rank.number :: 2]) for seed in seeds]
         if saves is not None:
             worker.save_checkpoint(str(saves / "actor"), len(seeds))
             worker.wait_on_save_thread()
-        return told, tensors(worker)
+        return metrics, tensors(worker)
     finally:
         worker.shutdown()
 
 
 def tensors(worker):
     """Return weights and optimizer states of policy and critic in full."""
-    found = {}
+    values = {}
     for name in ("policy", "critic"):
         engine = getattr(worker._models, name)
-        found |= {f"{name}.{key}": one for key, one in engine.module.state_dict().items()}
+        values |= {f"{name}.{key}": tensor for key, tensor in engine.module.state_dict().items()}
         for index, state in engine.optimizer.state_dict()["state"].items():
-            found |= {f"{name}.{index}.{key}": one for key, one in state.items()}
+            values |= {f"{name}.{index}.{key}": tensor for key, tensor in state.items()}
     return {
-        key: one.full_tensor() if isinstance(one, DTensor) else one.clone()
-        for key, one in found.items()
+        key: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+        for key, tensor in values.items()
     }
 
 
@@ -76,10 +76,10 @@ def trained(rank_processes, make_config):
         config = make_config(**settings)
         rank_processes.start(world)
         places = [rank_processes.ask(rank, make_worker, config)() for rank in range(world)]
-        asked = [
+        pending = [
             rank_processes.ask(rank, _take_part, places[0], seeds, folders) for rank in range(world)
         ]
-        answers = [answer() for answer in asked]
+        answers = [answer() for answer in pending]
         for answer in answers:
             if isinstance(answer, Exception):
                 raise answer
@@ -103,8 +103,8 @@ async def test_ppo_with_a_critic_resumes_to_the_bit_and_at_another_number_of_ran
     assert "loss" not in whole[0], "the critic is trained alone first"
     assert whole[3]["critic/lr"] < whole[2]["critic/lr"], "the schedule falls"
     entries = await log.read(limit=1000)
-    said = [decode_envelope(one.payload).event for one in entries]
-    names = sorted(one.slot.name for one in said if isinstance(one, SaveFinished))
+    events = [decode_envelope(entry.payload).event for entry in entries]
+    names = sorted(event.slot.name for event in events if isinstance(event, SaveFinished))
     assert names == sorted(
         2 * ["critic", "critic_training_state", "model_state_dict", "training_state"]
     )

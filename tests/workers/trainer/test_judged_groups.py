@@ -68,7 +68,9 @@ async def test_a_step_that_got_groups_of_equal_rewards_alone_fails_with_their_nu
         explorer = parts.explorer()
         for _ in range(3):
             for claim in await explorer.claim(2, seconds=PATIENCE):
-                equal = [msgspec.structs.replace(one, reward=0.5) for one in samples_of(claim)]
+                equal = [
+                    msgspec.structs.replace(sample, reward=0.5) for sample in samples_of(claim)
+                ]
                 await explorer.answer(claim, equal)
                 answered.append(claim.request.ordinal)
 
@@ -84,5 +86,7 @@ async def test_a_step_that_got_groups_of_equal_rewards_alone_fails_with_their_nu
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), again.filtered) == (str(error), error.filtered), "Ray carries it"
     events = [decode_envelope(entry.payload).event for entry in await log.read(limit=1000)]
-    dropped = [one.dropped for one in events if isinstance(one, RolloutsDispatched) if one.dropped]
+    dropped = [
+        event.dropped for event in events if isinstance(event, RolloutsDispatched) if event.dropped
+    ]
     assert dropped == [{"filtered": ((0, len(answered) - 1),)}]

@@ -46,8 +46,8 @@ async def test_the_weights_stay_finite_whatever_an_explorer_sends(
 ):
     kinds = list(FAULTS)
     limits = read_answer_limits(make_config(rollouts={"max_turns": 2}))
-    asked = settings(parts.run_id, 1, limits=limits, window=len(kinds), max_attempts=1)
-    dispatcher = RolloutDispatcher(parts.client, parts.publisher, asked)
+    rollout_settings = settings(parts.run_id, 1, limits=limits, window=len(kinds), max_attempts=1)
+    dispatcher = RolloutDispatcher(parts.client, parts.publisher, rollout_settings)
     await dispatcher.start()
     dispatcher.add_published(parts.version)
     await dispatcher.dispatch(len(kinds), parts.version)

@@ -82,30 +82,30 @@ def workers(rank_processes, config):
 
 
 def make_worker(rank, config):
-    rank.held.worker = MegatronTrainWorker(config, rank.number)
-    return rank.held.worker.address() if rank.number == 0 else None
+    rank.objects.worker = MegatronTrainWorker(config, rank.number)
+    return rank.objects.worker.address() if rank.number == 0 else None
 
 
 def call(rank, method, *args):
-    return getattr(rank.held.worker, method)(*args)
+    return getattr(rank.objects.worker, method)(*args)
 
 
 def train(rank, run_id, seed):
-    return rank.held.worker.train_step(make_groups(run_id, seed))
+    return rank.objects.worker.train_step(make_groups(run_id, seed))
 
 
 def weights(rank):
-    engine = rank.held.worker._engine
+    engine = rank.objects.worker._engine
     return {name: value.clone() for name, value in engine.get_per_tensor_param()}
 
 
 def load(rank, folder):
-    rank.held.worker._engine.load_checkpoint(str(folder))
+    rank.objects.worker._engine.load_checkpoint(str(folder))
 
 
 def before_it_writes(rank, do, *args):
     """Let the rank do something whenever it is about to write its tensors."""
-    rank.held.real = real = getattr(rank.held, "real", dcp.FileSystemWriter.write_data)
+    rank.objects.real = real = getattr(rank.objects, "real", dcp.FileSystemWriter.write_data)
 
     def write(self, plan, planner):
         do(*args)
@@ -132,7 +132,7 @@ def die():
 
 def opens_when_it_waits(rank, gate):
     """Let the rank open the gate as soon as it waits for its background saves."""
-    saves = rank.held.worker._saves
+    saves = rank.objects.worker._saves
     settle = type(saves).settle
 
     def open_and_settle():

@@ -65,12 +65,12 @@ def critic_folder(megatron_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("critic")
     policy = megatron_folder(MODEL)
     with isolated_rng(3):
-        model, told = AutoModelForTokenClassification.from_pretrained(
+        model, loading_info = AutoModelForTokenClassification.from_pretrained(
             policy, num_labels=1, output_loading_info=True
         )
         torch.nn.init.normal_(model.score.weight, std=0.3)
         torch.nn.init.normal_(model.score.bias, std=0.3)
-    assert set(told["missing_keys"]) == {"score.weight", "score.bias"}
+    assert set(loading_info["missing_keys"]) == {"score.weight", "score.bias"}
     model.save_pretrained(folder)
     return folder
 
@@ -80,41 +80,43 @@ def make(rank, policy, critic, layout, **options):
     rank.exits.callback(at.drop_engine, rank)
     common = {"device": CPU, "layout": layout, **options}
     trained = OptimizerOptions(learning_rate=RATE, gradient_norm=NORM)
-    rank.held.models = Models(
+    rank.objects.models = Models(
         MegatronEngine(policy, optimizer=trained, **common),
         MegatronCritic(critic, optimizer=trained, **common),
     )
 
 
 def forget(rank):
-    rank.held.models = None
+    rank.objects.models = None
     at.drop_engine(rank)
 
 
 def first_values(rank, batch):
-    return rank.held.models.critic.response_values(batch)
+    return rank.objects.models.critic.response_values(batch)
 
 
 def learn(rank):
-    step = MegatronTrainingStep(rank.held.models, settings(), limit=MicroBatchLimit(rows=3))
-    return [step.learn(batch_of(one)) for one in range(STEPS)]
+    step = MegatronTrainingStep(rank.objects.models, settings(), limit=MicroBatchLimit(rows=3))
+    return [step.learn(batch_of(number)) for number in range(STEPS)]
 
 
 def weights(rank):
-    return {name: one.clone() for name, one in rank.held.models.critic.get_per_tensor_param()}
+    return {
+        name: tensor.clone() for name, tensor in rank.objects.models.critic.get_per_tensor_param()
+    }
 
 
 def slices(rank):
-    return [(one.name, one.global_shape) for one in rank.held.models.critic.local_shards()]
+    return [(shard.name, shard.global_shape) for shard in rank.objects.models.critic.local_shards()]
 
 
 def save(rank, folder):
-    rank.held.models.critic.save_checkpoint(str(folder))
+    rank.objects.models.critic.save_checkpoint(str(folder))
 
 
 def load(rank, folder):
-    rank.held.models.critic.load_checkpoint(str(folder))
-    return rank.held.models.critic.steps
+    rank.objects.models.critic.load_checkpoint(str(folder))
+    return rank.objects.models.critic.steps
 
 
 class Plain:
@@ -123,8 +125,8 @@ class Plain:
     def __init__(self, folder) -> None:
         self.model = AutoModelForTokenClassification.from_pretrained(folder).eval()
         # megatron-core lets no weight decay pull at biases and norms
-        decayed = [one for one in self.model.parameters() if one.dim() > 1]
-        others = [one for one in self.model.parameters() if one.dim() == 1]
+        decayed = [parameter for parameter in self.model.parameters() if parameter.dim() > 1]
+        others = [parameter for parameter in self.model.parameters() if parameter.dim() == 1]
         self.optimizer = torch.optim.AdamW(
             [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}],
             lr=RATE,
@@ -133,17 +135,19 @@ class Plain:
 
     def values(self, batch, rows=None):
         """The values before each response token of each row, which is computed by itself."""
-        found = []
+        predictions = []
         for row in range(len(batch)) if rows is None else rows:
             real = batch.attention_mask[row].bool()
             count = int(batch.response_mask[row].sum())
-            found.append(self.model(batch.input_ids[row][real][None]).logits[0, -count - 1 : -1, 0])
-        return found
+            predictions.append(
+                self.model(batch.input_ids[row][real][None]).logits[0, -count - 1 : -1, 0]
+            )
+        return predictions
 
     def step(self, batch) -> dict[str, float]:
         with torch.no_grad():
             old = self.values(batch)
-        targets = [self.targets(*one) for one in zip(old, batch.rewards.tolist(), strict=True)]
+        targets = [self.targets(*pair) for pair in zip(old, batch.rewards.tolist(), strict=True)]
         losses, clipped, predicted, norms = [], [], [], []
         half = len(batch) // 2
         for rows in (range(half), range(half, 2 * half)):
@@ -177,14 +181,14 @@ class Plain:
     @staticmethod
     def targets(values, reward):
         """Return A_t + V_t, with the reward at the last token and no discount."""
-        advantage, following, found = 0.0, 0.0, []
+        advantage, following, returns = 0.0, 0.0, []
         for place in range(len(values) - 1, -1, -1):
             last = place == len(values) - 1
             error = reward * last + following - float(values[place])
             advantage = error + LAMBDA * advantage
             following = float(values[place])
-            found.append(advantage + following)
-        return torch.tensor(found[::-1])
+            returns.append(advantage + following)
+        return torch.tensor(returns[::-1])
 
 
 @pytest.fixture(scope="module")
@@ -194,8 +198,12 @@ def plain(critic_folder):
     model = Plain(critic_folder)
     with torch.no_grad():
         values = model.values(batch_of(0))
-    told = [model.step(batch_of(one)) for one in range(STEPS)]
-    return values, told, {name: one.detach() for name, one in model.model.named_parameters()}
+    metrics = [model.step(batch_of(step)) for step in range(STEPS)]
+    return (
+        values,
+        metrics,
+        {name: parameter.detach() for name, parameter in model.model.named_parameters()},
+    )
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -208,22 +216,24 @@ def test_values_losses_norms_and_weights_are_those_of_plain_torch(
     ranks = rank_group(world)
     ranks(make, megatron_folder(MODEL), critic_folder, layout)
     batch = batch_of(0)
-    found = [one for one in ranks(first_values, batch) if one is not None]
-    assert len(found) == world // layout.pipeline, "the last stage has them"
-    for one in found:
-        torch.testing.assert_close(one[batch.response_mask], torch.cat(values), atol=1e-5, rtol=0)
-        assert not one[~batch.response_mask].any()
-    for told in ranks(learn):
-        for mine, expected in zip(told, metrics, strict=True):
+    outputs = [output for output in ranks(first_values, batch) if output is not None]
+    assert len(outputs) == world // layout.pipeline, "the last stage has them"
+    for tensor in outputs:
+        torch.testing.assert_close(
+            tensor[batch.response_mask], torch.cat(values), atol=1e-5, rtol=0
+        )
+        assert not tensor[~batch.response_mask].any()
+    for rank_metrics in ranks(learn):
+        for mine, expected in zip(rank_metrics, metrics, strict=True):
             assert {key: mine[key] for key in expected} == pytest.approx(
                 expected, abs=5e-4, rel=2e-3
             )
             assert {"pg_loss", "gradient_norm", "learning_rate"} <= mine.keys()
     for own in ranks(weights):
         assert sorted(own) == sorted(trained)
-        for key, one in own.items():
-            torch.testing.assert_close(one, trained[key], atol=3e-4, rtol=0)
-    heads = [dict(one).get("score.weight") for one in ranks(slices)]
+        for key, tensor in own.items():
+            torch.testing.assert_close(tensor, trained[key], atol=3e-4, rtol=0)
+    heads = [dict(rank_slices).get("score.weight") for rank_slices in ranks(slices)]
     assert heads.count((1, 32)) == world // layout.pipeline, "each of the last stage has all of it"
 
 
@@ -240,8 +250,8 @@ def test_a_critic_goes_on_at_another_layout_and_is_converted_there_and_back(
     ranks(make, megatron_folder(MODEL), megatron_folder(MODEL), other)
     assert set(ranks(first_zero)) <= {None, True}, "the head of a policy's critic begins at 0"
     assert ranks(load, tmp_path / "saved") == [2 * STEPS] * 2
-    for found in ranks(weights):
-        at.assert_same(found, expected)
+    for rank_weights in ranks(weights):
+        at.assert_same(rank_weights, expected)
     rank_processes.leave()
 
     back, again = tmp_path / "back", tmp_path / "again"
@@ -249,13 +259,15 @@ def test_a_critic_goes_on_at_another_layout_and_is_converted_there_and_back(
         answer = rank_processes.ask(0, partial(converted, source), target)()
         assert not isinstance(answer, Exception), answer
     at.assert_same(at.in_folder(back), expected)
-    _, told = AutoModelForTokenClassification.from_pretrained(back, output_loading_info=True)
-    assert not told["missing_keys"]
-    assert not told["unexpected_keys"]
+    _, loading_info = AutoModelForTokenClassification.from_pretrained(
+        back, output_loading_info=True
+    )
+    assert not loading_info["missing_keys"]
+    assert not loading_info["unexpected_keys"]
 
 
 def first_zero(rank):
-    values = rank.held.models.critic.response_values(batch_of(0))
+    values = rank.objects.models.critic.response_values(batch_of(0))
     return None if values is None else not values.any()
 
 
@@ -276,22 +288,22 @@ PPO = {
 
 
 def begin(rank, config):
-    rank.held.worker = MegatronTrainWorker(config, rank.number)
-    return rank.held.worker.address() if rank.number == 0 else None
+    rank.objects.worker = MegatronTrainWorker(config, rank.number)
+    return rank.objects.worker.address() if rank.number == 0 else None
 
 
 def take_part(rank, place, seeds, loads, saves):
     """Train on these groups, after loading and before saving a checkpoint, if asked to."""
-    worker = rank.held.worker
+    worker = rank.objects.worker
     worker.setup(*place)
     try:
         if loads is not None:
             worker.load_checkpoint(str(loads / "actor"))
-        told = [worker.train_step(make_groups("r", seed)) for seed in seeds]
+        metrics = [worker.train_step(make_groups("r", seed)) for seed in seeds]
         if saves is not None:
             worker.save_checkpoint(str(saves / "actor"), len(seeds))
             worker.wait_on_save_thread()
-        return told
+        return metrics
     finally:
         worker.shutdown()
 
@@ -306,8 +318,10 @@ async def test_a_run_of_ppo_on_megatron_goes_on_from_its_checkpoint(
     def run(seeds, *, loads=None, saves=None):
         rank_processes.start(2)
         place, _ = [rank_processes.ask(rank, begin, config)() for rank in range(2)]
-        asked = [rank_processes.ask(one, take_part, place, seeds, loads, saves) for one in (0, 1)]
-        answers = [answer() for answer in asked]
+        pending = [
+            rank_processes.ask(rank, take_part, place, seeds, loads, saves) for rank in (0, 1)
+        ]
+        answers = [answer() for answer in pending]
         for answer in answers:
             if isinstance(answer, Exception):
                 raise answer
@@ -316,11 +330,11 @@ async def test_a_run_of_ppo_on_megatron_goes_on_from_its_checkpoint(
 
     whole = run((1, 2, 3))
     assert "loss" not in whole[0], "the critic is trained alone first"
-    for told, expected in zip(run((1, 2), saves=folder), whole, strict=False):
-        assert told == pytest.approx(expected, abs=1e-6)
+    for metrics, expected in zip(run((1, 2), saves=folder), whole, strict=False):
+        assert metrics == pytest.approx(expected, abs=1e-6)
     entries = await log.read(limit=1000)
-    said = [decode_envelope(one.payload).event for one in entries]
-    names = sorted(one.slot.name for one in said if isinstance(one, SaveFinished))
+    events = [decode_envelope(entry.payload).event for entry in entries]
+    names = sorted(event.slot.name for event in events if isinstance(event, SaveFinished))
     assert names == ["critic", "critic_training_state", "model_state_dict", "training_state"]
     [last] = run((3,), loads=folder)
     assert last == pytest.approx(whole[2], abs=1e-6)

@@ -25,9 +25,9 @@ from trinity_workers.trainer.models.megatron_layout import parallel_layout  # no
     ],
 )
 def test_sizes_of_the_configuration_are_those_of_the_layout(settings, layout):
-    found = parallel_layout(TrainerConfig(engine="megatron", **settings))
-    assert found == ParallelLayout(**layout)
-    found.check(settings["ranks"])
+    parallel = parallel_layout(TrainerConfig(engine="megatron", **settings))
+    assert parallel == ParallelLayout(**layout)
+    parallel.check(settings["ranks"])
 
 
 def test_experts_that_the_policy_does_not_have_are_not_spread(make_config):

@@ -88,8 +88,8 @@ def reference_of(tmp_path):
         model = AutoModelForCausalLM.from_pretrained(folder)
         lot = torch.Generator().manual_seed(1)
         with torch.no_grad():
-            for one in model.parameters():
-                one.add_(torch.randn(one.shape, generator=lot), alpha=0.02)
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=lot), alpha=0.02)
         model.save_pretrained(tmp_path)
         return tmp_path
 
@@ -109,9 +109,11 @@ def take_steps(rank: Rank, folders: tuple[Path, Path], layout: ParallelLayout, l
     """
     share, shares = data_rank_of(rank, layout)
     mine = share_of(batch, share, shares)
-    found = [take_step(rank, folders, layout, limit, mine, fused=fused) for fused in (False, True)]
+    numbers = [
+        take_step(rank, folders, layout, limit, mine, fused=fused) for fused in (False, True)
+    ]
     drop_engine(rank)
-    return share, found
+    return share, numbers
 
 
 def data_rank_of(rank: Rank, layout: ParallelLayout) -> tuple[int, int]:
@@ -125,7 +127,7 @@ def take_step(
 ) -> Numbers:
     options = {"fused_loss": fused}
     make_engine(rank, folders[0], layout, FROZEN, options)
-    policy = rank.held.engine
+    policy = rank.objects.engine
     judge = MegatronEngine(
         folders[1], device=torch.device("cpu"), layout=layout, model=ModelOptions(**options)
     )
@@ -136,28 +138,28 @@ def take_step(
     experts = parallel_state.get_expert_model_parallel_group() if layout.expert > 1 else None
     division = division_of(mine, settings, limit, stages=layout.pipeline, alike=experts)
     divided = division.for_pass(mine)
-    found, _ = policy.train_batch(
+    parts, _ = policy.train_batch(
         divided.parts,
         lambda current, _: (current.logprobs.sum() + current.entropy.sum(), current),
         temperature=TEMPERATURE,
         entropy=True,
     )
-    if not found:
+    if not parts:
         return Numbers(torch.empty(0), torch.empty(0), metrics)
-    logprobs = divided.joined([one.logprobs.detach() for one in found])
-    entropy = divided.joined([one.entropy.detach() for one in found])
+    logprobs = divided.joined([part.logprobs.detach() for part in parts])
+    entropy = divided.joined([part.entropy.detach() for part in parts])
     return Numbers(logprobs, entropy, metrics)
 
 
 def distributions(model, batch: Batch) -> torch.Tensor:
     """Log-distributions [B, R, V] before response tokens: each row by itself, unpadded."""
-    found = torch.zeros(*batch.response_mask.shape, model.config.vocab_size)
+    logprobs = torch.zeros(*batch.response_mask.shape, model.config.vocab_size)
     for row in range(len(batch)):
         real = batch.attention_mask[row].bool()
         logits = model(input_ids=batch.input_ids[row][real][None]).logits[0] / TEMPERATURE
         count = int(real[batch.prompt_width :].sum())
-        found[row, :count] = logits.log_softmax(-1)[-count - 1 : -1]
-    return found
+        logprobs[row, :count] = logits.log_softmax(-1)[-count - 1 : -1]
+    return logprobs
 
 
 def plainly(folder: Path, reference: Path, batch: Batch) -> Numbers:
@@ -187,7 +189,7 @@ def plainly(folder: Path, reference: Path, batch: Batch) -> Numbers:
 
     loss = mean(-torch.minimum(free, bounded) + KL * kl - ENTROPY * entropy)
     loss.backward()
-    norm = torch.stack([one.grad.norm() for one in policy.parameters()]).norm()
+    norm = torch.stack([parameter.grad.norm() for parameter in policy.parameters()]).norm()
     metrics = {
         "loss": loss,
         "pg_loss": mean(-torch.minimum(free, bounded)),
@@ -197,8 +199,8 @@ def plainly(folder: Path, reference: Path, batch: Batch) -> Numbers:
         "entropy": mean(entropy),
         "gradient_norm": norm,
     }
-    told = {name: float(one.detach()) for name, one in metrics.items()}
-    return Numbers(logprobs.detach(), entropy.detach(), told)
+    values = {name: float(value.detach()) for name, value in metrics.items()}
+    return Numbers(logprobs.detach(), entropy.detach(), values)
 
 
 @pytest.mark.parametrize("where", LAYOUTS)
@@ -211,11 +213,11 @@ def test_every_number_of_a_step_is_that_of_a_plain_computation_with_whole_logits
     assert 0.1 < expected.metrics["pg_clipfrac"] < 0.9, "some ratios are clipped"
     assert expected.metrics["kl_loss"] > 0.01, "the reference is another model"
     for share, steps in rank_group(world)(take_steps, folders, layout, limit, batch):
-        for found in steps:
+        for numbers in steps:
             for key, value in expected.metrics.items():
-                assert found.metrics[key] == pytest.approx(value, abs=1e-4, rel=1e-4), key
-            if len(found.logprobs):
-                rows = slice(12, 16) if share else slice(0, len(found.logprobs))
-                columns = slice(0, found.logprobs.shape[1])
-                near(found.logprobs, expected.logprobs[rows, columns], 1e-4)
-                near(found.entropy, expected.entropy[rows, columns], 1e-4)
+                assert numbers.metrics[key] == pytest.approx(value, abs=1e-4, rel=1e-4), key
+            if len(numbers.logprobs):
+                rows = slice(12, 16) if share else slice(0, len(numbers.logprobs))
+                columns = slice(0, numbers.logprobs.shape[1])
+                near(numbers.logprobs, expected.logprobs[rows, columns], 1e-4)
+                near(numbers.entropy, expected.entropy[rows, columns], 1e-4)

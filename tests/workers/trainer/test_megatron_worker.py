@@ -41,24 +41,24 @@ def infos(rank):
 
 
 def test_ranks_know_their_places_in_megatrons_order(engine_ranks):
-    found = engine_ranks("qwen2", 4, ParallelLayout(tensor=2, pipeline=2))(infos)
-    assert {one for one, _ in found} == {DistGlobalInfo(2, 1, 2, 1)}
-    assert [one for _, one in found] == [
+    table = engine_ranks("qwen2", 4, ParallelLayout(tensor=2, pipeline=2))(infos)
+    assert {info for info, _ in table} == {DistGlobalInfo(2, 1, 2, 1)}
+    assert [rank for _, rank in table] == [
         DistRankInfo(tp_rank=rank % 2, dp_rank=0, pp_rank=rank // 2, cp_rank=0) for rank in range(4)
     ]
-    found = engine_ranks("qwen2", 4, ParallelLayout(tensor=2))(infos)
-    assert [one for _, one in found] == rank_table(found[0][0]), "the table that is tested"
-    assert [one.dp_rank for _, one in found] == [0, 0, 1, 1]
+    table = engine_ranks("qwen2", 4, ParallelLayout(tensor=2))(infos)
+    assert [rank for _, rank in table] == rank_table(table[0][0]), "the table that is tested"
+    assert [rank.dp_rank for _, rank in table] == [0, 0, 1, 1]
 
 
 def make_worker(rank, config):
     kind = MegatronTrainWorker if config.trainer.engine == "megatron" else TrainWorker
-    rank.held.worker = kind(config, rank.number)
-    return rank.held.worker.address() if rank.number == 0 else None
+    rank.objects.worker = kind(config, rank.number)
+    return rank.objects.worker.address() if rank.number == 0 else None
 
 
 def train(rank, host, port, steps):
-    worker = rank.held.worker
+    worker = rank.objects.worker
     worker.setup(host, port)
     count = dist.get_world_size()
     if isinstance(worker, MegatronWorker):
@@ -85,8 +85,8 @@ def trained(rank_processes, make_config):
         )
         rank_processes.start(world)
         places = [rank_processes.ask(rank, make_worker, config)() for rank in range(world)]
-        asked = [rank_processes.ask(rank, train, *places[0], steps) for rank in range(world)]
-        answers = [answer() for answer in asked]
+        pending = [rank_processes.ask(rank, train, *places[0], steps) for rank in range(world)]
+        answers = [answer() for answer in pending]
         for answer in answers:
             if isinstance(answer, Exception):
                 raise answer
@@ -131,8 +131,8 @@ def test_several_updates_with_a_reference_on_megatron_are_those_on_fsdp(
     algorithm, schedule = DIVIDED, {"schedule": "cosine"}
     replicas = 2 if world == 4 else 1  # a mini-batch has rows of each
     (expected, expected_weights), *_ = trained(replicas, steps, algorithm=algorithm, **schedule)
-    found = trained(world, steps, algorithm=algorithm, engine="megatron", **schedule, **settings)
-    for metrics, weights in found:
+    results = trained(world, steps, algorithm=algorithm, engine="megatron", **schedule, **settings)
+    for metrics, weights in results:
         for mine, theirs in zip(metrics, expected, strict=True):
             assert mine == pytest.approx(theirs, abs=1e-3, rel=1e-3)
         assert metrics[-1]["learning_rate"] < metrics[0]["learning_rate"]
@@ -150,8 +150,8 @@ def teacher_folder(tmp_path_factory):
 
 def test_a_teacher_on_megatron_teaches_what_it_teaches_on_fsdp(trained, run_id, teacher_folder):
     steps = [make_groups(run_id, seed) for seed in (1, 2)]
-    asked = {"preset": "distillation", "teacher": {"path": str(teacher_folder)}}
-    algorithm = msgspec.to_builtins(read_settings(asked))
+    algorithm_settings = {"preset": "distillation", "teacher": {"path": str(teacher_folder)}}
+    algorithm = msgspec.to_builtins(read_settings(algorithm_settings))
     [(expected, expected_weights)] = trained(1, steps, algorithm=algorithm)
     for metrics, weights in trained(2, steps, algorithm=algorithm, engine="megatron"):
         for mine, theirs in zip(metrics, expected, strict=True):
@@ -204,9 +204,9 @@ async def test_a_rank_killed_in_a_training_step_is_what_the_closing_event_names(
         with contextlib.suppress(Exception):
             await fleet.shutdown()
         ray.shutdown()
-    said = [decode_envelope(entry.payload).event for entry in await log.read(limit=1000)]
-    [closed] = [one for one in said if isinstance(one, RunClosed)]
+    events = [decode_envelope(entry.payload).event for entry in await log.read(limit=1000)]
+    [closed] = [event for event in events if isinstance(event, RunClosed)]
     assert closed.reason == "failed"
-    said = closed.error or ""
-    assert said.startswith("WorkerDied: actor-1 (process ")
-    assert f"of run {run_id} died in train_step at step 2: killed by SIGKILL" in said
+    error = closed.error or ""
+    assert error.startswith("WorkerDied: actor-1 (process ")
+    assert f"of run {run_id} died in train_step at step 2: killed by SIGKILL" in error

@@ -19,36 +19,36 @@ def profiled(make_config):
 
     def run(rank, steps, **settings):
         config = make_config(trainer={"ranks": 2} | settings, steps=9)
-        told = []
-        profiler = StepProfiler(config, "actor", rank, told.append)
+        events = []
+        profiler = StepProfiler(config, "actor", rank, events.append)
         for step in steps:
             with profiler.step(step):
                 torch.ones(4, 4).matmul(torch.ones(4, 4))
-        return told, config.checkpoint_folder
+        return events, config.checkpoint_folder
 
     return run
 
 
 def test_a_trace_of_each_profiled_step_is_below_the_runs_folder_and_named(profiled):
-    told, folder = profiled(1, range(1, 5), profile_steps=[2, 4])
-    assert [(one.step, one.path) for one in told] == [
+    events, folder = profiled(1, range(1, 5), profile_steps=[2, 4])
+    assert [(event.step, event.path) for event in events] == [
         (step, f"profiles/step_{step}_actor_1.json.gz") for step in (2, 4)
     ]
-    assert {one.name for one in (folder / "profiles").iterdir()} == {
-        one.path.removeprefix("profiles/") for one in told
+    assert {path.name for path in (folder / "profiles").iterdir()} == {
+        event.path.removeprefix("profiles/") for event in events
     }
-    for one in told:
-        assert steps_of(one) == {one.step}
-        file = folder / one.path
-        assert file.stat().st_size == one.bytes
+    for event in events:
+        assert steps_of(event) == {event.step}
+        file = folder / event.path
+        assert file.stat().st_size == event.bytes
         trace = json.loads(gzip.decompress(file.read_bytes()))
         names = {event.get("name") for event in trace["traceEvents"]}
-        assert {f"training step {one.step}", "aten::matmul"} <= names
+        assert {f"training step {event.step}", "aten::matmul"} <= names
 
 
 def test_ranks_that_are_not_asked_for_trace_nothing(profiled):
-    told, folder = profiled(1, (1, 2), profile_steps=[1], profile_ranks=[0])
-    assert (told, (folder / "profiles").exists()) == ([], False)
+    events, folder = profiled(1, (1, 2), profile_steps=[1], profile_ranks=[0])
+    assert (events, (folder / "profiles").exists()) == ([], False)
     assert len(profiled(0, (1, 2), profile_steps=[1], profile_ranks=[0])[0]) == 1
 
 
@@ -56,6 +56,6 @@ def test_a_trace_that_cannot_be_written_is_a_warning_and_training_goes_on(profil
     _, folder = profiled(0, ())
     folder.mkdir(exist_ok=True)
     (folder / "profiles").write_text("a file is in the way")
-    told, _ = profiled(0, (1,), profile_steps=[1])
-    assert told == []
+    events, _ = profiled(0, (1,), profile_steps=[1])
+    assert events == []
     assert "the profile of step 1 is not written" in caplog.text

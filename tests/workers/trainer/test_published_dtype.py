@@ -36,7 +36,7 @@ def train_step(worker, seed):
 
 def trained(worker):
     """The policy's full tensors, as it is trained."""
-    return {name: one.clone() for name, one in worker._engine.get_per_tensor_param()}
+    return {name: tensor.clone() for name, tensor in worker._engine.get_per_tensor_param()}
 
 
 def upload(worker, step):
@@ -89,8 +89,8 @@ def explorer_of(config, **options):
 
 def assert_serves(model, weights):
     """The model has the bits of these weights, rounded to bfloat16."""
-    for name, one in model.named_parameters():
-        assert identical(one.detach(), weights[name].bfloat16()), name
+    for name, parameter in model.named_parameters():
+        assert identical(parameter.detach(), weights[name].bfloat16()), name
 
 
 @pytest.mark.parametrize(
@@ -117,15 +117,15 @@ async def test_versions_and_deltas_are_published_as_they_are_served(
                 await anyio.to_thread.run_sync(explorer.apply, model, event)
                 assert_serves(model, weights)
                 await ask(train_step, step)
-            elements = sum(one.numel() for one in model.parameters())
+            elements = sum(parameter.numel() for parameter in model.parameters())
             explorer.flush()
             await reports_accepted(log)
-    published = [one.event for one in await events_of(log, VersionPartPublished)]
-    full = sum(one.bytes for one in published if one.step == 1)
+    published = [entry.event for entry in await events_of(log, VersionPartPublished)]
+    full = sum(event.bytes for event in published if event.step == 1)
     assert 2 * elements <= full < 2.2 * elements, "two bytes an element, where the model has four"
-    assert all(one.delta is not None for one in published if one.step == 2)
-    applied = [one.event for one in await events_of(log, WeightsApplied)]
-    assert [one.digest for one in applied] == [
+    assert all(event.delta is not None for event in published if event.step == 2)
+    applied = [entry.event for entry in await events_of(log, WeightsApplied)]
+    assert [event.digest for event in applied] == [
         (await ready(log, step)).version_digest for step in (1, 2)
     ]
 
@@ -152,24 +152,24 @@ async def test_a_group_and_files_get_them_so_too_and_a_checkpoint_keeps_float32(
             folder = tmp_path / config.run_id / ".staging" / f"masters-{masters}"
             await ask(save, folder, masters)
             saved = load_file(folder / "huggingface" / "model.safetensors")
-            for name, one in saved.items():
-                assert identical(one, weights[name] if masters else weights[name].bfloat16())
-    [part] = [one.event for one in await events_of(log, VersionPartPublished)]
-    assert part.bytes < 2.2 * sum(one.numel() for one in model.parameters())
+            for name, tensor in saved.items():
+                assert identical(tensor, weights[name] if masters else weights[name].bfloat16())
+    [part] = [entry.event for entry in await events_of(log, VersionPartPublished)]
+    assert part.bytes < 2.2 * sum(parameter.numel() for parameter in model.parameters())
     # What the group brought is what a rollout engine of the same files serves.
     served, _ = load_policy(config.model_folder, "bfloat16")
     assert model_digest(served) == model_digest(model)
 
 
 def test_the_published_dtype_is_the_served_one_and_never_a_wider_one_than_the_trainers():
-    def published(trained, served=None, asked=None):
-        config = TrainConfig(sync=SyncConfig(dtype=asked))
+    def published(trained, served=None, dtype=None):
+        config = TrainConfig(sync=SyncConfig(dtype=dtype))
         return (
             config.replaced("model", dtype=trained).replaced("explorer", dtype=served)
         ).published_dtype
 
     assert published("float32") == "float32"
     assert published("float32", served="bfloat16") == "bfloat16"
-    assert published("float32", served="bfloat16", asked="float32") == "float32"
-    assert published("float32", asked="bfloat16") == "bfloat16"
+    assert published("float32", served="bfloat16", dtype="float32") == "float32"
+    assert published("float32", dtype="bfloat16") == "bfloat16"
     assert published("bfloat16") == published("bfloat16", served="float32") == "bfloat16"

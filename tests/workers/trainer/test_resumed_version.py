@@ -37,10 +37,10 @@ class FleetWithoutRanks(RayTrainBackend):
 
     def __init__(self, config):
         super().__init__(config)
-        self.asked = []
+        self.methods = []
 
     async def _ask(self, method, /, *args, **options):
-        self.asked.append(method)
+        self.methods.append(method)
 
 
 @pytest.fixture
@@ -95,11 +95,11 @@ async def test_a_run_that_was_killed_announces_its_checkpoints_version_anew_and_
     )
     with closing(explorer):
         # The killed run's reducer had not promoted the checkpoint either.
-        held = hold_checkpoint(run_id, STEP, redis_url=redis_url, checkpoint_root=root)
+        lease = hold_checkpoint(run_id, STEP, redis_url=redis_url, checkpoint_root=root)
         async with (
             reducer_task(redis_url, run_id, root),
             followed_run(run_id, redis_url) as run,
-            held as folder,
+            lease as folder,
         ):
             versions = VersionFollower(run, epoch, method="checkpoint")
             before = times(folder)
@@ -111,7 +111,7 @@ async def test_a_run_that_was_killed_announces_its_checkpoints_version_anew_and_
             await anyio.to_thread.run_sync(explorer.apply, served, announced)
             assert times(folder) == before
         await fleet.shutdown()
-    assert fleet.asked == ["load_checkpoint"], "no rank saves the version again"
+    assert fleet.methods == ["load_checkpoint"], "no rank saves the version again"
     assert model_digest(served) == model_digest(trained[0])
     assert weights_save(announced).digest is not None
 

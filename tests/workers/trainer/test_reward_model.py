@@ -51,8 +51,8 @@ def episodes(policy_folder):
     tokenizer = load_tokenizer(policy_folder)
     groups = []
     for prompt, answers in EPISODES:
-        tokens = [[*tokenizer.encode(one), tokenizer.eos_token_id] for one in answers]
-        logprobs = [[-1.0] * len(one) for one in tokens]
+        tokens = [[*tokenizer.encode(answer), tokenizer.eos_token_id] for answer in answers]
+        logprobs = [[-1.0] * len(row) for row in tokens]
         groups.append(group(tokenizer.encode(prompt), tokens, logprobs, [0.0, 1.0]))
     return collate(groups, tokenizer.pad_token_id)
 
@@ -61,14 +61,14 @@ def expected_scores(folder) -> torch.Tensor:
     """The scores of transformers' model, each text by itself."""
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = load_tokenizer(folder)
-    found = []
+    scores = []
     for prompt, answers in EPISODES:
         for answer in answers:
             text = f"u{prompt}a{answer}" if tokenizer.chat_template else prompt + answer
             tokens = torch.tensor([tokenizer.encode(text)])
             with torch.no_grad():
-                found.append(model(tokens).logits[0, 0])
-    return torch.stack(found)
+                scores.append(model(tokens).logits[0, 0])
+    return torch.stack(scores)
 
 
 def on_megatron(rank, policy_folder, folder, layout):
@@ -103,43 +103,45 @@ def test_scores_are_those_of_transformers_for_the_models_own_tokens(
     assert expected.std() > 0.01
     ranks = rank_group(world)
     if layout is None:
-        found = ranks(on_fsdp, policy_folder, reward_folder)
+        results = ranks(on_fsdp, policy_folder, reward_folder)
     else:
-        found = ranks(on_megatron, policy_folder, reward_folder, layout)
-    for rewards, told in found:
+        results = ranks(on_megatron, policy_folder, reward_folder, layout)
+    for rewards, metrics in results:
         own = episodes(policy_folder).rewards
         torch.testing.assert_close(rewards, own + 0.5 * expected, atol=1e-5, rtol=0)
-        assert told == pytest.approx({"reward_model/score": float(expected.mean())}, abs=1e-5)
+        assert metrics == pytest.approx({"reward_model/score": float(expected.mean())}, abs=1e-5)
 
 
 def test_a_chat_goes_through_the_reward_models_own_template(policy_folder, tmp_path):
     policy = load_tokenizer(policy_folder)
     policy.chat_template = "{% for one in messages %}{{ one['content'] }}>{% endfor %}"
     own = load_tokenizer(make_reward_folder(tmp_path, template=True))
-    asked = [{"role": "system", "content": "cab"}, {"role": "user", "content": "tab"}]
-    questions = {0: Question(prompt=asked), 1: Question(prompt="tab>"), 2: Question(prompt="d>")}
-    prompts = [encode_prompt(policy, one.prompt) for one in questions.values()]
+    messages = [{"role": "system", "content": "cab"}, {"role": "user", "content": "tab"}]
+    questions = {0: Question(prompt=messages), 1: Question(prompt="tab>"), 2: Question(prompt="d>")}
+    prompts = [encode_prompt(policy, question.prompt) for question in questions.values()]
     answer = [*policy.encode("bat"), policy.eos_token_id]
-    rows = [group(one, [answer], [[-1.0] * 4], [0.0], ordinal=i) for i, one in enumerate(prompts)]
+    rows = [
+        group(prompt, [answer], [[-1.0] * 4], [0.0], ordinal=i) for i, prompt in enumerate(prompts)
+    ]
     rows[2][0].turns[0].tokens[:] = policy.encode("b>")  # of an own loop, and not the task's
     batch = collate(rows, policy.pad_token_id)
-    found = RewardTokens(policy, own, questions.__getitem__).inputs(batch)
+    inputs = RewardTokens(policy, own, questions.__getitem__).inputs(batch)
     texts = ["scabutababat", "utab>abat", "ub>abat"]  # the template puts a role's letter first
     for row, text in enumerate(texts):
-        real = found.attention_mask[row].bool()
-        assert found.input_ids[row][real].tolist() == own.encode(text)
+        real = inputs.attention_mask[row].bool()
+        assert inputs.input_ids[row][real].tolist() == own.encode(text)
 
 
 def test_episodes_of_the_same_tokens_stay_as_they_are(policy_folder):
     tokenizer = load_tokenizer(policy_folder)
     batch = episodes(policy_folder)
-    found = RewardTokens(tokenizer, tokenizer).inputs(batch)
+    inputs = RewardTokens(tokenizer, tokenizer).inputs(batch)
     for row in range(len(batch)):
         real = [
-            one[row][one_mask[row].bool()].tolist()
-            for one, one_mask in (
+            ids[row][mask[row].bool()].tolist()
+            for ids, mask in (
                 (batch.input_ids, batch.attention_mask),
-                (found.input_ids, found.attention_mask),
+                (inputs.input_ids, inputs.attention_mask),
             )
         ]
         assert real[0] == real[1]

@@ -70,7 +70,7 @@ def state_of(step: FSDPTrainingStep) -> list:
     return [
         copy.deepcopy(
             [
-                [one.detach().to_local() for one in engine.module.parameters()],
+                [parameter.detach().to_local() for parameter in engine.module.parameters()],
                 engine.optimizer.state_dict(),
                 engine.scheduler.state_dict(),
                 engine.steps,
@@ -80,19 +80,19 @@ def state_of(step: FSDPTrainingStep) -> list:
     ]
 
 
-def assert_same(one, other) -> None:
-    if isinstance(one, torch.Tensor):
-        one, other = (getattr(each, "_local_tensor", each) for each in (one, other))
-        assert identical(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key, value in one.items():
+def assert_same(first, other) -> None:
+    if isinstance(first, torch.Tensor):
+        first, other = (getattr(each, "_local_tensor", each) for each in (first, other))
+        assert identical(first, other)
+    elif isinstance(first, dict):
+        assert first.keys() == other.keys()
+        for key, value in first.items():
             assert_same(value, other[key])
-    elif isinstance(one, list):
-        for mine, its in zip(one, other, strict=True):
+    elif isinstance(first, list):
+        for mine, its in zip(first, other, strict=True):
             assert_same(mine, its)
     else:
-        assert one == other
+        assert first == other
 
 
 def learn_spoiled(rank: Rank, folder: Path, case: tuple) -> tuple[dict, dict, dict]:
@@ -147,11 +147,11 @@ def test_a_bad_row_of_any_rank_leaves_every_model_its_optimizer_and_its_schedule
 def take_losses(rank: Rank, folder: Path, losses: dict[int, float]) -> tuple[float, bool]:
     """Take an engine's step with a loss that is not finite on some ranks; gradients are."""
     engine = FSDPEngine(folder, device=CPU, learning_rate=1e-3)
-    before = [one.detach().to_local().clone() for one in engine.module.parameters()]
+    before = [parameter.detach().to_local().clone() for parameter in engine.module.parameters()]
     loss = engine.module(torch.tensor([[10, 20, 30]])).logits.square().mean()
     norm = engine.optimizer_step(loss + losses.get(rank.number, 0.0))
-    after = [one.detach().to_local() for one in engine.module.parameters()]
-    same = all(identical(one, other) for one, other in zip(before, after, strict=True))
+    after = [parameter.detach().to_local() for parameter in engine.module.parameters()]
+    same = all(identical(tensor, other) for tensor, other in zip(before, after, strict=True))
     return norm, same and engine.steps == 0
 
 
@@ -253,6 +253,6 @@ def test_the_schedule_of_verls_engine_stays_where_verl_takes_no_step(norm, steps
     engine = VerlEngine.__new__(VerlEngine)
     engine.options = VerlOptions(RATES, total_steps=1)
     engine.verl = VerlRecorder(norm)
-    found = engine.update([], lambda *_: torch.tensor(0.0), temperature=1.0, entropy=False)
-    assert found == norm or math.isnan(norm)
+    gradient_norm = engine.update([], lambda *_: torch.tensor(0.0), temperature=1.0, entropy=False)
+    assert gradient_norm == norm or math.isnan(norm)
     assert engine.verl.schedule_steps == steps

@@ -55,10 +55,10 @@ class Simulated:
 
     def publish(self, step):
         self.published = step
-        wanted = self.config.prompts_open(
+        target = self.config.prompts_open(
             begun=self.begun, version=step, oldest_named=self.state.oldest_named
         )
-        self.ask(wanted - len(self.state.asked))
+        self.ask(target - len(self.state.asked))
 
     def ask(self, count):
         if count > 0 and (ordinals := self.state.next_ordinals(count)):
@@ -70,7 +70,7 @@ class Simulated:
 
     def answer_one(self):
         """Answer an open request with the oldest version that may serve it, or with a newer one."""
-        missing = [one for one in self.state.asked if one not in self.state.arrived]
+        missing = [ordinal for ordinal in self.state.asked if ordinal not in self.state.arrived]
         if not missing:
             return False
         straggles = self.random.random() < 0.7
@@ -88,13 +88,13 @@ class Simulated:
                 self.state.refuse(group.ordinal)
                 self.state.reissue(ReissueCandidate(group.ordinal, "stale"), self.newest)
                 self.reissued += 1
-            if (taken := self.state.take(PROMPTS)) is not None:
+            if (groups := self.state.take(PROMPTS)) is not None:
                 break
             assert self.answer_one(), "the trainer waits, and there is nothing left to answer"
         self.begun = step
-        for group in taken:
+        for group in groups:
             self.staleness.append(step - 1 - group.oldest_step)
-        self.state.train([group.ordinal for group in taken])
+        self.state.train([group.ordinal for group in groups])
 
     def run(self):
         self.publish(0)
@@ -137,7 +137,7 @@ def test_what_is_too_old_is_issued_again_where_it_is_dropped():
     reissued = {}
     for config in configs("drop"):
         runs = [Simulated(config, seed).run() for seed in range(5)]
-        reissued[config.rollouts.order, config.sync.style] = sum(one.reissued for one in runs)
+        reissued[config.rollouts.order, config.sync.style] = sum(run.reissued for run in runs)
     assert reissued["arrival", "trainer_driven"] > 0
     assert reissued["ordinal", "trainer_driven"] > 0, "explorers ran ahead"
 
@@ -146,7 +146,7 @@ def test_only_pacing_holds_dispatch_for_a_prompt_that_others_overtook():
     sync = SyncConfig(max_staleness=1)
     rollouts = RolloutsConfig(prompts_per_step=PROMPTS, order="arrival")
     config = TrainConfig(steps=STEPS, rollouts=rollouts, sync=sync)
-    asked = {"begun": 1, "version": 1, "oldest_named": 0}
-    assert config.prompts_open(**asked) == PROMPTS
+    arguments = {"begun": 1, "version": 1, "oldest_named": 0}
+    assert config.prompts_open(**arguments) == PROMPTS
     for policy, expected in (("wait", 2 * PROMPTS), ("drop", config.window)):
-        assert config.replaced("sync", when_stale=policy).prompts_open(**asked) == expected
+        assert config.replaced("sync", when_stale=policy).prompts_open(**arguments) == expected

@@ -57,7 +57,7 @@ def test_what_was_written_is_read(folder, path):
     read = read_trainer_state(folder, STEP)
     assert read == STATE
     assert read.ledger.digest == LEDGER.digest
-    assert [one.name for one in folder.iterdir()] == [path.name], "no partial file is left"
+    assert [file.name for file in folder.iterdir()] == [path.name], "no partial file is left"
 
 
 def test_a_ledger_goes_on_where_the_checkpoints_did(folder, path):
@@ -90,16 +90,16 @@ def test_a_write_that_fails_leaves_the_earlier_state_alone(folder, path, monkeyp
         write_trainer_state(path, msgspec.structs.replace(STATE, metrics={}))
     monkeypatch.undo()
     assert read_trainer_state(folder, STEP) == STATE
-    assert [one.name for one in folder.iterdir()] == [path.name]
+    assert [file.name for file in folder.iterdir()] == [path.name]
 
 
 def test_a_checkpoint_without_the_state_is_refused(folder):
-    said = refused(folder)
-    assert said.startswith(f"the checkpoint of step 7 has no {folder / TRAINER_STATE}")
+    message = refused(folder)
+    assert message.startswith(f"the checkpoint of step 7 has no {folder / TRAINER_STATE}")
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (lambda raw: b"", "truncated"),
         (lambda raw: raw[: len(raw) // 2], "truncated"),
@@ -111,13 +111,13 @@ def test_a_checkpoint_without_the_state_is_refused(folder):
     ],
     ids=["empty", "cut-off", "zeros", "type", "contradiction", "field", "digest"],
 )
-def test_a_damaged_state_is_refused_and_its_file_named(folder, path, damage, said):
+def test_a_damaged_state_is_refused_and_its_file_named(folder, path, damage, message):
     raw = path.read_bytes()
     damaged = damage(raw)
     assert damaged != raw
     path.write_bytes(damaged)
     assert f"{path} cannot be read (" in refused(folder)
-    assert said in refused(folder)
+    assert message in refused(folder)
 
 
 def test_a_folder_in_place_of_the_file_is_refused(folder):

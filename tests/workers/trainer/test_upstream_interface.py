@@ -87,14 +87,22 @@ COORDINATOR = {
 
 def called_with(function, parameters):
     """Check that a call by these parameters, in this order, fits: further ones have defaults."""
-    given = [one for one in inspect.signature(function).parameters.values() if one.name != "self"]
-    assert [one.name for one in given[: len(parameters)]] == parameters
-    assert all(one.default is not one.empty for one in given[len(parameters) :])
+    given = [
+        parameter
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.name != "self"
+    ]
+    assert [parameter.name for parameter in given[: len(parameters)]] == parameters
+    assert all(parameter.default is not parameter.empty for parameter in given[len(parameters) :])
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "parameters"),
-    [(owner, name, asked) for owner, all_ in METHODS.items() for name, asked in all_.items()],
+    [
+        (owner, name, parameters)
+        for owner, all_ in METHODS.items()
+        for name, parameters in all_.items()
+    ],
 )
 def test_a_method_of_upstream_exists_with_its_parameters(owner, name, parameters):
     called_with(getattr(getattr(package, owner), name), parameters)
@@ -168,8 +176,8 @@ def test_the_newest_folder_with_weights_up_to_the_iteration_file_is_found(
     if named is not None:
         (config.checkpoint_folder / "latest_checkpointed_iteration.txt").write_text(named)
     root = config.checkpoint_folder
-    wanted = expected and str(root / f"global_step_{expected}" / "actor" / "huggingface")
-    assert package.get_latest_hf_checkpoint_path(config) == wanted
+    expected_path = expected and str(root / f"global_step_{expected}" / "actor" / "huggingface")
+    assert package.get_latest_hf_checkpoint_path(config) == expected_path
 
 
 @pytest.mark.parametrize(

@@ -68,15 +68,15 @@ class Ends:
         self.meet(rollouts)
         sent, *got = await asyncio.gather(
             self.sender.send(iter(weights.items()), step),
-            *(taken(receiver, step) for receiver in self.receivers),
+            *(receive_weights(receiver, step) for receiver in self.receivers),
         )
-        seen = [as_bits(one) for one in got]
+        seen = [as_bits(tensor) for tensor in got]
         for receiver in self.receivers:
             receiver.finish()
         return sent, seen
 
 
-async def taken(receiver, step):
+async def receive_weights(receiver, step):
     return {name: tensor async for name, tensor in receiver.receive(step)}
 
 
@@ -123,8 +123,13 @@ async def test_every_rollout_is_given_the_version_bit_for_bit_and_the_log_hears_
     with anyio.fail_after(PATIENCE):
         while len(applied := await events_of(log, WeightsApplied)) < 4:
             await anyio.sleep(0.01)
-    said = sorted((one.event.version, one.producer.rank) for one in applied)
-    assert said == [(StepRef(1, 1), 0), (StepRef(1, 1), 1), (StepRef(1, 2), 0), (StepRef(1, 2), 1)]
+    versions = sorted((entry.event.version, entry.producer.rank) for entry in applied)
+    assert versions == [
+        (StepRef(1, 1), 0),
+        (StepRef(1, 1), 1),
+        (StepRef(1, 2), 0),
+        (StepRef(1, 2), 1),
+    ]
 
 
 @pytest.mark.skipif(not available(), reason="the host has no shared memory as files")
@@ -176,7 +181,7 @@ async def test_a_step_that_is_sent_again_or_none_at_all_is_a_version_of_its_own(
     with anyio.fail_after(PATIENCE):
         while len(applied := await events_of(log, WeightsApplied)) < len(given):
             await anyio.sleep(0.01)
-    served = [(one.event.version.epoch, one.event.version.step) for one in applied]
+    served = [(entry.event.version.epoch, entry.event.version.step) for entry in applied]
     assert served == [(1, 1), (1, 2), (1, 7), (2, 7), (3, 3), (3, 4)]
 
 
@@ -195,7 +200,7 @@ async def test_after_an_error_the_gathers_go_on_and_rollouts_hear_of_it_and_the_
 
     sent, got = await asyncio.gather(
         ends.sender.send(weights(), 1),
-        taken(ends.receivers[0], 1),
+        receive_weights(ends.receivers[0], 1),
         return_exceptions=True,
     )
     assert isinstance(sent, TypeError) and "its dtype is torch.complex128" in str(sent)
@@ -213,7 +218,7 @@ async def test_rollouts_hear_of_each_failure_of_a_step_that_is_tried_again(make_
         ends.meet()
         sent, got = await asyncio.gather(
             ends.sender.send(broken_by(reason), 1),
-            taken(ends.receivers[0], 1),
+            receive_weights(ends.receivers[0], 1),
             return_exceptions=True,
         )
         assert isinstance(sent, CollectiveBroken)
@@ -248,7 +253,9 @@ async def test_gathers_that_break_are_told_to_rollouts(make_ends, reducer):
         raise RuntimeError("connection closed by peer")
 
     sent, got = await asyncio.gather(
-        ends.sender.send(weights(), 1), taken(ends.receivers[0], 1), return_exceptions=True
+        ends.sender.send(weights(), 1),
+        receive_weights(ends.receivers[0], 1),
+        return_exceptions=True,
     )
     assert isinstance(sent, CollectiveBroken) and "closed by peer" in str(sent)
     assert isinstance(got, VersionUnavailable) and "closed by peer" in str(got)
@@ -261,7 +268,7 @@ async def test_a_version_of_another_step_is_never_given_in_place_of_the_one_aske
     ends.meet()
     _, got = await asyncio.gather(
         ends.sender.send(iter(AWKWARD.items()), 2),
-        taken(ends.receivers[0], 1),
+        receive_weights(ends.receivers[0], 1),
         return_exceptions=True,
     )
     assert isinstance(got, VersionUnavailable)
@@ -277,7 +284,7 @@ async def test_a_version_that_is_gone_is_an_error_and_not_reported_as_served(
     with open_client(weights_url) as chunks:
         chunks.delete(*chunks.keys(f"trinity-weights:{{{run_id}.*"))
     with pytest.raises(VersionUnavailable, match=r"weights of step 1 \(epoch 1, rank 0\)"):
-        await taken(ends.receivers[0], 1)
+        await receive_weights(ends.receivers[0], 1)
     ends.receivers[0].finish()
     await reports_accepted(log)
     assert await events_of(log, WeightsApplied) == []
@@ -289,7 +296,7 @@ async def test_weights_that_do_not_come_are_an_error_that_says_what_is_missing(
     ends = make_ends(deadline=0.3)
     ends.meet()
     with pytest.raises(DeadlineExceeded) as late:
-        await taken(ends.receivers[0], 1)
+        await receive_weights(ends.receivers[0], 1)
     assert "weights of step 1 of run" in str(late.value) and "within 0.3 s" in str(late.value)
     assert "Nothing is known of step 1" in str(late.value)
 
@@ -306,7 +313,7 @@ async def test_a_log_that_cannot_say_why_weights_do_not_come_is_named_in_the_err
     with pytest.raises(
         DeadlineExceeded, match=r"could not be read from the log \(connection reset\)"
     ):
-        await taken(ends.receivers[0], 1)
+        await receive_weights(ends.receivers[0], 1)
 
 
 async def test_both_ends_end_their_threads_although_the_log_takes_nothing_more(
@@ -334,7 +341,7 @@ async def test_an_update_that_another_one_follows_waits_no_longer(make_ends, red
         pytest.skip("the host has no shared memory as files")
     ends = make_ends(transport=transport, deadline=60.0)
     ends.meet()
-    waits = asyncio.create_task(taken(ends.receivers[0], 1))
+    waits = asyncio.create_task(receive_weights(ends.receivers[0], 1))
     while ends.receivers[0]._waiting is None:
         await asyncio.sleep(0)
     with anyio.fail_after(PATIENCE):
@@ -355,7 +362,7 @@ async def test_a_wait_ends_although_a_client_passes_over_its_cancellation(
     ends = make_ends()
     ends.meet()
     monkeypatch.setattr("trinity_workers.verl.receiver.announced", deaf)
-    waits = asyncio.create_task(taken(ends.receivers[0], 1))
+    waits = asyncio.create_task(receive_weights(ends.receivers[0], 1))
     while ends.receivers[0]._waiting is None:
         await asyncio.sleep(0)
     ends.meet()
@@ -382,11 +389,11 @@ async def test_the_event_loop_goes_on_while_tensors_are_published(make_ends, red
     gate, turned = threading.Event(), []
     begin = ends.sender._begin
 
-    def held(step):
+    def delayed_begin(step):
         assert gate.wait(PATIENCE)
         return begin(step)
 
-    ends.sender._begin = held
+    ends.sender._begin = delayed_begin
 
     async def turns():
         turned.append(1)
@@ -415,7 +422,7 @@ def test_weights_travel_through_memory_where_everybody_shares_it_else_through_ra
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({}, "set engine_kwargs.trinity.redis_url"),
         ({"redis_url": "redis://h", "transprt": "shm"}, "it may have redis_url, weights_url"),
@@ -425,11 +432,11 @@ def test_weights_travel_through_memory_where_everybody_shares_it_else_through_ra
         ({"redis_url": "redis://h", "deadline": 0}, "deadline"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused_in_one_sentence(options, said, monkeypatch):
+def test_settings_that_make_no_sense_are_refused_in_one_sentence(options, message, monkeypatch):
     monkeypatch.delenv("TRINITY_REDIS_URL", raising=False)
     with pytest.raises(BadSettings) as refused:
         settings_of(options)
-    assert said in str(refused.value) and "\n" not in str(refused.value)
+    assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_the_environment_names_the_servers_where_the_configuration_does_not(monkeypatch):

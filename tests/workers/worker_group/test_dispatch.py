@@ -23,7 +23,7 @@ from trinity_workers.worker_group.ranks import (  # noqa: E402
 )
 from trinity_workers.worker_group.rows import UnknownRows  # noqa: E402
 
-MODES = [one for one in Dispatch if one.deals_out]
+MODES = [mode for mode in Dispatch if mode.deals_out]
 RANKS = 64
 LAYOUTS = [
     DistGlobalInfo(tp_size=tp, dp_size=dp, pp_size=pp, cp_size=cp)
@@ -56,21 +56,23 @@ def test_rows_come_back_once_and_in_order_at_every_layout_up_to_64_ranks(mode):
 @pytest.mark.parametrize("rows", [1, 5, 8, 9, 13])
 def test_a_batch_comes_back_without_its_padding_at_layouts_of_six_ranks(mode, rows):
     batch = make_batch([1 + row % 3 for row in range(rows)])
-    for sizes in [one for one in LAYOUTS if one.tp_size * one.dp_size * one.pp_size == 6]:
+    for sizes in [
+        layout for layout in LAYOUTS if layout.tp_size * layout.dp_size * layout.pp_size == 6
+    ]:
         dealt = deal(mode, rank_table(sizes), [batch])
         lengths = {len(part) for [part] in dealt.arguments}
         assert len(lengths) == 1, "ranks have equally many rows"
-        found = answer(dealt, lambda part: {"batch": part, "rows": part.rewards * 2, "loss": 0.5})
-        assert_equal(found["batch"].known(), batch.known())
-        assert identical(found["rows"], batch.rewards * 2)
-        assert found["loss"] == 0.5
+        result = answer(dealt, lambda part: {"batch": part, "rows": part.rewards * 2, "loss": 0.5})
+        assert_equal(result["batch"].known(), batch.known())
+        assert identical(result["rows"], batch.rewards * 2)
+        assert result["loss"] == 0.5
 
 
 def test_tensors_for_each_entry_of_a_list_are_put_back_in_its_order():
     table = rank_table(DistGlobalInfo(tp_size=2, dp_size=3, pp_size=2, cp_size=1))
     dealt = deal(Dispatch.MEGATRON_PP_AS_DP_PROTO, table, [list(range(10))])
-    found = answer(dealt, lambda part: torch.tensor(part, dtype=torch.int64))
-    assert found.tolist() == list(range(10))
+    result = answer(dealt, lambda part: torch.tensor(part, dtype=torch.int64))
+    assert result.tolist() == list(range(10))
 
 
 def test_ranks_of_a_replica_get_one_share_and_the_last_stage_answers():

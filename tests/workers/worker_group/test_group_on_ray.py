@@ -83,12 +83,12 @@ def made(_ray):
 async def test_a_group_deals_out_and_collects_and_tells_deaths_and_silence(made):
     group = made(name="stage", format_death=lambda method: f"died in {method} at step 3")
     batch = make_batch([1, 2, 3])
-    found = await group.ask("compute", batch, factor=2)
-    assert found.pop("stage") == 1, "the last stage answers"
-    assert_equal(found["batch"].known(), batch.known())
-    assert identical(found["rewards"], batch.rewards * 2)
-    said = await group.ask("generate", ["a", "b", "c"])
-    assert said == ["a by 0", "b by 1", "c by 0"]
+    result = await group.ask("compute", batch, factor=2)
+    assert result.pop("stage") == 1, "the last stage answers"
+    assert_equal(result["batch"].known(), batch.known())
+    assert identical(result["rewards"], batch.rewards * 2)
+    texts = await group.ask("generate", ["a", "b", "c"])
+    assert texts == ["a by 0", "b by 1", "c by 0"]
     with pytest.raises(UnknownMethod, match="Stages has no registered method unregistered"):
         await group.ask("unregistered")
     with pytest.raises(TrinityError, match="would block the event loop"):

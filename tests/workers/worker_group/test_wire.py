@@ -21,10 +21,10 @@ def carried(value):
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32, torch.bfloat16])
 def test_tensors_of_any_dtype_come_as_they_were_and_can_be_written_to(dtype):
     for value in (torch.arange(6).view(2, 3).to(dtype), torch.tensor(1).to(dtype)):
-        found = carried({"field": value, "steps": 3})
-        assert identical(found["field"], value)
-        assert found["steps"] == 3
-        found["field"].zero_()
+        result = carried({"field": value, "steps": 3})
+        assert identical(result["field"], value)
+        assert result["steps"] == 3
+        result["field"].zero_()
 
 
 def test_a_part_of_a_batch_takes_its_own_rows_along_alone():
