@@ -41,7 +41,7 @@ MUTANTS = (
         (
             DispatchState,
             "observe",
-            'due.append(Due(ordinal, asked.refusal or "lost"))',
+            'due.append(Due(ordinal, open_request.refusal or "lost"))',
             "pass",
         ),
     ),
@@ -58,7 +58,12 @@ MUTANTS = (
     _mutant(
         "a step may train a group again",
         40,
-        (DispatchState, "take", "del self.asked[group.ordinal], self.arrived", "self.arrived"),
+        (
+            DispatchState,
+            "take",
+            "del self.open_requests[group.ordinal], self.arrived",
+            "self.arrived",
+        ),
     ),
     _mutant(
         "open ordinals of the checkpoint are not asked for",

@@ -386,7 +386,7 @@ class RolloutDispatcher:
     @property
     def asked_count(self) -> int:
         """Number of ordinals that were asked for, and are neither taken nor dropped."""
-        return len(self._state.asked)
+        return len(self._state.open_requests)
 
     @property
     def oldest_named(self) -> int | None:
@@ -429,7 +429,7 @@ class RolloutDispatcher:
 
     async def _settle_due(self, wait: Deadline) -> None:
         """Ask again for ordinals whose attempt counts no more, or give them up."""
-        asked, arrived = self._state.asked, self._state.arrived
+        asked, arrived = self._state.open_requests, self._state.arrived
         self._due = {one: due for one, due in self._due.items() if one in asked.keys() - arrived}
         again, exhausted = self._state.split(self._due.values())
         for due in exhausted:
@@ -439,7 +439,7 @@ class RolloutDispatcher:
             await self._ask_again(wait, again)
 
     async def _give_up(self, wait: Deadline, due: Due) -> None:
-        number = self._state.asked[due.ordinal].number
+        number = self._state.open_requests[due.ordinal].number
         if number is not None and due.reason != "lost":
             row = [*self._replaced(number, due), "", ""]
             [reply] = await self._streams.write(wait, "issue", self._streams.group, *row)
@@ -471,7 +471,7 @@ class RolloutDispatcher:
             reissued = tuple(
                 ReissuedRollout(
                     ordinal=due.ordinal,
-                    attempt=self._state.asked[due.ordinal].attempt + 1,
+                    attempt=self._state.open_requests[due.ordinal].attempt + 1,
                     reason=due.reason,
                 )
                 for due in several

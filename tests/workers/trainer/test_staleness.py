@@ -53,7 +53,7 @@ class Simulated:
         wanted = self.config.prompts_open(
             begun=self.begun, version=step, oldest_named=self.state.oldest_named
         )
-        self.ask(wanted - len(self.state.asked))
+        self.ask(wanted - len(self.state.open_requests))
 
     def ask(self, count):
         if count > 0 and (ordinals := self.state.next_ordinals(count)):
@@ -65,12 +65,12 @@ class Simulated:
 
     def answer_one(self):
         """Answer an open request with the oldest version that may serve it, or with a newer one."""
-        missing = [one for one in self.state.asked if one not in self.state.arrived]
+        missing = [one for one in self.state.open_requests if one not in self.state.arrived]
         if not missing:
             return False
         straggles = self.random.random() < 0.7
         ordinal = self.random.choice(missing[1:] if straggles and missing[1:] else missing)
-        versions = self.state.asked[ordinal].versions
+        versions = self.state.open_requests[ordinal].versions
         newest = versions.oldest.step if versions.exact else self.published
         served = self.random.choice(range(versions.oldest.step, newest + 1))
         return self.state.arrive(answered(ordinal, served))
