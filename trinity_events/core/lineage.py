@@ -21,9 +21,10 @@ class Span(NamedTuple):
 
 def lineage_of(state: MonitorState) -> list[Span]:
     """Return the epochs of the current lineage, oldest first; the last one is the current one."""
-    firsts = [0, *(one.step for one in state.lineage)]
+    firsts = [0, *(epoch_end.step for epoch_end in state.lineage)]
     spans = [
-        Span(one.epoch, first, one.step) for one, first in zip(state.lineage, firsts, strict=False)
+        Span(epoch_end.epoch, first, epoch_end.step)
+        for epoch_end, first in zip(state.lineage, firsts, strict=False)
     ]
     return [*spans, Span(state.epoch, firsts[-1], None)]
 
