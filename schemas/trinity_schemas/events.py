@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from .identity import (
     REPORTER_ROLE,
@@ -474,9 +474,9 @@ class ExplorerStatusChanged(_Event, frozen=True):
 class SyncRequested(_Event, frozen=True):
     """An explorer asks the trainer to publish; its own ``weights-applied`` ends the request."""
 
-    wanted: Annotated[
+    oldest_version: Annotated[
         StepRef | None, Meta(description="Oldest version that it accepts; any newer by default.")
-    ] = None
+    ] = field(default=None, name="wanted")
 
 
 class ResendRequested(_Event, frozen=True):

@@ -66,7 +66,7 @@ async def test_metrics_follow_the_log(scraped, publisher, log, run_id):
             phases=AppliedPhases(fetch=0.25, pause=0.5),
         )
     )
-    await explorer.publish(SyncRequested(wanted=StepRef(publisher.epoch, 4)))
+    await explorer.publish(SyncRequested(oldest_version=StepRef(publisher.epoch, 4)))
     await accept_reports(log)
     await publisher.publish(opened(4, 0, 1))
     await publisher.publish(part(4))

@@ -216,7 +216,7 @@ def test_the_check_fails_with_one_sentence_when_an_event_changes(tmp_path):
     shutil.copytree(ROOT / "schemas/trinity_schemas", package)
     assert check(root, package).returncode == 0
     events = (package / "events.py").read_text()
-    field_line = "    wanted: Annotated["
+    field_line = "    oldest_version: Annotated["
     changed = events.replace(field_line, "    patience: int = 0\n" + field_line)
     assert changed != events
     (package / "events.py").write_text(changed)

@@ -845,25 +845,25 @@ def test_a_reason_is_cut_to_what_an_announcement_may_carry():
 
 def test_what_explorers_ask_for_stands_until_they_have_it():
     history = History()
-    history.add(SyncRequested(wanted=StepRef(1, 4)), by="explorer", epoch=0)
+    history.add(SyncRequested(oldest_version=StepRef(1, 4)), by="explorer", epoch=0)
     monitor, _ = history.fold()
     explorer = monitor.state.explorers["explorer-0"]
-    assert (explorer.wanted, explorer.requested_at) == (StepRef(1, 4), 1001)
+    assert (explorer.requested_version, explorer.requested_at) == (StepRef(1, 4), 1001)
     history.add(applied(3), by="explorer", epoch=0)
-    assert history.fold()[0].state.explorers["explorer-0"].wanted == StepRef(1, 4)
+    assert history.fold()[0].state.explorers["explorer-0"].requested_version == StepRef(1, 4)
     history.add(applied(5), by="explorer", epoch=0)
     served = history.fold()[0].state.explorers["explorer-0"]
-    assert (served.wanted, served.requested_at) == (None, None)
+    assert (served.requested_version, served.requested_at) == (None, None)
     assert history.fold()[0].state.anomaly_counts == {}
 
 
 def test_a_version_that_an_explorer_missed_stands_until_it_has_it():
     history = History()
     history.add(ResendRequested(version=StepRef(1, 4)), by="explorer", epoch=0)
-    assert history.fold()[0].state.explorers["explorer-0"].wanted == StepRef(1, 4)
+    assert history.fold()[0].state.explorers["explorer-0"].requested_version == StepRef(1, 4)
     history.add(applied(4), by="explorer", epoch=0)
     served = history.fold()[0].state.explorers["explorer-0"]
-    assert (served.wanted, served.requested_at) == (None, None)
+    assert (served.requested_version, served.requested_at) == (None, None)
 
 
 def test_a_request_for_any_newer_version_is_answered_by_the_next_one():

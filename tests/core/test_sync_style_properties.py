@@ -60,7 +60,7 @@ def explorer_driven():
     log = Log()
     for step in (1, 2, 3):
         if step > 1:
-            log.add(SyncRequested(wanted=StepRef(1, step - 1)), by="explorer")
+            log.add(SyncRequested(oldest_version=StepRef(1, step - 1)), by="explorer")
         log.ask(step, step - 1)
         log.publish(step - 1)
         log.train(step)

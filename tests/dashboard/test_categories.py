@@ -16,5 +16,5 @@ def test_every_event_and_announcement_has_a_category():
 
 def test_an_event_is_about_the_step_by_which_tail_finds_it():
     assert step_of(ResendRequested(version=StepRef(1, 4))) == 4
-    assert step_of(SyncRequested(wanted=StepRef(1, 5))) == 5
+    assert step_of(SyncRequested(oldest_version=StepRef(1, 5))) == 5
     assert step_of(SyncRequested()) is None

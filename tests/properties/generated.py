@@ -151,7 +151,7 @@ def _others() -> list[Said]:
         Said("trainer", TrainerStatusChanged(status="running", step=2)),
         Said("trainer", RunClosed(reason="finished")),
         Said("explorer-0", ExplorerStatusChanged(status="require_sync")),
-        Said("explorer-0", SyncRequested(wanted=StepRef(1, 2))),
+        Said("explorer-0", SyncRequested(oldest_version=StepRef(1, 2))),
         Said("explorer-0", ResendRequested(version=StepRef(1, 2))),
         Said("explorer-0", applied),
         Said("explorer-0", VersionRefused(version=StepRef(1, 1), rank=0, chunk=2, reason="no")),

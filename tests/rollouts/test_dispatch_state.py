@@ -78,7 +78,7 @@ def test_failed_attempts_exhaust_and_stale_or_lost_ones_do_not(state):
         assert state.split([ReissueCandidate(1, reason)]) == ([ReissueCandidate(1, reason)], [])
     reissue(state, ReissueCandidate(1, "lapsed"))
     assert state.split([ReissueCandidate(1, "failed")]) == ([], [ReissueCandidate(1, "failed")])
-    assert (state.asked[0].attempt, state.asked[1].attempt) == (5, 2)
+    assert (state.open_requests[0].attempt, state.open_requests[1].attempt) == (5, 2)
 
 
 @pytest.mark.parametrize("reason", ["lapsed", "deadline", "failed", "lost"])

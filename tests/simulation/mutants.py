@@ -121,7 +121,7 @@ MUTANTS = (
         (
             replay,
             "load_monitor",
-            "fold(monitor, some, decode)",
+            "fold(monitor, batch, decode)",
             "monitor.state.position = reached",
         ),
     ),
@@ -133,12 +133,12 @@ MUTANTS = (
     _mutant(
         "a lead that is lost is not taken again",
         300,
-        (Leader, "take", "await anyio.sleep(left)", "await anyio.sleep_forever()"),
+        (Leader, "take", "await anyio.sleep(delay)", "await anyio.sleep_forever()"),
     ),
     _mutant(
         "nothing is ever overdue",
         300,
-        (Timekeeper, "deadlines", "if left <= 0:", "if False:"),
+        (Timekeeper, "deadlines", "if remaining <= 0:", "if False:"),
     ),
     _mutant(
         "a pointer goes back to a step that finishes late",

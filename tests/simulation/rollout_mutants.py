@@ -41,7 +41,7 @@ MUTANTS = (
         (
             DispatchState,
             "observe",
-            'due.append(Due(ordinal, asked.refusal or "lost"))',
+            'due.append(Due(ordinal, open_request.refusal or "lost"))',
             "pass",
         ),
     ),
@@ -52,7 +52,7 @@ MUTANTS = (
             RolloutDispatcher,
             "_settle_failed_rewards",
             "self._state.drop(REWARD_FAILED, ordinal)",
-            "del self._state.asked[ordinal]",
+            "del self._state.open_requests[ordinal]",
         ),
     ),
     _mutant(
@@ -68,7 +68,12 @@ MUTANTS = (
     _mutant(
         "a step may train a group again",
         40,
-        (DispatchState, "take", "del self.asked[group.ordinal], self.arrived", "self.arrived"),
+        (
+            DispatchState,
+            "take",
+            "del self.open_requests[group.ordinal], self.arrived",
+            "self.arrived",
+        ),
     ),
     _mutant(
         "open ordinals of the checkpoint are not asked for",

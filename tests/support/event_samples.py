@@ -121,7 +121,7 @@ SAMPLES = [
     VersionRefused(version=AT, rank=0, chunk=3, reason="chunk 3 is not what was published"),
     TrainerStatusChanged(status="require_sync", step=7),
     ExplorerStatusChanged(status="running"),
-    SyncRequested(wanted=AT),
+    SyncRequested(oldest_version=AT),
     ResendRequested(version=AT),
     RolloutsDispatched(
         ordinals=((8, 15),),

@@ -151,7 +151,7 @@ def complete():
         tape.add(ExplorerStatusChanged(status="running"), "explorer", rank, epoch=0)
     for step in (1, 2, 3, 4):
         publish(tape, step)
-        tape.add(SyncRequested(wanted=StepRef(1, step)), "explorer", 1, epoch=0)
+        tape.add(SyncRequested(oldest_version=StepRef(1, step)), "explorer", 1, epoch=0)
         for rank in (0, 1):
             if (step, rank) != (3, 1):
                 tape.add(applied(step), "explorer", rank, epoch=0)

@@ -54,8 +54,8 @@ def versions_are_published_because_an_explorer_asked(log: Sequence[Envelope]) ->
     requested = -1
     unasked = []
     for event in _events(log):
-        if isinstance(event, SyncRequested) and event.wanted is not None:
-            requested = max(requested, event.wanted.step)
+        if isinstance(event, SyncRequested) and event.oldest_version is not None:
+            requested = max(requested, event.oldest_version.step)
         elif (step := _begun_version(event)) is not None and step not in published:
             if published and not published[-1] < requested <= step:
                 unasked.append(step)

@@ -128,7 +128,7 @@ class Auditor:
         ]
         return Audit(
             run_id=self._lineage.run_id,
-            balanced=all(one.balanced for one in lineages),
+            balanced=all(lineage.balanced for lineage in lineages),
             lineages=lineages,
             ignored=self._ignored,
         )
@@ -164,7 +164,7 @@ class _Bookkeeper:
         self._epoch = 0
         self._newest_step = 0
         self._has_ledger = True
-        epochs = {one.number: one for one in root.epochs}
+        epochs = {epoch.number: epoch for epoch in root.epochs}
         for span in root.spans:
             if span.epoch in epochs:
                 self._read(epochs[span.epoch], span)
@@ -245,7 +245,7 @@ class _Bookkeeper:
             self._ledger.fingerprint = fact.fingerprint
         fated, skipped = self._ledger.note_dispatched(fact.ordinals)
         again = self._ledger.contradictions(
-            union((one.ordinal, one.ordinal) for one in fact.reissued)
+            union((request.ordinal, request.ordinal) for request in fact.reissued)
         )
         self._contradict_ordinals(
             "dispatched-after-fate", union(fated, again.settled), "were asked for after their fate"
@@ -278,24 +278,28 @@ class _Bookkeeper:
         self, reason: str | None, ordinals: tuple[Range, ...], twice: str, what: str
     ) -> None:
         try:
-            found = self._ledger.settle(reason, ordinals)
+            contradictions = self._ledger.settle(reason, ordinals)
         except LedgerError as error:
             self._contradict("ledger-full", str(error))
             return
-        self._contradict_ordinals(twice, found.settled, f"were {what} and had a fate already")
         self._contradict_ordinals(
-            "fate-without-dispatch", found.undispatched, f"were {what} and never dispatched"
+            twice, contradictions.settled, f"were {what} and had a fate already"
+        )
+        self._contradict_ordinals(
+            "fate-without-dispatch",
+            contradictions.undispatched,
+            f"were {what} and never dispatched",
         )
 
     def _count_requests(self, epochs: list[_Epoch]) -> None:
         """Count the requests beyond the first of each ordinal, also those of discarded steps."""
-        recomputed, steps, asked = Counter[str](), 0, list[Range]()
+        recomputed, steps, requested_ordinals = Counter[str](), 0, list[Range]()
         for epoch in epochs:
             for fact in epoch.facts:
                 if isinstance(fact, RolloutsDispatched):
-                    recomputed.update(one.reason for one in fact.reissued)
-                    recomputed[RESUMED] += count(intersection(asked, fact.ordinals))
-                    asked = union(asked, fact.ordinals)
+                    recomputed.update(request.reason for request in fact.reissued)
+                    recomputed[RESUMED] += count(intersection(requested_ordinals, fact.ordinals))
+                    requested_ordinals = union(requested_ordinals, fact.ordinals)
                 elif isinstance(fact, StepTrained):
                     steps += 1
         self.books.recomputed = {
@@ -317,8 +321,8 @@ class _Bookkeeper:
 
     def _contradict_ordinals(self, name: str, ordinals: list[Range], detail: str) -> None:
         if ordinals:
-            said = f"ordinals {words_of_ranges(ordinals)} {detail}"
-            self._contradict(name, said, tuple(ordinals))
+            text = f"ordinals {words_of_ranges(ordinals)} {detail}"
+            self._contradict(name, text, tuple(ordinals))
 
     def _contradict(self, name: str, detail: str, ordinals: tuple[Range, ...] = ()) -> None:
         self.books.contradictions.append(

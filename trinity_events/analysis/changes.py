@@ -22,7 +22,7 @@ class Change(Struct, frozen=True, kw_only=True):
 def changes(before: Any, after: Any, path: tuple[str, ...] = ()) -> Iterator[Change]:
     """Yield the innermost values that differ, in the order of the documents."""
     if isinstance(before, dict) and isinstance(after, dict):
-        for name in [*before, *(one for one in after if one not in before)]:
+        for name in [*before, *(name for name in after if name not in before)]:
             yield from changes(before.get(name), after.get(name), (*path, str(name)))
     elif _is_list(before) and _is_list(after) and len(before) == len(after):
         for number, (old, new) in enumerate(zip(before, after, strict=True)):

@@ -79,17 +79,17 @@ class EventFilter(Struct, frozen=True, kw_only=True):
             return False
         if not self.steps:
             return True
-        found = steps_of(envelope.event)
-        return any(step in asked for step in found for asked in self.steps)
+        steps = steps_of(envelope.event)
+        return any(step in interval for step in steps for interval in self.steps)
 
 
 def steps_of(event: Event) -> set[int]:
     """Return the training steps that an event is about."""
     match event:
-        case SyncRequested(wanted=wanted):
-            return set() if wanted is None else {wanted.step}
+        case SyncRequested(oldest_version=version):
+            return set() if version is None else {version.step}
         case LeaseExpired(attempts=attempts):
-            return {one.slot.step for one in attempts}
+            return {attempt.slot.step for attempt in attempts}
         case LedgerRestored(ledger=ledger):
             return {ledger.step}
         case _ if isinstance(event, _OF_A_SLOT):

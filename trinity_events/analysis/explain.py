@@ -26,31 +26,33 @@ def explain(
             of the last entry of the log. Ages stop when the run is closed.
         named: Number of missing saves or parts that are named; None names all.
     """
-    said = _explained(state, step, now, named)
+    explanation = _explained(state, step, now, named)
     refused = [
-        words_of_refusal(one) for one in state.refusals if one.version == StepRef(state.epoch, step)
+        words_of_refusal(refusal)
+        for refusal in state.refusals
+        if refusal.version == StepRef(state.epoch, step)
     ]
     more = f"{len(refused) - _NAMED} more refusals came before." if len(refused) > _NAMED else ""
     skipped = [f"The trainer, in {anomaly.detail}." for anomaly in skipped_in(state, step)]
-    return "\n".join([said, *refused[-_NAMED:], *([more] if more else []), *skipped])
+    return "\n".join([explanation, *refused[-_NAMED:], *([more] if more else []), *skipped])
 
 
 def _explained(state: MonitorState, step: int, now: int | None, named: int | None) -> str:
-    found = state.steps.get(step)
-    if found is None:
+    step_state = state.steps.get(step)
+    if step_state is None:
         if step <= state.forgotten_through:
             return f"Step {step} was settled and its details are no longer kept."
         return f"Nothing is known of step {step} in epoch {state.epoch} of run {state.run_id}."
-    kinds = sorted(found.kinds, key=lambda kind: (_blame(found, kind), KINDS.index(kind)))
+    kinds = sorted(step_state.kinds, key=lambda kind: (_blame(step_state, kind), KINDS.index(kind)))
     return "\n".join(_explain_kind(state, step, kind, _until(state, now), named) for kind in kinds)
 
 
 def profiles_of(state: MonitorState, step: int) -> list[str]:
     """Return one line for each rank that wrote a profile of the step."""
     return [
-        f"{one.by} profiled step {step}: {one.path} (open it at https://ui.perfetto.dev)."
-        for one in state.profiles
-        if one.step == step
+        f"{profile.by} profiled step {step}: {profile.path} (open it at https://ui.perfetto.dev)."
+        for profile in state.profiles
+        if profile.step == step
     ]
 
 
@@ -59,9 +61,9 @@ def unfinished(state: MonitorState, *, now: int | None = None) -> list[str]:
     at = _until(state, now)
     return [
         _explain_kind(state, step, kind, at, _NAMED)
-        for step, found in sorted(state.steps.items())
+        for step, step_state in sorted(state.steps.items())
         for kind in KINDS
-        if kind in found.kinds and not found.kinds[kind].settled
+        if kind in step_state.kinds and not step_state.kinds[kind].settled
     ]
 
 
@@ -75,10 +77,10 @@ def _until(state: MonitorState, now: int | None) -> int:
 
 def _blame(step: StepState, kind: Kind) -> int:
     """Return the order in which kinds are told: lower is nearer to the cause."""
-    found = step.kinds[kind]
-    if found.is_failed:
+    kind_state = step.kinds[kind]
+    if kind_state.is_failed:
         return 1 if _follows(step, kind) else 0
-    return 3 if found.outcome is not None else 2
+    return 3 if kind_state.outcome is not None else 2
 
 
 def _follows(step: StepState, kind: Kind) -> bool:
@@ -100,14 +102,14 @@ def _newer(state: MonitorState, step: int, kind: Kind) -> str:
 
 
 def _explain_kind(state: MonitorState, step: int, kind: Kind, now: int, named: int | None) -> str:
-    found = state.steps[step]
-    kind_state = found.kinds[kind]
+    step_state = state.steps[step]
+    kind_state = step_state.kinds[kind]
     subject = f"Step {step} {kind}"
     if kind_state.outcome is not None:
         return f"{subject} is {kind_state.outcome}{_newer(state, step, kind)}."
-    if kind_state.failure is not None and _follows(found, kind):
+    if kind_state.failure is not None and _follows(step_state, kind):
         return f"{subject} FAILED with its state_dict."
-    wanting = ", ".join(missing(found, kind, now, named)) or "nothing"
+    wanting = ", ".join(missing(step_state, kind, now, named)) or "nothing"
     since = kind_state.committed_at
     closed = state.closed is not None
     seconds = "" if since is None else f"{(now - since) / 1000:.1f} s"

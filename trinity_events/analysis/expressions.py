@@ -103,13 +103,13 @@ class Condition:
             self._depth -= 1
 
     def _comparison(self) -> Test:
-        left = self._value()
+        operand = self._value()
         kind, text = self._peek()
         if kind == "compare" or text == "in":
             self._at += 1
             right, compare = self._value(), _COMPARISONS[text]
-            return lambda doc: any(compare(a, b) for a in left(doc) for b in right(doc))
-        return lambda doc: any(bool(one) for one in left(doc))
+            return lambda doc: any(compare(a, b) for a in operand(doc) for b in right(doc))
+        return lambda doc: any(bool(value) for value in operand(doc))
 
     def _value(self) -> Values:
         kind, text = self._peek()
@@ -157,8 +157,8 @@ class Condition:
         return self._tokens[at] if at < len(self._tokens) else ("end", "")
 
     def _take(self, text: str) -> bool:
-        kind, found = self._peek()
-        if found != text or kind not in ("name", "mark"):
+        kind, token = self._peek()
+        if token != text or kind not in ("name", "mark"):
             return False
         self._at += 1
         return True
@@ -167,14 +167,14 @@ class Condition:
         if not self._take(text):
             raise self._unexpected(repr(text))
 
-    def _unexpected(self, wanted: str) -> BadExpression:
-        found = self._peek()[1] or "the end"
-        return BadExpression(f"{self.text!r}: {wanted} is expected instead of {found!r}")
+    def _unexpected(self, expected: str) -> BadExpression:
+        token = self._peek()[1] or "the end"
+        return BadExpression(f"{self.text!r}: {expected} is expected instead of {token!r}")
 
 
 def path_in_words(names: Sequence[str]) -> str:
     """Return a path as a condition writes it, with quotes around names that need them."""
-    quoted = [one if _is_plain(one) else _quoted(one) for one in names]
+    quoted = [name if _is_plain(name) else _quoted(name) for name in names]
     if quoted[0].isdecimal():  # it would be a number
         quoted[0] = _quoted(quoted[0])
     return ".".join(quoted)
@@ -194,22 +194,22 @@ def _tokens(text: str) -> Iterator[tuple[str, str]]:
     at, end = 0, len(text.rstrip())
     in_path = False
     while at < end:
-        found = _TOKEN.match(text, at)
+        match = _TOKEN.match(text, at)
         # The numbers of a path are names: "steps.3.kinds" has no number with a fraction.
-        if in_path and found is not None and found["number"]:
-            found = re.compile(r"\s*(?P<name>\d+)").match(text, at)
-        if found is None or found.lastgroup is None:
+        if in_path and match is not None and match["number"]:
+            match = re.compile(r"\s*(?P<name>\d+)").match(text, at)
+        if match is None or match.lastgroup is None:
             raise BadExpression(f"{text!r}: {text[at:].strip()[:20]!r} is not understood")
-        in_path = found[found.lastgroup] == "."
-        yield found.lastgroup, found[found.lastgroup]
-        at = found.end()
+        in_path = match[match.lastgroup] == "."
+        yield match.lastgroup, match[match.lastgroup]
+        at = match.end()
 
 
 def _follow(document: Any, path: list[str | None]) -> list[Any]:
     """Return the values at a path: one without ``*``, which is None if the path leads nowhere."""
     values = [document]
     for name in path:
-        values = [inner for one in values for inner in _children(one, name)]
+        values = [inner for value in values for inner in _children(value, name)]
     return values
 
 

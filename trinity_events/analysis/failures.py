@@ -39,17 +39,17 @@ def failures(state: MonitorState) -> list[Failure]:
     the same cause.
     """
     grouped: dict[tuple[tuple[Kind, ...], str], list[tuple[int, str]]] = {}
-    for step, found in sorted(state.steps.items()):
+    for step, step_state in sorted(state.steps.items()):
         of_step: dict[str, list[Kind]] = {}
         for kind in KINDS:
-            one = found.kinds.get(kind)
-            if one is not None and one.is_failed and one.failure is not None:
-                of_step.setdefault(one.failure, []).append(kind)
+            kind_state = step_state.kinds.get(kind)
+            if kind_state is not None and kind_state.is_failed and kind_state.failure is not None:
+                of_step.setdefault(kind_state.failure, []).append(kind)
         for reason, kinds in of_step.items():
             grouped.setdefault((tuple(kinds), same_cause(reason)), []).append((step, reason))
     return [
-        Failure(kinds, tuple(step for step, _ in told), told[-1][1])
-        for (kinds, _), told in grouped.items()
+        Failure(kinds, tuple(step for step, _ in failed_steps), failed_steps[-1][1])
+        for (kinds, _), failed_steps in grouped.items()
     ]
 
 

@@ -98,15 +98,15 @@ class MetricsReader:
 
     def _published(self, version: StepRef) -> dict[str, float]:
         parts = self._parts.pop(version, [])
-        for older in [one for one in self._parts if one < version]:
+        for older in [key for key in self._parts if key < version]:
             del self._parts[older]  # which was never committed
         for older in list(self._opened)[:-_OPENED]:
             del self._opened[older]
         if not parts:
             return {}
         return {
-            "perf/stall_seconds": max(one.seconds for one in parts),
-            "perf/published_bytes": float(sum(one.bytes for one in parts)),
+            "perf/stall_seconds": max(part.seconds for part in parts),
+            "perf/published_bytes": float(sum(part.bytes for part in parts)),
         }
 
     def _applied(self, envelope: Envelope, event: WeightsApplied) -> dict[str, float]:

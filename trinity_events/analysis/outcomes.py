@@ -59,22 +59,26 @@ def outcome_of(kind: KindState) -> OutcomeName:
 
 def outcomes_in_words(step: int, outcomes: Sequence[Outcome]) -> list[str]:
     """Return one line for each kind: the newest epoch first, and its failures first."""
-    several = len({one.epoch for one in outcomes}) > 1
+    several = len({outcome.epoch for outcome in outcomes}) > 1
     ordered = sorted(
         outcomes,
-        key=lambda one: (-one.epoch, one.outcome != "failed", KINDS.index(one.kind)),
+        key=lambda outcome: (
+            -outcome.epoch,
+            outcome.outcome != "failed",
+            KINDS.index(outcome.kind),
+        ),
     )
-    return [_in_words(step, one, several=several) for one in ordered]
+    return [_in_words(step, outcome, several=several) for outcome in ordered]
 
 
-def _in_words(step: int, one: Outcome, *, several: bool) -> str:
-    epoch = f" of epoch {one.epoch}" if several else ""
-    subject = f"Step {step}{epoch} {one.kind}"
-    at = f"(announcement {one.entry_id})"
-    if one.outcome == "failed":
-        return f"{subject} FAILED: {one.detail} {at}."
-    detail = f" {one.detail}" if one.detail else ""
-    return f"{subject} was {one.outcome}{detail} {at}."
+def _in_words(step: int, outcome: Outcome, *, several: bool) -> str:
+    epoch = f" of epoch {outcome.epoch}" if several else ""
+    subject = f"Step {step}{epoch} {outcome.kind}"
+    at = f"(announcement {outcome.entry_id})"
+    if outcome.outcome == "failed":
+        return f"{subject} FAILED: {outcome.detail} {at}."
+    detail = f" {outcome.detail}" if outcome.detail else ""
+    return f"{subject} was {outcome.outcome}{detail} {at}."
 
 
 def ended_in(state: MonitorState, step: int) -> list[str]:

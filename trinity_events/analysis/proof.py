@@ -58,7 +58,7 @@ class Proof:
 
     def __init__(self, step: int) -> None:
         self.step = step
-        self._found: list[ProofEntry] = []
+        self._entries: list[ProofEntry] = []
         self._proven: dict[tuple[int, str], set[str]] = {}
         """Epoch and kind to the save ids and digests that the announcement names."""
         self._causes: dict[tuple[int, str], str] = {}
@@ -74,8 +74,8 @@ class Proof:
         self._causes[key] = event.caused_by
         what = event_tag(event)
         if isinstance(event, StepReady):
-            named = {one.save_id for one in event.saves}
-            self._proven[key] = named | {one.manifest_digest for one in event.parts}
+            named = {save.save_id for save in event.saves}
+            self._proven[key] = named | {part.manifest_digest for part in event.parts}
             what = event.version_digest or f"{event.save_count} saves"
         elif isinstance(event, StepFailed):
             what = event.reason
@@ -97,8 +97,8 @@ class Proof:
     def _facts(self, envelope: Envelope) -> Iterator[tuple[Kind, Part, str, str]]:
         """Yield the kind, the part, the words and the name of each fact of an event."""
         match envelope.event:
-            case ThreadCountRegistered(step=self.step, registration=told):
-                yield told.kind, "expects", f"{told.expected} saves", ""
+            case ThreadCountRegistered(step=self.step, registration=registration):
+                yield registration.kind, "expects", f"{registration.expected} saves", ""
             case VersionOpened(step=self.step, ranks=ranks):
                 yield "weights", "expects", f"a part of each of {len(ranks)} ranks", ""
             case StepCommitted(step=self.step, kind=kind):
@@ -114,14 +114,14 @@ class Proof:
             case SaveFailed(slot=slot, save_id=name, message=why) if slot.step == self.step:
                 yield slot.kind, "fails", f"{describe_slot(slot)}: {why}", name
             case LeaseExpired(attempts=attempts, holder=holder):
-                for one in attempts:
-                    if one.slot.step == self.step:
-                        silent = f"{describe_slot(one.slot)}: no heartbeat of"
+                for attempt in attempts:
+                    if attempt.slot.step == self.step:
+                        silent = f"{describe_slot(attempt.slot)}: no heartbeat of"
                         yield (
-                            one.slot.kind,
+                            attempt.slot.kind,
                             "fails",
                             f"{silent} {describe_producer(holder)}",
-                            one.save_id,
+                            attempt.save_id,
                         )
             case DeadlineReached(step=self.step, kind=kind, seconds=seconds):
                 yield kind, "fails", f"not complete {seconds:g} s after its commit", ""
@@ -138,7 +138,7 @@ class Proof:
         *,
         stream: Literal["events", "announcements"] = "events",
     ) -> None:
-        self._found.append(
+        self._entries.append(
             ProofEntry(
                 id=entry_id,
                 stream=stream,
@@ -156,8 +156,8 @@ class Proof:
     def entries(self) -> list[ProofEntry]:
         """Entries by epoch, kind and part."""
         return sorted(
-            self._found,
-            key=lambda one: (one.epoch, KINDS.index(one.kind), _PARTS.index(one.part)),
+            self._entries,
+            key=lambda entry: (entry.epoch, KINDS.index(entry.kind), _PARTS.index(entry.part)),
         )
 
 

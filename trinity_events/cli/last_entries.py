@@ -27,7 +27,7 @@ class Begin(NamedTuple):
 
     after: dict[Stream, str]
     all_there: bool
-    """False if a trimmed stream has fewer matching entries than asked for."""
+    """False if a trimmed stream may lack entries after the first of the last matching ones."""
 
 
 async def begin_of_last(log: RedisEventLog, lines: int | None, event_filter: EventFilter) -> Begin:
@@ -38,18 +38,20 @@ async def begin_of_last(log: RedisEventLog, lines: int | None, event_filter: Eve
     # At one position, the announcement follows the event.
     back = {stream: _read_back(log, stream, lines, event_filter) for stream in reversed(Stream)}
     count = 0
+    begin = event_filter.since
     async for stream, entry in _merged(back, max):
         if position(entry.id) < event_filter.since:
-            return Begin(after, True)
+            break
         if is_wanted(entry, event_filter):
             after[stream] = before(entry.id)
             count += 1
             if count == lines:
-                return Begin(after, True)
+                begin = position(entry.id)
+                break
+    # The streams are trimmed to different ids, so the other stream may have run out before.
     first_ids = [await log.first_retained_id(stream) for stream in Stream]
     return Begin(
-        after,
-        all(entry_id is None or position(entry_id) <= event_filter.since for entry_id in first_ids),
+        after, all(entry_id is None or position(entry_id) <= begin for entry_id in first_ids)
     )
 
 

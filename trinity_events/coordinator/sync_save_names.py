@@ -35,18 +35,18 @@ class SyncSaveNames:
     """Names of a worker's unnamed saves; any thread may use it."""
 
     def __init__(self) -> None:
-        self._taken: dict[SavePlace, set[int]] = {}
+        self._numbers: dict[SavePlace, set[int]] = {}
         self._lock = threading.Lock()
 
     @contextmanager
     def reserved(self, place: SavePlace) -> Iterator[str]:
         """Return a name for the block, which keeps it unless the block raises."""
         with self._lock:
-            numbers = self._taken.setdefault(place, set())
+            numbers = self._numbers.setdefault(place, set())
             number = next(number for number in range(len(numbers) + 1) if number not in numbers)
             numbers.add(number)
-            while len(self._taken) > _MOST_PLACES:
-                del self._taken[next(iter(self._taken))]
+            while len(self._numbers) > _MOST_PLACES:
+                del self._numbers[next(iter(self._numbers))]
         try:
             yield "save_sync" if number == 0 else f"save_sync-{number + 1}"
         except BaseException:

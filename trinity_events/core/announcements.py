@@ -133,8 +133,8 @@ def _announce_ready(fold: FoldState, at: StepRef, step_state: StepState, kind: K
         fold.state.versions.append(at)
         bases = {part.base for part in parts if part.base is not None}
         if bases:
-            kept = tuple(sorted(bases)[:KEPT_BASES])
-            fold.state.delta_bases.append(DeltaBases(version=at, bases=kept))
+            oldest_bases = tuple(sorted(bases)[:KEPT_BASES])
+            fold.state.delta_bases.append(DeltaBases(version=at, bases=oldest_bases))
         retire_versions(fold)
     elif kind == "checkpoint":
         _note_complete_checkpoint(fold, at.step)
@@ -189,14 +189,14 @@ def supersede(fold: FoldState, epoch: int, step: int, kind: Kind, by: StepRef) -
 def retire_versions(fold: FoldState) -> None:
     """Retire all versions but the newest ones, those of open evaluations, and their bases."""
     state = fold.state
-    kept = set(state.versions[-KEPT_VERSIONS:])
+    live_versions = set(state.versions[-KEPT_VERSIONS:])
     if state.evaluations:
         evaluated = open_versions(state).intersection(state.versions[:-KEPT_VERSIONS])
-        kept.update(sorted(evaluated)[:KEPT_EVALUATED])
+        live_versions.update(sorted(evaluated)[:KEPT_EVALUATED])
     if state.delta_bases:
-        state.delta_bases = [one for one in state.delta_bases if one.version in kept]
-        kept.update(base for one in state.delta_bases for base in one.bases)
+        state.delta_bases = [delta for delta in state.delta_bases if delta.version in live_versions]
+        live_versions.update(base for delta in state.delta_bases for base in delta.bases)
     for version in state.versions:
-        if version not in kept:
+        if version not in live_versions:
             fold.announcements.append(VersionRetired(epoch=version.epoch, step=version.step))
-    state.versions = [version for version in state.versions if version in kept]
+    state.versions = [version for version in state.versions if version in live_versions]

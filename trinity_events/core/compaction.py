@@ -14,23 +14,24 @@ def compact_step(state: MonitorState, step: int) -> None:
 
     The outcome, the number of saves and the folder of each kind stay.
     """
-    found = state.steps.get(step)
-    if found is None:
+    step_state = state.steps.get(step)
+    if step_state is None:
         return
     at = StepRef(state.epoch, step)
-    for name, kind in found.kinds.items():
+    for name, kind in step_state.kinds.items():
         pointer = state.ready.get(name)
         if kind.outcome is None or pointer is None or pointer.at <= at:
             return
     folders = {
-        name: None if name == "weights" else staged_folder(found, name) for name in found.kinds
+        name: None if name == "weights" else staged_folder(step_state, name)
+        for name in step_state.kinds
     }
-    for name, kind in found.kinds.items():
+    for name, kind in step_state.kinds.items():
         if not kind.compacted:
             kind.folder = folders[name]
             kind.compacted = True
             kind.registrations, kind.slots, kind.ranks = {}, {}, {}
-    found.version = None
+    step_state.version = None
 
 
 def drop_oldest_steps(state: MonitorState) -> None:

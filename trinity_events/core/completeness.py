@@ -69,11 +69,11 @@ def _places(kind: KindState) -> list[StagedPlace]:
     """Return the places that hold all finished saves of a kind, the place of the newest first."""
     slots = [slot for slot in kind.slots.values() if slot.proof is not None]
     newest = {staged_in(slot.path) for slot in slots} - {None}
-    found: list[StagedPlace] = [] if len(newest) > 1 else [next(iter(newest), None)]
+    places: list[StagedPlace] = [] if len(newest) > 1 else [next(iter(newest), None)]
     if any(slot.others for slot in slots):
-        every = set().union(*(_folders(slot) for slot in slots)) - {"", *found}
-        found += [folder for folder in sorted(every) if not _lacking_in(kind, folder)]
-    return found
+        every = set().union(*(_folders(slot) for slot in slots)) - {"", *places}
+        places += [folder for folder in sorted(every) if not _lacking_in(kind, folder)]
+    return places
 
 
 def _folders(slot: SlotState) -> set[str]:
@@ -103,10 +103,10 @@ def proofs(step: StepState, kind: Kind, place: StagedPlace) -> tuple[SaveProof, 
     """
     kinds: list[Kind] = [kind, "state_dict"] if step.kinds[kind].with_state_dict else [kind]
     return tuple(
-        found
-        for one in kinds
-        for slot in _finished(step.kinds[one])
-        if (found := _proof_in(slot, place)) is not None
+        proof
+        for name in kinds
+        for slot in _finished(step.kinds[name])
+        if (proof := _proof_in(slot, place)) is not None
     )
 
 
@@ -153,7 +153,7 @@ def _all_saved(kind: KindState) -> bool:
 
 def _are_saved(kind: KindState, slots: tuple[Slot, ...]) -> bool:
     return all(
-        (found := kind.slots.get(slot_key(slot))) is not None and found.proof is not None
+        (state := kind.slots.get(slot_key(slot))) is not None and state.proof is not None
         for slot in reversed(slots)
     )
 
@@ -199,11 +199,11 @@ def _lacking(kind: KindState) -> tuple[int, int, list[Slot]]:
     silent = [slot for key, slot in named.items() if key not in kind.slots]
     more = 0
     for group, ranks in kind.ranks.items():
-        known = [slot.slot for slot in kind.slots.values() if rank_group(slot.slot) == group]
-        known += [slot for slot in silent if rank_group(slot) == group]
-        numbers = {slot.rank for slot in known}
+        members = [slot.slot for slot in kind.slots.values() if rank_group(slot.slot) == group]
+        members += [slot for slot in silent if rank_group(slot) == group]
+        numbers = {slot.rank for slot in members}
         if max(numbers) < ranks:
-            silent += [replace(known[0], rank=n) for n in range(ranks) if n not in numbers]
+            silent += [replace(members[0], rank=n) for n in range(ranks) if n not in numbers]
         else:  # Ranks are not numbered from zero: only the number of silent slots is known.
             more += max(0, ranks - len(numbers))
     expected = max(len(kind.slots) + len(silent) + more, len(named) + unnamed)
@@ -217,13 +217,13 @@ def missing(step: StepState, kind: Kind, now: int, named: int | None = None) -> 
     lists all.
     """
     state = step.kinds[kind]
-    found = [] if state.committed_at is not None else ["the trainer's commit"]
+    phrases = [] if state.committed_at is not None else ["the trainer's commit"]
     if kind == "weights":
-        return found + _missing_parts(step, named)
-    found += _missing_saves(state, now, named)
+        return phrases + _missing_parts(step, named)
+    phrases += _missing_saves(state, now, named)
     if kind == "checkpoint" and state.with_state_dict:
-        found += _missing_state_dict(state, step.kinds["state_dict"])
-    return found
+        phrases += _missing_state_dict(state, step.kinds["state_dict"])
+    return phrases
 
 
 def missing_processes(step: StepState, kind: Kind, publisher: str) -> list[str]:
@@ -232,21 +232,23 @@ def missing_processes(step: StepState, kind: Kind, publisher: str) -> list[str]:
     It is the trainer if only its commit or its registration is missing. ``publisher`` is the role
     of the ranks that publish weights.
     """
-    state, found = step.kinds[kind], list[str]()
+    state, processes = step.kinds[kind], list[str]()
     if kind == "weights":
         version = step.version
         if version is not None:
             ranks = [rank for rank in version.ranks if rank not in version.parts]
-            found = [f"{publisher}-{rank}" for rank in ranks]
+            processes = [f"{publisher}-{rank}" for rank in ranks]
     else:
         unsaved = [slot.slot for slot in state.slots.values() if slot.proof is None]
         unsaved += _lacking(state)[2]
         if kind == "checkpoint" and state.with_state_dict:
-            found = missing_processes(step, "state_dict", publisher)
-        found = [*(f"{one.role}-{one.rank}" for one in unsaved), *found]
-    if not found and (state.committed_at is None or not (kind == "weights" or state.registrations)):
+            processes = missing_processes(step, "state_dict", publisher)
+        processes = [*(f"{slot.role}-{slot.rank}" for slot in unsaved), *processes]
+    if not processes and (
+        state.committed_at is None or not (kind == "weights" or state.registrations)
+    ):
         return ["trainer-0"]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(processes))
 
 
 def _missing_state_dict(checkpoint: KindState, state_dict: KindState) -> list[str]:
@@ -296,7 +298,7 @@ def _missing_saves(state: KindState, now: int, named: int | None) -> list[str]:
 def _standing(slot: SlotState, now: int) -> str:
     """Return in words how far the slot's attempts have come."""
     if slot.running:
-        save_id, since = min(slot.running.items(), key=lambda one: one[1])
+        save_id, since = min(slot.running.items(), key=lambda attempt: attempt[1])
         written = slot.progress.get(save_id)
         so_far = "" if written is None else f", {written:,} bytes so far"
         return f"started {(now - since) / 1000:.1f} s ago{so_far}"

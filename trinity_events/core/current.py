@@ -47,12 +47,12 @@ def subject(envelope: Envelope) -> str:
 def newest_subjects(announcements: Sequence[Envelope], state: MonitorState) -> list[str]:
     """Return the subject of each current announcement that is its newest; empty for the others."""
     subjects = [""] * len(announcements)
-    found = set[tuple[type, str]]()
-    for at, one in reversed(list(enumerate(announcements))):
-        about = type(one.event), getattr(one.event, "kind", "weights")
-        if about not in found and is_current(one, state):
-            found.add(about)
-            subjects[at] = subject(one)
+    subject_keys = set[tuple[type, str]]()
+    for at, envelope in reversed(list(enumerate(announcements))):
+        about = type(envelope.event), getattr(envelope.event, "kind", "weights")
+        if about not in subject_keys and is_current(envelope, state):
+            subject_keys.add(about)
+            subjects[at] = subject(envelope)
     return subjects
 
 

@@ -12,19 +12,23 @@ from .state import Evaluation, MonitorState
 
 def open_versions(state: MonitorState) -> set[StepRef]:
     """Return the weight versions that open evaluations name."""
-    return {one.version for _, one in open_evaluations(state)}
+    return {evaluation.version for _, evaluation in open_evaluations(state)}
 
 
 def open_evaluations(state: MonitorState) -> Iterator[tuple[str, Evaluation]]:
     """Yield the open evaluations, each with the name of its set."""
     for name, evaluated in state.evaluations.items():
-        for one in evaluated.open:
-            yield name, one
+        for evaluation in evaluated.open:
+            yield name, evaluation
 
 
 def evaluated_through(state: MonitorState) -> dict[str, StepRef]:
     """Return the newest standing version of each set whose evaluation has ended."""
-    return {name: one.through for name, one in state.evaluations.items() if one.through is not None}
+    return {
+        name: evaluated.through
+        for name, evaluated in state.evaluations.items()
+        if evaluated.through is not None
+    }
 
 
 def continue_evaluations(state: MonitorState) -> None:

@@ -12,5 +12,5 @@ def weights_save(ready: StepReady) -> SaveProof | None:
     """Return the save with the weights of a ready state dict; None if it is no such version."""
     if ready.kind != "state_dict":
         return None
-    saves = (one for one in ready.saves if one.slot.name == WEIGHTS_SAVE)
-    return next((one for one in saves if one.slot.kind == "state_dict" and one.digest), None)
+    saves = (save for save in ready.saves if save.slot.name == WEIGHTS_SAVE)
+    return next((save for save in saves if save.slot.kind == "state_dict" and save.digest), None)

@@ -29,32 +29,32 @@ class FoldState:
     def ensure_step(self, step: int) -> StepState | None:
         """Return a step, added if the state has none; None if the fold has dropped it."""
         state = self.state
-        found = state.steps.get(step)
-        if found is None:
+        step_state = state.steps.get(step)
+        if step_state is None:
             if step <= state.forgotten_through:
                 self.note_anomaly("late", f"step {step} was settled long before")
                 return None
             late = bool(state.steps) and step < next(reversed(state.steps))
-            found = state.steps[step] = StepState()
+            step_state = state.steps[step] = StepState()
             if late:  # The oldest step comes first: compaction.py drops from the front.
                 state.steps = dict(sorted(state.steps.items()))
-        return found
+        return step_state
 
     def ensure_kind(self, step: int, kind: Kind) -> KindState | None:
         """Return a kind of a step, added if the state has none; None if the step was dropped."""
         step_state = self.ensure_step(step)
         if step_state is None:
             return None
-        found = step_state.kinds.get(kind)
-        if found is None:
-            found = step_state.kinds[kind] = KindState()
-        return found
+        kind_state = step_state.kinds.get(kind)
+        if kind_state is None:
+            kind_state = step_state.kinds[kind] = KindState()
+        return kind_state
 
     def ensure_version(self, step: int) -> VersionState | None:
         """Return a step's version, added if the state has none; None if the step was dropped."""
-        found = self.state.steps.get(step)
-        if found is not None and found.version is not None:
-            return found.version
+        step_state = self.state.steps.get(step)
+        if step_state is not None and step_state.version is not None:
+            return step_state.version
         if self.ensure_kind(step, "weights") is None:
             return None
         # A part may come before the event that opens its version.
@@ -74,9 +74,9 @@ class FoldState:
             self.note_anomaly("late", f"{describe_slot(slot)} was settled before")
             return None
         key = slot_key(slot)
-        found = kind.slots.get(key)
-        if found is None:
-            found = kind.slots[key] = SlotState(slot=slot)
+        slot_state = kind.slots.get(key)
+        if slot_state is None:
+            slot_state = kind.slots[key] = SlotState(slot=slot)
             if kind.outcome is not None and len(kind.slots) > registered(kind):
                 self.note_anomaly(
                     "unregistered",
@@ -86,7 +86,7 @@ class FoldState:
         if ranks is not None:
             group = rank_group(slot)
             kind.ranks[group] = max(ranks, kind.ranks.get(group, 0))
-        return found
+        return slot_state
 
     def find_slot(self, slot: Slot) -> SlotState | None:
         """Return a slot, or None if the state has none."""
@@ -102,13 +102,13 @@ class FoldState:
         del state.anomalies[:-KEPT_ANOMALIES]
 
 
-def keep_last(kept: dict[str, Any], most: int) -> None:
+def keep_last(items: dict[str, Any], most: int) -> None:
     """Remove the oldest item of a dictionary that holds more than ``most``.
 
     Call it after each insertion: dictionaries keep the order of insertion, which is the log's.
     """
-    if len(kept) > most:
-        del kept[next(iter(kept))]
+    if len(items) > most:
+        del items[next(iter(items))]
 
 
 def describe_producer(producer: Producer) -> str:

@@ -22,10 +22,10 @@ def interval(entries: int) -> int:
 
     It only ever doubles, so that states of a shorter log are at the right places of a longer one.
     """
-    found = EVERY
-    while entries // found > MOST:
-        found *= 2
-    return found
+    entries_between = EVERY
+    while entries // entries_between > MOST:
+        entries_between *= 2
+    return entries_between
 
 
 class KeptState(Struct, frozen=True, kw_only=True):
@@ -52,15 +52,17 @@ class _Encoded(Struct, frozen=True, array_like=True):
 _decoder = msgspec.msgpack.Decoder(_Encoded)
 
 
-def encode_kept(kept: KeptState) -> bytes:
+def encode_kept(kept_state: KeptState) -> bytes:
     """Encode a kept state."""
-    return msgspec.msgpack.encode(_Encoded(kept.log, kept.entry, compress_state(kept.state)))
+    return msgspec.msgpack.encode(
+        _Encoded(kept_state.log, kept_state.entry, compress_state(kept_state.state))
+    )
 
 
 def decode_kept(data: bytes) -> KeptState:
     """Decode a kept state. Raises msgspec.DecodeError, also for a state of another version."""
-    found = _decoder.decode(data)
-    return KeptState(log=found.log, entry=found.entry, state=inflate_state(found.snapshot))
+    record = _decoder.decode(data)
+    return KeptState(log=record.log, entry=record.entry, state=inflate_state(record.snapshot))
 
 
 def compress_state(state: MonitorState) -> bytes:

@@ -186,19 +186,21 @@ class Ledger(Struct, kw_only=True, omit_defaults=True):
 
     def _settle_open(self, reason: str | None, given: list[int]) -> None:
         fate = "trained" if reason is None else f"dropped ({reason})"
-        found = ranges(given)
-        contradictions = self.contradictions(found)
+        given_ranges = ranges(given)
+        contradictions = self.contradictions(given_ranges)
         if contradictions.undispatched:
             raise LedgerError(
                 f"ordinals that were never dispatched cannot be {fate}: "
                 f"{words_of_ranges(contradictions.undispatched)}"
             )
-        if contradictions.settled or count(found) != len(given):
-            twice = contradictions.settled or ranges(one for one in given if given.count(one) > 1)
+        if contradictions.settled or count(given_ranges) != len(given):
+            twice = contradictions.settled or ranges(
+                ordinal for ordinal in given if given.count(ordinal) > 1
+            )
             raise LedgerError(
                 f"ordinals that have a fate cannot be {fate}: {words_of_ranges(twice)}"
             )
-        self.settle(reason, found)
+        self.settle(reason, given_ranges)
 
     def settle(self, reason: str | None, given: Sequence[Range]) -> Contradictions:
         """Give ordinals a fate, those that are open; return the others.

@@ -21,10 +21,10 @@ class EpochSpan(NamedTuple):
 
 def lineage_of(state: MonitorState) -> list[EpochSpan]:
     """Return the epochs of the current lineage, oldest first; the last one is the current one."""
-    firsts = [0, *(one.step for one in state.lineage)]
+    firsts = [0, *(epoch_end.step for epoch_end in state.lineage)]
     spans = [
-        EpochSpan(one.epoch, first, one.step)
-        for one, first in zip(state.lineage, firsts, strict=False)
+        EpochSpan(epoch_end.epoch, first, epoch_end.step)
+        for epoch_end, first in zip(state.lineage, firsts, strict=False)
     ]
     return [*spans, EpochSpan(state.epoch, firsts[-1], None)]
 

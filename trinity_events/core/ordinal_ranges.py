@@ -9,7 +9,7 @@ Range = tuple[int, int]
 
 def ranges(ordinals: Iterable[int]) -> tuple[Range, ...]:
     """Return the ranges that cover ordinals, which may come in any order."""
-    return tuple(union([(one, one) for one in ordinals]))
+    return tuple(union([(ordinal, ordinal) for ordinal in ordinals]))
 
 
 def ordinals(ranges: Iterable[Range]) -> Iterator[int]:
@@ -25,45 +25,45 @@ def count(ranges: Iterable[Range]) -> int:
 
 def union(*several: Iterable[Range]) -> list[Range]:
     """Return the ordinals of any of several sequences, whose ranges may overlap."""
-    found: list[Range] = []
-    for first, last in sorted(one for some in several for one in some):
-        if found and first <= found[-1][1] + 1:
-            found[-1] = found[-1][0], max(last, found[-1][1])
+    result: list[Range] = []
+    for first, last in sorted(span for spans in several for span in spans):
+        if result and first <= result[-1][1] + 1:
+            result[-1] = result[-1][0], max(last, result[-1][1])
         else:
-            found.append((first, last))
-    return found
+            result.append((first, last))
+    return result
 
 
-def intersection(some: Sequence[Range], others: Sequence[Range]) -> list[Range]:
+def intersection(ranges: Sequence[Range], others: Sequence[Range]) -> list[Range]:
     """Return the ordinals that two sequences of ranges share."""
-    found: list[Range] = []
+    overlaps: list[Range] = []
     at = other_at = 0
-    while at < len(some) and other_at < len(others):
-        (first, last), (other_first, other_last) = some[at], others[other_at]
+    while at < len(ranges) and other_at < len(others):
+        (first, last), (other_first, other_last) = ranges[at], others[other_at]
         if max(first, other_first) <= min(last, other_last):
-            found.append((max(first, other_first), min(last, other_last)))
+            overlaps.append((max(first, other_first), min(last, other_last)))
         if last < other_last:
             at += 1
         else:
             other_at += 1
-    return found
+    return overlaps
 
 
-def difference(some: Sequence[Range], others: Sequence[Range]) -> list[Range]:
-    """Return the ordinals of ``some`` that ``others`` lack."""
-    found: list[Range] = []
-    taken = intersection(some, others)
+def difference(ranges: Sequence[Range], others: Sequence[Range]) -> list[Range]:
+    """Return the ordinals of ``ranges`` that ``others`` lack."""
+    result: list[Range] = []
+    overlaps = intersection(ranges, others)
     at = 0
-    for first, last in some:
+    for first, last in ranges:
         start = first
-        while at < len(taken) and taken[at][0] <= last:
-            if start < taken[at][0]:
-                found.append((start, taken[at][0] - 1))
-            start = taken[at][1] + 1
+        while at < len(overlaps) and overlaps[at][0] <= last:
+            if start < overlaps[at][0]:
+                result.append((start, overlaps[at][0] - 1))
+            start = overlaps[at][1] + 1
             at += 1
         if start <= last:
-            found.append((start, last))
-    return found
+            result.append((start, last))
+    return result
 
 
 def words_of_ranges(ranges: Sequence[Range], most: int = 16) -> str:

@@ -39,24 +39,24 @@ def suspects(refusals: Sequence[Refusal]) -> list[str]:
     If several hosts refuse one chunk, the fault is at the publisher or in the store. If the
     explorers of one host refuse several versions, the fault is in that host's memory or network.
     """
-    found: list[str] = []
+    sentences: list[str] = []
     at_source = _refused_by_several_hosts(refusals)
     for step, rank, chunk, nodes in at_source.values():
-        found.append(
+        sentences.append(
             f"Chunk {chunk} of rank {rank} of step {step} was refused on {nodes} hosts: this "
             f"points to failing memory where rank {rank} runs, or of the chunks' server."
         )
-    others = [one for one in refusals if _place(one) not in at_source]
-    for node in dict.fromkeys(one.node for one in others):
-        here = [one for one in others if one.node == node]
-        versions = len({one.version for one in here})
+    others = [refusal for refusal in refusals if _place(refusal) not in at_source]
+    for node in dict.fromkeys(refusal.node for refusal in others):
+        here = [refusal for refusal in others if refusal.node == node]
+        versions = len({refusal.version for refusal in here})
         if versions > 1:
-            found.append(
-                f"{_listed(one.by for one in here)} on {node} refused {versions} versions: this "
-                f"points to failing memory of {node}, or to its network. Test its memory, and move "
-                "its processes to another host."
+            sentences.append(
+                f"{_listed(refusal.by for refusal in here)} on {node} refused {versions} versions: "
+                f"this points to failing memory of {node}, or to its network. Test its memory, and "
+                "move its processes to another host."
             )
-    return found
+    return sentences
 
 
 def _refused_by_several_hosts(
@@ -65,10 +65,10 @@ def _refused_by_several_hosts(
     """Return step, rank, chunk and number of hosts of each chunk that several hosts refused."""
     nodes: dict[object, set[str]] = {}
     last: dict[object, Refusal] = {}
-    for one in refusals:
-        if one.chunk is not None:
-            nodes.setdefault(_place(one), set()).add(one.node)
-            last[_place(one)] = one
+    for refusal in refusals:
+        if refusal.chunk is not None:
+            nodes.setdefault(_place(refusal), set()).add(refusal.node)
+            last[_place(refusal)] = refusal
     return {
         place: (last[place].version.step, last[place].rank, last[place].chunk, len(hosts))
         for place, hosts in nodes.items()

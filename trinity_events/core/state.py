@@ -157,7 +157,7 @@ class ExplorerState(Struct, kw_only=True, omit_defaults=True):
     """Milliseconds of its last event."""
     requested_at: int | None = None
     """Milliseconds at which it asked for weights that it has not applied."""
-    wanted: StepRef | None = None
+    requested_version: StepRef | None = field(default=None, name="wanted")
     """The oldest version that it asked for."""
 
 

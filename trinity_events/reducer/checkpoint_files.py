@@ -126,9 +126,9 @@ class CheckpointFiles:
 
     def _forget_all_but(self, plan: FilePlan) -> None:
         """Forget the faults of files that are no longer planned, and so are tried no more."""
-        planned = {_subject(one) for one in plan.promotions}
-        planned |= {one.name for one in plan.iterations}
-        words = {self._in_words(one) for one in planned}
+        planned = {_subject(promotion) for promotion in plan.promotions}
+        planned |= {iteration.name for iteration in plan.iterations}
+        words = {self._in_words(subject) for subject in planned}
         for gone in self.faults.keys() - words:
             del self.faults[gone]
 

@@ -59,15 +59,15 @@ class CheckpointTrash:
 
     def made(self) -> dict[int, int]:
         """Return the steps whose folder the reducer made, each with the folder's inode."""
-        found: dict[int, int] = {}
+        inodes: dict[int, int] = {}
         with self._opened() as run:
             for name in run.names() if run else ():
                 step = parse_final_name(name)
                 if run and step is not None and run.is_folder(name):
                     with run.below(name) as folder:
                         if folder.is_file(MADE_FROM):
-                            found[step] = os.fstat(folder.descriptor).st_ino
-        return found
+                            inodes[step] = os.fstat(folder.descriptor).st_ino
+        return inodes
 
     @property
     def promoted(self) -> int:
@@ -80,17 +80,17 @@ class CheckpointTrash:
         Args:
             kinds: Steps that have a folder, each with the kinds that the log has as complete.
         """
-        found: dict[int, Evidence | None] = {}
+        evidence: dict[int, Evidence | None] = {}
         # Locked, since a folder of version 0.1 gets its mark.
         with self._files.lock, self._opened() as run:
             for step in kinds if run else ():
                 assert run is not None
                 try:
-                    found[step] = load_evidence(run, step, kinds[step])
+                    evidence[step] = load_evidence(run, step, kinds[step])
                 except NotVerified as error:
-                    found[step] = None
+                    evidence[step] = None
                     self._note_unproven(step, str(error))
-        return found
+        return evidence
 
     def _note_unproven(self, step: int, why: str) -> None:
         """Log once why the folder of a step counts for nothing; it is never removed."""
@@ -121,13 +121,13 @@ class CheckpointTrash:
 
     def staged(self) -> list[StagedFolder]:
         """Return the staged folders whose name the coordinator or the reducer gave."""
-        found: list[StagedFolder] = []
+        folders: list[StagedFolder] = []
         with self._opened(STAGING) as staging:
             for name in staging.names() if staging else ():
                 folder = parse_staged_name(name)
                 if staging and folder and staging.is_folder(name):
-                    found.append(folder)
-        return found
+                    folders.append(folder)
+        return folders
 
     def origin_of_staged(self, name: str) -> Origin | None:
         """Return what a staged folder was saved for; None if it never had a final name."""
@@ -145,7 +145,7 @@ class CheckpointTrash:
 
     def listed(self) -> list[str]:
         """Return the folders to remove: those of this leader, and old ones of other leaders."""
-        found: list[str] = []
+        names: list[str] = []
         with self._opened(TRASH) as trash:
             for name in trash.names() if trash else ():
                 fence = parse_trashed_name(name)
@@ -154,8 +154,8 @@ class CheckpointTrash:
                     with trash.below(name) as folder:
                         age = time.time() - os.fstat(folder.descriptor).st_ctime
                     if ours or age > _OTHERS_STAY:
-                        found.append(name)
-        return found
+                        names.append(name)
+        return names
 
     def remove(self, name: str) -> None:
         """Remove a folder from the trash and from the disk."""
@@ -181,8 +181,8 @@ class CheckpointTrash:
 
 def _is(folder: OpenFolder, name: str, identity: int) -> bool:
     """Return True if the name is that of a folder with this inode."""
-    found = folder.stat(name)
-    return found is not None and folder.is_folder(name) and found.st_ino == identity
+    status = folder.stat(name)
+    return status is not None and folder.is_folder(name) and status.st_ino == identity
 
 
 def _changed_at(folder: OpenFolder) -> float:
@@ -190,8 +190,8 @@ def _changed_at(folder: OpenFolder) -> float:
     newest = os.fstat(folder.descriptor).st_ctime
     for _, below in folder.walk():
         for name in below.names():
-            if (found := below.stat(name)) is not None:
-                newest = max(newest, found.st_mtime)
+            if (status := below.stat(name)) is not None:
+                newest = max(newest, status.st_mtime)
     return newest
 
 

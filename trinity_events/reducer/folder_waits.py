@@ -43,33 +43,33 @@ class FolderWaits:
 
     async def run(self, live: LiveState) -> None:
         """Report until another reducer leads."""
-        told: dict[str, _ReportedWait] = {}
+        reports: dict[str, _ReportedWait] = {}
         epoch = live.state.epoch
         while True:
             if live.state.epoch != epoch:  # it forgets all waits
-                told, epoch = {}, live.state.epoch
-            events = self._changes(told, anyio.current_time())
+                reports, epoch = {}, live.state.epoch
+            events = self._changes(reports, anyio.current_time())
             for event in events if live.state.closed is None else ():
                 if await self._publisher.publish(event, live.state, epoch) is None:
                     return
             await anyio.sleep(LOOK)
 
-    def _changes(self, told: dict[str, _ReportedWait], now: float) -> list[Event]:
+    def _changes(self, reports: dict[str, _ReportedWait], now: float) -> list[Event]:
         """Return the reports that are due, and note them."""
         faults, events = dict(self._faults()), list[Event]()
-        for name in [one for one in told if one not in faults]:
-            gone = told.pop(name)
+        for name in [name for name in reports if name not in faults]:
+            gone = reports.pop(name)
             if gone.what:
                 seconds = now - gone.since
                 events.append(WaitEnded(wait_id=gone.wait_id, outcome="over", seconds=seconds))
         for name, why in faults.items():
             what = f"{name} to be written ({why})"[:_LONGEST]
-            if name not in told:
-                told[name] = _ReportedWait(secrets.token_hex(8), "", now, now + LOOK)
-            known = told[name]
-            if now >= known.due:
-                known.what, known.due = what, now + RENEWAL
+            if name not in reports:
+                reports[name] = _ReportedWait(secrets.token_hex(8), "", now, now + LOOK)
+            report = reports[name]
+            if now >= report.due:
+                report.what, report.due = what, now + RENEWAL
                 events.append(
-                    WaitStarted(wait_id=known.wait_id, what=what, seconds=now - known.since)
+                    WaitStarted(wait_id=report.wait_id, what=what, seconds=now - report.since)
                 )
         return events

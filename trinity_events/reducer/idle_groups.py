@@ -39,14 +39,16 @@ class IdleGroups:
         """Check the groups periodically, until another reducer leads."""
         behind_since: dict[tuple[Stream, str], float] = {}
         while True:
-            found = [(one, group) for one in Stream for group in await self._log.groups(one)]
+            groups = [
+                (stream, group) for stream in Stream for group in await self._log.groups(stream)
+            ]
             now = anyio.current_time()
             behind_since = {
                 (stream, group.name): behind_since.get((stream, group.name), now)
-                for stream, group in found
+                for stream, group in groups
                 if not group.caught_up
             }
-            for stream, group in found:
+            for stream, group in groups:
                 silent = min(group.idle, now - behind_since.get((stream, group.name), now))
                 if silent < self._idle:
                     if group.members > 1:

@@ -26,10 +26,10 @@ class Leader:
     async def take(self) -> int:
         """Wait until this reducer leads; return its fencing token."""
         while True:
-            self.token, left = await self._log.lead(self._lease)
+            self.token, delay = await self._log.lead(self._lease)
             if self.token:
                 return self.token
-            await anyio.sleep(left)
+            await anyio.sleep(delay)
 
     async def keep(self) -> None:
         """Renew the lease until it is lost, then return."""

@@ -60,10 +60,10 @@ class LogRetention:
 
     async def _part_from_another_log(self, stream: Stream) -> None:
         last = await anyio.to_thread.run_sync(self._archive.through, stream)
-        common, known = await common_part(self._archive, self._log, stream)
+        common, server_end = await common_part(self._archive, self._log, stream)
         if common == last:
             return
-        aside = await anyio.to_thread.run_sync(self._archive.set_aside, stream, common, known)
+        aside = await anyio.to_thread.run_sync(self._archive.set_aside, stream, common, server_end)
         logger.error(
             "the server has no entry %s of the %s of %s, which was archived: it lost its data, or "
             "failed over to an older copy. The run continues from the server's last entry; the "
@@ -99,20 +99,20 @@ class LogRetention:
 
     async def _keep(self, stream: Stream, position: str) -> None:
         through = position if stream is Stream.EVENTS else await self._log.last_id(stream)
-        (after, after_gap), kept = await self._goes_on(stream), 0
-        while found := await self._segment(stream, after, through):
-            add = partial(self._archive.add, stream, found, after, after_gap=after_gap)
+        (after, after_gap), segment_count = await self._goes_on(stream), 0
+        while segment := await self._segment(stream, after, through):
+            add = partial(self._archive.add, stream, segment, after, after_gap=after_gap)
             await anyio.to_thread.run_sync(add)
-            after, after_gap, kept = found[-1].id, False, kept + 1
-            if kept % _TRIM_EVERY == 0:
+            after, after_gap, segment_count = segment[-1].id, False, segment_count + 1
+            if segment_count % _TRIM_EVERY == 0:
                 await self._trim(stream, position)
         await self._trim(stream, position)
 
     async def _goes_on(self, stream: Stream) -> tuple[str, bool]:
         """Return the entry before the next segment, and True if earlier entries may be missing."""
         after = await anyio.to_thread.run_sync(self._archive.through, stream)
-        left = await self._log.first_retained_id(stream)
-        if left is None or number(after) >= number(before(left)):
+        first_id = await self._log.first_retained_id(stream)
+        if first_id is None or number(after) >= number(before(first_id)):
             return after, False
         # The run was archived elsewhere for a while: report the gap to the user.
         logger.error(
@@ -121,10 +121,10 @@ class LogRetention:
             stream.value,
             self._log.run_id,
             after,
-            left,
+            first_id,
             self._archive.folder,
         )
-        return before(left), True
+        return before(first_id), True
 
     async def _trim(self, stream: Stream, position: str) -> None:
         limit = await anyio.to_thread.run_sync(
@@ -143,11 +143,11 @@ class LogRetention:
         page, nbytes = PageSize(page_of(stream)), 0
         while len(segment) < SEGMENT_ENTRIES[stream] and nbytes < SEGMENT_BYTES:
             limit = page.limit
-            found = await self._log.read(after, stream=stream, through=through, limit=limit)
-            segment += found
-            if len(found) < limit:
+            entries = await self._log.read(after, stream=stream, through=through, limit=limit)
+            segment += entries
+            if len(entries) < limit:
                 break
-            page.learn(found)
-            after = found[-1].id
-            nbytes += sum(len(entry.payload) for entry in found)
+            page.learn(entries)
+            after = entries[-1].id
+            nbytes += sum(len(entry.payload) for entry in entries)
         return segment

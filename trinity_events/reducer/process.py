@@ -122,7 +122,7 @@ class _Lead:
         """Report why the run cannot be folded, also to the log as a wait; then pause."""
         logger.error("run %s cannot be folded: %s", self._log.run_id, error)
         publisher = LeaderPublisher(self._log, self._token)
-        told = WaitStarted(
+        event = WaitStarted(
             wait_id=self._fault_id,
             what=f"a repair of run {self._log.run_id} ({error})"[:LONGEST_WAIT],
             seconds=0.0,
@@ -130,7 +130,7 @@ class _Lead:
         with suppress(*IN_THE_WAY):
             if anyio.current_time() >= self._tell_again:
                 epoch = await self._log.newest_epoch()
-                await publisher.publish(told, MonitorState(run_id=self._log.run_id), epoch)
+                await publisher.publish(event, MonitorState(run_id=self._log.run_id), epoch)
                 self._tell_again = anyio.current_time() + RENEWAL
         await anyio.sleep(LONG_BREAK)
 
@@ -218,10 +218,10 @@ class _Lead:
 
     def _faults(self, retention: LogRetention | None) -> dict[str, str]:
         """Return what the leader cannot write now, each with the error in words."""
-        found = {} if self._files is None else dict(self._files.faults)
+        faults = {} if self._files is None else dict(self._files.faults)
         if retention is not None and self._archive is not None and retention.fault is not None:
-            found[f"the archive {self._archive.folder}"] = retention.fault
-        return found
+            faults[f"the archive {self._archive.folder}"] = retention.fault
+        return faults
 
 
 def tune_process() -> None:

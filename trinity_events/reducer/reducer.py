@@ -189,31 +189,31 @@ class Reducer:
     async def _fold_on(self, monitor: Monitor, until_closed: bool) -> bool:
         """Fold batches; return True if the run was closed, False if a commit was refused."""
         state = monitor.state
-        asked = self._batch.limit
-        found = await self._log.read(state.position, limit=asked)
+        limit = self._batch.limit
+        entries = await self._log.read(state.position, limit=limit)
         while True:
-            if found and not is_from_a_clock(found[-1].id):
-                if not await self._renumber(state, found):
+            if entries and not is_from_a_clock(entries[-1].id):
+                if not await self._renumber(state, entries):
                     return False
-                found = await self._log.read(state.position, limit=asked)
-            nbytes = self._batch.learn(found)
-            if len(found) == asked:
-                if self._unkept >= _UNKEPT and self._is_past_the_beginning(found[-1].id):
+                entries = await self._log.read(state.position, limit=limit)
+            nbytes = self._batch.learn(entries)
+            if len(entries) == limit:
+                if self._unkept >= _UNKEPT and self._is_past_the_beginning(entries[-1].id):
                     # Entries stay on the server until they are archived.
                     await self._archive_job.until_idle()
                     self._submit_archiving()
-                asked = self._batch.limit
-                more = partial(self._log.read, found[-1].id, limit=asked)
+                limit = self._batch.limit
+                more = partial(self._log.read, entries[-1].id, limit=limit)
                 ahead = TaskResult(self._tasks, more)
-                if not await self._step(monitor, found, nbytes, last=False):
+                if not await self._step(monitor, entries, nbytes, last=False):
                     return False
-                found = await ahead.result()
+                entries = await ahead.result()
                 continue
-            if not await self._step(monitor, found, nbytes, last=True):
+            if not await self._step(monitor, entries, nbytes, last=True):
                 return False
-            asked = self._batch.limit
-            found = await self._wait(state, asked)
-            if not found and self._file_job.is_idle:
+            limit = self._batch.limit
+            entries = await self._wait(state, limit)
+            if not entries and self._file_job.is_idle:
                 over = state.closed is not None and not lease_holders(state)
                 ended = until_closed and over and self._is_kept
                 if ended and not await self._awaits_reports(state):
@@ -229,7 +229,7 @@ class Reducer:
             return False
         return await self._log.now() < (state.closed_at or 0) + LATE_REPORTS * 1000
 
-    async def _renumber(self, state: MonitorState, found: list[Entry]) -> bool:
+    async def _renumber(self, state: MonitorState, entries: list[Entry]) -> bool:
         """Give entries ids of the server's clock; return False if another reducer leads."""
         renumbered = await self._log.renumber(self._token, state.position)
         if renumbered:
@@ -237,7 +237,7 @@ class Reducer:
                 "run %s had entries with ids that no clock makes, such as %s: %d entries got new "
                 "ids; docs/security.md says which users can choose ids",
                 self._log.run_id,
-                found[-1].id,
+                entries[-1].id,
                 renumbered,
             )
         return renumbered is not None
@@ -263,25 +263,27 @@ class Reducer:
                 return [entry for _, entry in waited]
             seconds *= 2
 
-    async def _step(self, monitor: Monitor, found: list[Entry], nbytes: int, *, last: bool) -> bool:
+    async def _step(
+        self, monitor: Monitor, entries: list[Entry], nbytes: int, *, last: bool
+    ) -> bool:
         """Fold a batch and commit it; wait for the commit only of the ``last`` batch."""
         state = monitor.state
         step = _BatchResult(state)
         since = self._since_snapshot
-        since.entries += len(found)
+        since.entries += len(entries)
         since.bytes += nbytes
-        for number, some in enumerate(in_turns(found, nbytes, SLICE)):
+        for number, batch in enumerate(in_turns(entries, nbytes, SLICE)):
             if number or not last:
                 await anyio.lowlevel.checkpoint()
             began = anyio.current_time()
-            announcements, dead = fold(monitor, some, self._decode)
+            announcements, dead = fold(monitor, batch, self._decode)
             since.seconds += anyio.current_time() - began
             step.announcements += announcements
             step.dead += dead
         if self._commit is not None and not await self._commit.result():
             return False
         self._commit = None
-        if not found:
+        if not entries:
             return True
         self._live.notify()
         self._stale = self._stale or step.moves_files(state)
@@ -304,10 +306,16 @@ class Reducer:
             after=self._after,
             position=state.position,
             announcements=list(
-                zip(newest_subjects(made, state), [encode(one) for one in made], strict=True)
+                zip(
+                    newest_subjects(made, state),
+                    [encode(envelope) for envelope in made],
+                    strict=True,
+                )
             ),
             retracted=OF_AN_EPOCH if state.epoch != step.epoch else (),
-            grants=[one.event.save_id for one in made if type(one.event) is SaveGranted],
+            grants=[
+                envelope.event.save_id for envelope in made if type(envelope.event) is SaveGranted
+            ],
             dead_letters=step.dead,
             snapshot=encode_state(state) if due else None,
         )
@@ -322,8 +330,8 @@ class Reducer:
             self._snapshot_at = commit.position
             self._unkept += 1
         if logger.isEnabledFor(logging.INFO):
-            for one in step.announcements:
-                logger.info("%s", one.event)
+            for envelope in step.announcements:
+                logger.info("%s", envelope.event)
         return True
 
     def _submit_archiving(self) -> None:

@@ -72,7 +72,7 @@ class _RunSupervisor:
         self._policy = policy
         self._served: set[str] = set()
         self._over: set[str] = set()
-        self._left: set[str] = set()
+        self._completed_runs: set[str] = set()
         """Runs that were served to their end; after a fault the index lists them again."""
         self._looks = anyio.CapacityLimiter(LOOKS)
         self._afterwards = anyio.CapacityLimiter(AFTERWARDS)
@@ -80,8 +80,8 @@ class _RunSupervisor:
     async def serve(self) -> None:
         """Serve each listed run, until cancelled."""
         async with anyio.create_task_group() as tasks:
-            async for found in _patiently_watch(self._client):
-                tasks.start_soon(self._listed, found)
+            async for run_id in _patiently_watch(self._client):
+                tasks.start_soon(self._listed, run_id)
 
     async def _listed(self, run_id: str) -> None:
         """Serve a listed run; a run is listed again when it is opened again."""
@@ -90,7 +90,7 @@ class _RunSupervisor:
         if not over:
             self._over.discard(run_id)
             await self._serve(run_id)
-        elif run_id not in self._over | self._left:
+        elif run_id not in self._over | self._completed_runs:
             self._over.add(run_id)
             async with self._afterwards:
                 if run_id in self._over:
@@ -101,14 +101,14 @@ class _RunSupervisor:
         log = self._log(run_id)
         while run_id not in self._served:
             self._served.add(run_id)
-            self._left.discard(run_id)
+            self._completed_runs.discard(run_id)
             await reduce_run(
                 self._client, run_id, self._root, until_closed=True, policy=self._policy
             )
             # A run that is opened again is listed and served again. If it was listed during
             # this call, its log has further entries by now.
             self._served.discard(run_id)
-            self._left.add(run_id)
+            self._completed_runs.add(run_id)
             if not await _has_more(log):
                 return
 

@@ -50,10 +50,10 @@ class Timekeeper:
         while True:
             watched = lease_holders(live.state)
             now = anyio.current_time()
-            left = await self._log.heartbeat_ttls(watched)
+            ttls = await self._log.heartbeat_ttls(watched)
             for name, holder in watched.items():
-                since = max(0.0, holder.lease - left.get(name, 0.0))
-                beats[name] = now - since if name in left else beats.get(name, now)
+                since = max(0.0, holder.lease - ttls.get(name, 0.0))
+                beats[name] = now - since if name in ttls else beats.get(name, now)
             beats = {name: beats[name] for name in watched}
             silent = {name for name in watched if now - beats[name] >= watched[name].lease}
             if not await self._tell(expired(live.state, silent), live):
@@ -71,24 +71,24 @@ class Timekeeper:
         while True:
             ends = await self._ends(waiting(live.state), ends)
             now = anyio.current_time()
-            left = min(ends.values(), default=math.inf) - now
-            if left <= 0:
-                late = {one for one, end in ends.items() if end <= now}
+            remaining = min(ends.values(), default=math.inf) - now
+            if remaining <= 0:
+                late = {commit for commit, end in ends.items() if end <= now}
                 if not await self._tell(overdue(live.state, late, self._step_deadline), live):
                     return
-            await anyio.sleep(min(max(_SHORTEST, left), LOOK))
+            await anyio.sleep(min(max(_SHORTEST, remaining), LOOK))
 
     async def _ends(
-        self, commits: Sequence[Waiting], known: Mapping[Waiting, float]
+        self, commits: Sequence[Waiting], earlier_ends: Mapping[Waiting, float]
     ) -> dict[Waiting, float]:
-        """Return the local time at which each commit is overdue; ``known`` has earlier results."""
-        ends = {one: known[one] for one in commits if one in known}
+        """Return the local time at which each commit is overdue; keep the earlier results."""
+        ends = {commit: earlier_ends[commit] for commit in commits if commit in earlier_ends}
         if len(ends) < len(commits):
             server, ours = await self._log.now(), anyio.current_time()
-            for one in commits:
+            for commit in commits:
                 # The server's clock may go back, but entry ids may not: an id can be ahead of it.
-                age = max(0.0, (server - one.committed_at) / 1000)
-                ends.setdefault(one, ours + self._step_deadline - age)
+                age = max(0.0, (server - commit.committed_at) / 1000)
+                ends.setdefault(commit, ours + self._step_deadline - age)
         return ends
 
     async def _tell(self, events: Sequence[Event], live: LiveState) -> bool:

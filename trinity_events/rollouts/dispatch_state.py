@@ -40,7 +40,7 @@ class AnswerGroup(Struct, frozen=True, kw_only=True):
     @property
     def oldest_step(self) -> int:
         """Step of the oldest version that sampled one of its tokens."""
-        return min(one.oldest_version.step for one in self.experiences)
+        return min(experience.oldest_version.step for experience in self.experiences)
 
 
 class HeldRequest(NamedTuple):
@@ -62,8 +62,8 @@ class HeldRequest(NamedTuple):
 
 def object_of_wait(missing: Sequence[HeldRequest]) -> str:
     """Return the ordinals of missing requests in words, and which of them no explorer claims."""
-    ordinals = words_of_ranges(ranges(one.ordinal for one in missing), _NAMED)
-    free = sum(one.explorer is None for one in missing)
+    ordinals = words_of_ranges(ranges(request.ordinal for request in missing), _NAMED)
+    free = sum(request.explorer is None for request in missing)
     if not free:
         return f"the rollouts of {ordinals}"
     return f"the rollouts of {ordinals} ({f'{free} ' if free < len(missing) else ''}not claimed)"
@@ -71,7 +71,9 @@ def object_of_wait(missing: Sequence[HeldRequest]) -> str:
 
 def holders_of(missing: Iterable[HeldRequest]) -> tuple[str, ...]:
     """Return the explorers that hold missing requests, those of the lowest ordinals first."""
-    return tuple(dict.fromkeys(one.explorer for one in missing if one.explorer is not None))
+    return tuple(
+        dict.fromkeys(request.explorer for request in missing if request.explorer is not None)
+    )
 
 
 class ReissueCandidate(NamedTuple):
@@ -91,7 +93,7 @@ class Versions(NamedTuple):
     """True if no version but ``oldest`` may serve it."""
 
 
-class OpenOrdinal(Struct):
+class OpenRequest(Struct):
     """Open ordinal that was asked for."""
 
     versions: Versions
@@ -130,12 +132,12 @@ class DispatchState:
     def __init__(self, settings: DispatchSettings, ledger: Ledger) -> None:
         self.settings = settings
         self.ledger = ledger
-        self.asked: dict[int, OpenOrdinal] = {}
+        self.open_requests: dict[int, OpenRequest] = {}
         """Ordinals that were asked for and are neither taken nor settled, ascending."""
         self.arrived: dict[int, AnswerGroup] = {}
-        self.kept: dict[int, AnswerGroup] = {}
+        self.earlier_answers: dict[int, AnswerGroup] = {}
         """Answers of earlier epochs, used when their ordinal comes up."""
-        self.taken: set[int] = set()
+        self.in_training: set[int] = set()
         self.oldest = -1
         """Step of the oldest version whose tokens the step in hand may train on."""
         self.number = 0
@@ -160,19 +162,19 @@ class DispatchState:
 
     def lacking(self, count: int) -> int:
         """Return the number of ordinals to ask for, so that a step of ``count`` gets its groups."""
-        return max(count - len(self.asked), 0)
+        return max(count - len(self.open_requests), 0)
 
     def ask(self, ordinals: Sequence[int], versions: Versions) -> list[int]:
         """Note that ordinals were asked for; return those that no kept answer answers."""
-        self._restored = self._restored[sum(one < self.ledger.next for one in ordinals) :]
-        fresh = [one for one in ordinals if one >= self.ledger.next]
+        self._restored = self._restored[sum(ordinal < self.ledger.next for ordinal in ordinals) :]
+        fresh = [ordinal for ordinal in ordinals if ordinal >= self.ledger.next]
         if fresh:
             self.ledger.dispatch(fresh[0], fresh[-1])
-        self.asked.update((one, OpenOrdinal(versions)) for one in ordinals)
+        self.open_requests.update((ordinal, OpenRequest(versions)) for ordinal in ordinals)
         for ordinal in ordinals:
-            if ordinal in self.kept:
-                self.arrived[ordinal] = self.kept.pop(ordinal)
-        return [one for one in ordinals if one not in self.arrived]
+            if ordinal in self.earlier_answers:
+                self.arrived[ordinal] = self.earlier_answers.pop(ordinal)
+        return [ordinal for ordinal in ordinals if ordinal not in self.arrived]
 
     def split(
         self, due: Iterable[ReissueCandidate]
@@ -180,24 +182,26 @@ class DispatchState:
         """Return what to ask for again, and what to give up as its attempts are exhausted."""
         again: list[ReissueCandidate] = []
         exhausted: list[ReissueCandidate] = []
-        for one in due:
-            counts = one.reason not in NOT_THE_EXPLORERS
-            failures = self.asked[one.ordinal].failures + counts
-            (exhausted if failures >= self.settings.max_attempts else again).append(one)
+        for candidate in due:
+            counts = candidate.reason not in NOT_THE_EXPLORERS
+            failures = self.open_requests[candidate.ordinal].failures + counts
+            (exhausted if failures >= self.settings.max_attempts else again).append(candidate)
         return again, exhausted
 
     def requests(self, ordinals: Iterable[int]) -> list[OutgoingRequest]:
         """Return the first requests of ordinals that were asked for."""
-        return [self._request(one, self.asked[one].versions) for one in ordinals]
+        return [
+            self._request(ordinal, self.open_requests[ordinal].versions) for ordinal in ordinals
+        ]
 
     def reissue(self, due: ReissueCandidate, newest: Versions) -> OutgoingRequest:
         """Note that the next attempt was told; return its request.
 
         It names the versions of the attempt before, unless they are too old to be used.
         """
-        asked = self.asked[due.ordinal]
-        asked.attempt += 1
-        earlier = None if due.reason == "lost" else asked.number
+        open_request = self.open_requests[due.ordinal]
+        open_request.attempt += 1
+        earlier = None if due.reason == "lost" else open_request.number
         return self._request(due.ordinal, self.versions_for(due, newest), due, earlier)
 
     def versions_for(self, due: ReissueCandidate, newest: Versions) -> Versions:
@@ -205,7 +209,7 @@ class DispatchState:
 
         Explorers may no longer have the one version that an exact request named.
         """
-        versions = self.asked[due.ordinal].versions
+        versions = self.open_requests[due.ordinal].versions
         return newest if due.reason == "stale" or versions.exact else versions
 
     def _request(
@@ -216,21 +220,25 @@ class DispatchState:
         earlier: int | None = None,
     ) -> OutgoingRequest:
         self.number += 1
-        asked = self.asked[ordinal]
-        asked.refusal = None
+        open_request = self.open_requests[ordinal]
+        open_request.refusal = None
         if earlier is None:  # Nothing can keep it from being written.
-            asked.number, asked.versions, asked.explorer = self.number, versions, None
-        return OutgoingRequest(ordinal, self.number, asked.attempt, versions, due, earlier)
+            open_request.number, open_request.versions, open_request.explorer = (
+                self.number,
+                versions,
+                None,
+            )
+        return OutgoingRequest(ordinal, self.number, open_request.attempt, versions, due, earlier)
 
     def written(self, request: OutgoingRequest) -> None:
         """Note that a request is in the stream, and the earlier one no more."""
-        asked = self.asked.get(request.ordinal)
-        if asked is None or request.due is None:
+        open_request = self.open_requests.get(request.ordinal)
+        if open_request is None or request.due is None:
             return
-        asked.failures += request.due.reason not in NOT_THE_EXPLORERS
+        open_request.failures += request.due.reason not in NOT_THE_EXPLORERS
         if request.earlier is not None and request.ordinal not in self.arrived:
-            asked.number, asked.versions = request.number, request.versions
-            asked.explorer = None
+            open_request.number, open_request.versions = request.number, request.versions
+            open_request.explorer = None
 
     @property
     def refused_in_words(self) -> str:
@@ -238,13 +246,15 @@ class DispatchState:
 
         Their numbers are powers of two, so that they change seldom.
         """
-        counts = {"stale": self._stale} | {one: len(two) for one, two in self._dropped.items()}
-        told = [
+        counts = {"stale": self._stale} | {
+            reason: len(ordinals) for reason, ordinals in self._dropped.items()
+        }
+        phrases = [
             f"{1 << (count.bit_length() - 1)} or more answers were {reason}"
             for reason, count in counts.items()
             if count >= self.settings.prompts_per_step
         ]
-        return f", after {' and '.join(told)}" if told else ""
+        return f", after {' and '.join(phrases)}" if phrases else ""
 
     def note_stale(self) -> None:
         """Count an answer that was too old."""
@@ -252,7 +262,7 @@ class DispatchState:
 
     def drop(self, reason: str, ordinal: int) -> None:
         """Give up an ordinal; the event of the next step tells it."""
-        del self.asked[ordinal]
+        del self.open_requests[ordinal]
         self.arrived.pop(ordinal, None)
         self._drop(reason, [ordinal])
 
@@ -264,10 +274,10 @@ class DispatchState:
 
     def arrive(self, group: AnswerGroup) -> bool:
         """Keep an answer; return False if its ordinal needs none."""
-        asked = self.asked.get(group.ordinal)
-        if asked is None or group.ordinal in self.arrived:
+        open_request = self.open_requests.get(group.ordinal)
+        if open_request is None or group.ordinal in self.arrived:
             return False
-        asked.number = None
+        open_request.number = None
         self.arrived[group.ordinal] = group
         return True
 
@@ -278,11 +288,11 @@ class DispatchState:
         tokens stands.
         """
         needed = self.ledger.is_open(group.ordinal) or group.ordinal >= self.ledger.next
-        if not needed or self._new_tasks or group.ordinal in self.kept:
+        if not needed or self._new_tasks or group.ordinal in self.earlier_answers:
             return False
         if not all(stands(version) for version in _versions_of(group)):
             return False
-        self.kept[group.ordinal] = group
+        self.earlier_answers[group.ordinal] = group
         return True
 
     def refuse(self, ordinal: int) -> AnswerGroup:
@@ -291,36 +301,39 @@ class DispatchState:
 
     def give_back(self, number: int, reason: str) -> None:
         """Note the reason for which an explorer gave a request back; no attempt failed."""
-        for asked in self.asked.values():
-            if asked.number == number:
-                asked.refusal = reason
+        for open_request in self.open_requests.values():
+            if open_request.number == number:
+                open_request.refusal = reason
 
     def fail(self, number: int) -> int | None:
         """Note that an explorer gave a request back; return its ordinal, if it is still open."""
-        for ordinal, asked in self.asked.items():
-            if asked.number == number:
-                asked.number = None
+        for ordinal, open_request in self.open_requests.items():
+            if open_request.number == number:
+                open_request.number = None
                 return ordinal
         return None
 
     @property
     def oldest_named(self) -> int | None:
         """Step of the oldest version that a request names whose answer is not taken."""
-        return min((one.versions.oldest.step for one in self.asked.values()), default=None)
+        return min(
+            (open_request.versions.oldest.step for open_request in self.open_requests.values()),
+            default=None,
+        )
 
     def stale(self) -> list[AnswerGroup]:
         """Return the answers that hold a token which the step in hand may not train on."""
-        return [one for one in self.arrived.values() if one.oldest_step < self.oldest]
+        return [group for group in self.arrived.values() if group.oldest_step < self.oldest]
 
     def candidates(self, count: int) -> list[AnswerGroup]:
         """Return the answers, as far as they arrived, that a step of ``count`` groups takes."""
         if self.settings.order == "arrival":
             first = self._due(count) if self.settings.when_stale == "wait" else []
-            others = (one for one in self.arrived if one not in first)
+            others = (ordinal for ordinal in self.arrived if ordinal not in first)
             chosen = [*first, *islice(others, count - len(first))]
         else:
-            chosen = list(islice(self.asked, count))
-        return [self.arrived[one] for one in chosen if one in self.arrived]
+            chosen = list(islice(self.open_requests, count))
+        return [self.arrived[ordinal] for ordinal in chosen if ordinal in self.arrived]
 
     def _due(self, count: int) -> list[int]:
         """Return the ordinals without which later steps could not use all others in time.
@@ -330,13 +343,21 @@ class DispatchState:
         """
         places = {ordinal: place for place, ordinal in enumerate(self.arrived)}
         chosen: list[int] = []
-        for named in sorted({one.versions.oldest.step for one in self.asked.values()}):
-            due = [one for one, asked in self.asked.items() if asked.versions.oldest.step <= named]
+        for named in sorted(
+            {open_request.versions.oldest.step for open_request in self.open_requests.values()}
+        ):
+            due = [
+                ordinal
+                for ordinal, open_request in self.open_requests.items()
+                if open_request.versions.oldest.step <= named
+            ]
             later_steps = max(named - self.oldest, 0)
             lacking = len(due) - later_steps * count - len(chosen)
             if lacking > 0:
-                left = [one for one in due if one not in chosen]
-                chosen += sorted(left, key=lambda one: places.get(one, len(places)))[:lacking]
+                candidates = [ordinal for ordinal in due if ordinal not in chosen]
+                chosen += sorted(candidates, key=lambda ordinal: places.get(ordinal, len(places)))[
+                    :lacking
+                ]
         return chosen[:count]
 
     def lacks_several(self, count: int) -> bool:
@@ -349,19 +370,23 @@ class DispatchState:
         if len(groups) < count:
             return None
         for group in groups:
-            del self.asked[group.ordinal], self.arrived[group.ordinal]
-            self.taken.add(group.ordinal)
+            del self.open_requests[group.ordinal], self.arrived[group.ordinal]
+            self.in_training.add(group.ordinal)
         return sorted(groups, key=lambda group: group.ordinal)
 
     def missing(self, count: int, now: float) -> list[HeldRequest]:
         """Return the requests without an answer that a step of ``count`` groups waits for."""
-        lowest = self.asked if self.settings.order == "arrival" else islice(self.asked, count)
-        return [self._held(one, now) for one in lowest if one not in self.arrived]
+        lowest = (
+            self.open_requests
+            if self.settings.order == "arrival"
+            else islice(self.open_requests, count)
+        )
+        return [self._held(ordinal, now) for ordinal in lowest if ordinal not in self.arrived]
 
     def _held(self, ordinal: int, now: float) -> HeldRequest:
-        asked = self.asked[ordinal]
-        seconds = now - asked.claimed_at if asked.explorer else 0.0
-        return HeldRequest(ordinal, asked.attempt, asked.explorer, seconds)
+        open_request = self.open_requests[ordinal]
+        seconds = now - open_request.claimed_at if open_request.explorer else 0.0
+        return HeldRequest(ordinal, open_request.attempt, open_request.explorer, seconds)
 
     # --- claims ------------------------------------------------------------------------------
 
@@ -378,32 +403,32 @@ class DispatchState:
             excluded: Explorers whose claims count no more.
         """
         due = []
-        for ordinal, asked in self.asked.items():
+        for ordinal, open_request in self.open_requests.items():
             if ordinal in self.arrived:
                 continue
-            if asked.number is None or asked.number not in sight.numbers:
-                asked.number = None
-                due.append(ReissueCandidate(ordinal, asked.refusal or "lost"))
+            if open_request.number is None or open_request.number not in sight.numbers:
+                open_request.number = None
+                due.append(ReissueCandidate(ordinal, open_request.refusal or "lost"))
                 continue
-            claim = sight.claims.get(asked.number)
+            claim = sight.claims.get(open_request.number)
             if claim is None:
-                asked.explorer = None
-                if asked.number in sight.unclaimable:
+                open_request.explorer = None
+                if open_request.number in sight.unclaimable:
                     due.append(ReissueCandidate(ordinal, UNCLAIMABLE))
                 continue
-            if asked.explorer is None:
-                asked.claimed_at = now - claim.idle
-            asked.explorer = claim.explorer
+            if open_request.explorer is None:
+                open_request.claimed_at = now - claim.idle
+            open_request.explorer = claim.explorer
             if claim.explorer in excluded:
                 due.append(ReissueCandidate(ordinal, EXCLUDED))
             elif min(claim.idle, calm) >= self.settings.claim_lease:
                 due.append(ReissueCandidate(ordinal, "lapsed", self.settings.claim_lease))
-            elif calm >= self.settings.claim_lease and self._is_overdue(asked, now):
+            elif calm >= self.settings.claim_lease and self._is_overdue(open_request, now):
                 due.append(ReissueCandidate(ordinal, "deadline"))
         return due
 
-    def _is_overdue(self, asked: OpenOrdinal, now: float) -> bool:
-        return now - asked.claimed_at >= self.settings.request_deadline
+    def _is_overdue(self, open_request: OpenRequest, now: float) -> bool:
+        return now - open_request.claimed_at >= self.settings.request_deadline
 
     # --- fates -------------------------------------------------------------------------------
 
@@ -420,7 +445,7 @@ class DispatchState:
         Raises:
             LedgerError: A group was not taken from this dispatcher, or was trained already.
         """
-        strange = sorted(set(ordinals) - self.taken)
+        strange = sorted(set(ordinals) - self.in_training)
         if strange or len(set(ordinals)) != len(ordinals):
             raise LedgerError(
                 f"step {step} cannot train ordinals {strange or sorted(ordinals)}: train each "
@@ -446,7 +471,7 @@ class DispatchState:
     def train(self, ordinals: Sequence[int]) -> None:
         """Give ordinals their fate, once the event of their step is in the log."""
         self.ledger.train(ordinals)
-        self.taken.difference_update(ordinals)
+        self.in_training.difference_update(ordinals)
         self.clear_dropped()
         self._stale = 0
 

@@ -459,7 +459,7 @@ class RolloutDispatcher:
     @property
     def asked_count(self) -> int:
         """Number of ordinals that were asked for, and are neither taken nor dropped."""
-        return len(self._state.asked)
+        return len(self._state.open_requests)
 
     @property
     def oldest_named(self) -> int | None:
@@ -503,7 +503,7 @@ class RolloutDispatcher:
     async def _settle_due(self, wait: Deadline) -> None:
         """Ask again for ordinals whose attempt counts no more, or give them up."""
         await self._settle_failed_rewards()
-        asked, arrived = self._state.asked, self._state.arrived
+        asked, arrived = self._state.open_requests, self._state.arrived
         self._due = {one: due for one, due in self._due.items() if one in asked.keys() - arrived}
         again, exhausted = self._state.split(self._due.values())
         for due in exhausted:
@@ -526,12 +526,12 @@ class RolloutDispatcher:
                     await self._publish(replace(error, epoch=epoch, ordinal=ordinal))
                     self._failed_rewards[0] = _FailedReward(ordinal, None, end)
                 raise end
-            if ordinal in self._state.asked and ordinal not in self._state.arrived:
+            if ordinal in self._state.open_requests and ordinal not in self._state.arrived:
                 self._state.drop(REWARD_FAILED, ordinal)
             del self._failed_rewards[0]
 
     async def _give_up(self, wait: Deadline, due: ReissueCandidate) -> None:
-        number = self._state.asked[due.ordinal].number
+        number = self._state.open_requests[due.ordinal].number
         if number is not None and due.reason != "lost":
             row = [*self._replaced(number, due), "", ""]
             [reply] = await self._streams.write(wait, "issue", self._streams.group, *row)
@@ -566,7 +566,7 @@ class RolloutDispatcher:
             reissued = tuple(
                 ReissuedRollout(
                     ordinal=due.ordinal,
-                    attempt=self._state.asked[due.ordinal].attempt + 1,
+                    attempt=self._state.open_requests[due.ordinal].attempt + 1,
                     reason=due.reason,
                 )
                 for due in several

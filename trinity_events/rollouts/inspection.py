@@ -195,7 +195,7 @@ class AnswerInspector:
 
     def _find_fault(self, experience: Experience) -> Fault | None:
         """Return the first fault of an answer to a request of this epoch."""
-        settings, request = self._settings, self._state.asked.get(experience.ordinal)
+        settings, request = self._settings, self._state.open_requests.get(experience.ordinal)
         if request is None:
             return Fault(
                 "request", f"it answers ordinal {experience.ordinal}, which was not asked for"
@@ -229,7 +229,7 @@ class AnswerInspector:
         return of_run and is_earlier and self._find_content_fault(experience) is None
 
     def _needs_answer(self, ordinal: int) -> bool:
-        return ordinal in self._state.asked and ordinal not in self._state.arrived
+        return ordinal in self._state.open_requests and ordinal not in self._state.arrived
 
     def _is_answered(self, ordinal: int) -> bool:
         """Return True if an ordinal was asked for in this lineage, and needs no answer now."""
@@ -264,7 +264,7 @@ class AnswerInspector:
 
     def _mark(self, ordinal: int, reason: str) -> None:
         """Note why the answer of a request was refused, as the reason to issue it again."""
-        request = self._state.asked.get(ordinal)
+        request = self._state.open_requests.get(ordinal)
         if request is not None:
             # The first one stays: further samples of that answer may be refused for another reason.
             request.refusal = request.refusal or reason

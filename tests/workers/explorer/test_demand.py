@@ -10,18 +10,18 @@ def test_it_asks_after_the_explorer_steps_of_one_interval():
     demand = VersionDemand(interval=2, prompts_per_step=4)
     assert demand.answered(FIRST, [8, 9]) is None
     assert demand.answered(FIRST, [11]) is None
-    assert demand.answered(FIRST, [12]) == SyncRequested(wanted=StepRef(2, 4))
+    assert demand.answered(FIRST, [12]) == SyncRequested(oldest_version=StepRef(2, 4))
     assert demand.answered(FIRST, [17]) is None, "it has asked"
     assert demand.answered(SECOND, [18]) is None
-    assert demand.answered(SECOND, [20, 21]) == SyncRequested(wanted=StepRef(2, 6))
+    assert demand.answered(SECOND, [20, 21]) == SyncRequested(oldest_version=StepRef(2, 6))
 
 
 def test_it_asks_when_nothing_is_left_to_answer():
     demand = VersionDemand(interval=5, prompts_per_step=4)
     assert demand.answered(FIRST, [0]) is None
-    assert demand.idle(FIRST) == SyncRequested(wanted=StepRef(2, 4))
+    assert demand.idle(FIRST) == SyncRequested(oldest_version=StepRef(2, 4))
     assert demand.idle(FIRST) is None
-    assert demand.idle(SECOND) == SyncRequested(wanted=StepRef(2, 6))
+    assert demand.idle(SECOND) == SyncRequested(oldest_version=StepRef(2, 6))
 
 
 def test_a_prompt_that_is_issued_again_makes_it_ask_no_sooner():

@@ -58,7 +58,7 @@ class Simulated:
         target = self.config.prompts_open(
             begun=self.begun, version=step, oldest_named=self.state.oldest_named
         )
-        self.ask(target - len(self.state.asked))
+        self.ask(target - len(self.state.open_requests))
 
     def ask(self, count):
         if count > 0 and (ordinals := self.state.next_ordinals(count)):
@@ -70,12 +70,13 @@ class Simulated:
 
     def answer_one(self):
         """Answer an open request with the oldest version that may serve it, or with a newer one."""
-        missing = [ordinal for ordinal in self.state.asked if ordinal not in self.state.arrived]
+        requests = self.state.open_requests
+        missing = [ordinal for ordinal in requests if ordinal not in self.state.arrived]
         if not missing:
             return False
         straggles = self.random.random() < 0.7
         ordinal = self.random.choice(missing[1:] if straggles and missing[1:] else missing)
-        versions = self.state.asked[ordinal].versions
+        versions = self.state.open_requests[ordinal].versions
         newest = versions.oldest.step if versions.exact else self.published
         served = self.random.choice(range(versions.oldest.step, newest + 1))
         return self.state.arrive(answered(ordinal, served))

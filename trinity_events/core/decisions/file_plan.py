@@ -150,7 +150,7 @@ def _old_promotions(state: MonitorState) -> Iterator[Promotion]:
             kinds: list[Kind] = [
                 other
                 for other in ITERATION_FILES
-                if (found := state.ready.get(other)) is not None and found.path == pointer.path
+                if (newest := state.ready.get(other)) is not None and newest.path == pointer.path
             ]
             yield Promotion(
                 pointer.at.step,

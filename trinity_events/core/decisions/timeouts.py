@@ -31,14 +31,18 @@ class Waiting(NamedTuple):
 
 def lease_holders(state: MonitorState) -> dict[str, LeaseHolder]:
     """Return the processes whose heartbeats are watched, by incarnation."""
-    found: dict[str, LeaseHolder] = {}
+    holders: dict[str, LeaseHolder] = {}
     for attempt in state.attempts.values():
         if attempt.lease is not None:
             name = attempt.holder.incarnation
-            known = found.get(name)
-            lease = attempt.lease if known is None else max(known.lease, attempt.lease)
-            found[name] = LeaseHolder(attempt.holder, lease)
-    return found
+            earlier_holder = holders.get(name)
+            lease = (
+                attempt.lease
+                if earlier_holder is None
+                else max(earlier_holder.lease, attempt.lease)
+            )
+            holders[name] = LeaseHolder(attempt.holder, lease)
+    return holders
 
 
 def expired(state: MonitorState, silent: Collection[str]) -> list[LeaseExpired]:
@@ -52,11 +56,11 @@ def expired(state: MonitorState, silent: Collection[str]) -> list[LeaseExpired]:
             under_way.setdefault(attempt.holder.incarnation, []).append(
                 ExpiredAttempt(save_id=save_id, slot=attempt.slot)
             )
-    known = lease_holders(state)
+    holders = lease_holders(state)
     return [
         LeaseExpired(
-            holder=known[name].producer,
-            lease=known[name].lease,
+            holder=holders[name].producer,
+            lease=holders[name].lease,
             attempts=tuple(attempts[first : first + EXPIRED_AT_ONCE]),
         )
         for name, attempts in under_way.items()
@@ -79,7 +83,7 @@ def overdue(
 ) -> list[DeadlineReached]:
     """Return the events for kinds in ``late`` that still wait, ``seconds`` after their commit."""
     return [
-        DeadlineReached(step=one.step, kind=one.kind, seconds=seconds)
-        for one in waiting(state)
-        if one in late
+        DeadlineReached(step=commit.step, kind=commit.kind, seconds=seconds)
+        for commit in waiting(state)
+        if commit in late
     ]

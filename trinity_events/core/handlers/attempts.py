@@ -15,12 +15,12 @@ def begin_attempt(
 ) -> Attempt:
     """Return an attempt, added if the state has none."""
     attempts = fold.state.attempts
-    found = attempts.get(save_id)
-    if found is None:
-        found = attempts[save_id] = Attempt(slot=slot, holder=holder, since=fold.now, lease=lease)
+    attempt = attempts.get(save_id)
+    if attempt is None:
+        attempt = attempts[save_id] = Attempt(slot=slot, holder=holder, since=fold.now, lease=lease)
         if len(attempts) > KEPT_UNDER_WAY:
             end_attempt(fold, next(iter(attempts)))
-    return found
+    return attempt
 
 
 def end_attempt(fold: FoldState, save_id: str) -> None:

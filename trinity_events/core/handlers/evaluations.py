@@ -51,7 +51,7 @@ def _note_ended(fold: FoldState, name: str, ended: Evaluation) -> None:
 
 def _others(evaluated: EvaluatedSet, version: StepRef) -> list[Evaluation]:
     """Return the open evaluations of other versions."""
-    return [one for one in evaluated.open if one.version != version]
+    return [evaluation for evaluation in evaluated.open if evaluation.version != version]
 
 
 def _ensure_set(fold: FoldState, name: str) -> EvaluatedSet:

@@ -255,7 +255,8 @@ def _decide_state_dict(fold: FoldState, event: StepCommitted, checkpoint: KindSt
         state_dict.compacted or bool(state_dict.registrations)
     )
     checkpoint.own_state_dict = any(
-        one.kind == "state_dict" and (one.expected or one.slots) for one in event.registrations
+        registration.kind == "state_dict" and (registration.expected or registration.slots)
+        for registration in event.registrations
     )
     if not checkpoint.with_state_dict or state_dict is None:
         return

@@ -34,14 +34,14 @@ def wait_started(fold: FoldState, event: WaitStarted, envelope: Envelope) -> Non
         forget_waits(fold, by, but=incarnation)
     since = fold.now - int(min(event.seconds * 1000, fold.now))
     # Removed and inserted again: the wait that was reported longest ago is dropped first.
-    known = state.waits.pop(event.wait_id, None)
+    earlier_wait = state.waits.pop(event.wait_id, None)
     state.waits[event.wait_id] = OpenWait(
         by=by,
         incarnation=incarnation,
         what=event.what[:LONGEST_WAIT],
         waits_for=event.waits_for[:KEPT_WAIT_NAMES],
         unnamed=max(0, len(event.waits_for) - KEPT_WAIT_NAMES),
-        since=since if known is None else min(since, known.since),
+        since=since if earlier_wait is None else min(since, earlier_wait.since),
         deadline=event.deadline,
         heard_at=fold.now,
         step=event.step,
@@ -56,33 +56,33 @@ def wait_ended(fold: FoldState, event: WaitEnded, _: Envelope) -> None:
 
 def stacks_taken(fold: FoldState, event: StacksTaken, _: Envelope) -> None:
     """Note the entry that has the stacks of a process."""
-    taken = fold.state.stacks
-    taken.pop(event.process, None)
-    taken[event.process] = fold.entry_id
-    keep_last(taken, KEPT_WAITS)
+    entries = fold.state.stacks
+    entries.pop(event.process, None)
+    entries[event.process] = fold.entry_id
+    keep_last(entries, KEPT_WAITS)
 
 
-def words_of_stacks(entry_id: str, taken: StacksTaken) -> list[str]:
+def words_of_stacks(entry_id: str, event: StacksTaken) -> list[str]:
     """Return lines with the stacks of a process, indented below a sentence that names it."""
-    process = f"{taken.process} (process {taken.pid} on {taken.node})"
-    if not taken.stacks:
+    process = f"{event.process} (process {event.pid} on {event.node})"
+    if not event.stacks:
         return [f"{process} wrote no stacks at the deadline of a wait for it: it is stopped."]
     head = f"Stacks of {process} at the deadline of a wait for it, entry {entry_id}:"
-    return [head, *(f"  {line}" for line in taken.stacks.splitlines())]
+    return [head, *(f"  {line}" for line in event.stacks.splitlines())]
 
 
 def forget_waits(fold: FoldState, by: str, *, but: str | None = None) -> None:
     """Forget the waits of a process that has ended, but those of one start of it."""
     state = fold.state
-    gone = [name for name, one in state.waits.items() if one.by == by and one.incarnation != but]
+    gone = [name for name, wait in state.waits.items() if wait.by == by and wait.incarnation != but]
     for name in gone:
         del state.waits[name]
 
 
 def open_waits(state: MonitorState, now: int) -> list[OpenWait]:
     """Return the open waits at a moment, oldest first, without those of dead processes."""
-    waits = [one for one in state.waits.values() if now <= _shown_until(one)]
-    return sorted(waits, key=lambda one: one.since)
+    waits = [wait for wait in state.waits.values() if now <= _shown_until(wait)]
+    return sorted(waits, key=lambda wait: wait.since)
 
 
 def seconds_left(wait: OpenWait, now: int) -> float | None:
@@ -110,11 +110,11 @@ class ChainedWait(NamedTuple):
 def chained_waits(state: MonitorState, now: int) -> list[ChainedWait]:
     """Return the open waits, each followed by those of the processes it names."""
     waits = open_waits(state, now)
-    named = {name for one in waits for name in one.waits_for if name != one.by}
-    told: set[int] = set()
+    named = {name for wait in waits for name in wait.waits_for if name != wait.by}
+    chained_ids: set[int] = set()
     # Roots first; a circle of waits has none, and is told from its oldest wait.
-    ordered = sorted(waits, key=lambda one: one.by in named)
-    return [link for one in ordered for link in _chain(one, waits, told, 0)]
+    ordered = sorted(waits, key=lambda wait: wait.by in named)
+    return [link for wait in ordered for link in _chain(wait, waits, chained_ids, 0)]
 
 
 def chains_of_waits(state: MonitorState, now: int) -> list[str]:
@@ -123,21 +123,21 @@ def chains_of_waits(state: MonitorState, now: int) -> list[str]:
     The latter are indented. Waits beyond the first few are counted.
     """
     links = chained_waits(state, now)
-    lines = ["  " * one.depth + sentence_of(one.wait, now) for one in links[:_TOLD]]
+    lines = ["  " * link.depth + sentence_of(link.wait, now) for link in links[:_TOLD]]
     more = [f"{len(links) - _TOLD} more waits are open."] if len(links) > _TOLD else []
     return [*lines, *more]
 
 
 def _chain(
-    wait: OpenWait, waits: list[OpenWait], told: set[int], depth: int
+    wait: OpenWait, waits: list[OpenWait], chained_ids: set[int], depth: int
 ) -> Iterator[ChainedWait]:
-    if id(wait) in told:
+    if id(wait) in chained_ids:
         return
-    told.add(id(wait))
+    chained_ids.add(id(wait))
     yield ChainedWait(wait, depth)
-    for one in waits:
-        if one.by in wait.waits_for:
-            yield from _chain(one, waits, told, depth + 1)
+    for other in waits:
+        if other.by in wait.waits_for:
+            yield from _chain(other, waits, chained_ids, depth + 1)
 
 
 def culprits(wait: OpenWait) -> str:
@@ -149,7 +149,7 @@ def culprits(wait: OpenWait) -> str:
 def sentence_of(wait: OpenWait, now: int) -> str:
     """Return a wait in one sentence."""
     named = f" from {culprits(wait)}" if wait.waits_for else ""
-    left = seconds_left(wait, now)
-    deadline = "" if left is None else f", and gives up in {left:.0f} s"
+    remaining = seconds_left(wait, now)
+    deadline = "" if remaining is None else f", and gives up in {remaining:.0f} s"
     age = max(0, now - wait.since) / 1000
     return f"{wait.by} waits for {wait.what}{named} for {age:.1f} s{deadline}."

@@ -79,8 +79,8 @@ def weights_applied(fold: FoldState, event: WeightsApplied, envelope: Envelope) 
     explorer.version = event.version
     explorer.digest = event.digest
     explorer.applied_at = fold.now
-    if explorer.wanted is None or event.version >= explorer.wanted:
-        explorer.wanted = explorer.requested_at = None
+    if explorer.requested_version is None or event.version >= explorer.requested_version:
+        explorer.requested_version = explorer.requested_at = None
 
 
 def version_refused(fold: FoldState, event: VersionRefused, envelope: Envelope) -> None:
@@ -103,7 +103,7 @@ def explorer_status_changed(
 
 def sync_requested(fold: FoldState, event: SyncRequested, envelope: Envelope) -> None:
     """Note that an explorer asked the trainer to publish."""
-    _note_request(fold, envelope.producer, event.wanted)
+    _note_request(fold, envelope.producer, event.oldest_version)
 
 
 def resend_requested(fold: FoldState, event: ResendRequested, envelope: Envelope) -> None:
@@ -111,9 +111,9 @@ def resend_requested(fold: FoldState, event: ResendRequested, envelope: Envelope
     _note_request(fold, envelope.producer, event.version)
 
 
-def _note_request(fold: FoldState, producer: Producer, wanted: StepRef | None) -> None:
+def _note_request(fold: FoldState, producer: Producer, version: StepRef | None) -> None:
     explorer = _explorer(fold, producer)
-    explorer.wanted = wanted
+    explorer.requested_version = version
     explorer.requested_at = fold.now
 
 
@@ -122,8 +122,8 @@ def _explorer(fold: FoldState, producer: Producer) -> ExplorerState:
     explorers = fold.state.explorers
     name = describe_producer(producer)
     # Removed and inserted again: the explorer that was silent longest is dropped first.
-    found = explorers.pop(name, None) or ExplorerState()
-    explorers[name] = found
-    found.heard_at = fold.now
+    explorer = explorers.pop(name, None) or ExplorerState()
+    explorers[name] = explorer
+    explorer.heard_at = fold.now
     keep_last(explorers, KEPT_EXPLORERS)
-    return found
+    return explorer

@@ -40,7 +40,7 @@ class Field(NamedTuple):
             return self.type.type
         if not isinstance(self.type, types.UnionType):
             return self.type
-        return next(one for one in self.type.types if not isinstance(one, types.NoneType))
+        return next(member for member in self.type.types if not isinstance(member, types.NoneType))
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -50,8 +50,8 @@ class Field(NamedTuple):
     @property
     def allowed(self) -> str:
         """Say which values the field takes."""
-        said = "one of " + ", ".join(self.choices) if self.choices else _allowed(self.kind)
-        return said + (" or null" if self.optional else "")
+        allowed = "one of " + ", ".join(self.choices) if self.choices else _allowed(self.kind)
+        return allowed + (" or null" if self.optional else "")
 
     def converted(self, value: Any) -> Any:
         """Return the value as the field holds it. Raises ValueError if it is not allowed."""
@@ -74,17 +74,17 @@ def sections() -> dict[str, type[Struct]]:
 @cache
 def fields() -> dict[str, Field]:
     """Return every field of the configuration by its path, such as ``sync.interval``."""
-    found = list(_read(TrainConfig, ""))
+    settings = list(_read(TrainConfig, ""))
     for name, section in sections().items():
-        found += _read(section, f"{name}.")
-    return {one.path: one for one in found}
+        settings += _read(section, f"{name}.")
+    return {setting.path: setting for setting in settings}
 
 
 @cache
 def collections() -> tuple[str, ...]:
     """Return the paths of the fields that hold sections by name, such as ``evaluation.sets``."""
     suffix = f".{NAME}"
-    return tuple(one.removesuffix(suffix) for one in sections() if one.endswith(suffix))
+    return tuple(path.removesuffix(suffix) for path in sections() if path.endswith(suffix))
 
 
 def general_path(path: str) -> str:
@@ -97,12 +97,12 @@ def general_path(path: str) -> str:
 
 
 def _sections_of(struct: type[Struct], prefix: str) -> Iterator[tuple[str, type[Struct]]]:
-    for one in _fields_of(struct):
-        if isinstance(one.type, types.StructType):
-            yield prefix + one.name, one.type.cls
-            yield from _sections_of(one.type.cls, f"{prefix}{one.name}.")
-        elif (named := _named_sections(one.type)) is not None:
-            yield f"{prefix}{one.name}.{NAME}", named
+    for field in _fields_of(struct):
+        if isinstance(field.type, types.StructType):
+            yield prefix + field.name, field.type.cls
+            yield from _sections_of(field.type.cls, f"{prefix}{field.name}.")
+        elif (named := _named_sections(field.type)) is not None:
+            yield f"{prefix}{field.name}.{NAME}", named
 
 
 def _named_sections(kind: types.Type) -> type[Struct] | None:
@@ -116,9 +116,9 @@ def _read(struct: type[Struct], prefix: str) -> list[Field]:
     meanings = _meanings(struct.__module__)[struct.__name__]
     defaults = struct()
     return [
-        Field(prefix + one.name, one.type, getattr(defaults, one.name), meanings[one.name])
-        for one in _fields_of(struct)
-        if not isinstance(one.type, types.StructType) and _named_sections(one.type) is None
+        Field(prefix + field.name, field.type, getattr(defaults, field.name), meanings[field.name])
+        for field in _fields_of(struct)
+        if not isinstance(field.type, types.StructType) and _named_sections(field.type) is None
     ]
 
 
@@ -129,13 +129,13 @@ def _fields_of(struct: type[Struct]) -> tuple[types.Field, ...]:
 
 
 def _choices(annotation: Any) -> tuple[str, ...]:
-    found: list[str] = []
-    for one in get_args(annotation):
-        if get_args(one):
-            found += _choices(one)
-        elif isinstance(one, str):
-            found.append(one)
-    return tuple(found)
+    choices: list[str] = []
+    for argument in get_args(annotation):
+        if get_args(argument):
+            choices += _choices(argument)
+        elif isinstance(argument, str):
+            choices.append(argument)
+    return tuple(choices)
 
 
 def _annotation(path: str) -> Any:
@@ -148,17 +148,17 @@ def _annotation(path: str) -> Any:
 def _meanings(module: str) -> dict[str, dict[str, str]]:
     """Docstrings of the attributes of each class, which follow them in the module's source."""
     tree = ast.parse(Path(str(sys.modules[module].__file__)).read_text())
-    found: dict[str, dict[str, str]] = {}
-    for struct in (one for one in tree.body if isinstance(one, ast.ClassDef)):
-        found[struct.name] = {
-            field.target.id: " ".join(str(said.value.value).split())
-            for field, said in zip(struct.body, struct.body[1:], strict=False)
+    meanings: dict[str, dict[str, str]] = {}
+    for struct in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        meanings[struct.name] = {
+            field.target.id: " ".join(str(docstring.value.value).split())
+            for field, docstring in zip(struct.body, struct.body[1:], strict=False)
             if isinstance(field, ast.AnnAssign)
             and isinstance(field.target, ast.Name)
-            and isinstance(said, ast.Expr)
-            and isinstance(said.value, ast.Constant)
+            and isinstance(docstring, ast.Expr)
+            and isinstance(docstring.value, ast.Constant)
         }
-    return found
+    return meanings
 
 
 def _allowed(kind: types.Type) -> str:

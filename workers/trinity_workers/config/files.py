@@ -100,8 +100,8 @@ def read_config(
     """
     reading = _Reader(path)
     reading.read(_decoded(path))
-    for one in settings:
-        reading.overlay(one)
+    for setting in settings:
+        reading.overlay(setting)
     return reading.finished(named or (lambda name: name), "" if named else f"{path}: ")
 
 
@@ -136,17 +136,17 @@ class _Reader:
         self._problems: list[str] = []
         self._wrong: set[str] = set()
 
-    def read(self, found: Any) -> None:
+    def read(self, content: Any) -> None:
         """Take the values of the file."""
-        if found is None:
+        if content is None:
             return
-        if not isinstance(found, Mapping):
-            self._problems.append(f"{self._file}: the file holds {_format(found)}, not sections")
+        if not isinstance(content, Mapping):
+            self._problems.append(f"{self._file}: the file holds {_format(content)}, not sections")
             return
-        self._read_section("", found)
+        self._read_section("", content)
 
-    def _read_section(self, prefix: str, found: Mapping[Any, Any]) -> None:
-        for name, value in found.items():
+    def _read_section(self, prefix: str, content: Mapping[Any, Any]) -> None:
+        for name, value in content.items():
             path = f"{prefix}{name}"
             if path in collections() and isinstance(value, Mapping):
                 self._read_named_sections(path, value, str(self._file), self._file.parent)
@@ -161,14 +161,14 @@ class _Reader:
                 )
 
     def _read_named_sections(
-        self, path: str, found: Mapping[Any, Any], origin: str, base: Path
+        self, path: str, content: Mapping[Any, Any], origin: str, base: Path
     ) -> None:
         """Take sections that the user names, in the place of all that were there."""
         self._values = {
-            one: value for one, value in self._values.items() if not one.startswith(f"{path}.")
+            key: value for key, value in self._values.items() if not key.startswith(f"{path}.")
         }
         self._values[path] = {}
-        for name, section in found.items():
+        for name, section in content.items():
             if not SECTION_NAME.fullmatch(str(name)):
                 self._problems.append(
                     f"{origin}: {path} has {_format(name)}, but a name there has only lower-case "
@@ -190,36 +190,36 @@ class _Reader:
         if setting.path in collections() and isinstance(value, Mapping):
             self._read_named_sections(setting.path, value, setting.origin, Path.cwd())
             return
-        one = fields().get(general_path(setting.path))
-        if setting.text is not None and one is not None:
+        field = fields().get(general_path(setting.path))
+        if setting.text is not None and field is not None:
             try:
-                one.converted(value)
+                field.converted(value)
             except ValueError:
                 value = setting.text if _fits(setting.path, setting.text) else value
         self._take(setting.path, value, setting.origin, Path.cwd())
 
     def _take(self, path: str, value: Any, origin: str, base: Path) -> None:
         path = FIELD_ALIASES.get(path, path)
-        known = fields().get(general_path(path))
-        if known is None:
+        field = fields().get(general_path(path))
+        if field is None:
             self._problems.append(f"{origin}: there is no setting {path}{_nearest(path)}")
             return
         if isinstance(value, str):
             value = ALIASES.get(path, {}).get(value, value)
         try:
-            self._values[path] = _resolved(path, known.converted(value), base)
+            self._values[path] = _resolved(path, field.converted(value), base)
         except ValueError:  # msgspec's error is one
             self._wrong.add(path)
             self._problems.append(
-                f"{origin}: {path} is {_format(value)}, but must be {known.allowed}"
+                f"{origin}: {path} is {_format(value)}, but must be {field.allowed}"
             )
 
     def finished(self, named: Callable[[str], str], prefix: str) -> Reading:
         """Return the configuration, after the checks that concern several fields."""
         config = msgspec.convert(self._over_preset(_nested(self._values), prefix), TrainConfig)
-        for paths, said in find_contradictions(config, named):
+        for paths, contradiction in find_contradictions(config, named):
             if not self._wrong.intersection(paths):
-                self._problems.append(prefix + said)
+                self._problems.append(prefix + contradiction)
         return Reading(config, self._problems)
 
     def _over_preset(self, values: dict[str, Any], prefix: str) -> dict[str, Any]:
@@ -236,14 +236,14 @@ class _Reader:
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values by path as sections in one another."""
-    found: dict[str, Any] = {}
+    tree: dict[str, Any] = {}
     for path, value in values.items():
         *names, last = path.split(".")
-        section = found
+        section = tree
         for name in names:
             section = section.setdefault(name, {})
         section[last] = dict(value) if isinstance(value, dict) else value
-    return found
+    return tree
 
 
 def _decoded(path: Path) -> Any:
@@ -326,15 +326,17 @@ def _resolved(path: str, value: Any, base: Path) -> Any:
 
 def _nearest(path: str) -> str:
     """Say which setting may have been meant."""
-    known = [*fields(), *sections()]
-    close = difflib.get_close_matches(path, known, 1, cutoff=0.6)
+    paths = [*fields(), *sections()]
+    close = difflib.get_close_matches(path, paths, 1, cutoff=0.6)
     if not close:  # the section may be left out, or be the wrong one
         last = path.rpartition(".")[2]
-        names = {one.rpartition(".")[2]: one for one in reversed(known)}
-        close = [names[one] for one in difflib.get_close_matches(last, names, 1, cutoff=0.6)]
+        names = {candidate.rpartition(".")[2]: candidate for candidate in reversed(paths)}
+        close = [names[match] for match in difflib.get_close_matches(last, names, 1, cutoff=0.6)]
     if close:
         return f": is {close[0]} meant?"
-    return f": the sections are {', '.join(one for one in sections() if '.' not in one)}"
+    return (
+        f": the sections are {', '.join(section for section in sections() if '.' not in section)}"
+    )
 
 
 def _format(value: Any) -> str:

@@ -144,8 +144,8 @@ def per_tensor_params(engine: TrainEngine) -> NamedTensors:
 
     veRL's Megatron engine yields a tied embedding twice if there is a pipeline.
     """
-    found = engine.get_per_tensor_param()
-    return _each_once(found[0] if isinstance(found, tuple) else found)
+    parameters = engine.get_per_tensor_param()
+    return _each_once(parameters[0] if isinstance(parameters, tuple) else parameters)
 
 
 def trained_module(engine: Any) -> Any:
@@ -160,8 +160,8 @@ def resident(model: Any, *parts: Part) -> AbstractContextManager[None]:
     Engines without offload, and veRL's, need none.
     """
     block = getattr(model, "resident", None)
-    found: AbstractContextManager[None] = nullcontext() if block is None else block(*parts)
-    return found
+    context: AbstractContextManager[None] = nullcontext() if block is None else block(*parts)
+    return context
 
 
 def _each_once(tensors: NamedTensors) -> NamedTensors:

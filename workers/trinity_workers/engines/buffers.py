@@ -11,9 +11,9 @@ import torch
 def saved_buffers(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the buffers of a state dict, each once; FSDP keeps them complete on every rank."""
     seen: set[int] = set()
-    for prefix, one in module.named_modules():
-        for name, buffer in one.named_buffers(recurse=False):
-            if name not in one._non_persistent_buffers_set and id(buffer) not in seen:
+    for prefix, submodule in module.named_modules():
+        for name, buffer in submodule.named_buffers(recurse=False):
+            if name not in submodule._non_persistent_buffers_set and id(buffer) not in seen:
                 seen.add(id(buffer))
                 yield f"{prefix}.{name}" if prefix else name, buffer
 

@@ -284,8 +284,8 @@ class FolderReader:
     def tensor(self, name: str) -> torch.Tensor:
         """Return one tensor. Raises IncompatibleWeights if the folder has none of that name."""
         self._check_name(name)
-        found: torch.Tensor = self._open(self._where[name]).get_tensor(name)
-        return found
+        tensor: torch.Tensor = self._open(self._where[name]).get_tensor(name)
+        return tensor
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the tensor's dtype without reading values.

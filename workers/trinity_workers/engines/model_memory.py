@@ -69,8 +69,8 @@ class OffloadedModel:
         optimizer: Tensors = tuple,
     ) -> None:
         def optimizer_tensors() -> Iterator[torch.Tensor]:
-            mine = {_key(one) for one in parameters()}
-            return (one for one in optimizer() if _key(one) not in mine)
+            mine = {_key(parameter) for parameter in parameters()}
+            return (tensor for tensor in optimizer() if _key(tensor) not in mine)
 
         self._parts: dict[Part, Movable] = {
             "parameters": Movable(parameters, moves=offload.param_offload)
@@ -114,7 +114,7 @@ def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
     for state in optimizer.state.values():
-        yield from (one for one in state.values() if isinstance(one, torch.Tensor))
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 class Movable:
@@ -156,11 +156,14 @@ class Movable:
         if self.is_held or self._away:
             return
         storages = {
-            one._cdata: one
-            for one in (_resizable_storage(tensor) for tensor in self._tensors())
-            if one.nbytes()
+            storage._cdata: storage
+            for storage in (_resizable_storage(tensor) for tensor in self._tensors())
+            if storage.nbytes()
         }
-        copies = [_copied_to_host(one) if self._keeps_values else None for one in storages.values()]
+        copies = [
+            _copied_to_host(storage) if self._keeps_values else None
+            for storage in storages.values()
+        ]
         _synchronize(storages.values())
         for storage, copy in zip(storages.values(), copies, strict=True):
             self._away.append((storage, storage.nbytes(), copy))
@@ -192,7 +195,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 def _synchronize(storages: Iterable[torch.UntypedStorage]) -> None:
     """Wait for pending work on the storages' GPU, which may read or write them."""
-    if any(one.device.type == "cuda" for one in storages):
+    if any(storage.device.type == "cuda" for storage in storages):
         torch.cuda.synchronize()
 
 

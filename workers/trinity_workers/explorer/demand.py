@@ -24,12 +24,12 @@ class VersionDemand:
         self._serves: StepRef | None = None
         self._first: int | None = None
         """Explorer step from which on the served version answers."""
-        self._asked = False
+        self._is_requested = False
 
     def answered(self, serves: StepRef, ordinals: Iterable[int]) -> SyncRequested | None:
         """Return the request to send after answers with a version, if it is time."""
         self._note(serves)
-        steps = [one // self._prompts_per_step for one in ordinals]
+        steps = [ordinal // self._prompts_per_step for ordinal in ordinals]
         if not steps:
             return None
         if self._first is None:
@@ -45,10 +45,10 @@ class VersionDemand:
 
     def _note(self, serves: StepRef) -> None:
         if serves != self._serves:
-            self._serves, self._first, self._asked = serves, None, False
+            self._serves, self._first, self._is_requested = serves, None, False
 
     def _ask(self) -> SyncRequested | None:
-        if self._asked or self._serves is None:
+        if self._is_requested or self._serves is None:
             return None
-        self._asked = True
-        return SyncRequested(wanted=StepRef(self._serves.epoch, self._serves.step + 1))
+        self._is_requested = True
+        return SyncRequested(oldest_version=StepRef(self._serves.epoch, self._serves.step + 1))

@@ -99,8 +99,8 @@ class VersionInstaller:
         A trainer that publishes on request may wait for this explorer.
         """
         if publishes_on_demand(self._config.sync):
-            wanted = StepRef(failed.epoch, failed.step + 1)
-            self._synchronizer.tell(SyncRequested(wanted=wanted))
+            successor = StepRef(failed.epoch, failed.step + 1)
+            self._synchronizer.tell(SyncRequested(oldest_version=successor))
         self._synchronizer.request_resend(failed)
 
     async def install_exactly(self, step: int) -> bool:
@@ -112,9 +112,9 @@ class VersionInstaller:
             RunEnded: The run was closed before it was ready.
             DeadlineExceeded: It was not ready in time.
         """
-        wanted, serves = StepRef(self._config.epoch, step), self._engine.serves
-        if serves is not None and serves >= wanted:
-            return serves == wanted
+        version, serves = StepRef(self._config.epoch, step), self._engine.serves
+        if serves is not None and serves >= version:
+            return serves == version
         async with self._prefetched_into_engine(step):
             newest = await self._newest(step)
         ready = self._versions.announced(step)

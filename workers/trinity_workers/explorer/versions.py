@@ -92,9 +92,9 @@ class VersionFollower:
         Raises:
             VersionUnavailable: The announcements that are left in the log do not have it.
         """
-        known = self._announced.get(version.step)
-        if known is not None or self.newest is None:
-            return self._found(version, known)
+        ready = self._announced.get(version.step)
+        if ready is not None or self.newest is None:
+            return self._found(version, ready)
         events = subscription_on(
             lambda: nullcontext(self._run.log),
             self._run_id,

@@ -35,9 +35,9 @@ class Actors:
 
     async def watch(self) -> None:
         """Watch how their processes end."""
-        found = await self.ask([actor.process.remote() for actor in self._actors.values()])
-        self._processes = dict(zip(self._actors, found, strict=True))
-        for process in found:
+        processes = await self.ask([actor.process.remote() for actor in self._actors.values()])
+        self._processes = dict(zip(self._actors, processes, strict=True))
+        for process in processes:
             self._deaths.watch(process)
 
     async def trainer_answers(self) -> None:
@@ -58,7 +58,7 @@ class Actors:
 
         results: list[Any] = [None] * len(references)
 
-        async def one(index: int, name: str) -> None:
+        async def collect(index: int, name: str) -> None:
             try:
                 results[index] = await references[index]
             except RayTaskError as error:
@@ -68,17 +68,17 @@ class Actors:
 
         async with anyio.create_task_group() as tasks:
             for index, name in zip(range(len(references)), self._actors, strict=False):
-                tasks.start_soon(one, index, name)
+                tasks.start_soon(collect, index, name)
         return results
 
-    async def _died(self, name: str, told: str) -> ProcessDied:
+    async def _died(self, name: str, message: str) -> ProcessDied:
         process = self._processes.get(name)
         how = ""
         if process is not None:
             # Shielded: the error of another may end this wait, and this one says more.
             with anyio.CancelScope(shield=True):
                 how = await anyio.to_thread.run_sync(self._deaths.how, process)
-        return ProcessDied(format_death(told, name, process, how))
+        return ProcessDied(format_death(message, name, process, how))
 
 
 def in_words(error: Any) -> Exception:
@@ -97,11 +97,11 @@ def _is_fault(cause: object) -> bool:
     return isinstance(cause, OSError) and cause.errno is not None
 
 
-def format_death(told: str, name: str, process: Process | None = None, how: str = "") -> str:
+def format_death(message: str, name: str, process: Process | None = None, how: str = "") -> str:
     """Return which process died, and how, or what Ray tells of it where that is not known."""
-    lines = [line.strip() for line in told.splitlines() if line.strip()]
-    said = dict(line.split(": ", 1) for line in lines[1:] if ": " in line)
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    details = dict(line.split(": ", 1) for line in lines[1:] if ": " in line)
     who = named(name, process)
-    if process is None and "pid" in said:
-        who = f"{name} (process {said['pid']})"
+    if process is None and "pid" in details:
+        who = f"{name} (process {details['pid']})"
     return f"{who} of the run died: {how or (lines[0] if lines else 'nothing is known of why')}"

@@ -83,16 +83,16 @@ class Placement:
         import ray
 
         table: Any = ray.util.placement_group_table(self._group)
-        known = {
-            one["NodeID"]: Node(
-                one["NodeID"], one["NodeManagerHostname"], one["NodeManagerAddress"]
+        nodes = {
+            node["NodeID"]: Node(
+                node["NodeID"], node["NodeManagerHostname"], node["NodeManagerAddress"]
             )
-            for one in ray.nodes()  # type: ignore[no-untyped-call]
+            for node in ray.nodes()  # type: ignore[no-untyped-call]
         }
-        found: dict[Node, list[int]] = {}
+        places: dict[Node, list[int]] = {}
         for place, node in sorted(table["bundles_to_node_id"].items()):
-            found.setdefault(known[node], []).append(place)
-        return found
+            places.setdefault(nodes[node], []).append(place)
+        return places
 
     def has_rank(self, places: list[int]) -> bool:
         """Return True if one of the places is a rank's."""
@@ -100,13 +100,13 @@ class Placement:
 
     def told(self) -> str:
         """Return the places of the run as text."""
-        said = []
+        parts = []
         for node, places in self.nodes().items():
             ranks = sum(place < self._needs.ranks for place in places)
             counts = {"rank": ranks, "explorer": len(places) - ranks}
             counted = " and ".join(numbered(count, what) for what, count in counts.items() if count)
-            said.append(f"{counted} on {node}")
-        return ", ".join(said)
+            parts.append(f"{counted} on {node}")
+        return ", ".join(parts)
 
 
 @asynccontextmanager
@@ -175,19 +175,19 @@ def _answering(address: str) -> str:
 
     if "://" in address:
         raise ValueError("only HOST:PORT and auto are supported, on a host of the cluster")
-    found: str = canonicalize_bootstrap_address(address) or address
-    host, _, port = found.rpartition(":")
+    bootstrap_address: str = canonicalize_bootstrap_address(address) or address
+    host, _, port = bootstrap_address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), ANSWER_DEADLINE) as peer:
             peer.sendall(_GREETING)
             answer = peer.recv(9)
     except TimeoutError:
-        raise OSError(f"{found} does not answer within {ANSWER_DEADLINE:g} s") from None
+        raise OSError(f"{bootstrap_address} does not answer within {ANSWER_DEADLINE:g} s") from None
     except OSError as error:
-        raise OSError(f"{found} does not answer: {error}") from None
+        raise OSError(f"{bootstrap_address} does not answer: {error}") from None
     if len(answer) < 4 or answer[3] != _SETTINGS:
-        raise OSError(f"{found} is no server of Ray")
-    return found
+        raise OSError(f"{bootstrap_address} is no server of Ray")
+    return bootstrap_address
 
 
 async def _reserved(needs: Needs, address: str | None, deadline: float, say: Say) -> Any:
@@ -197,7 +197,7 @@ async def _reserved(needs: Needs, address: str | None, deadline: float, say: Say
     total: Any = ray.cluster_resources()  # type: ignore[no-untyped-call]
     gpus = has_gpu_each(total, needs.ranks)
     group = ray.util.placement_group(needs.bundles(gpus=gpus), strategy="PACK")
-    began, told = anyio.current_time(), False
+    began, reported = anyio.current_time(), False
     while not await anyio.to_thread.run_sync(group.wait, 0.5):
         waited = anyio.current_time() - began
         if waited > deadline:
@@ -206,8 +206,8 @@ async def _reserved(needs: Needs, address: str | None, deadline: float, say: Say
                 f"{_lacking(needs, gpus=gpus)}: wait for other jobs to end, add nodes, or ask for "
                 "less with trainer.ranks, trainer.cpus, explorer.count or explorer.cpus"
             )
-        if waited > _TOLD_AFTER and not told:
-            told = True
+        if waited > _TOLD_AFTER and not reported:
+            reported = True
             say(f"waiting for room in the Ray cluster: {_lacking(needs, gpus=gpus)}")
     return group
 
@@ -216,13 +216,13 @@ def _lacking(needs: Needs, *, gpus: bool) -> str:
     """Return what the run needs and what the cluster has."""
     import ray
 
-    nodes: list[Any] = [one for one in ray.nodes() if one["Alive"]]  # type: ignore[no-untyped-call]
+    nodes: list[Any] = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     free: Any = ray.available_resources()  # type: ignore[no-untyped-call]
     names = ("CPU", "GPU") if gpus else ("CPU",)
     sizes = Counter(
-        " and ".join(f"{one['Resources'].get(name, 0):g} {name}s" for name in names)
-        for one in nodes
+        " and ".join(f"{node['Resources'].get(name, 0):g} {name}s" for name in names)
+        for node in nodes
     )
     has = ", ".join(f"{count} with {size}" for size, count in sizes.items())
-    left = " and ".join(f"{free.get(name, 0):g} {name}s" for name in names)
-    return f"it needs {needs.told(gpus=gpus)}; of the nodes ({has}), {left} are free"
+    available = " and ".join(f"{free.get(name, 0):g} {name}s" for name in names)
+    return f"it needs {needs.told(gpus=gpus)}; of the nodes ({has}), {available} are free"

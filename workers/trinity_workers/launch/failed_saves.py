@@ -43,20 +43,24 @@ class FailedSaves:
             if len(self._paths) > _UNDER_WAY:
                 del self._paths[next(iter(self._paths))]
         ended = _ended(event)
-        paths = [path for one in ended if (path := self._paths.pop(one, None)) is not None]
-        told: dict[tuple[int, str], list[str]] = {}
-        for one in announced:
-            if isinstance(one, StepFailed):
-                self.steps.setdefault(one.step, set()).add(one.kind)
-                told.setdefault((one.step, one.reason), []).append(one.kind)
-            elif isinstance(one, StepReady) and one.kind in self.steps.get(one.step, ()):
-                self.steps[one.step].discard(one.kind)
-                if not self.steps[one.step]:
-                    del self.steps[one.step]
+        paths = [path for save_id in ended if (path := self._paths.pop(save_id, None)) is not None]
+        failures: dict[tuple[int, str], list[str]] = {}
+        for announcement in announced:
+            if isinstance(announcement, StepFailed):
+                self.steps.setdefault(announcement.step, set()).add(announcement.kind)
+                failures.setdefault((announcement.step, announcement.reason), []).append(
+                    announcement.kind
+                )
+            elif isinstance(announcement, StepReady) and announcement.kind in self.steps.get(
+                announcement.step, ()
+            ):
+                self.steps[announcement.step].discard(announcement.kind)
+                if not self.steps[announcement.step]:
+                    del self.steps[announcement.step]
         return [
             f"step {step}: {' and '.join(kinds)} FAILED: {reason.rstrip('.')}"
             + ("" if kinds == ["weights"] else self._where(paths))
-            for (step, reason), kinds in told.items()
+            for (step, reason), kinds in failures.items()
         ]
 
     @property
@@ -78,6 +82,6 @@ def _ended(event: Event) -> list[str]:
         case SaveFailed() | SaveFinished():
             return [event.save_id]
         case LeaseExpired():
-            return [one.save_id for one in event.attempts]
+            return [attempt.save_id for attempt in event.attempts]
         case _:
             return []

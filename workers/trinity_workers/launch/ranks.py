@@ -106,8 +106,8 @@ async def _claim(claims: _Claims, config: RunConfig, given: int | None) -> int:
     wait = Deadline(config.sync.timeout, f"no explorer rank of run {config.run_id} was claimed")
     for rank in count() if given is None else [given]:
         while not await wait.ask(partial(claims.hold, rank)):
-            left = await wait.ask(partial(claims.left, rank))
-            if left > _RENEWED * LEASE:
+            seconds = await wait.ask(partial(claims.left, rank))
+            if seconds > _RENEWED * LEASE:
                 break
             await anyio.sleep(LEASE / 20)  # No event tells of a renewal, or of a lapse.
         else:

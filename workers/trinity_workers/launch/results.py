@@ -29,15 +29,15 @@ def results_alone() -> Iterator[TextIO]:
     error.
     """
     sys.stdout.flush()
-    kept = os.dup(1)
-    os.set_inheritable(kept, False)
+    descriptor = os.dup(1)
+    os.set_inheritable(descriptor, False)
     encoding = getattr(sys.stdout, "encoding", None)
     errors = getattr(sys.stdout, "errors", None)
-    with os.fdopen(kept, "w", encoding=encoding, errors=errors) as results:
+    with os.fdopen(descriptor, "w", encoding=encoding, errors=errors) as results:
         os.dup2(2, 1)
         try:
             yield results
         finally:
             sys.stdout.flush()
             results.flush()
-            os.dup2(kept, 1)
+            os.dup2(descriptor, 1)

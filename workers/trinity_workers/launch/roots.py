@@ -43,12 +43,12 @@ async def _report(log: RedisEventLog, config: RunConfig, say: Callable[[str], No
             if await _other_folder(log, config) is None:
                 continue
             await anyio.sleep(_AGAIN)
-            if (said := await _other_folder(log, config)) is not None:
-                say(f"warning: {said}")
+            if (warning := await _other_folder(log, config)) is not None:
+                say(f"warning: {warning}")
                 return
 
 
 async def _other_folder(log: RedisEventLog, config: RunConfig) -> str | None:
-    told = await log.get_leader_folder()
+    leader_folder = await log.get_leader_folder()
     folder, run_id = config.checkpoint_folder, config.run_id
-    return await anyio.to_thread.run_sync(other_folder, told, folder, run_id)
+    return await anyio.to_thread.run_sync(other_folder, leader_folder, folder, run_id)

@@ -114,17 +114,17 @@ def _asked(room: Placement, place: int, probe: Probe) -> Awaitable[str | None]:
     import ray
 
     task: Any = ray.remote(answer).options(**room.beside(place))
-    asked: Awaitable[str | None] = task.remote(probe)
-    return asked
+    reply: Awaitable[str | None] = task.remote(probe)
+    return reply
 
 
 async def _check(
-    node: Node, asked: Awaitable[str | None], probe: Probe, unanswered: dict[Node, list[int]]
+    node: Node, reply: Awaitable[str | None], probe: Probe, unanswered: dict[Node, list[int]]
 ) -> None:
     from ray.exceptions import RayError
 
     try:
-        wrong = await asked
+        wrong = await reply
     except RayError as error:
         reason = str(error).strip().splitlines()[-1]
         wrong = (

@@ -105,10 +105,12 @@ def _accuracy(
         for index, question in enumerate(questions)
     ]
     right = 0.0
-    for question, found in zip(questions, engine.generate_here(requests), strict=True):
-        said = found.tokens[:-1] if found.finished else found.tokens
-        text = str(tokenizer.decode(said, skip_special_tokens=False))
-        answer = Answer(text=text, finished=found.finished, messages=[], tokens=len(found.tokens))
+    for question, generation in zip(questions, engine.generate_here(requests), strict=True):
+        tokens = generation.tokens[:-1] if generation.finished else generation.tokens
+        text = str(tokenizer.decode(tokens, skip_special_tokens=False))
+        answer = Answer(
+            text=text, finished=generation.finished, messages=[], tokens=len(generation.tokens)
+        )
         right += task.reward(question, answer)["reward"]
     return right / len(questions)
 

@@ -82,15 +82,15 @@ class CodeRewards:
                 f"a question has no text in its field {self._field!r}, which rewards.code_tests "
                 f"names: {propose_field(question.data, self._field)}"
             )
-        found = dict.fromkeys(range(len(answers)), 0.0)
+        rewards = dict.fromkeys(range(len(answers)), 0.0)
 
-        async def one(index: int, answer: Answer) -> None:
-            found[index] = float(await self._passes(find_code(answer.text), tests))
+        async def run(index: int, answer: Answer) -> None:
+            rewards[index] = float(await self._passes(find_code(answer.text), tests))
 
         async with anyio.create_task_group() as tasks:
             for index, answer in enumerate(answers):
-                tasks.start_soon(one, index, answer)
-        return [Rewarded(reward=found[index]) for index in range(len(answers))]
+                tasks.start_soon(run, index, answer)
+        return [Rewarded(reward=rewards[index]) for index in range(len(answers))]
 
     async def aclose(self) -> None:
         """Do nothing: each process ends with its answer."""

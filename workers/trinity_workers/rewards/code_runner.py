@@ -19,7 +19,7 @@ def main() -> None:
     stdin = sys.stdin.buffer
     limits, token = json.loads(stdin.readline()), stdin.readline().strip()
     program = json.loads(stdin.read())
-    told = os.dup(1)
+    result = os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
@@ -37,7 +37,7 @@ def main() -> None:
         exec(compile(block, "answer.py", "exec"), names)  # noqa: S102
     # Compiled apart from the code, so that no quote or bracket of it reaches into the tests.
     exec(compile(program["tests"], "tests.py", "exec"), names)  # noqa: S102
-    os.write(told, token)
+    os.write(result, token)
 
 
 def choose_blocks(blocks: list[str], tests: str) -> list[str]:

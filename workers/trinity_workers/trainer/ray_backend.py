@@ -98,8 +98,8 @@ class RayTrainBackend(TrainEngineWrapper):
 
     async def generate_sequences(self, prompts: Sequence[GenerationRequest]) -> list[Generation]:
         """Generate one turn for each request on the ranks, with their present weights."""
-        found: list[Generation] = await self._ask("generate_sequences", prompts)
-        return found
+        generations: list[Generation] = await self._ask("generate_sequences", prompts)
+        return generations
 
     async def save_checkpoint(
         self,

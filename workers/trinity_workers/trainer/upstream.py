@@ -31,8 +31,10 @@ def get_latest_hf_checkpoint_path(config: RunConfig) -> str | None:
         newest = int((root / ITERATION_FILES["checkpoint"]).read_text())
     except FileNotFoundError:
         return None
-    steps = [parse_final_name(one.name) for one in root.iterdir()]
-    for step in sorted((one for one in steps if one is not None and one <= newest), reverse=True):
+    steps = [parse_final_name(entry.name) for entry in root.iterdir()]
+    for step in sorted(
+        (step for step in steps if step is not None and step <= newest), reverse=True
+    ):
         folder = root.joinpath(final_name(step), *MODEL_FOLDER)
         if has_weights(folder):
             return str(folder)

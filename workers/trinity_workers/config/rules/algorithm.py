@@ -11,16 +11,16 @@ def check_algorithm(config: TrainConfig, named: FormatField) -> Contradictions:
     """Yield contradictions of the algorithm, each field in one of them alone."""
     refused = list(_check_trainer_support(config, named))
     yield from refused
-    told = {path for paths, _ in refused for path in paths}
-    found = algorithm_contradictions(
+    reported = {path for paths, _ in refused for path in paths}
+    contradictions = algorithm_contradictions(
         config.algorithm,
         lambda path: named(f"algorithm.{path}"),
         config.rollouts.samples_per_prompt,
     )
-    for inner, said in found:
+    for inner, text in contradictions:
         paths = tuple(f"algorithm.{path}" for path in inner)
-        if not told.intersection(paths):
-            yield paths, said
+        if not reported.intersection(paths):
+            yield paths, text
 
 
 def _check_trainer_support(config: TrainConfig, named: FormatField) -> Contradictions:

@@ -16,9 +16,9 @@ def check_checkpoints(config: TrainConfig, named: FormatField) -> Contradictions
             f"checkpoints: set {interval}, or {saved} never",
         )
     if config.rollouts.keep_answers == "checkpoint" and not config.checkpoints.interval:
-        interval, kept = named("checkpoints.interval"), named("rollouts.keep_answers")
+        interval, keep_answers = named("checkpoints.interval"), named("rollouts.keep_answers")
         yield (
             ("rollouts.keep_answers", "checkpoints.interval"),
-            f"{kept} is checkpoint, and {interval} 0 writes no checkpoints, so that no answer "
-            f"would ever be deleted: set {interval}, or {kept} trained",
+            f"{keep_answers} is checkpoint, and {interval} 0 writes no checkpoints, so that no "
+            f"answer would ever be deleted: set {interval}, or {keep_answers} trained",
         )

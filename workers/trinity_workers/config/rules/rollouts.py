@@ -28,20 +28,20 @@ def check_updates(config: TrainConfig, named: FormatField) -> Contradictions:
     mode, sync = config.rollouts.on_update, config.sync
     if mode == "finish":
         return
-    asked = f"{named('rollouts.on_update')} is {mode}, and"
+    subject = f"{named('rollouts.on_update')} is {mode}, and"
     way_out = f"set {named('rollouts.on_update')} finish, or"
     if config.explorer.deterministic:
         deterministic = named("explorer.deterministic")
         yield (
             ("rollouts.on_update", "explorer.deterministic"),
-            f"{asked} answers then depend on the moment at which weights arrive, which "
+            f"{subject} answers then depend on the moment at which weights arrive, which "
             f"{deterministic} rules out: {way_out} {deterministic} false",
         )
     if names_exact_version(sync):
         style = named("sync.style")
         yield (
             ("rollouts.on_update", "sync.style"),
-            f"{asked} {style} fixed has the steps between which explorers change versions, never "
+            f"{subject} {style} fixed has the steps between which explorers change versions, never "
             f"amid an answer: {way_out} another {style}",
         )
         return
@@ -50,6 +50,6 @@ def check_updates(config: TrainConfig, named: FormatField) -> Contradictions:
         bound = named("sync.max_staleness")
         yield (
             ("rollouts.on_update", "sync.max_staleness", "sync.interval"),
-            f"{asked} with {bound} {config.staleness_bound} no answer that an earlier version "
+            f"{subject} with {bound} {config.staleness_bound} no answer that an earlier version "
             f"began is trained on: {way_out} {bound} {least} or more",
         )

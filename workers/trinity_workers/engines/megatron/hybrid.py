@@ -109,11 +109,11 @@ class HybridEngine:
         first, count = context.sequence_len_offset, tokens.shape[1]
         positions = torch.arange(first, first + count, device=tokens.device).expand_as(tokens)
         with torch.no_grad(), adapted():
-            found: torch.Tensor = self.model(
+            logits: torch.Tensor = self.model(
                 tokens, positions, None, inference_context=context, runtime_gather_output=True
             )
         context.sequence_len_offset += count
-        return found[:, -1, : self.engine.config.vocab_size]
+        return logits[:, -1, : self.engine.config.vocab_size]
 
     def full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what the model generates with, by Hugging Face name, one at a time. Collective."""

@@ -50,7 +50,7 @@ class MetaModel:
             global_name(name, self._model): parameter
             for name, parameter in self._model.named_parameters()
         }
-        self._names = {_storage(one): name for name, one in self.parameters.items()}
+        self._names = {_storage(parameter): name for name, parameter in self.parameters.items()}
 
     def tensors(self, name: str) -> list[tuple[str, torch.Tensor]]:
         """Return the Hugging Face tensors of a parameter by name, without values."""
@@ -108,15 +108,15 @@ class MetaModel:
             folder: Folder to write to; its content is replaced.
             value: Returns the value of a parameter, with its shape, when it is written.
         """
-        held: list[tuple[str, torch.Tensor]] = []
+        current: list[tuple[str, torch.Tensor]] = []
 
         def part(view: torch.Tensor) -> torch.Tensor:
             name = self._names[_storage(view)]
-            if not held or held[0][0] != name:
-                held.clear()  # freed before the next one is made
+            if not current or current[0][0] != name:
+                current.clear()  # freed before the next one is made
                 whole = torch.empty_like(self.parameters[name], device="cpu", requires_grad=False)
-                held.append((name, whole.copy_(value(name))))
-            return _same_part(held[0][1], view)
+                current.append((name, whole.copy_(value(name))))
+            return _same_part(current[0][1], view)
 
         checkpoint.prepare(self._state(), folder, value=part)()
 
@@ -146,9 +146,9 @@ class MetaModel:
         state = self._state()
         apply_factories(state)
         parts: dict[str, list[Any]] = {name: [] for name in self.parameters}
-        for one in nested_values(state):
-            if isinstance(one, ShardedTensor):
-                parts[self._names[_storage(one.data)]].append(one)
+        for nested in nested_values(state):
+            if isinstance(nested, ShardedTensor):
+                parts[self._names[_storage(nested.data)]].append(nested)
         return parts
 
 
@@ -161,12 +161,12 @@ class _Into(_torch_dcp.DefaultLoadPlanner):  # type: ignore[misc]
         self.missing = target.numel()
 
     def resolve_tensor(self, read_item: Any) -> torch.Tensor:
-        found = self._target
+        target = self._target
         for dim, (start, length) in enumerate(
             zip(read_item.dest_offsets, read_item.lengths, strict=True)
         ):
-            found = found.narrow(dim, start, length)
-        return found
+            target = target.narrow(dim, start, length)
+        return target
 
     def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
         self.missing -= tensor.numel()
@@ -202,10 +202,10 @@ def _entry(metadata: Any, part: Any, folder: Path) -> Any:
 
 def _fits(part: Any, saved: tuple[int, ...]) -> bool:
     """Return True if the shape is equal, except for rows of vocabulary padding."""
-    wanted = tuple(part.global_shape)
+    shape = tuple(part.global_shape)
     if part.allow_shape_mismatch:
-        return wanted[1:] == saved[1:] and wanted[0] <= saved[0]
-    return wanted == saved
+        return shape[1:] == saved[1:] and shape[0] <= saved[0]
+    return shape == saved
 
 
 def _storage(tensor: torch.Tensor) -> int:

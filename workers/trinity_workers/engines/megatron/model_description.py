@@ -37,11 +37,11 @@ class Description(Struct, frozen=True):
         if self.generation_config is not None:
             defaults |= json.loads(self.generation_config)
         more = defaults["eos_token_id"]
-        found = [
+        tokens = [
             getattr(self.tokenizer, "eos_token_id", None),
             *(more if isinstance(more, list) else [more]),
         ]
-        return frozenset(int(token) for token in found if token is not None)
+        return frozenset(int(token) for token in tokens if token is not None)
 
 
 def read_description(folder: Path) -> Description:

@@ -46,12 +46,12 @@ def parameter_slices(chunk: Any, vocabulary: int) -> Iterator[ParameterSlice]:
             offsets = [0] * piece.dim()
             if dim >= 0:
                 offsets[dim] = rank * piece.shape[dim]
-            held = piece
+            rows = piece
             if name in (_EMBEDDING, _OUTPUT):
-                held = piece[: max(0, vocabulary - offsets[0])]
-            if held.numel():
+                rows = piece[: max(0, vocabulary - offsets[0])]
+            if rows.numel():
                 yield ParameterSlice(
-                    piece_name, TensorSlice(tuple(offsets), tuple(held.shape)), held
+                    piece_name, TensorSlice(tuple(offsets), tuple(rows.shape)), rows
                 )
 
 

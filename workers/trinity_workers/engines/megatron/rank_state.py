@@ -68,8 +68,8 @@ def _described(layout: ParallelLayout) -> dict[str, Any]:
 
 def _plain(state: Any) -> torch.Tensor:
     """Return a state as a tensor: for CUDA graphs the tracker holds generators."""
-    found: torch.Tensor = state.get_state() if isinstance(state, torch.Generator) else state
-    return found.detach().to("cpu", copy=True)
+    tensor: torch.Tensor = state.get_state() if isinstance(state, torch.Generator) else state
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _tracker() -> Any:

@@ -43,7 +43,7 @@ class Copy(NamedTuple):
     nbytes: int
 
 
-def plan(held: Sequence[Places], wanted: Sequence[Places]) -> list[Copy]:
+def plan(sources: Sequence[Places], targets: Sequence[Places]) -> list[Copy]:
     """Return the copies that fill every wanted slice of every rank, the same on all ranks.
 
     Of several holders of a slice the target itself is taken, else the one that sends least so far.
@@ -53,27 +53,27 @@ def plan(held: Sequence[Places], wanted: Sequence[Places]) -> list[Copy]:
     """
     holders: dict[str, dict[TensorSlice, list[tuple[int, int]]]] = {}
     dtypes: dict[str, str] = {}
-    for rank, slices in enumerate(held):
+    for rank, slices in enumerate(sources):
         for index, (name, dtype, place) in enumerate(slices):
             holders.setdefault(name, {}).setdefault(place, []).append((rank, index))
             dtypes[name] = dtype
-    sent = [0] * len(held)
+    sent = [0] * len(sources)
     copies = []
-    for target, slices in enumerate(wanted):
+    for target, slices in enumerate(targets):
         for index, (name, dtype, place) in enumerate(slices):
-            found = holders.get(name, {})
-            error = coverage_error(place, list(found))
+            candidates = holders.get(name, {})
+            error = coverage_error(place, list(candidates))
             if error is None and dtypes[name] != dtype:
                 error = f"it is {dtypes[name]}, and {dtype} is wanted"
             if error is not None:
                 raise IncompatibleWeights(f"{name} cannot be resharded for rank {target}: {error}")
             size = getattr(torch, dtype).itemsize
-            for outer, ranks in found.items():
+            for outer, ranks in candidates.items():
                 part = intersection(place, outer)
                 if part is None:
                     continue
                 source, source_index = min(
-                    ranks, key=lambda one: (one[0] != target, sent[one[0]], one[0])
+                    ranks, key=lambda holder: (holder[0] != target, sent[holder[0]], holder[0])
                 )
                 nbytes = part.volume * size
                 sent[source] += nbytes if source != target else 0
@@ -85,12 +85,12 @@ def buckets(copies: Sequence[Copy], limit: int = BUCKET_BYTES) -> Iterator[list[
     """Yield consecutive copies, whose bytes between ranks come to at most ``limit``."""
     bucket: list[Copy] = []
     nbytes = 0
-    for one in copies:
-        size = one.nbytes if one.source != one.target else 0
+    for copy in copies:
+        size = copy.nbytes if copy.source != copy.target else 0
         if bucket and nbytes + size > limit:
             yield bucket
             bucket, nbytes = [], 0
-        bucket.append(one)
+        bucket.append(copy)
         nbytes += size
     if bucket:
         yield bucket
@@ -116,11 +116,11 @@ class Resharding:
     ) -> None:
         self._sources, self._targets, self._group = sources, targets, group
         mine = msgspec.msgpack.encode((_places(sources), _places(targets)))
-        told = [
-            msgspec.msgpack.decode(one, type=tuple[Places, Places])
-            for one in gather_bytes(mine, group)
+        layouts = [
+            msgspec.msgpack.decode(layout, type=tuple[Places, Places])
+            for layout in gather_bytes(mine, group)
         ]
-        self.copies = plan([held for held, _ in told], [wanted for _, wanted in told])
+        self.copies = plan([places for places, _ in layouts], [places for _, places in layouts])
         self._error: Exception | None = None
         self._in_flight: list[tuple[int | None, Any]] = []
         self._buffers: list[torch.Tensor] = []
@@ -144,21 +144,23 @@ class Resharding:
 
     def _run(self, bucket: Sequence[Copy]) -> None:
         me = self._group.rank()
-        here = [one for one in bucket if one.source == one.target == me]
-        sent = _by_peer((one.target, one) for one in bucket if one.source == me != one.target)
-        received = _by_peer((one.source, one) for one in bucket if one.target == me != one.source)
+        here = [copy for copy in bucket if copy.source == copy.target == me]
+        sent = _by_peer((copy.target, copy) for copy in bucket if copy.source == me != copy.target)
+        received = _by_peer(
+            (copy.source, copy) for copy in bucket if copy.target == me != copy.source
+        )
         outgoing = {peer: self._buffer(copies) for peer, copies in sent.items()}
         incoming = {peer: self._buffer(copies) for peer, copies in received.items()}
         for peer, copies in sent.items():
             with self._noted():
-                for one, part in zip(copies, _parts(outgoing[peer], copies), strict=True):
-                    part.copy_(_bytes_of(self._source(one)))
+                for copy, part in zip(copies, _parts(outgoing[peer], copies), strict=True):
+                    part.copy_(_bytes_of(self._source(copy)))
         # Kept beyond an error: what is in flight still reads and writes them.
         self._buffers = [*outgoing.values(), *incoming.values()]
         self._in_flight = self._begun(outgoing, incoming)
         with self._noted():
-            for one in here:
-                self._target(one).copy_(self._source(one))
+            for copy in here:
+                self._target(copy).copy_(self._source(copy))
         for partner, work in self._in_flight:
             try:
                 work.wait()
@@ -167,8 +169,8 @@ class Resharding:
         self._in_flight = []
         for peer, copies in received.items():
             with self._noted():
-                for one, part in zip(copies, _parts(incoming[peer], copies), strict=True):
-                    target = self._target(one)
+                for copy, part in zip(copies, _parts(incoming[peer], copies), strict=True):
+                    target = self._target(copy)
                     target.copy_(part.view(target.dtype).view(target.shape))
 
     @contextmanager
@@ -195,7 +197,7 @@ class Resharding:
                     for end, peer, buffer in ends
                 ]
             )
-            return [(None, one) for one in works]
+            return [(None, work) for work in works]
         begun: list[tuple[int | None, Any]] = []
         for end, peer, buffer in ends:
             where = {"group_dst" if end is dist.isend else "group_src": peer}
@@ -223,34 +225,37 @@ class Resharding:
             f"the weights could not be resharded, because {name} died or was too slow: {error}"
         )
 
-    def _source(self, one: Copy) -> torch.Tensor:
-        held = self._sources[one.source_index]
-        return held.tensor[one.place.inside(held.place)]
+    def _source(self, copy: Copy) -> torch.Tensor:
+        source = self._sources[copy.source_index]
+        return source.tensor[copy.place.inside(source.place)]
 
-    def _target(self, one: Copy) -> torch.Tensor:
-        wanted = self._targets[one.target_index]
-        return wanted.tensor[one.place.inside(wanted.place)]
+    def _target(self, copy: Copy) -> torch.Tensor:
+        target = self._targets[copy.target_index]
+        return target.tensor[copy.place.inside(target.place)]
 
     def _buffer(self, copies: Sequence[Copy]) -> torch.Tensor:
         any_tensor = (self._sources or self._targets)[0].tensor
-        total = sum(one.nbytes for one in copies)
+        total = sum(copy.nbytes for copy in copies)
         return torch.empty(total, dtype=torch.uint8, device=any_tensor.device)
 
 
 def _places(slices: Sequence[ParameterSlice]) -> Places:
-    return [(one.name, str(one.tensor.dtype).removeprefix("torch."), one.place) for one in slices]
+    return [
+        (piece.name, str(piece.tensor.dtype).removeprefix("torch."), piece.place)
+        for piece in slices
+    ]
 
 
 def _by_peer(copies: Iterable[tuple[int, Copy]]) -> dict[int, list[Copy]]:
-    found: dict[int, list[Copy]] = {}
-    for peer, one in copies:
-        found.setdefault(peer, []).append(one)
-    return found
+    copies_by_peer: dict[int, list[Copy]] = {}
+    for peer, copy in copies:
+        copies_by_peer.setdefault(peer, []).append(copy)
+    return copies_by_peer
 
 
 def _parts(buffer: torch.Tensor, copies: Sequence[Copy]) -> Sequence[torch.Tensor]:
     """Return the bytes of each copy in a buffer."""
-    views: tuple[torch.Tensor, ...] = torch.split(buffer, [one.nbytes for one in copies])
+    views: tuple[torch.Tensor, ...] = torch.split(buffer, [copy.nbytes for copy in copies])
     return views
 
 

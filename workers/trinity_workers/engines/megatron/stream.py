@@ -68,11 +68,11 @@ class WeightStream:
             for index, chunk in enumerate(chunks)
             for name, parameter in self._parameters[index].items()
         ]
-        told = gather_bytes(msgspec.msgpack.encode(mine), self._stages)
+        payloads = gather_bytes(msgspec.msgpack.encode(mine), self._stages)
         self.entries = [
             entry
-            for one in told
-            for entry in msgspec.msgpack.decode(one, type=list[ParameterEntry])
+            for payload in payloads
+            for entry in msgspec.msgpack.decode(payload, type=list[ParameterEntry])
             if not (tied and entry.name == "output_layer.weight")
         ]
 
@@ -80,8 +80,8 @@ class WeightStream:
         """Yield full tensors by Hugging Face name, on every rank. Every rank must exhaust it."""
         for entry in self.entries:
             shard = self._from_owner(entry)
-            for name, one in self._gather_experts(entry, shard):
-                whole = self._mapping.merge(name, self._gather_shards(entry, one), entry.dim)
+            for name, tensor in self._gather_experts(entry, shard):
+                whole = self._mapping.merge(name, self._gather_shards(entry, tensor), entry.dim)
                 yield from self._mapping.to_huggingface(name, whole)
 
     def huggingface_names(self) -> set[str]:
@@ -126,8 +126,8 @@ class WeightStream:
             return [(entry.name, shard)]
         everyone = _gather(shard, self._groups.ep)
         return [
-            (_moved(entry.name, rank * self._experts_here), one)
-            for rank, one in enumerate(everyone)
+            (_moved(entry.name, rank * self._experts_here), tensor)
+            for rank, tensor in enumerate(everyone)
         ]
 
     def _gather_shards(self, entry: ParameterEntry, shard: torch.Tensor) -> list[torch.Tensor]:
@@ -155,9 +155,9 @@ def load_folder(
             sources = mapping.huggingface_names(name)
             if set(sources) <= absent:
                 continue
-            found = [reader.tensor(one) for one in sources]
-            check_finite(zip(sources, found, strict=True), str(folder))
-            whole = mapping.to_megatron(name, found)
+            tensors = [reader.tensor(source) for source in sources]
+            check_finite(zip(sources, tensors, strict=True), str(folder))
+            whole = mapping.to_megatron(name, tensors)
             group = shard_group(name, chunk.pg_collection)
             shard = mapping.split(name, whole, parameter, group.size())[group.rank()]
             if shard.shape != parameter.shape:
@@ -184,17 +184,17 @@ def local_shards(
             group = shard_group(name, chunk.pg_collection)
             parts, dim = group.size(), partition_dim(parameter)
             mapping = local_mapping(hf, config, parts)
-            for found, piece in mapping.to_huggingface(name, parameter.detach()):
+            for hf_name, piece in mapping.to_huggingface(name, parameter.detach()):
                 shape, offsets = list(piece.shape), [0] * piece.dim()
                 if dim >= 0:
                     offsets[dim] = group.rank() * piece.shape[dim]
                     shape[dim] = parts * piece.shape[dim]
                 tensor = piece
-                if found.endswith(("embed_tokens.weight", "lm_head.weight")):
+                if hf_name.endswith(("embed_tokens.weight", "lm_head.weight")):
                     shape[0] = hf.vocab_size
                     tensor = piece[: max(0, hf.vocab_size - offsets[0])]
                 if tensor.numel():
-                    yield LocalShard(found, tensor, tuple(shape), tuple(offsets))
+                    yield LocalShard(hf_name, tensor, tuple(shape), tuple(offsets))
 
 
 def global_name(name: str, chunk: Any) -> str:
@@ -231,7 +231,7 @@ def _entry(
 
 
 def _with_layer(name: str, chunk: Any) -> str:
-    return _LAYER.sub(lambda found: str(chunk.decoder.layers[int(found[0])].layer_number - 1), name)
+    return _LAYER.sub(lambda match: str(chunk.decoder.layers[int(match[0])].layer_number - 1), name)
 
 
 def _experts_here(chunk: Any) -> int:
@@ -241,7 +241,7 @@ def _experts_here(chunk: Any) -> int:
 
 def _moved(name: str, by: int) -> str:
     """Return the name with the expert's number increased by ``by``."""
-    return _EXPERT.sub(lambda found: f"{found[1]}{int(found[2]) + by}", name)
+    return _EXPERT.sub(lambda match: f"{match[1]}{int(match[2]) + by}", name)
 
 
 def _gather(shard: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:

@@ -47,8 +47,8 @@ def response_logprobs(
     """Return log-probabilities [B, R] of every micro-batch; empty before the last stage."""
 
     def finish(output: Tensor, row: _Rows) -> tuple[Tensor, Tensor]:
-        found = row.statistics(output, statistics).logprobs
-        return found.sum(), found
+        logprobs = row.statistics(output, statistics).logprobs
+        return logprobs.sum(), logprobs
 
     with torch.no_grad():
         return _run_schedule(chunks, parts, finish, forward_only=True, head=_head_of(statistics))
@@ -166,16 +166,18 @@ class _Rows:
             settings: The computation.
         """
         if settings.fused:
-            found = TokenStatistics(output[..., 0], output[..., 1] if settings.entropy else None)
+            statistics = TokenStatistics(
+                output[..., 0], output[..., 1] if settings.entropy else None
+            )
         else:
-            found = token_statistics(
+            statistics = token_statistics(
                 self.select_responses(output),
                 self.answers,
                 temperature=settings.temperature,
                 entropy=settings.entropy,
                 part=_vocabulary_part(output.shape[-1], settings.vocabulary),
             )
-        return found.masked(self.batch.response_mask)
+        return statistics.masked(self.batch.response_mask)
 
 
 _Head: TypeAlias = Callable[[_Rows, Tensor, Tensor], Tensor]
@@ -187,7 +189,7 @@ def _head_of(settings: Statistics) -> _Head | None:
     from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 
     def head(row: _Rows, hidden: Tensor, weight: Tensor) -> Tensor:
-        found = head_statistics(
+        statistics = head_statistics(
             row.select_responses(copy_to_tensor_model_parallel_region(hidden)),
             (weight, None),
             row.answers,
@@ -195,7 +197,7 @@ def _head_of(settings: Statistics) -> _Head | None:
             entropy=settings.entropy,
             part=_vocabulary_part(weight.shape[0], settings.vocabulary),
         )
-        return torch.stack([one for one in found if one is not None], dim=-1)
+        return torch.stack([tensor for tensor in statistics if tensor is not None], dim=-1)
 
     return head if settings.fused else None
 
@@ -213,8 +215,8 @@ def _with_head(model: Any, row: _Rows, head: _Head | None) -> Iterator[None]:
 
     def forward(hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
         # The model gives, and transposes, columns first.
-        found = head(row, hidden.transpose(0, 1), layer.weight if weight is None else weight)
-        return found.transpose(0, 1), None
+        output = head(row, hidden.transpose(0, 1), layer.weight if weight is None else weight)
+        return output.transpose(0, 1), None
 
     with forward_replaced(layer, forward):
         yield
@@ -252,18 +254,18 @@ def _run_schedule(
     # Stages tell each other the shapes, where those differ.
     shapes = {part.input_ids.shape for part in parts}
     get_model_config(chunks[0]).variable_seq_lengths = len(shapes) > 1
-    one = len(chunks) == 1
+    is_single = len(chunks) == 1
     with adapted():
-        found: list[Any] = get_forward_backward_func()(
+        outputs: list[Any] = get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=iter(parts) if one else [iter(parts) for _ in chunks],
-            model=chunks[0] if one else list(chunks),
+            data_iterator=iter(parts) if is_single else [iter(parts) for _ in chunks],
+            model=chunks[0] if is_single else list(chunks),
             num_microbatches=len(parts),
             seq_length=columns,
             micro_batch_size=rows,
             forward_only=forward_only,
         )
-    return found
+    return outputs
 
 
 def _vocabulary_part(width: int, vocabulary: int) -> VocabularyPart:

@@ -27,17 +27,17 @@ class MegatronCritic(MegatronEngine):
     """
 
     def _read(self, folder: Path) -> Description:
-        found = read_description(folder)
-        self._absent = HEAD - checked_head(found.config, folder)
-        return structs.replace(found, config=critic_config(found.config))
+        description = read_description(folder)
+        self._absent = HEAD - checked_head(description.config, folder)
+        return structs.replace(description, config=critic_config(description.config))
 
     def response_values(self, batch: Batch) -> torch.Tensor | None:
         """Return the value before each response token [B, R], without gradients. Collective.
 
         They are on the last pipeline stage; the other stages get None.
         """
-        found = self.values_of_parts(batch.equal_parts(self._parts))
-        return torch.cat(found)[: len(batch)] if found else None
+        values = self.values_of_parts(batch.equal_parts(self._parts))
+        return torch.cat(values)[: len(batch)] if values else None
 
     @holding("parameters")
     def values_of_parts(self, parts: Sequence[Batch]) -> list[torch.Tensor]:
@@ -57,12 +57,12 @@ class MegatronRewardModel(MegatronEngine):
     """Reward model without gradients, from a folder of transformers' models for classification."""
 
     def _read(self, folder: Path) -> Description:
-        found = read_description(folder)
-        checked_head(found.config, folder, required=True)
-        return found
+        description = read_description(folder)
+        checked_head(description.config, folder, required=True)
+        return description
 
     @holding("parameters")
     def scores(self, batch: Batch, *, parts: int | None = None) -> torch.Tensor | None:
         """Return the output at each row's last token [B], on the last stage. Collective."""
-        found = last_values(self.module, batch.equal_parts(parts or self._parts))
-        return torch.cat(found)[: len(batch)] if found else None
+        scores = last_values(self.module, batch.equal_parts(parts or self._parts))
+        return torch.cat(scores)[: len(batch)] if scores else None

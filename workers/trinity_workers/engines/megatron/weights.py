@@ -106,8 +106,8 @@ class _MBridge:
         self._experts = has_experts(hf)
 
     def huggingface_names(self, name: str) -> list[str]:
-        found: list[str] = self._bridge._weight_name_mapping_mcore_to_hf(self._known(name))
-        return found
+        names: list[str] = self._bridge._weight_name_mapping_mcore_to_hf(self._known(name))
+        return names
 
     def to_megatron(self, name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         whole: torch.Tensor = self._bridge._weight_to_mcore_format(self._known(name), list(tensors))
@@ -125,10 +125,10 @@ class _MBridge:
         return shards
 
     def merge(self, name: str, shards: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-        known = self._known(name)
+        fused_name = self._known(name)
         if len(shards) == 1:
             return shards[0]
-        if "linear_fc1" in known and "layer_norm" not in known:
+        if "linear_fc1" in fused_name and "layer_norm" not in fused_name:
             # Every shard has its part of the gate, then its part of the up projection.
             halves = [shard.chunk(2) for shard in shards]
             return torch.cat([half[part] for part in (0, 1) for half in halves])
@@ -161,5 +161,5 @@ class _WithValueHead(_MBridge):
     def to_huggingface(self, name: str, whole: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         if not name.startswith("output_layer."):
             return super().to_huggingface(name, whole)
-        [found] = self.huggingface_names(name)
-        return [(found, whole)]
+        [hf_name] = self.huggingface_names(name)
+        return [(hf_name, whole)]

@@ -25,20 +25,20 @@ from .reward_tokens import reward_tokens
 
 
 def load_models(
-    config: RunConfig, device: torch.device, wanted: Collection[ModelName] | None = None
+    config: RunConfig, device: torch.device, names: Collection[ModelName] | None = None
 ) -> Models:
     """Load models. Collective.
 
     Args:
         config: The run.
         device: Device of this rank.
-        wanted: Models to load; by default those that a training step needs.
+        names: Models to load; by default those that a training step needs.
 
     Raises:
         BadPolicy: if a folder holds no policy or no reward model, or the teacher has other tokens
             than the policy.
     """
-    wanted = needed_models(config) if wanted is None else wanted
+    names = needed_models(config) if names is None else names
     common: dict[str, Any] = {
         "device": device,
         "dtype": config.model.dtype,
@@ -48,7 +48,7 @@ def load_models(
     trainer = config.trainer
     clipped = common | {"gradient_norm": trainer.gradient_norm}
     policy = critic = reference = None
-    if "policy" in wanted:
+    if "policy" in names:
         lora = config.model.lora
         policy = FSDPEngine(
             folder,
@@ -57,7 +57,7 @@ def load_models(
             offload=trainer.policy_offload,
             **clipped,
         )
-    if "critic" in wanted:
+    if "critic" in names:
         critic = FSDPEngine(
             folder,
             learning_rate=critic_rate(config),
@@ -69,15 +69,15 @@ def load_models(
     def frozen(path: Path, **options: Any) -> Any:
         return frozen_policy(path, offload=trainer.reference_offload, **common, **options)
 
-    if "reference" in wanted:
+    if "reference" in names:
         if policy is not None and policy.adapters is not None:
             reference = AdaptedBase(policy)
         else:
             reference = frozen(folder)
     teacher = judge = None
-    if "teacher" in wanted and (path := config.teacher_folder) is not None:
+    if "teacher" in names and (path := config.teacher_folder) is not None:
         teacher = frozen(checked_teacher(path, folder))
-    if "reward_model" in wanted and (path := config.reward_folder) is not None:
+    if "reward_model" in names and (path := config.reward_folder) is not None:
         tokens = reward_tokens(config, path)
         judge = RewardModel(frozen(path, load=load_reward_model), tokens)
     return Models(policy, critic, reference, teacher, judge)
@@ -108,11 +108,11 @@ class AdaptedBase:
 
 
 def make_step(
-    config: RunConfig, device: torch.device, wanted: Collection[ModelName] | None = None
+    config: RunConfig, device: torch.device, names: Collection[ModelName] | None = None
 ) -> FSDPTrainingStep:
     """Load models, as :func:`load_models`, and return the step that computes with them."""
     return FSDPTrainingStep(
-        load_models(config, device, wanted),
+        load_models(config, device, names),
         config.algorithm_of_step,
         temperature=config.rollouts.temperature,
         limit=micro_batch_limit(config.trainer),

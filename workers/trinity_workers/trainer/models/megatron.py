@@ -32,7 +32,7 @@ from .reward_tokens import reward_tokens
 
 
 def load_models(
-    config: RunConfig, device: torch.device, wanted: Collection[ModelName] | None = None
+    config: RunConfig, device: torch.device, names: Collection[ModelName] | None = None
 ) -> Models:
     """Load models. Collective.
 
@@ -41,13 +41,13 @@ def load_models(
     Args:
         config: The run.
         device: Device of this rank.
-        wanted: Models to load; by default those that a training step needs.
+        names: Models to load; by default those that a training step needs.
 
     Raises:
         BadPolicy: if the teacher has other tokens than the policy, or there is no reward model.
         LayoutRefused: if the ranks or a model do not fit the layout.
     """
-    wanted = needed_models(config) if wanted is None else wanted
+    names = needed_models(config) if names is None else names
     trainer, folder = config.trainer, config.model_folder
     common: dict[str, Any] = {
         "device": device,
@@ -72,7 +72,7 @@ def load_models(
         )
 
     policy = critic = None
-    if "policy" in wanted:
+    if "policy" in names:
         _check_experts(config)
         policy = MegatronEngine(
             folder,
@@ -80,7 +80,7 @@ def load_models(
             model=options(trainer.policy_offload),
             **common,
         )
-    if "critic" in wanted:
+    if "critic" in names:
         critic = MegatronCritic(
             folder,
             optimizer=optimizer(critic_rate(config)),
@@ -88,22 +88,22 @@ def load_models(
             **common,
         )
     common["model"] = options(trainer.reference_offload)
-    reference = MegatronEngine(folder, **common) if "reference" in wanted else None
+    reference = MegatronEngine(folder, **common) if "reference" in names else None
     teacher = judge = None
-    if "teacher" in wanted and (path := config.teacher_folder) is not None:
+    if "teacher" in names and (path := config.teacher_folder) is not None:
         teacher = MegatronEngine(checked_teacher(path, folder), **common)
-    if "reward_model" in wanted and (path := config.reward_folder) is not None:
+    if "reward_model" in names and (path := config.reward_folder) is not None:
         tokens = reward_tokens(config, path)
         judge = RewardModel(MegatronRewardModel(path, **common), tokens)
     return Models(policy, critic, reference, teacher, judge)
 
 
 def make_step(
-    config: RunConfig, device: torch.device, wanted: Collection[ModelName] | None = None
+    config: RunConfig, device: torch.device, names: Collection[ModelName] | None = None
 ) -> MegatronTrainingStep:
     """Load models, as :func:`load_models`, and return the step that computes with them."""
     return MegatronTrainingStep(
-        load_models(config, device, wanted),
+        load_models(config, device, names),
         config.algorithm_of_step,
         temperature=config.rollouts.temperature,
         limit=micro_batch_limit(config.trainer),

@@ -35,8 +35,8 @@ class VerlTrainingStep(FSDPTrainingStep):
         policy = self.models.policy
 
         def logprobs(part: Batch) -> Tensor:
-            found: Tensor = policy.logprobs(part, self._temperature)
-            return found
+            logprobs: Tensor = policy.logprobs(part, self._temperature)
+            return logprobs
 
         return super()._computations() | {"proximal_logprobs": (policy, logprobs)}
 
@@ -59,12 +59,12 @@ class VerlTrainingStep(FSDPTrainingStep):
 
 
 def make_step(
-    config: RunConfig, device: torch.device, wanted: Collection[ModelName] | None = None
+    config: RunConfig, device: torch.device, names: Collection[ModelName] | None = None
 ) -> VerlTrainingStep:
     """Load models, as :func:`.load_models`, and return the step that computes with them."""
-    wanted = needed_models(config) if wanted is None else wanted
-    models = load_models(config, device, [one for one in wanted if one != "policy"])
-    if "policy" in wanted:
+    names = needed_models(config) if names is None else names
+    models = load_models(config, device, [name for name in names if name != "policy"])
+    if "policy" in names:
         models = models._replace(policy=_policy(config, device))
     return VerlTrainingStep(
         models,

@@ -86,8 +86,8 @@ class ExplorerRequests:
 
     def _is_answered(self, event: ResendRequested | SyncRequested) -> bool:
         """Return True if an explorer asked for a version before it heard of it."""
-        wanted = event.wanted if isinstance(event, SyncRequested) else None
-        return wanted is not None and wanted.step <= self.published
+        version = event.oldest_version if isinstance(event, SyncRequested) else None
+        return version is not None and version.step <= self.published
 
     async def _answer(self) -> None:
         while True:

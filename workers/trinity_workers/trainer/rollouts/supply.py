@@ -75,13 +75,13 @@ class RolloutSupply:
     async def ask(self, version: int) -> None:
         """Ask for the rollouts that may be served by the version of a step."""
         config = self._config
-        wanted = config.prompts_open(
+        prompts = config.prompts_open(
             begun=self._begun,
             version=version,
             oldest_named=self._dispatcher.oldest_named,
         )
         await self._dispatcher.dispatch(
-            max(wanted - self._dispatcher.asked_count, 0),
+            max(prompts - self._dispatcher.asked_count, 0),
             StepRef(config.epoch, version),
             exact=names_exact_version(config.sync),
         )

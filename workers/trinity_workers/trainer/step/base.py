@@ -66,7 +66,7 @@ class Models(NamedTuple):
     @property
     def trained(self) -> list[Any]:
         """Return the engines that are trained."""
-        return [one for one in (self.policy, self.critic) if one is not None]
+        return [learner for learner in (self.policy, self.critic) if learner is not None]
 
 
 class Taken(NamedTuple):
@@ -143,14 +143,14 @@ class TrainingStep(ABC):
         means += scored + response_tokens(batch, shown=self._is_first_replica)
         mini_batches = batch.equal_parts(settings.mini_batches)
         counts = self._summed(loss_denominators(mini_batches, settings))
-        told: dict[str, float] = {}
+        figures: dict[str, float] = {}
         for learner in self._learners():
             updated = self._updated(learner, mini_batches, counts, division, step)
             means += updated.means
-            told |= updated.figures
+            figures |= updated.figures
         if self.models.critic is not None:
             means += value_means(batch)
-        return explained_variance(self._shown(means)) | told
+        return explained_variance(self._shown(means)) | figures
 
     def passes(self, batch: Batch, names: Collection[str]) -> dict[str, Tensor]:
         """Return fields [B, R] of the batch, computed without gradients, by name. Collective."""
@@ -188,20 +188,20 @@ class TrainingStep(ABC):
         step: int | None = None,
     ) -> Updated:
         """Take a step's updates of a model. ``counts`` are the denominators of their losses."""
-        taken, rate = [], 0.0
+        updates, rate = [], 0.0
         skipped: list[tuple[Means, Sequence[Batch]]] = []
         with resident(learner.engine, *ALL):
             for index in division.updates():
                 rate = learner.engine.learning_rate
                 parts = division.for_update(mini_batches[index], index).parts
-                taken.append(learner.update(parts, counts[index]))
-                if not math.isfinite(taken[-1].norm):
-                    skipped.append((taken[-1].means, parts))
+                updates.append(learner.update(parts, counts[index]))
+                if not math.isfinite(updates[-1].norm):
+                    skipped.append((updates[-1].means, parts))
         self._skipped.record(learner.model, skipped, step=step)
-        means = reduce(operator.add, (one.means for one in taken)).prefixed(learner.prefix)
+        means = reduce(operator.add, (update.means for update in updates)).prefixed(learner.prefix)
         figures = {
             learner.rate_name: rate,
-            learner.norm_name: taken_norm([one.norm for one in taken]),
+            learner.norm_name: taken_norm([update.norm for update in updates]),
             SKIPPED_UPDATES[learner.model]: float(len(skipped)),
         }
         return Updated(means, figures)

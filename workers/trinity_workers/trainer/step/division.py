@@ -45,7 +45,7 @@ class MicroBatches(NamedTuple):
 
     def joined(self, values: Sequence[Tensor]) -> Tensor:
         """Return values [b, r] of the parts' rows, in order and width of the batch: [B, R]."""
-        wide = [functional.pad(one, (0, self.width - one.shape[1])) for one in values]
+        wide = [functional.pad(tensor, (0, self.width - tensor.shape[1])) for tensor in values]
         return torch.cat(wide)[self.order]
 
 
@@ -90,10 +90,12 @@ class BatchDivision(NamedTuple):
         else:
             sizes = row_sizes(batch)
             rows = partition(sizes, self.limit.tokens, count)
-            parts = [_part(batch, one, sizes) for one in rows]
+            parts = [_part(batch, chosen, sizes) for chosen in rows]
         if self.alike is not None:
             parts = _pad_to_common_shape(parts, self.alike)
-        return MicroBatches(parts, places(rows, [len(one) for one in parts]), batch.response_width)
+        return MicroBatches(
+            parts, places(rows, [len(part) for part in parts]), batch.response_width
+        )
 
 
 def division_of(
@@ -117,9 +119,9 @@ def division_of(
     wholes = [batch, *batch.equal_parts(settings.mini_batches)]
     counts = [1] * len(wholes)
     if limit.rows is not None:
-        counts = largest([-(-len(one) // limit.rows) for one in wholes])
+        counts = largest([-(-len(whole) // limit.rows) for whole in wholes])
     if limit.tokens is not None:
-        counts = largest([least_parts(row_sizes(one), limit.tokens) for one in wholes])
+        counts = largest([least_parts(row_sizes(whole), limit.tokens) for whole in wholes])
     of_pass, *of_updates = (-(-count // stages) * stages for count in counts)
     return BatchDivision(limit, settings.epochs, of_pass, of_updates, alike)
 
@@ -129,12 +131,14 @@ def row_sizes(batch: Batch) -> list[RowSize]:
     attended = batch.attention_mask
     prompts = attended[:, : batch.prompt_width].sum(dim=-1)
     both = torch.stack([prompts, attended.sum(dim=-1) - prompts], dim=-1)
-    return [RowSize(*one) for one in both.tolist()]
+    return [RowSize(*size) for size in both.tolist()]
 
 
 def loss_denominators(mini_batches: Sequence[Batch], settings: AlgorithmConfig) -> Tensor:
     """Return the denominator of each mini-batch's loss on this rank: [M] float64."""
-    return torch.stack([loss_denominator(one.response_mask, settings) for one in mini_batches])
+    return torch.stack(
+        [loss_denominator(mini_batch.response_mask, settings) for mini_batch in mini_batches]
+    )
 
 
 def response_tokens(batch: Batch, *, shown: bool) -> Means:
@@ -155,7 +159,7 @@ def _part(batch: Batch, rows: Sequence[int], sizes: Sequence[RowSize]) -> Batch:
 
 def _pad_to_common_shape(parts: Sequence[Batch], group: dist.ProcessGroup) -> list[Batch]:
     """Return the parts with padding, so that all ranks of the group have its shape. Collective."""
-    shapes = [(len(one), one.prompt_width, one.response_width) for one in parts]
+    shapes = [(len(part), part.prompt_width, part.response_width) for part in parts]
     agreed = largest([size for shape in shapes for size in shape], group)
     return [
         part.padded(agreed[3 * index]).widened(*agreed[3 * index + 1 : 3 * index + 3])

@@ -51,43 +51,43 @@ class MegatronTrainingStep(TrainingStep):
         return all_reduced(tensor, state.get_data_parallel_group())
 
     def _shown(self, means: Means) -> dict[str, float]:
-        told = msgspec.msgpack.encode(means.reduced(self._summed).values())
+        payload = msgspec.msgpack.encode(means.reduced(self._summed).values())
         # The last rank is one of the last stage.
-        return msgspec.msgpack.decode(gather_bytes(told)[-1], type=dict[str, float])
+        return msgspec.msgpack.decode(gather_bytes(payload)[-1], type=dict[str, float])
 
     def compute_rm_score(self, batch: Batch, division: BatchDivision) -> Tensor:
         """Return the reward model's score of each row [B] on every rank. Collective."""
         judge = self.models.reward_model
-        found = judge.model.scores(judge.tokens.inputs(batch), parts=division.parts_of_pass)
-        return _from_last_stage(found, batch.rewards)
+        scores = judge.model.scores(judge.tokens.inputs(batch), parts=division.parts_of_pass)
+        return _from_last_stage(scores, batch.rewards)
 
     def _pass(self, name: str, batch: Batch, division: BatchDivision) -> Tensor:
         models, divided = self.models, division.for_pass(batch)
         if name == "values":
-            found = models.critic.values_of_parts(divided.parts)
+            values = models.critic.values_of_parts(divided.parts)
         else:
             judge = {
                 "proximal_logprobs": models.policy,
                 "reference_logprobs": models.reference,
                 "teacher_logprobs": models.teacher,
             }[name]
-            found = judge.logprobs_of_parts(divided.parts, temperature=self._temperature)
-        return _from_last_stage(divided.joined(found) if found else None, batch.response_mask)
+            values = judge.logprobs_of_parts(divided.parts, temperature=self._temperature)
+        return _from_last_stage(divided.joined(values) if values else None, batch.response_mask)
 
     def _update_policy(self, parts: Sequence[Batch], count: Tensor) -> Taken:
-        found, norm = self.models.policy.train_batch(
+        means, norm = self.models.policy.train_batch(
             parts,
             self._sum_over_replicas(self._policy_loss, count),
             temperature=self._temperature,
             entropy=self._settings.entropy_coefficient > 0,
         )
-        return Taken(_summed_means(found, parts[0]), norm)
+        return Taken(_summed_means(means, parts[0]), norm)
 
     def _update_critic(self, parts: Sequence[Batch], count: Tensor) -> Taken:
-        found, norm = self.models.critic.train_values(
+        means, norm = self.models.critic.train_values(
             parts, self._sum_over_replicas(self._value_loss, count)
         )
-        return Taken(_summed_means(found, parts[0]), norm)
+        return Taken(_summed_means(means, parts[0]), norm)
 
     def _sum_over_replicas(
         self, loss_of: Callable[[Any, Batch], Update], count: Tensor
@@ -105,22 +105,22 @@ class MegatronTrainingStep(TrainingStep):
         return loss
 
 
-def _summed_means(found: list[Means], batch: Batch) -> Means:
+def _summed_means(means: list[Means], batch: Batch) -> Means:
     """Return the means of all micro-batches; none before the last stage."""
-    return reduce(operator.add, found, Means.from_tokens({}, batch.response_mask))
+    return reduce(operator.add, means, Means.from_tokens({}, batch.response_mask))
 
 
-def _from_last_stage(found: Tensor | None, like: Tensor) -> Tensor:
+def _from_last_stage(own_values: Tensor | None, like: Tensor) -> Tensor:
     """Return the last pipeline stage's values on every stage of the replica. Collective.
 
     They are float32, of the shape and on the device of another tensor.
     """
     from megatron.core import parallel_state as state
 
-    if found is None:
+    if own_values is None:
         values = torch.empty(like.shape, device=like.device)
     else:
-        values = found.float().contiguous()
+        values = own_values.float().contiguous()
     group = state.get_pipeline_model_parallel_group()
     if group.size() > 1:
         last = state.get_pipeline_model_parallel_last_rank()

@@ -39,9 +39,9 @@ class BackgroundSaves:
             DeadlineExceeded: Some have done neither within the timeout.
         """
         began = time.monotonic()
-        _, left = wait([one for _, one in self._begun], self._seconds)
-        if left:
-            late = ", ".join(what for what, one in self._begun if one in left)
+        _, pending = wait([future for _, future in self._begun], self._seconds)
+        if pending:
+            late = ", ".join(what for what, future in self._begun if future in pending)
             raise DeadlineExceeded(
                 f"not all saves ended within {time.monotonic() - began:.0f} s: {late}: is the "
                 "storage slow, or sync.timeout too short?"
@@ -56,7 +56,9 @@ class BackgroundSaves:
         """
         self.settle()
         begun, self._begun = self._begun, []
-        failed = [(what, error) for what, one in begun if (error := one.exception()) is not None]
+        failed = [
+            (what, error) for what, future in begun if (error := future.exception()) is not None
+        ]
         if failed:
             raise SaveError.of(failed)
 

@@ -32,8 +32,8 @@ class StepProfiler:
         self, config: RunConfig, role: str, rank: int, publish: Callable[[ProfileWritten], object]
     ) -> None:
         ranks = config.trainer.profile_ranks
-        taken = ranks is None or rank in ranks
-        self._steps = frozenset(config.trainer.profile_steps if taken else ())
+        is_profiled = ranks is None or rank in ranks
+        self._steps = frozenset(config.trainer.profile_steps if is_profiled else ())
         self._run_folder = config.checkpoint_folder
         self._role, self._rank = role, rank
         self._publish = publish

@@ -108,5 +108,5 @@ class FSDPRollouts:
                     own[name].copy_(tensor)
             self._gathered = changes
         self._engine.serves = version
-        found: list[Generation] = self._engine.generate_here(prompts)
-        return found
+        generations: list[Generation] = self._engine.generate_here(prompts)
+        return generations
