@@ -18,12 +18,12 @@ from trinity_events import CheckpointCoordinator
 from trinity_events.core.file_versions import WEIGHTS_SAVE
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_events.server import open_client
-from trinity_workers.trainer.ray_backend import RayTrainerFleet
+from trinity_workers.trainer.ray_backend import RayTrainBackend
 
 SHARD, HUGGINGFACE, OPTIMIZER = "model.pt", "huggingface/model.safetensors", "optim.pt"
 
 
-class FleetOfFiles(RayTrainerFleet):
+class FleetOfFiles(RayTrainBackend):
     """Fleet whose one rank writes small files, in this process and under the names of a rank."""
 
     def __init__(self, config: Any) -> None:
