@@ -9,11 +9,8 @@ from trinity_workers.config.sections.explorer import ExplorerConfig
 from trinity_workers.config.sections.model import ModelConfig
 from trinity_workers.config.sections.rollouts import RolloutsConfig
 from trinity_workers.config.sections.task import TaskConfig
-from trinity_workers.config.train_config import (
-    OnUpdate,
-    TrainConfig,
-)
-from trinity_workers.rollout_engines import RolloutEngineError
+from trinity_workers.config.train_config import TrainConfig
+from trinity_workers.rollout_engines import OnUpdate, RolloutEngineError
 from trinity_workers.rollouts.user_task import check_user_task
 from trinity_workers.tasks import TaskError
 

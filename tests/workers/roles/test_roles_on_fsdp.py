@@ -12,6 +12,7 @@ pytest.importorskip("ray")
 
 from tests.support.experiences import group, make_groups  # noqa: E402
 from tests.support.tensors import identical  # noqa: E402
+from trinity_events.checkpoints.layout import MANIFEST  # noqa: E402
 from trinity_schemas import Sampling  # noqa: E402
 from trinity_workers.algorithms.collate import collate  # noqa: E402
 from trinity_workers.algorithms.prepare import prepare  # noqa: E402
@@ -145,6 +146,7 @@ def doubled(state):
 def load_checkpoint_of_others(actor, folder):
     [path] = folder.glob("policy/model_world_size_1_rank_0.pt")
     write_state(path, doubled(read_state(path)))
+    path.with_name(MANIFEST).unlink()  # of the files that were saved before
     actor.load_checkpoint(str(folder))
 
 
