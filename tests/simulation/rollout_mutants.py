@@ -41,7 +41,7 @@ MUTANTS = (
         (
             DispatchState,
             "observe",
-            'due.append(Due(ordinal, open_request.refusal or "lost"))',
+            'due.append(ReissueCandidate(ordinal, open_request.refusal or "lost"))',
             "pass",
         ),
     ),
