@@ -21,7 +21,7 @@ MUTANTS = (
         (
             RolloutDispatcher,
             "ledger_at",
-            "replace(self._told, step=step)",
+            "replace(self._logged_ledger, step=step)",
             "self.ledger.to_contract(step)",
         ),
     ),

@@ -99,7 +99,7 @@ class Both:
         member, request = random.choice("abc"), self.request()
         ids = sorted({request, self.request()})
         calls = {
-            "claim": lambda streams: streams.claim(member, 2, known=3, block=0.001),
+            "claim": lambda streams: streams.claim(member, 2, unanswered_count=3, block=0.001),
             "again": lambda streams: streams.claim_again(member, ids),
             "look": lambda streams: seen(streams, wait),
         }

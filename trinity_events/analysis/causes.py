@@ -149,23 +149,23 @@ def first_causes(state: MonitorState, facts: LiveFacts) -> list[Cause]:
     if state.closed is not None:
         return list(_closed(state))
     links = _links(state, facts.now)
-    ends = sorted(_ends(links), key=lambda one: _blame(one, facts))
+    ends = sorted(_ends(links), key=lambda end: _blame(end, facts))
     excluded = list(_check_excluded(state))
     # Without another explorer, nothing else can end the trainer's wait for rollouts.
     first = excluded if state.excluded.keys() >= set(_running_explorers(state)) else []
-    told = [
+    causes = [
         *_check_server(facts),
         *_check_reducer(state, facts),
         *first,
-        *(_cause(one, facts) for one in ends),
+        *(_cause(end, facts) for end in ends),
         *_check_explorers(state, facts),
         *excluded,
         *_check_groups(facts),
         *_check_readers(facts),
     ]
-    return list({(one.reason, one.process, one.what, one.step): one for one in told}.values())[
-        :_TOLD
-    ]
+    return list(
+        {(cause.reason, cause.process, cause.what, cause.step): cause for cause in causes}.values()
+    )[:_TOLD]
 
 
 def processes_of_epoch(
@@ -173,16 +173,16 @@ def processes_of_epoch(
 ) -> dict[str, HostProcess]:
     """Return processes without explorers that stopped, or that an earlier launch of the run had."""
 
-    def is_past(name: str, one: HostProcess) -> bool:
-        known = state.explorers.get(name)
+    def is_past(name: str, process: HostProcess) -> bool:
+        explorer = state.explorers.get(name)
         is_explorer = name.startswith("explorer-")
         return (
-            one.condition == "ended"
+            process.condition == "ended"
             and is_explorer
-            and (known is None or known.status == "stopped")
+            and (explorer is None or explorer.status == "stopped")
         )
 
-    return {name: one for name, one in processes.items() if not is_past(name, one)}
+    return {name: process for name, process in processes.items() if not is_past(name, process)}
 
 
 # --- the server, the reducer, and what no process waits for ---------------------------------------
@@ -190,8 +190,8 @@ def processes_of_epoch(
 
 def _closed(state: MonitorState) -> Iterator[Cause]:
     if state.closed_error is not None:
-        said = f"The run ended ({state.closed}): {state.closed_error.rstrip('.')}."
-        yield Cause(reason="closed", sentence=said, since=state.closed_at)
+        sentence = f"The run ended ({state.closed}): {state.closed_error.rstrip('.')}."
+        yield Cause(reason="closed", sentence=sentence, since=state.closed_at)
 
 
 def _check_server(facts: LiveFacts) -> Iterator[Cause]:
@@ -202,8 +202,8 @@ def _check_server(facts: LiveFacts) -> Iterator[Cause]:
 
 def _check_reducer(state: MonitorState, facts: LiveFacts) -> Iterator[Cause]:
     name = "reducer-0"
-    found = facts.processes.get(name)
-    pid = None if found is None else found.pid
+    process = facts.processes.get(name)
+    pid = None if process is None else process.pid
     since = facts.unfolded_since
     reports = facts.reports_since
     behind = any(at is not None and facts.now - at >= BEHIND for at in (since, reports))
@@ -212,31 +212,33 @@ def _check_reducer(state: MonitorState, facts: LiveFacts) -> Iterator[Cause]:
     words = "" if since is None else f"; entries are not folded for {_age(facts.now, since)}"
     if reports is not None:
         words += f"; reports of explorers wait for it for {_age(facts.now, reports)}"
-    last = f"; the last one, {_described(name, found)}" if found is not None else ""
+    last = f"; the last one, {_described(name, process)}" if process is not None else ""
     last += "".join(
-        f"; {sentence_of(one, facts.now)[:-1]}"
-        for one in open_waits(state, facts.now)
-        if one.by == name
+        f"; {sentence_of(wait, facts.now)[:-1]}"
+        for wait in open_waits(state, facts.now)
+        if wait.by == name
     )
     if facts.is_led:
-        said = f"The reducer that leads run {state.run_id} is behind{words}{last}."
+        sentence = f"The reducer that leads run {state.run_id} is behind{words}{last}."
         oldest = min(at for at in (since, reports) if at is not None)
-        yield Cause(reason="reducer-behind", sentence=said, process=name, pid=pid, since=oldest)
+        yield Cause(reason="reducer-behind", sentence=sentence, process=name, pid=pid, since=oldest)
     else:
-        said = f"No reducer leads run {state.run_id}, so that no step becomes ready{words}{last}."
-        yield Cause(reason="no-reducer", sentence=said, process=name, pid=pid, since=since)
+        sentence = (
+            f"No reducer leads run {state.run_id}, so that no step becomes ready{words}{last}."
+        )
+        yield Cause(reason="no-reducer", sentence=sentence, process=name, pid=pid, since=since)
 
 
 def _check_explorers(state: MonitorState, facts: LiveFacts) -> Iterator[Cause]:
     """Yield explorers of this host that cannot go on, and that no process waits for."""
     for name in _running_explorers(state):
-        found = facts.processes.get(name)
-        if found is not None and found.condition != "running":
+        process = facts.processes.get(name)
+        if process is not None and process.condition != "running":
             yield Cause(
-                reason=found.condition,
-                sentence=f"{_sentence_begin(_described(name, found))}.",
+                reason=process.condition,
+                sentence=f"{_sentence_begin(_described(name, process))}.",
                 process=name,
-                pid=found.pid,
+                pid=process.pid,
             )
 
 
@@ -247,30 +249,30 @@ def _check_excluded(state: MonitorState) -> Iterator[Cause]:
 
 
 def _check_groups(facts: LiveFacts) -> Iterator[Cause]:
-    for one in facts.groups:
-        if one.idle < UNREAD:
+    for group in facts.groups:
+        if group.idle < UNREAD:
             continue
-        member = "" if one.member is None else f", most of them of member {one.member}"
+        member = "" if group.member is None else f", most of them of member {group.member}"
         yield Cause(
             reason="unread-group",
             sentence=(
-                f"Consumer group {one.group} of the {one.stream} has read nothing for "
-                f"{one.idle / 1000:.0f} s, with {one.pending} entries that it has not "
+                f"Consumer group {group.group} of the {group.stream} has read nothing for "
+                f"{group.idle / 1000:.0f} s, with {group.pending} entries that it has not "
                 f"acknowledged{member}."
             ),
-            process=one.member,
-            what=one.group,
-            since=facts.now - one.idle,
+            process=group.member,
+            what=group.group,
+            since=facts.now - group.idle,
         )
 
 
 def _check_readers(facts: LiveFacts) -> Iterator[Cause]:
-    for one in facts.readers:
+    for hold in facts.readers:
         yield Cause(
             reason="held-checkpoint",
-            sentence=f"Reader {one.reader} holds the checkpoint of step {one.step}, which stays.",
-            process=one.reader,
-            step=one.step,
+            sentence=f"Reader {hold.reader} holds the checkpoint of step {hold.step}, which stays.",
+            process=hold.reader,
+            step=hold.step,
         )
 
 
@@ -279,25 +281,25 @@ def _check_readers(facts: LiveFacts) -> Iterator[Cause]:
 
 def _links(state: MonitorState, now: int) -> list[_Link]:
     steps = [*_step_links(state, now)]
-    nodes = {link.step: [one.by for one in steps if one.step == link.step] for link in steps}
+    nodes = {link.step: [other.by for other in steps if other.step == link.step] for link in steps}
     return [*_reported(state, now, nodes), *_turns(state), *steps]
 
 
 def _reported(state: MonitorState, now: int, nodes: dict[int | None, list[str]]) -> Iterator[_Link]:
     for wait in open_waits(state, now):
-        on = tuple(one for one in wait.waits_for if one != wait.by)
+        on = tuple(name for name in wait.waits_for if name != wait.by)
         # A process that waits for itself, such as for its own save, is an end.
         is_own = bool(wait.waits_for) and not on
         of_step = () if is_own or wait.step is None else tuple(nodes.get(wait.step, ()))
-        said = sentence_of(wait, now)
+        sentence = sentence_of(wait, now)
         if on or of_step or wait.waits_for or not wait.by.startswith("trainer"):
             # The step names its missing ranks, which are nearer to the cause than the trainer.
-            yield _Link(wait.by, wait.what, of_step or on, wait.since, said, wait.step)
+            yield _Link(wait.by, wait.what, of_step or on, wait.since, sentence, wait.step)
             continue
         # A trainer that names no process waits for any explorer.
         explorers = tuple(_running_explorers(state))
         reason: Reason = "waits" if explorers or wait.step is not None else "no-explorer"
-        yield _Link(wait.by, wait.what, explorers, wait.since, said, wait.step, None, reason)
+        yield _Link(wait.by, wait.what, explorers, wait.since, sentence, wait.step, None, reason)
 
 
 def _turns(state: MonitorState) -> Iterator[_Link]:
@@ -307,41 +309,47 @@ def _turns(state: MonitorState) -> Iterator[_Link]:
         for save_id in state.turns
         if (attempt := state.attempts.get(save_id)) is not None
     )
-    for save_id in (one for queued in state.queue.values() for one in queued):
+    for save_id in (queued_id for queued in state.queue.values() for queued_id in queued):
         attempt = state.attempts.get(save_id)
         if attempt is not None and having:
             by = _name(attempt.slot.role, attempt.slot.rank)
             what = f"its turn to save {describe_slot(attempt.slot)}"
-            on = tuple(one for one in having if one != by)
-            said = f"{by} waits for {what}, which {', '.join(having)} has."
-            yield _Link(by, what, on, attempt.since, said, attempt.slot.step, attempt.slot.kind)
+            on = tuple(name for name in having if name != by)
+            sentence = f"{by} waits for {what}, which {', '.join(having)} has."
+            yield _Link(by, what, on, attempt.since, sentence, attempt.slot.step, attempt.slot.kind)
 
 
 def _step_links(state: MonitorState, now: int) -> Iterator[_Link]:
-    for step, found in sorted(state.steps.items()):
+    for step, step_state in sorted(state.steps.items()):
         for kind in KINDS:
-            one = found.kinds.get(kind)
-            if one is None or one.outcome is not None or one.compacted:
+            kind_state = step_state.kinds.get(kind)
+            if kind_state is None or kind_state.outcome is not None or kind_state.compacted:
                 continue
-            if one.is_failed and _is_overcome(state, step, kind):
+            if kind_state.is_failed and _is_overcome(state, step, kind):
                 continue
-            on = tuple(_at_fault(state, step, kind, one))
+            on = tuple(_at_fault(state, step, kind, kind_state))
             by = f"step {step} {kind}"
-            lacks = ", ".join(missing(found, kind, now, _TOLD)) or "nothing"
-            since = one.committed_at if one.committed_at is not None else _begun(state, step, kind)
-            if one.is_failed:
-                said = f"Step {step} {kind} FAILED: {(one.failure or '').rstrip('.')}."
+            lacks = ", ".join(missing(step_state, kind, now, _TOLD)) or "nothing"
+            since = (
+                kind_state.committed_at
+                if kind_state.committed_at is not None
+                else _begun(state, step, kind)
+            )
+            if kind_state.is_failed:
+                sentence = f"Step {step} {kind} FAILED: {(kind_state.failure or '').rstrip('.')}."
             else:
-                said = f"Step {step} {kind} waits for {lacks}."
-            reason: Reason = "failed" if one.is_failed else "missing"
-            what = (one.failure or lacks) if one.is_failed else lacks
-            yield _Link(by, what, on, since or now, said, step, kind, reason)
+                sentence = f"Step {step} {kind} waits for {lacks}."
+            reason: Reason = "failed" if kind_state.is_failed else "missing"
+            what = (kind_state.failure or lacks) if kind_state.is_failed else lacks
+            yield _Link(by, what, on, since or now, sentence, step, kind, reason)
 
 
-def _at_fault(state: MonitorState, step: int, kind: Kind, one: KindState) -> Iterable[str]:
+def _at_fault(state: MonitorState, step: int, kind: Kind, kind_state: KindState) -> Iterable[str]:
     """Return the processes whose saves, parts or word a kind of a step lacks."""
-    if one.is_failed:
-        failed = [slot.slot for slot in one.slots.values() if slot.failed and slot.proof is None]
+    if kind_state.is_failed:
+        failed = [
+            slot.slot for slot in kind_state.slots.values() if slot.failed and slot.proof is None
+        ]
         if failed:
             return [_name(slot.role, slot.rank) for slot in failed]
     role = next(
@@ -363,9 +371,9 @@ def _is_overcome(state: MonitorState, step: int, kind: Kind) -> bool:
 
 def _begun(state: MonitorState, step: int, kind: Kind) -> int | None:
     begun = [
-        one.since
-        for one in state.attempts.values()
-        if one.slot.step == step and one.slot.kind == kind
+        attempt.since
+        for attempt in state.attempts.values()
+        if attempt.slot.step == step and attempt.slot.kind == kind
     ]
     return min(begun, default=None)
 
@@ -378,35 +386,35 @@ def _ends(links: Sequence[_Link]) -> list[_End]:
     by: dict[str, list[_Link]] = {}
     for link in links:
         by.setdefault(link.by, []).append(link)
-    found: list[_End] = []
-    told: set[int] = set()
+    ends: list[_End] = []
+    walked_ids: set[int] = set()
 
     def walk(link: _Link, depth: int) -> None:
-        if id(link) in told:
+        if id(link) in walked_ids:
             return  # a circle, or a wait that two others lead to
-        told.add(id(link))
+        walked_ids.add(id(link))
         for name in link.on:
             if name not in by:
-                found.append(_End(name, link, depth))
+                ends.append(_End(name, link, depth))
             for deeper in by.get(name, ()):
                 walk(deeper, depth + 1)
-        if not link.on and not any(one.on for one in by[link.by]):
-            found.append(_End(None, link, depth))
+        if not link.on and not any(other.on for other in by[link.by]):
+            ends.append(_End(None, link, depth))
 
     named = {name for link in links for name in link.on}
     # Roots first; a circle has none, and is entered at its oldest wait.
-    for link in sorted(links, key=lambda one: (one.by in named, one.since)):
+    for link in sorted(links, key=lambda link: (link.by in named, link.since)):
         walk(link, 0)
-    if not found and links:
-        oldest = min(links, key=lambda one: one.since)
-        found.append(_End(next(iter(oldest.on), None), oldest, 0))
-    return found
+    if not ends and links:
+        oldest = min(links, key=lambda link: link.since)
+        ends.append(_End(next(iter(oldest.on), None), oldest, 0))
+    return ends
 
 
 def _blame(end: _End, facts: LiveFacts) -> tuple[int, int, int]:
     """Return the order of an end: lower is nearer to the first cause."""
-    found = facts.processes.get(end.process or end.link.by)
-    if found is not None and found.condition != "running":
+    process = facts.processes.get(end.process or end.link.by)
+    if process is not None and process.condition != "running":
         severity = 0
     elif end.link.reason == "failed":
         severity = 1
@@ -420,23 +428,26 @@ def _cause(end: _End, facts: LiveFacts) -> Cause:
     culprit = process
     if culprit is None and not link.by.startswith("step "):
         culprit = link.by
-    found = None if culprit is None else facts.processes.get(culprit)
-    reason, said = link.reason, link.sentence
-    if culprit is not None and found is not None and found.condition != "running":
-        reason = found.condition
-        said = f"{_sentence_begin(_described(culprit, found))}. {said}"
+    host_process = None if culprit is None else facts.processes.get(culprit)
+    reason, sentence = link.reason, link.sentence
+    if culprit is not None and host_process is not None and host_process.condition != "running":
+        reason = host_process.condition
+        sentence = f"{_sentence_begin(_described(culprit, host_process))}. {sentence}"
     elif process is not None and link.reason in ("waits", "missing"):
         heard = facts.heard.get(process)
-        told = "" if heard is None else f", and last told the log anything {_age(facts.now, heard)}"
+        last_report = (
+            "" if heard is None else f", and last told the log anything {_age(facts.now, heard)}"
+        )
         ago = "" if heard is None else " ago"
-        said = f"{said} {process} reports no wait{told}{ago}: it computes, hangs or is cut off."
+        sentence += f" {process} reports no wait{last_report}{ago}: "
+        sentence += "it computes, hangs or is cut off."
     elif link.reason == "no-explorer":
-        said = f"{said} No explorer has joined the run."
+        sentence += " No explorer has joined the run."
     return Cause(
         reason=reason,
-        sentence=said,
+        sentence=sentence,
         process=culprit,
-        pid=None if found is None else found.pid,
+        pid=None if host_process is None else host_process.pid,
         step=link.step,
         kind=link.kind,
         what=link.what,
@@ -446,18 +457,18 @@ def _cause(end: _End, facts: LiveFacts) -> Cause:
 
 
 def _running_explorers(state: MonitorState) -> list[str]:
-    return [name for name, one in state.explorers.items() if one.status != "stopped"]
+    return [name for name, explorer in state.explorers.items() if explorer.status != "stopped"]
 
 
-def _described(name: str, found: HostProcess | None) -> str:
-    if found is None:
+def _described(name: str, process: HostProcess | None) -> str:
+    if process is None:
         return name
     words = {
         "running": "runs",
-        "stopped": f"is stopped (kill -CONT {found.pid} lets it go on)",
+        "stopped": f"is stopped (kill -CONT {process.pid} lets it go on)",
         "ended": "has ended",
-    }[found.condition]
-    return f"{name} (process {found.pid} of this host) {words}"
+    }[process.condition]
+    return f"{name} (process {process.pid} of this host) {words}"
 
 
 def _sentence_begin(words: str) -> str:

@@ -210,7 +210,7 @@ class Summarizer:
             errors = event.metrics.get(REWARD_ERRORS, 0)
             self._reward_errors += int(errors) if math.isfinite(errors) else 0
         else:
-            self._reissued.update(one.reason for one in event.reissued)
+            self._reissued.update(reissue.reason for reissue in event.reissued)
         for reason, ordinals in event.dropped.items():
             self._dropped[reason] += count(ordinals)
 
@@ -219,8 +219,10 @@ class Summarizer:
         ready = {ref: version for ref, version in self._versions.items() if version.ready}
         applied = [ref for ref, version in ready.items() if version.applied]
         newest = max(applied, default=StepRef(0, 0))
-        refused = [ref for ref, one in ready.items() if one.refused and not one.applied]
-        unapplied = [ref for ref, one in ready.items() if not (one.applied or one.refused)]
+        refused = [ref for ref, version in ready.items() if version.refused and not version.applied]
+        unapplied = [
+            ref for ref, version in ready.items() if not (version.applied or version.refused)
+        ]
         superseded = sum(ref < newest for ref in unapplied)
         steps = sum(
             last - self._first_steps.get(epoch, 0) for epoch, last in self._last_steps.items()

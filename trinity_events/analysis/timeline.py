@@ -168,10 +168,12 @@ class Timeline:
                 failed = f"failed: {event.message}"
                 yield self._end_save(name, by, event.slot, now, epoch, outcome=failed)
             case LeaseExpired(attempts=attempts, holder=holder):
-                for one in attempts:
+                for attempt in attempts:
                     who = describe_producer(holder)
                     expired = "lease expired"
-                    yield self._end_save(one.save_id, who, one.slot, now, epoch, outcome=expired)
+                    yield self._end_save(
+                        attempt.save_id, who, attempt.slot, now, epoch, outcome=expired
+                    )
             case _:
                 pass
 
@@ -193,26 +195,26 @@ class Timeline:
 
     def _close(self, why: str) -> Iterator[Part]:
         for begun in (self._saves, self._waits, self._versions):
-            for one in begun.values():
-                yield self._end(one, self._last, {"outcome": why})
+            for open_part in begun.values():
+                yield self._end(open_part, self._last, {"outcome": why})
             begun.clear()
         for version, end in self._ready.values():
             yield self._end(version, end, {})
         self._ready.clear()
 
     def _end(
-        self, one: _Begun, end: int, facts: dict[str, str | int], trace: Trace | None = None
+        self, begun: _Begun, end: int, facts: dict[str, str | int], trace: Trace | None = None
     ) -> Span:
         return Span(
-            process=one.process,
-            lane=one.lane,
-            name=one.name,
-            category=one.category,
-            begin=min(one.begin, end),
+            process=begun.process,
+            lane=begun.lane,
+            name=begun.name,
+            category=begun.category,
+            begin=min(begun.begin, end),
             end=end,
-            facts=one.facts | facts,
-            flows=tuple(one.flows),
-            step=one.step,
+            facts=begun.facts | facts,
+            flows=tuple(begun.flows),
+            step=begun.step,
             trace=trace,
         )
 

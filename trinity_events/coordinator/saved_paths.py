@@ -47,7 +47,7 @@ class SavedPaths:
         if isinstance(paths, (Path, str)):
             self.path, self._files = Path(paths), None
             return
-        full = sorted({Path(one).resolve() for one in paths})
+        full = sorted({Path(path).resolve() for path in paths})
         if not 1 <= len(full) <= MOST_PATHS:
             raise ValueError(
                 f"a save names 1 to {MOST_PATHS} paths, and this one names {len(full)}: give the "
@@ -60,7 +60,7 @@ class SavedPaths:
         """Paths of the sequence, relative to their shared folder; empty for a single path."""
         if self._files is None:
             return ()
-        return tuple(str(one.relative_to(self.path)) for one in self._files)
+        return tuple(str(file.relative_to(self.path)) for file in self._files)
 
     def size(self) -> int:
         """Return the bytes of all files. Raises OSError if a path is absent."""
@@ -86,8 +86,8 @@ class SavedPaths:
         if self._files is not None:
             digests = {
                 str(file.relative_to(self.path)): digest_of(file)
-                for one in self._files
-                for file in _files_of(one)
+                for path in self._files
+                for file in _files_of(path)
             }
             return MeasuredPaths(self.size(), digest_of_files(digests), sums)
         listed = self.path / FILE_DIGESTS if self.path.is_dir() else self.path
@@ -121,14 +121,14 @@ def _files_of(path: Path) -> Iterator[Path]:
     if not path.is_dir():
         yield path
         return
-    for one in path.rglob("*"):
-        if one.is_file() and one.name not in REDUCER_FILES and one.parent.name != MANIFEST_PARTS:
-            yield one
+    for file in path.rglob("*"):
+        if file.is_file() and file.name not in REDUCER_FILES and file.parent.name != MANIFEST_PARTS:
+            yield file
 
 
 def _size_of(path: Path) -> int:
     if path.is_dir():
-        return sum(one.stat().st_size for one in _files_of(path))
+        return sum(file.stat().st_size for file in _files_of(path))
     return path.stat().st_size
 
 

@@ -145,24 +145,26 @@ def left_behind(
     replacement is gone. A folder that a running attempt may write to is never among them.
     """
     planned = {promotion.staged for promotion in plan_files(state).promotions}
-    found: list[StagedFolder] = []
-    for one in staged:
-        if staged_path_of(one.name) in planned:
+    abandoned: list[StagedFolder] = []
+    for folder in staged:
+        if staged_path_of(folder.name) in planned:
             continue
-        over = _is_over(state, one)
-        if one.replaced is not None:
-            over = keep > 0 and one.replaced not in made
+        over = _is_over(state, folder)
+        if folder.replaced is not None:
+            over = keep > 0 and folder.replaced not in made
         if over:
-            found.append(one)
-    return found
+            abandoned.append(folder)
+    return abandoned
 
 
-def _is_over(state: MonitorState, one: StagedFolder) -> bool:
-    if one.epoch != state.epoch:
-        return one.epoch < state.epoch
-    found = state.steps.get(one.step)
-    if found is None:
-        return one.step <= state.forgotten_through
-    if any(attempt.slot.step == one.step for attempt in state.attempts.values()):
+def _is_over(state: MonitorState, folder: StagedFolder) -> bool:
+    if folder.epoch != state.epoch:
+        return folder.epoch < state.epoch
+    step_state = state.steps.get(folder.step)
+    if step_state is None:
+        return folder.step <= state.forgotten_through
+    if any(attempt.slot.step == folder.step for attempt in state.attempts.values()):
         return False
-    return bool(found.kinds) and all(kind.outcome is not None for kind in found.kinds.values())
+    return bool(step_state.kinds) and all(
+        kind.outcome is not None for kind in step_state.kinds.values()
+    )

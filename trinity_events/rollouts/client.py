@@ -82,7 +82,7 @@ class RolloutClient:
         self._lease = lease
         self._deadline = deadline
         self._streams = RolloutStreams(client, run_id, epoch, keys=keys)
-        self._held: set[str] = set()
+        self._unanswered_ids: set[str] = set()
         """Entry ids of the claims that were handed out and are not answered."""
         self._claiming = anyio.Lock()
         self._sure = False
@@ -103,9 +103,11 @@ class RolloutClient:
             if self.is_excluded:
                 await anyio.sleep(seconds)
                 return []
-            left = max(give_up - anyio.current_time(), 0.0)
+            remaining = max(give_up - anyio.current_time(), 0.0)
             async with self._claiming:
-                claims = await self._read(wait, count, min(left, LONGEST_BLOCK, self._lease / 3))
+                claims = await self._read(
+                    wait, count, min(remaining, LONGEST_BLOCK, self._lease / 3)
+                )
             if claims or anyio.current_time() >= give_up:
                 return claims
 
@@ -117,12 +119,12 @@ class RolloutClient:
         Raises:
             StaleEpoch: The run has a newer epoch.
         """
-        asked = list(claims)
-        if not asked:
+        to_renew = list(claims)
+        if not to_renew:
             return []
-        held = await self._write("renew", self.name, *(one.entry_id for one in asked))
-        names = {one.decode() for one in held}
-        return [one for one in asked if one.entry_id in names]
+        renewed = await self._write("renew", self.name, *(claim.entry_id for claim in to_renew))
+        names = {entry_id.decode() for entry_id in renewed}
+        return [claim for claim in to_renew if claim.entry_id in names]
 
     async def answer(self, claim: Claim, experiences: Sequence[Experience]) -> bool:
         """Answer a request with all its samples; return False if the answer was discarded.
@@ -147,8 +149,8 @@ class RolloutClient:
         for claim, experiences in answers:
             _check_samples(claim.request, experiences)
             rows += [claim.entry_id, len(experiences), *map(encode, experiences)]
-        counted = [bool(one) for one in await self._write("answer", *rows)]
-        self._held.difference_update(claim.entry_id for claim, _ in answers)
+        counted = [bool(reply) for reply in await self._write("answer", *rows)]
+        self._unanswered_ids.difference_update(claim.entry_id for claim, _ in answers)
         self.discarded += counted.count(False)
         return counted
 
@@ -168,7 +170,7 @@ class RolloutClient:
         """
         row = [claim.entry_id, reason, self.name]
         await self._write("fail", *row, *([] if error is None else [encode(error)]))
-        self._held.discard(claim.entry_id)
+        self._unanswered_ids.discard(claim.entry_id)
 
     async def give_back(self, claim: Claim) -> None:
         """Give a request back whose exact version is superseded here; no attempt failed.
@@ -194,18 +196,18 @@ class RolloutClient:
 
         A newer epoch cancels the block, which then raises StaleEpoch.
         """
-        held = list(claims)
+        held_claims = list(claims)
 
         async def renew() -> None:
-            while held:
+            while held_claims:
                 await anyio.sleep(self._lease / 3)
-                still = {one.entry_id for one in await self.renew(held)}
-                held[:] = [one for one in held if one.entry_id in still]
+                still = {claim.entry_id for claim in await self.renew(held_claims)}
+                held_claims[:] = [claim for claim in held_claims if claim.entry_id in still]
 
         with ungrouped():
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(renew)
-                yield held
+                yield held_claims
                 tasks.cancel_scope.cancel()
 
     async def _read(self, wait: Deadline, count: int, block: float) -> list[Claim]:
@@ -226,7 +228,7 @@ class RolloutClient:
         if any(self.name in claim.request.excluded for claim in claims):
             await self._end_claiming(claims)
             return []
-        self._held.update(one.entry_id for one in claims)
+        self._unanswered_ids.update(claim.entry_id for claim in claims)
         return claims
 
     async def _end_claiming(self, claims: Iterable[Claim]) -> None:
@@ -244,11 +246,11 @@ class RolloutClient:
         """Return at most ``count`` requests, first those whose claim the server never told."""
         present = block if self._sure else _AT_ONCE
         self._sure = False  # until the reply is here
-        held, requests = await self._streams.claim(
-            self.name, count, known=len(self._held), block=present
+        claimed_ids, requests = await self._streams.claim(
+            self.name, count, unanswered_count=len(self._unanswered_ids), block=present
         )
-        self._held &= held
-        if untold := sorted(held - self._held)[:count]:
+        self._unanswered_ids &= claimed_ids
+        if untold := sorted(claimed_ids - self._unanswered_ids)[:count]:
             requests = await self._streams.claim_again(self.name, untold) + requests
         self._sure = len(requests) <= count
         return requests[:count]
@@ -273,12 +275,18 @@ class RolloutClient:
 
 
 def _check_samples(request: RolloutRequest, experiences: Sequence[Experience]) -> None:
-    asked = request.run_id, request.epoch, request.ordinal, request.attempt, request.samples
-    for index, one in enumerate(experiences):
-        if (one.run_id, one.epoch, one.ordinal, one.attempt, one.samples) != asked:
+    expected = request.run_id, request.epoch, request.ordinal, request.attempt, request.samples
+    for index, experience in enumerate(experiences):
+        if (
+            experience.run_id,
+            experience.epoch,
+            experience.ordinal,
+            experience.attempt,
+            experience.samples,
+        ) != expected:
             raise TrinityError(f"sample {index} of ordinal {request.ordinal} is of another request")
-    if [one.sample for one in experiences] != list(range(request.samples)):
+    if [experience.sample for experience in experiences] != list(range(request.samples)):
         raise TrinityError(
             f"ordinal {request.ordinal} asks for samples 0 to {request.samples - 1} in order: "
-            f"answer with all of them, not with {[one.sample for one in experiences]}"
+            f"answer with all of them, not with {[experience.sample for experience in experiences]}"
         )

@@ -195,7 +195,7 @@ class RolloutDispatcher:
         self.ledger = Ledger() if ledger is None else ledger
         if self.ledger.fingerprint is None:
             self.ledger.fingerprint = settings.fingerprint
-        self._told = self.ledger.to_contract(0)
+        self._logged_ledger = self.ledger.to_contract(0)
         """Ledger as the log tells it: after the last step, or as the run was resumed."""
         self._state = DispatchState(settings, self.ledger)
         self._publisher = publisher
@@ -213,7 +213,7 @@ class RolloutDispatcher:
         self._lock = anyio.Lock()
         self._untold: tuple[list[int], Versions] | None = None
         """Ordinals whose dispatch may not be in the log yet."""
-        self._asked = 0
+        self._dispatched_count = 0
         """Number of ordinals asked for since the last call that returned."""
         self._unwritten: list[OutgoingRequest] = []
         """Requests that were told, and may not be in the stream yet."""
@@ -251,9 +251,9 @@ class RolloutDispatcher:
         """
         wait = self._wait("the dispatch did not start")
         settings = self.settings
-        kept = settings.keep_answers == "checkpoint" and not settings.discards_earlier
-        self._state.number = await self._streams.begin(wait, withdraw_answers=not kept)
-        if not kept:
+        keeps_answers = settings.keep_answers == "checkpoint" and not settings.discards_earlier
+        self._state.number = await self._streams.begin(wait, withdraw_answers=not keeps_answers)
+        if not keeps_answers:
             stands = _is_never_current
         async for answers in self._answers.rest(wait):
             stands = stands or await self._lineage(wait)
@@ -290,9 +290,9 @@ class RolloutDispatcher:
             self._newest = Versions(oldest, exact)
             wait = self._wait("rollouts were not dispatched")
             await self._complete(wait)
-            await self._ask(wait, count - self._asked)
-            asked, self._asked = self._asked, 0
-            return asked
+            await self._ask(wait, count - self._dispatched_count)
+            dispatched_count, self._dispatched_count = self._dispatched_count, 0
+            return dispatched_count
 
     def add_published(self, version: StepRef) -> None:
         """Let answers have tokens of a version; call it before the version is published.
@@ -357,12 +357,12 @@ class RolloutDispatcher:
                 await self._complete(wait)
                 await self._settle_due(wait)
                 await self._ask(wait, self._state.lacking(count))
-                self._asked = 0
+                self._dispatched_count = 0
                 await self._free(wait)
                 if self._refuse_stale() or self._judge(count, usable, judged):
                     continue
-                if (taken := self._state.take(count)) is not None:
-                    return taken
+                if (groups := self._state.take(count)) is not None:
+                    return groups
                 if anyio.current_time() >= next_look:
                     await self._look(wait)
                     next_look, next_words = self._looked_at + every, -math.inf
@@ -374,11 +374,11 @@ class RolloutDispatcher:
                     object_of_wait(missing) + self._state.refused_in_words, holders_of(missing)
                 )
             block = min(wait.left(), LONGEST_BLOCK, next_look - anyio.current_time())
-            found = await self._answers.next(wait, block)
-            self._receive(found)
+            answers = await self._answers.next(wait, block)
+            self._receive(answers)
             if self._inspector.refused:
                 next_look = min(next_look, self._looked_at + _LOOK_REFUSED)
-            if found and self._state.lacks_several(count):
+            if answers and self._state.lacks_several(count):
                 await anyio.sleep(_GATHER)
             if waiting is not None and (missing := self.waits_for(count)):
                 await waiting(missing, anyio.current_time() - began)
@@ -406,8 +406,8 @@ class RolloutDispatcher:
             await self._publish(event)
             self._state.train(ordinals)
             self._step = step
-            self._told = self.ledger.to_contract(step)
-            entry_ids = [one for group in groups for one in group.entry_ids]
+            self._logged_ledger = self.ledger.to_contract(step)
+            entry_ids = [entry_id for group in groups for entry_id in group.entry_ids]
             if self.settings.keep_answers == "checkpoint":
                 self._until_checkpoint.setdefault(step, []).extend(entry_ids)
             else:
@@ -439,7 +439,9 @@ class RolloutDispatcher:
     async def checkpointed(self, step: int) -> None:
         """Free the answers that a checkpoint of a step covers."""
         async with self._lock:
-            for covered in [one for one in self._until_checkpoint if one <= step]:
+            for covered in [
+                trained_step for trained_step in self._until_checkpoint if trained_step <= step
+            ]:
                 self._useless += self._until_checkpoint.pop(covered)
             await self._free(self._wait("answers were not freed"))
 
@@ -454,7 +456,7 @@ class RolloutDispatcher:
         """
         if self._step not in (None, step):
             raise LedgerError(f"the ledger is that of step {self._step}, not of step {step}")
-        return replace(self._told, step=step)
+        return replace(self._logged_ledger, step=step)
 
     @property
     def asked_count(self) -> int:
@@ -468,8 +470,8 @@ class RolloutDispatcher:
 
     def waits_for(self, count: int | None = None) -> list[HeldRequest]:
         """Return the requests without an answer that a step of ``count`` groups waits for."""
-        wanted = self.settings.prompts_per_step if count is None else count
-        return self._state.missing(wanted, anyio.current_time())
+        group_count = self.settings.prompts_per_step if count is None else count
+        return self._state.missing(group_count, anyio.current_time())
 
     # --- asking ------------------------------------------------------------------------------
     #
@@ -491,9 +493,9 @@ class RolloutDispatcher:
             await self._tell(versions, RolloutsDispatched(ordinals=ranges(ordinals)))
             self._untold = None
             self._unwritten += self._state.requests(self._state.ask(ordinals, versions))
-            self._asked += len(ordinals)
+            self._dispatched_count += len(ordinals)
         if self._unwritten:
-            rows = [part for one in self._unwritten for part in self._row(one)]
+            rows = [part for outgoing in self._unwritten for part in self._row(outgoing)]
             replies = await self._streams.write(wait, "issue", self._streams.group, *rows)
             written, self._unwritten = self._unwritten, []
             for request, reply in zip(written, replies, strict=True):
@@ -503,8 +505,12 @@ class RolloutDispatcher:
     async def _settle_due(self, wait: Deadline) -> None:
         """Ask again for ordinals whose attempt counts no more, or give them up."""
         await self._settle_failed_rewards()
-        asked, arrived = self._state.open_requests, self._state.arrived
-        self._due = {one: due for one, due in self._due.items() if one in asked.keys() - arrived}
+        open_requests, arrived = self._state.open_requests, self._state.arrived
+        self._due = {
+            ordinal: due
+            for ordinal, due in self._due.items()
+            if ordinal in open_requests.keys() - arrived
+        }
         again, exhausted = self._state.split(self._due.values())
         for due in exhausted:
             await self._give_up(wait, due)
@@ -766,7 +772,7 @@ class RolloutDispatcher:
         return Deadline(self._deadline if deadline is None else deadline, text)
 
     def _say_missing(self, wait: Deadline, missing: Sequence[HeldRequest]) -> None:
-        named = ", ".join(one.in_words for one in missing[:_NAMED])
+        named = ", ".join(request.in_words for request in missing[:_NAMED])
         more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
         wait.missing = (
             f"run {self.settings.run_id}: the groups of ordinals {named}{more} did not arrive"

@@ -139,7 +139,7 @@ class RolloutStreams:
         claims, unclaimable = group or ((), ())
         return StreamSnapshot(
             uptime=float(up),
-            numbers={self.number_of(one) for one in ids},
+            numbers={self.number_of(entry_id) for entry_id in ids},
             claims={
                 self.number_of(entry_id): SeenClaim(_explorer_name(member), idle / 1000)
                 for entry_id, member, idle, _ in claims
@@ -154,26 +154,26 @@ class RolloutStreams:
         return max(self.number_of(last), 0)
 
     async def claim(
-        self, member: str, count: int, *, known: int, block: float
+        self, member: str, count: int, *, unanswered_count: int, block: float
     ) -> tuple[set[str], list[RequestEntry]]:
         """Claim requests once, without a retry of its own; wait at most ``block`` seconds.
 
         Returns the entry ids of all claims that the member held before, and what it claimed now.
-        More than ``known`` of them are claims whose reply was lost. They are listed in the same
-        round trip: the client may send both commands again, without a word of it.
+        More than ``unanswered_count`` of them are claims whose reply was lost. They are listed in
+        the same round trip: the client may send both commands again, without a word of it.
         """
         pipe = self.client.pipeline(transaction=False)
-        listed = {"min": "-", "max": "+", "count": known + count, "consumername": member}
+        listed = {"min": "-", "max": "+", "count": unanswered_count + count, "consumername": member}
         pipe.xpending_range(self.keys.rollouts, self.group, **listed)
         milliseconds = max(1, int(block * 1000))
-        asked = {self.keys.rollouts: ">"}
-        pipe.xreadgroup(self.group, member, asked, count=count, block=milliseconds)
+        offsets = {self.keys.rollouts: ">"}
+        pipe.xreadgroup(self.group, member, offsets, count=count, block=milliseconds)
         replies = await pipe.execute(raise_on_error=False)
         for reply in replies:
             if isinstance(reply, Exception):
                 raise reply
-        held, claimed = replies
-        names = {one["message_id"].decode() for one in held}
+        pending, claimed = replies
+        names = {claim["message_id"].decode() for claim in pending}
         return names, _requests(claimed[0][1] if claimed else ())
 
     async def claim_again(self, member: str, entry_ids: Sequence[str]) -> list[RequestEntry]:
@@ -258,9 +258,9 @@ class RolloutStreams:
     async def _conflict(self, error: redis.ResponseError) -> Exception | None:
         if "WRONGTYPE" in str(error):
             for key in (self.keys.rollouts, self.keys.experiences):
-                found = (await self.client.type(key)).decode()
-                if found not in ("none", "stream"):
-                    return wrong_type(key, found, "stream")
+                key_type = (await self.client.type(key)).decode()
+                if key_type not in ("none", "stream"):
+                    return wrong_type(key, key_type, "stream")
         return None
 
     def request_id(self, number: int) -> str:
@@ -277,14 +277,14 @@ class RolloutStreams:
         code, _, present = str(error).partition(" ")
         if code != "STALEEPOCH":
             return None
-        found = int(present.split()[0])
-        if found > self.epoch:
+        epoch = int(present.split()[0])
+        if epoch > self.epoch:
             return StaleEpoch(
-                f"run {self.run_id} was opened anew as epoch {found}: this process is of epoch "
+                f"run {self.run_id} was opened anew as epoch {epoch}: this process is of epoch "
                 f"{self.epoch}, and ends"
             )
         return LogLost(
-            f"the server holds epoch {found} of run {self.run_id}, and this process is of epoch "
+            f"the server holds epoch {epoch} of run {self.run_id}, and this process is of epoch "
             f"{self.epoch}: the server lost data, so open the run anew"
         )
 
@@ -309,7 +309,11 @@ def _explorer_name(member: bytes) -> str:
 
 def _requests(entries: Iterable[tuple[bytes, dict[bytes, bytes] | None]]) -> list[RequestEntry]:
     """Return the requests of entries, without those that were deleted."""
-    return [RequestEntry(one.decode(), fields.get(b"e", b"")) for one, fields in entries if fields]
+    return [
+        RequestEntry(entry_id.decode(), fields.get(b"e", b""))
+        for entry_id, fields in entries
+        if fields
+    ]
 
 
 def is_without_group(error: redis.ResponseError) -> bool:

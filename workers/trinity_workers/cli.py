@@ -131,11 +131,11 @@ class _RequestedRun(Struct, kw_only=True):
 def _launch(run: _RequestedRun, place: _RunOptions, read: Callable[[], TrainConfig]) -> None:
     """Run the main job to its end and print its summary, also after a failure."""
     with results_alone() as results:
-        told = _ResultPrinter(results, run.run_id, as_json=place.as_json)
+        printer = _ResultPrinter(results, run.run_id, as_json=place.as_json)
         try:
-            _run_job(told, run, place, read)
+            _run_job(printer, run, place, read)
         except Exception as error:
-            told.failed(error)
+            printer.failed(error)
             raise
 
 
@@ -146,7 +146,7 @@ class _ResultPrinter:
         self._results = results
         self._run_id = run_id
         self._as_json = as_json
-        self._told = False
+        self._has_printed = False
         self.refusals = 0
         """Number of times that explorers refused weights."""
 
@@ -154,7 +154,7 @@ class _ResultPrinter:
         """Print the summary, as JSON or as text."""
         from .launch.summary import summary_table
 
-        self._told = True
+        self._has_printed = True
         self.refusals = summary.log.refusals
         with suppress(OSError):  # the terminal may be gone
             if self._as_json:
@@ -169,16 +169,16 @@ class _ResultPrinter:
 
     def failed(self, error: BaseException, outcome: Outcome = "failed") -> None:
         """Print as JSON why there is no summary, unless one was printed."""
-        if self._as_json and not self._told:
+        if self._as_json and not self._has_printed:
             failure = RunFailure(run_id=self._run_id, outcome=outcome, error=cause_of(error))
-            self._told = True
+            self._has_printed = True
             with suppress(OSError):
                 print_json(failure, self._results)
                 self._results.flush()
 
 
 def _run_job(
-    told: _ResultPrinter, run: _RequestedRun, place: _RunOptions, read: Callable[[], TrainConfig]
+    printer: _ResultPrinter, run: _RequestedRun, place: _RunOptions, read: Callable[[], TrainConfig]
 ) -> None:
     # Wrong arguments are refused before the heavy imports.
     checked_run(run.run_id)
@@ -210,12 +210,12 @@ def _run_job(
         resume_command=command,
     )
     try:
-        _interruptible(partial(run_job, report=told.summary), options, told.interrupted)
+        _interruptible(partial(run_job, report=printer.summary), options, printer.interrupted)
     except CheckpointDamaged as error:
         raise error.with_command(command) from None
-    if told.refusals:
+    if printer.refusals:
         raise WeightsRefused(
-            f"explorers of run {run.run_id} refused weights {told.refusals} times, because they "
+            f"explorers of run {run.run_id} refused weights {printer.refusals} times, because they "
             f"were not what was published: see trinity-events status {run.run_id}"
         )
 
@@ -233,9 +233,9 @@ def _with_options(*, settings: bool) -> Callable[[Callable[..., None]], Callable
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = [
-            one
-            for one in signature(command, eval_str=True).parameters.values()
-            if one.kind is not Parameter.VAR_KEYWORD
+            parameter
+            for parameter in signature(command, eval_str=True).parameters.values()
+            if parameter.kind is not Parameter.VAR_KEYWORD
         ]
         overlay = overlay_parameters() if settings else []
         place = signature(_RunOptions, eval_str=True).parameters.values()
@@ -283,17 +283,17 @@ def train(
     Example: trinity-events train grpo.yaml --set steps=100
     """
     place = _RunOptions(**options)
-    reading = read_config(file, [typed_setting(one) for one in settings or ()])
+    reading = read_config(file, [typed_setting(setting) for setting in settings or ()])
     name = run or reading.config.name or file.stem
     if check:
         _show(reading, name, as_json=place.as_json)
         return
-    asked = _RequestedRun(
+    requested_run = _RequestedRun(
         run_id=name,
         alone=parts == "all",
         ray_address=os.environ.get("RAY_ADDRESS") or None,
     )
-    _launch(asked, place, reading.checked)
+    _launch(requested_run, place, reading.checked)
 
 
 def _show(reading: Reading, name: str, *, as_json: bool) -> None:
@@ -322,8 +322,8 @@ def demo(
     """
     run_id = f"demo-{datetime.now():%Y%m%d-%H%M%S}" if run is None else run
     reading, place = overlaid(options)
-    asked = _RequestedRun(run_id=run_id, alone=True)
-    _launch(asked, _RunOptions(**place), reading.checked)
+    requested_run = _RequestedRun(run_id=run_id, alone=True)
+    _launch(requested_run, _RunOptions(**place), reading.checked)
 
 
 @_with_options(settings=True)

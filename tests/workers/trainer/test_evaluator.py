@@ -298,7 +298,7 @@ async def test_results_depend_on_no_explorer_and_no_order(config, trainer, log):
     found = []
     for ranks in ((0,), (1, 2)):
         await trainer.begin()
-        trainer.evaluator._asked.clear()  # the same version once more
+        trainer.evaluator._last_steps.clear()  # the same version once more
         await trainer.publish(STEPS)
         async with anyio.create_task_group() as tasks:
             for rank in ranks:

@@ -64,7 +64,7 @@ def removable_steps(
         made: Steps that have a folder, each with its evidence; None without any.
         keep: Number of checkpoints that stay; zero keeps everything.
     """
-    pointers = {kind: one.at for kind, one in state.ready.items() if kind != "weights"}
+    pointers = {kind: pointer.at for kind, pointer in state.ready.items() if kind != "weights"}
     # A pointer of an older epoch keeps its own folder and allows no removal.
     reached = max((at.step for at in pointers.values() if at.epoch == state.epoch), default=-1)
     proven = {
@@ -78,14 +78,14 @@ def removable_steps(
     complete = set(state.complete_checkpoints)
     counted = [step for step in ready if step in complete and "checkpoint" in proven[step].kinds]
     newest_checkpoint = counted[-1] if counted else -1
-    evaluated = {one.step for one in open_versions(state) if one.epoch == state.epoch}
-    kept = {*counted[-keep:], *(at.step for at in pointers.values()), *evaluated}
+    evaluated = {version.step for version in open_versions(state) if version.epoch == state.epoch}
+    retained = {*counted[-keep:], *(at.step for at in pointers.values()), *evaluated}
 
     def is_passed(step: int) -> bool:
         alone = proven[step].kinds == ("state_dict",) and step not in complete
         return step < (ready[-1] if alone else newest_checkpoint)
 
-    return [step for step in ready if step not in kept and is_passed(step)]
+    return [step for step in ready if step not in retained and is_passed(step)]
 
 
 def is_of_this_line(state: MonitorState, epoch: int | None, step: int) -> bool:

@@ -28,7 +28,7 @@ def rollouts_dispatched(fold: FoldState, event: RolloutsDispatched, _: Envelope)
         ledger.fingerprint = event.fingerprint
     fated, skipped = ledger.note_dispatched(event.ordinals)
     if event.reissued:
-        again = union((one.ordinal, one.ordinal) for one in event.reissued)
+        again = union((reissue.ordinal, reissue.ordinal) for reissue in event.reissued)
         reissued = ledger.contradictions(again)
         fated = union(fated, reissued.settled)
         _note(fold, "reissued-without-dispatch", reissued.undispatched)

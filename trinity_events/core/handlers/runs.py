@@ -64,16 +64,18 @@ def _announce_opening(fold: FoldState, config: str | None, envelope: Envelope) -
 
 def _open_epoch(fold: FoldState, epoch: int, step: int, opening: RunOpened | RunResumed) -> None:
     state = fold.state
-    for left, step_state in sorted(state.steps.items()):
+    for old_step, step_state in sorted(state.steps.items()):
         for kind in ("checkpoint", "state_dict"):
-            found = step_state.kinds.get(kind)
-            folder = staged_folder(step_state, kind) if found and found.outcome else None
+            staged_kind = step_state.kinds.get(kind)
+            folder = (
+                staged_folder(step_state, kind) if staged_kind and staged_kind.outcome else None
+            )
             if folder is not None:
-                state.pending_promotions[folder] = left
+                state.pending_promotions[folder] = old_step
                 break
         for kind, kind_state in step_state.kinds.items():
             if not kind_state.settled:
-                supersede(fold, state.epoch, left, kind, StepRef(epoch, step))
+                supersede(fold, state.epoch, old_step, kind, StepRef(epoch, step))
     for folder in list(state.pending_promotions)[:-KEPT_PENDING_PROMOTIONS]:
         del state.pending_promotions[folder]
     state.lineage = continued_lineage(state, opening)
@@ -82,7 +84,9 @@ def _open_epoch(fold: FoldState, epoch: int, step: int, opening: RunOpened | Run
     state.strategy = opening.save_strategy
     state.transport = opening.transport
     state.attempts, state.queue, state.turns = {}, {}, {}
-    state.complete_checkpoints = [one for one in state.complete_checkpoints if one <= step]
+    state.complete_checkpoints = [
+        complete_step for complete_step in state.complete_checkpoints if complete_step <= step
+    ]
     state.trainer, state.trainer_step = None, step
     state.steps = {}
     state.forgotten_through = -1

@@ -145,11 +145,13 @@ def _to_megatron(source: Path, target: Path) -> list[int]:
         used.add(OUTPUT_HEAD)  # equal to the embedding, or the description would not say tied
     check_all_used(source, reader.names(), used)
     for key, names in outline.stored_together().items():
-        found = [reader.dtype(one) for name in names for one in outline.sources(name)]
-        outline.set_dtype(names, _checked(found, key, source))
+        dtypes = [
+            reader.dtype(tensor_name) for name in names for tensor_name in outline.sources(name)
+        ]
+        outline.set_dtype(names, _checked(dtypes, key, source))
 
     def value(name: str) -> torch.Tensor:
-        found = []
+        tensors = []
         for expected, empty in outline.tensors(name):
             tensor = reader.tensor(expected)
             if tensor.shape != empty.shape:
@@ -158,10 +160,10 @@ def _to_megatron(source: Path, target: Path) -> list[int]:
                     f"{tuple(empty.shape)}: is its config.json the one of these weights?"
                 )
             check_finite([(expected, tensor)], str(source))
-            found.append(tensor)
+            tensors.append(tensor)
         # A small tensor maps much more of the file than its bytes, and layers store it far apart.
         reader.forget()
-        return outline.mapping.to_megatron(name, found)
+        return outline.mapping.to_megatron(name, tensors)
 
     outline.save(target / "model", value)
     write_description(target / MODEL_FOLDER[-1], description)
@@ -256,19 +258,19 @@ def _description(folder: Path) -> Description:
     try:
         return read_description(folder)
     except (ValueError, OSError) as error:
-        said = " ".join(str(error).split())
+        reason = " ".join(str(error).split())
         raise ConversionRefused(
-            f"{folder}/config.json describes no model that can be converted: {said}"
+            f"{folder}/config.json describes no model that can be converted: {reason}"
         ) from None
 
 
-def _checked(found: Sequence[torch.dtype], key: str, source: Path) -> torch.dtype:
+def _checked(dtypes: Sequence[torch.dtype], key: str, source: Path) -> torch.dtype:
     """Return the one dtype of the tensors that a checkpoint stores under one key."""
-    dtype, *others = dict.fromkeys(found)
+    dtype, *others = dict.fromkeys(dtypes)
     if others:
         raise ConversionRefused(
             f"{source}: the tensors of {key}, over all layers, have several dtypes "
-            f"({_listed(found)}), and a Megatron checkpoint stores them in one: save the model so"
+            f"({_listed(dtypes)}), and a Megatron checkpoint stores them in one: save the model so"
         )
     if dtype not in _CONVERTED:
         raise ConversionRefused(
@@ -279,7 +281,7 @@ def _checked(found: Sequence[torch.dtype], key: str, source: Path) -> torch.dtyp
 
 
 def _listed(dtypes: Iterable[torch.dtype]) -> str:
-    return ", ".join(str(one).removeprefix("torch.") for one in dict.fromkeys(dtypes))
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(dtypes))
 
 
 def _reader(folder: Path) -> FolderReader:

@@ -49,13 +49,13 @@ class BaseModel(Struct, frozen=True, kw_only=True):
 
 def weights_digest(folder: Path) -> str:
     """Return a digest of the names and bytes of the files with a folder's weights."""
-    found = Digesting()
+    digesting = Digesting()
     for path in sorted((*folder.glob("*.safetensors"), *folder.glob("*.bin"))):
-        found.update(f"{path.name}:{path.stat().st_size}:".encode())
+        digesting.update(f"{path.name}:{path.stat().st_size}:".encode())
         with path.open("rb", buffering=0) as file:
             while data := file.read(_PIECE):
-                found.update(data)
-    return found.digest()
+                digesting.update(data)
+    return digesting.digest()
 
 
 def describe_adapters(folder: Path, config: dict[str, Any], base: BaseModel) -> None:
@@ -92,12 +92,12 @@ def check_adapters(folder: Path, config: dict[str, Any] | None, base: BaseModel 
                 f"the adapters in {folder} have another model.lora.{name} than the run: set it as "
                 "it was, or begin anew with --fresh"
             )
-    found = read_base(folder)
-    if found.digest != base.digest:
+    recorded_base = read_base(folder)
+    if recorded_base.digest != base.digest:
         raise AdaptersRefused(
-            f"the adapters in {folder} were trained on the weights of {found.path}, and those of "
-            f"{base.path} are others: set model.path to the same weights, or begin anew with "
-            "--fresh"
+            f"the adapters in {folder} were trained on the weights of {recorded_base.path}, "
+            f"and those of {base.path} are others: set model.path to the same weights, or begin "
+            "anew with --fresh"
         )
 
 
@@ -131,9 +131,9 @@ def write_adapter_folder(
     make_folder(folder)
     (folder / FILE_DIGESTS).unlink(missing_ok=True)
     describe(folder)
-    held = {name: tensor.contiguous() for name, tensor in tensors}
+    adapters = {name: tensor.contiguous() for name, tensor in tensors}
     partial = folder / f".{ADAPTER_WEIGHTS}.tmp"
-    save_file(held, partial, metadata={"format": "pt"})
+    save_file(adapters, partial, metadata={"format": "pt"})
     partial.replace(folder / ADAPTER_WEIGHTS)
     seal(folder)
-    return sum(tensor.nbytes for tensor in held.values())
+    return sum(tensor.nbytes for tensor in adapters.values())

@@ -103,7 +103,9 @@ class FSDPEngine:
         """Tokenizer and generation defaults of the folder, on the rank that writes them."""
         self._device = device
         trained = adapter_tree(model) or model
-        self.published_dtypes = {name: one.dtype for name, one in trained.named_parameters()}
+        self.published_dtypes = {
+            name: parameter.dtype for name, parameter in trained.named_parameters()
+        }
         options.prepare(model)
         self.module: Any = _shard(model, device, getattr(torch, dtype), options)
         self.adapters = adapter_tree(self.module)
@@ -195,7 +197,9 @@ class FSDPEngine:
         and schedule stay as they are, and the gradients are dropped.
         """
         parameters = list(trained_module(self).parameters())
-        norm: Any = get_total_norm([one.grad for one in parameters if one.grad is not None])
+        norm: Any = get_total_norm(
+            [parameter.grad for parameter in parameters if parameter.grad is not None]
+        )
         norm = norm.full_tensor()  # once: clip_grad_norm_() would reduce it for itself
         if not math.isfinite(float(norm)):
             self.optimizer.zero_grad(set_to_none=True)
@@ -334,13 +338,13 @@ class FSDPEngine:
     def _read_training(self, folder: Path, world: int) -> dict[str, Any]:
         if world == dist.get_world_size():
             return read_state(folder / shard_name("optim"))
-        rank, found = dist.get_rank(), states_of_shards(folder, "optim", world)
-        training: dict[str, Any] = {"scheduler": found[0]["scheduler"]}
+        rank, states = dist.get_rank(), states_of_shards(folder, "optim", world)
+        training: dict[str, Any] = {"scheduler": states[0]["scheduler"]}
         training["optimizer"] = resharded_optimizer(
-            [one["optimizer"] for one in found], self.optimizer
+            [state["optimizer"] for state in states], self.optimizer
         )
         if rank < world:
-            training["random"] = found[rank]["random"]
+            training["random"] = states[rank]["random"]
         return training
 
 
@@ -479,6 +483,6 @@ def _shard(model: Any, device: torch.device, dtype: torch.dtype, options: FSDPOp
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
     if _is_large(model):
         layers = set(model._no_split_modules or ())
-        for layer in [one for one in model.modules() if type(one).__name__ in layers]:
+        for layer in [module for module in model.modules() if type(module).__name__ in layers]:
             fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)
     return fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)

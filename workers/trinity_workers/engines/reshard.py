@@ -53,8 +53,8 @@ def saved_world(folder: Path) -> int:
 
 def _worlds(folder: Path) -> list[int]:
     """Return the numbers of ranks that a folder has shards of."""
-    found = (_SHARD_FILE.fullmatch(path.name) for path in folder.iterdir())
-    return sorted({int(match[1]) for match in found if match})
+    matches = (_SHARD_FILE.fullmatch(path.name) for path in folder.iterdir())
+    return sorted({int(match[1]) for match in matches if match})
 
 
 def _several(folder: Path, worlds: Sequence[int]) -> ReshardRefused:
@@ -114,7 +114,7 @@ def _rows(value: torch.Tensor) -> torch.Tensor:
 def states_of_shards(folder: Path, what: str, world: int) -> list[dict[str, Any]]:
     """Return the states of all ranks that saved, in mapped files."""
     files = (shard_file(folder, what, world, rank) for rank in range(world))
-    return [read_state(one, mapped=True) for one in files]
+    return [read_state(file, mapped=True) for file in files]
 
 
 def _joined(values: Sequence[Any]) -> torch.Tensor:
@@ -165,7 +165,9 @@ def model_from_folder(reader: FolderReader, module: Any) -> dict[str, Any]:
     Raises IncompatibleWeights unless the folder has the module's tensors, and no others.
     """
     check_all_used(reader.folder, reader.names(), module.state_dict().keys())
-    parameters = {name: id(one) for name, one in module.named_parameters(remove_duplicate=False)}
+    parameters = {
+        name: id(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)
+    }
     saved = {parameters.get(name, name): name for name in reader.names()}
     return {
         name: _slice_full_tensor(reader.tensor(saved.get(parameters.get(name, name), name)), like)
@@ -175,7 +177,7 @@ def model_from_folder(reader: FolderReader, module: Any) -> dict[str, Any]:
 
 def resharded_optimizer(states: Sequence[dict[str, Any]], optimizer: Any) -> dict[str, Any]:
     """Return this rank's optimizer state dict, from those of all ranks that saved."""
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     first = states[0]
     return {
         "param_groups": first["param_groups"],

@@ -120,8 +120,8 @@ class VerlEngine:
     def logprobs(self, batch: Batch, temperature: float) -> Tensor:
         """Return log-probabilities of response tokens [B, R], without gradient. Collective."""
         with self.verl.eval_mode():
-            told = self.verl.infer_batch(_no_padding(batch, temperature))
-        return _select_response_tokens(told["model_output"]["log_probs"], batch)
+            output = self.verl.infer_batch(_no_padding(batch, temperature))
+        return _select_response_tokens(output["model_output"]["log_probs"], batch)
 
     def update(
         self, parts: Sequence[Batch], loss_of: LossOf, *, temperature: float, entropy: bool
@@ -247,7 +247,7 @@ class VerlEngine:
         name, words, *rest = np.random.get_state()
         states: dict[str, Any] = {
             "cpu": torch.get_rng_state(),
-            "numpy": (name, [int(one) for one in words], *rest),
+            "numpy": (name, [int(word) for word in words], *rest),
             "random": random.getstate(),
         }
         if self._device.type == "cuda":
@@ -348,9 +348,9 @@ def _loss_function(loss_of: LossOf, part: Batch) -> Callable[..., tuple[Tensor, 
     return loss
 
 
-def _select_response_tokens(found: Tensor, batch: Batch) -> Tensor:
+def _select_response_tokens(jagged: Tensor, batch: Batch) -> Tensor:
     """Return values of response tokens [B, R] from those of the tokens before them, jagged."""
-    values = found.values().float()
+    values = jagged.values().float()
     attended = batch.attention_mask.bool()
     wide = values.new_zeros(attended.shape).masked_scatter(attended, values)
     return wide[:, batch.prompt_width - 1 : -1].masked_fill(~batch.response_mask, 0.0)

@@ -71,7 +71,9 @@ class EvaluationAnswers:
         *,
         at_once: int,
     ) -> None:
-        self._players = {one.fingerprint: create_held_out_episodes(episodes, one) for one in sets}
+        self._players = {
+            held_out.fingerprint: create_held_out_episodes(episodes, held_out) for held_out in sets
+        }
         self._requests = requests
         self._installer = installer
         self._turns = turns
@@ -90,19 +92,21 @@ class EvaluationAnswers:
             claims = await self._requests.claim(self._at_once, seconds=_CLAIM_BLOCK)
             if not claims:
                 continue
-            async with self._requests.renewing(claims) as held:
-                for version in sorted({one.request.oldest for one in held}):
-                    await self._answer(version, [one for one in held if _asks(one, version)])
+            async with self._requests.renewing(claims) as held_claims:
+                for version in sorted({claim.request.oldest for claim in held_claims}):
+                    await self._answer(
+                        version, [claim for claim in held_claims if _asks(claim, version)]
+                    )
             self.answered += len(claims)
 
     async def _answer(self, version: StepRef, claims: Sequence[Claim]) -> None:
         try:
-            found = await self._found(version, claims)
+            answers = await self._play(version, claims)
         except TrinityError as error:  # the version is gone, or the engine refused it
-            found = [error] * len(claims)
-        await send_answers(self._requests, claims, found)
+            answers = [error] * len(claims)
+        await send_answers(self._requests, claims, answers)
 
-    async def _found(
+    async def _play(
         self, version: StepRef, claims: Sequence[Claim]
     ) -> Sequence[list[Experience] | TrinityError]:
         fingerprint = claims[0].request.fingerprint
@@ -116,7 +120,7 @@ class EvaluationAnswers:
         await self._turns.left_over()
         async with self._turns.lock:
             await self._installer.install_again(ready)
-            played = await player.play_all([one.request for one in claims])
+            played = await player.play_all([claim.request for claim in claims])
         # Judged outside of the turn: a slow reward holds up no answer to training.
         return await played.judged()
 

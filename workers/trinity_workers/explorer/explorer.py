@@ -262,8 +262,8 @@ class Explorer:
         async with background_tasks(*[answers.run] * bool(self._held_out)):
             while claims := await self._next_claims(requests, versions, installer):
                 await self._check_task_set(requests, claims)
-                async with requests.renewing(claims) as held, self._turns.training():
-                    await self._answer_with_weights(requests, held, installer)
+                async with requests.renewing(claims) as held_claims, self._turns.training():
+                    await self._answer_with_weights(requests, held_claims, installer)
             async with self._turns.training():
                 await installer.refresh(config.steps)
             if self._held_out:
@@ -327,38 +327,40 @@ class Explorer:
 
     async def _check_task_set(self, requests: RolloutClient, claims: Sequence[Claim]) -> None:
         """Give requests of another task set back, and raise RequestRefused."""
-        asked = next(
-            (one for one in claims if one.request.fingerprint != self._task.fingerprint), None
+        foreign_claim = next(
+            (claim for claim in claims if claim.request.fingerprint != self._task.fingerprint), None
         )
-        if asked is None:
+        if foreign_claim is None:
             return
         for claim in claims:
             await requests.fail(claim, "the explorer holds another task set")
         raise RequestRefused(
             f"run {self.config.run_id} asks for questions of a task set with the fingerprint "
-            f"{asked.request.fingerprint}, and {self.name} holds {self._task.fingerprint}: give "
-            "trainer and explorers the same questions"
+            f"{foreign_claim.request.fingerprint}, and {self.name} holds "
+            f"{self._task.fingerprint}: give trainer and explorers the same questions"
         )
 
     async def _answer_with_weights(
-        self, requests: RolloutClient, held: Sequence[Claim], installer: VersionInstaller
+        self, requests: RolloutClient, held_claims: Sequence[Claim], installer: VersionInstaller
     ) -> None:
         """Install the weights that held requests name, and answer these."""
         exact: dict[int, list[Claim]] = {}
-        for claim in held:
+        for claim in held_claims:
             if claim.request.exact:
                 exact.setdefault(claim.request.oldest.step, []).append(claim)
         for step in sorted(exact):
-            await self._answer_exactly(requests, held, exact[step], installer)
-        others = [one for one in held if not one.request.exact]
+            await self._answer_exactly(requests, held_claims, exact[step], installer)
+        others = [claim for claim in held_claims if not claim.request.exact]
         if others:
-            await installer.refresh(max(one.request.oldest.step for one in others))
-            await self._answer(requests, [one for one in others if one in held], installer)
+            await installer.refresh(max(claim.request.oldest.step for claim in others))
+            await self._answer(
+                requests, [claim for claim in others if claim in held_claims], installer
+            )
 
     async def _answer_exactly(
         self,
         requests: RolloutClient,
-        held: Sequence[Claim],
+        held_claims: Sequence[Claim],
         claims: Sequence[Claim],
         installer: VersionInstaller,
     ) -> None:
@@ -371,7 +373,9 @@ class Explorer:
                 await requests.fail(claim, str(error))
             return
         if installed:
-            await self._answer(requests, [one for one in claims if one in held], installer)
+            await self._answer(
+                requests, [claim for claim in claims if claim in held_claims], installer
+            )
             return
         for claim in claims:
             await requests.give_back(claim)
@@ -380,15 +384,17 @@ class Explorer:
         self, requests: RolloutClient, claims: Sequence[Claim], installer: VersionInstaller
     ) -> None:
         """Answer requests; give those back that failed."""
-        asked = [one.request for one in claims]
-        goes_on = self.config.rollouts.on_update != "finish" and not any(one.exact for one in asked)
-        found: Sequence[list[Experience] | TrinityError]
+        rollout_requests = [claim.request for claim in claims]
+        goes_on = self.config.rollouts.on_update != "finish" and not any(
+            request.exact for request in rollout_requests
+        )
+        answers: Sequence[list[Experience] | TrinityError]
         try:
             async with background_tasks(*[installer.keep_current] * goes_on):
-                found = await self._episodes.answer_all(asked)
+                answers = await self._episodes.answer_all(rollout_requests)
         except NotServing as error:  # a version was installed amid the answers, and is not whole
-            found = [error] * len(asked)
-        sent = await send_answers(requests, claims, found)
+            answers = [error] * len(rollout_requests)
+        sent = await send_answers(requests, claims, answers)
         self._groups += sent.counted
         if self._demand is not None and self._engine.serves is not None:
             await self._tell(self._demand.answered(self._engine.serves, sent.ordinals))

@@ -393,7 +393,8 @@ async def _work(job: _Job, explorers_here: int, room: Placement) -> None:
         Explorer.get_actor(config, rank, room.explorer(rank)) for rank in range(explorers_here)
     ]
     actors = Actors(
-        {"trainer-0": trainer} | {f"explorer-{rank}": one for rank, one in enumerate(explorers)}
+        {"trainer-0": trainer}
+        | {f"explorer-{rank}": explorer for rank, explorer in enumerate(explorers)}
     )
     async with beating(job.options.health_file):
         job.warm_up_steps = await _make_model(config)
@@ -404,9 +405,11 @@ async def _work(job: _Job, explorers_here: int, room: Placement) -> None:
 
 async def _train(job: _Job, actors: Actors, trainer: Any, explorers: Sequence[Any]) -> None:
     async with held_checkpoint(job.config, job.options.checkpoint_root):
-        await actors.ask([trainer.prepare.remote(), *(one.prepare.remote() for one in explorers)])
+        await actors.ask(
+            [trainer.prepare.remote(), *(explorer.prepare.remote() for explorer in explorers)]
+        )
     job.training, *_ = await actors.ask(
-        [trainer.train.remote(), *(one.explore.remote() for one in explorers)]
+        [trainer.train.remote(), *(explorer.explore.remote() for explorer in explorers)]
     )
     await actors.ask([trainer.shutdown.remote()])
 
@@ -452,10 +455,10 @@ async def _last_weights_taken(
     try:
         while True:
             state = await wait.ask(partial(current_state, log))
-            held = await wait.ask(partial(held_explorers, client, state))
+            lease_holders = await wait.ask(partial(held_explorers, client, state))
             now = anyio.current_time()
             late = _without_last(state, config)
-            unheld = {name: unheld.get(name, now) for name in late if name not in held}
+            unheld = {name: unheld.get(name, now) for name in late if name not in lease_holders}
             alive = [name for name in late if now - unheld.get(name, now) < EXPLORER_GONE_AFTER]
             if not alive:
                 return

@@ -104,10 +104,10 @@ class CheckpointMirror:
     async def _copy(self, step: int) -> None:
         config, store = self._config, self._store
         root = config.checkpoint_folder.parent
-        held = hold_checkpoint(
+        hold = hold_checkpoint(
             config.run_id, step, redis_url=config.redis_url, checkpoint_root=root
         )
-        async with held as folder:
+        async with hold as folder:
             await to_thread.run_sync(store.upload, config.run_id, step, folder)
         await to_thread.run_sync(store.prune, config.run_id, config.checkpoints.keep)
 

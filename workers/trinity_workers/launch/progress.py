@@ -78,9 +78,9 @@ class ProgressView:
             while True:
                 after = {Stream.EVENTS: self._monitor.state.position}
                 ask = partial(log.read_blocking, after, seconds=5, limit=page.limit)
-                found = [entry for _, entry in await wait.ask(ask)]
-                page.learn(found)
-                for entry in found:
+                entries = [entry for _, entry in await wait.ask(ask)]
+                page.learn(entries)
+                for entry in entries:
                     self._fold(entry)
                 self._show(bar, task)
 
@@ -102,7 +102,7 @@ class ProgressView:
         except ContractError as error:
             self._monitor.set_aside(entry.id, str(error))
             return
-        announced = [one.event for one in self._monitor.apply(entry.id, envelope)]
+        announced = [announcement.event for announcement in self._monitor.apply(entry.id, envelope)]
         if isinstance(envelope.event, RewardErrorReported):
             # Explorers outlive epochs: their envelopes bear none, and the event names its own.
             self._show_reward_error(entry.id, envelope.event)

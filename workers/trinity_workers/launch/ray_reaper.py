@@ -83,10 +83,10 @@ def reap(folder: Path, driver: int) -> None:
     give_up = time.monotonic() + _DEADLINE
     settled = time.monotonic() + _SETTLED
     while time.monotonic() < min(give_up, settled):
-        left = processes_of(folder.glob(f"session_*_{driver}"))
-        if left:
+        processes = processes_of(folder.glob(f"session_*_{driver}"))
+        if processes:
             settled = time.monotonic() + _SETTLED
-        for process in left:
+        for process in processes:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         time.sleep(0.05)
@@ -94,7 +94,7 @@ def reap(folder: Path, driver: int) -> None:
 
 def processes_of(sessions: Iterable[Path]) -> list[int]:
     """Return the processes of these sessions; none where there is no /proc."""
-    folders = [os.fsencode(one) for one in sessions]
+    folders = [os.fsencode(session) for session in sessions]
     return [
         int(process.name)
         for process in Path("/proc").glob("[0-9]*")
@@ -112,8 +112,8 @@ def _belongs(process: Path, session: bytes) -> bool:
         if b"=" + session in command:
             return True
         return command.startswith(b"ray::") and any(
-            os.fsencode(one.readlink()).startswith(session + b"/")
-            for one in (process / "fd").iterdir()
+            os.fsencode(descriptor.readlink()).startswith(session + b"/")
+            for descriptor in (process / "fd").iterdir()
         )
     except OSError:  # it ended meanwhile, or belongs to another user
         return False

@@ -274,9 +274,9 @@ async def _check_checkpoint(source: CheckpointSource, step: int, logged: LoggedT
     """
     run_id, run_folder = source.run_id, source.root / source.run_id
     await fetch_checkpoint(source.mirror, run_id, step, run_folder)
-    held = hold_checkpoint(run_id, step, redis_url=source.redis_url, checkpoint_root=source.root)
+    hold = hold_checkpoint(run_id, step, redis_url=source.redis_url, checkpoint_root=source.root)
     try:
-        async with held as folder:
+        async with hold as folder:
             await anyio.to_thread.run_sync(_check_evidence, run_folder, step)
             await anyio.to_thread.run_sync(verify_files, folder, source.verify)
             state = await anyio.to_thread.run_sync(read_trainer_state, folder, step)
@@ -310,9 +310,9 @@ async def held_checkpoint(config: RunConfig, root: Path) -> AsyncIterator[None]:
     await restore(config)
     step, url = config.resumed_step, config.redis_url
     async with AsyncExitStack() as exits:
-        held = hold_checkpoint(config.run_id, step, redis_url=url, checkpoint_root=root)
+        hold = hold_checkpoint(config.run_id, step, redis_url=url, checkpoint_root=root)
         try:
-            await exits.enter_async_context(held)
+            await exits.enter_async_context(hold)
         except (CheckpointHeld, DeadlineExceeded) as error:
             verified = await anyio.to_thread.run_sync(_steps_with_evidence, root / config.run_id)
             older = max((other for other in verified if other < step), default=None)
@@ -384,16 +384,16 @@ def _check_evidence(folder: Path, step: int) -> None:
 async def _refuse_other_files(state: MonitorState, run_id: str, folder: Path) -> None:
     """Raise CannotResume if the run has ready files that are no checkpoint of its log."""
     pointer = state.ready.get("checkpoint") or state.ready.get("state_dict")
-    found: str | None = None
+    obstacle: str | None = None
     if pointer is None:
-        found = await anyio.to_thread.run_sync(_unknown_on_disk, folder)
+        obstacle = await anyio.to_thread.run_sync(_unknown_on_disk, folder)
     elif stands(state, pointer.at):
-        found = f"ready files of step {pointer.at.step} that are no whole checkpoint"
+        obstacle = f"ready files of step {pointer.at.step} that are no whole checkpoint"
     else:
-        found = f"a checkpoint of step {pointer.at.step} from before it was begun anew"
-    if found is not None:
+        obstacle = f"a checkpoint of step {pointer.at.step} from before it was begun anew"
+    if obstacle is not None:
         raise CannotResume(
-            f"run {run_id} has {found}, in {folder}, and would begin again at step 1: give it "
+            f"run {run_id} has {obstacle}, in {folder}, and would begin again at step 1: give it "
             "another name with --run, or begin anew with --fresh, which leaves what is there"
         )
 
@@ -404,5 +404,9 @@ def _unknown_on_disk(folder: Path) -> str | None:
         steps = [parse_final_name(path.name) for path in folder.iterdir()]
     except (FileNotFoundError, NotADirectoryError):
         return None
-    known = [step for step in steps if step is not None]
-    return f"a checkpoint of step {max(known)} that its log does not know" if known else None
+    final_steps = [step for step in steps if step is not None]
+    return (
+        f"a checkpoint of step {max(final_steps)} that its log does not know"
+        if final_steps
+        else None
+    )

@@ -74,21 +74,21 @@ class LoggedEvaluations(Struct):
         """Add an evaluation that ended."""
         event = envelope.event
         if isinstance(event, EvaluationFinished):
-            known, step = self.sets.get(event.name), event.version.step
+            earlier, step = self.sets.get(event.name), event.version.step
             self.sets[event.name] = EvaluationResults(
-                first_step=known.first_step if known and known.first else step,
-                first=known.first if known and known.first else event.metrics,
+                first_step=earlier.first_step if earlier and earlier.first else step,
+                first=earlier.first if earlier and earlier.first else event.metrics,
                 last_step=step,
                 last=event.metrics,
-                finished=known.finished + 1 if known else 1,
-                failed=known.failed if known else 0,
+                finished=earlier.finished + 1 if earlier else 1,
+                failed=earlier.failed if earlier else 0,
             )
         elif isinstance(event, EvaluationFailed):
             step = event.version.step
-            known = self.sets.get(event.name) or EvaluationResults(
+            earlier = self.sets.get(event.name) or EvaluationResults(
                 first_step=step, first={}, last_step=step, last={}, finished=0
             )
-            self.sets[event.name] = structs.replace(known, failed=known.failed + 1)
+            self.sets[event.name] = structs.replace(earlier, failed=earlier.failed + 1)
 
 
 class LoggedMetrics(Struct):
@@ -206,7 +206,9 @@ def summary_table(summary: DemoSummary) -> Table:
         ),
         ("verifier's score", f"{summary.score_first_third:.2f} -> {summary.score_last_third:.2f}"),
     ]
-    rows += [(f"evaluation {name}", _evaluated(one)) for name, one in summary.evaluations.items()]
+    rows += [
+        (f"evaluation {name}", _evaluated(results)) for name, results in summary.evaluations.items()
+    ]
     rows += [
         *_weight_rows(summary),
         ("staleness", _staleness(summary)),
@@ -268,14 +270,14 @@ def _weight_rows(summary: DemoSummary) -> list[tuple[str, str]]:
     ]
 
 
-def _evaluated(one: EvaluationResults) -> str:
+def _evaluated(results: EvaluationResults) -> str:
     """Return the first and the last mean reward of a set, with their intervals."""
-    failed = f"{one.failed} failed" if one.failed else ""
-    if not one.finished:
+    failed = f"{results.failed} failed" if results.failed else ""
+    if not results.finished:
         return failed
-    first = f"{_mean(one.first)} at step {one.first_step}"
-    last = f" -> {_mean(one.last)} at step {one.last_step}" if one.finished > 1 else ""
-    errors = one.last.get(REWARD_ERRORS, 0.0)
+    first = f"{_mean(results.first)} at step {results.first_step}"
+    last = f" -> {_mean(results.last)} at step {results.last_step}" if results.finished > 1 else ""
+    errors = results.last.get(REWARD_ERRORS, 0.0)
     unjudged = f", without {errors:.0f} answers whose rewards failed" if errors else ""
     return f"mean reward {first}{last}{unjudged}{failed and f', {failed}'}"
 
@@ -335,7 +337,7 @@ def _format_training_share(summary: DemoSummary) -> str:
 def _failed_rows(failed: Sequence[FailedStep]) -> list[tuple[str, str]]:
     if not failed:
         return []
-    steps = [f"{one.step} ({' and '.join(one.kinds)})" for one in failed]
+    steps = [f"{failure.step} ({' and '.join(failure.kinds)})" for failure in failed]
     more = f", and {len(steps) - _LISTED} before them" if len(steps) > _LISTED else ""
     return [("FAILED saves", f"of step {', '.join(steps[-_LISTED:])}{more}")]
 

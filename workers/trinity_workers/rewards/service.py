@@ -59,8 +59,8 @@ class ServiceRewards:
                     faults[index] = RewardFault(sentence=sentence, error_type=NO_REWARD)
             return collect_rewards(judged, faults)
 
-        asked = _RewardRequest(question=question, answers=list(answers))
-        return await self._http.post(self._url, asked, read)
+        request = _RewardRequest(question=question, answers=list(answers))
+        return await self._http.post(self._url, request, read)
 
     def _values(self, reply: bytes, count: int) -> list[Any]:
         try:

@@ -85,7 +85,7 @@ class ObjectStore:
         with self._told_as(f"did not take the checkpoint of step {step} of run {run}"):
             self._remove(target)
             sums = []
-            for file in sorted(one for one in folder.rglob("*") if one.is_file()):
+            for file in sorted(path for path in folder.rglob("*") if path.is_file()):
                 name = file.relative_to(folder).as_posix()
                 if name == MANIFEST:
                     continue
@@ -115,11 +115,11 @@ class ObjectStore:
         with self._told_as("cannot be read"):
             self._files.invalidate_cache()
             try:
-                found = self._files.ls(str(self._root / run), detail=False)
+                folders = self._files.ls(str(self._root / run), detail=False)
             except FileNotFoundError:
                 return []
-            steps = (parse_final_name(PurePosixPath(one).name) for one in found)
-            return sorted(one for one in steps if one is not None and self._is_whole(run, one))
+            steps = (parse_final_name(PurePosixPath(folder).name) for folder in folders)
+            return sorted(step for step in steps if step is not None and self._is_whole(run, step))
 
     def prune(self, run: str, keep: int) -> None:
         """Remove all but the newest checkpoints up to the last one; ``keep`` 0 removes none."""
@@ -127,7 +127,8 @@ class ObjectStore:
         if not keep or newest is None:
             return
         with self._told_as("cannot be written to"):
-            for step in [one for one in self.steps(run) if one <= newest][:-keep]:
+            up_to_newest = [step for step in self.steps(run) if step <= newest]
+            for step in up_to_newest[:-keep]:
                 self._remove(self._folder(run, step))
 
     def fetch(self, run: str, step: int, folder: Path) -> bool:
@@ -174,10 +175,10 @@ class ObjectStore:
         target = folder / PurePosixPath(name)
         target.parent.mkdir(parents=True, exist_ok=True)
         with self._files.open(str(source / name), "rb") as stored, target.open("wb") as sink:
-            found = _copy(stored, sink)
+            digest = _copy(stored, sink)
             sink.flush()
             os.fsync(sink.fileno())
-        if found != file.sha256:
+        if digest != file.sha256:
             raise OSError(f"{source / name} is not the file that was copied")
 
     def _make(self, folder: PurePosixPath) -> None:

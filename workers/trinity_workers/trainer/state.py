@@ -66,7 +66,7 @@ def read_trainer_state(folder: Path, step: int) -> TrainerState:
         ) from None
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UnusableTrainerState(path, f"{path} cannot be read ({error})") from None
-    for found in (state.step, state.ledger.step):
-        if found != step:
-            raise UnusableTrainerState(path, f"{path} is of step {found}, not of {step}")
+    for recorded_step in (state.step, state.ledger.step):
+        if recorded_step != step:
+            raise UnusableTrainerState(path, f"{path} is of step {recorded_step}, not of {step}")
     return state

@@ -195,12 +195,12 @@ class Trainer:
 
     async def _train(self) -> TrainingResult:
         began = time.monotonic()
-        taken: list[dict[str, float]] = []
+        step_metrics: list[dict[str, float]] = []
         try:
             while self.train_step_num < self.config.steps:
                 groups = await self._take(self.train_step_num + 1)
-                self._metrics = await self.train_step([one.experiences for one in groups])
-                taken.append(self._metrics)
+                self._metrics = await self.train_step([group.experiences for group in groups])
+                step_metrics.append(self._metrics)
                 await self._report_trained(groups)
                 if await self.need_sync():
                     await self.synchronize()
@@ -214,9 +214,9 @@ class Trainer:
             await self._publisher.publish(stopped)
         return TrainingResult(
             steps=self.train_step_num,
-            rewards=[one["reward"] for one in taken],
-            scores=[one["score"] for one in taken],
-            staleness=[one["staleness"] for one in taken],
+            rewards=[metrics["reward"] for metrics in step_metrics],
+            scores=[metrics["score"] for metrics in step_metrics],
+            staleness=[metrics["staleness"] for metrics in step_metrics],
             seconds=time.monotonic() - began,
             dropped_groups=sum(self._dispatcher.ledger.dropped.values()),
         )
@@ -283,14 +283,15 @@ class Trainer:
         """
         step = self.train_step_num
         metrics = await self.engine.train_step(exps)
-        samples = [one for group in exps for one in group]
-        scores = [one.reward_parts.get("score", one.reward) for one in samples]
+        samples = [sample for group in exps for sample in group]
+        scores = [sample.reward_parts.get("score", sample.reward) for sample in samples]
         if self.config.rewards.on_error == "score":
-            metrics |= {REWARD_ERRORS: float(sum(bool(one.reward_error) for one in samples))}
+            metrics |= {REWARD_ERRORS: float(sum(bool(sample.reward_error) for sample in samples))}
         return metrics | {
-            "reward": sum(one.reward for one in samples) / len(samples),
+            "reward": sum(sample.reward for sample in samples) / len(samples),
             "score": sum(scores) / len(samples),
-            "staleness": sum(step - one.oldest_version.step for one in samples) / len(samples),
+            "staleness": sum(step - sample.oldest_version.step for sample in samples)
+            / len(samples),
             "mixed_versions": sum(map(has_mixed_versions, samples)) / len(samples),
         }
 
@@ -298,9 +299,9 @@ class Trainer:
         """Publish the fates of the groups that the last step was taken on."""
         before = self.train_step_num - 1
         staleness = Counter(
-            max(before - one.oldest_version.step, 0)
+            max(before - sample.oldest_version.step, 0)
             for group in groups
-            for one in group.experiences
+            for sample in group.experiences
         )
         await self._dispatcher.trained(
             self.train_step_num, groups, metrics=self._metrics, staleness=dict(staleness)

@@ -132,8 +132,8 @@ def _planner(value: Callable[[torch.Tensor], torch.Tensor] | None) -> Any:
 
     class Planner(MCoreSavePlanner):  # type: ignore[misc]
         def lookup_object(self, index: Any) -> Any:
-            found = super().lookup_object(index)
-            return found if value is None or not isinstance(found, torch.Tensor) else value(found)
+            data = super().lookup_object(index)
+            return data if value is None or not isinstance(data, torch.Tensor) else value(data)
 
     return Planner(dedup_replicated_tensors=False, flatten_state_dict=False)
 
@@ -161,6 +161,6 @@ def _copy_tensors(state: Any) -> None:
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    for one in nested_values(state):
-        if isinstance(one, ShardedTensor) and one.data is not None:
-            one.data = one.data.detach().to("cpu", copy=True)
+    for value in nested_values(state):
+        if isinstance(value, ShardedTensor) and value.data is not None:
+            value.data = value.data.detach().to("cpu", copy=True)

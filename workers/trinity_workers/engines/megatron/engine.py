@@ -209,14 +209,14 @@ class MegatronEngine:
         for chunk in self.module:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        found = accumulate()
+        results = accumulate()
         with adapted(), skipped_unless_finite(self.optimizer) as skipped:
             self._set_learning_rate()
             _, norm, _ = self.optimizer.step()
         if skipped.norm is not None:
-            return found, skipped.norm
+            return results, skipped.norm
         self.steps += 1
-        return found, float(norm)
+        return results, float(norm)
 
     def response_logprobs(self, batch: Batch, *, temperature: float = 1.0) -> torch.Tensor | None:
         """Return log-probabilities [B, R] of response tokens, without gradients. Collective.
@@ -224,8 +224,8 @@ class MegatronEngine:
         They are on the last pipeline stage; the other stages get None.
         """
         parts = batch.equal_parts(self._parts)
-        found = self.logprobs_of_parts(parts, temperature=temperature)
-        return torch.cat(found)[: len(batch)] if found else None
+        logprobs = self.logprobs_of_parts(parts, temperature=temperature)
+        return torch.cat(logprobs)[: len(batch)] if logprobs else None
 
     @holding("parameters")
     def logprobs_of_parts(
@@ -245,8 +245,8 @@ class MegatronEngine:
     def logits(self, batch: Batch) -> torch.Tensor | None:
         """Return logits [B, S, vocabulary] of unpadded rows, on the last stage. Collective."""
         parts = batch.equal_parts(self._parts)
-        found = whole_logits(self.module, parts, vocabulary=self.config.vocab_size)
-        return torch.cat(found)[: len(batch)] if found else None
+        logits = whole_logits(self.module, parts, vocabulary=self.config.vocab_size)
+        return torch.cat(logits)[: len(batch)] if logits else None
 
     # --- weights ---------------------------------------------------------------------------
 
@@ -264,13 +264,13 @@ class MegatronEngine:
         """Yield this rank's shards of every tensor, by Hugging Face name. Not collective."""
         copy = not self._memory.is_resident()
         with self.resident():
-            for one in local_shards(
+            for shard in local_shards(
                 self.config,
                 self._transformer,
                 self._chunks,
                 tied=self._tied,
             ):
-                yield structs.replace(one, tensor=one.tensor.clone()) if copy else one
+                yield structs.replace(shard, tensor=shard.tensor.clone()) if copy else shard
 
     @holding("parameters")
     def parameter_slices(self) -> list[ParameterSlice]:
@@ -279,7 +279,9 @@ class MegatronEngine:
         They have values in a block of :meth:`resident` alone, if the parameters leave the device.
         """
         return [
-            one for chunk in self._chunks for one in parameter_slices(chunk, self.config.vocab_size)
+            parameter_slice
+            for chunk in self._chunks
+            for parameter_slice in parameter_slices(chunk, self.config.vocab_size)
         ]
 
     @property
@@ -458,7 +460,7 @@ class MegatronEngine:
         self._transformer.grad_scale_func = self.optimizer.scale_loss
 
     def _parameters(self) -> Iterator[torch.Tensor]:
-        return (one for chunk in self._chunks for one in chunk.parameters())
+        return (parameter for chunk in self._chunks for parameter in chunk.parameters())
 
     def _gradients(self) -> Iterator[torch.Tensor]:
         if self.optimizer is None:
@@ -469,8 +471,8 @@ class MegatronEngine:
                 yield buffer.grad_data
 
     def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
-        for one in getattr(self.optimizer, "chained_optimizers", ()):
-            yield from optimizer_tensors(one.optimizer)
+        for optimizer in getattr(self.optimizer, "chained_optimizers", ()):
+            yield from optimizer_tensors(optimizer.optimizer)
 
     @property
     def learning_rate(self) -> float:

@@ -98,7 +98,8 @@ class ColocatedAnswers:
             exits=exits,
         )
         self._players = {
-            one.fingerprint: create_held_out_episodes(episodes, one) for one in held_out
+            questions.fingerprint: create_held_out_episodes(episodes, questions)
+            for questions in held_out
         }
         self._players[task.fingerprint] = episodes
 
@@ -130,10 +131,10 @@ class ColocatedAnswers:
             while True:
                 claims = await requests.claim(config.groups_per_claim, seconds=_CLAIM_BLOCK)
                 async with requests.renewing(claims):
-                    for asked in _by_questions(claims):
-                        player = self._players[asked[0].request.fingerprint]
-                        answers = await player.answer_all([one.request for one in asked])
-                        await send_answers(requests, asked, answers)
+                    for batch in _by_questions(claims):
+                        player = self._players[batch[0].request.fingerprint]
+                        answers = await player.answer_all([claim.request for claim in batch])
+                        await send_answers(requests, batch, answers)
         finally:
             with anyio.CancelScope(shield=True):
                 await requests.leave()

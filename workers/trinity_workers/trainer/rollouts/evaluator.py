@@ -83,7 +83,7 @@ class Evaluator:
         self._waits = waits
         self._limits = limits
         self._exclusions = Exclusions() if exclusions is None else exclusions
-        self._asked = {name: one.step for name, one in through.items()}
+        self._last_steps = {name: version.step for name, version in through.items()}
         """Step by set of the last version that needs no evaluation any more, or is asked for."""
         self._open: deque[PendingEvaluation] = deque()
         self._changed = anyio.Condition()
@@ -95,14 +95,14 @@ class Evaluator:
             PublishError: The event that asks for them may not be in the log.
         """
         config, version = self._config, StepRef(self._config.epoch, step)
-        versions = {one.version for one in self._open}
+        versions = {evaluation.version for evaluation in self._open}
         if step < config.steps and version not in versions and len(versions) >= MOST_OPEN:
             return
         for held_out in self._sets:
             due = is_due(
                 held_out.settings,
                 step,
-                before=self._asked.get(held_out.name),
+                before=self._last_steps.get(held_out.name),
                 steps=config.steps,
                 keeps_versions=config.keeps_versions,
             )
@@ -115,7 +115,7 @@ class Evaluator:
                     fingerprint=held_out.fingerprint,
                 )
                 await self._publisher.publish(started)
-                self._asked[held_out.name] = step
+                self._last_steps[held_out.name] = step
                 async with self._changed:
                     self._open.append(PendingEvaluation(held_out, version))
                     self._changed.notify_all()
@@ -178,8 +178,8 @@ class Evaluator:
         )
         await dispatcher.start()
         scores: list[list[Score]] = []
-        while left := len(held_out.questions) - len(scores):
-            count = min(left, AT_ONCE)
+        while remaining := len(held_out.questions) - len(scores):
+            count = min(remaining, AT_ONCE)
             await dispatcher.dispatch(count, evaluation.version, exact=True)
             groups = await dispatcher.take(count, deadline=deadline)
             await dispatcher.trained(len(scores), groups)  # which frees the answers

@@ -57,7 +57,7 @@ class TrainWorker(TrainingRank):
 
     def __init__(self, config: RunConfig, rank: int, *, own_gpu: bool = False) -> None:
         super().__init__(config, rank, own_gpu=own_gpu)
-        self._taken = config.resumed_step or 0
+        self._steps_taken = config.resumed_step or 0
         """Training steps taken."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -128,16 +128,18 @@ class TrainWorker(TrainingRank):
             batch = padding_row(padding)
             if groups:
                 batch = collate(groups, padding, vocabulary_size=self._vocabulary_size)
-        self._taken += 1
-        with self._profiler.step(self._taken):
-            metrics: dict[str, float] = self._step.learn(batch.to(self._device), step=self._taken)
+        self._steps_taken += 1
+        with self._profiler.step(self._steps_taken):
+            metrics: dict[str, float] = self._step.learn(
+                batch.to(self._device), step=self._steps_taken
+            )
         return metrics
 
     @register(dispatch_mode=Dispatch.MEGATRON_PP_AS_DP_PROTO)
     def generate_sequences(self, prompts: Sequence[GenerationRequest]) -> list[Generation]:
         """Generate one turn for each request with the weights of the last step, in order."""
         assert self._rollouts is not None  # the run is colocated
-        return self._rollouts.generate(prompts, StepRef(self._config.epoch, self._taken))
+        return self._rollouts.generate(prompts, StepRef(self._config.epoch, self._steps_taken))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_state_dict(self, local_path: str, global_step: int) -> None:
