@@ -94,7 +94,9 @@ def hasty():
 
 def said(publisher):
     """The events of the log, without reports of waits that lasted."""
-    return [one for one in published(publisher) if not isinstance(one, WaitStarted | WaitEnded)]
+    return [
+        event for event in published(publisher) if not isinstance(event, WaitStarted | WaitEnded)
+    ]
 
 
 def published(publisher):
@@ -151,21 +153,21 @@ def test_a_long_save_tells_how_many_bytes_are_written(
         time.sleep(0.05)  # there is no more, and nothing is said again
 
     coordinator.save_sync(save, 5, path=path)
-    found = progressed()
-    assert [event.bytes for event in found] == [10, 20]
+    progress_events = progressed()
+    assert [event.bytes for event in progress_events] == [10, 20]
     [finished] = [event for event in said(publisher) if isinstance(event, SaveFinished)]
-    assert {event.save_id for event in found} == {finished.save_id}
+    assert {event.save_id for event in progress_events} == {finished.save_id}
 
 
 def test_a_save_goes_on_whatever_fails_of_telling_its_progress(
     coordinator, publisher, tmp_path, monkeypatch
 ):
-    asked = threading.Event()
+    size_requested = threading.Event()
 
     def hangs(paths):
         if threading.current_thread().name != "save-progress":
             return 7
-        asked.set()
+        size_requested.set()
         raise RuntimeError("a file system of its own kind")
 
     monkeypatch.setattr(progress, "EVERY", 0.001)
@@ -174,7 +176,7 @@ def test_a_save_goes_on_whatever_fails_of_telling_its_progress(
 
     def save():
         path.write_bytes(b"weights")
-        assert asked.wait(PATIENCE)
+        assert size_requested.wait(PATIENCE)
 
     coordinator.save_sync(save, 5, path=path)
     assert [type(event) for event in said(publisher)] == [SaveStarted, SaveFinished]
@@ -220,7 +222,9 @@ def test_a_failed_background_save_is_an_event_and_wait_all_raises_it(coordinator
         coordinator.wait_all()
     assert len(caught.value.failures) == 2
     failures = [event for event in said(publisher) if isinstance(event, SaveFailed)]
-    assert {(one.error_type, one.message) for one in failures} == {("OSError", "disk full")}
+    assert {(failure.error_type, failure.message) for failure in failures} == {
+        ("OSError", "disk full")
+    }
     coordinator.wait_all()  # raised once
 
 
@@ -268,11 +272,13 @@ async def test_registering_commits_with_the_registrations_again(coordinator, pub
         7, state_dict_thread_count=2, checkpoint_thread_count=3, metrics={"reward": 0.5}
     )
     *registered, committed = said(publisher)
-    assert all(isinstance(one, ThreadCountRegistered) for one in registered)
+    assert all(isinstance(event, ThreadCountRegistered) for event in registered)
     assert isinstance(committed, StepCommitted)
     assert committed.kind == "checkpoint"
-    assert committed.registrations == tuple(one.registration for one in registered)
-    assert {(one.kind, one.expected) for one in committed.registrations} == {
+    assert committed.registrations == tuple(event.registration for event in registered)
+    assert {
+        (registration.kind, registration.expected) for registration in committed.registrations
+    } == {
         ("state_dict", 2),
         ("checkpoint", 3),
     }
@@ -281,7 +287,11 @@ async def test_registering_commits_with_the_registrations_again(coordinator, pub
 async def test_registering_again_expects_no_more(coordinator, publisher):
     for _ in range(2):
         await coordinator.register_and_monitor(7, checkpoint_thread_count=2)
-    ids = {one.registration_id for event in said(publisher) for one in registrations(event)}
+    ids = {
+        registration.registration_id
+        for event in said(publisher)
+        for registration in registrations(event)
+    }
     assert ids == {"actor-3-checkpoint"}
 
 
@@ -327,8 +337,8 @@ def test_waits_for_saves_that_last_are_reported(publisher, tmp_path):
     coordinator, release = CheckpointCoordinator(publisher, tmp_path), threading.Event()
 
     def reported(what):
-        told = [one for one in published(publisher) if isinstance(one, WaitStarted)]
-        return [one for one in told if one.what == what]
+        waits = [event for event in published(publisher) if isinstance(event, WaitStarted)]
+        return [wait for wait in waits if wait.what == what]
 
     def release_once_reported(what):
         try:
@@ -348,11 +358,11 @@ def test_waits_for_saves_that_last_are_reported(publisher, tmp_path):
         coordinator.wait_all()
         seen.result()
     events = published(publisher)
-    told = {one.wait_id for one in events if isinstance(one, WaitStarted)}
-    ended = [one for one in events if isinstance(one, WaitEnded)]
-    assert {one.waits_for for one in events if isinstance(one, WaitStarted)} == {("actor-3",)}
-    assert {one.wait_id for one in ended} == told
-    assert {one.outcome for one in ended} == {"over"}
+    wait_ids = {event.wait_id for event in events if isinstance(event, WaitStarted)}
+    ended = [event for event in events if isinstance(event, WaitEnded)]
+    assert {event.waits_for for event in events if isinstance(event, WaitStarted)} == {("actor-3",)}
+    assert {event.wait_id for event in ended} == wait_ids
+    assert {event.outcome for event in ended} == {"over"}
 
 
 def test_a_save_that_would_wait_for_itself_is_refused(coordinator):
@@ -429,7 +439,7 @@ def test_a_failed_save_is_raised_before_what_could_not_be_told(coordinator, full
     coordinator.save_async("optimizer", lambda: None, 1)
     with hasty(), pytest.raises(SaveError, match="ZeroDivisionError") as caught:
         coordinator.wait_all()
-    assert {type(one) for one in caught.value.failures} == {ZeroDivisionError, PublishError}
+    assert {type(failure) for failure in caught.value.failures} == {ZeroDivisionError, PublishError}
 
 
 def test_a_save_whose_start_alone_could_not_be_told_counts_without_it(coordinator, publisher, full):

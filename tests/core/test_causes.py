@@ -55,13 +55,13 @@ def test_the_first_cause_is_the_end_of_the_longest_chain():
     cause, *more = causes(chain())
     assert (cause.reason, cause.process, cause.waiting) == ("waits", "process 9", "explorer-0")
     assert "the reward mine.py" in cause.sentence
-    assert [one.process for one in more] == ["explorer-1"]
+    assert [link.process for link in more] == ["explorer-1"]
 
 
 def test_a_process_that_cannot_go_on_comes_before_one_that_is_busy():
-    found = on_this_host(explorer_1="stopped", explorer_0="running")
-    assert first(chain(), processes=found) == ("stopped", "explorer-1", None)
-    assert "kill -CONT 7" in causes(chain(), processes=found)[0].sentence
+    processes = on_this_host(explorer_1="stopped", explorer_0="running")
+    assert first(chain(), processes=processes) == ("stopped", "explorer-1", None)
+    assert "kill -CONT 7" in causes(chain(), processes=processes)[0].sentence
     assert first(chain(), processes=on_this_host(explorer_1="ended"))[0] == "ended"
 
 
@@ -118,10 +118,10 @@ def test_a_process_that_waits_for_its_own_save_is_the_cause():
     assert first(history) == ("waits", "actor-0", 3)
 
 
-@pytest.mark.parametrize(("idle", "told"), [(60_000, ["unread-group"]), (100, [])])
-def test_a_group_that_acknowledges_nothing_is_told_once_it_is_idle(idle, told):
+@pytest.mark.parametrize(("idle", "reasons"), [(60_000, ["unread-group"]), (100, [])])
+def test_a_group_that_acknowledges_nothing_is_told_once_it_is_idle(idle, reasons):
     group = UnreadGroup(stream="announcements", group="evaluation", pending=2, idle=idle)
-    assert [one.reason for one in causes(History(), groups=(group,))] == told
+    assert [cause.reason for cause in causes(History(), groups=(group,))] == reasons
 
 
 @pytest.mark.parametrize(
@@ -141,8 +141,8 @@ def test_an_excluded_explorer_is_the_cause_unless_another_one_may_answer(running
 
 
 def test_readers_of_checkpoints_are_told_last():
-    held = (CheckpointReader(step=3, reader="a reader"),)
-    assert [one.reason for one in causes(chain(), readers=held)][-1] == "held-checkpoint"
+    readers = (CheckpointReader(step=3, reader="a reader"),)
+    assert [cause.reason for cause in causes(chain(), readers=readers)][-1] == "held-checkpoint"
 
 
 def test_a_run_that_has_ended_waits_for_nothing_and_names_its_error():

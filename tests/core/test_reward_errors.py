@@ -29,8 +29,8 @@ def test_the_first_error_of_each_type_and_place_is_kept_with_its_entry():
     other_place = replace(ERROR, place="reward.py, line 9")
     again = replace(ERROR, ordinal=8, response="6")
     state, entries = reported(ERROR, again, other_place, replace(ERROR, error_type="ValueError"))
-    kept = [error.entry_id for error in state.reward_errors.values()]
-    assert kept == [entries[0], *entries[2:]]
+    entry_ids = [error.entry_id for error in state.reward_errors.values()]
+    assert entry_ids == [entries[0], *entries[2:]]
     assert state.anomaly_counts == {}
     assert is_first_of_cause(state, entries[0], ERROR)
     assert not is_first_of_cause(state, entries[1], again)
@@ -40,7 +40,7 @@ def test_the_trainers_own_report_of_an_error_that_is_known_changes_nothing():
     history = History()
     first = history.add(ERROR, by="explorer")
     history.add(ERROR)
-    assert [one.entry_id for one in history.fold()[0].state.reward_errors.values()] == [first]
+    assert [error.entry_id for error in history.fold()[0].state.reward_errors.values()] == [first]
 
 
 def test_an_error_of_another_epoch_is_not_shown():
@@ -56,7 +56,7 @@ def test_causes_beyond_the_limit_are_anomalies(monkeypatch):
     monkeypatch.setattr(module, "KEPT_REWARD_ERRORS", 2)
     errors = [replace(ERROR, place=f"reward.py, line {line}") for line in range(4)]
     state, entries = reported(*errors)
-    assert [one.entry_id for one in state.reward_errors.values()] == entries[:2]
+    assert [error.entry_id for error in state.reward_errors.values()] == entries[:2]
     assert state.anomaly_counts == {"reward-error-not-kept": 2}
 
 

@@ -34,15 +34,15 @@ def demo(*args: str, **options):
 
 def children(text: str) -> list[int]:
     """Processes whose command line holds the text."""
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             command = path.read_bytes()
         except OSError:
             continue
         if text.encode() in command:
-            found.append(int(path.parent.name))
-    return found
+            pids.append(int(path.parent.name))
+    return pids
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +81,12 @@ def test_weights_went_by_the_best_transport_and_the_summary_and_the_log_say_so(f
     best, why = chosen_transport(SyncConfig(), explorers_here=True)
     lines = map(json.loads, cli("tail", run_id, "-n", "100000", "--json").stdout.splitlines())
     events = [line["event"] for line in lines]
-    told = [one for one in events if one["type"] == "version-opened"]
-    told += [one for one in events if one["type"] == "step-ready" and one["kind"] == "weights"]
-    assert {one["transport"] for one in told} == {summary["transport"]} == {best}
-    [opened] = [one for one in events if one["type"] == "run-opened"]
+    weight_events = [event for event in events if event["type"] == "version-opened"]
+    weight_events += [
+        event for event in events if event["type"] == "step-ready" and event["kind"] == "weights"
+    ]
+    assert {event["transport"] for event in weight_events} == {summary["transport"]} == {best}
+    [opened] = [event for event in events if event["type"] == "run-opened"]
     assert opened["transport"] == {"name": best, "reason": why}
     shown = " ".join(cli("status", run_id, env={"COLUMNS": "200"}).stdout.split())
     assert f"weights travel by {best}: {why}" in shown
@@ -96,15 +98,19 @@ def test_between_full_versions_only_what_changed_travelled_and_the_log_says_so(f
     log = summary["log"]
     lines = map(json.loads, cli("tail", run_id, "-n", "100000", "--json").stdout.splitlines())
     events = [line["event"] for line in lines]
-    parts = [one for one in events if one["type"] == "version-part-published"]
-    deltas = [one for one in parts if "delta" in one]
-    assert 0 < log["versions_delta"] == len({one["step"] for one in deltas})
-    assert {one["rank"] for one in deltas} == {0, 1}, "each rank sends of its shards what changed"
-    assert all(one["delta"]["delta"] + one["delta"]["skip"] for one in deltas)
-    assert log["bytes_published"] == sum(one["bytes"] for one in parts)
-    assert log["bytes_saved"] == sum(one["delta"]["whole"] - one["bytes"] for one in deltas) > 0
-    full = sum(one["bytes"] for one in parts if one["step"] == 0)
-    applied = [one["bytes"] for one in events if one["type"] == "weights-applied"]
+    parts = [event for event in events if event["type"] == "version-part-published"]
+    deltas = [part for part in parts if "delta" in part]
+    assert 0 < log["versions_delta"] == len({delta["step"] for delta in deltas})
+    assert {delta["rank"] for delta in deltas} == {0, 1}, (
+        "each rank sends of its shards what changed"
+    )
+    assert all(delta["delta"]["delta"] + delta["delta"]["skip"] for delta in deltas)
+    assert log["bytes_published"] == sum(part["bytes"] for part in parts)
+    assert (
+        log["bytes_saved"] == sum(delta["delta"]["whole"] - delta["bytes"] for delta in deltas) > 0
+    )
+    full = sum(part["bytes"] for part in parts if part["step"] == 0)
+    applied = [event["bytes"] for event in events if event["type"] == "weights-applied"]
     assert min(applied) < full, "a delta was laid over what an explorer had"
 
 
@@ -127,10 +133,12 @@ def test_every_save_was_made_in_its_turn_one_at_a_time(finished, cli):
     lines = cli("tail", run_id, "-n", "100000", "--json").stdout.splitlines()
     events = [json.loads(line)["event"] for line in lines]
     kinds = ("save-requested", "save-granted", "save-started", "save-finished")
-    told = {kind: [one["save_id"] for one in events if one["type"] == kind] for kind in kinds}
+    save_ids = {
+        kind: [event["save_id"] for event in events if event["type"] == kind] for kind in kinds
+    }
     # At two steps, two ranks make two saves each, and the trainer saves its own state.
-    assert len(told["save-granted"]) == 10
-    assert told["save-requested"] == told["save-granted"] == told["save-finished"]
+    assert len(save_ids["save-granted"]) == 10
+    assert save_ids["save-requested"] == save_ids["save-granted"] == save_ids["save-finished"]
     state = json.loads(cli("status", run_id, "--json").stdout)
     assert "out-of-turn" not in state.get("anomaly_counts", {})
 
@@ -187,7 +195,7 @@ def test_refused_weights_are_in_the_table_and_in_the_exit_status_and_training_go
     assert int(refused[1]) > 0
     state = json.loads(cli("status", run_id, "--json").stdout)
     assert state["closed"] == "finished"
-    assert {one["version"]["step"] % 4 for one in state["refusals"]} == {2}
+    assert {refusal["version"]["step"] % 4 for refusal in state["refusals"]} == {2}
     assert state["explorers"]["explorer-0"]["version"]["step"] == 12
 
 

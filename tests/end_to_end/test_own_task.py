@@ -129,7 +129,7 @@ def test_a_reward_that_fails_ends_the_run_with_its_sentence_traceback_and_answer
 
 
 @pytest.mark.parametrize(
-    ("task", "told"),
+    ("task", "message"),
     [
         ({"questions": "./question.jsonl"}, "there is no file of questions at"),
         ({"prompt": "question"}, "has no field 'question' for the prompt: it has prompt, answer"),
@@ -139,9 +139,9 @@ def test_a_reward_that_fails_ends_the_run_with_its_sentence_traceback_and_answer
         ({"environment": "./tool.py:Tool"}, "tool.py with the environment"),
     ],
 )
-def test_a_mistake_is_told_before_the_run_is_opened(folder, own_home, task, told):
+def test_a_mistake_is_told_before_the_run_is_opened(folder, own_home, task, message):
     done = run(folder, settings(**task), own_home)
     assert done.returncode != 0
     assert done.stderr.splitlines()[-1].startswith("error: ")
-    assert told in done.stderr.splitlines()[-1]
+    assert message in done.stderr.splitlines()[-1]
     assert not list(own_home.glob("checkpoints/own/*"))

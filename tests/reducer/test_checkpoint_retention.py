@@ -22,10 +22,10 @@ from trinity_schemas import RunOpened, RunResumed
 
 async def test_the_last_two_checkpoints_stay(tmp_path):
     run = Run(tmp_path)
-    for step, left in ((1, [1]), (2, [1, 2]), (3, [2, 3]), (7, [3, 7])):
+    for step, remaining_steps in ((1, [1]), (2, [1, 2]), (3, [2, 3]), (7, [3, 7])):
         run.save(step)
         await run.look()
-        assert run.steps == left
+        assert run.steps == remaining_steps
     assert list((run.folder / TRASH).iterdir()) == []
 
 
@@ -179,7 +179,7 @@ async def test_what_saves_left_behind_is_removed_and_what_may_be_written_is_not(
     run.history.add(started(2, "running", kind="checkpoint"))
     await run.look()
     others = [staged(2, name="cccc"), staged(3, name="dddd"), staged(9, epoch=2, name="eeee")]
-    assert run.left_in_staging == [one.removeprefix(".staging/") for one in others]
+    assert run.left_in_staging == [path.removeprefix(".staging/") for path in others]
     run.history.add(RunResumed(step=1), epoch=2)
     await run.look()
     assert len(run.left_in_staging) == 3, "the log alone removes none"
@@ -241,8 +241,8 @@ async def test_what_a_checkpoint_of_a_later_epoch_took_the_place_of_stays(tmp_pa
     await run.look()
     assert run.steps == [9, 10, 11]
     assert run.left_in_staging == ["epoch_2_step_5_aaaa.replaced_global_step_5"]
-    kept = run.folder / ".staging" / run.left_in_staging[0] / "model.pt"
-    assert [kept.read_text(), (run.folder / "global_step_9" / "model.pt").read_text()] == [
+    replaced_file = run.folder / ".staging" / run.left_in_staging[0] / "model.pt"
+    assert [replaced_file.read_text(), (run.folder / "global_step_9" / "model.pt").read_text()] == [
         "1.5",
         "1.9",
     ]
@@ -325,12 +325,12 @@ async def test_a_reducer_removes_old_checkpoints_but_not_from_under_a_reader(
     async with reducer_task(redis_url, run_id, tmp_path, Policy(keep_checkpoints=1)):
         await save(1)
         await until(lambda: steps() == [1])
-        async with hold(1) as held:
-            assert held == folder / "global_step_1"
+        async with hold(1) as checkpoint:
+            assert checkpoint == folder / "global_step_1"
             await save(2)
             await save(3)
             await until(lambda: steps() == [1, 3])
-            assert (held / "model.pt").read_text() == "1"
+            assert (checkpoint / "model.pt").read_text() == "1"
         await save(4)
         await until(lambda: steps() == [4])
     with pytest.raises(CheckpointHeld, match=r"there is no checkpoint .*global_step_1"):

@@ -82,7 +82,9 @@ async def test_several_requests_are_answered_in_one_call(parts):
     assert explorer.discarded == 1
     groups = await dispatcher.take(3, deadline=PATIENCE)
     assert [group.ordinal for group in groups] == [0, 1, 2]
-    assert [[one.sample for one in group.experiences] for group in groups] == [[0, 1]] * 3
+    assert [[experience.sample for experience in group.experiences] for group in groups] == [
+        [0, 1]
+    ] * 3
 
 
 async def test_the_claims_of_a_killed_explorer_come_back(parts, redis_url):
@@ -115,9 +117,9 @@ async def test_a_renewed_claim_outlives_many_leases(parts):
     claims = await explorer.claim(1, seconds=PATIENCE)
 
     async def answer_late():
-        async with explorer.renewing(claims) as held:
+        async with explorer.renewing(claims) as active_claims:
             await anyio.sleep(2.0)
-            assert held == claims
+            assert active_claims == claims
         assert await explorer.answer(claims[0], samples_of(claims[0]))
 
     async with anyio.create_task_group() as tasks:
@@ -137,7 +139,7 @@ async def test_a_lost_reply_to_a_claim_costs_no_attempt(parts, redis_url, tmp_pa
             lost = proxy.cut("after", command("xreadgroup"))
             claims = await explorer.claim(2, seconds=PATIENCE)
             assert lost.struck.is_set()
-            assert [one.request.ordinal for one in claims] == [1, 2]
+            assert [claim.request.ordinal for claim in claims] == [1, 2]
             assert await explorer.claim(1, seconds=0.01) == [], "all three are held"
             for claim in [first, *claims]:
                 assert await explorer.answer(claim, samples_of(claim))
@@ -192,7 +194,7 @@ async def test_tasks_that_claim_at_once_get_different_requests(parts):
         for _ in range(4):
             tasks.start_soon(claim)
         await dispatcher.dispatch(4, parts.version)
-    assert sorted(one.request.ordinal for one in claimed) == [0, 1, 2, 3]
+    assert sorted(claim.request.ordinal for claim in claimed) == [0, 1, 2, 3]
 
 
 async def test_streams_that_vanish_end_no_explorer(parts):
@@ -201,9 +203,9 @@ async def test_streams_that_vanish_end_no_explorer(parts):
     explorer = parts.explorer(lease=0.1)
     claims = await explorer.claim(2, seconds=PATIENCE)
     keys = RunKeys.of(parts.run_id)
-    async with explorer.renewing(claims) as held:
+    async with explorer.renewing(claims) as active_claims:
         await parts.client.delete(keys.rollouts, keys.experiences)
-        await until(lambda: not held)
+        await until(lambda: not active_claims)
     assert not await explorer.answer(claims[0], samples_of(claims[0]))
     await explorer.fail(claims[1], "the stream is gone")
     await explorer.leave()
@@ -212,8 +214,8 @@ async def test_streams_that_vanish_end_no_explorer(parts):
 
 async def members(parts):
     key = RunKeys.of(parts.run_id).rollouts
-    found = await parts.client.xinfo_consumers(key, f"explorers-{parts.publisher.epoch}")
-    return sorted(one["name"].decode() for one in found)
+    consumers = await parts.client.xinfo_consumers(key, f"explorers-{parts.publisher.epoch}")
+    return sorted(consumer["name"].decode() for consumer in consumers)
 
 
 async def test_an_explorer_leaves_its_group_unless_it_holds_a_claim(parts):
@@ -356,13 +358,13 @@ async def answered_by_versions(parts, *steps):
 
 async def kept(parts, stands=None, **changes):
     """Versions whose answers a new epoch uses."""
-    asked = settings(parts.run_id, parts.publisher.epoch, keep_answers="checkpoint", **changes)
+    options = settings(parts.run_id, parts.publisher.epoch, keep_answers="checkpoint", **changes)
     ledger = Ledger(fingerprint=FINGERPRINT)
-    dispatcher = RolloutDispatcher(parts.client, parts.publisher, asked, ledger)
+    dispatcher = RolloutDispatcher(parts.client, parts.publisher, options, ledger)
     await dispatcher.start(stands)
-    await dispatcher.dispatch(asked.window, parts.version)
+    await dispatcher.dispatch(options.window, parts.version)
     samples = await parts.client.xlen(RunKeys.of(parts.run_id).experiences)
-    count = samples // asked.samples
+    count = samples // options.samples
     if not count:
         return []
     groups = await dispatcher.take(count, deadline=PATIENCE, usable=lambda _: True)

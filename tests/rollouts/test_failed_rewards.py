@@ -62,11 +62,15 @@ async def envelopes_of(parts):
 
 
 async def events(parts, kind):
-    return [one.event for one in await envelopes_of(parts) if isinstance(one.event, kind)]
+    return [
+        envelope.event for envelope in await envelopes_of(parts) if isinstance(envelope.event, kind)
+    ]
 
 
 async def reissued(parts):
-    return [one for event in await events(parts, RolloutsDispatched) for one in event.reissued]
+    return [
+        request for event in await events(parts, RolloutsDispatched) for request in event.reissued
+    ]
 
 
 async def audit(parts):
@@ -151,7 +155,9 @@ async def test_rewards_that_fail_in_a_row_end_the_run_with_their_cause(parts):
         tasks.cancel_scope.cancel()
     assert (caught.value.in_a_row, caught.value.reason) == (3, REASON)
     await dispatcher.publish_dropped()
-    [dropped] = [one.dropped for one in await events(parts, RolloutsDispatched) if one.dropped]
+    [dropped] = [
+        event.dropped for event in await events(parts, RolloutsDispatched) if event.dropped
+    ]
     assert dropped == {REWARD_FAILED: ((0, 1),)}, "the prompt that ends the run is open"
 
 
@@ -176,14 +182,15 @@ async def test_an_explorer_that_fails_each_request_while_others_answer_is_exclud
     assert (excluded.explorer, excluded.failed, excluded.reason) == ("bad", 3, reason)
     assert ordinals == ([0, 4] if of_reward else [0, 1])
     assert dispatcher.ledger.dropped == ({REWARD_FAILED: 3} if of_reward else {})
-    again = {(one.ordinal, one.reason) for one in await reissued(parts)}
+    again = {(request.ordinal, request.reason) for request in await reissued(parts)}
     assert (4, "excluded") in again, "what it failed after its exclusion costs no prompt"
 
 
 async def test_a_score_is_taken_only_where_the_run_is_configured_for_it(parts):
     def scored(claim, explorer, score=-1.0):
         return [
-            replace(one, reward=score, reward_error=REASON) for one in samples_of(claim, explorer)
+            replace(sample, reward=score, reward_error=REASON)
+            for sample in samples_of(claim, explorer)
         ]
 
     limits = AnswerLimits(error_score=-1.0)
@@ -196,8 +203,8 @@ async def test_a_score_is_taken_only_where_the_run_is_configured_for_it(parts):
         await explorer.answer(claim, [replace(first, reward=0.5, reward_error=""), second])
         _, [group] = await take(dispatcher, 1, (judge_but, parts.explorer("sound"), ()))
         by = "scorer" if changes else "sound"
-        assert {one.explorer for one in group.experiences} == {by}
-    assert [one.reason for one in await reissued(parts)] == ["malformed"]
+        assert {experience.explorer for experience in group.experiences} == {by}
+    assert [request.reason for request in await reissued(parts)] == ["malformed"]
 
 
 async def test_requests_without_one_reward_end_a_run_that_scores_errors(parts):
@@ -213,8 +220,8 @@ async def test_requests_without_one_reward_end_a_run_that_scores_errors(parts):
         await explorer.answer(
             claim,
             [
-                replace(one, reward=0.0, reward_error=REASON)
-                for one in samples_of(claim, explorer.name)
+                replace(sample, reward=0.0, reward_error=REASON)
+                for sample in samples_of(claim, explorer.name)
             ],
         )
     with pytest.raises(RewardsFailed) as caught:
@@ -230,7 +237,7 @@ async def test_an_error_that_breaks_the_contract_is_a_failed_attempt(parts):
     await explorer._write("fail", claim.entry_id, "why", "bad", b"\xff" * 100)
     ordinals, _ = await take(dispatcher, 1, (judge_but, parts.explorer("sound"), ()))
     assert ordinals == [0]
-    assert [one.reason for one in await reissued(parts)] == ["failed"]
+    assert [request.reason for request in await reissued(parts)] == ["failed"]
 
 
 # --- failures in a row --------------------------------------------------------------------------
@@ -264,7 +271,9 @@ def test_an_answer_between_two_failures_begins_the_count_again():
 def test_an_explorer_that_alone_fails_is_excluded_and_the_run_continues():
     counted, exclusions = streaks()
     counted.add_answer("sound")
-    assert [one and one.failed for one in fail_reward(counted, "a", "a", "a")] == [None, None, 3]
+    assert [
+        exclusion and exclusion.failed for exclusion in fail_reward(counted, "a", "a", "a")
+    ] == [None, None, 3]
     assert (exclusions.names, counted.ends_run) == (("a",), False)
 
 

@@ -34,23 +34,23 @@ class Fuse:
     """Number of calls to the server after which a process dies, before or after the call."""
 
     def __init__(self, random: Random, calls: int | None) -> None:
-        self._left = calls
+        self._remaining_calls = calls
         self._after = random.random() < 0.5
 
     async def __call__(self, call):
-        if self._left is None:
+        if self._remaining_calls is None:
             return await call()
-        self._left -= 1
-        if self._left < 0 and not self._after:
+        self._remaining_calls -= 1
+        if self._remaining_calls < 0 and not self._after:
             raise Died
         reply = await call()
-        if self._left < 0:
+        if self._remaining_calls < 0:
             raise Died
         return reply
 
     def burn(self) -> None:
         """Let the process live on, as one that only slept."""
-        self._left = None
+        self._remaining_calls = None
 
     def wire(self, streams) -> None:
         """Count the calls of streams."""
@@ -93,7 +93,7 @@ class History:
         dispatcher = None
         try:
             publisher, ledger = await self.open(fuse)
-            asked = settings(
+            options = settings(
                 self.run_id,
                 self.epoch,
                 order=self.order,
@@ -102,7 +102,7 @@ class History:
                 on_reward_error="drop_group",
                 window=self.random.choice([2, 5, 9]),
             )
-            dispatcher = RolloutDispatcher(self.client, publisher, asked, ledger)
+            dispatcher = RolloutDispatcher(self.client, publisher, options, ledger)
             fuse.wire(dispatcher._streams)
             await dispatcher.start()
             await self.wake_the_past()
@@ -120,7 +120,7 @@ class History:
 
     async def open(self, fuse: Fuse):
         at, saved = self.random.choice(self.saved[-2:]) if self.saved else (None, None)
-        self.saved = [one for one in self.saved if at and one[0] <= at]
+        self.saved = [checkpoint for checkpoint in self.saved if at and checkpoint[0] <= at]
         self.epoch = await open_run(self.client, self.run_id, resume_from=at)
         self.step = at.step if at else 0
         log = MortalLog(self.client, self.run_id)

@@ -30,15 +30,15 @@ def test_every_script_is_tried():
 
 async def everything(client, run_id):
     keys = RunKeys.of(run_id)
-    found = []
+    contents = []
     for key in (keys.rollouts, keys.experiences):
-        found.append(await client.xrange(key))
+        contents.append(await client.xrange(key))
         groups = await client.xinfo_groups(key) if await client.exists(key) else []
-        found.append([(one["name"], one["pending"], one["consumers"]) for one in groups])
-        for one in groups:
-            pending = await client.xpending_range(key, one["name"], "-", "+", 10)
-            found.append([(claim["message_id"], claim["consumer"]) for claim in pending])
-    return found
+        contents.append([(group["name"], group["pending"], group["consumers"]) for group in groups])
+        for group in groups:
+            pending = await client.xpending_range(key, group["name"], "-", "+", 10)
+            contents.append([(claim["message_id"], claim["consumer"]) for claim in pending])
+    return contents
 
 
 async def prepared(parts):
@@ -114,8 +114,8 @@ async def test_issuing_twice_writes_once(parts):
     for _ in range(2):
         rows = ["1-1", 0, "1-2", b"next"]
         assert await streams.write(wait, "issue", streams.group, *rows) == [1]
-    found = await parts.client.xrange(RunKeys.of(parts.run_id).rollouts)
-    assert found == [(b"1-2", {b"e": b"next"})]
+    entries = await parts.client.xrange(RunKeys.of(parts.run_id).rollouts)
+    assert entries == [(b"1-2", {b"e": b"next"})]
 
 
 async def test_a_renewed_claim_is_not_replaced(parts):

@@ -64,29 +64,31 @@ class ByLength:
         self.judged += answers
         if question.data.get("name") in self.fails:
             raise EnvironmentFailed("reward mine failed")
-        return [Verdict(float(one.tokens), {"length": float(len(one.text))}) for one in answers]
+        return [
+            Verdict(float(answer.tokens), {"length": float(len(answer.text))}) for answer in answers
+        ]
 
 
 class Scripted:
-    """An engine that says what it is told, and keeps what it was asked; not a policy."""
+    """An engine that replies with scripted turns and records the requests; not a policy."""
 
     context_length = 256
     serves = VERSION
 
     def __init__(self, tokenizer, *turns, finished=True):
-        self.asked = []
+        self.requests = []
         self._tokenizer = tokenizer
         self._turns = turns
         self._finished = finished
 
     async def generate(self, requests):
-        self.asked += requests
-        found = []
-        for one in requests:
-            text = self._turns[min(one.turn, len(self._turns) - 1)]
+        self.requests += requests
+        generations = []
+        for request in requests:
+            text = self._turns[min(request.turn, len(self._turns) - 1)]
             tokens = self._tokenizer.encode(text, add_special_tokens=False)
             tokens += [self._tokenizer.eos_token_id] * self._finished
-            found.append(
+            generations.append(
                 Generation(
                     tokens=tokens,
                     logprobs=[-0.5] * len(tokens),
@@ -94,7 +96,7 @@ class Scripted:
                     finished=self._finished,
                 )
             )
-        return found
+        return generations
 
 
 class Replies:
@@ -106,7 +108,7 @@ class Replies:
 
     async def reply(self, question, messages):
         self.seen.append([*messages])
-        at = sum(one["role"] == "assistant" for one in messages) - 1
+        at = sum(message["role"] == "assistant" for message in messages) - 1
         reply = self.replies[at] if at < len(self.replies) else None
         if isinstance(reply, Exception):
             raise reply
@@ -156,18 +158,23 @@ async def test_a_real_policy_answers_a_request_with_one_experience_a_sample(
     task = task_of(chat("1 + 2"), Question(prompt="1 + 2 ="))
     episodes = episodes_of(engine, tokenizer, task)
     for ordinal, question in enumerate(task._all):
-        found = await episodes.answer(request_for(task, ordinal, samples=3))
-        assert [one.sample for one in found] == [0, 1, 2]
-        for one in found:
-            assert isinstance(one, Experience)
-            assert (one.ordinal, one.attempt, one.samples, one.explorer) == (ordinal, 2, 3, "e-1")
-            prompt, policy = one.turns
+        experiences = await episodes.answer(request_for(task, ordinal, samples=3))
+        assert [experience.sample for experience in experiences] == [0, 1, 2]
+        for experience in experiences:
+            assert isinstance(experience, Experience)
+            assert (
+                experience.ordinal,
+                experience.attempt,
+                experience.samples,
+                experience.explorer,
+            ) == (ordinal, 2, 3, "e-1")
+            prompt, policy = experience.turns
             assert prompt.tokens == encode_prompt(tokenizer, question.prompt)
             assert policy.versions == [(VERSION, len(policy.tokens))]
-            assert one.reward == len(policy.tokens)
-            assert set(one.reward_parts) == {"length"}
-            assert one.finished == (policy.tokens[-1] == tokenizer.eos_token_id)
-        assert len({tuple(one.turns[1].tokens) for one in found}) == 3
+            assert experience.reward == len(policy.tokens)
+            assert set(experience.reward_parts) == {"length"}
+            assert experience.finished == (policy.tokens[-1] == tokenizer.eos_token_id)
+        assert len({tuple(experience.turns[1].tokens) for experience in experiences}) == 3
 
 
 async def test_tokens_of_earlier_turns_are_kept_and_only_new_messages_are_encoded(tokenizer):
@@ -175,12 +182,12 @@ async def test_tokens_of_earlier_turns_are_kept_and_only_new_messages_are_encode
     engine = Scripted(tokenizer, "call 2 + 3", "five")
     environment = Replies("5")
     episodes = episodes_of(engine, tokenizer, task, environment=environment, max_turns=4)
-    (found,) = await episodes.answer(request_for(task, samples=1))
-    roles = [turn.role for turn in found.turns]
+    (experience,) = await episodes.answer(request_for(task, samples=1))
+    roles = [turn.role for turn in experience.turns]
     assert roles == ["prompt", "policy", "environment", "policy"]
-    assert [one.turn for one in engine.asked] == [0, 1]
-    before_last = [token for turn in found.turns[:-1] for token in turn.tokens]
-    assert engine.asked[1].tokens == before_last
+    assert [request.turn for request in engine.requests] == [0, 1]
+    before_last = [token for turn in experience.turns[:-1] for token in turn.tokens]
+    assert engine.requests[1].tokens == before_last
     # The whole is the very text of the template, with each of its tokens in its place.
     text = tokenizer.apply_chat_template(
         [
@@ -193,7 +200,7 @@ async def test_tokens_of_earlier_turns_are_kept_and_only_new_messages_are_encode
     )
     assert tokenizer.decode(before_last) == text
     assert environment.seen[0][-1] == {"role": "assistant", "content": "call 2 + 3"}
-    assert not found.turns[2].logprobs and not found.turns[2].versions
+    assert not experience.turns[2].logprobs and not experience.turns[2].versions
 
 
 async def test_tokens_that_no_encoding_of_their_text_gives_survive_a_turn(tokenizer):
@@ -208,19 +215,19 @@ async def test_tokens_that_no_encoding_of_their_text_gives_survive_a_turn(tokeni
 
     class ByLetter(Scripted):
         async def generate(self, requests):
-            found = await super().generate(requests)
+            generations = await super().generate(requests)
             if requests[0].turn:
-                return found
+                return generations
             tokens = [*single, tokenizer.eos_token_id]
             changed = {"tokens": tokens, "logprobs": [-1.0] * 5, "versions": [(VERSION, 5)]}
-            return [msgspec.structs.replace(one, **changed) for one in found]
+            return [msgspec.structs.replace(generation, **changed) for generation in generations]
 
     engine = ByLetter(tokenizer, "user", "x")
     episodes = episodes_of(engine, tokenizer, task, environment=Replies("r"), max_turns=2)
-    (found,) = await episodes.answer(request_for(task, samples=1))
-    assert found.turns[1].tokens[:-1] == single
-    sent = engine.asked[1].tokens
-    at = len(found.turns[0].tokens)
+    (experience,) = await episodes.answer(request_for(task, samples=1))
+    assert experience.turns[1].tokens[:-1] == single
+    sent = engine.requests[1].tokens
+    at = len(experience.turns[0].tokens)
     assert sent[at : at + 4] == single
 
 
@@ -236,8 +243,8 @@ async def test_a_template_that_treats_earlier_turns_otherwise_changes_no_token(t
     task = task_of(chat("think"))
     engine = Scripted(tokenizer, "hm </think> call 1", "so </think> done")
     episodes = episodes_of(engine, tokenizer, task, environment=Replies("1"), max_turns=3)
-    (found,) = await episodes.answer(request_for(task, samples=1))
-    text = tokenizer.decode([token for turn in found.turns for token in turn.tokens])
+    (experience,) = await episodes.answer(request_for(task, samples=1))
+    text = tokenizer.decode([token for turn in experience.turns for token in turn.tokens])
     assert text == (
         "<|start|>system\nuse tools<|end|>\n<|start|>user\nthink<|end|>\n"
         "<|start|>assistant\n<think>\nhm </think> call 1<|end|>\n"
@@ -258,8 +265,8 @@ async def test_prompts_of_text_go_on_with_the_reply_as_it_is(tokenizer):
     task = task_of(Question(prompt="2 + 3 ="))
     engine = Scripted(tokenizer, "call", "5")
     episodes = episodes_of(engine, tokenizer, task, environment=Replies("\n5\n"), max_turns=2)
-    (found,) = await episodes.answer(request_for(task, samples=1))
-    assert tokenizer.decode(found.turns[2].tokens) == "\n5\n"
+    (experience,) = await episodes.answer(request_for(task, samples=1))
+    assert tokenizer.decode(experience.turns[2].tokens) == "\n5\n"
 
 
 @pytest.mark.parametrize(
@@ -277,18 +284,18 @@ async def test_an_episode_ends_at_its_limits_or_with_the_environment(
     engine = Scripted(tokenizer, "a", **options)
     environment = Replies("r", "s")
     episodes = episodes_of(engine, tokenizer, task, environment=environment, max_turns=turns)
-    (found,) = await episodes.answer(request_for(task, samples=1))
-    assert [turn.role for turn in found.turns] == roles
-    assert found.finished == options.get("finished", True)
+    (experience,) = await episodes.answer(request_for(task, samples=1))
+    assert [turn.role for turn in experience.turns] == roles
+    assert experience.finished == options.get("finished", True)
 
 
 async def test_an_episode_ends_where_the_models_context_does(tokenizer):
     task = task_of(chat("q"))
     engine = Scripted(tokenizer, "a")
     episodes = episodes_of(engine, tokenizer, task, environment=Replies("r" * 400), max_turns=9)
-    (found,) = await episodes.answer(request_for(task, samples=1))
-    assert [turn.role for turn in found.turns] == ["prompt", "policy"]
-    assert not found.finished
+    (experience,) = await episodes.answer(request_for(task, samples=1))
+    assert [turn.role for turn in experience.turns] == ["prompt", "policy"]
+    assert not experience.finished
 
 
 async def test_the_examples_tool_answers_from_its_process(tokenizer):
@@ -301,12 +308,14 @@ async def test_the_examples_tool_answers_from_its_process(tokenizer):
         episodes = episodes_of(
             engine, tokenizer, task, judge=judge, environment=environment, max_turns=9
         )
-        (found,) = await episodes.answer(request_for(task, samples=1))
-    told = [one["content"] for one in judge.judged[0].messages if one["role"] == "tool"]
+        (experience,) = await episodes.answer(request_for(task, samples=1))
+    tool_replies = [
+        message["content"] for message in judge.judged[0].messages if message["role"] == "tool"
+    ]
     errors = ("division by zero", "only + - * / and numbers are known")
-    assert told == ["42", *(f"error: {one}" for one in errors)]
+    assert tool_replies == ["42", *(f"error: {error}" for error in errors)]
     assert judge.judged[0].text == "42"
-    assert [turn.role for turn in found.turns][-3:] == ["policy", "environment", "policy"]
+    assert [turn.role for turn in experience.turns][-3:] == ["policy", "environment", "policy"]
 
 
 async def test_a_reward_without_the_part_that_the_trainer_reads_is_a_failed_reward(tokenizer):
@@ -389,7 +398,7 @@ async def test_a_request_that_fails_spoils_no_other(tokenizer):
     requests = [request_for(task, ordinal) for ordinal in range(4)]
     other_set = request_for(task, 0, fingerprint="sha256:" + "0" * 64)
     good, *failed = await episodes.answer_all([*requests, other_set])
-    assert [one.sample for one in good] == [0, 1]
+    assert [experience.sample for experience in good] == [0, 1]
     for error, why in zip(
         failed,
         (
@@ -460,9 +469,9 @@ async def test_answers_of_several_turns_do_not_depend_on_other_requests(
     episodes = episodes_of(engine, tokenizer, task, environment=WhenItEnds(), max_turns=3)
     requests = [request_for(task, ordinal, samples=3) for ordinal in range(5)]
     together = await episodes.answer_all(requests)
-    assert max(len(one.turns) for group in together for one in group) == 6
+    assert max(len(experience.turns) for group in together for experience in group) == 6
     assert await episodes.answer_all(requests[3:] + requests[:1]) == [*together[3:], together[0]]
-    assert [await episodes.answer(one) for one in requests] == together
+    assert [await episodes.answer(request) for request in requests] == together
 
 
 # --- training on them --------------------------------------------------------------------------
@@ -504,14 +513,16 @@ TOOL_USE = [
 def test_gradients_on_tool_tokens_are_exactly_zero(own_model_folder):
     model, _ = load_policy(own_model_folder())
     batch, _ = prepare(collate([TOOL_USE], pad_token_id=0), AlgorithmConfig())
-    kept = []
-    model.lm_head.register_forward_hook(lambda _m, _i, logits: kept.append(logits) or None)
+    captured_logits = []
+    model.lm_head.register_forward_hook(
+        lambda _m, _i, logits: captured_logits.append(logits) or None
+    )
     logprobs = response_logprobs(model, batch)
     assert (logprobs[0, 2:5] == 0.0).all()
     # At ratio one nothing is clipped.
     batch = dataclasses.replace(batch, behaviour_logprobs=logprobs.detach())
     loss = policy_update(batch, logprobs, AlgorithmConfig()).loss_sum
-    (gradient,) = torch.autograd.grad(loss, kept)
+    (gradient,) = torch.autograd.grad(loss, captured_logits)
     # A column of logits predicts the token after it; the first column that is kept, the first
     # token of the response.
     by_token = gradient[:, :-1].abs().amax(-1)

@@ -65,9 +65,9 @@ def checkpoint(folder: Path, step: int) -> Path:
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {
-        one.relative_to(folder).as_posix(): one.read_bytes()
-        for one in folder.rglob("*")
-        if one.is_file()
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
     }
 
 
@@ -142,11 +142,11 @@ def test_what_is_not_the_copied_file_is_refused(store, tmp_path, name):
     sums = files.cat_file(f"{at}/{SUMS}").decode()
     if name == "actor/model.pt":
         files.pipe_file(f"{at}/{name}", b"other bytes")
-        told = "is not the file that was copied"
+        message = "is not the file that was copied"
     else:
         files.pipe_file(f"{at}/{SUMS}", sums.replace("actor/model.pt", name).encode())
-        told = "is not a path inside a checkpoint"
-    with pytest.raises(ObjectStoreUnusable, match=told):
+        message = "is not a path inside a checkpoint"
+    with pytest.raises(ObjectStoreUnusable, match=message):
         store.fetch(RUN, 1, tmp_path / "deep" / "fetched")
     assert not (tmp_path / "deep" / "fetched").exists()
     assert not (tmp_path / "outside").exists()

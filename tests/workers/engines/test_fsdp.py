@@ -187,11 +187,11 @@ async def applied(where: Where, log, step: int) -> dict[str, torch.Tensor]:
 
 async def test_full_tensors_are_the_model_folders_by_name_and_bit_on_every_rank(ranks, where):
     in_folder = load_file(where.model_folder / "model.safetensors")
-    for found in await ranks(_full_weights):
-        names = [name for name, _ in found]
+    for weights in await ranks(_full_weights):
+        names = [name for name, _ in weights]
         assert sorted(names) == sorted(in_folder)
         assert "lm_head.weight" not in names, "tied to the embeddings, which are there"
-        assert_equal(dict(sorted(found)), dict(sorted(in_folder.items())))
+        assert_equal(dict(sorted(weights)), dict(sorted(in_folder.items())))
 
 
 async def test_a_model_that_applies_an_upload_equals_the_trainers_bit_for_bit(
@@ -201,7 +201,7 @@ async def test_a_model_that_applies_an_upload_equals_the_trainers_bit_for_bit(
     await ranks(_take_step, 1)
     await ranks(upload, 1)
     committer.commit(1)
-    trained, again = (dict(one) for one in await ranks(_full_weights))
+    trained, again = (dict(weights) for weights in await ranks(_full_weights))
     assert not identical(trained["model.norm.weight"], at_start["model.norm.weight"])
     assert_equal(trained, again)
     assert_equal(await applied(where, log, 1), trained)
@@ -224,9 +224,9 @@ async def test_an_upload_that_fails_midway_raises_on_all_ranks_and_the_next_one_
     assert isinstance(own, OSError)
     assert isinstance(peers, PeerFailed)
     assert str(peers) == "rank 0 failed: OSError: no room for the third tensor"
-    told = [decode_envelope(entry.payload).event for entry in await log.read()][-1]
-    assert isinstance(told, SaveFailed)
-    assert (told.slot.kind, told.message) == ("weights", "no room for the third tensor")
+    last_event = [decode_envelope(entry.payload).event for entry in await log.read()][-1]
+    assert isinstance(last_event, SaveFailed)
+    assert (last_event.slot.kind, last_event.message) == ("weights", "no room for the third tensor")
     with open_client(where.weights_url) as weights:
         assert weights.keys(f"trinity-weights:{{{where.run_id}.*") == []
     # The ranks' collectives still match: the same step again, and training goes on.
@@ -250,12 +250,12 @@ async def test_a_model_that_applies_every_ranks_shards_equals_the_trainers_bit_f
     await ranks(_take_step, 1)
     await ranks(upload_shards, 1)
     committer.commit(1)
-    trained, _ = (dict(one) for one in await ranks(_full_weights))
+    trained, _ = (dict(weights) for weights in await ranks(_full_weights))
     event = await ready(log, "weights", 1)
-    assert [one.rank for one in event.parts] == [0, 1]
+    assert [part.rank for part in event.parts] == [0, 1]
     whole = sum(tensor.nbytes for tensor in trained.values())
-    assert sum(one.bytes for one in event.parts) == whole, "nothing travels twice"
-    assert all(one.bytes < 0.6 * whole for one in event.parts), "no rank is the bottleneck"
+    assert sum(part.bytes for part in event.parts) == whole, "nothing travels twice"
+    assert all(part.bytes < 0.6 * whole for part in event.parts), "no rank is the bottleneck"
     assert_equal(await applied(where, log, 1), trained)
 
 
@@ -298,9 +298,9 @@ def full_tensors_of_fsdp1(rank: Rank) -> dict[str, list[float]]:
 
 async def test_full_tensors_of_fsdp1_are_those_of_a_state_dict(ranks):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
-    for found in await ranks(full_tensors_of_fsdp1):
-        assert sorted(found) == sorted(model.state_dict())
-        assert found["1.running_var"] == [1.0, 1.0]
+    for tensors in await ranks(full_tensors_of_fsdp1):
+        assert sorted(tensors) == sorted(model.state_dict())
+        assert tensors["1.running_var"] == [1.0, 1.0]
 
 
 def is_begun(event) -> bool:
@@ -325,11 +325,16 @@ async def test_a_rank_that_fails_among_its_shards_fails_all_and_the_version_is_n
     assert isinstance(peers, PeerFailed)
     assert str(peers) == "rank 1 failed: OSError: no room for the third tensor"
     committer.commit(1)
-    told = [decode_envelope(entry.payload).event for entry in await log.read()]
-    over = [one for one in told if isinstance(one, SaveFailed)]
-    assert sorted((one.slot.rank, one.followed) for one in over) == [(0, True), (1, False)]
-    assert {one.save_id for one in over} == {one.save_id for one in told if is_begun(one)}
-    assert not any(isinstance(one, VersionPartPublished) for one in told)
+    events = [decode_envelope(entry.payload).event for entry in await log.read()]
+    failures = [event for event in events if isinstance(event, SaveFailed)]
+    assert sorted((failure.slot.rank, failure.followed) for failure in failures) == [
+        (0, True),
+        (1, False),
+    ]
+    assert {failure.save_id for failure in failures} == {
+        event.save_id for event in events if is_begun(event)
+    }
+    assert not any(isinstance(event, VersionPartPublished) for event in events)
     with open_client(where.weights_url) as weights:
         assert weights.keys(f"trinity-weights:{{{where.run_id}.*") == []
     # The ranks' collectives still match, and the same step can be tried again.
@@ -432,8 +437,10 @@ async def test_a_snapshot_that_cannot_be_sent_is_told_and_fails_the_next_upload_
     assert isinstance(own, OSError)
     assert isinstance(peers, PeerFailed)
     assert str(peers) == "rank 1 failed: OSError: no room for the third tensor"
-    told = [decode_envelope(entry.payload).event for entry in await log.read()]
-    failed = [(one.slot.step, one.slot.rank) for one in told if isinstance(one, SaveFailed)]
+    events = [decode_envelope(entry.payload).event for entry in await log.read()]
+    failed = [
+        (event.slot.step, event.slot.rank) for event in events if isinstance(event, SaveFailed)
+    ]
     assert failed == [(1, 1), (2, 1)]
 
 
@@ -458,8 +465,13 @@ def shards_of_many_layouts(rank: Rank) -> list[LocalShard]:
     wrapped = module.get_submodule("_checkpoint_wrapped_module")
     wrapped.register_parameter("empty", torch.nn.Parameter(empty))
     return [
-        LocalShard(one.name, one.tensor.clone(), one.global_shape, one.offsets)
-        for one in fsdp_shards(module)
+        LocalShard(
+            local_shard.name,
+            local_shard.tensor.clone(),
+            local_shard.global_shape,
+            local_shard.offsets,
+        )
+        for local_shard in fsdp_shards(module)
     ]
 
 
@@ -468,20 +480,22 @@ async def test_shards_lie_where_they_say_and_every_element_comes_from_one_rank(r
     made = {name: torch.zeros(shape) for name, shape in LAYOUT.items()}
     made |= {"same": torch.zeros(3), "plain": torch.zeros(2), "empty": torch.zeros(0, 2)}
     times = {name: torch.zeros_like(tensor) for name, tensor in made.items()}
-    for one in [*both[0], *both[1]]:
-        assert one.global_shape == made[one.name].shape
+    for local_shard in [*both[0], *both[1]]:
+        assert local_shard.global_shape == made[local_shard.name].shape
         region = tuple(
             slice(begin, begin + size)
-            for begin, size in zip(one.offsets, one.tensor.shape, strict=True)
+            for begin, size in zip(local_shard.offsets, local_shard.tensor.shape, strict=True)
         )
-        made[one.name][region] = one.tensor
-        times[one.name][region] += 1
+        made[local_shard.name][region] = local_shard.tensor
+        times[local_shard.name][region] += 1
     assert all((count == 1).all() for count in times.values())
     for name, shape in LAYOUT.items():
         assert identical(made[name], torch.arange(1.0, 1 + math.prod(shape)).reshape(shape))
     assert (made["same"] == 7).all() and (made["plain"] == 9).all()
-    assert [one.name for one in [*both[0], *both[1]]].count("empty") == 1
-    assert [one.name for one in both[1]].count("short") == 0, "the second rank has none of it"
+    assert [local_shard.name for local_shard in [*both[0], *both[1]]].count("empty") == 1
+    assert [local_shard.name for local_shard in both[1]].count("short") == 0, (
+        "the second rank has none of it"
+    )
 
 
 def upload_without_server(rank: Rank, step: int) -> None:
@@ -496,9 +510,9 @@ async def test_a_chunk_server_that_is_gone_fails_the_upload_in_the_log_too(ranks
     own, peers = await ranks.answers(upload_without_server, 1)
     assert "refused" in str(own)
     assert isinstance(peers, PeerFailed)
-    told = [decode_envelope(entry.payload).event for entry in await log.read()][-1]
-    assert isinstance(told, SaveFailed)
-    assert "refused" in told.message
+    last_event = [decode_envelope(entry.payload).event for entry in await log.read()][-1]
+    assert isinstance(last_event, SaveFailed)
+    assert "refused" in last_event.message
 
 
 # --- files ------------------------------------------------------------------------------------
@@ -517,51 +531,55 @@ class HeldPublisher(Publisher):
 @contextlib.contextmanager
 def synced_paths() -> Iterator[set[str]]:
     """Every path that is synced in the block, in any thread; it is really synced, too."""
-    found: set[str] = set()
+    paths: set[str] = set()
     fsync = os.fsync
 
     def recorded(handle: int) -> None:
         fsync(handle)
-        found.add(str(Path(f"/proc/self/fd/{handle}").readlink()))
+        paths.add(str(Path(f"/proc/self/fd/{handle}").readlink()))
 
     os.fsync = recorded
     try:
-        yield found
+        yield paths
     finally:
         os.fsync = fsync
 
 
 def save_and_overwrite(rank: Rank, folder: Path) -> tuple[dict[str, torch.Tensor], set[str]]:
     """Save, overwrite the weights, and only then let the save go; returns what it should hold."""
-    held = rank.objects
-    publisher = HeldPublisher(held.publisher.log, held.where.epoch, held.publisher.producer)
+    objects = rank.objects
+    publisher = HeldPublisher(
+        objects.publisher.log, objects.where.epoch, objects.publisher.producer
+    )
     publisher.gate = threading.Event()
-    coordinator = CheckpointCoordinator(publisher, held.where.run_folder)
+    coordinator = CheckpointCoordinator(publisher, objects.where.run_folder)
     shards = {
-        name: value.to_local().clone() for name, value in held.engine.module.state_dict().items()
+        name: value.to_local().clone() for name, value in objects.engine.module.state_dict().items()
     }
     with synced_paths() as synced:
-        fsdp_save_state_dict(held.engine, str(folder), 5, coordinator, logger)
+        fsdp_save_state_dict(objects.engine, str(folder), 5, coordinator, logger)
         assert not shard(folder, rank.number).exists()
         with torch.no_grad():
-            for parameter in held.engine.module.parameters():
+            for parameter in objects.engine.module.parameters():
                 parameter.to_local().fill_(7.0)
         publisher.gate.set()
         coordinator.wait_all()
     return shards, synced
 
 
-def begin_to_save(rank: Rank, folder: Path, held: int) -> None:
+def begin_to_save(rank: Rank, folder: Path, gated_rank: int) -> None:
     """Save in the background; on one rank nothing of it is told or written before it is let go."""
-    kept = rank.objects
-    publisher = HeldPublisher(kept.publisher.log, kept.where.epoch, kept.publisher.producer)
-    publisher.gate = kept.gate = threading.Event()
-    if rank.number != held:
+    objects = rank.objects
+    publisher = HeldPublisher(
+        objects.publisher.log, objects.where.epoch, objects.publisher.producer
+    )
+    publisher.gate = objects.gate = threading.Event()
+    if rank.number != gated_rank:
         publisher.gate.set()
-    kept.coordinator = CheckpointCoordinator(publisher, kept.where.run_folder)
-    fsdp_save_state_dict(kept.engine, str(folder), 5, kept.coordinator, logger)
-    if rank.number != held:
-        kept.coordinator.wait_all()
+    objects.coordinator = CheckpointCoordinator(publisher, objects.where.run_folder)
+    fsdp_save_state_dict(objects.engine, str(folder), 5, objects.coordinator, logger)
+    if rank.number != gated_rank:
+        objects.coordinator.wait_all()
 
 
 def finish_saving(rank: Rank) -> None:
@@ -610,14 +628,16 @@ async def test_each_rank_saves_its_shard_in_the_background_as_it_was_at_the_call
     tokenizer = AutoTokenizer.from_pretrained(folder / "huggingface")
     assert tokenizer.decode(tokenizer.encode("sun>")) == "sun>"
 
-    told = [decode_envelope(entry.payload) for entry in await log.read()]
-    saves = [one for one in told if isinstance(one.event, SaveStarted | SaveFinished)]
+    envelopes = [decode_envelope(entry.payload) for entry in await log.read()]
+    saves = [
+        envelope for envelope in envelopes if isinstance(envelope.event, SaveStarted | SaveFinished)
+    ]
     for rank in range(WORLD):
-        started, finished = (one.event for one in saves if one.producer.rank == rank)
+        started, finished = (envelope.event for envelope in saves if envelope.producer.rank == rank)
         assert started.save_id == finished.save_id
         assert finished.slot.kind == "state_dict"
         assert finished.bytes == shard(folder, rank).stat().st_size
-    assert len({one.event.slot for one in saves}) == WORLD
+    assert len({envelope.event.slot for envelope in saves}) == WORLD
 
     # Both slots are what the trainer registers, so the step becomes ready with them.
     trainer = Publisher(
@@ -637,8 +657,8 @@ async def test_saved_shards_say_how_they_are_merged(ranks, where, tmp_path, how)
         await ranks(save_checkpoint, folder)
     else:
         await ranks(save_and_overwrite, folder)
-    said = json.loads((folder / "fsdp_config.json").read_text())
-    assert said == {"FSDP_version": 2, "world_size": WORLD}
+    fsdp_config = json.loads((folder / "fsdp_config.json").read_text())
+    assert fsdp_config == {"FSDP_version": 2, "world_size": WORLD}
     for rank in range(WORLD):
         for value in read_state(shard(folder, rank)).values():
             assert value.device_mesh.mesh_dim_names == ("fsdp",)
@@ -836,7 +856,11 @@ def train_alone(rank: Rank, config: RunConfig, steps: list[list[list[Experience]
 async def test_training_on_two_ranks_equals_training_on_one(processes, make_config, run_id):
     steps = [make_groups(run_id, seed) for seed in (1, 2, 3)]
     tokens = [
-        sum(len(one.turns[1].tokens) for group in steps[0][rank::WORLD] for one in group)
+        sum(
+            len(experience.turns[1].tokens)
+            for group in steps[0][rank::WORLD]
+            for experience in group
+        )
         for rank in range(WORLD)
     ]
     assert tokens[0] > 3 * tokens[1], "the ranks' shares differ"
@@ -849,8 +873,8 @@ async def test_training_on_two_ranks_equals_training_on_one(processes, make_conf
 
     assert together.metrics == second.metrics, "metrics are of all ranks"
     assert together.metrics[0]["response_tokens"] == sum(tokens)
-    for both, one in zip(together.metrics, alone.metrics, strict=True):
-        assert both == pytest.approx(one, abs=1e-5, rel=1e-5)
+    for both, expected in zip(together.metrics, alone.metrics, strict=True):
+        assert both == pytest.approx(expected, abs=1e-5, rel=1e-5)
     for name, weights in alone.after.items():
         torch.testing.assert_close(together.after[name], weights, atol=1e-5, rtol=0)
     moved = max((after - alone.before[name]).abs().max() for name, after in alone.after.items())
@@ -862,25 +886,25 @@ async def test_a_rank_without_groups_takes_the_step_with_the_others(processes, m
     [alone] = await Ranks(RankGroup(processes, 1))(train_alone, make_config(**settings(1)), steps)
     both_ranks = Ranks(RankGroup(processes, WORLD))
     address, _ = await both_ranks(make_worker, make_config(**settings(WORLD)))
-    for one in await both_ranks(train_from_the_start, address, steps):
-        assert one.metrics[0] == pytest.approx(alone.metrics[0], abs=1e-5, rel=1e-5)
+    for result in await both_ranks(train_from_the_start, address, steps):
+        assert result.metrics[0] == pytest.approx(alone.metrics[0], abs=1e-5, rel=1e-5)
         for name, weights in alone.after.items():
-            torch.testing.assert_close(one.after[name], weights, atol=1e-5, rtol=0)
+            torch.testing.assert_close(result.after[name], weights, atol=1e-5, rtol=0)
 
 
 def surrogate(model, groups: list[list[Experience]]) -> torch.Tensor:
     """GRPO's loss by its definition, of each episode by itself, without padding."""
     losses = []
     for group in groups:
-        rewards = [one.reward for one in group]
+        rewards = [experience.reward for experience in group]
         mean, deviation = statistics.fmean(rewards), statistics.pstdev(rewards)
-        for one in group:
-            prompt, response = (turn.tokens for turn in one.turns)
+        for experience in group:
+            prompt, response = (turn.tokens for turn in experience.turns)
             whole = model(input_ids=torch.tensor([prompt + response])).logits[0]
             logits = whole[len(prompt) - 1 : -1]
             logprobs = logits.log_softmax(-1)[range(len(response)), response]
-            ratio = (logprobs - torch.tensor(one.turns[1].logprobs)).exp()
-            advantage = (one.reward - mean) / (deviation + 1e-4)
+            ratio = (logprobs - torch.tensor(experience.turns[1].logprobs)).exp()
+            advantage = (experience.reward - mean) / (deviation + 1e-4)
             losses.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage))
     return torch.cat(losses).mean()
 
@@ -890,7 +914,7 @@ def gradients_of_a_step(rank: Rank, address, groups: list[list[Experience]]) -> 
     try:
         metrics = train(rank, groups)
         parameters = rank.objects.engine.module.named_parameters()
-        return metrics, {name: one.grad.full_tensor() for name, one in parameters}
+        return metrics, {name: parameter.grad.full_tensor() for name, parameter in parameters}
     finally:
         shut_worker_down(rank)
 
@@ -906,14 +930,14 @@ async def test_a_step_of_the_default_algorithm_has_the_gradients_of_its_definiti
     config["trainer"]["gradient_norm"] = 1e9  # which clips nothing
     both_ranks = Ranks(RankGroup(processes, WORLD))
     address, _ = await both_ranks(make_worker, make_config(**config))
-    expected = {name: one.grad for name, one in model.named_parameters()}
-    assert max(float(one.abs().max()) for one in expected.values()) > 1e-3
-    for metrics, found in await both_ranks(gradients_of_a_step, address, groups):
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert max(float(gradient.abs().max()) for gradient in expected.values()) > 1e-3
+    for metrics, gradients in await both_ranks(gradients_of_a_step, address, groups):
         assert metrics["loss"] == pytest.approx(float(loss.detach()), abs=1e-6)
         assert 0.0 < metrics["pg_clipfrac"] < 1.0
-        assert sorted(found) == sorted(expected)
+        assert sorted(gradients) == sorted(expected)
         for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-4)
+            torch.testing.assert_close(gradients[name], value, atol=1e-6, rtol=1e-4)
 
 
 async def test_reference_entropy_and_proximal_policy_are_computed_where_the_algorithm_asks(
@@ -928,8 +952,8 @@ async def test_reference_entropy_and_proximal_policy_are_computed_where_the_algo
     both_ranks = Ranks(RankGroup(processes, WORLD))
     address, _ = await both_ranks(make_worker, config)
     steps = [make_groups(run_id, seed) for seed in (1, 2)]
-    (found, _) = await both_ranks(train_from_the_start, address, steps)
-    first, second = found.metrics
+    (result, _) = await both_ranks(train_from_the_start, address, steps)
+    first, second = result.metrics
     assert first["kl_loss"] == pytest.approx(0.0, abs=1e-9)
     assert second["kl_loss"] > 1e-6, "the reference stays where the run began"
     assert (first["ratio"], second["ratio"]) == pytest.approx((1.0, 1.0))

@@ -99,8 +99,8 @@ def test_a_checkpoint_loads_bit_for_bit_at_another_number_of_ranks(
     group = rank_group(loaded_with)
     group(begin, policy_folder, load)
     group(load_checkpoint, tmp_path)
-    for found in group(full):
-        assert_equal(found, tensors)
+    for weights in group(full):
+        assert_equal(weights, tensors)
     assert group(schedule) == [plan] * loaded_with
     group(step, 3)  # the loaded optimizer goes on
 
@@ -146,5 +146,5 @@ def test_shards_of_two_numbers_of_ranks_are_refused_by_a_third(rank_group, polic
     group = rank_group(3)
     group(begin, policy_folder)
     refused = group.answers(load_checkpoint, tmp_path)
-    assert {type(one) for one in refused} == {ReshardRefused}
+    assert {type(error) for error in refused} == {ReshardRefused}
     assert "shards of 1 and 2 ranks: start as many ranks as one of them" in str(refused[0])

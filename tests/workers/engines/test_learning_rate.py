@@ -22,8 +22,8 @@ CASES = [
 @pytest.mark.parametrize(("settings", "shares"), CASES)
 def test_it_rises_over_the_ramp_and_falls_to_zero_after_the_last_step(settings, shares):
     rate = LearningRate(highest=3e-4, **settings)
-    found = [rate.at(step) for step in range(6)]
-    assert found == pytest.approx([3e-4 * share for share in shares], abs=1e-9)
+    rates = [rate.at(step) for step in range(6)]
+    assert rates == pytest.approx([3e-4 * share for share in shares], abs=1e-9)
 
 
 def trained(steps, rate, *, state=None):

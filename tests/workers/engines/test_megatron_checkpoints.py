@@ -49,11 +49,11 @@ def load(rank, folder):
 
 def test_a_checkpoint_keeps_the_defaults_of_generation(engine_ranks, megatron_folder, tmp_path):
     engine_ranks("qwen3", 2, TENSOR)(save, tmp_path)
-    [kept, given] = [
+    [saved, given] = [
         (folder / "generation_config.json").read_bytes()
         for folder in (tmp_path / "huggingface", megatron_folder("qwen3"))
     ]
-    assert kept == given
+    assert saved == given
 
 
 def save_model(rank, folder):
@@ -101,19 +101,19 @@ def optimizer_state(rank):
     """The ordinary optimizer's state by kind and tensor, gathered from all ranks, and its steps."""
     engine = rank.objects.engine
     states = {}
-    for one in engine.optimizer.chained_optimizers:
-        states |= one.optimizer.state
+    for optimizer in engine.optimizer.chained_optimizers:
+        states |= optimizer.optimizer.state
     stream = copy.copy(engine._stream)
-    stream.entries = [msgspec.structs.replace(one, dtype="float32") for one in stream.entries]
+    stream.entries = [msgspec.structs.replace(entry, dtype="float32") for entry in stream.entries]
     own = [dict(chunk.named_parameters()) for chunk in engine._chunks]
-    found = {}
+    tensors = {}
     for kind in ("exp_avg", "exp_avg_sq", "master"):
         stream._parameters = [
             {name: state_of(states, parameter, kind) for name, parameter in chunk.items()}
             for chunk in own
         ]
-        found |= {f"{kind} of {name}": value.clone() for name, value in stream}
-    return found, {float(one["step"]) for one in states.values()}
+        tensors |= {f"{kind} of {name}": value.clone() for name, value in stream}
+    return tensors, {float(state["step"]) for state in states.values()}
 
 
 def state_of(states, parameter, kind):
@@ -139,14 +139,16 @@ def test_the_optimizers_state_is_the_same_tensor_by_tensor_at_another_layout(
     ranks(save, tmp_path / "checkpoint")
     expected, steps = ranks(optimizer_state)[0]
     assert steps == {3.0}
-    assert any(one.abs().max() > 1e-4 for name, one in expected.items() if "exp_avg of" in name)
+    assert any(
+        tensor.abs().max() > 1e-4 for name, tensor in expected.items() if "exp_avg of" in name
+    )
 
     ranks = engine_ranks("qwen3", *loaded_at, TRAINED, options, load_weights=False)
     ranks(load, tmp_path / "checkpoint")
-    for found, steps in ranks(optimizer_state):
+    for state, steps in ranks(optimizer_state):
         assert steps == {3.0}
-        assert sorted(found) == sorted(expected)
-        for name, value in found.items():
+        assert sorted(state) == sorted(expected)
+        for name, value in state.items():
             assert value.dtype is torch.float32, name
             # Of the value: squares of gradients are far below 1e-5 themselves.
             torch.testing.assert_close(value, expected[name], atol=0, rtol=1e-5)
@@ -168,8 +170,8 @@ def test_bfloat16_with_float32_masters_goes_on_to_the_bit_at_its_layout(engine_r
     ranks = engine_ranks("qwen3", 2, TENSOR, TRAINED, bfloat16, load_weights=False)
     ranks(load, tmp_path / "checkpoint")
     assert train_further(ranks, 2) == losses
-    found, _ = ranks(optimizer_state)[0]
-    at.assert_same(found, expected)
+    state, _ = ranks(optimizer_state)[0]
+    at.assert_same(state, expected)
 
 
 @pytest.mark.parametrize(
@@ -193,8 +195,8 @@ def test_a_checkpoint_of_one_layout_goes_on_at_another_as_if_nothing_had_been(
 
     ranks = engine_ranks("qwen3", *loaded_at, TRAINED, load_weights=False)
     ranks(load, tmp_path / "checkpoint")
-    for found in ranks(at.full_weights):
-        at.assert_same(found, weights)
+    for loaded_weights in ranks(at.full_weights):
+        at.assert_same(loaded_weights, weights)
     # The losses tell of the optimizer's state: without it they are others from the second step.
     assert train_further(ranks, 3) == pytest.approx(expected, abs=1e-5)
 
@@ -232,8 +234,8 @@ def test_a_checkpoint_holds_what_was_there_when_it_was_prepared(engine_ranks, tm
     ranks = engine_ranks("qwen3", 2, TENSOR, RAMPED, load_weights=False)
     ranks(load, tmp_path / "checkpoint")
     at.assert_same(ranks(at.full_weights)[0], weights)
-    for found, expected in zip(ranks(at.train, batches(3)), losses, strict=True):
-        assert found == pytest.approx(expected, abs=1e-5)
+    for rank_losses, expected in zip(ranks(at.train, batches(3)), losses, strict=True):
+        assert rank_losses == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_checkpoint_that_was_not_finished_is_refused_on_every_rank(engine_ranks, tmp_path):
@@ -393,10 +395,10 @@ def test_a_checkpoint_whose_model_is_a_hugging_face_folder_loads_bit_for_bit(
     ranks = engine_ranks("qwen3", 2, TENSOR, TRAINED)
     ranks(at.train, batches(2))
     ranks(save_in_huggingfaces_format, tmp_path)
-    assert {one.name for one in tmp_path.iterdir()} == {"training", "huggingface"}
+    assert {path.name for path in tmp_path.iterdir()} == {"training", "huggingface"}
     expected = ranks(at.full_weights)[0]
     ranks = engine_ranks("qwen3", 2, PIPELINE, TRAINED)
     ranks(load, tmp_path)
-    for found in ranks(at.full_weights):
-        at.assert_same(found, expected)
+    for weights in ranks(at.full_weights):
+        at.assert_same(weights, expected)
     ranks(at.train, batches(1))

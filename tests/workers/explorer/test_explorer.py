@@ -57,12 +57,12 @@ def trainer(client, publisher, log, config):
 async def test_what_it_claims_is_answered_with_the_version_that_it_serves(config, trainer, log):
     dispatcher, task = await trainer.dispatcher(), task_of(config)
     tokenizer = load_tokenizer(config.model_folder)
-    async with exploring(Explorer(config, 4)) as found:
+    async with exploring(Explorer(config, 4)) as exploration:
         for step in range(STEPS):
             await trainer.publish(step)
             await dispatcher.dispatch(2, trainer.version(step), exact=True)
             groups = await dispatcher.take(2, deadline=PATIENCE)
-            assert [one.ordinal for one in groups] == [2 * step, 2 * step + 1]
+            assert [group.ordinal for group in groups] == [2 * step, 2 * step + 1]
             for group in groups:
                 prompt = encode_prompt(tokenizer, task.question(group.ordinal).prompt)
                 assert len(group.experiences) == 3
@@ -74,12 +74,12 @@ async def test_what_it_claims_is_answered_with_the_version_that_it_serves(config
                     assert set(sample.reward_parts) == {"score"}
             await dispatcher.trained(step + 1, groups)
         await trainer.publish(STEPS)
-    [result] = found.results
+    [result] = exploration.results
     assert (result.rank, result.groups, result.discarded) == (4, 2 * STEPS, 0)
     assert result.applied == STEPS + 1, "the last version is served too"
     await reports_accepted(log)
-    told = [one.event.status for one in await events_of(log, ExplorerStatusChanged)]
-    assert told == ["running", "stopped"]
+    statuses = [envelope.event.status for envelope in await events_of(log, ExplorerStatusChanged)]
+    assert statuses == ["running", "stopped"]
 
 
 async def test_an_excluded_explorer_answers_nothing_and_takes_weights_to_the_end(config, trainer):
@@ -106,7 +106,9 @@ async def test_a_request_for_a_version_to_come_waits_for_it(config, trainer):
         await until(lambda: dispatcher_sees_a_claim(trainer))
         await trainer.publish(1)
         [group] = await dispatcher.take(1, deadline=PATIENCE)
-        assert {one.oldest_version for one in group.experiences} == {trainer.version(1)}
+        assert {experience.oldest_version for experience in group.experiences} == {
+            trainer.version(1)
+        }
         await trainer.publish(STEPS)
 
 
@@ -121,7 +123,7 @@ async def test_requests_of_several_exact_versions_are_each_served_by_their_own(c
         await trainer.publish(1)
         second = await dispatcher.take(2, deadline=PATIENCE)
         await trainer.publish(STEPS)
-    served = [[one.oldest_step for one in groups] for groups in (first, second)]
+    served = [[group.oldest_step for group in groups] for groups in (first, second)]
     assert served == [[0, 0], [1, 1]]
     assert all(group.attempt == 1 for group in (*first, *second))
 
@@ -147,28 +149,28 @@ async def dispatcher_sees_a_claim(trainer):
 async def test_new_weights_are_installed_while_nothing_is_asked_for(config, trainer):
     await trainer.dispatcher()
     await trainer.publish(0)
-    async with exploring(Explorer(config, 0)) as found:
+    async with exploring(Explorer(config, 0)) as exploration:
         for step in range(STEPS):
             if step:
                 await trainer.publish(step)
             await until(lambda step=step: trainer.served(step))
         await trainer.publish(STEPS)
-    assert (found.results[0].applied, found.results[0].groups) == (STEPS + 1, 0)
+    assert (exploration.results[0].applied, exploration.results[0].groups) == (STEPS + 1, 0)
 
 
 async def test_explorers_share_the_requests_without_a_share_of_their_own(config, trainer):
     dispatcher = await trainer.dispatcher(window=100)
     config = config.replaced("explorer", groups_per_claim=1)
     await trainer.publish(0)
-    async with exploring(*(Explorer(config, rank) for rank in (0, 1, 2))) as found:
+    async with exploring(*(Explorer(config, rank) for rank in (0, 1, 2))) as exploration:
         await dispatcher.dispatch(12, trainer.version(0))
         groups = await dispatcher.take(12, deadline=PATIENCE)
         await dispatcher.trained(1, groups)
         await trainer.publish(STEPS)
-    by = [{one.explorer for one in group.experiences} for group in groups]
-    assert all(len(one) == 1 for one in by), "a group is made by one explorer"
-    counts = [sum(one == {f"explorer-{rank}"} for one in by) for rank in (0, 1, 2)]
-    assert [one.groups for one in found.results] == counts
+    by = [{experience.explorer for experience in group.experiences} for group in groups]
+    assert all(len(explorers) == 1 for explorers in by), "a group is made by one explorer"
+    counts = [sum(explorers == {f"explorer-{rank}"} for explorers in by) for rank in (0, 1, 2)]
+    assert [result.groups for result in exploration.results] == counts
     assert sum(counts) == 12
     assert dispatcher.ledger.in_words == "12 trained, 0 dropped, 0 open"
 
@@ -198,7 +200,7 @@ def long_answers(config, mode):
 
 def steps_by_token(groups):
     """Steps of the versions of each answer, in order."""
-    turns = [one.turns[1] for group in groups for one in group.experiences]
+    turns = [experience.turns[1] for group in groups for experience in group.experiences]
     return [[version.step for version, _ in turn.versions] for turn in turns]
 
 
@@ -209,7 +211,7 @@ async def test_versions_that_come_amid_answers_are_installed_at_once(config, tra
     await trainer.publish(0)
     await dispatcher.dispatch(2, trainer.version(0))
     explorer = Stepped(config, 0)
-    async with exploring(explorer) as found:
+    async with exploring(explorer) as exploration:
         await until(lambda: hasattr(explorer, "steps"))
         for step in (1, 2):
             await explorer.steps.take(3)
@@ -218,13 +220,17 @@ async def test_versions_that_come_amid_answers_are_installed_at_once(config, tra
         explorer.steps.allow(1000)
         groups = await dispatcher.take(2, deadline=PATIENCE)
         await trainer.publish(STEPS)
-    told = steps_by_token(groups)
-    assert [0, 1, 2] in told and all(one == [0, 1, 2][: len(one)] for one in told)
-    assert all(one.oldest_version.step == 0 for group in groups for one in group.experiences)
+    token_steps = steps_by_token(groups)
+    assert [0, 1, 2] in token_steps and all(
+        steps == [0, 1, 2][: len(steps)] for steps in token_steps
+    )
+    assert all(
+        experience.oldest_version.step == 0 for group in groups for experience in group.experiences
+    )
     await reports_accepted(log)
-    applied = [one.event.version.step for one in await events_of(log, WeightsApplied)]
+    applied = [envelope.event.version.step for envelope in await events_of(log, WeightsApplied)]
     assert applied == [0, 1, 2, STEPS]
-    assert found.results[0].applied == STEPS + 1
+    assert exploration.results[0].applied == STEPS + 1
 
 
 async def test_a_version_that_comes_amid_answers_waits_for_them_by_default(config, trainer):
@@ -283,7 +289,7 @@ async def test_answers_amid_which_a_version_fails_halfway_are_issued_again(
         explorer.steps.allow(1000)
         groups = await dispatcher.take(2, deadline=PATIENCE)
         await trainer.publish(STEPS)
-    assert {one.attempt for one in groups} == {2}
+    assert {group.attempt for group in groups} == {2}
     assert {*map(tuple, steps_by_token(groups))} == {(2,)}
 
 
@@ -304,8 +310,10 @@ def reward(question, answer):
 def own_task(folder, *answers, name="questions.jsonl"):
     """Questions whose answers tell the reward how often to fail."""
     source = folder / name
-    lines = [{"prompt": f"{'abcdefgh'[at]}>", "answer": one} for at, one in enumerate(answers)]
-    source.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    lines = [
+        {"prompt": f"{'abcdefgh'[at]}>", "answer": answer} for at, answer in enumerate(answers)
+    ]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "mine.py").write_text(REWARD)
     return TaskConfig(
         questions=str(source), reward=f"{folder / 'mine.py'}:reward", reward_deadline=PATIENCE
@@ -321,17 +329,17 @@ async def test_a_request_whose_reward_fails_is_dropped_once_and_its_error_is_rep
     dispatcher = await trainer.dispatcher(on_reward_error="drop_group", window=20)
     await trainer.publish(0)
     # One pass over the questions that are not held out, each of which is asked once.
-    asked = [task.question(ordinal).answer for ordinal in range(len(task))]
-    assert {"later", "never"} <= set(asked), "the hash that holds questions out has changed"
-    answerable = [at for at, word in enumerate(asked) if word not in ("later", "never")]
-    async with exploring(Explorer(config, 0)) as found:
-        await dispatcher.dispatch(len(asked), trainer.version(0))
+    answers = [task.question(ordinal).answer for ordinal in range(len(task))]
+    assert {"later", "never"} <= set(answers), "the hash that holds questions out has changed"
+    answerable = [at for at, word in enumerate(answers) if word not in ("later", "never")]
+    async with exploring(Explorer(config, 0)) as exploration:
+        await dispatcher.dispatch(len(answers), trainer.version(0))
         groups = await dispatcher.take(len(answerable), deadline=PATIENCE)
         await trainer.publish(STEPS)
-    assert {one.ordinal: one.attempt for one in groups} == dict.fromkeys(answerable, 1)
+    assert {group.ordinal: group.attempt for group in groups} == dict.fromkeys(answerable, 1)
     await dispatcher.trained(1, groups)
     assert "dropped (reward-failed 2)" in dispatcher.ledger.in_words
-    assert found.results[0].groups >= len(answerable)
+    assert exploration.results[0].groups >= len(answerable)
     await reports_accepted(log)
     [reported] = await events_of(log, RewardErrorReported)  # both failed for one cause
     error = reported.event
@@ -364,8 +372,10 @@ async def test_an_explorer_with_another_task_set_is_refused_and_its_claims_come_
     async with exploring(Explorer(config, 0)):
         groups = await dispatcher.take(2, deadline=PATIENCE)
         await trainer.publish(STEPS)
-    assert [(one.ordinal, one.attempt) for one in groups] == [(0, 2), (1, 2)]
-    assert {one.explorer for group in groups for one in group.experiences} == {"explorer-0"}
+    assert [(group.ordinal, group.attempt) for group in groups] == [(0, 2), (1, 2)]
+    assert {experience.explorer for group in groups for experience in group.experiences} == {
+        "explorer-0"
+    }
 
 
 # --- the end ----------------------------------------------------------------------------------
@@ -396,10 +406,10 @@ async def test_the_end_of_the_run_ends_it(config, trainer, client, log, moment, 
     with pytest.raises(RunEnded, match=ended):
         await to_the_end()
     await reports_accepted(log)
-    told = [one.event.status for one in await events_of(log, ExplorerStatusChanged)]
-    assert told[0] == "running"
+    statuses = [envelope.event.status for envelope in await events_of(log, ExplorerStatusChanged)]
+    assert statuses[0] == "running"
     if how == "closed":
-        assert told == ["running", "stopped"]
+        assert statuses == ["running", "stopped"]
 
 
 async def test_a_trainer_that_asks_for_nothing_is_named_after_the_deadline(config, trainer):

@@ -48,12 +48,12 @@ async def test_files_that_are_no_whole_checkpoint_are_not_begun_over_unasked(
     cli, publisher, log, redis_url, run_id, tmp_path
 ):
     await saved(publisher, 300, "state_dict")
-    said = cli(*command("trainer", run_id, redis_url, tmp_path), timeout=PATIENCE)
-    assert said.returncode == 1
-    assert f"error: run {run_id} has ready files of step 300 that are no whole" in said.stderr
-    assert str(tmp_path / run_id) in said.stderr
-    assert "--fresh" in said.stderr
-    assert "Traceback" not in said.stderr
+    result = cli(*command("trainer", run_id, redis_url, tmp_path), timeout=PATIENCE)
+    assert result.returncode == 1
+    assert f"error: run {run_id} has ready files of step 300 that are no whole" in result.stderr
+    assert str(tmp_path / run_id) in result.stderr
+    assert "--fresh" in result.stderr
+    assert "Traceback" not in result.stderr
     assert len(await events_of(log, RunOpened)) == 1, "no epoch is taken"
 
 
@@ -62,10 +62,10 @@ async def test_a_run_that_has_all_of_its_steps_says_how_it_is_extended(
     cli, publisher, log, redis_url, run_id, tmp_path, name
 ):
     await saved(publisher, 2)
-    said = cli(*command(name, run_id, redis_url, tmp_path), timeout=PATIENCE)
-    assert said.returncode == 1
-    assert f"error: run {run_id} has trained 2 steps, and 2 are asked for" in said.stderr
-    assert "ask for more steps to extend it" in said.stderr
+    result = cli(*command(name, run_id, redis_url, tmp_path), timeout=PATIENCE)
+    assert result.returncode == 1
+    assert f"error: run {run_id} has trained 2 steps, and 2 are asked for" in result.stderr
+    assert "ask for more steps to extend it" in result.stderr
     assert len(await events_of(log, RunOpened)) == 1, "no epoch is taken"
 
 
@@ -178,18 +178,18 @@ async def test_a_checkpoint_that_is_not_here_is_not_resumed_from(
 ):
     await saved(publisher, 5)
     config = structs.replace(make_config(), resumed_step=5)
-    told = f"run {run_id} cannot resume from its checkpoint of step 5: there is no checkpoint "
-    with pytest.raises(CannotResume, match=told):
+    message = f"run {run_id} cannot resume from its checkpoint of step 5: there is no checkpoint "
+    with pytest.raises(CannotResume, match=message):
         async with held_checkpoint(config, tmp_path):
             pass
 
 
 def test_checkpoints_whose_log_is_gone_are_not_begun_over_either(cli, redis_url, run_id, tmp_path):
     (tmp_path / run_id / "global_step_40").mkdir(parents=True)
-    said = cli(*command("trainer", run_id, redis_url, tmp_path), timeout=PATIENCE)
-    assert said.returncode == 1
-    assert "has a checkpoint of step 40 that its log does not know" in said.stderr
-    assert "--fresh" in said.stderr
+    result = cli(*command("trainer", run_id, redis_url, tmp_path), timeout=PATIENCE)
+    assert result.returncode == 1
+    assert "has a checkpoint of step 40 that its log does not know" in result.stderr
+    assert "--fresh" in result.stderr
 
 
 async def test_what_is_begun_anew_all_the_same_says_how_far_the_run_had_come(
@@ -210,9 +210,9 @@ async def test_what_is_begun_anew_all_the_same_says_how_far_the_run_had_come(
             lines.append(line)
             if "starts at step 1" in " ".join(lines):
                 break
-        said = " ".join("".join(lines).split())
-        assert f"warning: run {run_id} begins anew: epoch 1 had reached step 57" in said
-        assert "epoch 2 starts at step 1" in said
+        output = " ".join("".join(lines).split())
+        assert f"warning: run {run_id} begins anew: epoch 1 had reached step 57" in output
+        assert "epoch 2 starts at step 1" in output
         process.terminate()
         process.communicate(timeout=PATIENCE)
     assert len(await events_of(log, RunOpened)) == 2

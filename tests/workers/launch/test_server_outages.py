@@ -54,8 +54,8 @@ def no_retries(monkeypatch):
 
 @pytest.fixture
 def server(tmp_path):
-    with servers(tmp_path, 1) as [one]:
-        yield one
+    with servers(tmp_path, 1) as [redis_server]:
+        yield redis_server
 
 
 @pytest.fixture
@@ -99,8 +99,8 @@ async def outage(server, seconds=AWAY):
 @asynccontextmanager
 async def beside(*work):
     async with anyio.create_task_group() as tasks:
-        for one in work:
-            tasks.start_soon(one)
+        for function in work:
+            tasks.start_soon(function)
         yield
         tasks.cancel_scope.cancel()
 
@@ -133,9 +133,11 @@ async def test_weights_in_shared_memory_are_published_while_the_server_is_away(s
         await anyio.to_thread.run_sync(server.start)
         await anyio.to_thread.run_sync(trainer.flush)
     # The kill may take the reply of what was written: that is sent again, under its number.
-    said = [decode_envelope(entry.payload) for entry in await log.read()]
-    once = {(one.producer.incarnation, one.sequence): one.event for one in said}
-    assert [one.step for one in once.values() if isinstance(one, StepCommitted)] == [1, 2, 3]
+    envelopes = [decode_envelope(entry.payload) for entry in await log.read()]
+    once = {
+        (envelope.producer.incarnation, envelope.sequence): envelope.event for envelope in envelopes
+    }
+    assert [event.step for event in once.values() if isinstance(event, StepCommitted)] == [1, 2, 3]
 
 
 # --- the view ---------------------------------------------------------------------------------
@@ -157,14 +159,14 @@ async def test_an_outage_of_the_server_does_not_end_the_training(server, log, pu
 
 
 async def test_a_log_is_followed_on_through_an_outage(server, log, publisher, capsys):
-    asked = _TailOptions(lines=5, follow=True, form="json")
-    async with beside(partial(_tail, server.url, RUN, Path(), asked)):
-        said = ""
+    options = _TailOptions(lines=5, follow=True, form="json")
+    async with beside(partial(_tail, server.url, RUN, Path(), options)):
+        output = ""
         for step in (1, 2):
             await publisher.publish(StepCommitted(step=step, kind="weights"))
             with anyio.fail_after(PATIENCE):
-                while f'"step": {step}' not in said:
-                    said += capsys.readouterr().out
+                while f'"step": {step}' not in output:
+                    output += capsys.readouterr().out
                     await anyio.sleep(0.05)
             await outage(server, 0.5)
 
@@ -335,7 +337,9 @@ async def test_a_run_ends_once_the_last_reports_of_its_explorers_are_accepted(
     explorer = AsyncPublisher(log, 1, new_producer("explorer"))
     async with reducer_task(config.redis_url, RUN), lifecycle.closing(client, config):
         await explorer.publish(ExplorerStatusChanged(status="stopped"))
-    assert [one.event.status for one in await events_of(log, ExplorerStatusChanged)] == ["stopped"]
+    assert [envelope.event.status for envelope in await events_of(log, ExplorerStatusChanged)] == [
+        "stopped"
+    ]
 
 
 async def is_closed(log):
@@ -361,11 +365,11 @@ async def test_the_last_weights_are_waited_for_through_an_outage(
 async def test_a_dead_explorer_is_not_waited_for_and_a_live_one_is(
     client, log, config, publisher, monkeypatch
 ):
-    said = []
+    lines = []
     monkeypatch.setattr(launcher, "EXPLORER_GONE_AFTER", 0.2)
     monkeypatch.setattr(launcher, "EXPLORERS_DEADLINE", 2 * PATIENCE)
     view = ProgressView(RUN, 1)
-    monkeypatch.setattr(view, "say", said.append)
+    monkeypatch.setattr(view, "say", lines.append)
     config = config.replaced("explorer", count=2)
     dead, alive = (AsyncPublisher(log, 1, new_producer("explorer", rank)) for rank in (0, 1))
     async with (
@@ -377,12 +381,12 @@ async def test_a_dead_explorer_is_not_waited_for_and_a_live_one_is(
             await dead.publish(ExplorerStatusChanged(status="running"))
             await reports_accepted(log)
             await launcher._last_weights_taken(client, config, view)
-            assert not said
+            assert not lines
         await alive.publish(ExplorerStatusChanged(status="running"))
         await reports_accepted(log)
         monkeypatch.setattr(launcher, "EXPLORERS_DEADLINE", 3)
         tasks.start_soon(launcher._last_weights_taken, client, config, view)
-    [line] = said
+    [line] = lines
     assert line.startswith("explorer-1 did not take the last weights within 3 s")
 
 
@@ -418,13 +422,13 @@ async def test_what_is_in_the_log_when_a_run_fails_is_still_shown(log, publisher
 async def test_a_server_that_stays_away_is_named_where_the_last_weights_were_not_seen(
     server, client, config, monkeypatch
 ):
-    said = []
+    lines = []
     monkeypatch.setattr(launcher, "EXPLORERS_DEADLINE", 0.2)
     view = ProgressView(RUN, 1)
-    monkeypatch.setattr(view, "say", said.append)
+    monkeypatch.setattr(view, "say", lines.append)
     server.kill()
     await launcher._last_weights_taken(client, config, view)
-    [line] = said
+    [line] = lines
     assert "were not seen to take the last weights within 0.2 s: the server does not" in line
 
 
@@ -459,7 +463,9 @@ def ends_at_once(reducer):
 
 
 def pauses(caplog):
-    return [float(one.split()[-2]) for one in caplog.messages if "started again in" in one]
+    return [
+        float(message.split()[-2]) for message in caplog.messages if "started again in" in message
+    ]
 
 
 async def test_the_password_of_its_server_is_in_no_list_of_processes(server, client, log, tmp_path):

@@ -91,9 +91,12 @@ async def judge(tmp_path: Path):
 
     async def judge(name: str, *texts: str, questions: int = 1, file: str = "mine.py"):
         judging = pool(name, file)
-        answers = [Answer(text=one, finished=True, messages=[], tokens=1) for one in texts]
+        answers = [Answer(text=text, finished=True, messages=[], tokens=1) for text in texts]
         return [
-            [one.reward for one in await judging.judge(Question(prompt=f"{number}"), answers)]
+            [
+                verdict.reward
+                for verdict in await judging.judge(Question(prompt=f"{number}"), answers)
+            ]
             for number in range(questions)
         ]
 

@@ -38,14 +38,14 @@ def question(**data):
 
 def answers(*texts):
     messages = [{"role": "user", "content": "2 + 3?"}]
-    return [Answer(text=one, finished=True, messages=messages, tokens=1) for one in texts]
+    return [Answer(text=text, finished=True, messages=messages, tokens=1) for text in texts]
 
 
-async def judged(settings, asked, given, *, deadline=PATIENCE):
+async def judged(settings, question, given, *, deadline=PATIENCE):
     config = TrainConfig(rewards=settings).replaced("task", reward_deadline=deadline)
     rewards = await start_rewards(config)
     try:
-        return await rewards.judge(asked, given)
+        return await rewards.judge(question, given)
     finally:
         await rewards.aclose()
 
@@ -58,14 +58,14 @@ def service(url, **settings):
 
 
 async def test_a_service_gets_question_and_answers_and_returns_rewards(server):
-    found = await judged(service(f"{server}/lengths"), question(), answers("a", "bcd"))
-    assert [(one.reward, one.score) for one in found] == [(1.0, 0.5), (3.0, 0.5)]
+    verdicts = await judged(service(f"{server}/lengths"), question(), answers("a", "bcd"))
+    assert [(verdict.reward, verdict.score) for verdict in verdicts] == [(1.0, 0.5), (3.0, 0.5)]
 
 
 @pytest.mark.parametrize("mode", ["busy", "hangs-up"])
 async def test_a_service_that_is_busy_or_hangs_up_is_asked_again(server, mode):
-    found = await judged(service(f"{server}/{mode}"), question(), answers("a"))
-    assert [one.reward for one in found] == [1.0]
+    verdicts = await judged(service(f"{server}/{mode}"), question(), answers("a"))
+    assert [verdict.reward for verdict in verdicts] == [1.0]
 
 
 async def test_attempts_are_bounded_and_the_last_fault_is_told(server):
@@ -87,7 +87,7 @@ async def test_a_service_that_floods_is_not_read_further(server):
 
 
 @pytest.mark.parametrize(
-    ("mode", "told"),
+    ("mode", "message"),
     [
         ("too few", "sent 0 rewards for 2 answers"),
         ("no numbers", "returned 'high', and a reward is a number"),
@@ -96,9 +96,9 @@ async def test_a_service_that_floods_is_not_read_further(server):
         ("no rewards", "its reply is an object with a list of rewards"),
     ],
 )
-async def test_a_service_that_lies_is_told_in_a_sentence(server, mode, told):
+async def test_a_service_that_lies_is_told_in_a_sentence(server, mode, message):
     settings = service(f"{server}/by-question")
-    with pytest.raises(RewardFailed, match=told):
+    with pytest.raises(RewardFailed, match=message):
         await judged(settings, question(mode=mode), answers("a", "b"))
 
 
@@ -149,9 +149,9 @@ async def test_fates_tell_of_a_service_that_is_slow_lies_floods_and_dies(
 
     async def answer(rewards, claim):
         ordinal = claim.request.ordinal
-        asked = question(mode=modes[ordinal] if ordinal < len(modes) else "lengths")
+        next_question = question(mode=modes[ordinal] if ordinal < len(modes) else "lengths")
         try:
-            await rewards.judge(asked, answers("a", "b"))
+            await rewards.judge(next_question, answers("a", "b"))
         except RewardFailed as error:
             failures.append((ordinal, str(error)))
             await explorer.fail(claim, str(error))
@@ -167,18 +167,18 @@ async def test_fates_tell_of_a_service_that_is_slow_lies_floods_and_dies(
             await dispatcher.trained(1, groups)
             tasks.cancel_scope.cancel()
         await rewards.aclose()
-    assert [one.experiences[0].ordinal for one in groups] == [4, 5]
+    assert [group.experiences[0].ordinal for group in groups] == [4, 5]
     [trained] = [
         event
         for event in (decode_envelope(entry.payload).event for entry in await log.read(limit=1000))
         if isinstance(event, StepTrained)
     ]
     assert trained.dropped["attempts"][0] == (0, 3), "and perhaps those after the server's death"
-    told = dict(reversed(failures))  # the first of each
-    assert f"did not answer within {WHILE:g} s" in told[0]
-    assert "a reward is a number" in told[1]
-    assert "sent more than" in told[2]
-    assert "answered 500" in told[3]
+    reasons = dict(reversed(failures))  # the first of each
+    assert f"did not answer within {WHILE:g} s" in reasons[0]
+    assert "a reward is a number" in reasons[1]
+    assert "sent more than" in reasons[2]
+    assert "answered 500" in reasons[3]
 
 
 # --- judges -------------------------------------------------------------------------------------
@@ -186,20 +186,23 @@ async def test_fates_tell_of_a_service_that_is_slow_lies_floods_and_dies(
 
 async def test_a_judge_grades_each_answer_by_its_reply(server):
     settings = RewardsConfig(judge=f"{server}/v1", judge_model="judge")
-    found = await judged(settings, question(), answers("right", "wrong {braces}"))
+    verdicts = await judged(settings, question(), answers("right", "wrong {braces}"))
     # The built-in prompt has the word "right" itself: both answers get its grade.
-    assert [one.reward for one in found] == [0.7, 0.7]
+    assert [verdict.reward for verdict in verdicts] == [0.7, 0.7]
     settings = RewardsConfig(
         judge=f"{server}/v1/", judge_model="judge", judge_prompt="{response}", best_grade=10
     )
-    found = await judged(settings, question(), answers("right", "wrong {braces}"))
-    assert [(one.reward, one.parts["grade"]) for one in found] == [(0.7, 7.0), (0.25, 2.5)]
+    verdicts = await judged(settings, question(), answers("right", "wrong {braces}"))
+    assert [(verdict.reward, verdict.parts["grade"]) for verdict in verdicts] == [
+        (0.7, 7.0),
+        (0.25, 2.5),
+    ]
 
 
 async def test_a_judge_without_a_grade_is_asked_again_within_its_attempts(server):
     settings = RewardsConfig(judge=f"{server}/hesitant", judge_model="judge", calls=1)
-    [found] = await judged(settings, question(), answers("right"))
-    assert found.reward == 0.7
+    [verdict] = await judged(settings, question(), answers("right"))
+    assert verdict.reward == 0.7
     with pytest.raises(RewardFailed, match=r"gave no grade: .*, 2 times"):
         await judged(
             RewardsConfig(judge=f"{server}/mute", judge_model="judge", attempts=2),
@@ -224,8 +227,8 @@ def completion(reply, **choice):
 )
 async def test_the_reward_is_the_grade_over_its_scale(server, reply, grade):
     settings = RewardsConfig(judge=f"{server}/raw", judge_model="j", judge_prompt="{response}")
-    [found] = await judged(settings, question(), answers(completion(reply)))
-    assert (found.reward, found.parts) == (grade / 10, {"grade": grade})
+    [verdict] = await judged(settings, question(), answers(completion(reply)))
+    assert (verdict.reward, verdict.parts) == (grade / 10, {"grade": grade})
 
 
 @pytest.mark.parametrize(
@@ -263,8 +266,8 @@ async def test_a_judge_reads_messages_of_several_parts_and_of_tool_calls(server,
     settings = RewardsConfig(
         judge=f"{server}/v1", judge_model="j", judge_prompt="{prompt} {response}"
     )
-    [found] = await judged(settings, Question(prompt=messages), answers("a"))
-    assert found.reward == 0.7, "the judge found the word in the prompt"
+    [verdict] = await judged(settings, Question(prompt=messages), answers("a"))
+    assert verdict.reward == 0.7, "the judge found the word in the prompt"
 
 
 @pytest.mark.parametrize(
@@ -297,8 +300,8 @@ async def test_code_is_right_if_it_and_its_tests_run_to_their_end():
         "def add(a, b):\n    return a - b",
         "not python",
     ]
-    found = await judged(CODE, question(tests=TESTS), answers(*texts))
-    assert [one.reward for one in found] == [1.0, 1.0, 0.0, 0.0]
+    verdicts = await judged(CODE, question(tests=TESTS), answers(*texts))
+    assert [verdict.reward for verdict in verdicts] == [1.0, 1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -315,8 +318,8 @@ async def test_code_is_right_if_it_and_its_tests_run_to_their_end():
     }.values(),
 )
 async def test_code_that_breaks_its_limits_is_a_wrong_answer(code):
-    found = await judged(CODE, question(tests=TESTS), answers(f"{code}\n{GOOD}"))
-    assert [one.reward for one in found] == [0.0]
+    verdicts = await judged(CODE, question(tests=TESTS), answers(f"{code}\n{GOOD}"))
+    assert [verdict.reward for verdict in verdicts] == [0.0]
 
 
 async def test_code_that_hangs_or_floods_is_ended_with_all_that_it_started(tmp_path):
@@ -328,8 +331,8 @@ async def test_code_that_hangs_or_floods_is_ended_with_all_that_it_started(tmp_p
         "print('x' * 10_000_000)\n"
         "time.sleep(3600)"
     )
-    found = await judged(CODE, question(tests=TESTS), answers(hangs), deadline=WHILE)
-    assert [one.reward for one in found] == [0.0]
+    verdicts = await judged(CODE, question(tests=TESTS), answers(hangs), deadline=WHILE)
+    assert [verdict.reward for verdict in verdicts] == [0.0]
     with anyio.fail_after(PATIENCE):
         while _runs(int(note.read_text())):
             await anyio.sleep(0.01)
@@ -354,8 +357,8 @@ async def test_the_same_program_earns_the_same_reward_in_every_fence():
         f"````markdown\n```python\n{GOOD}\n```\n````",
         f"Code: ```python\n{GOOD}```",
     ]
-    found = await judged(CODE, question(tests=TESTS), answers(*texts))
-    assert [one.reward for one in found] == [1.0] * len(texts)
+    verdicts = await judged(CODE, question(tests=TESTS), answers(*texts))
+    assert [verdict.reward for verdict in verdicts] == [1.0] * len(texts)
 
 
 async def test_a_block_that_uses_the_program_does_not_take_its_place():
@@ -368,15 +371,15 @@ async def test_a_block_that_uses_the_program_does_not_take_its_place():
         f"First `a`:\n```python\nif a:\n    return b\n```\nThen:\n```python\n{GOOD}\n```",
         f"```python\nraise ValueError\n```\n```python\n{GOOD}\n```",
     ]
-    found = await judged(CODE, question(tests=TESTS), answers(*texts))
-    assert [one.reward for one in found] == [1.0] * len(texts)
+    verdicts = await judged(CODE, question(tests=TESTS), answers(*texts))
+    assert [verdict.reward for verdict in verdicts] == [1.0] * len(texts)
 
 
 async def test_the_last_program_is_judged_and_no_draft_before_it():
     wrong = "def add(a, b):\n    return a - b"
     text = f"```python\n{GOOD}\n```\nNo:\n```python\n{wrong}\n```"
-    found = await judged(CODE, question(tests=TESTS), answers(text))
-    assert [one.reward for one in found] == [0.0]
+    verdicts = await judged(CODE, question(tests=TESTS), answers(text))
+    assert [verdict.reward for verdict in verdicts] == [0.0]
 
 
 async def test_a_question_without_tests_is_told():
@@ -386,15 +389,15 @@ async def test_a_question_without_tests_is_told():
 
 async def test_tests_may_be_at_a_path_of_the_record():
     settings = RewardsConfig(code_tests="extra_info.tests")
-    found = await judged(settings, question(extra_info={"tests": TESTS}), answers(GOOD))
-    assert [one.reward for one in found] == [1.0]
+    verdicts = await judged(settings, question(extra_info={"tests": TESTS}), answers(GOOD))
+    assert [verdict.reward for verdict in verdicts] == [1.0]
 
 
 # --- mistakes -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("rewards", "task", "told"),
+    ("rewards", "task", "message"),
     [
         ({"service": "http://h/", "code_tests": "t"}, {}, "each judge the answers: keep one"),
         ({"error_score": -1.0}, {}, "rewards.error_score is read if rewards.on_error is score"),
@@ -407,10 +410,10 @@ async def test_tests_may_be_at_a_path_of_the_record():
         ({"judge_prompt": "{response:d}"}, {}, "cannot be filled in"),
     ],
 )
-def test_mistakes_in_the_settings_are_one_sentence(rewards, task, told, tmp_path):
+def test_mistakes_in_the_settings_are_one_sentence(rewards, task, message, tmp_path):
     import yaml
 
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump({"rewards": rewards, "task": task}))
     [problem] = read_config(path).problems
-    assert told in problem
+    assert message in problem

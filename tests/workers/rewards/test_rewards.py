@@ -99,8 +99,8 @@ async def pool(tmp_path: Path):
         return pools[-1]
 
     yield make
-    for one in pools:
-        await one.aclose()
+    for reward_pool in pools:
+        await reward_pool.aclose()
 
 
 def answers(*texts: str) -> list[Answer]:
@@ -112,7 +112,7 @@ FOUR = Question(prompt="2 + 2 =", answer="4", data={"level": 3})
 
 
 async def rewards(pool: RewardPool, *texts: str, question: Question = FOUR) -> list[float]:
-    return [one.reward for one in await pool.judge(question, answers(*texts))]
+    return [verdict.reward for verdict in await pool.judge(question, answers(*texts))]
 
 
 async def test_every_answer_gets_the_reward_of_the_function_in_order(pool):
@@ -123,13 +123,13 @@ async def test_every_answer_gets_the_reward_of_the_function_in_order(pool):
 
 
 async def test_named_numbers_are_kept_beside_the_reward(pool):
-    (found,) = await pool("parts").judge(FOUR, answers("four"))
-    assert (found.reward, found.parts) == (1.0, {"length": 4.0, "finished": 1.0})
+    (verdict,) = await pool("parts").judge(FOUR, answers("four"))
+    assert (verdict.reward, verdict.parts) == (1.0, {"length": 4.0, "finished": 1.0})
 
 
 async def test_a_function_sees_the_questions_data_and_the_whole_episode(pool):
-    (found,) = await pool("told").judge(FOUR, answers("4"))
-    assert (found.reward, found.parts) == (1.0, {"tokens": 1.0, "level": 3.0})
+    (verdict,) = await pool("told").judge(FOUR, answers("4"))
+    assert (verdict.reward, verdict.parts) == (1.0, {"tokens": 1.0, "level": 3.0})
 
 
 async def test_a_coroutine_function_judges_a_groups_answers_side_by_side(pool):
@@ -144,7 +144,7 @@ async def test_one_process_judges_call_after_call_and_is_not_this_one(pool):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("raise", "raised KeyError: 'absent' (mine.py, line"),
         ("exit", "raised SystemExit: 3"),
@@ -161,11 +161,11 @@ async def test_one_process_judges_call_after_call_and_is_not_this_one(pool):
         ("large", "returned 1e+39, and a reward is finite, from -1e+16 to 1e+16"),
     ],
 )
-async def test_a_function_that_fails_is_told_in_one_sentence_and_judges_again(pool, text, told):
+async def test_a_function_that_fails_is_told_in_one_sentence_and_judges_again(pool, text, message):
     judging = pool("on_demand")
     with pytest.raises(RewardFailed) as caught:
         await judging.judge(FOUR, answers("fine", text, "fine"))
-    assert f"the reward ./mine.py:on_demand {told}" in str(caught.value)
+    assert f"the reward ./mine.py:on_demand {message}" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert await rewards(judging, "fine", "fine") == [0.5, 0.5]
 
@@ -234,7 +234,7 @@ async def test_the_place_of_a_function_that_hangs_is_told_and_its_stacks_are_log
     late = rf"did not return within 20 s: it was in on_demand \(mine\.py, line {line}\)$"
     with pytest.raises(RewardFailed, match=late):
         await rewards(judging, "hang")
-    [logged] = [one for one in caplog.messages if "is late; its stacks:" in one]
+    [logged] = [message for message in caplog.messages if "is late; its stacks:" in message]
     assert f'mine.py", line {line} in on_demand' in logged
 
 
@@ -312,17 +312,17 @@ async def test_closing_ends_the_processes(pool):
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("rigth", "./mine.py has no 'rigth': did you mean 'right'?"),
         ("three", "reward './mine.py:three' is no function of (question, answer)"),
         ("one", "reward './mine.py:one' is called with (question, answer), and takes others"),
     ],
 )
-async def test_a_function_that_cannot_be_used_is_told_at_the_start(pool, name, told):
+async def test_a_function_that_cannot_be_used_is_told_at_the_start(pool, name, message):
     with pytest.raises(RewardFailed) as caught:
         await pool(name).start()
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -343,10 +343,10 @@ async def test_a_reasoning_gym_family_judges_its_own_answers():
         RewardSource(reward=None, task="-", questions=name, options=options), processes=1
     )
     try:
-        found = await rewards(judging, str(question.answer), "no number", question=question)
+        scores = await rewards(judging, str(question.answer), "no number", question=question)
     finally:
         await judging.aclose()
-    assert found[0] == 1.0 > found[1]
+    assert scores[0] == 1.0 > scores[1]
 
 
 async def test_a_question_that_no_process_can_be_sent_is_a_mistake_of_the_task(pool):

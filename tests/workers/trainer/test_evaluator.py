@@ -88,9 +88,9 @@ class EvaluatingTrainer(TrainerSide):
                 await self.publisher.publish(TrainerStatusChanged(status="stopped", step=STEPS))
             tasks.cancel_scope.cancel()
 
-    async def told(self, kind):
-        found = [one.event for one in await events_of(self.log, kind)]
-        return sorted((one.name, one.version.step) for one in found)
+    async def evaluations(self, kind):
+        events = [envelope.event for envelope in await events_of(self.log, kind)]
+        return sorted((event.name, event.version.step) for event in events)
 
 
 @pytest.fixture
@@ -105,24 +105,27 @@ ALL = [("each", 0), ("each", 1), ("each", 2), ("each", 3), ("greedy", 0), ("gree
 
 async def test_every_version_that_is_due_is_evaluated_while_training_goes_on(config, trainer, log):
     dispatcher = await trainer.dispatcher()
-    async with exploring(Explorer(config, 0), Explorer(config, 1)) as found, trainer.evaluating():
+    async with (
+        exploring(Explorer(config, 0), Explorer(config, 1)) as exploration,
+        trainer.evaluating(),
+    ):
         for step in range(STEPS):
             await trainer.publish(step)
             await dispatcher.dispatch(2, trainer.version(step), exact=True)
             groups = await dispatcher.take(2, deadline=PATIENCE)
-            assert {one.oldest_step for one in groups} == {step}
+            assert {group.oldest_step for group in groups} == {step}
             await dispatcher.trained(step + 1, groups)
             # As many versions are open as may be, or fewer: the next one is then evaluated too.
             await until(lambda step=step: finished_through(trainer, step))
         await trainer.publish(STEPS)
-    assert await trainer.told(EvaluationStarted) == ALL
-    assert await trainer.told(EvaluationFinished) == ALL
-    for one in await events_of(log, EvaluationFinished):
-        greedy = one.event.name == "greedy"
-        assert one.event.answers == (3 if greedy else 10)
-        assert 0.0 <= one.event.metrics["mean"] <= 1.0
-        assert ("pass_at_2" in one.event.metrics) is not greedy
-    assert sum(one.evaluated for one in found.results) == 4 * 5 + 2 * 3
+    assert await trainer.evaluations(EvaluationStarted) == ALL
+    assert await trainer.evaluations(EvaluationFinished) == ALL
+    for envelope in await events_of(log, EvaluationFinished):
+        greedy = envelope.event.name == "greedy"
+        assert envelope.event.answers == (3 if greedy else 10)
+        assert 0.0 <= envelope.event.metrics["mean"] <= 1.0
+        assert ("pass_at_2" in envelope.event.metrics) is not greedy
+    assert sum(result.evaluated for result in exploration.results) == 4 * 5 + 2 * 3
     # Neither the ledger nor the staleness of training has seen any of it.
     assert dispatcher.ledger.in_words == "6 trained, 0 dropped, 0 open"
     state = await current_state(log)
@@ -130,7 +133,7 @@ async def test_every_version_that_is_due_is_evaluated_while_training_goes_on(con
 
 
 async def finished_through(trainer, step):
-    return ("each", step) in await trainer.told(EvaluationFinished)
+    return ("each", step) in await trainer.evaluations(EvaluationFinished)
 
 
 async def test_a_late_evaluation_is_of_the_version_that_it_names(config, trainer, log):
@@ -138,13 +141,13 @@ async def test_a_late_evaluation_is_of_the_version_that_it_names(config, trainer
     for step in range(STEPS + 1):
         await trainer.publish(step)
     # The second version is the last that is open beside the last one; the third is passed over.
-    asked = [("each", 0), ("each", 1), ("each", 3), ("greedy", 0), ("greedy", 3)]
-    assert await trainer.told(EvaluationStarted) == asked
+    expected = [("each", 0), ("each", 1), ("each", 3), ("greedy", 0), ("greedy", 3)]
+    assert await trainer.evaluations(EvaluationStarted) == expected
     async with exploring(Explorer(config, 0)), trainer.evaluating():
         pass
-    assert await trainer.told(EvaluationFinished) == asked
+    assert await trainer.evaluations(EvaluationFinished) == expected
     await reports_accepted(log)
-    served = [one.event.version.step for one in await events_of(log, WeightsApplied)]
+    served = [envelope.event.version.step for envelope in await events_of(log, WeightsApplied)]
     assert [served[0], *sorted(set(served))] == [STEPS, 0, 1, STEPS]
     assert (await current_state(log)).anomaly_counts == {}
 
@@ -154,13 +157,14 @@ class Hanging(Explorer):
 
     async def prepare(self):
         await super().prepare()
-        self.released, self.held = anyio.Event(), 0
-        judge, questions = self._episodes.judge, {one.prompt for one in self._held_out[0].questions}
+        self.released, self.hanging_calls = anyio.Event(), 0
+        judge = self._episodes.judge
+        questions = {question.prompt for question in self._held_out[0].questions}
         judged = judge.judge
 
         async def hang(question, answers):
             if question.prompt in questions:
-                self.held += 1
+                self.hanging_calls += 1
                 await self.released.wait()
             return await judged(question, answers)
 
@@ -172,18 +176,18 @@ async def test_no_step_of_training_waits_for_an_evaluation(config, trainer):
     explorer = Hanging(config, 0)
     async with exploring(explorer), trainer.evaluating():
         await trainer.publish(0)
-        await until(lambda: held(explorer))
+        await until(lambda: is_hanging(explorer))
         for step in range(STEPS):
             if step:
                 await trainer.publish(step)
             await dispatcher.dispatch(2, trainer.version(step), exact=True)
             groups = await dispatcher.take(2, deadline=PATIENCE)
             await dispatcher.trained(step + 1, groups)
-        assert await trainer.told(EvaluationFinished) == []
+        assert await trainer.evaluations(EvaluationFinished) == []
         explorer.released.set()
         await trainer.publish(STEPS)
-    told = await trainer.told(EvaluationFinished)
-    assert {("each", 0), ("each", 3), ("greedy", 0), ("greedy", 3)} <= set(told)
+    evaluations = await trainer.evaluations(EvaluationFinished)
+    assert {("each", 0), ("each", 3), ("greedy", 0), ("greedy", 3)} <= set(evaluations)
 
 
 async def explore(explorer):
@@ -191,8 +195,8 @@ async def explore(explorer):
     await explorer.explore()
 
 
-async def held(explorer):
-    return getattr(explorer, "held", 0) > 0
+async def is_hanging(explorer):
+    return getattr(explorer, "hanging_calls", 0) > 0
 
 
 async def test_an_explorer_that_dies_amid_an_evaluation_loses_nothing(config, trainer, log):
@@ -202,15 +206,16 @@ async def test_an_explorer_that_dies_amid_an_evaluation_loses_nothing(config, tr
         await trainer.publish(STEPS)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(explore, dying)
-            await until(lambda: held(dying))
+            await until(lambda: is_hanging(dying))
             tasks.cancel_scope.cancel()  # with claims that are neither answered nor given back
         async with exploring(Explorer(config, 1)):
             with anyio.fail_after(PATIENCE):
                 await trainer.evaluator.drain()
             await trainer.publisher.publish(TrainerStatusChanged(status="stopped", step=STEPS))
-    assert await trainer.told(EvaluationFinished) == [("each", 3), ("greedy", 3)]
+    assert await trainer.evaluations(EvaluationFinished) == [("each", 3), ("greedy", 3)]
     answers = {
-        one.event.name: one.event.answers for one in await events_of(log, EvaluationFinished)
+        envelope.event.name: envelope.event.answers
+        for envelope in await events_of(log, EvaluationFinished)
     }
     assert answers == {"each": 10, "greedy": 3}
 
@@ -221,8 +226,8 @@ async def test_an_evaluation_that_no_explorer_answers_fails_and_says_so(config, 
     await trainer.publish(STEPS)
     async with trainer.evaluating():
         pass
-    assert await trainer.told(EvaluationFailed) == [("each", 3), ("greedy", 3)]
-    [reason, _] = [one.event.reason for one in await events_of(log, EvaluationFailed)]
+    assert await trainer.evaluations(EvaluationFailed) == [("each", 3), ("greedy", 3)]
+    [reason, _] = [envelope.event.reason for envelope in await events_of(log, EvaluationFailed)]
     assert "did not arrive" in reason and "not claimed" in reason
 
 
@@ -232,7 +237,8 @@ class Failing(Explorer):
     async def prepare(self):
         await super().prepare()
         judge = self._episodes.judge
-        questions, judged = {one.prompt for one in self._held_out[0].questions}, judge.judge
+        questions = {question.prompt for question in self._held_out[0].questions}
+        judged = judge.judge
         fault = RewardFault(sentence="raised KeyError: 'a'", error_type="KeyError")
 
         async def fail(question, answers):
@@ -248,12 +254,12 @@ async def test_a_reward_that_fails_for_held_out_answers_is_counted_and_named(con
     await trainer.publish(STEPS)
     async with exploring(Failing(config, 0)), trainer.evaluating():
         pass
-    [failed] = [one.event for one in await events_of(log, EvaluationFailed)]
+    [failed] = [envelope.event for envelope in await events_of(log, EvaluationFailed)]
     assert failed.name == "each"
     assert "the rewards of 5 of 10 answers failed, the first one: raised KeyError" in failed.reason
-    assert await trainer.told(EvaluationFinished) == [("greedy", 3)]
+    assert await trainer.evaluations(EvaluationFinished) == [("greedy", 3)]
     await reports_accepted(log)
-    [error] = [one.event for one in await events_of(log, RewardErrorReported)]
+    [error] = [envelope.event for envelope in await events_of(log, RewardErrorReported)]
     assert (error.held_out, error.error_type, error.sample) == (True, "KeyError", 1)
 
 
@@ -282,8 +288,14 @@ async def test_a_run_and_its_resume_evaluate_each_version_once(make_config, clie
         epoch = await open_run(client, first.run_id, resume_from=StepRef(first.epoch, 3))
         second = msgspec.structs.replace(first, steps=6, epoch=epoch, resumed_step=3)
         await evaluated_run(second)
-    versions = [one.event.version for one in await events_of(log, EvaluationFinished)]
-    assert [(one.epoch, one.step) for one in versions] == [(1, 0), (1, 2), (1, 3), (2, 4), (2, 6)]
+    versions = [envelope.event.version for envelope in await events_of(log, EvaluationFinished)]
+    assert [(version.epoch, version.step) for version in versions] == [
+        (1, 0),
+        (1, 2),
+        (1, 3),
+        (2, 4),
+        (2, 6),
+    ]
     assert await events_of(log, EvaluationFailed) == []
     audited = await current_state(log)
     assert (audited.ledger.trained, audited.anomaly_counts) == (12, {})
@@ -295,7 +307,7 @@ async def test_results_depend_on_no_explorer_and_no_order(config, trainer, log):
     trainer.config = config.replaced(
         "evaluation", sets={"one": EvaluationSet(count=6, samples=3, correct_from=0.1)}
     )
-    found = []
+    metrics = []
     for ranks in ((0,), (1, 2)):
         await trainer.begin()
         trainer.evaluator._last_steps.clear()  # the same version once more
@@ -306,5 +318,5 @@ async def test_results_depend_on_no_explorer_and_no_order(config, trainer, log):
             async with trainer.evaluating(last=False):
                 pass
             tasks.cancel_scope.cancel()
-        found.append((await events_of(log, EvaluationFinished))[-1].event.metrics)
-    assert found[0] == found[1]
+        metrics.append((await events_of(log, EvaluationFinished))[-1].event.metrics)
+    assert metrics[0] == metrics[1]

@@ -67,8 +67,8 @@ class Workers:
 
     def answers(self, function, *args):
         """What it returned or raised on each rank."""
-        asked = [self._processes.ask(rank, function, *args) for rank in range(WORLD)]
-        return [answer() for answer in asked]
+        pending = [self._processes.ask(rank, function, *args) for rank in range(WORLD)]
+        return [answer() for answer in pending]
 
     def on_rank_1(self, function, *args):
         """Do it on that rank alone."""
@@ -153,8 +153,8 @@ def staged(config, step) -> Path:
 
 async def saves(log) -> list:
     """What was said of saves, in order."""
-    said = [decode_envelope(entry.payload).event for entry in await log.read(limit=10_000)]
-    return [one for one in said if isinstance(one, SaveStarted | SaveFinished | SaveFailed)]
+    events = [decode_envelope(entry.payload).event for entry in await log.read(limit=10_000)]
+    return [event for event in events if isinstance(event, SaveStarted | SaveFinished | SaveFailed)]
 
 
 async def commit(config, step) -> None:
@@ -203,8 +203,8 @@ async def test_training_goes_on_while_a_checkpoint_is_written_and_it_is_ready_wh
         await announcement(log, StepReady, 1)
     folder = config.checkpoint_folder / "global_step_1" / "actor"
     for done, part in ((model_done, "model"), (state_done, "training")):
-        files = [one for one in (folder / part).iterdir() if one.name not in REDUCER_FILES]
-        assert done.bytes == sum(one.stat().st_size for one in files)
+        files = [path for path in (folder / part).iterdir() if path.name not in REDUCER_FILES]
+        assert done.bytes == sum(path.stat().st_size for path in files)
     manifest = read_manifest(folder.parent)
     manifest.check_sizes()
     manifest.check_digests()
@@ -223,9 +223,9 @@ async def test_saves_wait_for_the_checkpoint_under_way_and_so_does_the_end(
             workers.on_rank_1(before_it_writes, wait_for, gate)
             workers.on_rank_1(opens_when_it_waits, gate)
     workers(call, "shutdown")
-    said = await saves(log)
-    assert [type(one) for one in said] == [SaveStarted, SaveFinished] * 5
-    assert [one.slot.step for one in said[::2]] == [1, 1, 2, 3, 3]
+    events = await saves(log)
+    assert [type(event) for event in events] == [SaveStarted, SaveFinished] * 5
+    assert [event.slot.step for event in events[::2]] == [1, 1, 2, 3, 3]
 
 
 async def test_what_fails_in_the_background_fails_the_save_and_the_step_can_be_saved_again(
@@ -240,9 +240,9 @@ async def test_what_fails_in_the_background_fails_the_save_and_the_step_can_be_s
             assert isinstance(answer, SaveError)
             assert "rank 1 could not write: no room for rank 1" in str(answer)
             assert len(answer.failures) == 2
-        failed = [one for one in await saves(log) if isinstance(one, SaveFailed)]
-        assert [one.slot.kind for one in failed] == ["state_dict", "checkpoint"]
-        assert all("no room for rank 1" in one.message for one in failed)
+        failed = [event for event in await saves(log) if isinstance(event, SaveFailed)]
+        assert [failure.slot.kind for failure in failed] == ["state_dict", "checkpoint"]
+        assert all("no room for rank 1" in failure.message for failure in failed)
         assert "no room for rank 1" in (await announcement(log, StepFailed, 1)).reason
 
         workers.on_rank_1(before_it_writes, nothing)
@@ -261,5 +261,5 @@ async def test_a_rank_killed_in_a_background_save_fails_it_and_the_log_says_why(
         own, gone = await on(workers, call, "wait_on_save_thread")
         assert isinstance(gone, ProcessLookupError)
         assert isinstance(own, SaveError)
-        assert all(isinstance(one, CollectiveBroken) for one in own.failures)
+        assert all(isinstance(failure, CollectiveBroken) for failure in own.failures)
         assert "a rank died or was too slow" in (await announcement(log, StepFailed, 1)).reason
