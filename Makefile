@@ -151,6 +151,7 @@ lint: setup
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m trinity_schemas.documents --check
 	$(BIN)/python -m tests.lint.prose
+	$(BIN)/python -m tests.lint.names
 
 format: setup
 	$(BIN)/ruff format .

@@ -1,4 +1,4 @@
-"""Check the prose of the code and the pages against the rules of docs/concepts.md.
+"""Check the prose of the code and the pages against the rules of CONTRIBUTING.md.
 
 Usage: python -m tests.lint.prose [FILE ...]
 """
