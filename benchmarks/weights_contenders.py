@@ -89,7 +89,7 @@ class Contenders:
         """
         number = self._number()
         began = time.perf_counter()
-        with nullcontext() if digests else undigested("publish"):
+        with nullcontext() if digests else undigested("publishing.publish"):
             readers = self.others[: len(self.others) - late] if along else []
             ready, seconds = self._publish(transport, readers, at_rest=at_rest)
         for other in self.others:
