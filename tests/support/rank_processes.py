@@ -38,7 +38,7 @@ class Rank:
 
     number: int
     world: int = 0
-    held: SimpleNamespace = field(default_factory=SimpleNamespace)
+    objects: SimpleNamespace = field(default_factory=SimpleNamespace)
     """Whatever the functions of a test leave there for each other."""
     exits: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     """Closed when the rank leaves its group."""
