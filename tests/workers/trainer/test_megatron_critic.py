@@ -125,13 +125,10 @@ class Plain:
 
     def __init__(self, folder) -> None:
         self.model = AutoModelForTokenClassification.from_pretrained(folder).eval()
-        # megatron-core lets no weight decay pull at biases and norms
-        decayed = [parameter for parameter in self.model.parameters() if parameter.dim() > 1]
-        others = [parameter for parameter in self.model.parameters() if parameter.dim() == 1]
+        # Biases and norms decay too: megatron-core gives them a factor of 0, which only its own
+        # scheduler reads (megatron/core/optimizer_param_scheduler.py).
         self.optimizer = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}],
-            lr=RATE,
-            betas=(0.9, 0.99),
+            self.model.parameters(), lr=RATE, betas=(0.9, 0.99), weight_decay=0.01
         )
 
     def values(self, batch, rows=None):
