@@ -20,6 +20,7 @@ from trinity_workers.rewards import TaskRewards
 from trinity_workers.rollout_engines.huggingface import HuggingFaceEngine
 from trinity_workers.rollouts.episodes import Episodes
 from trinity_workers.tasks import built_in_task
+from trinity_workers.trainer.models.rates import get_adamw_options
 
 _VERSION = StepRef(1, 0)
 """Version that all samples name: the engine samples from the module that is trained."""
@@ -48,12 +49,18 @@ class OneProcess:
         )
         rate = LearningRate(
             highest=config.trainer.learning_rate,
-            ramp_steps=config.trainer.ramp_steps,
+            warmup_steps=config.trainer.warmup_steps,
             schedule=config.trainer.schedule,
             steps=config.steps,
         )
+        adamw = get_adamw_options(config.trainer)
         self._optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=rate.highest, betas=(0.9, 0.99), fused=True
+            self.model.parameters(),
+            lr=rate.highest,
+            betas=adamw.betas,
+            eps=adamw.epsilon,
+            weight_decay=adamw.weight_decay,
+            fused=True,
         )
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._optimizer, rate.share)
 
@@ -71,7 +78,7 @@ class OneProcess:
         update = policy_update(batch, logprobs, self._algorithm)
         self._optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(update.loss(update.denominator))
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.trainer.gradient_norm)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.trainer.max_grad_norm)
         self._optimizer.step()
         self._scheduler.step()
         self.steps_taken += 1

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from trinity_events.cli.app import build
 from trinity_events.views.documents import DOCUMENTS, document_schema
 from trinity_workers.config.fields import Field, fields, sections
+from trinity_workers.config.renamed_settings import RENAMED
 from trinity_workers.config.rules.contradictions import find_contradictions
 from trinity_workers.config.sections.sync import (
     SyncConfig,
@@ -94,6 +95,16 @@ URLs and environment variables it takes from its own copy of the file:
 `trinity-events explorer --config CONFIG` ([explorer](commands/explorer.md#its-configuration)).
 """
 
+_FORMER_NAMES = """\
+## Former names
+
+Files and `--set` may still have these names, and log a warning with the new one. A configuration
+with both names of a setting is refused. Runs that logged former names are resumed as they are.
+
+| Former name | Name |
+|---|---|
+"""
+
 
 def configuration() -> str:
     """Return the page of the configuration's fields."""
@@ -104,6 +115,8 @@ def configuration() -> str:
         head = "| Field | Value | Default | Meaning |\n|---|---|---|---|"
         rows = "\n".join(_row(field) for field in own)
         parts.append(f"## {f'`{name}`' if name else 'The run'}\n\n{about}\n\n{head}\n{rows}\n")
+    rows = "\n".join(f"| `{former}` | `{path}` |" for former, path in RENAMED.items())
+    parts.append(f"{_FORMER_NAMES}{rows}\n")
     return "\n".join(parts)
 
 

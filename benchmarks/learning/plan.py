@@ -31,7 +31,7 @@ BOUNDS = (0, 1, 4)
 _UNCORRECTED: Settings = {"algorithm": {"importance_sampling": {"weights": "none"}}}
 _COMMON: Settings = {
     "steps": STEPS,
-    "trainer": {"ranks": 2, "learning_rate": 5e-4, "ramp_steps": 20, "schedule": "linear"},
+    "trainer": {"ranks": 2, "learning_rate": 5e-4, "warmup_steps": 20, "schedule": "linear"},
     # The clipped ratio is that of the trainer's own policies, and the distance from the policy that
     # sampled is left to the weights: without them, old samples are taken for new ones.
     "algorithm": {"importance_sampling": {"ratio_to": "proximal", "weights": "token"}},

@@ -22,7 +22,7 @@ SETTINGS = (
     "rollouts.prompts_per_step=2",
     "rollouts.samples_per_prompt=2",
     "evaluation.sets={held-out: {count: 3, samples: 1}}",
-    "algorithm.critic.warmup_steps=1",
+    "algorithm.critic.critic_warmup_steps=1",
 )
 
 

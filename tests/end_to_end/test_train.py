@@ -48,7 +48,7 @@ async def test_an_example_trains_and_its_configuration_is_in_log_and_folder(
 async def test_ppo_trains_a_critic_that_is_saved_and_not_published(
     cli, log, redis_url, tmp_path, policy_folder
 ):
-    few = (*FEW, "evaluation.sets={}", "algorithm.critic.warmup_steps=1")
+    few = (*FEW, "evaluation.sets={}", "algorithm.critic.critic_warmup_steps=1")
     settings = [
         word for setting in (*few, f"model.path={policy_folder}") for word in ("--set", setting)
     ]

@@ -71,7 +71,7 @@ def workers(verl_processes, make_config):
 
     def make(engine="verl", algorithm=None, **settings):
         config = make_config(
-            trainer={"ranks": 2, "ramp_steps": 0, "engine": engine} | settings,
+            trainer={"ranks": 2, "warmup_steps": 0, "engine": engine} | settings,
             sync={"timeout": PATIENCE},
             algorithm=algorithm or {},
             steps=9,

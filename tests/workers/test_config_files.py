@@ -1,5 +1,6 @@
 """A configuration file is read whole, and each mistake in it is one sentence."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from trinity_workers.config.cli_options import FILE, OPTIONS, overlaid
 from trinity_workers.config.errors import BadSettings
 from trinity_workers.config.fields import fields
 from trinity_workers.config.files import read_config, to_yaml, typed_setting, write_copy
+from trinity_workers.config.renamed_settings import RENAMED, SettingNamedTwice
 from trinity_workers.config.train_config import TrainConfig
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "train").glob("*.yaml"))
@@ -42,8 +44,8 @@ MISTAKES = [
     ("algorithm: {preset: distillation}", "with a teacher: set algorithm.teacher.path"),
     ("algorithm: {teacher: {path: /t}}", "names a teacher, and nothing asks it"),
     (
-        "{steps: 3, algorithm: {preset: ppo, critic: {warmup_steps: 3}}}",
-        "algorithm.critic.warmup_steps is 3, and of 3 steps none would train the policy",
+        "{steps: 3, algorithm: {preset: ppo, critic: {critic_warmup_steps: 3}}}",
+        "algorithm.critic.critic_warmup_steps is 3, and of 3 steps none would train the policy",
     ),
     (
         "{rollouts: {prompts_per_step: 2, samples_per_prompt: 2}, algorithm: {mini_batches: 5}}",
@@ -468,3 +470,41 @@ def test_check_tells_every_mistake_and_starts_nothing(cli, tmp_path):
     assert result.returncode == 1
     assert "(1 more: see --check)" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(("former", "current"), sorted(RENAMED.items()))
+def test_a_former_name_sets_the_setting_and_warns_with_the_new_name(
+    tmp_path, caplog, former, current
+):
+    value = fields()[current].default + 1
+    text = f"{former}={value}"
+    *sections, name = former.split(".")
+    content = {name: value}
+    for section in reversed(sections):
+        content = {section: content}
+    by_file = read_config(written(tmp_path, json.dumps(content)))
+    by_option = read_config(written(tmp_path, ""), [typed_setting(text)])
+    expected = read_config(written(tmp_path, ""), [typed_setting(f"{current}={value}")])
+    assert by_file == by_option == expected
+    assert expected.checked() != TrainConfig()
+    records = [(record.levelname, record.args[1:]) for record in caplog.records]
+    assert records == [("WARNING", (former, current))] * 2
+    assert all("\n" not in record.getMessage() for record in caplog.records)
+
+
+def test_a_former_name_beside_the_new_one_is_refused_with_both(tmp_path):
+    both = ["trainer.ramp_steps", "trainer.warmup_steps"]
+    [in_file] = read_config(written(tmp_path, "trainer: {ramp_steps: 3, warmup_steps: 3}")).problems
+    settings = [typed_setting(f"{name}=3") for name in both]
+    [in_options] = read_config(written(tmp_path, ""), settings).problems
+    logged = json.dumps({"trainer": {"ramp_steps": 3, "warmup_steps": 3}})
+    with pytest.raises(SettingNamedTwice) as refusal:
+        TrainConfig.from_text(logged)
+    assert (refusal.value.path, [*refusal.value.names]) == (both[1], both)
+    assert all(name in problem for name in both for problem in (in_file, in_options))
+
+
+def test_the_command_line_may_name_a_setting_of_the_file_otherwise(tmp_path):
+    path = written(tmp_path, "trainer: {ramp_steps: 3}")
+    config = read_config(path, [typed_setting("trainer.warmup_steps=5")]).checked()
+    assert config.trainer.warmup_steps == 5

@@ -8,6 +8,7 @@ import pytest
 from tests.support.hostile_configs import with_settings
 from trinity_workers.config.errors import BadSettings
 from trinity_workers.config.fields import fields
+from trinity_workers.config.renamed_settings import RENAMED, SettingNamedTwice
 from trinity_workers.config.resumable_settings import (
     APPLIED,
     QUESTIONS,
@@ -102,13 +103,42 @@ def test_verl_resumes_at_its_number_of_ranks():
 
 def test_a_configuration_of_another_version_has_defaults_for_what_it_lacks():
     values = msgspec.json.decode(with_settings({"seed": 3}).to_text())
-    del values["trainer"]["gradient_norm"], values["evaluation"]
+    del values["trainer"]["max_grad_norm"], values["evaluation"]
     values["trainer"]["removed_since"] = 1
     logged = msgspec.json.encode(values).decode()
     assert compare_settings(RUN, logged, with_settings({"seed": 3})) == ()
     for damaged in ("{", "[]", "[" * 100_000):
         with pytest.raises(BadSettings):
             compare_settings(RUN, damaged, TrainConfig())
+
+
+def logged_by_former_names(config):
+    """Return a configuration as an earlier version logged it."""
+    values = msgspec.json.decode(config.to_text())
+    for former, current in RENAMED.items():
+        *keys, name = current.split(".")
+        section = values
+        for key in keys:
+            section = section[key]
+        section[former.rpartition(".")[2]] = section.pop(name)
+    return msgspec.json.encode(values).decode()
+
+
+def test_a_configuration_of_the_log_is_read_by_former_names():
+    config = with_settings({"trainer.warmup_steps": 3, "algorithm.critic.critic_warmup_steps": 2})
+    logged = logged_by_former_names(config)
+    assert TrainConfig.from_text(logged) == config
+    assert compare_settings(RUN, logged, config) == ()
+    [change] = compare_settings(RUN, logged, config.replaced("trainer", warmup_steps=4))
+    assert (change.name, change.before, change.after) == ("trainer.warmup_steps", "3", "4")
+    with pytest.raises(SettingsNotResumable) as refusal:
+        compare_settings(RUN, logged, with_settings({"trainer.warmup_steps": 3}))
+    [refused] = refusal.value.changes
+    assert (refused.name, refused.before) == ("algorithm.critic.critic_warmup_steps", "2")
+    values = msgspec.json.decode(logged)
+    values["trainer"]["warmup_steps"] = 3
+    with pytest.raises(SettingNamedTwice):
+        compare_settings(RUN, msgspec.json.encode(values).decode(), config)
 
 
 def test_questions_may_move_and_may_not_change():

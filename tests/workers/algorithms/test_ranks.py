@@ -71,10 +71,14 @@ def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
 
 def step(rank: Rank, folder: Path, values: dict) -> tuple[dict, dict]:
     """Take a step on this rank's share of the groups; returns full gradients, and metrics."""
+    from trinity_workers.engines.adamw import AdamWOptions
     from trinity_workers.engines.fsdp import FSDPEngine
 
     engine = FSDPEngine(
-        folder, device=torch.device("cpu"), learning_rate=0.0, gradient_norm=float("inf")
+        folder,
+        device=torch.device("cpu"),
+        learning_rate=0.0,
+        adamw=AdamWOptions(max_grad_norm=float("inf")),
     )
     config = read_settings(values).with_limit(12)
     groups = made_groups()[rank.number :: rank.world]

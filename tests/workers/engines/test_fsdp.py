@@ -148,7 +148,7 @@ def _new_engine(where: Where) -> FSDPEngine:
     engine = FSDPEngine(
         where.model_folder,
         device=torch.device("cpu"),
-        learning_rate=LearningRate(highest=1e-3, ramp_steps=4),
+        learning_rate=LearningRate(highest=1e-3, warmup_steps=4),
     )
     engine.module.train()
     return engine
@@ -811,7 +811,7 @@ async def test_a_checkpoint_that_one_rank_cannot_write_fails_on_all(ranks, tmp_p
 
 
 def settings(world: int) -> dict[str, dict[str, float]]:
-    return {"trainer": {"ranks": world, "ramp_steps": 0}, "sync": {"timeout": 20.0}}
+    return {"trainer": {"ranks": world, "warmup_steps": 0}, "sync": {"timeout": 20.0}}
 
 
 def make_worker(rank: Rank, config: RunConfig) -> tuple[str, int] | None:
@@ -927,7 +927,7 @@ async def test_a_step_of_the_default_algorithm_has_the_gradients_of_its_definiti
     loss = surrogate(model, groups)
     torch.autograd.backward(loss)
     config = settings(WORLD)
-    config["trainer"]["gradient_norm"] = 1e9  # which clips nothing
+    config["trainer"]["max_grad_norm"] = 1e9  # which clips nothing
     both_ranks = Ranks(RankGroup(processes, WORLD))
     address, _ = await both_ranks(make_worker, make_config(**config))
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}

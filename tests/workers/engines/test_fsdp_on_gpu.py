@@ -70,7 +70,7 @@ def begin(rank: Rank, settings: Settings) -> None:
     rank.objects.engine = FSDPEngine(
         settings.model_folder,
         device=torch.device("cuda", 0),
-        learning_rate=LearningRate(highest=1e-3, ramp_steps=4),
+        learning_rate=LearningRate(highest=1e-3, warmup_steps=4),
     )
     rank.objects.engine.module.train()
     rank.objects.synchronizer = Synchronizer(

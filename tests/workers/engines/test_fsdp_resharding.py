@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def begin(rank: Rank, policy: Path, load: Callable[..., Any] | None = None) -> None:
-    rate = LearningRate(highest=1e-3, ramp_steps=2, schedule="cosine", steps=5)
+    rate = LearningRate(highest=1e-3, warmup_steps=2, schedule="cosine", steps=5)
     rank.objects.engine = FSDPEngine(
         policy, device=torch.device("cpu"), learning_rate=rate, load=load
     )

@@ -11,11 +11,11 @@ from trinity_workers.engines.learning_rate import (  # noqa: E402
 
 CASES = [
     ({}, [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
-    ({"ramp_steps": 4}, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
+    ({"warmup_steps": 4}, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
     ({"schedule": "linear", "steps": 4}, [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]),
-    ({"schedule": "linear", "ramp_steps": 2, "steps": 4}, [0.5, 1.0, 1.0, 0.5, 0.0, 0.0]),
+    ({"schedule": "linear", "warmup_steps": 2, "steps": 4}, [0.5, 1.0, 1.0, 0.5, 0.0, 0.0]),
     ({"schedule": "cosine", "steps": 4}, [1.0, 0.853553, 0.5, 0.146447, 0.0, 0.0]),
-    ({"schedule": "cosine", "ramp_steps": 8, "steps": 4}, [0.125, 0.25, 0.375, 0.5, 0.625, 0.75]),
+    ({"schedule": "cosine", "warmup_steps": 8, "steps": 4}, [0.125, 0.25, 0.375, 0.5, 0.625, 0.75]),
 ]
 
 
@@ -47,12 +47,12 @@ def trained(steps, rate, *, state=None):
 @pytest.mark.parametrize(
     "later",
     [
-        LearningRate(highest=1e-5, ramp_steps=4),
+        LearningRate(highest=1e-5, warmup_steps=4),
         LearningRate(highest=1e-3, schedule="linear", steps=8),
-        LearningRate(highest=1e-3, ramp_steps=4),
+        LearningRate(highest=1e-3, warmup_steps=4),
     ],
 )
 def test_the_rate_of_the_configuration_counts_over_that_of_the_loaded_state(later):
-    _, state = trained(2, LearningRate(highest=1e-3, ramp_steps=4))
+    _, state = trained(2, LearningRate(highest=1e-3, warmup_steps=4))
     rates, _ = trained(4, later, state=state)
     assert rates == [later.at(step) for step in range(2, 6)], "to the bit"

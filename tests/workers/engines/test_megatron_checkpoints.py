@@ -14,6 +14,7 @@ pytest.importorskip("megatron.core")
 
 from tests.support import megatron_ranks as at  # noqa: E402
 from trinity_events.checkpoints.layout import MANIFEST  # noqa: E402
+from trinity_workers.engines.adamw import AdamWOptions  # noqa: E402
 from trinity_workers.engines.base import per_tensor_params  # noqa: E402
 from trinity_workers.engines.learning_rate import LearningRate  # noqa: E402
 from trinity_workers.engines.megatron import (  # noqa: E402
@@ -31,7 +32,7 @@ PIPELINE = ParallelLayout(pipeline=2)
 BOTH = ParallelLayout(tensor=2, pipeline=2)
 
 TRAINED = OptimizerOptions(learning_rate=3e-3)
-RAMPED = OptimizerOptions(learning_rate=LearningRate(highest=3e-3, ramp_steps=8))
+RAMPED = OptimizerOptions(learning_rate=LearningRate(highest=3e-3, warmup_steps=8))
 DISTRIBUTED = OptimizerOptions(learning_rate=3e-3, distributed=True)
 
 
@@ -95,6 +96,26 @@ def test_a_resumed_engine_trains_with_the_learning_rate_of_its_configuration(
     ranks = engine_ranks("qwen3", 1, ONE, OptimizerOptions(learning_rate=later))
     ranks(load, tmp_path / "checkpoint")
     assert ranks(rate_of_a_step) == [later.at(2)]
+
+
+def options_of_groups(rank):
+    """Return weight decay, both decays and epsilon of the groups of parameters."""
+    groups = rank.objects.engine.optimizer.param_groups
+    return {(group["weight_decay"], *group["betas"], group["eps"]) for group in groups}
+
+
+def test_an_engine_has_the_options_of_its_configuration_also_after_a_load(engine_ranks, tmp_path):
+    ranks = engine_ranks("qwen3", 1, ONE, TRAINED)
+    assert ranks(options_of_groups) == [{(0.01, 0.9, 0.99, 1e-8)}]
+    ranks(at.train, batches(1))
+    ranks(save, tmp_path / "checkpoint")
+    adamw = AdamWOptions(weight_decay=0.2, beta1=0.8, beta2=0.95, epsilon=1e-5)
+    later = OptimizerOptions(learning_rate=3e-3, adamw=adamw)
+    ranks = engine_ranks("qwen3", 1, ONE, later)
+    configured = ranks(options_of_groups)
+    assert configured == [{(0.2, 0.8, 0.95, 1e-5)}]
+    ranks(load, tmp_path / "checkpoint")
+    assert ranks(options_of_groups) == configured
 
 
 def optimizer_state(rank):

@@ -38,7 +38,7 @@ CASES = [
 
 
 def optimizer(**values) -> OptimizerOptions:
-    return OptimizerOptions(learning_rate=LearningRate(highest=3e-3, ramp_steps=4), **values)
+    return OptimizerOptions(learning_rate=LearningRate(highest=3e-3, warmup_steps=4), **values)
 
 
 @pytest.fixture(scope="module")

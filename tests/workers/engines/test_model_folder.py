@@ -118,7 +118,7 @@ def test_a_folder_whose_writing_fails_has_no_weights(tmp_path):
 
 
 def begin(rank: Rank, policy: Path, dtype: str = "float32") -> None:
-    rate = LearningRate(highest=1e-3, ramp_steps=4)
+    rate = LearningRate(highest=1e-3, warmup_steps=4)
     rank.objects.engine = FSDPEngine(
         policy, device=torch.device("cpu"), learning_rate=rate, dtype=dtype
     )

@@ -47,7 +47,7 @@ def config(policy_folder, tmp_path_factory):
             "kl": {"coefficient": 0.1, "where": "reward", "estimator": "k1"},
             "importance_sampling": {"ratio_to": "proximal"},
         },
-        "trainer": {"ranks": 1, "micro_batch_rows": 8, "ramp_steps": 0},
+        "trainer": {"ranks": 1, "micro_batch_rows": 8, "warmup_steps": 0},
     }
     placed = msgspec.convert(settings, TrainConfig).placed(
         run_id="roles",

@@ -149,7 +149,7 @@ def run_roles(rank_processes, make_config, reward_folder):
                 "importance_sampling": {"ratio_to": "proximal"},
             },
             reward={"model": str(reward_folder)},
-            trainer={"ramp_steps": 0} | trainer,
+            trainer={"warmup_steps": 0} | trainer,
             sync={"timeout": PATIENCE},
         )
         if folder is not None:

@@ -21,6 +21,7 @@ from trinity_workers.algorithms.prepare import prepare  # noqa: E402
 from trinity_workers.algorithms.rules import read_settings  # noqa: E402
 from trinity_workers.algorithms.settings import AlgorithmConfig  # noqa: E402
 from trinity_workers.algorithms.update import policy_update, value_update  # noqa: E402
+from trinity_workers.engines.adamw import AdamWOptions  # noqa: E402
 from trinity_workers.engines.fsdp import FSDPEngine, frozen_policy  # noqa: E402
 from trinity_workers.engines.learning_rate import LearningRate  # noqa: E402
 from trinity_workers.learning.logprobs import response_logits, response_logprobs  # noqa: E402
@@ -31,7 +32,7 @@ from trinity_workers.trainer.step.division import MicroBatchLimit  # noqa: E402
 from trinity_workers.trainer.step.fsdp import FSDPTrainingStep  # noqa: E402
 
 CPU = torch.device("cpu")
-RATES = LearningRate(highest=1e-3, ramp_steps=2, schedule="linear", steps=12)
+RATES = LearningRate(highest=1e-3, warmup_steps=2, schedule="linear", steps=12)
 CRITIC_RATE = 3e-3
 GRADIENT_NORM = 0.5
 LIMIT = 12
@@ -67,14 +68,16 @@ def take_steps(rank: Rank, folder: Path, teacher: Path | None, values: dict, **o
     """Take two steps; return their metrics, the last gradients and the weights, in full."""
     torch.manual_seed(0)
     settings = settings_of(values)
-    policy = FSDPEngine(folder, device=CPU, learning_rate=RATES, gradient_norm=GRADIENT_NORM)
+    policy = FSDPEngine(
+        folder, device=CPU, learning_rate=RATES, adamw=AdamWOptions(max_grad_norm=GRADIENT_NORM)
+    )
     critic = None
     if settings.critic.use:
         critic = FSDPEngine(
             folder,
             device=CPU,
             learning_rate=CRITIC_RATE,
-            gradient_norm=GRADIENT_NORM,
+            adamw=AdamWOptions(max_grad_norm=GRADIENT_NORM),
             load=load_critic,
         )
     needs_reference = "reference_logprobs" in settings.needed_fields
@@ -133,7 +136,7 @@ UPDATES = {
         "kl": {"estimator": "k1", "where": "reward", "coefficient": 0.1},
     },
     "ppo": {"preset": "ppo", "epochs": 2, "mini_batches": 2},
-    "ppo, critic first": {"preset": "ppo", "critic": {"use": True, "warmup_steps": 1}},
+    "ppo, critic first": {"preset": "ppo", "critic": {"use": True, "critic_warmup_steps": 1}},
     "distillation": {"preset": "distillation", "teacher": {"path": "given"}},
     "divergence": {
         **{"advantage": "none", "loss": "divergence"},
@@ -253,7 +256,7 @@ def test_several_updates_a_critic_and_a_teacher_are_those_of_a_plain_loop(
     settings = settings_of(UPDATES[name])
     plain = Plain(policy_folder, teacher_of, settings)
     before = plain.weights()
-    if settings.critic.warmup_steps:
+    if settings.critic.critic_warmup_steps:
         plain.updates = -1  # the policy sits out the first step
     for seed in (1, 2):
         plain.step([share(seed, rank, 2) for rank in range(2)])
@@ -265,14 +268,14 @@ def test_several_updates_a_critic_and_a_teacher_are_those_of_a_plain_loop(
             # AdamW makes much of gradients near 0, so single elements may differ.
             apart = distance(weights, expected, model)
             assert apart <= 0.02 * distance(expected, before, model), model
-        assert ("loss" in metrics[0]) == (not settings.critic.warmup_steps)
+        assert ("loss" in metrics[0]) == (not settings.critic.critic_warmup_steps)
         rate = RATES.at(plain.updates - 1)
         assert metrics[1]["learning_rate"] == pytest.approx(rate)
 
 
 def learn_values(rank: Rank, folder: Path, steps: int) -> list[dict[str, float]]:
     """Train a critic on the same episodes again and again, before the policy's first update."""
-    settings = settings_of({"preset": "ppo", "critic": {"use": True, "warmup_steps": steps}})
+    settings = settings_of({"preset": "ppo", "critic": {"use": True, "critic_warmup_steps": steps}})
     policy = FSDPEngine(folder, device=CPU, learning_rate=1e-3)
     critic = FSDPEngine(folder, device=CPU, learning_rate=3e-3, load=load_critic)
     step = FSDPTrainingStep(Models(policy, critic), settings)

@@ -24,9 +24,9 @@ PPO = {
     "algorithm": {
         **preset_values("ppo"),
         **{"epochs": 2, "mini_batches": 2},
-        "critic": {"use": True, "learning_rate": 3e-3, "warmup_steps": 1},
+        "critic": {"use": True, "learning_rate": 3e-3, "critic_warmup_steps": 1},
     },
-    "trainer": {"ramp_steps": 2, "schedule": "cosine", "micro_batch_rows": 4},
+    "trainer": {"warmup_steps": 2, "schedule": "cosine", "micro_batch_rows": 4},
     "sync": {"timeout": PATIENCE},
     "steps": STEPS,
 }

@@ -22,6 +22,7 @@ from trinity_schemas import encode  # noqa: E402
 from trinity_workers.algorithms.collate import collate  # noqa: E402
 from trinity_workers.algorithms.settings import AlgorithmConfig  # noqa: E402
 from trinity_workers.config.answer_limits import read_answer_limits  # noqa: E402
+from trinity_workers.engines.adamw import AdamWOptions  # noqa: E402
 from trinity_workers.engines.fsdp import FSDPEngine  # noqa: E402
 from trinity_workers.trainer.step.base import Models  # noqa: E402
 from trinity_workers.trainer.step.fsdp import FSDPTrainingStep  # noqa: E402
@@ -29,7 +30,12 @@ from trinity_workers.trainer.step.fsdp import FSDPTrainingStep  # noqa: E402
 
 def learn(rank, folder, groups):
     """Take one step on groups; return the loss, and whether all weights are finite."""
-    policy = FSDPEngine(folder, device=torch.device("cpu"), learning_rate=1e-3, gradient_norm=1.0)
+    policy = FSDPEngine(
+        folder,
+        device=torch.device("cpu"),
+        learning_rate=1e-3,
+        adamw=AdamWOptions(max_grad_norm=1.0),
+    )
     step = FSDPTrainingStep(Models(policy), AlgorithmConfig().with_limit(4))
     metrics = step.learn(collate(groups, 0, vocabulary_size=98))
     weights = [weight.detach().full_tensor() for weight in policy.module.parameters()]

@@ -19,6 +19,7 @@ from trinity_schemas import SaveFinished, decode_envelope  # noqa: E402
 from trinity_workers.algorithms.presets import preset_values  # noqa: E402
 from trinity_workers.algorithms.rules import read_settings  # noqa: E402
 from trinity_workers.conversion.convert import convert  # noqa: E402
+from trinity_workers.engines.adamw import AdamWOptions  # noqa: E402
 from trinity_workers.engines.megatron import (  # noqa: E402
     MegatronCritic,
     MegatronEngine,
@@ -79,7 +80,7 @@ def make(rank, policy, critic, layout, **options):
     """Make the rank's policy and critic, in one layout and one process."""
     rank.exits.callback(at.drop_engine, rank)
     common = {"device": CPU, "layout": layout, **options}
-    trained = OptimizerOptions(learning_rate=RATE, gradient_norm=NORM)
+    trained = OptimizerOptions(learning_rate=RATE, adamw=AdamWOptions(max_grad_norm=NORM))
     rank.objects.models = Models(
         MegatronEngine(policy, optimizer=trained, **common),
         MegatronCritic(critic, optimizer=trained, **common),
@@ -124,13 +125,10 @@ class Plain:
 
     def __init__(self, folder) -> None:
         self.model = AutoModelForTokenClassification.from_pretrained(folder).eval()
-        # megatron-core lets no weight decay pull at biases and norms
-        decayed = [parameter for parameter in self.model.parameters() if parameter.dim() > 1]
-        others = [parameter for parameter in self.model.parameters() if parameter.dim() == 1]
+        # Biases and norms decay too: megatron-core gives them a factor of 0, which only its own
+        # scheduler reads (megatron/core/optimizer_param_scheduler.py).
         self.optimizer = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}],
-            lr=RATE,
-            betas=(0.9, 0.99),
+            self.model.parameters(), lr=RATE, betas=(0.9, 0.99), weight_decay=0.01
         )
 
     def values(self, batch, rows=None):
@@ -279,9 +277,9 @@ PPO = {
     "algorithm": {
         **preset_values("ppo"),
         **{"epochs": 2, "mini_batches": 2},
-        "critic": {"use": True, "learning_rate": 3e-3, "warmup_steps": 1},
+        "critic": {"use": True, "learning_rate": 3e-3, "critic_warmup_steps": 1},
     },
-    "trainer": {"engine": "megatron", "ranks": 2, "ramp_steps": 2, "micro_batch_rows": 4},
+    "trainer": {"engine": "megatron", "ranks": 2, "warmup_steps": 2, "micro_batch_rows": 4},
     "sync": {"timeout": PATIENCE},
     "steps": 3,
 }

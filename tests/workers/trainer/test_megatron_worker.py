@@ -77,7 +77,7 @@ def trained(rank_processes, make_config):
 
     def run(world: int, steps, dtype="float32", algorithm=None, **settings):
         config = make_config(
-            trainer={"ranks": world, "ramp_steps": 0} | settings,
+            trainer={"ranks": world, "warmup_steps": 0} | settings,
             sync={"timeout": PATIENCE},
             model={"dtype": dtype},
             algorithm=algorithm or {},

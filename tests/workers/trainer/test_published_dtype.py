@@ -102,7 +102,7 @@ async def test_versions_and_deltas_are_published_as_they_are_served(
     if engine == "megatron":
         pytest.importorskip("megatron.core")
     config = make_config(
-        trainer={"ranks": 2, "engine": engine, "ramp_steps": 0},
+        trainer={"ranks": 2, "engine": engine, "warmup_steps": 0},
         sync={"publish": form, "full_every": 4, "tensor_digests": True, "timeout": PATIENCE},
         **SERVED,
     )
@@ -134,7 +134,7 @@ async def test_a_group_and_files_get_them_so_too_and_a_checkpoint_keeps_float32(
     rank_processes, make_config, log, tmp_path
 ):
     config = make_config(
-        trainer={"ranks": 2, "ramp_steps": 0},
+        trainer={"ranks": 2, "warmup_steps": 0},
         sync={"method": "nccl", "timeout": PATIENCE},
         **SERVED,
     )

@@ -30,7 +30,7 @@ from trinity_workers.trainer.step.fsdp import FSDPTrainingStep  # noqa: E402
 from trinity_workers.trainer.step.skipped_updates import SkipCause, TooManySkippedSteps  # noqa: E402
 
 CPU = torch.device("cpu")
-RATES = LearningRate(highest=1e-3, ramp_steps=4)
+RATES = LearningRate(highest=1e-3, warmup_steps=4)
 LIMIT = 12
 HUGE = float(torch.finfo(torch.float32).max)
 

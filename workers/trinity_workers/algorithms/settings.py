@@ -92,9 +92,9 @@ class CriticConfig(Section, frozen=True, kw_only=True):
     clip: AbovePositive | None = 0.2
     """Distance that a value may go from the old one before its loss stops; null does not clip."""
     learning_rate: NotNegative | None = None
-    """Learning rate of the critic, with the ramp and the schedule of the trainer's. Null takes
+    """Learning rate of the critic, with the warm-up and the schedule of the trainer's. Null takes
     `trainer.learning_rate`."""
-    warmup_steps: Annotated[int, Meta(ge=0)] = 0
+    critic_warmup_steps: Annotated[int, Meta(ge=0)] = 0
     """First steps, in which the critic alone is trained. veRL calls it `critic_warmup`."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import logging
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
@@ -21,10 +22,13 @@ from ..evaluation.settings import NAME as SECTION_NAME
 from ..tasks import absolute
 from .errors import BadSettings
 from .fields import collections, fields, general_path, sections
+from .renamed_settings import RENAMED, SettingNamedTwice
 from .rules.contradictions import find_contradictions
 from .sync_method import METHOD_ALIASES
 from .sync_schedule import STYLE_ALIASES
 from .train_config import TrainConfig
+
+logger = logging.getLogger(__name__)
 
 COPY = "config.yaml"
 """Name of the effective configuration in a run's folder."""
@@ -100,8 +104,7 @@ def read_config(
     """
     reading = _Reader(path)
     reading.read(_decoded(path))
-    for setting in settings:
-        reading.overlay(setting)
+    reading.overlay(settings)
     return reading.finished(named or (lambda name: name), "" if named else f"{path}: ")
 
 
@@ -135,6 +138,8 @@ class _Reader:
         self._values: dict[str, Any] = {}
         self._problems: list[str] = []
         self._wrong: set[str] = set()
+        self._names: dict[str, str] = {}
+        """Names by which the file, or the command line, gives the settings, by path."""
 
     def read(self, content: Any) -> None:
         """Take the values of the file."""
@@ -184,25 +189,36 @@ class _Reader:
                 for field_name, value in (section or {}).items():
                     self._take(f"{path}.{name}.{field_name}", value, origin, base)
 
-    def overlay(self, setting: SettingOverride) -> None:
-        """Take a value of the command line."""
-        value = setting.value
+    def overlay(self, settings: Iterable[SettingOverride]) -> None:
+        """Take the values of the command line."""
+        self._names = {}  # they may replace a value that the file gives by a former name
+        for setting in settings:
+            self._overlay(setting)
+
+    def _overlay(self, setting: SettingOverride) -> None:
+        value, path = setting.value, _to_path(setting.path)
         if setting.path in collections() and isinstance(value, Mapping):
             self._read_named_sections(setting.path, value, setting.origin, Path.cwd())
             return
-        field = fields().get(general_path(setting.path))
+        field = fields().get(general_path(path))
         if setting.text is not None and field is not None:
             try:
                 field.converted(value)
             except ValueError:
-                value = setting.text if _fits(setting.path, setting.text) else value
+                value = setting.text if _fits(path, setting.text) else value
         self._take(setting.path, value, setting.origin, Path.cwd())
 
-    def _take(self, path: str, value: Any, origin: str, base: Path) -> None:
-        path = FIELD_ALIASES.get(path, path)
+    def _take(self, name: str, value: Any, origin: str, base: Path) -> None:
+        path = _to_path(name)
         field = fields().get(general_path(path))
         if field is None:
             self._problems.append(f"{origin}: there is no setting {path}{_nearest(path)}")
+            return
+        if name in RENAMED:
+            logger.warning("%s: %s is called %s now: write the new name", origin, name, path)
+        earlier = self._names.setdefault(path, name)
+        if earlier != name:
+            self._problems.append(f"{origin}: {SettingNamedTwice(path, (earlier, name))}")
             return
         if isinstance(value, str):
             value = ALIASES.get(path, {}).get(value, value)
@@ -211,7 +227,7 @@ class _Reader:
         except ValueError:  # msgspec's error is one
             self._wrong.add(path)
             self._problems.append(
-                f"{origin}: {path} is {_format(value)}, but must be {field.allowed}"
+                f"{origin}: {name} is {_format(value)}, but must be {field.allowed}"
             )
 
     def finished(self, named: Callable[[str], str], prefix: str) -> Reading:
@@ -295,6 +311,11 @@ def _yaml(text: str, origin: str) -> Any:
         raise BadSettings(f"{origin} is not YAML{where}: {reason}") from None
     except ValueError as error:  # a date that is none
         raise BadSettings(f"{origin} is not YAML: {error}") from None
+
+
+def _to_path(name: str) -> str:
+    """Return the path of a setting that is given by any of its names."""
+    return RENAMED.get(name) or FIELD_ALIASES.get(name, name)
 
 
 def _scalar(text: str) -> Any:

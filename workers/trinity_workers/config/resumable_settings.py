@@ -23,6 +23,7 @@ from trinity_schemas import SettingChange
 
 from .errors import BadSettings
 from .fields import NAME
+from .renamed_settings import to_current_names
 from .setting_values import get_settings, to_values
 from .train_config import TrainConfig
 
@@ -45,7 +46,7 @@ REFUSED: dict[str, str] = {
     "algorithm.mini_batches": "the learning rate counts a step's updates",
     "algorithm.kl.where": "it is another algorithm",
     "algorithm.critic.use": "the checkpoint has a critic, or lacks one",
-    "algorithm.critic.warmup_steps": "the policy's learning rate counts steps after it",
+    "algorithm.critic.critic_warmup_steps": "the policy's learning rate counts steps after it",
     "algorithm.teacher.path": "it is another teacher",
     "reward.model": "it is another reward model",
 }
@@ -76,8 +77,9 @@ _APPLIED = {
     "trainer": """
         ranks cpus tensor_parallel pipeline_parallel virtual_pipeline expert_parallel
         context_parallel sequence_parallel rollout_tensor_parallel recompute cpu_offload packing
-        learning_rate ramp_steps schedule micro_batch_rows micro_batch_tokens fused_loss
-        profile_steps profile_ranks gradient_norm max_skipped_steps
+        learning_rate warmup_steps schedule micro_batch_rows micro_batch_tokens fused_loss
+        profile_steps profile_ranks weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm
+        max_skipped_steps
         """,
     "trainer.policy_offload": "param_offload grad_offload optimizer_offload",
     "trainer.critic_offload": "param_offload grad_offload optimizer_offload",
@@ -165,7 +167,7 @@ def compare_settings(run_id: str, logged: str, config: TrainConfig) -> tuple[Set
     Args:
         run_id: The run, for messages.
         logged: Configuration in the event that opened the earlier epoch, as JSON. It may be of
-            another version: what it lacks has the default.
+            another version: what it lacks has the default, and its former names are read.
         config: The new configuration.
 
     Raises:
@@ -173,7 +175,7 @@ def compare_settings(run_id: str, logged: str, config: TrainConfig) -> tuple[Set
         BadSettings: The configuration in the log cannot be read.
     """
     try:
-        values = msgspec.json.decode(logged, type=dict)
+        values = to_current_names(msgspec.json.decode(logged, type=dict))
     except (msgspec.DecodeError, RecursionError) as error:
         raise BadSettings(
             f"the settings in the log of run {run_id} cannot be read ({error})"

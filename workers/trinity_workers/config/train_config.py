@@ -16,6 +16,7 @@ from ..evaluation.settings import EvaluationConfig
 from ..rewards.settings import RewardsConfig
 from ..section import Section
 from .errors import BadSettings
+from .renamed_settings import to_current_names
 from .sections.checkpoints import CheckpointsConfig
 from .sections.explorer import ExplorerConfig
 from .sections.model import ModelConfig
@@ -192,9 +193,16 @@ class TrainConfig(Section, frozen=True, kw_only=True):
 
     @classmethod
     def from_text(cls, text: str) -> TrainConfig:
-        """Decode settings from JSON. Raises BadSettings if the writer's version does not fit."""
+        """Decode settings from JSON, which may have former names.
+
+        Raises:
+            BadSettings: The writer's version does not fit.
+        """
         try:
-            return msgspec.json.decode(text, type=TrainConfig)
+            values = msgspec.json.decode(text)
+            if isinstance(values, dict):
+                values = to_current_names(values)
+            return msgspec.convert(values, TrainConfig)
         except (msgspec.DecodeError, RecursionError) as error:
             raise BadSettings(
                 f"the run's settings cannot be read ({error}): "

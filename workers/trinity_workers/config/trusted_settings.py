@@ -93,8 +93,9 @@ _DATA = {
     "trainer": """
         engine ranks cpus tensor_parallel pipeline_parallel virtual_pipeline expert_parallel
         context_parallel sequence_parallel distributed_optimizer colocated rollout_tensor_parallel
-        recompute cpu_offload packing learning_rate ramp_steps schedule micro_batch_rows
-        micro_batch_tokens fused_loss profile_steps profile_ranks gradient_norm max_skipped_steps
+        recompute cpu_offload packing learning_rate warmup_steps schedule micro_batch_rows
+        micro_batch_tokens fused_loss profile_steps profile_ranks weight_decay adam_beta1 adam_beta2
+        adam_epsilon max_grad_norm max_skipped_steps
         """,
     "trainer.policy_offload": "param_offload grad_offload optimizer_offload",
     "trainer.critic_offload": "param_offload grad_offload optimizer_offload",
@@ -108,7 +109,7 @@ _DATA = {
     "algorithm.importance_sampling": "ratio_to weights cap mask mask_low mask_high",
     "algorithm.filters": "zero_variance part",
     "algorithm.overlong": "mask buffer penalty limit",
-    "algorithm.critic": "use clip learning_rate warmup_steps",
+    "algorithm.critic": "use clip learning_rate critic_warmup_steps",
     "algorithm.teacher": "divergence mixture",
     "reward": "weight",
     "explorer": "count dtype deterministic groups_per_claim cpus wait_for_run",

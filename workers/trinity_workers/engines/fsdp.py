@@ -34,6 +34,7 @@ from ..runtime.collectives import together
 from ..storage.durable_files import make_folder, sync_tree, write_json
 from ..storage.huggingface_files import UserFiles, read_user_files, write_config, write_user_files
 from ..storage.verification import verify_together, write_manifest_together
+from .adamw import AdamWOptions, apply_adamw_options
 from .adapter_folder import BaseModel, check_adapters, describe_adapters
 from .base import refuse_load_arguments, refuse_save_arguments, trained_module
 from .buffers import all_buffer_names, saved_buffers
@@ -69,7 +70,7 @@ class FSDPEngine:
         model_folder: Hugging Face folder to start from.
         device: Device of this rank.
         learning_rate: Learning rate of AdamW; a number is constant.
-        gradient_norm: Gradients are clipped to this global norm.
+        adamw: Options of the optimizer, and the norm to which gradients are clipped.
         dtype: Data type in which the model computes and is published. Parameters and optimizer
             are float32: in bfloat16, an update of less than 0.4% of a parameter would be lost.
         load: Returns model and tokenizer of the folder in that data type; by default the policy's.
@@ -89,7 +90,7 @@ class FSDPEngine:
         *,
         device: torch.device,
         learning_rate: float | LearningRate,
-        gradient_norm: float = 1.0,
+        adamw: AdamWOptions = AdamWOptions(),  # noqa: B008  # frozen
         dtype: str = "float32",
         load: Callable[[Path, str], tuple[Any, Any]] | None = None,
         options: FSDPOptions = FSDPOptions(),  # noqa: B008  # frozen
@@ -118,11 +119,16 @@ class FSDPEngine:
             check_isolation(self.module, device)
             self.module.reshard()  # the optimizer is of the shards
         self._sharded_by_layers = _is_large(model)
-        self._gradient_norm = gradient_norm
+        self._adamw = adamw
         rate = learning_rate_of(learning_rate)
         self._highest_rate = rate.highest
         self.optimizer = torch.optim.AdamW(
-            trained_module(self).parameters(), lr=rate.highest, betas=(0.9, 0.99), fused=True
+            trained_module(self).parameters(),
+            lr=rate.highest,
+            betas=adamw.betas,
+            eps=adamw.epsilon,
+            weight_decay=adamw.weight_decay,
+            fused=True,
         )
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rate.share)
         self.weight_changes = WeightChanges(self.module, self.optimizer)
@@ -204,7 +210,7 @@ class FSDPEngine:
         if not math.isfinite(float(norm)):
             self.optimizer.zero_grad(set_to_none=True)
             return float(norm)
-        clip_grads_with_norm_(parameters, self._gradient_norm, norm)
+        clip_grads_with_norm_(parameters, self._adamw.max_grad_norm, norm)
         self.optimizer.step()
         self.scheduler.step()
         return float(norm)
@@ -318,6 +324,7 @@ class FSDPEngine:
         reshard(self.module)  # what was gathered of adapters would be of their earlier values
         trained_module(self).load_state_dict(model)
         self.optimizer.load_state_dict(training["optimizer"])
+        apply_adamw_options(self.optimizer, self._adamw)
         self.scheduler.load_state_dict(training["scheduler"])
         apply_learning_rate(self.scheduler, self._highest_rate)
         if "random" in training:

@@ -29,6 +29,7 @@ from ..learning.policy import load_tokenizer
 from ..runtime.collectives import together
 from ..storage.huggingface_files import read_user_files
 from ..storage.verification import verify_together, write_manifest_together
+from .adamw import AdamWOptions, apply_adamw_options
 from .base import (
     NamedTensors,
     per_tensor_params,
@@ -66,7 +67,7 @@ class VerlOptions(NamedTuple):
     """Optimizer steps of the run."""
     dtype: str = "float32"
     """Data type of computation; parameters that are trained are float32."""
-    gradient_norm: float = 1.0
+    adamw: AdamWOptions = AdamWOptions()
     recompute: bool = False
 
 
@@ -92,6 +93,8 @@ class VerlEngine:
         self.options = options
         self._device = device
         self.verl = _initialized(folder, device, options)
+        # veRL's settings have no epsilon: `build_optimizer` of verl/workers/config/optimizer.py.
+        apply_adamw_options(self.verl.optimizer, options.adamw)
         with together():
             check_finite_model(self.module, str(folder))
         dtype: torch.dtype = getattr(torch, options.dtype)
@@ -228,6 +231,7 @@ class VerlEngine:
             check_finite(nested_tensors(optimizer), f"the optimizer's state in {folder}")
         self.module.load_state_dict(model)
         self.verl.optimizer.load_state_dict(optimizer)
+        apply_adamw_options(self.verl.optimizer, self.options.adamw)
         self.verl.lr_scheduler.load_state_dict(extra["lr_scheduler"])
         apply_learning_rate(self.verl.lr_scheduler, self.options.learning_rate.highest)
         self.verl.checkpoint_manager.load_rng_state(extra["rng"])
@@ -294,9 +298,10 @@ def _new_engine(folder: Path, options: VerlOptions) -> Any:
         FSDPEngineConfig(strategy="fsdp2", use_torch_compile=False, mixed_precision=precision),
         FSDPOptimizerConfig(
             lr=rate.highest,
-            betas=(0.9, 0.99),
-            clip_grad=options.gradient_norm,
-            lr_warmup_steps=rate.ramp_steps,
+            weight_decay=options.adamw.weight_decay,
+            betas=options.adamw.betas,
+            clip_grad=options.adamw.max_grad_norm,
+            lr_warmup_steps=rate.warmup_steps,
             lr_scheduler_type=rate.schedule,
             total_training_steps=options.total_steps,
         ),

@@ -48,11 +48,12 @@ def _check_trainer_support(config: TrainConfig, named: FormatField) -> Contradic
             f"the task, before the model of {named('reward.model')} has scored them: set it mask",
         )
     critic = algorithm.critic
-    if critic.use and critic.warmup_steps >= config.steps:
+    if critic.use and critic.critic_warmup_steps >= config.steps:
+        warmup = "algorithm.critic.critic_warmup_steps"
         yield (
-            ("algorithm.critic.warmup_steps", "steps"),
-            f"{named('algorithm.critic.warmup_steps')} is {critic.warmup_steps}, and of "
-            f"{config.steps} {named('steps')} none would train the policy: choose fewer",
+            (warmup, "steps"),
+            f"{named(warmup)} is {critic.critic_warmup_steps}, and of {config.steps} "
+            f"{named('steps')} none would train the policy: choose fewer",
         )
     rows = config.rollouts.prompts_per_step * config.rollouts.samples_per_prompt
     if algorithm.mini_batches > rows:

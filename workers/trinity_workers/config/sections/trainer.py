@@ -11,6 +11,7 @@ from ...section import Section
 from ..types import Cpus, NotNegative, Positive
 
 EngineName = Literal["fsdp", "megatron", "verl"]
+AdamBeta = Annotated[float, Meta(ge=0, lt=1)]
 
 
 class TrainerConfig(Section, frozen=True, kw_only=True):
@@ -56,11 +57,11 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """On FSDP, compute the rows of a micro-batch as one row without padding."""
     learning_rate: Annotated[float, Meta(ge=0)] = 5e-4
     """Learning rate of AdamW after the warm-up."""
-    ramp_steps: NotNegative = 20
+    warmup_steps: NotNegative = 20
     """Steps in which the learning rate rises from 0 to its value."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after the ramp: constant, or down to 0 at the end of `steps`, on
-    a line or on half a cosine."""
+    """Course of the learning rate after the warm-up: constant, or down to 0 at the end of `steps`,
+    on a line or on half a cosine."""
     micro_batch_rows: Positive | None = None
     """Maximum rows of a forward and backward pass on a rank; gradients add up over the passes, and
     are those of all rows at once. Null takes all."""
@@ -75,7 +76,15 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     Perfetto below `profiles` in the run's folder, and an event names it."""
     profile_ranks: tuple[NotNegative, ...] | None = None
     """Ranks that trace these steps. Null is all."""
-    gradient_norm: Annotated[float, Meta(gt=0)] = 1.0
+    weight_decay: Annotated[float, Meta(ge=0)] = 0.01
+    """Weight decay of AdamW."""
+    adam_beta1: AdamBeta = 0.9
+    """Decay of AdamW's mean of the gradients."""
+    adam_beta2: AdamBeta = 0.99
+    """Decay of AdamW's mean of their squares."""
+    adam_epsilon: Annotated[float, Meta(gt=0)] = 1e-8
+    """Number that AdamW adds to the divisor of its update."""
+    max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0
     """Norm to which gradients are clipped."""
     max_skipped_steps: Positive = 3
     """Steps in a row without an update, because a loss or a gradient is not finite, after which the

@@ -18,6 +18,7 @@ from trinity_events.errors import TrinityError
 from ...algorithms.batch import Batch
 from ...runtime.collectives import together
 from ...storage.verification import verify_together, write_manifest_together
+from ..adamw import AdamWOptions, apply_adamw_options
 from ..base import LocalShard, refuse_load_arguments, refuse_save_arguments
 from ..learning_rate import LearningRate, learning_rate_of
 from ..model_folder import has_weights
@@ -62,8 +63,8 @@ class OptimizerOptions(Struct, frozen=True, kw_only=True):
 
     learning_rate: float | LearningRate
     """Learning rate of AdamW; a number is constant."""
-    gradient_norm: float = 1.0
-    """Gradients are clipped to this global norm."""
+    adamw: AdamWOptions = AdamWOptions()
+    """Options of AdamW, and the norm to which gradients are clipped."""
     distributed: bool = False
     """If True, each data-parallel replica keeps a part of the optimizer's state."""
 
@@ -446,10 +447,11 @@ class MegatronEngine:
                 OptimizerConfig(
                     optimizer="adam",
                     lr=learning_rate_of(options.learning_rate).highest,
-                    adam_beta1=0.9,
-                    adam_beta2=0.99,
-                    weight_decay=0.01,
-                    clip_grad=options.gradient_norm,
+                    adam_beta1=options.adamw.beta1,
+                    adam_beta2=options.adamw.beta2,
+                    adam_eps=options.adamw.epsilon,
+                    weight_decay=options.adamw.weight_decay,
+                    clip_grad=options.adamw.max_grad_norm,
                     bf16=bf16,
                     params_dtype=model.dtype,
                     use_distributed_optimizer=options.distributed,
@@ -519,6 +521,8 @@ class MegatronEngine:
         loaded = checkpoint.load(state, folder)
         with adapted():
             self.optimizer.load_state_dict(loaded["optimizer"])
+        assert self._optimizer_options is not None
+        apply_adamw_options(self.optimizer, self._optimizer_options.adamw)
         self.steps = loaded["steps"]
         # Checkpoints of earlier versions lack the key. They were saved with random states, unless
         # `checkpoint_save_contents` left them out.

@@ -20,7 +20,7 @@ from ...learning.values import load_critic
 from ..step.base import ModelName, Models, needed_models
 from ..step.division import micro_batch_limit
 from ..step.fsdp import FSDPTrainingStep
-from .rates import critic_rate, policy_rate
+from .rates import critic_rate, get_adamw_options, policy_rate
 from .reward_tokens import reward_tokens
 
 
@@ -46,7 +46,7 @@ def load_models(
     }
     folder = config.model_folder
     trainer = config.trainer
-    clipped = common | {"gradient_norm": trainer.gradient_norm}
+    trained = common | {"adamw": get_adamw_options(trainer)}
     policy = critic = reference = None
     if "policy" in names:
         lora = config.model.lora
@@ -55,7 +55,7 @@ def load_models(
             learning_rate=policy_rate(config),
             load=policy_loader(lora, config.seed) if lora.rank else None,
             offload=trainer.policy_offload,
-            **clipped,
+            **trained,
         )
     if "critic" in names:
         critic = FSDPEngine(
@@ -63,7 +63,7 @@ def load_models(
             learning_rate=critic_rate(config),
             load=load_critic,
             offload=trainer.critic_offload,
-            **clipped,
+            **trained,
         )
 
     def frozen(path: Path, **options: Any) -> Any:

@@ -27,7 +27,7 @@ from ..step.base import ModelName, Models, needed_models
 from ..step.division import micro_batch_limit
 from ..step.megatron import MegatronTrainingStep
 from .megatron_layout import parallel_layout
-from .rates import critic_rate, policy_rate
+from .rates import critic_rate, get_adamw_options, policy_rate
 from .reward_tokens import reward_tokens
 
 
@@ -67,7 +67,7 @@ def load_models(
     def optimizer(rate: LearningRate) -> OptimizerOptions:
         return OptimizerOptions(
             learning_rate=rate,
-            gradient_norm=trainer.gradient_norm,
+            adamw=get_adamw_options(trainer),
             distributed=trainer.distributed_optimizer,
         )
 

@@ -22,7 +22,7 @@ from ..step.base import ModelName, Taken, needed_models
 from ..step.division import micro_batch_limit
 from ..step.fsdp import FSDPTrainingStep
 from .fsdp import load_models
-from .rates import policy_rate
+from .rates import get_adamw_options, policy_rate
 
 
 class VerlTrainingStep(FSDPTrainingStep):
@@ -82,7 +82,7 @@ def _policy(config: RunConfig, device: torch.device) -> VerlEngine:
         learning_rate=policy_rate(config),
         total_steps=config.steps * config.algorithm.updates,
         dtype=config.model.dtype,
-        gradient_norm=trainer.gradient_norm,
+        adamw=get_adamw_options(trainer),
         recompute=trainer.recompute,
     )
     return VerlEngine(config.model_folder, device=device, options=options)

@@ -225,7 +225,9 @@ class TrainingStep(ABC):
     def _learners(self) -> Iterator[Learner]:
         critic, warm = self.models.critic, True
         if critic is not None:
-            warm = critic.steps >= self._settings.critic.warmup_steps * self._settings.updates
+            warm = (
+                critic.steps >= self._settings.critic.critic_warmup_steps * self._settings.updates
+            )
             yield self._learner("critic")
         if warm:
             yield self._learner("policy")
