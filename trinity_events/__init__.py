@@ -14,7 +14,7 @@ if TYPE_CHECKING:
         WeightsApplied,
     )
 
-    from . import blocking
+    from .client import blocking
     from .client.checkpoint_lease import hold_checkpoint
     from .client.ready_steps import newest_checkpoint, wait_ready
     from .client.training_run import publishing, training_run
