@@ -15,7 +15,7 @@ from msgspec import Struct
 from trinity_schemas import ContractError, EnvelopeReader
 
 from .analysis.causes import CheckpointReader, HostProcess, LiveFacts, Reason, UnreadGroup
-from .core.fold_state import describe_producer
+from .core.fold_state import format_producer
 from .diagnostics.stacks import host_processes
 from .log import ORIGIN, DeadLetter, RedisEventLog, Stream, position
 from .log.redis.groups import FIRST_MEMBER
@@ -187,7 +187,7 @@ async def _heard(log: RedisEventLog) -> dict[str, int]:
     for entry in await log.read_back(limit=_HEARD):
         with suppress(ContractError):
             producer = envelope_of(log.run_id, entry.payload, decode).producer
-            heard.setdefault(describe_producer(producer), position(entry.id)[0])
+            heard.setdefault(format_producer(producer), position(entry.id)[0])
     return heard
 
 

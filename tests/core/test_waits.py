@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from tests.support.event_histories import History
 from trinity_events.core import decode_state, encode_state
-from trinity_events.core.handlers.waits import chains_of_waits, open_waits
+from trinity_events.core.handlers.waits import find_wait_chains, open_waits
 from trinity_events.core.limits import KEPT_WAIT_NAMES, KEPT_WAITS
 from trinity_schemas import (
     ExplorerStatusChanged,
@@ -167,7 +167,7 @@ def test_waits_are_told_as_chains_from_the_first_that_waits_to_the_last():
     history.add(started("c", what="its turn", deadline=None), by="actor", rank=1)
     history.add(started("b", "actor-1", what="the weights of step 4"), by="explorer", rank=0)
     at = history.add(started("a", "explorer-0", "explorer-3", what="rollouts"), by="trainer")
-    lines = chains_of_waits(history.fold()[0].state, int(at.partition("-")[0]) + 1000)
+    lines = find_wait_chains(history.fold()[0].state, int(at.partition("-")[0]) + 1000)
     assert lines == [
         "trainer-0 waits for rollouts from explorer-0, explorer-3 for 1.5 s, and gives up in 58 s.",
         "  explorer-0 waits for the weights of step 4 from actor-1 for 1.5 s, and gives up in "
@@ -180,5 +180,5 @@ def test_processes_that_wait_for_each_other_are_told_once_each():
     history = History()
     history.add(started("a", "explorer-0"), by="trainer")
     at = history.add(started("b", "trainer-0"), by="explorer")
-    lines = chains_of_waits(history.fold()[0].state, int(at.partition("-")[0]))
+    lines = find_wait_chains(history.fold()[0].state, int(at.partition("-")[0]))
     assert [line.split()[0] for line in lines] == ["trainer-0", "explorer-0"]

@@ -12,7 +12,7 @@ from trinity_events.analysis.changes import changes
 from trinity_events.analysis.proof import Proof
 from trinity_events.core import MonitorState
 from trinity_events.core.fold import Monitor
-from trinity_events.core.fold_state import describe_producer
+from trinity_events.core.fold_state import format_producer
 from trinity_events.dashboard import answers
 from trinity_events.dashboard.simulated_run import Plan, simulated_run
 from trinity_events.log import position
@@ -122,7 +122,7 @@ def matching(types=(), producer=None, step=None):
                     producer
                     in (
                         None,
-                        describe_producer(record.producer),
+                        format_producer(record.producer),
                         record.producer.role,
                     )
                 )

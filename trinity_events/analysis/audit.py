@@ -19,7 +19,7 @@ from trinity_schemas import (
 
 from ..core.ledger import Ledger, LedgerError
 from ..core.lineage import EpochSpan, continued_lineage, lineage_of
-from ..core.ordinal_ranges import Range, count, difference, intersection, union, words_of_ranges
+from ..core.ordinal_ranges import Range, count, difference, format_ranges, intersection, union
 from ..core.state import MonitorState
 
 RESUMED = "resumed"
@@ -321,7 +321,7 @@ class _Bookkeeper:
 
     def _contradict_ordinals(self, name: str, ordinals: list[Range], detail: str) -> None:
         if ordinals:
-            text = f"ordinals {words_of_ranges(ordinals)} {detail}"
+            text = f"ordinals {format_ranges(ordinals)} {detail}"
             self._contradict(name, text, tuple(ordinals))
 
     def _contradict(self, name: str, detail: str, ordinals: tuple[Range, ...] = ()) -> None:

@@ -14,9 +14,9 @@ from msgspec import Struct, field
 from trinity_schemas import Kind
 
 from ..core.completeness import missing, missing_processes
-from ..core.fold_state import describe_slot
+from ..core.fold_state import format_slot
 from ..core.handlers.rollouts import format_exclusion
-from ..core.handlers.waits import open_waits, sentence_of
+from ..core.handlers.waits import format_wait, open_waits
 from ..core.state import KINDS, KindState, MonitorState
 
 Condition = Literal["running", "stopped", "ended"]
@@ -214,7 +214,7 @@ def _check_reducer(state: MonitorState, facts: LiveFacts) -> Iterator[Cause]:
         words += f"; reports of explorers wait for it for {_age(facts.now, reports)}"
     last = f"; the last one, {_described(name, process)}" if process is not None else ""
     last += "".join(
-        f"; {sentence_of(wait, facts.now)[:-1]}"
+        f"; {format_wait(wait, facts.now)[:-1]}"
         for wait in open_waits(state, facts.now)
         if wait.by == name
     )
@@ -291,7 +291,7 @@ def _reported(state: MonitorState, now: int, nodes: dict[int | None, list[str]])
         # A process that waits for itself, such as for its own save, is an end.
         is_own = bool(wait.waits_for) and not on
         of_step = () if is_own or wait.step is None else tuple(nodes.get(wait.step, ()))
-        sentence = sentence_of(wait, now)
+        sentence = format_wait(wait, now)
         if on or of_step or wait.waits_for or not wait.by.startswith("trainer"):
             # The step names its missing ranks, which are nearer to the cause than the trainer.
             yield _Link(wait.by, wait.what, of_step or on, wait.since, sentence, wait.step)
@@ -313,7 +313,7 @@ def _turns(state: MonitorState) -> Iterator[_Link]:
         attempt = state.attempts.get(save_id)
         if attempt is not None and having:
             by = _name(attempt.slot.role, attempt.slot.rank)
-            what = f"its turn to save {describe_slot(attempt.slot)}"
+            what = f"its turn to save {format_slot(attempt.slot)}"
             on = tuple(name for name in having if name != by)
             sentence = f"{by} waits for {what}, which {', '.join(having)} has."
             yield _Link(by, what, on, attempt.since, sentence, attempt.slot.step, attempt.slot.kind)

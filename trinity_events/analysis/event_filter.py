@@ -24,7 +24,7 @@ from trinity_schemas import (
     event_tag,
 )
 
-from ..core.fold_state import describe_producer
+from ..core.fold_state import format_producer
 
 _OF_A_SLOT = (
     SaveRequested,
@@ -103,4 +103,4 @@ def steps_of(event: Event) -> set[int]:
 
 def _names(envelope: Envelope) -> set[str]:
     producer = envelope.producer
-    return {producer.role, describe_producer(producer), producer.node}
+    return {producer.role, format_producer(producer), producer.node}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from trinity_schemas import Kind, StepRef
 
 from ..core.completeness import missing
-from ..core.fold_state import describe_slot
-from ..core.refusals import words_of_refusal
+from ..core.fold_state import format_slot
+from ..core.refusals import format_refusal
 from ..core.skipped_updates import skipped_in
 from ..core.state import KINDS, KindState, MonitorState, StepState
 
@@ -28,7 +28,7 @@ def explain(
     """
     explanation = _explained(state, step, now, named)
     refused = [
-        words_of_refusal(refusal)
+        format_refusal(refusal)
         for refusal in state.refusals
         if refusal.version == StepRef(state.epoch, step)
     ]
@@ -144,7 +144,7 @@ def _turn(state: MonitorState, kind: KindState) -> str:
     if not any(slot.waiting for slot in kind.slots.values()) or not state.turns:
         return ""
     having = [
-        describe_slot(attempt.slot)
+        format_slot(attempt.slot)
         for save_id in list(state.turns)[:3]
         if (attempt := state.attempts.get(save_id)) is not None
     ]

@@ -25,7 +25,7 @@ from trinity_schemas import (
     event_tag,
 )
 
-from ..core.fold_state import describe_producer, describe_slot
+from ..core.fold_state import format_producer, format_slot
 from ..core.state import KINDS
 
 Part = Literal["expects", "commits", "starts", "finishes", "fails", "announces"]
@@ -107,20 +107,20 @@ class Proof:
                 what = f"the part of rank {rank}, {part.bytes} bytes: {digest}"
                 yield "weights", "finishes", what, digest
             case SaveStarted(slot=slot, save_id=name) if slot.step == self.step:
-                yield slot.kind, "starts", describe_slot(slot), name
+                yield slot.kind, "starts", format_slot(slot), name
             case SaveFinished(slot=slot, save_id=name) as saved if slot.step == self.step:
                 digest = f": {saved.digest}" if saved.digest else ""
-                yield slot.kind, "finishes", f"{describe_slot(slot)}{digest}", name
+                yield slot.kind, "finishes", f"{format_slot(slot)}{digest}", name
             case SaveFailed(slot=slot, save_id=name, message=why) if slot.step == self.step:
-                yield slot.kind, "fails", f"{describe_slot(slot)}: {why}", name
+                yield slot.kind, "fails", f"{format_slot(slot)}: {why}", name
             case LeaseExpired(attempts=attempts, holder=holder):
                 for attempt in attempts:
                     if attempt.slot.step == self.step:
-                        silent = f"{describe_slot(attempt.slot)}: no heartbeat of"
+                        silent = f"{format_slot(attempt.slot)}: no heartbeat of"
                         yield (
                             attempt.slot.kind,
                             "fails",
-                            f"{silent} {describe_producer(holder)}",
+                            f"{silent} {format_producer(holder)}",
                             attempt.save_id,
                         )
             case DeadlineReached(step=self.step, kind=kind, seconds=seconds):
@@ -146,7 +146,7 @@ class Proof:
                 kind=kind,
                 part=part,
                 type=event_tag(envelope.event),
-                by=describe_producer(envelope.producer),
+                by=format_producer(envelope.producer),
                 what=what,
                 final=self._causes.get((envelope.epoch, kind)) == entry_id,
             )

@@ -33,7 +33,7 @@ from trinity_schemas import (
     event_tag,
 )
 
-from ..core.fold_state import describe_producer
+from ..core.fold_state import format_producer
 from ..core.limits import KEPT_STEPS_AT_MOST, KEPT_UNDER_WAY, KEPT_WAITS
 
 _COUNTERS = 64
@@ -135,7 +135,7 @@ class Timeline:
         """Yield what an entry ends or tells."""
         now = int(entry_id.partition("-")[0]) * 1_000_000
         self._last = max(self._last, now)
-        by, event = describe_producer(envelope.producer), envelope.event
+        by, event = format_producer(envelope.producer), envelope.event
         yield from self._attempt(envelope.epoch, event, by, now)
         yield from self._version(envelope, event, by, now)
         match event:
@@ -169,7 +169,7 @@ class Timeline:
                 yield self._end_save(name, by, event.slot, now, epoch, outcome=failed)
             case LeaseExpired(attempts=attempts, holder=holder):
                 for attempt in attempts:
-                    who = describe_producer(holder)
+                    who = format_producer(holder)
                     expired = "lease expired"
                     yield self._end_save(
                         attempt.save_id, who, attempt.slot, now, epoch, outcome=expired

@@ -14,7 +14,7 @@ from trinity_schemas import ContractError, EnvelopeReader, encode
 
 from ..checkpoints.layout import final_name
 from ..core import FilePlan, Monitor, MonitorState, decode_state, plan_files
-from ..core.refusals import suspects, words_of_refusal
+from ..core.refusals import format_refusal, suspects
 from ..core.state import SnapshotVersion
 from ..log import ORIGIN, Entry, position
 from ..replay import envelope_of, fold
@@ -207,7 +207,7 @@ def _compare_files(plan: FilePlan, folder: Path) -> list[Finding]:
 
 
 def _refusals(state: MonitorState) -> list[Finding]:
-    sentences = [words_of_refusal(refusal) for refusal in state.refusals]
+    sentences = [format_refusal(refusal) for refusal in state.refusals]
     if state.refused > len(sentences):
         sentences.append(f"{state.refused} refusals of weights in all")
     sentences += suspects(state.refusals)

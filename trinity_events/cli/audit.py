@@ -15,7 +15,7 @@ from ..archive.export import whole_stream
 from ..archive.format import read_lines
 from ..archive.segments import Archive
 from ..core.lineage import EpochSpan
-from ..core.ordinal_ranges import words_of_ranges
+from ..core.ordinal_ranges import format_ranges
 from ..log import Entry, Stream
 from ..replay import envelope_of
 from ..views.terminal import Terminal, visible
@@ -116,9 +116,9 @@ def _print_lineage(out: Terminal, books: LineageBooks) -> None:
         staleness = ", ".join(f"{steps}: {number}" for steps, number in books.staleness.items())
         out.print(f"  staleness in steps, with samples: {staleness}")
     if books.open_ordinals:
-        out.print(f"  open: {words_of_ranges(books.open_ordinals)}")
+        out.print(f"  open: {format_ranges(books.open_ordinals)}")
     for reason, ordinals in books.dropped_ordinals.items():
-        out.print(f"  dropped ({visible(reason, lines=False)}): {words_of_ranges(ordinals)}")
+        out.print(f"  dropped ({visible(reason, lines=False)}): {format_ranges(ordinals)}")
     for contradiction in books.contradictions[:_SHOWN]:
         detail = visible(contradiction.detail, lines=False)
         out.print(

@@ -28,7 +28,7 @@ from ..analysis.proof import Proof, ProofEntry, proof_line
 from ..archive import Archive, ArchiveMissing
 from ..archive.export import whole_stream
 from ..core import MonitorState
-from ..core.handlers.waits import chains_of_waits, words_of_stacks
+from ..core.handlers.waits import find_wait_chains, format_stacks
 from ..core.resumptions import format_resumption
 from ..core.reward_errors import count_failed_prompts, format_evidence
 from ..errors import TrinityError
@@ -150,14 +150,14 @@ def _lines_of_step(facts: _StepFacts, step: int) -> list[str]:
     if not lines:
         raise StepNotFound(_not_found(state, step))
     if step_state is not None and not all(kind.settled for kind in step_state.kinds.values()):
-        lines += chains_of_waits(state, facts.now)
+        lines += find_wait_chains(state, facts.now)
     return lines + _stacks(facts)
 
 
 def _lines_of_run(facts: _StepFacts) -> list[str]:
     """Return the waits of a run, and the steps that are neither ready nor failed."""
     state = facts.state
-    chains = list(chains_of_waits(state, facts.now))
+    chains = list(find_wait_chains(state, facts.now))
     if len(chains) == 1 and facts.causes and chains[0] in facts.causes[0].sentence:
         chains = []  # the first cause says it
     lines = [
@@ -192,7 +192,7 @@ def _reward_errors(facts: _StepFacts) -> list[str]:
 
 
 def _stacks(facts: _StepFacts) -> list[str]:
-    return [line for entry, stacks in facts.stacks for line in words_of_stacks(entry, stacks)]
+    return [line for entry, stacks in facts.stacks for line in format_stacks(entry, stacks)]
 
 
 def _run_and_step(words: list[str]) -> tuple[str | None, int | None]:

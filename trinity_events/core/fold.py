@@ -47,7 +47,7 @@ from trinity_schemas import (
 
 from . import reward_errors
 from .compaction import drop_oldest_steps
-from .fold_state import FoldState, describe_producer, keep_last
+from .fold_state import FoldState, format_producer, keep_last
 from .handlers import evaluations, rollouts, runs, saves, waits, weights
 from .limits import KEPT_PRODUCERS, KEPT_STEPS, MOST_EPOCHS_AT_ONCE, REORDERED_PRODUCERS
 from .state import MonitorState
@@ -174,13 +174,13 @@ def _in_order(fold: FoldState, producer: Producer, sequence: int) -> bool:
     keep_last(sequences, KEPT_PRODUCERS)
     if sequence <= last:
         fold.note_anomaly(
-            "duplicate", f"{describe_producer(producer)} sent its event {sequence} again"
+            "duplicate", f"{format_producer(producer)} sent its event {sequence} again"
         )
         return False
     if sequence > last + 1:
         missing = f"{last + 1}" if sequence == last + 2 else f"{last + 1} to {sequence - 1}"
         fold.note_anomaly(
-            "gap", f"of {describe_producer(producer)}, event {missing} is not in the log"
+            "gap", f"of {format_producer(producer)}, event {missing} is not in the log"
         )
     return True
 
@@ -203,7 +203,7 @@ def _admit_epoch(fold: FoldState, envelope: Envelope) -> bool:
     fold.note_anomaly(
         name,
         f"{event_tag(envelope.event)} of epoch {envelope.epoch} from "
-        f"{describe_producer(envelope.producer)}, while the run is in epoch {epoch}",
+        f"{format_producer(envelope.producer)}, while the run is in epoch {epoch}",
     )
     return False
 

@@ -71,7 +71,7 @@ class FoldState:
         if kind is None:
             return None
         if kind.compacted:
-            self.note_anomaly("late", f"{describe_slot(slot)} was settled before")
+            self.note_anomaly("late", f"{format_slot(slot)} was settled before")
             return None
         key = slot_key(slot)
         slot_state = kind.slots.get(key)
@@ -80,7 +80,7 @@ class FoldState:
             if kind.outcome is not None and len(kind.slots) > registered(kind):
                 self.note_anomaly(
                     "unregistered",
-                    f"{describe_slot(slot)} came when the step was {kind.outcome}: no registration "
+                    f"{format_slot(slot)} came when the step was {kind.outcome}: no registration "
                     "counts it",
                 )
         if ranks is not None:
@@ -111,11 +111,11 @@ def keep_last(items: dict[str, Any], most: int) -> None:
         del items[next(iter(items))]
 
 
-def describe_producer(producer: Producer) -> str:
+def format_producer(producer: Producer) -> str:
     """Return a producer's role and rank, as ``explorer-0``."""
     return f"{producer.role}-{producer.rank}"
 
 
-def describe_slot(slot: Slot) -> str:
+def format_slot(slot: Slot) -> str:
     """Return a slot in words."""
     return f"{slot.name} of {slot.role}-{slot.rank} for {slot.kind} step {slot.step}"

@@ -16,11 +16,11 @@ from .ordinal_ranges import (
     Range,
     count,
     difference,
+    format_ranges,
     intersection,
     ordinals,
     ranges,
     union,
-    words_of_ranges,
 )
 
 __all__ = ["Contradictions", "Ledger", "LedgerError", "ordinals", "ranges"]
@@ -191,15 +191,13 @@ class Ledger(Struct, kw_only=True, omit_defaults=True):
         if contradictions.undispatched:
             raise LedgerError(
                 f"ordinals that were never dispatched cannot be {fate}: "
-                f"{words_of_ranges(contradictions.undispatched)}"
+                f"{format_ranges(contradictions.undispatched)}"
             )
         if contradictions.settled or count(given_ranges) != len(given):
             twice = contradictions.settled or ranges(
                 ordinal for ordinal in given if given.count(ordinal) > 1
             )
-            raise LedgerError(
-                f"ordinals that have a fate cannot be {fate}: {words_of_ranges(twice)}"
-            )
+            raise LedgerError(f"ordinals that have a fate cannot be {fate}: {format_ranges(twice)}")
         self.settle(reason, given_ranges)
 
     def settle(self, reason: str | None, given: Sequence[Range]) -> Contradictions:

@@ -66,7 +66,7 @@ def difference(ranges: Sequence[Range], others: Sequence[Range]) -> list[Range]:
     return result
 
 
-def words_of_ranges(ranges: Sequence[Range], most: int = 16) -> str:
+def format_ranges(ranges: Sequence[Range], most: int = 16) -> str:
     """Return ranges in words, as ``3, 5 to 9``, with at most ``most`` of them named."""
     named = [f"{first}" if first == last else f"{first} to {last}" for first, last in ranges[:most]]
     more = count(ranges[most:])

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from trinity_schemas import Producer, VersionRefused
 
-from .fold_state import describe_producer
+from .fold_state import format_producer
 from .limits import LONGEST_REFUSAL
 from .state import Refusal
 
@@ -15,7 +15,7 @@ def refusal_of(event: VersionRefused, producer: Producer, at: int) -> Refusal:
     """Return the refusal that the state keeps of an event; ``at`` is in milliseconds."""
     return Refusal(
         at=at,
-        by=describe_producer(producer),
+        by=format_producer(producer),
         node=producer.node,
         version=event.version,
         rank=event.rank,
@@ -24,7 +24,7 @@ def refusal_of(event: VersionRefused, producer: Producer, at: int) -> Refusal:
     )
 
 
-def words_of_refusal(refusal: Refusal) -> str:
+def format_refusal(refusal: Refusal) -> str:
     """Return the refusal as a sentence."""
     reason = refusal.reason.rstrip(".")
     return (

@@ -17,7 +17,7 @@ from ..analysis.changes import changes
 from ..analysis.proof import Proof
 from ..core import MonitorState
 from ..core.fold import Monitor
-from ..core.fold_state import describe_producer
+from ..core.fold_state import format_producer
 from ..errors import TrinityError
 from ..log import Entry, before, position
 from ..replay import Folded, fold_one
@@ -178,7 +178,7 @@ def event_of(entry: Entry | None, envelope: Envelope) -> dict[str, Any]:
         "entry": entry.id,
         "type": event_tag(envelope.event),
         "category": category_of(envelope.event),
-        "producer": describe_producer(envelope.producer),
+        "producer": format_producer(envelope.producer),
         "node": envelope.producer.node,
         "epoch": envelope.epoch,
         "step": step_of(envelope.event),
@@ -421,7 +421,7 @@ class Search(Struct, frozen=True, kw_only=True):
         return (
             self.since <= milliseconds <= self.until
             and (not self.types or event_tag(event) in self.types)
-            and (not self.producer or self.producer in (producer.role, describe_producer(producer)))
+            and (not self.producer or self.producer in (producer.role, format_producer(producer)))
             and (self.step is None or step_of(event) == self.step)
         )
 
@@ -492,7 +492,7 @@ def _search_row(number: int, entry_id: str, envelope: Envelope) -> list[Any]:
         number,
         entry_id,
         position(entry_id)[0],
-        describe_producer(envelope.producer),
+        format_producer(envelope.producer),
         event_tag(event),
         step_of(event),
         category_of(event),

@@ -20,7 +20,7 @@ from trinity_schemas import (
 
 from ..core import MonitorState
 from ..core.fold import Monitor
-from ..core.fold_state import describe_producer
+from ..core.fold_state import format_producer
 from ..log import Entry, position
 from ..replay import fold_one
 from .activity import Activity
@@ -148,7 +148,7 @@ class History:
             block.greatest_step = max(block.greatest_step, step)
         self.figures.add(milliseconds / 1000, envelope)
         if category == FAILURE or isinstance(event, (RunOpened, RunResumed, RunClosed)):
-            who = describe_producer(producer)
+            who = format_producer(producer)
             self._mark(entry_id, milliseconds, event_tag(event), f"{who}: {_words(event)}")
 
     def _announced(

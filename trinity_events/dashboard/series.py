@@ -21,7 +21,7 @@ from trinity_schemas import (
     WeightsApplied,
 )
 
-from ..core.fold_state import describe_producer
+from ..core.fold_state import format_producer
 
 POINTS = 1024
 """Maximum points of one series; beyond it neighbours become one."""
@@ -162,7 +162,7 @@ class Figures:
     def _applied(self, at: float, envelope: Envelope, event: WeightsApplied) -> None:
         ref, phases = event.version, event.phases
         version = self._version(ref)
-        name = describe_producer(envelope.producer)
+        name = format_producer(envelope.producer)
         version.applied[name] = Applied(event.digest, at, phases.fetch, phases.pause)
         if version.opened:
             seconds = max(0.0, event.verified_at - version.opened)
@@ -171,7 +171,7 @@ class Figures:
 
     def _refused(self, at: float, envelope: Envelope, event: VersionRefused) -> None:
         version = self._version(event.version)
-        version.refused[describe_producer(envelope.producer)] = Refused(event.reason[:200], at)
+        version.refused[format_producer(envelope.producer)] = Refused(event.reason[:200], at)
 
     def _version(self, ref: StepRef) -> Version:
         version = self.versions.get(ref)

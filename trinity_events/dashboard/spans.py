@@ -26,7 +26,7 @@ from trinity_schemas import (
 )
 
 from ..core import MonitorState
-from ..core.fold_state import describe_producer
+from ..core.fold_state import format_producer
 from ..log import position
 from .categories import CATEGORIES, FAILURE, READY, category_of, step_of
 
@@ -70,7 +70,7 @@ class Grouping:
             label = "saves" if attempt.started else "waits for its turn"
             category = PUBLISH if attempt.slot.kind == "weights" else SAVE
             self._open[save_id] = EventSpan(
-                lane=describe_producer(attempt.holder),
+                lane=format_producer(attempt.holder),
                 begin=attempt.since,
                 end=begin,
                 category=category if attempt.started else WAIT,
@@ -119,7 +119,7 @@ class Grouping:
     def _instant(self, entry_id: str, at: int, envelope: Envelope, event: Any) -> None:
         self.spans.append(
             EventSpan(
-                lane=describe_producer(envelope.producer),
+                lane=format_producer(envelope.producer),
                 begin=at,
                 end=at,
                 category=category_of(event),
@@ -135,7 +135,7 @@ class Grouping:
             self._end(event.save_id, entry_id, at, "granted")
         kind = event.slot.kind
         self._open[event.save_id] = EventSpan(
-            lane=describe_producer(envelope.producer),
+            lane=format_producer(envelope.producer),
             begin=at,
             end=at,
             category=WAIT if requested else PUBLISH if kind == "weights" else SAVE,
@@ -167,7 +167,7 @@ class Grouping:
         save_id = event.save_id or f"part/{event.step}/{event.rank}"
         if save_id not in self._open:
             self._open[save_id] = EventSpan(
-                describe_producer(envelope.producer),
+                format_producer(envelope.producer),
                 at - int(event.seconds * 1000),
                 at,
                 PUBLISH,
@@ -185,7 +185,7 @@ class Grouping:
             self._end(attempt.save_id, entry_id, at, "failed", silent)
 
     def _waits(self, entry_id: str, at: int, envelope: Envelope, event: Any) -> None:
-        lane = describe_producer(envelope.producer)
+        lane = format_producer(envelope.producer)
         name = event.wait_id
         span = self._open.get(name)
         if span is None:
@@ -198,13 +198,13 @@ class Grouping:
 
     def _waited(self, entry_id: str, at: int, envelope: Envelope, event: Any) -> None:
         if event.wait_id not in self._open:
-            lane = describe_producer(envelope.producer)
+            lane = format_producer(envelope.producer)
             begin = at - int(event.seconds * 1000)
             self._open[event.wait_id] = EventSpan(lane, begin, at, WAIT, "waited", entry_id)
         self._end(event.wait_id, entry_id, at, event.outcome)
 
     def _applied(self, entry_id: str, at: int, envelope: Envelope, event: Any) -> None:
-        lane, step, phases = describe_producer(envelope.producer), event.version.step, event.phases
+        lane, step, phases = format_producer(envelope.producer), event.version.step, event.phases
         pause = at - int(phases.pause * 1000)
         fetch = pause - int(phases.fetch * 1000)
         fetched = f"fetches and verifies step {step}"
@@ -215,7 +215,7 @@ class Grouping:
         )
 
     def _trained_step(self, entry_id: str, at: int, envelope: Envelope, event: Any) -> None:
-        lane = describe_producer(envelope.producer)
+        lane = format_producer(envelope.producer)
         begin = self._trained.get(lane, at)
         self._trained[lane] = at
         label = f"step {event.step}"

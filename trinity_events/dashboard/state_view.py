@@ -12,10 +12,10 @@ from ..analysis.explain import explain, unfinished
 from ..analysis.failures import failures
 from ..core import MonitorState
 from ..core.completeness import registered
-from ..core.fold_state import describe_producer, describe_slot
+from ..core.fold_state import format_producer, format_slot
 from ..core.handlers.waits import chained_waits, seconds_left
-from ..core.ordinal_ranges import words_of_ranges
-from ..core.refusals import suspects, words_of_refusal
+from ..core.ordinal_ranges import format_ranges
+from ..core.refusals import format_refusal, suspects
 from ..core.state import KINDS, ExplorerState, KindState, StepState
 from ..log import position
 
@@ -77,9 +77,7 @@ def view_of(state: MonitorState, now: int, digests: Mapping[StepRef, str]) -> di
             [anomaly.entry_id, anomaly.name, anomaly.detail] for anomaly in state.anomalies
         ],
         "refused": state.refused,
-        "refusals": [
-            [refusal.at, words_of_refusal(refusal)] for refusal in state.refusals[-_LINES:]
-        ],
+        "refusals": [[refusal.at, format_refusal(refusal)] for refusal in state.refusals[-_LINES:]],
         "suspects": suspects(state.refusals),
         "detached": [
             [name, consumer.position, consumer.pending, consumer.idle]
@@ -174,8 +172,8 @@ def _saves(state: MonitorState) -> list[dict[str, Any]]:
         )
         rows.append(
             {
-                "slot": describe_slot(attempt.slot),
-                "holder": describe_producer(attempt.holder),
+                "slot": format_slot(attempt.slot),
+                "holder": format_producer(attempt.holder),
                 "node": attempt.holder.node,
                 "since": attempt.since,
                 "started": attempt.started,
@@ -234,5 +232,5 @@ def _ledger(state: MonitorState) -> dict[str, Any] | None:
         "open": ledger.open_count,
         "mark": ledger.mark,
         "words": ledger.in_words,
-        "settled": words_of_ranges(ledger.settled[:64]) if ledger.settled else "",
+        "settled": format_ranges(ledger.settled[:64]) if ledger.settled else "",
     }

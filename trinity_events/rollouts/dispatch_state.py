@@ -11,7 +11,7 @@ from msgspec import Struct
 from trinity_schemas import Experience, OrdinalRange, StepRef, StepTrained
 
 from ..core.ledger import Ledger, LedgerError, ranges
-from ..core.ordinal_ranges import words_of_ranges
+from ..core.ordinal_ranges import format_ranges
 from .settings import DispatchSettings
 from .streams import EXCLUDED, MALFORMED, SUPERSEDED, UNCLAIMABLE, StreamSnapshot
 
@@ -62,7 +62,7 @@ class HeldRequest(NamedTuple):
 
 def object_of_wait(missing: Sequence[HeldRequest]) -> str:
     """Return the ordinals of missing requests in words, and which of them no explorer claims."""
-    ordinals = words_of_ranges(ranges(request.ordinal for request in missing), _NAMED)
+    ordinals = format_ranges(ranges(request.ordinal for request in missing), _NAMED)
     free = sum(request.explorer is None for request in missing)
     if not free:
         return f"the rollouts of {ordinals}"

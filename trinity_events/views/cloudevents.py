@@ -7,7 +7,7 @@ from typing import Any
 
 from trinity_schemas import ContractError, Envelope, event_tag, to_json
 
-from ..core.fold_state import describe_producer
+from ..core.fold_state import format_producer
 from ..log import Entry, Stream, position
 from ..log.position import LATEST
 
@@ -39,7 +39,7 @@ def as_cloudevent(
     attributes |= {
         "type": f"{_TYPE}.{event_tag(envelope.event)}",
         "dataschema": f"{_SCHEMAS}{event_tag(envelope.event)}.json",
-        "subject": describe_producer(producer),
+        "subject": format_producer(producer),
         "epoch": envelope.epoch,
         "node": producer.node,
         "incarnation": producer.incarnation,

@@ -16,7 +16,7 @@ from trinity_schemas import (
     to_json,
 )
 
-from ..core.fold_state import describe_producer
+from ..core.fold_state import format_producer
 from ..core.ordinal_ranges import compact_ranges
 from ..log import position
 from ..replay import Folded
@@ -31,7 +31,7 @@ def event_line(
     when = time_of_day(at) if run_start is None else f"{at / 1000 - run_start:+9.3f}s"
     event = envelope.event
     mark = "»" if isinstance(event, ANNOUNCEMENT_TYPES) else " "
-    who = describe_producer(envelope.producer)
+    who = format_producer(envelope.producer)
     details = " ".join(_details(asdict(event)))
     line = f"{when} {mark} {who:<12} {event_tag(event):<23} {details}".rstrip()
     return f"{entry_id:<18} {line}" if has_id else line

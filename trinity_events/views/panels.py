@@ -12,8 +12,8 @@ from rich.text import Text
 from ..analysis.explain import unfinished
 from ..analysis.failures import failures
 from ..core import MonitorState
-from ..core.fold_state import describe_slot
-from ..core.handlers.waits import chains_of_waits
+from ..core.fold_state import format_slot
+from ..core.handlers.waits import find_wait_chains
 from ..core.refusals import suspects
 from ..core.state import KINDS
 from ..live_facts import Surroundings
@@ -64,7 +64,7 @@ def trouble_panel(state: MonitorState, now: int) -> RenderableType:
         lines.append(Text(f"Anomalies: {counts}.", "red"))
     for name, group in state.detached.items():
         lines.append(Text(f"Group {visible(name)} was detached, {group.pending} pending.", "red"))
-    sentences = [*chains_of_waits(state, now), *unfinished(state, now=now)]
+    sentences = [*find_wait_chains(state, now), *unfinished(state, now=now)]
     lines += [Text(visible(sentence, lines=False), "yellow") for sentence in sentences]
     return _first(lines, "Nothing waits, and nothing failed.")
 
@@ -89,7 +89,7 @@ def transfers_panel(state: MonitorState, now: int) -> RenderableType:
         rows += 1
         stage = "runs" if attempt.started else "waits for its turn"
         written = _written(state, attempt.slot.step, attempt.slot.kind)
-        about = visible(describe_slot(attempt.slot), lines=False)
+        about = visible(format_slot(attempt.slot), lines=False)
         table.add_row(about, stage, written, ago(now - attempt.since))
     if not rows:
         return Text("No save and no publication is under way.", "dim")

@@ -18,7 +18,7 @@ from ..checkpoints.layout import final_name
 from ..core import MonitorState
 from ..core.handlers.rollouts import format_exclusion
 from ..core.handlers.waits import chained_waits, culprits, seconds_left
-from ..core.refusals import suspects, words_of_refusal
+from ..core.refusals import format_refusal, suspects
 from ..core.resumptions import format_resumption
 from ..core.state import KINDS, ExplorerState
 from ..log import position
@@ -264,7 +264,7 @@ def _refusals(state: MonitorState) -> list[Text]:
     return [
         Text(visible(sentence, lines=False), style="red")
         for sentence in (
-            f"Refused weights: {state.refused}. Last: {words_of_refusal(state.refusals[-1])}",
+            f"Refused weights: {state.refused}. Last: {format_refusal(state.refusals[-1])}",
             *suspects(state.refusals),
         )
     ]

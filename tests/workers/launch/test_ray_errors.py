@@ -13,7 +13,7 @@ ray = pytest.importorskip("ray.exceptions", reason="Ray is not installed")
 from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_events.errors import DeadlineExceeded  # noqa: E402
 from trinity_schemas import Process  # noqa: E402
-from trinity_workers.launch.actors import ProcessDied, format_death, in_words  # noqa: E402
+from trinity_workers.launch.actors import ProcessDied, format_death, format_ray_error  # noqa: E402
 from trinity_workers.launch.processes import RayNotStarted, local_ray  # noqa: E402
 
 
@@ -25,20 +25,22 @@ def nested_error(cause):
 
 @pytest.mark.parametrize("cause", [DeadlineExceeded("no weights"), redis.ConnectionError("gone")])
 def test_what_fails_for_a_known_reason_is_that_error_itself(cause):
-    error = in_words(nested_error(cause))
+    error = format_ray_error(nested_error(cause))
     assert type(error) is type(cause)
     assert str(error) == str(cause)
 
 
 def test_a_disk_that_is_full_is_one_sentence():
-    error = in_words(nested_error(OSError(errno.ENOSPC, "No space left on device", "/models/a")))
+    error = format_ray_error(
+        nested_error(OSError(errno.ENOSPC, "No space left on device", "/models/a"))
+    )
     assert isinstance(error, ProcessDied)
     assert str(error).endswith("failed: [Errno 28] No space left on device: '/models/a'")
 
 
 def test_a_defect_keeps_its_traceback():
     error = nested_error(KeyError("layer"))
-    assert in_words(error) is error
+    assert format_ray_error(error) is error
 
 
 def test_a_dead_process_is_named_on_one_line():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trinity_schemas import Producer, SaveGranted, Slot
 
-from ..fold_state import FoldState, describe_slot
+from ..fold_state import FoldState, format_slot
 from ..limits import KEPT_UNDER_WAY
 from ..state import Attempt
 from . import admission
@@ -41,7 +41,7 @@ def end_previous_attempt(fold: FoldState, slot: Slot, holder: Producer) -> None:
         same = attempt is not None and attempt.slot.name == slot.name
         if same and attempt is not None and attempt.holder == holder:
             fold.note_anomaly(
-                "unended-turn", f"the end of {describe_slot(attempt.slot)} is not in the log"
+                "unended-turn", f"the end of {format_slot(attempt.slot)} is not in the log"
             )
             end_attempt(fold, save_id)
 

@@ -16,7 +16,7 @@ from ..fold_state import FoldState, keep_last
 from ..ledger import Contradictions, Ledger, LedgerError
 from ..limits import KEPT_EXCLUDED, LONGEST_REFUSAL
 from ..lineage import lineage_of
-from ..ordinal_ranges import Range, union, words_of_ranges
+from ..ordinal_ranges import Range, format_ranges, union
 from ..skipped_updates import ANOMALY, format_skipped_updates
 from ..state import ExcludedExplorer, MonitorState
 
@@ -124,4 +124,4 @@ def _settle(
 
 def _note(fold: FoldState, name: str, ordinals: list[Range], more: str = "") -> None:
     if ordinals:
-        fold.note_anomaly(name, f"ordinals {words_of_ranges(ordinals)}{more}")
+        fold.note_anomaly(name, f"ordinals {format_ranges(ordinals)}{more}")

@@ -20,7 +20,7 @@ from trinity_schemas import (
 from ..announcements import announce_since_2, supersede
 from ..completeness import staged_folder
 from ..evaluations import continue_evaluations
-from ..fold_state import FoldState, describe_producer, keep_last
+from ..fold_state import FoldState, format_producer, keep_last
 from ..limits import KEPT_DETACHED, KEPT_PENDING_PROMOTIONS, KEPT_PROFILES
 from ..lineage import continued_lineage
 from ..state import DetachedConsumer, Profile, ReadyPointer
@@ -134,7 +134,7 @@ def trainer_status_changed(
 def profile_written(fold: FoldState, event: ProfileWritten, envelope: Envelope) -> None:
     """Keep the profile among the last few."""
     profiles = fold.state.profiles
-    by = describe_producer(envelope.producer)
+    by = format_producer(envelope.producer)
     profiles.append(Profile(step=event.step, by=by, path=event.path))
     del profiles[:-KEPT_PROFILES]
 

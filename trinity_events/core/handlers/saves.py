@@ -21,7 +21,7 @@ from trinity_schemas import (
 from ...checkpoints.layout import staged_in
 from ..announcements import announce_complete, announce_failure
 from ..completeness import missing
-from ..fold_state import FoldState, describe_producer, describe_slot, keep_last
+from ..fold_state import FoldState, format_producer, format_slot, keep_last
 from ..limits import KEPT_ATTEMPTS, LONGEST_REASON
 from ..state import KindState, SlotState
 from . import admission
@@ -80,9 +80,9 @@ def save_started(fold: FoldState, event: SaveStarted, envelope: Envelope) -> Non
         if len(slot.running) > KEPT_ATTEMPTS:
             _remove_attempt(slot, next(iter(slot.running)))
     if admission.limits(fold.state) and event.save_id not in fold.state.turns:
-        producer = describe_producer(envelope.producer)
+        producer = format_producer(envelope.producer)
         fold.note_anomaly(
-            "out-of-turn", f"{producer} began {describe_slot(event.slot)} without a turn"
+            "out-of-turn", f"{producer} began {format_slot(event.slot)} without a turn"
         )
     attempt = begin_attempt(fold, event.save_id, event.slot, envelope.producer, event.lease)
     attempt.started = True
@@ -146,7 +146,7 @@ def _finished_again(
             slot.others[folder] = proof
     keep_last(slot.others, KEPT_ATTEMPTS)
     if not needed:
-        fold.note_anomaly("late-attempt", f"{describe_slot(proof.slot)} was finished before")
+        fold.note_anomaly("late-attempt", f"{format_slot(proof.slot)} was finished before")
     return needed
 
 
@@ -172,8 +172,8 @@ def lease_expired(fold: FoldState, event: LeaseExpired, _: Envelope) -> None:
 
     Its waits are over. One that was taken for dead in error reports its waits again.
     """
-    forget_waits(fold, describe_producer(event.holder))
-    silence = f"nothing was heard of {describe_producer(event.holder)} on {event.holder.node}"
+    forget_waits(fold, format_producer(event.holder))
+    silence = f"nothing was heard of {format_producer(event.holder)} on {event.holder.node}"
     for attempt in event.attempts:
         slot = fold.find_slot(attempt.slot)
         # A reason that the attempt itself gave stays.
@@ -190,7 +190,7 @@ def _fail_attempt(fold: FoldState, save_id: str, at: Slot, cause: str) -> None:
         return
     again = save_id in slot.running
     _remove_attempt(slot, save_id)
-    reason = f"{describe_slot(at)} failed: {cause}"[:LONGEST_REASON]
+    reason = f"{format_slot(at)} failed: {cause}"[:LONGEST_REASON]
     if slot.proof is not None:
         if again and _awaits_checkpoint(fold, at):
             _fail_own_state_dict(fold, at.step, reason)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from trinity_schemas import Envelope, StacksTaken, WaitEnded, WaitStarted
 
-from ..fold_state import FoldState, describe_producer, keep_last
+from ..fold_state import FoldState, format_producer, keep_last
 from ..limits import KEPT_WAIT_NAMES, KEPT_WAITS, LONGEST_WAIT
 from ..state import MonitorState, OpenWait
 
@@ -29,7 +29,7 @@ def wait_started(fold: FoldState, event: WaitStarted, envelope: Envelope) -> Non
     in a new epoch, which forgets all waits.
     """
     state = fold.state
-    by, incarnation = describe_producer(envelope.producer), envelope.producer.incarnation
+    by, incarnation = format_producer(envelope.producer), envelope.producer.incarnation
     if envelope.producer.role == "explorer":
         forget_waits(fold, by, but=incarnation)
     since = fold.now - int(min(event.seconds * 1000, fold.now))
@@ -62,7 +62,7 @@ def stacks_taken(fold: FoldState, event: StacksTaken, _: Envelope) -> None:
     keep_last(entries, KEPT_WAITS)
 
 
-def words_of_stacks(entry_id: str, event: StacksTaken) -> list[str]:
+def format_stacks(entry_id: str, event: StacksTaken) -> list[str]:
     """Return lines with the stacks of a process, indented below a sentence that names it."""
     process = f"{event.process} (process {event.pid} on {event.node})"
     if not event.stacks:
@@ -117,13 +117,13 @@ def chained_waits(state: MonitorState, now: int) -> list[ChainedWait]:
     return [link for wait in ordered for link in _chain(wait, waits, chained_ids, 0)]
 
 
-def chains_of_waits(state: MonitorState, now: int) -> list[str]:
+def find_wait_chains(state: MonitorState, now: int) -> list[str]:
     """Return one sentence for each open wait, followed by those of the processes it names.
 
     The latter are indented. Waits beyond the first few are counted.
     """
     links = chained_waits(state, now)
-    lines = ["  " * link.depth + sentence_of(link.wait, now) for link in links[:_TOLD]]
+    lines = ["  " * link.depth + format_wait(link.wait, now) for link in links[:_TOLD]]
     more = [f"{len(links) - _TOLD} more waits are open."] if len(links) > _TOLD else []
     return [*lines, *more]
 
@@ -146,7 +146,7 @@ def culprits(wait: OpenWait) -> str:
     return f"{', '.join(wait.waits_for)}{more}"
 
 
-def sentence_of(wait: OpenWait, now: int) -> str:
+def format_wait(wait: OpenWait, now: int) -> str:
     """Return a wait in one sentence."""
     named = f" from {culprits(wait)}" if wait.waits_for else ""
     remaining = seconds_left(wait, now)

@@ -19,7 +19,7 @@ from trinity_schemas import (
 )
 
 from ..announcements import announce_complete, announce_since_2
-from ..fold_state import FoldState, describe_producer, keep_last
+from ..fold_state import FoldState, format_producer, keep_last
 from ..limits import KEPT_EXPLORERS, KEPT_REFUSALS
 from ..refusals import refusal_of
 from ..state import ExplorerState
@@ -98,7 +98,7 @@ def explorer_status_changed(
     producer = envelope.producer
     _explorer(fold, producer).status = event.status
     lives = None if event.status == "stopped" else producer.incarnation
-    forget_waits(fold, describe_producer(producer), but=lives)
+    forget_waits(fold, format_producer(producer), but=lives)
 
 
 def sync_requested(fold: FoldState, event: SyncRequested, envelope: Envelope) -> None:
@@ -120,7 +120,7 @@ def _note_request(fold: FoldState, producer: Producer, version: StepRef | None) 
 def _explorer(fold: FoldState, producer: Producer) -> ExplorerState:
     """Return an explorer, added if the state has none, and note that it sent an event."""
     explorers = fold.state.explorers
-    name = describe_producer(producer)
+    name = format_producer(producer)
     # Removed and inserted again: the explorer that was silent longest is dropped first.
     explorer = explorers.pop(name, None) or ExplorerState()
     explorers[name] = explorer

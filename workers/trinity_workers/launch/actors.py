@@ -62,7 +62,7 @@ class Actors:
             try:
                 results[index] = await references[index]
             except RayTaskError as error:
-                raise in_words(error) from None
+                raise format_ray_error(error) from None
             except RayActorError as error:
                 raise await self._died(name, str(error)) from None
 
@@ -81,7 +81,7 @@ class Actors:
         return ProcessDied(format_death(message, name, process, how))
 
 
-def in_words(error: Any) -> Exception:
+def format_ray_error(error: Any) -> Exception:
     """Return the cause of an error in another process, or the error itself if it is a defect."""
     from ray.exceptions import RayTaskError
 

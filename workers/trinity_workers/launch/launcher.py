@@ -54,7 +54,7 @@ from ..rollouts.user_task import check_user_task
 from ..runtime.health import beating
 from ..trainer import Trainer, TrainingResult
 from ..worker_group.placement import Needs, with_reserved_cpus
-from .actors import Actors, in_words
+from .actors import Actors, format_ray_error
 from .cluster import Placement, check_shared_memory, reserve_places
 from .failed_saves import FailedSaves
 from .lifecycle import closing, interruptible
@@ -438,7 +438,7 @@ async def _make_model(config: RunConfig) -> int:
         # Abandoned if the run is ended meanwhile: no process loads what it makes.
         steps, _ = await anyio.to_thread.run_sync(make, abandon_on_cancel=True)
     except OSError as error:
-        raise in_words(error) from None
+        raise format_ray_error(error) from None
     return steps
 
 

@@ -61,7 +61,7 @@ class ExitWatch:
         if ended is None or not ended.wait(seconds):
             return ""
         status = self._statuses.get(process.pid)
-        return "" if status is None else in_words(status)
+        return "" if status is None else format_exit(status)
 
     def _wait(self, pid: int, descriptor: int, ended: threading.Event) -> None:
         poll = select.poll()
@@ -78,7 +78,7 @@ class ExitWatch:
             ended.set()
 
 
-def in_words(status: int) -> str:
+def format_exit(status: int) -> str:
     """Return an exit status of ``waitpid`` as text."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)

@@ -14,7 +14,7 @@ import anyio
 import anyio.abc
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from ...runtime.process_exit import in_words
+from ...runtime.process_exit import format_exit
 from .frames import LARGEST, LENGTH_BYTES
 from .stacks import StackFile, place_in_words
 
@@ -78,7 +78,7 @@ class UserProcess:
         """Return in words how the process ended, whose pipes are closed."""
         with anyio.move_on_after(_ENDING):
             code = await self._process.wait()
-            return in_words(-code if code < 0 else code << 8)
+            return format_exit(-code if code < 0 else code << 8)
         return "it closed its pipe"
 
     async def place(self) -> str:
