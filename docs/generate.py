@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from trinity_events.cli.app import build
 from trinity_events.views.documents import DOCUMENTS, document_schema
 from trinity_workers.config.fields import Field, fields, sections
+from trinity_workers.config.known_elsewhere import EQUIVALENTS
 from trinity_workers.config.renamed_settings import RENAMED
 from trinity_workers.config.rules.contradictions import find_contradictions
 from trinity_workers.config.sections.sync import (
@@ -112,7 +113,7 @@ def configuration() -> str:
     for name in ("", *sections()):
         own = [field for field in fields().values() if field.path.rpartition(".")[0] == name]
         about = (sections()[name].__doc__ or "") if name else "Fields of the run as a whole."
-        head = "| Field | Value | Default | Meaning |\n|---|---|---|---|"
+        head = "| Field | Value | Default | Meaning | Known elsewhere as |\n|---|---|---|---|---|"
         rows = "\n".join(_row(field) for field in own)
         parts.append(f"## {f'`{name}`' if name else 'The run'}\n\n{about}\n\n{head}\n{rows}\n")
     rows = "\n".join(f"| `{former}` | `{path}` |" for former, path in RENAMED.items())
@@ -122,7 +123,11 @@ def configuration() -> str:
 
 def _row(field: Field) -> str:
     default = "null" if field.default is None else f"`{json.dumps(field.default)}`"
-    return f"| `{field.path}` | {field.allowed} | {default} | {field.meaning} |"
+    elsewhere = ", ".join(
+        f"{name.project} `{name.name}`" + (f" ({name.note})" if name.note else "")
+        for name in EQUIVALENTS.get(field.path, ())
+    )
+    return f"| `{field.path}` | {field.allowed} | {default} | {field.meaning} | {elsewhere} |"
 
 
 SYNC = Path(__file__).parent / "sync.md"

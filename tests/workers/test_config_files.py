@@ -10,6 +10,7 @@ from trinity_workers.config.cli_options import FILE, OPTIONS, overlaid
 from trinity_workers.config.errors import BadSettings
 from trinity_workers.config.fields import fields
 from trinity_workers.config.files import read_config, to_yaml, typed_setting, write_copy
+from trinity_workers.config.known_elsewhere import EQUIVALENTS, format_hint
 from trinity_workers.config.renamed_settings import RENAMED, SettingNamedTwice
 from trinity_workers.config.train_config import TrainConfig
 
@@ -508,3 +509,29 @@ def test_the_command_line_may_name_a_setting_of_the_file_otherwise(tmp_path):
     path = written(tmp_path, "trainer: {ramp_steps: 3}")
     config = read_config(path, [typed_setting("trainer.warmup_steps=5")]).checked()
     assert config.trainer.warmup_steps == 5
+
+
+def test_every_name_of_another_project_is_of_a_setting_that_there_is():
+    assert EQUIVALENTS.keys() <= fields().keys()
+    assert all(equivalents for equivalents in EQUIVALENTS.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "setting"),
+    [
+        ("lr: 1.0e-6", "trainer.learning_rate"),
+        ("algorithm: {adv_estimator: grpo}", "algorithm.advantage"),
+        ("num_generations: 8", "rollouts.samples_per_prompt"),
+        ("data: {train_files: a.parquet, other: 1}", "task.questions"),
+        ("actor_rollout_ref: {actor: {optim: {lr: 1.0e-6}}}", "trainer.learning_rate"),
+        ("buffer: {batch_size: 8}", "rollouts.prompts_per_step"),
+    ],
+)
+def test_a_name_of_another_project_is_refused_with_the_setting_here(tmp_path, text, setting):
+    [problem] = read_config(written(tmp_path, text)).problems
+    assert f" is {setting} here" in problem
+
+
+def test_a_name_that_many_settings_end_with_gives_no_hint():
+    assert format_hint("path") is None
+    assert format_hint("nonsense") is None

@@ -22,6 +22,7 @@ from ..evaluation.settings import NAME as SECTION_NAME
 from ..tasks import absolute
 from .errors import BadSettings
 from .fields import collections, fields, general_path, sections
+from .known_elsewhere import format_hint
 from .renamed_settings import RENAMED, SettingNamedTwice
 from .rules.contradictions import find_contradictions
 from .sync_method import METHOD_ALIASES
@@ -212,7 +213,10 @@ class _Reader:
         path = _to_path(name)
         field = fields().get(general_path(path))
         if field is None:
-            self._problems.append(f"{origin}: there is no setting {path}{_nearest(path)}")
+            for unknown in _leaves(path, value):
+                hint = format_hint(unknown)
+                meant = f": {hint}" if hint else _nearest(unknown)
+                self._problems.append(f"{origin}: there is no setting {unknown}{meant}")
             return
         if name in RENAMED:
             logger.warning("%s: %s is called %s now: write the new name", origin, name, path)
@@ -343,6 +347,15 @@ def _resolved(path: str, value: Any, base: Path) -> Any:
     if path in _PATHS:
         return str((base / Path(value).expanduser()).resolve())
     return absolute(value, base) if path in _SOURCES else value
+
+
+def _leaves(path: str, value: Any) -> list[str]:
+    """Return the paths of an unknown section's values that another project has, or its own path."""
+    leaves = [path]
+    if isinstance(value, Mapping):
+        below = [leaf for name, inner in value.items() for leaf in _leaves(f"{path}.{name}", inner)]
+        leaves = [leaf for leaf in below if format_hint(leaf)] or leaves
+    return leaves
 
 
 def _nearest(path: str) -> str:
