@@ -85,6 +85,23 @@ trinity-events train run.yaml --check                     # print the effective 
 trinity-events train run.yaml --set sync.interval=2       # lay a setting over the file's
 ```
 
+A file may be laid over another one, which it names first, relative to itself. Sections are laid
+over each other field by field; `evaluation.sets` is taken as a whole.
+
+```yaml
+base: common.yaml
+trainer:
+  learning_rate: 2.0e-6
+```
+
+A sweep is a loop of the shell, with a run of its own for each value:
+
+```bash
+for rate in 1e-6 2e-6 5e-6; do
+  trinity-events train run.yaml --run "rate-$rate" --set trainer.learning_rate=$rate
+done
+```
+
 A name that does not exist and a value that is not allowed are refused: each mistake is one
 sentence that names the file and the field. Relative paths are relative to the file; those of
 `--set`, to the current folder. The effective configuration is in the event that opens the run,

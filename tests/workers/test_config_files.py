@@ -535,3 +535,36 @@ def test_a_name_of_another_project_is_refused_with_the_setting_here(tmp_path, te
 def test_a_name_that_many_settings_end_with_gives_no_hint():
     assert format_hint("path") is None
     assert format_hint("nonsense") is None
+
+
+def test_a_file_is_laid_over_its_base_field_by_field_and_paths_are_of_their_own_file(tmp_path):
+    (tmp_path / "common").mkdir()
+    written(tmp_path / "common", "steps: 9\nmodel: {path: ./policy}\ntrainer: {ranks: 3}", "a.yaml")
+    written(tmp_path, "base: common/a.yaml\nseed: 4\ntrainer: {warmup_steps: 5}", "b.yaml")
+    reading = read_config(written(tmp_path, "base: b.yaml\nsteps: 7"))
+    assert reading.problems == []
+    config = reading.config
+    assert (config.steps, config.seed) == (7, 4)
+    assert (config.trainer.ranks, config.trainer.warmup_steps) == (3, 5)
+    assert config.model.path == str(tmp_path / "common" / "policy")
+
+
+def test_a_mistake_in_a_base_names_the_base(tmp_path):
+    base = written(tmp_path, "stepz: 9", "base.yaml")
+    [problem] = read_config(written(tmp_path, "base: base.yaml")).problems
+    assert problem.startswith(f"{base}: there is no setting stepz")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("base: run.yaml", "each is laid over the next"),
+        ("base: b.yaml", "each is laid over the next"),
+        ("base: 3", "base is 3, but must be the path"),
+        ("base: none.yaml", "none.yaml cannot be read: No such file"),
+    ],
+)
+def test_a_base_that_cannot_be_used_is_one_sentence(tmp_path, text, message):
+    written(tmp_path, "base: run.yaml", "b.yaml")
+    with pytest.raises(BadSettings, match=message):
+        read_config(written(tmp_path, text, "run.yaml"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import logging
+import os
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
@@ -61,6 +62,10 @@ FIELD_ALIASES = {
 """Names that Trinity-RFT has for fields, and our names."""
 
 
+BASE = "base"
+"""Name by which a file gives the path of a configuration that it is laid over."""
+
+
 class SettingOverride(Struct, frozen=True):
     """Value that is laid over the file's."""
 
@@ -93,7 +98,7 @@ def read_config(
     *,
     named: Callable[[str], str] | None = None,
 ) -> Reading:
-    """Read a configuration file.
+    """Read a configuration file, laid over the one that it names as `base`, if it names one.
 
     Args:
         path: The file, YAML or TOML.
@@ -101,10 +106,11 @@ def read_config(
         named: Names fields in messages; by default they are named by file and path.
 
     Raises:
-        BadSettings: If the file cannot be read at all.
+        BadSettings: If the file or its base cannot be read at all.
     """
     reading = _Reader(path)
-    reading.read(_decoded(path))
+    for file, content in reversed(_with_bases(path)):
+        reading.read(file, content)
     reading.overlay(settings)
     return reading.finished(named or (lambda name: name), "" if named else f"{path}: ")
 
@@ -142,12 +148,13 @@ class _Reader:
         self._names: dict[str, str] = {}
         """Names by which the file, or the command line, gives the settings, by path."""
 
-    def read(self, content: Any) -> None:
-        """Take the values of the file."""
+    def read(self, file: Path, content: Any) -> None:
+        """Take the values of a file, over those of the files before."""
+        self._file, self._names = file, {}
         if content is None:
             return
         if not isinstance(content, Mapping):
-            self._problems.append(f"{self._file}: the file holds {_format(content)}, not sections")
+            self._problems.append(f"{file}: the file holds {_format(content)}, not sections")
             return
         self._read_section("", content)
 
@@ -264,6 +271,29 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
             section = section.setdefault(name, {})
         section[last] = dict(value) if isinstance(value, dict) else value
     return tree
+
+
+def _with_bases(path: Path) -> list[tuple[Path, Any]]:
+    """Return the contents of a file, of its base, of that one's base, and so on.
+
+    Raises BadSettings for a base that is no path, or that is among the files before it.
+    """
+    files: list[tuple[Path, Any]] = []
+    while True:
+        content = _decoded(path)
+        if not isinstance(content, Mapping) or BASE not in content:
+            return [*files, (path, content)]
+        base = content[BASE]
+        files.append((path, {name: value for name, value in content.items() if name != BASE}))
+        if not isinstance(base, str) or not base:
+            raise BadSettings(
+                f"{path}: {BASE} is {_format(base)}, but must be the path of another configuration"
+            )
+        following = Path(os.path.normpath(path.parent / base))
+        if any(following.absolute() == file.absolute() for file, _ in files):
+            names = " -> ".join(str(file) for file, _ in files)
+            raise BadSettings(f"{names} -> {following}: each is laid over the next: leave one out")
+        path = following
 
 
 def _decoded(path: Path) -> Any:
