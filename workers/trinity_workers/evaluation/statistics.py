@@ -49,16 +49,51 @@ def estimate(of_questions: Sequence[float]) -> Estimate:
     return Estimate(mean, mean - half, mean + half)
 
 
+def estimate_share(of_questions: Sequence[float], answers: int) -> Estimate:
+    """Return the mean of shares over questions, with its interval of 95 %, within 0 and 1.
+
+    It is the score interval of Wilson ("Probable Inference", 1927) with the effective number of
+    answers that the questions' variance gives, as in Dean and Pagano, "Evaluating Confidence
+    Interval Methods for Binomial Proportions in Clustered Surveys" (2015). Where all shares are 0
+    or all are 1, the variance says nothing, and each question counts as one answer.
+
+    Args:
+        of_questions: Share of each question, from 0 to 1.
+        answers: Number of all answers, which the effective number does not exceed.
+    """
+    count = len(of_questions)
+    mean = fsum(of_questions) / count
+    effective = float(count)
+    if count > 1 and 0 < mean < 1:
+        # Of one answer a question it is mean * (1 - mean), so that each counts as one.
+        variance = fsum((share - mean) ** 2 for share in of_questions) / count
+        most = count * mean * (1 - mean) / variance if variance else float(answers)
+        effective = min(most, float(answers))
+    square = _QUANTILE**2
+    center = (mean + square / (2 * effective)) / (1 + square / effective)
+    half = _QUANTILE * sqrt(mean * (1 - mean) / effective + square / (4 * effective**2))
+    half /= 1 + square / effective
+    # Rounding may leave the mean outside by the last bit, where all shares are equal.
+    return Estimate(mean, max(min(center - half, mean), 0.0), min(max(center + half, mean), 1.0))
+
+
 def results(settings: EvaluationSet, rewards: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Return the metrics of a set from the rewards of each question's answers."""
-    metrics = _format_metric("mean", estimate([fsum(of_one) / len(of_one) for of_one in rewards]))
+    """Return the metrics of a set from the rewards of each question's answers.
+
+    The mean of rewards that are all from 0 to 1 has the interval of a share.
+    """
+    answers = sum(map(len, rewards))
+    means = [fsum(of_one) / len(of_one) for of_one in rewards]
+    is_share = all(0 <= reward <= 1 for of_one in rewards for reward in of_one)
+    metrics = _format_metric(
+        "mean", estimate_share(means, answers) if is_share else estimate(means)
+    )
     for k in settings.passes:
         passed = [
             pass_at_k(len(of_one), sum(reward >= settings.correct_from for reward in of_one), k)
             for of_one in rewards
         ]
-        mean, low, high = estimate(passed)
-        metrics |= _format_metric(f"pass_at_{k}", Estimate(mean, max(low, 0.0), min(high, 1.0)))
+        metrics |= _format_metric(f"pass_at_{k}", estimate_share(passed, answers))
     return metrics
 
 
