@@ -1,5 +1,6 @@
 """The command line, as a process, right and wrong."""
 
+import io
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from importlib import metadata
 import anyio
 import pytest
 from msgspec import structs
+from rich.console import Console
 from typer import Context
 from typer.main import get_group
 
@@ -30,10 +32,12 @@ from tests.support.redis_servers import free_ports
 from tests.support.waits import PATIENCE, child
 from trinity_events import liveness
 from trinity_events.cli import runs
+from trinity_events.cli import status as status_command
 from trinity_events.cli.app import build
 from trinity_events.log import AsyncPublisher, Stream, new_producer, open_run, position
 from trinity_events.replay import current_state
 from trinity_events.server import EmbeddedServer, connect_sync
+from trinity_events.views.status import status_panel
 from trinity_schemas import (
     ExplorerStatusChanged,
     RunClosed,
@@ -199,6 +203,37 @@ async def test_status_says_that_nobody_is_there_once_all_signs_of_life_have_laps
     assert await silent() == last[0]
     monkeypatch.setattr(liveness, "ABANDONED_AFTER", 60.0)
     assert await silent() is None, "an entry is a sign of life, too"
+
+
+LIVES = """
+import sys, time
+from trinity_events.diagnostics.stacks import write_stacks_when_asked
+write_stacks_when_asked(sys.argv[1], "trainer-0")
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+async def test_status_calls_no_run_abandoned_whose_processes_live_on_this_host(
+    publisher, redis_url, run_id, monkeypatch
+):
+    monkeypatch.setattr(liveness, "ABANDONED_AFTER", 0.0)
+    await publish_steps(publisher, [1])
+    with child([sys.executable, "-c", LIVES, run_id], stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"ready\n"
+        facts = await status_command._look_up(redis_url, run_id)
+        assert facts.processes["trainer-0"].pid == process.pid
+        assert facts.silent_since is None, "to start the run again would fence its trainer"
+        assert "abandoned" not in panel_text(facts)
+    facts = await status_command._look_up(redis_url, run_id)
+    assert facts.silent_since is not None
+    assert "abandoned" in panel_text(facts)
+
+
+def panel_text(facts):
+    printer = Console(width=300, file=io.StringIO())
+    printer.print(status_panel(*facts))
+    return printer.file.getvalue()
 
 
 async def test_status_says_in_a_sentence_that_nobody_is_there_and_runs_in_a_word(

@@ -61,4 +61,8 @@ async def _look_up(redis_url: str | None, run: str | None) -> _RunFacts:
         now = await server_clock(client, log.keys.events) if is_open else None
         processes = processes_of_epoch(state, processes_here(log.run_id)) if is_open else {}
         reports = await reports_since(log) if is_open else None
-        return _RunFacts(state, now, await abandoned_since(client, state), processes, reports)
+        since = await abandoned_since(client, state)
+        if any(process.condition != "ended" for process in processes.values()):
+            # A trainer publishes nothing between steps. To start the run again would fence it.
+            since = None
+        return _RunFacts(state, now, since, processes, reports)
