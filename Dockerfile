@@ -17,7 +17,8 @@ RUN pip install -c constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDE
 COPY pyproject.toml ./
 RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb')); \
     print(*p['build-system']['requires'], *p['project']['dependencies'], \
-    *(one for extra in ('dashboard', 'workers') for one in p['project']['optional-dependencies'][extra]), \
+    *(package for extra in ('dashboard', 'metrics', 'workers') \
+      for package in p['project']['optional-dependencies'][extra]), \
     sep='\n')" > requirements.txt \
     && pip install -c constraints.txt -r requirements.txt
 
