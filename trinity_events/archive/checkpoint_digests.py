@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -97,6 +98,7 @@ def check_manifests(run: Path) -> VerifiedManifests:
     for folder in sorted(run.iterdir()):
         if parse_final_name(folder.name) is None or folder.is_symlink() or not folder.is_dir():
             continue
+        inode = folder.stat().st_ino
         try:
             manifest = read_manifest(folder)
             if manifest is None:
@@ -105,7 +107,9 @@ def check_manifests(run: Path) -> VerifiedManifests:
             manifest.check_sizes()
             manifest.check_digests()
         except CheckpointDamaged as error:
-            damage.append(error)
+            with suppress(FileNotFoundError):  # retention may have removed it meanwhile
+                if folder.stat().st_ino == inode:
+                    damage.append(error)
         else:
             files = manifest.files()
             sums |= {f"{folder.name}/{file.path.relative_to(folder)}": file.sum for file in files}

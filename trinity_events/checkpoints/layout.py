@@ -60,6 +60,8 @@ MODEL_FOLDER = ("actor", "huggingface")
 """Folder of a step with the model in Hugging Face's format, by the names on the way to it."""
 FILE_DIGESTS = "XXH128SUMS"
 """File of a folder with the digest of each of its other files; its own digest seals the folder."""
+COMPLETING = ".completing.tmp"
+"""File of a Hugging Face folder that is being completed in place: its weights do not count yet."""
 TRAINER_STATE = "trainer_state.json"
 """File of a checkpoint with the state of the trainer's loop."""
 FILES_DIGEST = "sha256files"

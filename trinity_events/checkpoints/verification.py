@@ -22,7 +22,14 @@ import msgspec
 from msgspec import Struct
 
 from ..errors import TrinityError
-from .layout import FILE_DIGESTS, MANIFEST, VERIFIED, final_name, parse_final_name
+from .layout import (
+    COMPLETING,
+    FILE_DIGESTS,
+    MANIFEST,
+    VERIFIED,
+    final_name,
+    parse_final_name,
+)
 from .manifest import (
     LONGEST_MANIFEST,
     FileSum,
@@ -106,6 +113,7 @@ class ManifestMark(Struct):
     """Part of the reducer's mark that a reader compares."""
 
     manifest: str | None = None
+    kinds: tuple[str, ...] = ()
 
 
 class CheckpointManifest:
@@ -124,8 +132,12 @@ class CheckpointManifest:
 
     def later_folders(self) -> list[Path]:
         """Return the Hugging Face folders that were completed after the manifest was written."""
-        lists = (path.relative_to(self.root) for path in self.folder.rglob(FILE_DIGESTS))
-        return [self.root / path.parent for path in lists if path.as_posix() not in self.sums]
+        marks = (*self.folder.rglob(FILE_DIGESTS), *self.folder.rglob(COMPLETING))
+        return [
+            folder
+            for folder in sorted({mark.parent for mark in marks})
+            if (folder / FILE_DIGESTS).relative_to(self.root).as_posix() not in self.sums
+        ]
 
     def check_sizes(self) -> None:
         """Compare names and sizes. Raises CheckpointDamaged for the first that differs."""
@@ -245,7 +257,7 @@ def _read(root: Path, *, required: bool) -> dict[str, FileSum] | None:
             have a list of digests of its own.
     """
     path = root / MANIFEST
-    expected = _marked(root) if required else None
+    expected = _read_mark(root).manifest if required else None
     try:
         with path.open("rb") as file:
             data = file.read(LONGEST_MANIFEST)
@@ -261,7 +273,8 @@ def _read(root: Path, *, required: bool) -> dict[str, FileSum] | None:
     if foreign and not is_sealed(data):
         return None
     try:
-        sums = parse_manifest(data)
+        # A copy that an earlier version made has a plain list, and no mark that names it.
+        sums = parse_manifest(data, sealed=expected is not None or is_sealed(data))
     except ManifestUnreadable as error:
         raise damaged(path, error.reason, root) from None
     if expected is not None and expected != digest_of_manifest(data):
@@ -274,14 +287,14 @@ def digest_of_manifest(data: bytes) -> str:
     return f"sha256:{hashlib.sha256(data).hexdigest()}"
 
 
-def _marked(root: Path) -> str | None:
-    """Return the digest of the manifest that the reducer's mark names; None without one."""
+def _read_mark(root: Path) -> ManifestMark:
+    """Return the reducer's mark; an empty one where there is none."""
     path = root / VERIFIED
     try:
-        return msgspec.json.decode(path.read_bytes(), type=ManifestMark).manifest
+        return msgspec.json.decode(path.read_bytes(), type=ManifestMark)
     except FileNotFoundError:
-        return None
-    except (OSError, msgspec.DecodeError):
+        return ManifestMark()
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError):
         raise damaged(path, "cannot be read", root) from None
 
 
@@ -313,8 +326,12 @@ def find_newest_whole(run: Path, before: int) -> int | None:
     for step in sorted(
         (step for step in steps if step is not None and step < before), reverse=True
     ):
+        folder = run / final_name(step)
         try:
-            if verify_files(run / final_name(step)):
+            kinds = _read_mark(folder).kinds
+            if kinds and "checkpoint" not in kinds:
+                continue  # it has the weights of a version alone
+            if verify_files(folder):
                 return step
         except CheckpointDamaged:
             continue

@@ -427,7 +427,7 @@ class CheckpointCoordinator:
             return MeasuredPaths(0, None, {})
         staged = paths.staged_root(self._run_folder)
         measured = paths.measure(staged, shared=attempt.ranks not in (None, 1))
-        if staged is not None and measured.sums:
+        if staged is not None:  # also of nothing: the reducer digests what several ranks wrote
             slot = attempt.slot
             write_part(staged, f"{slot.kind} {slot.role} {slot.rank} {slot.name}", measured.sums)
         return measured

@@ -105,7 +105,7 @@ def join_manifest(step: int, folder: OpenFolder) -> str | None:
     Raises NotVerified if a file is not as a save listed it.
     """
     listed = _listed_sums(step, folder)
-    if not listed:
+    if listed is None:
         return None
     sums: dict[str, FileSum] = {}
     for above, below in folder.walk():
@@ -123,8 +123,8 @@ def join_manifest(step: int, folder: OpenFolder) -> str | None:
     return digest_of_manifest(manifest)
 
 
-def _listed_sums(step: int, folder: OpenFolder) -> dict[str, set[FileSum]]:
-    """Return what the saves of a folder listed for each file.
+def _listed_sums(step: int, folder: OpenFolder) -> dict[str, set[FileSum]] | None:
+    """Return what the saves of a folder listed for each file; None without any list.
 
     The manifest counts too, of a folder that was joined before, or whose files were added.
     """
@@ -137,9 +137,10 @@ def _listed_sums(step: int, folder: OpenFolder) -> dict[str, set[FileSum]]:
                 for name in sorted(parts.names())
                 if not name.startswith(".")
             ]
-    for path, data in lists:
-        if data is None:
-            continue
+    present = [(path, data) for path, data in lists if data is not None]
+    if not present:
+        return None
+    for path, data in present:
         try:
             for name, file in parse_manifest(data).items():
                 listed.setdefault(name, set()).add(file)

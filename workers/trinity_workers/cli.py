@@ -19,7 +19,7 @@ import anyio
 import typer
 from msgspec import Struct
 
-from trinity_events.checkpoints.verification import CheckpointDamaged, VerifyMode
+from trinity_events.checkpoints.verification import CheckpointDamaged, VerifyMode, with_older
 from trinity_events.cli.options import (
     CheckpointRoot,
     Json,
@@ -212,7 +212,9 @@ def _run_job(
     try:
         _interruptible(partial(run_job, report=printer.summary), options, printer.interrupted)
     except CheckpointDamaged as error:
-        raise error.with_command(command) from None
+        # The error of another rank than the first names no older checkpoint.
+        whole = with_older(error) if error.older is None else error
+        raise whole.with_command(command) from None
     if printer.refusals:
         raise WeightsRefused(
             f"explorers of run {run.run_id} refused weights {printer.refusals} times, because they "

@@ -17,6 +17,7 @@ from transformers import (  # noqa: E402
     AutoModelForTokenClassification,
 )
 
+from tests.support.manifests import drop_manifests  # noqa: E402
 from tests.support.rank_processes import Rank  # noqa: E402
 from tests.support.tensors import assert_equal, identical  # noqa: E402
 from tests.support.weight_versions import awkward  # noqa: E402
@@ -140,6 +141,8 @@ def save(rank: Rank, folder: Path) -> None:
     else:
         list(tensors)
     engine.save_checkpoint(str(folder))
+    if rank.number == 0:
+        drop_manifests(folder)
     for path in folder.glob("model_world_size_*.pt"):
         path.unlink(missing_ok=True)
 
@@ -202,6 +205,7 @@ def test_shards_of_fsdp_convert_to_a_folder_that_transformers_loads(
     assert_equal(
         {name: parameter.detach() for name, parameter in model.named_parameters()}, expected
     )
+    drop_manifests(tmp_path)
     (tmp_path / "step" / "actor" / f"model_world_size_{world}_rank_{world - 1}.pt").unlink()
     if world > 1:
         with pytest.raises(FileNotFoundError, match="rank_2"):

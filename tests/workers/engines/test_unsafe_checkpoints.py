@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import (  # noqa: E402
 )
 
 from tests.support import megatron_ranks as at  # noqa: E402
+from tests.support.manifests import drop_manifests  # noqa: E402
 from tests.support.rank_processes import Rank, RankProcesses  # noqa: E402
 from trinity_workers.engines.megatron import (  # noqa: E402
     CheckpointRefused,
@@ -96,6 +97,7 @@ def test_a_file_that_runs_code_when_it_is_unpickled_is_refused_by_name(
     ranks(at.train, [at.padded_batch(0, rows=8)])
     whole, proof = tmp_path / "whole", tmp_path / "proof"
     ranks(save, whole)
+    drop_manifests(whole)
     cases = [
         ("model/.metadata", raw),
         ("model/common.pt", raw),
@@ -148,6 +150,7 @@ def test_an_object_among_the_tensors_runs_no_code(rank_processes, engine_ranks, 
     ranks(save, whole)
     blob = as_torch_saves([MakesFolder(proof)])
 
+    drop_manifests(whole)
     folder = shutil.copytree(whole, tmp_path / "extra")
     replace_object(folder / "model", blob, of_tensor=False)
     [error] = ranks.answers(load, folder)
@@ -186,6 +189,7 @@ def test_tensors_that_are_none_are_refused_by_the_folder_that_has_them(
     ranks = engine_ranks("qwen3", 1, ParallelLayout())
     whole, proof = tmp_path / "whole", tmp_path / "proof"
     ranks(save, whole)
+    drop_manifests(whole)
     unsafe, damaged, missing = (
         shutil.copytree(whole, tmp_path / name) for name in ("unsafe", "damaged", "missing")
     )
@@ -270,7 +274,7 @@ def test_a_missing_file_of_a_rank_is_refused_at_its_layout_alone(engine_ranks, t
     assert not (extra_missing / "training" / "rank_0.pt").exists()
     ranks(load, extra_missing)
 
-    second_missing = shutil.copytree(whole, tmp_path / "second")
+    second_missing = drop_manifests(shutil.copytree(whole, tmp_path / "second"))
     (second_missing / "training" / "rank_1.pt").unlink()
     peer, error = ranks.answers(load, second_missing)
     assert isinstance(peer, PeerFailed)

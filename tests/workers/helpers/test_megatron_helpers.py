@@ -28,6 +28,7 @@ from tests.support.pipeline import announced, reducer_task, until  # noqa: E402
 from tests.support.tensors import identical  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_events import CheckpointCoordinator, Synchronizer  # noqa: E402
+from trinity_events.checkpoints.layout import MANIFEST  # noqa: E402
 from trinity_events.coordinator import staged_path  # noqa: E402
 from trinity_events.log import Publisher, SyncEventLog, new_producer  # noqa: E402
 from trinity_events.server import open_client  # noqa: E402
@@ -275,9 +276,11 @@ async def test_a_state_dict_save_is_one_save_of_the_model_alone(engine_ranks, wh
         assert isinstance(finished, SaveFinished) and started.save_id == finished.save_id
         assert finished.slot.kind == "state_dict"
         assert finished.bytes == sum(
-            path.stat().st_size for path in folder.rglob("*") if path.is_file()
+            path.stat().st_size
+            for path in folder.rglob("*")
+            if path.is_file() and path.name != MANIFEST
         )
-        assert {path.name for path in folder.iterdir()} == {"model", "huggingface"}
+        assert {path.name for path in folder.iterdir()} == {"model", "huggingface", MANIFEST}
         trainer = CheckpointCoordinator(
             Publisher(
                 SyncEventLog(open_client(where.redis_url), where.run_id),

@@ -289,7 +289,7 @@ def _with_bases(path: Path) -> list[tuple[Path, Any]]:
             raise BadSettings(
                 f"{path}: {BASE} is {_format(base)}, but must be the path of another configuration"
             )
-        following = Path(os.path.normpath(path.parent / base))
+        following = Path(os.path.normpath(path.parent / Path(base).expanduser()))
         if any(following.absolute() == file.absolute() for file, _ in files):
             names = " -> ".join(str(file) for file, _ in files)
             raise BadSettings(f"{names} -> {following}: each is laid over the next: leave one out")

@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -38,7 +39,6 @@ REFUSED: dict[str, str] = {
     "trainer.engine": "another engine does not read the checkpoint",
     "trainer.distributed_optimizer": "its state does not load",
     "trainer.colocated": "the answers of earlier steps are of another place",
-    "algorithm.preset": "it is another algorithm",
     "algorithm.advantage": "it is another algorithm",
     "algorithm.loss": "it is another algorithm",
     # The schedule of the learning rate counts updates, and the optimizer's state has their number.
@@ -59,7 +59,8 @@ QUESTIONS = frozenset(
 
 REWARDS = frozenset(
     (
-        *("task.reward", "task.options", "task.environment"),
+        *("task.name", "task.reward", "task.reward_deadline", "task.options"),
+        "task.environment",
         *("rewards.service", "rewards.judge", "rewards.judge_model", "rewards.judge_prompt"),
         *("rewards.best_grade", "rewards.code_tests", "rewards.code_memory_mb"),
         *("rewards.code_file_mb", "rewards.code_files"),
@@ -85,7 +86,7 @@ _APPLIED = {
     "trainer.critic_offload": "param_offload grad_offload optimizer_offload",
     "trainer.reference_offload": "param_offload",
     "algorithm": """
-        scale deviation deviation_epsilon gamma gae_lambda normalisation normalisation_length
+        preset scale deviation deviation_epsilon gamma gae_lambda normalisation normalisation_length
         clip_low clip_high dual_clip entropy_coefficient options
         """,
     "algorithm.kl": "estimator coefficient weighted",
@@ -125,6 +126,8 @@ _REFUSED_BY_ENGINE = {
     ("verl", "trainer.ranks"): "veRL's FSDP engine reads its shards at their number of ranks",
 }
 """Applied settings that one engine cannot change, each with the reason."""
+_FOLDERS = frozenset(("model.path", "algorithm.teacher.path", "reward.model"))
+"""Settings that name a folder. One that moved is the same, if a link is at its earlier place."""
 _LONGEST_VALUE = 1000
 """Characters of a value in the event; prompts of judges may be pages long."""
 _LONGEST_SHOWN = 60
@@ -159,6 +162,14 @@ class SettingsNotResumable(TrinityError):
         self.reasons = tuple(reasons)
 
 
+def _is_same(path: str, before: object, after: object) -> bool:
+    """Return True if two values are equal, or name one folder through links."""
+    if before == after:
+        return True
+    is_folder = path in _FOLDERS and isinstance(before, str) and isinstance(after, str)
+    return is_folder and os.path.realpath(str(before)) == os.path.realpath(str(after))
+
+
 def compare_settings(run_id: str, logged: str, config: TrainConfig) -> tuple[SettingChange, ...]:
     """Return the settings that differ from those in the log, all of which may change.
 
@@ -186,7 +197,7 @@ def compare_settings(run_id: str, logged: str, config: TrainConfig) -> tuple[Set
     refused: list[tuple[SettingChange, str]] = []
     for keys, setting in (before | after).items():
         old, new = before.get(keys), after.get(keys)
-        if old is not None and new is not None and old.value == new.value:
+        if old is not None and new is not None and _is_same(setting.path, old.value, new.value):
             continue
         change = SettingChange(
             name=setting.name,

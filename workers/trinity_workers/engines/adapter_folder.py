@@ -11,13 +11,12 @@ import msgspec
 import torch
 from msgspec import Struct
 
-from trinity_events.checkpoints.layout import FILE_DIGESTS
 from trinity_events.errors import TrinityError
 from trinity_events.weights.tensors import Digesting
 
-from ..storage.durable_files import make_folder, write_json
+from ..storage.durable_files import write_json
 from .convertible import ADAPTER_CONFIG
-from .model_folder import seal
+from .model_folder import begin_folder, seal
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 BASE_MODEL = "base_model.json"
@@ -128,8 +127,7 @@ def write_adapter_folder(
     """
     from safetensors.torch import save_file
 
-    make_folder(folder)
-    (folder / FILE_DIGESTS).unlink(missing_ok=True)
+    begin_folder(folder)
     describe(folder)
     adapters = {name: tensor.contiguous() for name, tensor in tensors}
     partial = folder / f".{ADAPTER_WEIGHTS}.tmp"

@@ -12,13 +12,13 @@ from typing import Any, BinaryIO
 
 import torch
 
-from trinity_events.checkpoints.layout import FILE_DIGESTS
+from trinity_events.checkpoints.layout import COMPLETING, FILE_DIGESTS
 from trinity_events.errors import IncompatibleWeights
 from trinity_events.system.open_folder import OpenFolder
 from trinity_events.weights.reading.model_folder import FILE_DTYPES, list_digests
 from trinity_events.weights.tensors import DTYPES, as_bytes
 
-from ..storage.durable_files import make_folder, sync_tree
+from ..storage.durable_files import make_folder, sync, sync_tree
 from ..storage.huggingface_files import set_dtype
 
 SHARD_BYTES = 512 << 20
@@ -100,8 +100,7 @@ def write_model_folder(
         tensors: Full tensors by Hugging Face name.
         shard_bytes: Maximum bytes of a file's tensors, unless one tensor is larger.
     """
-    make_folder(folder)
-    (folder / FILE_DIGESTS).unlink(missing_ok=True)
+    begin_folder(folder)
     describe(folder)
     with WeightsWriter(folder, shard_bytes) as writer:
         for name, tensor in tensors:
@@ -115,8 +114,22 @@ def write_model_folder(
 
 def copy_files(source: Path, target: Path) -> None:
     """Copy a folder, except for weights and the list of digests."""
-    left_out = shutil.ignore_patterns("*.safetensors", "*.bin", "*.pth", INDEX, FILE_DIGESTS)
+    left_out = shutil.ignore_patterns(
+        "*.safetensors", "*.bin", "*.pth", INDEX, FILE_DIGESTS, COMPLETING
+    )
     shutil.copytree(source, target, ignore=left_out, dirs_exist_ok=True)
+
+
+def begin_folder(folder: Path) -> None:
+    """Mark a folder as one whose files change, until :func:`seal`.
+
+    It may be in a checkpoint that has a manifest: a run that resumes with weights in files
+    completes the model of its checkpoint.
+    """
+    make_folder(folder)
+    (folder / COMPLETING).touch()
+    sync(folder)
+    (folder / FILE_DIGESTS).unlink(missing_ok=True)
 
 
 def seal(folder: Path) -> None:
@@ -124,6 +137,7 @@ def seal(folder: Path) -> None:
     sync_tree(folder)
     with OpenFolder.at(folder) as opened:
         opened.write(FILE_DIGESTS, list_digests(folder))
+    (folder / COMPLETING).unlink(missing_ok=True)
 
 
 def has_weights(folder: Path) -> bool:

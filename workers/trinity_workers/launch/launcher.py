@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from trinity_events.archive.ownership import own_folder
 from trinity_events.checkpoints.layout import final_name
 from trinity_events.core import MonitorState
 from trinity_events.core.resumptions import format_changes, format_skipped
-from trinity_events.errors import DeadlineExceeded
+from trinity_events.errors import DeadlineExceeded, TrinityError
 from trinity_events.liveness import held_explorers
 from trinity_events.log import RedisEventLog, Resumption, Stream, open_run
 from trinity_events.replay import current_state
@@ -35,7 +35,7 @@ from trinity_events.server import (
     warn_of_eviction,
 )
 from trinity_events.server.connect import redacted
-from trinity_events.system.error_text import cause_of
+from trinity_events.system.error_text import cause_of, first_error
 from trinity_events.system.shared_memory import sweep
 from trinity_events.trackers import find_tracker
 from trinity_schemas import (
@@ -137,6 +137,8 @@ class _Job(Struct, kw_only=True):
     config: RunConfig
     began: float
     reducer: ReducerProcess | None
+    begins: dict[Stream, str]
+    """Last entry of each stream before the epoch was opened."""
     warm_up_steps: int = 0
     training: TrainingResult | None = None
 
@@ -199,6 +201,7 @@ async def _run(options: LaunchOptions, report: Report) -> None:
         placed_options = structs.replace(options, settings=settings)
         resumption = await _find_resumption(placed_options, redis_url, earlier, changed, view)
         checkpoint = None if resumption is None else resumption.checkpoint
+        begins = {stream: await log.last_id(stream) for stream in Stream}
         config = settings.placed(
             run_id=options.run_id,
             epoch=await open_run(
@@ -216,14 +219,11 @@ async def _run(options: LaunchOptions, report: Report) -> None:
             resumed_step=None if checkpoint is None else checkpoint.step,
             discards_answers=resumption is not None and changes_rewards(resumption.changed),
         )
-        job = _Job(options=options, config=config, began=began, reducer=reducer)
+        job = _Job(options=options, config=config, began=began, reducer=reducer, begins=begins)
         view.epoch = config.epoch
         if earlier is not None:
             view.say(earlier.notice(options.run_id, config.epoch, checkpoint))
-        travel = (
-            "no weights travel" if chosen is NONE else f"weights travel by {TRANSPORTS[transport]}"
-        )
-        view.say(f"run {options.run_id}: {travel}: {chosen.reason}")
+        view.say(f"run {options.run_id}: {_travel(chosen)}: {chosen.reason}")
         async with (
             _summarized(job, log, report),
             mirrored(config),
@@ -293,6 +293,10 @@ async def _find_resumption(
     return Resumption(checkpoint=usable.checkpoint, changed=changed, skipped=usable.skipped)
 
 
+def _travel(chosen: Chosen) -> str:
+    return "no weights travel" if chosen is NONE else f"weights travel by {TRANSPORTS[chosen.name]}"
+
+
 def _chosen_transport(options: LaunchOptions) -> Chosen:
     """Return the transport of the run's weights; a colocated run has none."""
     if options.settings.trainer.colocated:
@@ -321,7 +325,12 @@ async def _summarized(job: _Job, log: RedisEventLog, report: Report) -> AsyncIte
             else:
                 report(summary)
         raise
-    report(await _summary(job, log, "finished", None))
+    try:
+        summary = await _summary(job, log, "finished", None)
+    except TrinityError as unread:  # the run has finished all the same
+        logger.warning("run %s has no summary: %s", log.run_id, unread)
+    else:
+        report(summary)
 
 
 async def _summary(
@@ -329,7 +338,7 @@ async def _summary(
 ) -> DemoSummary:
     """Return the summary of the run, from its parts' results and its log."""
     config, options = job.config, job.options
-    summed, metrics, evaluations, failed = await _summarize_log(log, config)
+    summed, metrics, evaluations, failed = await _summarize_log(log, config, job.begins)
     facts = RunFacts(
         seconds=time.monotonic() - job.began,
         warm_up_steps=job.warm_up_steps,
@@ -350,7 +359,11 @@ async def _summary(
             ],
             newest_checkpoint=newest_checkpoint(await current_state(log), config),
             next_command=(
-                None if outcome == "finished" else next_command(options.resume_command, error)
+                None
+                if outcome == "finished"
+                else next_command(
+                    options.resume_command, None if error is None else first_error(error)
+                )
             ),
         ),
         metrics=job.training or metrics,
@@ -512,15 +525,18 @@ async def _shown(
 
 
 async def _summarize_log(
-    log: RedisEventLog, config: RunConfig
+    log: RedisEventLog, config: RunConfig, begins: Mapping[Stream, str]
 ) -> tuple[RunSummary, LoggedMetrics, LoggedEvaluations, FailedSaves]:
-    """Summarize the log of the epoch; entries that were trimmed come from the archive."""
+    """Summarize the log of the epoch; entries that were trimmed come from the archive.
+
+    The archive of earlier epochs need not be on this host.
+    """
     summarizer, metrics, failed = Summarizer(log.run_id), LoggedMetrics(), FailedSaves()
     evaluations = LoggedEvaluations()
     archive = Archive(config.checkpoint_folder, config.run_id)
     for stream in Stream:
         begun = False
-        async for entry in whole_stream(log, stream, archive):
+        async for entry in whole_stream(log, stream, archive, begins[stream]):
             with suppress(ContractError):  # a dead letter, which the reducer has reported
                 envelope = decode_envelope(entry.payload)
                 begun = begun or envelope.epoch >= config.epoch

@@ -17,7 +17,7 @@ from trinity_events.checkpoints.layout import (
     final_name,
     parse_final_name,
 )
-from trinity_events.checkpoints.verification import CheckpointDamaged, VerifyMode, verify_files
+from trinity_events.checkpoints.verification import CheckpointDamaged, VerifyMode
 from trinity_events.client.checkpoint_lease import hold_checkpoint
 from trinity_events.core import MonitorState
 from trinity_events.core.lineage import EpochSpan, lineage_of, stands
@@ -31,6 +31,8 @@ from trinity_schemas import Kind, SkippedCheckpoint, StepRef
 
 from ..config.sections.checkpoints import OnDamage
 from ..config.train_config import RunConfig
+from ..storage.object_store import CopyDamaged
+from ..storage.verification import verify_whole
 from ..trainer.state import UnusableTrainerState, read_trainer_state
 from .logged_training import LoggedTraining, read_logged_training
 from .mirror import fetch_checkpoint, restore
@@ -273,12 +275,15 @@ async def _check_checkpoint(source: CheckpointSource, step: int, logged: LoggedT
     Raises DeadlineExceeded if its folder gets no final name in time.
     """
     run_id, run_folder = source.run_id, source.root / source.run_id
-    await fetch_checkpoint(source.mirror, run_id, step, run_folder)
+    try:
+        await fetch_checkpoint(source.mirror, run_id, step, run_folder)
+    except CopyDamaged as error:
+        raise CheckpointUnusable(run_id, step, str(error)) from None
     hold = hold_checkpoint(run_id, step, redis_url=source.redis_url, checkpoint_root=source.root)
     try:
         async with hold as folder:
             await anyio.to_thread.run_sync(_check_evidence, run_folder, step)
-            await anyio.to_thread.run_sync(verify_files, folder, source.verify)
+            await anyio.to_thread.run_sync(verify_whole, folder, source.verify)
             state = await anyio.to_thread.run_sync(read_trainer_state, folder, step)
     except (CheckpointHeld, NotVerified, UnsafePath, PermissionError) as error:
         raise CheckpointMissing(run_id, step, str(error)) from None

@@ -62,7 +62,8 @@ class HttpCalls:
         self._attempts = attempts
         self._free = anyio.CapacityLimiter(calls)
         self._waits = waits
-        headers = {}
+        # Replies are read raw, for their bound: none may be compressed.
+        headers = {"Accept-Encoding": "identity"}
         if token_variable is not None:
             token = os.environ.get(token_variable)
             if not token:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from .durable_files import whole_file
+
 CONFIG = "config.json"
 
 _COPIED = (
@@ -48,9 +50,8 @@ def read_user_files(folder: Path) -> UserFiles:
 def write_user_files(folder: Path, files: UserFiles) -> None:
     """Write files into a folder, with their bytes."""
     for name, data in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
+        with whole_file(folder / name) as file:  # a resumed run reads what was there before
+            file.write(data)
 
 
 def write_config(folder: Path, config: Any) -> None:
@@ -104,7 +105,8 @@ def _change_config(folder: Path, change: Callable[[dict[str, Any]], None]) -> No
         if values is after or "model_type" in values:
             change(values)
     if after != before:
-        file.write_text(json.dumps(after, indent=2) + "\n")
+        with whole_file(file) as changed:
+            changed.write(json.dumps(after, indent=2).encode() + b"\n")
 
 
 def _older_rope(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,11 +17,16 @@ from trinity_events.checkpoints.layout import (
     final_name,
     parse_final_name,
 )
-from trinity_events.checkpoints.manifest import FileSum, is_sealed, parse_manifest
+from trinity_events.checkpoints.manifest import (
+    FileSum,
+    ManifestUnreadable,
+    is_sealed,
+    parse_manifest,
+)
 from trinity_events.checkpoints.verification import read_manifest
 from trinity_events.errors import TrinityError
 
-from .durable_files import sync
+from .durable_files import sync, sync_tree
 
 SUMS = MANIFEST
 """Object of a checkpoint with the digest of each of its files, which sha256sum -c reads: its
@@ -40,6 +45,14 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 class ObjectStoreUnusable(TrinityError):
     """Raised if checkpoints cannot be read from, or written to, object storage."""
+
+
+class CopyDamaged(ObjectStoreUnusable):
+    """Raised if the copy of a checkpoint is not what was copied: another checkpoint may be."""
+
+
+class _ObjectChanged(OSError):
+    """An object is gone, or is not the file that was copied."""
 
 
 class ObjectStore:
@@ -134,7 +147,8 @@ class ObjectStore:
     def fetch(self, run: str, step: int, folder: Path) -> bool:
         """Copy a checkpoint into a local folder, verified; return False if it is not there.
 
-        Raises ObjectStoreUnusable if the storage fails, or a file is not what was copied.
+        Raises ObjectStoreUnusable if the storage fails, and CopyDamaged if a file is not what was
+        copied.
         """
         source = self._folder(run, step)
         unfinished = folder.with_name(f".{folder.name}.fetched")
@@ -149,7 +163,9 @@ class ObjectStore:
                 self._get(source, name, unfinished, file)
             if has_manifest:
                 self._get_marks(source, unfinished, data)
+            sync_tree(unfinished)
             unfinished.replace(folder)
+            sync(folder.parent)
         return True
 
     def _put(self, file: Path, target: PurePosixPath) -> str:
@@ -174,12 +190,14 @@ class ObjectStore:
     def _get(self, source: PurePosixPath, name: str, folder: Path, file: FileSum) -> None:
         target = folder / PurePosixPath(name)
         target.parent.mkdir(parents=True, exist_ok=True)
+        if not self._files.exists(str(source / name)):
+            raise _ObjectChanged(f"{source / name} is not there, and was copied")
         with self._files.open(str(source / name), "rb") as stored, target.open("wb") as sink:
             digest = _copy(stored, sink)
             sink.flush()
             os.fsync(sink.fileno())
         if digest != file.sha256:
-            raise OSError(f"{source / name} is not the file that was copied")
+            raise _ObjectChanged(f"{source / name} is not the file that was copied")
 
     def _make(self, folder: PurePosixPath) -> None:
         if self._has_folders:
@@ -207,7 +225,9 @@ class ObjectStore:
             yield
         except Exception as error:  # the libraries' errors have no common class
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ObjectStoreUnusable(f"{self._url} {what}: {reason}") from error
+            is_damaged = isinstance(error, _ObjectChanged | ManifestUnreadable)
+            kind = CopyDamaged if is_damaged else ObjectStoreUnusable
+            raise kind(f"{self._url} {what}: {reason}") from error
 
 
 def _copy(source: IO[bytes], sink: IO[bytes] | Any) -> str:

@@ -57,7 +57,12 @@ class DamageMessage(Struct, frozen=True, array_like=True):
     @classmethod
     def of(cls, error: CheckpointDamaged) -> DamageMessage:
         """Make the message of an error."""
-        return cls(str(error.path), error.reason, error.step, error.older)
+        # A path of other bytes than UTF-8 cannot be sent as it is.
+        path, reason = (
+            text.encode(errors="backslashreplace").decode()
+            for text in (str(error.path), error.reason)
+        )
+        return cls(path, reason, error.step, error.older)
 
     def error(self) -> CheckpointDamaged:
         """Return the error of the message."""
@@ -92,13 +97,22 @@ def verify_checkpoint(
         _warn(folder)
 
 
+def verify_whole(folder: Path, mode: VerifyMode = "full") -> None:
+    """Verify a checkpoint with the folders that were completed after its manifest.
+
+    Raises CheckpointDamaged, without the older checkpoint.
+    """
+    _verify_part(folder, mode)
+
+
 def verify_together(
     folder: Path, mode: VerifyMode = "full", group: dist.ProcessGroup | None = None
 ) -> None:
     """Verify as :func:`verify_checkpoint`, each rank its part of the files. Collective.
 
     Raises:
-        CheckpointDamaged: on every rank, if any finds damage.
+        CheckpointDamaged: on every rank, if any finds damage. Rank 0's names the newest older
+            checkpoint that is whole.
     """
     import torch.distributed as dist
 
@@ -122,11 +136,9 @@ def verify_together(
     first = next(filter(None, gather_bytes(message, group)), None)
     if first is None:
         return
-    if rank == 0:  # which reads the older checkpoints, for all
-        damage = with_older(msgspec.json.decode(first, type=DamageMessage).error())
-        message = msgspec.json.encode(DamageMessage.of(damage))
-    message = gather_bytes(message, group)[0]
-    raise msgspec.json.decode(message, type=DamageMessage).error()
+    # No rank waits for the search of an older checkpoint, which may outlast the group's timeout.
+    damage = msgspec.json.decode(first, type=DamageMessage).error()
+    raise with_older(damage) if rank == 0 else damage
 
 
 def _verify_part(
@@ -149,7 +161,8 @@ def _verify_part(
         manifest.check_digests(part, parts, paths)
     if part == 0 and only is None:
         for later in manifest.later_folders():
-            _verify_model_folder(later, mode)
+            if (later / FILE_DIGESTS).is_file():  # else no engine takes its weights
+                _verify_model_folder(later, mode)
     return True
 
 
@@ -190,12 +203,16 @@ def _verify_model_folder(folder: Path, mode: VerifyMode) -> None:
         raise damaged(folder / name, f"is not listed in {path}", folder)
     if mode != "full":
         return
-    with ThreadPoolExecutor(usable_cores()) as pool:
-        actual = pool.map(_xxh128_of, (folder / name for name in digests))
-        for (name, expected), digest in zip(digests.items(), actual, strict=True):
-            if digest != expected:
-                reason = f"was changed: its digest is {digest}, and {expected} was saved"
-                raise damaged(folder / name, reason, folder)
+    try:
+        with ThreadPoolExecutor(usable_cores()) as pool:
+            actual = list(pool.map(_xxh128_of, (folder / name for name in digests)))
+    except OSError as error:
+        file = Path(error.filename or folder)
+        raise damaged(file, f"cannot be read ({error.strerror})", folder) from None
+    for (name, expected), digest in zip(digests.items(), actual, strict=True):
+        if digest != expected:
+            reason = f"was changed: its digest is {digest}, and {expected} was saved"
+            raise damaged(folder / name, reason, folder)
 
 
 def _xxh128_of(path: Path) -> str:

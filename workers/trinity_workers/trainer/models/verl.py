@@ -78,9 +78,10 @@ def make_step(
 
 def _policy(config: RunConfig, device: torch.device) -> VerlEngine:
     trainer = config.trainer
+    rate = policy_rate(config)  # of the steps that follow the critic's warm-up
     options = VerlOptions(
-        learning_rate=policy_rate(config),
-        total_steps=config.steps * config.algorithm.updates,
+        learning_rate=rate,
+        total_steps=rate.steps,
         dtype=config.model.dtype,
         adamw=get_adamw_options(trainer),
         recompute=trainer.recompute,
