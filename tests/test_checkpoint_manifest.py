@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import pickle
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.damage import DAMAGE, check, flip, restored
-from trinity_events.checkpoints.layout import MANIFEST, MANIFEST_PARTS, VERIFIED
+from trinity_events.checkpoints.layout import COMPLETING, MANIFEST, MANIFEST_PARTS, VERIFIED
 from trinity_events.checkpoints.manifest import (
     FileSum,
     ManifestUnreadable,
@@ -29,7 +30,7 @@ from trinity_events.checkpoints.verification import (
     verify_files,
     with_older,
 )
-from trinity_workers.storage.verification import verify_checkpoint
+from trinity_workers.storage.verification import verify_checkpoint, verify_whole
 
 FILES = {
     "actor/model_world_size_1_rank_0.pt": b"weights" * 1000,
@@ -235,3 +236,38 @@ def test_a_hugging_face_folder_is_compared_with_its_own_list(tmp_path, kind, lat
         assert isinstance(error, CheckpointDamaged)
         name = f"{path.name}.other" if kind == "extra" else path.name
         assert error.path.name == name
+
+
+def test_a_model_that_is_being_completed_damages_no_checkpoint(checkpoint):
+    model = checkpoint / "actor" / "huggingface"
+    (model / COMPLETING).touch()
+    (model / "model.safetensors").write_bytes(b"weights of the run that resumed")
+    (model / "config.json").write_text('{"dtype": "float32"}')
+    assert damage_of(checkpoint / "actor") is None
+    (model / COMPLETING).unlink()
+    assert damage_of(checkpoint / "actor") is not None
+
+
+def test_a_resume_compares_a_folder_that_was_completed_later(checkpoint):
+    model = checkpoint / "actor" / "huggingface"
+    (model / "model.safetensors").write_bytes(b"weights")
+    hugging_face_list(model)
+    verify_whole(checkpoint)
+    flip(model / "model.safetensors")
+    with pytest.raises(CheckpointDamaged):
+        verify_whole(checkpoint)
+
+
+def test_the_weights_of_a_version_alone_are_no_checkpoint_to_continue_from(checkpoint):
+    for step, kinds in ((3, ["checkpoint"]), (4, ["state_dict"])):
+        folder = write_checkpoint(checkpoint.parent / f"global_step_{step}")
+        (folder / VERIFIED).write_text(json.dumps({"kinds": kinds}))
+    flip(checkpoint / "trainer_state.json")
+    error = damage_of(checkpoint)
+    assert error is not None and error.older == 3
+
+
+def test_a_mark_of_other_bytes_than_text_is_damage(checkpoint):
+    (checkpoint / VERIFIED).write_bytes(b'{"manifest": "\xff"}')
+    error = damage_of(checkpoint)
+    assert error is not None and error.path == checkpoint / VERIFIED

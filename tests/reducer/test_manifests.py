@@ -128,3 +128,11 @@ def test_a_list_that_was_changed_is_refused_with_its_path(folder):
     with pytest.raises(NotVerified) as raised:
         join(folder)
     assert raised.value.folder == part
+
+
+def test_a_folder_that_several_ranks_wrote_is_digested_by_the_reducer(tmp_path):
+    (tmp_path / "shared.distcp").write_bytes(b"of all ranks")
+    for rank in range(2):  # a save of several ranks lists nothing, as the others still write
+        write_part(tmp_path, f"model {rank}", {})
+    assert join(tmp_path) is not None
+    assert parse_manifest((tmp_path / MANIFEST).read_bytes()).keys() == {"shared.distcp"}

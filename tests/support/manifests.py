@@ -1,4 +1,4 @@
-"""Checkpoints without a manifest, as those of earlier versions: tests may then change their files."""
+"""Checkpoints without a manifest, as of earlier versions: tests may then change their files."""
 
 from __future__ import annotations
 

@@ -162,3 +162,21 @@ def test_changed_rewards_discard_earlier_answers():
 def test_a_long_value_is_cut_in_the_event():
     [change] = compare({}, {"rewards.judge_prompt": "x" * 100_000})
     assert len(change.after) == 1000
+
+
+def test_a_model_that_moved_is_the_same_behind_a_link_at_its_earlier_place(tmp_path):
+    (tmp_path / "new").mkdir()
+    (tmp_path / "old").symlink_to("new")
+    before, after = ({"model.path": str(tmp_path / name)} for name in ("old", "new"))
+    assert compare(before, after) == ()
+    with pytest.raises(SettingsNotResumable):
+        compare(before, {"model.path": str(tmp_path / "other")})
+
+
+def test_a_preset_with_the_same_values_may_be_named():
+    [change] = compare({}, {"algorithm.preset": "grpo"})
+    assert change.name == "algorithm.preset"
+
+
+def test_another_task_or_another_time_for_its_rewards_changes_rewards():
+    assert {"task.name", "task.reward_deadline"} <= REWARDS

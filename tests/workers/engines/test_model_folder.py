@@ -21,6 +21,7 @@ from tests.support.manifests import drop_manifests  # noqa: E402
 from tests.support.rank_processes import Rank  # noqa: E402
 from tests.support.tensors import assert_equal, identical  # noqa: E402
 from tests.support.weight_versions import awkward  # noqa: E402
+from trinity_events.checkpoints.layout import COMPLETING  # noqa: E402
 from trinity_events.errors import IncompatibleWeights  # noqa: E402
 from trinity_workers.conversion.convert import convert  # noqa: E402
 from trinity_workers.engines import model_folder as written  # noqa: E402
@@ -111,7 +112,7 @@ def test_a_folder_whose_writing_fails_has_no_weights(tmp_path):
 
     with pytest.raises(IncompatibleWeights, match=r"b is of torch\.complex128"):
         write_model_folder(tmp_path, nothing_more, tensors(), shard_bytes=1)
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [COMPLETING]
     assert not has_weights(tmp_path)
 
 
@@ -135,14 +136,13 @@ def take_step(rank: Rank, seed: int) -> None:
 def save(rank: Rank, folder: Path) -> None:
     """Save a checkpoint whose model is a Hugging Face folder, in the optimizer's dtype."""
     engine = rank.objects.engine
+    engine.save_checkpoint(str(folder))
     tensors = engine.master_params()
     if rank.number == 0:
         write_model_folder(folder / "huggingface", engine.write_description, tensors)
+        drop_manifests(folder)
     else:
         list(tensors)
-    engine.save_checkpoint(str(folder))
-    if rank.number == 0:
-        drop_manifests(folder)
     for path in folder.glob("model_world_size_*.pt"):
         path.unlink(missing_ok=True)
 
