@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import redis.asyncio
+from hypothesis import settings
 
 pytest.register_assert_rewrite("tests.support")
 
@@ -29,6 +30,10 @@ from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_events.log import AsyncPublisher, RedisEventLog, Stream, new_producer, open_run  # noqa: E402
 from trinity_events.reducer import log_retention  # noqa: E402
 from trinity_events.server import EmbeddedServer, connect, open_client  # noqa: E402
+
+# A bound in milliseconds of an example fails on a busy machine alone.
+settings.register_profile("trinity", deadline=None)
+settings.load_profile("trinity")
 
 
 @pytest.fixture(scope="session", autouse=True)
