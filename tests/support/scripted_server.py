@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 
 @contextmanager
@@ -19,7 +19,7 @@ def scripted_server(reply: Callable[[bytes], bytes]) -> Iterator[str]:
                     connection, _ = listener.accept()
                 except OSError:
                     return
-                with connection:
+                with connection, suppress(ConnectionError):  # a client may reset it
                     while data := connection.recv(4096):
                         for command in data.split(b"*")[1:]:
                             connection.sendall(reply(command))
