@@ -60,8 +60,11 @@ def test_links_are_not_followed(session, tmp_path):
 
 def test_a_session_with_a_process_is_not_removed(session, tmp_path):
     folder = session(GONE)
-    sleeping = [sys.executable, "-c", "import time; time.sleep(60)", f"--session={folder}"]
-    with subprocess.Popen(sleeping) as process:
+    code = "import time; print('ready', flush=True); time.sleep(60)"
+    sleeping = [sys.executable, "-c", code, f"--session={folder}"]
+    with subprocess.Popen(sleeping, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"  # before, it may not have its arguments yet
         remove_sessions(tmp_path)
         assert folder.exists()
         process.kill()
