@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -193,12 +193,8 @@ def _measure_all(run: OpenFolder, path: str, file: str) -> Iterator[tuple[str, t
             yield str(below), _sha256_of(folder, name)
             return
         with folder.below(name) as saved:
-            for at, subfolder in saved.walk():
-                if MANIFEST_PARTS in at:
-                    continue
-                for entry in subfolder.names():
-                    if subfolder.is_file(entry) and entry not in REDUCER_FILES:
-                        yield str(below.joinpath(*at, entry)), _sha256_of(subfolder, entry)
+            for at, subfolder, entry in _saved_files(saved):
+                yield str(below.joinpath(*at, entry)), _sha256_of(subfolder, entry)
 
 
 def _sha256_of(folder: OpenFolder, name: str) -> tuple[int, str]:
@@ -214,10 +210,15 @@ def _measure_file(folder: OpenFolder, name: str, *, digested: bool) -> tuple[int
 
 
 def _sizes(folder: OpenFolder) -> Iterator[int]:
+    for _, subfolder, name in _saved_files(folder):
+        if (status := subfolder.stat(name)) is not None:
+            yield status.st_size
+
+
+def _saved_files(folder: OpenFolder) -> Iterator[tuple[Sequence[str], OpenFolder, str]]:
+    """Yield the names on the way to each file that a save wrote, its folder and its name."""
     for at, subfolder in folder.walk():
-        if MANIFEST_PARTS in at:
-            continue
-        for name in subfolder.names():
-            status = subfolder.stat(name)
-            if status is not None and subfolder.is_file(name) and name not in REDUCER_FILES:
-                yield status.st_size
+        if MANIFEST_PARTS not in at:
+            for name in subfolder.names():
+                if subfolder.is_file(name) and name not in REDUCER_FILES:
+                    yield at, subfolder, name

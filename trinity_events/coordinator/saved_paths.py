@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from ..checkpoints.layout import (
     digest_of_files,
     staged_in,
 )
-from ..checkpoints.manifest import FileSum, sums_below
+from ..checkpoints.manifest import FileSum, digest_files, sums_below
 
 SavedPath: TypeAlias = Path | str | Sequence[Path | str]
 """Path of a save, or a sequence of files and folders that this save alone writes."""
@@ -81,7 +80,7 @@ class SavedPaths:
 
         def digest_of(path: Path) -> str:
             listed = None if root is None else sums.get(_name_in(path, root))
-            return _digest_of(path) if listed is None else listed.sha256
+            return (digest_files([path])[0] if listed is None else listed).sha256
 
         if self._files is not None:
             digests = {
@@ -130,8 +129,3 @@ def _size_of(path: Path) -> int:
     if path.is_dir():
         return sum(file.stat().st_size for file in _files_of(path))
     return path.stat().st_size
-
-
-def _digest_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

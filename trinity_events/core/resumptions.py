@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trinity_schemas import SettingChange, SkippedCheckpoint
 
+from ..system.error_text import shorten
 from .state import MonitorState
 
 _SHOWN = 16
@@ -37,6 +38,4 @@ def format_changes(changes: list[SettingChange]) -> str:
 
 
 def _format_value(value: str | None) -> str:
-    if value is None:
-        return "nothing"
-    return value if len(value) <= _LONGEST_VALUE else f"{value[: _LONGEST_VALUE - 3]}..."
+    return "nothing" if value is None else shorten(value, _LONGEST_VALUE)

@@ -146,10 +146,8 @@ class Reducer:
             return False
         self._tasks = tasks
         self._commit: TaskResult[bool] | None = None
-        self._file_job, self._archive_job = (
-            BackgroundJob("updating the checkpoint files"),
-            BackgroundJob("archiving"),
-        )
+        self._file_job = BackgroundJob("updating the checkpoint files")
+        self._archive_job = BackgroundJob("archiving")
         for beside in (self._file_job.run, self._archive_job.run):
             tasks.start_soon(beside)
         self._live = LiveState(monitor.state)

@@ -223,11 +223,8 @@ class DispatchState:
         open_request = self.open_requests[ordinal]
         open_request.refusal = None
         if earlier is None:  # Nothing can keep it from being written.
-            open_request.number, open_request.versions, open_request.explorer = (
-                self.number,
-                versions,
-                None,
-            )
+            open_request.number, open_request.versions = self.number, versions
+            open_request.explorer = None
         return OutgoingRequest(ordinal, self.number, open_request.attempt, versions, due, earlier)
 
     def written(self, request: OutgoingRequest) -> None:

@@ -562,10 +562,8 @@ class RolloutDispatcher:
             )
 
     async def _ask_again(self, wait: Deadline, again: Iterable[ReissueCandidate]) -> None:
-        newest, by_versions = (
-            self._needed_versions(),
-            defaultdict[Versions, list[ReissueCandidate]](list),
-        )
+        newest = self._needed_versions()
+        by_versions = defaultdict[Versions, list[ReissueCandidate]](list)
         for due in again:
             by_versions[self._state.versions_for(due, newest)].append(due)
         for versions, several in by_versions.items():

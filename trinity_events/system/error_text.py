@@ -1,4 +1,4 @@
-"""Errors out of their groups, and their text for events and logs."""
+"""Errors out of their groups, and texts of bounded length for events and logs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from ..errors import TrinityError
 
 _LONGEST_CAUSE = 2000
 """Characters of an error's text that an event holds."""
+
+
+def shorten(text: str, length: int) -> str:
+    """Return a text of at most so many characters; three dots end one that was cut."""
+    return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 def leaf_errors(error: BaseException) -> list[BaseException]:

@@ -174,11 +174,8 @@ class RunFollowers:
 
     async def _follow(self, run: str, metrics: RunMetrics, scope: anyio.CancelScope) -> None:
         """Update a run's metrics with each entry, until its scope is cancelled."""
-        log, last_text, pauses = (
-            RedisEventLog(self._client, run),
-            "",
-            backoff_delays(_LONGEST_PAUSE),
-        )
+        log, pauses = RedisEventLog(self._client, run), backoff_delays(_LONGEST_PAUSE)
+        last_text = ""
         with scope:
             while True:
                 try:

@@ -149,10 +149,8 @@ def lags_panel(around: Surroundings) -> RenderableType | None:
         lines.append(_groups_table(around))
     if around.dead:
         last = around.dead[-1]
-        when, reason = (
-            ago(around.now - position(last.entry.id)[0]),
-            visible(last.reason, lines=False),
-        )
+        when = ago(around.now - position(last.entry.id)[0])
+        reason = visible(last.reason, lines=False)
         lines.append(Text(f"Last dead letter, {when}: {reason}", "red", no_wrap=True))
     return Group(*lines) if lines else None
 

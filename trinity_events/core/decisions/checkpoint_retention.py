@@ -48,6 +48,11 @@ class Evidence(Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Return the step, with the epoch that made it."""
         return StepRef(self.epoch, self.step)
 
+    @property
+    def may_be_checkpoint(self) -> bool:
+        """Return False for a folder with a state dict alone."""
+        return not self.kinds or "checkpoint" in self.kinds
+
 
 def removable_steps(
     state: MonitorState, made: Mapping[int, Evidence | None], keep: int

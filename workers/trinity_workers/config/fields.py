@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
@@ -85,6 +85,15 @@ def collections() -> tuple[str, ...]:
     """Return the paths of the fields that hold sections by name, such as ``evaluation.sets``."""
     suffix = f".{NAME}"
     return tuple(path.removesuffix(suffix) for path in sections() if path.endswith(suffix))
+
+
+def expand_paths(table: Mapping[str, str]) -> frozenset[str]:
+    """Return the paths of a table that has the names of each section's fields in one text."""
+    return frozenset(
+        f"{section}.{name}".removeprefix(".")
+        for section, names in table.items()
+        for name in names.split()
+    )
 
 
 def general_path(path: str) -> str:

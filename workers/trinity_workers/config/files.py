@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct, field
 
+from trinity_events.system.error_text import shorten
 from trinity_events.system.open_folder import OpenFolder
 
 from ..algorithms.errors import AlgorithmError
@@ -62,6 +63,8 @@ FIELD_ALIASES = {
 """Names that Trinity-RFT has for fields, and our names."""
 
 
+_LONGEST_SHOWN = 60
+"""Characters of a value in a message."""
 BASE = "base"
 """Name by which a file gives the path of a configuration that it is laid over."""
 
@@ -408,4 +411,4 @@ def _format(value: Any) -> str:
         text = msgspec.json.encode(value).decode()
     except (TypeError, ValueError):
         text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return shorten(text, _LONGEST_SHOWN)

@@ -20,10 +20,11 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from trinity_events.errors import TrinityError
+from trinity_events.system.error_text import shorten
 from trinity_schemas import SettingChange
 
 from .errors import BadSettings
-from .fields import NAME
+from .fields import NAME, expand_paths
 from .renamed_settings import to_current_names
 from .setting_values import get_settings, to_values
 from .train_config import TrainConfig
@@ -115,11 +116,7 @@ _APPLIED = {
     "checkpoints": "interval keep save_hf_checkpoint strategy verify on_damage root mirror",
     "tracking": "trackers folder project",
 }
-APPLIED = frozenset(
-    f"{section}.{name}".removeprefix(".")
-    for section, names in _APPLIED.items()
-    for name in names.split()
-)
+APPLIED = expand_paths(_APPLIED)
 """Settings that take effect when a run is resumed."""
 
 _REFUSED_BY_ENGINE = {
@@ -149,8 +146,8 @@ class SettingsNotResumable(TrinityError):
         self, run_id: str, changes: Sequence[SettingChange], reasons: Sequence[str]
     ) -> None:
         listed = "; ".join(
-            f"{change.name} was {_shorten(change.before, _LONGEST_SHOWN)} and is now "
-            f"{_shorten(change.after, _LONGEST_SHOWN)} ({reason})"
+            f"{change.name} was {_format_shown(change.before)} and is now "
+            f"{_format_shown(change.after)} ({reason})"
             for change, reason in zip(changes, reasons, strict=True)
         )
         super().__init__(
@@ -248,10 +245,8 @@ def _find_reason(path: str, engine: str) -> str | None:
 
 
 def _format_value(value: object) -> str:
-    return _shorten(msgspec.json.encode(value).decode(), _LONGEST_VALUE)
+    return shorten(msgspec.json.encode(value).decode(), _LONGEST_VALUE)
 
 
-def _shorten(text: str | None, length: int) -> str:
-    if text is None:
-        return "absent"
-    return text if len(text) <= length else f"{text[: length - 3]}..."
+def _format_shown(value: str | None) -> str:
+    return "absent" if value is None else shorten(value, _LONGEST_SHOWN)

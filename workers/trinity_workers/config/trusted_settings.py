@@ -33,7 +33,7 @@ from ..rollout_engines.loading import ENGINES
 from ..rollout_engines.loading import GROUP as ENGINE_GROUP
 from ..tasks.loading import GROUP as TASK_GROUP
 from ..tasks.loading import TASKS
-from .fields import NAME, collections, fields, sections
+from .fields import NAME, collections, expand_paths, fields, sections
 from .setting_values import Setting, descend, get_settings, to_values
 from .train_config import TrainConfig
 
@@ -102,8 +102,7 @@ _DATA = {
     "trainer.reference_offload": "param_offload",
     "algorithm": """
         preset scale deviation deviation_epsilon gamma gae_lambda normalisation normalisation_length
-        epochs
-        mini_batches clip_low clip_high dual_clip entropy_coefficient
+        epochs mini_batches clip_low clip_high dual_clip entropy_coefficient
         """,
     "algorithm.kl": "estimator coefficient where weighted",
     "algorithm.importance_sampling": "ratio_to weights cap mask mask_low mask_high",
@@ -129,11 +128,7 @@ _DATA = {
     "checkpoints": "interval keep save_hf_checkpoint strategy verify on_damage",
     "tracking": "project",
 }
-DATA = frozenset(
-    f"{section}.{name}".removeprefix(".")
-    for section, names in _DATA.items()
-    for name in names.split()
-)
+DATA = expand_paths(_DATA)
 """Settings that name nothing outside of the configuration: numbers, choices, and plain text."""
 
 _SOURCE = "evaluation"

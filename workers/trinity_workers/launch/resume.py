@@ -368,7 +368,7 @@ def _is_verified(run: OpenFolder, step: int, *, is_complete: bool) -> bool:
         evidence = load_evidence(run, step, _CHECKPOINT if is_complete else None)
     except OSError:
         return False
-    return evidence is not None and (not evidence.kinds or "checkpoint" in evidence.kinds)
+    return evidence is not None and evidence.may_be_checkpoint
 
 
 def _check_evidence(folder: Path, step: int) -> None:
@@ -382,7 +382,7 @@ def _check_evidence(folder: Path, step: int) -> None:
     path = folder / final_name(step)
     if evidence is None:
         raise NotVerified(step, path, f"has no {VERIFIED}, by which a reducer marks what is whole")
-    if evidence.kinds and "checkpoint" not in evidence.kinds:
+    if not evidence.may_be_checkpoint:
         raise NotVerified(step, path, f"was verified as {' and '.join(evidence.kinds)} alone")
 
 

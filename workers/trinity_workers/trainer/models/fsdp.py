@@ -18,7 +18,6 @@ from ...learning.reward_model import RewardModel, load_reward_model
 from ...learning.teacher import checked_teacher
 from ...learning.values import load_critic
 from ..step.base import ModelName, Models, needed_models
-from ..step.division import micro_batch_limit
 from ..step.fsdp import FSDPTrainingStep
 from .rates import critic_rate, get_adamw_options, policy_rate
 from .reward_tokens import reward_tokens
@@ -111,15 +110,8 @@ def make_step(
     config: RunConfig, device: torch.device, names: Collection[ModelName] | None = None
 ) -> FSDPTrainingStep:
     """Load models, as :func:`load_models`, and return the step that computes with them."""
-    return FSDPTrainingStep(
-        load_models(config, device, names),
-        config.algorithm_of_step,
-        temperature=config.rollouts.temperature,
-        limit=micro_batch_limit(config.trainer),
-        fused=config.trainer.fused_loss,
-        reward_weight=config.reward.weight,
-        max_skipped_steps=config.trainer.max_skipped_steps,
-    )
+    models = load_models(config, device, names)
+    return FSDPTrainingStep.for_run(config, models, fused=config.trainer.fused_loss)
 
 
 def fsdp_options(config: RunConfig) -> FSDPOptions:

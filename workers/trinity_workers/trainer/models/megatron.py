@@ -24,7 +24,6 @@ from ...engines.offload import FrozenOffload, Offload
 from ...learning.reward_model import RewardModel
 from ...learning.teacher import checked_teacher
 from ..step.base import ModelName, Models, needed_models
-from ..step.division import micro_batch_limit
 from ..step.megatron import MegatronTrainingStep
 from .megatron_layout import parallel_layout
 from .rates import critic_rate, get_adamw_options, policy_rate
@@ -102,14 +101,7 @@ def make_step(
     config: RunConfig, device: torch.device, names: Collection[ModelName] | None = None
 ) -> MegatronTrainingStep:
     """Load models, as :func:`load_models`, and return the step that computes with them."""
-    return MegatronTrainingStep(
-        load_models(config, device, names),
-        config.algorithm_of_step,
-        temperature=config.rollouts.temperature,
-        limit=micro_batch_limit(config.trainer),
-        reward_weight=config.reward.weight,
-        max_skipped_steps=config.trainer.max_skipped_steps,
-    )
+    return MegatronTrainingStep.for_run(config, load_models(config, device, names))
 
 
 def _check_experts(config: RunConfig) -> None:

@@ -19,7 +19,6 @@ from ...config.train_config import RunConfig
 from ...engines.verl import VerlEngine, VerlOptions
 from ...runtime.collectives import together
 from ..step.base import ModelName, Taken, needed_models
-from ..step.division import micro_batch_limit
 from ..step.fsdp import FSDPTrainingStep
 from .fsdp import load_models
 from .rates import get_adamw_options, policy_rate
@@ -66,14 +65,7 @@ def make_step(
     models = load_models(config, device, [name for name in names if name != "policy"])
     if "policy" in names:
         models = models._replace(policy=_policy(config, device))
-    return VerlTrainingStep(
-        models,
-        config.algorithm_of_step,
-        temperature=config.rollouts.temperature,
-        limit=micro_batch_limit(config.trainer),
-        reward_weight=config.reward.weight,
-        max_skipped_steps=config.trainer.max_skipped_steps,
-    )
+    return VerlTrainingStep.for_run(config, models)
 
 
 def _policy(config: RunConfig, device: torch.device) -> VerlEngine:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 from torch import Tensor
 
@@ -30,6 +30,7 @@ from .division import (
     MicroBatchLimit,
     division_of,
     loss_denominators,
+    micro_batch_limit,
     response_tokens,
 )
 from .skipped_updates import MAX_SKIPPED_STEPS, SkippedUpdates, taken_norm
@@ -125,6 +126,19 @@ class TrainingStep(ABC):
         self._limit = limit
         self._reward_weight = reward_weight
         self._skipped = SkippedUpdates(max_skipped_steps)
+
+    @classmethod
+    def for_run(cls, config: RunConfig, models: Models, **options: Any) -> Self:
+        """Return the step of a run, with further options of its engine."""
+        return cls(
+            models,
+            config.algorithm_of_step,
+            temperature=config.rollouts.temperature,
+            limit=micro_batch_limit(config.trainer),
+            reward_weight=config.reward.weight,
+            max_skipped_steps=config.trainer.max_skipped_steps,
+            **options,
+        )
 
     def learn(self, batch: Batch, *, step: int | None = None) -> dict[str, float]:
         """Take one step on this replica's batch; return the metrics of all. Collective.
