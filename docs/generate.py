@@ -105,8 +105,8 @@ done
 A name that does not exist and a value that is not allowed are refused: each mistake is one
 sentence that names the file and the field. Relative paths are relative to the file; those of
 `--set`, to the current folder. The effective configuration is in the event that opens the run,
-and in `config.yaml` in the run's folder. `demo` and `trainer` lay their options over a file
-that the package has. If `RAY_ADDRESS` is set, `train` joins that [Ray cluster](cluster.md).
+and in `config.yaml` in the run's folder. `demo` lays its options over a file that
+the package has. If `RAY_ADDRESS` is set, `train` joins that [Ray cluster](cluster.md).
 
 An explorer that is started by itself takes numbers and choices from that event. Code, paths,
 URLs and environment variables it takes from its own copy of the file:

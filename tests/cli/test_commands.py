@@ -58,7 +58,6 @@ COMMANDS = (
         "import",
         "verify",
         "train",
-        "trainer",
         "explorer",
         "convert",
     ),
@@ -78,6 +77,18 @@ async def finished_run(publisher, log, redis_url, run_id):
 def test_every_command_is_there():
     group = get_group(build())
     assert set(group.list_commands(Context(group))) == set(COMMANDS)
+
+
+def test_the_former_name_of_a_command_runs_with_a_warning_and_is_not_listed(cli):
+    refused = cli("trainer", "--run", "not a name", "--steps", "1")
+    warning, error = refused.stderr.splitlines()
+    assert (refused.returncode, warning.split(":")[0], error.split(":")[0]) == (
+        1,
+        "warning",
+        "error",
+    )
+    assert "train --parts trainer" in warning
+    assert "\n  trainer " not in cli("--help").stdout
 
 
 ALONE = """

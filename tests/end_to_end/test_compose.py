@@ -181,6 +181,22 @@ def test_a_file_of_ones_own_is_trained_by_the_same_services(compose, cli):
     assert set(compose["services"]["trainer"]["command"][-2:]) <= set(command)
 
 
+def test_the_command_of_the_trainer_is_right_and_opens_the_run_alone(compose, cli):
+    command = [
+        re.sub(r"\$\{\w+:-(\w+)\}", r"\1", argument)
+        for argument in compose["services"]["trainer"]["command"]
+    ]
+    assert "--parts=trainer" in command
+    checked = cli(*command, "--check", "--json")
+    assert checked.returncode == 0, checked.stderr
+    config = json.loads(checked.stdout)
+    assert (config["steps"], config["checkpoints"]["interval"], config["explorer"]["count"]) == (
+        300,
+        100,
+        1,
+    )
+
+
 def test_the_image_ignores_all_but_the_package():
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     assert "*" in lines
@@ -261,7 +277,7 @@ def separate(tmp_path_factory, access_controlled):
         for user in ("admin", "reducer", "trainer", "explorer")
     }
     run = Processes(folder, f"separate-{os.getpid()}", urls["admin"], urls["admin"])
-    run.urls = urls
+    run.urls = urls | {"train": urls["trainer"]}
     room = tempfile.mkdtemp(prefix="t-", dir="/tmp")  # short, for Ray's sockets
     run.env |= {"HOME": f"{room}/home", "TMPDIR": room, "TRINITY_HOME": ""}
     within = contained(folder, Path(room)) if contains else ()
@@ -269,8 +285,9 @@ def separate(tmp_path_factory, access_controlled):
     try:
         reducer = run.start("reducer", within=within)
         explorer = run.start("explorer", "--json", within=readers)
-        options = ("--steps", str(STEPS), "--save-interval", "10", "--seed", "7", "--json")
-        trainer = run.start("trainer", *options, within=within)
+        settings = (f"steps={STEPS}", "checkpoints.interval=10", "seed=7")
+        options = ("--json", *(word for setting in settings for word in ("--set", setting)))
+        trainer = run.start("train", "--parts", "trainer", *options, within=within)
         run.wait_for_announcements(5, trainer)
         explorer.kill()
         again = run.start("explorer", "--json", within=readers)

@@ -31,8 +31,9 @@ def test_explorers_load_versions_from_files_and_so_does_one_that_joins_late(proc
     processes.start("reducer")
     first = processes.start("explorer", "--rank", "0")
     trainer = processes.start(
-        *("trainer", "--sync", "checkpoint", "--engine", engine, "--explorers", "2"),
-        *("--steps", str(STEPS), "--save-interval", str(INTERVAL), "--json"),
+        *("train", "--parts", "trainer", "--json", "--set", "sync.method=checkpoint"),
+        *("--set", f"trainer.engine={engine}", "--set", "explorer.count=2"),
+        *("--set", f"steps={STEPS}", "--set", f"checkpoints.interval={INTERVAL}"),
     )
     processes.wait_for_announcements(3, trainer)
     first.kill()  # the trainer waits for the late one, which answers the rest

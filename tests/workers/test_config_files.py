@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from trinity_workers.algorithms.settings import OverlongConfig
-from trinity_workers.config.cli_options import FILE, OPTIONS, overlaid
+from trinity_workers.config.cli_options import OPTIONS, SHIPPED_FILE, overlaid
 from trinity_workers.config.errors import BadSettings
 from trinity_workers.config.fields import fields
 from trinity_workers.config.files import read_config, to_yaml, typed_setting, write_copy
@@ -419,7 +419,7 @@ def test_the_copy_in_the_runs_folder_reads_as_the_same_configuration(tmp_path):
 def test_an_overlay_of_options_equals_a_file(tmp_path):
     options = {option.removeprefix("--").replace("-", "_"): None for option in OPTIONS}
     reading, rest = overlaid(options | {"steps": 7, "weights": "redis", "max_staleness": 0, "a": 1})
-    text = FILE.read_text().replace("steps = 300", "steps = 7")
+    text = SHIPPED_FILE.read_text().replace("steps = 300", "steps = 7")
     text += '\n[sync]\ntransport = "redis"\nmax_staleness = 0\n'
     assert reading.checked() == read_config(written(tmp_path, text, "run.toml")).checked()
     assert rest == {"a": 1}

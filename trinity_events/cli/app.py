@@ -50,9 +50,9 @@ class _WithPlugins(TyperGroup):
     _loaded = False
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of all commands."""
+        """Return the names of all commands but the deprecated ones."""
         self._load()
-        return super().list_commands(ctx)
+        return [name for name in super().list_commands(ctx) if not self.commands[name].hidden]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a command, or None if there is no such command."""
@@ -66,7 +66,9 @@ class _WithPlugins(TyperGroup):
         self._loaded = True
         app = typer.Typer(rich_markup_mode=None)
         for plugin in metadata.entry_points(group=PLUGINS):
-            app.command(plugin.name)(plugin.load())
+            command = plugin.load()
+            # As PEP 702 marks what is deprecated.
+            app.command(plugin.name, hidden=hasattr(command, "__deprecated__"))(command)
         self.commands = {**typer.main.get_group(app).commands, **self.commands}
 
 

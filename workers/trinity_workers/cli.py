@@ -36,7 +36,7 @@ from trinity_events.server import LOG_SERVER, WEIGHTS_SERVER, connect_sync
 from trinity_events.system.error_text import cause_of
 from trinity_events.views.terminal import print_err, print_out
 
-from .config.cli_options import overlaid, overlay_parameters
+from .config.cli_options import SHIPPED_FILE, overlaid, overlay_parameters
 from .config.errors import BadSettings
 from .config.files import Reading, read_config, to_yaml, typed_setting
 from .config.train_config import TrainConfig
@@ -63,6 +63,7 @@ class WeightsRefused(TrinityError):
 
 
 Run = Annotated[str, typer.Option("--run", help="The run's id.", show_default=False)]
+Parts = Literal["all", "trainer"]
 AdoptFolder = Annotated[
     bool,
     typer.Option(
@@ -250,14 +251,19 @@ def _with_options(*, settings: bool) -> Callable[[Callable[..., None]], Callable
 @_with_options(settings=False)
 def train(
     file: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="YAML or TOML file.", show_default=False)
-    ],
+        Path | None,
+        typer.Argument(
+            metavar="[CONFIG]",
+            help="YAML or TOML file; by default that of demo, for a run that is named by --run.",
+            show_default=False,
+        ),
+    ] = None,
     run: Annotated[
         str | None,
         typer.Option("--run", help="The run's id; by default the file's name.", show_default=False),
     ] = None,
     parts: Annotated[
-        Literal["all", "trainer"],
+        Parts,
         typer.Option(
             "--parts",
             help="Parts to run: all; or the trainer, with a reducer and explorers elsewhere.",
@@ -282,9 +288,17 @@ def train(
 ) -> None:
     """Train as a configuration file says. With RAY_ADDRESS it joins that Ray cluster.
 
+    With --parts trainer, a reducer and explorers need this trainer's servers and, by
+    --checkpoint-root, its folder.
+
     Example: trinity-events train grpo.yaml --set steps=100
+
+    Example: trinity-events train grpo.yaml --parts trainer --redis-url redis://localhost:6379
     """
+    if file is None and run is None:
+        raise BadSettings("train needs a configuration file, or the name of a run by --run")
     place = _RunOptions(**options)
+    file = file or SHIPPED_FILE
     reading = read_config(file, [typed_setting(setting) for setting in settings or ()])
     name = run or reading.config.name or file.stem
     if check:
@@ -330,15 +344,13 @@ def demo(
 
 @_with_options(settings=True)
 def trainer(run: Run, **options: Any) -> None:
-    """Open a run and train it, with a reducer and explorers that run elsewhere.
-
-    They need this trainer's servers and, by --checkpoint-root, its folder. The explorers read the
-    run's settings from its log, since none of this command's options names code.
-
-    Example: trinity-events trainer --run grpo-1 --redis-url redis://localhost:6379
-    """
+    """Run `train --parts trainer`, whose former name this is, with the options of demo."""
+    print_err("warning: trainer is now train --parts trainer, where --steps 100 is --set steps=100")
     reading, place = overlaid(options)
     _launch(_RequestedRun(run_id=run, alone=False), _RunOptions(**place), reading.checked)
+
+
+trainer.__deprecated__ = "train --parts trainer"  # type: ignore[attr-defined]
 
 
 def explorer(

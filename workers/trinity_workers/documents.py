@@ -16,6 +16,5 @@ DOCUMENTS: dict[str, Any] = {
     "explorer": ExplorationResult | None,
     "train": (DemoSummary, RunFailure),
     "train-check": TrainConfig,
-    "trainer": (DemoSummary, RunFailure),
 }
 """Type of each document, or types, by command and option."""

@@ -14,7 +14,7 @@ from .fields import Field, fields
 from .files import Reading, SettingOverride, read_config
 from .train_config import TrainConfig
 
-FILE = Path(__file__).with_name("demo.toml")
+SHIPPED_FILE = Path(__file__).with_name("demo.toml")
 OPTIONS = {
     "--steps": "steps",
     "--explorers": "explorer.count",
@@ -52,12 +52,12 @@ def overlaid(given: dict[str, Any]) -> tuple[Reading, dict[str, Any]]:
         for option, path in OPTIONS.items()
         if (value := rest.pop(_identifier(option))) is not None
     ]
-    return read_config(FILE, settings, named=lambda path: _NAMES.get(path, path)), rest
+    return read_config(SHIPPED_FILE, settings, named=lambda path: _NAMES.get(path, path)), rest
 
 
 @cache
 def _shipped() -> TrainConfig:
-    return read_config(FILE).checked()
+    return read_config(SHIPPED_FILE).checked()
 
 
 def _identifier(option: str) -> str:

@@ -312,7 +312,7 @@ def _settings(opening: Opening, options: ExplorerOptions) -> TrainConfig:
     if opening.config is None:
         raise NoSettings(
             f"epoch {opening.epoch} of run {options.run_id} was opened without its settings: "
-            "open it with trinity-events trainer"
+            "open it with trinity-events train --parts trainer"
         )
     logged = TrainConfig.from_text(opening.config)
     if logged.trainer.colocated:
