@@ -1,4 +1,4 @@
-"""Writes pages from code: each command's help, the configuration, and the matrix of syncs.
+"""Writes pages from code: commands' helps and documents, configuration, and matrix of syncs.
 
 Usage: python docs/generate.py
 """
@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 from unittest import mock
 
 import msgspec
@@ -19,7 +19,8 @@ from typer.main import get_group
 from typer.testing import CliRunner
 
 from trinity_events.cli.app import build
-from trinity_events.views.documents import DOCUMENTS, document_schema
+from trinity_events.views.documents import document_schema
+from trinity_schemas.schemas import components
 from trinity_workers.config.fields import Field, fields, sections
 from trinity_workers.config.known_elsewhere import EQUIVALENTS
 from trinity_workers.config.renamed_settings import RENAMED
@@ -34,6 +35,7 @@ from trinity_workers.config.sections.trainer import (
     TrainerConfig,
 )
 from trinity_workers.config.train_config import TrainConfig
+from trinity_workers.documents import DOCUMENTS
 
 PAGES = Path(__file__).parent / "commands"
 BEGIN = "<!-- help: written by docs/generate.py from the command's --help -->"
@@ -196,19 +198,61 @@ def _refused(engine: str, method: str, style: str) -> str | None:
     return "; ".join(sentences) or None
 
 
-SCHEMAS = Path(__file__).parents[1] / "schemas" / "json" / "commands"
+DOCUMENTS_PAGE = Path(__file__).parent / "json.md"
+_DOCUMENTS = """\
+# JSON of the commands
+
+<!-- written by docs/generate.py from the types of the documents -->
+
+Documents that commands print with `--json`, and the fields of each. Fields that are not always
+there are optional. JSON Schemas are on this site, under *JSON Schemas*, and in a wheel, in
+`trinity_schemas/json/commands`. Events and their structs are those of the
+[contract](contract.md); `train-check` has the fields of the [configuration](configuration.md).
+
+| command | document |
+|---|---|
+"""
 
 
-def command_schemas() -> dict[Path, str]:
-    """Return the JSON Schema of what each command prints with --json, by its file."""
-    from trinity_workers.documents import DOCUMENTS as OF_WORKERS  # it loads torch
+def documents_page() -> str:
+    """Return the page of the documents, on which every change of a field is one line."""
+    structs: dict[str, dict[str, Any]] = {}
+    rows = []
+    for name, document in DOCUMENTS.items():
+        schema = document_schema(document)
+        rows.append(f"| `{name}` | {_format_schema(schema)} |")
+        if document is not TrainConfig:
+            structs |= schema["$defs"]
+    fields = [
+        f"| `{name.lstrip('_')}.{field}` | {_format_schema(inner)}"
+        f"{'' if field in struct['required'] else '; optional'} |"
+        for name, struct in sorted(structs.items())
+        if name not in components("")
+        for field, inner in struct.get("properties", {}).items()
+    ]
+    head = ["", "## Fields", "", "| field | value |", "|---|---|"]
+    return _DOCUMENTS + "\n".join([*rows, *head, *fields, ""])
 
-    documents = DOCUMENTS | OF_WORKERS
-    return {
-        SCHEMAS / f"{name}.json": json.dumps(document_schema(document), indent=2, sort_keys=True)
-        + "\n"
-        for name, document in documents.items()
-    }
+
+def _format_schema(schema: dict[str, Any]) -> str:  # noqa: PLR0911
+    match schema:
+        case {"discriminator": _}:
+            return "event"
+        case {"$ref": str(ref)}:
+            return f"`{ref.rpartition('/')[2].lstrip('_')}`"
+        case {"anyOf": list(options)}:
+            return " or ".join(_format_schema(option) for option in options)
+        case {"enum": list(values)}:
+            return ", ".join(f"`{value}`" for value in values)
+        case {"type": "array", "prefixItems": list(items)}:
+            return f"list: {', '.join(_format_schema(item) for item in items)}"
+        case {"type": "array", "items": dict(items)}:
+            return f"list of {_format_schema(items)}"
+        case {"type": "object", "additionalProperties": dict(values)}:
+            return f"map to {_format_schema(values)}"
+        case {"type": str(plain)}:
+            return plain
+    return "anything"
 
 
 def main() -> None:
@@ -225,11 +269,9 @@ def main() -> None:
     if SYNC.read_text() != (page_of_sync := sync_page()):
         SYNC.write_text(page_of_sync)
         sys.stdout.write("docs/sync.md written\n")
-    SCHEMAS.mkdir(exist_ok=True)
-    for path, text in command_schemas().items():
-        if not path.exists() or path.read_text() != text:
-            path.write_text(text)
-            sys.stdout.write(f"schemas/json/commands/{path.name} written\n")
+    if not DOCUMENTS_PAGE.exists() or DOCUMENTS_PAGE.read_text() != documents_page():
+        DOCUMENTS_PAGE.write_text(documents_page())
+        sys.stdout.write("docs/json.md written\n")
     strays = {page.name for page in PAGES.glob("*.md")} - {
         f"{name}.md" for name in (*names, "index")
     }

@@ -10,6 +10,7 @@ from .envelope import SCHEMA_VERSION
 from .events import ANNOUNCEMENT_TYPES, EVENT_TYPES, REPORT_TYPES, SENT_BY, event_tag
 from .identity import REPORTER_ROLE
 from .keys import RunKeys
+from .manifest import WeightManifest
 from .rollouts import Experience, RolloutRequest
 from .schemas import components
 
@@ -46,7 +47,11 @@ def asyncapi() -> Object:
         "defaultContentType": MSGPACK,
         "channels": _channels(),
         "operations": _operations(),
-        "components": {"messages": _messages(), "schemas": components(_SCHEMAS + "{name}")},
+        "components": {
+            "messages": _messages(),
+            # No stream has the manifest, but its changes are to be seen in the tracked document.
+            "schemas": components(_SCHEMAS + "{name}", WeightManifest),
+        },
     }
 
 

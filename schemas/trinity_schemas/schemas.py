@@ -24,9 +24,9 @@ def json_schemas() -> dict[str, Schema]:
     return {name: {"$schema": DIALECT} | tidy(msgspec.json.schema(t)) for name, t in types.items()}
 
 
-def components(ref_template: str) -> dict[str, Schema]:
+def components(ref_template: str, *others: type) -> dict[str, Schema]:
     """Return the schemas of all messages by struct name; they refer to each other by template."""
-    types = [Envelope, RolloutRequest, Experience, *EVENT_TYPES]
+    types = [Envelope, RolloutRequest, Experience, *EVENT_TYPES, *others]
     _, schemas = msgspec.json.schema_components(types, ref_template=ref_template)
     return {name: tidy(schema) for name, schema in schemas.items()}
 

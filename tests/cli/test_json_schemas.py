@@ -1,4 +1,4 @@
-"""What commands print with ``--json``, held to the schemas in ``schemas/json/commands``."""
+"""What commands print with ``--json``, held to the schemas of these documents."""
 
 import json
 import re
@@ -16,6 +16,7 @@ from tests.support.pipeline import folded, publish_steps, reducer_task
 from tests.support.waits import child
 from trinity_events.cli.app import build
 from trinity_events.log import AsyncPublisher, new_producer
+from trinity_events.views.documents import document_schema
 from trinity_schemas import (
     ExplorerStatusChanged,
     RolloutsDispatched,
@@ -24,13 +25,13 @@ from trinity_schemas import (
     SyncRequested,
     WaitStarted,
 )
+from trinity_workers.documents import DOCUMENTS
 
-SCHEMAS = Path(__file__).parents[2] / "schemas" / "json" / "commands"
 FAILURES = str(Path(__file__).parents[1] / "recorded" / "failures.jsonl")
 
 
 def schema_of(name):
-    schema = json.loads((SCHEMAS / f"{name}.json").read_text())
+    schema = document_schema(DOCUMENTS[name])
     jsonschema.Draft202012Validator.check_schema(schema)
     return jsonschema.Draft202012Validator(schema)
 
@@ -134,4 +135,4 @@ def test_every_command_with_json_has_a_schema():
         for name in group.list_commands(Context(group))
         if any("--json" in option.opts for option in group.get_command(Context(group), name).params)
     }
-    assert with_json <= {path.stem for path in SCHEMAS.glob("*.json")}
+    assert with_json <= DOCUMENTS.keys()

@@ -17,6 +17,7 @@ from trinity_schemas import (
     WeightsApplied,
     decode_envelope,
 )
+from trinity_schemas.documents import message_documents
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 
@@ -118,8 +119,9 @@ async def test_entries_are_cloudevents(cli, publisher, log, run_id):
         assert record["source"] == f"/runs/{run_id}/events"
     assert (opened["type"], opened["subject"]) == ("trinity-events.run-opened", "trainer-0")
     assert opened["data"]["type"] == "run-opened"
-    schema = Path(__file__).parents[2] / opened["dataschema"]
-    jsonschema.validate(opened["data"], json.loads(schema.read_text()))
+    folder, _, name = opened["dataschema"].rpartition("/")
+    assert folder == "schemas/json"
+    jsonschema.validate(opened["data"], json.loads(message_documents()[name]))
     assert garbage["type"] == "trinity-events.undecodable"
 
 

@@ -59,6 +59,11 @@ def test_the_page_of_the_configuration_is_made_from_its_types():
     assert page == generator.configuration(), "it lags behind: run make docs"
 
 
+def test_the_page_of_the_documents_has_every_field_that_a_command_prints():
+    page = (DOCS / "json.md").read_text()
+    assert page == generator.documents_page(), "it lags behind: run make docs"
+
+
 def test_the_matrix_of_methods_and_styles_is_what_train_refuses():
     page = (DOCS / "sync.md").read_text()
     assert page == generator.sync_page(), "it lags behind: run make docs"

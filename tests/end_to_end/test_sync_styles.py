@@ -30,7 +30,7 @@ from trinity_schemas import (  # noqa: E402
     StepTrained,
     WeightsApplied,
 )
-from trinity_workers.explorer import Explorer  # noqa: E402
+from trinity_workers.explorer.explorer import Explorer  # noqa: E402
 from trinity_workers.trainer import Trainer  # noqa: E402
 
 STEPS, PROMPTS = 6, 4

@@ -7,9 +7,11 @@ extra says which.
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 import time
+from importlib import resources
 
 import anyio
 
@@ -43,6 +45,15 @@ async def announce_and_subscribe(url: str) -> None:
                 return
 
 
+def check_schemas() -> None:
+    """Find a JSON Schema in the wheel for each message and each document of a command."""
+    from trinity_workers.documents import schema_files
+
+    folder = resources.files("trinity_schemas") / "json"
+    lacking = [name for name in schema_files() if not json.loads(folder.joinpath(name).read_text())]
+    assert not lacking, f"empty in the wheel: {', '.join(lacking)}"
+
+
 def main(url: str) -> None:
     """Check everything; an assertion that fails says what is wrong."""
     present = [name for name in ABSENT if importlib.util.find_spec(name) is not None]
@@ -68,6 +79,7 @@ def main(url: str) -> None:
         check=False,
     )
     assert "Synchronizer needs torch: pip install 'trinity-events[workers]'" in weights.stderr
+    check_schemas()
     alone = subprocess.run([*command, "runs"], capture_output=True, text=True, check=False)
     assert alone.returncode in (0, 1), alone
     assert "Traceback" not in alone.stderr, alone.stderr

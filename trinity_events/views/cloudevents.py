@@ -13,7 +13,7 @@ from ..log.position import LATEST
 
 _TYPE = "trinity-events"
 _SCHEMAS = "schemas/json/"
-"""Folder of the repository, and of the installed package, with the schema of each event."""
+"""Folder of a checkout after ``make schemas``, with the schema of each event."""
 
 
 def as_cloudevent(

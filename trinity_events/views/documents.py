@@ -1,7 +1,4 @@
-"""Documents that commands print with ``--json``, and their JSON Schemas.
-
-``docs/generate.py`` writes the schemas to ``schemas/json/commands``.
-"""
+"""Documents that commands print with ``--json``, and their JSON Schemas."""
 
 from __future__ import annotations
 

@@ -1,20 +1,36 @@
-"""Documents that the commands of the workers print with ``--json``."""
+"""JSON Schemas of everything that a wheel describes: messages, and what commands print."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from trinity_events.views.documents import DOCUMENTS as BASE_DOCUMENTS
+from trinity_events.views.documents import document_schema
+from trinity_schemas.documents import format_document, message_documents
+
 from .config.train_config import TrainConfig
-from .conversion.convert import Conversion
-from .explorer import ExplorationResult
+from .engines.convertible import Conversion
+from .explorer.result import ExplorationResult
 from .launch.results import RunFailure
 from .launch.summary import DemoSummary
 
-DOCUMENTS: dict[str, Any] = {
+DOCUMENTS: dict[str, Any] = BASE_DOCUMENTS | {
     "convert": Conversion,
     "demo": (DemoSummary, RunFailure),
     "explorer": ExplorationResult | None,
     "train": (DemoSummary, RunFailure),
     "train-check": TrainConfig,
 }
-"""Type of each document, or types, by command and option."""
+"""Type of each document that a command prints with ``--json``, or types, by command and option."""
+
+
+def schema_files() -> dict[str, str]:
+    """Return the text of each file of the folder ``trinity_schemas/json`` of a wheel.
+
+    The build runs this without extras, so nothing here imports torch.
+    """
+    commands = {
+        f"commands/{name}.json": format_document(document_schema(document))
+        for name, document in DOCUMENTS.items()
+    }
+    return message_documents() | commands

@@ -25,7 +25,7 @@ from trinity_schemas import (  # noqa: E402
     WeightsApplied,
 )
 from trinity_workers.config.sections.task import TaskConfig  # noqa: E402
-from trinity_workers.explorer import Explorer  # noqa: E402
+from trinity_workers.explorer.explorer import Explorer  # noqa: E402
 from trinity_workers.explorer.versions import RunEnded  # noqa: E402
 from trinity_workers.learning.policy import encode_prompt, load_tokenizer  # noqa: E402
 from trinity_workers.rollouts.episodes import RequestRefused  # noqa: E402

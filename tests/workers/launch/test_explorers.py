@@ -27,7 +27,7 @@ from trinity_workers import cli
 from trinity_workers.config.errors import BadSettings
 from trinity_workers.config.files import read_config
 from trinity_workers.config.train_config import TrainConfig
-from trinity_workers.explorer import ExplorationResult
+from trinity_workers.explorer.result import ExplorationResult
 from trinity_workers.launch.explore import (
     NO_WAIT,
     ExplorerOptions,

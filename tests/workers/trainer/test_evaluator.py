@@ -30,7 +30,7 @@ from trinity_schemas import (  # noqa: E402
     WeightsApplied,
 )
 from trinity_workers.evaluation.settings import EvaluationSet  # noqa: E402
-from trinity_workers.explorer import Explorer  # noqa: E402
+from trinity_workers.explorer.explorer import Explorer  # noqa: E402
 from trinity_workers.rewards import RewardFailed, RewardFault  # noqa: E402
 from trinity_workers.rollouts.held_out_sets import held_out_sets  # noqa: E402
 from trinity_workers.rollouts.user_task import task_of  # noqa: E402

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from msgspec import Struct
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from trinity_events.checkpoints.layout import MODEL_FOLDER
@@ -25,7 +24,13 @@ from trinity_events.system.open_folder import partial_folder
 
 from ..engines.base import NamedTensors
 from ..engines.buffers import all_buffer_names, saved_buffers
-from ..engines.convertible import ADAPTER_CONFIG, ConversionRefused, SourceForm, source_of
+from ..engines.convertible import (
+    ADAPTER_CONFIG,
+    Conversion,
+    ConversionRefused,
+    SourceForm,
+    source_of,
+)
 from ..engines.megatron import leave
 from ..engines.megatron.meta_model import MetaModel
 from ..engines.megatron.model import is_tied
@@ -47,16 +52,6 @@ from .adapters import SavedAdapters
 
 _CONVERTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _M_MMAP_THRESHOLD = -3  # value in glibc's malloc.h
-
-
-class Conversion(Struct, frozen=True, kw_only=True):
-    """Result of a conversion."""
-
-    source: str
-    target: str
-    to: str
-    tensors: int
-    bytes: int
 
 
 def convert(

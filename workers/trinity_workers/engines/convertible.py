@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from msgspec import Struct
+
 from trinity_events.checkpoints.layout import FILE_DIGESTS, MODEL_FOLDER
 from trinity_events.errors import TrinityError
 
@@ -25,6 +27,16 @@ class ConversionSource(NamedTuple):
     """A Hugging Face folder becomes a Megatron checkpoint, and every other form the former. A
     checkpoint is `exported` if it has its model in Hugging Face's format. It has `adapters` alone
     if it is of a run that trains them."""
+
+
+class Conversion(Struct, frozen=True, kw_only=True):
+    """Result of a conversion."""
+
+    source: str
+    target: str
+    to: str
+    tensors: int
+    bytes: int
 
 
 def source_of(source: Path, target: Path) -> ConversionSource:

@@ -10,7 +10,6 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import redis.asyncio
-from msgspec import Struct
 
 from trinity_events.coordinator import this_process
 from trinity_events.diagnostics.stacks import write_stacks_when_asked
@@ -47,6 +46,7 @@ from .demand import VersionDemand
 from .evaluation import EngineTurns, EvaluationAnswers
 from .installer import VersionInstaller
 from .prefetch import VersionPrefetcher
+from .result import ExplorationResult
 from .run_follower import RunFollower, followed_run
 from .versions import RunEnded, VersionFollower
 
@@ -55,18 +55,6 @@ logger = logging.getLogger(__name__)
 ROLE = "explorer"
 _CLAIM_BLOCK = 1.0
 """Seconds that one claim waits for requests, after which newer weights are looked for."""
-
-
-class ExplorationResult(Struct, frozen=True, kw_only=True):
-    """Result of one explorer."""
-
-    rank: int
-    applied: int
-    groups: int
-    discarded: int = 0
-    """Groups that came after another attempt had taken their place."""
-    evaluated: int = 0
-    """Requests of evaluations that it claimed."""
 
 
 class Explorer:

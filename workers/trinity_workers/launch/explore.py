@@ -19,7 +19,8 @@ from trinity_schemas import EpochClosed
 
 from ..config.train_config import RunConfig, TrainConfig
 from ..config.trusted_settings import Host, OwnConfig, merge
-from ..explorer import ExplorationResult, Explorer
+from ..explorer.explorer import Explorer
+from ..explorer.result import ExplorationResult
 from ..explorer.run_follower import RunFollower, followed_run
 from ..explorer.versions import RunEnded, VersionFollower
 from ..runtime.health import beating

@@ -49,7 +49,7 @@ from trinity_schemas import (
 from ..config.files import write_copy
 from ..config.resumable_settings import changes_rewards
 from ..config.train_config import RunConfig, TrainConfig
-from ..explorer import Explorer
+from ..explorer.explorer import Explorer
 from ..rollouts.user_task import check_user_task
 from ..runtime.health import beating
 from ..trainer import Trainer, TrainingResult
