@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -13,10 +12,9 @@ import torch
 from tests.support.weight_versions import publish
 from trinity_events import Synchronizer
 from trinity_events.checkpoints.layout import TRAINER_STATE, final_name
-from trinity_schemas import Experience
 from trinity_workers.config.train_config import RunConfig
 from trinity_workers.learning.policy import load_policy
-from trinity_workers.trainer.backend import TrainEngineWrapper
+from trinity_workers.trainer.backend import TrainEngineWrapper, TrainingBatch
 from trinity_workers.trainer.state import TrainerState, write_trainer_state
 
 
@@ -45,7 +43,7 @@ class LocalEngine(TrainEngineWrapper):
     def train_step_num(self) -> int:
         return self._step
 
-    async def train_step(self, batch_exps: Sequence[Sequence[Experience]]) -> dict[str, float]:
+    async def train_step(self, batch_exps: TrainingBatch) -> dict[str, float]:
         await anyio.sleep(self._seconds)
         with torch.no_grad():
             for parameter in self._model.parameters():

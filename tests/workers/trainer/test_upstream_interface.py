@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from contextlib import closing
 from importlib import import_module
-from types import SimpleNamespace
+from types import SimpleNamespace, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("ray")
 
+from tests.support.experiences import make_groups  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_events import CheckpointCoordinator, Synchronizer  # noqa: E402
 from trinity_events.checkpoints.layout import FILE_DIGESTS  # noqa: E402
+from trinity_schemas import Experience  # noqa: E402
 from trinity_workers import trainer as package  # noqa: E402
 from trinity_workers.trainer import upstream  # noqa: E402
 from trinity_workers.trainer.backend import CannotLoad, NoWeightSyncGroup  # noqa: E402
@@ -117,6 +121,92 @@ def test_a_helper_of_upstream_exists_with_its_parameters(name, parameters):
 @pytest.mark.parametrize(("name", "parameters"), sorted(COORDINATOR.items()))
 def test_a_method_of_upstreams_coordinator_exists_with_its_parameters(name, parameters):
     called_with(getattr(CheckpointCoordinator, name), parameters)
+
+
+TYPES: dict[str, tuple[dict[str, Any], Any]] = {
+    "get_weight_sync_info": ({}, tuple[str, int, list[Any]] | None),
+    "setup_weight_sync_group": (
+        {
+            "master_address": str,
+            "master_port": int,
+            "world_size": int,
+            "group_name": str,
+            "timeout": int,
+        },
+        type(None),
+    ),
+    "teardown_weight_sync_group": ({}, type(None)),
+    "train_step": ({"exps": list[Experience], "batch_exps": list[Experience]}, dict[str, Any]),
+    "save_checkpoint": ({"block_until_saved": bool, "save_as_hf": bool}, type(None)),
+    "need_sync": ({}, bool),
+    "need_save": ({}, bool),
+}
+"""Types of upstream's parameters and results; a parameter counts where the method has it."""
+
+
+def fits(value: Any, place: Any) -> bool:
+    """Return True if every value of one type may stand where the other is expected."""
+    if Any in (value, place):
+        return True
+    if get_origin(value) in (Union, UnionType):
+        return all(fits(part, place) for part in get_args(value))
+    if get_origin(place) in (Union, UnionType):
+        return any(fits(value, part) for part in get_args(place))
+    if not issubclass(get_origin(value) or value, get_origin(place) or place):
+        return False
+    values, places = get_args(value), get_args(place)
+    return not places or (len(values) == len(places) and all(map(fits, values, places)))
+
+
+@pytest.mark.parametrize("owner", METHODS)
+@pytest.mark.parametrize("name", TYPES)
+def test_a_method_takes_and_returns_values_of_upstreams_types(owner, name):
+    method = getattr(getattr(package, owner), name, None)
+    if method is None:
+        assert name not in METHODS[owner]
+        return
+    hints = get_type_hints(method)
+    parameters, result = TYPES[name]
+    for parameter, upstream_type in parameters.items():
+        if parameter in hints:
+            assert fits(upstream_type, hints[parameter]), parameter
+    assert fits(hints["return"], result)
+
+
+def test_types_that_do_not_fit_are_seen():
+    assert not fits(list[Experience], Sequence[Sequence[Experience]])
+    assert not fits(str | None, str)
+    assert not fits(tuple[str, int], tuple[str, int, list[Any]])
+
+
+def test_a_flat_list_of_samples_is_grouped_by_ordinal():
+    groups = make_groups("flat", 1)
+    flat = [sample for index in range(4) for group in groups for sample in group[index : index + 1]]
+    assert package.group_by_prompt(flat) == groups
+    assert package.group_by_prompt(groups) == groups
+    assert package.group_by_prompt([groups[0], []]) == groups[:1]
+
+
+@pytest.mark.parametrize("batch", [[], [[]], [*make_groups("mixed", 1, 1)[0], []]])
+def test_a_batch_without_samples_or_of_two_forms_is_refused(batch):
+    with pytest.raises(package.UnusableBatch):
+        package.group_by_prompt(batch)
+
+
+async def test_a_step_on_a_flat_list_is_that_on_its_groups(fleet):
+    taken = []
+
+    class Ranks:
+        async def ask(self, method, groups):
+            taken.append((method, groups))
+            return {"loss": 0.5}
+
+    fleet._workers = Ranks()
+    groups = make_groups("flat", 2)
+    flat = [sample for group in groups for sample in group]
+    assert await fleet.train_step(flat) == await fleet.train_step(groups) == {"loss": 0.5}
+    assert taken == [("train_step", groups)] * 2
+    assert fleet.train_step_num == 2
 
 
 NOT_ASYNCHRONOUS = {"__init__", "need_save", "get_actor"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from trinity_events.errors import TrinityError
 from trinity_schemas import Experience
@@ -17,12 +17,45 @@ WeightSyncAddress: TypeAlias = tuple[str, int, list[tuple[str, str, tuple[int, .
 """Address and port of the collective group, and name, dtype and shape of each tensor."""
 
 
+TrainingBatch: TypeAlias = Sequence[Experience] | Sequence[Sequence[Experience]]
+"""Samples of a training step: a flat list, as in Trinity-RFT, or the groups of its prompts."""
+
+
+class UnusableBatch(TrinityError):
+    """Raised if a training step is given no samples, or samples next to groups of samples."""
+
+
 class NoWeightSyncGroup(TrinityError):
     """Raised if a collective group is asked for that the run cannot have."""
 
 
 class CannotLoad(TrinityError):
     """Raised if a run resumes, and its engine does not load checkpoints."""
+
+
+def group_by_prompt(batch: TrainingBatch) -> list[Sequence[Experience]]:
+    """Return the groups of a training batch: groups as they are, a flat list by its ordinals.
+
+    Groups of a flat list are in the order of their first samples.
+
+    Raises:
+        UnusableBatch: There are no samples, or there are samples next to groups.
+    """
+    samples = [item for item in batch if isinstance(item, Experience)]
+    if not samples:
+        groups = [group for group in cast("Sequence[Sequence[Experience]]", batch) if group]
+        if not groups:
+            raise UnusableBatch("the training batch is empty: give samples, or groups of samples")
+        return groups
+    if len(samples) < len(batch):
+        raise UnusableBatch(
+            f"the training batch has {len(samples)} samples next to "
+            f"{len(batch) - len(samples)} groups: give a flat list, or groups alone"
+        )
+    by_ordinal: dict[int, list[Experience]] = {}
+    for sample in samples:
+        by_ordinal.setdefault(sample.ordinal, []).append(sample)
+    return list(by_ordinal.values())
 
 
 class TrainEngineWrapper(ABC):
@@ -49,8 +82,13 @@ class TrainEngineWrapper(ABC):
         """Number of steps taken."""
 
     @abstractmethod
-    async def train_step(self, batch_exps: Sequence[Sequence[Experience]]) -> dict[str, float]:
-        """Take one step on groups of samples; return its metrics."""
+    async def train_step(self, batch_exps: TrainingBatch) -> dict[str, float]:
+        """Take one step on samples; return its metrics.
+
+        Args:
+            batch_exps: Samples in a flat list, or in the groups of their prompts:
+                :func:`group_by_prompt` returns the groups of both.
+        """
 
     async def generate_sequences(self, prompts: Sequence[GenerationRequest]) -> list[Generation]:
         """Generate one turn for each request, in order, with the present weights.

@@ -18,14 +18,19 @@ from trinity_events.core.file_versions import WEIGHTS_SAVE
 from trinity_events.errors import GroupBroken
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_events.server import open_client
-from trinity_schemas import Experience
 
 from ..config.train_config import RunConfig
 from ..engines.model_folder import has_weights
 from ..rollout_engines.base import Generation, GenerationRequest
 from ..worker_group.group import WorkerGroup
 from ..worker_group.placement import rank_options
-from .backend import NoWeightSyncGroup, TrainEngineWrapper, WeightSyncAddress
+from .backend import (
+    NoWeightSyncGroup,
+    TrainEngineWrapper,
+    TrainingBatch,
+    WeightSyncAddress,
+    group_by_prompt,
+)
 from .state import TrainerState, write_trainer_state
 from .workers.fsdp import ROLE, TrainWorker
 
@@ -90,9 +95,10 @@ class RayTrainBackend(TrainEngineWrapper):
         """Steps taken."""
         return self._step
 
-    async def train_step(self, batch_exps: Sequence[Sequence[Experience]]) -> dict[str, float]:
-        """Take one step on groups of samples, dealt out over the ranks; return its metrics."""
-        metrics: dict[str, float] = await self._ask("train_step", batch_exps)
+    async def train_step(self, batch_exps: TrainingBatch) -> dict[str, float]:
+        """Take one step on samples, whose groups are dealt out over the ranks."""
+        groups = group_by_prompt(batch_exps)
+        metrics: dict[str, float] = await self._ask("train_step", groups)
         self._step += 1
         return metrics
 

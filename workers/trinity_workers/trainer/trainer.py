@@ -48,7 +48,12 @@ from ..rollouts.user_task import task_of
 from ..runtime.background_tasks import background_tasks
 from ..runtime.garbage import exempt_loaded_objects
 from ..storage.verification import verify_checkpoint
-from .backend import TrainEngineWrapper, WeightSyncAddress
+from .backend import (
+    TrainEngineWrapper,
+    TrainingBatch,
+    WeightSyncAddress,
+    group_by_prompt,
+)
 from .backends import get_trainer_wrapper
 from .rollouts.evaluator import Evaluator
 from .rollouts.explorer_requests import ExplorerRequests
@@ -275,15 +280,19 @@ class Trainer:
             )
         await self.synchronize()
 
-    async def train_step(self, exps: Sequence[Sequence[Experience]]) -> dict[str, float]:
-        """Take one step on groups of samples; return the metrics of engine and experiences.
+    async def train_step(self, exps: TrainingBatch) -> dict[str, float]:
+        """Take one step on samples; return the metrics of engine and experiences.
 
-        The staleness of a sample is the number of steps taken, less the step of its oldest token's
-        version.
+        Samples are a flat list, or the groups of their prompts. The staleness of a sample is the
+        number of steps taken, less the step of its oldest token's version.
+
+        Raises:
+            UnusableBatch: There are no samples, or there are samples next to groups.
         """
         step = self.train_step_num
-        metrics = await self.engine.train_step(exps)
-        samples = [sample for group in exps for sample in group]
+        groups = group_by_prompt(exps)
+        metrics = await self.engine.train_step(groups)
+        samples = [sample for group in groups for sample in group]
         scores = [sample.reward_parts.get("score", sample.reward) for sample in samples]
         if self.config.rewards.on_error == "score":
             metrics |= {REWARD_ERRORS: float(sum(bool(sample.reward_error) for sample in samples))}
