@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import msgspec
 import pytest
@@ -27,6 +28,7 @@ from trinity_workers.roles import (  # noqa: E402
     RewardWorker,
     RoleRefused,
 )
+from trinity_workers.roles.actor import Role  # noqa: E402
 from trinity_workers.rollout_engines.base import (  # noqa: E402
     GenerationRequest,
     RolloutEngineError,
@@ -199,10 +201,36 @@ def test_a_role_that_lacks_a_model_or_has_loaded_none_says_so(config):
     with pytest.raises(RoleRefused, match="call init_model"):
         CriticWorker(config, 0).compute_values(batch)
     reference = ActorRolloutRefWorker(config, 0, role="ref")
-    with pytest.raises(RoleRefused, match="has no policy: it was started with reference"):
+    with pytest.raises(RoleRefused, match=r"update_actor needs the part actor, .* role='ref'"):
         reference.update_actor(batch)
     with pytest.raises(RoleRefused, match=r"the run has no reward model: set reward\.model"):
         RewardWorker(config, 0).init_model()
+
+
+ALLOWED = {
+    "actor": {"compute_log_prob", "update_actor"},
+    "rollout": {"generate_sequences"},
+    "ref": {"compute_ref_log_prob"},
+}
+"""Methods that need each part of a role."""
+
+
+@pytest.mark.parametrize("role", get_args(Role))
+def test_a_role_has_the_methods_of_its_parts_alone(config, role):
+    worker = ActorRolloutRefWorker(config, 0, role=role)
+    allowed = set().union(*(ALLOWED[part] for part in role.split("_")))
+    for method in set().union(*ALLOWED.values()):
+        rows = [] if method == "generate_sequences" else collate(make_groups("roles", 1), 0)
+        # Those of its parts get as far as the missing models.
+        sentence = r"call init_model\(\) first" if method in allowed else f"{method} needs the part"
+        with pytest.raises(RoleRefused, match=sentence):
+            getattr(worker, method)(rows)
+
+
+@pytest.mark.parametrize("role", ["nonsense", "actor_ref", "rollout_actor", ""])
+def test_an_unknown_role_is_refused(config, role):
+    with pytest.raises(RoleRefused, match=f"unknown role {role!r}: take one of actor, ref"):
+        ActorRolloutRefWorker(config, 0, role=role)
 
 
 def test_a_role_of_adapters_does_not_generate_and_says_so(config):

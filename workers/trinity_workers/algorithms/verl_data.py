@@ -54,18 +54,24 @@ def to_data_proto(batch: Batch) -> DataProto:
     return made
 
 
-def from_data_proto(data: DataProto) -> Batch:
+def from_data_proto(data: DataProto, *, needs_groups: bool = True) -> Batch:
     """Return a batch of veRL's.
 
     `uid` becomes the group: numbers as they are, other names by first appearance. Without
     `response_mask` all tokens of the response are trained on, as in veRL. Without `finished` every
     row counts as finished, for veRL does not say it.
 
-    Raises AlgorithmError if a field that every batch has is missing.
+    Args:
+        data: Rows of prompts and responses.
+        needs_groups: False if rows without `uid` may be groups by themselves.
+
+    Raises:
+        AlgorithmError: A field that every batch has is missing.
     """
     tensors = dict(data.batch.items())
     missing = [name for name in _NEEDED if name not in tensors]
-    if "uid" not in data.non_tensor_batch:
+    uid = data.non_tensor_batch.get("uid")
+    if uid is None and needs_groups:
         missing.append("uid")
     if missing:
         raise AlgorithmError(f"the DataProto has no {', '.join(missing)}: a batch needs them")
@@ -79,11 +85,49 @@ def from_data_proto(data: DataProto) -> Batch:
         attention_mask=attention,
         position_ids=tensors["position_ids"].long(),
         response_mask=mask,
-        groups=_groups(data.non_tensor_batch["uid"].tolist()).to(mask.device),
+        groups=(torch.arange(rows) if uid is None else _groups(uid.tolist())).to(mask.device),
         rewards=torch.zeros(rows, device=mask.device) if scores is None else scores.sum(dim=-1),
         finished=tensors.get("finished", torch.ones(rows, device=mask.device)).bool(),
         **{ours: tensors[name] for ours, name in _NAMES.items() if name in tensors},
     )
+
+
+def result_to_data_proto(result: dict[str, Any], batch: Batch) -> DataProto:
+    """Return a role's result as veRL's: tensors of rows by its names, or metrics in `meta_info`.
+
+    Scores of rows are `rm_scores`, and stand at each row's last token.
+    """
+    from verl import DataProto
+
+    tensors = {
+        _NAMES.get(name, name): value for name, value in result.items() if isinstance(value, Tensor)
+    }
+    made: Any
+    if not tensors:
+        made = DataProto(meta_info={"metrics": result})
+        return made
+    if "rewards" in tensors:
+        tensors["rm_scores"] = at_last_token(tensors.pop("rewards"), batch.response_mask)
+    made = DataProto.from_dict(tensors=tensors)
+    return made
+
+
+def read_prompts(data: DataProto) -> list[list[int]]:
+    """Return the tokens of each row's prompt: `raw_prompt_ids`, or `input_ids` without padding.
+
+    Raises:
+        AlgorithmError: The rows have neither.
+    """
+    raw = data.non_tensor_batch.get("raw_prompt_ids")
+    if raw is not None:
+        return [[int(token) for token in tokens] for tokens in raw]
+    tensors = {} if data.batch is None else dict(data.batch.items())
+    if not {"input_ids", "attention_mask"} <= tensors.keys():
+        raise AlgorithmError(
+            "the DataProto has no prompts: give raw_prompt_ids, or input_ids and attention_mask"
+        )
+    rows = zip(tensors["input_ids"], tensors["attention_mask"].bool(), strict=True)
+    return [tokens[mask].tolist() for tokens, mask in rows]
 
 
 def _groups(names: list[Any]) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from torch import Tensor
 
@@ -15,13 +15,14 @@ from ..trainer.step.base import ModelName
 from ..trainer.workers.rollouts import RankRollouts, rank_rollouts
 from ..worker_group.dispatch import Dispatch
 from ..worker_group.registered import register
-from .base import RoleWorker
+from .base import RoleRefused, RoleWorker
 
 if TYPE_CHECKING:
     from ..rollout_engines.base import Generation, GenerationRequest
 
 Role = Literal["actor", "ref", "rollout", "actor_rollout", "actor_rollout_ref"]
-"""Models that share the ranks, by veRL's names."""
+"""Parts that share the ranks, by veRL's names."""
+Part = Literal["actor", "rollout", "ref"]
 
 _RENAMED = {"gradient_norm": "grad_norm", "learning_rate": "lr"}
 
@@ -32,8 +33,12 @@ class ActorRolloutRefWorker(RoleWorker):
     Args:
         config: The run.
         rank: Which of its trainers.
-        role: Models of the group.
+        role: Parts of the group. `actor` trains, `rollout` generates, `ref` is the reference; a
+            method of a part that the role has not is refused.
         own_gpu: Whether every trainer was given a GPU of its own.
+
+    Raises:
+        RoleRefused: The role is unknown.
     """
 
     def __init__(
@@ -45,19 +50,29 @@ class ActorRolloutRefWorker(RoleWorker):
         own_gpu: bool = False,
     ) -> None:
         super().__init__(config, rank, own_gpu=own_gpu)
+        if role not in get_args(Role):
+            raise RoleRefused(f"unknown role {role!r}: take one of {', '.join(get_args(Role))}")
         self._role = role
+        self._parts: set[str] = set(role.split("_"))
         self._rollouts: RankRollouts | None = None
 
     @property
     def models(self) -> Collection[ModelName]:
         """Models of the role."""
-        parts = self._role.split("_")
         models: set[ModelName] = set()
-        if {"actor", "rollout"} & {*parts}:
+        if {"actor", "rollout"} & self._parts:
             models.add("policy")
-        if "ref" in parts:
+        if "ref" in self._parts:
             models.add("reference")
         return models
+
+    def _require(self, part: Part, method: str) -> None:
+        """Refuse, on all ranks alike, a method of a part that the role has not."""
+        if part not in self._parts:
+            raise RoleRefused(
+                f"{method} needs the part {part}, and this {type(self).__name__} was started with "
+                f"role={self._role!r}"
+            )
 
     @register(dispatch_mode=Dispatch.MEGATRON_PP_AS_DP_PROTO)
     def generate_sequences(self, prompts: Sequence[GenerationRequest]) -> list[Generation]:
@@ -67,8 +82,10 @@ class ActorRolloutRefWorker(RoleWorker):
         Megatron the weights change to the layout of ``trainer.rollout_tensor_parallel`` for it.
 
         Raises:
-            LayoutRefused: if the model cannot be divided so.
+            LayoutRefused: The model cannot be divided so.
+            RoleRefused: The role has no rollout.
         """
+        self._require("rollout", "generate_sequences")
         policy = self._with("policy").models.policy
         if self._rollouts is None:
             self._rollouts = rank_rollouts(self._config, self._device, policy)
@@ -80,6 +97,7 @@ class ActorRolloutRefWorker(RoleWorker):
 
         veRL calls them `old_log_probs`.
         """
+        self._require("actor", "compute_log_prob")
         return self._computed("policy", "proximal_logprobs", batch)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
@@ -88,6 +106,7 @@ class ActorRolloutRefWorker(RoleWorker):
 
         veRL calls them `ref_log_prob`.
         """
+        self._require("ref", "compute_ref_log_prob")
         return self._computed("reference", "reference_logprobs", batch)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
@@ -96,5 +115,6 @@ class ActorRolloutRefWorker(RoleWorker):
 
         Metrics are `actor/pg_loss`, `actor/grad_norm` and so on, by veRL's names.
         """
+        self._require("actor", "update_actor")
         metrics = self._updated("policy", batch)
         return {f"actor/{_RENAMED.get(name, name)}": value for name, value in metrics.items()}

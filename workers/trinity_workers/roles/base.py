@@ -16,11 +16,11 @@ from ..trainer.ray_backend import start_workers
 from ..trainer.step.base import ModelName, Trained, TrainingStep
 from ..trainer.workers.rank import TrainingRank
 from ..worker_group.dispatch import Dispatch
-from ..worker_group.group import WorkerGroup
 from ..worker_group.megatron import MegatronWorker
 from ..worker_group.ranks import DistRankInfo
 from ..worker_group.registered import register
 from ..worker_group.worker import Worker
+from .group import RoleGroup
 
 
 class RoleRefused(TrinityError):
@@ -112,15 +112,19 @@ class RoleWorker(MegatronWorker, TrainingRank):
         return [(name, engine) for name, engine in both if engine is not None]
 
 
-async def start_role(kind: type[RoleWorker], config: RunConfig, **options: Any) -> WorkerGroup:
+async def start_role(kind: type[RoleWorker], config: RunConfig, **options: Any) -> RoleGroup:
     """Start a role on all ranks of the run's trainer, and let them form their process group.
 
     Args:
         kind: Class of the role.
         config: The run: engine, ranks and layout of its trainer, models, algorithm.
         options: Options of the workers, such as the role of an :class:`ActorRolloutRefWorker`.
+
+    Raises:
+        RoleRefused: The role is unknown.
     """
-    group = start_workers(kind, config, options, name=kind.__name__)
+    workers = start_workers(kind, config, options)
+    group = RoleGroup(kind, workers, config=config, name=kind.__name__)
     await group.watch()
     host, port = await group.ask("address")
     await group.ask("join", host, port)

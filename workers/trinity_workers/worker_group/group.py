@@ -119,8 +119,16 @@ class WorkerGroup:
         if mode.deals_out and self._table is None:
             self._table = await self._begun("rank_info", (), {})
 
+    def _translate(
+        self, method: str, args: tuple[Any, ...]
+    ) -> tuple[tuple[Any, ...], Callable[[Any], Any]]:
+        """Return the arguments as the workers take them, and what makes the caller's result."""
+        del method
+        return args, lambda result: result
+
     def _begun(self, method: str, args: tuple[Any, ...], options: dict[str, Any]) -> Answers:
         registered = self._registered(method)
+        args, translate_result = self._translate(method, args)
         dealt = deal(registered.dispatch_mode, self._table or [NOWHERE] * len(self), args)
         shares = _sent(dealt)
         given = {name: packed(option) for name, option in options.items()}
@@ -138,7 +146,7 @@ class WorkerGroup:
             except ray.exceptions.RayActorError:
                 raise await self._death(rank, method) from None
 
-        call = _Call(method, registered.settles, dealt, answer, self._named)
+        call = _Call(method, registered.settles, dealt, answer, self._named, translate_result)
         return Answers(call, self._timeout)
 
     async def _death(self, rank: int, method: str) -> WorkerDied:
@@ -162,6 +170,8 @@ class _Call(NamedTuple):
     """Waits for the answer of a rank."""
     named: Callable[[int], str]
     """Returns the name of a rank."""
+    translate_result: Callable[[Any], Any]
+    """Makes the caller's result from the collected one."""
 
 
 class Answers:
@@ -199,7 +209,7 @@ class Answers:
             raise failed[0] if call.settles else min(failed, key=_is_no_death)
         if pending:
             raise DeadlineExceeded(self._missing(tasks))
-        return call.dealt.collected([task.result() for task in tasks])
+        return call.translate_result(call.dealt.collected([task.result() for task in tasks]))
 
     def _missing(self, tasks: Sequence[asyncio.Future[Any]]) -> str:
         call = self._call

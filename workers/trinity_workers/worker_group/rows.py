@@ -66,7 +66,7 @@ def split(value: Any, shares: int) -> Divided:
     if isinstance(value, list | tuple):
         parts = [list(value[share::shares]) for share in range(shares)]
         return Divided(parts, Dealing(len(value), shares, True))
-    if _is_data_proto(value):
+    if is_data_proto(value):
         from verl.protocol import pad_dataproto_to_divisor
 
         padded, _ = pad_dataproto_to_divisor(value, shares)
@@ -87,7 +87,7 @@ def joined(answers: Sequence[Any], dealing: Dealing) -> Any:
         UnknownRows: if answers have another number of rows.
     """
     first = answers[0]
-    if _is_data_proto(first):
+    if is_data_proto(first):
         return _joined_data_proto(answers, dealing)
     return _join(first, answers, dealing)
 
@@ -150,7 +150,8 @@ def _check(rows: int, dealing: Dealing) -> None:
         )
 
 
-def _is_data_proto(value: Any) -> bool:
+def is_data_proto(value: Any) -> bool:
+    """Return True for a `DataProto` of veRL."""
     # By name, so that veRL is imported only where it is used.
     return any(
         (base.__module__, base.__name__) == ("verl.protocol", "DataProto")
