@@ -1,5 +1,6 @@
 """Metrics of a run by step, from its events."""
 
+import msgspec
 import pytest
 
 from tests.support.event_histories import DIGEST, History, committed, opened, part
@@ -76,6 +77,22 @@ def test_a_version_tells_its_size_and_the_stall_of_its_slowest_rank():
     [(step, values)] = metrics_of(history)
     assert (step, values["perf/published_bytes"]) == (1, 2.0 * slow.bytes)
     assert values["perf/stall_seconds"] == slow.seconds
+
+
+def committed_with(step, metrics):
+    return msgspec.structs.replace(committed(step, "weights"), metrics=metrics)
+
+
+def test_a_loop_that_commits_its_metrics_has_them_and_a_trainer_has_them_once():
+    history = History()
+    history.add(committed_with(1, {"loss": 0.5, "rollout/reward": 1.0}))
+    history.add(committed_with(2, {}))
+    history.add(StepTrained(step=1, metrics={"loss": 0.25}), epoch=2)
+    history.add(committed_with(1, {"loss": 0.25}), epoch=2)
+    assert metrics_of(history) == [
+        (1, {"train/loss": 0.5, "rollout/reward": 1.0}),
+        (1, {"train/loss": 0.25}),
+    ]
 
 
 def test_an_applied_version_tells_the_pause_and_the_time_since_it_was_opened():

@@ -56,6 +56,7 @@ class MetricsReader:
 
     def __init__(self) -> None:
         self._trained_at: tuple[int, float] | None = None
+        """Epoch and time of the last event of a trained step."""
         self._parts: dict[StepRef, list[VersionPartPublished]] = {}
         self._opened: dict[StepRef, float] = {}
         self._first_applications = FirstApplications()
@@ -69,7 +70,8 @@ class MetricsReader:
             case VersionPartPublished(step=step):
                 self._parts.setdefault(StepRef(epoch, step), []).append(event)
             case StepCommitted(step=step):
-                return self._of(envelope, step, self._published(StepRef(epoch, step)))
+                values = self._committed(epoch, event) | self._published(StepRef(epoch, step))
+                return self._of(envelope, step, values)
             case VersionOpened(step=step):
                 self._opened[StepRef(epoch, step)] = envelope.occurred_at
             case WeightsApplied(version=version):
@@ -95,6 +97,15 @@ class MetricsReader:
             values["perf/step_seconds"] = max(0.0, now - self._trained_at[1])
         self._trained_at = envelope.epoch, now
         return values
+
+    def _committed(self, epoch: int, event: StepCommitted) -> dict[str, float]:
+        """Return the metrics of a commit, unless the trainer of its epoch reports its steps.
+
+        A loop without rollouts from this log has no other event for them.
+        """
+        if self._trained_at is not None and self._trained_at[0] == epoch:
+            return {}
+        return {grouped(name): value for name, value in (event.metrics or {}).items()}
 
     def _published(self, version: StepRef) -> dict[str, float]:
         parts = self._parts.pop(version, [])
