@@ -194,18 +194,18 @@ def test_a_batch_without_samples_or_of_two_forms_is_refused(batch):
 
 
 async def test_a_step_on_a_flat_list_is_that_on_its_groups(fleet):
-    taken = []
+    calls = []
 
     class Ranks:
         async def ask(self, method, groups):
-            taken.append((method, groups))
+            calls.append((method, groups))
             return {"loss": 0.5}
 
     fleet._workers = Ranks()
     groups = make_groups("flat", 2)
     flat = [sample for group in groups for sample in group]
     assert await fleet.train_step(flat) == await fleet.train_step(groups) == {"loss": 0.5}
-    assert taken == [("train_step", groups)] * 2
+    assert calls == [("train_step", groups)] * 2
     assert fleet.train_step_num == 2
 
 
