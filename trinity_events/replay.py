@@ -301,6 +301,13 @@ def fold_one(monitor: Monitor, entry: Entry, decode: Decode = decode_envelope) -
     return Folded(entry, envelope, monitor.apply(entry.id, envelope))
 
 
+def fold_each(state: MonitorState, entries: Iterable[Entry]) -> Iterator[Folded]:
+    """Fold entries into a state, and yield each as soon as it is folded."""
+    monitor, decode = Monitor(state), EnvelopeReader().decode
+    for entry in entries:
+        yield fold_one(monitor, entry, decode)
+
+
 class Replay:
     """Fold of a log from its beginning to an entry or a step.
 

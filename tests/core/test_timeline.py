@@ -14,11 +14,15 @@ from tests.support.event_histories import (
     registration,
     started,
 )
-from trinity_events.analysis.timeline import Moment, Span, Timeline, Value
+from trinity_events.analysis.spans import Span
+from trinity_events.analysis.timeline import Moment, Timeline, Value
 from trinity_events.archive.format import read_lines
 from trinity_events.core import Monitor, MonitorState
 from trinity_schemas import (
     AppliedPhases,
+    SaveFinished,
+    SaveProgressed,
+    SaveRequested,
     StepRef,
     StepTrained,
     WaitEnded,
@@ -95,6 +99,33 @@ def test_a_wait_is_a_span_from_its_beginning_that_names_its_culprits():
     [wait] = spans(timeline_of(history.entries), "wait")
     assert wait.facts == {"for": "explorer-0", "outcome": "deadline"}
     assert wait.end - wait.begin == SECOND // 2 + 2_000_000
+
+
+def test_a_wait_for_a_turn_is_a_span_before_that_of_its_save():
+    history = History()
+    for save, rank in (("a", 0), ("b", 1)):
+        requested = SaveRequested(save_id=save, slot=started(1, rank=rank).slot)
+        history.add(requested, by="actor", rank=rank)
+    history.add(started(1, "a"), by="actor")
+    history.add(failed(1, "b", rank=1), by="actor", rank=1)
+    history.add(finished(1, "a"), by="actor")
+    parts = timeline_of(history.entries)
+    [granted, refused], [save] = spans(parts, "wait"), spans(parts, "save")
+    assert (granted.facts["outcome"], refused.facts["outcome"]) == ("granted", "failed: disk full")
+    assert (granted.lane, granted.end) == (save.lane, save.begin)
+
+
+def test_a_span_without_its_start_begins_by_the_measured_duration():
+    history = History()
+    slot = finished(1, "a").slot
+    history.add(SaveProgressed(save_id="a", slot=slot, bytes=8), by="actor")
+    history.add(SaveFinished(save_id="a", slot=slot, bytes=16, seconds=0.5), by="actor")
+    history.add(WaitEnded(wait_id="w", outcome="over", seconds=0.25))
+    parts = timeline_of(history.entries)
+    [save], [wait] = spans(parts, "save"), spans(parts, "wait")
+    assert (save.end - save.begin, wait.end - wait.begin) == (SECOND // 2, SECOND // 4)
+    assert not save.has_start
+    assert not wait.has_start
 
 
 def test_metrics_and_steps_are_counters():

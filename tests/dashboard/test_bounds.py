@@ -13,10 +13,10 @@ from trinity_events.core import MonitorState, encode_state
 from trinity_events.core.fold import Monitor
 from trinity_events.dashboard import activity, history, series, states
 from trinity_events.dashboard.activity import Activity
+from trinity_events.dashboard.bars import Bar, merge_bars
 from trinity_events.dashboard.history import History
 from trinity_events.dashboard.series import Series
 from trinity_events.dashboard.simulated_run import Plan, simulated_run
-from trinity_events.dashboard.spans import EventSpan, merged
 from trinity_events.dashboard.states import CompressedStates
 from trinity_events.log import position
 from trinity_events.replay import fold
@@ -108,10 +108,10 @@ def test_a_long_run_takes_bounded_memory():
     assert all(len(line.points()) <= series.POINTS + 1 for line in history.figures.metrics.values())
 
 
-def test_short_spans_nearer_than_a_pixel_become_one_and_none_is_lost():
-    spans = [EventSpan("a-0", at, at, 3, "x", f"{at}-0") for at in range(0, 1000, 5)]
-    spans += [EventSpan("a-0", 100, 900, 3, "long", "900-0")]
-    spans_shown = merged(spans, 50)
-    assert len(spans_shown) < 60
-    assert sum(span.count for span in spans_shown) == 201
-    assert any(span.label == "long" and span.end - span.begin == 800 for span in spans_shown)
+def test_short_bars_nearer_than_a_pixel_become_one_and_none_is_lost():
+    bars = [Bar("a-0", at, at, 3, "x", f"{at}-0") for at in range(0, 1000, 5)]
+    bars += [Bar("a-0", 100, 900, 3, "long", "900-0")]
+    bars_shown = merge_bars(bars, 50)
+    assert len(bars_shown) < 60
+    assert sum(bar.count for bar in bars_shown) == 201
+    assert any(bar.label == "long" and bar.end - bar.begin == 800 for bar in bars_shown)

@@ -23,11 +23,12 @@ from starlette.types import Receive, Scope, Send
 
 from ..errors import RunNotFound, TrinityError
 from ..http_server.connections import connection_of
-from . import answers
-from .answers import BadQuestion, Search
+from . import queries
 from .board import Board, TooManyRuns
 from .guard import Guard
-from .run_reader import NotIndexed, RunReader, UnknownEntry
+from .run_reader import InvalidQuery, NotIndexed, RunReader, UnknownEntry
+from .search import Search, search_events
+from .timeline import get_timeline, parse_rows
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ SEND_DEADLINE = 15.0
 _GOODBYE = 0.5
 """Seconds that the last message of a stream may take."""
 _STATUS: tuple[tuple[type[Exception], int], ...] = (
-    (BadQuestion, 400),
+    (InvalidQuery, 400),
     (UnknownEntry, 404),
     (RunNotFound, 404),
     (NotIndexed, 503),
@@ -170,12 +171,12 @@ def _number(request: Request, name: str, default: int | None = None) -> int | No
     except ValueError:
         number = math.nan
     if not abs(number) < 2**62:
-        raise BadQuestion(f"{name} is a number, and not {text[:40]!r}")
+        raise InvalidQuery(f"{name} is a number, and not {text[:40]!r}")
     return int(number)
 
 
 async def _at(request: Request, reader: RunReader) -> Any:
-    return await answers.state_at(
+    return await queries.get_state(
         reader,
         number=_number(request, "number"),
         entry=request.query_params.get("entry"),
@@ -187,18 +188,18 @@ async def _at(request: Request, reader: RunReader) -> Any:
 
 async def _timeline(request: Request, reader: RunReader) -> Any:
     history = await reader.indexed()
-    return await answers.timeline(
+    return await get_timeline(
         reader,
         _number(request, "from", history.begin) or 0,
         _number(request, "to", max(reader.end, history.last)) or 0,
         min(_number(request, "pixels", 1200) or 1200, 8000),
-        answers.parse_rows(request.query_params.get("rows", "")),
+        parse_rows(request.query_params.get("rows", "")),
     )
 
 
 async def _search(request: Request, reader: RunReader) -> Any:
     query = request.query_params
-    return await answers.search(
+    return await search_events(
         reader,
         Search(
             types=tuple(tag for tag in query.get("type", "").split(",") if tag),
@@ -215,12 +216,12 @@ async def _search(request: Request, reader: RunReader) -> Any:
 async def _explain(request: Request, reader: RunReader) -> Any:
     step = _number(request, "step")
     if step is None:
-        raise BadQuestion("explain needs a step")
-    return await answers.explain_step(reader, step)
+        raise InvalidQuery("explain needs a step")
+    return await queries.explain_step(reader, step)
 
 
 async def _versions(request: Request, reader: RunReader) -> Any:
-    return await answers.versions(reader, _number(request, "number"))
+    return await queries.get_versions(reader, _number(request, "number"))
 
 
 def _plain(ask: Callable[[RunReader], Awaitable[Any]]) -> Answer:
@@ -231,12 +232,12 @@ def _plain(ask: Callable[[RunReader], Awaitable[Any]]) -> Answer:
 
 
 _ANSWERS: dict[str, Answer] = {
-    "now": _plain(answers.now_view),
-    "lanes": _plain(answers.lanes),
-    "overview": _plain(answers.overview),
+    "now": _plain(queries.get_now),
+    "lanes": _plain(queries.get_lanes),
+    "overview": _plain(queries.get_overview),
     "versions": _versions,
-    "figures": _plain(answers.figures),
-    "dead": _plain(answers.dead_letters),
+    "figures": _plain(queries.get_figures),
+    "dead": _plain(queries.get_dead_letters),
     "at": _at,
     "timeline": _timeline,
     "events": _search,
@@ -321,7 +322,7 @@ class _Live:
             cached = self._frames.get(run)
             if cached is None or cached[0] is not reader or cached[1] != reader.version:
                 version = reader.version
-                data = encode(await answers.now_view(reader))
+                data = encode(await queries.get_now(reader))
                 cached = reader, version, b"event: now\ndata: " + data + b"\n\n"
                 self._frames[run] = cached
         return cached[1], cached[2]

@@ -12,10 +12,11 @@ from typing import Any
 import anyio
 import msgspec
 
-from . import answers
-from .answers import Row, Search
+from . import queries
 from .run_reader import RunReader
+from .search import FOUND, Search, search_events
 from .sources import DashboardSource
+from .timeline import Row, build_rows, count_cells, read_bars
 
 STATIC = Path(__file__).parent / "static"
 MODULES = (
@@ -57,14 +58,14 @@ async def html_of(source: DashboardSource) -> str:
 
 
 async def _data(reader: RunReader) -> dict[str, Any]:
-    now = await answers.now_view(reader)
+    now = await queries.get_now(reader)
     return {
         "now": now | {"live": False, "note": _note(now)},
-        "lanes": await answers.lanes(reader),
-        "overview": await answers.overview(reader),
-        "versions": await answers.versions(reader),
-        "figures": await answers.figures(reader),
-        "dead": await answers.dead_letters(reader),
+        "lanes": await queries.get_lanes(reader),
+        "overview": await queries.get_overview(reader),
+        "versions": await queries.get_versions(reader),
+        "figures": await queries.get_figures(reader),
+        "dead": await queries.get_dead_letters(reader),
         "timeline": await _timeline(reader),
         "states": await _states(reader),
         "found": await _search_results(reader),
@@ -86,22 +87,22 @@ async def _timeline(reader: RunReader) -> dict[str, Any]:
     first = max(history.first, history.number - _SPANNED)
     since = begin
     if first > history.first:
-        since = (await answers.state_at(reader, number=first))["at"]
-    spans = await answers.spans_of(reader, since, end)
+        since = (await queries.get_state(reader, number=first))["at"]
+    bars = await read_bars(reader, since, end)
     resolution = (end - since) / _PIXELS
     return {
         "rows": [row.name for row in rows],
         "since": since,
         "width": history.activity.width,
-        "cells": answers.counts(history, begin, end, rows),
-        "spans": answers.rows_of_spans(spans, rows, history, since, resolution, _SPANS)["spans"],
+        "cells": count_cells(history, begin, end, rows),
+        "spans": build_rows(bars, rows, history, since, resolution, _SPANS)["spans"],
     }
 
 
 async def _states(reader: RunReader) -> list[dict[str, Any]]:
     """Return states of the past: around what stands out, and at even distances."""
     history = await reader.indexed()
-    last = await answers.state_at(reader, number=history.number)
+    last = await queries.get_state(reader, number=history.number)
     size = len(msgspec.json.encode(last))
     most = max(8, min(_STATES, _STATE_BYTES // max(1, size)))
     marks = [mark.number for mark in history.marks][-most // 3 :]
@@ -110,7 +111,7 @@ async def _states(reader: RunReader) -> list[dict[str, Any]]:
     length = history.number - history.first
     candidates |= {history.first + length * part // parts for part in range(parts + 1)}
     numbers = sorted(number for number in candidates if history.first <= number <= history.number)
-    return [await answers.state_at(reader, number=number) for number in numbers]
+    return [await queries.get_state(reader, number=number) for number in numbers]
 
 
 async def _search_results(reader: RunReader) -> list[list[Any]]:
@@ -119,8 +120,8 @@ async def _search_results(reader: RunReader) -> list[list[Any]]:
     for types, most in (((), _EVENTS), (_FAILURES, _EVENTS)):
         before, count = None, 0
         while count < most:
-            query = Search(types=types, before=before, limit=answers.FOUND)
-            page = await answers.search(reader, query)
+            query = Search(types=types, before=before, limit=FOUND)
+            page = await search_events(reader, query)
             count += len(page["found"]) + 1
             rows |= {(row[0], row[3], row[4]): row for row in page["found"]}
             before = page["before"]

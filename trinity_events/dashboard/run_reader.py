@@ -47,6 +47,10 @@ class NotIndexed(TrinityError):
     """The entries that a question is about are not indexed yet."""
 
 
+class InvalidQuery(TrinityError):
+    """A parameter of a query is invalid."""
+
+
 class UnknownEntry(TrinityError):
     """The log has no such entry."""
 

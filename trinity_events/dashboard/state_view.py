@@ -8,7 +8,7 @@ from typing import Any
 from trinity_schemas import StepRef
 
 from ..analysis.causes import Cause, LiveFacts, first_causes
-from ..analysis.explain import explain, unfinished
+from ..analysis.explain import unfinished
 from ..analysis.failures import failures
 from ..core import MonitorState
 from ..core.completeness import registered
@@ -28,7 +28,7 @@ _STEPS = 12
 """Steps whose kinds are shown, the last ones."""
 
 
-def view_of(state: MonitorState, now: int, digests: Mapping[StepRef, str]) -> dict[str, Any]:
+def build_view(state: MonitorState, now: int, digests: Mapping[StepRef, str]) -> dict[str, Any]:
     """Return a state as plain data, with all moments in milliseconds.
 
     Args:
@@ -86,11 +86,6 @@ def view_of(state: MonitorState, now: int, digests: Mapping[StepRef, str]) -> di
     }
 
 
-def step_in_words(state: MonitorState, step: int, now: int) -> str:
-    """Return the explanation of a step, naming everything that is missing."""
-    return explain(state, step, now=now, named=None)
-
-
 def _waits(state: MonitorState, now: int) -> list[dict[str, Any]]:
     """Return the open waits, each followed by those of the processes that it names."""
     if state.closed is not None:
@@ -109,7 +104,7 @@ def _waits(state: MonitorState, now: int) -> list[dict[str, Any]]:
     ]
 
 
-def causes_of(state: MonitorState, facts: LiveFacts) -> list[dict[str, Any]]:
+def list_causes(state: MonitorState, facts: LiveFacts) -> list[dict[str, Any]]:
     """Return the causes for which an open run does not go on, the first cause first.
 
     Args:
@@ -195,7 +190,9 @@ def _explorers(state: MonitorState, digests: Mapping[StepRef, str]) -> list[list
             None if explorer.version is None else explorer.version.epoch,
             None if explorer.version is None else explorer.version.step,
             explorer.digest,
-            proof_of(explorer.digest, digests.get(explorer.version) if explorer.version else None),
+            compare_digests(
+                explorer.digest, digests.get(explorer.version) if explorer.version else None
+            ),
             _staleness(explorer, None if newest is None else newest.at),
             explorer.applied_at,
             explorer.heard_at,
@@ -205,8 +202,8 @@ def _explorers(state: MonitorState, digests: Mapping[StepRef, str]) -> list[list
     ]
 
 
-def proof_of(applied: str | None, announced: str | None) -> str:
-    """Return whether an applied digest is that of the announced version."""
+def compare_digests(applied: str | None, announced: str | None) -> str:
+    """Return ``proven`` if an applied digest is that of the announced version."""
     if not announced or applied is None:
         return "unknown"
     return "proven" if applied == announced else "differs"

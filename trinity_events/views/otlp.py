@@ -19,7 +19,8 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode,
 from trinity_schemas import RunKeys, StepRef
 from trinity_schemas.trace_context import ROOT, span_id, trace_id
 
-from ..analysis.timeline import Part, Span
+from ..analysis.spans import Span
+from ..analysis.timeline import Part
 
 SCHEMA = Schemas.V1_36_0.value
 """Version of the conventions that names of attributes are from."""

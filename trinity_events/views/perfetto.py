@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, BinaryIO
 
-from ..analysis.timeline import Moment, Part, Span, Value
+from ..analysis.spans import Span
+from ..analysis.timeline import Moment, Part, Value
 from ..errors import TrinityError
 
 _SEQUENCE = 1

@@ -13,7 +13,7 @@ from trinity_events.analysis.proof import Proof
 from trinity_events.core import MonitorState
 from trinity_events.core.fold import Monitor
 from trinity_events.core.fold_state import format_producer
-from trinity_events.dashboard import answers
+from trinity_events.dashboard import search, timeline
 from trinity_events.dashboard.simulated_run import Plan, simulated_run
 from trinity_events.log import position
 from trinity_events.replay import fold, fold_one
@@ -52,7 +52,7 @@ async def test_what_an_entry_changed_is_what_replay_shows(demo, number):
     status = await demo.json(f"{RUN}/at", number=number, changed="")
     former, state = state_as_json(folded(number - 1)), state_as_json(folded(number))
     expected = [change_line(change) for change in changes(former, state) if tells(change)]
-    assert status["changed"] == expected[: answers.FOUND]
+    assert status["changed"] == expected[: search.FOUND]
 
 
 async def test_a_state_is_found_by_entry_and_by_time(demo):
@@ -168,29 +168,31 @@ async def test_a_window_shows_a_save_from_its_start_to_its_failure(demo):
     lanes = await demo.json(f"{RUN}/lanes")
     failed = next(m for m in lanes["marks"] if m[3] == "step-failed")
     window = {"from": failed[0] - 60_000, "to": failed[0] + 30_000}
-    timeline = await demo.json(f"{RUN}/timeline", rows="actor-5,reducer-0", **window)
-    assert timeline["mode"] == "spans"
-    saves = [span for span in timeline["spans"] if span[0] == 0 and span[4] == "saves checkpoint"]
+    window_bars = await demo.json(f"{RUN}/timeline", rows="actor-5,reducer-0", **window)
+    assert window_bars["mode"] == "spans"
+    saves = [
+        span for span in window_bars["spans"] if span[0] == 0 and span[4] == "saves checkpoint"
+    ]
     assert [span[7] for span in saves] == ["failed", "finished"]
     assert saves[0][2] == failed[0]
-    assert any(span[7] == "failed" for span in timeline["spans"] if span[0] == 1)
+    assert any(span[7] == "failed" for span in window_bars["spans"] if span[0] == 1)
 
 
 async def test_a_span_that_began_before_a_window_reaches_into_it(demo):
     lanes = await demo.json(f"{RUN}/lanes")
     failed = next(m for m in lanes["marks"] if m[3] == "step-failed")
     window = {"from": failed[0] - 3000, "to": failed[0] - 1000}
-    timeline = await demo.json(f"{RUN}/timeline", rows="actor-5", **window)
-    [save] = [span for span in timeline["spans"] if span[4] == "saves checkpoint"]
+    window_bars = await demo.json(f"{RUN}/timeline", rows="actor-5", **window)
+    [save] = [span for span in window_bars["spans"] if span[4] == "saves checkpoint"]
     assert save[1] < window["from"]
     assert save[7] == "under way"
 
 
 async def test_a_long_window_is_answered_with_counts_that_add_up(demo, monkeypatch):
-    monkeypatch.setattr(answers, "DETAILED", 100)
-    timeline = await demo.json(f"{RUN}/timeline", rows="trainer-0,explorer:0-46,actor:0-15")
-    assert timeline["mode"] == "counts"
-    of_explorers = sum(count for row, _, _, count in timeline["cells"] if row == 1)
+    monkeypatch.setattr(timeline, "DETAILED", 100)
+    window_bars = await demo.json(f"{RUN}/timeline", rows="trainer-0,explorer:0-46,actor:0-15")
+    assert window_bars["mode"] == "counts"
+    of_explorers = sum(count for row, _, _, count in window_bars["cells"] if row == 1)
     expected = sum(
         1 for entry in ENTRIES if b"explorer" in entry.payload and _role(entry) == "explorer"
     )
