@@ -42,9 +42,9 @@ class WorkerRanks:
 
 
 def _make(rank: Rank, config: RunConfig) -> tuple[str, int] | None:
-    from trinity_workers.trainer.ray_backend import _worker_class
+    from trinity_workers.trainer.rank_actors import worker_class
 
-    rank.objects.worker = _worker_class(config)(config, rank.number)
+    rank.objects.worker = worker_class(config)(config, rank.number)
     return rank.objects.worker.address() if rank.number == 0 else None
 
 

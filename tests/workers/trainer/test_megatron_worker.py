@@ -23,7 +23,7 @@ from trinity_workers.algorithms.rules import read_settings  # noqa: E402
 from trinity_workers.engines.megatron import ParallelLayout  # noqa: E402
 from trinity_workers.launch.lifecycle import closing  # noqa: E402
 from trinity_workers.learning.policy import create_policy  # noqa: E402
-from trinity_workers.trainer.ray_backend import RayTrainBackend  # noqa: E402
+from trinity_workers.trainer.backends import get_trainer_wrapper  # noqa: E402
 from trinity_workers.trainer.workers.fsdp import TrainWorker  # noqa: E402
 from trinity_workers.trainer.workers.megatron import MegatronTrainWorker  # noqa: E402
 from trinity_workers.worker_group.group import WorkerDied  # noqa: E402
@@ -181,7 +181,7 @@ def dies_in_its_next_gradient(worker):
     def learn(batch, step):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    worker._step.learn = learn
+    worker._worker._step.learn = learn
 
 
 async def test_a_rank_killed_in_a_training_step_is_what_the_closing_event_names(
@@ -192,7 +192,7 @@ async def test_a_rank_killed_in_a_training_step_is_what_the_closing_event_names(
     config = make_config(trainer={"engine": "megatron", "ranks": 2}, sync={"timeout": PATIENCE})
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
-        fleet = RayTrainBackend(config)
+        fleet = get_trainer_wrapper(config)
         await fleet.prepare()
         with anyio.fail_after(PATIENCE):
             await fleet.train_step(make_groups(run_id, 1))

@@ -306,7 +306,7 @@ def fleet(make_config):
     worker._models = SimpleNamespace(
         policy=SimpleNamespace(get_per_tensor_param=lambda: iter(tensors))
     )
-    made = RayTrainBackend(config)
+    made = RayTrainBackend(config, [])
     made._workers = WorkerGroup(TrainWorker, [Actor(worker)])
     with closing(synchronizer), closing(made._log), closing(made._publisher):
         yield made

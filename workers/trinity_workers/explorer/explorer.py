@@ -67,6 +67,7 @@ class Explorer:
     """
 
     def __init__(self, config: RunConfig, rank: int) -> None:
+        write_stacks_when_asked(config.run_id, f"{ROLE}-{rank}")
         # Here, since it imports torch, which a launcher does not need.
         from trinity_events import Synchronizer
 
@@ -124,7 +125,6 @@ class Explorer:
         import torch
 
         config = self.config
-        write_stacks_when_asked(config.run_id, self.name)
         self.join()
         torch.set_num_threads(threads(config.explorer.cpus, config.explorer.count + 1))
         # `generate` warns of every length that it is not told; the engine tells its own.

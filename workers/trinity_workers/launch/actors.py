@@ -11,6 +11,7 @@ import anyio.to_thread
 import redis
 from redis.exceptions import RedisClusterException
 
+from trinity_events.diagnostics.waits import NO_REPORTS, WaitReporter
 from trinity_events.errors import TrinityError
 from trinity_schemas import Process
 
@@ -26,16 +27,20 @@ class Actors:
 
     Args:
         actors: Each name with its Ray actor.
+        waits: Reporter of long waits for them.
     """
 
-    def __init__(self, actors: Mapping[str, Any]) -> None:
+    def __init__(self, actors: Mapping[str, Any], waits: WaitReporter = NO_REPORTS) -> None:
         self._actors = dict(actors)
+        self._waits = waits
         self._processes: dict[str, Process] = {}
         self._deaths = ExitWatch()
 
     async def watch(self) -> None:
         """Watch how their processes end."""
-        processes = await self.ask([actor.process.remote() for actor in self._actors.values()])
+        processes = await self.ask_within(
+            "its processes to start", [actor.process.remote() for actor in self._actors.values()]
+        )
         self._processes = dict(zip(self._actors, processes, strict=True))
         for process in processes:
             self._deaths.watch(process)
@@ -44,6 +49,21 @@ class Actors:
         """Wait until the trainer has answered, with an error too."""
         with suppress(Exception):
             await self._actors["trainer-0"].is_alive.remote()
+
+    async def ask_within(self, what: str, references: Sequence[Any]) -> list[Any]:
+        """Return their answers as :meth:`ask`, and report a long wait for those without one."""
+        names = list(self._actors)[: len(references)]
+        with self._waits.waiting(what, names) as wait:
+
+            async def answer(name: str, reference: Any) -> Any:
+                result = await reference
+                names.remove(name)
+                wait.update(what, names)
+                return result
+
+            return await self.ask(
+                [answer(*pair) for pair in zip(self._actors, references, strict=False)]
+            )
 
     async def ask(self, references: Sequence[Any]) -> list[Any]:
         """Return what the first of them answer; the first error ends the wait.

@@ -19,8 +19,10 @@ from trinity_events.archive import Archive
 from trinity_events.archive.export import whole_stream
 from trinity_events.archive.ownership import own_folder
 from trinity_events.checkpoints.layout import final_name
+from trinity_events.client.training_run import publishing
 from trinity_events.core import MonitorState
 from trinity_events.core.resumptions import format_changes, format_skipped
+from trinity_events.diagnostics.waits import WaitReporter
 from trinity_events.errors import DeadlineExceeded, TrinityError
 from trinity_events.liveness import held_explorers
 from trinity_events.log import RedisEventLog, Resumption, Stream, open_run
@@ -235,9 +237,15 @@ async def _run(options: LaunchOptions, report: Report) -> None:
             view.say(f"run {options.run_id}: {_ray(options)}, and {_first_work(config)}")
             here = config.explorers if alone else 0
             exits.callback(sweep)  # Ray may end its actors before they clear up
-            room = await exits.enter_async_context(_room(config, here, options.ray_address, view))
             async with _shown(view, log, partial(report_other_folder, client, config, view.say)):
-                await _work(job, here, room)
+                with publishing(
+                    options.run_id, config.epoch, "launcher", redis_url=redis_url
+                ) as publisher:
+                    with publisher.waits.waiting("its Ray cluster, with room for all processes"):
+                        room = await exits.enter_async_context(
+                            _room(config, here, options.ray_address, view)
+                        )
+                    await _work(job, here, room, publisher.waits)
                 if not alone:
                     await _last_weights_taken(client, config, view)
 
@@ -397,7 +405,7 @@ async def _room(
         yield room
 
 
-async def _work(job: _Job, explorers_here: int, room: Placement) -> None:
+async def _work(job: _Job, explorers_here: int, room: Placement, waits: WaitReporter) -> None:
     """Make the model, train and explore; keep the results in the job."""
     config = job.config
     # Actors first: their processes start, and import torch, while the model is made.
@@ -407,10 +415,12 @@ async def _work(job: _Job, explorers_here: int, room: Placement) -> None:
     ]
     actors = Actors(
         {"trainer-0": trainer}
-        | {f"explorer-{rank}": explorer for rank, explorer in enumerate(explorers)}
+        | {f"explorer-{rank}": explorer for rank, explorer in enumerate(explorers)},
+        waits,
     )
     async with beating(job.options.health_file):
-        job.warm_up_steps = await _make_model(config)
+        with waits.waiting("the built-in model to be made and warmed up"):
+            job.warm_up_steps = await _make_model(config)
         await actors.watch()
     async with beating(job.options.health_file, actors.trainer_answers):
         await _train(job, actors, trainer, explorers)
@@ -418,8 +428,9 @@ async def _work(job: _Job, explorers_here: int, room: Placement) -> None:
 
 async def _train(job: _Job, actors: Actors, trainer: Any, explorers: Sequence[Any]) -> None:
     async with held_checkpoint(job.config, job.options.checkpoint_root):
-        await actors.ask(
-            [trainer.prepare.remote(), *(explorer.prepare.remote() for explorer in explorers)]
+        await actors.ask_within(
+            "its processes to be prepared",
+            [trainer.prepare.remote(), *(explorer.prepare.remote() for explorer in explorers)],
         )
     job.training, *_ = await actors.ask(
         [trainer.train.remote(), *(explorer.explore.remote() for explorer in explorers)]

@@ -7,6 +7,7 @@ the Synchronizer) meets the names, tied embeddings and grouped key-value heads o
 
 from __future__ import annotations
 
+import json
 import os
 import string
 from collections.abc import Iterator
@@ -19,7 +20,13 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from ..storage.huggingface_files import add_older_names
 from ..tasks import Message
 from .pretrained import BadPolicy as BadPolicy  # noqa: PLC0414  # users import it from here
-from .pretrained import check_pretrained, load_pretrained, no_progress_bars, raising_bad_policy
+from .pretrained import (
+    check_pretrained,
+    load_pretrained,
+    no_progress_bars,
+    raising_bad_policy,
+    tensor_shapes,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +41,11 @@ UNKNOWN = "<unk>"
 _CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " "
 
 _MAX_POSITIONS = 128
+_VOCABULARIES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+"""Files of tokenizers that transformers converts to a ``tokenizer.json``."""
+_NO_END = (
+    "the tokenizer in {folder} has no end of sequence (eos_token): set it in tokenizer_config.json"
+)
 
 
 @contextmanager
@@ -137,6 +149,35 @@ def check_policy(folder: Path) -> None:
     check_pretrained(AutoModelForCausalLM, folder)
 
 
+def check_policy_files(folder: Path) -> None:
+    """Check what can be said of a policy's folder without torch, whose import takes seconds.
+
+    The files are there, whole and readable, and the tokenizer loads and ends sequences. The ranks
+    compare the tensors with the model when they load it; :func:`check_policy` does so without them.
+
+    Raises:
+        BadPolicy: in one sentence, if a file is missing or damaged.
+    """
+    _require_config(folder)
+    with raising_bad_policy(f"config.json in {folder} cannot be read"):
+        if "model_type" not in json.loads((folder / "config.json").read_bytes()):
+            raise ValueError("it has no model_type")
+    with raising_bad_policy(f"the tokenizer in {folder} cannot be loaded"):
+        if (folder / "tokenizer.json").is_file():
+            Tokenizer.from_file(str(folder / "tokenizer.json"))
+            names = ("tokenizer_config.json", "special_tokens_map.json")
+            files = [folder / name for name in names if (folder / name).is_file()]
+            if not any(json.loads(file.read_bytes()).get("eos_token") for file in files):
+                raise BadPolicy(_NO_END.format(folder=folder))
+        elif not any((folder / name).is_file() for name in _VOCABULARIES):
+            raise FileNotFoundError(f"it has none of tokenizer.json, {', '.join(_VOCABULARIES)}")
+    with raising_bad_policy(f"the model in {folder} cannot be loaded"):
+        if any(folder.glob("*.safetensors*")):
+            tensor_shapes(folder)
+        elif not any(folder.glob("*.bin*")):
+            raise FileNotFoundError("it has neither *.safetensors nor *.bin")
+
+
 def context_length(folder: Path) -> int | None:
     """Return the maximum tokens of an episode of a policy; None if its configuration names none."""
     from transformers import AutoConfig
@@ -154,13 +195,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """
     from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
-    _require_readable(folder)
-    if not (folder / "config.json").is_file():
-        # transformers would take a missing folder for the name of a repository on the hub.
-        raise BadPolicy(
-            f"no policy in {folder}: config.json is missing: set model.path to a Hugging Face "
-            "folder"
-        )
+    _require_config(folder)
     with raising_bad_policy(f"the tokenizer in {folder} cannot be loaded"):
         AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         # The file as it is: AutoTokenizer takes the class of the model's type, with its own rules
@@ -171,10 +206,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
             folder, local_files_only=True, trust_remote_code=False
         )
     if tokenizer.eos_token_id is None:
-        raise BadPolicy(
-            f"the tokenizer in {folder} has no end of sequence (eos_token): set it in "
-            "tokenizer_config.json"
-        )
+        raise BadPolicy(_NO_END.format(folder=folder))
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -232,6 +264,16 @@ def _encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, ended: bool) 
     if not ended or (after and tokens[-len(after) :] == after):
         after = []
     return [*before, *tokens, *after]
+
+
+def _require_config(folder: Path) -> None:
+    _require_readable(folder)
+    if not (folder / "config.json").is_file():
+        # transformers would take a missing folder for the name of a repository on the hub.
+        raise BadPolicy(
+            f"no policy in {folder}: config.json is missing: set model.path to a Hugging Face "
+            "folder"
+        )
 
 
 def _require_readable(folder: Path) -> None:

@@ -3,7 +3,8 @@
 1. Every tensor of a loaded model is read from its folder, or shares the memory of one that is. A
    head that the caller replaces is the exception.
 2. A folder that lacks a tensor, or has one of another shape, is refused by the tensor's name. The
-   folder's headers are enough to find that out, so that a run is refused before it is opened.
+   folder's headers are enough to find that out: ``train --check`` does, and a run's ranks do when
+   they load the folder.
 3. The configuration says that the output head is the embedding only where it is.
 """
 
@@ -135,7 +136,7 @@ def check_pretrained(kind: Any, folder: Path, *, without_head: bool = False) -> 
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if getattr(config, "quantization_config", None) is not None:
             return  # its tensors are made by a kernel, which may need the ranks' device
-        shapes = _tensor_shapes(folder)
+        shapes = tensor_shapes(folder)
         with torch.device("meta"):
             outline = kind.from_config(
                 config, attn_implementation=_ATTENTION, trust_remote_code=False
@@ -155,7 +156,7 @@ def check_pretrained(kind: Any, folder: Path, *, without_head: bool = False) -> 
     _check_report(folder, model, report, without_head=without_head)
 
 
-def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all tensors in the files that transformers would read, by name."""
     from safetensors import safe_open
 
@@ -171,7 +172,7 @@ def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         files = {*folder.glob("*.safetensors")}
     shapes: dict[str, tuple[int, ...]] = {}
     for path in files:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(path, framework="np") as file:
             shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  # no dictionary
     return shapes
 

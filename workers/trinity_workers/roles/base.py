@@ -12,7 +12,7 @@ from trinity_events.errors import TrinityError
 
 from ..algorithms.batch import Batch
 from ..config.train_config import RunConfig
-from ..trainer.ray_backend import start_workers
+from ..trainer.rank_actors import start_rank_actors
 from ..trainer.step.base import ModelName, Trained, TrainingStep
 from ..trainer.workers.rank import TrainingRank
 from ..worker_group.dispatch import Dispatch
@@ -123,7 +123,7 @@ async def start_role(kind: type[RoleWorker], config: RunConfig, **options: Any) 
     Raises:
         RoleRefused: The role is unknown.
     """
-    workers = start_workers(kind, config, options)
+    workers = start_rank_actors(kind, config, options)
     group = RoleGroup(kind, workers, config=config, name=kind.__name__)
     await group.watch()
     host, port = await group.ask("address")

@@ -149,6 +149,6 @@ def _check_adapters(model: ModelConfig) -> None:
 
 
 def _check_model(folder: Path) -> None:
-    from ..learning.policy import check_policy
+    from ..learning.policy import check_policy_files
 
-    check_policy(folder)
+    check_policy_files(folder)

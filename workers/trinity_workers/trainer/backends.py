@@ -9,7 +9,11 @@ from .backend import TrainEngineWrapper
 def get_trainer_wrapper(config: RunConfig) -> TrainEngineWrapper:
     """Return the engine that the configuration names. Raises ValueError for others."""
     if config.trainer.engine in {"fsdp", "megatron", "verl"}:
+        from .rank_actors import RankActor, start_rank_actors
+
+        ranks = start_rank_actors(RankActor, config)
+        # Loads torch, which takes seconds: the ranks load theirs at the same time.
         from .ray_backend import RayTrainBackend
 
-        return RayTrainBackend(config)
+        return RayTrainBackend(config, ranks)
     raise ValueError(f"there is no engine {config.trainer.engine!r}: choose fsdp, megatron or verl")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import ray
 from anyio import to_thread
 
 from trinity_events import CheckpointCoordinator, Synchronizer
@@ -23,7 +22,6 @@ from ..config.train_config import RunConfig
 from ..engines.model_folder import has_weights
 from ..rollout_engines.base import Generation, GenerationRequest
 from ..worker_group.group import WorkerGroup
-from ..worker_group.placement import rank_options
 from .backend import (
     NoWeightSyncGroup,
     TrainEngineWrapper,
@@ -31,8 +29,8 @@ from .backend import (
     WeightSyncAddress,
     group_by_prompt,
 )
+from .rank_actors import ROLE, worker_class
 from .state import TrainerState, write_trainer_state
-from .workers.fsdp import ROLE, TrainWorker
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +50,16 @@ class Saves(NamedTuple):
 
 
 class RayTrainBackend(TrainEngineWrapper):
-    """One Ray actor a rank, each with its own engine."""
+    """One Ray actor a rank, each with its own engine.
 
-    def __init__(self, config: RunConfig) -> None:
+    Args:
+        config: The run.
+        ranks: Handles of the actors, which may still be starting.
+    """
+
+    def __init__(self, config: RunConfig, ranks: Sequence[Any]) -> None:
         self._config = config
+        self._ranks = ranks
         self._workers: WorkerGroup | None = None
         self._step = 0
         self._version_saved: int | None = None
@@ -74,12 +78,13 @@ class RayTrainBackend(TrainEngineWrapper):
         )
 
     async def prepare(self) -> None:
-        """Start the workers and load the model."""
+        """Wait for the workers to start, and load the model."""
         config = self._config
-        self._workers = start_workers(
-            _worker_class(config), config, name="actor", format_death=self._format_death
+        self._workers = WorkerGroup(
+            worker_class(config), self._ranks, name=ROLE, format_death=self._format_death
         )
-        await self._workers.watch()
+        with self._publisher.waits.waiting("its ranks to start", self._names):
+            await self._workers.watch()
         host, port = await self._ask("address")
         await self._ask("setup", host, port)
         if config.transport == "collective":
@@ -260,41 +265,13 @@ class RayTrainBackend(TrainEngineWrapper):
 
     async def _ask(self, method: str, /, *args: Any, **options: Any) -> Any:
         assert self._workers is not None
-        ranks = [f"{ROLE}-{rank}" for rank in range(self._config.trainer.ranks)]
-        with self._publisher.waits.waiting(f"{method} of its ranks", ranks):
+        with self._publisher.waits.waiting(f"{method} of its ranks", self._names):
             return await self._workers.ask(method, *args, **options)
+
+    @property
+    def _names(self) -> list[str]:
+        return [f"{ROLE}-{rank}" for rank in range(self._config.trainer.ranks)]
 
     def _format_death(self, method: str) -> str:
         step = self._step + (method == "train_step")  # which is not taken yet
         return f"of run {self._config.run_id} died in {method} at step {step}"
-
-
-def start_workers(
-    kind: type, config: RunConfig, own: Mapping[str, Any] | None = None, **options: Any
-) -> WorkerGroup:
-    """Start a worker of this class for each rank of the run, where its placement says.
-
-    Args:
-        kind: Class of the workers.
-        config: The run.
-        own: Keyword arguments of the class, beside those of its rank.
-        options: Options of the group.
-    """
-    actor: Any = ray.remote(kind)
-    workers = []
-    for rank in range(config.trainer.ranks):
-        placed, own_gpu = rank_options(config, rank)
-        workers.append(actor.options(**placed).remote(config, rank, own_gpu=own_gpu, **(own or {})))
-    return WorkerGroup(kind, workers, **options)
-
-
-def _worker_class(config: RunConfig) -> type[TrainWorker]:
-    if config.trainer.engine == "megatron":
-        from .workers.megatron import MegatronTrainWorker
-
-        return MegatronTrainWorker
-    if config.trainer.engine == "verl":
-        from .workers.verl import VerlTrainWorker
-
-        return VerlTrainWorker
-    return TrainWorker

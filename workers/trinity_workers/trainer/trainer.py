@@ -86,6 +86,7 @@ class Trainer:
     """
 
     def __init__(self, config: RunConfig, engine: TrainEngineWrapper | None = None) -> None:
+        write_stacks_when_asked(config.run_id, "trainer-0")
         self.config = config
         self.engine = engine or get_trainer_wrapper(config)
         run = config.run_id, config.redis_url
@@ -111,7 +112,6 @@ class Trainer:
             UnusableTrainerState: The checkpoint that the run resumes from lacks the ledger.
         """
         config = self.config
-        write_stacks_when_asked(config.run_id, "trainer-0")
         client = await self._exits.enter_async_context(connect(config.redis_url))
         log = RedisEventLog(client, config.run_id)
         self._publisher = AsyncPublisher(log, config.epoch, new_producer("trainer"))

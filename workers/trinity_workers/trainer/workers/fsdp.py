@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from trinity_events import CheckpointCoordinator, Synchronizer
-from trinity_events.diagnostics.stacks import write_stacks_when_asked
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_events.server import open_client
 from trinity_events.weights import ModelUpdateGroup
@@ -39,14 +38,13 @@ from ...runtime.garbage import exempt_loaded_objects
 from ...worker_group.dispatch import Dispatch
 from ...worker_group.registered import register
 from ..models.fsdp import make_step
+from ..rank_actors import ROLE
 from ..step.base import Models
 from .profiling import StepProfiler
 from .rank import TrainingRank
 from .rollouts import RankRollouts, rank_rollouts
 
 logger = logging.getLogger(__name__)
-
-ROLE = "actor"
 
 
 class TrainWorker(TrainingRank):
@@ -65,7 +63,6 @@ class TrainWorker(TrainingRank):
         """Join the process group and load the model."""
         self.join(host, port)
         config = self._config
-        write_stacks_when_asked(config.run_id, f"{ROLE}-{self._rank}")
         self._step: Any = self._make_step()
         self._models: Models = self._step.models
         self._vocabulary_size = read_answer_limits(config).vocabulary_size
