@@ -10,8 +10,8 @@ from trinity_workers.config.sections.model import ModelConfig
 from trinity_workers.config.sections.rollouts import RolloutsConfig
 from trinity_workers.config.sections.task import TaskConfig
 from trinity_workers.config.train_config import TrainConfig
+from trinity_workers.launch.run_check import check_run
 from trinity_workers.rollout_engines import OnUpdate, RolloutEngineError
-from trinity_workers.rollouts.user_task import check_user_task
 from trinity_workers.tasks import TaskError
 
 FILES = {
@@ -39,11 +39,13 @@ def config(tmp_path, own_model_folder):
     return make
 
 
-async def test_an_engine_that_is_not_there_is_named(config):
+async def test_an_engine_that_is_not_there_is_named(config, tmp_path):
     with pytest.raises(TaskError, match="has no 'makes': did you mean 'make'"):
-        await check_user_task(config("engine.py:makes"))
+        await check_run(config("engine.py:makes"), tmp_path, alone=True, one_host=True)
 
 
-async def test_an_engine_that_only_finishes_its_answers_is_refused_where_they_are_to_go_on(config):
+async def test_an_engine_that_only_finishes_its_answers_is_refused_where_they_are_to_go_on(
+    config, tmp_path
+):
     with pytest.raises(RolloutEngineError, match=r"on_update is keep_cache, and .* finish only"):
-        await check_user_task(config("engine.py:make", "keep_cache"))
+        await check_run(config("engine.py:make", "keep_cache"), tmp_path, alone=True, one_host=True)

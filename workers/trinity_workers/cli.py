@@ -187,10 +187,7 @@ def _run_job(
         raise BadSettings("--fresh begins at step 1, and --from-step resumes: give one of them")
     chosen = read()
     folder = writable_root(_resolve_root(place.root, chosen))
-    modules = _MODULES[chosen.trainer.engine]
-    if chosen.trainer.engine == "verl":
-        _require(*modules, way="pip install 'trinity-events[verl]', then verl with --no-deps")
-    _require("torch", "ray", "transformers", "reasoning_gym", "xxhash", "yaml", *modules)
+    _require_for(chosen)
     _reach(place.redis_url, place.weights_redis_url)
     log_to_stderr(verbose=False)
     from .launch.launcher import LaunchOptions, run_job
@@ -221,6 +218,13 @@ def _run_job(
             f"explorers of run {run.run_id} refused weights {printer.refusals} times, because they "
             f"were not what was published: see trinity-events status {run.run_id}"
         )
+
+
+def _require_for(config: TrainConfig) -> None:
+    modules = _MODULES[config.trainer.engine]
+    if config.trainer.engine == "verl":
+        _require(*modules, way="pip install 'trinity-events[verl]', then verl with --no-deps")
+    _require("torch", "ray", "transformers", "reasoning_gym", "xxhash", "yaml", *modules)
 
 
 def _reach(redis_url: str | None, weights_redis_url: str | None) -> None:
@@ -302,7 +306,7 @@ def train(
     reading = read_config(file, [typed_setting(setting) for setting in settings or ()])
     name = run or reading.config.name or file.stem
     if check:
-        _show(reading, name, as_json=place.as_json)
+        _show(reading, name, place, alone=parts == "all")
         return
     requested_run = _RequestedRun(
         run_id=name,
@@ -312,17 +316,33 @@ def train(
     _launch(requested_run, place, reading.checked)
 
 
-def _show(reading: Reading, name: str, *, as_json: bool) -> None:
+def _show(reading: Reading, name: str, place: _RunOptions, *, alone: bool) -> None:
     checked_run(name)
-    for problem in reading.problems:
-        print_err(f"error: {problem}")
-    if reading.problems:
+    mistakes = [*reading.problems, *_find_mistakes(reading.config, place, alone=alone)]
+    for mistake in mistakes:
+        print_err(f"error: {mistake}")
+    if mistakes:
         raise typer.Exit(1)
-    if as_json:
+    if place.as_json:
         print_json(reading.config)
     else:
-        _require("yaml")
         print_out(to_yaml(reading.config).rstrip())
+
+
+def _find_mistakes(config: TrainConfig, place: _RunOptions, *, alone: bool) -> list[TrinityError]:
+    """Return the mistakes that a run would end with before it trains."""
+    try:
+        _require_for(config)
+        root = writable_root(_resolve_root(place.root, config))
+        _reach(place.redis_url, place.weights_redis_url)
+    except TrinityError as error:
+        return [error]
+    from .launch.run_check import find_mistakes
+
+    one_host = not os.environ.get("RAY_ADDRESS")
+    return anyio.run(
+        partial(find_mistakes, config, root, alone=alone, one_host=one_host, thorough=True)
+    )
 
 
 @_with_options(settings=True)

@@ -21,6 +21,7 @@ from trinity_workers.algorithms.settings import AlgorithmConfig, TeacherConfig  
 from trinity_workers.config.sections.model import ModelConfig  # noqa: E402
 from trinity_workers.config.sections.reward_model import RewardConfig  # noqa: E402
 from trinity_workers.config.train_config import TrainConfig  # noqa: E402
+from trinity_workers.launch.run_check import find_mistakes  # noqa: E402
 from trinity_workers.learning.policy import BadPolicy, check_policy, load_policy  # noqa: E402
 from trinity_workers.learning.pretrained import MismatchedTensor, MissingTensors  # noqa: E402
 from trinity_workers.learning.reward_model import (  # noqa: E402
@@ -28,7 +29,6 @@ from trinity_workers.learning.reward_model import (  # noqa: E402
     load_reward_model,
 )
 from trinity_workers.learning.values import load_critic  # noqa: E402
-from trinity_workers.rollouts.user_task import check_user_task  # noqa: E402
 
 Tensors = dict[str, Any]
 
@@ -141,9 +141,9 @@ async def test_a_run_is_refused_before_it_is_opened(tmp_path, role):
         ),
         reward=RewardConfig(model=str(broken) if role == "reward model" else None),
     )
-    with pytest.raises(MissingTensors) as caught:
-        await check_user_task(config)
-    assert caught.value.path == broken
+    [mistake] = await find_mistakes(config, tmp_path, alone=True, one_host=True, thorough=True)
+    assert isinstance(mistake, MissingTensors)
+    assert mistake.path == broken
 
 
 def make_gpt_oss(**sizes: Any) -> Any:

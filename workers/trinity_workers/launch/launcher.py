@@ -39,7 +39,6 @@ from trinity_events.server import (
 from trinity_events.server.connect import redacted
 from trinity_events.system.error_text import cause_of, first_error
 from trinity_events.system.shared_memory import sweep
-from trinity_events.trackers import find_tracker
 from trinity_schemas import (
     ANNOUNCEMENT_TYPES,
     ContractError,
@@ -52,7 +51,6 @@ from ..config.files import write_copy
 from ..config.resumable_settings import changes_rewards
 from ..config.train_config import RunConfig, TrainConfig
 from ..explorer.explorer import Explorer
-from ..rollouts.user_task import check_user_task
 from ..runtime.health import beating
 from ..trainer import Trainer, TrainingResult
 from ..worker_group.placement import Needs, with_reserved_cpus
@@ -77,6 +75,7 @@ from .resume import (
 from .resume_command import shell_command
 from .resumed_settings import check_settings
 from .roots import report_other_folder
+from .run_check import check_run
 from .shared_storage import check_shared_storage
 from .summary import (
     TRANSPORTS,
@@ -160,14 +159,13 @@ async def run_job(options: LaunchOptions, report: Report) -> None:
 
 async def _run(options: LaunchOptions, report: Report) -> None:
     began, alone = time.monotonic(), options.alone
-    chosen = _chosen_transport(options)
-    transport = chosen.name
-    await check_user_task(options.settings)
-    for name in options.settings.tracking.trackers:
-        find_tracker(name)
     settings = options.settings
-    if settings.sync.method == "memory" and transport != "none":
-        settings = settings.replaced("sync", transport=transport)
+    await check_run(
+        settings, options.checkpoint_root, alone=alone, one_host=options.ray_address is None
+    )
+    chosen = _chosen_transport(options)
+    if settings.sync.method == "memory" and chosen is not NONE:
+        settings = settings.replaced("sync", transport=chosen.name)
     if options.ray_address is not None:
         settings = with_reserved_cpus(settings)
     folder = options.checkpoint_root / options.run_id

@@ -55,7 +55,10 @@ def held_out_sets(config: TrainConfig, task: Task) -> list[HeldOutSet]:
     """
     sets = []
     for name, settings in config.evaluation.sets.items():
-        questions = _questions(config, task, name, settings)
+        if settings.questions is None:
+            questions: Sequence[Question] = task.held_out(settings.count)
+        else:
+            questions = read_own_questions(config, name, settings.questions)[: settings.count]
         if questions:
             sets.append(HeldOutSet(name, settings, questions, _sampling(config, name, settings)))
         else:
@@ -65,18 +68,18 @@ def held_out_sets(config: TrainConfig, task: Task) -> list[HeldOutSet]:
     return sets
 
 
-def _questions(
-    config: TrainConfig, task: Task, name: str, settings: EvaluationSet
-) -> Sequence[Question]:
-    if settings.questions is None:
-        return task.held_out(settings.count)
+def read_own_questions(config: TrainConfig, name: str, source: str) -> Sequence[Question]:
+    """Return the questions of a set that has a source of its own.
+
+    Raises:
+        TaskError: The source cannot be read, or is empty.
+    """
     own = config.task
     options = QuestionOptions.of(own.options if own.questions is not None else None)
-    source = settings.questions
     questions = read_questions(source, options, prompt=own.prompt, answer=own.answer)
     if not questions:
         raise TaskError(f"evaluation.sets.{name}.questions: {source} has no question")
-    return questions[: settings.count]
+    return questions
 
 
 def _sampling(config: TrainConfig, name: str, settings: EvaluationSet) -> Sampling:

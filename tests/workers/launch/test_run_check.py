@@ -1,0 +1,112 @@
+"""All mistakes that can be found without training are found at once, and before a run starts."""
+
+import json
+from collections import namedtuple
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from trinity_workers.config.files import read_config
+from trinity_workers.launch import run_check
+from trinity_workers.launch.run_check import NotEnoughSpace, find_mistakes
+
+QUESTIONS = '{"prompt": "a", "answer": "b"}\n' * 40
+ENOUGH = 1 << 40
+PLANTED = {
+    "model": {"path": "no-model"},
+    "task": {"questions": "no-questions.jsonl", "reward": "rewards.py:no_such"},
+    "tracking": {"trackers": ["no_such_tracker"]},
+    "evaluation": {"sets": {"held": {"questions": "not-json.jsonl"}}},
+    "no_such_section": 1,
+}
+NAMED = (
+    *("no_such_section", "no policy in", "no-questions.jsonl", "not-json.jsonl"),
+    *("no_such'", "no_such_tracker"),
+)
+
+
+@pytest.fixture
+def planted(tmp_path):
+    (tmp_path / "rewards.py").write_text("def reward(question, answer):\n    return 1.0\n")
+    (tmp_path / "not-json.jsonl").write_text("{]\n")
+    file = tmp_path / "planted.yaml"
+    file.write_text(json.dumps(PLANTED))  # JSON is YAML
+    return file
+
+
+def test_check_reports_all_mistakes_of_a_file_each_in_a_sentence(cli, planted):
+    result = cli("train", str(planted), "--check")
+    assert result.returncode == 1
+    lines = result.stderr.splitlines()
+    assert len(lines) == len(NAMED), result.stderr
+    for name in NAMED:
+        assert any(name in line for line in lines), (name, result.stderr)
+    assert all(line.startswith("error: ") for line in lines)
+
+
+def test_train_reports_the_same_before_it_opens_the_run(cli, planted, redis_url, run_id):
+    del (right := dict(PLANTED))["no_such_section"]
+    planted.write_text(json.dumps(right))
+    place = ("--run", run_id, "--redis-url", redis_url)
+    result = cli("train", str(planted), *place, "--checkpoint-root", str(planted.parent))
+    assert result.returncode == 1
+    for name in NAMED[1:]:
+        assert name in result.stderr, name
+    assert result.stderr.count("error: ") == len(NAMED) - 1
+    assert not (planted.parent / run_id).exists()
+
+
+@pytest.fixture
+def whole(tmp_path, policy_folder):
+    """Make the configuration of a run in which nothing is wrong but what a test adds."""
+    (tmp_path / "rewards.py").write_text("def reward(question, answer):\n    return 1.0\n")
+    (tmp_path / "questions.jsonl").write_text(QUESTIONS)
+
+    def make(**sections):
+        task = {"questions": "questions.jsonl", "reward": "rewards.py:reward"}
+        content = {"model": {"path": str(policy_folder)}, "task": task, "evaluation": {"sets": {}}}
+        (tmp_path / "run.yaml").write_text(json.dumps(content | sections))
+        return read_config(tmp_path / "run.yaml").checked()
+
+    return make
+
+
+async def test_nothing_is_wrong_with_a_whole_run(whole, tmp_path):
+    checked = find_mistakes(whole(), tmp_path, alone=True, one_host=True, thorough=True)
+    assert await checked == []
+
+
+async def test_a_reward_function_of_another_signature_is_named(whole, tmp_path):
+    (tmp_path / "other.py").write_text("def reward(answer):\n    return 1.0\n")
+    config = whole(task={"questions": "questions.jsonl", "reward": "other.py:reward"})
+    [mistake] = await find_mistakes(config, tmp_path, alone=True, one_host=True)
+    assert "other.py" in str(mistake)
+
+
+async def test_too_little_space_on_disk_and_in_shared_memory_is_named_with_both_sizes(
+    whole, tmp_path, monkeypatch
+):
+    usage = namedtuple("usage", ("total", "used", "free"))
+    monkeypatch.setattr(run_check.shutil, "disk_usage", lambda _: usage(ENOUGH, ENOUGH, 1000))
+    monkeypatch.setattr(run_check, "free_bytes", lambda: 1001)
+    config = whole(sync={"transport": "shm"})
+    memory, disk = await find_mistakes(config, tmp_path, alone=True, one_host=True)
+    assert isinstance(memory, NotEnoughSpace)
+    assert isinstance(disk, NotEnoughSpace)
+    assert (memory.free, disk.free) == (1001, 1000)
+    assert disk.needed == 12 * 129_728
+    assert memory.needed == 2 * 4 * 129_728
+
+
+async def test_a_damaged_file_of_the_model_is_named_without_torch(whole, tmp_path, policy_folder):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in policy_folder.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    config = whole(model={"path": str(folder)})
+    [mistake] = await find_mistakes(config, tmp_path, alone=True, one_host=True)
+    assert str(folder) in str(mistake)

@@ -1,0 +1,235 @@
+"""Checks of a run before anything of it is started, which find all mistakes at once."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+
+from trinity_events.errors import TrinityError
+from trinity_events.system.error_text import first_error
+from trinity_events.system.shared_memory import SHARED_MEMORY, free_bytes
+from trinity_events.trackers import find_tracker
+
+from ..config.errors import BadSettings
+from ..config.sections.model import ModelConfig
+from ..config.train_config import TrainConfig
+from ..rollout_engines.loading import ENGINES, find_engine
+from ..rollouts.held_out_sets import held_out_sets, read_own_questions
+from ..rollouts.user_task import start_rewards, task_of
+from ..sandbox.environments import EnvironmentProcesses
+from ..storage.object_store import ObjectStore
+from ..tasks import is_built_in
+from .transport import chosen_transport
+
+_CHECKPOINT_BYTES = 12
+"""Bytes of a parameter in a checkpoint: its value and both moments of AdamW, in float32."""
+_VERSIONS = 2
+"""Versions in shared memory at a time: one is written while explorers read the other."""
+_GIB = 1 << 30
+
+Check = Callable[[], Awaitable[Any]]
+
+
+class SeveralMistakes(BadSettings):
+    """Raised if a run cannot start for several reasons.
+
+    Attributes:
+        mistakes: An error for each of them.
+    """
+
+    def __init__(self, mistakes: Sequence[TrinityError]) -> None:
+        super().__init__("\nerror: ".join(map(str, mistakes)))
+        self.mistakes = tuple(mistakes)
+
+
+class NotEnoughSpace(BadSettings):
+    """Raised if a disk or the shared memory has less space than the run is about to need.
+
+    Attributes:
+        place: The folder.
+        free: Its free bytes.
+        needed: The bytes that are needed.
+    """
+
+    def __init__(self, place: Path, free: int, needed: int, what: str, way_out: str) -> None:
+        super().__init__(
+            f"{place} has {free / _GIB:.1f} GiB free, and {what} about {needed / _GIB:.1f} GiB: "
+            f"{way_out}"
+        )
+        self.place, self.free, self.needed = place, free, needed
+
+
+async def check_run(config: TrainConfig, root: Path, *, alone: bool, one_host: bool) -> None:
+    """Raise the mistake that :func:`find_mistakes` finds, or SeveralMistakes."""
+    mistakes = await find_mistakes(config, root, alone=alone, one_host=one_host)
+    if mistakes:
+        raise mistakes[0] if len(mistakes) == 1 else SeveralMistakes(mistakes)
+
+
+async def find_mistakes(
+    config: TrainConfig, root: Path, *, alone: bool, one_host: bool, thorough: bool = False
+) -> list[TrinityError]:
+    """Return an error for each mistake that can be found without training.
+
+    What is the user's own is loaded: questions, reward function, environment, engine.
+
+    Args:
+        config: The run.
+        root: Folder with one checkpoint directory for each run.
+        alone: True if the explorers are started with the trainer.
+        one_host: True if all of these are on this host.
+        thorough: Compare the model's tensors with its configuration too. That takes the seconds in
+            which torch is imported; a run's ranks do it anyway.
+    """
+    mistakes: dict[str, TrinityError] = {}
+    for check in _checks(config, root, alone=alone, one_host=one_host, thorough=thorough):
+        try:
+            await check()
+        except Exception as caught:
+            error = first_error(caught)
+            if not isinstance(error, TrinityError):
+                raise
+            mistakes.setdefault(str(error), error)  # several checks read the same questions
+    return list(mistakes.values())
+
+
+def _checks(
+    config: TrainConfig, root: Path, *, alone: bool, one_host: bool, thorough: bool
+) -> Iterator[Check]:
+    here: Callable[..., Check] = partial(partial, anyio.to_thread.run_sync)
+    folder = None if config.model.path is None else Path(config.model.path)
+    yield here(partial(_check_model, config, folder, thorough=thorough))
+    if folder is not None and config.teacher_folder is not None:
+        yield here(partial(_check_teacher, config.teacher_folder, folder))
+    if config.reward_folder is not None:
+        yield here(partial(_check_reward_model, config.reward_folder))
+    if config.model.lora.rank:
+        yield here(partial(_check_adapters, config.model))
+    yield here(partial(_check_questions, config))
+    for name, settings in config.evaluation.sets.items():
+        if settings.questions is not None:
+            yield here(partial(read_own_questions, config, name, settings.questions))
+    yield partial(_check_rewards, config)
+    if config.task.environment is not None:
+        yield partial(_check_environment, config)
+    if config.explorer.engine not in ENGINES:
+        yield here(partial(_check_engine, config))
+    for name in config.tracking.trackers:
+        yield here(partial(find_tracker, name))
+    if config.checkpoints.mirror is not None:
+        yield here(partial(_check_mirror, config.checkpoints.mirror))
+    if not config.trainer.colocated:
+        yield here(
+            partial(_check_transport, config, folder, explorers_here=alone, one_host=one_host)
+        )
+    if folder is not None and config.checkpoints.interval and not config.model.lora.rank:
+        yield here(partial(_check_disk, folder, root))
+
+
+def _check_model(config: TrainConfig, folder: Path | None, *, thorough: bool) -> None:
+    if folder is not None:
+        from ..learning.policy import check_policy, check_policy_files
+
+        check_policy_files(folder)
+        if thorough:
+            check_policy(folder)
+    elif not is_built_in(config.task.name) or config.task.questions is not None:
+        raise BadSettings(
+            "a task of your own needs a model of your own: set model.path to a Hugging Face "
+            "folder (the small built-in model only answers the built-in tasks)"
+        )
+    elif config.model.dtype != "float32":
+        raise BadSettings(
+            f"model.dtype is {config.model.dtype}, and the built-in model is float32: set "
+            "model.path, or leave model.dtype out"
+        )
+
+
+def _check_teacher(folder: Path, policy: Path) -> None:
+    from ..learning.policy import check_policy
+    from ..learning.teacher import checked_teacher
+
+    check_policy(checked_teacher(folder, policy))
+
+
+def _check_reward_model(folder: Path) -> None:
+    from ..learning.reward_model import check_reward_model
+
+    check_reward_model(folder)
+
+
+def _check_adapters(model: ModelConfig) -> None:
+    from ..learning.adapters import check_adapters
+
+    check_adapters(model.lora, None if model.path is None else Path(model.path))
+
+
+def _check_questions(config: TrainConfig) -> None:
+    """Read the questions, but those that only a built-in task draws."""
+    sources = [settings.questions for settings in config.evaluation.sets.values()]
+    if not is_built_in(config.task.name) or config.task.questions is not None or any(sources):
+        task = task_of(config)
+        task.question(0)
+        held_out_sets(config, task)
+
+
+async def _check_rewards(config: TrainConfig) -> None:
+    await (await start_rewards(config)).aclose()
+
+
+async def _check_environment(config: TrainConfig) -> None:
+    task = config.task
+    async with EnvironmentProcesses(task.environment or "", deadline=task.environment_deadline):
+        pass
+
+
+def _check_engine(config: TrainConfig) -> None:
+    find_engine(
+        config.explorer.engine, config.rollouts.on_update, adapters=config.model.lora.rank > 0
+    )
+
+
+def _check_mirror(url: str) -> None:
+    ObjectStore(url).check()
+
+
+def _check_transport(
+    config: TrainConfig, folder: Path | None, *, explorers_here: bool, one_host: bool
+) -> None:
+    chosen = chosen_transport(config.sync, explorers_here=explorers_here, one_host=one_host)
+    if chosen.name != "shm" or folder is None:
+        return
+    bytes_each = 2 if config.model.dtype == "bfloat16" else 4
+    needed, free = _VERSIONS * bytes_each * _count_parameters(folder), free_bytes()
+    if free < needed:
+        raise NotEnoughSpace(
+            *(SHARED_MEMORY, free, needed, "two versions of the weights take"),
+            "give it more memory, or set sync.transport to ray or redis",
+        )
+
+
+def _check_disk(folder: Path, root: Path) -> None:
+    needed = _CHECKPOINT_BYTES * _count_parameters(folder)
+    free = shutil.disk_usage(next(path for path in (root, *root.parents) if path.exists())).free
+    if free < needed:
+        raise NotEnoughSpace(
+            *(root, free, needed, "a checkpoint of the model takes"),
+            "make room, or name another disk by checkpoints.root",
+        )
+
+
+def _count_parameters(folder: Path) -> int:
+    """Return the parameters of a model by the headers of its files; 0 if these are unreadable."""
+    from ..learning.pretrained import BadPolicy, raising_bad_policy, tensor_shapes
+
+    try:
+        with raising_bad_policy(""):
+            return sum(map(math.prod, tensor_shapes(folder).values()))
+    except BadPolicy:  # the check of the model says so
+        return 0
