@@ -11,11 +11,10 @@ from trinity_events.diagnostics.stacks import write_stacks_when_asked
 
 from ..config.train_config import RunConfig
 from ..worker_group.placement import rank_options
+from .workers import ROLE
 
 if TYPE_CHECKING:
     from .workers.fsdp import TrainWorker
-
-ROLE = "actor"
 
 
 class RankActor:

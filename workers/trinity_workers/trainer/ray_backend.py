@@ -29,8 +29,9 @@ from .backend import (
     WeightSyncAddress,
     group_by_prompt,
 )
-from .rank_actors import ROLE, worker_class
+from .rank_actors import worker_class
 from .state import TrainerState, write_trainer_state
+from .workers import ROLE
 
 logger = logging.getLogger(__name__)
 

@@ -38,8 +38,8 @@ from ...runtime.garbage import exempt_loaded_objects
 from ...worker_group.dispatch import Dispatch
 from ...worker_group.registered import register
 from ..models.fsdp import make_step
-from ..rank_actors import ROLE
 from ..step.base import Models
+from . import ROLE
 from .profiling import StepProfiler
 from .rank import TrainingRank
 from .rollouts import RankRollouts, rank_rollouts
