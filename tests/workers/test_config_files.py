@@ -532,6 +532,21 @@ def test_a_name_of_another_project_is_refused_with_the_setting_here(tmp_path, te
     assert f" is {setting} here" in problem
 
 
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ("tinker", "publish the steps of such a loop by trinity_events.training_run"),
+        ("verl_legacy", "install veRL 0.8 or later, and write verl"),
+        ("trinity.trainer.verl.monkey_patch", "no function of veRL is replaced: write verl"),
+    ],
+)
+def test_a_trainer_of_trinity_rft_that_is_not_here_is_answered(tmp_path, engine, message):
+    [problem] = read_config(written(tmp_path, f"trainer: {{engine: {engine}}}")).problems
+    assert message in problem
+    [problem] = read_config(written(tmp_path, "trainer: {engine: deepspeed}")).problems
+    assert problem.endswith("but must be one of fsdp, megatron, verl")
+
+
 def test_a_name_that_many_settings_end_with_gives_no_hint():
     assert format_hint("path") is None
     assert format_hint("nonsense") is None

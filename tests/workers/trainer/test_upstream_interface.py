@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Sequence
 from contextlib import closing
 from importlib import import_module
@@ -270,8 +271,20 @@ def test_the_newest_folder_with_weights_up_to_the_iteration_file_is_found(
     assert package.get_latest_hf_checkpoint_path(config) == expected_path
 
 
+@pytest.mark.parametrize("text", ["", "five", "5 6", "-1"])
+def test_an_iteration_file_without_a_step_is_refused_by_name(tmp_path, text):
+    path = tmp_path / "latest_checkpointed_iteration.txt"
+    path.write_text(text)
+    with pytest.raises(upstream.BadIterationFile, match=re.escape(str(path))):
+        package.get_latest_hf_checkpoint_path(SimpleNamespace(checkpoint_folder=tmp_path))
+
+
 @pytest.mark.parametrize(
-    ("version", "legacy"), [("0.7.1", True), ("0.8.0", False), ("0.10.0.dev0", False)]
+    ("version", "legacy"),
+    [
+        *(("0.7.1", True), ("0.3.0.post1", True), ("0.8.0", False), ("0.8rc1", False)),
+        *(("0.10.0.dev0", False), ("1", False)),
+    ],
 )
 def test_verl_before_its_engines_is_legacy(monkeypatch, version, legacy):
     monkeypatch.setattr(upstream, "version", lambda _: version)

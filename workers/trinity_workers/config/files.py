@@ -22,6 +22,7 @@ from ..algorithms.errors import AlgorithmError
 from ..algorithms.presets import merged, preset_values
 from ..evaluation.settings import NAME as SECTION_NAME
 from ..tasks import absolute
+from .absent_engines import format_absent_engine
 from .errors import BadSettings
 from .fields import collections, fields, general_path, sections
 from .known_elsewhere import format_hint
@@ -242,6 +243,7 @@ class _Reader:
             self._wrong.add(path)
             self._problems.append(
                 f"{origin}: {name} is {_format(value)}, but must be {field.allowed}"
+                f"{format_absent_engine(path, value)}"
             )
 
     def finished(self, named: Callable[[str], str], prefix: str) -> Reading:

@@ -57,7 +57,7 @@ EQUIVALENTS: dict[str, tuple[Equivalent, ...]] = {
     "task.questions": (_trl("dataset_name"), _verl("data.train_files")),
     "task.prompt": (_verl("data.prompt_key"),),
     "task.reward": (_trl("reward_funcs"), _verl("custom_reward_function.path")),
-    "trainer.engine": (_verl(f"{_ACTOR}.strategy"),),
+    "trainer.engine": (_verl(f"{_ACTOR}.strategy"), _trinity("trainer.trainer_type")),
     "trainer.ranks": (_verl("trainer.n_gpus_per_node", "times trainer.nnodes"),),
     "trainer.colocated": (_verl("actor_rollout_ref.hybrid_engine"),),
     "trainer.recompute": (

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
+from packaging.version import Version
+
 from trinity_events.checkpoints.layout import (
     ITERATION_FILES,
     MODEL_FOLDER,
     final_name,
     parse_final_name,
 )
+from trinity_events.errors import TrinityError
+from trinity_events.system.error_text import shorten
 
 from ..config.train_config import RunConfig
 
 _FIRST_OF_WORKERS = (0, 8)
 """First version of veRL with the engines that Trinity-RFT's present workers drive."""
+
+
+class BadIterationFile(TrinityError):
+    """Raised if an iteration file holds no step."""
 
 
 def get_latest_hf_checkpoint_path(config: RunConfig) -> str | None:
@@ -23,14 +31,24 @@ def get_latest_hf_checkpoint_path(config: RunConfig) -> str | None:
     The file ``latest_checkpointed_iteration.txt`` names the newest checkpoint. Folders of later
     steps do not count: they are of an epoch that was discarded, or of a step without a checkpoint.
     A folder with configuration and tokenizer alone does not count either.
+
+    Raises:
+        BadIterationFile: The file holds no step.
     """
     from ..engines.model_folder import has_weights  # imports torch
 
     root = config.checkpoint_folder
+    iteration_file = root / ITERATION_FILES["checkpoint"]
     try:
-        newest = int((root / ITERATION_FILES["checkpoint"]).read_text())
+        text = iteration_file.read_text(errors="replace")
     except FileNotFoundError:
         return None
+    if not text.strip().isdecimal():
+        raise BadIterationFile(
+            f"{iteration_file} holds {shorten(repr(text), 60)}, and no step: look which of the "
+            "checkpoints next to it is whole (trinity-events verify --files), and write its step"
+        )
+    newest = int(text)
     steps = [parse_final_name(entry.name) for entry in root.iterdir()]
     for step in sorted(
         (step for step in steps if step is not None and step <= newest), reverse=True
@@ -47,4 +65,4 @@ def is_verl_legacy() -> bool:
         installed = version("verl")
     except PackageNotFoundError:
         return False
-    return tuple(int(part) for part in installed.split(".")[:2]) < _FIRST_OF_WORKERS
+    return Version(installed).release < _FIRST_OF_WORKERS

@@ -34,8 +34,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     expert_parallel: Positive = 1
     """On Megatron, ranks that share the experts of a layer."""
     context_parallel: Positive = 1
-    """Ranks that share a sequence. More than 1 is refused: its attention runs on no CPU, so that
-    no test could check it."""
+    """Ranks that share a sequence. More than 1 is refused: it is not built yet."""
     sequence_parallel: bool = False
     """Share activations between tensor-parallel ranks. It is refused, as `context_parallel`."""
     distributed_optimizer: bool = False
