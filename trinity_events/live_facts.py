@@ -1,23 +1,21 @@
-"""Facts of one moment about a run's processes and server, which its log does not tell.
+"""Facts of one moment about a run's processes and server, which its log does not contain.
 
 They are read as the user ``viewer`` may read them: no script runs, and nothing is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import redis.asyncio
-from msgspec import Struct
 
 from trinity_schemas import ContractError, EnvelopeReader
 
-from .analysis.causes import CheckpointReader, HostProcess, LiveFacts, Reason, UnreadGroup
+from .analysis.causes import CheckpointReader, GroupLag, HostProcess, LiveFacts, Reason
 from .core.fold_state import format_producer
 from .diagnostics.stacks import host_processes
-from .log import ORIGIN, DeadLetter, RedisEventLog, Stream, position
+from .log import ORIGIN, RedisEventLog, Stream, position
 from .log.redis.groups import FIRST_MEMBER
 from .replay import envelope_of
 from .server import server_clock, server_info
@@ -30,92 +28,25 @@ _GROUPS = 256
 """Maximum consumer groups of a stream that are asked for."""
 
 
-class GroupFacts(NamedTuple):
-    """Consumer group of a stream, as a viewer may see it."""
-
-    stream: str
-    name: str
-    members: int
-    pending: int
-    last_delivered: str
-    oldest_pending: str | None
-    idle: float | None
-    """Seconds since a member last read; None if there was none."""
-    caught_up: bool
-    lag: int | None = None
-    """Entries that no member was given yet; None where the server does not know."""
-    holder: str | None = None
-    """Member with the most pending entries; None if nothing is pending."""
-
-
-class Surroundings(Struct, frozen=True):
-    """Parts of a run that its events do not tell: consumer groups, dead letters, the reducer."""
-
-    now: int
-    """Milliseconds of the server's clock."""
-    groups: tuple[GroupFacts, ...] = ()
-    dead: tuple[DeadLetter, ...] = ()
-    end: str = ORIGIN
-    unfolded_since: int | None = None
-    """Milliseconds of the oldest entry that no reducer has folded."""
-    facts: LiveFacts | None = None
-    """Facts about processes and server, if they were asked for."""
-
-
-async def live_facts(client: redis.asyncio.Redis, run_id: str) -> LiveFacts:
+async def read_live_facts(client: redis.asyncio.Redis, run_id: str) -> LiveFacts:
     """Return the facts of this moment about a run."""
     log = RedisEventLog(client, run_id)
     now = await server_clock(client, log.keys.events)
-    unfolded_since = await _unfolded_since(client, log)
-    groups = await _consumer_groups(client, log)
-    return await _facts(client, log, groups, now, unfolded_since)
-
-
-async def surroundings(
-    client: redis.asyncio.Redis, run_id: str, *, letters: int, with_facts: bool = False
-) -> Surroundings:
-    """Return consumer groups and the last dead letters; with the facts of this moment if asked."""
-    log = RedisEventLog(client, run_id)
-    now = await server_clock(client, log.keys.events)
-    unfolded_since = await _unfolded_since(client, log)
-    groups = await _consumer_groups(client, log)
-    facts = await _facts(client, log, groups, now, unfolded_since) if with_facts else None
-    return Surroundings(
-        now=now,
-        groups=groups,
-        dead=tuple(await log.dead_letters(last=letters)),
-        end=await log.last_id(),
-        unfolded_since=unfolded_since,
-        facts=facts,
-    )
-
-
-async def _facts(
-    client: redis.asyncio.Redis,
-    log: RedisEventLog,
-    groups: tuple[GroupFacts, ...],
-    now: int,
-    unfolded_since: int | None,
-) -> LiveFacts:
+    report = await log.oldest_waiting_report()
     return LiveFacts(
         now=now,
         is_led=bool(await client.exists(log.keys.leader)),
-        unfolded_since=unfolded_since,
-        reports_since=await reports_since(log),
+        unfolded_since=await _unfolded_since(client, log),
+        reports_since=None if report is None else position(report.id)[0],
         server_fault=await _server_fault(client, log.keys.events),
-        processes=processes_here(log.run_id),
+        processes={
+            name: HostProcess(pid=process.pid, condition=process.condition)
+            for name, process in host_processes(run_id).items()
+        },
         heard=await _heard(log),
-        groups=tuple(_unread(groups)),
+        groups=tuple([group for stream in Stream for group in await _groups(client, log, stream)]),
         readers=await _readers(client, log, now),
     )
-
-
-def processes_here(run_id: str) -> dict[str, HostProcess]:
-    """Return the processes of a run on this host and of this user, by role and rank."""
-    return {
-        name: HostProcess(pid=process.pid, condition=process.condition)
-        for name, process in host_processes(run_id).items()
-    }
 
 
 async def _unfolded_since(client: redis.asyncio.Redis, log: RedisEventLog) -> int | None:
@@ -126,22 +57,10 @@ async def _unfolded_since(client: redis.asyncio.Redis, log: RedisEventLog) -> in
     return position(entries[0].id)[0] if entries else None
 
 
-async def reports_since(log: RedisEventLog) -> int | None:
-    """Return the milliseconds of the oldest report that no reducer has copied to the events."""
-    report = await log.oldest_waiting_report()
-    return None if report is None else position(report.id)[0]
-
-
-async def _consumer_groups(
-    client: redis.asyncio.Redis, log: RedisEventLog
-) -> tuple[GroupFacts, ...]:
-    """Return the groups of all streams; viewers may not run the script that reducers use."""
-    return tuple([group for stream in Stream for group in await _groups(client, log, stream)])
-
-
 async def _groups(
     client: redis.asyncio.Redis, log: RedisEventLog, stream: Stream
-) -> list[GroupFacts]:
+) -> list[GroupLag]:
+    """Return the groups of a stream; viewers may not run the script that reducers use."""
     connection: Any = client
     key = getattr(log.keys, stream.value)
     if not await connection.exists(key):
@@ -154,7 +73,7 @@ async def _groups(
         most = max(members, key=lambda member: member["pending"], default=None)
         delivered = info["last-delivered-id"].decode()
         groups.append(
-            GroupFacts(
+            GroupLag(
                 stream=stream.value,
                 name=_text(info["name"]),
                 members=sum(member["name"] != FIRST_MEMBER.encode() for member in members),
@@ -189,19 +108,6 @@ async def _heard(log: RedisEventLog) -> dict[str, int]:
             producer = envelope_of(log.run_id, entry.payload, decode).producer
             heard.setdefault(format_producer(producer), position(entry.id)[0])
     return heard
-
-
-def _unread(groups: Iterable[GroupFacts]) -> Iterator[UnreadGroup]:
-    """Yield the groups that have, or had, a member and do not read all that there is for them."""
-    for group in groups:
-        if group.idle is not None and (group.pending or group.lag):
-            yield UnreadGroup(
-                stream=group.stream,
-                group=group.name,
-                pending=group.pending,
-                idle=round(1000 * group.idle),
-                member=group.holder,
-            )
 
 
 async def _readers(

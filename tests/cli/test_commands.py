@@ -232,18 +232,18 @@ async def test_status_calls_no_run_abandoned_whose_processes_live_on_this_host(
     await publish_steps(publisher, [1])
     with child([sys.executable, "-c", LIVES, run_id], stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"ready\n"
-        facts = await status_command._look_up(redis_url, run_id)
-        assert facts.processes["trainer-0"].pid == process.pid
-        assert facts.silent_since is None, "to start the run again would fence its trainer"
-        assert "abandoned" not in panel_text(facts)
-    facts = await status_command._look_up(redis_url, run_id)
-    assert facts.silent_since is not None
-    assert "abandoned" in panel_text(facts)
+        run_status = await status_command._read_status(redis_url, run_id)
+        assert run_status.facts.processes["trainer-0"].pid == process.pid
+        assert run_status.silent_since is None, "to start the run again would fence its trainer"
+        assert "abandoned" not in panel_text(run_status)
+    run_status = await status_command._read_status(redis_url, run_id)
+    assert run_status.silent_since is not None
+    assert "abandoned" in panel_text(run_status)
 
 
-def panel_text(facts):
+def panel_text(run_status):
     printer = Console(width=300, file=io.StringIO())
-    printer.print(status_panel(*facts))
+    printer.print(status_panel(*run_status))
     return printer.file.getvalue()
 
 

@@ -7,9 +7,9 @@ import pytest
 from tests.support.event_histories import History
 from trinity_events.analysis.causes import (
     CheckpointReader,
+    GroupLag,
     HostProcess,
     LiveFacts,
-    UnreadGroup,
     first_causes,
 )
 from trinity_schemas import (
@@ -118,9 +118,18 @@ def test_a_process_that_waits_for_its_own_save_is_the_cause():
     assert first(history) == ("waits", "actor-0", 3)
 
 
-@pytest.mark.parametrize(("idle", "reasons"), [(60_000, ["unread-group"]), (100, [])])
+@pytest.mark.parametrize(("idle", "reasons"), [(60.0, ["unread-group"]), (0.1, [])])
 def test_a_group_that_acknowledges_nothing_is_told_once_it_is_idle(idle, reasons):
-    group = UnreadGroup(stream="announcements", group="evaluation", pending=2, idle=idle)
+    group = GroupLag(
+        stream="announcements",
+        name="evaluation",
+        members=1,
+        pending=2,
+        last_delivered="2-0",
+        oldest_pending="1-0",
+        idle=idle,
+        caught_up=False,
+    )
     assert [cause.reason for cause in causes(History(), groups=(group,))] == reasons
 
 

@@ -14,7 +14,8 @@ import redis
 from tests.support.event_histories import committed, failed, opened, part, registration, started
 from tests.support.pipeline import accept_reports, publish_steps
 from tests.support.waits import PATIENCE, until, wait_until
-from trinity_events.live_facts import Surroundings, surroundings
+from trinity_events.analysis.causes import LiveFacts
+from trinity_events.live_facts import read_live_facts
 from trinity_events.log import AsyncPublisher, Stream, new_producer
 from trinity_events.replay import follow_state
 from trinity_events.views.watch import WatchApp
@@ -90,13 +91,13 @@ async def test_lags_of_readers_are_shown_in_80_columns(run, client):
     for entry in entries:
         await run.ack(Stream.EVENTS, "quick", entry.id)
     await client.xadd(run.keys.dead, {"e": b"?", "reason": "it is\x1b[31m no event", "id": "1-0"})
-    looks = []
 
-    async def look():
-        looks.append(await surroundings(client, run.run_id, letters=1))
-        return msgspec.structs.replace(looks[-1], now=looks[-1].unfolded_since + 5_000)
+    async def read_lags():
+        facts = await read_live_facts(client, run.run_id)
+        late = msgspec.structs.replace(facts, now=facts.unfolded_since + 5_000)
+        return late, await run.dead_letters(last=1)
 
-    app = WatchApp(run.run_id, partial(follow_state, run), look=look)
+    app = WatchApp(run.run_id, partial(follow_state, run), read_lags=read_lags)
     async with app.run_test(size=(80, 60)) as pilot:
         await until(shows(app, "Behind the log", "explorer-3"))
         await pilot.pause()
@@ -116,21 +117,21 @@ async def test_lags_of_readers_are_shown_in_80_columns(run, client):
 
 
 async def test_without_a_reader_that_lags_there_is_no_such_panel(run):
-    async def look():
-        return Surroundings(now=1000, unfolded_since=500)
+    async def read_lags():
+        return LiveFacts(now=1000, unfolded_since=500), ()
 
-    app = WatchApp(run.run_id, partial(follow_state, run), look=look)
+    app = WatchApp(run.run_id, partial(follow_state, run), read_lags=read_lags)
     async with app.run_test(size=(80, 60)):
         await until(shows(app, "explorer-3"))
-        await until(lambda: app._around is not None)
+        await until(lambda: app._lags is not None)
         assert not app.query_one("#lags").display
 
 
 async def test_a_look_that_fails_leaves_the_screen_as_it_is(run):
-    async def look():
+    async def read_lags():
         raise redis.ConnectionError("it is away")
 
-    app = WatchApp(run.run_id, partial(follow_state, run), look=look)
+    app = WatchApp(run.run_id, partial(follow_state, run), read_lags=read_lags)
     async with app.run_test(size=(80, 60)):
         await until(shows(app, "explorer-3"))
         assert not app.query_one("#lags").display

@@ -51,8 +51,8 @@ acknowledges nothing. `held-checkpoint`: a reader holds a checkpoint.
 
 BEHIND = 3_000
 """Milliseconds for which an entry is not folded before its reducer counts as behind."""
-UNREAD = 5_000
-"""Milliseconds without a call of a group's members before the group counts as unread."""
+UNREAD = 5.0
+"""Seconds without a call of a group's members before the group counts as unread."""
 _TOLD = 8
 """Maximum causes that are told."""
 
@@ -64,17 +64,23 @@ class HostProcess(Struct, frozen=True, kw_only=True):
     condition: Condition
 
 
-class UnreadGroup(Struct, frozen=True, kw_only=True):
-    """Consumer group with entries that it has not acknowledged."""
+class GroupLag(NamedTuple):
+    """Lag of a consumer group behind its stream, as a viewer may see it."""
 
     stream: str
-    group: str
+    name: str
+    members: int
     pending: int
     """Entries that members have read and not acknowledged."""
-    idle: int
-    """Milliseconds since a member's last call."""
-    member: str | None = None
-    """Member with the most unacknowledged entries."""
+    last_delivered: str
+    oldest_pending: str | None
+    idle: float | None
+    """Seconds since a member last read; None if there was none."""
+    caught_up: bool
+    lag: int | None = None
+    """Entries that no member was given yet; None where the server does not know."""
+    holder: str | None = None
+    """Member with the most pending entries; None if nothing is pending."""
 
 
 class CheckpointReader(Struct, frozen=True, kw_only=True):
@@ -100,7 +106,7 @@ class LiveFacts(Struct, frozen=True, kw_only=True):
     """Processes of this host by role and rank."""
     heard: dict[str, int] = field(default_factory=dict)
     """Milliseconds of the last entry of each process, as far as the end of the log tells."""
-    groups: tuple[UnreadGroup, ...] = ()
+    groups: tuple[GroupLag, ...] = ()
     readers: tuple[CheckpointReader, ...] = ()
 
 
@@ -250,19 +256,19 @@ def _check_excluded(state: MonitorState) -> Iterator[Cause]:
 
 def _check_groups(facts: LiveFacts) -> Iterator[Cause]:
     for group in facts.groups:
-        if group.idle < UNREAD:
+        if group.idle is None or group.idle < UNREAD or not (group.pending or group.lag):
             continue
-        member = "" if group.member is None else f", most of them of member {group.member}"
+        member = "" if group.holder is None else f", most of them of member {group.holder}"
         yield Cause(
             reason="unread-group",
             sentence=(
-                f"Consumer group {group.group} of the {group.stream} has read nothing for "
-                f"{group.idle / 1000:.0f} s, with {group.pending} entries that it has not "
+                f"Consumer group {group.name} of the {group.stream} has read nothing for "
+                f"{group.idle:.0f} s, with {group.pending} entries that it has not "
                 f"acknowledged{member}."
             ),
-            process=group.member,
-            what=group.group,
-            since=facts.now - group.idle,
+            process=group.holder,
+            what=group.name,
+            since=facts.now - round(1000 * group.idle),
         )
 
 

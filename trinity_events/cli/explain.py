@@ -32,7 +32,7 @@ from ..core.handlers.waits import find_wait_chains, format_stacks
 from ..core.resumptions import format_resumption
 from ..core.reward_errors import count_failed_prompts, format_evidence
 from ..errors import TrinityError
-from ..live_facts import live_facts
+from ..live_facts import read_live_facts
 from ..log import RedisEventLog, Stream, before, require_run
 from ..replay import current_state, envelope_of
 from ..views import waits_as_json
@@ -229,7 +229,7 @@ async def _look_up(
     async with client_of(redis_url) as client:
         log = RedisEventLog(client, await require_run(client, run))
         state = await current_state(log)
-        facts = await live_facts(client, log.run_id)
+        facts = await read_live_facts(client, log.run_id)
         now = facts.now
         outcomes: list[Outcome] = []
         if step is not None and step not in state.steps:

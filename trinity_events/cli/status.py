@@ -7,27 +7,22 @@ from typing import NamedTuple
 import anyio
 import msgspec
 
-from ..analysis.causes import HostProcess, processes_of_epoch
+from ..analysis.causes import LiveFacts, processes_of_epoch
 from ..core import MonitorState
-from ..live_facts import processes_here, reports_since
+from ..live_facts import read_live_facts
 from ..liveness import abandoned_since
 from ..log import RedisEventLog, position, require_run
 from ..replay import current_state
-from ..server import server_clock
 from ..views import seconds, state_as_json, status_panel, waits_as_json
 from .options import Json, OptionalRun, RedisUrl, client_of, console, print_json
 
 
-class _RunFacts(NamedTuple):
+class _RunStatus(NamedTuple):
     state: MonitorState
-    now: int | None
-    """Milliseconds of the server's clock; None if the run is closed."""
-    silent_since: int | None
+    facts: LiveFacts | None = None
+    """Facts about an open run's processes and server."""
+    silent_since: int | None = None
     """Milliseconds since which the run is abandoned."""
-    processes: dict[str, HostProcess]
-    """Processes of an open run on this host."""
-    reports_since: int | None = None
-    """Milliseconds of the oldest report of an open run that no reducer has copied to the events."""
 
 
 def status(run: OptionalRun = None, redis_url: RedisUrl = None, as_json: Json = False) -> None:
@@ -37,13 +32,15 @@ def status(run: OptionalRun = None, redis_url: RedisUrl = None, as_json: Json = 
 
     Example: trinity-events status demo-1
     """
-    snapshot = anyio.run(_look_up, redis_url, run)
+    run_status = anyio.run(_read_status, redis_url, run)
     if not as_json:
-        console().print(status_panel(*snapshot))
+        console().print(status_panel(*run_status))
         return
-    state, now, since, processes, reports_since = snapshot
+    state, facts, since = run_status
     shown = {name: value for name, value in state_as_json(state).items() if name != "waits"}
-    at = position(state.position)[0] if now is None else now
+    at = position(state.position)[0] if facts is None else facts.now
+    processes = {} if facts is None else processes_of_epoch(state, facts.processes)
+    reports_since = None if facts is None else facts.reports_since
     print_json(
         shown
         | waits_as_json(state, at)
@@ -53,16 +50,16 @@ def status(run: OptionalRun = None, redis_url: RedisUrl = None, as_json: Json = 
     )
 
 
-async def _look_up(redis_url: str | None, run: str | None) -> _RunFacts:
+async def _read_status(redis_url: str | None, run: str | None) -> _RunStatus:
     async with client_of(redis_url) as client:
         log = RedisEventLog(client, await require_run(client, run))
         state = await current_state(log)
-        is_open = state.closed is None
-        now = await server_clock(client, log.keys.events) if is_open else None
-        processes = processes_of_epoch(state, processes_here(log.run_id)) if is_open else {}
-        reports = await reports_since(log) if is_open else None
+        if state.closed is not None:
+            return _RunStatus(state)
+        facts = await read_live_facts(client, log.run_id)
         since = await abandoned_since(client, state)
+        processes = processes_of_epoch(state, facts.processes)
         if any(process.condition != "ended" for process in processes.values()):
             # A trainer publishes nothing between steps. To start the run again would fence it.
             since = None
-        return _RunFacts(state, now, since, processes, reports)
+        return _RunStatus(state, facts, since)

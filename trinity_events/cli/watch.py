@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from ..analysis.causes import LiveFacts
 from ..errors import TrinityError
-from ..live_facts import surroundings
-from ..log import RedisEventLog, require_run
+from ..live_facts import read_live_facts
+from ..log import DeadLetter, RedisEventLog, require_run
 from ..replay import follow_state
 from ..server import server_clock
 from .options import OptionalRun, RedisUrl, client_of
@@ -46,5 +47,8 @@ async def _watch(app: type[WatchApp], redis_url: str | None, run: str | None) ->
     async with client_of(redis_url) as client:
         log = RedisEventLog(client, await require_run(client, run))
         ahead = await server_clock(client, log.keys.events) - time.time() * 1000
-        look = partial(surroundings, client, log.run_id, letters=1)
-        await app(log.run_id, partial(follow_state, log), ahead, look).run_async()
+
+        async def read_lags() -> tuple[LiveFacts, list[DeadLetter]]:
+            return await read_live_facts(client, log.run_id), await log.dead_letters(last=1)
+
+        await app(log.run_id, partial(follow_state, log), ahead, read_lags).run_async()

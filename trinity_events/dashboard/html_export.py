@@ -51,7 +51,7 @@ async def html_of(source: DashboardSource) -> str:
         await reader.indexed()
         while not reader.caught_up and reader.problem is None:
             await reader.changed(reader.version, 1.0)
-        await reader.looked_around()
+        await reader.wait_for_facts()
         data = await _data(reader)
         tasks.cancel_scope.cancel()
     return _page(data)

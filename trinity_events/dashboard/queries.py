@@ -39,14 +39,14 @@ async def get_now(reader: RunReader) -> dict[str, Any]:
     history = await reader.indexed()
     state = reader.newest
     assert state is not None
-    around, now = reader.around, reader.now
-    facts = (around and around.facts) or LiveFacts(now=now)
+    now, has_facts = reader.now, reader.facts is not None
+    facts = reader.facts or LiveFacts(now=now)
     late = 0 if facts.unfolded_since is None else facts.now - facts.unfolded_since
     # Ages of the facts are those of the moment at which they were read.
     facts = structs.replace(facts, now=now, unfolded_since=now - late if late else None)
     return build_view(state, now, _digests(history)) | {
         # Without the facts of a live run, another process would be blamed than `explain` names.
-        "causes": [] if reader.source.is_live and around is None else list_causes(state, facts),
+        "causes": list_causes(state, facts) if has_facts or not reader.source.is_live else [],
         "unfolded": late,
         "processes": []
         if state.closed is not None
@@ -62,7 +62,7 @@ async def get_now(reader: RunReader) -> dict[str, Any]:
         "first": history.first,
         "begin": history.begin,
         "end": max(reader.end, history.last),
-        "groups": [] if around is None else list(around.groups),
+        "groups": list(facts.groups),
     }
 
 
@@ -281,11 +281,9 @@ async def get_figures(reader: RunReader) -> dict[str, Any]:
 async def get_dead_letters(reader: RunReader) -> dict[str, Any]:
     """Return the last dead letters, each with the first bytes of its payload as text."""
     await reader.indexed()
-    around = reader.around
-    letters = () if around is None else around.dead
     return {
         "dead": [
             [letter.entry.id, letter.reason, letter.entry.payload[:120].decode("ascii", "replace")]
-            for letter in letters
+            for letter in reader.dead_letters
         ]
     }

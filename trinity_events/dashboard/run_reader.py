@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple
 
 import anyio
@@ -13,11 +13,11 @@ import redis
 
 from trinity_schemas import ContractError, Envelope, decode_envelope
 
+from ..analysis.causes import LiveFacts
 from ..core import MonitorState
 from ..core.fold import Monitor
 from ..errors import TrinityError
-from ..live_facts import Surroundings
-from ..log import Entry, before, position
+from ..log import DeadLetter, Entry, before, position
 from ..log.page_size import PageSize, in_turns
 from ..log.retry import backoff_delays, is_transient
 from ..replay import PAGE, fold, fold_one
@@ -31,8 +31,8 @@ _INDEXED_WITHIN = 20.0
 """Seconds for which a question waits until its entries are indexed."""
 _LONGEST_PAUSE = 2.0
 """Maximum seconds between two attempts to reach a server."""
-_SURROUNDINGS_EVERY = 4.0
-"""Seconds between two looks at the groups and dead letters of a run that is viewed."""
+_FACTS_EVERY = 4.0
+"""Seconds between two reads of the facts and dead letters of a run that is viewed."""
 _TAIL = 20_000
 """Last entries whose timeline is shown while the index is far behind."""
 _TURN = 100
@@ -82,7 +82,9 @@ class RunReader:
         self.history: History | None = None
         self.tail: History | None = None
         """Index of the last entries alone, while that of the whole log is far behind."""
-        self.around: Surroundings | None = None
+        self.facts: LiveFacts | None = None
+        """Facts about processes and server, as of their last read."""
+        self.dead_letters: Sequence[DeadLetter] = ()
         self.problem: str | None = None
         """Sentence on why the log cannot be read now."""
         self.note: str | None = None
@@ -104,7 +106,7 @@ class RunReader:
             error: BaseException | None = None
             try:
                 async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(self._look_around)
+                    tasks.start_soon(self._follow_facts)
                     await self._follow()
             except* (redis.RedisError, OSError, TrinityError) as group:
                 error = leaf_errors(group)[0]
@@ -160,19 +162,20 @@ class RunReader:
         self.end = max(self.end, self.history.last)
         self._changed()
 
-    async def _look_around(self) -> None:
+    async def _follow_facts(self) -> None:
         while True:
-            if self.viewers or self.around is None or self._recently_used:
-                self.around = await self.source.surroundings()
-                self._clock = (self.around.now, anyio.current_time())
+            if self.viewers or self.facts is None or self._recently_used:
+                self.dead_letters = await self.source.dead_letters()
+                self.facts = await self.source.live_facts()
+                self._clock = (self.facts.now, anyio.current_time())
                 if self._ahead is not None:
                     await self._fold_ahead(self._ahead)
                 self._changed()
-            await anyio.sleep(_SURROUNDINGS_EVERY)
+            await anyio.sleep(_FACTS_EVERY)
 
     @property
     def _recently_used(self) -> bool:
-        return anyio.current_time() - self.used_at < 2 * _SURROUNDINGS_EVERY
+        return anyio.current_time() - self.used_at < 2 * _FACTS_EVERY
 
     async def _fold_ahead(self, monitor: Monitor) -> None:
         """Fold the entries after the reducer's snapshot, while the index is far behind."""
@@ -331,9 +334,9 @@ class RunReader:
             yield page
             after = page[-1].id
 
-    async def looked_around(self) -> None:
-        """Wait until groups and dead letters were read once."""
-        while self.around is None and self.problem is None:
+    async def wait_for_facts(self) -> None:
+        """Wait until facts and dead letters were read once."""
+        while self.facts is None and self.problem is None:
             await self.changed(self.version, 1.0)
 
 

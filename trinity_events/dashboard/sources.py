@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -10,10 +10,11 @@ import anyio
 import anyio.to_thread
 import redis.asyncio
 
+from ..analysis.causes import LiveFacts
 from ..archive import Archive, ArchiveMissing, read_recording
 from ..archive.export import whole_stream
 from ..core import MonitorState
-from ..live_facts import Surroundings, surroundings
+from ..live_facts import read_live_facts
 from ..log import ORIGIN, DeadLetter, Entry, RedisEventLog, Stream, position
 from ..replay import PAGE, load_monitor
 from .recorded_events import FileEvents, RecordedEvents, StoredEvents
@@ -65,8 +66,12 @@ class DashboardSource(Protocol):
         """Return a recent state that costs little to load; None if there is none."""
         ...
 
-    async def surroundings(self) -> Surroundings:
-        """Return what the events do not tell."""
+    async def live_facts(self) -> LiveFacts:
+        """Return the facts about processes and server that no event has."""
+        ...
+
+    async def dead_letters(self) -> Sequence[DeadLetter]:
+        """Return the last dead letters, at most :data:`LETTERS`."""
         ...
 
     def close(self) -> None:
@@ -165,9 +170,13 @@ class ServerSource:
             return None
         return (await load_monitor(self._log)).monitor.state
 
-    async def surroundings(self) -> Surroundings:
-        """Return consumer groups, dead letters, and facts about processes and server."""
-        return await surroundings(self._client, self.run_id, letters=LETTERS, with_facts=True)
+    async def live_facts(self) -> LiveFacts:
+        """Return the facts of this moment."""
+        return await read_live_facts(self._client, self.run_id)
+
+    async def dead_letters(self) -> Sequence[DeadLetter]:
+        """Return the last dead letters of the server, at most :data:`LETTERS`."""
+        return await self._log.dead_letters(last=LETTERS)
 
     def close(self) -> None:
         """Do nothing: the client belongs to the caller."""
@@ -268,10 +277,13 @@ class RecordedSource:
         """Return None: only the fold of all entries gives the state."""
         return None
 
-    async def surroundings(self) -> Surroundings:
-        """Return the recorded dead letters, at the time of the last entry."""
-        last = self._events.last
-        return Surroundings(now=position(last)[0], dead=self._dead, end=last)
+    async def live_facts(self) -> LiveFacts:
+        """Return no facts but the time of the last entry."""
+        return LiveFacts(now=position(self._events.last)[0])
+
+    async def dead_letters(self) -> Sequence[DeadLetter]:
+        """Return the recorded dead letters."""
+        return self._dead
 
     def close(self) -> None:
         """Close the files that are open."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ..analysis.causes import LiveFacts
 from ..analysis.explain import unfinished
 from ..analysis.failures import failures
 from ..core import MonitorState
@@ -16,8 +18,7 @@ from ..core.fold_state import format_slot
 from ..core.handlers.waits import find_wait_chains
 from ..core.refusals import suspects
 from ..core.state import KINDS
-from ..live_facts import Surroundings
-from ..log import position
+from ..log import DeadLetter, position
 from .status import ago, ready_step, trainer_status
 from .terminal import visible
 
@@ -135,31 +136,31 @@ def explorers_panel(state: MonitorState, now: int) -> RenderableType:
     return Group(table, Text(f"{counts}{more}", "dim"))
 
 
-def lags_panel(around: Surroundings) -> RenderableType | None:
+def lags_panel(facts: LiveFacts, dead: Sequence[DeadLetter]) -> RenderableType | None:
     """Return the panel of the readers behind the end of the log; None if there is nothing to show.
 
     It has the reducer, consumer groups, those that are furthest behind first, and dead letters.
     """
     lines: list[RenderableType] = []
-    late = 0 if around.unfolded_since is None else around.now - around.unfolded_since
+    late = 0 if facts.unfolded_since is None else facts.now - facts.unfolded_since
     if late >= _REDUCER_LATE:
         sentence = f"The reducer has not folded an entry of {ago(late)}."
         lines.append(Text(sentence, "yellow"))
-    if around.groups:
-        lines.append(_groups_table(around))
-    if around.dead:
-        last = around.dead[-1]
-        when = ago(around.now - position(last.entry.id)[0])
+    if facts.groups:
+        lines.append(_groups_table(facts))
+    if dead:
+        last = dead[-1]
+        when = ago(facts.now - position(last.entry.id)[0])
         reason = visible(last.reason, lines=False)
         lines.append(Text(f"Last dead letter, {when}: {reason}", "red", no_wrap=True))
     return Group(*lines) if lines else None
 
 
-def _groups_table(around: Surroundings) -> RenderableType:
+def _groups_table(facts: LiveFacts) -> RenderableType:
     table = Table(box=None, pad_edge=False, collapse_padding=True)
     for column in ("GROUP", "STREAM", "MEMBERS", "LAG", "PENDING", "OLDEST", "LAST READ"):
         table.add_column(column, no_wrap=True)
-    order = sorted(around.groups, key=lambda group: (group.caught_up, -group.pending, group.name))
+    order = sorted(facts.groups, key=lambda group: (group.caught_up, -group.pending, group.name))
     for group in order[:_GROUPS]:
         since = None if group.oldest_pending is None else position(group.oldest_pending)[0]
         table.add_row(
@@ -168,7 +169,7 @@ def _groups_table(around: Surroundings) -> RenderableType:
             str(group.members),
             _NO_TIME if group.lag is None else Text(str(group.lag), "yellow" if group.lag else ""),
             Text(str(group.pending), "yellow" if group.pending else ""),
-            _age(since, around.now),
+            _age(since, facts.now),
             _NO_TIME if group.idle is None else ago(int(group.idle * 1000)),
         )
     more = len(order) - _GROUPS

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from trinity_schemas import Kind
 
-from ..analysis.causes import BEHIND, HostProcess
+from ..analysis.causes import BEHIND, HostProcess, LiveFacts, processes_of_epoch
 from ..analysis.explain import unfinished
 from ..analysis.failures import failures
 from ..checkpoints.layout import final_name
@@ -61,22 +61,21 @@ def runs_table(runs: Iterable[tuple[MonitorState, int | None]]) -> Table:
 
 def status_panel(
     state: MonitorState,
-    now: int | None = None,
+    facts: LiveFacts | None = None,
     silent_since: int | None = None,
-    processes: Mapping[str, HostProcess] | None = None,
-    reports_since: int | None = None,
 ) -> RenderableType:
     """Return the panel of one run's state.
 
     Args:
         state: The run's state.
-        now: Milliseconds of the server's clock, to which ages are counted; by default those of
-            the last entry.
+        facts: Facts about an open run's processes and server. Ages count to their moment; without
+            them, to the last entry.
         silent_since: The milliseconds of the last entry of an abandoned run; else None.
-        processes: Processes of the run on this host, by role and rank.
-        reports_since: Milliseconds of the oldest report that no reducer has copied to the events.
     """
     silent = silent_since is not None
+    now = None if facts is None else facts.now
+    reports_since = None if facts is None else facts.reports_since
+    processes = {} if facts is None else processes_of_epoch(state, facts.processes)
     head = Text.assemble(
         ("run ", "dim"),
         (state.run_id, "bold"),
@@ -119,7 +118,7 @@ def status_panel(
     tables = (
         *((Text(), _ready(state)) if state.ready else ()),
         *((Text(), _explorers(state, now, silent=silent)) if state.explorers else ()),
-        *_processes(processes or {}),
+        *_processes(processes),
         *_evaluations(state, now),
         *_waits_table(state, _moment_of(state, now)),
     )

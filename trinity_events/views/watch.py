@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import ClassVar
 
@@ -14,9 +14,10 @@ from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.widgets import Footer, RichLog, Static
 
+from ..analysis.causes import LiveFacts
 from ..core import MonitorState
 from ..errors import TrinityError
-from ..live_facts import Surroundings
+from ..log import DeadLetter
 from ..replay import Folded, Followed
 from .lines import folded_lines
 from .panels import explorers_panel, head_panel, lags_panel, transfers_panel, trouble_panel
@@ -27,10 +28,10 @@ _KEPT_LINES = 500
 _AGAIN = 2.0
 """Seconds after which a server that went away is asked again."""
 
-_LOOK = 3.0
-"""Seconds between two looks at what lags behind the log."""
+_LAGS_EVERY = 3.0
+"""Seconds between two reads of what lags behind the log."""
 
-Look = Callable[[], Awaitable[Surroundings]]
+ReadLags = Callable[[], Awaitable[tuple[LiveFacts, Sequence[DeadLetter]]]]
 Follow = Callable[[], AsyncGenerator[Followed, None]]
 
 
@@ -41,7 +42,7 @@ class WatchApp(App[None]):
         run_id: The run.
         follow: Starts to follow the run's state.
         ahead: Milliseconds by which the server's clock is ahead of this host's.
-        look: Asks the server what lags behind the log; None for a view without that panel.
+        read_lags: Reads live facts and the last dead letter; None for a view without that panel.
     """
 
     CSS = """
@@ -57,14 +58,18 @@ class WatchApp(App[None]):
     ]
 
     def __init__(
-        self, run_id: str, follow: Follow, ahead: float = 0.0, look: Look | None = None
+        self,
+        run_id: str,
+        follow: Follow,
+        ahead: float = 0.0,
+        read_lags: ReadLags | None = None,
     ) -> None:
         super().__init__()
         self.title = visible(run_id, lines=False)
         self._follow = follow
         self._ahead = ahead
-        self._look = look
-        self._around: Surroundings | None = None
+        self._read_lags = read_lags
+        self._lags: tuple[LiveFacts, Sequence[DeadLetter]] | None = None
         self._is_paused = False
         self._state: MonitorState | None = None
         self.fault = ""
@@ -92,8 +97,8 @@ class WatchApp(App[None]):
     def on_mount(self) -> None:
         """Begin to follow the run, and let ages grow."""
         self.run_worker(self._read())
-        if self._look is not None:
-            self.run_worker(self._look_around(self._look))
+        if self._read_lags is not None:
+            self.run_worker(self._follow_lags(self._read_lags))
         self.set_interval(1.0, self._show)
 
     def action_hold(self) -> None:
@@ -122,17 +127,17 @@ class WatchApp(App[None]):
                 self._show()
             await anyio.sleep(_AGAIN)
 
-    async def _look_around(self, look: Look) -> None:
-        """Ask what lags, again and again; what cannot be asked is not shown."""
+    async def _follow_lags(self, read_lags: ReadLags) -> None:
+        """Read what lags, again and again; what cannot be read is not shown."""
         import anyio
 
         while True:
             try:
-                self._around = await look()
+                self._lags = await read_lags()
             except (redis.RedisError, OSError, TrinityError):
-                self._around = None  # the reader of the log tells of a server that is away
+                self._lags = None  # the reader of the log shows that the server is away
             self._show()
-            await anyio.sleep(_LOOK)
+            await anyio.sleep(_LAGS_EVERY)
 
     def _write(self, folded: list[Folded]) -> None:
         if not self.is_running:  # it quits, and its panels are gone
@@ -159,6 +164,6 @@ class WatchApp(App[None]):
         ):
             self.query_one(f"#{name}", Static).update(panel(state, now))
         lags = self.query_one("#lags", Static)
-        lag_panel = None if self._around is None else lags_panel(self._around)
+        lag_panel = None if self._lags is None else lags_panel(*self._lags)
         lags.display = lag_panel is not None
         lags.update("" if lag_panel is None else lag_panel)
