@@ -12,7 +12,7 @@ PACKAGES = ("trinity_events", "workers/trinity_workers")
 WALKS = {
     "From a finished save to `step-ready`": 17,
     "A tensor from engine to explorer": 31,
-    "A prompt from the task to the training batch": 21,
+    "A prompt from the task to the training batch": 20,
 }
 """Most files of each walk, those in brackets included."""
 

@@ -11,9 +11,9 @@ from trinity_events.errors import TrinityError
 from trinity_events.rollouts import Claim, RolloutClient
 from trinity_schemas import Experience, StepRef
 
-from ..rollouts.episodes import Episodes
+from ..rollouts.episodes import Episodes, send_answers
 from ..rollouts.held_out_sets import HeldOutSet
-from ..rollouts.run_episodes import create_held_out_episodes, send_answers
+from ..rollouts.run_episodes import create_held_out_episodes
 from .installer import VersionInstaller
 
 LONGEST_WAIT = 20.0

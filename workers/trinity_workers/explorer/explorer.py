@@ -35,9 +35,9 @@ from trinity_schemas import (
 from ..config.sync_schedule import publishes_on_demand
 from ..config.train_config import RunConfig
 from ..rollout_engines import EngineOptions, NotServing, RolloutEngine, load_engine
-from ..rollouts.episodes import RequestRefused
+from ..rollouts.episodes import RequestRefused, send_answers
 from ..rollouts.held_out_sets import held_out_sets
-from ..rollouts.run_episodes import open_episodes, send_answers
+from ..rollouts.run_episodes import open_episodes
 from ..rollouts.user_task import task_of
 from ..runtime.background_tasks import background_tasks
 from ..runtime.garbage import exempt_loaded_objects

@@ -9,6 +9,7 @@ and the beginning of the next turn. That text follows a special token, so no mer
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -17,6 +18,7 @@ import anyio
 from msgspec.structs import replace
 
 from trinity_events.errors import TrinityError
+from trinity_events.rollouts import Claim, RolloutClient
 from trinity_events.system.error_text import first_error
 from trinity_schemas import Experience, RewardErrorReported, RolloutRequest, StepRef, Turn
 from trinity_schemas.rollouts import LONGEST_REWARD_ERROR
@@ -31,6 +33,8 @@ from ..tasks.base import Answer, Message, Question, Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 _MARK = "TRINITYxPOLICYxTURN"
 """Text in place of the policy's turn, which a template neither changes nor contains."""
@@ -418,3 +422,38 @@ def _check_versions(request: RolloutRequest, versions: Sequence[StepRef]) -> Non
 
 def _named(version: StepRef) -> str:
     return f"epoch {version.epoch}, step {version.step}"
+
+
+class Sent(NamedTuple):
+    """Answers that were sent."""
+
+    counted: int
+    """Answers that were not discarded."""
+    ordinals: list[int]
+
+
+async def send_answers(
+    requests: RolloutClient,
+    claims: Sequence[Claim],
+    answers: Sequence[list[Experience] | TrinityError],
+) -> Sent:
+    """Send the answers of claims, and give those back that failed.
+
+    Args:
+        requests: Client of the stream that they are of.
+        claims: The claims.
+        answers: Experiences of each, or the error that it failed with.
+
+    Raises:
+        StaleEpoch: The run has a newer epoch.
+    """
+    outgoing: list[tuple[Claim, list[Experience]]] = []
+    for claim, answer in zip(claims, answers, strict=True):
+        if isinstance(answer, TrinityError):
+            logger.warning("%s: ordinal %d: %s", requests.name, claim.request.ordinal, answer)
+            report = answer.report if isinstance(answer, AnswersNotJudged) else None
+            await requests.fail(claim, str(answer), report)
+        else:
+            outgoing.append((claim, answer))
+    counted = await requests.answer_all(outgoing)
+    return Sent(sum(counted), [claim.request.ordinal for claim, _ in outgoing])

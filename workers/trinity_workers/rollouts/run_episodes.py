@@ -1,28 +1,22 @@
-"""Episodes of a run, and the way of their answers to its log."""
+"""Episodes of a run, with the judge and the environment that it configures."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import NamedTuple
 
 from trinity_events.diagnostics.waits import WaitReporter
-from trinity_events.errors import TrinityError
-from trinity_events.rollouts import Claim, RolloutClient
-from trinity_schemas import Experience, RewardErrorReported
+from trinity_schemas import RewardErrorReported
 
 from ..config.train_config import RunConfig
 from ..learning.policy import load_tokenizer
-from ..rewards.error_reports import AnswersNotJudged, ErrorReports
+from ..rewards.error_reports import ErrorReports
 from ..rollout_engines.base import TurnGenerator
 from ..sandbox.environments import EnvironmentProcesses
 from ..tasks import Task
 from .episodes import Episodes
 from .user_task import start_rewards
-
-logger = logging.getLogger(__name__)
 
 
 async def open_episodes(
@@ -83,38 +77,3 @@ def create_held_out_episodes(episodes: Episodes, task: Task) -> Episodes:
     as ``rewards.on_error`` asks.
     """
     return replace(episodes, task=task, on_error="score", held_out=True, needed_part=None)
-
-
-class Sent(NamedTuple):
-    """Answers that were sent."""
-
-    counted: int
-    """Answers that were not discarded."""
-    ordinals: list[int]
-
-
-async def send_answers(
-    requests: RolloutClient,
-    claims: Sequence[Claim],
-    answers: Sequence[list[Experience] | TrinityError],
-) -> Sent:
-    """Send the answers of claims, and give those back that failed.
-
-    Args:
-        requests: Client of the stream that they are of.
-        claims: The claims.
-        answers: Experiences of each, or the error that it failed with.
-
-    Raises:
-        StaleEpoch: The run has a newer epoch.
-    """
-    outgoing: list[tuple[Claim, list[Experience]]] = []
-    for claim, answer in zip(claims, answers, strict=True):
-        if isinstance(answer, TrinityError):
-            logger.warning("%s: ordinal %d: %s", requests.name, claim.request.ordinal, answer)
-            report = answer.report if isinstance(answer, AnswersNotJudged) else None
-            await requests.fail(claim, str(answer), report)
-        else:
-            outgoing.append((claim, answer))
-    counted = await requests.answer_all(outgoing)
-    return Sent(sum(counted), [claim.request.ordinal for claim, _ in outgoing])

@@ -17,9 +17,9 @@ from trinity_schemas import RunKeys
 from ...config.train_config import RunConfig
 from ...learning.policy import context_length
 from ...rollout_engines.base import Generation, GenerationRequest
-from ...rollouts.episodes import Episodes
+from ...rollouts.episodes import Episodes, send_answers
 from ...rollouts.held_out_sets import HeldOutSet
-from ...rollouts.run_episodes import create_held_out_episodes, open_episodes, send_answers
+from ...rollouts.run_episodes import create_held_out_episodes, open_episodes
 from ...tasks import Task
 from ..backend import TrainEngineWrapper
 
