@@ -18,12 +18,34 @@ def write_json(path: Path, value: Any) -> None:
 
 
 @contextmanager
+def system_errors(path: Path) -> Iterator[None]:
+    """Raise the system's error of a write, with the path, where torch raises another for it.
+
+    torch's writer of zip files answers a full disk with "unexpected pos 704 vs 598"; the system's
+    error is its context (``caffe2/serialize/inline_container.cc``).
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__context__
+        if cause is None:
+            raise
+        raise OSError(cause.errno, cause.strerror, str(path)) from None
+
+
+@contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file that gets its name, on disk, if the block ends without an error."""
+    """Yield a file that gets its name, on disk, if the block ends without an error.
+
+    Raises:
+        OSError: The file cannot be written; it names the path.
+    """
     make_folder(path.parent)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with temporary.open("wb") as file:
+        with system_errors(path), temporary.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -22,7 +22,7 @@ from trinity_events.errors import TrinityError
 
 from ...learning.finite import NonFiniteWeights, check_finite, nested_tensors
 from ...runtime.collectives import together
-from ...storage.durable_files import make_folder, sync_tree
+from ...storage.durable_files import make_folder, sync_tree, system_errors, whole_file
 from ..state_files import copied, write_state
 from .checkpoint_errors import CheckpointRefused
 from .checkpoint_reader import IndexedReader, load_strategies, read_plain
@@ -81,8 +81,9 @@ def prepare(
             if dist.get_rank() == 0:
                 shutil.rmtree(folder, ignore_errors=True)
                 make_folder(folder)
-                torch.save(plain, folder / "common.pt")
-        writer = _torch_dcp.FileSystemWriter(folder, sync_files=True)
+                with whole_file(folder / "common.pt") as file:
+                    torch.save(plain, file)
+        writer = DurableWriter(folder)
         try:
             _torch_dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group)
         # not an Exception; raised on all ranks alike
@@ -124,6 +125,19 @@ def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     with together():
         check_finite(nested_tensors(loaded), str(folder))
     return loaded
+
+
+class DurableWriter(dcp.FileSystemWriter):  # type: ignore[name-defined,misc]
+    """Writer of torch's distributed checkpoints, whose errors are the system's own."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, sync_files=True)
+        self._folder = folder
+
+    def write_data(self, *args: Any, **options: Any) -> Any:
+        """Write this rank's tensors. Raises OSError if the system refuses them."""
+        with system_errors(self._folder):
+            return super().write_data(*args, **options)
 
 
 def _planner(value: Callable[[torch.Tensor], torch.Tensor] | None) -> Any:
