@@ -23,7 +23,7 @@ pytest.register_assert_rewrite("tests.support")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from tests.support.markers import mark_by_needs  # noqa: E402
+from tests.support.markers import StartedProcesses, mark_by_fixtures  # noqa: E402
 from tests.support.pipeline import reducer_task  # noqa: E402
 from tests.support.rank_processes import RankProcesses  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
@@ -34,6 +34,8 @@ from trinity_events.server import EmbeddedServer, connect, open_client  # noqa: 
 # A bound in milliseconds of an example fails on a busy machine alone.
 settings.register_profile("trinity", deadline=None)
 settings.load_profile("trinity")
+
+STARTED = StartedProcesses()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -241,8 +243,24 @@ def pytest_generate_tests(metafunc):
             raise pytest.UsageError(f"{metafunc.function.__name__}: sort the set of its parameters")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def processes_watched():
+    with STARTED.watching():
+        yield
+
+
+def pytest_runtest_setup(item):
+    STARTED.begin(marker.name for marker in item.iter_markers())
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown():
+    for marker, command in STARTED.unmarked.items():
+        pytest.fail(f"the test started {command!r}: mark it with {marker}", pytrace=False)
+
+
 def pytest_collection_modifyitems(items):
-    mark_by_needs(items)
+    mark_by_fixtures(items)
 
 
 def pytest_collection_finish():

@@ -63,6 +63,7 @@ def damage_of(folder: Path) -> CheckpointDamaged | None:
     return None
 
 
+@pytest.mark.processes
 def test_sha256sum_checks_a_checkpoint_by_its_manifest(checkpoint):
     (checkpoint / "a \\ strange\nname").write_text("x")
     write_manifest(checkpoint, sums_below([checkpoint], checkpoint))

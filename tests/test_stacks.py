@@ -46,6 +46,7 @@ def hanging(run_id):
         yield process
 
 
+@pytest.mark.processes
 def test_stacks_name_the_function_that_a_process_hangs_in(hanging, run_id):
     [stacks_taken] = take_stacks(run_id, ["explorer-0"])
     assert (stacks_taken.process, stacks_taken.pid) == ("explorer-0", hanging.pid)
@@ -74,6 +75,7 @@ def use_program(monkeypatch, tmp_path, script):
     monkeypatch.setattr(py_spy, "find_program", lambda: None if script is None else str(path))
 
 
+@pytest.mark.processes
 def test_the_stacks_of_a_process_that_is_stopped_are_read_by_py_spy(stopped, run_id, monkeypatch):
     monkeypatch.setattr(py_spy, "PATIENCE", PATIENCE)
     if py_spy.find_program() is None:
@@ -91,6 +93,7 @@ def test_the_stacks_of_a_process_that_is_stopped_are_read_by_py_spy(stopped, run
     assert host_processes(run_id)["explorer-0"].condition == "stopped"
 
 
+@pytest.mark.processes
 def test_a_process_that_answers_is_not_read(hanging, run_id, monkeypatch):
     monkeypatch.setattr(stacks, "read_stacks", None)
     [stacks_taken] = take_stacks(run_id, ["explorer-0"])
@@ -100,6 +103,7 @@ def test_a_process_that_answers_is_not_read(hanging, run_id, monkeypatch):
 DUMP = 'print("Process 7: a --password x\\nPython v3\\n\\nThread 7")'
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("script", "patience"),
     [
@@ -121,6 +125,7 @@ def test_a_py_spy_that_reads_nothing_changes_nothing(
     assert (stacks_taken.pid, stacks_taken.stacks) == (stopped.pid, "")
 
 
+@pytest.mark.processes
 def test_stacks_that_are_read_are_cut_and_without_the_command_line(
     stopped, run_id, monkeypatch, tmp_path
 ):
@@ -131,12 +136,14 @@ def test_stacks_that_are_read_are_cut_and_without_the_command_line(
     assert len(stacks_taken.stacks) == 16_000
 
 
+@pytest.mark.processes
 def test_a_process_that_has_ended_is_asked_no_more(hanging, run_id):
     hanging.kill()
     hanging.wait()
     assert take_stacks(run_id, ["explorer-0"]) == []
 
 
+@pytest.mark.processes
 def test_a_later_process_of_the_same_number_is_never_signalled(
     hanging, run_id, monkeypatch, tmp_path
 ):
@@ -146,6 +153,7 @@ def test_a_later_process_of_the_same_number_is_never_signalled(
     assert file.stat().st_size == 0, "it was asked"
 
 
+@pytest.mark.processes
 def test_processes_of_other_runs_and_unknown_ones_are_left_out(hanging, run_id):
     assert take_stacks("another", ["explorer-0"]) == []
     assert take_stacks(run_id, ["trainer-0", "", "../explorer-0"]) == []
@@ -160,6 +168,7 @@ def test_a_name_that_is_no_name_of_a_file_is_left_out(run_id, name):
     assert take_stacks(run_id, [name]) == []
 
 
+@pytest.mark.processes
 def test_files_of_processes_that_were_killed_are_removed_by_the_next(hanging, run_id, tmp_path):
     [folder] = tmp_path.glob("trinity-stacks-*")
     hanging.kill()
@@ -195,6 +204,7 @@ def test_a_folder_of_another_user_is_not_used(run_id, tmp_path, monkeypatch):
     assert list(theirs.iterdir()) == []
 
 
+@pytest.mark.processes
 def test_a_wait_that_reaches_its_deadline_publishes_the_stacks_first(hanging, run_id):
     published = PublishedWaits()
     reporter = WaitReporter(published, threshold=600.0, run_id=run_id)

@@ -82,6 +82,7 @@ WRITING = (
 )
 
 
+@pytest.mark.processes
 async def test_what_killed_exports_have_left_is_removed_by_the_next(finished_run, log, tmp_path):
     folder = tmp_path / "exports"
     path = folder / "run.jsonl"
@@ -128,6 +129,7 @@ async def test_what_cannot_be_read_is_not_said_to_be_the_file_that_cannot_be_wri
     assert result.stderr == f"error: {UNREADABLE} cannot be read: Input/output error\n"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("command", ["export", "verify"])
 async def test_what_is_terminated_leaves_nothing_behind(finished_run, run_id, tmp_path, command):
     [segment] = (finished_run / "log").glob("events.*")
@@ -147,6 +149,7 @@ async def test_what_is_terminated_leaves_nothing_behind(finished_run, run_id, tm
     assert list(room.iterdir()) == []
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("command", "way_out"),
     [("export", "name another with --output"), ("verify", "set TMPDIR to a folder with room")],

@@ -25,6 +25,8 @@ from trinity_events.reducer import Policy, process, reducer
 from trinity_events.server import EmbeddedServer, connect
 from trinity_schemas import RunClosed
 
+pytestmark = pytest.mark.server
+
 ANOTHER = "belongs to another log of run"
 
 

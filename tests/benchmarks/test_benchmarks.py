@@ -41,6 +41,8 @@ def run_tiny(name):
     )
 
 
+@pytest.mark.heavy
+@pytest.mark.processes
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_a_benchmark_runs_and_prints_its_ratios(name, running):
     if name.startswith("megatron_"):
@@ -63,6 +65,8 @@ def test_every_benchmark_has_every_size_and_says_how_long_it_takes(name):
     assert all(size.takes for size in BENCHMARKS[name].SIZES.values())
 
 
+@pytest.mark.heavy
+@pytest.mark.processes
 def test_a_name_that_is_no_benchmark_is_refused_with_those_that_are():
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", "speed"],

@@ -68,6 +68,8 @@ def test_each_file_of_the_plan_is_one_that_train_takes(tmp_path):
     assert weights == {"bound-4": "token", "bound-4-uncorrected": "none"}
 
 
+@pytest.mark.heavy
+@pytest.mark.processes
 def test_a_finished_run_is_listed_and_not_trained_again(tmp_path):
     results = Results(tmp_path)
     for run in plan():
@@ -158,6 +160,8 @@ def learned(way: str, folder: Path, more: dict) -> LearningResult:
     return done
 
 
+@pytest.mark.heavy
+@pytest.mark.processes
 @pytest.mark.timeout(600)
 def test_one_process_learns(tmp_path):
     steps = {
@@ -173,6 +177,8 @@ def test_one_process_learns(tmp_path):
     assert end.exact > start.exact + 0.02
 
 
+@pytest.mark.heavy
+@pytest.mark.processes
 @pytest.mark.timeout(900)
 def test_the_pipeline_on_policy_learns_what_one_process_learns(tmp_path):
     piped, alone = (learned(way, tmp_path / way, {}) for way in ("fixed", ALONE))

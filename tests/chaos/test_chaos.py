@@ -28,22 +28,26 @@ def undisturbed():
     return matrix.undisturbed()
 
 
+@pytest.mark.processes
 def test_an_undisturbed_run_keeps_every_promise(undisturbed):
     assert undisturbed.faults == []
     assert {(1, "state_dict"), (4, "checkpoint"), (4, "weights")} <= undisturbed.ready
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", CHOSEN)
 def test_a_run_in_which_one_is_killed_ends_as_the_undisturbed(undisturbed, name):
     [cell] = [candidate for candidate in matrix.cells(undisturbed.counts) if str(candidate) == name]
     assert matrix.run(cell, undisturbed.ready).faults == []
 
 
+@pytest.mark.processes
 def test_a_leader_that_wakes_up_after_another_took_over_changes_nothing(undisturbed):
     [scenario] = [candidate for candidate in SCENARIOS if "leader" in candidate.name]
     assert matrix.run_scenario(scenario, undisturbed.ready).faults == []
 
 
+@pytest.mark.processes
 def test_the_matrix_has_every_event_of_the_run_and_every_victim(undisturbed):
     cells = matrix.cells(undisturbed.counts)
     met = {"run-opened", "save-requested", "save-granted", "save-failed", "step-failed"}
@@ -53,6 +57,7 @@ def test_the_matrix_has_every_event_of_the_run_and_every_victim(undisturbed):
     assert len(set(map(str, cells))) == len(cells)
 
 
+@pytest.mark.processes
 def test_whoever_is_missing_is_named(undisturbed):
     def without_a_group(pipeline):
         pipeline.start(*(role for role in pipeline.roles if role != "group"))
@@ -64,6 +69,7 @@ def test_whoever_is_missing_is_named(undisturbed):
     assert "group has not heard of" in result.faults[0]
 
 
+@pytest.mark.processes
 def test_a_run_that_breaks_its_promises_is_found_out(undisturbed):
     def sabotage(pipeline):
         pipeline.start()

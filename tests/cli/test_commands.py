@@ -46,6 +46,8 @@ from trinity_schemas import (
     heartbeat_key,
 )
 
+pytestmark = [pytest.mark.server, pytest.mark.processes]
+
 COMMANDS = (
     *("demo", "serve", "reducer", "runs", "status", "explain", "tail", "replay"),
     *("diff", "bisect", "track", "plot", "delete", "watch", "metrics"),

@@ -38,6 +38,8 @@ from trinity_schemas import (
     WeightsApplied,
 )
 
+pytestmark = [pytest.mark.server, pytest.mark.processes]
+
 
 @pytest.fixture
 def scraped(redis_url, run_id, publisher):

@@ -106,6 +106,7 @@ async def test_json_stays_json(cli, hostile_run, redis_url, tmp_path, command):
         json.loads(line)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("command", ["status", "tail", "replay", "verify"])
 async def test_nor_does_any_where_there_is_a_terminal(hostile_run, redis_url, command):
     ours, theirs = pty.openpty()

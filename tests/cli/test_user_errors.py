@@ -84,6 +84,7 @@ main()
 """
 
 
+@pytest.mark.processes
 def test_an_interrupt_while_the_command_line_is_loaded_shows_no_traceback():
     command = [sys.executable, "-c", INTERRUPTED]
     result = subprocess.run(command, capture_output=True, text=True, check=False)

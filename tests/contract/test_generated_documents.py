@@ -218,6 +218,7 @@ def check(root, package):
     )
 
 
+@pytest.mark.processes
 def test_the_check_fails_with_one_sentence_when_an_event_changes(tmp_path):
     root = checkout(tmp_path)
     package = root / "changed" / "trinity_schemas"

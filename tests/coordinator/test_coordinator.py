@@ -500,6 +500,7 @@ def test_a_failure_is_told_whatever_its_message_is_made_of(coordinator, publishe
     assert said(publisher)[-1].message.startswith("no such file: /x/\\udcff xxx")
 
 
+@pytest.mark.processes
 def test_a_process_is_known_by_its_host_its_number_and_its_start():
     assert this_process() == this_process()
     command = "from trinity_events.coordinator import this_process as it; print(it().started)"

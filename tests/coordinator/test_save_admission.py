@@ -49,6 +49,8 @@ from trinity_schemas import (
     decode_envelope,
 )
 
+pytestmark = pytest.mark.server
+
 STEP = 7
 
 
@@ -208,6 +210,7 @@ def overlap(span, other):
 # --- strategies over processes --------------------------------------------------------------
 
 
+@pytest.mark.processes
 async def test_single_thread_lets_one_save_run_at_a_time_first_come_first_served(
     client, redis_url, log, run_id, worker
 ):
@@ -273,6 +276,7 @@ async def check_groups(log, first, second):
     assert not any(overlap(times[before], times["late"]) for before in (c, d))
 
 
+@pytest.mark.processes
 async def test_single_process_lets_the_saves_of_one_real_process_run_together(
     client, redis_url, log, run_id, worker
 ):
@@ -283,6 +287,7 @@ async def test_single_process_lets_the_saves_of_one_real_process_run_together(
         await check_groups(log, [(first, "a"), (first, "b")], [(second, "c"), (second, "d")])
 
 
+@pytest.mark.processes
 async def test_single_node_lets_the_processes_of_one_host_run_together(
     client, redis_url, log, run_id, worker
 ):
@@ -293,6 +298,7 @@ async def test_single_node_lets_the_processes_of_one_host_run_together(
         await check_groups(log, [(first, "a"), (second, "b")], [(third, "c"), (fourth, "d")])
 
 
+@pytest.mark.processes
 async def test_a_worker_that_is_killed_in_its_turn_is_failed_by_its_lease_and_the_turn_passes_on(
     client, redis_url, log, run_id, worker
 ):
@@ -313,6 +319,7 @@ async def test_a_worker_that_is_killed_in_its_turn_is_failed_by_its_lease_and_th
         await second.finish()
 
 
+@pytest.mark.processes
 async def test_a_save_that_finishes_after_its_lease_expired_counts(
     client, redis_url, log, run_id, worker
 ):

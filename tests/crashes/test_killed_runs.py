@@ -16,6 +16,8 @@ from tests.crashes.killed_run import (
     warm_model,
 )
 
+pytestmark = [pytest.mark.processes, pytest.mark.heavy]
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):

@@ -21,6 +21,8 @@ from trinity_events.dashboard.sources import RecordedSource
 from trinity_events.log import AsyncPublisher, new_producer
 from trinity_schemas import RunClosed, TrainerStatusChanged
 
+pytestmark = pytest.mark.processes
+
 DEMO = Plan()
 LAST = 12_457
 HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"

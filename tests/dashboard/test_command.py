@@ -123,6 +123,7 @@ def test_the_base_install_says_what_is_missing():
     assert "pip install 'trinity-events[dashboard]'" in ended.stderr
 
 
+@pytest.mark.server
 async def test_the_rights_of_a_viewer_are_enough(tmp_path, run_id):
     users = tmp_path / "users.acl"
     users.write_text("\n".join([*rules(), "user admin on >ADMIN +@all ~*"]))

@@ -151,6 +151,7 @@ def test_a_page_of_figures_begins_with_a_chart_and_one_table(name):
     assert sum(line.startswith("| ---") for line in lines[begin:end]) == 1
 
 
+@pytest.mark.processes
 def test_the_first_make_says_what_it_installs_and_how_much_before_it_does(tmp_path):
     command = ["make", "-n", "demo", f"VENV={tmp_path / 'none'}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout

@@ -13,7 +13,12 @@ from trinity_schemas import (
     VersionOpened,
 )
 
-pytestmark = [pytest.mark.server, pytest.mark.processes, pytest.mark.ray, pytest.mark.megatron]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.ray,
+    pytest.mark.megatron,
+    pytest.mark.heavy,
+]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train" / "ppo_megatron.yaml"
 SETTINGS = (
     "trainer.colocated=true",

@@ -155,6 +155,7 @@ def test_the_checkpoints_are_shared_and_ray_has_memory(compose):
     assert "container_name" not in services["explorer"]  # it could not be scaled
 
 
+@pytest.mark.heavy
 def test_a_file_of_ones_own_is_trained_by_the_same_services(compose, cli):
     yaml = pytest.importorskip("yaml")
     laid_over = yaml.safe_load((ROOT / "compose.train.yaml").read_text())
@@ -299,11 +300,17 @@ def separate(tmp_path_factory, access_controlled):
         shutil.rmtree(room)
 
 
+@pytest.mark.heavy
+@pytest.mark.processes
+@pytest.mark.server
 def test_no_process_of_a_run_is_refused_anything_that_its_role_may_not(separate):
     with connect_sync(separate.processes.redis_url) as client:
         assert client.acl_log() == []
 
 
+@pytest.mark.heavy
+@pytest.mark.processes
+@pytest.mark.server
 def test_a_run_of_separate_processes_survives_an_explorer_and_comes_to_its_end(separate):
     run = separate.processes
     status, out, error = separate.ended["trainer"]
@@ -323,6 +330,9 @@ def test_a_run_of_separate_processes_survives_an_explorer_and_comes_to_its_end(s
     assert separate.ended["reducer"][0] == 0
 
 
+@pytest.mark.heavy
+@pytest.mark.processes
+@pytest.mark.server
 @pytest.mark.skipif(not can_contain(), reason="root with mount namespaces alone can try it")
 def test_the_parts_write_to_their_checkpoints_their_home_and_temporary_files_alone(separate):
     assert separate.contained
@@ -395,6 +405,7 @@ def amid_a_claim(explorer, condition):
     raise AssertionError("the trainer never waited for the explorer")
 
 
+@pytest.mark.heavy
 def test_a_frozen_explorer_is_named_and_is_not_healthy_and_a_terminal_that_goes_ends_the_trainer(
     processes, compose, policy_folder, tmp_path, cli
 ):
@@ -481,6 +492,8 @@ def collective(tmp_path_factory, redis_url, weights_url, policy_folder):
         run.end()
 
 
+@pytest.mark.heavy
+@pytest.mark.processes
 def test_explorers_of_a_collective_group_come_and_go(collective):
     """The trainer waits for experiences of one that died; who takes its place asks for weights."""
     status, out, error = collective.ended["trainer"]
@@ -497,6 +510,8 @@ def test_explorers_of_a_collective_group_come_and_go(collective):
     assert collective.ended["reducer"][0] == 0
 
 
+@pytest.mark.heavy
+@pytest.mark.processes
 def test_the_trainer_tells_on_the_terminal_that_the_reducer_uses_another_folder(collective):
     run = collective.processes
     _, _, error = collective.ended["trainer"]
@@ -508,6 +523,8 @@ def test_the_trainer_tells_on_the_terminal_that_the_reducer_uses_another_folder(
     assert str(run.folder / run.run_id) in squeezed
 
 
+@pytest.mark.heavy
+@pytest.mark.processes
 def test_sigterm_while_the_trainer_starts_is_no_failure(processes):
     reducer = processes.start("reducer")
     trainer = processes.start("trainer", "--json")
@@ -532,6 +549,8 @@ def test_sigterm_while_the_trainer_starts_is_no_failure(processes):
     assert ended(reducer)[0] == 0
 
 
+@pytest.mark.heavy
+@pytest.mark.processes
 def test_sigterm_stops_an_explorer_that_waits(processes):
     explorer = processes.start("explorer", "--rank", "0")
     with connect_sync(processes.redis_url) as client:
@@ -544,6 +563,8 @@ def test_sigterm_stops_an_explorer_that_waits(processes):
     assert ended(explorer)[0] == 143
 
 
+@pytest.mark.heavy
+@pytest.mark.processes
 def test_an_explorer_of_a_run_that_nobody_opens_says_so(processes):
     status, _, error = ended(processes.start("explorer", "--wait", "0.5"), 60)
     assert status == 1
@@ -571,6 +592,7 @@ def test_settings_travel_as_text_and_bad_ones_are_refused():
         TrainConfig.from_text('{"steps": 0}')
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("command", ["demo", "trainer"])
 def test_every_save_strategy_of_the_contract_is_an_option_and_no_other(cli, command):
     [strategies, *_] = get_args(SaveStrategy)

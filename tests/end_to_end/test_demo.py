@@ -23,6 +23,8 @@ from trinity_workers.config.sections.sync import SyncConfig
 from trinity_workers.launch.ray_reaper import processes_of
 from trinity_workers.launch.transport import chosen_transport
 
+pytestmark = [pytest.mark.processes, pytest.mark.heavy]
+
 STEPS = 12
 
 

@@ -41,6 +41,7 @@ def start(tmp_path, policy_folder, run_id, redis_url):
         training.close()
 
 
+@pytest.mark.heavy
 def test_a_failed_checkpoint_is_a_line_at_once_and_in_the_table_of_an_interrupted_run(
     start, tmp_path, run_id, cli
 ):
@@ -75,6 +76,7 @@ def test_a_failed_checkpoint_is_a_line_at_once_and_in_the_table_of_an_interrupte
     wait_until(lambda: not session_members(run.process.pid))
 
 
+@pytest.mark.heavy
 def test_an_explorer_that_is_killed_leaves_one_object_with_the_next_step(
     start, tmp_path, run_id, redis_url, cli
 ):
@@ -116,6 +118,7 @@ def test_an_explorer_that_is_killed_leaves_one_object_with_the_next_step(
     assert int(step) >= newest["step"]
 
 
+@pytest.mark.heavy
 def test_what_is_wrong_from_the_start_is_one_object_too(cli):
     shown = cli("demo", "--json", "--run", "x", "--redis-url", "redis://127.0.0.1:1")
     assert shown.returncode == 1

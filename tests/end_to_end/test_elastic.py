@@ -14,6 +14,8 @@ from tests.support.waits import PATIENCE, wait_until
 from trinity_events.server import connect_sync
 from trinity_schemas import RolloutsDispatched, RunKeys, StepTrained
 
+pytestmark = [pytest.mark.processes, pytest.mark.heavy]
+
 SETTINGS = {
     "steps": 1_000_000,
     "explorer": {"groups_per_claim": 4, "wait_for_run": 0},

@@ -64,6 +64,8 @@ def fill(folder):
         (folder / "filler").write_bytes(b"x" * 10_000_000)
 
 
+@pytest.mark.heavy
+@pytest.mark.processes
 def test_a_save_on_a_full_disk_is_a_failed_save_and_one_sentence(sync_client, run_id, small_disk):
     publisher = Publisher(SyncEventLog(sync_client, run_id), 1, new_producer("actor"))
     coordinator = CheckpointCoordinator(publisher, small_disk)
@@ -77,6 +79,9 @@ def test_a_save_on_a_full_disk_is_a_failed_save_and_one_sentence(sync_client, ru
     assert "No space left on device" in failed.message
 
 
+@pytest.mark.heavy
+@pytest.mark.processes
+@pytest.mark.server
 def test_a_server_without_room_says_so_for_its_own_log_is_empty(small_disk, monkeypatch):
     monkeypatch.setattr("trinity_events.server.embedded.START_DEADLINE", 1.0)
     fill(small_disk)
@@ -100,6 +105,8 @@ async def refusing(log):
 TRUTH = r"MISCONF .*No space left on device.*make room on its disk"
 
 
+@pytest.mark.heavy
+@pytest.mark.server
 async def test_a_full_log_disk_is_told_as_it_is_and_the_log_can_still_be_read(
     log_disk, tmp_path, cli
 ):
@@ -147,6 +154,8 @@ async def test_a_full_log_disk_is_told_as_it_is_and_the_log_can_still_be_read(
     await read_all()
 
 
+@pytest.mark.heavy
+@pytest.mark.processes
 def test_pointers_wait_for_room_and_are_then_right(small_disk, caplog):
     files = CheckpointFiles(small_disk, "run")
     history = History()

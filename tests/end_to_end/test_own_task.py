@@ -16,7 +16,7 @@ pytest.importorskip("ray")
 
 from tests.support.own_models import own_model
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.processes, pytest.mark.heavy, pytest.mark.timeout(600)]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_task"
 

@@ -77,6 +77,8 @@ async def test_each_opening_is_an_epoch_and_a_resume_says_from_where(log, run_id
     assert (await current_state(log)).trainer_step == 20
 
 
+@pytest.mark.heavy
+@pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 async def test_a_signal_ends_the_block_in_order_and_with_its_status(log, run_id, redis_url, number):
     code = (
@@ -168,6 +170,8 @@ def left_open(run_id):
         process.communicate()
 
 
+@pytest.mark.heavy
+@pytest.mark.processes
 @pytest.mark.parametrize("how", ["callback", "generator"])
 async def test_a_process_that_leaves_a_run_open_ends_and_closes_it_as_interrupted(
     log, run_id, redis_url, left_open, how
@@ -180,6 +184,9 @@ async def test_a_process_that_leaves_a_run_open_ends_and_closes_it_as_interrupte
     assert await closed(log) == ("interrupted", None)
 
 
+@pytest.mark.heavy
+@pytest.mark.processes
+@pytest.mark.server
 def test_a_process_that_leaves_a_run_open_ends_without_its_server_too(tmp_path, left_open):
     with servers(tmp_path, 1) as [server]:
         process = left_open("callback", server.url)
@@ -223,6 +230,7 @@ def test_the_documentation_shows_the_example_as_it_is():
     assert EXAMPLE.read_text() in (ROOT / "docs" / "own-loop.md").read_text()
 
 
+@pytest.mark.heavy
 def test_the_example_trains_publishes_saves_and_is_followed(redis_url, tmp_path, cli):
     env = {
         **os.environ,

@@ -33,7 +33,7 @@ from trinity_workers.config.files import read_config  # noqa: E402
 from trinity_workers.config.train_config import TrainConfig  # noqa: E402
 from trinity_workers.engines.state_files import read_state  # noqa: E402
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.processes, pytest.mark.heavy, pytest.mark.timeout(1200)]
 
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "train"

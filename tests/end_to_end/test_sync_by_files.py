@@ -17,6 +17,8 @@ from trinity_events.checkpoints.layout import parse_final_name
 from trinity_events.core.file_versions import WEIGHTS_SAVE
 from trinity_schemas import SaveFinished, WeightsApplied
 
+pytestmark = [pytest.mark.processes, pytest.mark.heavy]
+
 STEPS, INTERVAL = 6, 3
 OF_A_CHECKPOINT = {
     "fsdp": {"huggingface", "optim_world_size_2_rank_0.pt", "optim_world_size_2_rank_1.pt"},

@@ -10,7 +10,7 @@ from trinity_schemas import RunOpened, StepTrained, decode_envelope
 from trinity_workers.config.files import read_config
 from trinity_workers.config.train_config import TrainConfig
 
-pytestmark = [pytest.mark.server, pytest.mark.processes, pytest.mark.ray]
+pytestmark = [pytest.mark.heavy, pytest.mark.server, pytest.mark.processes, pytest.mark.ray]
 EXAMPLES = Path(__file__).parents[2] / "examples" / "train"
 FEW = ("steps=2", "rollouts.prompts_per_step=2", "rollouts.samples_per_prompt=2")
 

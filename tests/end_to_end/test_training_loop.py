@@ -37,6 +37,8 @@ async def test_one_rank_publishes_and_saves_and_closes_its_run(log, run_id, redi
     ]
 
 
+@pytest.mark.heavy
+@pytest.mark.processes
 async def test_a_rank_saves_its_state_as_it_was_and_an_explorer_follows_what_is_published(
     log, run_id, redis_url, weights_url, tmp_path
 ):

@@ -28,7 +28,7 @@ from trinity_schemas import (
     WaitStarted,
 )
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.processes, pytest.mark.heavy, pytest.mark.timeout(600)]
 
 REWARDS = """
 import os, time

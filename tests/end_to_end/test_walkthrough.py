@@ -29,7 +29,7 @@ from trinity_schemas import (
     decode_envelope,
 )
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(1200)]
 
 
 class Killed(NamedTuple):

@@ -9,6 +9,8 @@ pytestmark = pytest.mark.timeout(600)
 BY_NAME = {plant.name: plant for plant in PLANTS}
 
 
+@pytest.mark.processes
+@pytest.mark.server
 @pytest.mark.parametrize("name", ["explorer-stopped", "save-killed", "folder-in-the-way"])
 def test_explain_names_the_first_cause_of_a_planted_hang(name):
     named = perform(BY_NAME[name])

@@ -365,6 +365,7 @@ def test_an_address_that_is_none_of_this_machine_is_refused():
     assert refused.value.reason
 
 
+@pytest.mark.server
 @pytest.mark.parametrize(
     ("client", "address"),
     [

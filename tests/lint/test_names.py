@@ -55,6 +55,7 @@ def test_a_noun_passes_and_a_use_is_the_fault_of_its_binding(source: str) -> Non
     assert in_code(source) == []
 
 
+@pytest.mark.processes
 def test_no_name_of_the_project_is_refused() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.lint.names"],

@@ -84,6 +84,7 @@ def test_only_comments_of_a_script_are_checked() -> None:
     assert not list(prose.in_script(Path("script.lua"), "local nobody = 1"))
 
 
+@pytest.mark.processes
 def test_the_command_prints_each_finding_and_fails(tmp_path: Path) -> None:
     wrong, right = tmp_path / "wrong.py", tmp_path / "right.py"
     wrong.write_text('"""What it is."""\n')

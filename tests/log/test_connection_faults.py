@@ -33,6 +33,8 @@ from trinity_events.replay import current_state, fold
 from trinity_events.server import EmbeddedServer, connect, open_client
 from trinity_schemas import decode_envelope
 
+pytestmark = pytest.mark.server
+
 PLACES = ["before", "within", "after"]
 BOUND = 5.0
 """Seconds that publishing may take at most; half of a socket's deadline."""

@@ -14,6 +14,8 @@ from trinity_events.log.redis.error_replies import reply_text
 from trinity_events.log.retry import is_transient
 from trinity_events.server import Deadline, connect, connect_sync, open_client
 
+pytestmark = pytest.mark.server
+
 NOWHERE = 1
 GIVEN_UP = 8.0
 """Seconds after which clients have given up on a replica, which may become a primary."""

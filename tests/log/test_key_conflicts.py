@@ -18,6 +18,8 @@ from trinity_events.replay import current_state
 from trinity_events.server import EmbeddedServer, connect
 from trinity_schemas import RUN_INDEX, RunKeys
 
+pytestmark = pytest.mark.server
+
 BYTES = b"\xff of something else"
 
 

@@ -30,6 +30,8 @@ from trinity_events.log.memory.event_log import MemoryEventLog, SyncMemoryEventL
 from trinity_events.server import connect, open_client
 from trinity_schemas import ContractError, decode_envelope
 
+pytestmark = pytest.mark.server
+
 EVENTS, ANNOUNCEMENTS = Stream.EVENTS, Stream.ANNOUNCEMENTS
 
 

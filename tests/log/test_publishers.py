@@ -30,6 +30,8 @@ from trinity_events.log.retry import CONNECTION_ERRORS, backoff_delays, is_trans
 from trinity_events.server import EmbeddedServer
 from trinity_schemas import ContractError, decode_envelope, heartbeat_key
 
+pytestmark = pytest.mark.server
+
 
 @pytest.fixture
 def server(tmp_path, monkeypatch):
@@ -452,6 +454,7 @@ def ended(server, run_id, deadline):
     )
 
 
+@pytest.mark.processes
 def test_a_process_that_ends_sends_what_its_last_threads_published(server, log):
     result = ended(server, log.run_id, PATIENCE)
     assert sequences(log) == up_to(100)
@@ -459,6 +462,7 @@ def test_a_process_that_ends_sends_what_its_last_threads_published(server, log):
     assert result.stderr == ""
 
 
+@pytest.mark.processes
 def test_a_process_that_ends_without_a_server_does_not_wait_for_ever_and_says_what_is_lost(
     server, log
 ):

@@ -28,6 +28,8 @@ from trinity_events.replay import Replay, current_state, read_all
 from trinity_events.server import connect, open_client
 from trinity_schemas import RunKeys, StepReady, TrainerStatusChanged, decode_envelope
 
+pytestmark = pytest.mark.server
+
 
 async def save_steps(publisher, steps):
     for step in steps:
@@ -35,6 +37,7 @@ async def save_steps(publisher, steps):
         await publisher.publish(finished(step, f"save-{step}"))
 
 
+@pytest.mark.processes
 async def test_another_leads_within_seconds_when_the_leader_is_killed(
     publisher, log, redis_url, run_id, tmp_path
 ):
@@ -85,6 +88,7 @@ def hand_over(first, second):
         old.replicaof("127.0.0.1", second.port)
 
 
+@pytest.mark.processes
 async def test_a_leader_that_slept_through_a_take_over_writes_nothing_when_it_wakes(
     publisher, log, redis_url, run_id, tmp_path
 ):

@@ -234,6 +234,7 @@ async def append_garbage(client, run_id):
         await RedisEventLog(client, run_id).append(payload)
 
 
+@pytest.mark.server
 async def test_garbage_of_one_run_does_not_hold_up_another_of_the_same_reducer(
     tmp_path, monkeypatch
 ):
@@ -263,6 +264,7 @@ async def test_garbage_of_one_run_does_not_hold_up_another_of_the_same_reducer(
             assert set(runs) <= set(await list_runs(client))
 
 
+@pytest.mark.processes
 async def test_a_reducer_that_folds_garbage_ends_when_it_is_asked_to(
     redis_url, client, log, publisher, run_id, tmp_path
 ):

@@ -234,6 +234,7 @@ with lines_written(Path(sys.argv[1]), Header(run_id="run")):
 """
 
 
+@pytest.mark.processes
 async def test_what_a_leader_that_was_killed_while_it_archived_has_left_is_removed(
     log, run_id, tmp_path
 ):

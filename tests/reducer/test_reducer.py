@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import anyio
 import anyio.lowlevel
+import pytest
 
 from tests.support.event_histories import committed, finished, registration
 from tests.support.pipeline import (
@@ -46,6 +47,8 @@ from trinity_events.replay import Replay, current_state, read_all
 from trinity_events.server import EmbeddedServer, connect
 from trinity_schemas import RunClosed, RunOpened, StepReady, VersionRetired, encode
 
+pytestmark = pytest.mark.server
+
 
 async def test_what_became_true_is_announced_with_its_cause(publisher, log, redis_url, run_id):
     async with reducer_task(redis_url, run_id):
@@ -55,6 +58,7 @@ async def test_what_became_true_is_announced_with_its_cause(publisher, log, redi
     assert (ready.kind, ready.step, ready.caused_by) == ("state_dict", 1, cause)
 
 
+@pytest.mark.processes
 async def test_a_reducer_killed_in_the_middle_loses_no_step_and_announces_none_twice(
     publisher, log, redis_url, run_id, tmp_path
 ):
@@ -216,6 +220,7 @@ async def test_a_run_that_was_closed_is_served_again_when_it_is_opened_again(
     assert [event.step for event in await announced(log, 1)] == [1]
 
 
+@pytest.mark.processes
 async def test_a_reducer_without_a_run_serves_every_run(client, redis_url, tmp_path):
     command = [sys.executable, "-m", "trinity_events", "reducer", "--redis-url", redis_url]
     command += ["--checkpoint-root", str(tmp_path)]
@@ -230,6 +235,7 @@ async def test_a_reducer_without_a_run_serves_every_run(client, redis_url, tmp_p
         assert process.wait(PATIENCE) == 0
 
 
+@pytest.mark.processes
 async def test_a_reducer_serves_more_runs_than_a_shell_gives_it_files_for(tmp_path):
     command = [sys.executable, "-m", "trinity_events", "reducer", "--checkpoint-root"]
     in_a_shell = ["sh", "-c", 'ulimit -Sn 64; exec "$@"', "sh", *command, str(tmp_path)]

@@ -66,6 +66,7 @@ async def payloads(log):
 # --- the port --------------------------------------------------------------------------------
 
 
+@pytest.mark.server
 async def test_reports_are_accepted_once_and_by_the_newest_leader_alone(either_log):
     """1"""
     log = either_log

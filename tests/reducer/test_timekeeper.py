@@ -299,6 +299,7 @@ async def test_members_of_a_group_of_any_name_are_forgotten(publisher, log):
     assert await log.forget_members(Stream.EVENTS, group.name, 0) == 1
 
 
+@pytest.mark.server
 async def test_a_group_is_not_detached_for_the_time_that_the_server_was_down(tmp_path):
     idle = Policy(group_idle=2.0)
     with servers(tmp_path, 1) as [server]:

@@ -87,6 +87,7 @@ async def test_several_requests_are_answered_in_one_call(parts):
     ] * 3
 
 
+@pytest.mark.processes
 async def test_the_claims_of_a_killed_explorer_come_back(parts, redis_url):
     dispatcher = await parts.dispatcher(claim_lease=LEASE)
     await dispatcher.dispatch(2, parts.version)

@@ -15,6 +15,8 @@ from trinity_events.rollouts import RolloutClient, RolloutDispatcher
 from trinity_events.server import clients, connect
 from trinity_schemas import RunKeys
 
+pytestmark = pytest.mark.server
+
 AWAY = 0.3
 """Seconds of an outage. More than the client's own patience, of which these have none."""
 

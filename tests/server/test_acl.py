@@ -55,6 +55,8 @@ from trinity_schemas import (
     explorer_key,
 )
 
+pytestmark = pytest.mark.server
+
 RUN = "acl-run"
 KEYS = RunKeys.of(RUN)
 

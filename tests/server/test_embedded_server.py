@@ -29,6 +29,8 @@ from trinity_events.server import (
 )
 from trinity_events.server.url import parse
 
+pytestmark = pytest.mark.server
+
 
 @pytest.fixture
 def own_home(tmp_path, monkeypatch):
@@ -102,6 +104,7 @@ def keepers(home):
     return pids
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["redis", "weights"])
 def test_a_server_ends_with_its_last_user_although_all_were_killed(own_home, name):
     server = EmbeddedServer(own_home, name)
@@ -143,6 +146,7 @@ def test_many_who_start_at_once_share_one_server(own_home):
     assert len(pids) == 4
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("temporary", ["", "temporary" * 8])
 def test_a_home_with_a_long_path_gets_a_socket_elsewhere(tmp_path, monkeypatch, temporary):
     if temporary:

@@ -11,6 +11,8 @@ from tests.support.waits import child
 from trinity_events import training_run
 from trinity_events.server import WEIGHTS_SERVER, connect, warn_of_eviction
 
+pytestmark = pytest.mark.server
+
 
 @pytest.fixture(scope="module")
 def evicting(tmp_path_factory):
@@ -22,6 +24,7 @@ def evicting(tmp_path_factory):
 TOLD = "may drop keys of the log once its memory is full (maxmemory-policy allkeys-lru): set maxm"
 
 
+@pytest.mark.processes
 def test_a_reducer_warns_of_a_server_with_an_eviction_policy(evicting, tmp_path):
     arguments = ("reducer", "--redis-url", evicting.url, "--checkpoint-root", str(tmp_path))
     with child(

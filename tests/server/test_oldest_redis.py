@@ -9,6 +9,8 @@ import pytest
 from tests.support.redis_servers import oldest_server
 from trinity_events.server import BINARY_VARIABLE
 
+pytestmark = [pytest.mark.server, pytest.mark.processes]
+
 LONG = 540.0
 """Seconds that a part may take, also on a loaded machine; each takes less than half a minute."""
 

@@ -19,6 +19,8 @@ from trinity_events.server import EmbeddedServer, connect_sync
 from trinity_events.system import file_locks
 from trinity_workers.launch.processes import ReducerProcess
 
+pytestmark = pytest.mark.server
+
 NOBODY = 65534
 
 
@@ -45,6 +47,7 @@ def serving_process(*options):
         process.wait(PATIENCE)
 
 
+@pytest.mark.processes
 def test_what_the_home_has_is_for_its_user_alone_under_any_umask(own_home):
     with serving_process("--port", str(free_ports(1)[0])):
         with connect_sync(EmbeddedServer(own_home).url) as client:
@@ -77,6 +80,7 @@ def test_a_default_checkpoint_root_makes_the_home_for_its_user_alone(own_home, c
     assert stat.S_IMODE(own_home.stat().st_mode) == 0o700
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(os.getuid() != 0, reason="needs to become another user")
 def test_another_user_can_hold_no_lock_of_the_home(own_home):
     own_home.parent.chmod(0o755)
@@ -110,6 +114,7 @@ def holder(path):
         yield process
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["start.lock", "users.lock"])
 def test_a_lock_that_another_process_holds_is_one_sentence_that_names_it(
     own_home, monkeypatch, name
@@ -125,6 +130,7 @@ def test_a_lock_that_another_process_holds_is_one_sentence_that_names_it(
         assert client.ping(), "once it is free"
 
 
+@pytest.mark.processes
 def test_a_lock_that_is_held_for_a_while_is_waited_for(own_home, monkeypatch):
     monkeypatch.setattr(file_locks, "LOCK_DEADLINE", 100.0)
     with holder(own_home / "redis" / "start.lock") as process:
@@ -135,6 +141,7 @@ def test_a_lock_that_is_held_for_a_while_is_waited_for(own_home, monkeypatch):
         timer.join()
 
 
+@pytest.mark.processes
 def test_a_command_ends_although_the_lock_is_held_when_it_leaves(own_home, monkeypatch, caplog):
     monkeypatch.setattr(file_locks, "LOCK_DEADLINE", 0.3)
     server = EmbeddedServer(own_home)
@@ -157,6 +164,7 @@ def test_the_holders_of_a_lock_are_named_by_the_system(tmp_path, how):
         assert file_locks.holders(first.fileno()) == [os.getpid()]
 
 
+@pytest.mark.processes
 async def test_the_log_of_a_reducer_that_a_run_starts_is_its_users_alone(own_home, tmp_path):
     with EmbeddedServer(own_home).attached() as url:
         async with ReducerProcess(url, "run", tmp_path / "root").running():

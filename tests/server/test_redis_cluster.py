@@ -46,6 +46,8 @@ from trinity_events.server import connect, connect_sync, open_client
 from trinity_events.weights import PartRef, PartWriter, RedisChunkStore
 from trinity_schemas import RUN_INDEX, ExplorerStatusChanged, RunKeys, SaveStarted, encode
 
+pytestmark = pytest.mark.server
+
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory):

@@ -26,7 +26,10 @@ from trinity_events.log import (
 from trinity_events.server import connect, connect_sync, open_client
 
 OPENSSL = shutil.which("openssl")
-pytestmark = pytest.mark.skipif(OPENSSL is None, reason="there is no openssl to certify with")
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(OPENSSL is None, reason="there is no openssl to certify with"),
+]
 
 CONFIG = """\
 [req]

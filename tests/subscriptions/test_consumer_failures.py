@@ -18,6 +18,8 @@ from trinity_events.server import SOCKET_DEADLINE, connect
 from trinity_events.subscriptions import group_member, subscription_on
 from trinity_schemas import ConsumerDetached, SaveStarted
 
+pytestmark = pytest.mark.server
+
 SOON = 0.05
 
 

@@ -34,6 +34,8 @@ from trinity_schemas import (
     encode,
 )
 
+pytestmark = pytest.mark.server
+
 
 @pytest.fixture(params=["memory", "redis"])
 async def run(request, run_id):

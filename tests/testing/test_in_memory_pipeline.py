@@ -342,6 +342,7 @@ def test_the_entry_point_names_the_plugin():
     assert project["entry-points"]["pytest11"] == {"trinity_events": PLUGIN}
 
 
+@pytest.mark.processes
 def test_loading_the_plugin_imports_nothing_heavy():
     code = f"import pytest, sys; import {PLUGIN}; import json; print(json.dumps(list(sys.modules)))"
     ran = python("-c", code)
@@ -350,6 +351,7 @@ def test_loading_the_plugin_imports_nothing_heavy():
     assert not loaded & {"redis", "anyio", "torch", "ray", "numpy", "asyncio", "rich", "typer"}
 
 
+@pytest.mark.processes
 def test_the_pipeline_needs_no_torch_and_no_ray():
     code = "import sys, trinity_events.testing as t; t.Pipeline(); print(*sys.modules)"
     ran = python("-c", code)
@@ -357,12 +359,14 @@ def test_the_pipeline_needs_no_torch_and_no_ray():
     assert not set(ran.stdout.split()) & {"torch", "ray", "numpy", "transformers"}
 
 
+@pytest.mark.processes
 def test_the_example_of_a_users_test_passes():
     ran = pytest_run()
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "1 passed" in ran.stdout
 
 
+@pytest.mark.processes
 def test_the_plugin_needs_no_asynchronous_plugin_beside_it():
     ran = pytest_run("-p", "no:asyncio", "-p", "no:anyio", "-c", os.devnull)
     assert ran.returncode == 0, ran.stdout + ran.stderr

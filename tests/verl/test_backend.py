@@ -19,6 +19,7 @@ from tests.verl.conftest import speak_to_verl
 from trinity_schemas import StepRef, VersionPartPublished, WeightsApplied
 
 pytestmark = [
+    pytest.mark.processes,
     pytest.mark.timeout(600),  # its own deadlines are shorter, and say what is missing
     pytest.mark.filterwarnings("default"),  # veRL's, Ray's and Megatron's
 ]
@@ -94,7 +95,15 @@ def assert_collected(run):
     return given
 
 
-@pytest.mark.parametrize("transport", ["auto", "redis", "ray", "collective"])
+@pytest.mark.parametrize(
+    "transport",
+    [
+        "auto",
+        "redis",
+        pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.heavy]),
+        "collective",
+    ],
+)
 async def test_every_rollout_has_what_the_trainer_has_after_each_update(configured, log, transport):
     run = configured(transport=transport)
     await run.update(0)

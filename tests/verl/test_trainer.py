@@ -20,7 +20,10 @@ from trinity_workers.trainer import get_trainer_wrapper
 from trinity_workers.trainer.workers.fsdp import TrainWorker
 from trinity_workers.trainer.workers.verl import VerlTrainWorker
 
-pytestmark = pytest.mark.timeout(600)  # its own deadlines are shorter, and say what is missing
+pytestmark = [
+    pytest.mark.heavy,
+    pytest.mark.timeout(600),  # its own deadlines are shorter, and say what is missing
+]
 
 
 def make_worker(rank, config):
@@ -164,6 +167,7 @@ async def again(ranks, groups):
     return metrics, Weights(weights)
 
 
+@pytest.mark.ray
 async def test_the_wrapper_trains_sends_and_saves_on_verls_engine(
     make_config, run_id, log, redis_url, tmp_path
 ):

@@ -15,6 +15,8 @@ from trinity_events.views.metrics import ServerMetrics
 from trinity_events.views.metrics_followers import RunFollowers
 from trinity_schemas import RunClosed
 
+pytestmark = pytest.mark.server
+
 
 @pytest.fixture
 async def own(tmp_path, monkeypatch):

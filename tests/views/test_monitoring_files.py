@@ -111,6 +111,7 @@ def test_panels_do_not_overlap_and_have_ids_of_their_own():
     assert len({panel["id"] for panel in panels}) == len(panels)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "arguments",
     [

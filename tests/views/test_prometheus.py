@@ -28,6 +28,8 @@ from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open
 from trinity_events.server import connect
 from trinity_schemas import AppliedPhases, StepRef, StepTrained, WeightsApplied
 
+pytestmark = [pytest.mark.server, pytest.mark.processes]
+
 FOLDER = Path(__file__).parents[2] / "examples" / "monitoring"
 OFTEN = "200ms"
 

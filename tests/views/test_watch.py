@@ -177,6 +177,7 @@ def test_without_a_terminal_it_names_other_commands(cli):
     )
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
 async def test_it_works_in_a_real_terminal(run, redis_url):
     with tempfile.TemporaryDirectory(prefix="tmux-") as folder:  # a socket's path must be short

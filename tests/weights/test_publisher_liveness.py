@@ -168,6 +168,7 @@ def publishes_for_ever(pipe, url, run_id, epoch):
     time.sleep(600)
 
 
+@pytest.mark.processes
 async def test_a_rank_that_is_killed_while_it_publishes_is_missed_within_its_lease(
     trainer, log, redis_url, run_id
 ):

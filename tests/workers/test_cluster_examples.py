@@ -22,10 +22,12 @@ def options_of_train():
     return set(re.findall(r"--[a-z-]+", (ROOT / "docs" / "commands" / "train.md").read_text()))
 
 
+@pytest.mark.processes
 def test_the_slurm_script_is_a_script():
     subprocess.run(["bash", "-n", str(SLURM)], check=True)
 
 
+@pytest.mark.processes
 def test_the_slurm_script_refuses_to_run_without_a_configuration_or_a_job():
     for arguments, message in (([], "usage: sbatch"), (["run.yaml"], "submit it with sbatch")):
         done = subprocess.run(
@@ -76,6 +78,7 @@ def test_every_pod_of_the_manifest_shares_the_checkpoint_folder_and_the_log():
 # --- make gpu -----------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 def test_without_a_gpu_the_report_is_one_sentence_and_a_failure():
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():

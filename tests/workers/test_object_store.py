@@ -25,6 +25,8 @@ from trinity_events.log import AsyncPublisher, new_producer  # noqa: E402
 from trinity_workers.launch.mirror import mirrored, restore  # noqa: E402
 from trinity_workers.storage.object_store import SUMS, ObjectStore, ObjectStoreUnusable  # noqa: E402
 
+pytestmark = pytest.mark.processes
+
 RUN = "grpo-7b"
 
 

@@ -18,7 +18,10 @@ from trinity_workers.launch.mirror import mirrored
 from trinity_workers.launch.resume import held_checkpoint
 from trinity_workers.storage.object_store import SUMS, ObjectStore, ObjectStoreUnusable
 
-pytestmark = pytest.mark.skipif(not has_s3, reason="needs s3fs and moto: run make setup")
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(not has_s3, reason="needs s3fs and moto: run make setup"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -361,6 +361,7 @@ def publishes_a_delta_until(pipe, where, part):
     time.sleep(600)
 
 
+@pytest.mark.processes
 def test_a_publisher_that_is_killed_within_a_delta_leaves_nothing_of_it(where, run_id):
     part = PartRef(run_id, 1, 1, 0)
     with actor(publishes_a_delta_until, where, part) as (process, _):

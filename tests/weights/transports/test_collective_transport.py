@@ -168,6 +168,7 @@ def assert_equal(tensors, sent_tensors):
 # --- whole runs -------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp1-original", "fsdp2"])
 async def test_every_explorer_serves_the_trainers_weights_and_says_so_by_digest(
     run, committer, log, kind
@@ -197,6 +198,7 @@ async def test_every_explorer_serves_the_trainers_weights_and_says_so_by_digest(
     assert opened == ["collective"] * 2
 
 
+@pytest.mark.processes
 async def test_an_explorer_that_is_killed_midway_is_an_error_in_time_and_the_next_group_works(
     run, committer, log
 ):
@@ -221,6 +223,7 @@ async def test_an_explorer_that_is_killed_midway_is_an_error_in_time_and_the_nex
     assert_equal(applied_tensors, expected())
 
 
+@pytest.mark.processes
 async def test_an_explorer_that_hangs_is_an_error_in_time_and_may_come_back(run, committer, log):
     await off(run.begin)
     began = time.monotonic()
@@ -239,6 +242,7 @@ async def test_an_explorer_that_hangs_is_an_error_in_time_and_may_come_back(run,
         assert_equal(applied_tensors, expected())
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("killed", [0, 1])
 async def test_a_trainers_rank_that_is_killed_midway_leaves_explorers_whole_and_free(
     run, committer, log, opened, killed

@@ -20,6 +20,8 @@ from trinity_events.weights.transports.ray.directory import NONE, Directory, Obj
 from trinity_events.weights.transports.ray.prefetch import RayPartPrefetch
 from trinity_schemas import decode_manifest
 
+pytestmark = [pytest.mark.ray, pytest.mark.heavy]
+
 CHUNK = 1000
 TENSORS = [(f"layer{number}", torch.rand(400)) for number in range(9)]
 """Of 1,600 bytes: two of them, and no third, are an object of 4,000."""
@@ -164,6 +166,7 @@ def test_what_was_put_and_is_not_what_was_announced_is_found(stores, part):
         read(theirs, part.run_id, msgspec.structs.replace(event, parts=(broken,)))
 
 
+@pytest.mark.processes
 def test_what_came_of_a_publisher_that_was_killed_is_let_go_of(
     stores, part, weights_url, ray_cluster, followed
 ):

@@ -14,6 +14,8 @@ from trinity_events.weights import PartWriter
 from trinity_events.weights.transports.redis.bulk import BulkConnection, BulkError
 from trinity_schemas import decode_manifest
 
+pytestmark = pytest.mark.server
+
 
 @pytest.fixture
 def stores(weights_url):

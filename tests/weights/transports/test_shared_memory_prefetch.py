@@ -109,6 +109,7 @@ def test_all_ranks_are_read_along_at_once(shared_memory_stores, part, digested):
     second.close()
 
 
+@pytest.mark.processes
 def test_a_writer_that_is_killed_is_given_up_within_the_deadline_and_leaves_nothing(
     part, shared_memory_stores
 ):
@@ -149,6 +150,7 @@ def test_a_segment_that_is_read_along_is_not_begun_anew(shared_memory_stores, pa
     assert segment.take()
 
 
+@pytest.mark.processes
 def test_a_reader_that_is_killed_while_it_reads_along_holds_nothing(shared_memory_stores, part):
     ours, _ = shared_memory_stores
     writer = write(PartWriter(ours, part, CHUNK))

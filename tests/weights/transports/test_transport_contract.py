@@ -89,7 +89,8 @@ from trinity_workers.launch.transport import chosen_transport
 pytestmark = pytest.mark.skipif(not available(), reason="the host has no shared memory as files")
 
 
-TRANSPORTS = ("redis", "shm", "ray", "collective", "device", GPU)
+RAY = pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.heavy])
+TRANSPORTS = ("redis", "shm", RAY, "collective", "device", GPU)
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -400,6 +401,7 @@ def test_a_reader_that_never_ends_holds_up_nobody_else(ours, theirs, opened, whe
             assert_same(read(reader, part.run_id, newer), SOME)
 
 
+@pytest.mark.processes
 def test_a_version_of_another_process_is_read_whole(where, theirs, part):
     with actor(publishes_until, where, part, "sealed") as (_, report):
         event = announcement(part, report)
@@ -411,6 +413,7 @@ def test_a_version_of_another_process_is_read_whole(where, theirs, part):
             assert identical(model.get_parameter(name), tensor)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_publisher_that_is_killed_leaves_a_whole_version_or_none_and_no_memory(
     where, theirs, opened, part, stage
@@ -447,6 +450,7 @@ def test_a_publisher_that_is_killed_leaves_a_whole_version_or_none_and_no_memory
     assert_same(read(theirs, part.run_id, put(opened(where), part)), SOME)
 
 
+@pytest.mark.processes
 def test_a_reader_that_is_killed_while_it_reads_leaves_nothing_stuck(ours, theirs, part, where):
     sends = where.name == "collective"  # to who is there, instead of keeping it
     if not sends:
@@ -620,6 +624,7 @@ def test_a_store_that_is_closed_hides_nothing_of_another_one_that_took_its_place
             pointed(second)
 
 
+@pytest.mark.processes
 def test_a_publisher_may_leave_its_cluster_and_come_back_and_starts_no_other_one(
     ray_cluster, opened, weights_url, part
 ):
@@ -825,7 +830,7 @@ def test_the_segments_of_a_publisher_are_bounded(part):
     assert not list(users_folder().glob(f"*/{part.run_id}~*"))
 
 
-@pytest.mark.parametrize("name", ["shm", "ray"])
+@pytest.mark.parametrize("name", ["shm", RAY])
 def test_what_a_version_rests_on_is_not_dropped_before_it(name, part, request, opened):
     address = request.getfixturevalue("ray_cluster") if name == "ray" else ""
     kind = partial(RayStore, most=3) if name == "ray" else partial(SharedMemoryStore, most=3)
@@ -844,7 +849,7 @@ def test_what_a_version_rests_on_is_not_dropped_before_it(name, part, request, o
         assert now._replace(step=2) not in ours._bases, "others are dropped all the same"
 
 
-@pytest.mark.parametrize("name", ["shm", "ray"])
+@pytest.mark.parametrize("name", ["shm", RAY])
 def test_all_ranks_of_a_version_may_be_one_process(name, part, request, opened):
     address = request.getfixturevalue("ray_cluster") if name == "ray" else ""
     kind = RayStore if name == "ray" else SharedMemoryStore

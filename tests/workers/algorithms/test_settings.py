@@ -172,6 +172,7 @@ def test_a_reader_may_name_the_fields_in_its_own_words_and_is_told_their_paths()
     assert message.startswith("--advantage gae needs")
 
 
+@pytest.mark.processes
 def test_settings_are_read_without_torch():
     code = (
         "import sys, trinity_workers.algorithms.rules as s; s.read_settings({'preset': 'dapo'});"

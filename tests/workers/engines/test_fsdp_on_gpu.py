@@ -23,7 +23,7 @@ from trinity_workers.helpers import fsdp_upload_state_dict, strategy_for
 from trinity_workers.learning.policy import load_policy
 from trinity_workers.runtime.collectives import PeerFailed, raise_together
 
-pytestmark = needs_gpu
+pytestmark = [pytest.mark.processes, needs_gpu]
 
 WORLD = 2
 logger = logging.getLogger(__name__)

@@ -26,6 +26,8 @@ from trinity_workers.engines.megatron import (  # noqa: E402
 from trinity_workers.engines.model_folder import write_model_folder  # noqa: E402
 from trinity_workers.helpers.megatron import only  # noqa: E402
 
+pytestmark = pytest.mark.megatron
+
 ONE = ParallelLayout()
 TENSOR = ParallelLayout(tensor=2)
 PIPELINE = ParallelLayout(pipeline=2)

@@ -22,6 +22,8 @@ from tests.support.waits import child  # noqa: E402
 from trinity_events.errors import TrinityError  # noqa: E402
 from trinity_workers.engines.megatron import ParallelLayout  # noqa: E402
 
+pytestmark = [pytest.mark.processes, pytest.mark.megatron, pytest.mark.heavy]
+
 
 def convert(rank, source, target, **keywords):
     from trinity_workers.conversion.convert import convert

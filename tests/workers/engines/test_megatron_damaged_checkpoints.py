@@ -17,6 +17,8 @@ from tests.support.damage import (  # noqa: E402
 )
 from trinity_workers.engines.megatron import OptimizerOptions, ParallelLayout  # noqa: E402
 
+pytestmark = pytest.mark.megatron
+
 
 def test_each_damage_to_each_file_of_megatron_is_raised_on_all_ranks(
     engine_ranks, tmp_path, megatron_folder

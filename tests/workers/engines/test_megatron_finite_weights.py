@@ -18,6 +18,8 @@ from trinity_workers.engines.megatron import ParallelLayout, checkpoint  # noqa:
 from trinity_workers.learning.finite import NonFiniteWeights  # noqa: E402
 from trinity_workers.runtime.collectives import PeerFailed  # noqa: E402
 
+pytestmark = pytest.mark.megatron
+
 
 def convert_alone(processes: RankProcesses, source: Path, target: Path) -> BaseException | None:
     """Convert a folder in a process that is in no group; return the error."""

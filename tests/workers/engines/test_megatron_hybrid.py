@@ -32,6 +32,8 @@ from trinity_workers.rollout_engines.huggingface import HuggingFaceEngine  # noq
 from trinity_workers.rollout_engines.megatron import MegatronRolloutEngine  # noqa: E402
 from trinity_workers.runtime.collectives import CollectiveBroken, PeerFailed  # noqa: E402
 
+pytestmark = pytest.mark.megatron
+
 EVERYTHING = Offload(param_offload=True, grad_offload=True, optimizer_offload=True)
 RATE = OptimizerOptions(learning_rate=1e-2)
 SPLIT = ParallelLayout(tensor=2)

@@ -18,6 +18,8 @@ from trinity_workers.engines.megatron import (  # noqa: E402
 )
 from trinity_workers.engines.megatron import layout as megatron_layout  # noqa: E402
 
+pytestmark = [pytest.mark.megatron, pytest.mark.heavy]
+
 ONE = ParallelLayout()
 TENSOR = ParallelLayout(tensor=2)
 PIPELINE = ParallelLayout(pipeline=2)

@@ -16,6 +16,8 @@ from trinity_workers.engines.megatron import OptimizerOptions, ParallelLayout  #
 from trinity_workers.learning.finite import nested_tensors  # noqa: E402
 from trinity_workers.learning.logprobs import response_logprobs  # noqa: E402
 
+pytestmark = pytest.mark.megatron
+
 STEPS = 20
 TOLERANCE = 1e-4
 """Of a loss near 5: sums of float32 are taken in another order, and AdamW magnifies that."""

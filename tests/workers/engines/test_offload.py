@@ -148,6 +148,7 @@ CASES = {
 }
 
 
+@pytest.mark.megatron
 @pytest.mark.parametrize("case", CASES)
 def test_megatron_trains_alike_with_its_idle_memory_away(engine_ranks, case, tmp_path):
     layout, optimizer, options = CASES[case]
@@ -173,6 +174,7 @@ def test_megatron_trains_alike_with_its_idle_memory_away(engine_ranks, case, tmp
     assert all(map(identical, reads_away[2], reads[2]))
 
 
+@pytest.mark.megatron
 @pytest.mark.parametrize(
     ("offload", "away"),
     [
@@ -226,6 +228,7 @@ def fsdp_steps(rank, folder, offload: Offload, path):
     return outputs, is_away, {name: tensor.clone() for name, tensor in weights.items()}
 
 
+@pytest.mark.megatron
 @pytest.mark.parametrize("world", [1, 2])
 def test_fsdp_trains_alike_with_its_idle_memory_away(rank_group, policy_folder, tmp_path, world):
     ranks = rank_group(world)
@@ -248,6 +251,7 @@ def accumulate_outside(rank, folder):
     engine.accumulate(loss, first=True, last=True)
 
 
+@pytest.mark.megatron
 def test_fsdp_refuses_to_differentiate_while_its_memory_is_away(rank_group, policy_folder):
     [error] = rank_group(1).answers(accumulate_outside, policy_folder)
     assert isinstance(error, MemoryAway)

@@ -90,6 +90,7 @@ def as_torch_saves(value: Any) -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.megatron
 def test_a_file_that_runs_code_when_it_is_unpickled_is_refused_by_name(
     rank_processes, engine_ranks, tmp_path
 ):
@@ -144,6 +145,7 @@ def replace_object(folder: Path, blob: bytes, *, of_tensor: bool) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(index))
 
 
+@pytest.mark.megatron
 def test_an_object_among_the_tensors_runs_no_code(rank_processes, engine_ranks, tmp_path):
     ranks = engine_ranks("qwen3", 1, ParallelLayout())
     whole, proof = tmp_path / "whole", tmp_path / "proof"
@@ -183,6 +185,7 @@ def replace_tensors(folder: Path, blob: bytes) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(index))
 
 
+@pytest.mark.megatron
 def test_tensors_that_are_none_are_refused_by_the_folder_that_has_them(
     rank_processes, engine_ranks, tmp_path
 ):
@@ -265,6 +268,7 @@ def test_an_index_that_is_none_is_refused_by_its_path(tmp_path, content):
 # --- files of the ranks ------------------------------------------------------------------------
 
 
+@pytest.mark.megatron
 def test_a_missing_file_of_a_rank_is_refused_at_its_layout_alone(engine_ranks, tmp_path):
     ranks = engine_ranks("qwen3", 2, TENSOR, TRAINED)
     ranks(at.train, [at.padded_batch(0, rows=8)])

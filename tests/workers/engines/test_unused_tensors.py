@@ -24,6 +24,8 @@ from trinity_workers.engines.megatron import ParallelLayout  # noqa: E402
 from trinity_workers.engines.model_folder import UnusedTensors  # noqa: E402
 from trinity_workers.learning.policy import load_policy  # noqa: E402
 
+pytestmark = pytest.mark.megatron
+
 TOKENS = torch.tensor([[10, 20, 30, 40]])
 
 

@@ -52,6 +52,8 @@ from trinity_workers.helpers import (  # noqa: E402
 )
 from trinity_workers.runtime.collectives import CollectiveBroken, PeerFailed  # noqa: E402
 
+pytestmark = pytest.mark.megatron
+
 TENSOR = ParallelLayout(tensor=2)
 PIPELINE = ParallelLayout(pipeline=2)
 EXPERTS = ParallelLayout(expert=2)

@@ -7,6 +7,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+pytestmark = pytest.mark.processes
+
 STARTS_A_RUN = """
 import sys
 import {module}

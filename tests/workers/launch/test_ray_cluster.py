@@ -28,6 +28,8 @@ from trinity_workers.launch.cluster import (
 from trinity_workers.launch.shared_storage import Probe, answer
 from trinity_workers.worker_group.placement import Needs
 
+pytestmark = [pytest.mark.ray, pytest.mark.heavy]
+
 EXAMPLE = Path(__file__).parents[3] / "examples" / "train" / "ray-cluster.yaml"
 HOSTS = {socket.gethostname(), ELSEWHERE}
 FEW = (
@@ -219,6 +221,7 @@ async def test_an_address_of_another_form_is_refused(address):
     await refused(address)
 
 
+@pytest.mark.processes
 def test_shared_memory_is_refused_where_the_run_is_on_two_hosts():
     class Places:
         def nodes(self):

@@ -16,6 +16,8 @@ from trinity_schemas import Process  # noqa: E402
 from trinity_workers.launch.actors import ProcessDied, format_death, format_ray_error  # noqa: E402
 from trinity_workers.launch.processes import RayNotStarted, local_ray  # noqa: E402
 
+pytestmark = [pytest.mark.ray, pytest.mark.heavy]
+
 
 def nested_error(cause):
     """As Ray raises it: of two classes at once, and nested where one task called another."""
@@ -59,6 +61,7 @@ def test_a_dead_process_is_named_on_one_line():
     assert format_death("", "trainer-0").startswith("trainer-0 of the run died")
 
 
+@pytest.mark.processes
 def test_ray_starts_although_the_folder_of_temporary_files_has_a_long_name(tmp_path):
     room = tmp_path / ("long" * 15)  # as those of jobs have that a batch system runs
     room.mkdir()
@@ -80,6 +83,7 @@ def test_ray_starts_although_the_folder_of_temporary_files_has_a_long_name(tmp_p
     assert shown.stdout == "started\n", shown.stderr
 
 
+@pytest.mark.processes
 async def test_a_host_too_busy_to_start_ray_is_told_in_one_sentence(monkeypatch):
     def times_out(**_options):
         raise Exception("The current node timed out during startup.\n")

@@ -12,6 +12,8 @@ from tests.support.waits import PATIENCE
 from trinity_workers.launch import ray_reaper
 from trinity_workers.launch.ray_reaper import mark_session, remove_sessions
 
+pytestmark = [pytest.mark.ray, pytest.mark.heavy]
+
 GONE = 4_194_305
 """No process has this id: it is above the largest of Linux."""
 
@@ -58,6 +60,7 @@ def test_links_are_not_followed(session, tmp_path):
     assert (tmp_path / "outside" / "file").exists()
 
 
+@pytest.mark.processes
 def test_a_session_with_a_process_is_not_removed(session, tmp_path):
     folder = session(GONE)
     code = "import time; print('ready', flush=True); time.sleep(60)"
@@ -72,6 +75,7 @@ def test_a_session_with_a_process_is_not_removed(session, tmp_path):
     assert not folder.exists()
 
 
+@pytest.mark.processes
 def test_the_reaper_removes_the_session_when_its_driver_has_ended(session, tmp_path):
     folder = session(GONE)
     reaper = [sys.executable, "-I", "-S", ray_reaper.__file__, str(tmp_path), str(GONE)]

@@ -192,6 +192,7 @@ def test_checkpoints_whose_log_is_gone_are_not_begun_over_either(cli, redis_url,
     assert "--fresh" in result.stderr
 
 
+@pytest.mark.processes
 async def test_what_is_begun_anew_all_the_same_says_how_far_the_run_had_come(
     publisher, log, redis_url, run_id, tmp_path
 ):

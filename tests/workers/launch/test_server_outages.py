@@ -42,6 +42,8 @@ from trinity_workers.launch.processes import ReducerFailed, ReducerProcess
 from trinity_workers.launch.progress import ProgressView
 from trinity_workers.launch.ranks import RankLost, claimed_rank
 
+pytestmark = pytest.mark.server
+
 RUN = "run"
 AWAY = 0.3
 """Seconds of an outage. More than the client's own patience, of which these have none."""
@@ -143,6 +145,7 @@ async def test_weights_in_shared_memory_are_published_while_the_server_is_away(s
 # --- the view ---------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 async def test_an_outage_of_the_server_does_not_end_the_training(server, log, publisher, capsys):
     async with launcher._shown(ProgressView(RUN, 10), log):
         await anyio.sleep(0.1)
@@ -171,6 +174,7 @@ async def test_a_log_is_followed_on_through_an_outage(server, log, publisher, ca
             await outage(server, 0.5)
 
 
+@pytest.mark.processes
 async def test_a_view_that_fails_does_not_end_the_training(log, publisher, monkeypatch, caplog):
     view = ProgressView(RUN, 10)
     monkeypatch.setattr(view, "_show", lambda *_: 1 / 0)
@@ -301,6 +305,7 @@ async def test_a_server_that_stays_away_from_ranks_is_named_and_leaving_it_is_no
             await anyio.sleep(10)
 
 
+@pytest.mark.processes
 def test_the_command_that_replays_a_run_can_be_typed_as_it_is(tmp_path, monkeypatch):
     home = tmp_path / "my home"
     monkeypatch.setenv("TRINITY_HOME", str(home))
@@ -346,6 +351,7 @@ async def is_closed(log):
     return (await current_state(log)).closed is not None
 
 
+@pytest.mark.processes
 async def test_the_last_weights_are_waited_for_through_an_outage(
     server, log, client, config, publisher, capsys
 ):
@@ -362,6 +368,7 @@ async def test_the_last_weights_are_waited_for_through_an_outage(
     assert "did not take" not in capsys.readouterr().err
 
 
+@pytest.mark.processes
 async def test_a_dead_explorer_is_not_waited_for_and_a_live_one_is(
     client, log, config, publisher, monkeypatch
 ):
@@ -390,6 +397,7 @@ async def test_a_dead_explorer_is_not_waited_for_and_a_live_one_is(
     assert line.startswith("explorer-1 did not take the last weights within 3 s")
 
 
+@pytest.mark.processes
 async def test_an_excluded_explorer_is_a_line_of_the_terminal(log, publisher, monkeypatch):
     lines = []
     view = ProgressView(RUN, 1)
@@ -402,6 +410,7 @@ async def test_an_excluded_explorer_is_a_line_of_the_terminal(log, publisher, mo
     assert line.startswith("explorer-1 is excluded")
 
 
+@pytest.mark.processes
 async def test_what_is_in_the_log_when_a_run_fails_is_still_shown(log, publisher, monkeypatch):
     lines = []
     view = ProgressView(RUN, 1)
@@ -419,6 +428,7 @@ async def test_what_is_in_the_log_when_a_run_fails_is_still_shown(log, publisher
     assert line.startswith("explorer-1 is excluded")
 
 
+@pytest.mark.processes
 async def test_a_server_that_stays_away_is_named_where_the_last_weights_were_not_seen(
     server, client, config, monkeypatch
 ):
@@ -468,6 +478,7 @@ def pauses(caplog):
     ]
 
 
+@pytest.mark.processes
 async def test_the_password_of_its_server_is_in_no_list_of_processes(server, client, log, tmp_path):
     await client.execute_command("ACL SETUSER demo on >in-secret ~* &* +@all")
     url = server.url.replace("//", "//demo:in-secret@")
@@ -478,6 +489,7 @@ async def test_the_password_of_its_server_is_in_no_list_of_processes(server, cli
                 assert b"in-secret" not in listed.read_bytes()
 
 
+@pytest.mark.processes
 async def test_a_reducer_that_does_not_come_to_work_is_given_up_after_growing_pauses(
     reducer, caplog
 ):
@@ -489,6 +501,7 @@ async def test_a_reducer_that_does_not_come_to_work_is_given_up_after_growing_pa
     assert reducer.restarts == 5
 
 
+@pytest.mark.processes
 async def test_what_a_reducer_did_before_it_worked_is_forgotten(reducer, monkeypatch, caplog):
     monkeypatch.setattr(processes, "_SETTLED", 0.0)
     ends_at_once(reducer)
@@ -497,6 +510,7 @@ async def test_what_a_reducer_did_before_it_worked_is_forgotten(reducer, monkeyp
     assert set(pauses(caplog)) == {0.01}
 
 
+@pytest.mark.processes
 async def test_a_reducer_that_is_started_while_the_server_is_away_works_when_it_is_back(
     server, client, log, reducer
 ):

@@ -224,6 +224,7 @@ def launch(redis_url, run_id, tmp_path):
     return start
 
 
+@pytest.mark.processes
 async def test_a_changed_ledger_ends_the_command_before_an_epoch_is_opened(run, launch):
     await run.train(1, 2, 3)
     run.write_ledger(3, mark=5, trained=5)
@@ -233,6 +234,7 @@ async def test_a_changed_ledger_ends_the_command_before_an_epoch_is_opened(run, 
     assert await run.publisher.log.newest_epoch() == 1
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("changed", "name"),
     [

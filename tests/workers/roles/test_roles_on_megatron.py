@@ -35,6 +35,8 @@ from trinity_workers.rollout_engines.huggingface import HuggingFaceEngine  # noq
 from trinity_workers.worker_group.dispatch import deal  # noqa: E402
 from trinity_workers.worker_group.registered import registered_methods  # noqa: E402
 
+pytestmark = pytest.mark.megatron
+
 KINDS = {"actor": ActorRolloutRefWorker, "critic": CriticWorker, "reward": RewardModelWorker}
 MEGATRON = {"engine": "megatron"}
 AWAY = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}

@@ -193,6 +193,7 @@ def test_a_source_of_evaluation_leaves_all_questions_for_training(jsonl, write):
     assert [question.prompt for question in task.held_out(5)] == ["1 + 2 ="]
 
 
+@pytest.mark.processes
 def test_the_order_follows_from_the_seed_in_every_process(jsonl):
     task = load_task(questions="questions.jsonl", folder=jsonl.parent, seed=3)
     other = load_task(questions="questions.jsonl", folder=jsonl.parent, seed=4)

@@ -39,6 +39,8 @@ from trinity_workers.config.train_config import RunConfig  # noqa: E402
 from trinity_workers.runtime.collectives import CollectiveBroken  # noqa: E402
 from trinity_workers.trainer.workers.megatron import MegatronTrainWorker  # noqa: E402
 
+pytestmark = pytest.mark.megatron
+
 WORLD = 2
 
 

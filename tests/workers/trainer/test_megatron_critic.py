@@ -32,6 +32,8 @@ from trinity_workers.trainer.step.division import MicroBatchLimit  # noqa: E402
 from trinity_workers.trainer.step.megatron import MegatronTrainingStep  # noqa: E402
 from trinity_workers.trainer.workers.megatron import MegatronTrainWorker  # noqa: E402
 
+pytestmark = pytest.mark.megatron
+
 CPU = torch.device("cpu")
 RATE, CLIP, LAMBDA, NORM = 3e-3, 0.02, 0.9, 1.0
 LAYOUTS = {

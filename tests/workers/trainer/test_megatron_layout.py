@@ -10,6 +10,8 @@ from trinity_workers.engines.megatron import LayoutRefused, ParallelLayout  # no
 from trinity_workers.trainer.models.megatron import load_models  # noqa: E402
 from trinity_workers.trainer.models.megatron_layout import parallel_layout  # noqa: E402
 
+pytestmark = [pytest.mark.megatron, pytest.mark.heavy]
+
 
 @pytest.mark.parametrize(
     ("settings", "layout"),

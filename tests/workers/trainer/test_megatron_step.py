@@ -41,6 +41,8 @@ from trinity_workers.trainer.step.division import (  # noqa: E402
 )
 from trinity_workers.trainer.step.megatron import MegatronTrainingStep  # noqa: E402
 
+pytestmark = [pytest.mark.server, pytest.mark.megatron]
+
 TEMPERATURE = 0.7
 CLIP, ENTROPY, KL = 0.2, 0.03, 0.1
 ALGORITHM = {

@@ -34,6 +34,8 @@ from trinity_workers.worker_group.ranks import (  # noqa: E402
     rank_table,
 )
 
+pytestmark = [pytest.mark.megatron, pytest.mark.heavy]
+
 
 def infos(rank):
     worker = MegatronWorker()
@@ -184,6 +186,7 @@ def dies_in_its_next_gradient(worker):
     worker._worker._step.learn = learn
 
 
+@pytest.mark.ray
 async def test_a_rank_killed_in_a_training_step_is_what_the_closing_event_names(
     client, log, run_id, make_config
 ):

@@ -46,6 +46,8 @@ def test_fsdp_gives_them_to_policy_and_critic(make_config, monkeypatch, engines,
     assert [arguments["adamw"] for arguments in engines.arguments] == [options, options]
 
 
+@pytest.mark.heavy
+@pytest.mark.megatron
 def test_megatron_gives_them_to_policy_and_critic(make_config, monkeypatch, engines):
     pytest.importorskip("megatron.core")
     from trinity_workers.trainer.models import megatron

@@ -95,6 +95,7 @@ def scores(kind, model, policy_folder, folder, limit):
     return scored.rewards, means.values()
 
 
+@pytest.mark.megatron
 @pytest.mark.parametrize(("world", "layout"), [(2, None), (4, BOTH)], ids=["FSDP", "TP 2 x PP 2"])
 def test_scores_are_those_of_transformers_for_the_models_own_tokens(
     rank_group, policy_folder, reward_folder, world, layout
@@ -112,6 +113,8 @@ def test_scores_are_those_of_transformers_for_the_models_own_tokens(
         assert metrics == pytest.approx({"reward_model/score": float(expected.mean())}, abs=1e-5)
 
 
+@pytest.mark.heavy
+@pytest.mark.megatron
 def test_a_chat_goes_through_the_reward_models_own_template(policy_folder, tmp_path):
     policy = load_tokenizer(policy_folder)
     policy.chat_template = "{% for one in messages %}{{ one['content'] }}>{% endfor %}"
@@ -160,6 +163,8 @@ def test_what_is_no_reward_model_is_one_sentence(policy_folder, tmp_path):
         reward_tokenizer(tmp_path)
 
 
+@pytest.mark.heavy
+@pytest.mark.megatron
 def test_a_reward_model_with_a_weight_that_is_not_finite_is_not_loaded(tmp_path):
     folder = make_reward_folder(tmp_path)
     [file] = folder.glob("*.safetensors")

@@ -22,6 +22,8 @@ from trinity_workers.worker_group.ranks import DistRankInfo  # noqa: E402
 from trinity_workers.worker_group.registered import register  # noqa: E402
 from trinity_workers.worker_group.worker import Worker  # noqa: E402
 
+pytestmark = [pytest.mark.ray, pytest.mark.heavy]
+
 
 class Stages(Worker):
     """Two pipeline stages of one replica, which compute next to nothing."""
