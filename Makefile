@@ -22,7 +22,7 @@ VERL_VERSIONS ?= 0.9.1 0.8.0
 # veRL patches a class of a TRL that it finds, which newer ones have not.
 TRL_VERSION ?= 1.16.0
 
-.PHONY: setup demo test check slowest compiled lowest oldest-server bench gpu learn chaos crash hangs matrix simulate verl base-install \
+.PHONY: setup demo test nightly shuffled shuffled-light shuffled-heavy alone check slowest compiled lowest oldest-server bench gpu learn chaos crash hangs matrix simulate verl base-install \
 	schemas docs picture screenshots lint format clean
 
 setup: $(VENV)/installed
@@ -39,8 +39,26 @@ demo: setup
 	$(BIN)/trinity-events demo
 
 test: compiled
-	$(BIN)/pytest $(LIGHT_TESTS) -m "not heavy"
-	$(BIN)/pytest $(HEAVY_TESTS) -m heavy
+	$(BIN)/pytest $(LIGHT_TESTS) -m "not heavy and not nightly"
+	$(BIN)/pytest $(HEAVY_TESTS) -m "heavy and not nightly"
+
+# Every test, the long forms too, in a random order, and then every file alone. It goes on after a failure.
+# make nightly ARGS=--randomly-seed=1234 repeats an order, which pytest prints.
+nightly:
+	$(MAKE) --keep-going shuffled alone
+
+shuffled: shuffled-light shuffled-heavy
+
+shuffled-light: compiled
+	$(BIN)/pytest $(LIGHT_TESTS) -p randomly $(ARGS) -m "not heavy"
+
+shuffled-heavy: compiled
+	$(BIN)/pytest $(HEAVY_TESTS) -p randomly $(ARGS) -m heavy
+
+# A file of which nothing can run here, so that pytest finds no test, is no failure.
+alone: compiled
+	find tests -name 'test_*.py' | sort | xargs -P $(HEAVY_WORKERS) -I FILE \
+		sh -c '$(BIN)/pytest -q -p randomly $(ARGS) FILE || test $$? = 5'
 
 # The slowest fifty tests. It runs them all.
 slowest: compiled
@@ -53,7 +71,7 @@ check: lint compiled
 		--ignore-glob='*megatron*' --ignore=tests/verl --ignore=tests/trl
 
 # Bytecode, whatever the environment says: tests start hundreds of processes, and pytest rewrites asserts.
-test check slowest compiled: export PYTHONDONTWRITEBYTECODE :=
+test shuffled-light shuffled-heavy alone check slowest compiled: export PYTHONDONTWRITEBYTECODE :=
 compiled: setup
 	$(BIN)/python -m compileall -q schemas trinity_events workers benchmarks tests
 

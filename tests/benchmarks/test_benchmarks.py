@@ -21,12 +21,20 @@ from tests.support.waits import PATIENCE
 from trinity_events.core import Monitor, MonitorState
 from trinity_schemas import decode_envelope
 
+ALWAYS_RUN = ("latency", "fold", "rollouts", "weights")
+
 
 @pytest.fixture(scope="module")
-def running():
-    """All benchmarks at their smallest, two at a time: how long they take is of no matter here."""
+def running(request):
+    """Run the chosen benchmarks at their smallest, two at a time: no test is of their times."""
+    tests = [
+        item for item in request.session.items if "running" in getattr(item, "fixturenames", ())
+    ]
     with ThreadPoolExecutor(2) as pool:
-        yield {name: pool.submit(run_tiny, name) for name in BENCHMARKS}
+        yield {
+            test.callspec.params["name"]: pool.submit(run_tiny, test.callspec.params["name"])
+            for test in tests
+        }
 
 
 def run_tiny(name):
@@ -43,7 +51,13 @@ def run_tiny(name):
 
 @pytest.mark.heavy
 @pytest.mark.processes
-@pytest.mark.parametrize("name", BENCHMARKS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ALWAYS_RUN else pytest.param(name, marks=pytest.mark.nightly)
+        for name in BENCHMARKS
+    ],
+)
 def test_a_benchmark_runs_and_prints_its_ratios(name, running):
     if name.startswith("megatron_"):
         pytest.importorskip("megatron.core")

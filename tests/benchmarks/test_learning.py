@@ -177,6 +177,7 @@ def test_one_process_learns(tmp_path):
     assert end.exact > start.exact + 0.02
 
 
+@pytest.mark.nightly("benchmarks/test_learning.py::test_one_process_learns")
 @pytest.mark.heavy
 @pytest.mark.processes
 @pytest.mark.timeout(900)

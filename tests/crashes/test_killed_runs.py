@@ -31,6 +31,9 @@ def seed():
     return drawn
 
 
+@pytest.mark.nightly(
+    "crashes/test_killed_runs.py::test_a_run_of_adapters_that_was_killed_ends_with_the_bits_of_an_undisturbed_one"
+)
 @pytest.mark.timeout(1200)
 def test_a_run_that_was_killed_ends_with_the_bits_of_an_undisturbed_one(
     tmp_path, model, redis_url, run_id, seed

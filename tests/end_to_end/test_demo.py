@@ -19,7 +19,9 @@ from tests.support.run_processes import count_outcomes, small_run
 from tests.support.waits import PATIENCE, child, wait_until
 from trinity_events.server import connect_sync
 from trinity_events.system.shared_memory import users_folder
+from trinity_workers.config.files import read_config
 from trinity_workers.config.sections.sync import SyncConfig
+from trinity_workers.config.train_config import TrainConfig
 from trinity_workers.launch.ray_reaper import processes_of
 from trinity_workers.launch.transport import chosen_transport
 
@@ -172,6 +174,15 @@ def test_the_checkpoints_are_whole_and_pointed_to(finished):
         }
     state = torch.load(actor / "model_world_size_2_rank_0.pt", weights_only=True)
     assert "model.embed_tokens.weight" in state
+
+
+def test_its_configuration_is_in_log_and_folder(finished, cli):
+    run_id, summary = finished
+    lines = map(json.loads, cli("tail", run_id, "-n", "100000", "--json").stdout.splitlines())
+    [opened] = [line["event"] for line in lines if line["event"]["type"] == "run-opened"]
+    saved = read_config(Path(summary["checkpoint_folder"]) / "config.yaml").checked()
+    assert TrainConfig.from_text(opened["config"]) == saved
+    assert (saved.steps, saved.trainer.engine, saved.explorer.count) == (STEPS, "fsdp", 2)
 
 
 def test_nothing_is_left_running(finished):

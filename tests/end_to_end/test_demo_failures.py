@@ -76,6 +76,9 @@ def test_a_failed_checkpoint_is_a_line_at_once_and_in_the_table_of_an_interrupte
     wait_until(lambda: not session_members(run.process.pid))
 
 
+@pytest.mark.nightly(
+    "end_to_end/test_walkthrough.py::test_a_rank_that_was_killed_by_the_id_that_status_lists_is_in_the_object_of_the_run"
+)
 @pytest.mark.heavy
 def test_an_explorer_that_is_killed_leaves_one_object_with_the_next_step(
     start, tmp_path, run_id, redis_url, cli

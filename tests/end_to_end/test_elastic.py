@@ -59,6 +59,7 @@ def killed_in_the_middle(processes, explorers) -> dict[str, int]:
     return killed
 
 
+@pytest.mark.nightly("rollouts/test_explorers.py::test_the_claims_of_a_killed_explorer_come_back")
 def test_explorers_join_and_die_and_no_step_waits_beyond_a_claim(
     processes, policy_folder, tmp_path
 ):

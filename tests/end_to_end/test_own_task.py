@@ -132,11 +132,27 @@ def test_a_reward_that_fails_ends_the_run_with_its_sentence_traceback_and_answer
     ("task", "message"),
     [
         ({"questions": "./question.jsonl"}, "there is no file of questions at"),
-        ({"prompt": "question"}, "has no field 'question' for the prompt: it has prompt, answer"),
-        ({"questions": None, "name": "./mine.py:Task", "reward": None}, "there is no file"),
+        pytest.param(
+            {"prompt": "question"},
+            "has no field 'question' for the prompt: it has prompt, answer",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            {"questions": None, "name": "./mine.py:Task", "reward": None},
+            "there is no file",
+            marks=pytest.mark.nightly,
+        ),
         ({"reward": "./reward.py:rewards"}, "has no 'rewards': did you mean 'reward'?"),
-        ({"reward": None}, "need a reward: name a function of (question, answer)"),
-        ({"environment": "./tool.py:Tool"}, "tool.py with the environment"),
+        pytest.param(
+            {"reward": None},
+            "need a reward: name a function of (question, answer)",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            {"environment": "./tool.py:Tool"},
+            "tool.py with the environment",
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_a_mistake_is_told_before_the_run_is_opened(folder, own_home, task, message):

@@ -121,6 +121,9 @@ async def test_a_run_goes_on_from_its_checkpoint_after_everything_was_killed(
     assert serving_faults(whole_log(redis_url, run_id)) == []
 
 
+@pytest.mark.nightly(
+    "end_to_end/test_resume.py::test_a_run_goes_on_from_its_checkpoint_after_everything_was_killed"
+)
 @pytest.mark.megatron
 async def test_the_example_on_megatron_goes_on_at_its_layout_after_everything_was_killed(
     train, kill, redis_url, run_id, tmp_path, policy_folder

@@ -26,7 +26,7 @@ OF_A_CHECKPOINT = {
 }
 
 
-@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
+@pytest.mark.parametrize("engine", ["fsdp", pytest.param("megatron", marks=pytest.mark.nightly)])
 def test_explorers_load_versions_from_files_and_so_does_one_that_joins_late(processes, engine):
     if engine == "megatron":
         pytest.importorskip("megatron.core")

@@ -15,6 +15,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "train"
 FEW = ("steps=2", "rollouts.prompts_per_step=2", "rollouts.samples_per_prompt=2")
 
 
+@pytest.mark.nightly("end_to_end/test_demo.py::test_its_configuration_is_in_log_and_folder")
 @pytest.mark.timeout(600)
 async def test_an_example_trains_and_its_configuration_is_in_log_and_folder(
     cli, log, redis_url, tmp_path
@@ -44,6 +45,9 @@ async def test_an_example_trains_and_its_configuration_is_in_log_and_folder(
     assert (saved.steps, saved.trainer.engine, saved.rollouts.prompts_per_step) == (2, "fsdp", 2)
 
 
+@pytest.mark.nightly(
+    "end_to_end/test_colocated.py::test_a_run_of_ppo_on_megatron_answers_its_rollouts_by_its_own_ranks"
+)
 @pytest.mark.timeout(600)
 async def test_ppo_trains_a_critic_that_is_saved_and_not_published(
     cli, log, redis_url, tmp_path, policy_folder

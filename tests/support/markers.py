@@ -44,9 +44,9 @@ class StartedProcesses:
     def note(self, command: Any) -> None:
         """Note a command that is started."""
         words = [command] if isinstance(command, str | bytes | Path) else list(command)
-        needed = needed_markers([str(word) for word in words])
-        if not needed & self._markers:
-            self.unmarked.setdefault(min(needed), " ".join(map(str, words))[:200])
+        needed = needed_marker([str(word) for word in words])
+        if needed not in self._markers:
+            self.unmarked.setdefault(needed, " ".join(map(str, words))[:200])
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -64,10 +64,10 @@ class StartedProcesses:
         return noted
 
 
-def needed_markers(words: list[str]) -> set[str]:
-    """Return the markers any of which a test needs that starts a command."""
-    if "server" in Path(words[0]).name or any("server/reaper.py" in word for word in words):
-        return {"server"}
+def needed_marker(words: list[str]) -> str:
+    """Return the marker that a test needs that starts a command."""
     if any("/ray/" in word for word in words):
-        return {"ray"}
-    return {"processes"}
+        return "ray"
+    if "server" in Path(words[0]).name or any("server/reaper.py" in word for word in words):
+        return "server"
+    return "processes"

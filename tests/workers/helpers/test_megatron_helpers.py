@@ -395,13 +395,13 @@ def mortal_ranks(rank_processes, engine_ranks):
 @pytest.mark.parametrize(
     ("what", "at_collective", "dies", "layout"),
     [
-        ("upload", 1, 1, TENSOR),
-        ("upload", 5, 0, TENSOR),
+        pytest.param("upload", 1, 1, TENSOR, marks=pytest.mark.nightly),
+        pytest.param("upload", 5, 0, TENSOR, marks=pytest.mark.nightly),
         ("upload", 5, 1, PIPELINE),
         ("save", 1, 0, TENSOR),
-        ("save", 1, 1, PIPELINE),
-        ("save", 2, 0, PIPELINE),
-        ("save", 2, 1, TENSOR),
+        pytest.param("save", 1, 1, PIPELINE, marks=pytest.mark.nightly),
+        pytest.param("save", 2, 0, PIPELINE, marks=pytest.mark.nightly),
+        pytest.param("save", 2, 1, TENSOR, marks=pytest.mark.nightly),
     ],
 )
 async def test_a_rank_killed_in_a_collective_fails_the_others_and_the_log_says_the_step_and_why(
@@ -419,7 +419,7 @@ async def test_a_rank_killed_in_a_collective_fails_the_others_and_the_log_says_t
         assert "a rank died or was too slow" in failed.reason
 
 
-@pytest.mark.parametrize("dies", [0, 1])
+@pytest.mark.parametrize("dies", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_a_rank_killed_in_a_broadcast_fails_the_other_and_the_explorer(
     mortal_ranks, tmp_path, dies
 ):
@@ -465,7 +465,14 @@ def test_a_rank_that_hangs_in_a_training_step_fails_the_others_within_the_engine
     assert "Timed out waiting 8000ms" in str(error), "and not the 30 minutes of megatron-core"
 
 
-@pytest.mark.parametrize(("layout", "dies"), [(TENSOR, 1), (PIPELINE, 1), (PIPELINE, 0)])
+@pytest.mark.parametrize(
+    ("layout", "dies"),
+    [
+        pytest.param(TENSOR, 1, marks=pytest.mark.nightly),
+        (PIPELINE, 1),
+        pytest.param(PIPELINE, 0, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_rank_killed_in_a_training_step_fails_the_others(mortal_ranks, layout, dies):
     ranks = mortal_ranks("qwen3", 2, layout, TRAINED)
     batch = [at.padded_batch(1)]
