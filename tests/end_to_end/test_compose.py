@@ -25,7 +25,7 @@ from tests.support.run_processes import Processes, ended, small_run
 from tests.support.waits import PATIENCE
 from trinity_events.server import connect_sync
 from trinity_events.server.access_rules import access_rules
-from trinity_schemas import RunKeys, SaveStrategy, WeightsApplied
+from trinity_schemas import RunKeys, SaveStrategy
 from trinity_workers.config.errors import BadSettings
 from trinity_workers.config.sections.checkpoints import CheckpointsConfig
 from trinity_workers.config.sections.explorer import ExplorerConfig
@@ -33,6 +33,7 @@ from trinity_workers.config.train_config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 STEPS = 20
+COLLECTIVE_STEPS = 150
 MONITORING = ("metrics", "prometheus", "grafana")
 """Services of the profile ``monitoring``."""
 
@@ -463,27 +464,18 @@ def test_a_frozen_explorer_is_named_and_is_not_healthy_and_a_terminal_that_goes_
     assert ended(reducer)[0] == 0
 
 
-def incarnations_with_weights(run: Processes, rank: int) -> set[str]:
-    """Return the incarnations of an explorer that have applied weights."""
-    return {
-        entry.producer.incarnation
-        for entry in run.log()
-        if isinstance(entry.event, WeightsApplied) and entry.producer.rank == rank
-    }
-
-
 @pytest.fixture(scope="module")
 def collective(tmp_path_factory, redis_url, weights_url, policy_folder):
     """A run with a collective group, one of whose explorers was killed and started again.
 
-    It writes no checkpoints, so that its reducer may have another root. It ends once the explorer
-    has weights again.
+    It writes no checkpoints, so that its reducer may have another root. Its steps take longer than
+    an explorer takes to start: what comes after the last one serves nothing.
     """
     folder = tmp_path_factory.mktemp("collective")
     run = Processes(folder, f"collective-{os.getpid()}", redis_url, weights_url)
     explorer = {"count": 2, "groups_per_claim": 1}
     sync = {"method": "nccl"}
-    file = small_run(folder, policy_folder, steps=100_000, explorer=explorer, sync=sync)
+    file = small_run(folder, policy_folder, steps=COLLECTIVE_STEPS, explorer=explorer, sync=sync)
     try:
         reducer = run.start("reducer", "--checkpoint-root", str(folder / "theirs"))
         own = ("--json", "--config", str(file))
@@ -492,8 +484,6 @@ def collective(tmp_path_factory, redis_url, weights_url, policy_folder):
         run.wait_for_announcements(4, trainer)
         explorers[1].kill()
         explorers[1] = run.start("explorer", "--rank", "1", *own)
-        waited_for(lambda: len(incarnations_with_weights(run, rank=1)) == 2, 2 * PATIENCE)
-        trainer.terminate()
         results = {"trainer": ended(trainer, 2 * PATIENCE)}
         results |= {f"explorer-{rank}": ended(explorer) for rank, explorer in enumerate(explorers)}
         reducer.terminate()
@@ -507,12 +497,12 @@ def collective(tmp_path_factory, redis_url, weights_url, policy_folder):
 def test_explorers_of_a_collective_group_come_and_go(collective):
     """The trainer waits for experiences of one that died; who takes its place asks for weights."""
     status, out, error = collective.ended["trainer"]
-    assert status == 143, error
+    assert status == 0, error
     assert "weights travel by a collective group" in error
     summary = json.loads(out)
-    assert (summary["transport"], summary["outcome"]) == ("collective", "interrupted")
-    assert summary["log"]["versions_published"] > 4
-    assert summary["log"]["versions_unaccounted"] <= 1, "the one that the signal met"
+    assert summary["transport"] == "collective"
+    assert summary["log"]["versions_published"] == COLLECTIVE_STEPS + 1
+    assert summary["log"]["versions_unaccounted"] == 0
     for rank in (0, 1):
         status, out, error = collective.ended[f"explorer-{rank}"]
         assert status == 0, error

@@ -169,12 +169,23 @@ def test_its_history_as_a_test_passes_under_pytest(killed, cli, tmp_path, until)
     assert re.search(r"^7 passed", done.stdout, re.MULTILINE)
 
 
-def test_the_command_that_it_told_goes_on_from_the_newest_checkpoint(killed, redis_url, cli):
+def next_arguments(killed: Killed) -> list[str]:
+    """Return what follows ``train`` in the command to go on with."""
     command = shlex.split(killed.summary["next_command"])
-    at = command.index("train")
-    assert command[at + 1 :] == [str(killed.file), "--run", killed.run_id, "--json"]
+    return command[command.index("train") + 1 :]
+
+
+def test_the_command_to_go_on_with_is_the_one_that_began_it(killed):
+    assert next_arguments(killed) == [str(killed.file), "--run", killed.run_id, "--json"]
+
+
+@pytest.mark.nightly(
+    "end_to_end/test_resume.py::test_a_run_goes_on_from_its_checkpoint_after_everything_was_killed"
+)
+def test_the_command_that_it_told_goes_on_from_the_newest_checkpoint(killed, redis_url, cli):
     checkpoint = checkpoints(redis_url, killed.run_id)[-1]
-    run = TrainRun(killed.file, *command[at + 2 :])
+    file, *arguments = next_arguments(killed)
+    run = TrainRun(Path(file), *arguments)
     try:
         run.until(
             lambda: [

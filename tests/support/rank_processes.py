@@ -13,7 +13,7 @@ import pickle
 import shutil
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -60,6 +60,8 @@ class RankProcesses:
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
         self._world = 0
+        self._unread: dict[int, Callable[..., Any]] = {}
+        """Rank to the answer that it owes, or that no test has read."""
         self._folder = tempfile.TemporaryDirectory(prefix="trinity-ranks-")
         self._meetings = 0
 
@@ -86,24 +88,41 @@ class RankProcesses:
                 raise faults[0]
 
     def ask(self, rank: int, function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-        """Start the function on one rank; the answer is what it returned or raised."""
+        """Start the function on one rank; the answer is what it returns, or raises what it raised.
+
+        An answer that an earlier test has left behind is not taken for this one's.
+        """
+        if (unread := self._unread.pop(rank, None)) is not None:
+            collect([unread])
         pipe = self._pipes[rank]
-        died = ProcessLookupError(f"rank {rank} died in {function}, or before")
-        try:
-            pipe.send_bytes(pickle.dumps((function, args)))
-        except BrokenPipeError:
-            return lambda: died
 
         def receive(timeout: float = ANSWER_TIMEOUT) -> Any:
+            self._unread.pop(rank, None)
             if not pipe.poll(timeout):
                 self.end()  # it would not hear of the next test either
                 raise TimeoutError(f"rank {rank} did not answer {function}")
             try:
-                return pickle.loads(pipe.recv_bytes())
+                answer = pickle.loads(pipe.recv_bytes())
             except (EOFError, ConnectionResetError):  # reset, when it had not read all
-                return died
+                answer = ProcessLookupError(f"rank {rank} died in {function}, or before")
+            if isinstance(answer, BaseException):
+                raise answer
+            return answer
 
+        with contextlib.suppress(BrokenPipeError):  # it died: reading says so
+            pipe.send_bytes(pickle.dumps((function, args)))
+        self._unread[rank] = receive
         return receive
+
+    def call(self, ranks: Iterable[int], function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Return what the function returns on each rank; raise what it raised on one."""
+        return results([self.ask(rank, function, *args) for rank in ranks])
+
+    def call_alone(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Return what the function returns in a process that is a rank of no group."""
+        self.leave()
+        self.start(1)
+        return self.ask(0, function, *args)()
 
     def pid(self, rank: int) -> int:
         """The process's id."""
@@ -121,6 +140,7 @@ class RankProcesses:
             process.join()
             pipe.close()
         self._processes, self._pipes, self._world = [], [], 0
+        self._unread.clear()
 
     def start(self, world: int) -> None:
         """Start processes until there are so many."""
@@ -144,16 +164,31 @@ class RankGroup:
 
     def __call__(self, function: Callable[..., Any], *args: Any, **keywords: Any) -> list[Any]:
         """What the function returns on each rank; raises what it raised on one."""
-        answers = self.answers(partial(function, **keywords), *args)
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        return answers
+        return self.processes.call(range(self.world), partial(function, **keywords), *args)
 
     def answers(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What the function returned or raised on each rank."""
-        pending = [self.processes.ask(rank, function, *args) for rank in range(self.world)]
-        return [answer() for answer in pending]
+        return collect([self.processes.ask(rank, function, *args) for rank in range(self.world)])
+
+
+def collect(pending: Iterable[Callable[[], Any]]) -> list[Any]:
+    """Return what each rank returned or raised, once all have answered."""
+    answers: list[Any] = []
+    for answer in pending:
+        try:
+            answers.append(answer())
+        except Exception as error:
+            answers.append(error)
+    return answers
+
+
+def results(pending: Iterable[Callable[[], Any]]) -> list[Any]:
+    """Return what each rank returned; raise what one raised, once all have answered."""
+    answers = collect(pending)
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return answers
 
 
 def _serve(pipe: Any, number: int, device: str) -> None:

@@ -22,19 +22,12 @@ class WorkerRanks:
         self._processes = processes
         self._world = config.trainer.ranks
         processes.start(self._world)
-        [place, *_] = [processes.ask(rank, _make, config)() for rank in range(self._world)]
-        if isinstance(place, Exception):
-            raise place
+        [place, *_] = processes.call(range(self._world), _make, config)
         self(_set_up, *place)
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What the function returns on each rank, given its worker; raises what one raised."""
-        pending = [self._processes.ask(rank, _call, function, args) for rank in range(self._world)]
-        answers = [answer() for answer in pending]
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        return answers
+        return self._processes.call(range(self._world), _call, function, args)
 
     def close(self) -> None:
         """Shut the workers down."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
 
+from tests.support.rank_processes import results
 from tests.verl.ranks import import_verl
 
 IMPORTS = 300
@@ -34,9 +36,7 @@ def verl_processes(rank_processes):
     speak_to_verl()
     rank_processes.start(2)
     pending = [rank_processes.ask(rank, import_verl) for rank in range(2)]
-    for answer in [answer(IMPORTS) for answer in pending]:
-        if isinstance(answer, BaseException):
-            raise answer
+    results([partial(answer, IMPORTS) for answer in pending])
     return rank_processes
 
 

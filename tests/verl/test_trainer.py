@@ -65,12 +65,7 @@ def workers(verl_processes, make_config):
     set_up_ones = []
 
     def all_ranks(function, *args):
-        pending = [verl_processes.ask(rank, function, *args) for rank in range(2)]
-        answers = [answer() for answer in pending]
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        return answers
+        return verl_processes.call(range(2), function, *args)
 
     def make(engine="verl", algorithm=None, **settings):
         config = make_config(

@@ -22,7 +22,7 @@ from tests.support import collective_processes as at
 from tests.support.collective_processes import TRAINERS, Places, Tiny
 from tests.support.gpu import GPU
 from tests.support.pipeline import reducer_task, reports_accepted
-from tests.support.rank_processes import RankProcesses
+from tests.support.rank_processes import RankProcesses, collect
 from tests.support.tensors import identical
 from tests.support.waits import PATIENCE, wait_until
 from tests.support.weight_versions import ready
@@ -93,8 +93,7 @@ class Run:
 
     def ask(self, ranks, function, *args):
         """What the function returned or raised on each of the ranks."""
-        pending = [self.processes.ask(rank, function, *args) for rank in ranks]
-        return [answer() for answer in pending]
+        return collect([self.processes.ask(rank, function, *args) for rank in ranks])
 
     def begin(self, kind="fsdp2", explorers=EXPLORERS):
         self.processes.start(TRAINERS + EXPLORERS)
@@ -207,7 +206,7 @@ async def test_an_explorer_that_is_killed_midway_is_an_error_in_time_and_the_nex
     began = time.monotonic()
     at.kill(run.processes, TRAINERS + 1)
     go.touch()
-    own, peer = [await off(answer) for answer in pending]
+    own, peer = await off(collect, pending)
     assert time.monotonic() - began < soon(run.places)
     assert isinstance(own, GroupBroken), own
     assert isinstance(peer, PeerFailed), peer
@@ -255,7 +254,7 @@ async def test_a_trainers_rank_that_is_killed_midway_leaves_explorers_whole_and_
     began = time.monotonic()
     at.kill(run.processes, killed)
     go.touch()
-    other = [await off(answer) for answer in pending][1 - killed]
+    other = (await off(collect, pending))[1 - killed]
     assert time.monotonic() - began < soon(run.places)
     # Torch ends a rank whose own group over NCCL broke; over Gloo the rank hears of it.
     failure = CollectiveBroken if run.places.device == "cpu" else ProcessLookupError

@@ -14,13 +14,8 @@ def convert(rank, source, target, **keywords):
 @pytest.fixture
 def converting(rank_processes):
     """Converts in a process of its own."""
-    rank_processes.leave()
-    rank_processes.start(1)
 
     def run(source, target, **keywords):
-        answer = rank_processes.ask(0, partial(convert, **keywords), source, target)()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        return rank_processes.call_alone(partial(convert, **keywords), source, target)
 
     return run

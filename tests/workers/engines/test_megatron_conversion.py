@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from subprocess import PIPE
 
@@ -45,12 +46,7 @@ def converting(conversion_process):
     """Converts in a process of its own."""
 
     def run(source, target, **keywords):
-        from functools import partial
-
-        answer = conversion_process.ask(0, partial(convert, **keywords), source, target)()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        return conversion_process.call_alone(partial(convert, **keywords), source, target)
 
     return run
 
@@ -323,8 +319,16 @@ def no_weights(folder):
         no_weights,
     ],
 )
-def test_what_the_command_cannot_convert_is_one_sentence(cli, tmp_path, make):
+def test_what_cannot_be_converted_is_an_error_that_says_why(converting, tmp_path, make):
     expected = make(tmp_path / "source")
+    with pytest.raises(TrinityError) as caught:
+        converting(tmp_path / "source", tmp_path / "target")
+    assert expected in str(caught.value)
+    assert not (tmp_path / "target").exists()
+
+
+def test_what_the_command_cannot_convert_is_one_sentence(cli, tmp_path):
+    expected = no_weights(tmp_path / "source")
     shown = cli("convert", str(tmp_path / "source"), str(tmp_path / "target"))
     assert (shown.returncode, shown.stdout) == (1, "")
     [line] = shown.stderr.splitlines()

@@ -13,25 +13,12 @@ pytest.importorskip("megatron.core")
 
 from tests.support import megatron_ranks as at  # noqa: E402
 from tests.support.poisoned_folders import POISONED, poisoned_copy  # noqa: E402
-from tests.support.rank_processes import Rank, RankProcesses  # noqa: E402
+from tests.support.rank_processes import Rank  # noqa: E402
 from trinity_workers.engines.megatron import ParallelLayout, checkpoint  # noqa: E402
 from trinity_workers.learning.finite import NonFiniteWeights  # noqa: E402
 from trinity_workers.runtime.collectives import PeerFailed  # noqa: E402
 
 pytestmark = pytest.mark.megatron
-
-
-def convert_alone(processes: RankProcesses, source: Path, target: Path) -> BaseException | None:
-    """Convert a folder in a process that is in no group; return the error."""
-    processes.leave()
-    processes.start(1)
-    return processes.ask(0, convert, source, target)()
-
-
-def convert(rank: Rank, source: Path, target: Path) -> None:
-    from trinity_workers.conversion.convert import convert
-
-    convert(source, target)
 
 
 def poison_megatron(rank: Rank) -> None:
@@ -57,7 +44,7 @@ def load_megatron(rank: Rank, folder: Path) -> None:
 
 
 def test_megatron_neither_saves_nor_loads_a_checkpoint_that_is_not_finite_on_one_rank(
-    rank_processes, engine_ranks, tmp_path
+    converting, engine_ranks, tmp_path
 ):
     ranks = engine_ranks("qwen3", 2, ParallelLayout(tensor=2))
     ranks(poison_megatron)
@@ -69,8 +56,8 @@ def test_megatron_neither_saves_nor_loads_a_checkpoint_that_is_not_finite_on_one
     answers = ranks.answers(load_megatron, tmp_path / "poisoned")
     assert any(isinstance(error, NonFiniteWeights) for error in answers)
     assert all(isinstance(error, NonFiniteWeights | PeerFailed) for error in answers)
-    error = convert_alone(rank_processes, tmp_path / "poisoned", tmp_path / "converted")
-    assert isinstance(error, NonFiniteWeights)
+    with pytest.raises(NonFiniteWeights):
+        converting(tmp_path / "poisoned", tmp_path / "converted")
     assert not (tmp_path / "converted").exists()
 
 
@@ -81,11 +68,11 @@ def test_megatron_does_not_load_a_folder_that_is_not_finite(rank_group, megatron
         assert (error.tensor, error.count) == (POISONED, 1)
 
 
-def test_a_folder_that_is_not_finite_is_not_converted(rank_processes, megatron_folder, tmp_path):
+def test_a_folder_that_is_not_finite_is_not_converted(converting, megatron_folder, tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     poisoned_copy(megatron_folder("qwen3"), source)
-    error = convert_alone(rank_processes, source, tmp_path / "target")
-    assert isinstance(error, NonFiniteWeights)
-    assert error.tensor == POISONED
+    with pytest.raises(NonFiniteWeights) as caught:
+        converting(source, tmp_path / "target")
+    assert caught.value.tensor == POISONED
     assert not (tmp_path / "target").exists()

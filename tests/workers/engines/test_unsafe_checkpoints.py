@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from torch.distributed.checkpoint.planner import (  # noqa: E402
 
 from tests.support import megatron_ranks as at  # noqa: E402
 from tests.support.manifests import drop_manifests  # noqa: E402
-from tests.support.rank_processes import Rank, RankProcesses  # noqa: E402
+from tests.support.rank_processes import Rank, collect  # noqa: E402
 from trinity_workers.engines.megatron import (  # noqa: E402
     CheckpointRefused,
     MissingCheckpointFile,
@@ -67,19 +68,6 @@ def load(rank: Rank, folder: Path) -> None:
     rank.objects.engine.load_checkpoint(str(folder))
 
 
-def convert_alone(processes: RankProcesses, source: Path, target: Path) -> BaseException | None:
-    """Convert a folder in a process that is in no group; return the error."""
-    processes.leave()
-    processes.start(1)
-    return processes.ask(0, convert, source, target)()
-
-
-def convert(rank: Rank, source: Path, target: Path) -> None:
-    from trinity_workers.conversion.convert import convert
-
-    convert(source, target)
-
-
 def raw(value: Any) -> bytes:
     return pickle.dumps(value)
 
@@ -92,7 +80,7 @@ def as_torch_saves(value: Any) -> bytes:
 
 @pytest.mark.megatron
 def test_a_file_that_runs_code_when_it_is_unpickled_is_refused_by_name(
-    rank_processes, engine_ranks, tmp_path
+    converting, engine_ranks, tmp_path
 ):
     ranks = engine_ranks("qwen3", 1, ParallelLayout(), TRAINED)
     ranks(at.train, [at.padded_batch(0, rows=8)])
@@ -118,8 +106,9 @@ def test_a_file_that_runs_code_when_it_is_unpickled_is_refused_by_name(
         assert str(pickle.loads(pickle.dumps(error))) == str(error)
         folders.append(folder)
     ranks(load, whole)
-    error = convert_alone(rank_processes, folders[0], tmp_path / "converted")
-    assert isinstance(error, UnsafePickle)
+    with pytest.raises(UnsafePickle) as caught:
+        converting(folders[0], tmp_path / "converted")
+    error = caught.value
     assert (error.path, error.name) == (folders[0] / "model" / ".metadata", MAKES_FOLDER)
     assert not proof.exists()
 
@@ -146,7 +135,7 @@ def replace_object(folder: Path, blob: bytes, *, of_tensor: bool) -> None:
 
 
 @pytest.mark.megatron
-def test_an_object_among_the_tensors_runs_no_code(rank_processes, engine_ranks, tmp_path):
+def test_an_object_among_the_tensors_runs_no_code(converting, engine_ranks, tmp_path):
     ranks = engine_ranks("qwen3", 1, ParallelLayout())
     whole, proof = tmp_path / "whole", tmp_path / "proof"
     ranks(save, whole)
@@ -171,8 +160,8 @@ def test_an_object_among_the_tensors_runs_no_code(rank_processes, engine_ranks, 
     replace_object(folder / "model", blob, of_tensor=True)
     [error] = ranks.answers(load, folder)
     assert isinstance(error, CheckpointRefused)
-    error = convert_alone(rank_processes, folder, tmp_path / "converted")
-    assert isinstance(error, CheckpointRefused)
+    with pytest.raises(CheckpointRefused):
+        converting(folder, tmp_path / "converted")
     assert not proof.exists()
 
 
@@ -187,7 +176,7 @@ def replace_tensors(folder: Path, blob: bytes) -> None:
 
 @pytest.mark.megatron
 def test_tensors_that_are_none_are_refused_by_the_folder_that_has_them(
-    rank_processes, engine_ranks, tmp_path
+    converting, engine_ranks, tmp_path
 ):
     ranks = engine_ranks("qwen3", 1, ParallelLayout())
     whole, proof = tmp_path / "whole", tmp_path / "proof"
@@ -200,11 +189,9 @@ def test_tensors_that_are_none_are_refused_by_the_folder_that_has_them(
     replace_tensors(damaged / "model", as_torch_saves(torch.ones(2))[:-9])
     file = missing / "model" / "__0_0.distcp"
     file.unlink()
-    errors = [ranks.answers(load, folder)[0] for folder in (unsafe, damaged, missing)]
-    errors += [
-        convert_alone(rank_processes, folder, tmp_path / "converted")
-        for folder in (unsafe, damaged, missing)
-    ]
+    folders = (unsafe, damaged, missing)
+    errors = [ranks.answers(load, folder)[0] for folder in folders]
+    errors += collect(partial(converting, folder, tmp_path / "converted") for folder in folders)
     assert [type(error) for error in errors] == 2 * [
         UnsafePickle,
         UndecodableFile,

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from tests.support import megatron_ranks as at  # noqa: E402
 from tests.support.failing_synchronizers import FailingSynchronizer  # noqa: E402
 from tests.support.pipeline import announced, reducer_task, until  # noqa: E402
+from tests.support.rank_processes import collect  # noqa: E402
 from tests.support.tensors import identical  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_events import CheckpointCoordinator, Synchronizer  # noqa: E402
@@ -229,10 +230,8 @@ def imported(rank):
 def broadcasts(ranks, *calls):
     """What two ranks of a trainer and an explorer answer, each asked for a call of its own."""
     ranks.processes.start(3)
-    for answer in [ranks.processes.ask(rank, imported) for rank in range(3)]:
-        assert answer() is None
-    pending = [ranks.processes.ask(rank, *call) for rank, call in enumerate(calls)]
-    return [answer() for answer in pending]
+    ranks.processes.call(range(3), imported)
+    return collect([ranks.processes.ask(rank, *call) for rank, call in enumerate(calls)])
 
 
 def test_a_broadcast_brings_every_tensor_in_the_streams_order(engine_ranks, tmp_path):
@@ -460,9 +459,9 @@ def test_a_rank_that_hangs_in_a_training_step_fails_the_others_within_the_engine
     ranks = mortal_ranks("qwen3", 2, TENSOR, TRAINED, {"timeout": timedelta(seconds=8)})
     call = (stop_or, 1, at.train, [at.padded_batch(1)])
     answer, _ = [ranks.processes.ask(rank, *call) for rank in (0, 1)]
-    error = answer(PATIENCE)
-    assert isinstance(error, RuntimeError)
-    assert "Timed out waiting 8000ms" in str(error), "and not the 30 minutes of megatron-core"
+    # And not the 30 minutes of megatron-core.
+    with pytest.raises(RuntimeError, match="Timed out waiting 8000ms"):
+        answer(PATIENCE)
 
 
 @pytest.mark.parametrize(

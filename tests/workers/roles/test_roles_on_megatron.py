@@ -18,6 +18,7 @@ from transformers import (  # noqa: E402
 )
 
 from tests.support.experiences import make_groups  # noqa: E402
+from tests.support.rank_processes import results  # noqa: E402
 from tests.support.reward_models import make_reward_folder  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_schemas import Sampling, StepRef  # noqa: E402
@@ -111,7 +112,7 @@ class Roles:
     def __init__(self, processes, config):
         self._processes, ranks = processes, range(config.trainer.ranks)
         processes.start(len(ranks))
-        place, *_ = [processes.ask(rank, make_roles, config)() for rank in ranks]
+        place, *_ = processes.call(ranks, make_roles, config)
         self._table = self._answers([(begin, *place)] * len(ranks))
 
     def call(self, role, method, *args):
@@ -124,12 +125,7 @@ class Roles:
         self._answers([(end,)] * len(self._table))
 
     def _answers(self, calls):
-        pending = [self._processes.ask(rank, *call) for rank, call in enumerate(calls)]
-        answers = [receive() for receive in pending]
-        for answer in answers:
-            if isinstance(answer, Exception):
-                raise answer
-        return answers
+        return results([self._processes.ask(rank, *call) for rank, call in enumerate(calls)])
 
 
 @pytest.fixture(scope="module")

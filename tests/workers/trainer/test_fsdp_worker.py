@@ -75,15 +75,8 @@ def trained(rank_processes, make_config):
         settings = PPO | {"trainer": PPO["trainer"] | {"ranks": world}}
         config = make_config(**settings)
         rank_processes.start(world)
-        places = [rank_processes.ask(rank, make_worker, config)() for rank in range(world)]
-        pending = [
-            rank_processes.ask(rank, _take_part, places[0], seeds, folders) for rank in range(world)
-        ]
-        answers = [answer() for answer in pending]
-        for answer in answers:
-            if isinstance(answer, Exception):
-                raise answer
-        return answers
+        place, *_ = rank_processes.call(range(world), make_worker, config)
+        return rank_processes.call(range(world), _take_part, place, seeds, folders)
 
     return run
 

@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp  # noqa: E402
 from tests.support import megatron_ranks as at  # noqa: E402
 from tests.support.experiences import make_groups  # noqa: E402
 from tests.support.pipeline import announced, reducer_task, until  # noqa: E402
+from tests.support.rank_processes import collect  # noqa: E402
 from tests.support.tensors import identical  # noqa: E402
 from tests.support.waits import PATIENCE, wait_until  # noqa: E402
 from trinity_events import CheckpointCoordinator  # noqa: E402
@@ -56,21 +57,16 @@ class Workers:
         self._processes = processes
         processes.leave()
         processes.start(WORLD)
-        places = [processes.ask(rank, make_worker, config)() for rank in range(WORLD)]
+        places = processes.call(range(WORLD), make_worker, config)
         self(call, "setup", *places[0])
 
     def __call__(self, function, *args):
         """What it returns on each rank; raises what it raised on one."""
-        answers = self.answers(function, *args)
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        return answers
+        return self._processes.call(range(WORLD), function, *args)
 
     def answers(self, function, *args):
         """What it returned or raised on each rank."""
-        pending = [self._processes.ask(rank, function, *args) for rank in range(WORLD)]
-        return [answer() for answer in pending]
+        return collect([self._processes.ask(rank, function, *args) for rank in range(WORLD)])
 
     def on_rank_1(self, function, *args):
         """Do it on that rank alone."""

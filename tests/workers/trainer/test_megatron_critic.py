@@ -256,8 +256,7 @@ def test_a_critic_goes_on_at_another_layout_and_is_converted_there_and_back(
 
     back, again = tmp_path / "back", tmp_path / "again"
     for source, target in ((tmp_path / "saved", back), (back, again)):
-        answer = rank_processes.ask(0, partial(converted, source), target)()
-        assert not isinstance(answer, Exception), answer
+        rank_processes.call_alone(partial(converted, source), target)
     at.assert_same(at.in_folder(back), expected)
     _, loading_info = AutoModelForTokenClassification.from_pretrained(
         back, output_loading_info=True
@@ -317,14 +316,8 @@ async def test_a_run_of_ppo_on_megatron_goes_on_from_its_checkpoint(
 
     def run(seeds, *, loads=None, saves=None):
         rank_processes.start(2)
-        place, _ = [rank_processes.ask(rank, begin, config)() for rank in range(2)]
-        pending = [
-            rank_processes.ask(rank, take_part, place, seeds, loads, saves) for rank in (0, 1)
-        ]
-        answers = [answer() for answer in pending]
-        for answer in answers:
-            if isinstance(answer, Exception):
-                raise answer
+        place, _ = rank_processes.call(range(2), begin, config)
+        answers = rank_processes.call(range(2), take_part, place, seeds, loads, saves)
         assert answers[0] == answers[1], "every rank tells the metrics of all"
         return answers[0]
 

@@ -86,13 +86,8 @@ def trained(rank_processes, make_config):
             steps=len(steps),
         )
         rank_processes.start(world)
-        places = [rank_processes.ask(rank, make_worker, config)() for rank in range(world)]
-        pending = [rank_processes.ask(rank, train, *places[0], steps) for rank in range(world)]
-        answers = [answer() for answer in pending]
-        for answer in answers:
-            if isinstance(answer, Exception):
-                raise answer
-        return answers
+        place, *_ = rank_processes.call(range(world), make_worker, config)
+        return rank_processes.call(range(world), train, *place, steps)
 
     return run
 
