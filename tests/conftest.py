@@ -6,7 +6,6 @@ import gc
 import os
 import secrets
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Set
@@ -23,6 +22,7 @@ pytest.register_assert_rewrite("tests.support")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+from tests.support.command_server import CommandServer  # noqa: E402
 from tests.support.markers import StartedProcesses, mark_by_fixtures  # noqa: E402
 from tests.support.pipeline import reducer_task  # noqa: E402
 from tests.support.rank_processes import RankProcesses  # noqa: E402
@@ -109,19 +109,14 @@ def sync_client(redis_url):
 
 @pytest.fixture(scope="session")
 def cli(home):
-    """Runs the real command line in a process of its own."""
+    """Runs the real command line in a process, forked from one that has imported it."""
+    server = CommandServer()
 
     def run(*args: str, timeout: float = PATIENCE, env: dict[str, str] | None = None):
-        return subprocess.run(
-            [sys.executable, "-m", "trinity_events", *args],
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            env={**os.environ, **(env or {})},
-            check=False,
-        )
+        return server.run(*args, timeout=timeout, env=env or {})
 
-    return run
+    yield run
+    server.close()
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,8 @@ from tests.chaos.plan import RUN, file_of
 from tests.chaos.scenarios import SCENARIOS
 from trinity_schemas import RunKeys, StepReady, decode_envelope
 
+pytestmark = pytest.mark.server
+
 CHOSEN = [
     "worker/save-started/after",
     "trainer/step-committed/after",

@@ -13,6 +13,8 @@ from trinity_events.server.binary import choose_binary
 from trinity_events.server.data_format import read_format
 from trinity_events.server.embedded import START_DEADLINE
 
+pytestmark = pytest.mark.server
+
 
 @pytest.fixture(autouse=True)
 def by_default(monkeypatch):
@@ -91,7 +93,6 @@ def test_the_server_that_the_environment_names_comes_first(on_path, monkeypatch)
         find_binary()
 
 
-@pytest.mark.server
 def test_a_home_remembers_the_server_that_wrote_it(tmp_path):
     with EmbeddedServer(tmp_path).attached() as url, connect_sync(url) as client:
         info = client.info("server")
@@ -141,7 +142,6 @@ def refused_at_once(home, match):
     assert time.monotonic() - began < START_DEADLINE, "it does not wait for what has ended"
 
 
-@pytest.mark.server
 def test_a_format_of_a_later_server_is_named_at_once(tmp_path):
     write_base(tmp_path, b"VALKEY999", "valkey", "12.0.1")
     refused_at_once(
@@ -151,7 +151,6 @@ def test_a_format_of_a_later_server_is_named_at_once(tmp_path):
     )
 
 
-@pytest.mark.server
 def test_a_home_of_the_wheels_server_is_told_from_damage_by_the_oldest_server(
     tmp_path, monkeypatch
 ):
@@ -162,7 +161,6 @@ def test_a_home_of_the_wheels_server_is_told_from_damage_by_the_oldest_server(
     refused_at_once(tmp_path, r"was written by Valkey 9\S+ \(format VALKEY 80\), which Redis 7.0")
 
 
-@pytest.mark.server
 def test_a_home_of_the_oldest_server_is_opened_by_the_one_in_the_wheel(tmp_path, monkeypatch):
     monkeypatch.setenv(BINARY_VARIABLE, str(oldest_server()))
     for product in ("redis", "valkey"):
@@ -183,7 +181,6 @@ def written(home, entries=1):
             pipeline.execute()
 
 
-@pytest.mark.server
 @pytest.mark.parametrize("entries", [10, 100_000], ids=["at its start", "while it loads"])
 def test_damage_that_the_server_reports_is_shown_at_once_with_the_way_out(tmp_path, entries):
     written(tmp_path, entries)
@@ -197,7 +194,6 @@ def test_damage_that_the_server_reports_is_shown_at_once_with_the_way_out(tmp_pa
     )
 
 
-@pytest.mark.server
 @pytest.mark.parametrize("what", ["appendonly.aof.1.base.rdb", "appendonly.aof.manifest"])
 def test_damage_of_other_files_is_shown_with_another_way_out(tmp_path, what):
     written(tmp_path)

@@ -298,6 +298,7 @@ async def test_an_episode_ends_where_the_models_context_does(tokenizer):
     assert not experience.finished
 
 
+@pytest.mark.processes
 async def test_the_examples_tool_answers_from_its_process(tokenizer):
     task = task_of(chat("what is 6 * 7?"))
     engine = Scripted(tokenizer, "calc(6 * 7) ", "calc(1 / 0)", "calc(open)", "42")

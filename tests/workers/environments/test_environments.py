@@ -13,6 +13,8 @@ from trinity_schemas import WaitEnded, WaitStarted
 from trinity_workers.sandbox.environments import EnvironmentFailed, EnvironmentProcesses
 from trinity_workers.tasks import Question, TaskError
 
+pytestmark = pytest.mark.processes
+
 TOOLS = """
 import asyncio, os, subprocess, sys, time
 from pathlib import Path

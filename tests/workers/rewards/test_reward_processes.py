@@ -11,6 +11,8 @@ from tests.support.waits import PATIENCE
 from trinity_workers.rewards import RewardFailed, RewardPool, RewardSource
 from trinity_workers.tasks import Answer, Question
 
+pytestmark = pytest.mark.processes
+
 REWARDS = """
 import asyncio
 import multiprocessing

@@ -20,6 +20,8 @@ from trinity_workers.rewards.settings import RewardsConfig
 from trinity_workers.rollouts.user_task import start_rewards
 from trinity_workers.tasks import Answer, Question
 
+pytestmark = pytest.mark.processes
+
 SOON = 0.5
 """Seconds of a deadline that a test lets pass."""
 WHILE = 10.0
@@ -57,26 +59,22 @@ def service(url, **settings):
 # --- services -----------------------------------------------------------------------------------
 
 
-@pytest.mark.processes
 async def test_a_service_gets_question_and_answers_and_returns_rewards(server):
     verdicts = await judged(service(f"{server}/lengths"), question(), answers("a", "bcd"))
     assert [(verdict.reward, verdict.score) for verdict in verdicts] == [(1.0, 0.5), (3.0, 0.5)]
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("mode", ["busy", "hangs-up"])
 async def test_a_service_that_is_busy_or_hangs_up_is_asked_again(server, mode):
     verdicts = await judged(service(f"{server}/{mode}"), question(), answers("a"))
     assert [verdict.reward for verdict in verdicts] == [1.0]
 
 
-@pytest.mark.processes
 async def test_attempts_are_bounded_and_the_last_fault_is_told(server):
     with pytest.raises(RewardFailed, match=r"/broken answered 500: .*, 2 times"):
         await judged(service(f"{server}/broken", attempts=2), question(), answers("a"))
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("mode", ["slow", "drips"])
 async def test_a_slow_service_fails_at_the_deadline(server, mode):
     began = time.monotonic()
@@ -85,13 +83,11 @@ async def test_a_slow_service_fails_at_the_deadline(server, mode):
     assert time.monotonic() - began >= SOON
 
 
-@pytest.mark.processes
 async def test_a_service_that_floods_is_not_read_further(server):
     with pytest.raises(RewardFailed, match="sent more than 1048576 bytes"):
         await judged(service(f"{server}/floods"), question(), answers("a"))
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("mode", "message"),
     [
@@ -108,7 +104,6 @@ async def test_a_service_that_lies_is_told_in_a_sentence(server, mode, message):
         await judged(settings, question(mode=mode), answers("a", "b"))
 
 
-@pytest.mark.processes
 async def test_calls_in_flight_are_bounded():
     import httpx
 
@@ -123,7 +118,6 @@ async def test_calls_in_flight_are_bounded():
             assert (await client.get(url)).json()["most"] in {1, 2}
 
 
-@pytest.mark.processes
 async def test_a_token_is_taken_from_the_environment(server, monkeypatch):
     settings = service(f"{server}/token", token_variable="JUDGE_TOKEN")
     with pytest.raises(RewardFailed, match="JUDGE_TOKEN is not set"):
@@ -139,7 +133,6 @@ async def test_a_service_that_is_not_there_is_told_before_the_run_begins():
         await judged(service("http://127.0.0.1:1/"), question(), answers("a"))
 
 
-@pytest.mark.processes
 async def test_fates_tell_of_a_service_that_is_slow_lies_floods_and_dies(
     client, publisher, log, run_id
 ):
@@ -193,7 +186,6 @@ async def test_fates_tell_of_a_service_that_is_slow_lies_floods_and_dies(
 # --- judges -------------------------------------------------------------------------------------
 
 
-@pytest.mark.processes
 async def test_a_judge_grades_each_answer_by_its_reply(server):
     settings = RewardsConfig(judge=f"{server}/v1", judge_model="judge")
     verdicts = await judged(settings, question(), answers("right", "wrong {braces}"))
@@ -209,7 +201,6 @@ async def test_a_judge_grades_each_answer_by_its_reply(server):
     ]
 
 
-@pytest.mark.processes
 async def test_a_judge_without_a_grade_is_asked_again_within_its_attempts(server):
     settings = RewardsConfig(judge=f"{server}/hesitant", judge_model="judge", calls=1)
     [verdict] = await judged(settings, question(), answers("right"))
@@ -226,7 +217,6 @@ def completion(reply, **choice):
     return json.dumps({"choices": [{"message": {"content": reply}, **choice}]})
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("reply", "grade"),
     [
@@ -243,7 +233,6 @@ async def test_the_reward_is_the_grade_over_its_scale(server, reply, grade):
     assert (verdict.reward, verdict.parts) == (grade / 10, {"grade": grade})
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
@@ -267,7 +256,6 @@ async def test_a_reply_that_cannot_be_graded_is_refused(server, body, reason):
 CALL = [{"type": "function", "function": {"name": "clock", "arguments": {"zone": "right"}}}]
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     "messages",
     [
@@ -284,7 +272,6 @@ async def test_a_judge_reads_messages_of_several_parts_and_of_tool_calls(server,
     assert verdict.reward == 0.7, "the judge found the word in the prompt"
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("message", "reason"),
     [

@@ -18,7 +18,7 @@ from trinity_workers.rewards import RewardFailed, RewardPool, RewardSource
 from trinity_workers.rewards.base import rewarded
 from trinity_workers.tasks import Answer, Question, TaskError
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 REWARDS = """
 import asyncio, os, signal, subprocess, sys, time
