@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import anyio
 import typer
@@ -14,7 +14,8 @@ from ..analysis.expressions import BadExpression, Condition
 from ..core import MonitorState
 from ..errors import TrinityError
 from ..replay import Folded
-from ..views import fields_as_json, folded_as_json, folded_lines
+from ..views import fields_as_json, folded_lines
+from ..views.documents import Bisection, FoldedEntry
 from ..views.terminal import print_out
 from .options import CheckpointRoot, Json, RedisUrl, print_json
 from .sources import RunOrFile, states_of
@@ -59,7 +60,14 @@ def bisect(
         raise BadCondition(f"a state has no field {min(unknown)!r}: there are {fields}")
     run_id, match = anyio.run(partial(_find, run, root, redis_url, condition, every=every))
     if as_json:
-        print_json({"run_id": run_id, "expression": expression, "found": _as_json(match)})
+        entry = (
+            None
+            if match is None
+            else FoldedEntry(
+                id=match.entry.id, envelope=match.envelope, announcements=match.announcements
+            )
+        )
+        print_json(Bisection(run_id=run_id, expression=expression, entry=entry))
     elif match is None:
         hint = (
             "" if every else "; --every asks about each event, for what was true for a while only"
@@ -83,7 +91,3 @@ async def _find(
     async with states_of(run, root, redis_url) as states:
         find = states.first_of_all if every else states.first_after
         return states.source.run_id, await find(holds)
-
-
-def _as_json(match: Folded | None) -> dict[str, Any] | None:
-    return None if match is None else folded_as_json(match)

@@ -13,6 +13,7 @@ from ..archive.state_at import StateAt
 from ..core import MonitorState
 from ..views import state_as_json
 from ..views.changes import change_line, tells
+from ..views.documents import Difference
 from ..views.terminal import print_out
 from .options import CheckpointRoot, Json, RedisUrl, print_json
 from .sources import RunOrFile, states_of
@@ -38,12 +39,12 @@ def diff(
     differences = list(changes(state_as_json(start), state_as_json(end)))
     if as_json:
         print_json(
-            {
-                "run_id": start.run_id,
-                "from": start.position,
-                "to": end.position,
-                "changes": differences,
-            }
+            Difference(
+                run_id=start.run_id,
+                begin=start.position,
+                end=end.position,
+                changes=differences,
+            )
         )
         return
     print_out(f"from entry {start.position} ({start.entries}) to {end.position} ({end.entries})")

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Annotated
 
 import anyio
+import msgspec
 import typer
-from msgspec import Struct
+from msgspec import UNSET, Struct
 
 from trinity_schemas import (
     ContractError,
     Envelope,
     EnvelopeReader,
     Event,
+    Kind,
     RewardErrorReported,
     StacksTaken,
 )
@@ -23,7 +25,7 @@ from trinity_schemas import (
 from ..analysis.causes import Cause, first_causes
 from ..analysis.explain import explain as in_words
 from ..analysis.explain import profiles_of, unfinished
-from ..analysis.outcomes import Outcome, ended_in, outcome_of, outcomes_in_words
+from ..analysis.outcomes import Outcome, OutcomeName, ended_in, outcome_of, outcomes_in_words
 from ..analysis.proof import Proof, ProofEntry, proof_line
 from ..archive import Archive, ArchiveMissing
 from ..archive.export import whole_stream
@@ -37,6 +39,7 @@ from ..log import RedisEventLog, Stream, before, require_run
 from ..replay import current_state, envelope_of
 from ..views import waits_as_json
 from ..views.as_json import causes_as_json
+from ..views.documents import Explanation
 from ..views.status import next_step
 from ..views.terminal import print_out
 from .last_entries import decoded
@@ -119,20 +122,22 @@ def explain(
         for line in (*lines, *map(proof_line, facts.proof)):
             print_out(line, lines=False)
         return
-    kinds: dict[str, str] = {outcome.kind: outcome.outcome for outcome in facts.outcomes}
+    kinds: dict[Kind, OutcomeName] = {outcome.kind: outcome.outcome for outcome in facts.outcomes}
     if step in state.steps:
         kinds = {
             kind: outcome_of(kind_state) for kind, kind_state in state.steps[step].kinds.items()
         }
     print_json(
-        {
-            "run_id": state.run_id,
-            "epoch": state.epoch,
-            "step": step,
-            "kinds": kinds,
-            "explanation": " ".join(line.strip() for line in lines),
-        }
-        | ({"proof": facts.proof} if proof else {})
+        msgspec.to_builtins(
+            Explanation(
+                run_id=state.run_id,
+                epoch=state.epoch,
+                step=step,
+                kinds=kinds,
+                explanation=" ".join(line.strip() for line in lines),
+                proof=facts.proof if proof else UNSET,
+            )
+        )
         | causes_as_json(facts.causes, facts.now)
         | waits_as_json(state, facts.now)
     )

@@ -20,8 +20,9 @@ from ..archive.state_at import StateAt
 from ..core import MonitorState
 from ..log import Entry, Stream, position
 from ..replay import Replay
-from ..views import folded_as_json, folded_lines, state_as_json, status_panel
+from ..views import folded_lines, state_as_json, status_panel
 from ..views.changes import change_line, tells
+from ..views.documents import Step
 from ..views.terminal import print_err, print_out
 from .options import CheckpointRoot, Json, RedisUrl, checkpoint_root, console, log_of, print_json
 from .sources import OptionalRunOrFile, recorded_file, states_of
@@ -156,7 +157,14 @@ async def _show(states: StateAt, begin: str, until: str | None, steps: _Steps) -
             differences = [change for change in changes(before, now) if tells(change)]
             before = now
             if steps.as_json:
-                print_json(folded_as_json(folded) | {"changes": differences})
+                print_json(
+                    Step(
+                        id=folded.entry.id,
+                        envelope=folded.envelope,
+                        announcements=folded.announcements,
+                        changes=differences,
+                    )
+                )
                 continue
             for line in folded_lines(folded, run_start=(state.opened_at or 0) / 1000):
                 print_out(line, lines=False)

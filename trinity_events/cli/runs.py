@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import anyio
+from msgspec import UNSET
 
 from ..core import MonitorState
 from ..errors import KeyConflict
@@ -10,6 +11,7 @@ from ..liveness import abandoned_since
 from ..log import RedisEventLog, list_runs
 from ..replay import SnapshotUnreadable, current_state
 from ..views import runs_table, seconds
+from ..views.documents import Prompts, RunRow
 from ..views.terminal import print_err, print_out
 from .options import Json, RedisUrl, client_of, console, print_json
 
@@ -57,20 +59,17 @@ async def _states(redis_url: str | None) -> list[tuple[MonitorState, int | None]
     return [states[run] for run in listed if run in states]
 
 
-def _row(state: MonitorState, since: int | None) -> dict[str, object]:
-    row: dict[str, object] = {
-        "run_id": state.run_id,
-        "opened_at": seconds(state.opened_at),
-        "epoch": state.epoch,
-        "trainer": state.closed or state.trainer,
-        "step": state.trainer_step,
-        "ready": {kind: pointer.at for kind, pointer in state.ready.items()},
-    }
-    if state.ledger is not None:
-        ledger = state.ledger
-        row["prompts"] = {
-            "trained": ledger.trained,
-            "dropped": ledger.dropped,
-            "open": ledger.open_count,
-        }
-    return row if since is None else row | {"silent_since": seconds(since)}
+def _row(state: MonitorState, since: int | None) -> RunRow:
+    ledger = state.ledger
+    return RunRow(
+        run_id=state.run_id,
+        opened_at=seconds(state.opened_at),
+        epoch=state.epoch,
+        trainer=state.closed or state.trainer,
+        step=state.trainer_step,
+        ready={kind: pointer.at for kind, pointer in state.ready.items()},
+        prompts=UNSET
+        if ledger is None
+        else Prompts(trained=ledger.trained, dropped=ledger.dropped, open=ledger.open_count),
+        silent_since=UNSET if since is None else since / 1000,
+    )

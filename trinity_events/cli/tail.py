@@ -34,7 +34,8 @@ from ..log.redis.run_index import nearest_name
 from ..replay import page_of
 from ..server import Deadline, server_clock
 from ..views import event_line
-from ..views.cloudevents import as_cloudevent
+from ..views.cloudevents import build_cloudevent
+from ..views.documents import UndecodableLine
 from ..views.terminal import print_out
 from .last_entries import begin_of_last, decoded, is_wanted, last_entries
 from .options import (
@@ -239,10 +240,10 @@ def _steps(text: str) -> range:
 def _print(run_id: str, stream: Stream, entry: Entry, form: Format) -> None:
     envelope = decoded(entry)
     if form == "cloudevents":
-        print_json(as_cloudevent(run_id, stream, entry, envelope))
+        print_json(build_cloudevent(run_id, stream, entry, envelope))
     elif isinstance(envelope, ContractError):
         if form == "json":
-            print_json({"id": entry.id, "stream": stream.value, "undecodable": str(envelope)})
+            print_json(UndecodableLine(id=entry.id, stream=stream.value, undecodable=str(envelope)))
         else:
             print_out(f"{entry.id:<18} undecodable: {envelope}", lines=False)
     elif form == "json":

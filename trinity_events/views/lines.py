@@ -13,7 +13,6 @@ from trinity_schemas import (
     ReissuedRollout,
     Slot,
     event_tag,
-    to_json,
 )
 
 from ..core.fold_state import format_producer
@@ -47,15 +46,6 @@ def folded_lines(
         event_line(folded.entry.id, envelope, run_start=run_start, has_id=has_id)
         for envelope in (folded.envelope, *folded.announcements)
     ]
-
-
-def folded_as_json(folded: Folded) -> dict[str, Any]:
-    """Return an entry and its announcements as JSON; ``envelope`` is None for a dead letter."""
-    return {
-        "id": folded.entry.id,
-        "envelope": None if folded.envelope is None else to_json(folded.envelope),
-        "announcements": [to_json(announcement) for announcement in folded.announcements],
-    }
 
 
 _NAMED = 16
