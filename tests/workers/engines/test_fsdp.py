@@ -65,8 +65,9 @@ from trinity_schemas import (  # noqa: E402
 )
 from trinity_workers.config.train_config import RunConfig  # noqa: E402
 from trinity_workers.engines.base import LocalShard  # noqa: E402
-from trinity_workers.engines.fsdp import FSDPEngine, write_huggingface  # noqa: E402
+from trinity_workers.engines.fsdp import FSDPEngine  # noqa: E402
 from trinity_workers.engines.learning_rate import LearningRate  # noqa: E402
+from trinity_workers.engines.sharded import write_huggingface  # noqa: E402
 from trinity_workers.engines.state_files import read_state, write_state  # noqa: E402
 from trinity_workers.helpers import (  # noqa: E402
     PublishFull,

@@ -27,7 +27,7 @@ from trinity_workers.engines.adapter_folder import (  # noqa: E402
     write_adapter_folder,
 )
 from trinity_workers.engines.convertible import ConversionRefused  # noqa: E402
-from trinity_workers.engines.fsdp import FSDPEngine, frozen_policy, shard_name  # noqa: E402
+from trinity_workers.engines.fsdp import FSDPEngine, frozen_policy  # noqa: E402
 from trinity_workers.engines.fsdp_options import FSDPOptions  # noqa: E402
 from trinity_workers.engines.model_memory import ALL  # noqa: E402
 from trinity_workers.engines.offload import Offload  # noqa: E402
@@ -249,7 +249,8 @@ def save(rank, folder, at):
         write_adapter_folder(files / "huggingface", engine.write_description, tensors)
     else:
         list(tensors)
-    write_state(files / shard_name("optim"), engine.training_state())
+    [(path, state)] = engine.training_files(files).items()
+    write_state(path, state)
     engine.module.eval()
     with torch.no_grad():
         logits = engine.module(input_ids=TOKENS).logits

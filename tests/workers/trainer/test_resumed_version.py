@@ -22,8 +22,8 @@ from trinity_events.log import Publisher, SyncEventLog, new_producer, open_run  
 from trinity_events.server import open_client  # noqa: E402
 from trinity_events.weights import model_digest  # noqa: E402
 from trinity_schemas import StepRef  # noqa: E402
-from trinity_workers.engines.fsdp import write_huggingface  # noqa: E402
 from trinity_workers.engines.model_folder import write_model_folder  # noqa: E402
+from trinity_workers.engines.sharded import write_huggingface  # noqa: E402
 from trinity_workers.explorer.run_follower import followed_run  # noqa: E402
 from trinity_workers.explorer.versions import VersionFollower  # noqa: E402
 from trinity_workers.learning.policy import load_policy  # noqa: E402

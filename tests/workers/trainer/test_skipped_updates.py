@@ -21,7 +21,7 @@ from trinity_workers.algorithms.collate import collate  # noqa: E402
 from trinity_workers.algorithms.rules import read_settings  # noqa: E402
 from trinity_workers.engines.fsdp import FSDPEngine  # noqa: E402
 from trinity_workers.engines.learning_rate import LearningRate  # noqa: E402
-from trinity_workers.engines.verl import VerlEngine, VerlOptions  # noqa: E402
+from trinity_workers.engines.verl import VerlEngine  # noqa: E402
 from trinity_workers.learning.adapters import policy_loader  # noqa: E402
 from trinity_workers.learning.lora_settings import LoraConfig  # noqa: E402
 from trinity_workers.learning.values import load_critic  # noqa: E402
@@ -251,7 +251,6 @@ class VerlRecorder:
 @pytest.mark.parametrize(("norm", "steps"), [(1.0, 1), (math.nan, 0), (math.inf, 0)])
 def test_the_schedule_of_verls_engine_stays_where_verl_takes_no_step(norm, steps):
     engine = VerlEngine.__new__(VerlEngine)
-    engine.options = VerlOptions(RATES, total_steps=1)
     engine.verl = VerlRecorder(norm)
     gradient_norm = engine.update([], lambda *_: torch.tensor(0.0), temperature=1.0, entropy=False)
     assert gradient_norm == norm or math.isnan(norm)

@@ -15,8 +15,6 @@ from msgspec.structs import replace
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
-    FSDPModule,
-    FullyShardedDataParallel,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -25,43 +23,34 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from trinity_events.checkpoints.layout import MODEL_FOLDER
-from trinity_events.checkpoints.verification import VerifyMode
 
 from ..learning.adapters import adapter_config, adapter_tree, without_adapters
-from ..learning.finite import backward_gradient, check_finite, nested_tensors
+from ..learning.finite import backward_gradient
 from ..learning.packing import check_isolation
-from ..runtime.collectives import together
-from ..storage.durable_files import make_folder, sync_tree, write_json
-from ..storage.huggingface_files import UserFiles, read_user_files, write_config, write_user_files
-from ..storage.verification import verify_together, write_manifest_together
-from .adamw import AdamWOptions, apply_adamw_options
+from ..storage.durable_files import make_folder, sync_tree
+from ..storage.huggingface_files import read_user_files, write_user_files
+from .adamw import AdamWOptions
 from .adapter_folder import BaseModel, check_adapters, describe_adapters
-from .base import refuse_load_arguments, refuse_save_arguments, trained_module
-from .buffers import all_buffer_names, saved_buffers
+from .base import trained_module
+from .buffers import saved_buffers
 from .fsdp_options import FSDPOptions
-from .learning_rate import LearningRate, apply_learning_rate, learning_rate_of
-from .model_folder import FolderReader, has_weights
-from .model_memory import ALL, OffloadedModel, Part, holding, optimizer_tensors
+from .learning_rate import LearningRate, learning_rate_of
+from .model_memory import ALL, OffloadedModel, holding, optimizer_tensors
 from .offload import FrozenOffload, Offload
 from .random_states import random_states, set_random_states
 from .reshard import (
-    model_from_folder,
-    resharded_model,
     resharded_optimizer,
     saved_world,
-    shard_file,
     states_of_shards,
 )
-from .state_files import copied, read_state, write_state
-from .weight_changes import WeightChanges
+from .sharded import ShardedEngine, reshard, shard_name, write_huggingface
+from .state_files import copied, read_state
 
-FSDP_CONFIG = "fsdp_config.json"
-"""File that veRL's merger of shards reads."""
 # Below this number of parameters, one all-gather is faster than one per layer.
 _SHARD_LAYERS_FROM = 10_000_000
 
 
-class FSDPEngine:
+class FSDPEngine(ShardedEngine):
     """Sharded model and its optimizer on one rank.
 
     The default process group must be initialised.
@@ -108,30 +97,27 @@ class FSDPEngine:
             name: parameter.dtype for name, parameter in trained.named_parameters()
         }
         options.prepare(model)
-        self.module: Any = _shard(model, device, getattr(torch, dtype), options)
-        self.adapters = adapter_tree(self.module)
-        """Tree of the model's adapters; None if the model itself is trained."""
+        module = _shard(model, device, getattr(torch, dtype), options)
+        self.adapters = adapter_tree(module)
         self._base: BaseModel | None = None
         if self.adapters is not None and dist.get_rank() == 0:
             self._base = BaseModel.of(model_folder)
         # Other models than the policy have its layers.
         if options.packing and (load is None or self.adapters is not None):
-            check_isolation(self.module, device)
-            self.module.reshard()  # the optimizer is of the shards
+            check_isolation(module, device)
+            module.reshard()  # the optimizer is of the shards
         self._sharded_by_layers = _is_large(model)
-        self._adamw = adamw
         rate = learning_rate_of(learning_rate)
-        self._highest_rate = rate.highest
-        self.optimizer = torch.optim.AdamW(
-            trained_module(self).parameters(),
+        optimizer = torch.optim.AdamW(
+            (module if self.adapters is None else self.adapters).parameters(),
             lr=rate.highest,
             betas=adamw.betas,
             eps=adamw.epsilon,
             weight_decay=adamw.weight_decay,
             fused=True,
         )
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rate.share)
-        self.weight_changes = WeightChanges(self.module, self.optimizer)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate.share)
+        super().__init__(module, optimizer, scheduler, adamw=adamw, learning_rate=rate)
         self._memory = OffloadedModel(
             offload,
             lambda: _settled_parameters(self.module),
@@ -139,33 +125,14 @@ class FSDPEngine:
             lambda: optimizer_tensors(self.optimizer),
         )
         self._memory.guard(self.module)
-        self.verify_mode: VerifyMode = "full"
-        """Extent to which :meth:`load_checkpoint` verifies files before it reads them."""
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """Return a block without gradients in which the model computes as its base does."""
         return without_adapters(self.module)
 
-    def resident(self, *parts: Part) -> AbstractContextManager[None]:
-        """Return a block in which these parts are on the device; by default the parameters.
-
-        Tensors that share memory with a parameter are valid in such a block alone.
-        """
-        return self._memory.resident(*parts)
-
     def _drop_gradients(self) -> tuple[torch.Tensor, ...]:
         self.optimizer.zero_grad(set_to_none=True)
         return ()
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps taken."""
-        return int(self.scheduler.last_epoch)
-
-    @property
-    def learning_rate(self) -> float:
-        """Learning rate of the next optimizer step."""
-        return float(self.scheduler.get_last_lr()[0])
 
     @holding(*ALL)
     def optimizer_step(self, loss: torch.Tensor) -> float:
@@ -254,93 +221,21 @@ class FSDPEngine:
         describe_adapters(folder, adapter_config(self.module), self._base)
 
     @holding("optimizer")
-    def training_state(self) -> dict[str, Any]:
-        """Return this rank's optimizer, scheduler and random generator state, copied to the CPU."""
-        return {
+    def training_files(self, folder: Path) -> dict[Path, dict[str, Any]]:
+        """Return the content of this rank's file of the training state, copied to the CPU."""
+        state = {
             "optimizer": copied(self.optimizer.state_dict()),
             "scheduler": copied(self.scheduler.state_dict()),
             "random": random_states(self._device),
         }
+        return {folder / shard_name("optim"): state}
 
-    @holding("parameters", "optimizer")
-    def save_checkpoint(
-        self,
-        local_path: str,
-        hdfs_path: str | None = None,
-        global_step: int = 0,
-        max_ckpt_to_keep: int | None = None,
-    ) -> None:
-        """Write model and training state below ``local_path``; durable on return. Collective.
-
-        ``global_step`` has no effect.
-
-        Raises:
-            ArgumentRefused: for ``hdfs_path`` and ``max_ckpt_to_keep``.
-            NonFiniteWeights: if parameters or optimizer state are not finite.
-            PeerFailed: on the ranks that did not fail themselves.
-        """
-        refuse_save_arguments(self, hdfs_path, max_ckpt_to_keep)
-        folder = Path(local_path)
-        with together():
-            module = trained_module(self)
-            file, state = folder / shard_name(saved_part(self)), copied(module.state_dict())
-            write_state(file, state, exempt=all_buffer_names(module))
-            write_state(folder / shard_name("optim"), self.training_state())
-            if dist.get_rank() == 0:
-                write_description(folder, self)
-        write_manifest_together(folder)
-
-    @holding(*ALL)
-    def load_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
-    ) -> None:
-        """Load files of :meth:`save_checkpoint`, at this or another number of ranks. Collective.
-
-        The model may also be a Hugging Face folder with weights. At another number of ranks, a
-        rank continues the random states of the same rank; ranks that were not there keep their own.
-
-        Raises:
-            CheckpointDamaged: if a file is not as it was saved; nothing is read then.
-            FileNotFoundError: if a shard is missing.
-            ReshardRefused: if the shards do not fit the model.
-            AdaptersRefused: if they are of other adapters, or of another base.
-            ArgumentRefused: for ``hdfs_path`` and ``del_local_after_load``.
-            NonFiniteWeights: if parameters or optimizer state are not finite.
-            PeerFailed: if another rank could not read its shard; nothing is loaded then.
-        """
-        refuse_load_arguments(self, hdfs_path, del_local_after_load)
-        folder = Path(local_path)
-        verify_together(folder, self.verify_mode)
-        with together():
-            if dist.get_rank() == 0:
-                config = None if self.adapters is None else adapter_config(self.module)
-                check_adapters(folder / MODEL_FOLDER[-1], config, self._base)
-            model, training = self._read_shards(folder, saved_world(folder))
-            exempt = all_buffer_names(trained_module(self))
-            check_finite(nested_tensors(model), str(folder), exempt=exempt)
-            check_finite(
-                nested_tensors(training["optimizer"]), f"the optimizer's state in {folder}"
-            )
-        reshard(self.module)  # what was gathered of adapters would be of their earlier values
-        trained_module(self).load_state_dict(model)
-        self.optimizer.load_state_dict(training["optimizer"])
-        apply_adamw_options(self.optimizer, self._adamw)
-        self.scheduler.load_state_dict(training["scheduler"])
-        apply_learning_rate(self.scheduler, self._highest_rate)
-        if "random" in training:
-            set_random_states(training["random"], self._device)
-
-    def _read_shards(self, folder: Path, world: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return this rank's model and training state, from shards of ``world`` ranks."""
+    def _read_shards(self, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+        if dist.get_rank() == 0:
+            config = None if self.adapters is None else adapter_config(self.module)
+            check_adapters(folder / MODEL_FOLDER[-1], config, self._base)
+        world = saved_world(folder)
         return self._read_model(folder, world), self._read_training(folder, world)
-
-    def _read_model(self, folder: Path, world: int) -> dict[str, Any]:
-        whole, module, part = folder / MODEL_FOLDER[-1], trained_module(self), saved_part(self)
-        if not shard_file(folder, part, world, 0).is_file() and has_weights(whole):
-            return model_from_folder(FolderReader(whole), module)
-        if world == dist.get_world_size():
-            return read_state(folder / shard_name(part))
-        return resharded_model(states_of_shards(folder, part, world), module)
 
     def _read_training(self, folder: Path, world: int) -> dict[str, Any]:
         if world == dist.get_world_size():
@@ -353,6 +248,9 @@ class FSDPEngine:
         if rank < world:
             training["random"] = states[rank]["random"]
         return training
+
+    def _set_random_states(self, states: dict[str, Any]) -> None:
+        set_random_states(states, self._device)
 
 
 def frozen_policy(
@@ -386,87 +284,6 @@ def _settled_parameters(module: Any) -> Iterator[torch.Tensor]:
     """Yield the sharded parameters, after freeing what was gathered of them."""
     reshard(module)
     yield from module.parameters()
-
-
-def reshard(module: Any) -> None:
-    """Free what was gathered of a model's parameters, which are then those of the optimizer."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
-
-
-def shard_name(what: str) -> str:
-    """Return the file name of this rank's shard, in veRL's convention."""
-    return shard_file(Path(), what, dist.get_world_size(), dist.get_rank()).name
-
-
-def saved_part(engine: Any) -> str:
-    """Return the name of the part that an engine's shards are of: its model, or its adapters."""
-    return "model" if getattr(engine, "adapters", None) is None else "adapter"
-
-
-def description_paths(folder: Path) -> list[Path]:
-    """Return what :func:`write_description` writes."""
-    return [folder / FSDP_CONFIG, folder / MODEL_FOLDER[-1]]
-
-
-def write_description(folder: Path, engine: Any) -> None:
-    """Write the files that a merger of the shards reads; durable on return. For one rank.
-
-    ``fsdp_config.json`` has the FSDP version and the number of ranks, for veRL's merger.
-    ``huggingface`` has what the engine's ``write_description`` writes. The engine may be veRL's.
-    """
-    is_fsdp1 = bool(FullyShardedDataParallel.fsdp_modules(engine.module))
-    write_json(
-        folder / FSDP_CONFIG,
-        {"FSDP_version": 1 if is_fsdp1 else 2, "world_size": dist.get_world_size()},
-    )
-    describe(engine, folder / MODEL_FOLDER[-1])
-
-
-def describe(engine: Any, folder: Path) -> None:
-    """Write configuration and tokenizer, of this project's engines and of veRL's."""
-    own = getattr(engine, "write_description", None)
-    if own is not None:
-        own(folder)
-        return
-    files = getattr(engine, "user_files", None)
-    write_huggingface(folder, engine.module, tokenizer_of(engine), files)
-
-
-def tokenizer_of(engine: Any) -> Any:
-    """Return the tokenizer of this project's engines and of veRL's; None if there is none."""
-    own = getattr(engine, "tokenizer", None)
-    if own is not None:
-        return own
-    # veRL's tokenizer belongs to the checkpoint manager.
-    return getattr(getattr(engine, "checkpoint_manager", None), "processing_class", None)
-
-
-def write_huggingface(
-    folder: Path, module: Any, tokenizer: Any, files: UserFiles | None = None
-) -> None:
-    """Write configuration, generation defaults and tokenizer; durable on return. For one rank.
-
-    Args:
-        folder: Folder to write to.
-        module: Model of transformers.
-        tokenizer: Its tokenizer, or None.
-        files: Files of the folder that the model was loaded from, which are written as they are.
-            Without them, generation defaults and tokenizer are written by transformers.
-    """
-    make_folder(folder)
-    write_config(folder, module.config)
-    generation = getattr(module, "generation_config", None)
-    if files is not None:
-        write_user_files(folder, files)
-    else:
-        if generation is not None:
-            # save_pretrained() refuses generation defaults that released models have.
-            generation.to_json_file(folder / "generation_config.json")
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-    sync_tree(folder)
 
 
 def _is_large(model: Any) -> bool:

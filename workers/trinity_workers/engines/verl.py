@@ -11,38 +11,28 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trinity_events.checkpoints.layout import MODEL_FOLDER
-from trinity_events.checkpoints.verification import VerifyMode
 from trinity_events.errors import TrinityError
 
 from ..algorithms.logits import TokenStatistics
 from ..learning.finite import (
-    check_finite,
     check_finite_model,
-    nested_tensors,
     with_backward_gradient,
 )
 from ..learning.policy import load_tokenizer
 from ..runtime.collectives import together
 from ..storage.huggingface_files import read_user_files
-from ..storage.verification import verify_together, write_manifest_together
 from .adamw import AdamWOptions, apply_adamw_options
 from .base import (
     NamedTensors,
     per_tensor_params,
-    refuse_load_arguments,
-    refuse_save_arguments,
 )
-from .buffers import all_buffer_names
-from .fsdp import reshard, shard_name, write_description
-from .learning_rate import LearningRate, apply_learning_rate
-from .model_folder import FolderReader, has_weights
-from .reshard import model_from_folder
-from .state_files import copied, read_state, write_state
-from .weight_changes import WeightChanges
+from .learning_rate import LearningRate
+from .sharded import ShardedEngine, reshard, shard_name
+from .state_files import copied, read_state
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -71,7 +61,7 @@ class VerlOptions(NamedTuple):
     recompute: bool = False
 
 
-class VerlEngine:
+class VerlEngine(ShardedEngine):
     """veRL's ``FSDPEngineWithLMHead`` on FSDP2: model, optimizer, schedule, forward and backward.
 
     The files of a checkpoint are those that veRL's own ``load_checkpoint`` reads. They are written
@@ -90,33 +80,21 @@ class VerlEngine:
     def __init__(self, folder: Path, *, device: torch.device, options: VerlOptions) -> None:
         self.tokenizer = load_tokenizer(folder)
         self.user_files = read_user_files(folder)
-        self.options = options
         self._device = device
         self.verl = _initialized(folder, device, options)
+        super().__init__(
+            self.verl.module,
+            self.verl.optimizer,
+            self.verl.lr_scheduler,
+            adamw=options.adamw,
+            learning_rate=options.learning_rate,
+        )
         # veRL's settings have no epsilon: `build_optimizer` of verl/workers/config/optimizer.py.
-        apply_adamw_options(self.verl.optimizer, options.adamw)
+        apply_adamw_options(self.optimizer, options.adamw)
         with together():
             check_finite_model(self.module, str(folder))
-        dtype: torch.dtype = getattr(torch, options.dtype)
-        self.published_dtypes = {name: dtype for name, _ in self.module.named_parameters()}
-        self.weight_changes = WeightChanges(self.module, self.verl.optimizer)
-        self.verify_mode: VerifyMode = "full"
-        """Extent to which :meth:`load_checkpoint` verifies files before it reads them."""
-
-    @property
-    def module(self) -> Any:
-        """Sharded model."""
-        return self.verl.module
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps taken."""
-        return int(self.verl.lr_scheduler.last_epoch)
-
-    @property
-    def learning_rate(self) -> float:
-        """Learning rate of the next optimizer step."""
-        return float(self.verl.lr_scheduler.get_last_lr()[0])
+        self._dtype: torch.dtype = getattr(torch, options.dtype)
+        self.published_dtypes = {name: self._dtype for name, _ in self.module.named_parameters()}
 
     # --- computation ---------------------------------------------------------------------------
 
@@ -158,12 +136,11 @@ class VerlEngine:
 
         A tied tensor appears once, under its first name.
         """
-        dtype = getattr(torch, self.options.dtype)
         every = dict(self.module.named_parameters(remove_duplicate=False))
         tied = every.keys() - dict(self.module.named_parameters()).keys()
         for name, tensor in per_tensor_params(self.verl):
             if name not in tied:
-                yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+                yield name, tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
     def master_params(self) -> NamedTensors:
         """Yield full parameters in the dtype of the optimizer. Collective."""
@@ -175,76 +152,23 @@ class VerlEngine:
     # --- checkpoints ---------------------------------------------------------------------------
 
     def training_files(self, folder: Path) -> dict[Path, dict[str, Any]]:
-        """Return the content of this rank's files of optimizer, schedule and random states."""
-        extra = {"lr_scheduler": self.verl.lr_scheduler.state_dict(), "rng": self._random_states()}
+        """Return the content of veRL's two files of this rank's training state."""
+        extra = {"lr_scheduler": self.scheduler.state_dict(), "rng": self._random_states()}
         return {
-            folder / shard_name("optim"): copied(self.verl.optimizer.state_dict()),
+            folder / shard_name("optim"): copied(self.optimizer.state_dict()),
             folder / shard_name("extra_state"): extra,
         }
 
-    def save_checkpoint(
-        self,
-        local_path: str,
-        hdfs_path: str | None = None,
-        global_step: int = 0,
-        max_ckpt_to_keep: int | None = None,
-    ) -> None:
-        """Write model and training state below ``local_path``; durable on return. Collective.
+    def _read_shards(self, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+        model = self._read_model(folder, dist.get_world_size())
+        optimizer, extra = (
+            read_state(folder / shard_name(part)) for part in ("optim", "extra_state")
+        )
+        scheduler, states = extra["lr_scheduler"], extra["rng"]
+        return model, {"optimizer": optimizer, "scheduler": scheduler, "random": states}
 
-        ``global_step`` has no effect.
-
-        Raises:
-            ArgumentRefused: for ``hdfs_path`` and ``max_ckpt_to_keep``.
-        """
-        refuse_save_arguments(self, hdfs_path, max_ckpt_to_keep)
-        folder = Path(local_path)
-        with together():
-            model, buffers = copied(self.module.state_dict()), all_buffer_names(self.module)
-            write_state(folder / shard_name("model"), model, exempt=buffers)
-            for path, state in self.training_files(folder).items():
-                write_state(path, state)
-            if self.verl.rank == 0:
-                write_description(folder, self)
-        write_manifest_together(folder)
-
-    def load_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
-    ) -> None:
-        """Load files of :meth:`save_checkpoint`, at the same number of ranks. Collective.
-
-        The model may also be a Hugging Face folder with weights.
-
-        Raises:
-            ArgumentRefused: for ``hdfs_path`` and ``del_local_after_load``.
-            CheckpointDamaged: if a file is not as it was saved; nothing is read then.
-            FileNotFoundError: if a shard is missing.
-            NonFiniteWeights: if parameters or optimizer state are not finite.
-            PeerFailed: if another rank could not read its shard; nothing is loaded then.
-        """
-        refuse_load_arguments(self, hdfs_path, del_local_after_load)
-        folder = Path(local_path)
-        verify_together(folder, self.verify_mode)
-        with together():
-            model = self._read_model(folder)
-            optimizer, extra = map(read_state, self.training_paths(folder))
-            check_finite(nested_tensors(model), str(folder), exempt=all_buffer_names(self.module))
-            check_finite(nested_tensors(optimizer), f"the optimizer's state in {folder}")
-        self.module.load_state_dict(model)
-        self.verl.optimizer.load_state_dict(optimizer)
-        apply_adamw_options(self.verl.optimizer, self.options.adamw)
-        self.verl.lr_scheduler.load_state_dict(extra["lr_scheduler"])
-        apply_learning_rate(self.verl.lr_scheduler, self.options.learning_rate.highest)
-        self.verl.checkpoint_manager.load_rng_state(extra["rng"])
-
-    def training_paths(self, folder: Path) -> list[Path]:
-        """Return the files of :meth:`training_files`."""
-        return [folder / shard_name("optim"), folder / shard_name("extra_state")]
-
-    def _read_model(self, folder: Path) -> dict[str, Any]:
-        shard, whole = folder / shard_name("model"), folder / MODEL_FOLDER[-1]
-        if not shard.is_file() and has_weights(whole):
-            return model_from_folder(FolderReader(whole), self.module)
-        return read_state(shard)
+    def _set_random_states(self, states: dict[str, Any]) -> None:
+        self.verl.checkpoint_manager.load_rng_state(states)
 
     def _random_states(self) -> dict[str, Any]:
         """Return what veRL restores, with plain values, which are read without pickle."""

@@ -16,7 +16,7 @@ from trinity_events.weights import Synchronizer
 
 from ..engines.base import TrainEngine, per_tensor_params, resident, trained_module
 from ..engines.buffers import all_buffer_names
-from ..engines.fsdp import description_paths, saved_part, shard_name, write_description
+from ..engines.sharded import description_paths, saved_part, shard_name, write_description
 from ..engines.state_files import copied, write_state
 from .broadcast import UpdateGroup, broadcast_stream
 from .full_tensors import full_tensors

@@ -19,8 +19,8 @@ from trinity_events.errors import DeadlineExceeded
 
 from ..engines.adapter_folder import write_adapter_folder
 from ..engines.base import NamedTensors, TrainEngine, trained_module
-from ..engines.fsdp import describe, saved_part
 from ..engines.model_folder import write_model_folder
+from ..engines.sharded import describe, saved_part
 from ..learning.finite import finite_tensors
 from ..runtime.collectives import CollectiveBroken, raise_together, rank_and_world
 from .full_tensors import full_tensors

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,12 @@ import torch.distributed as dist
 from msgspec import Struct, structs
 
 from trinity_events.checkpoints.layout import MODEL_FOLDER
-from trinity_events.checkpoints.verification import VerifyMode
 from trinity_events.errors import TrinityError
 
 from ...algorithms.batch import Batch
 from ...runtime.collectives import together
-from ...storage.verification import verify_together, write_manifest_together
 from ..adamw import AdamWOptions, apply_adamw_options
-from ..base import LocalShard, refuse_load_arguments, refuse_save_arguments
+from ..base import CheckpointedEngine, LocalShard
 from ..learning_rate import LearningRate, learning_rate_of
 from ..model_folder import has_weights
 from ..model_memory import ALL, OffloadedModel, Part, holding, optimizer_tensors
@@ -76,7 +73,7 @@ class CheckpointManager:
         self.checkpoint_save_contents = ["model", "optimizer", "extra"]
 
 
-class MegatronEngine:
+class MegatronEngine(CheckpointedEngine):
     """Model chunks of this rank, and their optimizer.
 
     The default process group must be initialised; making an engine is collective.
@@ -143,7 +140,7 @@ class MegatronEngine:
         if load_weights:
             with together():
                 self._stream.check_all_used(model_folder)
-        self.module: list[Any] = self._chunks
+        self.module = self._chunks
         self.optimizer: Any = None
         if optimizer is not None:
             self._make_trainable(optimizer, model)
@@ -153,15 +150,6 @@ class MegatronEngine:
         self._memory = OffloadedModel(
             model.offload, self._parameters, self._gradients, self._optimizer_tensors
         )
-        self.verify_mode: VerifyMode = "full"
-        """Extent to which :meth:`load_checkpoint` verifies files before it unpickles them."""
-
-    def resident(self, *parts: Part) -> AbstractContextManager[None]:
-        """Return a block in which these parts are on the device; by default the parameters.
-
-        Tensors that share memory with a parameter are valid in such a block alone.
-        """
-        return self._memory.resident(*parts)
 
     def _read(self, folder: Path) -> Description:
         """Return the model's description."""
@@ -296,28 +284,9 @@ class MegatronEngine:
         """Write configuration, generation defaults and tokenizer; durable on return."""
         write_description(folder, self._description)
 
-    @holding("parameters", "optimizer")
-    def save_checkpoint(
-        self,
-        local_path: str,
-        hdfs_path: str | None = None,
-        global_step: int = 0,
-        max_ckpt_to_keep: int | None = None,
-    ) -> None:
-        """Write the manager's contents below ``local_path``; durable on return. Collective.
-
-        ``model`` holds the weights, ``training`` the optimizer and extra state; both suit any
-        layout. ``huggingface`` holds the configuration and the tokenizer. ``global_step`` has no
-        effect.
-
-        Raises:
-            ArgumentRefused: for ``hdfs_path`` and ``max_ckpt_to_keep``.
-            CheckpointRefused: if the optimizer's state would not load again.
-        """
-        refuse_save_arguments(self, hdfs_path, max_ckpt_to_keep)
-        for write in self.prepare_checkpoint(local_path, copy=False).values():
+    def _write_checkpoint(self, folder: Path) -> None:
+        for write in self.prepare_checkpoint(str(folder), copy=False).values():
             write()
-        write_manifest_together(Path(local_path))
 
     def prepare_checkpoint(
         self, local_path: str, *, group: dist.ProcessGroup | None = None, copy: bool = True
@@ -372,26 +341,7 @@ class MegatronEngine:
             )
         return writes
 
-    @holding(*ALL)
-    def load_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
-    ) -> None:
-        """Load files of :meth:`save_checkpoint`, at this or another layout. Collective.
-
-        At the layout of the checkpoint, every rank gets its random states back too.
-        The model may also be a Hugging Face folder with weights. No code of a checkpoint is run:
-        see :mod:`.checkpoint_reader`.
-
-        Raises:
-            ArgumentRefused: for ``hdfs_path`` and ``del_local_after_load``.
-            CheckpointDamaged: if a file is not as it was saved; nothing is unpickled then.
-            CheckpointRefused: if it is missing, or this layout cannot load its optimizer state.
-            UnsafePickle: if a pickle in it names a class that no checkpoint needs.
-            MissingCheckpointFile: if it lacks a file, such as a rank's random states.
-        """
-        refuse_load_arguments(self, hdfs_path, del_local_after_load)
-        folder = Path(local_path)
-        verify_together(folder, self.verify_mode)
+    def _read_checkpoint(self, folder: Path) -> None:
         self._check_optimizer_loads(folder)
         self._load_model(folder)
         if self.optimizer is not None and (folder / "training").is_dir():

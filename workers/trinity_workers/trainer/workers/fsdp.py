@@ -21,7 +21,6 @@ from ...algorithms.collate import collate, padding_row
 from ...config.answer_limits import read_answer_limits
 from ...config.train_config import RunConfig
 from ...engines.base import NamedTensors, per_tensor_params
-from ...engines.fsdp import shard_name
 from ...engines.state_files import write_state
 from ...helpers import (
     SaveTarget,
@@ -206,14 +205,15 @@ class TrainWorker(TrainingRank):
         self._save_training_state("critic_training_state", critic, folder, global_step)
 
     def _save_training_state(self, name: str, engine: Any, folder: Path, step: int) -> None:
-        path = folder / shard_name("optim")
-        state: dict[str, Any] = engine.training_state()
+        files: dict[Path, dict[str, Any]] = engine.training_files(folder)
+
+        def save() -> None:
+            for path, state in files.items():
+                write_state(path, state)
+
+        path, *more = files
         self._coordinator.save_async(
-            name,
-            lambda: write_state(path, state),
-            step,
-            path=path,
-            ranks=self._config.trainer.ranks,
+            name, save, step, path=[path, *more] if more else path, ranks=self._config.trainer.ranks
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from ...engines.state_files import write_state
 from ..models.verl import make_step
 from .fsdp import TrainWorker
 
@@ -19,17 +17,3 @@ class VerlTrainWorker(TrainWorker):
 
     def _make_step(self) -> Any:
         return make_step(self._config, self._device)
-
-    def _save_training_state(self, name: str, engine: Any, folder: Path, step: int) -> None:
-        if engine is not self._engine:
-            super()._save_training_state(name, engine, folder, step)
-            return
-        files = engine.training_files(folder)
-
-        def save() -> None:
-            for path, state in files.items():
-                write_state(path, state)
-
-        self._coordinator.save_async(
-            name, save, step, path=list(files), ranks=self._config.trainer.ranks
-        )
