@@ -8,8 +8,6 @@ from trinity_schemas import (
     Announcement,
     Envelope,
     Kind,
-    PublishedPart,
-    SaveProof,
     StepFailed,
     StepReady,
     StepRef,
@@ -20,14 +18,7 @@ from trinity_schemas import (
 from trinity_schemas.envelope import MEANING_SINCE
 
 from .compaction import compact_step
-from .completeness import (
-    StagedPlace,
-    complete_places,
-    is_complete,
-    proofs,
-    registered,
-    staged_folder,
-)
+from .completeness import Completion, find_completion, has_all_parts, registered
 from .evaluations import open_versions
 from .fold_state import FoldState
 from .limits import (
@@ -37,7 +28,7 @@ from .limits import (
     KEPT_VERSIONS,
     MOST_PROOFS,
 )
-from .state import DeltaBases, ReadyPointer, StepState
+from .state import DeltaBases, KindState, ReadyPointer, StepState, VersionState
 
 
 def announce_complete(fold: FoldState, step: int, kind: Kind) -> None:
@@ -55,12 +46,11 @@ def _announce_if_complete(fold: FoldState, step: int, step_state: StepState, kin
     kind_state = step_state.kinds.get(kind)
     if kind_state is None or kind_state.outcome is not None:
         return
-    if kind == "weights":
-        if not is_complete(step_state, kind):
-            return
-    elif places := complete_places(step_state, kind):
-        _decide_folder(fold, step, step_state, kind, places[0])
-    else:
+    completion = None if kind == "weights" else find_completion(step_state, kind)
+    if completion is not None:
+        kind_state.folder = completion.folder or ""
+        _check_registered(fold, step, kind, kind_state)
+    elif kind != "weights" or not has_all_parts(step_state):
         return
     state = fold.state
     at = StepRef(state.epoch, step)
@@ -69,78 +59,72 @@ def _announce_if_complete(fold: FoldState, step: int, step_state: StepState, kin
         kind_state.outcome = "superseded"
         supersede(fold, state.epoch, step, kind, pointer.at)
         if kind == "checkpoint":
-            _note_complete_checkpoint(fold, step)
+            _add_complete_checkpoint(fold, step)
         compact_step(state, step)
+        return
+    kind_state.outcome = "ready"
+    if completion is not None:
+        _announce_files(fold, at, kind, completion)
     else:
-        kind_state.outcome = "ready"
-        _announce_ready(fold, at, step_state, kind)
-        if pointer is not None and pointer.at.epoch == at.epoch:
-            compact_step(state, pointer.at.step)
+        assert step_state.version is not None
+        _announce_version(fold, at, step_state.version)
+    if pointer is not None and pointer.at.epoch == at.epoch:
+        compact_step(state, pointer.at.step)
 
 
-def _decide_folder(
-    fold: FoldState, step: int, step_state: StepState, kind: Kind, place: StagedPlace
-) -> None:
-    """Note the folder of a kind, and an anomaly if it has more saves than were registered."""
-    kind_state = step_state.kinds[kind]
-    if place is None and not kind_state.slots and kind_state.with_state_dict:
-        place = staged_folder(step_state, "state_dict")
-    kind_state.folder = place or ""
+def _check_registered(fold: FoldState, step: int, kind: Kind, kind_state: KindState) -> None:
+    """Add an anomaly if a kind has more saves than were registered."""
     expected = registered(kind_state)
     if kind_state.finished > expected:
-        fold.note_anomaly(
+        fold.add_anomaly(
             "unregistered",
             f"{kind_state.finished} saves of {kind} step {step} were made, and {expected} "
             "registered",
         )
 
 
-def _announce_ready(fold: FoldState, at: StepRef, step_state: StepState, kind: Kind) -> None:
-    path: str | None = None
-    saves: tuple[SaveProof, ...] = ()
-    save_count = 0
-    parts: tuple[PublishedPart, ...] = ()
-    digest: str | None = None
-    transport: str | None = None
-    if kind == "weights":
-        assert step_state.version is not None
-        version = step_state.version
-        parts = tuple([version.parts[rank] for rank in sorted(version.ranks)])
-        digest = version_digest([(part.rank, part.manifest_digest) for part in parts])
-        transport = version.transport
-    else:
-        path = staged_folder(step_state, kind)
-        saves = proofs(step_state, kind, path)
-        save_count = step_state.kinds[kind].finished
-        if step_state.kinds[kind].with_state_dict:
-            save_count += step_state.kinds["state_dict"].finished
-    fold.state.ready[kind] = ReadyPointer(at=at, entry_id=fold.entry_id, path=path, digest=digest)
+def _announce_files(fold: FoldState, at: StepRef, kind: Kind, completion: Completion) -> None:
+    path = completion.folder
+    fold.state.ready[kind] = ReadyPointer(at=at, entry_id=fold.entry_id, path=path)
     fold.announcements.append(
         StepReady(
             epoch=at.epoch,
             step=at.step,
             kind=kind,
             caused_by=fold.entry_id,
-            saves=saves[:MOST_PROOFS],
-            save_count=save_count,
+            saves=completion.proofs[:MOST_PROOFS],
+            save_count=completion.count,
             path=path,
-            parts=parts,
-            version_digest=digest,
-            transport=transport,
         )
     )
-    if kind == "weights":
-        fold.state.versions.append(at)
-        bases = {part.base for part in parts if part.base is not None}
-        if bases:
-            oldest_bases = tuple(sorted(bases)[:KEPT_BASES])
-            fold.state.delta_bases.append(DeltaBases(version=at, bases=oldest_bases))
-        retire_versions(fold)
-    elif kind == "checkpoint":
-        _note_complete_checkpoint(fold, at.step)
+    if kind == "checkpoint":
+        _add_complete_checkpoint(fold, at.step)
 
 
-def _note_complete_checkpoint(fold: FoldState, step: int) -> None:
+def _announce_version(fold: FoldState, at: StepRef, version: VersionState) -> None:
+    parts = tuple([version.parts[rank] for rank in sorted(version.ranks)])
+    digest = version_digest([(part.rank, part.manifest_digest) for part in parts])
+    fold.state.ready["weights"] = ReadyPointer(at=at, entry_id=fold.entry_id, digest=digest)
+    fold.announcements.append(
+        StepReady(
+            epoch=at.epoch,
+            step=at.step,
+            kind="weights",
+            caused_by=fold.entry_id,
+            parts=parts,
+            version_digest=digest,
+            transport=version.transport,
+        )
+    )
+    fold.state.versions.append(at)
+    bases = {part.base for part in parts if part.base is not None}
+    if bases:
+        oldest_bases = tuple(sorted(bases)[:KEPT_BASES])
+        fold.state.delta_bases.append(DeltaBases(version=at, bases=oldest_bases))
+    retire_versions(fold)
+
+
+def _add_complete_checkpoint(fold: FoldState, step: int) -> None:
     """Add a step to those that have a complete checkpoint."""
     complete = fold.state.complete_checkpoints
     insort(complete, step)

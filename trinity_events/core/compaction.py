@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from trinity_schemas import StepRef
 
-from .completeness import staged_folder
 from .limits import KEPT_STEPS, KEPT_STEPS_AT_MOST
 from .state import MonitorState
 
@@ -22,13 +21,9 @@ def compact_step(state: MonitorState, step: int) -> None:
         pointer = state.ready.get(name)
         if kind.outcome is None or pointer is None or pointer.at <= at:
             return
-    folders = {
-        name: None if name == "weights" else staged_folder(step_state, name)
-        for name in step_state.kinds
-    }
-    for name, kind in step_state.kinds.items():
+    for kind in step_state.kinds.values():
         if not kind.compacted:
-            kind.folder = folders[name]
+            kind.folder = kind.folder or None
             kind.compacted = True
             kind.registrations, kind.slots, kind.ranks = {}, {}, {}
     step_state.version = None

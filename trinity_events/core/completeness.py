@@ -2,35 +2,62 @@
 
 from __future__ import annotations
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from trinity_schemas import Kind, SaveProof, Slot
 
-from ..checkpoints.layout import staged_in
 from .state import KindState, SlotState, StepState
 
 
-def is_complete(step: StepState, kind: Kind) -> bool:
-    """Return True if a kind of a step is proven complete (invariant 2)."""
-    state = step.kinds.get(kind)
-    if state is None:
-        return False
-    if kind == "weights":
-        version = step.version
-        return (
-            state.committed_at is not None
-            and version is not None
-            and 0 < len(version.ranks) <= len(version.parts)
-            and version.parts.keys() >= set(version.ranks)
-        )
-    return bool(complete_places(step, kind))
+def has_all_parts(step: StepState) -> bool:
+    """Return True if a step's weights are committed, and every rank's part is published."""
+    version = step.version
+    return (
+        step.kinds["weights"].committed_at is not None
+        and version is not None
+        and 0 < len(version.ranks) <= len(version.parts)
+        and version.parts.keys() >= set(version.ranks)
+    )
+
+
+class Completion(Struct, frozen=True):
+    """Proof that a kind of files of a step is complete."""
+
+    folder: str | None
+    """Staged folder that holds every save; None for saves outside of staging."""
+    proofs: tuple[SaveProof, ...]
+    """Proofs of the finished slots, and of those of the state dict that the kind rests on."""
+    count: int
+    """Number of these slots, also of a state dict that is compacted and has no proofs any more."""
+
+
+def find_completion(step: StepState, kind: Kind) -> Completion | None:
+    """Return the proof that a kind of files is complete; None while it is not.
+
+    The folder of the newest saves comes first. Of a slot that was saved to several folders, the
+    attempt in the chosen one counts.
+    """
+    places = _complete_places(step, kind)
+    if not places:
+        return None
+    place, states = places[0], [step.kinds[kind]]
+    if states[0].with_state_dict:
+        states.append(step.kinds["state_dict"])
+        if place is None and not states[0].slots:
+            place = states[1].folder or None
+    proofs = [_proof_in(slot, place) for state in states for slot in _finished(state)]
+    count = sum(state.finished for state in states)
+    return Completion(
+        folder=place, proofs=tuple(proof for proof in proofs if proof is not None), count=count
+    )
 
 
 StagedPlace = str | None
 """A staged folder, or None for saves that named no path below the staging folder."""
 
 
-def complete_places(step: StepState, kind: Kind) -> list[StagedPlace]:
+def _complete_places(step: StepState, kind: Kind) -> list[StagedPlace]:
     """Return the places that hold every save of a kind of files; none while it is incomplete.
 
     A step that is saved again is saved to another folder, and one folder must hold every save. A
@@ -68,17 +95,12 @@ def _saved_in(kind: KindState) -> list[StagedPlace]:
 def _places(kind: KindState) -> list[StagedPlace]:
     """Return the places that hold all finished saves of a kind, the place of the newest first."""
     slots = [slot for slot in kind.slots.values() if slot.proof is not None]
-    newest = {staged_in(slot.path) for slot in slots} - {None}
+    newest = {slot.folder for slot in slots} - {""}
     places: list[StagedPlace] = [] if len(newest) > 1 else [next(iter(newest), None)]
     if any(slot.others for slot in slots):
-        every = set().union(*(_folders(slot) for slot in slots)) - {"", *places}
+        every = set[str]().union(*(slot.folders for slot in slots)) - {"", *places}
         places += [folder for folder in sorted(every) if not _lacking_in(kind, folder)]
     return places
-
-
-def _folders(slot: SlotState) -> set[str]:
-    """Return the folders of a slot's finished attempts; an empty name is outside of staging."""
-    return {staged_in(slot.path) or "", *slot.others}
 
 
 def _lacking_in(kind: KindState, place: StagedPlace) -> int:
@@ -86,43 +108,13 @@ def _lacking_in(kind: KindState, place: StagedPlace) -> int:
     if place is None:
         return 0
     slots = kind.slots.values()
-    return sum(slot.proof is None or not _folders(slot) & {place, ""} for slot in slots)
+    return sum(slot.proof is None or not slot.folders & {place, ""} for slot in slots)
 
 
 def _proof_in(slot: SlotState, place: StagedPlace) -> SaveProof | None:
     """Return the proof of a slot's finished attempt in a place, or else of its newest."""
-    if staged_in(slot.path) == place:
-        return slot.proof
-    return slot.others.get(place or "", slot.proof)
-
-
-def proofs(step: StepState, kind: Kind, place: StagedPlace) -> tuple[SaveProof, ...]:
-    """Return the proofs of a kind's finished slots, and of the state dict that it rests on.
-
-    For a slot that was saved to several folders, the attempt in ``place`` counts.
-    """
-    kinds: list[Kind] = [kind, "state_dict"] if step.kinds[kind].with_state_dict else [kind]
-    return tuple(
-        proof
-        for name in kinds
-        for slot in _finished(step.kinds[name])
-        if (proof := _proof_in(slot, place)) is not None
-    )
-
-
-def staged_folder(step: StepState, kind: Kind) -> str | None:
-    """Return the folder below the staging folder that holds all saves of a kind.
-
-    It is None for saves without a path, or with a path of the caller's own: they stay in place.
-    """
-    state = step.kinds[kind]
-    if state.compacted or state.folder is not None:
-        return state.folder or None
-    own = _finished(state)
-    if not own and state.with_state_dict:
-        return staged_folder(step, "state_dict")
-    folders = {staged_in(slot.path) for slot in own}
-    return folders.pop() if len(folders) == 1 else None
+    folder = place or ""
+    return slot.proof if folder == slot.folder else slot.others.get(folder, slot.proof)
 
 
 def _finished(kind: KindState) -> list[SlotState]:
@@ -288,7 +280,7 @@ def _missing_saves(state: KindState, now: int, named: int | None) -> list[str]:
     if not lacking:
         if _places(state):
             return []
-        folders = sorted(set.union(*(_folders(slot) for slot in state.slots.values())) - {""})
+        folders = sorted(set.union(*(slot.folders for slot in state.slots.values())) - {""})
         return [f"one folder with all of its saves, not {', '.join(folders)}"]
     unseen = [f"{slot.name} of {slot.role}-{slot.rank} (not started)" for slot in silent]
     names = "; ".join(_first(seen + unseen, named)) or "no save is under way"

@@ -129,7 +129,7 @@ class Monitor:
         event = envelope.event
         handler = _HANDLERS.get(type(event))
         if handler is None:
-            fold.note_anomaly("announcement-among-events", event_tag(event))
+            fold.add_anomaly("announcement-among-events", event_tag(event))
             return []
         # The usual case of `_in_order`: one of few producers sends its next event.
         name, sequence = envelope.producer.incarnation, envelope.sequence
@@ -154,7 +154,7 @@ class Monitor:
         fold = self._fold
         _advance(fold, entry_id)
         fold.state.dead_letters += 1
-        fold.note_anomaly("undecodable", reason)
+        fold.add_anomaly("undecodable", reason)
         if sender is not None:
             _in_order(fold, sender.producer, sender.sequence)
 
@@ -173,13 +173,13 @@ def _in_order(fold: FoldState, producer: Producer, sequence: int) -> bool:
     sequences[producer.incarnation] = max(last, sequence)
     keep_last(sequences, KEPT_PRODUCERS)
     if sequence <= last:
-        fold.note_anomaly(
+        fold.add_anomaly(
             "duplicate", f"{format_producer(producer)} sent its event {sequence} again"
         )
         return False
     if sequence > last + 1:
         missing = f"{last + 1}" if sequence == last + 2 else f"{last + 1} to {sequence - 1}"
-        fold.note_anomaly(
+        fold.add_anomaly(
             "gap", f"of {format_producer(producer)}, event {missing} is not in the log"
         )
     return True
@@ -200,7 +200,7 @@ def _admit_epoch(fold: FoldState, envelope: Envelope) -> bool:
         name = "epoch-jump"
     elif envelope.epoch == epoch > 0:
         name = "opened-twice"
-    fold.note_anomaly(
+    fold.add_anomaly(
         name,
         f"{event_tag(envelope.event)} of epoch {envelope.epoch} from "
         f"{format_producer(envelope.producer)}, while the run is in epoch {epoch}",

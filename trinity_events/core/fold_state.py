@@ -32,7 +32,7 @@ class FoldState:
         step_state = state.steps.get(step)
         if step_state is None:
             if step <= state.forgotten_through:
-                self.note_anomaly("late", f"step {step} was settled long before")
+                self.add_anomaly("late", f"step {step} was settled long before")
                 return None
             late = bool(state.steps) and step < next(reversed(state.steps))
             step_state = state.steps[step] = StepState()
@@ -71,14 +71,14 @@ class FoldState:
         if kind is None:
             return None
         if kind.compacted:
-            self.note_anomaly("late", f"{format_slot(slot)} was settled before")
+            self.add_anomaly("late", f"{format_slot(slot)} was settled before")
             return None
         key = slot_key(slot)
         slot_state = kind.slots.get(key)
         if slot_state is None:
             slot_state = kind.slots[key] = SlotState(slot=slot)
             if kind.outcome is not None and len(kind.slots) > registered(kind):
-                self.note_anomaly(
+                self.add_anomaly(
                     "unregistered",
                     f"{format_slot(slot)} came when the step was {kind.outcome}: no registration "
                     "counts it",
@@ -94,7 +94,7 @@ class FoldState:
         kind = None if step is None else step.kinds.get(slot.kind)
         return None if kind is None else kind.slots.get(slot_key(slot))
 
-    def note_anomaly(self, name: str, detail: str) -> None:
+    def add_anomaly(self, name: str, detail: str) -> None:
         """Count an anomaly, and keep its details among the last few."""
         state = self.state
         state.anomaly_counts[name] = state.anomaly_counts.get(name, 0) + 1

@@ -32,7 +32,7 @@ def reward_error_reported(fold: FoldState, event: RewardErrorReported, _: Envelo
     if cause in state.reward_errors:
         return
     if len(state.reward_errors) >= KEPT_REWARD_ERRORS:
-        fold.note_anomaly("reward-error-not-kept", format_reward_error(event)[:LONGEST_REFUSAL])
+        fold.add_anomaly("reward-error-not-kept", format_reward_error(event)[:LONGEST_REFUSAL])
         return
     state.reward_errors[cause] = RewardError(
         at=fold.now, entry_id=fold.entry_id, sentence=format_reward_error(event)[:LONGEST_REFUSAL]

@@ -23,6 +23,7 @@ from trinity_schemas import (
     TrainerStatus,
 )
 
+from ..checkpoints.layout import staged_in
 from .ledger import Ledger
 
 ORIGIN = "0-0"
@@ -64,6 +65,16 @@ class SlotState(Struct, kw_only=True, omit_defaults=True):
     """Bytes of a later attempt at the same path, which are on disk in place of the proof's."""
 
     @property
+    def folder(self) -> str:
+        """Return the staged folder of ``path``; empty outside of staging."""
+        return staged_in(self.path) or ""
+
+    @property
+    def folders(self) -> set[str]:
+        """Return the staged folders of all finished attempts; empty for one outside of staging."""
+        return {self.folder, *self.others}
+
+    @property
     def nbytes(self) -> int:
         """Return the bytes that a finished slot has at its path; 0 without a finished attempt."""
         if self.rewritten is not None:
@@ -94,7 +105,10 @@ class KindState(Struct, kw_only=True, omit_defaults=True):
     finished: int = 0
     """Slots that have a finished attempt."""
     folder: str | None = None
-    """Staged folder of its saves, once it is decided; empty for saves outside of staging."""
+    """Staged folder of its saves, once it is complete.
+
+    For saves outside of staging it is empty, and None once the kind is compacted.
+    """
 
     @property
     def is_failed(self) -> bool:

@@ -69,20 +69,16 @@ class NotVerified(OSError):
         self.reason = reason
 
 
-def check_names(promotion: Promotion, run: Path) -> None:
-    """Raise NotVerified if a folder of a promotion is of another step by its name.
-
-    Call it before anything in these folders changes: the log may name those of other steps.
-    """
-    _origin_of(promotion, run)
-
-
-def check_promotion(promotion: Promotion, run: Path, staged: OpenFolder) -> Evidence:
+def check_promotion(promotion: Promotion, origin: StagedFolder, staged: OpenFolder) -> Evidence:
     """Check a staged folder, with all files of its step in it; return its evidence.
 
-    Raises NotVerified if it is the folder of another step, or lacks a save.
+    Raises NotVerified if it lacks a save.
+
+    Args:
+        promotion: The promotion.
+        origin: Result of :func:`check_names`.
+        staged: The staged folder.
     """
-    origin = _origin_of(promotion, run)
     if not has_files(staged):
         raise NotVerified(promotion.step, staged.path, "has no files")
     check_saves(promotion.step, staged, promotion.saves)
@@ -167,8 +163,13 @@ def _sum_of(step: int, folder: OpenFolder, name: str, listed: set[FileSum]) -> F
     return file
 
 
-def _origin_of(promotion: Promotion, run: Path) -> StagedFolder:
-    """Return what the staged folder is of by its name. Raises NotVerified for another step."""
+def check_names(promotion: Promotion, run: Path) -> StagedFolder:
+    """Return epoch and step of a promotion by the names of its folders.
+
+    Call it before anything in these folders changes: the log may name those of other steps.
+
+    Raises NotVerified if a folder is of another step.
+    """
     step = promotion.step
     origin = parse_made_from(promotion.staged)
     if origin is None:

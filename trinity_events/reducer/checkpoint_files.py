@@ -155,14 +155,14 @@ class CheckpointFiles:
         # Promoted before: a late writer has made the staged folder again.
         if there and (promotion.only_if_absent or made_from(run, final) == promotion.staged):
             return False
-        check_names(promotion, self.folder)
+        origin = check_names(promotion, self.folder)
         added = self._added(run, staging, promotion)
         with staging.below(name) as staged:
             if added is not None:
                 above, last = added
                 with above.below(last) as source:
                     _link_missing(source, staged)
-            write_evidence(staged, check_promotion(promotion, self.folder, staged))
+            write_evidence(staged, check_promotion(promotion, origin, staged))
             staged.write(MADE_FROM, promotion.staged.encode())
         old = replaced_name(name, final)
         if there:

@@ -8,8 +8,7 @@ from msgspec import Struct
 
 from trinity_schemas import Kind, StepRef
 
-from ...checkpoints.layout import ITERATION_FILES, staged_in
-from ..completeness import staged_folder
+from ...checkpoints.layout import ITERATION_FILES
 from ..lineage import covers
 from ..state import MonitorState, SlotState, StepState
 
@@ -86,15 +85,14 @@ def plan_files(state: MonitorState) -> FilePlan:
     planned: list[Promotion] = []
     for step, step_state in state.steps.items():
         complete = _complete_kinds(step_state)
-        folders = {kind: staged_folder(step_state, kind) for kind in complete}
+        folders = {kind: step_state.kinds[kind].folder for kind in complete}
         # The checkpoint's folder takes over the files of its state dict's folder.
         chosen = folders.get("checkpoint") or folders.get("state_dict")
         for folder in folders.values():
-            if folder is not None:
-                promotions.pop(folder, None)
-        if chosen is not None:
+            promotions.pop(folder or "", None)
+        if chosen:
             other = folders.get("state_dict")
-            adds = other if other != chosen else None
+            adds = other if other and other != chosen else None
             planned.append(
                 Promotion(
                     step,
@@ -173,11 +171,10 @@ def _saves_in(
 ) -> tuple[SavedFile, ...]:
     """Return the saves that a folder has once the files of ``adds`` are in it."""
     return tuple(
-        SavedFile(path[len(place) + 1 :], slot.nbytes)
+        SavedFile(path[len(slot.folder) + 1 :], slot.nbytes)
         for slot, path in _finished(step, kinds)
-        if (place := staged_in(path)) is not None
         # A slot that was saved to the folder too is there by a path that the state lacks.
-        and (place == folder or (place == adds and folder not in slot.others))
+        if slot.folder == folder or (slot.folder == adds and folder not in slot.others)
     )
 
 
@@ -189,7 +186,7 @@ def _saves_in_place(state: MonitorState, at: StepRef) -> tuple[SavedFile, ...]:
     return tuple(
         SavedFile(path, slot.nbytes)
         for slot, path in _finished(step, _complete_kinds(step))
-        if staged_in(path) is None
+        if not slot.folder
     )
 
 

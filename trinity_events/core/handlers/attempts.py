@@ -40,7 +40,7 @@ def end_previous_attempt(fold: FoldState, slot: Slot, holder: Producer) -> None:
         attempt = attempts.get(save_id)
         same = attempt is not None and attempt.slot.name == slot.name
         if same and attempt is not None and attempt.holder == holder:
-            fold.note_anomaly(
+            fold.add_anomaly(
                 "unended-turn", f"the end of {format_slot(attempt.slot)} is not in the log"
             )
             end_attempt(fold, save_id)

@@ -46,7 +46,7 @@ def step_trained(fold: FoldState, event: StepTrained, _: Envelope) -> None:
     _note(fold, "fate-without-dispatch", trained.undispatched, f" in step {event.step}")
     _settle_dropped(fold, ledger, event.dropped)
     for sentence in format_skipped_updates(event.step, event.metrics):
-        fold.note_anomaly(ANOMALY, sentence)
+        fold.add_anomaly(ANOMALY, sentence)
 
 
 def explorer_excluded(fold: FoldState, event: ExplorerExcluded, _: Envelope) -> None:
@@ -80,7 +80,7 @@ def ledger_restored(fold: FoldState, event: LedgerRestored, _: Envelope) -> None
     try:
         state.ledger = _restored(state, event)
     except LedgerError as error:
-        fold.note_anomaly("unsound-ledger", str(error))
+        fold.add_anomaly("unsound-ledger", str(error))
 
 
 def _restored(state: MonitorState, event: LedgerRestored) -> Ledger:
@@ -118,10 +118,10 @@ def _settle(
     try:
         return ledger.settle(reason, ordinals)
     except LedgerError as error:
-        fold.note_anomaly("ledger-full", str(error))
+        fold.add_anomaly("ledger-full", str(error))
         return Contradictions([], [])
 
 
 def _note(fold: FoldState, name: str, ordinals: list[Range], more: str = "") -> None:
     if ordinals:
-        fold.note_anomaly(name, f"ordinals {format_ranges(ordinals)}{more}")
+        fold.add_anomaly(name, f"ordinals {format_ranges(ordinals)}{more}")

@@ -18,7 +18,6 @@ from trinity_schemas import (
 )
 
 from ..announcements import announce_since_2, supersede
-from ..completeness import staged_folder
 from ..evaluations import continue_evaluations
 from ..fold_state import FoldState, format_producer, keep_last
 from ..limits import KEPT_DETACHED, KEPT_PENDING_PROMOTIONS, KEPT_PROFILES
@@ -67,11 +66,8 @@ def _open_epoch(fold: FoldState, epoch: int, step: int, opening: RunOpened | Run
     for old_step, step_state in sorted(state.steps.items()):
         for kind in ("checkpoint", "state_dict"):
             staged_kind = step_state.kinds.get(kind)
-            folder = (
-                staged_folder(step_state, kind) if staged_kind and staged_kind.outcome else None
-            )
-            if folder is not None:
-                state.pending_promotions[folder] = old_step
+            if staged_kind is not None and staged_kind.outcome and staged_kind.folder:
+                state.pending_promotions[staged_kind.folder] = old_step
                 break
         for kind, kind_state in step_state.kinds.items():
             if not kind_state.settled:

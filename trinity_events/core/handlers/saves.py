@@ -81,7 +81,7 @@ def save_started(fold: FoldState, event: SaveStarted, envelope: Envelope) -> Non
             _remove_attempt(slot, next(iter(slot.running)))
     if admission.limits(fold.state) and event.save_id not in fold.state.turns:
         producer = format_producer(envelope.producer)
-        fold.note_anomaly(
+        fold.add_anomaly(
             "out-of-turn", f"{producer} began {format_slot(event.slot)} without a turn"
         )
     attempt = begin_attempt(fold, event.save_id, event.slot, envelope.producer, event.lease)
@@ -131,7 +131,7 @@ def _finished_again(
     before = slot.proof
     if before is None or before.save_id == proof.save_id:
         return False
-    folder, newest = staged_in(path) or "", staged_in(slot.path) or ""
+    folder, newest = staged_in(path) or "", slot.folder
     if path is not None and path == slot.path and proof.bytes != slot.nbytes:
         slot.rewritten = proof.bytes
     if folder in (newest, *slot.others):
@@ -146,7 +146,7 @@ def _finished_again(
             slot.others[folder] = proof
     keep_last(slot.others, KEPT_ATTEMPTS)
     if not needed:
-        fold.note_anomaly("late-attempt", f"{format_slot(proof.slot)} was finished before")
+        fold.add_anomaly("late-attempt", f"{format_slot(proof.slot)} was finished before")
     return needed
 
 
@@ -271,7 +271,7 @@ def _is_saved(slot: SlotState, path: str | None) -> bool:
     if slot.proof is None:
         return False
     folder = staged_in(path) or ""
-    return folder in ("", staged_in(slot.path), *slot.others)
+    return not folder or folder in slot.folders
 
 
 def _remove_attempt(slot: SlotState, save_id: str) -> None:
