@@ -10,7 +10,12 @@ from tests.support.event_histories import committed, finished, registration
 from trinity_events.checkpoints.layout import MADE_FROM, VERIFIED
 from trinity_events.core import Promotion, SavedFile, plan_files
 from trinity_events.reducer import CheckpointFiles
-from trinity_events.reducer.checkpoint_evidence import NotVerified, check_promotion, load_evidence
+from trinity_events.reducer.checkpoint_evidence import (
+    NotVerified,
+    check_names,
+    check_promotion,
+    load_evidence,
+)
 from trinity_events.system.open_folder import OpenFolder
 
 CHECKPOINT = "latest_checkpointed_iteration.txt"
@@ -121,12 +126,8 @@ def test_no_file_is_linked_into_a_folder_of_another_step(tmp_path):
 def test_the_folder_of_another_epoch_is_not_used(run, epoch):
     (run.folder / staged(3, epoch)).mkdir(parents=True)
     (run.folder / staged(3, epoch) / "model.pt").write_text("12345678")
-    promotion = Promotion(3, staged(3, epoch), epoch=2)
-    with (
-        OpenFolder.at(run.folder / staged(3, epoch)) as folder,
-        pytest.raises(NotVerified) as error,
-    ):
-        check_promotion(promotion, run.folder, folder)
+    with pytest.raises(NotVerified) as error:
+        check_names(Promotion(3, staged(3, epoch), epoch=2), run.folder)
     assert error.value.step == 3
     assert error.value.reason == f"is of step 3 of epoch {epoch} by its name"
 
@@ -176,12 +177,13 @@ def test_a_save_is_compared_by_path_and_size(tmp_path, saved, on_disk, reason):
     if saved == "":
         (folder / "other").unlink()
     promotion = Promotion(3, staged(3), epoch=1, saves=(SavedFile(saved, 8),))
+    origin = check_names(promotion, tmp_path)
     with OpenFolder.at(folder) as opened:
         if reason is None:
-            assert check_promotion(promotion, tmp_path, opened).saves == 1
+            assert check_promotion(promotion, origin, opened).saves == 1
             return
         with pytest.raises(NotVerified) as error:
-            check_promotion(promotion, tmp_path, opened)
+            check_promotion(promotion, origin, opened)
     assert (error.value.step, error.value.reason) == (3, reason)
     assert error.value.folder == folder / saved
 
@@ -192,8 +194,9 @@ def test_the_target_of_a_link_is_not_looked_at(tmp_path):
     for link in (folder / "model.pt", folder / "actor" / "base.pt"):
         link.symlink_to("/nowhere")
     saves = SavedFile("model.pt", 8), SavedFile("actor", 8)
+    promotion = Promotion(3, staged(3), saves=saves)
     with OpenFolder.at(folder) as opened:
-        assert check_promotion(Promotion(3, staged(3), saves=saves), tmp_path, opened).saves == 2
+        assert check_promotion(promotion, check_names(promotion, tmp_path), opened).saves == 2
 
 
 def test_a_checkpoint_with_a_short_file_gets_its_name_once_the_file_is_whole(run):
