@@ -21,7 +21,6 @@ from trinity_events.core import MonitorState, encode_state
 from trinity_events.core.fold import Monitor
 from trinity_events.dashboard.simulated_run import Plan, simulated_run
 from trinity_events.log.position import ORIGIN
-from trinity_events.replay import fold
 from trinity_schemas import EnvelopeReader, RunKeys
 
 from .dashboard_browser import InBrowser, has_browser, in_browser
@@ -194,7 +193,7 @@ def put(on: Stage, run_id: str, events: int, workers: int) -> str:
             for entry in page:
                 pipe.xadd(keys.events, {"e": entry.payload}, id=entry.id)
             pipe.execute()
-        fold(monitor, page, decode)
+        monitor.fold(page, decode)
         last = page[-1].id
     on.client.mset({keys.snapshot: encode_state(monitor.state), keys.position: last})
     return last

@@ -13,11 +13,11 @@ import redis.asyncio
 from trinity_schemas import ContractError, EnvelopeReader
 
 from .analysis.causes import CheckpointReader, GroupLag, HostProcess, LiveFacts, Reason
+from .core.fold import decode_entry
 from .core.fold_state import format_producer
 from .diagnostics.stacks import host_processes
 from .log import ORIGIN, RedisEventLog, Stream, position
 from .log.redis.groups import FIRST_MEMBER
-from .replay import envelope_of
 from .server import server_clock, server_info
 
 _HEARD = 500
@@ -105,7 +105,7 @@ async def _heard(log: RedisEventLog) -> dict[str, int]:
     decode, heard = EnvelopeReader().decode, dict[str, int]()
     for entry in await log.read_back(limit=_HEARD):
         with suppress(ContractError):
-            producer = envelope_of(log.run_id, entry.payload, decode).producer
+            producer = decode_entry(log.run_id, entry.payload, decode).producer
             heard.setdefault(format_producer(producer), position(entry.id)[0])
     return heard
 

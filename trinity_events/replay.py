@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import anyio
@@ -16,17 +16,15 @@ from msgspec import Struct
 from trinity_schemas import ContractError, Envelope, EnvelopeReader, decode_envelope
 
 from .core import Monitor, MonitorState, decode_state
+from .core.fold import Decode, decode_entry
 from .errors import TrinityError
-from .log import ORIGIN, DeadLetter, Entry, EventLog, PageSize, Stream, SyncEventLog, position
+from .log import ORIGIN, Entry, EventLog, PageSize, Stream, SyncEventLog, position
 from .log.page_size import TURN, in_turns
 
 logger = logging.getLogger(__name__)
 
 PAGE = 1000
 """Most events of one read."""
-
-Decode = Callable[[bytes], Envelope]
-"""Decoder of entries: of an :class:`EnvelopeReader` for many, or :func:`decode_envelope`."""
 
 
 class Folded(NamedTuple):
@@ -81,45 +79,6 @@ def announced(log: SyncEventLog, after: str = ORIGIN) -> Iterator[Entry]:
         after = entries[-1].id
 
 
-def envelope_of(run_id: str, payload: bytes, decode: Decode = decode_envelope) -> Envelope:
-    """Decode the envelope of an entry. Raises ContractError, even for an event of another run."""
-    envelope = decode(payload)
-    if envelope.run_id != run_id:
-        raise _foreign_event(envelope.run_id, run_id)
-    return envelope
-
-
-def _foreign_event(actual: str, run_id: str) -> ContractError:
-    return ContractError(f"an event of run {actual!r}, not of {run_id!r}")
-
-
-def set_aside(monitor: Monitor, entry: Entry, error: ContractError) -> DeadLetter:
-    """Skip an entry that cannot be decoded; return its dead letter."""
-    monitor.set_aside(entry.id, str(error), getattr(error, "sender", None))
-    return DeadLetter(entry, str(error))
-
-
-def fold(
-    monitor: Monitor, entries: Sequence[Entry], decode: Decode = decode_envelope
-) -> tuple[list[Envelope], list[DeadLetter]]:
-    """Fold entries; return their announcements and dead letters."""
-    announcements: list[Envelope] = []
-    dead: list[DeadLetter] = []
-    # Bind names once: this loop decides the speed of the reducer (`benchmarks fold`).
-    apply, run_id = monitor.apply, monitor.state.run_id
-    for entry_id, payload in entries:
-        try:
-            envelope = decode(payload)
-            if envelope.run_id != run_id:
-                raise _foreign_event(envelope.run_id, run_id)
-        except ContractError as error:
-            dead.append(set_aside(monitor, Entry(entry_id, payload), error))
-            continue
-        if new_announcements := apply(entry_id, envelope):
-            announcements += new_announcements
-    return announcements, dead
-
-
 class Work(Struct):
     """Amount of folding since the last snapshot, which a new leader repeats."""
 
@@ -171,7 +130,7 @@ async def load_monitor(log: EventLog, archived: Archived | None = None) -> Loade
             break
         began_at = anyio.current_time()
         for batch in in_turns(entries, nbytes):
-            fold(monitor, batch, decode)
+            monitor.fold(batch, decode)
             await anyio.lowlevel.checkpoint()
         silent.seconds += anyio.current_time() - began_at
         silent.entries += len(entries)
@@ -250,7 +209,7 @@ def _refold(archived: Archived, run_id: str, reached: str) -> MonitorState:
     for number, entry in enumerate(archived(ORIGIN)):
         if position(entry.id) > position(reached):
             break
-        fold(monitor, [entry], decode)
+        monitor.fold([entry], decode)
         if number % TURN == 0:
             anyio.from_thread.check_cancelled()
     return monitor.state
@@ -261,7 +220,7 @@ async def current_state(log: EventLog, archived: Archived | None = None) -> Moni
     monitor = (await load_monitor(log, archived)).monitor
     # Stop at the current end: a busy run appends faster than a slow network reads.
     async for entry in read_all(log, after=monitor.state.position):
-        fold(monitor, [entry])
+        monitor.fold([entry])
     return monitor.state
 
 
@@ -294,9 +253,9 @@ async def follow_state(
 def fold_one(monitor: Monitor, entry: Entry, decode: Decode = decode_envelope) -> Folded:
     """Fold one entry, and return it with its envelope for display."""
     try:
-        envelope = envelope_of(monitor.state.run_id, entry.payload, decode)
+        envelope = decode_entry(monitor.state.run_id, entry.payload, decode)
     except ContractError as error:
-        set_aside(monitor, entry, error)
+        monitor.set_aside(entry.id, error)
         return Folded(entry, None, [], str(error))
     return Folded(entry, envelope, monitor.apply(entry.id, envelope))
 

@@ -32,7 +32,7 @@ from trinity_events.archive.format import lines_written
 from trinity_events.core import Monitor, MonitorState, encode_state
 from trinity_events.log import ORIGIN, Entry, Stream
 from trinity_events.reducer.log_retention import LogRetention
-from trinity_events.replay import SnapshotUnreadable, current_state, fold, load_monitor
+from trinity_events.replay import SnapshotUnreadable, current_state, load_monitor
 from trinity_events.server import EmbeddedServer, connect
 from trinity_schemas import RunClosed
 
@@ -429,7 +429,7 @@ async def test_a_snapshot_that_is_older_than_what_is_left_of_the_log_is_folded_a
     for _ in range(3):
         await keep(log, archive, 10)
     whole = Monitor(MonitorState(run_id=run_id))
-    fold(whole, list(archive.read(Stream.EVENTS)))
+    whole.fold(list(archive.read(Stream.EVENTS)))
     keys = log.keys
     await log._redis.mset({keys.snapshot: encode_state(old), keys.position: await log.last_id()})
     loaded = await load_monitor(log, partial(archive.read, Stream.EVENTS))

@@ -18,7 +18,7 @@ from trinity_events.archive.state_at import FileSource, RunSource, StateAt
 from trinity_events.core import Monitor, MonitorState, kept_states
 from trinity_events.core.kept_states import KeptState, decode_kept, encode_kept, interval
 from trinity_events.log import ORIGIN, Entry, Stream
-from trinity_events.replay import UntilNotFound, fold
+from trinity_events.replay import UntilNotFound
 from trinity_schemas import RunClosed
 
 
@@ -44,7 +44,7 @@ async def file(run, tmp_path):
 
 def folded_from_the_beginning(run_id, entries):
     monitor = Monitor(MonitorState(run_id=run_id))
-    fold(monitor, entries)
+    monitor.fold(entries)
     return monitor.state
 
 

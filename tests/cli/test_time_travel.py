@@ -9,7 +9,6 @@ from tests.support.pipeline import folded, publish_steps, reducer_task
 from trinity_events.analysis.expressions import Condition
 from trinity_events.archive.format import read_lines
 from trinity_events.core import Monitor, MonitorState
-from trinity_events.replay import fold
 from trinity_events.views import state_as_json
 from trinity_schemas import RunClosed
 
@@ -23,7 +22,7 @@ def entries_of(path):
 
 def state_after(entries):
     monitor = Monitor(MonitorState(run_id="recorded-failures"))
-    fold(monitor, entries)
+    monitor.fold(entries)
     return json.loads(json.dumps(state_as_json(monitor.state)))
 
 

@@ -32,8 +32,8 @@ from trinity_events.core import (
     encode_state,
     removable_steps,
 )
+from trinity_events.core.announcements import OF_AN_EPOCH, is_current, newest_subjects
 from trinity_events.core.completeness import slot_key
-from trinity_events.core.current import OF_AN_EPOCH, is_current, newest_subjects
 from trinity_events.core.fold import _HANDLERS, MONITOR
 from trinity_events.core.limits import (
     KEPT_ATTEMPTS,
@@ -77,6 +77,7 @@ from trinity_schemas import (
     decode_envelope,
     encode,
 )
+from trinity_schemas.codec import UnknownEventType
 
 
 def registered(step, **kwargs):
@@ -473,7 +474,8 @@ def test_an_event_of_a_later_contract_leaves_no_gap():
     history.add(finished(1), by="actor", sequence=3)
     monitor, _ = fold(history.entries[:-1])
     producer = history.entries[-1][1].producer
-    monitor.set_aside("1500-0", "unknown", Sender(run_id="history", producer=producer, sequence=2))
+    sender = Sender(run_id="history", producer=producer, sequence=2)
+    monitor.set_aside("1500-0", UnknownEventType("unknown", sender))
     monitor.apply("2000-0", history.entries[-1][1])
     assert monitor.state.anomaly_counts == {"undecodable": 1}
 

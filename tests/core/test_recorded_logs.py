@@ -7,7 +7,6 @@ import pytest
 from tests.support.recorded_logs import FOLDER, TAPES, come_to
 from trinity_events.archive.format import read_lines
 from trinity_events.core import Monitor, MonitorState, decode_state, encode_state
-from trinity_events.replay import fold
 from trinity_schemas import ANNOUNCEMENT_TYPES, ContractError, decode_envelope, event_tag
 
 RECORDED = sorted(path.stem for path in FOLDER.glob("*.jsonl"))
@@ -46,12 +45,12 @@ def test_recorded_bytes_fold_to_the_same_state_and_announcements(name):
 def test_a_snapshot_after_any_recorded_entry_goes_on_to_the_same_state(name):
     run_id, events, _, _ = recorded(name)
     straight = Monitor(MonitorState(run_id=run_id))
-    fold(straight, events)
+    straight.fold(events)
     for cut in range(len(events)):
         first = Monitor(MonitorState(run_id=run_id))
-        fold(first, events[:cut])
+        first.fold(events[:cut])
         second = Monitor(decode_state(encode_state(first.state)))
-        fold(second, events[cut:])
+        second.fold(events[cut:])
         assert second.state == straight.state
 
 

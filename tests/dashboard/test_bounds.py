@@ -19,7 +19,6 @@ from trinity_events.dashboard.series import Series
 from trinity_events.dashboard.simulated_run import Plan, simulated_run
 from trinity_events.dashboard.states import CompressedStates
 from trinity_events.log import position
-from trinity_events.replay import fold
 
 ENTRIES = list(simulated_run(SMALL))
 
@@ -40,7 +39,7 @@ def test_kept_states_are_thinned_out_and_stay_those_of_the_fold(monkeypatch, bou
     monitor = Monitor(MonitorState(run_id=SMALL.run_id))
     stored.keep(0, monitor.state)
     for number, entry in enumerate(ENTRIES, 1):
-        fold(monitor, [entry])
+        monitor.fold([entry])
         if stored.wants(number):
             stored.keep(number, monitor.state)
     assert stored.count <= 17
@@ -49,7 +48,7 @@ def test_kept_states_are_thinned_out_and_stay_those_of_the_fold(monkeypatch, bou
         nearest = stored.before(number)
         assert number - stored.spacing < nearest.number <= number
         other = Monitor(MonitorState(run_id=SMALL.run_id))
-        fold(other, ENTRIES[: nearest.number])
+        other.fold(ENTRIES[: nearest.number])
         assert encode_state(nearest.decode()) == encode_state(other.state)
 
 

@@ -29,7 +29,6 @@ from trinity_events.dashboard.html_export import html_of
 from trinity_events.dashboard.simulated_run import simulated_run
 from trinity_events.dashboard.sources import RecordedSource
 from trinity_events.log import Stream
-from trinity_events.replay import fold
 from trinity_events.server import connect
 
 pytestmark = pytest.mark.processes
@@ -164,7 +163,7 @@ async def test_a_run_is_exported_as_one_page_with_its_states(
     assert data["states"][-1]["number"] == len(entries)
     for state in data["states"][:: len(data["states"]) // 5]:
         monitor = Monitor(MonitorState(run_id=run_id))
-        fold(monitor, entries[: state["number"]])
+        monitor.fold(entries[: state["number"]])
         assert state["step"] == monitor.state.trainer_step
         assert state["position"] == monitor.state.position
         assert state["announced"] == monitor.state.announced

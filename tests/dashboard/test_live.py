@@ -24,7 +24,6 @@ from trinity_events.dashboard import app, run_reader
 from trinity_events.dashboard.simulated_run import Plan, simulated_run
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, position
 from trinity_events.log import Stream as Streams
-from trinity_events.replay import fold
 from trinity_schemas import RunKeys, TrainerStatusChanged
 
 pytestmark = pytest.mark.server
@@ -144,7 +143,7 @@ async def test_the_newest_state_and_timeline_are_shown_while_the_log_is_indexed(
     entries = list(simulated_run(plan_of(run_id, steps=200)))
     await put_run(client, run_id, entries)
     monitor = Monitor(MonitorState(run_id=run_id))
-    fold(monitor, entries)
+    monitor.fold(entries)
     keys = RunKeys.of(run_id)
     await client.mset({keys.snapshot: encode_state(monitor.state), keys.position: entries[-1].id})
     released = anyio.Event()

@@ -16,10 +16,10 @@ from trinity_events.core.fold_state import format_producer
 from trinity_events.dashboard import search, timeline
 from trinity_events.dashboard.simulated_run import Plan, simulated_run
 from trinity_events.log import position
-from trinity_events.replay import fold, fold_one
+from trinity_events.replay import fold_one
 from trinity_events.views import state_as_json
 from trinity_events.views.changes import change_line, tells
-from trinity_schemas import decode_envelope, event_tag
+from trinity_schemas import ContractError, decode_envelope, event_tag
 
 DEMO = Plan()
 ENTRIES = list(simulated_run(DEMO))
@@ -34,7 +34,7 @@ def demo():
 
 def folded(number):
     monitor = Monitor(MonitorState(run_id=DEMO.run_id))
-    fold(monitor, ENTRIES[:number])
+    monitor.fold(ENTRIES[:number])
     return monitor.state
 
 
@@ -99,8 +99,8 @@ def matching(types=(), producer=None, step=None):
     for number, entry in enumerate(ENTRIES, 1):
         try:
             envelope = decode_envelope(entry.payload)
-        except ValueError:
-            monitor.set_aside(entry.id, "", None)
+        except ContractError as error:
+            monitor.set_aside(entry.id, error)
             continue
         for record in (envelope, *monitor.apply(entry.id, envelope)):
             tag, event = event_tag(record.event), record.event

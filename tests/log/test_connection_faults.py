@@ -29,7 +29,7 @@ from trinity_events.log import (
     new_producer,
     open_run,
 )
-from trinity_events.replay import current_state, fold
+from trinity_events.replay import current_state
 from trinity_events.server import EmbeddedServer, connect, open_client
 from trinity_schemas import decode_envelope
 
@@ -93,7 +93,7 @@ async def assert_whole(log, count):
     numbers = await sequences(log)
     assert list(dict.fromkeys(numbers)) == list(range(1, count + 1))
     monitor = Monitor(MonitorState(run_id=log.run_id))
-    fold(monitor, await log.read(limit=100_000))
+    monitor.fold(await log.read(limit=100_000))
     assert "gap" not in monitor.state.anomaly_counts
 
 

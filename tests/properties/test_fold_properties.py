@@ -22,10 +22,9 @@ from tests.properties.generated import (
 from tests.properties.oracle import Oracle, complete
 from tests.support.event_histories import RUN, committed, failed, finished, registration, started
 from trinity_events.core import Monitor, MonitorState, decode_state, encode_state
-from trinity_events.core.current import is_current, newest_subjects, subject
+from trinity_events.core.announcements import is_current, newest_subjects, subject
 from trinity_events.core.limits import KEPT_STEPS_AT_MOST
 from trinity_events.log import Entry
-from trinity_events.replay import fold
 from trinity_schemas import (
     EnvelopeReader,
     RunOpened,
@@ -217,14 +216,14 @@ def mutated(draw, history):
 @given(anything(most=12).flatmap(mutated))
 def test_no_spoiled_entry_stops_the_fold(spoiled):
     monitor = Monitor(MonitorState(run_id=RUN))
-    announcements, dead = fold(monitor, spoiled)
+    announcements, dead = monitor.fold(spoiled)
     assert monitor.state.position == spoiled[-1].id if spoiled else monitor.state.entries == 0
     assert monitor.state.entries == len(spoiled)
     assert monitor.state.dead_letters == len(dead)
     decode_state(encode_state(monitor.state))
     # Who recognises senders by their bytes sees the same.
     other = Monitor(MonitorState(run_id=RUN))
-    assert fold(other, spoiled, EnvelopeReader().decode) == (announcements, dead)
+    assert other.fold(spoiled, EnvelopeReader().decode) == (announcements, dead)
     assert other.state == monitor.state
 
 
@@ -233,7 +232,7 @@ def test_no_spoiled_entry_stops_the_fold(spoiled):
 def test_noise_is_set_aside_whole(payloads):
     monitor = Monitor(MonitorState(run_id=RUN))
     spoiled = [Entry(f"{n + 1}-0", payload) for n, payload in enumerate(payloads)]
-    announcements, dead = fold(monitor, spoiled)
+    announcements, dead = monitor.fold(spoiled)
     assert (announcements, len(dead)) == ([], len(spoiled))
 
 

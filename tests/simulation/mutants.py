@@ -20,7 +20,7 @@ from tests.simulation.world import simulate
 from trinity_events import replay
 from trinity_events.core import announcements, fold
 from trinity_events.core.fold_state import FoldState
-from trinity_events.core.handlers import admission, attempts, saves
+from trinity_events.core.handlers import admission, saves
 from trinity_events.log import MemoryEventLog
 from trinity_events.log.memory.stream import MemoryGroup
 from trinity_events.log.publishing import async_publisher
@@ -61,9 +61,9 @@ MUTANTS = (
         "a turn that ends is not passed on",
         50,
         (
-            attempts,
+            saves,
             "end_attempt",
-            "grant_turns(fold, admission.leave(state, save_id))",
+            "_grant_turns(fold, admission.leave(state, save_id))",
             "admission.leave(state, save_id)",
         ),
     ),
@@ -121,7 +121,7 @@ MUTANTS = (
         (
             replay,
             "load_monitor",
-            "fold(monitor, batch, decode)",
+            "monitor.fold(batch, decode)",
             "monitor.state.position = reached",
         ),
     ),

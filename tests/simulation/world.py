@@ -25,7 +25,6 @@ from trinity_events.log import MemoryEventLog, Stream
 from trinity_events.log.position import position
 from trinity_events.reducer import background_job, reducer
 from trinity_events.reducer import process as reducer_process
-from trinity_events.replay import fold
 from trinity_events.subscriptions import group_member
 from trinity_schemas import (
     LeaseExpired,
@@ -239,7 +238,7 @@ class World:
 
     def _known_now(self) -> Monitor:
         """The fold of all that is in the log."""
-        fold(self._monitor, self.log.read_now(self._monitor.state.position, limit=_ALL))
+        self._monitor.fold(self.log.read_now(self._monitor.state.position, limit=_ALL))
         return self._monitor
 
     def _late(self) -> str | None:
@@ -297,7 +296,7 @@ class World:
     def _check_announcements(self) -> None:
         """What was announced is what one undisturbed fold of the log says, and nothing else."""
         undisturbed = Monitor(MonitorState(run_id=actors.RUN))
-        expected, dead = fold(undisturbed, self.log.read_now(limit=_ALL))
+        expected, dead = undisturbed.fold(self.log.read_now(limit=_ALL))
         payloads = [
             entry.payload for entry in self.log.read_now(stream=Stream.ANNOUNCEMENTS, limit=_ALL)
         ]

@@ -29,7 +29,6 @@ from tests.support.event_histories import (
 from trinity_events.archive.format import Header, line_of, read_lines, write_lines
 from trinity_events.core import Monitor, MonitorState
 from trinity_events.log import Entry
-from trinity_events.replay import fold
 from trinity_schemas import (
     AppliedPhases,
     ConsumerDetached,
@@ -407,7 +406,7 @@ TAPES = {
 def come_to(run_id, entries):
     """What entries fold to: announcements, dead letters, and the state as plain JSON."""
     monitor = Monitor(MonitorState(run_id=run_id))
-    announcements, dead = fold(monitor, entries)
+    announcements, dead = monitor.fold(entries)
     state = json.loads(msgspec.json.encode(msgspec.to_builtins(monitor.state, str_keys=True)))
     for anomaly in state.get("anomalies", ()):
         if anomaly["name"] == "undecodable":
@@ -415,7 +414,7 @@ def come_to(run_id, entries):
             anomaly["detail"] = anomaly["detail"].partition(": ")[0]
     return (
         [encode(announcement) for announcement in announcements],
-        [letter.entry.id for letter in dead],
+        [entry.id for entry, _ in dead],
         state,
     )
 

@@ -14,7 +14,7 @@ import redis.asyncio
 from trinity_schemas import ANNOUNCEMENT_TYPES, ContractError, Envelope, decode_envelope
 
 from ..core import MonitorState
-from ..core.current import is_current, subject
+from ..core.announcements import is_current, subject
 from ..errors import KeyConflict, TrinityError
 from ..log import ORIGIN, DeadLetter, Entry, PageSize, RedisEventLog, Stream, list_runs, position
 from ..log.page_size import PAGE_BYTES

@@ -16,14 +16,7 @@ from ..core import Monitor, MonitorState
 from ..core.kept_states import KeptState, interval
 from ..log import ORIGIN, Entry, RedisEventLog, Stream, before, position
 from ..log.page_size import TURN
-from ..replay import (
-    Folded,
-    UntilNotFound,
-    checked_entry,
-    fold,
-    fold_one,
-    is_about,
-)
+from ..replay import Folded, UntilNotFound, checked_entry, fold_one, is_about
 from .export import whole_stream
 from .format import Header, events_from, read_lines
 from .kept_states import KeptStates
@@ -244,14 +237,14 @@ class StateAt:
                 page.append(entry)
                 due = (reached + 1) % interval(reached + 1) == 0
                 if due or len(page) == TURN:
-                    fold(monitor, page, self._decode)
+                    monitor.fold(page, self._decode)
                     page.clear()
                     await anyio.lowlevel.checkpoint()
                 if due:
                     self.source.kept_states.keep(
                         KeptState(log=log, entry=identity_of(entry), state=state)
                     )
-        fold(monitor, page, self._decode)
+        monitor.fold(page, self._decode)
         return state
 
     async def _kept_before(

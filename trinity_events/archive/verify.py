@@ -14,10 +14,10 @@ from trinity_schemas import ContractError, EnvelopeReader, encode
 
 from ..checkpoints.layout import final_name
 from ..core import FilePlan, Monitor, MonitorState, decode_state, plan_files
+from ..core.fold import decode_entry
 from ..core.refusals import format_refusal, suspects
 from ..core.state import SnapshotVersion
 from ..log import ORIGIN, Entry, position
-from ..replay import envelope_of, fold
 from .checkpoint_digests import SavedFiles
 from .export import Recording
 
@@ -76,7 +76,7 @@ def verify(
     entries, end = 0, ORIGIN
     for entry in recording.events:
         entries, end = entries + 1, entry.id
-        envelopes, _ = fold(monitor, [entry])
+        envelopes, _ = monitor.fold([entry])
         if position(entry.id) <= reached:
             for envelope in envelopes:
                 announcements.expect(encode(envelope))
@@ -175,7 +175,7 @@ def _check_digests(recording: Recording, folder: Path, findings: list[Finding]) 
     saved, decode = SavedFiles(), EnvelopeReader().decode
     for entry in recording.events:
         with suppress(ContractError):
-            saved.add(envelope_of(recording.header.run_id, entry.payload, decode))
+            saved.add(decode_entry(recording.header.run_id, entry.payload, decode))
     result = saved.check(folder)
     findings += map(_mismatch, result.mismatches)
     return (

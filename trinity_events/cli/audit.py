@@ -14,10 +14,10 @@ from ..analysis.audit import Audit, Auditor, LineageBooks
 from ..archive.export import whole_stream
 from ..archive.format import read_lines
 from ..archive.segments import Archive
+from ..core.fold import decode_entry
 from ..core.lineage import EpochSpan
 from ..core.ordinal_ranges import format_ranges
 from ..log import Entry, Stream
-from ..replay import envelope_of
 from ..views.terminal import Terminal, visible
 from .options import CheckpointRoot, Json, RedisUrl, checkpoint_root, console, log_of, print_json
 from .sources import OptionalRunOrFile, recorded_file
@@ -69,7 +69,7 @@ class _Counted:
     def add(self, entry: Entry) -> None:
         """Count an entry."""
         try:
-            self.auditor.add(envelope_of(self.run_id, entry.payload, self._decode))
+            self.auditor.add(decode_entry(self.run_id, entry.payload, self._decode))
         except ContractError:
             self.undecodable += 1
 

@@ -30,13 +30,14 @@ from ..analysis.proof import Proof, ProofEntry, proof_line
 from ..archive import Archive, ArchiveMissing
 from ..archive.export import whole_stream
 from ..core import MonitorState
+from ..core.fold import decode_entry
 from ..core.handlers.waits import find_wait_chains, format_stacks
 from ..core.resumptions import format_resumption
 from ..core.reward_errors import count_failed_prompts, format_evidence
 from ..errors import TrinityError
 from ..live_facts import read_live_facts
 from ..log import RedisEventLog, Stream, before, require_run
-from ..replay import current_state, envelope_of
+from ..replay import current_state
 from ..views import waits_as_json
 from ..views.as_json import causes_as_json
 from ..views.documents import Explanation
@@ -297,7 +298,7 @@ async def _proof(log: RedisEventLog, archive: Archive, step: int) -> list[ProofE
     ):
         async for entry in whole_stream(log, stream, archive):
             with suppress(ContractError):
-                add(entry.id, envelope_of(log.run_id, entry.payload, decode))
+                add(entry.id, decode_entry(log.run_id, entry.payload, decode))
     return proof.entries
 
 

@@ -1,12 +1,13 @@
-"""The fold: from one entry of the log to the next state, and to the announcements that follow."""
+"""The fold: from entries of the log to the next state, and to the announcements that follow."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 from trinity_schemas import (
     ConsumerDetached,
+    ContractError,
     DeadlineReached,
     Envelope,
     EvaluationFailed,
@@ -42,6 +43,7 @@ from trinity_schemas import (
     WaitEnded,
     WaitStarted,
     WeightsApplied,
+    decode_envelope,
     event_tag,
 )
 
@@ -51,6 +53,11 @@ from .fold_state import FoldState, format_producer, keep_last
 from .handlers import evaluations, rollouts, runs, saves, waits, weights
 from .limits import KEPT_PRODUCERS, KEPT_STEPS, MOST_EPOCHS_AT_ONCE, REORDERED_PRODUCERS
 from .state import MonitorState
+
+Decode = Callable[[bytes], Envelope]
+"""Decoder of entries: of an :class:`EnvelopeReader` for many, or :func:`decode_envelope`."""
+
+E = TypeVar("E", bound=tuple[str, bytes])
 
 MONITOR = Producer(role="reducer", rank=0, node="log", incarnation="monitor")
 """Producer of every announcement, whichever process folds.
@@ -146,7 +153,32 @@ class Monitor:
             drop_oldest_steps(state)
         return _take_announcements(fold) if fold.announcements else []
 
-    def set_aside(self, entry_id: str, reason: str, sender: Sender | None = None) -> None:
+    def fold(
+        self, entries: Iterable[E], decode: Decode = decode_envelope
+    ) -> tuple[list[Envelope], list[tuple[E, str]]]:
+        """Fold entries, each an id and a payload.
+
+        Returns their announcements, and the entries that cannot be decoded, with the reasons.
+        """
+        announcements: list[Envelope] = []
+        undecodable: list[tuple[E, str]] = []
+        # Bind names once: this loop decides the speed of the reducer (`benchmarks fold`).
+        apply, run_id = self.apply, self.state.run_id
+        for entry in entries:
+            entry_id, payload = entry
+            try:
+                envelope = decode(payload)
+                if envelope.run_id != run_id:
+                    raise _foreign_event(envelope.run_id, run_id)
+            except ContractError as error:
+                self.set_aside(entry_id, error)
+                undecodable.append((entry, str(error)))
+                continue
+            if new_announcements := apply(entry_id, envelope):
+                announcements += new_announcements
+        return announcements, undecodable
+
+    def set_aside(self, entry_id: str, error: ContractError) -> None:
         """Pass over an entry that cannot be decoded, and count it as a dead letter.
 
         The sender's sequence advances, if the sender could be decoded.
@@ -154,9 +186,22 @@ class Monitor:
         fold = self._fold
         _advance(fold, entry_id)
         fold.state.dead_letters += 1
-        fold.add_anomaly("undecodable", reason)
+        fold.add_anomaly("undecodable", str(error))
+        sender: Sender | None = getattr(error, "sender", None)
         if sender is not None:
             _in_order(fold, sender.producer, sender.sequence)
+
+
+def decode_entry(run_id: str, payload: bytes, decode: Decode = decode_envelope) -> Envelope:
+    """Decode the envelope of an entry. Raises ContractError, even for an event of another run."""
+    envelope = decode(payload)
+    if envelope.run_id != run_id:
+        raise _foreign_event(envelope.run_id, run_id)
+    return envelope
+
+
+def _foreign_event(actual: str, run_id: str) -> ContractError:
+    return ContractError(f"an event of run {actual!r}, not of {run_id!r}")
 
 
 def _advance(fold: FoldState, entry_id: str) -> None:

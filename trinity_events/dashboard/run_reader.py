@@ -20,7 +20,7 @@ from ..errors import TrinityError
 from ..log import DeadLetter, Entry, before, position
 from ..log.page_size import PageSize, in_turns
 from ..log.retry import backoff_delays, is_transient
-from ..replay import PAGE, fold, fold_one
+from ..replay import PAGE, fold_one
 from ..system.error_text import leaf_errors
 from .history import History
 from .sources import DashboardSource
@@ -180,7 +180,7 @@ class RunReader:
     async def _fold_ahead(self, monitor: Monitor) -> None:
         """Fold the entries after the reducer's snapshot, while the index is far behind."""
         while entries := await self.source.read(monitor.state.position, limit=PAGE):
-            fold(monitor, entries)
+            monitor.fold(entries)
             if self.tail is not None:
                 last = position(self.tail.state.position)
                 self.tail.feed([entry for entry in entries if position(entry.id) > last])
@@ -299,7 +299,7 @@ class RunReader:
         entries = await self.exactly(base.position, count)
         if not entries:
             return At(monitor.state, number, None, None, [], None)
-        fold(monitor, entries[:-1])
+        monitor.fold(entries[:-1])
         return At(monitor.state, number, *fold_one(monitor, entries[-1]))
 
     async def exactly(self, after: str, count: int) -> list[Entry]:

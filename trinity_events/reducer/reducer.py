@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from functools import partial
+from itertools import starmap
 from typing import Any
 
 import anyio
@@ -16,12 +17,12 @@ import anyio.to_thread
 from trinity_schemas import Envelope, EnvelopeReader, SaveGranted, encode
 
 from ..core import Monitor, MonitorState, encode_state, plan_files
-from ..core.current import OF_AN_EPOCH, newest_subjects
+from ..core.announcements import OF_AN_EPOCH, newest_subjects
 from ..core.decisions.timeouts import lease_holders
 from ..log import ORIGIN, Commit, DeadLetter, Entry, EventLog, PageSize, Stream, position
 from ..log.page_size import TURN, in_turns
 from ..log.position import is_from_a_clock
-from ..replay import Work, fold, load_monitor
+from ..replay import Work, load_monitor
 from ..system.error_text import ungrouped
 from .background_job import BackgroundJob, TaskResult
 from .checkpoint_files import CheckpointFiles
@@ -274,10 +275,10 @@ class Reducer:
             if number or not last:
                 await anyio.lowlevel.checkpoint()
             began = anyio.current_time()
-            announcements, dead = fold(monitor, batch, self._decode)
+            announcements, undecodable = monitor.fold(batch, self._decode)
             since.seconds += anyio.current_time() - began
             step.announcements += announcements
-            step.dead += dead
+            step.dead += starmap(DeadLetter, undecodable)
         if self._commit is not None and not await self._commit.result():
             return False
         self._commit = None

@@ -18,7 +18,6 @@ from ..errors import KeyConflict
 from ..log import RedisEventLog, position, watch_runs
 from ..log.redis.error_replies import reply_text
 from ..log.retry import backoff_delays
-from ..replay import fold
 from ..server import connect, warn_of_eviction
 from .policy import Policy
 from .process import ABSENCE, BREAK, IN_THE_WAY, LONG_BREAK, reduce_run
@@ -128,7 +127,7 @@ async def _is_over(log: RedisEventLog) -> bool:
         late = await log.read(monitor.state.position, limit=_AFTER_THE_END)
         decode = EnvelopeReader().decode
         for entry in late:
-            fold(monitor, [entry], decode)
+            monitor.fold([entry], decode)
             await anyio.lowlevel.checkpoint()
         if len(late) == _AFTER_THE_END or monitor.state.closed is None:
             return False

@@ -18,7 +18,6 @@ from ..analysis.explain import unfinished
 from ..analysis.failures import failures
 from ..core import Monitor, MonitorState
 from ..log import Entry
-from ..replay import fold
 
 _WIDTH = 96
 
@@ -49,7 +48,7 @@ class RecordedHistory:
     @cached_property
     def _folded(self) -> _Folded:
         monitor = Monitor(MonitorState(run_id=self.run_id))
-        announcements, _ = fold(monitor, self.entries)
+        announcements, _ = monitor.fold(self.entries)
         counts: dict[str, int] = {}
         for announcement in announcements:
             tag = event_tag(announcement.event)

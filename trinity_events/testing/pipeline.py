@@ -30,7 +30,6 @@ from ..errors import DeadlineExceeded
 from ..log import AsyncPublisher, Entry, EventLog, Publisher, Stream, new_producer, opening_envelope
 from ..log.memory.event_log import MemoryEventLog, SyncMemoryEventLog
 from ..reducer import CheckpointFiles, Reducer
-from ..replay import fold
 from ..subscriptions import CLAIM_AFTER, MAX_DELIVERIES, Subscription, subscription_on
 
 E = TypeVar("E", bound=Struct)
@@ -234,7 +233,7 @@ class Pipeline:
 
     def _folded(self) -> MonitorState:
         while entries := self.log.read_now(self._monitor.state.position):
-            fold(self._monitor, entries)
+            self._monitor.fold(entries)
         return self._monitor.state
 
     def _read_events(self, stream: Stream) -> list[Event]:

@@ -1,4 +1,4 @@
-"""Handlers of events about saves: registrations, attempts, commits, and timeouts."""
+"""Handlers of events about saves: registrations, attempts and their turns, commits, timeouts."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from trinity_schemas import (
     DeadlineReached,
     Envelope,
     LeaseExpired,
+    Producer,
     Registration,
     SaveFailed,
     SaveFinished,
+    SaveGranted,
     SaveProgressed,
     SaveProof,
     SaveRequested,
@@ -22,10 +24,9 @@ from ...checkpoints.layout import staged_in
 from ..announcements import announce_complete, announce_failure
 from ..completeness import missing
 from ..fold_state import FoldState, format_producer, format_slot, keep_last
-from ..limits import KEPT_ATTEMPTS, LONGEST_REASON
-from ..state import KindState, SlotState
+from ..limits import KEPT_ATTEMPTS, KEPT_UNDER_WAY, LONGEST_REASON
+from ..state import Attempt, KindState, SlotState
 from . import admission
-from .attempts import begin_attempt, end_attempt, end_previous_attempt, grant_turns
 from .waits import forget_waits
 
 
@@ -49,7 +50,7 @@ def save_requested(fold: FoldState, event: SaveRequested, envelope: Envelope) ->
     state = fold.state
     if event.save_id in state.attempts:
         if event.save_id not in state.turns:
-            end_previous_attempt(fold, event.slot, envelope.producer)
+            _end_previous_attempt(fold, event.slot, envelope.producer)
         return
     slot = fold.ensure_slot(event.slot, event.ranks)
     if slot is not None and slot.proof is None:
@@ -59,10 +60,10 @@ def save_requested(fold: FoldState, event: SaveRequested, envelope: Envelope) ->
     if event.process is None and not admission.limits(state):
         return  # Recorded before turns were granted.
     # A finished or dropped slot gets a turn too: its worker waits for an answer.
-    end_previous_attempt(fold, event.slot, envelope.producer)
-    begin_attempt(fold, event.save_id, event.slot, envelope.producer, event.lease)
+    _end_previous_attempt(fold, event.slot, envelope.producer)
+    _begin_attempt(fold, event.save_id, event.slot, envelope.producer, event.lease)
     group = admission.group_of(state, event, envelope.producer)
-    grant_turns(fold, admission.ask(state, event.save_id, group))
+    _grant_turns(fold, admission.ask(state, event.save_id, group))
 
 
 def save_started(fold: FoldState, event: SaveStarted, envelope: Envelope) -> None:
@@ -84,7 +85,7 @@ def save_started(fold: FoldState, event: SaveStarted, envelope: Envelope) -> Non
         fold.add_anomaly(
             "out-of-turn", f"{producer} began {format_slot(event.slot)} without a turn"
         )
-    attempt = begin_attempt(fold, event.save_id, event.slot, envelope.producer, event.lease)
+    attempt = _begin_attempt(fold, event.save_id, event.slot, envelope.producer, event.lease)
     attempt.started = True
     attempt.since = fold.now
 
@@ -93,7 +94,7 @@ def _part_started(fold: FoldState, event: SaveStarted, envelope: Envelope) -> No
     """Note that a rank publishes its part, so that its lease is watched; it needs no turn."""
     kind = fold.ensure_kind(event.slot.step, "weights")
     if kind is not None and kind.outcome is None:
-        attempt = begin_attempt(fold, event.save_id, event.slot, envelope.producer, event.lease)
+        attempt = _begin_attempt(fold, event.save_id, event.slot, envelope.producer, event.lease)
         attempt.started = True
 
 
@@ -278,3 +279,54 @@ def _remove_attempt(slot: SlotState, save_id: str) -> None:
     """Remove an attempt from those of a slot that wait or run."""
     for attempts in (slot.waiting, slot.running, slot.progress):
         attempts.pop(save_id, None)
+
+
+def _begin_attempt(
+    fold: FoldState, save_id: str, slot: Slot, holder: Producer, lease: float | None
+) -> Attempt:
+    """Return an attempt, added if the state has none."""
+    attempts = fold.state.attempts
+    attempt = attempts.get(save_id)
+    if attempt is None:
+        attempt = attempts[save_id] = Attempt(slot=slot, holder=holder, since=fold.now, lease=lease)
+        if len(attempts) > KEPT_UNDER_WAY:
+            end_attempt(fold, next(iter(attempts)))
+    return attempt
+
+
+def end_attempt(fold: FoldState, save_id: str) -> None:
+    """Remove an attempt, and pass its turn to the next group."""
+    state = fold.state
+    if state.attempts.pop(save_id, None) is not None and admission.limits(state):
+        _grant_turns(fold, admission.leave(state, save_id))
+
+
+def _end_previous_attempt(fold: FoldState, slot: Slot, holder: Producer) -> None:
+    """End the attempts of a process, of this save's name, that still have their turn.
+
+    Saves of one name follow each other in a process, so the end of such an attempt was lost.
+    """
+    attempts = fold.state.attempts
+    for save_id in list(fold.state.turns):
+        attempt = attempts.get(save_id)
+        same = attempt is not None and attempt.slot.name == slot.name
+        if same and attempt is not None and attempt.holder == holder:
+            fold.add_anomaly(
+                "unended-turn", f"the end of {format_slot(attempt.slot)} is not in the log"
+            )
+            end_attempt(fold, save_id)
+
+
+def _grant_turns(fold: FoldState, save_ids: list[str]) -> None:
+    """Announce that these attempts may start."""
+    for save_id in save_ids:
+        attempt = fold.state.attempts[save_id]
+        fold.announcements.append(
+            SaveGranted(
+                epoch=fold.state.epoch,
+                save_id=save_id,
+                slot=attempt.slot,
+                caused_by=fold.entry_id,
+                lease=attempt.lease or 0.0,
+            )
+        )

@@ -23,7 +23,7 @@ from ..fold_state import FoldState, format_producer, keep_last
 from ..limits import KEPT_EXPLORERS, KEPT_REFUSALS
 from ..refusals import refusal_of
 from ..state import ExplorerState
-from .attempts import end_attempt
+from .saves import end_attempt
 from .waits import forget_waits
 
 

@@ -100,7 +100,7 @@ class ProgressView:
         try:
             envelope = decode_envelope(entry.payload)
         except ContractError as error:
-            self._monitor.set_aside(entry.id, str(error))
+            self._monitor.set_aside(entry.id, error)
             return
         announced = [announcement.event for announcement in self._monitor.apply(entry.id, envelope)]
         if isinstance(envelope.event, RewardErrorReported):
