@@ -15,7 +15,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from tests.support.event_histories import History, failed, opened, part, started
 from trinity_events.analysis.timeline import Timeline
 from trinity_events.log import new_producer
-from trinity_events.log.publishing.envelopes import EnvelopeFactory
+from trinity_events.log.publishing.publisher import EnvelopeFactory
 from trinity_events.views.otlp import StepTraces
 from trinity_schemas import StepTrained, VersionPartPublished, WeightsApplied, decode_envelope
 from trinity_schemas.trace_context import ROOT, span_id, trace_id, version_of

@@ -20,7 +20,7 @@ from tests.support.event_histories import committed, finished, registration, slo
 from tests.support.pipeline import announced, reducer_task
 from tests.support.waits import child
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open_run
-from trinity_events.log.publishing.envelopes import EnvelopeFactory
+from trinity_events.log.publishing.publisher import EnvelopeFactory
 from trinity_events.views import terminal
 from trinity_schemas import (
     ChosenTransport,

@@ -8,7 +8,7 @@ from msgspec import structs
 from tests.support.event_histories import started
 from tests.support.event_samples import SAMPLES
 from trinity_events.core.decisions.report_checks import check_report
-from trinity_events.log.publishing.envelopes import EnvelopeFactory
+from trinity_events.log.publishing.publisher import EnvelopeFactory
 from trinity_schemas import (
     EVENT_TYPES,
     MAX_REPORT_BYTES,

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("trinity_events", "workers/trinity_workers")
 WALKS = {
-    "From a finished save to `step-ready`": 17,
+    "From a finished save to `step-ready`": 12,
     "A tensor from engine to explorer": 31,
     "A prompt from the task to the training batch": 20,
 }

@@ -35,7 +35,7 @@ from trinity_events.log import (
     Stream,
     new_producer,
 )
-from trinity_events.log.publishing.envelopes import opening_envelope
+from trinity_events.log.publishing.async_publisher import opening_envelope
 from trinity_events.reducer import CheckpointFiles, Reducer
 from trinity_events.testing import MemoryEventLog, Pipeline, SyncMemoryEventLog
 from trinity_schemas import (

@@ -25,7 +25,7 @@ from trinity_events.log import (
     position,
 )
 from trinity_events.log.position import LAST_ID, LATEST, is_from_a_clock
-from trinity_events.log.publishing.envelopes import EnvelopeFactory
+from trinity_events.log.publishing.publisher import EnvelopeFactory
 from trinity_events.log.retry import is_transient
 from trinity_events.reducer import reduce_all
 from trinity_events.replay import current_state

@@ -25,7 +25,7 @@ from trinity_events.log import (
     new_producer,
     open_run,
 )
-from trinity_events.log.publishing.outbox import Outbox
+from trinity_events.log.publishing.publisher import Outbox
 from trinity_events.log.retry import CONNECTION_ERRORS, backoff_delays, is_transient
 from trinity_events.server import EmbeddedServer
 from trinity_schemas import ContractError, decode_envelope, heartbeat_key

@@ -27,7 +27,7 @@ from trinity_events.log import (
     new_producer,
     open_run,
 )
-from trinity_events.log.publishing.envelopes import EnvelopeFactory
+from trinity_events.log.publishing.publisher import EnvelopeFactory
 from trinity_events.reducer import reduce_all, reducer, run_supervisor
 from trinity_events.reducer.leader import Leader
 from trinity_events.reducer.reducer import Reducer

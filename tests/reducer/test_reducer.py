@@ -21,7 +21,7 @@ from tests.support.pipeline import (
     until,
 )
 from tests.support.waits import PATIENCE, child
-from trinity_events.core import decode_state
+from trinity_events.core import Monitor, decode_state
 from trinity_events.core.limits import KEPT_VERSIONS
 from trinity_events.log import (
     AsyncPublisher,
@@ -32,7 +32,7 @@ from trinity_events.log import (
     open_run,
     opening_envelope,
 )
-from trinity_events.log.publishing.envelopes import EnvelopeFactory
+from trinity_events.log.publishing.publisher import EnvelopeFactory
 from trinity_events.reducer import (
     Leader,
     Reducer,
@@ -352,13 +352,13 @@ async def test_after_a_commit_that_was_refused_nothing_more_is_sent(run_id, monk
 async def test_others_have_their_turns_while_a_long_batch_is_folded(run_id, monkeypatch):
     monkeypatch.setattr(reducer, "SLICE", 10)
     log, turns = Held(run_id), []
-    plain = reducer.fold
+    plain = Monitor.fold
 
     def noted(*batch):
         turns.append("fold")
         return plain(*batch)
 
-    monkeypatch.setattr(reducer, "fold", noted)
+    monkeypatch.setattr(Monitor, "fold", noted)
 
     async def renew():
         while True:

@@ -22,7 +22,7 @@ from trinity_events.log import (
     position,
 )
 from trinity_events.log.position import LAST_ID
-from trinity_events.log.publishing.envelopes import EnvelopeFactory
+from trinity_events.log.publishing.publisher import EnvelopeFactory
 from trinity_events.reducer import reduce_run
 from trinity_events.replay import current_state
 from trinity_events.server import connect

@@ -16,7 +16,7 @@ from tests.simulation.plan import Save, Worker
 from trinity_events.coordinator.save_attempt import SaveAttempt
 from trinity_events.errors import GroupDetached, TurnNotGranted
 from trinity_events.log import AsyncPublisher
-from trinity_events.log.publishing.envelopes import opening_envelope
+from trinity_events.log.publishing.async_publisher import opening_envelope
 from trinity_events.log.retry import backoff_delays, is_transient
 from trinity_events.reducer import process as reducer_process
 from trinity_events.reducer.policy import Policy

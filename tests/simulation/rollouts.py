@@ -29,7 +29,7 @@ from trinity_events.core.ledger import Ledger, ordinals
 from trinity_events.core.saved_ledgers import find_ledger_difference
 from trinity_events.errors import PublishError, StaleEpoch
 from trinity_events.log import AsyncPublisher, Entry, MemoryEventLog
-from trinity_events.log.publishing.envelopes import opening_envelope
+from trinity_events.log.publishing.async_publisher import opening_envelope
 from trinity_events.rollouts import AnswerGroup, Claim, RolloutClient, RolloutDispatcher
 from trinity_schemas import (
     LedgerRestored,

@@ -32,7 +32,7 @@ from ..redis.error_replies import reply_text
 from ..redis.event_log import RedisEventLog
 from ..redis.run_index import add_run
 from ..retry import backoff_delays, is_transient
-from .envelopes import EnvelopeFactory, opening_envelope
+from .publisher import EnvelopeFactory, new_producer
 
 T = TypeVar("T")
 
@@ -158,6 +158,16 @@ async def open_run(
             "name a user with the rights of a trainer in the URL"
         ) from error
     return epoch
+
+
+def opening_envelope(run_id: str, event: Event) -> Callable[[int], bytes]:
+    """Return a function that encodes the first event of an epoch, given the epoch."""
+
+    def payload(epoch: int) -> bytes:
+        # A new producer for each attempt: a lost race for the epoch must leave no gap.
+        return EnvelopeFactory(run_id, epoch, new_producer("trainer")).next(event)
+
+    return payload
 
 
 async def _within(

@@ -1,25 +1,43 @@
-"""Publisher for synchronous code: it numbers events and sends them in order."""
+"""Publisher for synchronous code.
+
+Its events get numbers and envelopes (:class:`EnvelopeFactory`), wait in order within a bound
+(:class:`Outbox`), and are sent by a thread of their own.
+"""
 
 from __future__ import annotations
 
 import atexit
 import logging
 import os
+import secrets
+import socket
 import sys
 import threading
 import time
+from collections import deque
 from functools import cached_property
 from weakref import ReferenceType, WeakSet, ref
 
-from trinity_schemas import REPORTER_ROLE, Event, Producer, event_tag
+from trinity_schemas import (
+    REPORT_TYPES,
+    REPORTER_ROLE,
+    ContractError,
+    Envelope,
+    Event,
+    Producer,
+    decode_envelope,
+    encode,
+    event_tag,
+    reporter_incarnation,
+)
+from trinity_schemas.envelope import FIRST_VERSION, MEANING_SINCE
+from trinity_schemas.trace_context import trace_of
 
 from ...diagnostics.waits import WaitReporter
 from ...errors import BufferFull, PublishError
 from ..redis.error_replies import reply_text
 from ..redis.sync_log import SyncEventLog
 from ..retry import backoff_delays, is_transient
-from .envelopes import EnvelopeFactory
-from .outbox import Outbox
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +52,109 @@ EXIT_DEADLINE = 5.0
 
 _LINGER = 5.0
 """Seconds for which the sending thread keeps an idle publisher without another user."""
+_AT_ONCE = 512
+_BYTES_AT_ONCE = 1 << 20
+
+
+def new_producer(role: str, rank: int = 0) -> Producer:
+    """Return a producer on this host with a new, random incarnation."""
+    incarnation = secrets.token_hex(8)
+    if role == REPORTER_ROLE:
+        incarnation = reporter_incarnation(rank, incarnation)
+    return Producer(role=role, rank=rank, node=socket.gethostname(), incarnation=incarnation)
+
+
+class EnvelopeFactory:
+    """Factory of one producer's envelopes, numbered from 1."""
+
+    def __init__(self, run_id: str, epoch: int, producer: Producer) -> None:
+        self.run_id = run_id
+        self.epoch = epoch
+        self.producer = producer
+        self._sequence = 0
+
+    def next(self, event: Event) -> bytes:
+        """Return the encoded event with the next number. A ContractError uses up no number.
+
+        An event that no explorer may report is refused here, before the reducer would do so.
+        """
+        if self.producer.role == REPORTER_ROLE and type(event) not in REPORT_TYPES:
+            raise ContractError(
+                f"{event_tag(event)} is not an event of the role {REPORTER_ROLE}: publish it with "
+                "a producer of another role"
+            )
+        envelope = Envelope(
+            run_id=self.run_id,
+            epoch=self.epoch,
+            producer=self.producer,
+            sequence=self._sequence + 1,
+            occurred_at=time.time(),
+            event=event,
+            schema_version=MEANING_SINCE.get(type(event), FIRST_VERSION),
+            trace=trace_of(self.run_id, self.epoch, self.producer.incarnation, event),
+        )
+        payload = encode(envelope)
+        # Decoding checks the constraints: once here, before every reader does.
+        decode_envelope(payload)
+        self._sequence += 1
+        return payload
+
+    def undo(self) -> None:
+        """Take the last number back: its event was certainly not sent and must leave no gap."""
+        self._sequence -= 1
+
+
+class Outbox:
+    """Payloads that no server confirmed yet, oldest first.
+
+    A sent payload stays until the server confirms it. It is used by one thread at a time.
+
+    Args:
+        capacity: Payloads that it holds at most.
+        capacity_bytes: Bytes of those events at most.
+    """
+
+    def __init__(self, capacity: int, capacity_bytes: int) -> None:
+        self._capacity = capacity
+        self._capacity_bytes = capacity_bytes
+        self._waiting: deque[bytes] = deque()
+        self._bytes = 0
+        self.accepted = 0
+        """Number of payloads that were ever put in."""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def confirmed(self) -> int:
+        """Number of payloads that a server confirmed."""
+        return self.accepted - len(self._waiting)
+
+    def put(self, payload: bytes) -> bool:
+        """Append a payload; return False if there is no room for it."""
+        full = self._bytes + len(payload) > self._capacity_bytes
+        if full or len(self._waiting) >= self._capacity:
+            return False
+        self._waiting.append(payload)
+        self._bytes += len(payload)
+        self.accepted += 1
+        return True
+
+    def batch(self) -> list[bytes]:
+        """Return the oldest payloads to send at once; at least one unless the outbox is empty."""
+        batch: list[bytes] = []
+        size = 0
+        for payload in self._waiting:
+            size += len(payload)
+            if batch and (size > _BYTES_AT_ONCE or len(batch) == _AT_ONCE):
+                break
+            batch.append(payload)
+        return batch
+
+    def drop(self, count: int) -> None:
+        """Remove the oldest payloads, which the server confirmed."""
+        for _ in range(count):
+            self._bytes -= len(self._waiting.popleft())
 
 
 class Publisher:
