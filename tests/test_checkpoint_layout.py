@@ -22,10 +22,10 @@ def test_a_staged_name_gives_its_epoch_and_step(epoch, step, token, replaced):
     name = layout.staged_name(epoch, step, token)
     made = layout.StagedFolder(name, epoch, step)
     assert layout.parse_staged_name(name) == made
-    assert layout.parse_made_from(layout.staged_path_of(name)) == made
+    assert layout.parse_made_from(layout.format_staged_path(name)) == made
     old = layout.replaced_name(name, layout.final_name(replaced))
     assert layout.parse_staged_name(old) == layout.StagedFolder(old, epoch, step, replaced)
-    assert layout.parse_made_from(layout.staged_path_of(old)) is None
+    assert layout.parse_made_from(layout.format_staged_path(old)) is None
 
 
 @given(numbers, numbers, numbers, tokens, st.integers(1, 10**9))
@@ -56,7 +56,7 @@ def test_a_foreign_name_is_refused(name):
     assert layout.parse_final_name(name) is None
     assert layout.parse_staged_name(name) is None
     assert layout.parse_trashed_name(name) is None
-    assert layout.parse_made_from(layout.staged_path_of(name)) is None
+    assert layout.parse_made_from(layout.format_staged_path(name)) is None
 
 
 @pytest.mark.parametrize("name", ["events", "events.jsonl", "events.1-0.7-3.1.2.jsonl"])
@@ -77,4 +77,4 @@ def test_a_foreign_segment_name_is_refused(name):
     ],
 )
 def test_a_path_gives_its_staged_folder(path, folder):
-    assert layout.staged_in(path) == folder
+    assert layout.parse_staged_folder(path) == folder

@@ -77,12 +77,12 @@ def patient(monkeypatch):
 
 
 def test_the_first_beat_is_heard_before_anything_is_said(heart, teller, patient):
-    with heart.beating(teller):
+    with heart.active(teller):
         assert teller.log.calls[0] == "beat"
 
 
 def test_it_beats_for_as_long_as_an_attempt_goes_on_and_then_rests(heart, teller):
-    with heart.beating(teller):
+    with heart.active(teller):
         teller.log.until(lambda calls: calls.count("beat") > 3)
         assert "rest" not in teller.log.calls
     assert heart.settle(PATIENCE)
@@ -90,8 +90,8 @@ def test_it_beats_for_as_long_as_an_attempt_goes_on_and_then_rests(heart, teller
 
 
 def test_it_goes_on_until_all_attempts_are_over(heart, teller):
-    with heart.beating(teller):
-        with heart.beating(teller):
+    with heart.active(teller):
+        with heart.active(teller):
             pass
         beats = len(teller.log.calls)
         teller.log.until(lambda calls: len(calls) > beats + 1)
@@ -102,7 +102,7 @@ def test_it_goes_on_until_all_that_was_said_is_in_the_log(heart, teller, monkeyp
     # Many beats in a long lease: that it is patient for a lease only, is of no matter here.
     monkeypatch.setattr(heartbeat, "_BEATS_PER_LEASE", 1000)
     heart._lease = PATIENCE
-    with heart.beating(teller):
+    with heart.active(teller):
         teller.backlog = 1
     over = len(teller.log.calls)
     teller.log.until(lambda calls: len(calls) > over + 1)
@@ -113,7 +113,7 @@ def test_it_goes_on_until_all_that_was_said_is_in_the_log(heart, teller, monkeyp
 
 
 def test_what_is_not_taken_for_a_whole_lease_keeps_nobody_alive(heart, teller):
-    with heart.beating(teller):
+    with heart.active(teller):
         teller.backlog = 1  # for ever, as of a publisher that was closed
     assert heart.settle(PATIENCE)
     assert teller.log.calls.count("beat") > 3
@@ -122,7 +122,7 @@ def test_what_is_not_taken_for_a_whole_lease_keeps_nobody_alive(heart, teller):
 
 def test_a_server_that_does_not_hear_is_waited_for_with_what_is_left_to_tell(heart, teller):
     teller.log.faults = 10
-    with heart.beating(teller):
+    with heart.active(teller):
         teller.backlog = 1
     teller.log.until(lambda calls: calls.count("beat") > 10)
     assert "resting" not in teller.log.calls[:10]
@@ -131,18 +131,18 @@ def test_a_server_that_does_not_hear_is_waited_for_with_what_is_left_to_tell(hea
 
 def test_the_rest_of_an_old_attempt_does_not_undo_the_beat_of_a_new_one(heart, teller, patient):
     teller.log.gate.clear()
-    with heart.beating(teller):
+    with heart.active(teller):
         pass
     teller.log.until(lambda calls: calls[-1] == "resting")
     threading.Timer(0.02, teller.log.gate.set).start()
-    with heart.beating(teller):
+    with heart.active(teller):
         calls = list(teller.log.calls)
         assert set(calls[calls.index("rest") + 1 :]) == {"beat"}
 
 
 def test_an_attempt_after_a_rest_is_beaten_for_anew(heart, teller, patient):
     for _ in range(2):
-        with heart.beating(teller):
+        with heart.active(teller):
             pass
         assert heart.settle(PATIENCE)
     assert teller.log.calls.count("rest") == 2
@@ -152,14 +152,14 @@ def test_an_attempt_after_a_rest_is_beaten_for_anew(heart, teller, patient):
 def test_beats_that_are_not_heard_are_tried_again_and_hold_no_save_up(heart, teller, monkeypatch):
     monkeypatch.setattr(heartbeat, "FIRST_BEAT", 0.001)
     teller.log.faults = 3
-    with heart.beating(teller):
+    with heart.active(teller):
         teller.log.until(lambda calls: calls.count("beat") > 4)
 
 
 def test_who_is_not_patient_begins_before_a_beat_is_heard(heart, teller, monkeypatch):
     monkeypatch.setattr(heartbeat, "FIRST_BEAT", 10 * PATIENCE)
     teller.log.faults = 3
-    with heart.beating(teller, patience=0.0):
+    with heart.active(teller, patience=0.0):
         assert not heart._heard
         teller.log.until(lambda calls: calls.count("beat") > 3)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.event_histories import History
-from trinity_events.core.lineage import lineage_of, stands
+from trinity_events.core.lineage import is_in_lineage, lineage_spans
 from trinity_schemas import RunOpened, RunResumed, StepRef, TrainerStatusChanged
 
 
@@ -38,14 +38,14 @@ def resumed(step: int, epoch: int | None = None) -> RunResumed:
     ],
 )
 def test_a_lineage_is_the_epochs_that_the_run_goes_on_from(openings, lineage):
-    assert lineage_of(state_after(*openings)) == lineage
+    assert lineage_spans(state_after(*openings)) == lineage
 
 
 def test_a_version_stands_if_the_lineage_holds_its_epoch_and_step():
     state = state_after(resumed(4, 1), resumed(8, 2), resumed(8, 2))
-    assert lineage_of(state) == [(1, 0, 4), (2, 4, 8), (4, 8, None)]
+    assert lineage_spans(state) == [(1, 0, 4), (2, 4, 8), (4, 8, None)]
     standing = {(1, 0), (1, 4), (2, 4), (2, 8), (4, 8), (4, 9)}
     others = {(1, 5), (2, 3), (2, 9), (3, 8), (3, 9), (4, 7), (5, 9)}
     assert {
-        version for version in standing | others if stands(state, StepRef(*version))
+        version for version in standing | others if is_in_lineage(state, StepRef(*version))
     } == standing

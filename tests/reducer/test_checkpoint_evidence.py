@@ -106,7 +106,7 @@ async def test_the_folder_of_another_step_is_not_used_for_an_invented_one(tmp_pa
     invent(run.history, 2, path=f"{staged(2)}/model.pt", nbytes=3)  # by its own saves
     reconcile(run)
     assert run.steps == [1, 2]
-    await run.look()
+    await run.clean_up()
     assert (run.steps, named(run)) == ([2], "2")
 
 
@@ -142,7 +142,7 @@ async def test_a_folder_without_files_is_not_promoted(run, content):
         (folder / "actor").mkdir()
     invent(run.history, 3, path=staged(3), nbytes=0)
     reconcile(run)
-    await run.look()
+    await run.clean_up()
     assert (run.steps, named(run)) == ([2], "2")
 
 
@@ -150,7 +150,7 @@ async def test_a_checkpoint_that_was_emptied_by_hand_is_not_counted(run):
     run.save(3)
     (run.folder / "global_step_3" / "model.pt").unlink()
     reconcile(run)
-    await run.look()
+    await run.clean_up()
     assert (run.steps, named(run)) == ([2, 3], "2")
 
 
@@ -235,7 +235,7 @@ async def test_a_later_leader_counts_by_the_mark_and_checks_no_file_again(run, m
 
     monkeypatch.setattr(OpenFolder, "read", note)
     reconcile(run)
-    await run.look()
+    await run.clean_up()
     assert run.steps == [2]
     assert set(opened) <= {CHECKPOINT, MADE_FROM, VERIFIED}
 
@@ -251,7 +251,7 @@ async def test_a_checkpoint_in_the_folder_of_a_state_dict_is_not_named_and_remov
     assert (named(run), named(run, STATE_DICT)) == ("1", "2")
     invent(run.history, 2, path=f"{staged(2)}/model.pt")
     reconcile(run)
-    await run.look()
+    await run.clean_up()
     assert (named(run), named(run, STATE_DICT), run.steps) == ("1", "2", [1, 2])
     assert "was verified as state_dict, and not as checkpoint" in str(run.files.faults)
 
@@ -288,7 +288,7 @@ async def test_a_folder_of_version_0_1_gets_its_mark_at_the_first_look(run):
     for step in (1, 2):
         make_unmarked(run.folder / f"global_step_{step}")
     reconcile(run)
-    await run.look()
+    await run.clean_up()
     assert (run.steps, named(run)) == ([2], "2")
     mark = json.loads((run.folder / "global_step_2" / VERIFIED).read_text())
     assert (mark["epoch"], mark["step"], mark["kinds"]) == (1, 2, ["checkpoint"])
@@ -303,10 +303,10 @@ async def test_later_events_do_not_change_what_a_folder_of_version_0_1_counts_as
     invent(run.history, 2, kind="state_dict", path=f"{staged(2)}/model.pt")
     reconcile(run)
     make_unmarked(run.folder / "global_step_2")
-    await run.look()
+    await run.clean_up()
     invent(run.history, 2)
     reconcile(run)
-    await run.look()
+    await run.clean_up()
     assert (run.steps, named(run)) == ([1, 2], "1")
 
 
@@ -318,7 +318,7 @@ async def test_a_folder_of_version_0_1_that_is_not_of_its_step_stays_and_counts_
     reconcile(run)
     removal = await run.removal()
     for _ in range(2):
-        await removal.look(run.state)
+        await removal.clean_up(run.state)
     assert (run.steps, named(run)) == ([1, 2], "1")
     assert caplog.text.count("it does not count as a checkpoint, and is not removed") == 1
 
@@ -328,5 +328,5 @@ async def test_a_mark_that_is_damaged_or_of_another_step_is_no_evidence(run, mar
     (run.folder / "global_step_2" / VERIFIED).write_text(mark)
     with OpenFolder.at(run.folder) as folder, pytest.raises(NotVerified):
         load_evidence(folder, 2, ("checkpoint",))
-    await run.look()
+    await run.clean_up()
     assert run.steps == [1, 2]

@@ -24,7 +24,7 @@ async def test_the_last_two_checkpoints_stay(tmp_path):
     run = Run(tmp_path)
     for step, remaining_steps in ((1, [1]), (2, [1, 2]), (3, [2, 3]), (7, [3, 7])):
         run.save(step)
-        await run.look()
+        await run.clean_up()
         assert run.steps == remaining_steps
     assert list((run.folder / TRASH).iterdir()) == []
 
@@ -35,10 +35,10 @@ async def test_nothing_goes_before_the_newer_one_has_its_name(tmp_path):
         run.save(step)
     named = run.folder / "global_step_2"
     named.rename(run.folder / staged(2))  # ready, but the disk refused the last rename so far
-    await run.look()
+    await run.clean_up()
     assert run.steps == [1]
     run.files.reconcile(plan_files(run.state))
-    await run.look()
+    await run.clean_up()
     assert run.steps == [2]
 
 
@@ -46,7 +46,7 @@ async def test_zero_keeps_every_checkpoint(tmp_path):
     run = Run(tmp_path, keep=0)
     for step in (1, 2, 3):
         run.save(step)
-    await run.look()
+    await run.clean_up()
     assert run.steps == [1, 2, 3]
 
 
@@ -60,7 +60,7 @@ async def test_what_the_reducer_did_not_make_is_never_removed(tmp_path):
     (run.folder / "global_step_2").symlink_to(elsewhere)
     for step in (3, 4):
         run.save(step)
-    await run.look()
+    await run.clean_up()
     assert run.steps == [1, 2, 4]
     assert run.left_in_staging == ["by-hand"]
     assert (run.folder / "best_model").is_dir()
@@ -72,10 +72,10 @@ async def test_a_checkpoint_that_a_reader_holds_stays_until_it_lets_go(tmp_path)
     for step in (1, 2, 3):
         run.save(step)
     assert await run.log.acquire_lease(1, "reader", 60)
-    await run.look()
+    await run.clean_up()
     assert run.steps == [1, 3]
     await run.log.release_lease(1, "reader")
-    await run.look()
+    await run.clean_up()
     assert run.steps == [3]
 
 
@@ -90,7 +90,7 @@ async def test_no_reader_can_take_hold_of_what_is_being_removed(tmp_path, monkey
         return put(self, step, identity)
 
     monkeypatch.setattr(CheckpointTrash, "move", put_while_a_reader_comes)
-    await run.look()
+    await run.clean_up()
     assert (tried, run.steps) == ([False], [2])
     assert await run.log.acquire_lease(1, "later", 60), "the mark is gone with the checkpoint"
 
@@ -113,7 +113,7 @@ async def test_a_leader_that_was_overtaken_puts_back_what_it_moved(tmp_path, mon
         return put(self, step, identity)
 
     monkeypatch.setattr(CheckpointTrash, "move", put_after_a_long_sleep)
-    await stale.look(run.state)
+    await stale.clean_up(run.state)
     assert run.steps == [1, 2]
     assert (run.folder / "global_step_1" / "model.pt").read_text() == "1.1"
 
@@ -160,7 +160,7 @@ async def test_a_reducer_that_is_told_to_stop_leaves_no_mark(tmp_path, monkeypat
     monkeypatch.setattr(CheckpointTrash, "listed", told_to_stop)
     remover = await run.removal()
     with scope:
-        await remover.look(run.state)
+        await remover.clean_up(run.state)
     assert scope.cancelled_caught
     assert run.steps == [2]
     assert await run.log.acquire_lease(1, "reader", 60)
@@ -177,14 +177,14 @@ async def test_what_saves_left_behind_is_removed_and_what_may_be_written_is_not(
         (run.folder / folder).mkdir(parents=True)
     run.save(1)
     run.history.add(started(2, "running", kind="checkpoint"))
-    await run.look()
+    await run.clean_up()
     others = [staged(2, name="cccc"), staged(3, name="dddd"), staged(9, epoch=2, name="eeee")]
     assert run.left_in_staging == [path.removeprefix(".staging/") for path in others]
     run.history.add(RunResumed(step=1), epoch=2)
-    await run.look()
+    await run.clean_up()
     assert len(run.left_in_staging) == 3, "the log alone removes none"
     run.save(4, epoch=2)
-    await run.look()
+    await run.clean_up()
     assert run.left_in_staging == ["epoch_2_step_9_eeee"]
     assert run.steps == [1, 4]
 
@@ -193,7 +193,7 @@ async def test_what_lies_still_for_a_short_while_only_is_not_left_behind(tmp_pat
     run = Run(tmp_path, grace=600.0)
     (run.folder / staged(1, name="bbbb")).mkdir(parents=True)
     run.save(1)
-    await run.look()
+    await run.clean_up()
     assert run.left_in_staging == ["epoch_1_step_1_bbbb"]
 
 
@@ -214,10 +214,10 @@ async def test_a_save_that_was_killed_is_removed_soon_after_a_resume_unless_it_i
     monkeypatch.setattr("trinity_events.reducer.checkpoint_trash.time.time", lambda: later)
     os.utime(run.folder / written / "model.pt", (later, later))
     run.history.add(RunResumed(step=1), epoch=2)
-    await run.look()
+    await run.clean_up()
     assert len(run.left_in_staging) == 2, "no newer checkpoint is there yet"
     run.save(2, epoch=2)
-    await run.look()
+    await run.clean_up()
     assert run.left_in_staging == ["epoch_1_step_2_cccc"], "it may still be written"
     assert (outside / "file").exists()
 
@@ -229,16 +229,16 @@ async def test_what_a_checkpoint_of_a_later_epoch_took_the_place_of_stays(tmp_pa
     run.save(9)
     run.history.add(opening, epoch=2)
     run.save(5, epoch=2)
-    await run.look()
+    await run.clean_up()
     assert (run.folder / "global_step_5" / "model.pt").read_text() == "2.5"
     assert run.left_in_staging == ["epoch_2_step_5_aaaa.replaced_global_step_5"]
     for step in (6, 7):
         run.save(step, epoch=2)
-        await run.look()
+        await run.clean_up()
     for step in (10, 11):
         run.save(step, epoch=2)
-        await run.look()
-    await run.look()
+        await run.clean_up()
+    await run.clean_up()
     assert run.steps == [9, 10, 11]
     assert run.left_in_staging == ["epoch_2_step_5_aaaa.replaced_global_step_5"]
     replaced_file = run.folder / ".staging" / run.left_in_staging[0] / "model.pt"
@@ -262,7 +262,7 @@ async def test_a_disk_that_refuses_is_said_once_and_tried_again(tmp_path, caplog
 
     monkeypatch.setattr(CheckpointTrash, "made", sometimes)
     monkeypatch.setattr(checkpoint_retention, "_BETWEEN", 0.01)
-    monkeypatch.setattr(checkpoint_retention, "LOOK", 0.01)
+    monkeypatch.setattr(checkpoint_retention, "LONGEST_PAUSE", 0.01)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon((await run.removal()).run, LiveState(run.state))
         await until(lambda: "cannot be removed" in caplog.text)
@@ -290,7 +290,7 @@ async def test_what_cannot_be_removed_keeps_nothing_else(tmp_path, caplog, monke
 
     monkeypatch.setattr(CheckpointTrash, "move", put_others)
     monkeypatch.setattr(CheckpointTrash, "remove", remove_others)
-    monkeypatch.setattr(checkpoint_retention, "LOOK", 0.01)
+    monkeypatch.setattr(checkpoint_retention, "LONGEST_PAUSE", 0.01)
     (run.folder / staged(2, name="bbbb")).mkdir()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon((await run.removal()).run, LiveState(run.state))

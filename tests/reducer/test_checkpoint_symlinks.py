@@ -69,7 +69,7 @@ async def test_nothing_is_removed_through_a_link_in_the_place_of_the_trash(
         run.save(step)
     (run.folder / TRASH).symlink_to(untouched)
     remover = await run.removal()
-    await remover.look(run.state)
+    await remover.clean_up(run.state)
     assert run.steps == [1, 2]
     assert f"{run.folder / TRASH} is a link, which is not followed" in str(remover._faults[0])
 
@@ -91,7 +91,7 @@ async def test_of_the_trash_only_what_was_moved_there_is_removed(tmp_path, monke
         run.save(step)
     write(run.folder / TRASH / "by-hand" / "file")
     write(run.folder / TRASH / "global_step_9.17.3" / "file")
-    await run.look()
+    await run.clean_up()
     assert run.steps == [2]
     assert [path.name for path in (run.folder / TRASH).iterdir()] == ["by-hand"]
 
@@ -171,7 +171,7 @@ async def test_a_staged_folder_that_is_left_behind_is_removed_but_no_link_in_it_
     stale_folder = run.folder / staged(1, name="bbbb")
     write(stale_folder / "actor" / "model.pt")
     (stale_folder / "link").symlink_to(untouched)
-    await run.look()
+    await run.clean_up()
     assert run.left_in_staging == []
 
 

@@ -64,7 +64,7 @@ async def _has_at_most(log, stream, most):
 async def test_the_archive_waits_while_there_is_a_backlog_to_fold(run_id, monkeypatch):
     monkeypatch.setattr(reducer, "BATCH", 10)
     monkeypatch.setattr(reducer, "SNAPSHOT_EVERY", 20)
-    monkeypatch.setattr(reducer, "_UNKEPT", 2)  # that it was there before makes it wait
+    monkeypatch.setattr(reducer, "_MOST_UNARCHIVED", 2)  # that it was there before makes it wait
     log, positions, folded_at = MemoryEventLog(run_id), [], []
     await _fill(log, 50)
     token, _ = await log.lead(60)
@@ -118,7 +118,7 @@ async def _fill(log, steps):
 async def test_a_backlog_too_long_to_wait_for_is_archived_while_it_is_folded(run_id, monkeypatch):
     monkeypatch.setattr(reducer, "BATCH", 10)
     monkeypatch.setattr(reducer, "SNAPSHOT_EVERY", 10)
-    monkeypatch.setattr(reducer, "_UNKEPT", 2)
+    monkeypatch.setattr(reducer, "_MOST_UNARCHIVED", 2)
     log, positions = FilledLater(run_id), []
     token, _ = await log.lead(60)
 
@@ -159,7 +159,7 @@ class FilledLater(MemoryEventLog):
 async def test_a_backlog_is_folded_no_faster_than_it_can_be_archived(run_id, monkeypatch):
     monkeypatch.setattr(reducer, "BATCH", 10)
     monkeypatch.setattr(reducer, "SNAPSHOT_EVERY", 10)
-    monkeypatch.setattr(reducer, "_UNKEPT", 2)
+    monkeypatch.setattr(reducer, "_MOST_UNARCHIVED", 2)
     log, goes_on, reached = FilledLater(run_id), anyio.Event(), anyio.Event()
     token, _ = await log.lead(60)
 
@@ -189,7 +189,7 @@ async def test_a_backlog_is_folded_no_faster_than_it_can_be_archived(run_id, mon
 async def test_archiving_that_failed_is_tried_again_although_nothing_more_comes(
     run_id, monkeypatch, fails
 ):
-    monkeypatch.setattr(reducer, "KEEP_AGAIN", 0.05)
+    monkeypatch.setattr(reducer, "ARCHIVE_AGAIN", 0.05)
     monkeypatch.setattr(reducer, "RECONCILE_EVERY", 0.05)
     log, positions = MemoryEventLog(run_id), []
     publisher = await _fill(log, 5)
@@ -210,7 +210,7 @@ async def test_archiving_that_failed_is_tried_again_although_nothing_more_comes(
 async def test_a_disk_that_works_again_is_archived_to(
     publisher, log, redis_url, run_id, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(reducer, "KEEP_AGAIN", 0.05)
+    monkeypatch.setattr(reducer, "ARCHIVE_AGAIN", 0.05)
     folder = tmp_path / run_id / "log"
     folder.parent.mkdir()
     folder.write_text("no folder")

@@ -159,7 +159,7 @@ async def test_the_lead_of_one_that_died_is_free_in_time_although_the_clock_was_
     token, _ = await log.lead(0.2)
     await log._redis.pexpire(log.keys.leader, 3_600_000)  # as seen after an hour back
     with anyio.fail_after(PATIENCE):
-        assert await Leader(log, lease=0.2).take() > token
+        assert await Leader(log, lease=0.2).acquire() > token
 
 
 async def test_a_reducer_that_was_overtaken_stops_and_writes_nothing(log, publisher):

@@ -127,7 +127,7 @@ async def test_each_call_of_dispatcher_and_explorer_waits_for_a_server_that_is_a
     groups = await through_an_outage(partial(dispatcher.take, 1, deadline=PATIENCE))
     assert [group.ordinal for group in groups] == [0]
     await through_an_outage(partial(dispatcher.trained, 1, groups))
-    assert dispatcher.ledger.in_words == "1 trained, 0 dropped, 1 open"
+    assert dispatcher.ledger.format_sums() == "1 trained, 0 dropped, 1 open"
 
 
 async def test_a_server_that_stays_away_is_named_at_the_deadline(parts, server):

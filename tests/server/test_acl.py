@@ -217,7 +217,7 @@ async def test_rollouts_are_dispatched_and_answered_with_these_rules(clean):
             tasks.start_soon(answer_again)
             groups += await dispatcher.take(3, deadline=PATIENCE)
         await dispatcher.trained(1, groups)
-        assert dispatcher.ledger.in_words == "3 trained, 0 dropped, 0 open"
+        assert dispatcher.ledger.format_sums() == "3 trained, 0 dropped, 0 open"
         assert await client.xlen(KEYS.experiences) == 0, "answers of a trained step are freed"
 
 

@@ -63,8 +63,8 @@ MUTANTS = (
         (
             saves,
             "end_attempt",
-            "_grant_turns(fold, admission.leave(state, save_id))",
-            "admission.leave(state, save_id)",
+            "_grant_turns(fold, admission.release_turn(state, save_id))",
+            "admission.release_turn(state, save_id)",
         ),
     ),
     _mutant(
@@ -108,7 +108,7 @@ MUTANTS = (
         (MemoryEventLog, "commit", "or commit.after != self._position", ""),
         (
             Reducer,
-            "_take",
+            "_send_commit",
             "if not await self._log.commit(commit):",
             "import redis\n    try:\n        taken = await self._log.commit(commit)\n"
             "    except redis.ConnectionError:\n        taken = await self._log.commit(commit)\n"
@@ -133,7 +133,7 @@ MUTANTS = (
     _mutant(
         "a lead that is lost is not taken again",
         300,
-        (Leader, "take", "await anyio.sleep(delay)", "await anyio.sleep_forever()"),
+        (Leader, "acquire", "await anyio.sleep(delay)", "await anyio.sleep_forever()"),
     ),
     _mutant(
         "nothing is ever overdue",

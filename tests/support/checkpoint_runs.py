@@ -47,9 +47,9 @@ class Run:
             self.log, CheckpointTrash(self.files, token), token, self.keep, grace=self.grace
         )
 
-    async def look(self):
+    async def clean_up(self):
         removal = await self.removal()
-        await removal.look(self.state)
+        await removal.clean_up(self.state)
         await self.log.renew(removal._token, 0)
 
     @property

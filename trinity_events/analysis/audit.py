@@ -18,7 +18,7 @@ from trinity_schemas import (
 )
 
 from ..core.ledger import Ledger, LedgerError
-from ..core.lineage import EpochSpan, continued_lineage, lineage_of
+from ..core.lineage import EpochSpan, continued_lineage, lineage_spans
 from ..core.ordinal_ranges import Range, count, difference, format_ranges, intersection, union
 from ..core.state import MonitorState
 
@@ -144,7 +144,7 @@ class Auditor:
             self._roots.append(_Root([], []))
         root = self._roots[-1]
         root.epochs.append(_Epoch(number, empty))
-        root.spans = lineage_of(self._lineage)
+        root.spans = lineage_spans(self._lineage)
 
     def _counts(self, envelope: Envelope) -> bool:
         """Return True for the first copy of an event of the current epoch."""
@@ -243,7 +243,7 @@ class _Bookkeeper:
     def _dispatch(self, fact: RolloutsDispatched) -> None:
         if fact.fingerprint is not None:
             self._ledger.fingerprint = fact.fingerprint
-        fated, skipped = self._ledger.note_dispatched(fact.ordinals)
+        fated, skipped = self._ledger.add_dispatched(fact.ordinals)
         again = self._ledger.contradictions(
             union((request.ordinal, request.ordinal) for request in fact.reissued)
         )

@@ -13,7 +13,7 @@ from msgspec import Struct, field
 
 from trinity_schemas import Kind
 
-from ..core.completeness import missing, missing_processes
+from ..core.completeness import format_missing, missing_processes
 from ..core.fold_state import format_slot
 from ..core.handlers.rollouts import format_exclusion
 from ..core.handlers.waits import format_wait, open_waits
@@ -335,7 +335,7 @@ def _step_links(state: MonitorState, now: int) -> Iterator[_Link]:
                 continue
             on = tuple(_at_fault(state, step, kind, kind_state))
             by = f"step {step} {kind}"
-            lacks = ", ".join(missing(step_state, kind, now, _TOLD)) or "nothing"
+            lacks = ", ".join(format_missing(step_state, kind, now, _TOLD)) or "nothing"
             since = (
                 kind_state.committed_at
                 if kind_state.committed_at is not None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from trinity_schemas import Kind, StepRef
 
-from ..core.completeness import missing
+from ..core.completeness import format_missing
 from ..core.fold_state import format_slot
 from ..core.refusals import format_refusal
-from ..core.skipped_updates import skipped_in
+from ..core.skipped_updates import find_skipped_updates
 from ..core.state import KINDS, KindState, MonitorState, StepState
 
 _NAMED = 8
@@ -33,7 +33,9 @@ def explain(
         if refusal.version == StepRef(state.epoch, step)
     ]
     more = f"{len(refused) - _NAMED} more refusals came before." if len(refused) > _NAMED else ""
-    skipped = [f"The trainer, in {anomaly.detail}." for anomaly in skipped_in(state, step)]
+    skipped = [
+        f"The trainer, in {anomaly.detail}." for anomaly in find_skipped_updates(state, step)
+    ]
     return "\n".join([explanation, *refused[-_NAMED:], *([more] if more else []), *skipped])
 
 
@@ -109,7 +111,7 @@ def _explain_kind(state: MonitorState, step: int, kind: Kind, now: int, named: i
         return f"{subject} is {kind_state.outcome}{_newer(state, step, kind)}."
     if kind_state.failure is not None and _follows(step_state, kind):
         return f"{subject} FAILED with its state_dict."
-    wanting = ", ".join(missing(step_state, kind, now, named)) or "nothing"
+    wanting = ", ".join(format_missing(step_state, kind, now, named)) or "nothing"
     since = kind_state.committed_at
     closed = state.closed is not None
     seconds = "" if since is None else f"{(now - since) / 1000:.1f} s"

@@ -29,7 +29,7 @@ from trinity_schemas import (
 from ..core.file_versions import WEIGHTS_SAVE, weights_save
 from ..core.limits import KEPT_REFUSALS
 from ..core.ordinal_ranges import count
-from ..core.refusals import refusal_of, suspects
+from ..core.refusals import make_refusal, suspects
 from ..core.reward_errors import REWARD_ERRORS
 from ..core.state import Refusal
 from .transfers import FirstApplications
@@ -173,7 +173,7 @@ class Summarizer:
             case VersionRefused(version=ref):
                 self._version(ref.epoch, ref.step).refused = True
                 at = int(envelope.occurred_at * 1000)
-                self._refusals.append(refusal_of(event, envelope.producer, at))
+                self._refusals.append(make_refusal(event, envelope.producer, at))
                 self._refused += 1
             case StepReady(kind="weights", epoch=epoch, step=step):
                 self._version(epoch, step).ready = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trinity_schemas import Envelope, StepRef, WeightsApplied
 
-from ..core.fold_state import keep_last
+from ..core.fold_state import trim_oldest
 from ..core.limits import KEPT_EXPLORERS
 
 
@@ -24,7 +24,7 @@ class FirstApplications:
         explorer, version = envelope.producer.incarnation, event.version
         newest = self._newest.get(explorer, version)
         self._newest[explorer] = max(newest, version)
-        keep_last(self._newest, KEPT_EXPLORERS)
+        trim_oldest(self._newest, KEPT_EXPLORERS)
         is_earlier = version < newest
         is_return = version == newest and explorer in self._went_back
         if is_earlier:

@@ -17,9 +17,9 @@ from ..checkpoints.layout import (
     MANIFEST_PARTS,
     REDUCER_FILES,
     STAGING,
-    digest_of_files,
+    combine_digests,
     parse_final_name,
-    staged_in,
+    parse_staged_folder,
 )
 from ..checkpoints.manifest import FileSum
 from ..checkpoints.verification import CheckpointDamaged, read_manifest
@@ -63,7 +63,7 @@ class SavedFiles:
         with OpenFolder.open_run(folder) as run:
             places = dict(_places(run))
             for path, save in self._saves.items():
-                staged = staged_in(path)
+                staged = parse_staged_folder(path)
                 place = path if staged is None else _moved(path, staged, places)
                 if place is None:
                     gone += 1
@@ -173,7 +173,7 @@ def _measure(run: OpenFolder, path: str, save: SaveFinished) -> tuple[int, str |
             for name, measured in _measure_all(run, path, file)
         }
         nbytes = sum(size for size, _ in measures.values())
-        return nbytes, digest_of_files({name: digest for name, (_, digest) in measures.items()})
+        return nbytes, combine_digests({name: digest for name, (_, digest) in measures.items()})
     digested = save.digest is not None
     *folders, name = parts_of(path, run.path)
     with run.below(*folders) as folder:

@@ -193,7 +193,7 @@ def _compare_files(plan: FilePlan, folder: Path) -> list[Finding]:
             # The reducer names no folder that is not there.
             what = f"{final} is not there, and the log has step {step} as ready"
             findings.append(
-                _mismatch(what) if iteration.is_named else Finding(severity="open", what=what)
+                _mismatch(what) if iteration.has_folder else Finding(severity="open", what=what)
             )
             continue
         try:

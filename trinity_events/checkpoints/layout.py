@@ -130,12 +130,12 @@ def parse_staged_name(name: str) -> StagedFolder | None:
     return StagedFolder(name, int(match[1]), int(match[2]), replaced)
 
 
-def staged_path_of(name: str) -> str:
+def format_staged_path(name: str) -> str:
     """Return the path of a staged folder, relative to the run's directory."""
     return f"{STAGING}/{name}"
 
 
-def staged_in(path: str | None) -> str | None:
+def parse_staged_folder(path: str | None) -> str | None:
     """Return the staged folder that a relative path lies in; None outside of :data:`STAGING`."""
     parts = path.split("/") if path else []
     staged = len(parts) > 1 and parts[0] == STAGING and parts[1] not in ("", ".", "..")
@@ -210,7 +210,7 @@ def is_unfinished_segment(name: str, stream: str) -> bool:
     return name.startswith(f".{stream}.") and ".jsonl." in name
 
 
-def digest_of_files(digests: Mapping[str, str]) -> str:
+def combine_digests(digests: Mapping[str, str]) -> str:
     """Return one digest of several files, given their sha256 by relative path."""
     lines = "".join(f"{digest}  {path}\n" for path, digest in sorted(digests.items()))
     return f"{FILES_DIGEST}:{hashlib.sha256(lines.encode(errors='surrogateescape')).hexdigest()}"

@@ -119,7 +119,7 @@ def _check_seal(data: bytes) -> None:
         raise ManifestUnreadable("was changed: its lines have another digest than its last one")
 
 
-def digest_of(file: BinaryIO) -> FileSum:
+def digest_opened(file: BinaryIO) -> FileSum:
     """Return the digest of an open file, and the bytes that were digested."""
     digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
     return FileSum(digest, file.tell())
@@ -140,7 +140,7 @@ def usable_cores() -> int:
 
 def _digest_file(path: Path) -> FileSum:
     with path.open("rb", buffering=0) as file:
-        return digest_of(file)
+        return digest_opened(file)
 
 
 def saved_files(folder: Path) -> dict[str, int]:

@@ -205,10 +205,10 @@ class CheckpointManifest:
 
 def damaged(path: Path, reason: str, root: Path) -> CheckpointDamaged:
     """Make the error of a file, with the step of the folder that has the manifest."""
-    return CheckpointDamaged(path, reason, step_of(root))
+    return CheckpointDamaged(path, reason, _find_step(root))
 
 
-def step_of(folder: Path) -> int | None:
+def _find_step(folder: Path) -> int | None:
     """Return the step whose final folder a folder is, or lies in; None for any other."""
     folder = folder.absolute()
     near = (folder, *folder.parents)[: _DEEPEST + 1]
@@ -277,12 +277,12 @@ def _read(root: Path, *, required: bool) -> dict[str, FileSum] | None:
         sums = parse_manifest(data, sealed=expected is not None or is_sealed(data))
     except ManifestUnreadable as error:
         raise damaged(path, error.reason, root) from None
-    if expected is not None and expected != digest_of_manifest(data):
+    if expected is not None and expected != digest_manifest(data):
         raise damaged(path, f"has another digest than {root / VERIFIED} names", root)
     return sums
 
 
-def digest_of_manifest(data: bytes) -> str:
+def digest_manifest(data: bytes) -> str:
     """Return the digest of a manifest, as the reducer's mark has it."""
     return f"sha256:{hashlib.sha256(data).hexdigest()}"
 

@@ -12,7 +12,7 @@ from trinity_schemas import Kind, StepReady, StepRef, StepSuperseded
 from ..analysis.explain import explain
 from ..checkpoints.layout import final_name
 from ..core import MonitorState
-from ..core.lineage import stands
+from ..core.lineage import is_in_lineage
 from ..errors import DeadlineExceeded, StepNotReady
 from ..log import RedisEventLog, require_run
 from ..replay import current_state
@@ -78,7 +78,7 @@ async def _ready(
             return False
         if epoch is not None:
             return event.epoch == epoch
-        return event.epoch > state.epoch or stands(state, StepRef(event.epoch, step))
+        return event.epoch > state.epoch or is_in_lineage(state, StepRef(event.epoch, step))
 
     subscription = subscribe(run, StepReady, StepSuperseded, start="beginning", redis_url=redis_url)
     async with subscription as events:
@@ -104,7 +104,7 @@ async def newest_checkpoint(
     Raises RunNotFound, ServerUnreachable, ServerTooOld, InvalidUrl or PermissionDenied.
     """
     pointer = (await _state(run, redis_url)).ready.get("checkpoint")
-    if pointer is None or not pointer.named:
+    if pointer is None or not pointer.has_folder:
         return None
     root = Path(checkpoint_root or trinity_home() / "checkpoints")
     at = pointer.at

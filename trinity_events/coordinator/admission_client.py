@@ -44,7 +44,7 @@ def wait_for_turn(publisher: Publisher, request: SaveRequested, deadline: float)
 
 def _wait_for_turn(publisher: Publisher, request: SaveRequested, deadline: float) -> None:
     began = asked_at = time.monotonic()
-    fault = _ask(publisher, request, began + deadline)
+    fault = _publish_request(publisher, request, began + deadline)
     faults = backoff_delays(_LONGEST_PAUSE)
     while (remaining := began + deadline - time.monotonic()) > 0:
         try:
@@ -55,16 +55,18 @@ def _wait_for_turn(publisher: Publisher, request: SaveRequested, deadline: float
                 break
             if time.monotonic() - asked_at >= ASK_AGAIN:
                 asked_at = time.monotonic()
-                fault = _ask(publisher, request, began + deadline)
+                fault = _publish_request(publisher, request, began + deadline)
         except Exception as error:
             fault = error
             if not is_transient(error):
                 break
             time.sleep(min(remaining, next(faults)))
-    raise _not_granted(publisher, request.slot, time.monotonic() - began, fault) from fault
+    raise _refusal(publisher, request.slot, time.monotonic() - began, fault) from fault
 
 
-def _ask(publisher: Publisher, request: SaveRequested, give_up: float) -> Exception | None:
+def _publish_request(
+    publisher: Publisher, request: SaveRequested, give_up: float
+) -> Exception | None:
     """Publish the request once the buffer has room; return the error if it never has."""
     faults = backoff_delays(_LONGEST_PAUSE)
     while True:
@@ -78,7 +80,7 @@ def _ask(publisher: Publisher, request: SaveRequested, give_up: float) -> Except
             time.sleep(min(remaining, next(faults)))
 
 
-def _not_granted(
+def _refusal(
     publisher: Publisher, slot: Slot, waited: float, fault: Exception | None
 ) -> TrinityError:
     run_id = publisher.run_id

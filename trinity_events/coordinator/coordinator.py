@@ -25,7 +25,7 @@ from trinity_schemas import (
     ThreadCountRegistered,
 )
 
-from ..checkpoints.layout import STAGING, staged_in, staged_name
+from ..checkpoints.layout import STAGING, parse_staged_folder, staged_name
 from ..checkpoints.manifest import write_part
 from ..errors import PublishError, SaveError, StaleEpoch
 from ..log import Publisher
@@ -185,7 +185,7 @@ class CheckpointCoordinator:
         with ExitStack() as exits:
             self._inflight.enter(attempt, thread, self._turn_deadline)
             exits.callback(self._inflight.leave, attempt)
-            exits.enter_context(self._heartbeat.beating(self._publisher))
+            exits.enter_context(self._heartbeat.active(self._publisher))
             with self._failing(attempt):
                 self._start(attempt)
                 started = start_fn()
@@ -218,7 +218,7 @@ class CheckpointCoordinator:
         """
         if name is None:
             kind: Kind = "state_dict" if is_state_dict else "checkpoint"
-            folder = staged_in(self._relative(_paths(path)))
+            folder = parse_staged_folder(self._relative(_paths(path)))
             with self._sync_names.reserved(SavePlace(global_step, kind, folder)) as free_name:
                 self.save_sync(
                     *(save_fn, global_step, is_state_dict), name=free_name, path=path, ranks=ranks
@@ -399,7 +399,7 @@ class CheckpointCoordinator:
         self, attempt: SaveAttempt, save_fn: Callable[[], Any], paths: SavedPaths | None
     ) -> PublishError | None:
         """Run the attempt in its turn; return the error if its success was not published."""
-        with self._heartbeat.beating(self._publisher):
+        with self._heartbeat.active(self._publisher):
             with self._failing(attempt):
                 self._start(attempt)
             return self._finish(attempt, save_fn, paths)

@@ -26,7 +26,7 @@ class Heartbeat:
     in its save function keeps its turn, because it looks like a slow write. The step's deadline
     covers that case.
 
-    The thread keeps beating until the log has every event of its attempts. If it removed its key
+    The thread sends heartbeats until the log has every event of its attempts. If it removed its key
     before a ``save-finished`` arrived, the leader would take the process for dead. Events that a
     reachable server has not accepted within a whole lease count as lost. Only this thread writes
     and removes the key, so that an old attempt cannot undo the heartbeat of a new one.
@@ -56,7 +56,7 @@ class Heartbeat:
             return heartbeat
 
     @contextmanager
-    def beating(self, publisher: Publisher, patience: float | None = None) -> Iterator[None]:
+    def active(self, publisher: Publisher, patience: float | None = None) -> Iterator[None]:
         """Beat during the block, and until the log has what the publisher published in it.
 
         The block begins once the server has the first beat, or after ``patience`` seconds. The
@@ -91,15 +91,15 @@ class Heartbeat:
         idle = 0
         while True:
             pause = self._lease / _BEATS_PER_LEASE
-            if self._beat():
+            if self._renew():
                 faults = backoff_delays(pause)
                 idle = 0 if self._attempts else idle + 1
             else:
                 pause, idle = next(faults), 0
-            if self._is_over_within(pause, idle <= _BEATS_PER_LEASE) and self._rest():
+            if self._is_over_within(pause, idle <= _BEATS_PER_LEASE) and self._clear():
                 return
 
-    def _beat(self) -> bool:
+    def _renew(self) -> bool:
         try:
             self._log.renew_heartbeat(self._incarnation, self._lease)
             heard = True
@@ -134,7 +134,7 @@ class Heartbeat:
                     return True
         return False
 
-    def _rest(self) -> bool:
+    def _clear(self) -> bool:
         """Remove the key; return True if the thread ends, because no attempt has begun since."""
         try:
             self._log.clear_heartbeat(self._incarnation)

@@ -53,7 +53,7 @@ class InflightSaves:
             if remaining <= 0:
                 raise DeadlineExceeded(
                     f"{attempt.what} waited {deadline:g} s for the save of this name before "
-                    f"it: {_describe(earlier)}"
+                    f"it: {_format_save(earlier)}"
                 )
             reported.update(*_object(earlier))
             self._changed.wait(remaining)
@@ -74,7 +74,7 @@ class InflightSaves:
             for save in self._running(name):
                 self._refuse_itself(save, "wait for all saves")
             if not self._wait_for(deadline, name):
-                late = "; ".join(map(_describe, self._running(name)))
+                late = "; ".join(map(_format_save, self._running(name)))
                 raise DeadlineExceeded(
                     f"not all saves ended within {deadline:g} s: {late}. "
                     "They continue: wait again, or for longer"
@@ -108,6 +108,6 @@ def _object(*saves: _Save) -> tuple[str, list[str]]:
     return what, list(dict.fromkeys(f"{slot.role}-{slot.rank}" for slot in slots))
 
 
-def _describe(save: _Save) -> str:
+def _format_save(save: _Save) -> str:
     doing = "waiting for its turn" if save.attempt.stage == "waiting" else "running"
     return f"{save.attempt.what} is {doing}, begun {time.monotonic() - save.since:.1f} s ago"

@@ -30,7 +30,10 @@ def reporting_progress(
         return
     over = threading.Event()
     thread = threading.Thread(
-        target=_tell, args=(publisher, attempt, paths, over), name="save-progress", daemon=True
+        target=_publish_sizes,
+        args=(publisher, attempt, paths, over),
+        name="save-progress",
+        daemon=True,
     )
     thread.start()
     try:
@@ -39,7 +42,7 @@ def reporting_progress(
         over.set()  # without a join: the thread may wait for a file system that hangs
 
 
-def _tell(
+def _publish_sizes(
     publisher: Publisher, attempt: SaveAttempt, paths: SavedPaths, over: threading.Event
 ) -> None:
     last_size = 0

@@ -11,8 +11,8 @@ from ..checkpoints.layout import (
     FILE_DIGESTS,
     MANIFEST_PARTS,
     REDUCER_FILES,
-    digest_of_files,
-    staged_in,
+    combine_digests,
+    parse_staged_folder,
 )
 from ..checkpoints.manifest import FileSum, digest_files, sums_below
 
@@ -63,7 +63,7 @@ class SavedPaths:
 
     def size(self) -> int:
         """Return the bytes of all files. Raises OSError if a path is absent."""
-        return sum(map(_size_of, [self.path] if self._files is None else self._files))
+        return sum(map(_get_size, [self.path] if self._files is None else self._files))
 
     def measure(self, root: Path | None = None, *, shared: bool = False) -> MeasuredPaths:
         """Return the bytes and the digests. Raises OSError if a path is absent.
@@ -78,26 +78,26 @@ class SavedPaths:
         """
         sums = {} if root is None else sums_below(self._listed(shared=shared), root.resolve())
 
-        def digest_of(path: Path) -> str:
-            listed = None if root is None else sums.get(_name_in(path, root))
+        def get_digest(path: Path) -> str:
+            listed = None if root is None else sums.get(_relative_name(path, root))
             return (digest_files([path])[0] if listed is None else listed).sha256
 
         if self._files is not None:
             digests = {
-                str(file.relative_to(self.path)): digest_of(file)
+                str(file.relative_to(self.path)): get_digest(file)
                 for path in self._files
-                for file in _files_of(path)
+                for file in _walk_files(path)
             }
-            return MeasuredPaths(self.size(), digest_of_files(digests), sums)
+            return MeasuredPaths(self.size(), combine_digests(digests), sums)
         listed = self.path / FILE_DIGESTS if self.path.is_dir() else self.path
         if listed != self.path and not listed.is_file():
             return MeasuredPaths(self.size(), None, sums)
-        return MeasuredPaths(self.size(), f"sha256:{digest_of(listed)}", sums)
+        return MeasuredPaths(self.size(), f"sha256:{get_digest(listed)}", sums)
 
     def staged_root(self, run: Path | None) -> Path | None:
         """Return the staged folder of a run that the paths lie in; None outside of staging."""
         relative = None if run is None else self.relative_to(run)
-        staged = staged_in(relative)
+        staged = parse_staged_folder(relative)
         return None if run is None or staged is None else run / staged
 
     def _listed(self, *, shared: bool) -> list[Path]:
@@ -111,12 +111,12 @@ class SavedPaths:
         return str(full.relative_to(root)) if full.is_relative_to(root) else None
 
 
-def _name_in(path: Path, root: Path) -> str:
+def _relative_name(path: Path, root: Path) -> str:
     path, root = path.resolve(), root.resolve()
     return path.relative_to(root).as_posix() if path.is_relative_to(root) else ""
 
 
-def _files_of(path: Path) -> Iterator[Path]:
+def _walk_files(path: Path) -> Iterator[Path]:
     if not path.is_dir():
         yield path
         return
@@ -125,7 +125,7 @@ def _files_of(path: Path) -> Iterator[Path]:
             yield file
 
 
-def _size_of(path: Path) -> int:
+def _get_size(path: Path) -> int:
     if path.is_dir():
-        return sum(file.stat().st_size for file in _files_of(path))
+        return sum(file.stat().st_size for file in _walk_files(path))
     return path.stat().st_size

@@ -30,7 +30,7 @@ from trinity_schemas import (
 from trinity_schemas.envelope import MEANING_SINCE
 
 from .compaction import compact_step
-from .completeness import Completion, find_completion, has_all_parts, registered
+from .completeness import Completion, count_registered, find_completion, has_all_parts
 from .evaluations import open_versions
 from .fold_state import FoldState
 from .limits import (
@@ -106,7 +106,7 @@ def _announce_if_complete(fold: FoldState, step: int, step_state: StepState, kin
 
 def _check_registered(fold: FoldState, step: int, kind: Kind, kind_state: KindState) -> None:
     """Add an anomaly if a kind has more saves than were registered."""
-    expected = registered(kind_state)
+    expected = count_registered(kind_state)
     if kind_state.finished > expected:
         fold.add_anomaly(
             "unregistered",

@@ -46,7 +46,7 @@ def find_completion(step: StepState, kind: Kind) -> Completion | None:
         states.append(step.kinds["state_dict"])
         if place is None and not states[0].slots:
             place = states[1].folder or None
-    proofs = [_proof_in(slot, place) for state in states for slot in _finished(state)]
+    proofs = [_find_proof(slot, place) for state in states for slot in _finished(state)]
     count = sum(state.finished for state in states)
     return Completion(
         folder=place, proofs=tuple(proof for proof in proofs if proof is not None), count=count
@@ -66,29 +66,29 @@ def _complete_places(step: StepState, kind: Kind) -> list[StagedPlace]:
     """
     state = step.kinds[kind]
     if kind != "state_dict":
-        return _checkpoint_in(step, state)
+        return _checkpoint_places(step, state)
     if state.committed_at is not None:
-        return _saved_in(state)
+        return _saved_places(state)
     # A complete checkpoint makes its state dict ready too, for they may share a folder.
     checkpoint = step.kinds.get("checkpoint")
     if checkpoint is None or not checkpoint.with_state_dict:
         return []
-    places = _checkpoint_in(step, checkpoint)
+    places = _checkpoint_places(step, checkpoint)
     return places if checkpoint.own_state_dict else places and _places(state)
 
 
-def _checkpoint_in(step: StepState, state: KindState) -> list[StagedPlace]:
-    places = _saved_in(state) if state.committed_at is not None else []
+def _checkpoint_places(step: StepState, state: KindState) -> list[StagedPlace]:
+    places = _saved_places(state) if state.committed_at is not None else []
     if places and state.with_state_dict:
         state_dict = step.kinds["state_dict"]
-        if not _saved_in(state_dict):
+        if not _saved_places(state_dict):
             return []
         if state.own_state_dict:
-            return [place for place in places if not _lacking_in(state_dict, place)]
+            return [place for place in places if not _count_unsaved(state_dict, place)]
     return places
 
 
-def _saved_in(kind: KindState) -> list[StagedPlace]:
+def _saved_places(kind: KindState) -> list[StagedPlace]:
     return _places(kind) if _all_saved(kind) else []
 
 
@@ -99,11 +99,11 @@ def _places(kind: KindState) -> list[StagedPlace]:
     places: list[StagedPlace] = [] if len(newest) > 1 else [next(iter(newest), None)]
     if any(slot.others for slot in slots):
         every = set[str]().union(*(slot.folders for slot in slots)) - {"", *places}
-        places += [folder for folder in sorted(every) if not _lacking_in(kind, folder)]
+        places += [folder for folder in sorted(every) if not _count_unsaved(kind, folder)]
     return places
 
 
-def _lacking_in(kind: KindState, place: StagedPlace) -> int:
+def _count_unsaved(kind: KindState, place: StagedPlace) -> int:
     """Count the slots that have no finished attempt in a place, nor one outside of staging."""
     if place is None:
         return 0
@@ -111,7 +111,7 @@ def _lacking_in(kind: KindState, place: StagedPlace) -> int:
     return sum(slot.proof is None or not slot.folders & {place, ""} for slot in slots)
 
 
-def _proof_in(slot: SlotState, place: StagedPlace) -> SaveProof | None:
+def _find_proof(slot: SlotState, place: StagedPlace) -> SaveProof | None:
     """Return the proof of a slot's finished attempt in a place, or else of its newest."""
     folder = place or ""
     return slot.proof if folder == slot.folder else slot.others.get(folder, slot.proof)
@@ -160,13 +160,13 @@ def rank_group(slot: Slot) -> str:
     return f"{slot.role}/{slot.name}"
 
 
-def registered(kind: KindState) -> int:
+def count_registered(kind: KindState) -> int:
     """Count the saves that a kind's registrations expect."""
-    named, unnamed = _registered(kind)
+    named, unnamed = _registered_slots(kind)
     return len(named) + unnamed
 
 
-def _registered(kind: KindState) -> tuple[dict[str, Slot], int]:
+def _registered_slots(kind: KindState) -> tuple[dict[str, Slot], int]:
     """Return the slots that registrations name, and the number of slots that they only count."""
     named: dict[str, Slot] = {}
     unnamed = 0
@@ -187,7 +187,7 @@ def _lacking(kind: KindState) -> tuple[int, int, list[Slot]]:
     """
     if kind.compacted:
         return 0, kind.finished, []
-    named, unnamed = _registered(kind)
+    named, unnamed = _registered_slots(kind)
     silent = [slot for key, slot in named.items() if key not in kind.slots]
     more = 0
     for group, ranks in kind.ranks.items():
@@ -202,7 +202,7 @@ def _lacking(kind: KindState) -> tuple[int, int, list[Slot]]:
     return expected - kind.finished, expected, silent
 
 
-def missing(step: StepState, kind: Kind, now: int, named: int | None = None) -> list[str]:
+def format_missing(step: StepState, kind: Kind, now: int, named: int | None = None) -> list[str]:
     """Return in words the commit, saves and parts that a kind waits for.
 
     Ages are counted to ``now``, in milliseconds. At most ``named`` saves or parts are listed; None
@@ -211,10 +211,10 @@ def missing(step: StepState, kind: Kind, now: int, named: int | None = None) -> 
     state = step.kinds[kind]
     phrases = [] if state.committed_at is not None else ["the trainer's commit"]
     if kind == "weights":
-        return phrases + _missing_parts(step, named)
-    phrases += _missing_saves(state, now, named)
+        return phrases + _format_missing_parts(step, named)
+    phrases += _format_missing_saves(state, now, named)
     if kind == "checkpoint" and state.with_state_dict:
-        phrases += _missing_state_dict(state, step.kinds["state_dict"])
+        phrases += _format_missing_state_dict(state, step.kinds["state_dict"])
     return phrases
 
 
@@ -243,39 +243,39 @@ def missing_processes(step: StepState, kind: Kind, publisher: str) -> list[str]:
     return list(dict.fromkeys(processes))
 
 
-def _missing_state_dict(checkpoint: KindState, state_dict: KindState) -> list[str]:
+def _format_missing_state_dict(checkpoint: KindState, state_dict: KindState) -> list[str]:
     lacking, expected, _ = _lacking(state_dict)
     place = None
     if checkpoint.own_state_dict:
         # The first finished save of the checkpoint tells the folder of its state dict.
         place = next(iter(_places(checkpoint)), None)
     if place is not None:
-        lacking = expected - len(state_dict.slots) + _lacking_in(state_dict, place)
+        lacking = expected - len(state_dict.slots) + _count_unsaved(state_dict, place)
     where = "" if place is None else f" in {place}"
     return [f"{lacking} of {expected} saves of its state dict{where}"] if lacking else []
 
 
-def _missing_parts(step: StepState, named: int | None) -> list[str]:
+def _format_missing_parts(step: StepState, named: int | None) -> list[str]:
     version = step.version
     if version is None or not version.ranks:
         return ["its version to be opened"]
     lacking = [str(rank) for rank in version.ranks if rank not in version.parts]
-    return [f"the part of rank {', '.join(_first(lacking, named))}"] if lacking else []
+    return [f"the part of rank {', '.join(_limit_names(lacking, named))}"] if lacking else []
 
 
-def _first(names: list[str], most: int | None) -> list[str]:
+def _limit_names(names: list[str], most: int | None) -> list[str]:
     more = [] if most is None or len(names) <= most else [f"and {len(names) - most} more"]
     return names[:most] + more
 
 
-def _missing_saves(state: KindState, now: int, named: int | None) -> list[str]:
+def _format_missing_saves(state: KindState, now: int, named: int | None) -> list[str]:
     seen = [
-        f"{slot.slot.name} of {slot.slot.role}-{slot.slot.rank} ({_standing(slot, now)})"
+        f"{slot.slot.name} of {slot.slot.role}-{slot.slot.rank} ({_format_attempts(slot, now)})"
         for slot in state.slots.values()
         if slot.proof is None
     ]
     if not state.registrations:
-        return ["a registration of how many saves to expect", *_first(seen, named)]
+        return ["a registration of how many saves to expect", *_limit_names(seen, named)]
     lacking, expected, silent = _lacking(state)
     if not lacking:
         if _places(state):
@@ -283,11 +283,11 @@ def _missing_saves(state: KindState, now: int, named: int | None) -> list[str]:
         folders = sorted(set.union(*(slot.folders for slot in state.slots.values())) - {""})
         return [f"one folder with all of its saves, not {', '.join(folders)}"]
     unseen = [f"{slot.name} of {slot.role}-{slot.rank} (not started)" for slot in silent]
-    names = "; ".join(_first(seen + unseen, named)) or "no save is under way"
+    names = "; ".join(_limit_names(seen + unseen, named)) or "no save is under way"
     return [f"{lacking} of {expected} saves: {names}"]
 
 
-def _standing(slot: SlotState, now: int) -> str:
+def _format_attempts(slot: SlotState, now: int) -> str:
     """Return in words how far the slot's attempts have come."""
     if slot.running:
         save_id, since = min(slot.running.items(), key=lambda attempt: attempt[1])

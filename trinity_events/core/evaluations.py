@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from trinity_schemas import StepRef
 
-from .lineage import stands
+from .lineage import is_in_lineage
 from .state import Evaluation, MonitorState
 
 
@@ -44,5 +44,5 @@ def continue_evaluations(state: MonitorState) -> None:
     for evaluated in state.evaluations.values():
         evaluated.open = []
         through = evaluated.through
-        if through is not None and (through > resumed or not stands(state, through)):
+        if through is not None and (through > resumed or not is_in_lineage(state, through)):
             evaluated.through = resumed

@@ -49,7 +49,7 @@ from trinity_schemas import (
 
 from . import reward_errors
 from .compaction import drop_oldest_steps
-from .fold_state import FoldState, format_producer, keep_last
+from .fold_state import FoldState, format_producer, trim_oldest
 from .handlers import evaluations, rollouts, runs, saves, waits, weights
 from .limits import KEPT_PRODUCERS, KEPT_STEPS, MOST_EPOCHS_AT_ONCE, REORDERED_PRODUCERS
 from .state import MonitorState
@@ -151,7 +151,7 @@ class Monitor:
         handler(fold, event, envelope)
         if len(state.steps) > KEPT_STEPS:
             drop_oldest_steps(state)
-        return _take_announcements(fold) if fold.announcements else []
+        return _pop_announcements(fold) if fold.announcements else []
 
     def fold(
         self, entries: Iterable[E], decode: Decode = decode_envelope
@@ -216,7 +216,7 @@ def _in_order(fold: FoldState, producer: Producer, sequence: int) -> bool:
     # Removed and inserted again: the dictionary's order is that of last use, oldest first.
     sequences.pop(producer.incarnation, None)
     sequences[producer.incarnation] = max(last, sequence)
-    keep_last(sequences, KEPT_PRODUCERS)
+    trim_oldest(sequences, KEPT_PRODUCERS)
     if sequence <= last:
         fold.add_anomaly(
             "duplicate", f"{format_producer(producer)} sent its event {sequence} again"
@@ -253,7 +253,7 @@ def _admit_epoch(fold: FoldState, envelope: Envelope) -> bool:
     return False
 
 
-def _take_announcements(fold: FoldState) -> list[Envelope]:
+def _pop_announcements(fold: FoldState) -> list[Envelope]:
     """Return the announcements of the entry in envelopes, numbered and stamped by the log."""
     state, events, now = fold.state, fold.announcements, fold.now / 1000
     first = state.announced + 1

@@ -6,7 +6,7 @@ from typing import Any
 
 from trinity_schemas import Announcement, Kind, Producer, Slot
 
-from .completeness import rank_group, registered, slot_key
+from .completeness import count_registered, rank_group, slot_key
 from .limits import KEPT_ANOMALIES
 from .state import Anomaly, KindState, MonitorState, SlotState, StepState, VersionState
 
@@ -77,7 +77,7 @@ class FoldState:
         slot_state = kind.slots.get(key)
         if slot_state is None:
             slot_state = kind.slots[key] = SlotState(slot=slot)
-            if kind.outcome is not None and len(kind.slots) > registered(kind):
+            if kind.outcome is not None and len(kind.slots) > count_registered(kind):
                 self.add_anomaly(
                     "unregistered",
                     f"{format_slot(slot)} came when the step was {kind.outcome}: no registration "
@@ -102,7 +102,7 @@ class FoldState:
         del state.anomalies[:-KEPT_ANOMALIES]
 
 
-def keep_last(items: dict[str, Any], most: int) -> None:
+def trim_oldest(items: dict[str, Any], most: int) -> None:
     """Remove the oldest item of a dictionary that holds more than ``most``.
 
     Call it after each insertion: dictionaries keep the order of insertion, which is the log's.

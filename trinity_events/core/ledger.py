@@ -114,8 +114,7 @@ class Ledger(Struct, kw_only=True, omit_defaults=True):
         """Return the number of ordinals that were dispatched and have no fate."""
         return self.next - self.settled_count
 
-    @property
-    def in_words(self) -> str:
+    def format_sums(self) -> str:
         """Return the sums in words."""
         reasons = ", ".join(f"{reason} {number}" for reason, number in self.dropped.items())
         dropped = f"{sum(self.dropped.values())} dropped" + (f" ({reasons})" if reasons else "")
@@ -150,7 +149,7 @@ class Ledger(Struct, kw_only=True, omit_defaults=True):
             )
         self.next = last + 1
 
-    def note_dispatched(self, given: Sequence[Range]) -> Contradictions:
+    def add_dispatched(self, given: Sequence[Range]) -> Contradictions:
         """Open ordinals that the log says were dispatched, those that have no fate.
 
         Args:

@@ -19,7 +19,7 @@ class EpochSpan(NamedTuple):
     last: int | None
 
 
-def lineage_of(state: MonitorState) -> list[EpochSpan]:
+def lineage_spans(state: MonitorState) -> list[EpochSpan]:
     """Return the epochs of the current lineage, oldest first; the last one is the current one."""
     firsts = [0, *(epoch_end.step for epoch_end in state.lineage)]
     spans = [
@@ -29,7 +29,7 @@ def lineage_of(state: MonitorState) -> list[EpochSpan]:
     return [*spans, EpochSpan(state.epoch, firsts[-1], None)]
 
 
-def stands(state: MonitorState, version: StepRef) -> bool:
+def is_in_lineage(state: MonitorState, version: StepRef) -> bool:
     """Return True if the lineage holds a version: a discarded epoch's is of another model.
 
     A resumed epoch publishes the weights of its checkpoint as its own first version.
@@ -38,7 +38,7 @@ def stands(state: MonitorState, version: StepRef) -> bool:
         span.epoch == version.epoch
         and span.first <= version.step
         and (span.last is None or version.step <= span.last)
-        for span in lineage_of(state)
+        for span in lineage_spans(state)
     )
 
 
@@ -57,7 +57,7 @@ def continued_lineage(state: MonitorState, opening: RunOpened | RunResumed) -> l
     """
     if isinstance(opening, RunOpened) or not state.epoch:
         return []
-    spans = [span for span in lineage_of(state) if span.first <= opening.step]
+    spans = [span for span in lineage_spans(state) if span.first <= opening.step]
     checkpoint = opening.checkpoint or StepRef(spans[-1].epoch, opening.step)
     continued = [
         StepRef(span.epoch, min(span.last, checkpoint.step))

@@ -11,7 +11,7 @@ from .limits import LONGEST_REFUSAL
 from .state import Refusal
 
 
-def refusal_of(event: VersionRefused, producer: Producer, at: int) -> Refusal:
+def make_refusal(event: VersionRefused, producer: Producer, at: int) -> Refusal:
     """Return the refusal that the state keeps of an event; ``at`` is in milliseconds."""
     return Refusal(
         at=at,

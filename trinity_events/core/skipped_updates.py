@@ -16,16 +16,16 @@ def format_skipped_updates(step: int, metrics: Mapping[str, float]) -> list[str]
     """Return a sentence for each model of which a training step skipped updates."""
     counts = {model: metrics.get(name, 0.0) for model, name in SKIPPED_UPDATES.items()}
     return [
-        f"{_begin(step)}skipped {count:g} {'update' if count == 1 else 'updates'} of the {model}, "
+        f"{_prefix(step)}skipped {count:g} {'update' if count == 1 else 'updates'} of the {model}, "
         "because a loss or a gradient norm is not finite"
         for model, count in counts.items()
         if count > 0
     ]
 
 
-def skipped_in(state: MonitorState, step: int) -> list[Anomaly]:
+def find_skipped_updates(state: MonitorState, step: int) -> list[Anomaly]:
     """Return the last anomalies that are skipped updates of a step."""
-    begin = _begin(step)
+    begin = _prefix(step)
     return [
         anomaly
         for anomaly in state.anomalies
@@ -33,5 +33,5 @@ def skipped_in(state: MonitorState, step: int) -> list[Anomaly]:
     ]
 
 
-def _begin(step: int) -> str:
+def _prefix(step: int) -> str:
     return f"step {step}: "

@@ -23,7 +23,7 @@ from trinity_schemas import (
     TrainerStatus,
 )
 
-from ..checkpoints.layout import staged_in
+from ..checkpoints.layout import parse_staged_folder
 from .ledger import Ledger
 
 ORIGIN = "0-0"
@@ -67,7 +67,7 @@ class SlotState(Struct, kw_only=True, omit_defaults=True):
     @property
     def folder(self) -> str:
         """Return the staged folder of ``path``; empty outside of staging."""
-        return staged_in(self.path) or ""
+        return parse_staged_folder(self.path) or ""
 
     @property
     def folders(self) -> set[str]:
@@ -155,7 +155,7 @@ class ReadyPointer(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """True if a resume set it, to a step whose folder has its final name."""
 
     @property
-    def named(self) -> bool:
+    def has_folder(self) -> bool:
         """Return True if it includes a folder with the step's final name."""
         return self.path is not None or self.resumed
 
@@ -400,7 +400,7 @@ def decode_state(snapshot: bytes) -> MonitorState:
         msgspec.DecodeError: The bytes are no snapshot.
     """
     try:
-        version = _version_of(snapshot)
+        version = _read_version(snapshot)
         if version != SNAPSHOT_VERSION:
             raise SnapshotVersion(
                 f"it is of version {version}, and this program reads version {SNAPSHOT_VERSION}"
@@ -410,7 +410,7 @@ def decode_state(snapshot: bytes) -> MonitorState:
         raise msgspec.DecodeError(str(error)) from None
 
 
-def _version_of(snapshot: bytes) -> int:
+def _read_version(snapshot: bytes) -> int:
     """Return the version of a snapshot; version 1 was a bare map of the state."""
     try:
         return _snapshots.decode(snapshot).version

@@ -11,9 +11,9 @@ from ..analysis.causes import Cause, LiveFacts, first_causes
 from ..analysis.explain import unfinished
 from ..analysis.failures import failures
 from ..core import MonitorState
-from ..core.completeness import registered
+from ..core.completeness import count_registered
 from ..core.fold_state import format_producer, format_slot
-from ..core.handlers.waits import chained_waits, seconds_left
+from ..core.handlers.waits import chained_waits, remaining_seconds
 from ..core.ordinal_ranges import format_ranges
 from ..core.refusals import format_refusal, suspects
 from ..core.state import KINDS, ExplorerState, KindState, StepState
@@ -97,7 +97,7 @@ def _waits(state: MonitorState, now: int) -> list[dict[str, Any]]:
             "for": list(wait.waits_for),
             "unnamed": wait.unnamed,
             "since": wait.since,
-            "left": seconds_left(wait, now),
+            "left": remaining_seconds(wait, now),
             "depth": depth,
         }
         for wait, depth in chained_waits(state, now)[:_WAITS]
@@ -141,7 +141,7 @@ def _steps(state: MonitorState) -> list[dict[str, Any]]:
 
 
 def _kind(step: StepState, name: str, kind: KindState) -> dict[str, Any]:
-    have, expected = kind.finished, max(registered(kind), len(kind.slots))
+    have, expected = kind.finished, max(count_registered(kind), len(kind.slots))
     if name == "weights" and step.version is not None:
         have, expected = len(step.version.parts), len(step.version.ranks)
     outcome = kind.outcome or ("failed" if kind.is_failed else "")
@@ -228,6 +228,6 @@ def _ledger(state: MonitorState) -> dict[str, Any] | None:
         "dropped": ledger.dropped,
         "open": ledger.open_count,
         "mark": ledger.mark,
-        "words": ledger.in_words,
+        "words": ledger.format_sums(),
         "settled": format_ranges(ledger.settled[:64]) if ledger.settled else "",
     }

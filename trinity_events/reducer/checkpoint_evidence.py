@@ -40,11 +40,11 @@ from ..checkpoints.manifest import (
     LONGEST_MANIFEST,
     FileSum,
     ManifestUnreadable,
-    digest_of,
+    digest_opened,
     format_manifest,
     parse_manifest,
 )
-from ..checkpoints.verification import digest_of_manifest
+from ..checkpoints.verification import digest_manifest
 from ..core import Evidence, Promotion, SavedFile
 from ..system.open_folder import OpenFolder, parts_of
 
@@ -108,7 +108,7 @@ def join_manifest(step: int, folder: OpenFolder) -> str | None:
         for name in below.names():
             path = str(PurePosixPath(*above, name))
             if below.is_file(name) and is_saved_file(PurePosixPath(path)):
-                sums[path] = _sum_of(step, below, name, listed.pop(path, set()))
+                sums[path] = _check_sum(step, below, name, listed.pop(path, set()))
     for path in listed:
         if not (folder.path / path).is_symlink():  # a save may have listed a link to a file
             raise NotVerified(step, folder.path / path, "is not there, and was saved")
@@ -116,7 +116,7 @@ def join_manifest(step: int, folder: OpenFolder) -> str | None:
     manifest = format_manifest(sums)
     folder.write(MANIFEST, manifest)
     folder.remove(MANIFEST_PARTS)
-    return digest_of_manifest(manifest)
+    return digest_manifest(manifest)
 
 
 def _listed_sums(step: int, folder: OpenFolder) -> dict[str, set[FileSum]] | None:
@@ -145,7 +145,7 @@ def _listed_sums(step: int, folder: OpenFolder) -> dict[str, set[FileSum]] | Non
     return listed
 
 
-def _sum_of(step: int, folder: OpenFolder, name: str, listed: set[FileSum]) -> FileSum:
+def _check_sum(step: int, folder: OpenFolder, name: str, listed: set[FileSum]) -> FileSum:
     """Return the sum of a file. Raises NotVerified if it is none of those listed."""
     if len(listed) == 1:
         [file] = listed
@@ -157,7 +157,7 @@ def _sum_of(step: int, folder: OpenFolder, name: str, listed: set[FileSum]) -> F
         return file
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with os.fdopen(os.open(name, flags, dir_fd=folder.descriptor), "rb", buffering=0) as opened:
-        file = digest_of(opened)
+        file = digest_opened(opened)
     if listed and file not in listed:
         raise NotVerified(step, folder.path / name, "is not what any of its saves wrote")
     return file
@@ -195,7 +195,7 @@ def check_saves(step: int, folder: OpenFolder, saves: Iterable[SavedFile]) -> No
     for save in saves:
         path = folder.path / save.path
         try:
-            nbytes, is_exact = _size_of(folder, save.path)
+            nbytes, is_exact = _measure(folder, save.path)
         except (FileNotFoundError, NotADirectoryError):
             raise NotVerified(step, path, "is not there") from None
         if nbytes is not None and (nbytes < save.bytes or (is_exact and nbytes > save.bytes)):
@@ -271,7 +271,7 @@ def _adopt(folder: OpenFolder, step: int, kinds: tuple[Kind, ...] | None) -> Evi
     return evidence
 
 
-def _size_of(folder: OpenFolder, path: str) -> tuple[int | None, bool]:
+def _measure(folder: OpenFolder, path: str) -> tuple[int | None, bool]:
     """Return the bytes at a path, and True for those of a single file; None where links lead on."""
     if path in ("", "."):
         return _total(folder), False

@@ -105,10 +105,10 @@ class CheckpointFiles:
             self._forget_all_but(plan)
             for promotion in plan.promotions:
                 self.promoted += self._attempt(
-                    _subject(promotion), partial(self._promote, promotion)
+                    _format_promotion(promotion), partial(self._promote, promotion)
                 )
             for iteration in plan.iterations:
-                self._attempt(iteration.name, partial(self._point, iteration, plan))
+                self._attempt(iteration.name, partial(self._write_iteration, iteration, plan))
         return self.promoted > before
 
     def _attempt(self, what: str, act: Callable[[], bool]) -> bool:
@@ -116,34 +116,34 @@ class CheckpointFiles:
         # A disk that is full for a while must not stop the run: the next call tries again.
         try:
             changed = act()
-            self.faults.pop(self._in_words(what), None)
+            self.faults.pop(self._format_fault(what), None)
         except OSError as error:
-            if self._in_words(what) not in self.faults:
+            if self._format_fault(what) not in self.faults:
                 logger.error("%s of %s: %s", what, self.folder, error)
-            self.faults[self._in_words(what)] = str(error)
+            self.faults[self._format_fault(what)] = str(error)
             return False
         return changed
 
     def _forget_all_but(self, plan: FilePlan) -> None:
         """Forget the faults of files that are no longer planned, and so are tried no more."""
-        planned = {_subject(promotion) for promotion in plan.promotions}
+        planned = {_format_promotion(promotion) for promotion in plan.promotions}
         planned |= {iteration.name for iteration in plan.iterations}
-        words = {self._in_words(subject) for subject in planned}
+        words = {self._format_fault(subject) for subject in planned}
         for gone in self.faults.keys() - words:
             del self.faults[gone]
 
-    def _in_words(self, what: str) -> str:
+    def _format_fault(self, what: str) -> str:
         return f"{what} of {self.folder}"
 
     def _promote(self, promotion: Promotion) -> bool:
         *above, name = parts_of(promotion.staged, self.folder)
         try:
             with self.opened() as run, run.below(*above) as staging:
-                return self._promote_in(run, staging, name, promotion)
+                return self._promote_folder(run, staging, name, promotion)
         except FileNotFoundError:
             return False  # promoted before
 
-    def _promote_in(
+    def _promote_folder(
         self, run: OpenFolder, staging: OpenFolder, name: str, promotion: Promotion
     ) -> bool:
         if staging.is_link(name):
@@ -153,10 +153,10 @@ class CheckpointFiles:
         final = final_name(promotion.step)
         there = run.stat(final) is not None
         # Promoted before: a late writer has made the staged folder again.
-        if there and (promotion.only_if_absent or made_from(run, final) == promotion.staged):
+        if there and (promotion.only_if_absent or read_made_from(run, final) == promotion.staged):
             return False
         origin = check_names(promotion, self.folder)
-        added = self._added(run, staging, promotion)
+        added = self._find_added(run, staging, promotion)
         with staging.below(name) as staged:
             if added is not None:
                 above, last = added
@@ -173,7 +173,7 @@ class CheckpointFiles:
         run.sync()
         return True
 
-    def _added(
+    def _find_added(
         self, run: OpenFolder, staging: OpenFolder, promotion: Promotion
     ) -> tuple[OpenFolder, str] | None:
         """Find the state dict that a promotion adds: a staged folder, or one with its name."""
@@ -182,9 +182,9 @@ class CheckpointFiles:
         name, final = parts_of(promotion.adds, self.folder)[-1], final_name(promotion.step)
         if staging.is_folder(name):
             return staging, name
-        return (run, final) if made_from(run, final) == promotion.adds else None
+        return (run, final) if read_made_from(run, final) == promotion.adds else None
 
-    def _point(self, iteration: IterationFile, plan: FilePlan) -> bool:
+    def _write_iteration(self, iteration: IterationFile, plan: FilePlan) -> bool:
         """Write the iteration file. Raises NotVerified if the newest ready step has no evidence.
 
         The file then names the newest older step that has some: neither an invented step nor a
@@ -193,17 +193,17 @@ class CheckpointFiles:
         with self.opened(create=True) as run:
             unproven: NotVerified | None = None
             try:
-                _check_named(run, iteration)
+                _check_folder(run, iteration)
                 step: int | None = iteration.at.step
             except NotVerified as error:
                 unproven, step = error, _newest_proven(run, iteration, plan)
             changed = step is not None and _write_step(run, iteration.name, step)
-        if unproven is not None and iteration.is_named:
+        if unproven is not None and iteration.has_folder:
             raise unproven
-        self._note_unproven(iteration.name, unproven)
+        self._log_unproven(iteration.name, unproven)
         return changed
 
-    def _note_unproven(self, name: str, error: NotVerified | None) -> None:
+    def _log_unproven(self, name: str, error: NotVerified | None) -> None:
         """Log that the saves of a step named no folder, and that none has its name.
 
         It is no fault of the disk: the files may be wherever the caller keeps them. Such a run has
@@ -220,12 +220,12 @@ class CheckpointFiles:
             self._unproven.add(name)
 
 
-def _subject(promotion: Promotion) -> str:
+def _format_promotion(promotion: Promotion) -> str:
     """Format what a promotion makes; a folder may be named by several steps."""
     return f"{promotion.staged} as {final_name(promotion.step)}"
 
 
-def _check_named(run: OpenFolder, iteration: IterationFile) -> None:
+def _check_folder(run: OpenFolder, iteration: IterationFile) -> None:
     """Raise NotVerified unless the folder of the newest ready step is there, and is of this step.
 
     A folder that the reducer did not make was saved to in place, or copied by hand.
@@ -273,7 +273,7 @@ def _write_step(run: OpenFolder, name: str, step: int) -> bool:
     return True
 
 
-def made_from(folder: OpenFolder, name: str) -> str | None:
+def read_made_from(folder: OpenFolder, name: str) -> str | None:
     """Return the staged folder that a folder below was made from; None if it has no mark."""
     try:
         with folder.below(name) as made:

@@ -9,9 +9,13 @@ from typing import Any, TypeVar
 import anyio
 import anyio.to_thread
 
-from ..checkpoints.layout import StagedFolder, staged_path_of
+from ..checkpoints.layout import StagedFolder, format_staged_path
 from ..core import MonitorState, plan_files
-from ..core.decisions.checkpoint_retention import is_of_this_line, passed_leftovers, removable_steps
+from ..core.decisions.checkpoint_retention import (
+    is_folder_in_lineage,
+    passed_leftovers,
+    removable_steps,
+)
 from ..core.decisions.file_plan import complete_kinds
 from ..log import EventLog
 from .checkpoint_trash import CheckpointTrash
@@ -26,7 +30,7 @@ GRACE = 600.0
 ENDED = 30.0
 """Seconds without a change after which a staged folder of an earlier epoch may be removed. A save
 that still runs writes all the time, and its events count for nothing any more."""
-LOOK = 60.0
+LONGEST_PAUSE = 60.0
 """Longest pause between two checks, in seconds; readers may release a checkpoint meanwhile."""
 _BETWEEN = 1.0
 """Shortest pause between two checks, in seconds; a folded backlog has many ready steps."""
@@ -66,7 +70,7 @@ class CheckpointRetention:
         while True:
             seen = self._progress(state)
             try:
-                await self.look(state)
+                await self.clean_up(state)
             except OSError as error:
                 self._faults.append(error)
             if self._faults and not self._failing:
@@ -74,7 +78,7 @@ class CheckpointRetention:
                 logger.error("old checkpoints of %s cannot be removed: %s", state.run_id, first)
             self._failing = bool(self._faults)
             await anyio.sleep(_BETWEEN)
-            with anyio.move_on_after(LOOK):
+            with anyio.move_on_after(LONGEST_PAUSE):
                 await live.wait_until(lambda state, seen=seen: self._progress(state) != seen)  # type: ignore[misc]
 
     def _progress(self, state: MonitorState) -> list[object]:
@@ -82,7 +86,7 @@ class CheckpointRetention:
         pointers = [pointer.at for kind, pointer in state.ready.items() if kind != "weights"]
         return [state.epoch, *pointers, self._trash.promoted]
 
-    async def look(self, state: MonitorState) -> None:
+    async def clean_up(self, state: MonitorState) -> None:
         """Remove what may be removed now.
 
         A folder that cannot be removed is recorded as a fault, and does not stop the others.
@@ -111,7 +115,7 @@ class CheckpointRetention:
     def _may_go(self, name: str, state: MonitorState) -> bool:
         """Return True unless the folder is a checkpoint of another line of the run's epochs."""
         origin = self._trash.origin_of_staged(name)
-        return origin is None or is_of_this_line(state, origin.epoch, origin.step)
+        return origin is None or is_folder_in_lineage(state, origin.epoch, origin.step)
 
     async def _remove(self, folders: dict[int, int]) -> None:
         for step, identity in folders.items():
@@ -147,7 +151,7 @@ def left_behind(
     planned = {promotion.staged for promotion in plan_files(state).promotions}
     abandoned: list[StagedFolder] = []
     for folder in staged:
-        if staged_path_of(folder.name) in planned:
+        if format_staged_path(folder.name) in planned:
             continue
         over = _is_over(state, folder)
         if folder.replaced is not None:

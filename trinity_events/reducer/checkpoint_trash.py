@@ -26,7 +26,7 @@ from ..checkpoints.layout import (
 from ..core import Evidence
 from ..system.open_folder import OpenFolder
 from .checkpoint_evidence import NotVerified, load_evidence
-from .checkpoint_files import CheckpointFiles, made_from
+from .checkpoint_files import CheckpointFiles, read_made_from
 
 logger = logging.getLogger(__name__)
 
@@ -89,10 +89,10 @@ class CheckpointTrash:
                     evidence[step] = load_evidence(run, step, kinds[step])
                 except NotVerified as error:
                     evidence[step] = None
-                    self._note_unproven(step, str(error))
+                    self._log_unproven(step, str(error))
         return evidence
 
-    def _note_unproven(self, step: int, why: str) -> None:
+    def _log_unproven(self, step: int, why: str) -> None:
         """Log once why the folder of a step counts for nothing; it is never removed."""
         if self._unproven.get(step) != why:
             logger.warning("%s; it does not count as a checkpoint, and is not removed", why)
@@ -102,11 +102,11 @@ class CheckpointTrash:
         """Move a step's folder to the trash if it has this inode; return its name there."""
         name = final_name(step)
         with self._files.lock, self._files.opened() as run:
-            if not _is(run, name, identity):
+            if not _has_inode(run, name, identity):
                 return None
             moved = self._move(run, name)
             with run.below(TRASH) as trash:
-                if _is(trash, moved, identity):
+                if _has_inode(trash, moved, identity):
                     return moved
         # This process stopped just before the rename, and another leader made the step anew.
         self.restore(step, moved)
@@ -139,8 +139,8 @@ class CheckpointTrash:
         with self._files.lock, self._files.opened() as run, run.below(STAGING) as staging:
             if staging.is_folder(name):
                 with staging.below(name) as folder:
-                    rests = time.time() - _changed_at(folder) > grace
-                if rests:
+                    is_unchanged = time.time() - _last_change(folder) > grace
+                if is_unchanged:
                     self._move(run, name, staging)
 
     def listed(self) -> list[str]:
@@ -179,13 +179,13 @@ class CheckpointTrash:
             yield folder
 
 
-def _is(folder: OpenFolder, name: str, identity: int) -> bool:
+def _has_inode(folder: OpenFolder, name: str, identity: int) -> bool:
     """Return True if the name is that of a folder with this inode."""
     status = folder.stat(name)
     return status is not None and folder.is_folder(name) and status.st_ino == identity
 
 
-def _changed_at(folder: OpenFolder) -> float:
+def _last_change(folder: OpenFolder) -> float:
     """Return the time of the folder's last change or rename, by the file system's clock."""
     newest = os.fstat(folder.descriptor).st_ctime
     for _, below in folder.walk():
@@ -196,7 +196,7 @@ def _changed_at(folder: OpenFolder) -> float:
 
 
 def _origin(folder: OpenFolder | None, name: str) -> Origin | None:
-    mark = None if folder is None else made_from(folder, name)
+    mark = None if folder is None else read_made_from(folder, name)
     if mark is None:
         return None
     staged = parse_made_from(mark)

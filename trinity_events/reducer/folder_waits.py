@@ -14,8 +14,8 @@ from ..diagnostics.waits import RENEWAL
 from .leader import LeaderPublisher
 from .live_state import LiveState
 
-LOOK = 1.0
-"""Seconds between two looks at what failed."""
+CHECK_EVERY = 1.0
+"""Seconds between two checks for what failed."""
 _LONGEST = 500
 """Maximum characters of the object of a wait."""
 
@@ -52,7 +52,7 @@ class FolderWaits:
             for event in events if live.state.closed is None else ():
                 if await self._publisher.publish(event, live.state, epoch) is None:
                     return
-            await anyio.sleep(LOOK)
+            await anyio.sleep(CHECK_EVERY)
 
     def _changes(self, reports: dict[str, _ReportedWait], now: float) -> list[Event]:
         """Return the reports that are due, and note them."""
@@ -65,7 +65,7 @@ class FolderWaits:
         for name, why in faults.items():
             what = f"{name} to be written ({why})"[:_LONGEST]
             if name not in reports:
-                reports[name] = _ReportedWait(secrets.token_hex(8), "", now, now + LOOK)
+                reports[name] = _ReportedWait(secrets.token_hex(8), "", now, now + CHECK_EVERY)
             report = reports[name]
             if now >= report.due:
                 report.what, report.due = what, now + RENEWAL

@@ -14,7 +14,7 @@ from .live_state import LiveState
 
 logger = logging.getLogger(__name__)
 
-LOOK = 60.0
+LONGEST_PAUSE = 60.0
 """Longest pause between two checks of the groups, in seconds."""
 
 
@@ -55,7 +55,7 @@ class IdleGroups:
                         await self._log.forget_members(stream, group.name, self._idle)
                 elif not await self._detach(stream, group._replace(idle=silent), live):
                     return
-            await anyio.sleep(min(self._idle / 4, LOOK))
+            await anyio.sleep(min(self._idle / 4, LONGEST_PAUSE))
 
     async def _detach(self, stream: Stream, group: GroupInfo, live: LiveState) -> bool:
         """Publish the event, then destroy the group: no group disappears without an event."""

@@ -23,7 +23,7 @@ class Leader:
         self._lease = lease
         self.token = 0
 
-    async def take(self) -> int:
+    async def acquire(self) -> int:
         """Wait until this reducer leads; return its fencing token."""
         while True:
             self.token, delay = await self._log.lead(self._lease)
@@ -31,14 +31,14 @@ class Leader:
                 return self.token
             await anyio.sleep(delay)
 
-    async def keep(self) -> None:
+    async def renew_until_lost(self) -> None:
         """Renew the lease until it is lost, then return."""
         while True:
             await anyio.sleep(self._lease / 3)
             if not await self._log.renew(self.token, self._lease):
                 return
 
-    async def give_up(self) -> None:
+    async def release(self) -> None:
         """Release the lease, so that another reducer can lead at once."""
         await self._log.renew(self.token, 0)
 

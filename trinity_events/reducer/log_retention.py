@@ -82,7 +82,7 @@ class LogRetention:
         """
         try:
             for stream in Stream:
-                await self._keep(stream, position)
+                await self._archive_stream(stream, position)
         except OSError as error:
             if self.fault is None:
                 logger.error(
@@ -97,9 +97,9 @@ class LogRetention:
         self.fault = None
         return True
 
-    async def _keep(self, stream: Stream, position: str) -> None:
+    async def _archive_stream(self, stream: Stream, position: str) -> None:
         through = position if stream is Stream.EVENTS else await self._log.last_id(stream)
-        (after, after_gap), segment_count = await self._goes_on(stream), 0
+        (after, after_gap), segment_count = await self._find_start(stream), 0
         while segment := await self._segment(stream, after, through):
             add = partial(self._archive.add, stream, segment, after, after_gap=after_gap)
             await anyio.to_thread.run_sync(add)
@@ -108,7 +108,7 @@ class LogRetention:
                 await self._trim(stream, position)
         await self._trim(stream, position)
 
-    async def _goes_on(self, stream: Stream) -> tuple[str, bool]:
+    async def _find_start(self, stream: Stream) -> tuple[str, bool]:
         """Return the entry before the next segment, and True if earlier entries may be missing."""
         after = await anyio.to_thread.run_sync(self._archive.through, stream)
         first_id = await self._log.first_retained_id(stream)

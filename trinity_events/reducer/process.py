@@ -116,7 +116,7 @@ class _Lead:
         self._reached = ORIGIN
         self._token = 0
         self._fault_id = secrets.token_hex(8)
-        self._tell_again = -math.inf
+        self._report_again = -math.inf
 
     async def report_fault(self, error: BaseException) -> None:
         """Report why the run cannot be folded, also to the log as a wait; then pause."""
@@ -128,17 +128,17 @@ class _Lead:
             seconds=0.0,
         )
         with suppress(*IN_THE_WAY):
-            if anyio.current_time() >= self._tell_again:
+            if anyio.current_time() >= self._report_again:
                 epoch = await self._log.newest_epoch()
                 await publisher.publish(event, MonitorState(run_id=self._log.run_id), epoch)
-                self._tell_again = anyio.current_time() + RENEWAL
+                self._report_again = anyio.current_time() + RENEWAL
         await anyio.sleep(LONG_BREAK)
 
     async def once(self, *, until_closed: bool) -> bool:
         """Lead once; return True if the run was closed, False if the lead was lost."""
         leader = Leader(self._log)
         closed = False
-        self._token = token = await leader.take()
+        self._token = token = await leader.acquire()
         logger.info("leads run %s with token %d", self._log.run_id, token)
         name_process(self._log.run_id, "reducer-0")
         retention = LogRetention(self._log, self._archive, token) if self._archive else None
@@ -146,14 +146,14 @@ class _Lead:
         try:
             async with anyio.create_task_group() as tasks:
 
-                async def keep() -> None:
-                    await leader.keep()
+                async def renew() -> None:
+                    await leader.renew_until_lost()
                     tasks.cancel_scope.cancel()
 
-                tasks.start_soon(keep)
+                tasks.start_soon(renew)
                 if self._owner is not None and self._files is not None:
                     await self._own(self._owner, self._files)
-                    await self._tell_folder(self._files, token)
+                    await self._set_leader_folder(self._files, token)
                 if retention is not None:
                     await retention.begin()
                 closed = await reducer.run(until_closed=until_closed)
@@ -161,7 +161,7 @@ class _Lead:
         finally:
             self._reached = reducer.reached
             with anyio.CancelScope(shield=True), suppress(*IN_THE_WAY), anyio.move_on_after(1):
-                await leader.give_up()
+                await leader.release()
         return closed
 
     async def _own(self, owner: FolderOwner, files: CheckpointFiles) -> None:
@@ -178,7 +178,7 @@ class _Lead:
             # Each use of the folder claims it again; without a claim, nothing in it changes.
             logger.error("the folder %s cannot be used: %s", files.folder, error)
 
-    async def _tell_folder(self, files: CheckpointFiles, token: int) -> None:
+    async def _set_leader_folder(self, files: CheckpointFiles, token: int) -> None:
         """Publish the folder's mark, so that a trainer can detect that it writes elsewhere."""
 
         def mark() -> bytes:

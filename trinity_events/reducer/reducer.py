@@ -49,9 +49,9 @@ LATE_REPORTS = 60.0
 An explorer ends what it generates first. Later reports wait until the run is served again.
 """
 _SHORTEST_WAIT = 0.01
-KEEP_AGAIN = 10.0
+ARCHIVE_AGAIN = 10.0
 """Seconds before failed archiving is tried again."""
-_UNKEPT = 40
+_MOST_UNARCHIVED = 40
 """Snapshots after which the reducer archives despite a backlog.
 
 From then on the fold is no faster than archiving, so that new entries do not fill the server.
@@ -90,7 +90,7 @@ class Reducer:
         log: The run's log.
         files: The run's checkpoint directory; None without one.
         token: Fencing token of the lead.
-        keep: Archives the log up to the position of a snapshot. The reducer calls it when idle,
+        archive: Archives the log up to the position of a snapshot. The reducer calls it when idle,
             and again after a pause if it returns False or raises.
         archived: Reads the archived events after a position.
         beside: Other tasks of the leader; each gets the live state.
@@ -102,7 +102,7 @@ class Reducer:
         log: EventLog,
         files: CheckpointFiles | None,
         token: int,
-        keep: Callable[[str], Awaitable[bool]] | None = None,
+        archive: Callable[[str], Awaitable[bool]] | None = None,
         *,
         archived: Callable[[str], Iterator[Entry]] | None = None,
         beside: Sequence[Callable[[LiveState], Coroutine[Any, Any, None]]] = (),
@@ -111,7 +111,7 @@ class Reducer:
         self._log = log
         self._files = files
         self._token = token
-        self._keep = keep
+        self._archive = archive
         self._archived = archived
         self._beside = beside
         self.reached = reached
@@ -122,8 +122,8 @@ class Reducer:
         self._since_snapshot = Work()
         self._snapshot_at = ORIGIN
         self._began_before = ORIGIN
-        self._unkept = 0
-        self._keep_at = -math.inf
+        self._unarchived = 0
+        self._archive_at = -math.inf
         self._reconciled_at = 0.0
         self._unnotified = True
         self._stale = False
@@ -156,7 +156,7 @@ class Reducer:
         for attend in self._beside:
             tasks.start_soon(attend, self._live)
         self._submit_reconcile(monitor.state)
-        closed = await self._fold_on(monitor, until_closed)
+        closed = await self._fold_until_closed(monitor, until_closed)
         if closed:
             await self._file_job.until_idle()
             await self._archive_job.until_idle()
@@ -182,10 +182,10 @@ class Reducer:
             return None
         self._began_before = await self._log.last_id()
         # An earlier leader may have died between its snapshot and archiving up to it.
-        self._snapshot_at, self._unkept = loaded.began, int(loaded.began != ORIGIN)
+        self._snapshot_at, self._unarchived = loaded.began, int(loaded.began != ORIGIN)
         return loaded.monitor
 
-    async def _fold_on(self, monitor: Monitor, until_closed: bool) -> bool:
+    async def _fold_until_closed(self, monitor: Monitor, until_closed: bool) -> bool:
         """Fold batches; return True if the run was closed, False if a commit was refused."""
         state = monitor.state
         limit = self._batch.limit
@@ -197,7 +197,9 @@ class Reducer:
                 entries = await self._log.read(state.position, limit=limit)
             nbytes = self._batch.learn(entries)
             if len(entries) == limit:
-                if self._unkept >= _UNKEPT and self._is_past_the_beginning(entries[-1].id):
+                if self._unarchived >= _MOST_UNARCHIVED and self._is_past_the_beginning(
+                    entries[-1].id
+                ):
                     # Entries stay on the server until they are archived.
                     await self._archive_job.until_idle()
                     self._submit_archiving()
@@ -214,7 +216,7 @@ class Reducer:
             entries = await self._wait(state, limit)
             if not entries and self._file_job.is_idle:
                 over = state.closed is not None and not lease_holders(state)
-                ended = until_closed and over and self._is_kept
+                ended = until_closed and over and self._is_archived
                 if ended and not await self._awaits_reports(state):
                     return True
                 if position(await self._log.last_id()) < position(state.position):
@@ -286,14 +288,14 @@ class Reducer:
             return True
         self._live.notify()
         self._stale = self._stale or step.moves_files(state)
-        commit = partial(self._take, self._commit_of(step, state), step)
+        commit = partial(self._send_commit, self._make_commit(step, state), step)
         if last:
             return await commit()
         self._commit = TaskResult(self._tasks, commit)
         self._reconcile_if_due(state, RECONCILE_EVERY)
         return True
 
-    def _commit_of(self, step: _BatchResult, state: MonitorState) -> Commit:
+    def _make_commit(self, step: _BatchResult, state: MonitorState) -> Commit:
         # A run that ends leaves a snapshot of its last state, for later readers.
         ended = state.closed is not None and step.was_closed is None
         due = ended or _is_worth_a_snapshot(self._since_snapshot)
@@ -321,13 +323,13 @@ class Reducer:
         self._after = state.position
         return commit
 
-    async def _take(self, commit: Commit, step: _BatchResult) -> bool:
+    async def _send_commit(self, commit: Commit, step: _BatchResult) -> bool:
         if not await self._log.commit(commit):
             return False
         self.reached = commit.position
         if commit.snapshot is not None:
             self._snapshot_at = commit.position
-            self._unkept += 1
+            self._unarchived += 1
         if logger.isEnabledFor(logging.INFO):
             for envelope in step.announcements:
                 logger.info("%s", envelope.event)
@@ -335,25 +337,31 @@ class Reducer:
 
     def _submit_archiving(self) -> None:
         """Submit archiving up to the last snapshot, if that is new or failed before."""
-        if self._unkept and self._keep is not None and anyio.current_time() >= self._keep_at:
-            self._unkept = 0
+        if (
+            self._unarchived
+            and self._archive is not None
+            and anyio.current_time() >= self._archive_at
+        ):
+            self._unarchived = 0
             self._archive_job.submit_latest(
-                partial(self._keep_through, self._keep, self._snapshot_at)
+                partial(self._archive_through, self._archive, self._snapshot_at)
             )
 
-    async def _keep_through(self, keep: Callable[[str], Awaitable[bool]], through: str) -> None:
+    async def _archive_through(
+        self, archive: Callable[[str], Awaitable[bool]], through: str
+    ) -> None:
         failed = True
         try:
-            failed = await keep(through) is False
+            failed = await archive(through) is False
         finally:
             if failed:
-                self._unkept = max(1, self._unkept)
-                self._keep_at = anyio.current_time() + KEEP_AGAIN
+                self._unarchived = max(1, self._unarchived)
+                self._archive_at = anyio.current_time() + ARCHIVE_AGAIN
 
     @property
-    def _is_kept(self) -> bool:
+    def _is_archived(self) -> bool:
         """True if nothing is left to archive."""
-        return self._keep is None or (self._archive_job.is_idle and not self._unkept)
+        return self._archive is None or (self._archive_job.is_idle and not self._unarchived)
 
     def _reconcile_if_due(self, state: MonitorState, pause: float) -> None:
         """Reconcile the files once a second, or ``pause`` seconds after the last time if stale."""

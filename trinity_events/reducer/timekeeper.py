@@ -17,7 +17,7 @@ from .live_state import LiveState
 
 logger = logging.getLogger(__name__)
 
-LOOK = 1.0
+LONGEST_PAUSE = 1.0
 """Longest pause before a new lease or deadline is noticed, in seconds."""
 _SHORTEST = 0.02
 _LONGEST = 5.0
@@ -56,9 +56,9 @@ class Timekeeper:
                 beats[name] = now - since if name in ttls else beats.get(name, now)
             beats = {name: beats[name] for name in watched}
             silent = {name for name in watched if now - beats[name] >= watched[name].lease}
-            if not await self._tell(expired(live.state, silent), live):
+            if not await self._publish_all(expired(live.state, silent), live):
                 return
-            period = min((holder.lease / 3 for holder in watched.values()), default=LOOK)
+            period = min((holder.lease / 3 for holder in watched.values()), default=LONGEST_PAUSE)
             await anyio.sleep(max(_SHORTEST, min(period, _LONGEST)))
 
     async def deadlines(self, live: LiveState) -> None:
@@ -69,16 +69,18 @@ class Timekeeper:
         """
         ends: dict[Waiting, float] = {}
         while True:
-            ends = await self._ends(waiting(live.state), ends)
+            ends = await self._find_ends(waiting(live.state), ends)
             now = anyio.current_time()
             remaining = min(ends.values(), default=math.inf) - now
             if remaining <= 0:
                 late = {commit for commit, end in ends.items() if end <= now}
-                if not await self._tell(overdue(live.state, late, self._step_deadline), live):
+                if not await self._publish_all(
+                    overdue(live.state, late, self._step_deadline), live
+                ):
                     return
-            await anyio.sleep(min(max(_SHORTEST, remaining), LOOK))
+            await anyio.sleep(min(max(_SHORTEST, remaining), LONGEST_PAUSE))
 
-    async def _ends(
+    async def _find_ends(
         self, commits: Sequence[Waiting], earlier_ends: Mapping[Waiting, float]
     ) -> dict[Waiting, float]:
         """Return the local time at which each commit is overdue; keep the earlier results."""
@@ -91,7 +93,7 @@ class Timekeeper:
                 ends.setdefault(commit, ours + self._step_deadline - age)
         return ends
 
-    async def _tell(self, events: Sequence[Event], live: LiveState) -> bool:
+    async def _publish_all(self, events: Sequence[Event], live: LiveState) -> bool:
         """Publish events and wait until they are folded; return False if another reducer leads."""
         last, epoch = ORIGIN, live.state.epoch
         for event in events:

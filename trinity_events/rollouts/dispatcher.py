@@ -270,7 +270,7 @@ class RolloutDispatcher:
         except SnapshotUnreadable as error:
             logger.warning("run %s: no answers are kept: %s", self.settings.run_id, error)
             return _is_never_current
-        return partial(lineage.stands, state)
+        return partial(lineage.is_in_lineage, state)
 
     async def dispatch(self, count: int, oldest: StepRef, *, exact: bool = False) -> int:
         """Ask for the next ordinals; return their number, which the window may bound.

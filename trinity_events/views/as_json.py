@@ -9,7 +9,7 @@ import msgspec
 
 from ..analysis.causes import Cause
 from ..core import MonitorState
-from ..core.handlers.waits import open_waits, seconds_left
+from ..core.handlers.waits import open_waits, remaining_seconds
 
 _OF_RUN = ("opened_at", "closed_at")
 _OF_EXPLORER = ("applied_at", "heard_at", "requested_at")
@@ -61,7 +61,7 @@ def waits_as_json(state: MonitorState, now: int) -> dict[str, Any]:
         name: built[name]
         | {
             "seconds": max(0, now - wait.since) / 1000,
-            "seconds_left": seconds_left(wait, now),
+            "seconds_left": remaining_seconds(wait, now),
         }
         for name, wait in state.waits.items()
         if id(wait) in shown

@@ -50,7 +50,7 @@ def head_panel(state: MonitorState, now: int) -> RenderableType:
         Text.assemble(("ready: ", "dim"), ready),
     ]
     if state.ledger is not None:
-        lines.append(Text.assemble(("prompts: ", "dim"), visible(state.ledger.in_words)))
+        lines.append(Text.assemble(("prompts: ", "dim"), visible(state.ledger.format_sums())))
     return Group(*lines)
 
 

@@ -17,7 +17,7 @@ from ..analysis.failures import failures
 from ..checkpoints.layout import final_name
 from ..core import MonitorState
 from ..core.handlers.rollouts import format_exclusion
-from ..core.handlers.waits import chained_waits, culprits, seconds_left
+from ..core.handlers.waits import chained_waits, format_awaited, remaining_seconds
 from ..core.refusals import format_refusal, suspects
 from ..core.resumptions import format_resumption
 from ..core.state import KINDS, ExplorerState
@@ -96,7 +96,7 @@ def status_panel(
         chosen = f"{state.transport.name}: {state.transport.reason}"
         about.append(Text.assemble(("weights travel by ", "dim"), visible(chosen, lines=False)))
     if state.ledger is not None:
-        prompts = visible(state.ledger.in_words, lines=False)
+        prompts = visible(state.ledger.format_sums(), lines=False)
         about.append(Text.assemble(("prompts ", "dim"), prompts))
     about += [Text(visible(line, lines=False)) for line in format_resumption(state)]
     if state.closed_error is not None:
@@ -183,7 +183,7 @@ def _result(metrics: Mapping[str, float]) -> str:
 
 
 def _prompts(state: MonitorState) -> str:
-    return "-" if state.ledger is None else state.ledger.in_words
+    return "-" if state.ledger is None else state.ledger.format_sums()
 
 
 def _explorers(state: MonitorState, now: int | None, *, silent: bool) -> Table:
@@ -222,8 +222,8 @@ def _waits_table(state: MonitorState, now: int) -> list[RenderableType]:
     for column in ("WAITS", "FOR", "FROM", "SINCE", "GIVES UP"):
         table.add_column(column, overflow="fold", no_wrap=column in ("WAITS", "GIVES UP"))
     for wait, depth in links[:_TABLED]:
-        remaining = seconds_left(wait, now)
-        cells = (wait.what, culprits(wait) or "-", ago(now - wait.since))
+        remaining = remaining_seconds(wait, now)
+        cells = (wait.what, format_awaited(wait) or "-", ago(now - wait.since))
         table.add_row(
             "  " * min(depth, _DEEPEST) + visible(wait.by, lines=False),
             *(visible(cell, lines=False) for cell in cells),
@@ -308,7 +308,9 @@ def next_step(state: MonitorState) -> str:
     if pointer is None:
         newest = "No checkpoint is ready: the run, started again under its name, begins at step 1."
     else:
-        folder = f", in {final_name(pointer.at.step)} of its directory" if pointer.named else ""
+        folder = (
+            f", in {final_name(pointer.at.step)} of its directory" if pointer.has_folder else ""
+        )
         newest = (
             f"The newest ready checkpoint is that of step {pointer.at.step}{folder}: the run, "
             "started again under its name, goes on from there, or with --fresh from step 1."

@@ -41,7 +41,7 @@ from .config.errors import BadSettings
 from .config.files import Reading, read_config, to_yaml, typed_setting
 from .config.train_config import TrainConfig
 from .config.trusted_settings import OwnConfig
-from .engines.convertible import source_of
+from .engines.convertible import find_source
 from .launch.results import Outcome, RunFailure, results_alone
 from .launch.resume_command import resume_command
 
@@ -496,7 +496,7 @@ def convert(
 
     Example: trinity-events convert ./Qwen2-0.5B ./qwen2-megatron
     """
-    form = source_of(source, target).form  # raises before the heavy imports
+    form = find_source(source, target).form  # raises before the heavy imports
     _require("torch", "transformers", "safetensors")
     if form in {"huggingface", "megatron"}:
         _require(*_MODULES["megatron"])

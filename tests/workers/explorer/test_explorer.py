@@ -172,7 +172,7 @@ async def test_explorers_share_the_requests_without_a_share_of_their_own(config,
     counts = [sum(explorers == {f"explorer-{rank}"} for explorers in by) for rank in (0, 1, 2)]
     assert [result.groups for result in exploration.results] == counts
     assert sum(counts) == 12
-    assert dispatcher.ledger.in_words == "12 trained, 0 dropped, 0 open"
+    assert dispatcher.ledger.format_sums() == "12 trained, 0 dropped, 0 open"
 
 
 # --- versions that come amid answers ----------------------------------------------------------
@@ -338,7 +338,7 @@ async def test_a_request_whose_reward_fails_is_dropped_once_and_its_error_is_rep
         await trainer.publish(STEPS)
     assert {group.ordinal: group.attempt for group in groups} == dict.fromkeys(answerable, 1)
     await dispatcher.trained(1, groups)
-    assert "dropped (reward-failed 2)" in dispatcher.ledger.in_words
+    assert "dropped (reward-failed 2)" in dispatcher.ledger.format_sums()
     assert exploration.results[0].groups >= len(answerable)
     await reports_accepted(log)
     [reported] = await events_of(log, RewardErrorReported)  # both failed for one cause

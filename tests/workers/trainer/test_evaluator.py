@@ -127,7 +127,7 @@ async def test_every_version_that_is_due_is_evaluated_while_training_goes_on(con
         assert ("pass_at_2" in envelope.event.metrics) is not greedy
     assert sum(result.evaluated for result in exploration.results) == 4 * 5 + 2 * 3
     # Neither the ledger nor the staleness of training has seen any of it.
-    assert dispatcher.ledger.in_words == "6 trained, 0 dropped, 0 open"
+    assert dispatcher.ledger.format_sums() == "6 trained, 0 dropped, 0 open"
     state = await current_state(log)
     assert (state.ledger.trained, state.anomaly_counts) == (6, {})
 

@@ -82,7 +82,7 @@ def take_steps(rank: Rank, folder: Path, teacher: Path | None, values: dict, **o
         )
     needs_reference = "reference_logprobs" in settings.needed_fields
     reference = frozen_policy(folder, device=CPU) if needs_reference else None
-    teaches = frozen_policy(teacher, device=CPU) if settings.asks_teacher else None
+    teaches = frozen_policy(teacher, device=CPU) if settings.needs_teacher else None
     models = Models(policy, critic, reference, teaches)
     step = FSDPTrainingStep(models, settings, **options)
     metrics = [step.learn(share(seed, rank.number, rank.world)) for seed in (1, 2)]

@@ -93,7 +93,7 @@ def removable_steps(
     return [step for step in ready if step not in retained and is_passed(step)]
 
 
-def is_of_this_line(state: MonitorState, epoch: int | None, step: int) -> bool:
+def is_folder_in_lineage(state: MonitorState, epoch: int | None, step: int) -> bool:
     """Return True for a folder of the current epoch, or of the epochs and steps it continues."""
     if epoch is None:
         return step in state.complete_checkpoints or state.epoch <= 1

@@ -60,7 +60,7 @@ class IterationFile(Struct, frozen=True):
     """Saves of the step outside of staging, whose path and size the state has."""
 
     @property
-    def is_named(self) -> bool:
+    def has_folder(self) -> bool:
         """Return True if the log says that the step has a folder with its final name."""
         return self.staged or self.resumed
 
@@ -100,7 +100,7 @@ def plan_files(state: MonitorState) -> FilePlan:
                     adds=adds,
                     epoch=state.epoch,
                     kinds=complete,
-                    saves=_saves_in(step_state, complete, chosen, adds),
+                    saves=_staged_saves(step_state, complete, chosen, adds),
                 )
             )
     iterations = tuple(
@@ -111,7 +111,7 @@ def plan_files(state: MonitorState) -> FilePlan:
             staged=pointer.path is not None,
             resumed=pointer.resumed,
             kinds=complete_kinds(state, pointer.at.step),
-            saves=() if pointer.named else _saves_in_place(state, pointer.at),
+            saves=() if pointer.has_folder else _saves_in_place(state, pointer.at),
         )
         for kind, name in ITERATION_FILES.items()
         if (pointer := state.ready.get(kind)) is not None
@@ -166,7 +166,7 @@ def _complete_kinds(step: StepState) -> tuple[Kind, ...]:
     )
 
 
-def _saves_in(
+def _staged_saves(
     step: StepState, kinds: tuple[Kind, ...], folder: str, adds: str | None
 ) -> tuple[SavedFile, ...]:
     """Return the saves that a folder has once the files of ``adds`` are in it."""

@@ -13,12 +13,12 @@ from trinity_schemas import Producer, SaveRequested
 from ..state import MonitorState
 
 
-def limits(state: MonitorState) -> bool:
+def is_limited(state: MonitorState) -> bool:
     """Return True if the current epoch's saves need a turn."""
     return state.strategy != "unrestricted"
 
 
-def group_of(state: MonitorState, event: SaveRequested, producer: Producer) -> str:
+def get_group(state: MonitorState, event: SaveRequested, producer: Producer) -> str:
     """Return the group that a request belongs to under the run's strategy."""
     process = event.process
     if state.strategy == "single_process":
@@ -30,9 +30,9 @@ def group_of(state: MonitorState, event: SaveRequested, producer: Producer) -> s
     return event.save_id
 
 
-def ask(state: MonitorState, save_id: str, group: str) -> list[str]:
+def request_turn(state: MonitorState, save_id: str, group: str) -> list[str]:
     """Let a save wait in its group; return the saves whose turn comes now."""
-    if not limits(state):
+    if not is_limited(state):
         return [save_id]  # The strategy limits no save: it need not have asked.
     state.queue.setdefault(group, []).append(save_id)
     running = next(iter(state.turns.values()), None)
@@ -41,7 +41,7 @@ def ask(state: MonitorState, save_id: str, group: str) -> list[str]:
     return []
 
 
-def leave(state: MonitorState, save_id: str) -> list[str]:
+def release_turn(state: MonitorState, save_id: str) -> list[str]:
     """Remove a save that waits or has its turn; return the saves whose turn comes now."""
     group = state.turns.pop(save_id, None)
     if group is None:

@@ -13,7 +13,7 @@ from trinity_schemas import (
 )
 
 from ..announcements import retire_versions
-from ..fold_state import FoldState, keep_last
+from ..fold_state import FoldState, trim_oldest
 from ..limits import KEPT_EVALUATED, KEPT_RESULTS, KEPT_SETS, LONGEST_REASON
 from ..state import EvaluatedSet, Evaluation
 
@@ -30,17 +30,17 @@ def evaluation_finished(fold: FoldState, event: EvaluationFinished, _: Envelope)
     """Keep the results of a version, which may be retired now."""
     metrics = dict(islice(event.metrics.items(), KEPT_RESULTS))
     ended = Evaluation(version=event.version, since=fold.now, metrics=metrics)
-    _note_ended(fold, event.name, ended)
+    _record_end(fold, event.name, ended)
 
 
 def evaluation_failed(fold: FoldState, event: EvaluationFailed, _: Envelope) -> None:
     """Note that an evaluation was given up; its version may be retired now."""
     reason = event.reason[:LONGEST_REASON]
     ended = Evaluation(version=event.version, since=fold.now, failure=reason)
-    _note_ended(fold, event.name, ended)
+    _record_end(fold, event.name, ended)
 
 
-def _note_ended(fold: FoldState, name: str, ended: Evaluation) -> None:
+def _record_end(fold: FoldState, name: str, ended: Evaluation) -> None:
     evaluated = _ensure_set(fold, name)
     evaluated.open = _others(evaluated, ended.version)
     evaluated.last = ended
@@ -59,5 +59,5 @@ def _ensure_set(fold: FoldState, name: str) -> EvaluatedSet:
     sets = fold.state.evaluations
     if name not in sets:
         sets[name] = EvaluatedSet()
-        keep_last(sets, KEPT_SETS)
+        trim_oldest(sets, KEPT_SETS)
     return sets[name]

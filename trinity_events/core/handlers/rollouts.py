@@ -12,10 +12,10 @@ from trinity_schemas import (
     StepTrained,
 )
 
-from ..fold_state import FoldState, keep_last
+from ..fold_state import FoldState, trim_oldest
 from ..ledger import Contradictions, Ledger, LedgerError
 from ..limits import KEPT_EXCLUDED, LONGEST_REFUSAL
-from ..lineage import lineage_of
+from ..lineage import lineage_spans
 from ..ordinal_ranges import Range, format_ranges, union
 from ..skipped_updates import ANOMALY, format_skipped_updates
 from ..state import ExcludedExplorer, MonitorState
@@ -26,14 +26,14 @@ def rollouts_dispatched(fold: FoldState, event: RolloutsDispatched, _: Envelope)
     ledger = _ledger(fold)
     if event.fingerprint is not None:
         ledger.fingerprint = event.fingerprint
-    fated, skipped = ledger.note_dispatched(event.ordinals)
+    fated, skipped = ledger.add_dispatched(event.ordinals)
     if event.reissued:
         again = union((reissue.ordinal, reissue.ordinal) for reissue in event.reissued)
         reissued = ledger.contradictions(again)
         fated = union(fated, reissued.settled)
-        _note(fold, "reissued-without-dispatch", reissued.undispatched)
-    _note(fold, "dispatched-after-fate", fated)
-    _note(fold, "dispatch-gap", skipped)
+        _add_anomaly(fold, "reissued-without-dispatch", reissued.undispatched)
+    _add_anomaly(fold, "dispatched-after-fate", fated)
+    _add_anomaly(fold, "dispatch-gap", skipped)
     _settle_dropped(fold, ledger, event.dropped)
 
 
@@ -42,8 +42,8 @@ def step_trained(fold: FoldState, event: StepTrained, _: Envelope) -> None:
     state, ledger = fold.state, _ledger(fold)
     state.trainer_step = max(state.trainer_step, event.step)
     trained = _settle(fold, ledger, None, event.trained)
-    _note(fold, "trained-twice", trained.settled, f" in step {event.step}")
-    _note(fold, "fate-without-dispatch", trained.undispatched, f" in step {event.step}")
+    _add_anomaly(fold, "trained-twice", trained.settled, f" in step {event.step}")
+    _add_anomaly(fold, "fate-without-dispatch", trained.undispatched, f" in step {event.step}")
     _settle_dropped(fold, ledger, event.dropped)
     for sentence in format_skipped_updates(event.step, event.metrics):
         fold.add_anomaly(ANOMALY, sentence)
@@ -59,7 +59,7 @@ def explorer_excluded(fold: FoldState, event: ExplorerExcluded, _: Envelope) -> 
         reason=event.reason[:LONGEST_REFUSAL],
         failed=event.failed,
     )
-    keep_last(excluded, KEPT_EXCLUDED)
+    trim_oldest(excluded, KEPT_EXCLUDED)
 
 
 def format_exclusion(explorer: str, excluded: ExplorerExcluded | ExcludedExplorer) -> str:
@@ -78,14 +78,14 @@ def ledger_restored(fold: FoldState, event: LedgerRestored, _: Envelope) -> None
     """Take the ledger of the checkpoint that the trainer resumes from."""
     state = fold.state
     try:
-        state.ledger = _restored(state, event)
+        state.ledger = _restore_ledger(state, event)
     except LedgerError as error:
         fold.add_anomaly("unsound-ledger", str(error))
 
 
-def _restored(state: MonitorState, event: LedgerRestored) -> Ledger:
+def _restore_ledger(state: MonitorState, event: LedgerRestored) -> Ledger:
     """Return the ledger of an event. Raises LedgerError if the run cannot go on with it."""
-    ledger, resumed = event.ledger, lineage_of(state)[-1].first
+    ledger, resumed = event.ledger, lineage_spans(state)[-1].first
     if state.ledger is not None:
         raise LedgerError("the epoch has a ledger already")
     if ledger.step != resumed:
@@ -108,8 +108,8 @@ def _settle_dropped(
 ) -> None:
     for reason, ordinals in dropped.items():
         contradictions = _settle(fold, ledger, reason, ordinals)
-        _note(fold, "dropped-after-fate", contradictions.settled, f" ({reason})")
-        _note(fold, "fate-without-dispatch", contradictions.undispatched, f" ({reason})")
+        _add_anomaly(fold, "dropped-after-fate", contradictions.settled, f" ({reason})")
+        _add_anomaly(fold, "fate-without-dispatch", contradictions.undispatched, f" ({reason})")
 
 
 def _settle(
@@ -122,6 +122,6 @@ def _settle(
         return Contradictions([], [])
 
 
-def _note(fold: FoldState, name: str, ordinals: list[Range], more: str = "") -> None:
+def _add_anomaly(fold: FoldState, name: str, ordinals: list[Range], more: str = "") -> None:
     if ordinals:
         fold.add_anomaly(name, f"ordinals {format_ranges(ordinals)}{more}")

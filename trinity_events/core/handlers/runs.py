@@ -19,7 +19,7 @@ from trinity_schemas import (
 
 from ..announcements import announce_since_2, supersede
 from ..evaluations import continue_evaluations
-from ..fold_state import FoldState, format_producer, keep_last
+from ..fold_state import FoldState, format_producer, trim_oldest
 from ..limits import KEPT_DETACHED, KEPT_PENDING_PROMOTIONS, KEPT_PROFILES
 from ..lineage import continued_lineage
 from ..state import DetachedConsumer, Profile, ReadyPointer
@@ -45,7 +45,7 @@ def run_resumed(fold: FoldState, event: RunResumed, envelope: Envelope) -> None:
                 at=at,
                 entry_id=fold.entry_id,
                 path=old.path if old.at.step == at.step else None,
-                resumed=old.named,
+                resumed=old.has_folder,
             )
     _announce_opening(fold, event.config, envelope)
 
@@ -147,4 +147,4 @@ def consumer_detached(fold: FoldState, event: ConsumerDetached, _: Envelope) -> 
         idle=event.idle,
         oldest_pending=event.oldest_pending,
     )
-    keep_last(detached, KEPT_DETACHED)
+    trim_oldest(detached, KEPT_DETACHED)

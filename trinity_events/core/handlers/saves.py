@@ -20,10 +20,10 @@ from trinity_schemas import (
     ThreadCountRegistered,
 )
 
-from ...checkpoints.layout import staged_in
+from ...checkpoints.layout import parse_staged_folder
 from ..announcements import announce_complete, announce_failure
-from ..completeness import missing
-from ..fold_state import FoldState, format_producer, format_slot, keep_last
+from ..completeness import format_missing
+from ..fold_state import FoldState, format_producer, format_slot, trim_oldest
 from ..limits import KEPT_ATTEMPTS, KEPT_UNDER_WAY, LONGEST_REASON
 from ..state import Attempt, KindState, SlotState
 from . import admission
@@ -56,14 +56,14 @@ def save_requested(fold: FoldState, event: SaveRequested, envelope: Envelope) ->
     if slot is not None and slot.proof is None:
         slot.failed.pop(event.save_id, None)
         slot.waiting[event.save_id] = fold.now
-        keep_last(slot.waiting, KEPT_ATTEMPTS)
-    if event.process is None and not admission.limits(state):
+        trim_oldest(slot.waiting, KEPT_ATTEMPTS)
+    if event.process is None and not admission.is_limited(state):
         return  # Recorded before turns were granted.
     # A finished or dropped slot gets a turn too: its worker waits for an answer.
     _end_previous_attempt(fold, event.slot, envelope.producer)
     _begin_attempt(fold, event.save_id, event.slot, envelope.producer, event.lease)
-    group = admission.group_of(state, event, envelope.producer)
-    _grant_turns(fold, admission.ask(state, event.save_id, group))
+    group = admission.get_group(state, event, envelope.producer)
+    _grant_turns(fold, admission.request_turn(state, event.save_id, group))
 
 
 def save_started(fold: FoldState, event: SaveStarted, envelope: Envelope) -> None:
@@ -80,7 +80,7 @@ def save_started(fold: FoldState, event: SaveStarted, envelope: Envelope) -> Non
         slot.running[event.save_id] = fold.now
         if len(slot.running) > KEPT_ATTEMPTS:
             _remove_attempt(slot, next(iter(slot.running)))
-    if admission.limits(fold.state) and event.save_id not in fold.state.turns:
+    if admission.is_limited(fold.state) and event.save_id not in fold.state.turns:
         producer = format_producer(envelope.producer)
         fold.add_anomaly(
             "out-of-turn", f"{producer} began {format_slot(event.slot)} without a turn"
@@ -132,7 +132,7 @@ def _finished_again(
     before = slot.proof
     if before is None or before.save_id == proof.save_id:
         return False
-    folder, newest = staged_in(path) or "", slot.folder
+    folder, newest = parse_staged_folder(path) or "", slot.folder
     if path is not None and path == slot.path and proof.bytes != slot.nbytes:
         slot.rewritten = proof.bytes
     if folder in (newest, *slot.others):
@@ -145,7 +145,7 @@ def _finished_again(
         needed = _awaits_checkpoint(fold, proof.slot)
         if needed:
             slot.others[folder] = proof
-    keep_last(slot.others, KEPT_ATTEMPTS)
+    trim_oldest(slot.others, KEPT_ATTEMPTS)
     if not needed:
         fold.add_anomaly("late-attempt", f"{format_slot(proof.slot)} was finished before")
     return needed
@@ -197,7 +197,7 @@ def _fail_attempt(fold: FoldState, save_id: str, at: Slot, cause: str) -> None:
             _fail_own_state_dict(fold, at.step, reason)
         return
     slot.failed[save_id] = reason
-    keep_last(slot.failed, KEPT_ATTEMPTS)
+    trim_oldest(slot.failed, KEPT_ATTEMPTS)
     announce_failure(fold, at.step, at.kind, reason)
 
 
@@ -217,7 +217,7 @@ def deadline_reached(fold: FoldState, event: DeadlineReached, _: Envelope) -> No
     kind = None if step is None else step.kinds.get(event.kind)
     if step is None or kind is None or kind.committed_at is None:
         return
-    lacks = ", ".join(missing(step, event.kind, fold.now))
+    lacks = ", ".join(format_missing(step, event.kind, fold.now))
     reason = f"{event.kind} of step {event.step} was not complete {event.seconds:g} s "
     reason += f"after its commit: it lacks {lacks}"
     announce_failure(fold, event.step, event.kind, reason[:LONGEST_REASON])
@@ -271,7 +271,7 @@ def _is_saved(slot: SlotState, path: str | None) -> bool:
     """Return True if an attempt that writes to ``path`` repeats a finished one of the slot."""
     if slot.proof is None:
         return False
-    folder = staged_in(path) or ""
+    folder = parse_staged_folder(path) or ""
     return not folder or folder in slot.folders
 
 
@@ -297,8 +297,8 @@ def _begin_attempt(
 def end_attempt(fold: FoldState, save_id: str) -> None:
     """Remove an attempt, and pass its turn to the next group."""
     state = fold.state
-    if state.attempts.pop(save_id, None) is not None and admission.limits(state):
-        _grant_turns(fold, admission.leave(state, save_id))
+    if state.attempts.pop(save_id, None) is not None and admission.is_limited(state):
+        _grant_turns(fold, admission.release_turn(state, save_id))
 
 
 def _end_previous_attempt(fold: FoldState, slot: Slot, holder: Producer) -> None:

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from trinity_schemas import Envelope, StacksTaken, WaitEnded, WaitStarted
 
-from ..fold_state import FoldState, format_producer, keep_last
+from ..fold_state import FoldState, format_producer, trim_oldest
 from ..limits import KEPT_WAIT_NAMES, KEPT_WAITS, LONGEST_WAIT
 from ..state import MonitorState, OpenWait
 
-_TOLD = 16
+_MOST_LISTED = 16
 """Waits that are told in words; the others are counted."""
 _OVERDUE = 60_000
 """Milliseconds after its deadline from which a wait is shown no more: its process is dead."""
@@ -46,7 +46,7 @@ def wait_started(fold: FoldState, event: WaitStarted, envelope: Envelope) -> Non
         heard_at=fold.now,
         step=event.step,
     )
-    keep_last(state.waits, KEPT_WAITS)
+    trim_oldest(state.waits, KEPT_WAITS)
 
 
 def wait_ended(fold: FoldState, event: WaitEnded, _: Envelope) -> None:
@@ -59,7 +59,7 @@ def stacks_taken(fold: FoldState, event: StacksTaken, _: Envelope) -> None:
     entries = fold.state.stacks
     entries.pop(event.process, None)
     entries[event.process] = fold.entry_id
-    keep_last(entries, KEPT_WAITS)
+    trim_oldest(entries, KEPT_WAITS)
 
 
 def format_stacks(entry_id: str, event: StacksTaken) -> list[str]:
@@ -81,18 +81,18 @@ def forget_waits(fold: FoldState, by: str, *, but: str | None = None) -> None:
 
 def open_waits(state: MonitorState, now: int) -> list[OpenWait]:
     """Return the open waits at a moment, oldest first, without those of dead processes."""
-    waits = [wait for wait in state.waits.values() if now <= _shown_until(wait)]
+    waits = [wait for wait in state.waits.values() if now <= _expires_at(wait)]
     return sorted(waits, key=lambda wait: wait.since)
 
 
-def seconds_left(wait: OpenWait, now: int) -> float | None:
+def remaining_seconds(wait: OpenWait, now: int) -> float | None:
     """Return the seconds until a wait gives up; None if it has no deadline."""
     if wait.deadline is None:
         return None
     return max(0.0, wait.deadline - (now - wait.since) / 1000)
 
 
-def _shown_until(wait: OpenWait) -> float:
+def _expires_at(wait: OpenWait) -> float:
     heard = (wait.since if wait.heard_at is None else wait.heard_at) + _SILENT
     if wait.deadline is None:
         return heard
@@ -123,8 +123,10 @@ def find_wait_chains(state: MonitorState, now: int) -> list[str]:
     The latter are indented. Waits beyond the first few are counted.
     """
     links = chained_waits(state, now)
-    lines = ["  " * link.depth + format_wait(link.wait, now) for link in links[:_TOLD]]
-    more = [f"{len(links) - _TOLD} more waits are open."] if len(links) > _TOLD else []
+    lines = ["  " * link.depth + format_wait(link.wait, now) for link in links[:_MOST_LISTED]]
+    more = (
+        [f"{len(links) - _MOST_LISTED} more waits are open."] if len(links) > _MOST_LISTED else []
+    )
     return [*lines, *more]
 
 
@@ -140,7 +142,7 @@ def _chain(
             yield from _chain(other, waits, chained_ids, depth + 1)
 
 
-def culprits(wait: OpenWait) -> str:
+def format_awaited(wait: OpenWait) -> str:
     """Return the processes that a wait is for, as text; empty if it names none."""
     more = f" and {wait.unnamed} more" if wait.unnamed else ""
     return f"{', '.join(wait.waits_for)}{more}"
@@ -148,8 +150,8 @@ def culprits(wait: OpenWait) -> str:
 
 def format_wait(wait: OpenWait, now: int) -> str:
     """Return a wait in one sentence."""
-    named = f" from {culprits(wait)}" if wait.waits_for else ""
-    remaining = seconds_left(wait, now)
+    named = f" from {format_awaited(wait)}" if wait.waits_for else ""
+    remaining = remaining_seconds(wait, now)
     deadline = "" if remaining is None else f", and gives up in {remaining:.0f} s"
     age = max(0, now - wait.since) / 1000
     return f"{wait.by} waits for {wait.what}{named} for {age:.1f} s{deadline}."

@@ -19,9 +19,9 @@ from trinity_schemas import (
 )
 
 from ..announcements import announce_complete, announce_since_2
-from ..fold_state import FoldState, format_producer, keep_last
+from ..fold_state import FoldState, format_producer, trim_oldest
 from ..limits import KEPT_EXPLORERS, KEPT_REFUSALS
-from ..refusals import refusal_of
+from ..refusals import make_refusal
 from ..state import ExplorerState
 from .saves import end_attempt
 from .waits import forget_waits
@@ -87,7 +87,7 @@ def version_refused(fold: FoldState, event: VersionRefused, envelope: Envelope) 
     """Count a refused version, and keep it among the last few."""
     state = fold.state
     state.refused += 1
-    state.refusals.append(refusal_of(event, envelope.producer, fold.now))
+    state.refusals.append(make_refusal(event, envelope.producer, fold.now))
     del state.refusals[:-KEPT_REFUSALS]
 
 
@@ -103,15 +103,15 @@ def explorer_status_changed(
 
 def sync_requested(fold: FoldState, event: SyncRequested, envelope: Envelope) -> None:
     """Note that an explorer asked the trainer to publish."""
-    _note_request(fold, envelope.producer, event.oldest_version)
+    _set_request(fold, envelope.producer, event.oldest_version)
 
 
 def resend_requested(fold: FoldState, event: ResendRequested, envelope: Envelope) -> None:
     """Note that an explorer asked for a version that it missed."""
-    _note_request(fold, envelope.producer, event.version)
+    _set_request(fold, envelope.producer, event.version)
 
 
-def _note_request(fold: FoldState, producer: Producer, version: StepRef | None) -> None:
+def _set_request(fold: FoldState, producer: Producer, version: StepRef | None) -> None:
     explorer = _explorer(fold, producer)
     explorer.requested_version = version
     explorer.requested_at = fold.now
@@ -125,5 +125,5 @@ def _explorer(fold: FoldState, producer: Producer) -> ExplorerState:
     explorer = explorers.pop(name, None) or ExplorerState()
     explorers[name] = explorer
     explorer.heard_at = fold.now
-    keep_last(explorers, KEPT_EXPLORERS)
+    trim_oldest(explorers, KEPT_EXPLORERS)
     return explorer

@@ -37,7 +37,7 @@ class PartAttempt:
         """Publish the start of the attempt, and begin the heartbeats."""
         heart = Heartbeat.of(self._publisher, self._lease)
         # No wait for the first heartbeat: the start event begins a whole lease.
-        self._beating.enter_context(heart.beating(self._publisher, patience=0.0))
+        self._beating.enter_context(heart.active(self._publisher, patience=0.0))
         self._publisher.publish(self._begun)
 
     def end(self) -> None:

@@ -32,7 +32,7 @@ from ...checkpoints.layout import (
     FILE_DIGESTS,
     MODEL_FOLDER,
     final_name,
-    staged_in,
+    parse_staged_folder,
 )
 from ...client.checkpoint_lease import hold_step
 from ...core.file_versions import weights_save
@@ -164,7 +164,7 @@ def pull_folder(
 def _open_files(run_folder: Path, ready: StepReady, announced: str) -> list[_DigestedFile]:
     """Map the version's files, from whichever of its places they are in."""
     places = [final_name(ready.step)]
-    staged = staged_in(ready.path)
+    staged = parse_staged_folder(ready.path)
     if staged is not None:
         places.insert(0, staged)
     other: Path | None = None

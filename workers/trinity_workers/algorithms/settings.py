@@ -181,7 +181,7 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
         return frozenset(name for name, needed in needs.items() if needed)
 
     @property
-    def asks_teacher(self) -> bool:
+    def needs_teacher(self) -> bool:
         """Return True if the advantage or the loss compares with a teacher."""
         return self.advantage == "teacher" or self.loss == "divergence"
 
@@ -191,16 +191,16 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
         return self.epochs * self.mini_batches
 
     @property
-    def prepares_by_proximal(self) -> bool:
+    def needs_proximal_to_prepare(self) -> bool:
         """Return True if proximal log-probabilities are needed before the batch is prepared."""
         prepared = self.advantage == "teacher" or self.advantage not in ADVANTAGES
         penalty = self.kl.coefficient > 0 and self.kl.where == "reward"
         return "proximal_logprobs" in self.needed_fields and (prepared or penalty)
 
     @property
-    def passes_proximal(self) -> bool:
+    def needs_proximal_pass(self) -> bool:
         """Return True if a pass before the updates computes the proximal log-probabilities."""
-        return self.updates > 1 or self.prepares_by_proximal
+        return self.updates > 1 or self.needs_proximal_to_prepare
 
     @property
     def has_own_loss(self) -> bool:

@@ -86,7 +86,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     def teacher_folder(self) -> Path | None:
         """Return the Hugging Face folder of the teacher, if the algorithm asks one."""
         path = self.algorithm.teacher.path
-        return Path(path) if path is not None and self.algorithm.asks_teacher else None
+        return Path(path) if path is not None and self.algorithm.needs_teacher else None
 
     @property
     def reward_folder(self) -> Path | None:

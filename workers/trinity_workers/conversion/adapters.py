@@ -13,9 +13,9 @@ from ..engines.adapter_folder import (
     BASE_MODEL,
     AdaptersRefused,
     BaseModel,
-    describe_adapters,
     read_base,
     weights_digest,
+    write_adapter_description,
     write_adapter_folder,
 )
 from ..engines.base import NamedTensors
@@ -70,7 +70,7 @@ class SavedAdapters:
             if self._given_base is not None:
                 path = str(self._given_base.resolve())
                 config = self._config | {"base_model_name_or_path": path}
-                describe_adapters(into, config, BaseModel.of(self._given_base.resolve()))
+                write_adapter_description(into, config, BaseModel.of(self._given_base.resolve()))
 
         if self._given_base is not None:
             self._base()

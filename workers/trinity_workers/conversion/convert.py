@@ -29,7 +29,7 @@ from ..engines.convertible import (
     Conversion,
     ConversionRefused,
     SourceForm,
-    source_of,
+    find_source,
 )
 from ..engines.megatron import leave
 from ..engines.megatron.meta_model import MetaModel
@@ -86,7 +86,7 @@ def convert(
             has another shape, or the model has no place for it.
         NonFiniteWeights: if parameters have values that are not finite.
     """
-    folder, form = source_of(source, target)
+    folder, form = find_source(source, target)
     if form != "adapters" and (adapter or base is not None):
         raise ConversionRefused(f"{source} has no adapters: leave --adapter and --base out")
     # A folder of Hugging Face need not be of this project, and then has no list to compare.

@@ -57,7 +57,7 @@ def weights_digest(folder: Path) -> str:
     return digesting.digest()
 
 
-def describe_adapters(folder: Path, config: dict[str, Any], base: BaseModel) -> None:
+def write_adapter_description(folder: Path, config: dict[str, Any], base: BaseModel) -> None:
     """Write PEFT's configuration, and the identity of the base, into a folder; both durable."""
     write_json(folder / ADAPTER_CONFIG, config)
     write_json(folder / BASE_MODEL, base)
@@ -67,7 +67,7 @@ def check_adapters(folder: Path, config: dict[str, Any] | None, base: BaseModel 
     """Raise AdaptersRefused unless a folder describes adapters like these, on the same base.
 
     Args:
-        folder: Folder of :func:`describe_adapters`, or of a model.
+        folder: Folder of :func:`write_adapter_description`, or of a model.
         config: PEFT's configuration of the run; None for a run without adapters.
         base: Base of the run.
     """

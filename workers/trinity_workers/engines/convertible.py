@@ -39,7 +39,7 @@ class Conversion(Struct, frozen=True, kw_only=True):
     bytes: int
 
 
-def source_of(source: Path, target: Path) -> ConversionSource:
+def find_source(source: Path, target: Path) -> ConversionSource:
     """Return the folder to convert: the source, or the model's folder in a checkpoint of a step.
 
     Raises ConversionRefused if it is of no known form, or the target exists.

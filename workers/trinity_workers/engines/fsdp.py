@@ -30,11 +30,11 @@ from ..learning.packing import check_isolation
 from ..storage.durable_files import make_folder, sync_tree
 from ..storage.huggingface_files import read_user_files, write_user_files
 from .adamw import AdamWOptions
-from .adapter_folder import BaseModel, check_adapters, describe_adapters
+from .adapter_folder import BaseModel, check_adapters, write_adapter_description
 from .base import trained_module
 from .buffers import saved_buffers
 from .fsdp_options import FSDPOptions
-from .learning_rate import LearningRate, learning_rate_of
+from .learning_rate import LearningRate, as_learning_rate
 from .model_memory import ALL, OffloadedModel, holding, optimizer_tensors
 from .offload import FrozenOffload, Offload
 from .random_states import random_states, set_random_states
@@ -107,7 +107,7 @@ class FSDPEngine(ShardedEngine):
             check_isolation(module, device)
             module.reshard()  # the optimizer is of the shards
         self._sharded_by_layers = _is_large(model)
-        rate = learning_rate_of(learning_rate)
+        rate = as_learning_rate(learning_rate)
         optimizer = torch.optim.AdamW(
             (module if self.adapters is None else self.adapters).parameters(),
             lr=rate.highest,
@@ -218,7 +218,7 @@ class FSDPEngine(ShardedEngine):
         make_folder(folder)
         write_user_files(folder, self.user_files)
         sync_tree(folder)
-        describe_adapters(folder, adapter_config(self.module), self._base)
+        write_adapter_description(folder, adapter_config(self.module), self._base)
 
     @holding("optimizer")
     def training_files(self, folder: Path) -> dict[Path, dict[str, Any]]:

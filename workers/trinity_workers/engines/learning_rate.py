@@ -56,6 +56,6 @@ def apply_learning_rate(scheduler: Any, highest: float) -> None:
     scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]
 
 
-def learning_rate_of(value: float | LearningRate) -> LearningRate:
+def as_learning_rate(value: float | LearningRate) -> LearningRate:
     """Return the learning rate; a number is one without warm-up and schedule."""
     return value if isinstance(value, LearningRate) else LearningRate(highest=value)

@@ -143,7 +143,7 @@ class Movable:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Bring the part back, and keep it for the block."""
-        self._come()
+        self._restore()
         self._blocks += 1
         try:
             yield
@@ -169,15 +169,15 @@ class Movable:
             self._away.append((storage, storage.nbytes(), copy))
             storage.resize_(0)
 
-    def _come(self) -> None:
+    def _restore(self) -> None:
         storages = [storage for storage, _, _ in self._away]
         while self._away:
             storage, size, copy = self._away[-1]
             storage.resize_(size)
             if copy is None:
-                _bytes_of(storage).zero_()
+                _view_bytes(storage).zero_()
             else:
-                _bytes_of(storage).copy_(copy, non_blocking=True)
+                _view_bytes(storage).copy_(copy, non_blocking=True)
             self._away.pop()  # only now: a device without room leaves the copies whole
         _synchronize(storages)
 
@@ -185,10 +185,10 @@ class Movable:
 def _copied_to_host(storage: torch.UntypedStorage) -> torch.Tensor:
     pinned = storage.device.type == "cuda"
     copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
-    return copy.copy_(_bytes_of(storage), non_blocking=True)
+    return copy.copy_(_view_bytes(storage), non_blocking=True)
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+def _view_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     """Return the storage's bytes as a tensor that shares them."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 

@@ -181,20 +181,20 @@ def write_description(folder: Path, engine: Any) -> None:
         folder / FSDP_CONFIG,
         {"FSDP_version": 1 if is_fsdp1 else 2, "world_size": dist.get_world_size()},
     )
-    describe(engine, folder / MODEL_FOLDER[-1])
+    write_model_description(engine, folder / MODEL_FOLDER[-1])
 
 
-def describe(engine: Any, folder: Path) -> None:
+def write_model_description(engine: Any, folder: Path) -> None:
     """Write configuration and tokenizer, of this project's engines and of veRL's."""
     own = getattr(engine, "write_description", None)
     if own is not None:
         own(folder)
         return
     files = getattr(engine, "user_files", None)
-    write_huggingface(folder, engine.module, tokenizer_of(engine), files)
+    write_huggingface(folder, engine.module, get_tokenizer(engine), files)
 
 
-def tokenizer_of(engine: Any) -> Any:
+def get_tokenizer(engine: Any) -> Any:
     """Return the tokenizer of this project's engines and of veRL's; None if there is none."""
     own = getattr(engine, "tokenizer", None)
     if own is not None:

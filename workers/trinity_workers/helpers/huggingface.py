@@ -20,7 +20,7 @@ from trinity_events.errors import DeadlineExceeded
 from ..engines.adapter_folder import write_adapter_folder
 from ..engines.base import NamedTensors, TrainEngine, trained_module
 from ..engines.model_folder import write_model_folder
-from ..engines.sharded import describe, saved_part
+from ..engines.sharded import saved_part, write_model_description
 from ..learning.finite import finite_tensors
 from ..runtime.collectives import CollectiveBroken, raise_together, rank_and_world
 from .full_tensors import full_tensors
@@ -119,7 +119,11 @@ def save_huggingface(
 def _write(engine: Any, folder: Path, queue: TensorQueue, buffers: frozenset[str]) -> None:
     write = write_adapter_folder if saved_part(engine) == "adapter" else write_model_folder
     with queue:
-        write(folder, partial(describe, engine), finite_tensors(queue, str(folder), exempt=buffers))
+        write(
+            folder,
+            partial(write_model_description, engine),
+            finite_tensors(queue, str(folder), exempt=buffers),
+        )
 
 
 class TensorQueue:

@@ -383,7 +383,9 @@ def newest_checkpoint(state: MonitorState, config: RunConfig) -> NewestCheckpoin
     pointer = state.ready.get("checkpoint")
     if pointer is None:
         return None
-    folder = str(config.checkpoint_folder / final_name(pointer.at.step)) if pointer.named else None
+    folder = (
+        str(config.checkpoint_folder / final_name(pointer.at.step)) if pointer.has_folder else None
+    )
     return NewestCheckpoint(step=pointer.at.step, folder=folder)
 
 

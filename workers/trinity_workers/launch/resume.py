@@ -20,7 +20,7 @@ from trinity_events.checkpoints.layout import (
 from trinity_events.checkpoints.verification import CheckpointDamaged, VerifyMode
 from trinity_events.client.checkpoint_lease import hold_checkpoint
 from trinity_events.core import MonitorState
-from trinity_events.core.lineage import EpochSpan, lineage_of, stands
+from trinity_events.core.lineage import EpochSpan, is_in_lineage, lineage_spans
 from trinity_events.core.saved_ledgers import LedgerDifference, find_ledger_difference
 from trinity_events.errors import CheckpointHeld, DeadlineExceeded, TrinityError
 from trinity_events.log import RedisEventLog, Stream
@@ -327,7 +327,7 @@ async def held_checkpoint(config: RunConfig, root: Path) -> AsyncIterator[None]:
 
 def _ready_checkpoint(state: MonitorState) -> StepRef | None:
     pointer = state.ready.get("checkpoint")
-    if pointer is None or not pointer.named or not stands(state, pointer.at):
+    if pointer is None or not pointer.has_folder or not is_in_lineage(state, pointer.at):
         return None
     return pointer.at
 
@@ -336,7 +336,7 @@ def _checkpoints_on_disk(state: MonitorState, folder: Path) -> dict[int, StepRef
     """Return the checkpoints of the lineage whose folders have evidence, by their steps."""
     newest = _ready_checkpoint(state)
     whole = {*state.complete_checkpoints, *([] if newest is None else [newest.step])}
-    spans = lineage_of(state)
+    spans = lineage_spans(state)
     return {
         step: StepRef(next(span.epoch for span in spans if _ends_after(span, step)), step)
         for step in sorted(whole & _steps_with_evidence(folder, whole))
@@ -392,7 +392,7 @@ async def _refuse_other_files(state: MonitorState, run_id: str, folder: Path) ->
     obstacle: str | None = None
     if pointer is None:
         obstacle = await anyio.to_thread.run_sync(_unknown_on_disk, folder)
-    elif stands(state, pointer.at):
+    elif is_in_lineage(state, pointer.at):
         obstacle = f"ready files of step {pointer.at.step} that are no whole checkpoint"
     else:
         obstacle = f"a checkpoint of step {pointer.at.step} from before it was begun anew"

@@ -134,9 +134,9 @@ class RewardTokens:
     def _anew(self, prompt: list[int], answer: list[int], ordinal: int) -> list[int]:
         """Return an episode in the reward model's tokens."""
         if not self._own.chat_template:
-            text = self._text(prompt) + self._text(answer)
+            text = self._decode(prompt) + self._decode(answer)
             return encode_prompt(self._own, text, answered=True)
-        reply: Message = {"role": "assistant", "content": self._text(answer)}
+        reply: Message = {"role": "assistant", "content": self._decode(answer)}
         return encode_prompt(self._own, [*self._messages(prompt, ordinal), reply], answered=True)
 
     def _messages(self, prompt: list[int], ordinal: int) -> list[Message]:
@@ -145,9 +145,9 @@ class RewardTokens:
             question = self._questions(ordinal)
             if encode_prompt(self._policy, question.prompt) == prompt:
                 return question.messages()
-        return [{"role": "user", "content": self._text(prompt)}]
+        return [{"role": "user", "content": self._decode(prompt)}]
 
-    def _text(self, tokens: list[int]) -> str:
+    def _decode(self, tokens: list[int]) -> str:
         text: Any = self._policy.decode(tokens, skip_special_tokens=True)
         return str(text)
 

@@ -29,13 +29,13 @@ def _check_trainer_support(config: TrainConfig, named: FormatField) -> Contradic
     advantage, loss = named("algorithm.advantage"), named("algorithm.loss")
     megatron = config.trainer.engine == "megatron"
     path = named("algorithm.teacher.path")
-    if algorithm.asks_teacher and algorithm.teacher.path is None:
+    if algorithm.needs_teacher and algorithm.teacher.path is None:
         yield (
             ("algorithm.advantage", "algorithm.loss", "algorithm.teacher.path"),
             f"{advantage} {algorithm.advantage} with {loss} {algorithm.loss} compares the policy "
             f"with a teacher: set {path} to its Hugging Face folder",
         )
-    if algorithm.teacher.path is not None and not algorithm.asks_teacher:
+    if algorithm.teacher.path is not None and not algorithm.needs_teacher:
         yield (
             ("algorithm.teacher.path",),
             f"{path} names a teacher, and nothing asks it: set {advantage} teacher, or {loss} "

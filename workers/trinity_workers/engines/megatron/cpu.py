@@ -44,7 +44,7 @@ def adapted() -> Iterator[None]:
 
     recompute = megatron_random.CheckpointFunction.backward
 
-    def recompute_so(*args: Any) -> Any:
+    def recompute_adapted(*args: Any) -> Any:
         with _CudaMeansCpu():  # torch disables modes in the backward pass
             return recompute(*args)
 
@@ -54,7 +54,7 @@ def adapted() -> Iterator[None]:
             (torch.cuda, "synchronize", _nothing),
             (megatron_random, "_get_cuda_rng_state", lambda *_, **__: torch.empty(0)),
             (megatron_random, "_set_cuda_rng_state", _nothing),
-            (megatron_random.CheckpointFunction, "backward", staticmethod(recompute_so)),
+            (megatron_random.CheckpointFunction, "backward", staticmethod(recompute_adapted)),
         ):
             exits.enter_context(patch.object(module, name, instead))
         exits.enter_context(_CudaMeansCpu())

@@ -17,7 +17,7 @@ from ...algorithms.batch import Batch
 from ...runtime.collectives import together
 from ..adamw import AdamWOptions, apply_adamw_options
 from ..base import CheckpointedEngine, LocalShard
-from ..learning_rate import LearningRate, learning_rate_of
+from ..learning_rate import LearningRate, as_learning_rate
 from ..model_folder import has_weights
 from ..model_memory import ALL, OffloadedModel, Part, holding, optimizer_tensors
 from . import checkpoint
@@ -396,7 +396,7 @@ class MegatronEngine(CheckpointedEngine):
             self.optimizer = get_megatron_optimizer(
                 OptimizerConfig(
                     optimizer="adam",
-                    lr=learning_rate_of(options.learning_rate).highest,
+                    lr=as_learning_rate(options.learning_rate).highest,
                     adam_beta1=options.adamw.beta1,
                     adam_beta2=options.adamw.beta2,
                     adam_eps=options.adamw.epsilon,
@@ -430,7 +430,7 @@ class MegatronEngine(CheckpointedEngine):
     def learning_rate(self) -> float:
         """Learning rate of the next optimizer step."""
         assert self._optimizer_options is not None
-        return learning_rate_of(self._optimizer_options.learning_rate).at(self.steps)
+        return as_learning_rate(self._optimizer_options.learning_rate).at(self.steps)
 
     def _set_learning_rate(self) -> None:
         for group in self.optimizer.param_groups:

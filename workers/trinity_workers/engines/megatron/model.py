@@ -98,9 +98,9 @@ def transformer_config(hf: Any, layout: ParallelLayout, options: ModelOptions) -
         "sequence_parallel": layout.sequence_parallel,
         "batch_p2p_comm": False,
         # The initial weights are overwritten, so their values do not matter.
-        "init_method": _as_it_is,
-        "output_layer_init_method": _as_it_is,
-        "embedding_init_method": _as_it_is,
+        "init_method": _unchanged,
+        "output_layer_init_method": _unchanged,
+        "embedding_init_method": _unchanged,
         "gradient_accumulation_fusion": False,
     }
     if not torch.cuda.is_available():
@@ -297,7 +297,7 @@ def _check_fit(hf: Any, layout: ParallelLayout) -> None:
         )
 
 
-def _as_it_is(weight: torch.Tensor) -> torch.Tensor:
+def _unchanged(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 

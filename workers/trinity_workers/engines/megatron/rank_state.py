@@ -28,7 +28,7 @@ def rank_file(folder: Path, rank: int) -> Path:
 def rank_state(device: torch.device, layout: ParallelLayout) -> dict[str, Any]:
     """Return the states of the rank's generators, and of megatron-core's tracker of CUDA's."""
     return {
-        "layout": _described(layout),
+        "layout": _encode_layout(layout),
         "random": random_states(device),
         "tracker": {name: _plain(state) for name, state in _tracker().get_states().items()},
     }
@@ -46,7 +46,7 @@ def restore_rank_state(folder: Path, device: torch.device, layout: ParallelLayou
     state = read_plain(source)
     if "layout" not in state:
         raise UndecodableFile(source, "it has no random states")
-    if state["layout"] != _described(layout):
+    if state["layout"] != _encode_layout(layout):
         return
     if not path.is_file():
         raise MissingCheckpointFile(path)
@@ -62,7 +62,7 @@ def restore_rank_state(folder: Path, device: torch.device, layout: ParallelLayou
         tracker.set_states(states)
 
 
-def _described(layout: ParallelLayout) -> dict[str, Any]:
+def _encode_layout(layout: ParallelLayout) -> dict[str, Any]:
     return structs.asdict(layout) | {"ranks": dist.get_world_size()}
 
 

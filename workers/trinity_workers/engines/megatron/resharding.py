@@ -145,8 +145,10 @@ class Resharding:
     def _run(self, bucket: Sequence[Copy]) -> None:
         me = self._group.rank()
         here = [copy for copy in bucket if copy.source == copy.target == me]
-        sent = _by_peer((copy.target, copy) for copy in bucket if copy.source == me != copy.target)
-        received = _by_peer(
+        sent = _group_by_peer(
+            (copy.target, copy) for copy in bucket if copy.source == me != copy.target
+        )
+        received = _group_by_peer(
             (copy.source, copy) for copy in bucket if copy.target == me != copy.source
         )
         outgoing = {peer: self._buffer(copies) for peer, copies in sent.items()}
@@ -154,7 +156,7 @@ class Resharding:
         for peer, copies in sent.items():
             with self._noted():
                 for copy, part in zip(copies, _parts(outgoing[peer], copies), strict=True):
-                    part.copy_(_bytes_of(self._source(copy)))
+                    part.copy_(_view_bytes(self._source(copy)))
         # Kept beyond an error: what is in flight still reads and writes them.
         self._buffers = [*outgoing.values(), *incoming.values()]
         self._in_flight = self._begun(outgoing, incoming)
@@ -246,7 +248,7 @@ def _places(slices: Sequence[ParameterSlice]) -> Places:
     ]
 
 
-def _by_peer(copies: Iterable[tuple[int, Copy]]) -> dict[int, list[Copy]]:
+def _group_by_peer(copies: Iterable[tuple[int, Copy]]) -> dict[int, list[Copy]]:
     copies_by_peer: dict[int, list[Copy]] = {}
     for peer, copy in copies:
         copies_by_peer.setdefault(peer, []).append(copy)
@@ -259,5 +261,5 @@ def _parts(buffer: torch.Tensor, copies: Sequence[Copy]) -> Sequence[torch.Tenso
     return views
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+def _view_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)

@@ -58,7 +58,7 @@ class WeightStream:
     ) -> None:
         self._mapping = mapping
         self._device = device
-        self._experts_here = _experts_here(chunks[0])
+        self._local_experts = _local_experts(chunks[0])
         self._parameters = [dict(chunk.named_parameters()) for chunk in chunks]
         self._groups = chunks[0].pg_collection
         self._stages = self._groups.pp
@@ -92,7 +92,7 @@ class WeightStream:
             for entry in self.entries
             for rank in range(ranks if entry.expert else 1)
             for name in self._mapping.huggingface_names(
-                _moved(entry.name, rank * self._experts_here)
+                _moved(entry.name, rank * self._local_experts)
             )
         }
 
@@ -126,7 +126,7 @@ class WeightStream:
             return [(entry.name, shard)]
         everyone = _gather(shard, self._groups.ep)
         return [
-            (_moved(entry.name, rank * self._experts_here), tensor)
+            (_moved(entry.name, rank * self._local_experts), tensor)
             for rank, tensor in enumerate(everyone)
         ]
 
@@ -199,7 +199,7 @@ def local_shards(
 
 def global_name(name: str, chunk: Any) -> str:
     """Return the parameter's name with layer and expert numbers of the whole model, from 0."""
-    first_expert = chunk.pg_collection.ep.rank() * _experts_here(chunk)
+    first_expert = chunk.pg_collection.ep.rank() * _local_experts(chunk)
     return _moved(_with_layer(name, chunk), first_expert)
 
 
@@ -234,7 +234,7 @@ def _with_layer(name: str, chunk: Any) -> str:
     return _LAYER.sub(lambda match: str(chunk.decoder.layers[int(match[0])].layer_number - 1), name)
 
 
-def _experts_here(chunk: Any) -> int:
+def _local_experts(chunk: Any) -> int:
     config = chunk.config
     return int(config.num_moe_experts or 0) // int(config.expert_model_parallel_size)
 

@@ -51,7 +51,7 @@ def response_logprobs(
         return logprobs.sum(), logprobs
 
     with torch.no_grad():
-        return _run_schedule(chunks, parts, finish, forward_only=True, head=_head_of(statistics))
+        return _run_schedule(chunks, parts, finish, forward_only=True, head=_make_head(statistics))
 
 
 def accumulate_gradients(
@@ -71,7 +71,7 @@ def accumulate_gradients(
         # The schedule divides by the number of micro-batches, as if losses were means.
         return with_backward_gradient(value) * len(parts), metrics
 
-    return _run_schedule(chunks, parts, finish, forward_only=False, head=_head_of(statistics))
+    return _run_schedule(chunks, parts, finish, forward_only=False, head=_make_head(statistics))
 
 
 def response_values(chunks: Sequence[Any], parts: Sequence[Batch]) -> list[Tensor]:
@@ -184,7 +184,7 @@ _Head: TypeAlias = Callable[[_Rows, Tensor, Tensor], Tensor]
 """Returns the model's output [B, R, X] from hidden states [B, S, H] and the head's weight."""
 
 
-def _head_of(settings: Statistics) -> _Head | None:
+def _make_head(settings: Statistics) -> _Head | None:
     """Return what computes statistics in the place of logits, if they are fused."""
     from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 

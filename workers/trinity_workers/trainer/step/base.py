@@ -232,7 +232,7 @@ class TrainingStep(ABC):
         """Return the batch with the fields that its preparation or several updates need."""
         settings = self._settings
         names = set(settings.needed_fields)
-        if not settings.passes_proximal:
+        if not settings.needs_proximal_pass:
             names.discard("proximal_logprobs")
         return replace(batch, **{name: self._pass(name, batch, division) for name in sorted(names)})
 
