@@ -20,7 +20,7 @@ from trinity_events.checkpoints.manifest import parse_manifest, sums_below, writ
 from trinity_events.coordinator import (
     SaveAttempt,
     heartbeat,
-    progress,
+    save_run,
     staged_path,
     this_process,
 )
@@ -133,7 +133,7 @@ def test_a_background_save_is_told_as_it_starts_and_as_it_is_durable(
 def test_a_long_save_tells_how_many_bytes_are_written(
     coordinator, publisher, tmp_path, monkeypatch, folder
 ):
-    monkeypatch.setattr(progress, "EVERY", 0.01)
+    monkeypatch.setattr(save_run, "EVERY", 0.01)
     path = tmp_path / "model"
 
     def progressed():
@@ -170,7 +170,7 @@ def test_a_save_goes_on_whatever_fails_of_telling_its_progress(
         size_requested.set()
         raise RuntimeError("a file system of its own kind")
 
-    monkeypatch.setattr(progress, "EVERY", 0.001)
+    monkeypatch.setattr(save_run, "EVERY", 0.001)
     monkeypatch.setattr(SavedPaths, "size", hangs)
     path = tmp_path / "model"
 

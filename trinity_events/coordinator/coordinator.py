@@ -36,9 +36,8 @@ from .admission_client import wait_for_turn
 from .heartbeat import Heartbeat
 from .inflight import InflightSaves
 from .process_identity import this_process
-from .progress import reporting_progress
 from .save_attempt import SaveAttempt
-from .save_future import wait_for_future
+from .save_run import reporting_progress, wait_for_future
 from .saved_paths import MeasuredPaths, SavedPath, SavedPaths
 from .sync_save_names import SavePlace, SyncSaveNames
 

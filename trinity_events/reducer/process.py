@@ -8,9 +8,11 @@ import math
 import resource
 import secrets
 import sys
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -26,7 +28,7 @@ from ..core.limits import LONGEST_WAIT
 from ..diagnostics.stacks import name_process
 from ..diagnostics.waits import RENEWAL
 from ..errors import FolderTaken, LogExhausted, TrinityError
-from ..log import ORIGIN, RedisEventLog, Stream
+from ..log import ORIGIN, EventLog, RedisEventLog, Stream
 from ..log.redis.error_replies import reply_text
 from ..log.reducer_root import mark_folder
 from ..log.retry import CONNECTION_ERRORS, backoff_delays
@@ -35,10 +37,10 @@ from ..system.error_text import first_error
 from .checkpoint_files import CheckpointFiles
 from .checkpoint_retention import CheckpointRetention
 from .checkpoint_trash import CheckpointTrash
-from .epoch_counter import EpochCounter
 from .folder_waits import FolderWaits
 from .idle_groups import IdleGroups
 from .leader import LEASE, Leader, LeaderPublisher
+from .live_state import LiveState
 from .log_retention import LogRetention
 from .policy import Policy
 from .reducer import Reducer
@@ -196,10 +198,10 @@ class _Lead:
         log, policy, archive = self._log, self._policy, self._archive
         publisher = LeaderPublisher(log, token)
         clock = Timekeeper(log, publisher, policy.step_deadline)
-        beside = [
+        beside: list[Callable[[LiveState], Coroutine[Any, Any, None]]] = [
             clock.leases,
             clock.deadlines,
-            EpochCounter(log, token).run,
+            partial(_raise_epoch, log, token),
             IdleGroups(log, publisher, token, policy.group_idle).run,
             FolderWaits(publisher, partial(self._faults, retention)).run,
         ]
@@ -222,6 +224,32 @@ class _Lead:
         if retention is not None and self._archive is not None and retention.fault is not None:
             faults[f"the archive {self._archive.folder}"] = retention.fault
         return faults
+
+
+async def _raise_epoch(log: EventLog, token: int, live: LiveState) -> None:
+    """Raise the counter of epochs to the newest folded one, until another reducer leads.
+
+    A trainer takes the next epoch from the counter and appends the opening, in one script. A client
+    that may append events can append an opening of any epoch without the counter. The fold then
+    refuses each opening that the counter gives as stale, until the counter has passed the invented
+    epoch. Only the reducer knows the folded epoch, and has the right to set the counter.
+    """
+    raised = 0
+    while True:
+        await live.wait_until(lambda state, raised=raised: state.epoch > raised)  # type: ignore[misc]
+        raised = live.state.epoch
+        counted = await log.raise_epoch(token, raised)
+        if counted is None:
+            return
+        if counted < raised:
+            logger.warning(
+                "an event opened epoch %d of run %s, and the last number that a trainer took "
+                "was %d: the next opening takes %d; docs/security.md says who can append",
+                raised,
+                live.state.run_id,
+                counted,
+                raised + 1,
+            )
 
 
 def tune_process() -> None:

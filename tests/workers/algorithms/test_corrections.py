@@ -19,8 +19,7 @@ from trinity_workers.algorithms.importance_sampling import (  # noqa: E402
     importance_weights,
     mismatch,
 )
-from trinity_workers.algorithms.overlong import overlong_penalty  # noqa: E402
-from trinity_workers.algorithms.prepare import prepare  # noqa: E402
+from trinity_workers.algorithms.prepare import overlong_penalty, prepare  # noqa: E402
 from trinity_workers.algorithms.rules import read_settings  # noqa: E402
 from trinity_workers.algorithms.settings import (  # noqa: E402
     FiltersConfig,

@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from .aggregation import Means
 from .batch import NO_GROUP, Batch, at_last_token
+from .errors import AlgorithmError
 from .kl import kl_estimate
-from .overlong import overlong_penalty
 from .ratios import sequence_sum
 from .registry import find_advantage
-from .settings import AlgorithmConfig
+from .settings import AlgorithmConfig, OverlongConfig
 from .statistics import group_statistics
 from .types import Reduce, this_rank_alone
 
@@ -96,3 +97,20 @@ def _metrics(batch: Batch, penalty: Tensor, equal: Tensor, divergence: Tensor | 
     if divergence is not None:
         rows["reward_kl"] = sequence_sum(divergence, batch.response_mask)
     return Means.from_rows(rows, batch.groups != NO_GROUP)
+
+
+def overlong_penalty(batch: Batch, config: OverlongConfig) -> Tensor:
+    """Return the penalty of each response, which is added to its reward: [B] float32, at most 0.
+
+    Source: DAPO (arXiv 2503.14476) eq. 13, with L the limit and C = `buffer` times L: 0 up to L - C
+    tokens, then (L - C - |y|) / C, and -1 beyond L; times `penalty`.
+
+    |y| counts the policy's tokens.
+    """
+    length = batch.response_mask.sum(dim=-1).float()
+    if not config.buffer:
+        return torch.zeros_like(length)
+    if config.limit is None:
+        raise AlgorithmError("overlong.buffer is a share of a limit: set overlong.limit")
+    buffer = config.buffer * config.limit
+    return config.penalty * ((config.limit - buffer - length) / buffer).clamp(-1.0, 0.0)

@@ -19,8 +19,8 @@ from ...algorithms.batch import NO_GROUP, Batch
 from ...algorithms.logits import TokenStatistics
 from ...algorithms.prepare import prepare
 from ...algorithms.settings import AlgorithmConfig
+from ...algorithms.statistics import explained_variance, value_means
 from ...algorithms.update import Update, policy_update, value_update
-from ...algorithms.values import explained_variance, value_means
 from ...config.train_config import RunConfig
 from ...engines.base import resident
 from ...engines.model_memory import ALL

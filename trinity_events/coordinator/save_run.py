@@ -1,11 +1,13 @@
-"""Progress events of a running save."""
+"""Run of a save function: progress events meanwhile, and the end of the future that it returns."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from ..log import Publisher
 from .save_attempt import SaveAttempt
@@ -54,3 +56,19 @@ def _publish_sizes(
                 last_size = written
         except Exception as error:
             logger.debug("the progress of %s is unknown: %s", attempt.what, error)
+
+
+def wait_for_future(returned: Any) -> None:
+    """Wait for what a save function returned, if it is a future; raise what it raises.
+
+    torch's ``async_save`` returns a future, or an object with one of staging and one of upload.
+    """
+    future = getattr(returned, "upload_completion", returned)
+    if isinstance(future, asyncio.Future):
+        raise TypeError(
+            "a save function returned an asyncio future, which belongs to an event loop: return "
+            "one of concurrent.futures, such as that of asyncio.run_coroutine_threadsafe"
+        )
+    result = getattr(future, "result", None)
+    if callable(result):
+        result()
