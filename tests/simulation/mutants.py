@@ -55,7 +55,7 @@ MUTANTS = (
     _mutant(
         "a turn is granted to two groups at once",
         50,
-        (admission, "ask", "if running is None or", "if True or running is None or"),
+        (admission, "request_turn", "if running is None or", "if True or running is None or"),
     ),
     _mutant(
         "a turn that ends is not passed on",

@@ -15,7 +15,7 @@ _STARTED_AFTER_NAME = 19
 
 
 def this_process() -> Process:
-    """Return the identity of this process, computed anew because a fork has another one."""
+    """Return the identity of this process, computed again because a fork has another one."""
     return Process(host=socket.gethostname(), pid=os.getpid(), started=_started())
 
 

@@ -247,7 +247,7 @@ def _format_missing_state_dict(checkpoint: KindState, state_dict: KindState) -> 
     lacking, expected, _ = _lacking(state_dict)
     place = None
     if checkpoint.own_state_dict:
-        # The first finished save of the checkpoint tells the folder of its state dict.
+        # The first finished save of the checkpoint determines the folder of its state dict.
         place = next(iter(_places(checkpoint)), None)
     if place is not None:
         lacking = expected - len(state_dict.slots) + _count_unsaved(state_dict, place)

@@ -210,7 +210,7 @@ def _advance(fold: FoldState, entry_id: str) -> None:
 
 
 def _in_order(fold: FoldState, producer: Producer, sequence: int) -> bool:
-    """Note a producer's sequence; return False if the log has had this event before."""
+    """Record a producer's sequence; return False if the log has had this event before."""
     sequences = fold.state.sequences
     last = sequences.get(producer.incarnation, 0)
     # Removed and inserted again: the dictionary's order is that of last use, oldest first.

@@ -21,7 +21,7 @@ REWARD_ERRORS = "reward_errors"
 
 
 def reward_error_reported(fold: FoldState, event: RewardErrorReported, _: Envelope) -> None:
-    """Keep the first error of a cause, until the next epoch.
+    """Store the first error of a cause, until the next epoch.
 
     The trainer reports the error that ends a run once more: its explorer's report may come later.
     """

@@ -88,7 +88,7 @@ class KindState(Struct, kw_only=True, omit_defaults=True):
     registrations: dict[str, Registration] = field(default_factory=dict)
     slots: dict[str, SlotState] = field(default_factory=dict)
     ranks: dict[str, int] = field(default_factory=dict)
-    """Role and name of a save to the number of ranks that each make one, if the saves tell it."""
+    """Role and name of a save to the number of ranks that each make one, if the saves report it."""
     committed_at: int | None = None
     with_state_dict: bool = False
     """True for a checkpoint that rests on the step's state dict too; its commit decides it."""
@@ -335,7 +335,7 @@ class MonitorState(Struct, kw_only=True, omit_defaults=True):
     strategy: SaveStrategy = "unrestricted"
     """Saves of the current epoch that may run at once."""
     transport: ChosenTransport | None = None
-    """Transport of the current epoch's weights and the reason for it, if its opening tells them."""
+    """Transport of the current epoch's weights and its reason, if its opening reports them."""
     attempts: dict[str, Attempt] = field(default_factory=dict)
     """Saves under way in the current epoch, by save id, oldest first."""
     queue: dict[str, list[str]] = field(default_factory=dict)
@@ -368,7 +368,7 @@ class MonitorState(Struct, kw_only=True, omit_defaults=True):
 SNAPSHOT_VERSION = 2
 """Version of the layout of snapshots; raise it with every change of a field's meaning.
 
-The reducer does not read a snapshot of another version: it folds the log anew.
+The reducer does not read a snapshot of another version: it folds the log again.
 """
 
 

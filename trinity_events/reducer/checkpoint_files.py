@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _LONGEST_MARK = 4096
 """Bytes read of a :data:`MADE_FROM` file; it holds one path."""
 _LONGEST_STEP = 64
-"""Bytes read of an iteration file; a longer file is written anew."""
+"""Bytes read of an iteration file; a longer file is written again."""
 
 
 def writable_root(root: Path) -> Path:

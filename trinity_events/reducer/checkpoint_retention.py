@@ -65,7 +65,7 @@ class CheckpointRetention:
     async def run(self, live: LiveState) -> None:
         """Check whenever a newer step is ready or a folder got its name, and periodically."""
         state = live.state
-        # Marks of a leader that died: this leader decides anew.
+        # Marks of a leader that died: this leader decides again.
         await self._log.clear_deleting(self._token)
         while True:
             seen = self._progress(state)

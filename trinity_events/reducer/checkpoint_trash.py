@@ -108,7 +108,7 @@ class CheckpointTrash:
             with run.below(TRASH) as trash:
                 if _has_inode(trash, moved, identity):
                     return moved
-        # This process stopped just before the rename, and another leader made the step anew.
+        # This process stopped just before the rename, and another leader made the step again.
         self.restore(step, moved)
         return None
 

@@ -14,7 +14,7 @@ class LiveState:
 
     def __init__(self, state: MonitorState) -> None:
         self.state = state
-        """Current state; readers do not modify it, and read it anew after an await."""
+        """Current state; readers do not modify it, and read it again after an await."""
         self._moved: anyio.Event | None = None
 
     def notify(self) -> None:

@@ -220,7 +220,7 @@ class Reducer:
                 if ended and not await self._awaits_reports(state):
                     return True
                 if position(await self._log.last_id()) < position(state.position):
-                    return False  # the server lost entries: load the state anew
+                    return False  # the server lost entries: load the state again
 
     async def _awaits_reports(self, state: MonitorState) -> bool:
         """Return True if explorers of a closed run have reports to come."""

@@ -31,7 +31,7 @@ def get_group(state: MonitorState, event: SaveRequested, producer: Producer) -> 
 
 
 def request_turn(state: MonitorState, save_id: str, group: str) -> list[str]:
-    """Let a save wait in its group; return the saves whose turn comes now."""
+    """Queue a save in its group; return the saves whose turn comes now."""
     if not is_limited(state):
         return [save_id]  # The strategy limits no save: it need not have asked.
     state.queue.setdefault(group, []).append(save_id)

@@ -19,7 +19,7 @@ from ..state import EvaluatedSet, Evaluation
 
 
 def evaluation_started(fold: FoldState, event: EvaluationStarted, _: Envelope) -> None:
-    """Keep the version until its evaluation has ended."""
+    """Hold the version until its evaluation has ended."""
     evaluated = _ensure_set(fold, event.name)
     evaluated.open = _others(evaluated, event.version)
     evaluated.open.append(Evaluation(version=event.version, since=fold.now))
@@ -27,14 +27,14 @@ def evaluation_started(fold: FoldState, event: EvaluationStarted, _: Envelope) -
 
 
 def evaluation_finished(fold: FoldState, event: EvaluationFinished, _: Envelope) -> None:
-    """Keep the results of a version, which may be retired now."""
+    """Store the results of a version, which may be retired now."""
     metrics = dict(islice(event.metrics.items(), KEPT_RESULTS))
     ended = Evaluation(version=event.version, since=fold.now, metrics=metrics)
     _record_end(fold, event.name, ended)
 
 
 def evaluation_failed(fold: FoldState, event: EvaluationFailed, _: Envelope) -> None:
-    """Note that an evaluation was given up; its version may be retired now."""
+    """Record that an evaluation was given up; its version may be retired now."""
     reason = event.reason[:LONGEST_REASON]
     ended = Evaluation(version=event.version, since=fold.now, failure=reason)
     _record_end(fold, event.name, ended)

@@ -50,7 +50,7 @@ def step_trained(fold: FoldState, event: StepTrained, _: Envelope) -> None:
 
 
 def explorer_excluded(fold: FoldState, event: ExplorerExcluded, _: Envelope) -> None:
-    """Keep the explorer, and the reason, until the next epoch."""
+    """Store the explorer, and the reason, until the next epoch."""
     excluded = fold.state.excluded
     excluded.pop(event.explorer, None)
     excluded[event.explorer] = ExcludedExplorer(
@@ -75,7 +75,7 @@ def format_exclusion(explorer: str, excluded: ExplorerExcluded | ExcludedExplore
 
 
 def ledger_restored(fold: FoldState, event: LedgerRestored, _: Envelope) -> None:
-    """Take the ledger of the checkpoint that the trainer resumes from."""
+    """Restore the ledger of the checkpoint that the trainer resumes from."""
     state = fold.state
     try:
         state.ledger = _restore_ledger(state, event)
@@ -84,7 +84,7 @@ def ledger_restored(fold: FoldState, event: LedgerRestored, _: Envelope) -> None
 
 
 def _restore_ledger(state: MonitorState, event: LedgerRestored) -> Ledger:
-    """Return the ledger of an event. Raises LedgerError if the run cannot go on with it."""
+    """Return the ledger of an event. Raises LedgerError if the run cannot continue with it."""
     ledger, resumed = event.ledger, lineage_spans(state)[-1].first
     if state.ledger is not None:
         raise LedgerError("the epoch has a ledger already")

@@ -97,7 +97,7 @@ def _open_epoch(fold: FoldState, epoch: int, step: int, opening: RunOpened | Run
 
 
 def run_closed(fold: FoldState, event: RunClosed, envelope: Envelope) -> None:
-    """Note that the epoch ended, and its reason."""
+    """Record that the epoch ended, and its reason."""
     state = fold.state
     state.closed, state.closed_error = event.reason, event.error
     state.closed_at, state.waits = fold.now, {}
@@ -118,7 +118,7 @@ def run_closed(fold: FoldState, event: RunClosed, envelope: Envelope) -> None:
 def trainer_status_changed(
     fold: FoldState, event: TrainerStatusChanged, envelope: Envelope
 ) -> None:
-    """Note the trainer's status and its step."""
+    """Record the trainer's status and its step."""
     state = fold.state
     state.trainer = event.status
     state.trainer_step = max(state.trainer_step, event.step)
@@ -128,7 +128,7 @@ def trainer_status_changed(
 
 
 def profile_written(fold: FoldState, event: ProfileWritten, envelope: Envelope) -> None:
-    """Keep the profile among the last few."""
+    """Store the profile among the last few."""
     profiles = fold.state.profiles
     by = format_producer(envelope.producer)
     profiles.append(Profile(step=event.step, by=by, path=event.path))
@@ -136,7 +136,7 @@ def profile_written(fold: FoldState, event: ProfileWritten, envelope: Envelope) 
 
 
 def consumer_detached(fold: FoldState, event: ConsumerDetached, _: Envelope) -> None:
-    """Note a consumer group that no longer keeps the log from being trimmed."""
+    """Record a consumer group that no longer keeps the log from being trimmed."""
     detached = fold.state.detached
     name = f"{event.stream}/{event.group}"
     detached.pop(name, None)

@@ -46,7 +46,7 @@ def _register(fold: FoldState, step: int, registration: Registration) -> bool:
 
 
 def save_requested(fold: FoldState, event: SaveRequested, envelope: Envelope) -> None:
-    """Let an attempt wait for its turn."""
+    """Queue an attempt for its turn."""
     state = fold.state
     if event.save_id in state.attempts:
         if event.save_id not in state.turns:
@@ -67,7 +67,7 @@ def save_requested(fold: FoldState, event: SaveRequested, envelope: Envelope) ->
 
 
 def save_started(fold: FoldState, event: SaveStarted, envelope: Envelope) -> None:
-    """Note that an attempt runs."""
+    """Record that an attempt runs."""
     if event.slot.kind == "weights":
         _part_started(fold, event, envelope)
         return
@@ -91,7 +91,7 @@ def save_started(fold: FoldState, event: SaveStarted, envelope: Envelope) -> Non
 
 
 def _part_started(fold: FoldState, event: SaveStarted, envelope: Envelope) -> None:
-    """Note that a rank publishes its part, so that its lease is watched; it needs no turn."""
+    """Record that a rank publishes its part, so that its lease is watched; it needs no turn."""
     kind = fold.ensure_kind(event.slot.step, "weights")
     if kind is not None and kind.outcome is None:
         attempt = _begin_attempt(fold, event.save_id, event.slot, envelope.producer, event.lease)
@@ -99,14 +99,14 @@ def _part_started(fold: FoldState, event: SaveStarted, envelope: Envelope) -> No
 
 
 def save_progressed(fold: FoldState, event: SaveProgressed, _: Envelope) -> None:
-    """Note how many bytes a running attempt has written."""
+    """Record how many bytes a running attempt has written."""
     slot = fold.find_slot(event.slot)
     if slot is not None and event.save_id in slot.running:
         slot.progress[event.save_id] = event.bytes
 
 
 def save_finished(fold: FoldState, event: SaveFinished, _: Envelope) -> None:
-    """Keep the proof of a finished attempt, and announce its step if that completes it."""
+    """Store the proof of a finished attempt, and announce its step if that completes it."""
     end_attempt(fold, event.save_id)
     slot = fold.ensure_slot(event.slot, event.ranks)
     if slot is None:
@@ -128,7 +128,7 @@ def save_finished(fold: FoldState, event: SaveFinished, _: Envelope) -> None:
 def _finished_again(
     fold: FoldState, slot: SlotState, kind: KindState, proof: SaveProof, path: str | None
 ) -> bool:
-    """Keep another finished attempt at a slot, if it is in another folder and may be needed."""
+    """Store another finished attempt at a slot, if it is in another folder and may be needed."""
     before = slot.proof
     if before is None or before.save_id == proof.save_id:
         return False
@@ -158,7 +158,7 @@ def _awaits_checkpoint(fold: FoldState, slot: Slot) -> bool:
 
 
 def save_failed(fold: FoldState, event: SaveFailed, _: Envelope) -> None:
-    """Note that an attempt failed; announce it unless the worker tries again."""
+    """Record that an attempt failed; announce it unless the worker tries again."""
     if event.followed:
         end_attempt(fold, event.save_id)
         slot = fold.find_slot(event.slot)
@@ -227,7 +227,7 @@ def deadline_reached(fold: FoldState, event: DeadlineReached, _: Envelope) -> No
 
 
 def step_committed(fold: FoldState, event: StepCommitted, _: Envelope) -> None:
-    """Note that the saves of a kind of a step are dispatched, and add their registrations."""
+    """Record that the saves of a kind of a step are dispatched, and add their registrations."""
     state = fold.state
     kind = fold.ensure_kind(event.step, event.kind)
     if kind is None:

@@ -12,7 +12,7 @@ from ..limits import KEPT_WAIT_NAMES, KEPT_WAITS, LONGEST_WAIT
 from ..state import MonitorState, OpenWait
 
 _MOST_LISTED = 16
-"""Waits that are told in words; the others are counted."""
+"""Waits that are listed; the others are counted."""
 _OVERDUE = 60_000
 """Milliseconds after its deadline from which a wait is shown no more: its process is dead."""
 _SILENT = 200_000
@@ -23,7 +23,7 @@ A process reports its wait again every 60 s (``trinity_events.diagnostics.waits.
 
 
 def wait_started(fold: FoldState, event: WaitStarted, envelope: Envelope) -> None:
-    """Note an open wait, or its new object and processes.
+    """Record an open wait, or its new object and processes.
 
     An explorer that has started again waits no more as it did before. Other processes start again
     in a new epoch, which forgets all waits.
@@ -55,7 +55,7 @@ def wait_ended(fold: FoldState, event: WaitEnded, _: Envelope) -> None:
 
 
 def stacks_taken(fold: FoldState, event: StacksTaken, _: Envelope) -> None:
-    """Note the entry that has the stacks of a process."""
+    """Record the entry that has the stacks of a process."""
     entries = fold.state.stacks
     entries.pop(event.process, None)
     entries[event.process] = fold.entry_id
@@ -112,7 +112,7 @@ def chained_waits(state: MonitorState, now: int) -> list[ChainedWait]:
     waits = open_waits(state, now)
     named = {name for wait in waits for name in wait.waits_for if name != wait.by}
     chained_ids: set[int] = set()
-    # Roots first; a circle of waits has none, and is told from its oldest wait.
+    # Roots first; a circle of waits has none, and begins with its oldest wait.
     ordered = sorted(waits, key=lambda wait: wait.by in named)
     return [link for wait in ordered for link in _chain(wait, waits, chained_ids, 0)]
 

@@ -28,7 +28,7 @@ from .waits import forget_waits
 
 
 def version_opened(fold: FoldState, event: VersionOpened, envelope: Envelope) -> None:
-    """Note the ranks that a version needs parts of, and announce that they publish it."""
+    """Record the ranks that a version needs parts of, and announce that they publish it."""
     version = fold.ensure_version(event.step)
     if version is not None and not version.ranks:
         version.ranks = tuple(dict.fromkeys(event.ranks))
@@ -74,7 +74,7 @@ def part_published(fold: FoldState, event: VersionPartPublished, envelope: Envel
 
 
 def weights_applied(fold: FoldState, event: WeightsApplied, envelope: Envelope) -> None:
-    """Note the version that an explorer serves."""
+    """Record the version that an explorer serves."""
     explorer = _explorer(fold, envelope.producer)
     explorer.version = event.version
     explorer.digest = event.digest
@@ -94,7 +94,7 @@ def version_refused(fold: FoldState, event: VersionRefused, envelope: Envelope) 
 def explorer_status_changed(
     fold: FoldState, event: ExplorerStatusChanged, envelope: Envelope
 ) -> None:
-    """Note an explorer's status; one that stopped, or started again, waits no more as it did."""
+    """Record an explorer's status; one that stopped, or started again, waits no more as it did."""
     producer = envelope.producer
     _explorer(fold, producer).status = event.status
     lives = None if event.status == "stopped" else producer.incarnation
@@ -102,12 +102,12 @@ def explorer_status_changed(
 
 
 def sync_requested(fold: FoldState, event: SyncRequested, envelope: Envelope) -> None:
-    """Note that an explorer asked the trainer to publish."""
+    """Record that an explorer asked the trainer to publish."""
     _set_request(fold, envelope.producer, event.oldest_version)
 
 
 def resend_requested(fold: FoldState, event: ResendRequested, envelope: Envelope) -> None:
-    """Note that an explorer asked for a version that it missed."""
+    """Record that an explorer asked for a version that it missed."""
     _set_request(fold, envelope.producer, event.version)
 
 

@@ -1,4 +1,4 @@
-"""Adapters in a folder, in PEFT's format, beside the identity of the base that they are for."""
+"""Adapters in a folder, in PEFT's format, next to the identity of the base that they are for."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class VerlEngine(ShardedEngine):
     """veRL's ``FSDPEngineWithLMHead`` on FSDP2: model, optimizer, schedule, forward and backward.
 
     The files of a checkpoint are those that veRL's own ``load_checkpoint`` reads. They are written
-    by the coordinator, beside training, and are read back without pickle.
+    by the coordinator, while training continues, and are read back without pickle.
 
     Args:
         folder: Hugging Face folder of the policy.
@@ -185,7 +185,7 @@ class VerlEngine(ShardedEngine):
 
 def _initialized(folder: Path, device: torch.device, options: VerlOptions) -> Any:
     """Return veRL's engine with its model loaded. Collective."""
-    if device.type == "cpu":  # veRL knows accelerators alone: it is told of a platform
+    if device.type == "cpu":  # veRL knows accelerators alone: the variable names a platform
         os.environ.setdefault("VERL_PLATFORM", "cpu")
         os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "trinity_workers.verl.cpu_platform")
     try:

@@ -97,7 +97,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int, *, base: P
         model: The model.
         lora: Settings of the adapters.
         seed: Seed of their first values.
-        base: Folder of the model, which is named beside saved adapters.
+        base: Folder of the model, which is named next to saved adapters.
 
     Raises:
         MissingPeft: if PEFT is not installed.

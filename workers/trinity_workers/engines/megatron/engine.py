@@ -177,8 +177,8 @@ class MegatronEngine(CheckpointedEngine):
             entropy: Give entropies to the loss too.
 
         Returns:
-            What the loss returns beside it of every micro-batch, on the last pipeline stage
-            alone, and the gradients' norm before clipping.
+            The loss function's second results, one for each micro-batch, on the last pipeline stage
+            alone; and the gradients' norm before clipping.
         """
         return self._optimizer_step(
             lambda: accumulate_gradients(
@@ -366,7 +366,7 @@ class MegatronEngine(CheckpointedEngine):
         for key, chunk in self._keyed_chunks():
             chunk.load_state_dict(loaded[key], strict=False)
 
-    # --- what it stands on -----------------------------------------------------------------
+    # --- its parts -------------------------------------------------------------------------
 
     def _make_trainable(self, options: OptimizerOptions, model: ModelOptions) -> None:
         from megatron.core.distributed import (

@@ -1,4 +1,4 @@
-"""Rollout layout of a model beside its training layout, in the same processes."""
+"""Rollout layout of a model next to its training layout, in the same processes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class HybridEngine:
         config = transformer_config(engine.config, layout, options)
         groups = rollout_groups(tensor, timeout)
         self.group = dist.new_group(timeout=timeout)
-        """All ranks, for resharding and for what they tell each other about it."""
+        """All ranks, for resharding and for their messages about it."""
         with together(self.group):
             self.model = build_rollout(engine.config, config, options, groups)
         self.replica, self.replicas = dist.get_rank() // tensor, dist.get_world_size() // tensor
@@ -82,7 +82,7 @@ class HybridEngine:
         """Give the model of the block the training weights of now. Collective.
 
         The training weights are only read. Random states of generation continue from block to
-        block, and those of training go on after it as if there had been none.
+        block, and those of training continue after it as if there had been none.
 
         Raises:
             PeerFailed: on the ranks that did not fail themselves.

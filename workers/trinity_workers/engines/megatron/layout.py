@@ -14,7 +14,7 @@ from trinity_events.errors import TrinityError
 from .cpu import adapted, seed_generators
 
 TIMEOUT = timedelta(minutes=30)
-"""Maximum time that ranks wait for each other unless told otherwise, as in megatron-core."""
+"""Maximum time that ranks wait for each other by default, as in megatron-core."""
 
 
 class LayoutRefused(TrinityError):

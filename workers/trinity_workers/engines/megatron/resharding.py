@@ -1,6 +1,6 @@
 """Copying of parameters from one layout to another in the same processes, slice by slice.
 
-Every rank tells once which slices it holds and which it wants. All ranks derive the same plan from
+Every rank sends once which slices it holds and which it needs. All ranks derive the same plan from
 that: what a rank has itself is copied, the rest comes from one of its holders, in buckets of a
 bounded size. Nothing is gathered: a rank receives the bytes that it lacks, and no others.
 """
@@ -212,7 +212,7 @@ class Resharding:
     def _broken(self, error: Exception, peer: int | None) -> CollectiveBroken:
         """Return the error that names the rank which died or was too slow.
 
-        A rank whose connection broke tells the others, which may have waited for the wrong one.
+        A rank whose connection broke informs the others, which may have waited for the wrong one.
         """
         culprit = peer
         with suppress(Exception):  # the store may have been the dead rank's

@@ -251,7 +251,7 @@ def _run_schedule(
         return output, lambda output: finish(output, row)
 
     rows, columns = parts[0].input_ids.shape
-    # Stages tell each other the shapes, where those differ.
+    # Stages send each other the shapes, where those differ.
     shapes = {part.input_ids.shape for part in parts}
     get_model_config(chunks[0]).variable_seq_lengths = len(shapes) > 1
     is_single = len(chunks) == 1
