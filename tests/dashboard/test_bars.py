@@ -11,7 +11,7 @@ from trinity_events.core.fold import Monitor
 from trinity_events.dashboard.bars import build_bars
 from trinity_events.dashboard.simulated_run import simulated_run
 from trinity_events.log import position
-from trinity_events.replay import fold, fold_each
+from trinity_events.replay import fold_each
 
 ENTRIES = list(simulated_run(SMALL))
 END = position(ENTRIES[-1].id)[0]
@@ -19,7 +19,7 @@ END = position(ENTRIES[-1].id)[0]
 
 def state_after(number):
     monitor = Monitor(MonitorState(run_id=SMALL.run_id))
-    fold(monitor, ENTRIES[:number])
+    monitor.fold(ENTRIES[:number])
     return monitor.state
 
 

@@ -28,7 +28,7 @@ from trinity_schemas import (
 )
 
 from ..core import MonitorState
-from ..core.fold_state import format_producer, keep_last
+from ..core.fold_state import format_producer, trim_oldest
 from ..core.limits import KEPT_UNDER_WAY, KEPT_WAITS
 
 Category = Literal["save", "publish", "version", "fetch", "pause", "wait", "train"]
@@ -181,7 +181,7 @@ class SpanBuilder:
             entry_id,
             is_turn=isinstance(event, SaveRequested),
         )
-        keep_last(self._attempts, KEPT_UNDER_WAY)
+        trim_oldest(self._attempts, KEPT_UNDER_WAY)
         return span
 
     def _find_attempt(self, entry_id: str, envelope: Envelope, report: _Report) -> Span:
@@ -221,7 +221,7 @@ class SpanBuilder:
             span = self._waits[event.wait_id] = _open(entry_id, envelope, lane, name, "wait")
             span.begin -= _nanoseconds(event.seconds)
             span.facts["for"] = ", ".join(event.waits_for[:_NAMED])
-            keep_last(self._waits, KEPT_WAITS)
+            trim_oldest(self._waits, KEPT_WAITS)
         span.waits_for = event.waits_for
 
     def _end_wait(self, entry_id: str, envelope: Envelope, event: WaitEnded) -> Span:
