@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Generator, Sequence
 from typing import Any, NamedTuple
 
+import anyio
 import ray
 from anyio import to_thread
 
@@ -94,7 +95,7 @@ class WorkerGroup:
         def call(*args: Any, **options: Any) -> Any:
             _refuse_event_loop(method)
             if registered.dispatch_mode.deals_out and self._table is None:
-                asyncio.run(self._find_places(registered.dispatch_mode))
+                anyio.run(self._find_places, registered.dispatch_mode)
             answers = self._begun(method, args, options)
             return answers.result() if registered.blocking else answers
 
@@ -188,7 +189,7 @@ class Answers:
     def result(self) -> Any:
         """Wait for the result, outside of an event loop."""
         _refuse_event_loop(self._call.method)
-        return asyncio.run(self._collected())
+        return anyio.run(self._collected)
 
     async def _collected(self) -> Any:
         """Return the result, or raise the first error: a death before what follows it.
@@ -196,24 +197,44 @@ class Answers:
         A rank that dies fails the others, sooner than it is known to be dead.
         """
         call = self._call
-        tasks = [asyncio.ensure_future(call.answer(rank)) for rank in range(len(call.dealt.ranks))]
-        for task in tasks:
-            task.add_done_callback(lambda task: task.cancelled() or task.exception())
-        ends = asyncio.ALL_COMPLETED if call.settles else asyncio.FIRST_EXCEPTION
-        _, pending = await asyncio.wait(tasks, timeout=self._timeout, return_when=ends)
-        failed = _errors(tasks)
-        if pending and failed and all(_may_follow_a_death(error) for error in failed):
-            await asyncio.wait(pending, timeout=DEATH_KNOWN, return_when=asyncio.FIRST_EXCEPTION)
-            failed = _errors(tasks)
+        answers: dict[int, Any] = {}
+        errors: dict[int, Exception] = {}
+        ended, next_end = anyio.create_memory_object_stream[int](len(call.dealt.ranks))
+
+        async def receive(rank: int) -> None:
+            try:
+                answers[rank] = await call.answer(rank)
+            except Exception as error:
+                errors[rank] = error
+            ended.send_nowait(rank)
+
+        with ended, next_end, anyio.move_on_after(self._timeout):
+            async with anyio.create_task_group() as calls:
+                for rank in range(len(call.dealt.ranks)):
+                    calls.start_soon(receive, rank)
+                pending = len(call.dealt.ranks)
+                while pending and (call.settles or not errors):
+                    await next_end.receive()
+                    pending -= 1
+                if pending and all(map(_may_follow_a_death, errors.values())):
+                    known = len(errors)
+                    with anyio.move_on_after(DEATH_KNOWN):
+                        while pending and len(errors) == known:
+                            await next_end.receive()
+                            pending -= 1
+                calls.cancel_scope.cancel()
+        failed = [errors[rank] for rank in sorted(errors)]
         if failed:
             raise failed[0] if call.settles else min(failed, key=_is_no_death)
-        if pending:
-            raise DeadlineExceeded(self._missing(tasks))
-        return call.translate_result(call.dealt.collected([task.result() for task in tasks]))
+        if len(answers) < len(call.dealt.ranks):
+            raise DeadlineExceeded(self._missing(answers))
+        collected = call.dealt.collected([answers[rank] for rank in sorted(answers)])
+        return call.translate_result(collected)
 
-    def _missing(self, tasks: Sequence[asyncio.Future[Any]]) -> str:
+    def _missing(self, answers: Collection[int]) -> str:
         call = self._call
-        names = ", ".join(call.named(rank) for rank, task in enumerate(tasks) if not task.done())
+        late = (rank for rank in range(len(call.dealt.ranks)) if rank not in answers)
+        names = ", ".join(map(call.named, late))
         return f"no answer to {call.method} within {self._timeout:g} s from {names}"
 
 
@@ -234,11 +255,6 @@ def _refuse_event_loop(method: str) -> None:
         f"{method} would block the event loop that calls it: await the group's "
         f"ask({method!r}, ...) there"
     )
-
-
-def _errors(tasks: Sequence[asyncio.Future[Any]]) -> list[BaseException]:
-    done = [task for task in tasks if task.done() and not task.cancelled()]
-    return [error for task in done if (error := task.exception()) is not None]
 
 
 def _is_no_death(error: BaseException) -> bool:

@@ -1,0 +1,67 @@
+"""A call that has failed, or is given up, leaves nothing pending in its event loop."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import anyio
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("ray")
+
+from trinity_events.errors import DeadlineExceeded, TrinityError  # noqa: E402
+from trinity_workers.worker_group.dispatch import Dispatch  # noqa: E402
+from trinity_workers.worker_group.group import WorkerGroup  # noqa: E402
+from trinity_workers.worker_group.registered import register  # noqa: E402
+
+
+class Ranks:
+    """Class of the workers, of which the tests call the handles alone."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def work(self):
+        raise AssertionError("handles answer in its place")
+
+
+class Handle:
+    """Handle of a worker that answers, fails or hangs, and records the end of a hanging call."""
+
+    def __init__(self, outcome):
+        self._outcome = outcome
+        self.ended_waiting = False
+        self.execute = SimpleNamespace(remote=self._execute)
+
+    async def _execute(self, *args, **options):
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        if self._outcome is None:
+            try:
+                await anyio.sleep_forever()
+            finally:
+                self.ended_waiting = True
+        return self._outcome
+
+
+async def test_the_call_of_a_rank_that_hangs_ends_with_the_error_of_another():
+    hanging = Handle(None)
+    group = WorkerGroup(Ranks, [hanging, Handle(TrinityError("rank 1 failed"))])
+    with pytest.raises(TrinityError, match="rank 1 failed"):
+        await group.ask("work")
+    assert hanging.ended_waiting
+
+
+async def test_the_call_of_a_rank_that_hangs_ends_at_its_deadline():
+    hanging = Handle(None)
+    group = WorkerGroup(Ranks, [Handle(b""), hanging], timeout=0.05)
+    with pytest.raises(DeadlineExceeded, match=r"no answer to work within 0\.05 s from worker-1$"):
+        await group.ask("work")
+    assert hanging.ended_waiting
+
+
+async def test_a_caller_that_is_cancelled_leaves_no_call():
+    hanging = Handle(None)
+    with anyio.move_on_after(0.05) as given_up:
+        await WorkerGroup(Ranks, [hanging]).ask("work")
+    assert given_up.cancelled_caught
+    assert hanging.ended_waiting
