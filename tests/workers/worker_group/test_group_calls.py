@@ -10,10 +10,10 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("ray")
 
-from trinity_events.errors import DeadlineExceeded, TrinityError  # noqa: E402
-from trinity_workers.worker_group.dispatch import Dispatch  # noqa: E402
-from trinity_workers.worker_group.group import WorkerGroup  # noqa: E402
-from trinity_workers.worker_group.registered import register  # noqa: E402
+from trinity_events.errors import DeadlineExceeded, TrinityError
+from trinity_workers.worker_group.dispatch import Dispatch
+from trinity_workers.worker_group.group import WorkerGroup
+from trinity_workers.worker_group.registered import register
 
 
 class Ranks:
