@@ -217,9 +217,9 @@ class Answers:
                     await next_end.receive()
                     pending -= 1
                 if pending and all(map(_may_follow_a_death, errors.values())):
-                    known = len(errors)
+                    before = len(errors)
                     with anyio.move_on_after(DEATH_KNOWN):
-                        while pending and len(errors) == known:
+                        while pending and len(errors) == before:
                             await next_end.receive()
                             pending -= 1
                 calls.cancel_scope.cancel()
