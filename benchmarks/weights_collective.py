@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from trinity_events.server import EmbeddedServer, open_client
 from trinity_events.weights import CollectiveStore, PartRef
-from trinity_events.weights.publishing.part_layout import LastLayout
+from trinity_events.weights.publishing.part_writer import LastLayout
 from trinity_events.weights.transports.collective.store import CHUNK_BYTES
 
 from .environment import Stage

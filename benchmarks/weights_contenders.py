@@ -14,7 +14,7 @@ import torch
 
 from trinity_events.weights import PartRef
 from trinity_events.weights.devices.staging_memory import StagingMemory
-from trinity_events.weights.publishing.part_layout import LastLayout
+from trinity_events.weights.publishing.part_writer import LastLayout
 from trinity_schemas import StepReady
 
 from .original_design import LAST
@@ -89,7 +89,7 @@ class Contenders:
         """
         number = self._number()
         began = time.perf_counter()
-        with nullcontext() if digests else undigested("publishing.publish"):
+        with nullcontext() if digests else undigested("publishing.part_writer"):
             readers = self.others[: len(self.others) - late] if along else []
             ready, seconds = self._publish(transport, readers, at_rest=at_rest)
         for other in self.others:

@@ -16,8 +16,7 @@ import torch
 from trinity_events.server import EmbeddedServer
 from trinity_events.weights import ChunkStore, PartRef, PartWriter, PublishedPartReport
 from trinity_events.weights.applying.deltas import InstalledBases
-from trinity_events.weights.applying.fit import check_fit
-from trinity_events.weights.applying.install import install
+from trinity_events.weights.applying.install import check_fit, install
 from trinity_events.weights.deltas.tracker import LastPublished
 from trinity_events.weights.reading.pull import pull_version
 

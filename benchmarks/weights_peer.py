@@ -32,7 +32,7 @@ from trinity_events.weights import (
     pull_version,
 )
 from trinity_events.weights.applying.speculative_load import SpeculativeLoad
-from trinity_events.weights.publishing.part_layout import LastLayout
+from trinity_events.weights.publishing.part_writer import LastLayout
 from trinity_events.weights.transports.base import SupportsPrefetch, Taker
 from trinity_schemas import PublishedPart, StepReady, version_digest
 
@@ -217,7 +217,7 @@ class Along:
 def apply(store: ChunkStore, module: torch.nn.Module, ready: StepReady, *, digests: bool) -> float:
     """Apply a version as an explorer does; return an element of the last tensor, as a check."""
     if not digests:
-        with undigested("reading.open_part"):
+        with undigested("reading.pull"):
             return apply(store, module, ready, digests=True)
     with pull_version(store, RUN, ready) as version:
         install(check_fit(module, version))

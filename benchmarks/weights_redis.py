@@ -12,7 +12,7 @@ import torch
 
 from trinity_events.server import EmbeddedServer, open_client
 from trinity_events.weights import PartRef, RedisChunkStore, pull_version
-from trinity_events.weights.publishing.part_layout import LastLayout
+from trinity_events.weights.publishing.part_writer import LastLayout
 from trinity_schemas import StepReady
 
 from .environment import Stage

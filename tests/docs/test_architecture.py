@@ -11,7 +11,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("trinity_events", "workers/trinity_workers")
 WALKS = {
     "From a finished save to `step-ready`": 12,
-    "A tensor from engine to explorer": 31,
+    "A tensor from engine to model": 15,
+    "The call, the announcement and the report of a version": 7,
     "A prompt from the task to the training batch": 20,
 }
 """Most files of each walk, those in brackets included."""

@@ -10,7 +10,7 @@ import torch
 from trinity_events import Synchronizer
 from trinity_events.errors import BufferFull
 from trinity_events.weights import Publication, PublishedPartReport, ShardOffset
-from trinity_events.weights.publishing.part_layout import Places
+from trinity_events.weights.publishing.part_writer import Places
 
 
 class FailsAtThirdTensor(Publication):

@@ -4,7 +4,7 @@ import torch
 
 from tests.support.published_parts import announcement
 from trinity_events.weights import PartWriter
-from trinity_events.weights.reading import open_part
+from trinity_events.weights.reading import pull
 from trinity_events.weights.slices import ShardOffset
 from trinity_events.weights.transports.cuda import source
 from trinity_events.weights.transports.redis import values
@@ -15,7 +15,7 @@ CHUNK = 64
 def verified(monkeypatch) -> list[int]:
     """Sizes of what pulls verify from now on: what lies there, or as it comes from the server."""
     sizes = []
-    digest, received = open_part.digest, values.ReceivedChunk
+    digest, received = pull.digest, values.ReceivedChunk
 
     def digested(*pieces):
         sizes.append(sum(map(len, pieces)))
@@ -25,7 +25,7 @@ def verified(monkeypatch) -> list[int]:
         sizes.append(length)
         return received(number, into, length, digested)
 
-    monkeypatch.setattr(open_part, "digest", digested)
+    monkeypatch.setattr(pull, "digest", digested)
     monkeypatch.setattr(values, "ReceivedChunk", noted)
     digests = source.digests_of
     monkeypatch.setattr(

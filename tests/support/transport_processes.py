@@ -26,7 +26,7 @@ from trinity_events.weights import (
     SharedMemoryStore,
 )
 from trinity_events.weights.transports.collective.frames import FrameSender
-from trinity_events.weights.transports.shared_memory.prefetch import PartPrefetch
+from trinity_events.weights.transports.shared_memory.reading import PartPrefetch
 
 STAGES = ("begun", "midway", "unsealed", "sealing", "sealed")
 SOME = [(f"layer.{number}", torch.full((1000,), float(number))) for number in range(6)]

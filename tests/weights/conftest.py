@@ -13,7 +13,7 @@ from trinity_events.system.shared_memory import available
 from trinity_events.weights import SharedMemoryStore
 from trinity_events.weights.tensors import copy_bytes
 from trinity_workers.config.sections.sync import SyncConfig
-from trinity_workers.explorer.prefetch import VersionPrefetcher
+from trinity_workers.explorer.installer import VersionPrefetcher
 
 
 @pytest.fixture

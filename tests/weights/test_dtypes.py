@@ -20,7 +20,7 @@ from trinity_events.weights import (
     load_version,
     pull_version,
 )
-from trinity_events.weights.publishing.part_layout import UnpublishableTensor
+from trinity_events.weights.publishing.part_writer import UnpublishableTensor
 from trinity_events.weights.tensors import as_bytes
 from trinity_schemas import VersionPartPublished, WeightsApplied, decode_envelope
 

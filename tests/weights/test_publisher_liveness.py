@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.event_histories import History, committed, failed, opened, part, slot
-from tests.support.pipeline import announced, events_of, reducer_task
+from tests.support.pipeline import announced, reducer_task
 from tests.support.transport_processes import actor, kill
 from trinity_events import Synchronizer
 from trinity_events.analysis.explain import explain
@@ -119,35 +119,10 @@ def trainer(publisher, redis_url, run_id):
 TENSORS = [("a", torch.rand(4))]
 
 
-async def attempts(log):
-    """What was said of parts, by attempt."""
-    kinds = {}
-    for envelope in await events_of(log, SaveStarted | SaveFailed | VersionPartPublished):
-        event = envelope.event
-        followed = isinstance(event, SaveFailed) and event.followed
-        kind = "followed" if followed else type(event).__name__
-        kinds.setdefault(event.save_id, []).append(kind)
-    return list(kinds.values())
-
-
-async def test_an_attempt_begins_and_ends_in_the_log(trainer, log):
-    trainer.publish(TENSORS, 1)
-    with pytest.raises(TypeError, match="complex"):
-        trainer.publish([("a", torch.zeros(1, dtype=torch.complex128))], 2)
-    trainer.publication(3).begin()
-    trainer.publication(4).begin()
-    trainer.close()
-    assert await attempts(log) == [
-        ["SaveStarted", "VersionPartPublished"],
-        ["SaveStarted", "SaveFailed"],
-        ["SaveStarted", "followed"],
-        ["SaveStarted", "followed"],
-    ]
-
-
 async def test_a_rank_that_takes_longer_than_its_lease_is_waited_for(
     trainer, log, redis_url, run_id
 ):
+    """Invariant 5 of publication.py."""
     async with reducer_task(redis_url, run_id):
         trainer.open_version(1)
         part = trainer.publication(1)

@@ -17,9 +17,9 @@ from trinity_events.weights import (
     install,
     pull_version,
 )
-from trinity_events.weights.applying import fit
-from trinity_events.weights.publishing import part_layout
-from trinity_events.weights.publishing.part_layout import LastLayout
+from trinity_events.weights.applying import install as install_module
+from trinity_events.weights.publishing import part_writer
+from trinity_events.weights.publishing.part_writer import LastLayout
 
 CHUNKS = 64, 100, 4096
 
@@ -53,7 +53,7 @@ def model():
 def plans(monkeypatch):
     """Numbers of layouts and of copy plans that were made."""
     made = SimpleNamespace(layouts=0, copies=0)
-    layout, copies = part_layout.PartLayout, fit.plan_copies
+    layout, copies = part_writer.PartLayout, install_module.plan_copies
 
     def counted_layout(*arguments):
         made.layouts += 1
@@ -63,8 +63,8 @@ def plans(monkeypatch):
         made.copies += 1
         return copies(*arguments, **options)
 
-    monkeypatch.setattr(part_layout, "PartLayout", counted_layout)
-    monkeypatch.setattr(fit, "plan_copies", counted_copies)
+    monkeypatch.setattr(part_writer, "PartLayout", counted_layout)
+    monkeypatch.setattr(install_module, "plan_copies", counted_copies)
     return made
 
 

@@ -24,7 +24,7 @@ from trinity_events.weights.applying import load
 from trinity_events.weights.deltas.tracker import LastPublished
 from trinity_events.weights.slices import TensorSlice
 from trinity_events.weights.tensors import DTYPES
-from trinity_workers.helpers.shards import owners
+from trinity_workers.helpers.megatron import owners
 
 
 @pytest.fixture

@@ -16,10 +16,8 @@ from tests.support.waits import PATIENCE
 from tests.support.weight_versions import awkward, publish, ready
 from trinity_events import Synchronizer
 from trinity_events.errors import (
-    BufferFull,
     CorruptVersion,
     IncompatibleWeights,
-    ServerUnreachable,
     VersionUnavailable,
 )
 from trinity_events.weights import (
@@ -31,7 +29,6 @@ from trinity_events.weights import (
 )
 from trinity_events.weights.tensors import dtype_name
 from trinity_schemas import (
-    SaveFailed,
     VersionRetired,
     WeightsApplied,
     chunk_key,
@@ -247,107 +244,10 @@ def test_a_transport_that_there_is_not_is_refused_when_it_is_named(run_id):
         Synchronizer(run_id, 1, transport="auto")
 
 
-async def test_a_publication_that_fails_leaves_nothing_and_says_so(trainer, log, weights_client):
-    def tensors():
-        yield "a", torch.ones(100)
-        raise RuntimeError("gather failed")
-
-    trainer.open_version(1)
-    with pytest.raises(RuntimeError, match="gather failed"):
-        trainer.publish(tensors(), 1)
-    assert weights_client.keys(f"trinity-weights:{{{trainer.run_id}.*") == []
-    trainer.flush()
-    failure = [decode_envelope(entry.payload).event for entry in await log.read()][-1]
-    assert isinstance(failure, SaveFailed)
-    assert (failure.slot.kind, failure.message) == ("weights", "gather failed")
-
-
-async def test_a_publication_opens_its_version_and_publishes_it_when_its_block_ends(
-    trainer, explorer, log
-):
-    with trainer.publication(1, ranks=(0,)) as part:
-        part.add("a", torch.arange(3.0))
-    trainer.commit(1)
-    with explorer.pull(await ready(log, 1)) as version:
-        assert identical(dict(version.tensors())["a"], torch.arange(3.0))
-
-
-async def test_a_publication_whose_block_raises_is_discarded_and_failed_once(
-    trainer, log, weights_client
-):
-    part = trainer.publication(1)
-
-    def half():
-        with part:
-            part.add("a", torch.ones(100))
-            raise RuntimeError("gather failed")
-
-    with pytest.raises(RuntimeError, match="gather failed"):
-        half()
-    part.give_up()
-    assert not part.published
-    assert weights_client.keys(f"trinity-weights:{{{trainer.run_id}.*") == []
-    trainer.flush()
-    events = [decode_envelope(entry.payload).event for entry in await log.read()]
-    assert [event.message for event in events if isinstance(event, SaveFailed)] == ["gather failed"]
-
-
-async def test_a_chunk_server_that_is_gone_is_told_to_the_log(log, redis_url, run_id):
-    broken = Synchronizer(run_id, 1, redis_url=redis_url, weights_url="unix:///nowhere/redis.sock")
-    broken.open_version(1)
-    with pytest.raises(ServerUnreachable, match=r"nowhere.*, or leave --weights-redis-url"):
-        broken.publish([("a", torch.ones(3))], 1)
-    broken.close()
-    failure = [decode_envelope(entry.payload).event for entry in await log.read()][-1]
-    assert isinstance(failure, SaveFailed)
-    assert failure.slot.kind == "weights"
-
-
-async def test_a_version_that_the_log_does_not_take_is_taken_back(
-    trainer, weights_client, monkeypatch
-):
-    def refuses(*_):
-        raise BufferFull("no room")
-
-    monkeypatch.setattr(trainer._publisher, "part_published", refuses)
-    with pytest.raises(BufferFull):
-        trainer.publish([("a", torch.ones(100))], 1)
-    assert weights_client.keys(f"trinity-weights:{{{trainer.run_id}.*") == []
-
-
-async def test_what_was_sent_is_taken_back_although_the_failure_cannot_be_told(
-    trainer, weights_client, monkeypatch
-):
-    def refuses(*_):
-        raise BufferFull("no room")
-
-    monkeypatch.setattr(trainer._publisher, "part_failed", refuses)
-    with pytest.raises(TypeError, match="complex128"):
-        trainer.publish([("a", torch.ones(100)), ("b", torch.ones(1, dtype=torch.complex128))], 1)
-    assert weights_client.keys(f"trinity-weights:{{{trainer.run_id}.*") == []
-
-
 @pytest.mark.parametrize(("name", "shape"), [("", (1,)), ("n" * 257, (1,)), ("deep", (1,) * 33)])
 async def test_what_readers_would_refuse_is_refused_by_who_publishes(trainer, name, shape):
     with pytest.raises(ValueError, match=r"cannot be published: a name has 1 to 256 characters"):
         trainer.publish([(name, torch.zeros(shape))], 1)
-
-
-async def test_retired_parts_of_all_ranks_of_a_process_are_freed(trainer, log, weights_client):
-    for step in range(1, 6):
-        trainer.open_version(step, ranks=(0, 1))
-        for rank in (0, 1):
-            trainer.publish([(f"rank.{rank}", torch.ones(8))], step, rank)
-        trainer.commit(step)
-        await ready(log, step)
-    for rank in (0, 1):
-        trainer.publication(6, rank).begin().discard()
-        stored_steps = [
-            step
-            for step in range(1, 6)
-            if weights_client.exists(manifest_key(trainer.run_id, 1, step, rank))
-        ]
-        assert stored_steps == [4, 5], rank
 
 
 def test_a_dtype_that_cannot_travel_is_refused():

@@ -2,16 +2,14 @@
 
 from trinity_schemas import TransportName
 
-from .applying.fit import Fit, check_fit
-from .applying.install import adopt, install
+from ..checkpoints.digest_list import list_digests
+from .applying.install import Fit, adopt, check_fit, install
 from .applying.load import load_version
 from .applying.verify_model import check_installed, model_digest
-from .publishing.model_update import ModelUpdateGroup
-from .publishing.publication import Publication
-from .publishing.publish import PartWriter, PublishedPartReport
-from .reading.model_folder import list_digests, pull_folder
-from .reading.pull import pull_version
-from .reading.pulled_version import PulledVersion, Selection
+from .publishing.part_writer import PartWriter, PublishedPartReport
+from .publishing.publication import ModelUpdateGroup, Publication
+from .reading.model_folder import pull_folder
+from .reading.pull import PulledVersion, Selection, pull_version
 from .slices import ShardOffset, TensorSlice
 from .synchronizer import Synchronizer
 from .transports.base import ChunkStore, PartRef, PartSink, PartSource

@@ -29,11 +29,9 @@ from ..diagnostics.waits import WaitReporter
 from ..errors import VersionUnavailable
 from ..log.publishing.metric_values import check_metrics, split_metrics
 from .compatibility import unwrapped_names
-from .publishing.model_update import ModelUpdateGroup
-from .publishing.publication import Publication
-from .publishing.publish import PublishedPartReport
-from .publishing.version_publisher import VersionPublisher
-from .reading.pulled_version import PulledVersion, Selection
+from .publishing.part_writer import PublishedPartReport
+from .publishing.publication import ModelUpdateGroup, Publication, VersionPublisher
+from .reading.pull import PulledVersion, Selection
 from .session import Session
 from .settings import SynchronizerSettings
 from .tensors import sent_dtype

@@ -25,16 +25,14 @@ from ..core.limits import LONGEST_REASON
 from ..errors import CorruptVersion
 from ..system.error_text import message_of
 from .applying.deltas import InstalledBases, ModelDiffers
-from .applying.fit import check_fit
-from .applying.install import install
+from .applying.install import check_fit, install
 from .applying.load import BaseRequired, load_version
 from .applying.partial_loads import PartialLoads
 from .applying.speculative_load import SpeculativeLoad
 from .applying.verify_model import check_installed
 from .compatibility import is_cast, targets_of
 from .reading.model_folder import pull_folder
-from .reading.pull import pull_version
-from .reading.pulled_version import PulledVersion, Selection
+from .reading.pull import PulledVersion, Selection, pull_version
 from .session import Session
 from .transports.base import Ended, PartRef, SupportsPrefetch
 from .transports.collective import CollectiveStore

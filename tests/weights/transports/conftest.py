@@ -7,7 +7,7 @@ import pytest
 from tests.support.published_parts import put
 from tests.support.ray_clusters import Elsewhere
 from trinity_events.weights import PartRef, RayStore
-from trinity_events.weights.reading import open_part
+from trinity_events.weights.reading import pull
 
 
 @pytest.fixture
@@ -19,8 +19,8 @@ def digested(monkeypatch):
         sizes.append(sum(map(len, pieces)))
         return digest(*pieces)
 
-    digest = open_part.digest
-    monkeypatch.setattr(open_part, "digest", counting)
+    digest = pull.digest
+    monkeypatch.setattr(pull, "digest", counting)
     return sizes
 
 

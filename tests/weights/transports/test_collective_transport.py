@@ -53,8 +53,7 @@ from trinity_schemas.keys import meeting_key
 from trinity_workers.config.sections.explorer import ExplorerConfig
 from trinity_workers.config.sections.sync import SyncConfig
 from trinity_workers.config.train_config import TrainConfig
-from trinity_workers.explorer.installer import VersionInstaller
-from trinity_workers.explorer.prefetch import VersionPrefetcher
+from trinity_workers.explorer.installer import VersionInstaller, VersionPrefetcher
 from trinity_workers.explorer.run_follower import followed_run
 from trinity_workers.explorer.versions import VersionFollower
 from trinity_workers.learning.policy import load_policy

@@ -66,7 +66,7 @@ def test_large_tensors_go_from_where_they_lie_in_chunks_of_their_own(stores, par
     chunks = decode_manifest(theirs.open(part).manifest).chunks
     # What aligns a tensor is with what is too small for chunks of its own.
     assert [chunk.nbytes for chunk in chunks] == [1 << 20, 2 << 20, 2_400_004 - (2 << 20), 72]
-    with mock.patch("trinity_events.weights.reading.open_part.digest") as again:
+    with mock.patch("trinity_events.weights.reading.pull.digest") as again:
         assert_same(read(theirs, part.run_id, event), LARGE)
     assert not again.called, "all was digested as it came"
 

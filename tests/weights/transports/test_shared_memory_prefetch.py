@@ -30,7 +30,7 @@ from trinity_events.system.shared_memory import (
 )
 from trinity_events.weights import PartWriter, SharedMemoryStore
 from trinity_events.weights.transports.shared_memory import prefetch
-from trinity_events.weights.transports.shared_memory.prefetch import PartPrefetch
+from trinity_events.weights.transports.shared_memory.reading import PartPrefetch
 from trinity_schemas import decode_manifest
 from trinity_workers.explorer.run_follower import followed_run
 

@@ -63,7 +63,7 @@ from trinity_events.weights import (
     pull_version,
 )
 from trinity_events.weights.deltas.tracker import LastPublished
-from trinity_events.weights.publishing.publish import manifest_digest
+from trinity_events.weights.publishing.part_writer import manifest_digest
 from trinity_events.weights.transports.cuda.layout import encoded
 from trinity_events.weights.transports.ray.directory import (
     NAMESPACE,

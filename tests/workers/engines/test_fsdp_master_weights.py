@@ -7,7 +7,7 @@ pytest.importorskip("transformers")
 
 from tests.support.tensors import assert_equal  # noqa: E402
 from trinity_workers.engines.fsdp import FSDPEngine  # noqa: E402
-from trinity_workers.helpers.shards import fsdp_shards  # noqa: E402
+from trinity_workers.helpers.fsdp import fsdp_shards  # noqa: E402
 from trinity_workers.learning.policy import load_policy  # noqa: E402
 
 SMALL = 1e-6

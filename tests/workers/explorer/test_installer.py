@@ -24,8 +24,7 @@ from trinity_events.server import open_client  # noqa: E402
 from trinity_events.system.shared_memory import available  # noqa: E402
 from trinity_events.weights import model_digest  # noqa: E402
 from trinity_schemas import RunClosed, Sampling, StepRef, WeightsApplied, chunk_key  # noqa: E402
-from trinity_workers.explorer.installer import VersionInstaller  # noqa: E402
-from trinity_workers.explorer.prefetch import VersionPrefetcher  # noqa: E402
+from trinity_workers.explorer.installer import VersionInstaller, VersionPrefetcher  # noqa: E402
 from trinity_workers.explorer.run_follower import followed_run  # noqa: E402
 from trinity_workers.explorer.versions import RunEnded, VersionFollower  # noqa: E402
 from trinity_workers.learning.policy import load_policy  # noqa: E402

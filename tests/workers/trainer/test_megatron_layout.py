@@ -7,8 +7,10 @@ pytest.importorskip("megatron.core")
 
 from trinity_workers.config.sections.trainer import TrainerConfig  # noqa: E402
 from trinity_workers.engines.megatron import LayoutRefused, ParallelLayout  # noqa: E402
-from trinity_workers.trainer.models.megatron import load_models  # noqa: E402
-from trinity_workers.trainer.models.megatron_layout import parallel_layout  # noqa: E402
+from trinity_workers.trainer.models.megatron import (  # noqa: E402
+    load_models,
+    parallel_layout,
+)
 
 pytestmark = [pytest.mark.megatron, pytest.mark.heavy]
 

@@ -15,7 +15,7 @@ from trinity_schemas import TensorEntry, WeightManifest
 from ...errors import IncompatibleWeights
 from ..compatibility import brought_twice, check_covered, compatible_target
 from ..part_bytes import PartBytes
-from ..reading.pulled_version import Piece, Selection, selected_slice, shares
+from ..reading.pull import Piece, Selection, selected_slice, shares
 from ..slices import TensorSlice, contiguous_runs
 from ..tensors import DTYPES
 

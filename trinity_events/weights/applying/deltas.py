@@ -16,7 +16,7 @@ from ..deltas.reconstruct import based, delta_of, differs, makes
 from ..tensors import as_bytes
 
 if TYPE_CHECKING:
-    from ..reading.pulled_version import Piece, PulledVersion
+    from ..reading.pull import Piece, PulledVersion
 
 _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Dtype by element size in bytes; torch has few operations on unsigned dtypes."""

@@ -1,26 +1,283 @@
-"""Install a pulled version in a model, in place."""
+"""Install a pulled version in a model, in place: every copy is checked before any is made."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain, compress
 from operator import not_
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
+from trinity_schemas import TensorEntry
+
 from ...errors import IncompatibleWeights
-from ..compatibility import targets_of, tied
+from ..compatibility import ModuleFingerprint, distinct, targets_of, tied
 from ..devices.host_to_device import copy_pairs
-from ..reading.pulled_version import PulledVersion
-from ..tensors import copy_all, copy_bytes
+from ..part_bytes import PartBytes
+from ..reading.pull import Piece, PulledVersion, Selection, selected_slice, shares
+from ..slices import Shape
+from ..tensors import DTYPES, as_bytes, copy_all, copy_bytes, digest, is_plain
 from ..threads import in_threads
-from .deltas import overlay
-from .fit import Fit, fit_to
+from .copy_plan import PlannedSlice, plan_copies
+from .deltas import ModelDiffers, checked, overlay
 
 _LARGE = 64 << 10
 """Bytes from which a copy may run in another thread."""
 _PIECE = 2 << 20
 """Bytes of one job of a thread; larger copies are split."""
+
+
+class ByteCopies(NamedTuple):
+    """Copies of bytes to host addresses, in plain lists: a version may have very many."""
+
+    targets: list[int]
+    sources: list[int]
+    """Addresses, or offsets in a part."""
+    sizes: list[int]
+
+    def add(self, target: int, source: int, nbytes: int) -> None:
+        """Append a copy."""
+        self.targets.append(target)
+        self.sources.append(source)
+        self.sizes.append(nbytes)
+
+
+class Fit(NamedTuple):
+    """Copies that install a version. Valid as long as the version is held."""
+
+    pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    """Target (or view of one) and source of each copy that needs torch."""
+    copies: ByteCopies
+    """Plain copies between host addresses."""
+    changed: list[torch.Tensor]
+    """Targets of plain copies, of which autograd is told."""
+    temporaries: list[torch.Tensor]
+    """Sources of plain copies that are not the version's own memory, kept alive here."""
+    deltas: list[tuple[torch.Tensor, memoryview]]
+    """Target (or view) and delta, applied once everything is copied."""
+
+
+class _FitPlan(NamedTuple):
+    """Copies that depend on a version's layout alone, and those that depend on its bytes."""
+
+    copies: list[ByteCopies]
+    """Plain copies from each part, by their offsets in it."""
+    changed: list[torch.Tensor]
+    """Targets of plain copies."""
+    others: list[list[PlannedSlice]]
+    """Copies from each part that need torch, and deltas."""
+    twice: list[list[str]]
+
+    @property
+    def is_plain(self) -> bool:
+        """True if no other copies, and no comparisons, are needed."""
+        return not any(self.others) and not self.twice
+
+
+class _KnownFit(NamedTuple):
+    """Plain copies that installed a version in a module, for later versions with its layout."""
+
+    entries: list[tuple[TensorEntry, ...]]
+    """Entries of each part."""
+    subset: bool
+    selection: Selection | None
+    copies: list[ByteCopies]
+    memory: ModuleFingerprint
+    changed: list[int]
+    """Targets of the copies, by their numbers in the memory."""
+
+    def fit(self, module: torch.nn.Module, version: PulledVersion) -> Fit | None:
+        """Return the copies of another version; None if its layout, or the module, differs."""
+        same_layout = (
+            len(version.parts) == len(self.entries)
+            and all(
+                manifest.tensors is entries and buffer.on_host
+                for (manifest, buffer), entries in zip(version.parts, self.entries, strict=True)
+            )
+            and _is_subset(version) == self.subset
+            and version.selection == self.selection
+        )
+        tensors = self.memory.unchanged(module) if same_layout else None
+        if tensors is None:
+            return None
+        changed = list(map(tensors.__getitem__, self.changed))
+        return Fit([], _located(self.copies, version), changed, [], [])
+
+
+_last_fits: WeakKeyDictionary[torch.nn.Module, _KnownFit] = WeakKeyDictionary()
+"""Last fit of each module, if it was plain copies alone."""
+
+
+def check_fit(module: torch.nn.Module, version: PulledVersion, *, cast: bool = False) -> Fit:
+    """Pair every parameter with its tensors of the version, before anything is changed.
+
+    A parameter that shares memory with a published one (tied embeddings) needs no tensor of its
+    own. For a version that was pulled in part, each parameter has the shape of the selected slice.
+    A subset, such as an adapter, needs to cover only its own tensors.
+
+    The digest of a delta is checked on its result: over the pulled base, or else over the model's
+    tensor.
+
+    With ``cast``, floating-point tensors may have another dtype in the model; the copy converts
+    them.
+
+    Raises:
+        IncompatibleWeights: when names, shapes or dtypes do not fit, when shards overlap or leave
+            a hole, or when one tensor of the model comes as two that differ. It names the first.
+        ModelDiffers: when the model does not hold the base of the version.
+        CorruptVersion: when the pulled base and the delta do not give the published tensor.
+    """
+    last_fit = _last_fits.get(module)
+    fit = None if last_fit is None else last_fit.fit(module, version)
+    if fit is None:
+        targets = targets_of(module)
+        plan = _planned(targets, version, cast=cast)
+        fit = _fit(plan, version)
+        _note(module, targets, version, plan)
+    return fit
+
+
+def fit_to(targets: dict[str, torch.Tensor], version: PulledVersion, *, cast: bool = False) -> Fit:
+    """Pair tensors of a model, by name, with those of a version, as :func:`check_fit`."""
+    return _fit(_planned(targets, version, cast=cast), version)
+
+
+def _note(
+    module: torch.nn.Module,
+    targets: dict[str, torch.Tensor],
+    version: PulledVersion,
+    plan: _FitPlan,
+) -> None:
+    """Remember the plan of a module, or forget the last one if this one cannot be used again."""
+    _last_fits.pop(module, None)
+    tensors = distinct(targets.values())
+    full = all(manifest.base is None for manifest, _ in version.parts)
+    if full and plan.is_plain and all(map(is_plain, tensors)):
+        numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
+        _last_fits[module] = _KnownFit(
+            entries=[manifest.tensors for manifest, _ in version.parts],
+            subset=_is_subset(version),
+            selection=None if version.selection is None else dict(version.selection),
+            copies=plan.copies,
+            memory=ModuleFingerprint(module, tensors),
+            changed=[numbers[id(tensor)] for tensor in plan.changed],
+        )
+
+
+def _is_subset(version: PulledVersion) -> bool:
+    return any(manifest.subset for manifest, _ in version.parts)
+
+
+def _planned(targets: dict[str, torch.Tensor], version: PulledVersion, *, cast: bool) -> _FitPlan:
+    manifests = [manifest for manifest, _ in version.parts]
+    plan = plan_copies(targets, manifests, version.selection, cast=cast)
+    made = _FitPlan([], [], [], plan.twice)
+    for part, (_, buffer) in zip(plan.parts, version.parts, strict=True):
+        copies, others = ByteCopies([], [], []), list[PlannedSlice]()
+        for entry, target in zip(part.entries, part.targets, strict=True):
+            if _is_by_address(entry, target, buffer):
+                copies.add(target.data_ptr(), entry.offset, target.nbytes)
+                made.changed.append(target)
+            else:
+                others.append(PlannedSlice(entry, target))
+        for planned in part.slices:
+            by_address = _is_by_address(planned.entry, planned.target, buffer)
+            run = planned.run() if by_address else None
+            if run is None:
+                others.append(planned)
+            else:
+                source, at, nbytes = run
+                copies.add(planned.target.data_ptr() + at, source, nbytes)
+                made.changed.append(planned.target)
+        made.copies.append(copies)
+        made.others.append(others)
+    return made
+
+
+def _fit(plan: _FitPlan, version: PulledVersion) -> Fit:
+    fit = Fit([], _located(plan.copies, version), plan.changed, [], [])
+    for others, (_, buffer), base in zip(plan.others, version.parts, version.bases, strict=True):
+        for planned in others:
+            _fit_view(fit, planned, Piece(planned.entry, buffer, base))
+    for first, *rest in plan.twice:
+        content = _content(version, first)
+        for other in rest:
+            if _content(version, other) != content:
+                raise IncompatibleWeights(
+                    f"{first!r} and {other!r} are one tensor in the model and differ in the "
+                    "version: is the model tied, and the one that was trained is not?"
+                )
+    return fit
+
+
+def _located(parts: list[ByteCopies], version: PulledVersion) -> ByteCopies:
+    """Return the copies from the addresses at which the version's parts lie."""
+    all_copies = ByteCopies([], [], [])
+    for copies, (_, buffer) in zip(parts, version.parts, strict=True):
+        all_copies.targets.extend(copies.targets)
+        all_copies.sources.extend(buffer.addresses(copies.sources, copies.sizes))
+        all_copies.sizes.extend(copies.sizes)
+    return all_copies
+
+
+def _is_by_address(entry: TensorEntry, target: torch.Tensor, buffer: PartBytes) -> bool:
+    """Return True if the elements are copied as bytes, between addresses of the host."""
+    return (
+        entry.encoding == "dense"
+        and buffer.on_host
+        and target.dtype == DTYPES[entry.dtype]
+        and is_plain(target)
+        and not target.is_inference()
+    )
+
+
+def _fit_view(fit: Fit, planned: PlannedSlice, piece: Piece) -> None:
+    """Add a copy between views, or the delta of a view."""
+    target, shared = planned.target, planned.shared
+    view = target.detach()
+    if shared is not None:
+        view = view[shared.inner.inside(shared.box)]
+    alike, dense = target.dtype == planned.dtype, piece.entry.encoding == "dense"
+    if not alike and not dense and piece.base is None:
+        raise ModelDiffers(
+            f"{piece.entry.name!r} is {target.dtype} in the model: no delta can be applied to it"
+        )
+    if shared is not None and shared.inner != shared.part_box:
+        fit.pairs.append((view, piece.tensor()[shared.inner.inside(shared.part_box)]))
+        return
+    if dense or not alike:
+        fit.pairs.append((view, piece.tensor()))
+        return
+    source, delta = checked(view, piece)
+    if source is None:
+        pass
+    elif is_plain(view) and is_plain(source) and not view.is_inference():
+        fit.copies.add(view.data_ptr(), source.data_ptr(), view.nbytes)
+        fit.changed.append(view)
+        fit.temporaries.append(source)
+    else:
+        fit.pairs.append((view, source))
+    if delta:
+        fit.deltas.append((view, delta))
+
+
+def _content(version: PulledVersion, name: str) -> dict[Shape, str]:
+    """Return the digests of the slices that fill a tensor of the model, by their offsets."""
+    pieces = version.by_name()[name]
+    box = selected_slice(
+        name, pieces, None if version.selection is None else version.selection[name]
+    )
+    digests: dict[Shape, str] = {}
+    for part, piece in shares(name, pieces, box):
+        at = tuple(mine - its for mine, its in zip(part.offsets, box.offsets, strict=True))
+        if piece.entry.encoding == "dense" or part != piece.box:
+            digests[at] = digest(as_bytes(piece.tensor()[part.inside(piece.box)]))
+        else:  # the entry has the digest of all its bytes
+            assert piece.entry.digest is not None
+            digests[at] = piece.entry.digest
+    return digests
 
 
 def install(fit: Fit) -> None:

@@ -18,8 +18,7 @@ from trinity_schemas import StepReady, WeightManifest
 from ...errors import CorruptVersion
 from ..compatibility import is_cast, targets_of
 from ..devices.host_to_device import settle
-from ..reading.open_part import OpenPart, open_part
-from ..reading.pulled_version import Selection, names_in
+from ..reading.pull import OpenPart, Selection, names_in, open_part
 from ..tensors import address
 from ..transports.base import ChunkBuffers, ChunkStore, PartRef, TensorSource, ZeroCopySource
 from .copy_plan import PartPlan, plan_copies

@@ -16,13 +16,12 @@ from msgspec import Struct
 
 from trinity_schemas import WeightManifest
 
-from ..compatibility import brought_twice, targets_of
-from ..reading.pulled_version import names_in
+from ..compatibility import ModuleFingerprint, brought_twice, distinct, targets_of
+from ..reading.pull import names_in
 from ..tensors import address, copy_bytes, is_plain
 from ..transports.base import PartRef, Take, Taker
 from .copy_plan import plan_copies
 from .copy_target import about_to_change, by_chunk, copy_targets
-from .model_memory import ModuleFingerprint, distinct
 
 
 class _Copy(NamedTuple):

@@ -14,7 +14,7 @@ from trinity_schemas import WeightManifest
 
 from ...errors import CorruptVersion
 from ..compatibility import targets_of
-from ..reading.pulled_version import Selection, slice_of
+from ..reading.pull import Selection, slice_of
 from ..slices import contains, full_slice
 from ..tensors import DTYPES, Digesting, as_bytes, digest, dtype_name
 

@@ -28,6 +28,7 @@ from trinity_schemas import (
     WeightManifest,
 )
 
+from ...checkpoints.digest_list import parse_digests
 from ...checkpoints.layout import (
     FILE_DIGESTS,
     MODEL_FOLDER,
@@ -39,8 +40,8 @@ from ...core.file_versions import weights_save
 from ...errors import CheckpointHeld, CorruptVersion, IncompatibleWeights, VersionUnavailable
 from ...system.open_folder import OpenFolder
 from ..part_bytes import PartBytes
-from ..tensors import Digesting, digest
-from .pulled_version import PulledVersion, Selection
+from ..tensors import digest
+from .pull import PulledVersion, Selection
 
 WEIGHTS = ".safetensors"
 """Ending of the files that hold weights."""
@@ -48,8 +49,6 @@ LONGEST_HEADER = 100_000_000
 """Bytes of the longest header of such a file, which the safetensors library sets."""
 _LONGEST_LIST = 16 << 20
 """Bytes read of a list of digests."""
-_PIECE = 4 << 20
-"""Bytes of a file that are read and digested at a time; a mapped file would count as memory."""
 _ALGORITHM = "xxh3:"
 _LOOKS, _BETWEEN_LOOKS = 3, 0.05
 """Looks for a folder, and seconds between them: the reducer may replace one by two renames."""
@@ -88,25 +87,6 @@ class _DigestedFile(NamedTuple):
     data: memoryview
     digest: str
     """Digest in the list, which the bytes must have."""
-
-
-def list_digests(folder: Path) -> bytes:
-    """Return the list of the digests of a folder's files, in the form of ``xxhsum -H128``."""
-    files = [
-        path
-        for path in sorted(folder.iterdir())
-        if path.is_file() and path.name != FILE_DIGESTS and not path.name.startswith(".")
-    ]
-    lines = (f"{_digest_of(path).removeprefix(_ALGORITHM)}  {path.name}\n" for path in files)
-    return "".join(lines).encode()
-
-
-def _digest_of(path: Path) -> str:
-    hasher = Digesting()
-    with path.open("rb", buffering=0) as file:
-        while data := file.read(_PIECE):
-            hasher.update(data)
-    return hasher.digest()
 
 
 @contextmanager
@@ -199,8 +179,7 @@ def _map_files(folder: OpenFolder, announced: str) -> list[_DigestedFile] | None
     if listed is None or f"sha256:{hashlib.sha256(listed).hexdigest()}" != announced:
         return None
     files = []
-    for line in listed.decode().splitlines():
-        digested, _, name = line.partition("  ")
+    for name, digested in parse_digests(listed.decode()).items():
         if name.endswith(WEIGHTS):
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
             descriptor = os.open(name, flags, dir_fd=folder.descriptor)

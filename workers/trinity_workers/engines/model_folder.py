@@ -12,10 +12,11 @@ from typing import Any, BinaryIO
 
 import torch
 
+from trinity_events.checkpoints.digest_list import list_digests
 from trinity_events.checkpoints.layout import COMPLETING, FILE_DIGESTS
 from trinity_events.errors import IncompatibleWeights
 from trinity_events.system.open_folder import OpenFolder
-from trinity_events.weights.reading.model_folder import FILE_DTYPES, list_digests
+from trinity_events.weights.reading.model_folder import FILE_DTYPES
 from trinity_events.weights.tensors import DTYPES, as_bytes
 
 from ..storage.durable_files import make_folder, sync, sync_tree

@@ -44,8 +44,7 @@ from ..runtime.garbage import exempt_loaded_objects
 from ..worker_group.placement import threads
 from .demand import VersionDemand
 from .evaluation import EngineTurns, EvaluationAnswers
-from .installer import VersionInstaller
-from .prefetch import VersionPrefetcher
+from .installer import VersionInstaller, VersionPrefetcher
 from .result import ExplorationResult
 from .run_follower import RunFollower, followed_run
 from .versions import RunEnded, VersionFollower

@@ -1,17 +1,19 @@
 """Engine helpers, with the names and signatures that the mission prescribes."""
 
-from .fsdp import fsdp_save_state_dict, fsdp_sync_weight_nccl, fsdp_upload_state_dict
+from .fsdp import ShardsRefused, fsdp_save_state_dict, fsdp_sync_weight_nccl, fsdp_upload_state_dict
 from .huggingface import SaveTarget, save_huggingface
 from .megatron import (
     megatron_save_state_dict,
     megatron_sync_weight_nccl,
     megatron_upload_state_dict,
 )
-from .publish_full import PublishFull
-from .publish_shards import PublishShards
-from .publish_snapshot import PublishSnapshot
-from .publish_strategy import PublishStrategy, strategy_for
-from .shards import ShardsRefused
+from .publishing import (
+    PublishFull,
+    PublishShards,
+    PublishSnapshot,
+    PublishStrategy,
+    strategy_for,
+)
 
 __all__ = [
     "PublishFull",

@@ -6,29 +6,40 @@ the same interface. Every function is collective: all ranks call it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from logging import Logger
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
 
-from trinity_events.weights import Synchronizer
+from trinity_events.errors import TrinityError
+from trinity_events.weights import ShardOffset, Synchronizer
+from trinity_events.weights.compatibility import plain_name
+from trinity_events.weights.slices import chunk_of
 
-from ..engines.base import TrainEngine, per_tensor_params, resident, trained_module
-from ..engines.buffers import all_buffer_names
+from ..engines.base import LocalShard, TrainEngine, per_tensor_params, resident, trained_module
+from ..engines.buffers import all_buffer_names, saved_buffers
 from ..engines.sharded import description_paths, saved_part, shard_name, write_description
 from ..engines.state_files import copied, write_state
+from ..runtime.collectives import rank_and_world
 from .broadcast import UpdateGroup, broadcast_stream
 from .full_tensors import full_tensors
-from .publish_full import FULL
-from .publish_strategy import PublishStrategy
-from .publishing import ModelWeights, buffer_names
-from .shards import fsdp_shards
+from .publishing import FULL, ModelWeights, PublishStrategy, buffer_names
 
 if TYPE_CHECKING:
     from trinity_events import CheckpointCoordinator
 
 SAVE_NAME = "model_state_dict"
+_INSTEAD = "upload with strategy=PublishFull()"
+
+
+class ShardsRefused(TrinityError):
+    """Raised if the ranks' shards of the model cannot be published in their layout."""
 
 
 def fsdp_save_state_dict(
@@ -144,3 +155,78 @@ def fsdp_sync_weight_nccl(engine: TrainEngine, model_update_group: UpdateGroup |
         broadcast_stream(
             full_tensors(engine), model_update_group, buffers=buffer_names(trained_module(engine))
         )
+
+
+def fsdp_shards(
+    module: Any, dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
+) -> Iterator[LocalShard]:
+    """Yield the shards that this rank publishes of an FSDP2 model.
+
+    What several ranks hold alike is left to one of them: in a mesh the first along each replicated
+    dimension; of what is not in a mesh at all, the ranks take turns.
+
+    Args:
+        module: The model.
+        dtypes: Data types to publish parameters in, by name; by default their own.
+
+    Raises:
+        ShardsRefused: for FSDP1, whose flat parameters are no shards of tensors, for models with
+            adapters, whose parameters are not the model's, and for layouts other than even chunks
+            and replicas.
+    """
+    if any(
+        type(submodule).__name__ == "FullyShardedDataParallel" for submodule in module.modules()
+    ):
+        raise ShardsRefused(
+            f"FSDP1 keeps flat parameters, which are no shards of tensors: {_INSTEAD}"
+        )
+    if hasattr(module, "peft_config"):
+        raise ShardsRefused(
+            "the model has adapters (PEFT), which an engine merges, or leaves out, as it gathers: "
+            f"{_INSTEAD}"
+        )
+    rank, ranks = rank_and_world()
+    named = chain(module.named_parameters(), saved_buffers(module))
+    for index, (name, tensor) in enumerate(named):
+        value = tensor.detach()
+        if isinstance(value, DTensor):
+            place = _place(name, value)
+            local = value.to_local()
+        else:
+            place = (
+                ShardOffset((0,) * value.dim(), tuple(value.shape))
+                if index % ranks == rank
+                else None
+            )
+            local = value
+        if place is not None:
+            local = local.to(dtypes.get(name, local.dtype))
+            yield LocalShard(plain_name(name), local, place.global_shape, place.begins)
+
+
+def _place(name: str, value: DTensor) -> ShardOffset | None:
+    """Return the offset of the rank's shard; None if it is empty or another rank publishes it."""
+    mesh, shape, begins = value.device_mesh, list(value.shape), [0] * value.dim()
+    coordinate: Sequence[int] | None = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    first = True
+    for placement, parts, index in zip(value.placements, mesh.shape, coordinate, strict=True):
+        first = first and index == 0
+        if placement.is_replicate():
+            if index:
+                return None
+        elif type(placement) is Shard:
+            dim = placement.dim
+            begin, shape[dim] = chunk_of(shape[dim], parts, index)
+            begins[dim] += begin
+        else:
+            raise ShardsRefused(f"{name} is laid out as {placement}: {_INSTEAD}")
+    if tuple(value.to_local().shape) != tuple(shape):
+        raise ShardsRefused(
+            f"{name} has a shard of {list(value.to_local().shape)}, where {shape} was expected: "
+            f"{_INSTEAD}"
+        )
+    # One rank publishes a tensor without elements, so that readers know of it.
+    empty = 0 in shape and (0 not in value.shape or not first)
+    return None if empty else ShardOffset(tuple(begins), tuple(value.shape))

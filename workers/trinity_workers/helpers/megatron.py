@@ -7,30 +7,35 @@ MegatronEngine, or veRL's unchanged. Every function is collective: all ranks cal
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from logging import Logger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+import xxhash
 
 from trinity_events.errors import TrinityError
 from trinity_events.weights import Synchronizer
 
-from ..engines.base import TrainEngine, per_tensor_params, resident
-from ..runtime.collectives import CollectiveBroken, PeerFailed, raise_together, together
+from ..engines.base import LocalShard, TrainEngine, per_tensor_params, resident
+from ..runtime.collectives import (
+    CollectiveBroken,
+    PeerFailed,
+    gather_bytes,
+    raise_together,
+    together,
+)
 from ..storage.durable_files import sync_tree
 from .broadcast import UpdateGroup, broadcast_stream
-from .publish_full import FULL
-from .publish_strategy import PublishStrategy
-from .publishing import ModelWeights
-from .shards import without_replicas
+from .publishing import FULL, ModelWeights, PublishStrategy
 
 if TYPE_CHECKING:
     from trinity_events import CheckpointCoordinator
 
 SAVE_NAME = "model_state_dict"
+_KEY_BYTES = 8
 
 
 class NoCheckpointManager(TrinityError):
@@ -225,3 +230,31 @@ def _tell(
         pass
     except Exception:
         logger.exception("step %d: the failure of the save could not be published", step)
+
+
+def without_replicas(shards: Iterable[LocalShard]) -> list[LocalShard]:
+    """Those shards that are this rank's to publish, where ranks hold some alike. Collective.
+
+    Each goes to one of the ranks that have it, by a digest that deals them out evenly.
+    """
+    with together():
+        mine = list(shards)
+    keys = [_key(shard) for shard in mine]
+    owned_by = owners(gather_bytes(b"".join(keys)))
+    return [
+        shard for shard, key in zip(mine, keys, strict=True) if owned_by[key] == dist.get_rank()
+    ]
+
+
+def owners(everyone: Sequence[bytes]) -> dict[bytes, int]:
+    """Return the rank that publishes each shard, from all ranks' keys, in rank order."""
+    holders: dict[bytes, list[int]] = {}
+    for rank, keys in enumerate(everyone):
+        for begin in range(0, len(keys), _KEY_BYTES):
+            holders.setdefault(keys[begin : begin + _KEY_BYTES], []).append(rank)
+    return {key: ranks[int.from_bytes(key, "big") % len(ranks)] for key, ranks in holders.items()}
+
+
+def _key(shard: LocalShard) -> bytes:
+    description = repr((shard.name, shard.global_shape, shard.offsets, tuple(shard.tensor.shape)))
+    return xxhash.xxh3_64_digest(description.encode())

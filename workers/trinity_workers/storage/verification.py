@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import Struct
 
+from trinity_events.checkpoints.digest_list import digest_file, digested_files, parse_digests
 from trinity_events.checkpoints.layout import FILE_DIGESTS
 from trinity_events.checkpoints.manifest import (
     SAVER_THREADS,
@@ -41,9 +42,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
-
-_PIECE = 1 << 20
-"""Bytes of a file that are read and digested at a time: they fit in a core's cache."""
 
 
 class DamageMessage(Struct, frozen=True, array_like=True):
@@ -186,13 +184,8 @@ def verify_model_folders(folder: Path, mode: VerifyMode = "full") -> bool:
 def _verify_model_folder(folder: Path, mode: VerifyMode) -> None:
     path = folder / FILE_DIGESTS
     try:
-        lines = [line.partition("  ") for line in path.read_text().splitlines()]
-        digests = {name: digest for digest, _, name in lines}
-        names = {
-            file.name
-            for file in folder.iterdir()
-            if file.is_file() and file.name != FILE_DIGESTS and not file.name.startswith(".")
-        }
+        digests = parse_digests(path.read_text())
+        names = {file.name for file in digested_files(folder)}
     except (OSError, UnicodeDecodeError) as error:
         raise damaged(path, f"cannot be read ({error})", folder) from None
     if not digests or not all(name and digest for name, digest in digests.items()):
@@ -205,7 +198,7 @@ def _verify_model_folder(folder: Path, mode: VerifyMode) -> None:
         return
     try:
         with ThreadPoolExecutor(usable_cores()) as pool:
-            actual = list(pool.map(_xxh128_of, (folder / name for name in digests)))
+            actual = list(pool.map(digest_file, (folder / name for name in digests)))
     except OSError as error:
         file = Path(error.filename or folder)
         raise damaged(file, f"cannot be read ({error.strerror})", folder) from None
@@ -213,16 +206,6 @@ def _verify_model_folder(folder: Path, mode: VerifyMode) -> None:
         if digest != expected:
             reason = f"was changed: its digest is {digest}, and {expected} was saved"
             raise damaged(folder / name, reason, folder)
-
-
-def _xxh128_of(path: Path) -> str:
-    import xxhash
-
-    digest = xxhash.xxh3_128()
-    with path.open("rb", buffering=0) as file:
-        while data := file.read(_PIECE):
-            digest.update(data)
-    return digest.hexdigest()
 
 
 def write_manifest_together(folder: Path, group: dist.ProcessGroup | None = None) -> None:

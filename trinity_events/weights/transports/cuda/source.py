@@ -15,7 +15,7 @@ import torch
 from ....errors import CorruptVersion, GpuUnusable
 from ...devices.digests import digests_of
 from ..base import PartRef
-from ..shared_memory.part import SharedMemorySource
+from ..shared_memory.reading import SharedMemorySource
 from .layout import decoded
 from .memory import DeviceMemory
 

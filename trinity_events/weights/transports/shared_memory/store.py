@@ -6,7 +6,7 @@ reader holds a shared lock while it reads. A segment is reused only under the ex
 never while it has readers. Locks end with their processes.
 
 A part that is being written has another name, and its bytes can be digested as they arrive: see
-:mod:`~trinity_events.weights.transports.shared_memory.prefetch`.
+:mod:`~trinity_events.weights.transports.shared_memory.reading`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from ....errors import SharedMemoryUnusable
 from ....system.shared_memory import SHARED_MEMORY, Owner, Segment, owned, sweep, users_folder
 from ..base import Ended, PartRef, Taker
-from .part import (
+from .reading import (
     DATA,
     FILLED,
     FILLED_AT,
@@ -30,14 +30,15 @@ from .part import (
     WRITING,
     WRITING_AT,
     Mapping,
+    PartPrefetch,
     SharedMemorySource,
     WriteDigests,
     file_name,
     leased,
     let_go,
     name_while_written,
+    prefetch,
 )
-from .prefetch import PartPrefetch, prefetch
 
 CHUNK_BYTES = 512 << 10
 """Bytes of a chunk; small enough to be digested while it is in the processor's cache."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...config.sections.trainer import TrainerConfig
 from ...config.train_config import RunConfig
 from ...engines.learning_rate import LearningRate
 from ...engines.megatron import (
@@ -17,6 +18,7 @@ from ...engines.megatron import (
     MegatronRewardModel,
     ModelOptions,
     OptimizerOptions,
+    ParallelLayout,
 )
 from ...engines.megatron.model import has_experts
 from ...engines.megatron.model_description import read_description
@@ -25,7 +27,6 @@ from ...learning.reward_model import RewardModel
 from ...learning.teacher import checked_teacher
 from ..step.base import ModelName, Models, needed_models
 from ..step.megatron import MegatronTrainingStep
-from .megatron_layout import parallel_layout
 from .rates import critic_rate, get_adamw_options, policy_rate
 from .reward_tokens import reward_tokens
 
@@ -112,3 +113,14 @@ def _check_experts(config: RunConfig) -> None:
             f"trainer.expert_parallel is {ranks}, and the model in {config.model_folder} has no "
             "experts: leave it out, or take a mixture of experts"
         )
+
+
+def parallel_layout(trainer: TrainerConfig) -> ParallelLayout:
+    """Return the layout; by default the ranks of a stage share tensors, or else the experts."""
+    share = 1 if trainer.expert_parallel > 1 else trainer.ranks // trainer.pipeline_parallel
+    return ParallelLayout(
+        tensor=trainer.tensor_parallel or max(1, share),
+        pipeline=trainer.pipeline_parallel,
+        virtual=trainer.virtual_pipeline,
+        expert=trainer.expert_parallel,
+    )

@@ -1,10 +1,12 @@
-"""Publish one rank's part of a version, chunk by chunk."""
+"""Write one rank's part of a version, chunk by chunk, in a layout that versions share."""
 
 from __future__ import annotations
 
 import hashlib
+import operator
 from bisect import bisect_right
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from msgspec import Struct
@@ -23,9 +25,12 @@ from trinity_schemas import (
     encode_entries,
 )
 
+from ...errors import TrinityError
+from ..compatibility import plain_name
 from ..deltas.tracker import LastPublished
 from ..slices import ShardOffset
 from ..tensors import (
+    FormCheck,
     address,
     as_bytes,
     as_dense,
@@ -37,11 +42,16 @@ from ..tensors import (
     dtype_name,
     is_castable,
     is_freed,
+    is_plain,
     sent_dtype,
 )
 from ..transports.base import ChunkStore, PartRef, SegmentedSink, TensorSink, ZeroCopySink
-from .part_layout import LastLayout, PartLayout, Places, tensor_entry
 
+_LONGEST_NAME, _MOST_DIMENSIONS = 256, 32
+"""Characters and dimensions that the contract allows; readers refuse a part beyond them."""
+
+Places: TypeAlias = Sequence[ShardOffset | None] | None
+"""Offset of each shard, with None for a whole tensor; None if all tensors are whole."""
 _ZEROS = memoryview(bytes(ALIGNMENT))
 _ZEROS_AT = address(_ZEROS)
 _LARGE = 1 << 20
@@ -62,6 +72,111 @@ class PublishedPartReport(Struct, frozen=True, kw_only=True):
     chunks: int
     delta: PartDelta | None = None
     """Counts of the delta; None for a full part."""
+
+
+class UnpublishableTensor(TrinityError, TypeError):
+    """Raised if a tensor cannot be published.
+
+    Args:
+        name: Name of the tensor.
+        reason: What makes it so.
+    """
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(name, reason)
+        self.name, self.reason = name, reason
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name!r} cannot be published, since {self.reason}: leave it out, or publish "
+            "another form of it"
+        )
+
+
+def tensor_entry(
+    name: str, tensor: torch.Tensor, place: ShardOffset | None, end: int
+) -> TensorEntry:
+    """Return the entry of a tensor, or shard, that follows ``end`` bytes of the part.
+
+    Its name is the plain one, without the prefixes of torch's wrappers.
+
+    Raises UnpublishableTensor for a dtype outside the contract, and for a tensor without elements
+    in memory, such as one that is sparse or on the meta device. Raises ValueError for a name, or a
+    number of dimensions, outside the contract.
+    """
+    if tensor.layout is not torch.strided:
+        raise UnpublishableTensor(name, f"its layout is {tensor.layout}")
+    if tensor.is_meta:
+        raise UnpublishableTensor(name, "it is on the meta device")
+    try:
+        dtype = dtype_name(tensor.dtype)
+    except TypeError:
+        raise UnpublishableTensor(name, f"its dtype is {tensor.dtype}") from None
+    if not 0 < len(name) <= _LONGEST_NAME or tensor.dim() > _MOST_DIMENSIONS:
+        raise ValueError(
+            f"{name[:80]!r} of {tensor.dim()} dimensions cannot be published: a name has 1 to "
+            f"{_LONGEST_NAME} characters, and a tensor at most {_MOST_DIMENSIONS} dimensions"
+        )
+    return TensorEntry(
+        name=plain_name(name),
+        dtype=dtype,
+        shape=tuple(tensor.shape),
+        offset=end + -end % ALIGNMENT,
+        global_shape=None if place is None else place.global_shape,
+        begins=None if place is None else place.begins,
+    )
+
+
+class PartLayout:
+    """Entries of tensors that are published in full from host memory, and what follows from them.
+
+    Args:
+        names: Names of the tensors.
+        tensors: The tensors, or shards; none is kept.
+        places: Offsets of shards.
+
+    Raises as :func:`tensor_entry`, and ValueError for a name that appears twice.
+    """
+
+    def __init__(
+        self, names: Sequence[str], tensors: Sequence[torch.Tensor], places: Places
+    ) -> None:
+        entries, end = [], 0
+        for name, tensor, place in zip(names, tensors, places or [None] * len(names), strict=True):
+            entries.append(tensor_entry(name, tensor, place, end))
+            end = entries[-1].offset + tensor.nbytes
+        self.entries = CheckedEntries(entries, based=False)
+        self.encoded = encode_entries(entries)
+        self.offsets = [entry.offset for entry in entries]
+        self.sizes = [tensor.nbytes for tensor in tensors]
+        self.ends = list(map(operator.add, self.offsets, self.sizes))
+        self.has_gaps = sum(self.sizes) < end
+        self._names, self._places = list(names), places
+        self._form = FormCheck(tensors)
+
+    def fits(self, names: Sequence[str], tensors: Sequence[torch.Tensor], places: Places) -> bool:
+        """Return True if these tensors have this layout, and lie row-major in host memory."""
+        return names == self._names and places == self._places and self._form.fits(tensors)
+
+
+class LastLayout:
+    """Layout of the part that one rank published last."""
+
+    def __init__(self) -> None:
+        self._layout: PartLayout | None = None
+
+    def get(
+        self, names: Sequence[str], tensors: Sequence[torch.Tensor], places: Places
+    ) -> PartLayout | None:
+        """Return the layout of these tensors; None unless all lie row-major in host memory.
+
+        Raises as :class:`PartLayout`.
+        """
+        if self._layout is None or not self._layout.fits(names, tensors, places):
+            self._layout = None
+            if all(map(is_plain, tensors)):
+                self._layout = PartLayout(names, tensors, places)
+        return self._layout
 
 
 class PartWriter:
@@ -175,8 +290,8 @@ class PartWriter:
         Raises as :meth:`add`.
         """
         layout = None
-        if self._last_layout is not None and self._takes_all(tensors):
-            layout = self._last_layout.of(names, tensors, places)
+        if self._last_layout is not None and self._fits_buffers(tensors):
+            layout = self._last_layout.get(names, tensors, places)
         if layout is None:
             places = places or [None] * len(names)
             for name, tensor, place in zip(names, tensors, places, strict=True):
@@ -190,7 +305,7 @@ class PartWriter:
         self._tensors += layout.entries
         self._append_all(layout, sources)
 
-    def _takes_all(self, tensors: Sequence[torch.Tensor]) -> bool:
+    def _fits_buffers(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Return True if the part is empty, and sent from buffers that take any tensor as it is."""
         apart = self._last or self._on_device or self._pieces or self._tensor_digests or self._dtype
         if apart or self._tensors:
@@ -202,7 +317,7 @@ class PartWriter:
         at = 0
         while at < len(sources):
             if self._room is None:
-                self._take_room()
+                self._reserve()
             begin = self._offset - self._filled
             end = bisect_right(layout.ends, begin + self._size, at)
             if end == at:  # it ends behind the buffer
@@ -216,7 +331,7 @@ class PartWriter:
             copy_all(targets, sources[at:end], layout.sizes[at:end])
             self._offset, self._filled, at = begin + filled, filled, end
             if self._filled == self._size:
-                self._put()
+                self._commit()
 
     def _append(self, offset: int, source: int, nbytes: int) -> None:
         """Append bytes from an address, which must stay valid until this returns."""
@@ -224,7 +339,7 @@ class PartWriter:
             self._copy(_ZEROS_AT, offset - self._offset)
         if self._pieces is not None and not self._pieces.fits(self._filled, nbytes):
             if self._filled:
-                self._put()
+                self._commit()
             self._pieces.next_piece(nbytes)
         self._copy(source, nbytes)
 
@@ -233,20 +348,20 @@ class PartWriter:
         remaining = nbytes
         while remaining:
             if self._room is None:
-                self._take_room()
+                self._reserve()
             fits = min(remaining, self._size - self._filled)
             copy_bytes(self._address + self._filled, source, fits)
             self._filled += fits
             source += fits
             remaining -= fits
             if self._filled == self._size:
-                self._put()
+                self._commit()
 
     def _send(self, offset: int, sink: ZeroCopySink, data: memoryview) -> None:
         """Append a large tensor without a copy, in chunks of its own."""
         self._append(offset, 0, 0)
         if self._filled:
-            self._put()
+            self._commit()
         self._offset += len(data)
         for begin in range(0, len(data), sink.chunk_bytes):
             piece = data[begin : begin + sink.chunk_bytes]
@@ -259,7 +374,7 @@ class PartWriter:
         if self._on_device is not None:
             self._chunks = self._on_device.chunks(self._offset)
         elif self._filled:
-            self._put()
+            self._commit()
         base = self._last.base if self._last else None
         if self._layout is not None and len(self._tensors) == len(self._layout.entries):
             entries = self._layout.encoded
@@ -277,7 +392,7 @@ class PartWriter:
                 base=base,
             )
         )
-        self._sink.seal(manifest, None if base is None else self._resting_on(base))
+        self._sink.seal(manifest, None if base is None else self._base_ref(base))
         sealed = manifest_digest(manifest)
         return PublishedPartReport(
             manifest_digest=sealed,
@@ -287,7 +402,7 @@ class PartWriter:
             delta=self._last.sealed(self._part, sealed, self._offset) if self._last else None,
         )
 
-    def _resting_on(self, base: PartBase) -> PartRef:
+    def _base_ref(self, base: PartBase) -> PartRef:
         return self._part._replace(epoch=base.epoch, step=base.step)
 
     def discard(self) -> None:
@@ -296,12 +411,12 @@ class PartWriter:
             self._last.forget()
         self._sink.discard()
 
-    def _take_room(self) -> None:
+    def _reserve(self) -> None:
         assert self._into is not None
         self._room = self._into.reserve()
         self._address, self._size = address(self._room), len(self._room)
 
-    def _put(self) -> None:
+    def _commit(self) -> None:
         assert self._room is not None
         data = self._room[: self._filled]
         if self._direct is not None:  # the sink digests while it sends
