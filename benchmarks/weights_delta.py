@@ -108,7 +108,7 @@ class Ends:
         have = self.installed.fulls(self.module)
         with pull_version(self.far, self._run, ready, have=have) as version:
             install(check_fit(self.module, version))
-            self.installed.note(self.module, ready, version)
+            self.installed.record(self.module, ready, version)
         applied = time.perf_counter() - began
         self._retire(part, report)
         return Timed(published, applied, report.bytes)

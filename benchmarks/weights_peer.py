@@ -33,7 +33,7 @@ from trinity_events.weights import (
 )
 from trinity_events.weights.applying.speculative_load import SpeculativeLoad
 from trinity_events.weights.publishing.part_writer import LastLayout
-from trinity_events.weights.transports.base import SupportsPrefetch, Taker
+from trinity_events.weights.transports.base import OnPart, SupportsPrefetch
 from trinity_schemas import PublishedPart, StepReady, version_digest
 
 from .original_design import LAST
@@ -173,7 +173,7 @@ def serve(requests: Connection, model: Model, url: str, bare: Path | None) -> No
                 requests.send(apply(stores[transport], module, ready, digests=digests))
             elif what == "load":
                 [ready] = arguments
-                ahead.note(module, load_version(shared, RUN, ready, module, ahead=ahead))
+                ahead.record(module, load_version(shared, RUN, ready, module, ahead=ahead))
                 ahead.abandon()
                 requests.send(float(module.get_parameter(LAST).detach()[-1]))
             elif what == "adopt":
@@ -201,7 +201,7 @@ def serve(requests: Connection, model: Model, url: str, bare: Path | None) -> No
 class Along:
     """Thread that prefetches a part until it is announced."""
 
-    def __init__(self, store: SupportsPrefetch, part: PartRef, taker: Taker | None) -> None:
+    def __init__(self, store: SupportsPrefetch, part: PartRef, taker: OnPart | None) -> None:
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=store.prefetch, args=([part], self._stop, DEADLINE, taker)

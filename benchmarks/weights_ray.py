@@ -55,7 +55,7 @@ class Taker:
         """Pull the announced version into an idle model; return an element of the last tensor."""
         announced = self._announced(ready)
         parts = load_version(self._store, RUN, announced, self._module, ahead=self._ahead)
-        self._ahead.note(self._module, parts)
+        self._ahead.record(self._module, parts)
         self._ahead.abandon()
         return float(self._module.get_parameter(LAST).detach()[-1])
 

@@ -51,7 +51,7 @@ def follow(rank: int) -> None:
             print(f"explorer {rank} serves step {version.step}: {took}", flush=True)
             if version.step == STEPS:
                 break
-        synchronizer.tell(ExplorerStatusChanged(status="stopped"))
+        synchronizer.report(ExplorerStatusChanged(status="stopped"))
 
 
 if __name__ == "__main__":

@@ -313,7 +313,7 @@ def weights_explorer(me: Actor, weights_url: str, go: str) -> None:
 
     made = synchronizer(me, "explorer", weights_url)
     made._session.events.waits = me.waits
-    made.tell(ExplorerStatusChanged(status="running"))
+    made.report(ExplorerStatusChanged(status="running"))
     ready = anyio.run(ready_weights, me)
     module = nn.ParameterDict({str(number): torch.zeros(1 << 18) for number in range(4)})
     made.load(module, ready)

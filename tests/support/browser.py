@@ -195,7 +195,7 @@ class Browser:
         while data := os.read(self._answers, 1 << 16):
             *messages, rest = (rest + data).split(b"\0")
             for message in messages:
-                self._take(json.loads(message))
+                self._on_chunk(json.loads(message))
 
     def _take(self, message: dict[str, Any]) -> None:
         if "id" in message:

@@ -83,7 +83,7 @@ class HostDevice:
             os.close(descriptor)
         return DeviceBlock(as_buffer(memoryview(memory)), handle)
 
-    def let_go(self, block):
+    def release(self, block):
         pass
 
 

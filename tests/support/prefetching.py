@@ -15,12 +15,12 @@ CHUNKS = 6000 * 4 // CHUNK
 
 
 @contextmanager
-def reading(store, parts, deadline=PATIENCE, taker=None):
+def reading(store, parts, deadline=PATIENCE, on_part=None):
     """Reads along in the block; how it ended is known behind it."""
     prefetch = SimpleNamespace(ended=None, stop=threading.Event())
 
     def run():
-        prefetch.ended = store.prefetch(parts, prefetch.stop, deadline, taker)
+        prefetch.ended = store.prefetch(parts, prefetch.stop, deadline, on_part)
 
     thread = threading.Thread(target=run)
     thread.start()

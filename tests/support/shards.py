@@ -27,9 +27,9 @@ def verified(monkeypatch) -> list[int]:
 
     monkeypatch.setattr(pull, "digest", digested)
     monkeypatch.setattr(values, "ReceivedChunk", noted)
-    digests = source.digests_of
+    digests = source.digest_all
     monkeypatch.setattr(
-        source, "digests_of", lambda chunks: sizes.extend(map(len, chunks)) or digests(chunks)
+        source, "digest_all", lambda chunks: sizes.extend(map(len, chunks)) or digests(chunks)
     )
     return sizes
 

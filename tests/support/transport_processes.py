@@ -131,7 +131,7 @@ def publishes_until(pipe, where: Where, part: PartRef, stage: str) -> None:
             writer.seal()
     elif stage == "sealing" and where.name == "ray":
         # The object is put; nobody was told that it is all.
-        with mock.patch.object(RayStore, "keep", stop):
+        with mock.patch.object(RayStore, "add_part", stop):
             writer.seal()
     elif stage == "sealing" and where.name == "collective":
         # All bytes are sent; what is left is the manifest.

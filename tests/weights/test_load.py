@@ -266,7 +266,7 @@ def brought_by_a_thread(landing, data):
     flat = data.reshape(-1).view(torch.uint8)
     for at in (0, half * data.itemsize):
         nbytes = min(half * data.itemsize, len(flat) - at)
-        helper = threading.Thread(target=landing.bring, args=(at, flat.data_ptr() + at, nbytes))
+        helper = threading.Thread(target=landing.write, args=(at, flat.data_ptr() + at, nbytes))
         helper.start()
         helper.join()
 
@@ -307,5 +307,5 @@ def test_what_lies_beside_a_tensor_is_on_the_host_whatever_is_the_default():
         brought_by_a_thread(CopyTarget(target), data)
         landing = CopyTarget(target)
         assert len(landing.memory_at(0, 96)) == 96
-        landing.bring(0, data.data_ptr(), 96)
+        landing.write(0, data.data_ptr(), 96)
     assert identical(target, data)

@@ -3,12 +3,18 @@
 import pytest
 import torch
 
-from tests.support.pipeline import events_of
+from tests.support.pipeline import accept_reports, events_of
 from tests.support.tensors import identical
 from tests.support.weight_versions import ready
 from trinity_events import Synchronizer
 from trinity_events.errors import BufferFull, ServerUnreachable
-from trinity_schemas import SaveFailed, SaveStarted, VersionPartPublished, manifest_key
+from trinity_schemas import (
+    ExplorerStatusChanged,
+    SaveFailed,
+    SaveStarted,
+    VersionPartPublished,
+    manifest_key,
+)
 
 TENSORS = [("a", torch.ones(100))]
 UNPUBLISHABLE = [*TENSORS, ("b", torch.ones(1, dtype=torch.complex128))]
@@ -193,3 +199,13 @@ async def test_retired_parts_of_all_ranks_of_a_process_are_freed(trainer, log, w
             if weights_client.exists(manifest_key(trainer.run_id, 1, step, rank))
         ]
         assert stored_steps == [4, 5], rank
+
+
+async def test_an_explorer_reports_its_status_under_the_old_name_too(explorer, log):
+    with pytest.deprecated_call(match="is called report"):
+        explorer.tell(ExplorerStatusChanged(status="running"))
+    explorer.report(ExplorerStatusChanged(status="stopped"))
+    explorer.flush()
+    await accept_reports(log)
+    statuses = [envelope.event.status for envelope in await events_of(log, ExplorerStatusChanged)]
+    assert statuses == ["running", "stopped"]

@@ -9,9 +9,9 @@ from tests.support.slices import boxes_in
 from trinity_events.weights.slices import (
     TensorSlice,
     byte_spans,
-    chunk_of,
     contains,
     coverage_error,
+    find_chunk,
     full_slice,
     intersection,
 )
@@ -111,7 +111,7 @@ def test_spans_hold_every_byte_of_the_box_and_no_more_than_the_gap_allows(given_
 @given(st.integers(0, 40), st.integers(1, 9))
 def test_even_chunks_tile_a_dimension_as_torch_cuts_it(size, parts):
     torch = pytest.importorskip("torch")
-    pieces = [chunk_of(size, parts, index) for index in range(parts)]
+    pieces = [find_chunk(size, parts, index) for index in range(parts)]
     theirs = [len(piece) for piece in torch.arange(size).chunk(parts)] if size else []
     assert [length for _, length in pieces if length] == theirs
     assert [begin for begin, length in pieces if length] == [

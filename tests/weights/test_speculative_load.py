@@ -29,7 +29,7 @@ from trinity_events.weights import (
 )
 from trinity_events.weights.applying.speculative_load import SpeculativeLoad
 from trinity_events.weights.slices import ShardOffset
-from trinity_events.weights.transports.shared_memory import prefetch
+from trinity_events.weights.transports.shared_memory.reading import DATA
 from trinity_schemas import VersionOpened, decode_manifest
 from trinity_workers.explorer.run_follower import followed_run
 
@@ -48,7 +48,7 @@ def model(shared_memory_stores, part):
     module = empty()
     ahead = SpeculativeLoad()
     report = write(PartWriter(ours, part, CHUNK)).seal()
-    ahead.note(module, load_version(theirs, part.run_id, announcement(part, report), module))
+    ahead.record(module, load_version(theirs, part.run_id, announcement(part, report), module))
     return module, ahead
 
 
@@ -62,7 +62,7 @@ def test_a_model_has_a_version_before_it_is_sealed_but_for_the_last_chunk(
     (ours, theirs), (module, ahead) = shared_memory_stores, model
     part = part._replace(step=2)
     squared = (module.get_parameter("layer.3") ** 2).sum()
-    with reading(theirs, [part], taker=ahead.begin(module)) as prefetch:
+    with reading(theirs, [part], on_part=ahead.begin(module)) as prefetch:
         writer = write(PartWriter(ours, part, CHUNK), changed())
         wait_until(lambda: has(module, changed()[:-1]))
         assert not has(module, changed())
@@ -82,7 +82,7 @@ def test_the_shards_of_all_ranks_are_taken_as_they_come(shared_memory_stores, pa
         for step in (1, 2):
             parts = [part._replace(step=step, rank=rank) for rank in (0, 1)]
             copied.clear()
-            with reading(theirs, parts, taker=ahead.begin(module)):
+            with reading(theirs, parts, on_part=ahead.begin(module)):
                 writers = [
                     PartWriter(store, ref, 256)
                     for store, ref in zip((ours, second), parts, strict=True)
@@ -93,7 +93,7 @@ def test_the_shards_of_all_ranks_are_taken_as_they_come(shared_memory_stores, pa
                     wait_until(lambda: sum(copied) == (10 + 22) * 256)
                 event = announcement(parts[0], *[writer.seal() for writer in writers])
             loaded = load_version(theirs, part.run_id, event, module, ahead=ahead)
-            ahead.note(module, loaded)
+            ahead.record(module, loaded)
             assert identical(module["weight"], weight + step)
     assert sum(copied) == weight.nbytes, "nothing is copied twice"
 
@@ -109,7 +109,7 @@ def test_a_model_that_has_a_tensor_twice_takes_nothing_since_what_comes_has_to_b
     write(writer).add("layer.again", dict(SOME)[f"layer.{first}"])
     with pull_version(theirs, part.run_id, announcement(part, writer.seal())) as version:
         install(check_fit(module, version))
-        ahead.note(module, [manifest for manifest, _ in version.parts])
+        ahead.record(module, [manifest for manifest, _ in version.parts])
     assert ahead.begin(module) is None
 
 
@@ -118,7 +118,7 @@ def test_a_version_that_lies_otherwise_than_the_one_before_is_loaded_anew(
 ):
     (ours, theirs), (module, ahead) = shared_memory_stores, model
     part = part._replace(step=2)
-    with reading(theirs, [part], taker=ahead.begin(module)):
+    with reading(theirs, [part], on_part=ahead.begin(module)):
         report = write(PartWriter(ours, part, CHUNK), changed()[::-1]).seal()
     load(theirs, module, ahead, part, report)
     assert has(module, changed())
@@ -129,7 +129,7 @@ def test_a_model_that_has_lost_its_memory_takes_nothing_and_says_so(model):
     module.to("meta")
     with pytest.raises(IncompatibleWeights, match="has no memory in the model"):
         ahead.begin(module)
-    assert not ahead.took
+    assert not ahead.written_names
 
 
 def test_another_version_than_the_one_that_was_taken_is_loaded_whole(
@@ -138,7 +138,7 @@ def test_another_version_than_the_one_that_was_taken_is_loaded_whole(
     (ours, theirs), (module, ahead) = shared_memory_stores, model
     second, third = part._replace(step=2), part._replace(step=3)
     report = write(PartWriter(ours, second, CHUNK), changed(1.0)).seal()
-    with reading(theirs, [third], taker=ahead.begin(module)):
+    with reading(theirs, [third], on_part=ahead.begin(module)):
         write(PartWriter(ours, third, CHUNK), changed(2.0)).seal()
     assert not has(module, changed(1.0))
     load(theirs, module, ahead, second, report)
@@ -150,7 +150,7 @@ def test_what_was_taken_of_a_part_that_was_given_up_is_taken_anew(
 ):
     (ours, theirs), (module, ahead) = shared_memory_stores, model
     part = part._replace(step=2)
-    with reading(theirs, [part], taker=ahead.begin(module)):
+    with reading(theirs, [part], on_part=ahead.begin(module)):
         writer = write(PartWriter(ours, part, CHUNK), changed(1.0))
         wait_until(lambda: follower_of(theirs) == CHUNKS)
         writer.discard()
@@ -163,7 +163,7 @@ def test_what_was_taken_of_a_part_that_was_given_up_is_taken_anew(
 def test_what_was_taken_and_is_not_what_was_published_is_found(shared_memory_stores, model, part):
     (ours, theirs), (module, ahead) = shared_memory_stores, model
     part = part._replace(step=2)
-    with reading(theirs, [part], taker=ahead.begin(module)):
+    with reading(theirs, [part], on_part=ahead.begin(module)):
         writer = write(PartWriter(ours, part, CHUNK), changed())
         wait_until(lambda: follower_of(theirs) == CHUNKS)
         report = writer.seal()
@@ -178,7 +178,7 @@ def test_what_was_taken_and_is_not_what_was_published_is_found(shared_memory_sto
     assert layer[0] == -1.0 and identical(layer[32:], expected[32:])
     path = next(iter(theirs._newest_first("~".join(map(str, part)))))
     with path.open("r+b") as file:
-        file.seek(prefetch.DATA + 2 * CHUNK + 5)
+        file.seek(DATA + 2 * CHUNK + 5)
         file.write(b"\x55")
     with pytest.raises(CorruptVersion, match="chunk 2 of the weights of step 2"):
         load(theirs, module, ahead, part, report)
@@ -191,7 +191,7 @@ def test_a_module_that_has_other_memory_meanwhile_is_filled_there(
     for step in (2, 3):
         here, before = part._replace(step=step), module.get_parameter("layer.0").data
         module.get_parameter("layer.0").data = torch.zeros(1000)
-        with reading(theirs, [here], taker=ahead.begin(module)):
+        with reading(theirs, [here], on_part=ahead.begin(module)):
             report = write(PartWriter(ours, here, CHUNK), changed(step)).seal()
         load(theirs, module, ahead, here, report)
         assert has(module, changed(step)) and not identical(before, changed(step)[0][1])
@@ -209,7 +209,7 @@ def test_what_was_taken_counts_only_where_the_module_still_is(shared_memory_stor
     layer = module.get_parameter("layer.1")
     for step in (2, 3):
         here = part._replace(step=step)
-        with reading(theirs, [here], taker=ahead.begin(module)):
+        with reading(theirs, [here], on_part=ahead.begin(module)):
             writer = write(PartWriter(ours, here, CHUNK), changed(step))
             wait_until(lambda: follower_of(theirs) == CHUNKS)
             report = writer.seal()
@@ -232,12 +232,12 @@ def test_chunks_that_are_shorter_than_their_writer_said_are_loaded_anew(shared_m
         torch.nn.ParameterDict({n: torch.zeros_like(t) for n, t in tensors}),
         SpeculativeLoad(),
     )
-    ahead.note(
+    ahead.record(
         module, load(theirs, module, ahead, part, write(PartWriter(ours, part), tensors).seal())
     )
     ours._last_size = 1 << 20  # as after a smaller version
     part, more = part._replace(step=2), [(name, tensor + 1) for name, tensor in tensors]
-    with reading(theirs, [part], taker=ahead.begin(module)):
+    with reading(theirs, [part], on_part=ahead.begin(module)):
         writer = write(PartWriter(ours, part), more)
         wait_until(lambda: follower_of(theirs) >= 4)
         report = writer.seal()
@@ -253,7 +253,7 @@ def test_what_was_taken_is_not_what_another_transport_has(
     (ours, theirs), (module, ahead) = shared_memory_stores, model
     part, redis = part._replace(step=2), Where("redis", weights_url).store()
     report = write(PartWriter(redis, part, CHUNK), changed(2.0)).seal()
-    with reading(theirs, [part], taker=ahead.begin(module)):
+    with reading(theirs, [part], on_part=ahead.begin(module)):
         writer = write(PartWriter(ours, part, CHUNK), changed(1.0))
         wait_until(lambda: follower_of(theirs) == CHUNKS)
         writer.seal()
@@ -264,18 +264,18 @@ def test_what_was_taken_is_not_what_another_transport_has(
 
 def test_nothing_is_taken_from_who_is_not_known_or_says_odd_things(model, part):
     module, ahead = model
-    taker = ahead.begin(module)
+    on_part = ahead.begin(module)
     for rank, index, nbytes in ((1, 0, CHUNK), (0, 0, 1), (0, 0, CHUNK + 1), (0, 99, CHUNK)):
-        taker(part._replace(rank=rank))(index, memoryview(b"\x55" * nbytes))
-    assert has(module, SOME) and not ahead.took
+        on_part(part._replace(rank=rank))(index, memoryview(b"\x55" * nbytes))
+    assert has(module, SOME) and not ahead.written_names
 
 
 def test_what_counts_as_digested_was_taken(shared_memory_stores, model, part):
     (ours, theirs), (module, ahead) = shared_memory_stores, model
-    part, taker = part._replace(step=2), ahead.begin(module)
+    part, on_part = part._replace(step=2), ahead.begin(module)
 
     def failing(part):
-        take = taker(part)
+        take = on_part(part)
 
         def one_only(index, data):
             if index:

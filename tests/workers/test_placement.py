@@ -12,7 +12,7 @@ from trinity_workers.worker_group.placement import Needs, threads, with_reserved
 
 
 def needs(explorers, **settings):
-    return Needs.of(msgspec.convert(settings, TrainConfig), explorers=explorers)
+    return Needs.from_config(msgspec.convert(settings, TrainConfig), explorers=explorers)
 
 
 def test_every_rank_and_explorer_takes_a_cpu_where_nothing_else_is_said():
@@ -26,13 +26,13 @@ def test_fractions_of_cpus_are_counted_as_they_are_given():
     resources = needs(2, trainer={"ranks": 1, "cpus": 2.5}, explorer={"cpus": 0.25})
     assert resources.bundles(gpus=False) == [{"CPU": 2.5}, {"CPU": 0.25}, {"CPU": 0.25}]
     assert resources.cpus == 3
-    assert resources.told(gpus=True) == (
+    assert resources.format(gpus=True) == (
         "2.5 CPUs and a GPU for each of 1 rank, 0.25 CPUs for each of 2 explorers"
     )
 
 
 def test_explorers_elsewhere_take_no_room():
-    assert needs(0, trainer={"ranks": 2}).told(gpus=False) == "1 CPU for each of 2 ranks"
+    assert needs(0, trainer={"ranks": 2}).format(gpus=False) == "1 CPU for each of 2 ranks"
 
 
 def test_a_shared_cluster_gets_no_more_threads_than_cpus():

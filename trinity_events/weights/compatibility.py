@@ -30,7 +30,7 @@ _NOT_SAVED = attrgetter("_non_persistent_buffers_set")
 _Place: TypeAlias = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 
 
-def targets_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def find_targets(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the tensors that a version fills, under every name: parameters, and saved buffers.
 
     The tensors of a compiled or otherwise wrapped module are listed under plain names too.
@@ -174,7 +174,7 @@ def tied(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[st
     return ties
 
 
-def brought_twice(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> list[list[str]]:
+def find_duplicates(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> list[list[str]]:
     """Group the names that are one tensor in the model, such as tied embeddings."""
     if len(set(map(torch.Tensor.data_ptr, map(targets.__getitem__, names)))) == len(names):
         return []

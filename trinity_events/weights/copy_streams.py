@@ -102,7 +102,7 @@ class CudaCopyStream:
         torch.cuda.current_stream(self._device).wait_event(mark)
 
 
-def copy_stream_of(device: torch.device) -> CopyStream:
+def get_copy_stream(device: torch.device) -> CopyStream:
     """Return the copy stream of a device; each GPU has one in this process."""
     return _cuda_copy_stream(device) if device.type == "cuda" else HostCopyStream()
 
@@ -120,7 +120,7 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_cuda or tensor.nbytes < _SMALL:
         return tensor.cpu()
     made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-    lane = copy_stream_of(tensor.device)
+    lane = get_copy_stream(tensor.device)
     lane.begin()
     lane.copy(made, tensor)
     lane.wait(lane.mark())

@@ -48,12 +48,12 @@ class Session:
     @property
     def store(self) -> ChunkStore:
         """Store of the versions that this process publishes."""
-        return self.stores.of(self.settings.transport)
+        return self.stores.get(self.settings.transport)
 
     @property
     def groups(self) -> CollectiveStore:
         """Store that forms collective groups, or joins them."""
-        store = self.stores.of(CollectiveStore.name)
+        store = self.stores.get(CollectiveStore.name)
         assert isinstance(store, CollectiveStore)
         return store
 

@@ -65,7 +65,7 @@ def intersection(box: TensorSlice, other: TensorSlice) -> TensorSlice | None:
 
 
 def coverage_error(target: TensorSlice, boxes: Sequence[TensorSlice]) -> str | None:
-    """Say why these slices do not cover the wanted one exactly once; None if they do."""
+    """Return why these slices do not cover the wanted one exactly once; None if they do."""
     parts = sorted(
         part for part in (intersection(target, box) for box in boxes) if part is not None
     )
@@ -116,7 +116,7 @@ def contiguous_runs(
         yield source, target, nbytes
 
 
-def chunk_of(size: int, parts: int, index: int) -> tuple[int, int]:
+def find_chunk(size: int, parts: int, index: int) -> tuple[int, int]:
     """Return the begin and the size of one of ``parts`` even chunks, cut as torch cuts them.
 
     The last chunks may be shorter, or empty.

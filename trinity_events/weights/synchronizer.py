@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from msgspec.structs import asdict, replace
+from typing_extensions import deprecated
 
 from trinity_schemas import (
     AppliedPhases,
@@ -167,9 +168,14 @@ class Synchronizer:
         self._open(self.settings)
         session.close()
 
-    def tell(self, event: ExplorerStatusChanged | SyncRequested | RewardErrorReported) -> None:
+    def report(self, event: ExplorerStatusChanged | SyncRequested | RewardErrorReported) -> None:
         """Publish this explorer's status, its request for weights, or the error of a reward."""
         self._session.events.publish(event)
+
+    @deprecated("Synchronizer.tell is called report")
+    def tell(self, event: ExplorerStatusChanged | SyncRequested | RewardErrorReported) -> None:
+        """Publish as :meth:`report`."""
+        self.report(event)
 
     # --- publishing ------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from .applying.load import BaseRequired, load_version
 from .applying.partial_loads import PartialLoads
 from .applying.speculative_load import SpeculativeLoad
 from .applying.verify_model import check_installed
-from .compatibility import is_cast, targets_of
+from .compatibility import find_targets, is_cast
 from .reading.model_folder import pull_folder
 from .reading.pull import PulledVersion, Selection, pull_version
 from .session import Session
@@ -74,19 +74,19 @@ class VersionReader:
         into: torch.nn.Module | None = None,
     ) -> Ended | None:
         """Implement :meth:`Synchronizer.prefetch`."""
-        store = self._session.stores.of(opened.transport)
+        store = self._session.stores.get(opened.transport)
         if not isinstance(store, SupportsPrefetch):
             return None
         parts = [PartRef(self._run_id, epoch, opened.step, rank) for rank in opened.ranks]
         self._speculative.abandon()
-        taker = None if into is None else self._speculative.begin(into)
-        if taker is not None:
+        on_part = None if into is None else self._speculative.begin(into)
+        if on_part is not None:
             self._installed.forget()
         try:
-            return store.prefetch(parts, stop, deadline, taker)
+            return store.prefetch(parts, stop, deadline, on_part)
         finally:
             if into is not None:
-                self._partial.add(into, self._speculative.took)
+                self._partial.add(into, self._speculative.written_names)
 
     @contextmanager
     def pull(
@@ -94,14 +94,14 @@ class VersionReader:
     ) -> Iterator[PulledVersion]:
         """Implement :meth:`Synchronizer.pull`."""
         self._speculative.abandon()
-        with self._telling_refusals(ready), self._pulled(ready, selection, have) as version:
+        with self._publishing_refusals(ready), self._pulled(ready, selection, have) as version:
             yield version
 
     def _pulled(
         self, ready: StepReady, selection: Selection | None, have: Collection[str]
     ) -> AbstractContextManager[PulledVersion]:
         if ready.kind != "state_dict":
-            store = self._session.stores.of(ready.transport or RedisChunkStore.name)
+            store = self._session.stores.get(ready.transport or RedisChunkStore.name)
             return pull_version(store, self._run_id, ready, selection, have)
         folder = self._session.settings.checkpoint_folder
         if folder is None:
@@ -169,11 +169,11 @@ class VersionReader:
                 install(fit)
                 check_installed(module, manifests, selection, cast=cast)
                 pause = time.monotonic() - held_at
-            if cast and is_cast(targets_of(module), manifests):
+            if cast and is_cast(find_targets(module), manifests):
                 self._speculative.forget()
             elif selection is None and ready.kind == "weights":
-                self._installed.note(module, ready, version)
-                self._speculative.note(module, manifests)
+                self._installed.record(module, ready, version)
+                self._speculative.record(module, manifests)
         phases = AppliedPhases(fetch=fetched - began, pause=pause)
         self.applied(version, verified_at, phases)
         return phases
@@ -203,10 +203,10 @@ class VersionReader:
         if ready.kind == "state_dict":  # mapped files need no memory of their own
             return self.apply(module, ready, selection, cast=cast)
         began = time.monotonic()
-        store = self._session.stores.of(ready.transport or RedisChunkStore.name)
+        store = self._session.stores.get(ready.transport or RedisChunkStore.name)
         self._installed.forget()
         try:
-            with self._telling_refusals(ready), self._reported(ready):
+            with self._publishing_refusals(ready), self._reported(ready):
                 parts = load_version(
                     store,
                     self._run_id,
@@ -221,10 +221,10 @@ class VersionReader:
             return self.apply(module, ready, selection, cast=cast)
         finally:
             self._speculative.abandon()
-        if cast and is_cast(targets_of(module), parts):
+        if cast and is_cast(find_targets(module), parts):
             self._speculative.forget()
         elif selection is None:
-            self._speculative.note(module, parts)
+            self._speculative.record(module, parts)
         assert ready.version_digest is not None
         phases = AppliedPhases(fetch=0.0, pause=time.monotonic() - began)
         nbytes = sum(manifest.nbytes for manifest in parts)
@@ -233,7 +233,7 @@ class VersionReader:
         return phases
 
     @contextmanager
-    def _telling_refusals(self, ready: StepReady) -> Iterator[None]:
+    def _publishing_refusals(self, ready: StepReady) -> Iterator[None]:
         """Publish a refusal if the block finds the version corrupt."""
         try:
             yield

@@ -133,7 +133,7 @@ def apply(stores, run_id, model, event, installed, selection=None):
     have = installed.fulls(model)
     with pull_version(stores[-1], run_id, event, selection, have) as version:
         install(check_fit(model, version))
-        installed.note(model, event, version)
+        installed.record(model, event, version)
         return version.bytes
 
 

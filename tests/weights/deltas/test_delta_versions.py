@@ -44,7 +44,7 @@ class Holder(torch.nn.Module):
         """As an explorer does; returns the bytes that were read."""
         with pull_version(store, run_id, ready, have=installed.fulls(self)) as version:
             install(check_fit(self, version))
-            installed.note(self, ready, version)
+            installed.record(self, ready, version)
             return version.bytes
 
 

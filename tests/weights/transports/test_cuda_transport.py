@@ -24,7 +24,7 @@ from trinity_events.errors import CorruptVersion, GpuUnusable, VersionUnavailabl
 from trinity_events.system.shared_memory import available
 from trinity_events.weights import CudaStore, PartWriter, load_version
 from trinity_events.weights.deltas.tracker import LastPublished
-from trinity_events.weights.devices.digests import digests_of
+from trinity_events.weights.devices.digests import digest_all
 from trinity_events.weights.transports import stores
 from trinity_events.weights.transports.cuda import CudaMemory, block_pool, memory, sink
 from trinity_events.weights.transports.cuda.layout import encoded
@@ -72,45 +72,45 @@ def reference(data: bytes) -> str:
     return f"mix128:{plain + len(data) & word:016x}{weighted & word:016x}"
 
 
-def chunk_of(data: bytes, device="cpu") -> torch.Tensor:
+def find_chunk(data: bytes, device="cpu") -> torch.Tensor:
     return torch.tensor(list(data), dtype=torch.uint8, device=device)
 
 
 @given(st.lists(st.binary(max_size=100), max_size=4))
 def test_a_digest_is_what_it_is_said_to_be(chunks):
-    assert digests_of([chunk_of(data) for data in chunks]) == [reference(data) for data in chunks]
+    assert digest_all([find_chunk(data) for data in chunks]) == [reference(data) for data in chunks]
 
 
 @given(st.binary(min_size=1, max_size=200), st.data())
 def test_a_digest_sees_bits_that_flip_bytes_that_swap_and_zeros_that_are_added(data, drawn):
-    [before] = digests_of([chunk_of(data)])
+    [before] = digest_all([find_chunk(data)])
     at = drawn.draw(st.integers(0, len(data) - 1))
     flipped = bytearray(data)
     flipped[at] ^= 1 << drawn.draw(st.integers(0, 7))
-    assert digests_of([chunk_of(flipped)]) != [before]
+    assert digest_all([find_chunk(flipped)]) != [before]
     other = drawn.draw(st.integers(0, len(data) - 1))
     if data[at] != data[other]:
         swapped = bytearray(data)
         swapped[at], swapped[other] = data[other], data[at]
-        assert digests_of([chunk_of(swapped)]) != [before]
-    assert digests_of([chunk_of(data + b"\0")]) != [before]
-    assert digests_of([chunk_of(data[1:])]) != [before]
+        assert digest_all([find_chunk(swapped)]) != [before]
+    assert digest_all([find_chunk(data + b"\0")]) != [before]
+    assert digest_all([find_chunk(data[1:])]) != [before]
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
 def test_two_signs_that_flip_do_not_cancel_each_other(device):
     """As they would in a sum of words times odd numbers."""
     words = torch.zeros(1000, dtype=torch.int64, device=device)
-    [before] = digests_of([words.view(torch.uint8)])
+    [before] = digest_all([words.view(torch.uint8)])
     words[[3, 500]] = -(2**63)
-    assert digests_of([words.view(torch.uint8)]) != [before]
-    assert digests_of([words.view(torch.uint8).cpu()]) == digests_of([words.view(torch.uint8)])
+    assert digest_all([words.view(torch.uint8)]) != [before]
+    assert digest_all([words.view(torch.uint8).cpu()]) == digest_all([words.view(torch.uint8)])
 
 
 def test_what_is_digested_may_lie_at_any_address():
     data = torch.arange(100, dtype=torch.uint8)
     for begin in range(9):
-        assert digests_of([data[begin:90]]) == [reference(bytes(range(begin, 90)))]
+        assert digest_all([data[begin:90]]) == [reference(bytes(range(begin, 90)))]
 
 
 # --- where parts lie --------------------------------------------------------------------------
@@ -320,7 +320,7 @@ def runtime(monkeypatch):
 
     monkeypatch.setattr(memory, "_runtime", lambda: made)
     monkeypatch.setattr(memory, "_tensor", tensor)
-    monkeypatch.setattr(memory, "_index_of", lambda device: 0 if device == "ours" else None)
+    monkeypatch.setattr(memory, "_find_index", lambda device: 0 if device == "ours" else None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     monkeypatch.setattr(torch.cuda, "empty_cache", give_back)

@@ -96,9 +96,9 @@ def test_a_model_at_rest_has_a_version_before_it_is_sealed(stores, part, copied,
         torch.nn.ParameterDict({n: torch.zeros_like(t) for n, t in TENSORS}),
         SpeculativeLoad(),
     )
-    ahead.note(module, load(theirs, module, ahead, part, written(ours, part).seal()))
+    ahead.record(module, load(theirs, module, ahead, part, written(ours, part).seal()))
     part = part._replace(step=2)
-    with reading(theirs, [part], taker=ahead.begin(module)):
+    with reading(theirs, [part], on_part=ahead.begin(module)):
         writer = written(ours, part, changed())
         wait_until(lambda: here(followed) == OBJECTS - 1)
         assert identical(module["layer7"], TENSORS[7][1] + 1)
@@ -204,18 +204,18 @@ async def test_what_is_said_of_a_part_may_arrive_in_any_order(part):
     """As with actors of which several calls are under way at once."""
     directory, objects = Directory(), Objects(["a", "b"], [1, 2])
     first, second = PutAttempt(1, CHUNK), PutAttempt(2, CHUNK)
-    directory.came(part, second, 1, Objects(["b"], [2]))
-    directory.came(part, first, 0, Objects(["x"], [1]))
+    directory.add_object(part, second, 1, Objects(["b"], [2]))
+    directory.add_object(part, first, 0, Objects(["x"], [1]))
     directory.give_up(part, first)
     assert await directory.follow(part, second, 0, 0.0) == (second, ([], []), False)
-    directory.came(part, second, 0, Objects(["a"], [1]))
+    directory.add_object(part, second, 0, Objects(["a"], [1]))
     assert await directory.follow(part, NONE, 0, 60.0) == (second, objects, False)
     directory.give_up(part, second)
-    directory.came(part, second, 2, Objects(["c"], [3]))
+    directory.add_object(part, second, 2, Objects(["c"], [3]))
     assert await directory.follow(part, second, 2, 60.0) == (NONE, ([], []), False)
     third = PutAttempt(3, CHUNK)
-    directory.keep(part, third, b"manifest", objects)
-    directory.came(part, third, 0, Objects(["a"], [1]))
+    directory.add_part(part, third, b"manifest", objects)
+    directory.add_object(part, third, 0, Objects(["a"], [1]))
     assert await directory.follow(part, third, 1, 60.0) == (third, (["b"], [2]), True)
     directory.forget(part)
     assert await directory.follow(part, third, 2, 60.0) == (NONE, ([], []), False)

@@ -91,7 +91,7 @@ def test_what_has_changed_before_it_could_be_sent_again_is_not_published(stores,
     tensor += 1
     # Not by cutting the connection: the answer may be here by then.
     with (
-        mock.patch.object(BulkConnection, "stored", side_effect=BulkError("broken")),
+        mock.patch.object(BulkConnection, "finish_set", side_effect=BulkError("broken")),
         pytest.raises(ConnectionError, match="publish the version again"),
     ):
         writer.seal()
@@ -103,4 +103,4 @@ def test_what_has_changed_before_it_could_be_sent_again_is_not_published(stores,
     "client", [redis.Redis(ssl=True), mock.Mock(spec=["get"])], ids=["TLS", "a cluster"]
 )
 def test_where_it_cannot_be_one_plain_socket_the_client_does_it(client):
-    assert BulkConnection.of(client) is None
+    assert BulkConnection.connect(client) is None

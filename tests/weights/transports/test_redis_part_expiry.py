@@ -147,11 +147,11 @@ def test_a_part_that_is_published_anew_is_not_freed_with_what_it_was(ours, their
 
 def test_memory_of_several_parts_makes_room_for_larger_ones():
     memory = _ReceiveMemory()
-    small, large = memory.take(5), memory.take(10)
-    memory.give(small)
-    memory.give(large)
-    assert len(memory.take(20)) == 20
-    assert len(memory.take(3)) == 5, "the largest alone made room"
+    small, large = memory.acquire(5), memory.acquire(10)
+    memory.release(small)
+    memory.release(large)
+    assert len(memory.acquire(20)) == 20
+    assert len(memory.acquire(3)) == 5, "the largest alone made room"
 
 
 async def test_what_is_published_does_not_expire_while_its_publisher_lives(

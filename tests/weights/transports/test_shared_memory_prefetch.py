@@ -29,7 +29,6 @@ from trinity_events.system.shared_memory import (
     users_folder,
 )
 from trinity_events.weights import PartWriter, SharedMemoryStore
-from trinity_events.weights.transports.shared_memory import prefetch
 from trinity_events.weights.transports.shared_memory.reading import PartPrefetch
 from trinity_schemas import decode_manifest
 from trinity_workers.explorer.run_follower import followed_run
@@ -87,7 +86,7 @@ def test_a_reader_that_meets_its_writer_in_the_lock_looks_again(
             raise BlockingIOError
         read_beside(descriptor)
 
-    monkeypatch.setattr(prefetch, "read_beside", meeting)
+    monkeypatch.setattr(f"{PartPrefetch.__module__}.read_beside", meeting)
     with reading(theirs, [part]) as reading_ahead:
         writer = write(PartWriter(ours, part, CHUNK))
         wait_until(lambda: follower_of(theirs) == CHUNKS)

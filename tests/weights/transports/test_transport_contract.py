@@ -149,7 +149,7 @@ def exchange(part, change):
     [reference] = objects.references
     other = change(ray.get(reference).copy())
     put = ray.put(other)
-    ray.get(directory.keep.remote(part, NONE, manifest, Objects([put], [len(other)])))
+    ray.get(directory.add_part.remote(part, NONE, manifest, Objects([put], [len(other)])))
     return put
 
 
@@ -552,14 +552,14 @@ def test_objects_that_are_not_cut_as_the_chunks_are_are_corrupt(
     manifest, objects = ray.get(directory.find.remote(part))
     assert len(objects.references) == 3
     for wrong in of_three_objects(objects):
-        ray.get(directory.keep.remote(part, NONE, manifest, wrong))
+        ray.get(directory.add_part.remote(part, NONE, manifest, wrong))
         for selection in (None, {"c": None}):
             with (
                 pytest.raises(CorruptVersion, match="do not end where its chunks end"),
                 pull_version(theirs, part.run_id, event, selection),
             ):
                 pass
-    ray.get(directory.keep.remote(part, NONE, manifest, objects))
+    ray.get(directory.add_part.remote(part, NONE, manifest, objects))
     assert len(read(theirs, part.run_id, event)) == 3
     ours.close()
 

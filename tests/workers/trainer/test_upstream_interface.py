@@ -198,7 +198,7 @@ async def test_a_step_on_a_flat_list_is_that_on_its_groups(fleet):
     calls = []
 
     class Ranks:
-        async def ask(self, method, groups):
+        async def call(self, method, groups):
             calls.append((method, groups))
             return {"loss": 0.5}
 

@@ -30,12 +30,12 @@ from trinity_workers.runtime.collectives import CollectiveBroken
 from trinity_workers.verl import waiting
 from trinity_workers.verl.receiver import WeightReceiver
 from trinity_workers.verl.sender import WeightSender
-from trinity_workers.verl.settings import settings_of
+from trinity_workers.verl.settings import parse_settings
 from trinity_workers.verl.topology import (
     OpenedRun,
     ProcessLocation,
+    find_topology,
     this_location,
-    topology_of,
     transport_between,
 )
 
@@ -47,14 +47,14 @@ class Ends:
 
     def __init__(self, exits: ExitStack, **options) -> None:
         self._exits = exits
-        self._settings = settings_of(options)
+        self._settings = parse_settings(options)
         self.sender = WeightSender(self._settings)
         exits.callback(self.sender.close)
         self.receivers = []
 
     def meet(self, rollouts=1):
         places = [this_location(self.sender.open()), *(this_location() for _ in range(rollouts))]
-        meeting = topology_of(places, rollouts)
+        meeting = find_topology(places, rollouts)
         self.sender.meet(meeting)
         for rank in range(len(self.receivers), rollouts):
             self.receivers.append(WeightReceiver(self._settings, rank, meeting))
@@ -147,7 +147,7 @@ async def test_versions_that_fill_the_memory_do_not_drive_the_next_one_out_of_it
     with pytest.raises(TypeError, match="complex128"):
         await ends.sender.send(iter([("weight", torch.zeros(2, dtype=torch.complex128))]), 3)
     assert (
-        topology_of([this_location(ends.sender.open()), this_location()], 1).transport == "ray"
+        find_topology([this_location(ends.sender.open()), this_location()], 1).transport == "ray"
     ), "if it does not arrive"
 
 
@@ -435,21 +435,21 @@ def test_weights_travel_through_memory_where_everybody_shares_it_else_through_ra
 def test_settings_that_make_no_sense_are_refused_in_one_sentence(options, message, monkeypatch):
     monkeypatch.delenv("TRINITY_REDIS_URL", raising=False)
     with pytest.raises(BadSettings) as refused:
-        settings_of(options)
+        parse_settings(options)
     assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_the_environment_names_the_servers_where_the_configuration_does_not(monkeypatch):
     monkeypatch.setenv("TRINITY_REDIS_URL", "redis://from-environment")
     monkeypatch.setenv("TRINITY_WEIGHTS_REDIS_URL", "redis://chunks")
-    assert settings_of({}).redis_url == "redis://from-environment"
-    assert settings_of({"redis_url": "redis://h"}).redis_url == "redis://h"
-    assert settings_of({"redis_url": None}).weights_url == "redis://chunks"
+    assert parse_settings({}).redis_url == "redis://from-environment"
+    assert parse_settings({"redis_url": "redis://h"}).redis_url == "redis://h"
+    assert parse_settings({"redis_url": None}).weights_url == "redis://chunks"
 
 
 def test_what_everybody_is_told_comes_from_the_trainers_rank_0():
     opened = OpenedRun(run_id="r", epoch=3, transport="redis", newest_entry="1-0", announced="0-0")
-    meeting = topology_of(
+    meeting = find_topology(
         [place("a"), ProcessLocation(host="b", room=True, opened=opened), place("c")], 1
     )
     assert (meeting.opened, meeting.transport, meeting.rollouts) == (opened, "redis", 1)

@@ -13,13 +13,13 @@ from trinity_workers.worker_group.dispatch import (  # noqa: E402
     Dispatch,
     DispatchRefused,
     deal,
-    shares_of,
+    find_shares,
 )
 from trinity_workers.worker_group.ranks import (  # noqa: E402
     DistGlobalInfo,
     DistRankInfo,
+    find_sizes,
     rank_table,
-    sizes_of,
 )
 from trinity_workers.worker_group.rows import UnknownRows  # noqa: E402
 
@@ -43,8 +43,8 @@ def answer(dealt, work):
 def test_rows_come_back_once_and_in_order_at_every_layout_up_to_64_ranks(mode):
     for sizes in LAYOUTS:
         table = rank_table(sizes)
-        assert sizes_of(table) == sizes
-        count = shares_of(mode, table).number
+        assert find_sizes(table) == sizes
+        count = find_shares(mode, table).number
         for rows in {0, 1, count - 1, count, count + 1, 2 * count + 3}:
             dealt = deal(mode, table, [list(range(rows))])
             dealt_out = [row for [part] in dealt.arguments for row in part]
@@ -77,7 +77,7 @@ def test_tensors_for_each_entry_of_a_list_are_put_back_in_its_order():
 
 def test_ranks_of_a_replica_get_one_share_and_the_last_stage_answers():
     sizes = DistGlobalInfo(tp_size=2, dp_size=2, pp_size=2, cp_size=1)
-    shares = shares_of(Dispatch.MEGATRON_COMPUTE_PROTO, rank_table(sizes))
+    shares = find_shares(Dispatch.MEGATRON_COMPUTE_PROTO, rank_table(sizes))
     assert shares.ranks == (0, 0, 1, 1, 0, 0, 1, 1)
     assert shares.answering == (4, 6)
 
@@ -122,10 +122,10 @@ def test_what_has_no_rows_and_answers_of_other_rows_are_refused():
 def test_a_table_that_lacks_ranks_is_refused():
     table = rank_table(DistGlobalInfo(tp_size=1, dp_size=2, pp_size=2, cp_size=1))
     with pytest.raises(DispatchRefused, match="the places of 3 ranks make up no layout"):
-        shares_of(Dispatch.MEGATRON_COMPUTE_PROTO, table[:3])
+        find_shares(Dispatch.MEGATRON_COMPUTE_PROTO, table[:3])
     twice = [DistRankInfo(tp_rank=0, dp_rank=0, pp_rank=0, cp_rank=0)] * 2
     with pytest.raises(DispatchRefused, match="make up no layout"):
-        shares_of(Dispatch.MEGATRON_PP_AS_DP_PROTO, twice)
+        find_shares(Dispatch.MEGATRON_PP_AS_DP_PROTO, twice)
 
 
 def test_padding_rows_are_part_of_no_sum():

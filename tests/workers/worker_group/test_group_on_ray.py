@@ -85,22 +85,22 @@ def made(_ray):
 async def test_a_group_deals_out_and_collects_and_tells_deaths_and_silence(made):
     group = made(name="stage", format_death=lambda method: f"died in {method} at step 3")
     batch = make_batch([1, 2, 3])
-    result = await group.ask("compute", batch, factor=2)
+    result = await group.call("compute", batch, factor=2)
     assert result.pop("stage") == 1, "the last stage answers"
     assert_equal(result["batch"].known(), batch.known())
     assert identical(result["rewards"], batch.rewards * 2)
-    texts = await group.ask("generate", ["a", "b", "c"])
+    texts = await group.call("generate", ["a", "b", "c"])
     assert texts == ["a by 0", "b by 1", "c by 0"]
     with pytest.raises(UnknownMethod, match="Stages has no registered method unregistered"):
-        await group.ask("unregistered")
+        await group.call("unregistered")
     with pytest.raises(TrinityError, match="would block the event loop"):
         group.compute(batch, factor=2)
     with pytest.raises(TrinityError, match="rank 0 failed"):
-        await group.ask("fails_later")
+        await group.call("fails_later")
     await group.watch()
     # The peer's error is there at once, and Ray's of the death after it.
     with pytest.raises(WorkerDied, match=r"^stage-1 \(process \d+ on .*\) died in fails at step 3"):
-        await group.ask("fails", 1, CollectiveBroken)
+        await group.call("fails", 1, CollectiveBroken)
 
 
 def test_without_an_event_loop_methods_block_or_return_what_is_waited_on(made):

@@ -13,7 +13,7 @@ import torch
 from trinity_schemas import TensorEntry, WeightManifest
 
 from ...errors import IncompatibleWeights
-from ..compatibility import brought_twice, check_covered, compatible_target
+from ..compatibility import check_covered, compatible_target, find_duplicates
 from ..part_bytes import PartBytes
 from ..reading.pull import Piece, Selection, selected_slice, shares
 from ..slices import TensorSlice, contiguous_runs
@@ -134,7 +134,7 @@ def plan_copies(
     subset = any(manifest.subset for manifest in manifests)
     if selection is None and not subset and len(names) < len(targets):
         check_covered(targets, names)
-    return CopyPlan(parts, brought_twice(targets, names))
+    return CopyPlan(parts, find_duplicates(targets, names))
 
 
 def _planned(

@@ -51,12 +51,12 @@ class CopyTarget:
             self._memory = as_bytes(self._filled)
         return self._memory[at : at + nbytes]
 
-    def bring(self, at: int, source: int, nbytes: int) -> None:
+    def write(self, at: int, source: int, nbytes: int) -> None:
         """Copy verified bytes from an address to offset ``at``."""
         if not self._plain:
             self._begin()
         copy_bytes(self._filled.data_ptr() + at, source, nbytes)
-        self.note_copied(nbytes)
+        self.count_copied(nbytes)
 
     @property
     def device(self) -> torch.device:
@@ -75,9 +75,9 @@ class CopyTarget:
                 flat_bytes(self._target)[at : at + len(data)].copy_(data)
         else:
             as_buffer(self.memory_at(at, len(data))).copy_(data)
-            self.note_copied(len(data))
+            self.count_copied(len(data))
 
-    def note_copied(self, nbytes: int) -> None:
+    def count_copied(self, nbytes: int) -> None:
         """Count verified bytes; the last ones trigger the copy from the host buffer."""
         if self._plain:
             return
@@ -113,7 +113,7 @@ class ByteRange(NamedTuple):
 
 
 def about_to_change(module: torch.nn.Module) -> None:
-    """Tell autograd that the parameters change."""
+    """Inform autograd that the parameters change."""
     torch.autograd.graph.increment_version(
         [parameter for parameter in module.parameters() if not parameter.is_inference()]
     )

@@ -12,7 +12,7 @@ from trinity_schemas import StepReady
 
 from ...errors import CorruptVersion
 from ..deltas.encoding import decoded, overwrite, words
-from ..deltas.reconstruct import based, delta_of, differs, makes
+from ..deltas.reconstruct import based, format_difference, get_delta, makes
 from ..tensors import as_bytes
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class InstalledBases:
         """Forget the model: its content is not known any more."""
         self._module, self._fulls = None, frozenset()
 
-    def note(self, module: torch.nn.Module, ready: StepReady, version: PulledVersion) -> None:
+    def record(self, module: torch.nn.Module, ready: StepReady, version: PulledVersion) -> None:
         """Record that the model holds the whole version."""
         self._module = weakref.ref(module)
         self._fulls = frozenset(
@@ -67,9 +67,9 @@ def checked(target: torch.Tensor, piece: Piece) -> tuple[torch.Tensor | None, me
     """
     entry, buffer, base = piece
     source = None if base is None else based(entry, base)
-    delta = delta_of(entry, buffer)
+    delta = get_delta(entry, buffer)
     if not makes(entry, target if source is None else source, delta):
-        raise (ModelDiffers if source is None else CorruptVersion)(differs(entry))
+        raise (ModelDiffers if source is None else CorruptVersion)(format_difference(entry))
     return source, delta
 
 

@@ -13,7 +13,7 @@ import torch
 from trinity_schemas import TensorEntry
 
 from ...errors import IncompatibleWeights
-from ..compatibility import ModuleFingerprint, distinct, targets_of, tied
+from ..compatibility import ModuleFingerprint, distinct, find_targets, tied
 from ..devices.host_to_device import copy_pairs
 from ..part_bytes import PartBytes
 from ..reading.pull import Piece, PulledVersion, Selection, selected_slice, shares
@@ -132,10 +132,10 @@ def check_fit(module: torch.nn.Module, version: PulledVersion, *, cast: bool = F
     last_fit = _last_fits.get(module)
     fit = None if last_fit is None else last_fit.fit(module, version)
     if fit is None:
-        targets = targets_of(module)
+        targets = find_targets(module)
         plan = _planned(targets, version, cast=cast)
         fit = _fit(plan, version)
-        _note(module, targets, version, plan)
+        _save_plan(module, targets, version, plan)
     return fit
 
 
@@ -144,7 +144,7 @@ def fit_to(targets: dict[str, torch.Tensor], version: PulledVersion, *, cast: bo
     return _fit(_planned(targets, version, cast=cast), version)
 
 
-def _note(
+def _save_plan(
     module: torch.nn.Module,
     targets: dict[str, torch.Tensor],
     version: PulledVersion,
@@ -310,7 +310,7 @@ def adopt(module: torch.nn.Module, version: PulledVersion) -> None:
     Raises as :func:`check_fit`. Raises IncompatibleWeights for shards, for an unpublished tensor
     that is tied to a published one with another layout, and for wrappers of tensors.
     """
-    targets = targets_of(module)
+    targets = find_targets(module)
     fit_to(targets, version)
     for entry in chain.from_iterable(manifest.tensors for manifest, _ in version.parts):
         is_selected = version.selection is None or entry.name in version.selection

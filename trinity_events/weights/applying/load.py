@@ -16,7 +16,7 @@ import torch
 from trinity_schemas import StepReady, WeightManifest
 
 from ...errors import CorruptVersion
-from ..compatibility import is_cast, targets_of
+from ..compatibility import find_targets, is_cast
 from ..devices.host_to_device import settle
 from ..reading.pull import OpenPart, Selection, names_in, open_part
 from ..tensors import address
@@ -85,16 +85,21 @@ def load_version(
         refs = [part.ref for part in parts]
         names = names_in(manifests) if selection is None else selection.keys()
         torn = torn or PartialLoads()
-        if cast and ahead and is_cast(targets_of(module), manifests):
+        if cast and ahead and is_cast(find_targets(module), manifests):
             ahead.forget()
-        if selection is None and in_memory and ahead and ahead.leads(refs, module, manifests):
+        if (
+            selection is None
+            and in_memory
+            and ahead
+            and ahead.matches_prediction(refs, module, manifests)
+        ):
             with torn.until_whole(module, names):
                 about_to_change(module)
                 for part in parts:
                     _finish(part, ahead)
                 check_installed(module, manifests)
             return manifests
-        targets = targets_of(module)
+        targets = find_targets(module)
         plan = plan_copies(targets, manifests, selection, cast=cast)
         if plan.twice:
             raise BaseRequired
@@ -120,14 +125,14 @@ def _fill(part: OpenPart, plan: PartPlan, targets: dict[str, CopyTarget]) -> Non
         return
 
     # The source is in memory: each chunk is verified there, and copied while it is in the cache.
-    def take(index: int, data: memoryview | None, digested: str | None = None) -> None:
+    def check_and_copy(index: int, data: memoryview | None, digested: str | None = None) -> None:
         part.check(index, data, digested)
         assert data is not None
         begin = address(data)
         for run in ranges[index]:
-            run.target.bring(run.at, begin + run.begin, run.nbytes)
+            run.target.write(run.at, begin + run.begin, run.nbytes)
 
-    part.source.read(sizes, take, ranges)
+    part.source.read(sizes, check_and_copy, ranges)
 
 
 def _copy(part: OpenPart, source: TensorSource, ranges: dict[int, list[ByteRange]]) -> None:
@@ -148,14 +153,14 @@ def _finish(part: OpenPart, ahead: SpeculativeLoad) -> None:
     """Copy the chunks that were not in the model before the part was sealed."""
     written_count = ahead.written_count(part.ref)
 
-    def take(index: int, data: memoryview | None, digested: str | None = None) -> None:
+    def check_and_copy(index: int, data: memoryview | None, digested: str | None = None) -> None:
         part.check(index, data, digested)
         assert data is not None
         if index >= written_count or digested != part.manifest.chunks[index].digest:
-            ahead.bring(part.ref, index, data)  # the chunk was written after it was digested
+            ahead.write(part.ref, index, data)  # the chunk was written after it was digested
 
     assert not isinstance(part.source, TensorSource)
-    part.source.read(part.sizes, take, ahead.chunks(part.ref))
+    part.source.read(part.sizes, check_and_copy, ahead.chunks(part.ref))
 
 
 def _receive(
@@ -180,4 +185,4 @@ def _receive(
         for chunk in received:
             part.check_received(chunk.number, chunk.length, chunk.digested, chunk.into)
             for run in coming.popleft():
-                run.target.note_copied(run.nbytes)
+                run.target.count_copied(run.nbytes)

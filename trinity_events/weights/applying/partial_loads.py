@@ -9,7 +9,7 @@ from weakref import ref
 import torch
 
 from ...errors import IncompatibleWeights
-from ..compatibility import first_uncovered, targets_of
+from ..compatibility import find_targets, first_uncovered
 
 
 class PartialLoads:
@@ -25,7 +25,7 @@ class PartialLoads:
         """Record that these tensors of the module may hold any bytes."""
         if names:
             others = [entry for entry in self._torn if entry[0]() not in (None, module)]
-            self._torn = [*others, (ref(module), self._of(module) | set(names))]
+            self._torn = [*others, (ref(module), self._torn_names(module) | set(names))]
 
     @contextmanager
     def until_whole(self, module: torch.nn.Module, names: Collection[str]) -> Iterator[None]:
@@ -33,9 +33,9 @@ class PartialLoads:
 
         Raises IncompatibleWeights at the start if other tensors, not tied to these, are torn.
         """
-        torn = self._of(module)
+        torn = self._torn_names(module)
         if not torn <= set(names):
-            name = first_uncovered(targets_of(module), set(names), torn)
+            name = first_uncovered(find_targets(module), set(names), torn)
             if name is not None:
                 raise IncompatibleWeights(
                     f"{name!r} may hold some of a version that never became whole in this model, "
@@ -45,5 +45,5 @@ class PartialLoads:
         yield
         self._torn = [entry for entry in self._torn if entry[0]() not in (None, module)]
 
-    def _of(self, module: torch.nn.Module) -> set[str]:
+    def _torn_names(self, module: torch.nn.Module) -> set[str]:
         return next((names for reference, names in self._torn if reference() is module), set())

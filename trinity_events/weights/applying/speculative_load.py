@@ -16,10 +16,10 @@ from msgspec import Struct
 
 from trinity_schemas import WeightManifest
 
-from ..compatibility import ModuleFingerprint, brought_twice, distinct, targets_of
+from ..compatibility import ModuleFingerprint, distinct, find_duplicates, find_targets
 from ..reading.pull import names_in
 from ..tensors import address, copy_bytes, is_plain
-from ..transports.base import PartRef, Take, Taker
+from ..transports.base import OnChunk, OnPart, PartRef
 from .copy_plan import plan_copies
 from .copy_target import about_to_change, by_chunk, copy_targets
 
@@ -50,7 +50,7 @@ class _Filling(Struct):
 class SpeculativeLoad:
     """Predicted layout of the next version in a model, and the chunks written by it.
 
-    Not thread-safe, except :meth:`bring`. For models on the CPU only: the load of a model on a GPU
+    Not thread-safe, except :meth:`write`. For models on the CPU only: the load of a model on a GPU
     assembles its tensors in host memory first.
     """
 
@@ -62,22 +62,22 @@ class SpeculativeLoad:
         self._plans: dict[int, dict[int, list[_Copy]]] = {}
         """Copies of each chunk, by rank."""
         self._fillings: dict[PartRef, _Filling] = {}
-        self._took = False
+        self._has_written = False
 
-    def note(self, module: torch.nn.Module, manifests: Sequence[WeightManifest]) -> None:
+    def record(self, module: torch.nn.Module, manifests: Sequence[WeightManifest]) -> None:
         """Remember the layout of a full version that was loaded, as a prediction for the next."""
         if any(manifest.base is not None or manifest.subset for manifest in manifests):
             self._layout = None
-        elif not self._is_of(module, manifests):
+        elif not self._has_layout(module, manifests):
             # One tensor of the module under two names of the version has to be compared.
-            twice = brought_twice(targets_of(module), names_in(manifests))
+            twice = find_duplicates(find_targets(module), names_in(manifests))
             self._layout = None if twice else _Layout(ref(module), manifests)
             self._plans = {}
 
-    def begin(self, module: torch.nn.Module) -> Taker | None:
+    def begin(self, module: torch.nn.Module) -> OnPart | None:
         """Return a callback that writes incoming chunks into the module; None without a layout."""
         self.abandon()
-        self._took = False
+        self._has_written = False
         if (
             self._layout is None
             or self._layout.module() is not module
@@ -97,17 +97,17 @@ class SpeculativeLoad:
         self._fillings = {}
 
     @property
-    def took(self) -> Collection[str]:
+    def written_names(self) -> Collection[str]:
         """Names of the tensors that chunks written since :meth:`begin` may have changed."""
-        if not self._took or self._layout is None:
+        if not self._has_written or self._layout is None:
             return ()
         return names_in(self._layout.manifests)
 
-    def leads(
+    def matches_prediction(
         self, parts: Sequence[PartRef], module: torch.nn.Module, manifests: Sequence[WeightManifest]
     ) -> bool:
         """Return True if these manifests have the predicted layout, and prepare their parts."""
-        if not self._is_of(module, manifests) or not self._prepare_targets(module):
+        if not self._has_layout(module, manifests) or not self._prepare_targets(module):
             return False
         for part in parts:
             if part not in self._fillings:
@@ -122,33 +122,33 @@ class SpeculativeLoad:
         """Return the number of the part's first chunks that were written, unverified."""
         return self._fillings[part].written_count
 
-    def take(self, part: PartRef, index: int, data: memoryview) -> None:
+    def write_next(self, part: PartRef, index: int, data: memoryview) -> None:
         """Write the next chunk into the model, unverified."""
-        self._took = True
-        self.bring(part, index, data)
+        self._has_written = True
+        self.write(part, index, data)
         self._fillings[part].written_count = index + 1
 
-    def bring(self, part: PartRef, index: int, data: memoryview) -> None:
+    def write(self, part: PartRef, index: int, data: memoryview) -> None:
         """Copy a chunk into the model. Thread-safe."""
         begin = address(data)
         for target, source, nbytes in self._fillings[part].plan.get(index, ()):
             copy_bytes(target, begin + source, nbytes)
 
-    def _begin_part(self, part: PartRef) -> Take:
+    def _begin_part(self, part: PartRef) -> OnChunk:
         sizes = self._sizes(part.rank)
         self._fillings.pop(part, None)  # from an abandoned attempt
         if sizes:
             self._fillings[part] = _Filling(self._plan(part.rank))
 
-        def take(index: int, data: memoryview) -> None:
+        def write_chunk(index: int, data: memoryview) -> None:
             if part not in self._fillings:
                 return  # the layout is unknown, or differs from the last one
             if index < len(sizes) and len(data) == sizes[index]:
-                self.take(part, index, data)
+                self.write_next(part, index, data)
             else:
                 del self._fillings[part]
 
-        return take
+        return write_chunk
 
     def _prepare_targets(self, module: torch.nn.Module) -> bool:
         """Return True if the module's tensors can be filled in place.
@@ -157,7 +157,7 @@ class SpeculativeLoad:
         """
         if self._memory is not None and self._memory.unchanged(module) is not None:
             return True
-        targets = targets_of(module)
+        targets = find_targets(module)
         if not all(map(is_plain, targets.values())):
             return False
         if not _same_storage(targets, self._targets):
@@ -184,7 +184,7 @@ class SpeculativeLoad:
         manifests = () if self._layout is None else self._layout.manifests
         return next((_sizes(manifest) for manifest in manifests if manifest.rank == rank), [])
 
-    def _is_of(self, module: torch.nn.Module, manifests: Sequence[WeightManifest]) -> bool:
+    def _has_layout(self, module: torch.nn.Module, manifests: Sequence[WeightManifest]) -> bool:
         layout = self._layout
         return (
             layout is not None

@@ -13,8 +13,8 @@ import torch
 from trinity_schemas import WeightManifest
 
 from ...errors import CorruptVersion
-from ..compatibility import targets_of
-from ..reading.pull import Selection, slice_of
+from ..compatibility import find_targets
+from ..reading.pull import Selection, get_slice
 from ..slices import contains, full_slice
 from ..tensors import DTYPES, Digesting, as_bytes, digest, dtype_name
 
@@ -50,13 +50,13 @@ def check_installed(
         if entry.digest is not None and entry.encoding == "dense"
         if selection is None or entry.name in selection
     ]
-    targets = targets_of(module) if digested else {}
+    targets = find_targets(module) if digested else {}
     proven = 0
     for entry, step in digested:
         target_box = (selection or {}).get(entry.name) or full_slice(
             entry.global_shape or entry.shape
         )
-        box = slice_of(entry)
+        box = get_slice(entry)
         if not contains(target_box, box):
             continue
         if cast and targets[entry.name].dtype != DTYPES[entry.dtype]:
@@ -77,7 +77,7 @@ def model_digest(module: torch.nn.Module) -> str:
     Two models have the same digest only if they would generate alike.
     """
     hasher = Digesting()
-    for name, target in sorted(targets_of(module).items()):
+    for name, target in sorted(find_targets(module).items()):
         tensor = target.detach()
         hasher.update(f"{name}:{dtype_name(tensor.dtype)}:{tuple(tensor.shape)}:".encode())
         hasher.update(as_bytes(tensor))

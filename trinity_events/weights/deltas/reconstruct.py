@@ -42,9 +42,9 @@ def reconstructed(entry: TensorEntry, buffer: PartBytes, base: FullPart | None) 
     if entry.encoding == "dense":
         return as_tensor(buffer, entry)
     tensor = based(entry, base)
-    delta = delta_of(entry, buffer)
+    delta = get_delta(entry, buffer)
     if not makes(entry, tensor, delta):
-        raise CorruptVersion(differs(entry))
+        raise CorruptVersion(format_difference(entry))
     if entry.encoding == "delta":
         tensor = tensor.clone()
         overwrite(words(as_bytes(tensor), DTYPE_BYTES[entry.dtype]), delta)
@@ -61,7 +61,7 @@ def based(entry: TensorEntry, base: FullPart | None) -> torch.Tensor:
     return as_tensor(base.buffer, base_entry)
 
 
-def delta_of(entry: TensorEntry, buffer: PartBytes) -> memoryview:
+def get_delta(entry: TensorEntry, buffer: PartBytes) -> memoryview:
     """Return the delta of a tensor; empty if nothing changed."""
     return as_bytes(buffer.span(entry.offset, entry.part_bytes))
 
@@ -74,6 +74,6 @@ def makes(entry: TensorEntry, tensor: torch.Tensor, delta: memoryview) -> bool:
     return digest_with(words(data, DTYPE_BYTES[entry.dtype]), delta) == entry.digest
 
 
-def differs(entry: TensorEntry) -> str:
+def format_difference(entry: TensorEntry) -> str:
     """Return the error text for a delta that does not give the published tensor."""
     return f"{entry.name!r} with its delta applied is not the published tensor"

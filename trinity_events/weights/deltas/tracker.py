@@ -87,7 +87,7 @@ class LastPublished:
             current.renewed = True
         difference = None if self._anchor is None or tracked.dense else tracked.delta(data)
         if difference is None:
-            tracked.take(data, dense=self._anchor is not None)
+            tracked.store(data, dense=self._anchor is not None)
             current.dense += 1
             return entry, data
         delta, changed = difference
@@ -166,8 +166,8 @@ class _Tracked:
         self.dense = not len(self.last)
         self._changed = {}
 
-    def take(self, data: memoryview, *, dense: bool) -> None:
-        """Keep a copy of a tensor that is sent in full."""
+    def store(self, data: memoryview, *, dense: bool) -> None:
+        """Store a copy of a tensor that is sent in full."""
         self.last[:] = words(data, self.last.itemsize)
         self.dense, self._changed = dense or not len(data), {}
 
@@ -180,7 +180,7 @@ class _Tracked:
         blocks_changed: list[Changes] = []
         changed = 0
         for start in blocks(len(new)):
-            changes = self._changes_of(start, new[start : start + BLOCK])
+            changes = self._find_changes(start, new[start : start + BLOCK])
             if changes is not None:
                 blocks_changed.append(changes)
                 changed += len(changes.positions)
@@ -191,7 +191,7 @@ class _Tracked:
         coded = encoded(blocks_changed, len(new), new.itemsize)
         return (coded, changed) if len(coded) <= most else None
 
-    def _changes_of(self, start: int, new: Words) -> Changes | None:
+    def _find_changes(self, start: int, new: Words) -> Changes | None:
         last, before = self.last[start : start + BLOCK], self._changed.get(start)
         differs = new != last
         if before is not None:

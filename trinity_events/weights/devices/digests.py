@@ -13,7 +13,7 @@ _LOW = {32: (1 << 32) - 1, 29: (1 << 35) - 1}
 _WORD = (1 << 64) - 1
 
 
-def digests_of(chunks: Sequence[torch.Tensor]) -> list[str]:
+def digest_all(chunks: Sequence[torch.Tensor]) -> list[str]:
     """Return a digest of each chunk, with one wait for the device.
 
     Each word of 8 bytes is combined with its index, and mixed by a bijection like the finalizer of

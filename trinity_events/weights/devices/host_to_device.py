@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ..copy_streams import CopyStream, copy_stream_of
+from ..copy_streams import CopyStream, get_copy_stream
 from ..tensors import copy_bytes, flat_bytes, is_row_major
 
 SLOT_BYTES = 16 << 20
@@ -77,7 +77,7 @@ def copy_pairs(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
             by_themselves.add(target.device)
             continue
         if target.device not in by_device:
-            by_device[target.device] = HostToDevice(copy_stream_of(target.device))
+            by_device[target.device] = HostToDevice(get_copy_stream(target.device))
         by_device[target.device].copy(target, source)
     for copier in by_device.values():
         copier.finish()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..copy_streams import CopyStream, copy_stream_of
+from ..copy_streams import CopyStream, get_copy_stream
 from ..tensors import copy_bytes, is_freed, is_plain
 
 _ALIGNED = 64
@@ -53,7 +53,7 @@ class StagingMemory:
                 copy_bytes(room.data_ptr(), tensor.data_ptr(), tensor.nbytes)
             elif tensor.nbytes:
                 if tensor.device not in lanes:
-                    lanes[tensor.device] = self._lane or copy_stream_of(tensor.device)
+                    lanes[tensor.device] = self._lane or get_copy_stream(tensor.device)
                     lanes[tensor.device].begin()
                 lanes[tensor.device].copy(room, tensor.detach())
         for lane in lanes.values():

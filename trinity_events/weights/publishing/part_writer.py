@@ -264,7 +264,7 @@ class PartWriter:
         if self._tensor_digests:
             entry = replace(entry, digest=digest(as_bytes(tensor)))
         if self._on_device is not None:
-            self._on_device.take(tensor, entry.offset)
+            self._on_device.write(tensor, entry.offset)
             self._tensors.append(entry)
             self._offset = entry.offset + tensor.nbytes
             return

@@ -128,7 +128,7 @@ def pull_folder(
             raise VersionUnavailable(str(error)) from None
         files = _open_files(run_folder, ready, proof.digest)
         parts = tuple(
-            (_checked(file, run_id, ready, rank), PartBytes([_tensors_of(file)]))
+            (_checked(file, run_id, ready, rank), PartBytes([_tensor_bytes(file)]))
             for rank, file in enumerate(files)
         )
         yield PulledVersion(
@@ -192,7 +192,7 @@ def _map_files(folder: OpenFolder, announced: str) -> list[_DigestedFile] | None
     return files
 
 
-def _tensors_of(file: _DigestedFile) -> memoryview:
+def _tensor_bytes(file: _DigestedFile) -> memoryview:
     """Return the bytes after the header, whose length the file begins with."""
     length = int.from_bytes(file.data[:8], "little")
     return file.data[8 + length :]
@@ -206,7 +206,7 @@ def _checked(file: _DigestedFile, run_id: str, ready: StepReady, rank: int) -> W
     if digest(file.data) != file.digest:
         raise CorruptVersion(f"{file.name} of step {ready.step} is not the file that was announced")
     try:
-        data = _tensors_of(file)
+        data = _tensor_bytes(file)
         entries = sorted(_entries(file), key=lambda entry: (entry.offset, entry.nbytes))
         return WeightManifest(
             run_id=run_id,

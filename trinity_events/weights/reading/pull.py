@@ -215,7 +215,7 @@ class Piece(NamedTuple):
     @property
     def box(self) -> TensorSlice:
         """Slice of the tensor that the piece holds."""
-        return slice_of(self.entry)
+        return get_slice(self.entry)
 
     def tensor(self) -> torch.Tensor:
         """Return the elements, a view if they are dense and aligned."""
@@ -227,14 +227,14 @@ def names_in(manifests: Iterable[WeightManifest]) -> Collection[str]:
     return {entry.name for manifest in manifests for entry in manifest.tensors}
 
 
-def slice_of(entry: TensorEntry) -> TensorSlice:
+def get_slice(entry: TensorEntry) -> TensorSlice:
     """Return the slice of its tensor that an entry of a manifest holds."""
     return (
         full_slice(entry.shape) if entry.begins is None else TensorSlice(entry.begins, entry.shape)
     )
 
 
-def shape_of(name: str, pieces: list[Piece]) -> tuple[int, ...]:
+def get_shape(name: str, pieces: list[Piece]) -> tuple[int, ...]:
     """Return the whole tensor's shape. Raises IncompatibleWeights if the pieces disagree on it."""
     forms = {(piece.entry.dtype, piece.entry.global_shape or piece.entry.shape) for piece in pieces}
     if len(forms) > 1:
@@ -249,7 +249,7 @@ def selected_slice(name: str, pieces: list[Piece], box: TensorSlice | None) -> T
     """
     if len(pieces) > 1 and any(piece.entry.begins is None for piece in pieces):
         raise IncompatibleWeights(f"{name!r} comes twice in the version, whole once at least")
-    all_of_it = full_slice(shape_of(name, pieces))
+    all_of_it = full_slice(get_shape(name, pieces))
     if box is None:
         return all_of_it
     if not contains(all_of_it, box):
@@ -343,7 +343,7 @@ def _read_base(
     at = part._replace(epoch=base.epoch, step=base.step)
     named = PublishedPart(rank=at.rank, manifest_digest=base.manifest_digest, bytes=base.bytes)
     full = open_part(store, exit_stack, at, named, harm=_HARM, needed_by=part)
-    buffer = _read(full, _chunks_of(full.manifest, keys))
+    buffer = _read(full, _chunks_with_keys(full.manifest, keys))
     if full.manifest.base is not None:
         raise CorruptVersion(f"the {part} rest on the {at}, which are not full themselves")
     entries = {entry.key: entry for entry in full.manifest.tensors}
@@ -383,7 +383,7 @@ def _selected_entries(
     for entry in manifest.tensors:
         if entry.name not in selection:
             continue
-        entry_box, box = slice_of(entry), selection[entry.name]
+        entry_box, box = get_slice(entry), selection[entry.name]
         inner = (
             entry_box
             if box is None or len(box.shape) != len(entry_box.shape)
@@ -401,7 +401,7 @@ def _changed(manifest: WeightManifest, selection: Selection | None) -> set[Key]:
     return {entry.key for entry in entries if entry.encoding != "dense"}
 
 
-def _chunks_of(manifest: WeightManifest, keys: Container[Key]) -> set[int]:
+def _chunks_with_keys(manifest: WeightManifest, keys: Container[Key]) -> set[int]:
     """Return the numbers of the chunks of a full part that contain these tensors."""
     entries = (entry for entry in manifest.tensors if entry.key in keys)
     spans = ((entry.offset, entry.offset + entry.part_bytes) for entry in entries)

@@ -43,10 +43,10 @@ Ended = Literal["sealed", "stopped", "late"]
 """Result of a prefetch: all parts are sealed, the caller stopped it, or the deadline passed."""
 
 
-Take: TypeAlias = Callable[[int, memoryview], None]
+OnChunk: TypeAlias = Callable[[int, memoryview], None]
 """Callback that receives the chunks of a part by index, in order, before they are verified."""
-Taker: TypeAlias = Callable[[PartRef], Take]
-"""Callback that returns a :data:`Take` for the part that begins."""
+OnPart: TypeAlias = Callable[[PartRef], OnChunk]
+"""Callback that returns a :data:`OnChunk` for the part that begins."""
 
 
 class PartSink(Protocol):
@@ -80,7 +80,7 @@ class TensorSink(Protocol):
     they have in :class:`PartSink`.
     """
 
-    def take(self, tensor: torch.Tensor, offset: int) -> None:
+    def write(self, tensor: torch.Tensor, offset: int) -> None:
         """Store a tensor, row-major, at an offset of the part; offsets never decrease.
 
         After the return, operations queued on the tensor's device may overwrite the tensor.
@@ -191,13 +191,13 @@ class SupportsPrefetch(Protocol):
         parts: Sequence[PartRef],
         stop: threading.Event,
         deadline: float,
-        taker: Taker | None = None,
+        on_part: OnPart | None = None,
     ) -> Ended:
         """Digest the chunks of these parts as they arrive, so that opening them verifies less.
 
         The result promises nothing: a reader uses only a sealed part whose manifest is the
         announced one. Return once all parts are sealed, or after ``deadline`` seconds. The
-        ``taker`` is called for each part that is found. Its callback receives each digested chunk
+        ``on_part`` is called for each part that is found. Its callback receives each digested chunk
         of the part. The same part may begin again.
         """
         ...

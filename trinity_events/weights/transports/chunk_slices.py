@@ -27,8 +27,8 @@ def cut_chunks(
 def check_chunks(chunks: Chunks, check: Check) -> None:
     """Call ``check`` for all chunks, in several threads if they are large."""
 
-    def see(batch: Sequence[tuple[int, memoryview]]) -> None:
+    def check_batch(batch: Sequence[tuple[int, memoryview]]) -> None:
         for index, data in batch:
             check(index, data)
 
-    in_threads(see, chunks, sum(len(data) for _, data in chunks))
+    in_threads(check_batch, chunks, sum(len(data) for _, data in chunks))

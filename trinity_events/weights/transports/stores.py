@@ -45,7 +45,7 @@ class Stores:
         self._group_timeout = group_timeout
         self.opened: dict[str, ChunkStore] = {}
 
-    def of(self, transport: str) -> ChunkStore:
+    def get(self, transport: str) -> ChunkStore:
         """Return the store of a transport. Raises VersionUnavailable for an unknown transport."""
         if transport not in self.opened:
             self.opened[transport] = self._open(transport)

@@ -265,17 +265,18 @@ def _checked(dtypes: Sequence[torch.dtype], key: str, source: Path) -> torch.dty
     if others:
         raise ConversionRefused(
             f"{source}: the tensors of {key}, over all layers, have several dtypes "
-            f"({_listed(dtypes)}), and a Megatron checkpoint stores them in one: save the model so"
+            f"({_format_dtypes(dtypes)}), and a Megatron checkpoint stores them in one: save the "
+            "model so"
         )
     if dtype not in _CONVERTED:
         raise ConversionRefused(
-            f"{source}: {key} is {_listed([dtype])}, which cannot be converted: save it in one of "
-            f"{_listed(_CONVERTED)}"
+            f"{source}: {key} is {_format_dtypes([dtype])}, which cannot be converted: save it in "
+            f"one of {_format_dtypes(_CONVERTED)}"
         )
     return dtype
 
 
-def _listed(dtypes: Iterable[torch.dtype]) -> str:
+def _format_dtypes(dtypes: Iterable[torch.dtype]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(dtypes))
 
 

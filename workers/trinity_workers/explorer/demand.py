@@ -28,7 +28,7 @@ class VersionDemand:
 
     def answered(self, serves: StepRef, ordinals: Iterable[int]) -> SyncRequested | None:
         """Return the request to send after answers with a version, if it is time."""
-        self._note(serves)
+        self._set_served(serves)
         steps = [ordinal // self._prompts_per_step for ordinal in ordinals]
         if not steps:
             return None
@@ -36,18 +36,18 @@ class VersionDemand:
             self._first = min(steps)
         if max(steps) - self._first + 1 < self._interval:
             return None
-        return self._ask()
+        return self._create_request()
 
     def idle(self, serves: StepRef) -> SyncRequested | None:
         """Return the request to send while there is nothing to answer, unless it was sent."""
-        self._note(serves)
-        return self._ask()
+        self._set_served(serves)
+        return self._create_request()
 
-    def _note(self, serves: StepRef) -> None:
+    def _set_served(self, serves: StepRef) -> None:
         if serves != self._serves:
             self._serves, self._first, self._is_requested = serves, None, False
 
-    def _ask(self) -> SyncRequested | None:
+    def _create_request(self) -> SyncRequested | None:
         if self._is_requested or self._serves is None:
             return None
         self._is_requested = True

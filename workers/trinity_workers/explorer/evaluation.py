@@ -95,7 +95,7 @@ class EvaluationAnswers:
             async with self._requests.renewing(claims) as held_claims:
                 for version in sorted({claim.request.oldest for claim in held_claims}):
                     await self._answer(
-                        version, [claim for claim in held_claims if _asks(claim, version)]
+                        version, [claim for claim in held_claims if _requires(claim, version)]
                     )
             self.answered += len(claims)
 
@@ -125,5 +125,5 @@ class EvaluationAnswers:
         return await played.judged()
 
 
-def _asks(claim: Claim, version: StepRef) -> bool:
+def _requires(claim: Claim, version: StepRef) -> bool:
     return claim.request.oldest == version

@@ -137,7 +137,7 @@ class Explorer:
             self._task,
             name=self.name,
             waits=self._synchronizer.waits,
-            publish=self._synchronizer.tell,
+            publish=self._synchronizer.report,
             exits=self._exits,
         )
         self._prefetcher = VersionPrefetcher(config, self._synchronizer)
@@ -194,8 +194,8 @@ class Explorer:
             versions.listening(),
             self._prefetcher.listening(run),
         ):
-            requests = self._client_of(client)
-            evaluations = self._client_of(client, evaluation_keys(config.run_id))
+            requests = self._create_client(client)
+            evaluations = self._create_client(client, evaluation_keys(config.run_id))
             answers = EvaluationAnswers(
                 self._held_out,
                 self._episodes,
@@ -204,7 +204,7 @@ class Explorer:
                 self._turns,
                 at_once=config.groups_per_claim,
             )
-            await self._say("running")
+            await self._publish_status("running")
             try:
                 return await self._explore(requests, versions, installer, answers)
             except StaleEpoch as error:
@@ -214,10 +214,12 @@ class Explorer:
                     await requests.leave()
                     if self._held_out:
                         await evaluations.leave()
-                    await self._say("stopped")
+                    await self._publish_status("stopped")
         raise AssertionError("unreachable")
 
-    def _client_of(self, client: redis.asyncio.Redis, keys: RunKeys | None = None) -> RolloutClient:
+    def _create_client(
+        self, client: redis.asyncio.Redis, keys: RunKeys | None = None
+    ) -> RolloutClient:
         config = self.config
         return RolloutClient(
             client,
@@ -229,12 +231,12 @@ class Explorer:
             keys=keys,
         )
 
-    async def _say(self, status: ExplorerStatus) -> None:
-        await self._tell(ExplorerStatusChanged(status=status))
+    async def _publish_status(self, status: ExplorerStatus) -> None:
+        await self._publish(ExplorerStatusChanged(status=status))
 
-    async def _tell(self, event: ExplorerStatusChanged | SyncRequested | None) -> None:
+    async def _publish(self, event: ExplorerStatusChanged | SyncRequested | None) -> None:
         if event is not None:
-            await anyio.to_thread.run_sync(self._synchronizer.tell, event)
+            await anyio.to_thread.run_sync(self._synchronizer.report, event)
 
     async def _explore(
         self,
@@ -297,7 +299,7 @@ class Explorer:
                     # It stays a member of the collective group, which a version needs whole.
                     idle_since = anyio.current_time()
                 elif self._demand is not None and self._engine.serves is not None:
-                    await self._tell(self._demand.idle(self._engine.serves))
+                    await self._publish(self._demand.idle(self._engine.serves))
                 if anyio.current_time() - idle_since > config.sync.timeout:
                     raise DeadlineExceeded(
                         f"{self.name}: no rollouts of run {config.run_id} were asked for within "
@@ -377,11 +379,11 @@ class Explorer:
         )
         answers: Sequence[list[Experience] | TrinityError]
         try:
-            async with background_tasks(*[installer.keep_current] * goes_on):
+            async with background_tasks(*[installer.install_each] * goes_on):
                 answers = await self._episodes.answer_all(rollout_requests)
         except NotServing as error:  # a version was installed amid the answers, and is not whole
             answers = [error] * len(rollout_requests)
         sent = await send_answers(requests, claims, answers)
         self._groups += sent.counted
         if self._demand is not None and self._engine.serves is not None:
-            await self._tell(self._demand.answered(self._engine.serves, sent.ordinals))
+            await self._publish(self._demand.answered(self._engine.serves, sent.ordinals))

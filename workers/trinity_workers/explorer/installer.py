@@ -54,14 +54,14 @@ class VersionPrefetcher:
         async with anyio.create_task_group() as tasks:
             self._tasks = tasks
             try:
-                async with run.listening(self._hear):
+                async with run.listening(self._receive):
                     yield
             finally:
                 self._tasks = None
                 self._stop.set()  # The thread is waited for, and sees no cancellation.
                 tasks.cancel_scope.cancel()
 
-    async def _hear(self, announcement: Followed) -> None:
+    async def _receive(self, announcement: Followed) -> None:
         match announcement:
             case PublicationStarted(epoch=epoch) if epoch == self._config.epoch:
                 self._opened = announcement
@@ -177,20 +177,20 @@ class VersionInstaller:
                 logger.warning("the explorer waits for newer weights: %s", error)
                 reason = error
                 self._versions.skip(newest)
-                await anyio.to_thread.run_sync(self._ask_for_another, ready)
+                await anyio.to_thread.run_sync(self._request_another, ready)
                 if self._serves(step):
                     return  # The trainer may wait for answers, and these weights will do.
             else:
                 return
 
-    def _ask_for_another(self, failed: StepReady) -> None:
-        """Ask for a version in the place of one that could not be installed, where that is usual.
+    def _request_another(self, failed: StepReady) -> None:
+        """Request a version in the place of one that could not be installed, where that is usual.
 
         A trainer that publishes on request may wait for this explorer.
         """
         if publishes_on_demand(self._config.sync):
             successor = StepRef(failed.epoch, failed.step + 1)
-            self._synchronizer.tell(SyncRequested(oldest_version=successor))
+            self._synchronizer.report(SyncRequested(oldest_version=successor))
         self._synchronizer.request_resend(failed)
 
     async def install_exactly(self, step: int) -> bool:
@@ -245,7 +245,7 @@ class VersionInstaller:
             await self._engine.install(ready)
         self.installed += 1
 
-    async def keep_current(self) -> None:
+    async def install_each(self) -> None:
         """Install each newer version as it comes, beside a generation, up to the last one.
 
         Raises RunEnded if the run was closed before that.

@@ -47,9 +47,9 @@ class VersionFollower:
 
     def listening(self) -> AbstractAsyncContextManager[None]:
         """Listen to the run's announcements for the block."""
-        return self._run.listening(self._hear)
+        return self._run.listening(self._receive)
 
-    async def _hear(self, announcement: Followed) -> None:
+    async def _receive(self, announcement: Followed) -> None:
         epoch = announcement.epoch
         if epoch < self._epoch:
             return
@@ -58,7 +58,7 @@ class VersionFollower:
                 self._newer_epoch = epoch
             elif isinstance(announcement, StepReady):
                 if is_version(announcement, self._method):
-                    self._note(announcement)
+                    self._record(announcement)
             elif isinstance(announcement, EpochClosed):
                 self._closed = announcement
             elif isinstance(announcement, TrainingEnded):
@@ -68,7 +68,7 @@ class VersionFollower:
                 self._skipped = None if resent == self._skipped else self._skipped
             self._changed.notify_all()
 
-    def _note(self, ready: StepReady) -> None:
+    def _record(self, ready: StepReady) -> None:
         self.newest = ready
         self._announced[ready.step] = ready
         for old in list(self._announced)[:-_KEPT]:

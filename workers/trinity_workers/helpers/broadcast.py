@@ -11,13 +11,13 @@ from trinity_events.weights import ModelUpdateGroup
 
 from ..engines.base import NamedTensors
 from ..runtime.collectives import CollectiveBroken, raise_together, rank_and_world
-from .publishing import TakesTensors, drain
+from .publishing import NamedTensorSink, drain
 
 UpdateGroup: TypeAlias = ModelUpdateGroup | dist.ProcessGroup
 """Version in transit to explorers, or a plain group whose other ranks know the tensors."""
 
 
-class _Sender(TakesTensors, Protocol):
+class _Sender(NamedTensorSink, Protocol):
     def seal(self) -> None: ...
 
     def fail(self, error: BaseException) -> None: ...

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from trinity_events.errors import TrinityError
 from trinity_events.weights import ShardOffset, Synchronizer
 from trinity_events.weights.compatibility import plain_name
-from trinity_events.weights.slices import chunk_of
+from trinity_events.weights.slices import find_chunk
 
 from ..engines.base import LocalShard, TrainEngine, per_tensor_params, resident, trained_module
 from ..engines.buffers import all_buffer_names, saved_buffers
@@ -218,7 +218,7 @@ def _place(name: str, value: DTensor) -> ShardOffset | None:
                 return None
         elif type(placement) is Shard:
             dim = placement.dim
-            begin, shape[dim] = chunk_of(shape[dim], parts, index)
+            begin, shape[dim] = find_chunk(shape[dim], parts, index)
             begins[dim] += begin
         else:
             raise ShardsRefused(f"{name} is laid out as {placement}: {_INSTEAD}")

@@ -132,7 +132,7 @@ def save_as_one(
         raise
     except CollectiveBroken as broken:
         if dist.get_rank() != 0:
-            _tell(broken, global_step, coordinator, name, is_state_dict, logger)
+            _publish_failure(broken, global_step, coordinator, name, is_state_dict, logger)
         raise
     except Exception as caught:
         if writing and not written:  # all ranks have raised it already
@@ -211,7 +211,7 @@ def only(engine: Any, contents: Sequence[str]) -> Iterator[None]:
             manager.checkpoint_config = config
 
 
-def _tell(
+def _publish_failure(
     error: CollectiveBroken,
     step: int,
     coordinator: CheckpointCoordinator,

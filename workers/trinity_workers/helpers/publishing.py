@@ -47,11 +47,11 @@ class ModelWeights(Struct, frozen=True):
     """Names of tensors that may have values that are not finite, since they are no parameters."""
 
 
-class TakesTensors(Protocol):
-    """Sink that takes full tensors one by one."""
+class NamedTensorSink(Protocol):
+    """Sink of full tensors, one by one."""
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Take a tensor."""
+        """Append a tensor."""
         ...
 
 
@@ -64,25 +64,25 @@ def buffer_names(module: Any) -> frozenset[str]:
 
 def drain(
     tensors: NamedTensors,
-    taker: TakesTensors | None,
+    sink: NamedTensorSink | None,
     error: Exception | None,
     *,
     buffers: Collection[str] | None = frozenset(),
 ) -> Exception | None:
-    """Take part in every gather, and write as long as nothing went wrong; return what did.
+    """Exhaust the tensors, since each is a gather, and write them up to an error; return it.
 
     Args:
         tensors: Full tensors, gathered as the iterator advances.
-        taker: Sink of the tensors; None on ranks that only gather.
+        sink: Sink of the tensors; None on ranks that only gather.
         error: Error because of which nothing is written.
         buffers: Names of tensors that need not be finite; None if the sink checks by itself.
     """
     for name, tensor in tensors:
-        if taker is not None and error is None:
+        if sink is not None and error is None:
             try:
                 if buffers is not None:
                     check_finite([(name, tensor)], PUBLISHED, exempt=buffers)
-                taker.add(name, tensor)
+                sink.add(name, tensor)
             except Exception as caught:
                 error = caught  # the others are inside the gathers: go on with them
     return error

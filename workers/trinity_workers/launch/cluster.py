@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from trinity_events.errors import SharedMemoryUnusable, TrinityError
 
-from ..worker_group.placement import Needs, has_gpu_each, numbered, place_of
+from ..worker_group.placement import Needs, format_count, has_gpu_each, placement_options
 from .processes import local_ray
 
 ANSWER_DEADLINE = 5.0
@@ -67,16 +67,16 @@ class Placement:
     @property
     def trainer(self) -> dict[str, Any]:
         """Options of the trainer's actor. It waits while rank 0 works, and shares its place."""
-        return place_of(self._group, 0, num_cpus=0)
+        return placement_options(self._group, 0, num_cpus=0)
 
     def explorer(self, rank: int) -> dict[str, Any]:
         """Return the options of an explorer's actor."""
         place = self._needs.ranks + rank
-        return place_of(self._group, place, num_cpus=self._needs.explorer_cpus)
+        return placement_options(self._group, place, num_cpus=self._needs.explorer_cpus)
 
     def beside(self, place: int) -> dict[str, Any]:
         """Return the options of a task beside the process in a place, which takes no CPU of it."""
-        return place_of(self._group, place, num_cpus=0, max_retries=0)
+        return placement_options(self._group, place, num_cpus=0, max_retries=0)
 
     def nodes(self) -> dict[Node, list[int]]:
         """Return the nodes on which the run has places, each with its places."""
@@ -104,7 +104,9 @@ class Placement:
         for node, places in self.nodes().items():
             ranks = sum(place < self._needs.ranks for place in places)
             counts = {"rank": ranks, "explorer": len(places) - ranks}
-            counted = " and ".join(numbered(count, what) for what, count in counts.items() if count)
+            counted = " and ".join(
+                format_count(count, what) for what, count in counts.items() if count
+            )
             parts.append(f"{counted} on {node}")
         return ", ".join(parts)
 
@@ -225,4 +227,4 @@ def _lacking(needs: Needs, *, gpus: bool) -> str:
     )
     has = ", ".join(f"{count} with {size}" for size, count in sizes.items())
     available = " and ".join(f"{free.get(name, 0):g} {name}s" for name in names)
-    return f"it needs {needs.told(gpus=gpus)}; of the nodes ({has}), {available} are free"
+    return f"it needs {needs.format(gpus=gpus)}; of the nodes ({has}), {available} are free"

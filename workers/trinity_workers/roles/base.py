@@ -126,6 +126,6 @@ async def start_role(kind: type[RoleWorker], config: RunConfig, **options: Any) 
     workers = start_rank_actors(kind, config, options)
     group = RoleGroup(kind, workers, config=config, name=kind.__name__)
     await group.watch()
-    host, port = await group.ask("address")
-    await group.ask("join", host, port)
+    host, port = await group.call("address")
+    await group.call("join", host, port)
     return group

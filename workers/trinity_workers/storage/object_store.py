@@ -72,14 +72,14 @@ class ObjectStore:
         self._url = url.rstrip("/")
         protocol = fsspec.core.split_protocol(self._url)[0]
         self._has_folders = protocol not in _BUCKETS
-        with self._told_as("cannot be used"):
+        with self._translating_errors("cannot be used"):
             self._files, root = fsspec.core.url_to_fs(self._url, **_OPTIONS.get(protocol, {}))
         self._root = PurePosixPath(root)
 
     def check(self) -> None:
         """Write an object, and remove it. Raises ObjectStoreUnusable if that fails."""
         probe = str(self._root / ".writable")
-        with self._told_as("cannot be written to"):
+        with self._translating_errors("cannot be written to"):
             self._make(self._root)
             self._files.pipe_file(probe, b"")
             self._files.rm_file(probe)
@@ -95,7 +95,7 @@ class ObjectStore:
         manifest = read_manifest(folder)
         if manifest is not None:
             manifest.check_sizes()
-        with self._told_as(f"did not take the checkpoint of step {step} of run {run}"):
+        with self._translating_errors(f"did not take the checkpoint of step {step} of run {run}"):
             self._remove(target)
             sums = []
             for file in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -115,7 +115,7 @@ class ObjectStore:
 
     def newest(self, run: str) -> int | None:
         """Return the step that was copied last; None if there is none that is whole."""
-        with self._told_as("cannot be read"):
+        with self._translating_errors("cannot be read"):
             self._files.invalidate_cache()
             try:
                 step = int(self._files.cat_file(str(self._pointer(run))))
@@ -125,7 +125,7 @@ class ObjectStore:
 
     def steps(self, run: str) -> list[int]:
         """Return the steps of whole checkpoints, in order."""
-        with self._told_as("cannot be read"):
+        with self._translating_errors("cannot be read"):
             self._files.invalidate_cache()
             try:
                 folders = self._files.ls(str(self._root / run), detail=False)
@@ -139,7 +139,7 @@ class ObjectStore:
         newest = self.newest(run)
         if not keep or newest is None:
             return
-        with self._told_as("cannot be written to"):
+        with self._translating_errors("cannot be written to"):
             up_to_newest = [step for step in self.steps(run) if step <= newest]
             for step in up_to_newest[:-keep]:
                 self._remove(self._folder(run, step))
@@ -152,7 +152,7 @@ class ObjectStore:
         """
         source = self._folder(run, step)
         unfinished = folder.with_name(f".{folder.name}.fetched")
-        with self._told_as(f"did not give the checkpoint of step {step} of run {run}"):
+        with self._translating_errors(f"did not give the checkpoint of step {step} of run {run}"):
             try:
                 data = self._files.cat_file(str(source / SUMS))
             except FileNotFoundError:
@@ -220,7 +220,7 @@ class ObjectStore:
         return self._root / run / ITERATION_FILES["checkpoint"]
 
     @contextmanager
-    def _told_as(self, what: str) -> Iterator[None]:
+    def _translating_errors(self, what: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # the libraries' errors have no common class

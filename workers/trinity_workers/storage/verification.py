@@ -53,7 +53,7 @@ class DamageMessage(Struct, frozen=True, array_like=True):
     older: int | None = None
 
     @classmethod
-    def of(cls, error: CheckpointDamaged) -> DamageMessage:
+    def from_error(cls, error: CheckpointDamaged) -> DamageMessage:
         """Make the message of an error."""
         # A path of other bytes than UTF-8 cannot be sent as it is.
         path, reason = (
@@ -127,7 +127,7 @@ def verify_together(
         if rank == 0 and not is_verified:
             _warn(folder)
     except CheckpointDamaged as error:
-        message = msgspec.json.encode(DamageMessage.of(error))
+        message = msgspec.json.encode(DamageMessage.from_error(error))
     except Exception as caught:
         failure = caught
     raise_together(failure, group)

@@ -267,7 +267,7 @@ class RayTrainBackend(TrainEngineWrapper):
     async def _ask(self, method: str, /, *args: Any, **options: Any) -> Any:
         assert self._workers is not None
         with self._publisher.waits.waiting(f"{method} of its ranks", self._names):
-            return await self._workers.ask(method, *args, **options)
+            return await self._workers.call(method, *args, **options)
 
     @property
     def _names(self) -> list[str]:

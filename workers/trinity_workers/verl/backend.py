@@ -12,9 +12,9 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 
 from .receiver import WeightReceiver
 from .sender import WeightSender
-from .settings import NAME, settings_of
+from .settings import NAME, parse_settings
 from .streaming import Weights, drain
-from .topology import ProcessLocation, Topology, this_location, topology_of
+from .topology import ProcessLocation, Topology, find_topology, this_location
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class TrinityCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def __init__(self, bucket_size: int = 0, is_master: bool = False, **options: Any) -> None:
         del bucket_size
-        self._settings = settings_of(options)
+        self._settings = parse_settings(options)
         self._sender = WeightSender(self._settings) if is_master else None
         self._receiver: WeightReceiver | None = None
         self._sending = asyncio.Lock()
@@ -49,7 +49,7 @@ class TrinityCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         """Return each process's arguments of :meth:`init_process_group`, from all prepared data."""
         places: list[ProcessLocation] = [entry["place"] for entry in metadata]
-        meeting = topology_of(places, rollout_world_size)
+        meeting = find_topology(places, rollout_world_size)
         return (
             {"rank": [None] * trainer_world_size, "meeting": [meeting] * trainer_world_size},
             {

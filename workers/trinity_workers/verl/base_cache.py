@@ -34,7 +34,7 @@ class BaseCache:
         )
         return version._replace(bases=bases)
 
-    def keep(self, ready: StepReady, version: PulledVersion, resources: ExitStack) -> None:
+    def add(self, ready: StepReady, version: PulledVersion, resources: ExitStack) -> None:
         """Cache the parts on which later versions may be based; ``resources`` keep the version."""
         bases: dict[str, FullPart] = {}
         for announced, (manifest, buffer), base in zip(

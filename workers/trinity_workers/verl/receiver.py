@@ -77,7 +77,7 @@ class WeightReceiver:
         """
         self._supersede()
         self._meeting = meeting
-        self._thread.wait(self._let_go)
+        self._thread.wait(self._release)
         if meeting.transport == CollectiveStore.name:
             self._thread.wait(self._synchronizer.join_weight_sync_group)
 
@@ -172,12 +172,12 @@ class WeightReceiver:
     # --- in the thread ---------------------------------------------------------------------
 
     def _pull(self, ready: StepReady) -> PulledVersion:
-        self._let_go()
+        self._release()
         have = self._bases.digests
         pulled = self._resources.enter_context(self._synchronizer.pull(ready, have=have))
         version = self._bases.completed(pulled)
         if self._settings.full_every > 1:
-            self._bases.keep(ready, pulled, self._resources)
+            self._bases.add(ready, pulled, self._resources)
         return version
 
     def _moved(
@@ -194,14 +194,14 @@ class WeightReceiver:
                 phases = AppliedPhases(fetch=in_use.fetch, pause=time.monotonic() - in_use.since)
                 self._synchronizer.applied(in_use.version, in_use.verified_at, phases)
         finally:
-            self._let_go()
+            self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._in_use = None
         self._resources.close()
 
     def _close(self) -> None:
-        self._let_go()
+        self._release()
         self._bases.forget()
         self._synchronizer.close()
 

@@ -74,7 +74,7 @@ class WeightSender:
         try:
             error = await drain(
                 weights,
-                None if part is None else self._taken_by(part),
+                None if part is None else self._adder_to(part),
                 error,
                 # A second collective at the same time may stand in the gathers' way.
                 ahead=self._transport != "collective",
@@ -99,7 +99,7 @@ class WeightSender:
             "checkpoint_engine/publish_seconds": time.monotonic() - began,
         }
 
-    def _taken_by(self, part: Publication) -> Take:
+    def _adder_to(self, part: Publication) -> Take:
         return lambda name, tensor: self._thread.begin(part.add, name, tensor)
 
     def close(self) -> None:

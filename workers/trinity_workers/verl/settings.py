@@ -40,7 +40,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Device of a rollout's tensors; by default its accelerator, if it has one."""
 
 
-def settings_of(options: Mapping[str, Any]) -> Settings:
+def parse_settings(options: Mapping[str, Any]) -> Settings:
     """Return the checked settings. Raises BadSettings with a message of one sentence."""
     given = {name: value for name, value in options.items() if value is not None}
     for name, variable in (

@@ -63,7 +63,7 @@ def _host(shared: Path | None) -> str:
     return f"{booted}/{shared.stat().st_dev if shared else '-'}"
 
 
-def topology_of(places: Sequence[ProcessLocation], rollouts: int) -> Topology:
+def find_topology(places: Sequence[ProcessLocation], rollouts: int) -> Topology:
     """Return the topology for the locations of all processes, including the trainer's rank 0.
 
     Raises SharedMemoryUnusable if the transport is shm and a process is on another host.

@@ -44,7 +44,7 @@ async def announced(
         return await _announced(redis_url, opened, step, what)
     raise DeadlineExceeded(
         f"{what} of run {opened.run_id} were not announced within {deadline:g} s: "
-        f"{await _missing(redis_url, opened, step)}"
+        f"{await _format_missing(redis_url, opened, step)}"
     )
 
 
@@ -73,7 +73,7 @@ async def _announced(redis_url: str, opened: OpenedRun, step: int | None, what: 
             if isinstance(event, StepSuperseded) and event.by.step == event.step:
                 continue  # an abandoned attempt was superseded: the step is tried again
             if step is None or event.step == step:
-                raise VersionUnavailable(f"{what} of run {opened.run_id} {_why_not(event)}")
+                raise VersionUnavailable(f"{what} of run {opened.run_id} {_format_failure(event)}")
     raise AssertionError("unreachable")
 
 
@@ -83,13 +83,13 @@ def _later_than(opened: OpenedRun) -> Callable[[Answer], bool]:
     return lambda event: event.epoch >= opened.epoch and position(event.caused_by) > since
 
 
-def _why_not(event: StepFailed | StepSuperseded) -> str:
+def _format_failure(event: StepFailed | StepSuperseded) -> str:
     if isinstance(event, StepFailed):
         return f"will not come: {event.reason}"
     return f"were superseded by those of step {event.by.step}"
 
 
-async def _missing(redis_url: str, opened: OpenedRun, step: int | None) -> str:
+async def _format_missing(redis_url: str, opened: OpenedRun, step: int | None) -> str:
     look = (
         "check that a reducer and the trainer's rank 0 are running, with "
         f"trinity-events status {opened.run_id}"

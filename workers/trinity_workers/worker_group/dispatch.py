@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from trinity_events.errors import TrinityError
 
-from .ranks import RankTable, sizes_of
+from .ranks import RankTable, find_sizes
 from .rows import Dealing, joined, split
 
 
@@ -56,7 +56,7 @@ class Shares(NamedTuple):
         return len(self.answering)
 
 
-def shares_of(mode: Dispatch, table: RankTable) -> Shares:
+def find_shares(mode: Dispatch, table: RankTable) -> Shares:
     """Return the shares of a mode that deals out.
 
     Answers are ordered by share, never by rank: those of pipeline stages that count as replicas
@@ -65,7 +65,7 @@ def shares_of(mode: Dispatch, table: RankTable) -> Shares:
     Raises:
         DispatchRefused: if the table is not of a whole layout, so that a share has no answer.
     """
-    sizes = sizes_of(table)
+    sizes = find_sizes(table)
     if mode is Dispatch.DP_COMPUTE_PROTO:
         shares = list(range(len(table)))
         answering = shares
@@ -129,7 +129,7 @@ def deal(mode: Dispatch, table: RankTable, arguments: Sequence[Any]) -> Dealt:
         return Dealt([tuple(arguments)], (0,) * ranks, tuple(range(ranks)), mode, None)
     if not arguments:
         raise DispatchRefused(f"mode {mode.value} deals out rows: give it a batch or a list")
-    shares = shares_of(mode, table)
+    shares = find_shares(mode, table)
     divided = [split(argument, shares.number) for argument in arguments]
     rows = {division.dealing.rows for division in divided}
     if len(rows) > 1:

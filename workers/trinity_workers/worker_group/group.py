@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import anyio
 import ray
 from anyio import to_thread
+from typing_extensions import deprecated
 
 from trinity_events.errors import DeadlineExceeded, TrinityError
 from trinity_schemas import Process
@@ -37,7 +38,7 @@ class WorkerGroup:
 
     The group has the registered methods of its workers. ``group.update_actor(batch)`` deals out the
     batch, waits and returns the result, or returns :class:`Answers` if the method does not block.
-    In an event loop ``await group.ask("update_actor", batch)`` waits without blocking the loop.
+    In an event loop ``await group.call("update_actor", batch)`` waits without blocking the loop.
 
     Args:
         kind: Class of the workers, with methods marked by :func:`.registered.register`.
@@ -71,12 +72,12 @@ class WorkerGroup:
         return len(self.workers)
 
     async def watch(self) -> None:
-        """Note the processes of all ranks, so that errors name them and tell how they ended."""
-        self._processes = await self.ask("process")
+        """Record the processes of all ranks, so that errors name them and how they ended."""
+        self._processes = await self.call("process")
         for process in self._processes:
             self._deaths.watch(process)
 
-    async def ask(self, method: str, /, *args: Any, **options: Any) -> Any:
+    async def call(self, method: str, /, *args: Any, **options: Any) -> Any:
         """Call a registered method, and return its result.
 
         Raises:
@@ -85,6 +86,11 @@ class WorkerGroup:
         """
         await self._find_places(self._registered(method).dispatch_mode)
         return await self._begun(method, args, options)
+
+    @deprecated("WorkerGroup.ask is called call")
+    async def ask(self, method: str, /, *args: Any, **options: Any) -> Any:
+        """Call a registered method as :meth:`call`."""
+        return await self.call(method, *args, **options)
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         """Return a registered method as a function that calls the ranks."""
@@ -116,7 +122,7 @@ class WorkerGroup:
             ) from None
 
     async def _find_places(self, mode: Dispatch) -> None:
-        """Ask for the places of all ranks, once, for a mode that deals out by them."""
+        """Request the places of all ranks, once, for a mode that deals out by them."""
         if mode.deals_out and self._table is None:
             self._table = await self._begun("rank_info", (), {})
 
@@ -147,15 +153,17 @@ class WorkerGroup:
             except ray.exceptions.RayActorError:
                 raise await self._death(rank, method) from None
 
-        call = _Call(method, registered.settles, dealt, answer, self._named, translate_result)
+        call = _Call(method, registered.settles, dealt, answer, self._format_rank, translate_result)
         return Answers(call, self._timeout)
 
     async def _death(self, rank: int, method: str) -> WorkerDied:
         process = self._processes[rank] if self._processes else None
         how = "" if process is None else await to_thread.run_sync(self._deaths.how, process)
-        return WorkerDied(f"{self._named(rank)} {self._format_death(method)}{how and f': {how}'}")
+        return WorkerDied(
+            f"{self._format_rank(rank)} {self._format_death(method)}{how and f': {how}'}"
+        )
 
-    def _named(self, rank: int) -> str:
+    def _format_rank(self, rank: int) -> str:
         process = self._processes[rank] if self._processes else None
         return named(f"{self._name}-{rank}", process)
 
@@ -227,11 +235,11 @@ class Answers:
         if failed:
             raise failed[0] if call.settles else min(failed, key=_is_no_death)
         if len(answers) < len(call.dealt.ranks):
-            raise DeadlineExceeded(self._missing(answers))
+            raise DeadlineExceeded(self._format_missing(answers))
         collected = call.dealt.collected([answers[rank] for rank in sorted(answers)])
         return call.translate_result(collected)
 
-    def _missing(self, answers: Collection[int]) -> str:
+    def _format_missing(self, answers: Collection[int]) -> str:
         call = self._call
         late = (rank for rank in range(len(call.dealt.ranks)) if rank not in answers)
         names = ", ".join(map(call.named, late))
@@ -253,7 +261,7 @@ def _refuse_event_loop(method: str) -> None:
         return
     raise TrinityError(
         f"{method} would block the event loop that calls it: await the group's "
-        f"ask({method!r}, ...) there"
+        f"call({method!r}, ...) there"
     )
 
 

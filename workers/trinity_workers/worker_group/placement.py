@@ -24,7 +24,7 @@ class Needs(Struct, frozen=True, kw_only=True):
     explorer_cpus: float
 
     @classmethod
-    def of(cls, config: TrainConfig, *, explorers: int) -> Needs:
+    def from_config(cls, config: TrainConfig, *, explorers: int) -> Needs:
         """Return the needs of a run with this number of explorers in its cluster."""
         return cls(
             ranks=config.trainer.ranks,
@@ -49,19 +49,19 @@ class Needs(Struct, frozen=True, kw_only=True):
             dict(explorer) for _ in range(self.explorers)
         ]
 
-    def told(self, *, gpus: bool) -> str:
+    def format(self, *, gpus: bool) -> str:
         """Return the needs as text."""
-        each = numbered(self.rank_cpus, "CPU") + (" and a GPU" if gpus else "")
-        parts = [f"{each} for each of {numbered(self.ranks, 'rank')}"]
+        each = format_count(self.rank_cpus, "CPU") + (" and a GPU" if gpus else "")
+        parts = [f"{each} for each of {format_count(self.ranks, 'rank')}"]
         if self.explorers:
-            explorers = numbered(self.explorers, "explorer")
-            parts.append(f"{numbered(self.explorer_cpus, 'CPU')} for each of {explorers}")
+            explorers = format_count(self.explorers, "explorer")
+            parts.append(f"{format_count(self.explorer_cpus, 'CPU')} for each of {explorers}")
         return ", ".join(parts)
 
 
 def with_reserved_cpus(config: TrainConfig) -> TrainConfig:
     """Return the configuration for a shared cluster, where no process uses more than its CPUs."""
-    needs = Needs.of(config, explorers=config.explorers)
+    needs = Needs.from_config(config, explorers=config.explorers)
     config = config.replaced("trainer", cpus=needs.rank_cpus)
     return config.replaced("explorer", cpus=needs.explorer_cpus)
 
@@ -71,7 +71,7 @@ def has_gpu_each(resources: Mapping[str, float], ranks: int) -> bool:
     return resources.get("GPU", 0) >= ranks
 
 
-def place_of(group: Any, index: int, **resources: float) -> dict[str, Any]:
+def placement_options(group: Any, index: int, **resources: float) -> dict[str, Any]:
     """Return the options of an actor or task in one bundle of a placement group."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -94,7 +94,7 @@ def rank_options(config: TrainConfig, rank: int) -> tuple[dict[str, Any], bool]:
         return {"num_cpus": config.trainer.cpus or 1.0, "num_gpus": int(gpus)}, gpus
     bundle = group.bundle_specs[rank]
     count = bundle.get("GPU", 0)
-    return place_of(group, rank, num_cpus=bundle["CPU"], num_gpus=count), count > 0
+    return placement_options(group, rank, num_cpus=bundle["CPU"], num_gpus=count), count > 0
 
 
 def threads(cpus: float | None, sharing: int) -> int:
@@ -102,6 +102,6 @@ def threads(cpus: float | None, sharing: int) -> int:
     return max(1, math.floor(cpus) if cpus is not None else (os.cpu_count() or 1) // sharing)
 
 
-def numbered(count: float, what: str) -> str:
+def format_count(count: float, what: str) -> str:
     """Return a number of things as text."""
     return f"{count:g} {what}{'' if count == 1 else 's'}"

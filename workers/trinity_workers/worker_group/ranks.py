@@ -48,7 +48,7 @@ def rank_table(sizes: DistGlobalInfo) -> list[DistRankInfo]:
     ]
 
 
-def sizes_of(table: RankTable) -> DistGlobalInfo:
+def find_sizes(table: RankTable) -> DistGlobalInfo:
     """Return the sizes of the parallel groups that these ranks make up."""
     return DistGlobalInfo(
         tp_size=1 + max(info.tp_rank for info in table),

@@ -103,7 +103,7 @@ class FrameReceiver:
             raise GroupBroken(f"a frame of kind {kind} and {nbytes} bytes came, which is invalid")
         return FrameKind(kind), nbytes
 
-    def take(self, into: torch.Tensor) -> None:
+    def receive(self, into: torch.Tensor) -> None:
         """Receive a frame's bytes into uint8 [bytes] on the CPU."""
         if self._group.device.type == "cpu":
             self._group.wait(self._group.broadcast(into))

@@ -90,7 +90,9 @@ class ProcessGroup:
             else:
                 self._group = _gloo_group(prefixed, rank, world, self._timeout, address)
         except RuntimeError as error:
-            raise GroupBroken(f"the collective group could not be made: {_first(error)}") from None
+            raise GroupBroken(
+                f"the collective group could not be made: {_first_line(error)}"
+            ) from None
 
     def broadcast(self, tensor: torch.Tensor) -> Any:
         """Begin to send rank 0's tensor to all; the group uses the tensor until :meth:`wait`."""
@@ -158,9 +160,9 @@ def _gloo_group(store: Any, rank: int, world: int, timeout: timedelta, address: 
 
 def _broken(error: RuntimeError) -> GroupBroken:
     return GroupBroken(
-        f"the collective group broke, because a peer died or was too slow: {_first(error)}"
+        f"the collective group broke, because a peer died or was too slow: {_first_line(error)}"
     )
 
 
-def _first(error: RuntimeError) -> str:
+def _first_line(error: RuntimeError) -> str:
     return str(error).split("\n", 1)[0][:300]

@@ -147,7 +147,7 @@ class GroupReceiver:
             if self._group is not None:
                 channel.send(Ack(generation=message.generation), _CONNECTING)
         elif isinstance(message, Sending):
-            error = self._take_part(PartRef(self._run_id, message.epoch, message.step, 0))
+            error = self._receive_part(PartRef(self._run_id, message.epoch, message.step, 0))
             report = DeliveryReport(
                 generation=message.generation, number=message.number, error=error
             )
@@ -162,7 +162,7 @@ class GroupReceiver:
         except (GroupBroken, RuntimeError) as error:
             logger.warning("%s could not join the collective group: %s", self._name, error)
 
-    def _take_part(self, part: PartRef) -> str | None:
+    def _receive_part(self, part: PartRef) -> str | None:
         """Receive one part; return the reason if it is incomplete."""
         if self._group is None:
             return "is in no group"
@@ -173,21 +173,21 @@ class GroupReceiver:
             while True:
                 frame, nbytes = receiver.next()
                 if frame is FrameKind.CHUNK:
-                    receiver.take(buffer.extend(nbytes))
+                    receiver.receive(buffer.extend(nbytes))
                 elif frame is FrameKind.SEAL:
                     manifest = bytearray(nbytes)
                     if nbytes:
-                        receiver.take(_tensor(manifest))
+                        receiver.receive(_tensor(manifest))
                     buffer.manifest = bytes(manifest)
-                    self._staging.keep(part, buffer)
+                    self._staging.complete(part, buffer)
                     return None
                 else:
-                    self._staging.give_up(buffer)
+                    self._staging.abandon(buffer)
                     return "was informed that it will not come"
         # Mapped memory is refused by OSError; CUDA raises RuntimeError once NCCL was aborted.
         except (GroupBroken, MemoryError, OSError, RuntimeError) as error:
             if buffer is not None:
-                self._staging.give_up(buffer)
+                self._staging.abandon(buffer)
             self._leave()
             logger.warning("%s did not get the %s: %s", self._name, part, error)
             return f"stopped: {error}"

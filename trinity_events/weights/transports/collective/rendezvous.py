@@ -67,7 +67,7 @@ class Rendezvous:
         self._redis.xadd(self._key, {_FIELD: msgspec.msgpack.encode(info)}, maxlen=1)
         self._redis.expire(self._key, ORPHANED_AFTER)
 
-    def keep(self, info: WeightSyncInfo) -> None:
+    def renew(self, info: WeightSyncInfo) -> None:
         """Renew the announcement; if it is gone, write it again.
 
         It is gone if it has expired, or if the server restarted without persistence.

@@ -94,7 +94,7 @@ class GroupSender:
             DeadlineExceeded: if fewer came within ``patience`` seconds; it names those that did.
             GroupBroken: if they came, and the group could not be made.
         """
-        self._place.keep(self.info)
+        self._place.renew(self.info)
         self._reconcile()
         if len(self._members) < explorers:
             with self._waits.waiting(self._format_wait(explorers), deadline=patience) as reported:
@@ -133,7 +133,7 @@ class GroupSender:
                 )
             self._form()
         assert self._group is not None
-        self._place.keep(self.info)
+        self._place.renew(self.info)
         self._number += 1
         announcement = Sending(
             generation=self._generation, number=self._number, epoch=part.epoch, step=part.step
@@ -242,7 +242,7 @@ class GroupSender:
         raise GroupBroken(f"the collective group of run {self._run_id} was not made: {reason}")
 
     def _call(self) -> None:
-        """Ask every explorer to answer. A hung one is dropped; it may connect again later."""
+        """Request an answer of every explorer. A hung one is dropped, and may connect again."""
         self._generation += 1
         # an explorer that waits for a hung peer answers when that wait is over
         patience = 2 * self._timeout

@@ -83,35 +83,35 @@ class StagedVersions:
         buffer.clear()
         return buffer
 
-    def keep(self, part: PartRef, buffer: Buffer) -> None:
+    def complete(self, part: PartRef, buffer: Buffer) -> None:
         """Mark the buffer as complete and newest."""
         with self._lock:
             before, self._newest = self._newest, (part, buffer)
             self._last_size = buffer.filled
             if before is not None and not before[1].holders:
-                self._put_back(before[1])
+                self._reuse(before[1])
 
-    def give_up(self, buffer: Buffer) -> None:
+    def abandon(self, buffer: Buffer) -> None:
         """Release a buffer that will not be complete."""
         with self._lock:
-            self._put_back(buffer)
+            self._reuse(buffer)
 
     def hold(self, part: PartRef) -> Buffer | None:
-        """Return the buffer of a part and protect it until :meth:`let_go`."""
+        """Return the buffer of a part and protect it until :meth:`release`."""
         with self._lock:
             if self._newest is None or self._newest[0] != part:
                 return None
             self._newest[1].holders += 1
             return self._newest[1]
 
-    def let_go(self, buffer: Buffer) -> None:
+    def release(self, buffer: Buffer) -> None:
         """Release one reader's hold of a buffer."""
         with self._lock:
             buffer.holders -= 1
             buffer.was_read = True
             current = self._newest is not None and self._newest[1] is buffer
             if not buffer.holders and not current:
-                self._put_back(buffer)
+                self._reuse(buffer)
 
     def forget(self, part: PartRef) -> None:
         """Release a part that is no longer wanted."""
@@ -120,13 +120,13 @@ class StagedVersions:
                 buffer = self._newest[1]
                 self._newest = None
                 if not buffer.holders:
-                    self._put_back(buffer)
+                    self._reuse(buffer)
 
     def newest(self) -> PartRef | None:
         """Return the newest part here, or None."""
         with self._lock:
             return None if self._newest is None else self._newest[0]
 
-    def _put_back(self, buffer: Buffer) -> None:
+    def _reuse(self, buffer: Buffer) -> None:
         # One spare is enough: only one buffer is written between two versions.
         self._spare = [buffer]

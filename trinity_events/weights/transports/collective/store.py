@@ -189,7 +189,7 @@ class CollectiveSink:
         self._sender = None
 
     def discard(self) -> None:
-        """Tell the explorers that the part will not come; a sealed part stays theirs."""
+        """Report to the explorers that the part will not come; a sealed part stays theirs."""
         if self._sender is not None:
             with suppress(GroupBroken), self._sending() as sender:
                 sender.finish(FrameKind.ABORT)
@@ -228,4 +228,4 @@ class CollectiveSource:
         """Release the memory, which the second next version reuses."""
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
-            self._staging.let_go(buffer)
+            self._staging.release(buffer)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ....errors import GpuUnusable, VersionUnavailable
-from ...copy_streams import CopyStream, copy_stream_of
+from ...copy_streams import CopyStream, get_copy_stream
 
 _LENT_AT_ONCE = 2 << 20
 
@@ -59,7 +59,7 @@ class DeviceMemory(Protocol):
         """Map another process's memory. Raises VersionUnavailable if this process cannot."""
         ...
 
-    def let_go(self, block: DeviceBlock) -> None:
+    def release(self, block: DeviceBlock) -> None:
         """Unmap another process's memory."""
         ...
 
@@ -88,7 +88,7 @@ class CudaMemory:
     @property
     def lane(self) -> CopyStream:
         """Copy stream of this memory."""
-        return copy_stream_of(torch.device("cuda", self._used()))
+        return get_copy_stream(torch.device("cuda", self._used()))
 
     def near(self, tensor: torch.Tensor) -> None:
         """Choose the tensor's GPU, unless a GPU is chosen already."""
@@ -117,12 +117,12 @@ class CudaMemory:
                 if code:
                     raise GpuUnusable(
                         f"the GPU has no {nbytes} bytes left for a weight version "
-                        f"({_words(code)}): publish with --weights shm"
+                        f"({_format_error(code)}): publish with --weights shm"
                     )
             handle = _Handle()
             code = runtime.cudaIpcGetMemHandle(ctypes.byref(handle), pointer)
             if code:
-                why = _words(code)
+                why = _format_error(code)
                 runtime.cudaFree(pointer)
                 raise GpuUnusable(
                     f"the GPU's memory cannot be exported to other processes ({why}): publish "
@@ -146,7 +146,7 @@ class CudaMemory:
         """
         if handle in _lent:  # CUDA does not map an allocation in its own process
             return _lent[handle]
-        index = _index_of(device)
+        index = _find_index(device)
         if index is None:
             raise VersionUnavailable(
                 f"it lies in the memory of GPU {device}, which this process does not see: add it "
@@ -158,11 +158,11 @@ class CudaMemory:
         if code:
             raise VersionUnavailable(
                 f"the memory of GPU {device} that contains it cannot be mapped here "
-                f"({_words(code)}): its publisher ended, or is in another container"
+                f"({_format_error(code)}): its publisher ended, or is in another container"
             )
         return DeviceBlock(_tensor(pointer, nbytes, index), handle)
 
-    def let_go(self, block: DeviceBlock) -> None:
+    def release(self, block: DeviceBlock) -> None:
         """Unmap a block, once all queued reads of it are done."""
         if block.handle in _lent:
             return
@@ -228,7 +228,7 @@ def _runtime() -> Any:
     )
 
 
-def _words(code: int) -> str:
+def _format_error(code: int) -> str:
     runtime = _runtime()
     runtime.cudaGetLastError()  # clears the error, which torch would report as its own
     text: bytes = runtime.cudaGetErrorString(code)
@@ -239,7 +239,7 @@ def _uuid(index: int) -> str:
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
-def _index_of(device: str) -> int | None:
+def _find_index(device: str) -> int | None:
     return next(
         (index for index in range(torch.cuda.device_count()) if _uuid(index) == device), None
     )

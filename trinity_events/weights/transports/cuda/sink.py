@@ -9,7 +9,7 @@ import torch
 
 from trinity_schemas import Chunk
 
-from ...devices.digests import digests_of
+from ...devices.digests import digest_all
 from ...tensors import flat_bytes
 from ..base import PartRef
 from ..shared_memory.store import SharedMemorySink
@@ -27,11 +27,11 @@ It does not depend on the block's own size: the same tensors always give the sam
 class BlockRooms(Protocol):
     """Blocks of a publisher, which its store divides among parts."""
 
-    def room_of(self, file: SharedMemorySink) -> BlockPool:
+    def find_pool(self, file: SharedMemorySink) -> BlockPool:
         """Return the blocks of a part that is being written. Raises ValueError for another."""
         ...
 
-    def took(self, regions: Sequence[int]) -> None:
+    def record_use(self, regions: Sequence[int]) -> None:
         """Record the bytes that a part used of each block."""
         ...
 
@@ -60,7 +60,7 @@ class CudaSink:
         self._regions: list[int] = []
         """Bytes of the part in each block but the last."""
 
-    def take(self, tensor: torch.Tensor, offset: int) -> None:
+    def write(self, tensor: torch.Tensor, offset: int) -> None:
         """Begin to copy a tensor to its offset of the part."""
         if not tensor.nbytes:
             return
@@ -91,7 +91,7 @@ class CudaSink:
         ]
         return [
             Chunk(nbytes=len(data), digest=digest)
-            for data, digest in zip(cut, digests_of(cut), strict=True)
+            for data, digest in zip(cut, digest_all(cut), strict=True)
         ]
 
     def seal(self, manifest: bytes, base: PartRef | None = None) -> None:
@@ -106,7 +106,7 @@ class CudaSink:
         self._file.reserve()[: len(data)] = data
         self._file.commit(len(data))
         self._file.seal(manifest, base)
-        self._rooms.took(self._regions)
+        self._rooms.record_use(self._regions)
 
     def discard(self) -> None:
         """Return the blocks once no copy into them is pending."""
@@ -134,7 +134,7 @@ class CudaSink:
 
     def _room(self) -> BlockPool:
         """Return the part's blocks. Raises ValueError if the part was discarded."""
-        return self._rooms.room_of(self._file)
+        return self._rooms.find_pool(self._file)
 
     def _fill(self, until: int) -> None:
         """Fill the gap between two tensors with zeros."""

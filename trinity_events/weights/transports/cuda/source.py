@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ....errors import CorruptVersion, GpuUnusable
-from ...devices.digests import digests_of
+from ...devices.digests import digest_all
 from ..base import PartRef
 from ..shared_memory.reading import SharedMemorySource
 from .layout import decoded
@@ -54,7 +54,7 @@ class CudaSource:
             layout = decoded(file.data, part)
             for lent in layout.blocks:
                 block = memory.borrow(layout.device, lent.handle, lent.nbytes)
-                self._exit_stack.callback(memory.let_go, block)
+                self._exit_stack.callback(memory.release, block)
                 self._lent.append(block.tensor[: lent.nbytes])
         except BaseException:
             self.close()
@@ -76,7 +76,7 @@ class CudaSource:
         for cut in cuts:
             self._copy(cut, own[cut.block][cut.begin : cut.end])
         chunks = [own[cut.block][cut.begin : cut.end] for cut in cuts]
-        digests = digests_of(chunks)
+        digests = digest_all(chunks)
         return own, {
             cut.number: (len(data), digest)
             for cut, data, digest in zip(cuts, chunks, digests, strict=True)
@@ -93,7 +93,7 @@ class CudaSource:
         for cut in cuts:
             data = beside[: cut.end - cut.begin]
             self._copy(cut, data)
-            [digest] = digests_of([data])
+            [digest] = digest_all([data])
             yield cut.number, data, digest
 
     def close(self) -> None:

@@ -60,7 +60,7 @@ class CudaStore:
         """Begin a part; an unsealed part that was begun earlier is discarded."""
         return CudaSink(self, self._memory, self._files.begin(part), chunk_bytes or CHUNK_BYTES)
 
-    def room_of(self, file: SharedMemorySink) -> BlockPool:
+    def find_pool(self, file: SharedMemorySink) -> BlockPool:
         """Return the blocks that belong to a file without readers.
 
         Raises ValueError if the file is sealed or discarded: another part may have its blocks then.
@@ -69,8 +69,8 @@ class CudaStore:
             self._rooms[file.segment] = BlockPool(self._memory, self._last)
         return self._rooms[file.segment]
 
-    def took(self, regions: Sequence[int]) -> None:
-        """Note the bytes that a part used of each block; the next part will use about the same."""
+    def record_use(self, regions: Sequence[int]) -> None:
+        """Record the bytes that a part used of each block, as an estimate for the next part."""
         self._last = regions
 
     def delete(self, part: PartRef) -> None:

@@ -66,24 +66,26 @@ class Directory:
         """Parts in progress, and ended ones: their followers must learn the end."""
         self._changed = asyncio.Event()
 
-    def came(self, part: PartRef, attempt: PutAttempt, number: int, objects: Objects) -> None:
+    def add_object(self, part: PartRef, attempt: PutAttempt, number: int, objects: Objects) -> None:
         """Record an object of a part, by its number."""
-        coming = self._of(part, attempt)
+        coming = self._find_attempt(part, attempt)
         if coming is not None:
             coming.objects[number] = objects
-            self._tell()
+            self._notify()
 
     def give_up(self, part: PartRef, attempt: PutAttempt) -> None:
         """Record that an attempt will not complete its part."""
-        if self._of(part, attempt) is not None:
+        if self._find_attempt(part, attempt) is not None:
             self._coming[part] = _Coming(attempt, {}, "given up")
-            self._tell()
+            self._notify()
 
-    def keep(self, part: PartRef, attempt: PutAttempt, manifest: bytes, objects: Objects) -> None:
+    def add_part(
+        self, part: PartRef, attempt: PutAttempt, manifest: bytes, objects: Objects
+    ) -> None:
         """List a part that an attempt has completed."""
         self._parts[part] = (manifest, objects)
         self._coming[part] = _Coming(attempt, {}, "sealed")
-        self._tell()
+        self._notify()
 
     async def follow(
         self, part: PartRef, attempt: PutAttempt, have: int, seconds: float
@@ -116,13 +118,13 @@ class Directory:
         """Remove a part from the directory."""
         self._parts.pop(part, None)
         self._coming.pop(part, None)
-        self._tell()
+        self._notify()
 
     def parts(self) -> list[PartRef]:
         """Return all listed parts."""
         return list(self._parts)
 
-    def _of(self, part: PartRef, attempt: PutAttempt) -> _Coming | None:
+    def _find_attempt(self, part: PartRef, attempt: PutAttempt) -> _Coming | None:
         """Return the state of an attempt, or None if it has ended or another one has followed."""
         coming = self._coming.get(part)
         if coming is None or coming.attempt.number < attempt.number:
@@ -138,7 +140,7 @@ class Directory:
         first = have if coming.attempt == attempt else 0
         return PartInProgress(coming.attempt, Objects(references[first:], sizes[first:]), sealed)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -170,7 +172,7 @@ def joined() -> Any:
         ) from None
     if not ray.is_initialized():
         try:
-            _look_for(os.environ.get("RAY_ADDRESS", ""))
+            _check_answers(os.environ.get("RAY_ADDRESS", ""))
             ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
         except OSError as error:
             why = str(error).partition(". ")[0]
@@ -181,7 +183,7 @@ def joined() -> Any:
     return ray
 
 
-def _look_for(address: str) -> None:
+def _check_answers(address: str) -> None:
     """Raise OSError if the address does not respond; Ray would retry for 15 minutes."""
     host, _, port = address.rpartition(":")
     if host and "/" not in host and port.isdecimal():
@@ -212,7 +214,7 @@ class SharedDirectory:
         self._actor: tuple[str, Any] | None = None
         self._users = 0
 
-    def take(self, ray: Any) -> tuple[str, Any]:
+    def acquire(self, ray: Any) -> tuple[str, Any]:
         """Return the actor and its name. This process owns it: Ray ends it with the process."""
         with self._lock:
             member = membership(ray)
@@ -230,7 +232,7 @@ class SharedDirectory:
             self._users += 1
             return self._actor
 
-    def give(self, ray: Any, name: str) -> None:
+    def release(self, ray: Any, name: str) -> None:
         """Release one store's use of the actor; the last release ends the actor of this name."""
         with self._lock:
             if self._actor is None or self._actor[0] != name:
@@ -242,7 +244,7 @@ class SharedDirectory:
                 self._actor = None
 
     def lost(self, name: str) -> None:
-        """Forget an actor that is gone or hangs; the next :meth:`take` creates another."""
+        """Forget an actor that is gone or hangs; the next :meth:`acquire` creates another."""
         with self._lock:
             if self._actor is not None and self._actor[0] == name:
                 self._actor, self._users = None, 0
@@ -251,7 +253,7 @@ class SharedDirectory:
 SHARED = SharedDirectory()
 
 
-def key_of(part: PartRef) -> bytes:
+def publisher_key(part: PartRef) -> bytes:
     """Return the key at which the cluster's key-value store names a rank's publisher."""
     return f"{_PREFIX}~{part.run_id}~{part.epoch}~{part.rank}".encode()
 
@@ -260,20 +262,22 @@ def point(part: PartRef, name: str) -> None:
     """Record the actor that lists the part."""
     from ray.experimental.internal_kv import _internal_kv_put
 
-    _internal_kv_put(key_of(part), name.encode(), overwrite=True, namespace=NAMESPACE.encode())
+    _internal_kv_put(
+        publisher_key(part), name.encode(), overwrite=True, namespace=NAMESPACE.encode()
+    )
 
 
 def pointed(part: PartRef) -> str:
     """Return the name of the actor that lists the part. Raises ValueError if there is none."""
     from ray.experimental.internal_kv import _internal_kv_get
 
-    name: bytes | None = _internal_kv_get(key_of(part), namespace=NAMESPACE.encode())
+    name: bytes | None = _internal_kv_get(publisher_key(part), namespace=NAMESPACE.encode())
     if name is None:
         raise ValueError("no publisher has that rank of the run")
     return name.decode()
 
 
-def directory_of(ray: Any, part: PartRef) -> Any:
+def find_directory(ray: Any, part: PartRef) -> Any:
     """Return the actor that lists the part. Raises ValueError if there is none or it has ended."""
     try:
         return ray.get_actor(pointed(part), namespace=NAMESPACE)

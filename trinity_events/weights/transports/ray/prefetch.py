@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...tensors import address, digest
-from ..base import Ended, PartRef, Take, Taker
-from .directory import DEADLINE, NONE, PartInProgress, PutAttempt, directory_of
+from ..base import Ended, OnChunk, OnPart, PartRef
+from .directory import DEADLINE, NONE, PartInProgress, PutAttempt, find_directory
 
 _ASKED = 1.0
 """Seconds after which the directory replies, even without a new object."""
@@ -40,7 +40,7 @@ class Fetched(NamedTuple):
         for begin in range(0, len(self.data), self.chunk_bytes):
             yield self.data[begin : begin + self.chunk_bytes]
 
-    def digest_of(self, chunk: memoryview) -> str | None:
+    def find_digest(self, chunk: memoryview) -> str | None:
         """Return the digest of a chunk, if exactly these bytes were digested."""
         index, behind = divmod(address(chunk) - address(self.data), self.chunk_bytes)
         digested = min(self.chunk_bytes, len(self.data) - index * self.chunk_bytes)
@@ -51,13 +51,13 @@ class Fetched(NamedTuple):
 class RayPartPrefetch:
     """Prefetch of one part while it is published."""
 
-    def __init__(self, ray: Any, part: PartRef, taker: Taker | None = None) -> None:
+    def __init__(self, ray: Any, part: PartRef, on_part: OnPart | None = None) -> None:
         self.part = part
         self.fetched: dict[Any, Fetched] = {}
         """Objects of the current attempt by reference, from the first on."""
         self._ray = ray
-        self._taker = taker
-        self._take: Take | None = None
+        self._on_part = on_part
+        self._on_chunk: OnChunk | None = None
         self._directory: Any = None
         self._call: Any = None
         """Pending call of the directory."""
@@ -67,12 +67,12 @@ class RayPartPrefetch:
     @property
     def sealed(self) -> bool:
         """Return True if the part is sealed and all its objects are digested."""
-        return self._all_told and not self._coming
+        return self._all_listed and not self._coming
 
     def waits_for(self) -> list[Any]:
         """Return the references to wait for; none if there is no publisher."""
-        if self._call is None and not self._all_told and time.monotonic() >= self._again:
-            self._ask()
+        if self._call is None and not self._all_listed and time.monotonic() >= self._again:
+            self._request()
         calls = [] if self._call is None else [self._call]
         return calls + [reference for reference in self._coming if reference not in self._here]
 
@@ -81,7 +81,7 @@ class RayPartPrefetch:
         try:
             if self._call in there:
                 call, self._call = self._call, None
-                self._hear(self._ray.get(call, timeout=DEADLINE))
+                self._process_reply(self._ray.get(call, timeout=DEADLINE))
             self._here.update(reference for reference in self._coming if reference in there)
             while self._coming and self._coming[0] in self._here:
                 reference = self._coming.popleft()
@@ -97,43 +97,43 @@ class RayPartPrefetch:
         self._again = time.monotonic() + self._pause
         self._pause = min(2 * self._pause, _LONGEST)
 
-    def _ask(self) -> None:
+    def _request(self) -> None:
         try:
             if self._directory is None:
-                self._directory = directory_of(self._ray, self.part)
+                self._directory = find_directory(self._ray, self.part)
             follow = self._directory.follow.remote
-            self._call = follow(self.part, self._attempt, self._told_of, _ASKED)
+            self._call = follow(self.part, self._attempt, self._listed_count, _ASKED)
         except (ValueError, self._ray.exceptions.RayError):
             self._is_gone()
 
-    def _hear(self, progress: PartInProgress) -> None:
+    def _process_reply(self, progress: PartInProgress) -> None:
         if progress.attempt != self._attempt:
             self._forget(progress.attempt)
-            if self._taker is not None and progress.attempt != NONE:
-                self._take = self._taker(self.part)
-        self._all_told, self._pause = progress.sealed, _SHORTEST
-        self._told_of += len(progress.objects.references)
+            if self._on_part is not None and progress.attempt != NONE:
+                self._on_chunk = self._on_part(self.part)
+        self._all_listed, self._pause = progress.sealed, _SHORTEST
+        self._listed_count += len(progress.objects.references)
         self._coming.extend(progress.objects.references)
 
     def _forget(self, attempt: PutAttempt) -> None:
         """Drop the objects of an abandoned attempt, and follow ``attempt``."""
-        self._attempt, self._all_told, self._told_of = attempt, False, 0
+        self._attempt, self._all_listed, self._listed_count = attempt, False, 0
         self._coming: deque[Any] = deque()
         """Objects that are not digested yet."""
         self._here: set[Any] = set()
         """Undigested objects that are on this node."""
-        self.fetched, self._take, self._next_chunk = {}, None, 0
+        self.fetched, self._on_chunk, self._next_chunk = {}, None, 0
 
     def _digest(self, reference: Any) -> None:
         data = as_bytes(self._ray.get(reference, timeout=DEADLINE))
         if data is None:
-            self._take = None  # the pull reports the error
+            self._on_chunk = None  # the pull reports the error
             return
         fetched = self.fetched[reference] = Fetched(data, self._attempt.chunk_bytes, [])
         for chunk in fetched.chunks():
             digested = digest(chunk)
-            if self._take is not None:
-                self._take(self._next_chunk, chunk)
+            if self._on_chunk is not None:
+                self._on_chunk(self._next_chunk, chunk)
             fetched.digests.append(digested)  # appended last: a digested chunk was always taken
             self._next_chunk += 1
 

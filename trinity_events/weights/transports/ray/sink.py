@@ -41,7 +41,7 @@ class Putter:
             self._rooms.put(room)
             raise
 
-    def give_up_room(self) -> None:
+    def replace_buffer(self) -> None:
         """Replace a buffer to which another thread may still write."""
         self._rooms.put(np.empty(0, np.uint8))
 
@@ -67,19 +67,19 @@ class Putter:
 class PartRegister(Protocol):
     """Register of a publisher's parts, which readers find them by."""
 
-    def coming(self, part: PartRef) -> None:
-        """Let prefetching readers find a part that is being written."""
+    def announce(self, part: PartRef) -> None:
+        """Announce a part that is being written to prefetching readers."""
         ...
 
-    def came(self, part: PartRef, attempt: PutAttempt, number: int, objects: Objects) -> None:
+    def add_object(self, part: PartRef, attempt: PutAttempt, number: int, objects: Objects) -> None:
         """Report an object of a part to prefetching readers."""
         ...
 
-    def not_coming(self, part: PartRef, attempt: PutAttempt) -> None:
+    def withdraw(self, part: PartRef, attempt: PutAttempt) -> None:
         """Report to prefetching readers that a part is not completed."""
         ...
 
-    def keep(
+    def add_part(
         self,
         part: PartRef,
         attempt: PutAttempt,
@@ -94,7 +94,7 @@ class PartRegister(Protocol):
         """Delete a part."""
         ...
 
-    def refusals_in_words(self, part: PartRef) -> AbstractContextManager[None]:
+    def explained_refusals(self, part: PartRef) -> AbstractContextManager[None]:
         """Raise RayUnusable if Ray refuses an object of a part."""
         ...
 
@@ -160,16 +160,16 @@ class RaySink:
         """List the part once all its objects are put."""
         self._check()
         self._put_object()
-        with self._register.refusals_in_words(self._part):
+        with self._register.explained_refusals(self._part):
             references = [put.result() for put in self._putting]
-            self._state = "told"  # the call may have failed midway
+            self._state = "listed"  # the call may have failed midway
             objects = Objects(references, self._sizes)
-            self._register.keep(self._part, self._attempt, objects, manifest, base)
+            self._register.add_part(self._part, self._attempt, objects, manifest, base)
         self._putting = []
 
     def discard(self) -> None:
         """Delete a sealed part; an unsealed one was never listed."""
-        if self._state == "told":
+        if self._state == "listed":
             self._register.delete(self._part)
         self.give_up()
 
@@ -177,31 +177,31 @@ class RaySink:
         """Release the buffer and the objects."""
         self._state = "given up"
         if self._putting:
-            self._register.not_coming(self._part, self._attempt)
+            self._register.withdraw(self._part, self._attempt)
         self._putting = []
         if self._room is not None:
-            self._putter.give_up_room()
+            self._putter.replace_buffer()
             self._room = None
 
     def _put_object(self) -> None:
         """Put the content of the buffer, if there is any."""
         if self._room is None or not self._filled:
             return
-        with self._register.refusals_in_words(self._part):
+        with self._register.explained_refusals(self._part):
             for previous in self._putting[-2:-1]:
                 previous.result()  # It has ended, since there are two buffers; raises if it failed.
             if not self._putting:
-                self._register.coming(self._part)
+                self._register.announce(self._part)
         put = self._putter.put(self._room, self._filled)
-        put.add_done_callback(partial(self._came, len(self._putting), self._filled))
+        put.add_done_callback(partial(self._report_object, len(self._putting), self._filled))
         self._putting.append(put)
         self._sizes.append(self._filled)
         self._room, self._filled = None, 0
 
-    def _came(self, number: int, nbytes: int, put: Future[Any]) -> None:
-        """Tell prefetching readers of an object; runs in the thread that put it."""
+    def _report_object(self, number: int, nbytes: int, put: Future[Any]) -> None:
+        """Report an object to prefetching readers; runs in the thread that put it."""
         if put.exception() is None and self._state != "given up":
-            self._register.came(
+            self._register.add_object(
                 self._part, self._attempt, number, Objects([put.result()], [nbytes])
             )
 

@@ -75,7 +75,7 @@ class RaySource:
         for reference, seen in self._seen.items():
             if reference in numbers:
                 for index, chunk in cut_up(reference, seen.data):
-                    check(index, chunk, seen.digest_of(chunk))
+                    check(index, chunk, seen.find_digest(chunk))
         for arrivals in self._as_they_come(list(numbers)):
             check_chunks(
                 [chunk for reference, data in arrivals for chunk in cut_up(reference, data)], check

@@ -13,17 +13,17 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from ....errors import RayUnusable
-from ..base import Ended, PartRef, Taker
+from ..base import Ended, OnPart, PartRef
 from .directory import (
     DEADLINE,
     SHARED,
     Objects,
     PutAttempt,
-    directory_of,
+    find_directory,
     joined,
-    key_of,
     membership,
     point,
+    publisher_key,
     unpoint,
 )
 from .prefetch import Fetched, RayPartPrefetch, prefetch
@@ -81,26 +81,26 @@ class RayStore:
         self._sink = RaySink(self, self._putter, part, size, self._object_bytes)
         return self._sink
 
-    def coming(self, part: PartRef) -> None:
-        """Let prefetching readers find a part."""
+    def announce(self, part: PartRef) -> None:
+        """Announce a part to prefetching readers."""
         name, _ = self._own_directory()
-        if key_of(part) not in self._pointers:
+        if publisher_key(part) not in self._pointers:
             point(part, name)
-            self._pointers.add(key_of(part))
+            self._pointers.add(publisher_key(part))
 
-    def came(self, part: PartRef, attempt: PutAttempt, number: int, objects: Objects) -> None:
-        """Tell prefetching readers of an object, without waiting: the part completes anyway."""
+    def add_object(self, part: PartRef, attempt: PutAttempt, number: int, objects: Objects) -> None:
+        """Report an object to prefetching readers, without waiting: the part completes anyway."""
         if self._directory is not None:
             with suppress(self._ray.exceptions.RayError):
-                self._directory[1].came.remote(part, attempt, number, objects)
+                self._directory[1].add_object.remote(part, attempt, number, objects)
 
-    def not_coming(self, part: PartRef, attempt: PutAttempt) -> None:
-        """Tell prefetching readers that the part will not come."""
+    def withdraw(self, part: PartRef, attempt: PutAttempt) -> None:
+        """Report to prefetching readers that the part will not come."""
         if self._is_in() and self._directory is not None:
             with suppress(self._ray.exceptions.RayError):
                 self._directory[1].give_up.remote(part, attempt)
 
-    def keep(
+    def add_part(
         self,
         part: PartRef,
         attempt: PutAttempt,
@@ -112,9 +112,9 @@ class RayStore:
         self._published.pop(part, None)
         self._published[part], self._bases[part] = objects, base
         name, directory = self._own_directory()
-        confirmation = directory.keep.remote(part, attempt, manifest, objects)
+        confirmation = directory.add_part.remote(part, attempt, manifest, objects)
         point(part, name)  # while the directory keeps it
-        self._pointers.add(key_of(part))
+        self._pointers.add(publisher_key(part))
         self._ray.get(confirmation, timeout=DEADLINE)
         for oldest in self._superfluous():
             self.delete(oldest)
@@ -137,7 +137,7 @@ class RayStore:
 
     def _own_directory(self) -> tuple[str, Any]:
         if self._directory is None:
-            self._directory = SHARED.take(self._ray)
+            self._directory = SHARED.acquire(self._ray)
         return self._directory
 
     # --- reading ---------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class RayStore:
         self._unanswered = None
         errors = self._ray.exceptions
         try:
-            directory = directory_of(self._ray, part)
+            directory = find_directory(self._ray, part)
             entry = self._ray.get(directory.find.remote(part), timeout=DEADLINE)
         except errors.GetTimeoutError:
             self._unanswered = part
@@ -165,12 +165,12 @@ class RayStore:
         parts: Sequence[PartRef],
         stop: threading.Event,
         deadline: float,
-        taker: Taker | None = None,
+        on_part: OnPart | None = None,
     ) -> Ended:
         """Fetch the parts' objects as they are put, and digest them."""
         self._join()
         self._seen = {}
-        followers = [RayPartPrefetch(self._ray, part, taker) for part in parts]
+        followers = [RayPartPrefetch(self._ray, part, on_part) for part in parts]
         try:
             return prefetch(self._ray, followers, stop, deadline)
         finally:
@@ -179,7 +179,7 @@ class RayStore:
     def missing(self, part: PartRef) -> str:
         """Return possible reasons why the part is missing, for an error message."""
         try:
-            directory_of(self._ray, part)
+            find_directory(self._ray, part)
         except ValueError:
             return (
                 "nothing of the run is in this Ray cluster: its trainer ended, or is in another "
@@ -209,10 +209,10 @@ class RayStore:
             # another store may publish as the same rank
             with suppress(self._ray.exceptions.RayError):
                 parts = self._ray.get(directory.parts.remote(), timeout=DEADLINE)
-                self._pointers.difference_update(map(key_of, parts))
+                self._pointers.difference_update(map(publisher_key, parts))
             for key in self._pointers:
                 unpoint(key, name)
-            SHARED.give(self._ray, name)
+            SHARED.release(self._ray, name)
             self._pointers, self._directory = set(), None
 
     def _join(self) -> None:
@@ -231,7 +231,7 @@ class RayStore:
         return False
 
     @contextmanager
-    def refusals_in_words(self, part: PartRef) -> Iterator[None]:
+    def explained_refusals(self, part: PartRef) -> Iterator[None]:
         """Raise RayUnusable if Ray refuses an object, and forget an actor that is gone."""
         errors = self._ray.exceptions
         if not self._is_in():

@@ -43,7 +43,7 @@ class BulkConnection:
         self._behind = memoryview(bytearray(_AT_ONCE))
 
     @classmethod
-    def of(cls, client: Any) -> BulkConnection | None:
+    def connect(cls, client: Any) -> BulkConnection | None:
         """Connect to a client's server as its user; return None if only the client itself can."""
         pool = getattr(client, "connection_pool", None)
         if pool is None or pool.connection_class not in _PLAIN:
@@ -53,7 +53,7 @@ class BulkConnection:
         return cls(connection)
 
     def send(self, key: str, value: memoryview, expire: int, seen: Digesting | None = None) -> None:
-        """Begin a SET with an expiry in seconds; :meth:`stored` takes its reply.
+        """Begin a SET with an expiry in seconds; :meth:`finish_set` receives its reply.
 
         On return the kernel has the whole value, and ``seen`` has digested it. Both work piece by
         piece, so that the server copies one piece while the next is digested. Raises BulkError.
@@ -75,8 +75,8 @@ class BulkConnection:
         except OSError as error:
             raise BulkError(str(error)) from None
 
-    def stored(self) -> None:
-        """Take the next reply to a SET. Raises BulkError, also if the server refused it."""
+    def finish_set(self) -> None:
+        """Receive the next reply to a SET. Raises BulkError, also if the server refused it."""
         try:
             line = self._line()
         except OSError as error:
@@ -84,15 +84,15 @@ class BulkConnection:
         if line != b"+OK":
             raise BulkError(line.decode(errors="replace"))
 
-    def ask(self, key: str) -> None:
-        """Begin a GET; :meth:`take` takes its reply. Raises BulkError."""
+    def begin_get(self, key: str) -> None:
+        """Begin a GET; :meth:`finish_get` receives its reply. Raises BulkError."""
         try:
             self._send([memoryview(b"*2\r\n$3\r\nGET\r\n" + _bulk(key.encode()))])
         except OSError as error:
             raise BulkError(str(error)) from None
 
-    def take(self, into: Sequence[memoryview], seen: Digesting) -> int | None:
-        """Take the next reply to a GET into these pieces of memory, in order.
+    def finish_get(self, into: Sequence[memoryview], seen: Digesting) -> int | None:
+        """Receive the next reply to a GET into these pieces of memory, in order.
 
         Return the length of the value, or None if it is missing; ``seen`` has digested it. A value
         of another length is not read, and the connection is unusable afterwards.

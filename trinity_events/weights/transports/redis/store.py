@@ -119,7 +119,7 @@ class RedisSink:
     def reserve(self) -> memoryview:
         """Return one of two buffers, by turns."""
         if self._memory is None:
-            self._memory = self._rooms.take(2 * self.chunk_bytes)
+            self._memory = self._rooms.acquire(2 * self.chunk_bytes)
         begin = self._chunks % 2 * self.chunk_bytes
         return self._memory.data[begin : begin + self.chunk_bytes]
 
@@ -155,7 +155,7 @@ class RedisSink:
     def _settle(self) -> None:
         self._values.settle()
         if self._memory is not None:
-            self._rooms.give(self._memory)
+            self._rooms.release(self._memory)
             self._memory = None
 
 
@@ -192,7 +192,7 @@ class RedisSource:
         The pages of unwanted chunks are not touched.
         """
         offsets = [0, *accumulate(sizes)]
-        self._buffers.append(self._memory.take(offsets[-1]))
+        self._buffers.append(self._memory.acquire(offsets[-1]))
         memory = self._buffers[-1].data[: offsets[-1]]
         rooms = (
             (index, [memory[offsets[index] : offsets[index + 1]]])
@@ -220,7 +220,7 @@ class RedisSource:
         self._leases.discard(self._lease)
         self._lease.end()
         for buffer in self._buffers:
-            self._memory.give(buffer)
+            self._memory.release(buffer)
         self._buffers = []
 
 
@@ -234,7 +234,7 @@ class _ReceiveMemory:
     def __init__(self) -> None:
         self._spare: list[Bytes] = []
 
-    def take(self, nbytes: int) -> Bytes:
+    def acquire(self, nbytes: int) -> Bytes:
         """Return a buffer of at least ``nbytes``, with undefined content."""
         fitting = [index for index, buffer in enumerate(self._spare) if len(buffer) >= nbytes]
         if fitting:
@@ -243,6 +243,6 @@ class _ReceiveMemory:
             self._spare.pop(max(range(len(self._spare)), key=lambda at: len(self._spare[at])))
         return np.empty(nbytes, np.uint8)
 
-    def give(self, memory: Bytes) -> None:
+    def release(self, memory: Bytes) -> None:
         """Return a buffer to the pool."""
         self._spare.append(memory)

@@ -103,11 +103,11 @@ class LargeValues:
             while connection is not None:
                 for request in islice(remaining, _ASKED - len(coming)):
                     coming.append(request)
-                    connection.ask(request.key)
+                    connection.begin_get(request.key)
                 if not coming:
                     return
                 seen = Digesting()
-                length = connection.take(coming[0].into, seen)
+                length = connection.finish_get(coming[0].into, seen)
                 number, _, into = coming.popleft()
                 if length not in (None, sum(map(len, into))):
                     self.close()
@@ -130,12 +130,12 @@ class LargeValues:
 
     def _connection(self) -> BulkConnection | None:
         if self._made is None:
-            self._made = BulkConnection.of(self._redis)
+            self._made = BulkConnection.connect(self._redis)
         return self._made
 
     def _settle(self, connection: BulkConnection, but: int) -> None:
         while len(self._owed) > but:
-            connection.stored()
+            connection.finish_set()
             self._owed.popleft()
 
     def _redo(self) -> None:

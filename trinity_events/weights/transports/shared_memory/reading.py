@@ -24,7 +24,7 @@ from ....errors import CorruptVersion
 from ....system.file_locks import try_lock
 from ....system.shared_memory import end_beside, read_beside
 from ...tensors import digest
-from ..base import Check, Ended, PartRef, Take, Taker
+from ..base import Check, Ended, OnChunk, OnPart, PartRef
 
 DATA = 4096
 """Byte at which the data begins, after a page for the header."""
@@ -96,11 +96,11 @@ class SharedMemorySource:
         for index, size in enumerate(sizes):
             if indices is None or index in indices:
                 data = self._data[offset : offset + size]
-                check(index, data, self._digest_of(index, offset, size))
+                check(index, data, self._find_digest(index, offset, size))
             offset += size
         return [self._data]
 
-    def _digest_of(self, index: int, offset: int, size: int) -> str | None:
+    def _find_digest(self, index: int, offset: int, size: int) -> str | None:
         """Return the chunk's digest if it was computed during the write."""
         seen = self._seen
         if seen is None or index >= len(seen.digests):
@@ -111,7 +111,7 @@ class SharedMemorySource:
     def close(self) -> None:
         """End the lease."""
         if self._descriptor >= 0:
-            let_go(self._descriptor)
+            release_lease(self._descriptor)
             self._descriptor = -1
 
 
@@ -141,7 +141,7 @@ def leased(descriptor: int, path: Path) -> bool:
     return path.stat().st_ino == os.fstat(descriptor).st_ino
 
 
-def let_go(descriptor: int) -> None:
+def release_lease(descriptor: int) -> None:
     """End all leases on a segment and close it."""
     # Unlocked before it is closed: a mapping has duplicates of the descriptor with the same locks.
     fcntl.flock(descriptor, fcntl.LOCK_UN)
@@ -167,15 +167,15 @@ class PartPrefetch:
         part: PartRef,
         find: Callable[[str], list[Path]],
         mapped: Callable[[int], memoryview],
-        taker: Taker | None = None,
+        on_part: OnPart | None = None,
     ) -> None:
         self.part = part
         self.sealed = False
         self.seen: WriteDigests | None = None
         self._find = find
         self._mapped = mapped
-        self._taker = taker
-        self._take: Take | None = None
+        self._on_part = on_part
+        self._on_chunk: OnChunk | None = None
         self._descriptor = -1
         self._given_up: bytes | None = None
         """Generation of an abandoned write, which is not read again."""
@@ -197,7 +197,7 @@ class PartPrefetch:
     def close(self) -> None:
         """Release the segment."""
         if self._descriptor >= 0:
-            let_go(self._descriptor)
+            release_lease(self._descriptor)
             self._descriptor = -1
 
     def _open(self) -> bool:
@@ -215,8 +215,8 @@ class PartPrefetch:
                         generation, size = WRITING.unpack_from(memory, WRITING_AT)
                         if generation != self._given_up:
                             self.seen = WriteDigests(generation, size, [])
-                            if self._taker is not None:
-                                self._take = self._taker(self.part)
+                            if self._on_part is not None:
+                                self._on_chunk = self._on_part(self.part)
                             return True
                 except BaseException:
                     self.close()
@@ -236,8 +236,8 @@ class PartPrefetch:
         for begin in range(DATA + len(digests) * size, DATA + end * size, size):
             chunk = memory[begin : begin + size]
             digested = digest(chunk)
-            if self._take is not None:
-                self._take(len(digests), chunk)
+            if self._on_chunk is not None:
+                self._on_chunk(len(digests), chunk)
             digests.append(digested)  # appended last: a digested chunk was always taken
         return True
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ....errors import SharedMemoryUnusable
 from ....system.shared_memory import SHARED_MEMORY, Owner, Segment, owned, sweep, users_folder
-from ..base import Ended, PartRef, Taker
+from ..base import Ended, OnPart, PartRef
 from .reading import (
     DATA,
     FILLED,
@@ -35,9 +35,9 @@ from .reading import (
     WriteDigests,
     file_name,
     leased,
-    let_go,
     name_while_written,
     prefetch,
+    release_lease,
 )
 
 CHUNK_BYTES = 512 << 10
@@ -91,7 +91,7 @@ class SharedMemoryStore:
         if segment is not None:
             self._set_aside(segment)
 
-    def take(self, rank: int) -> Segment:
+    def acquire_segment(self, rank: int) -> Segment:
         """Return a segment without readers, locked for writing."""
         for segment in self._idle:
             if segment.take():
@@ -112,7 +112,7 @@ class SharedMemoryStore:
             "are stuck; see trinity-events status"
         )
 
-    def keep(
+    def add_part(
         self, part: PartRef, segment: Segment, nbytes: int, base: PartRef | None = None
     ) -> None:
         """Rename a complete segment to the part's name."""
@@ -124,12 +124,12 @@ class SharedMemoryStore:
         self._sealed[part], self._bases[part] = segment, base
         self._sink = None
 
-    def show(self, part: PartRef, segment: Segment) -> None:
+    def expose(self, part: PartRef, segment: Segment) -> None:
         """Rename a segment so that prefetching readers find it."""
         segment.rename(segment.path.with_name(name_while_written(part)))
 
-    def put_back(self, segment: Segment) -> None:
-        """Take back the segment of a discarded part."""
+    def return_segment(self, segment: Segment) -> None:
+        """Return the segment of a discarded part to the idle ones."""
         segment.rename(self._unused_path())  # prefetching readers no longer find it
         segment.give_back(self._last_size)
         segment.give()
@@ -171,7 +171,7 @@ class SharedMemoryStore:
                         memory = self._mapped(descriptor)
                         return SharedMemorySource(part, descriptor, memory, self._seen.get(part))
                 except BaseException:
-                    let_go(descriptor)
+                    release_lease(descriptor)
                     raise
                 os.close(descriptor)
         return None
@@ -181,14 +181,14 @@ class SharedMemoryStore:
         parts: Sequence[PartRef],
         stop: threading.Event,
         deadline: float,
-        taker: Taker | None = None,
+        on_part: OnPart | None = None,
     ) -> Ended:
         """Digest the parts' chunks as they are written; drop the digests of other parts."""
         self._sweep()
         self._unmap_gone()
         self._seen = {}
         self.followers = [
-            PartPrefetch(part, self._newest_first, self._mapped, taker) for part in parts
+            PartPrefetch(part, self._newest_first, self._mapped, on_part) for part in parts
         ]
         try:
             return prefetch(self.followers, stop, deadline)
@@ -296,13 +296,13 @@ class SharedMemorySink:
         memory = self._writing().memory(end)
         memory[end - len(manifest) : end] = manifest
         memory[: HEADER.size] = HEADER.pack(MAGIC, self._filled, len(manifest))
-        self._store.keep(self._part, self._writing(), end, base)
+        self._store.add_part(self._part, self._writing(), end, base)
         self._open, self._sealed, self._segment = False, True, None
 
     def discard(self) -> None:
         """Return the segment to the store; a sealed part is deleted."""
         if self._segment is not None:
-            self._store.put_back(self._segment)
+            self._store.return_segment(self._segment)
         elif self._sealed:
             self._store.delete(self._part)
         self._open = self._sealed = False
@@ -312,7 +312,7 @@ class SharedMemorySink:
         if not self._open:
             raise ValueError(f"the {self._part} are sealed or given up: nothing can be added")
         if self._segment is None:
-            self._segment = self._store.take(self._part.rank)
+            self._segment = self._store.acquire_segment(self._part.rank)
             self._begin(self._segment)
         return self._segment
 
@@ -321,4 +321,4 @@ class SharedMemorySink:
         header = segment.memory(DATA)
         header[:DATA] = bytes(DATA)
         WRITING.pack_into(header, WRITING_AT, secrets.token_bytes(8), self._chunk_bytes)
-        self._store.show(self._part, segment)
+        self._store.expose(self._part, segment)
