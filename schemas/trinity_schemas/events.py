@@ -75,6 +75,9 @@ class RunOpened(_Event, frozen=True):
     transport: Annotated[
         ChosenTransport | None, Meta(description="Transport of the weights, and the reason.")
     ] = None
+    command: Annotated[
+        Text | None, Meta(description="Command that continues the run, without passwords.")
+    ] = None
 
 
 class SettingChange(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -116,6 +119,9 @@ class RunResumed(_Event, frozen=True):
     transport: Annotated[
         ChosenTransport | None, Meta(description="Transport of the weights, and the reason.")
     ] = None
+    command: Annotated[
+        Text | None, Meta(description="Command that continues the run, without passwords.")
+    ] = None
     changed: Annotated[
         tuple[SettingChange, ...],
         Meta(max_length=MOST_CHANGES, description="Settings that changed, and take effect."),
@@ -141,6 +147,12 @@ class RunClosed(_Event, frozen=True):
     reason: RunOutcome
     step: Annotated[Step | None, Meta(description="Last training step, if known.")] = None
     error: Annotated[Text | None, Meta(description="Error that ended the run.")] = None
+    command: Annotated[
+        Text | None, Meta(description="Command that continues the run, without passwords.")
+    ] = None
+    is_lasting: Annotated[
+        bool, Meta(description="True if the command that began the run would fail again.")
+    ] = False
 
 
 # --- saves ---------------------------------------------------------------------------------

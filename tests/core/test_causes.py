@@ -16,6 +16,7 @@ from trinity_schemas import (
     ExplorerExcluded,
     ExplorerStatusChanged,
     RunClosed,
+    RunOpened,
     StepCommitted,
     VersionOpened,
     WaitStarted,
@@ -159,3 +160,18 @@ def test_a_run_that_has_ended_waits_for_nothing_and_names_its_error():
     history.add(RunClosed(reason="failed", error="actor-1 died"))
     [cause] = causes(history, is_led=False)
     assert (cause.reason, cause.sentence) == ("closed", "The run ended (failed): actor-1 died.")
+
+
+def test_a_run_whose_launcher_has_ended_was_killed_unless_it_is_led_elsewhere():
+    history = History(opened=False)
+    history.add(RunOpened(command="trinity-events train a.yaml"))
+    ended = on_this_host(launcher_0="ended")
+    [cause] = causes(history, is_led=False, processes=ended)
+    assert (cause.reason, cause.process, cause.pid) == ("ended", "launcher-0", 7)
+    assert "The run was killed" in cause.sentence
+    assert "trinity-events train a.yaml" in cause.sentence
+    assert causes(history, is_led=True, processes=ended) == []
+    running = on_this_host(launcher_0="running")
+    assert [cause.reason for cause in causes(history, is_led=False, processes=running)] == [
+        "no-reducer"
+    ]

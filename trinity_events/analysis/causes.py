@@ -53,6 +53,13 @@ BEHIND = 3_000
 """Milliseconds for which an entry is not folded before its reducer counts as behind."""
 UNREAD = 5.0
 """Seconds without a call of a group's members before the group counts as unread."""
+STANDSTILL = 5_000
+"""Milliseconds for which a run waits before it counts as standing still, as its processes report.
+
+It is the threshold of their reports (``trinity_events.diagnostics.waits.THRESHOLD``).
+"""
+_HARMLESS: frozenset[Reason] = frozenset(("closed", "failed", "unread-group", "held-checkpoint"))
+"""Reasons of causes with which the training continues, or that are told by themselves."""
 _TOLD = 8
 """Maximum causes that are told."""
 
@@ -161,7 +168,7 @@ def first_causes(state: MonitorState, facts: LiveFacts) -> list[Cause]:
     first = excluded if state.excluded.keys() >= set(_running_explorers(state)) else []
     causes = [
         *_check_server(facts),
-        *_check_reducer(state, facts),
+        *(_check_launcher(state, facts) or _check_reducer(state, facts)),
         *first,
         *(_cause(end, facts) for end in ends),
         *_check_explorers(state, facts),
@@ -172,6 +179,13 @@ def first_causes(state: MonitorState, facts: LiveFacts) -> list[Cause]:
     return list(
         {(cause.reason, cause.process, cause.what, cause.step): cause for cause in causes}.values()
     )[:_TOLD]
+
+
+def is_standstill(cause: Cause, now: int) -> bool:
+    """Return True for a cause that holds up the run, and no longer passes by itself at once."""
+    if cause.reason in _HARMLESS:
+        return False
+    return cause.since is None or now - cause.since >= STANDSTILL
 
 
 def processes_of_epoch(
@@ -204,6 +218,23 @@ def _check_server(facts: LiveFacts) -> Iterator[Cause]:
     if facts.server_fault is not None:
         reason, words = facts.server_fault
         yield Cause(reason=reason, sentence=f"The server takes no entries: {words}.")
+
+
+def _check_launcher(state: MonitorState, facts: LiveFacts) -> list[Cause]:
+    """Return the death of a run's launcher, with which its reducer ends too.
+
+    A run that is led was started again, maybe on another host.
+    """
+    name = "launcher-0"
+    process = facts.processes.get(name)
+    if process is None or process.condition != "ended" or facts.is_led:
+        return []
+    how = f"Continue it with: {state.command}" if state.command else "Start it again under its name"
+    sentence = (
+        f"The run was killed: {name} (process {process.pid} of this host) has ended without "
+        f"closing it. {how}"
+    )
+    return [Cause(reason="ended", sentence=sentence, process=name, pid=process.pid)]
 
 
 def _check_reducer(state: MonitorState, facts: LiveFacts) -> Iterator[Cause]:

@@ -304,6 +304,10 @@ class MonitorState(Struct, kw_only=True, omit_defaults=True):
     """Error that closed the current epoch, if there was one."""
     closed_at: int | None = None
     """Milliseconds at which the current epoch was closed."""
+    command: str | None = None
+    """Command that continues the run, if the log has it."""
+    is_closed_for_good: bool = False
+    """True if the run failed, and the command that began it would fail again."""
     trainer: TrainerStatus | None = None
     trainer_step: int = 0
     changed_settings: list[SettingChange] = field(default_factory=list)

@@ -117,7 +117,7 @@ def status_panel(
     ]
     tables = (
         *((Text(), _ready(state)) if state.ready else ()),
-        *((Text(), _explorers(state, now, silent=silent)) if state.explorers else ()),
+        *((Text(), _explorers(state, now, processes, silent)) if state.explorers else ()),
         *_processes(processes),
         *_evaluations(state, now),
         *_waits_table(state, _moment_of(state, now)),
@@ -186,7 +186,9 @@ def _prompts(state: MonitorState) -> str:
     return "-" if state.ledger is None else state.ledger.format_sums()
 
 
-def _explorers(state: MonitorState, now: int | None, *, silent: bool) -> Table:
+def _explorers(
+    state: MonitorState, now: int | None, processes: Mapping[str, HostProcess], silent: bool
+) -> Table:
     table = Table(box=None, pad_edge=False)
     for column in ("EXPLORER", "STATUS", "SERVES", "SINCE", "HEARD"):
         table.add_column(column)
@@ -195,7 +197,11 @@ def _explorers(state: MonitorState, now: int | None, *, silent: bool) -> Table:
         heard = date_and_time(explorer.heard_at)
         if now is not None and explorer.heard_at is not None and state.closed is None:
             heard = ago(now - explorer.heard_at)
-        status = _explorer_status(state, name, explorer, silent=silent)
+        process = processes.get(name)
+        if process is not None and process.condition == "stopped":
+            status = "suspended"
+        else:
+            status = _explorer_status(state, name, explorer, silent=silent)
         table.add_row(name, status, serves, date_and_time(explorer.applied_at), heard)
     return table
 
@@ -304,6 +310,9 @@ def _abandoned(state: MonitorState, since: int | None) -> str:
 
 def next_step(state: MonitorState) -> str:
     """Return the sentence on how a run goes on that did not finish."""
+    look = f"Look at what it did with: trinity-events replay {state.run_id}"
+    if state.is_closed_for_good:
+        return f"The same command would fail again: the error names the way out. {look}"
     pointer = state.ready.get("checkpoint")
     if pointer is None:
         newest = "No checkpoint is ready: the run, started again under its name, begins at step 1."
@@ -315,7 +324,8 @@ def next_step(state: MonitorState) -> str:
             f"The newest ready checkpoint is that of step {pointer.at.step}{folder}: the run, "
             "started again under its name, goes on from there, or with --fresh from step 1."
         )
-    return f"{newest} Look at what it did with: trinity-events replay {state.run_id}"
+    continued = f" Continue it with: {state.command}" if state.command else ""
+    return f"{newest}{continued} {look}"
 
 
 def ready_step(state: MonitorState, kind: Kind) -> str:

@@ -78,6 +78,13 @@ Fresh = Annotated[
         help="Begin at step 1 although the run has a checkpoint to resume from, which stays.",
     ),
 ]
+TakeOver = Annotated[
+    bool,
+    typer.Option(
+        "--take-over",
+        help="Start the run although processes of it live on this host, which then fail.",
+    ),
+]
 FromStep = Annotated[
     int | None,
     typer.Option(
@@ -113,6 +120,7 @@ class _RunOptions:
 
     fresh: Fresh = False
     from_step: FromStep = None
+    take_over: TakeOver = False
     root: CheckpointRoot = None
     adopt_folder: AdoptFolder = False
     redis_url: RedisUrl = None
@@ -203,6 +211,7 @@ def _run_job(
         adopt_folder=place.adopt_folder,
         fresh=place.fresh,
         from_step=place.from_step,
+        take_over=place.take_over,
         health_file=place.health_file,
         ray_address=run.ray_address,
         resume_command=command,

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import pytest
 from msgspec.structs import replace
+from rich.progress import Progress
 
-from tests.support.event_histories import RUN, History
+from tests.support.event_histories import RUN, History, publish_weights
+from trinity_events.analysis.causes import HostProcess, LiveFacts
+from trinity_events.core.state import ExplorerState
 from trinity_events.log import Entry
-from trinity_schemas import RewardErrorReported, StepTrained, encode
+from trinity_schemas import (
+    RewardErrorReported,
+    RunResumed,
+    StepTrained,
+    TrainerStatusChanged,
+    encode,
+)
+from trinity_workers.launch import progress
 from trinity_workers.launch.progress import ProgressView
+
+
+class Over(Exception):
+    """There is nothing more to look at."""
 
 
 def test_a_step_that_skipped_its_update_is_a_line_and_one_that_took_it_is_none(capsys):
@@ -49,3 +64,44 @@ def test_the_first_error_of_a_reward_is_shown_with_traceback_and_answer(capsys):
     assert '      File "reward.py", line 2, in reward' in printed
     assert "    2 + 2 =" in printed and "five" in printed
     assert "\x1b[31m" not in printed
+
+
+def test_the_line_of_a_resumed_run_has_no_weights_of_the_epoch_before(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "LINES_EVERY", -1.0)
+    history = History()
+    publish_weights(history, 4)
+    history.add(RunResumed(step=2), epoch=2)
+    history.add(StepTrained(step=3, metrics={"reward": 0.5}), epoch=2)
+    history.add(TrainerStatusChanged(status="running", step=3), epoch=2)
+    view = ProgressView(RUN, 9)
+    view.epoch = 2
+    for entry_id, envelope in history.entries:
+        view._fold(Entry(entry_id, encode(envelope)))
+    with Progress(disable=True) as bar:
+        view._show(bar, bar.add_task(""))
+    [line] = capsys.readouterr().err.splitlines()
+    assert "step 3/9" in line
+    assert "weights -" in line
+
+
+async def test_a_cause_that_lasts_is_one_line_and_one_that_passes_is_none(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "LOOK", 0.01)
+    history = History()
+    view = ProgressView(RUN, 9)
+    for entry_id, envelope in history.entries:
+        view._fold(Entry(entry_id, encode(envelope)))
+    stopped = {"explorer-0": HostProcess(pid=7, condition="stopped")}
+    view._monitor.state.explorers["explorer-0"] = ExplorerState(status="running")
+    calm, hanging = LiveFacts(now=1), LiveFacts(now=1, processes=stopped)
+    looks = iter([hanging, calm, hanging, hanging, hanging])
+
+    async def look():
+        facts = next(looks, None)
+        if facts is None:
+            raise Over
+        return facts
+
+    with pytest.raises(Over):
+        await view.show_causes(look)
+    [line] = capsys.readouterr().err.splitlines()
+    assert "first cause: explorer-0 (process 7 of this host) is stopped" in line

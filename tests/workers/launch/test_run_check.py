@@ -12,6 +12,8 @@ from trinity_workers.config.files import read_config
 from trinity_workers.launch import run_check
 from trinity_workers.launch.run_check import NotEnoughSpace, find_mistakes
 
+pytestmark = pytest.mark.processes  # those of the user's reward function
+
 QUESTIONS = '{"prompt": "a", "answer": "b"}\n' * 40
 ENOUGH = 1 << 40
 PLANTED = {

@@ -8,18 +8,21 @@ import pytest
 from msgspec import structs
 
 from tests.support.event_histories import committed, finished, registration
-from tests.support.pipeline import events_of
+from tests.support.pipeline import events_of, reducer_task
 from tests.support.waits import PATIENCE, child
 from trinity_events.checkpoints.layout import VERIFIED
 from trinity_events.checkpoints.verification import CheckpointDamaged
 from trinity_events.core import Evidence
 from trinity_events.errors import DeadlineExceeded
 from trinity_events.log import AsyncPublisher, new_producer, open_run
+from trinity_events.replay import current_state
 from trinity_events.server import connect
+from trinity_events.views.status import next_step
 from trinity_schemas import RunOpened, StepRef, TrainerStatusChanged
 from trinity_workers.config.errors import BadSettings
 from trinity_workers.config.sections.checkpoints import CheckpointsConfig
 from trinity_workers.config.train_config import TrainConfig
+from trinity_workers.launch.lifecycle import closing
 from trinity_workers.launch.next_command import next_command
 from trinity_workers.launch.resume import (
     CannotResume,
@@ -224,3 +227,24 @@ def test_the_last_step_is_saved_whatever_the_interval():
     assert [step for step in range(1, 251) if settings.is_save_step(step)] == [100, 200, 250]
     assert TrainConfig(steps=3).is_save_step(3)
     assert not TrainConfig(steps=3, checkpoints=CheckpointsConfig(interval=0)).is_save_step(3)
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (CannotResume("it has all steps"), "The same command would fail again"),
+        (DeadlineExceeded("no answer"), "Continue it with: trinity-events train a.yaml"),
+    ],
+    ids=["lasting", "passing"],
+)
+async def test_the_log_says_which_command_continues_a_run_and_none_that_would_fail_again(
+    client, log, redis_url, run_id, make_config, error, sentence
+):
+    async with reducer_task(redis_url, run_id):
+        with pytest.raises(type(error)):
+            async with closing(client, make_config(), "trinity-events train a.yaml"):
+                raise error
+    state = await current_state(log)
+    assert state.closed == "failed"
+    assert sentence in next_step(state)
+    assert ("Continue it with" in next_step(state)) == (state.command is not None)

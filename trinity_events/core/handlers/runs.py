@@ -87,6 +87,7 @@ def _open_epoch(fold: FoldState, epoch: int, step: int, opening: RunOpened | Run
     state.steps = {}
     state.forgotten_through = -1
     state.closed = state.closed_error = state.closed_at = None
+    state.command, state.is_closed_for_good = opening.command, False
     state.waits, state.stacks, state.ledger = {}, {}, None
     state.excluded, state.reward_errors = {}, {}
     resumed = opening if isinstance(opening, RunResumed) else None
@@ -101,6 +102,8 @@ def run_closed(fold: FoldState, event: RunClosed, envelope: Envelope) -> None:
     state = fold.state
     state.closed, state.closed_error = event.reason, event.error
     state.closed_at, state.waits = fold.now, {}
+    state.command = event.command
+    state.is_closed_for_good = event.is_lasting
     state.trainer = "stopped"
     announce_since_2(
         fold,

@@ -98,7 +98,7 @@ class Resumption(Struct, frozen=True, kw_only=True):
     """Newer checkpoints that were passed over, newest first."""
 
 
-async def open_run(
+async def open_run(  # noqa: PLR0913  # what an opening event has, each by its name
     client: redis.asyncio.Redis,
     run_id: str,
     *,
@@ -106,6 +106,7 @@ async def open_run(
     config: str | None = None,
     save_strategy: SaveStrategy = "unrestricted",
     transport: ChosenTransport | None = None,
+    command: str | None = None,
     above: int = 0,
     deadline: float = 60.0,
 ) -> int:
@@ -115,7 +116,8 @@ async def open_run(
     what differs from then.
     ``config`` is JSON for the run's other processes: no URLs, no secrets, no absolute paths.
     ``save_strategy`` tells which saves may run at the same time. ``transport`` shows users the
-    transport of the weights and the reason for it. ``deadline`` is in seconds. ``above`` is the
+    transport of the weights and the reason for it, and ``command`` how to continue the run, without
+    passwords. ``deadline`` is in seconds. ``above`` is the
     newest epoch of the folded log, if the caller has folded it. An event may have opened it without
     taking its number; the opening then waits until a reducer has raised the counter.
 
@@ -127,7 +129,9 @@ async def open_run(
         PermissionDenied: if the server's access rules forbid it.
     """
     log = RedisEventLog(client, run_id)
-    event: Event = RunOpened(config=config, save_strategy=save_strategy, transport=transport)
+    event: Event = RunOpened(
+        config=config, save_strategy=save_strategy, transport=transport, command=command
+    )
     if isinstance(resume_from, StepRef):
         resume_from = Resumption(checkpoint=resume_from)
     if resume_from is not None:
@@ -138,6 +142,7 @@ async def open_run(
             config=config,
             save_strategy=save_strategy,
             transport=transport,
+            command=command,
             changed=() if resumption is None else resumption.changed[:MOST_CHANGES],
             skipped=() if resumption is None else resumption.skipped[:MOST_SKIPPED],
         )

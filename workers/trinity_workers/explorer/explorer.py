@@ -89,11 +89,16 @@ class Explorer:
         )
 
     @classmethod
-    def get_actor(cls, config: RunConfig, rank: int, place: Mapping[str, Any]) -> Any:
-        """Return a Ray actor of it, with the options of its place."""
+    def get_actor(
+        cls, config: RunConfig, rank: int, place: Mapping[str, Any], *, restart: int = 0
+    ) -> Any:
+        """Return a Ray actor of it, with the options of its place.
+
+        A restart has a name of its own: Ray frees the name of an actor that died some time later.
+        """
         import ray
 
-        name = f"explorer-{rank}-{config.run_id}"
+        name = f"explorer-{rank}-{config.run_id}" + (f"-{restart}" if restart else "")
         return ray.remote(cls).options(name=name, **place).remote(config, rank)
 
     @property

@@ -22,6 +22,10 @@ class ProcessDied(TrinityError):
     """Raised if a process of the run ended while it was needed."""
 
 
+class ActorDied(ProcessDied):
+    """Raised if the process of an actor ended while it was asked for something."""
+
+
 class Actors:
     """The trainer and the explorers of this machine, by the names that events give them.
 
@@ -74,31 +78,49 @@ class Actors:
         Raises:
             ProcessDied: when one of them died, naming its process and its signal.
         """
-        from ray.exceptions import RayActorError, RayTaskError
-
         results: list[Any] = [None] * len(references)
 
         async def collect(index: int, name: str) -> None:
-            try:
-                results[index] = await references[index]
-            except RayTaskError as error:
-                raise format_ray_error(error) from None
-            except RayActorError as error:
-                raise await self._died(name, str(error)) from None
+            results[index] = await self._answer(name, references[index])
 
         async with anyio.create_task_group() as tasks:
             for index, name in zip(range(len(references)), self._actors, strict=False):
                 tasks.start_soon(collect, index, name)
         return results
 
-    async def _died(self, name: str, message: str) -> ProcessDied:
+    async def call(self, name: str, method: str) -> Any:
+        """Return what a method of one of them answers.
+
+        Raises:
+            ActorDied: if it died.
+        """
+        return await self._answer(name, getattr(self._actors[name], method).remote())
+
+    async def replace(self, name: str, actor: Any) -> None:
+        """Take an actor in the place of one that died, and watch its process."""
+        self._actors[name] = actor
+        self._processes.pop(name, None)
+        self._processes[name] = await self.call(name, "process")
+        self._deaths.watch(self._processes[name])
+
+    async def _answer(self, name: str, reference: Any) -> Any:
+        from ray.exceptions import RayActorError, RayTaskError
+
+        try:
+            return await reference
+        except RayTaskError as error:
+            raise format_ray_error(error) from None
+        except RayActorError as error:
+            raise await self._died(name, str(error)) from None
+
+    async def _died(self, name: str, message: str) -> ActorDied:
         process = self._processes.get(name)
         how = ""
         if process is not None:
             # Shielded: the error of another may end this wait, and this one says more.
             with anyio.CancelScope(shield=True):
                 how = await anyio.to_thread.run_sync(self._deaths.how, process)
-        return ProcessDied(format_death(message, name, process, how))
+        return ActorDied(format_death(message, name, process, how))
 
 
 def format_ray_error(error: Any) -> Exception:

@@ -22,8 +22,10 @@ from trinity_events.checkpoints.layout import final_name
 from trinity_events.client.training_run import publishing
 from trinity_events.core import MonitorState
 from trinity_events.core.resumptions import format_changes, format_skipped
+from trinity_events.diagnostics.stacks import write_stacks_when_asked
 from trinity_events.diagnostics.waits import WaitReporter
 from trinity_events.errors import DeadlineExceeded, TrinityError
+from trinity_events.live_facts import read_live_facts
 from trinity_events.liveness import held_explorers
 from trinity_events.log import RedisEventLog, Resumption, Stream, open_run
 from trinity_events.replay import current_state
@@ -56,8 +58,10 @@ from ..trainer import Trainer, TrainingResult
 from ..worker_group.placement import Needs, with_reserved_cpus
 from .actors import Actors, format_ray_error
 from .cluster import Placement, check_shared_memory, reserve_places
+from .explorer_restarts import explore_to_the_end
 from .failed_saves import FailedSaves
 from .lifecycle import closing, interruptible
+from .live_processes import LAUNCHER, refuse_live_run
 from .mirror import mirrored
 from .model import make_model
 from .next_command import next_command
@@ -119,6 +123,8 @@ class LaunchOptions(Struct, frozen=True, kw_only=True):
     """True to begin at step 1 although the run has a checkpoint to resume from."""
     from_step: int | None = None
     """Step of the checkpoint to resume from; None takes the newest one."""
+    take_over: bool = False
+    """True to start the run although processes of it live on this host."""
     ray_address: str | None = None
     """Ray cluster to join; None starts one on this host."""
     health_file: Path | None = None
@@ -160,9 +166,7 @@ async def run_job(options: LaunchOptions, report: Report) -> None:
 async def _run(options: LaunchOptions, report: Report) -> None:
     began, alone = time.monotonic(), options.alone
     settings = options.settings
-    await check_run(
-        settings, options.checkpoint_root, alone=alone, one_host=options.ray_address is None
-    )
+    await _check(options)
     chosen = _chosen_transport(options)
     if settings.sync.method == "memory" and chosen is not NONE:
         settings = settings.replaced("sync", transport=chosen.name)
@@ -211,6 +215,7 @@ async def _run(options: LaunchOptions, report: Report) -> None:
                 config=settings.to_text(),
                 save_strategy=settings.checkpoints.strategy,
                 transport=chosen.told(),
+                command=options.resume_command,
                 above=0 if earlier is None else earlier.reached.epoch,
             ),
             redis_url=redis_url,
@@ -228,14 +233,19 @@ async def _run(options: LaunchOptions, report: Report) -> None:
             _summarized(job, log, report),
             mirrored(config),
             tracked(config),
-            closing(client, config),
+            closing(client, config, options.resume_command),
         ):
             await claim()  # a log that is new has its first entry by now
             write_copy(folder, settings)
             view.say(f"run {options.run_id}: {_ray(options)}, and {_first_work(config)}")
             here = config.explorers if alone else 0
             exits.callback(sweep)  # Ray may end its actors before they clear up
-            async with _shown(view, log, partial(report_other_folder, client, config, view.say)):
+            async with _shown(
+                view,
+                log,
+                partial(report_other_folder, client, config, view.say),
+                partial(view.show_causes, partial(read_live_facts, client, options.run_id)),
+            ):
                 with publishing(
                     options.run_id, config.epoch, "launcher", redis_url=redis_url
                 ) as publisher:
@@ -243,9 +253,20 @@ async def _run(options: LaunchOptions, report: Report) -> None:
                         room = await exits.enter_async_context(
                             _room(config, here, options.ray_address, view)
                         )
-                    await _work(job, here, room, publisher.waits)
+                    await _work(job, here, room, publisher.waits, view.say)
                 if not alone:
                     await _last_weights_taken(client, config, view)
+
+
+async def _check(options: LaunchOptions) -> None:
+    """Raise the reasons for which the run cannot be started; nothing of it has been yet."""
+    if not options.take_over:
+        await refuse_live_run(options.run_id)
+    write_stacks_when_asked(options.run_id, LAUNCHER)
+    one_host = options.ray_address is None
+    await check_run(
+        options.settings, options.checkpoint_root, alone=options.alone, one_host=one_host
+    )
 
 
 async def _find_resumption(
@@ -405,14 +426,14 @@ async def _room(
         yield room
 
 
-async def _work(job: _Job, explorers_here: int, room: Placement, waits: WaitReporter) -> None:
+async def _work(
+    job: _Job, explorers_here: int, room: Placement, waits: WaitReporter, say: Callable[[str], None]
+) -> None:
     """Make the model, train and explore; keep the results in the job."""
     config = job.config
     # Actors first: their processes start, and import torch, while the model is made.
     trainer = Trainer.get_actor(config, room.trainer)
-    explorers = [
-        Explorer.get_actor(config, rank, room.explorer(rank)) for rank in range(explorers_here)
-    ]
+    explorers = [_start_explorer(config, room, rank) for rank in range(explorers_here)]
     actors = Actors(
         {"trainer-0": trainer}
         | {f"explorer-{rank}": explorer for rank, explorer in enumerate(explorers)},
@@ -423,19 +444,25 @@ async def _work(job: _Job, explorers_here: int, room: Placement, waits: WaitRepo
             job.warm_up_steps = await _make_model(config)
         await actors.watch()
     async with beating(job.options.health_file, actors.trainer_answers):
-        await _train(job, actors, trainer, explorers)
+        await _prepare(job, actors, trainer, explorers)
+        async with anyio.create_task_group() as exploring:
+            for rank in range(explorers_here):
+                start = partial(_start_explorer, config, room, rank)
+                exploring.start_soon(explore_to_the_end, actors, f"explorer-{rank}", start, say)
+            job.training = await actors.call("trainer-0", "train")
+        await actors.call("trainer-0", "shutdown")
 
 
-async def _train(job: _Job, actors: Actors, trainer: Any, explorers: Sequence[Any]) -> None:
+def _start_explorer(config: RunConfig, room: Placement, rank: int, restart: int = 0) -> Any:
+    return Explorer.get_actor(config, rank, room.explorer(rank), restart=restart)
+
+
+async def _prepare(job: _Job, actors: Actors, trainer: Any, explorers: Sequence[Any]) -> None:
     async with held_checkpoint(job.config, job.options.checkpoint_root):
         await actors.ask_within(
             "its processes to be prepared",
             [trainer.prepare.remote(), *(explorer.prepare.remote() for explorer in explorers)],
         )
-    job.training, *_ = await actors.ask(
-        [trainer.train.remote(), *(explorer.explore.remote() for explorer in explorers)]
-    )
-    await actors.ask([trainer.shutdown.remote()])
 
 
 def _ray(options: LaunchOptions) -> str:

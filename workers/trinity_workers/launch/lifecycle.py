@@ -14,11 +14,12 @@ from redis.exceptions import RedisClusterException
 from trinity_events.errors import TrinityError
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, position
 from trinity_events.server import Deadline
-from trinity_events.system.error_text import cause_of, ungrouped
+from trinity_events.system.error_text import cause_of, first_error, ungrouped
 from trinity_events.system.signals import cancelled_by_signals, ending_signals
 from trinity_schemas import RunClosed
 
 from ..config.train_config import RunConfig
+from .next_command import next_command
 
 _REDUCER_DEADLINE = 30.0
 _SHORT_DEADLINE = 3.0
@@ -70,14 +71,29 @@ def _leave(terminals: list[int]) -> None:
 
 
 @asynccontextmanager
-async def closing(client: redis.asyncio.Redis, config: RunConfig) -> AsyncIterator[None]:
-    """Close the run at the end of the block, also after an error, and wait for the reducer."""
+async def closing(
+    client: redis.asyncio.Redis, config: RunConfig, command: str | None = None
+) -> AsyncIterator[None]:
+    """Close the run at the end of the block, also after an error, and wait for the reducer.
+
+    Args:
+        client: The server of the log.
+        config: The run.
+        command: Command that resumes it from its newest checkpoint.
+    """
     try:
         yield
     except BaseException as error:
-        closed = RunClosed(reason="failed", error=cause_of(error))
         if isinstance(error, anyio.get_cancelled_exc_class()):
-            closed = RunClosed(reason="interrupted")
+            closed = RunClosed(reason="interrupted", command=command)
+        else:
+            following = next_command(command, first_error(error))
+            closed = RunClosed(
+                reason="failed",
+                error=cause_of(error),
+                command=following,
+                is_lasting=command is not None and following is None,
+            )
         # What happened is worth more than that the log could not be told of it.
         with suppress(TrinityError, redis.RedisError, RedisClusterException, OSError):
             await _close(client, config, closed, _SHORT_DEADLINE)

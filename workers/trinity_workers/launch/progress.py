@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable, Iterable
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 
+import anyio
+import redis
+from rich.console import RenderableType
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from trinity_events.analysis.causes import Cause, LiveFacts, first_causes, is_standstill
 from trinity_events.core import Monitor, MonitorState
 from trinity_events.core.handlers.rollouts import format_exclusion
 from trinity_events.core.reward_errors import (
@@ -32,9 +37,25 @@ from trinity_schemas import (
 
 from .failed_saves import FailedSaves
 
+LOOK = 2.5
+"""Seconds between two looks for the cause of a standstill."""
+CAUSES_EVERY = 60.0
+"""Seconds after which the same cause is a line again where there is no terminal to redraw."""
 LINES_EVERY = 10.0
 """Seconds between two lines where there is no terminal to redraw."""
 _SMOOTHING = 20
+
+
+class _Bar(Progress):
+    """Progress bar with the first cause of a standstill below it."""
+
+    cause = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """Return the bar, and the cause while there is one."""
+        yield from super().get_renderables()
+        if self.cause:
+            yield Text(self.cause, style="bold red")
 
 
 class ProgressView:
@@ -58,13 +79,17 @@ class ProgressView:
         self._metrics: dict[str, float] = {}
         self._failed = FailedSaves(folder)
         self._console = Terminal(stderr=True)
+        self._bar: _Bar | None = None
+        """Bar in the terminal, while the run is followed."""
+        self._causes_shown: dict[tuple[str, str | None], float] = {}
+        """Time at which each cause was last a line, by its reason and process."""
         self._printed_at = 0.0
         self._printed_step = 0
 
     async def follow(self, log: EventLog) -> None:
         """Show the run until cancelled; a server that is away is waited for."""
         wait = Deadline(None, f"run {log.run_id} is not shown")
-        with Progress(
+        with _Bar(
             TextColumn("[bold]step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(),
             TextColumn("{task.fields[shown]}"),
@@ -73,6 +98,7 @@ class ProgressView:
             disable=not self._console.is_terminal,
             transient=True,
         ) as bar:
+            self._bar = bar
             task = bar.add_task("", total=self._steps, shown="starting")
             page = PageSize(PAGE)
             while True:
@@ -83,6 +109,38 @@ class ProgressView:
                 for entry in entries:
                     self._fold(entry)
                 self._show(bar, task)
+
+    async def show_causes(self, look: Callable[[], Awaitable[LiveFacts]]) -> None:
+        """Show the first cause of a standstill as soon as it is known, and while it lasts.
+
+        Args:
+            look: Returns the facts about the run's processes and server at that moment.
+        """
+        before = None
+        while True:
+            await anyio.sleep(LOOK)
+            try:
+                facts = await look()
+            except (redis.RedisError, OSError):
+                continue  # what follows the log waits for the server, and says so
+            state = self._monitor.state
+            causes = [] if state.epoch < self.epoch else first_causes(state, facts)
+            cause = next((cause for cause in causes if is_standstill(cause, facts.now)), None)
+            # Twice in a row: between two events a run may look as if it stood still.
+            lasts = cause is not None and _name_cause(cause) == before
+            before = None if cause is None else _name_cause(cause)
+            self._show_cause(cause if lasts else None)
+
+    def _show_cause(self, cause: Cause | None) -> None:
+        sentence = "" if cause is None else f"first cause: {visible(cause.sentence, lines=False)}"
+        if self._bar is not None:
+            self._bar.cause = sentence
+        if cause is None or self._console.is_terminal:
+            return
+        name, now = _name_cause(cause), time.monotonic()
+        if now - self._causes_shown.get(name, -CAUSES_EVERY) >= CAUSES_EVERY:
+            self._causes_shown[name] = now
+            self.say(sentence, style="bold red")
 
     async def catch_up(self, log: EventLog) -> None:
         """Show what the log has by now, once :meth:`follow` was cancelled."""
@@ -133,8 +191,14 @@ class ProgressView:
         if state.epoch < self.epoch:
             return
         recent = self._rewards[-_SMOOTHING:]
-        served = [e.version.step for e in state.explorers.values() if e.version is not None]
+        served = [
+            explorer.version.step
+            for explorer in state.explorers.values()
+            if explorer.version is not None and explorer.version.epoch == state.epoch
+        ]
         weights = state.ready.get("weights") or state.ready.get("state_dict")
+        if weights is not None and weights.at.epoch != state.epoch:
+            weights = None  # of the epoch that this one resumes
         shown = "  ".join(
             (
                 f"reward {sum(recent) / len(recent):.2f}" if recent else "reward -",
@@ -149,3 +213,7 @@ class ProgressView:
         if not self._console.is_terminal and due and state.trainer_step > self._printed_step:
             self._printed_at, self._printed_step = time.monotonic(), state.trainer_step
             self.say(f"step {state.trainer_step}/{self._steps}  {shown}")
+
+
+def _name_cause(cause: Cause) -> tuple[str, str | None]:
+    return cause.reason, cause.process

@@ -24,7 +24,7 @@ def resume_command(arguments: Sequence[str], run_id: str) -> str:
     remaining = iter(arguments)
     for argument in remaining:
         option, equals, value = argument.partition("=")
-        if argument == "--fresh":
+        if argument in ("--fresh", "--take-over"):
             continue
         if option == FROM_STEP:
             if not equals:

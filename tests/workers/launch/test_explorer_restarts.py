@@ -1,0 +1,52 @@
+"""An explorer that dies is started again, a bounded number of times in a row."""
+
+import pytest
+
+pytest.importorskip("ray")
+
+from trinity_workers.launch import explorer_restarts
+from trinity_workers.launch.actors import ActorDied
+from trinity_workers.launch.explorer_restarts import MOST_RESTARTS, explore_to_the_end
+
+
+class Dying:
+    """Actors of a run, one of which dies so many times before it explores to the end."""
+
+    def __init__(self, deaths):
+        self.deaths = deaths
+        self.calls = []
+
+    async def replace(self, name, actor):
+        self.calls.append(actor)
+
+    async def call(self, name, method):
+        self.calls.append(method)
+        if method == "explore" and self.deaths:
+            self.deaths -= 1
+            raise ActorDied(f"{name} of the run died: killed by SIGKILL")
+
+
+async def explore(actors):
+    lines = []
+    await explore_to_the_end(actors, "explorer-1", lambda restart: restart, lines.append)
+    return lines
+
+
+async def test_it_is_prepared_again_and_each_death_is_a_line_with_its_reason():
+    actors = Dying(2)
+    first, second = await explore(actors)
+    assert actors.calls == ["explore", 1, "prepare", "explore", 2, "prepare", "explore"]
+    assert "explorer-1 of the run died: killed by SIGKILL" in first
+    assert f"restart 2 of {MOST_RESTARTS}" in second
+
+
+async def test_one_that_dies_again_and_again_ends_the_run():
+    actors = Dying(MOST_RESTARTS + 1)
+    with pytest.raises(ActorDied):
+        await explore(actors)
+    assert actors.calls.count("explore") == MOST_RESTARTS + 1
+
+
+async def test_deaths_that_are_long_ago_do_not_count(monkeypatch):
+    monkeypatch.setattr(explorer_restarts, "SETTLED", 0.0)
+    assert len(await explore(Dying(2 * MOST_RESTARTS))) == 2 * MOST_RESTARTS

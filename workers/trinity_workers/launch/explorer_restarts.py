@@ -1,0 +1,48 @@
+"""Explorers of a run's own Ray cluster, each started again when its process dies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import anyio
+
+from .actors import ActorDied, Actors
+
+MOST_RESTARTS = 3
+"""Maximum restarts in a row of an explorer that dies soon: what kills it would kill it again."""
+SETTLED = 60.0
+"""Seconds of work after which an explorer's earlier deaths are forgotten."""
+
+
+async def explore_to_the_end(
+    actors: Actors, name: str, start: Callable[[int], Any], say: Callable[[str], None]
+) -> None:
+    """Let a prepared explorer answer to the end of the run, and start it again when it dies.
+
+    Its claims lapse meanwhile, and the other explorers answer them.
+
+    Args:
+        actors: The run's actors.
+        name: The explorer.
+        start: Starts an actor in its place, given the number of the restart.
+        say: Shows a line to the user.
+
+    Raises:
+        ActorDied: if it died once more than it is started again.
+    """
+    deaths = 0
+    for restart in count():
+        began = anyio.current_time()
+        try:
+            if restart:
+                await actors.replace(name, start(restart))
+                await actors.call(name, "prepare")
+            await actors.call(name, "explore")
+            return
+        except ActorDied as error:
+            deaths = 1 if anyio.current_time() - began >= SETTLED else deaths + 1
+            if deaths > MOST_RESTARTS:
+                raise
+            say(f"warning: {error}: it is started again (restart {deaths} of {MOST_RESTARTS})")
