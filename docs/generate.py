@@ -22,9 +22,8 @@ from trinity_events.cli.app import build
 from trinity_events.views.documents import document_schema
 from trinity_schemas.schemas import components
 from trinity_workers.config.fields import Field, fields, sections
-from trinity_workers.config.known_elsewhere import EQUIVALENTS
-from trinity_workers.config.renamed_settings import RENAMED
-from trinity_workers.config.rules.contradictions import find_contradictions
+from trinity_workers.config.other_names import FORMER_NAMES, OTHER_NAMES
+from trinity_workers.config.rules.table import find_conditions, find_contradictions
 from trinity_workers.config.sections.sync import (
     SyncConfig,
     SyncMethod,
@@ -105,10 +104,12 @@ done
 ```
 
 A name that does not exist and a value that is not allowed are refused: each mistake is one
-sentence that names the file and the field. Relative paths are relative to the file; those of
-`--set`, to the current folder. The effective configuration is in the event that opens the run,
-and in `config.yaml` in the run's folder. `demo` lays its options over a file that
-the package has. If `RAY_ADDRESS` is set, `train` joins that [Ray cluster](cluster.md).
+sentence that names the file and the field. So is a setting where nothing reads it, such as
+`rewards.best_grade` without a judge: its sentence says why, and what to do.
+Relative paths are relative to the file; those of `--set`, to the current folder. The effective
+configuration is in the event that opens the run, and in `config.yaml` in the run's folder. `demo`
+lays its options over a file that the package has. If `RAY_ADDRESS` is set, `train`
+joins that [Ray cluster](cluster.md).
 
 An explorer that is started by itself takes numbers and choices from that event. Code, paths,
 URLs and environment variables it takes from its own copy of the file:
@@ -116,6 +117,20 @@ URLs and environment variables it takes from its own copy of the file:
 """
 
 _FORMER_NAMES = """\
+## Names of other projects
+
+A name that a setting is known by elsewhere may be written in its place, by its whole path, and is
+reported with the name here. A name with a remark has another unit, other values or another effect:
+it is refused with the setting that comes nearest. So is a setting that has no equivalent, such as
+`num_train_epochs`, with what to do instead.
+
+```yaml
+learning_rate: 1.0e-6                        # TRL
+data: {train_batch_size: 64}                 # veRL
+actor_rollout_ref: {rollout: {n: 8}}
+synchronizer: {sync_method: memory}          # Trinity-RFT
+```
+
 ## Former names
 
 Files and `--set` may still have these names, and log a warning with the new one. A configuration
@@ -135,7 +150,7 @@ def configuration() -> str:
         head = "| Field | Value | Default | Meaning | Known elsewhere as |\n|---|---|---|---|---|"
         rows = "\n".join(_row(field) for field in own)
         parts.append(f"## {f'`{name}`' if name else 'The run'}\n\n{about}\n\n{head}\n{rows}\n")
-    rows = "\n".join(f"| `{former}` | `{path}` |" for former, path in RENAMED.items())
+    rows = "\n".join(f"| `{former}` | `{path}` |" for former, path in FORMER_NAMES.items())
     parts.append(f"{_FORMER_NAMES}{rows}\n")
     return "\n".join(parts)
 
@@ -144,9 +159,17 @@ def _row(field: Field) -> str:
     default = "null" if field.default is None else f"`{json.dumps(field.default)}`"
     elsewhere = ", ".join(
         f"{name.project} `{name.name}`" + (f" ({name.note})" if name.note else "")
-        for name in EQUIVALENTS.get(field.path, ())
+        for name in OTHER_NAMES.get(field.path, ())
+        if name.project
     )
-    return f"| `{field.path}` | {field.allowed} | {default} | {field.meaning} | {elsewhere} |"
+    meaning = " ".join([field.meaning, *_conditions(field.path)])
+    return f"| `{field.path}` | {field.allowed} | {default} | {meaning} | {elsewhere} |"
+
+
+def _conditions(path: str) -> list[str]:
+    """Return a sentence with the conditions under which a setting is read; none without any."""
+    conditions = [re.sub(r"\{(.*?)\}", r"`\1`", text) for text in find_conditions(path)]
+    return [f"Read only if {', and if '.join(conditions)}."] if conditions else []
 
 
 SYNC = Path(__file__).parent / "sync.md"

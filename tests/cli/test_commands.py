@@ -370,7 +370,10 @@ MISTAKES = {
     "no root for a demo": (("demo", "--checkpoint-root", "/proc/x"), "cannot be written"),
     "no run id for a demo": (("demo", "--run", "{x}"), "is not a slug"),
     "an empty run id for a demo": (("demo", "--run", ""), "is not a slug"),
-    "parts of a layer without Megatron": (("demo", "--tensor-parallel", "2"), "for Megatron only"),
+    "parts of a layer without Megatron": (
+        ("demo", "--tensor-parallel", "2"),
+        "--engine fsdp has no such option",
+    ),
     "trainers that cannot be divided": (
         ("demo", "--engine", "megatron", "--tensor-parallel", "3"),
         "2 trainers cannot be divided into groups of 3",

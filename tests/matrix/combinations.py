@@ -7,9 +7,10 @@ from typing import Any, NamedTuple, get_args
 
 import msgspec
 
-from trinity_workers.config.rules.sync import check_schedule
+from trinity_workers.config.rules.table import find_contradictions
 from trinity_workers.config.sections.sync import SyncConfig, SyncMethod, SyncStyle
 from trinity_workers.config.sections.trainer import EngineName
+from trinity_workers.config.train_config import TrainConfig
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "fixed": {"interval": 2, "offset": 1},
@@ -43,7 +44,8 @@ def combinations() -> Iterator[Combination]:
     for method in get_args(SyncMethod):
         for style in get_args(SyncStyle):
             combination = Combination("fsdp", method, style)
-            if not any(check_schedule(msgspec.convert(combination.sync, SyncConfig), str)):
+            sync = msgspec.convert(combination.sync, SyncConfig)
+            if not any(find_contradictions(TrainConfig(sync=sync), str)):
                 yield combination
     for method in get_args(SyncMethod):
         yield Combination("megatron", method, "trainer_driven")

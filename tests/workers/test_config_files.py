@@ -10,8 +10,13 @@ from trinity_workers.config.cli_options import OPTIONS, SHIPPED_FILE, overlaid
 from trinity_workers.config.errors import BadSettings
 from trinity_workers.config.fields import fields
 from trinity_workers.config.files import read_config, to_yaml, typed_setting, write_copy
-from trinity_workers.config.known_elsewhere import EQUIVALENTS, format_hint
-from trinity_workers.config.renamed_settings import RENAMED, SettingNamedTwice
+from trinity_workers.config.other_names import (
+    ALIASES,
+    OTHER_NAMES,
+    WITHOUT_EQUIVALENT,
+    SettingNamedTwice,
+    format_hint,
+)
 from trinity_workers.config.train_config import TrainConfig
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "train").glob("*.yaml"))
@@ -37,13 +42,21 @@ MISTAKES = [
     ("algorithm: {loss: gspo}", "set algorithm.normalisation sequence-mean"),
     ("rollouts: {samples_per_prompt: 1}", "algorithm.advantage grpo compares the samples"),
     (
+        "{rollouts: {samples_per_prompt: 1}, algorithm: {advantage: reinforce++, filters: "
+        "{zero_variance: mask}}}",
+        "algorithm.filters.zero_variance mask leaves out every group of one sample",
+    ),
+    (
         "{trainer: {engine: megatron}, algorithm: {advantage: none, loss: divergence, "
         "teacher: {path: /t}}}",
         "algorithm.loss divergence compares all of it",
     ),
     ("algorithm: {advantage: gae}", "algorithm.advantage gae needs the values of a critic"),
     ("algorithm: {preset: distillation}", "with a teacher: set algorithm.teacher.path"),
-    ("algorithm: {teacher: {path: /t}}", "names a teacher, and nothing asks it"),
+    (
+        "algorithm: {teacher: {path: /t}}",
+        "algorithm.teacher.path is /t, and nothing asks a teacher: set algorithm.advantage teacher",
+    ),
     (
         "{steps: 3, algorithm: {preset: ppo, critic: {critic_warmup_steps: 3}}}",
         "algorithm.critic.critic_warmup_steps is 3, and of 3 steps none would train the policy",
@@ -74,13 +87,16 @@ MISTAKES = [
     ("sync: {method: [nccl]}", "must be one of memory, nccl, checkpoint"),
     ("checkpoints: {strategy: none}", "must be one of "),
     ("task: {options: 3}", "task.options is 3, but must be a mapping"),
-    ("trainer: {tensor_parallel: 2}", "trainer.tensor_parallel is for Megatron only"),
+    (
+        "trainer: {tensor_parallel: 2}",
+        "trainer.tensor_parallel is 2, and trainer.engine fsdp has no such option: set trainer",
+    ),
     ("trainer: {engine: megatron, tensor_parallel: 3}", "cannot be divided into groups of 3"),
     (
         "trainer: {expert_parallel: 2, virtual_pipeline: 2}",
-        "trainer.virtual_pipeline and trainer.expert_parallel are for Megatron only: leave them",
+        "trainer.virtual_pipeline and trainer.expert_parallel are set, and trainer.engine fsdp has",
     ),
-    ("trainer: {distributed_optimizer: true}", "trainer.distributed_optimizer is for Megatron"),
+    ("trainer: {distributed_optimizer: true}", "engine fsdp has no such option"),
     ("trainer: {virtual_pipeline: 1}", "must be an integer of at least 2 or null"),
     ("trainer: {context_parallel: 2}", "context parallelism is not supported: its attention runs"),
     ("trainer: {sequence_parallel: true}", "sequence parallelism is not supported: its layer"),
@@ -101,28 +117,29 @@ MISTAKES = [
         "cannot load its state, so that no checkpoint of it resumes: set checkpoints.interval 0",
     ),
     (
-        "trainer: {cpu_offload: true, critic_offload: {param_offload: true}}",
-        "trainer.cpu_offload keeps the models in the host's memory already: leave trainer.critic",
+        "{trainer: {cpu_offload: true, critic_offload: {param_offload: true}}, "
+        "algorithm: {preset: ppo}}",
+        "trainer.cpu_offload keeps the models in the host's memory already: set trainer",
     ),
     (
         "model: {lora: {rank: 8}}\ntrainer: {engine: megatron}",
-        "model.lora.rank is 8, and adapters are trained on FSDP only: set trainer.engine fsdp",
+        "model.lora.rank 8 has adapters, which are trained on FSDP only: set trainer.engine fsdp",
     ),
     (
         "model: {lora: {alpha: 8}}",
-        "model.lora.alpha is set, and model.lora.rank 0 has no adapters: set model.lora.rank",
+        "model.lora.alpha is 8, and model.lora.rank 0 has no adapters: set model.lora.rank",
     ),
     (
         "model: {lora: {rank: 8, target_modules: [all-linear, q_proj]}}",
-        "model.lora.target_modules has all-linear beside other names: keep it alone",
+        "model.lora.target_modules has all-linear in addition to other names: keep it alone",
     ),
     ("model: {lora: {rank: 8, target_modules: []}}", "model.lora.target_modules is empty: name"),
     ("model: {lora: {rank: 8, dropout: 1.0}}", "must be a number from 0 to below 1"),
-    ("trainer: {engine: megatron, packing: true}", "trainer.packing is for FSDP only"),
-    ("trainer: {engine: verl, packing: true}", "trainer.packing is not for veRL's engine: leave"),
+    ("trainer: {engine: megatron, packing: true}", "engine megatron has no such option"),
+    ("trainer: {engine: verl, packing: true}", "engine verl has no such option"),
     (
         "trainer: {engine: verl, policy_offload: {param_offload: true}}",
-        "trainer.policy_offload is not for veRL's engine: leave it out",
+        "trainer.policy_offload.param_offload is true, and trainer.engine verl has no such option",
     ),
     (
         "trainer: {engine: verl, schedule: linear}",
@@ -133,7 +150,7 @@ MISTAKES = [
         "teacher: {path: /t}}}",
         "algorithm.loss divergence needs logits, which veRL's engine does not give",
     ),
-    ("trainer: {engine: megatron, cpu_offload: true}", "trainer.cpu_offload is for FSDP only"),
+    ("trainer: {engine: megatron, cpu_offload: true}", "engine megatron has no such option"),
     (
         "{model: {dtype: bfloat16}, sync: {dtype: float32}}",
         "sync.dtype is float32, and the policy computes in bfloat16",
@@ -167,13 +184,13 @@ MISTAKES = [
         "sync: {style: fully_async, method: nccl}",
         "a collective group makes the trainer wait for each explorer",
     ),
-    ("sync: {method: nccl, publish: snapshot}", "sync.publish snapshot was asked for"),
-    ("sync: {method: nccl, full_every: 2}", "sync.full_every asks for deltas"),
-    ("sync: {method: nccl, transport: ray}", "sync.transport ray chooses a way through memory"),
-    ("sync: {method: checkpoint, publish: shards}", "writes full tensors to files from rank 0"),
-    ("sync: {method: checkpoint, full_every: 3}", "sync.full_every asks for deltas"),
-    ("sync: {method: checkpoint, transport: shm}", "or choose sync.method memory"),
-    ("sync: {method: checkpoint, tensor_digests: true}", "sync.tensor_digests is for versions"),
+    ("sync: {method: nccl, publish: snapshot}", "sync.publish is snapshot, and with"),
+    ("sync: {method: nccl, full_every: 2}", "sync.full_every is 2, and with sync.method nccl rank"),
+    ("sync: {method: nccl, transport: ray}", "sync.transport is ray, and with sync"),
+    ("sync: {method: checkpoint, publish: shards}", "none of them through memory: set"),
+    ("sync: {method: checkpoint, full_every: 3}", "set sync.method memory, or leave"),
+    ("sync: {method: checkpoint, transport: shm}", "set sync.method memory, or leave"),
+    ("sync: {method: checkpoint, tensor_digests: true}", "sync.tensor_digests is true"),
     ("rollouts: {on_update: restart}", "must be one of finish, keep_cache, recompute_cache"),
     (
         "{rollouts: {on_update: keep_cache}, explorer: {deterministic: true}}",
@@ -181,28 +198,28 @@ MISTAKES = [
     ),
     (
         "{rollouts: {on_update: keep_cache}, sync: {style: fixed}}",
-        "never amid an answer: set rollouts.on_update finish, or another sync.style",
+        "explorers change them: set rollouts.on_update finish, or another sync.style",
     ),
     (
         "{rollouts: {on_update: recompute_cache}, sync: {max_staleness: 0}}",
-        "is trained on: set rollouts.on_update finish, or sync.max_staleness 1 or more",
+        "version began: set rollouts.on_update finish, or sync.max_staleness 1 or more",
     ),
     (
         "{rollouts: {on_update: keep_cache}, sync: {interval: 3, max_staleness: 2}}",
-        "with sync.max_staleness 2 no answer that an earlier version began is trained on",
+        "with sync.max_staleness 2 trains on no answer that an earlier version began",
     ),
     (
         "trainer: {colocated: true}",
         "trainer.colocated generates between two steps, with the weights of the last one: set "
-        "sync.max_staleness 0, or trainer.colocated false",
+        "sync.max_staleness 0, or set trainer.colocated false",
     ),
     (
         "{trainer: {colocated: true}, sync: {max_staleness: 0, method: nccl}}",
-        "set sync.method memory, or trainer.colocated false",
+        "set sync.method memory, or set trainer.colocated false",
     ),
     (
         "{trainer: {colocated: true}, sync: {max_staleness: 0}, explorer: {dtype: bfloat16}}",
-        "trainer.colocated generates in model.dtype: leave explorer.dtype out",
+        "explorer.dtype is bfloat16, and with trainer.colocated the trainer's ranks answer",
     ),
     (
         "{trainer: {colocated: true}, sync: {max_staleness: 0}, model: {path: x, lora: {rank: 4}}}",
@@ -210,16 +227,16 @@ MISTAKES = [
     ),
     (
         "trainer: {engine: megatron, rollout_tensor_parallel: 1}",
-        "is for ranks that generate: set trainer.colocated true, or leave it out",
+        "it is for ranks that generate: set trainer.colocated true, or leave it out",
     ),
     (
         "{trainer: {colocated: true, rollout_tensor_parallel: 1}, sync: {max_staleness: 0}}",
-        "trainer.rollout_tensor_parallel is for Megatron only: leave it out, or set trainer.engine",
+        "trainer.rollout_tensor_parallel is 1, and trainer.engine fsdp has no such option",
     ),
     (
         "{trainer: {colocated: true, engine: megatron, rollout_tensor_parallel: 3}, "
         "sync: {max_staleness: 0}}",
-        "is 3, and 2 trainers cannot be divided into groups of so many: choose a divisor",
+        "is 3, and 2 trainers cannot be divided into groups of 3: choose a divisor",
     ),
 ]
 
@@ -392,7 +409,7 @@ def test_paths_are_relative_to_the_file(tmp_path):
 model: {path: policy}
 task: {questions: q.jsonl, reward: "./r.py:exact"}
 checkpoints: {root: ../kept}
-tracking: {folder: metrics}
+tracking: {folder: metrics, trackers: [jsonl]}
 """
     config = read_config(written(tmp_path, text)).checked()
     assert config.model.path == str(tmp_path / "policy")
@@ -443,7 +460,8 @@ def test_options_are_named_in_messages_about_them():
     options = {option.removeprefix("--").replace("-", "_"): None for option in OPTIONS}
     [problem] = overlaid(options | {"tensor_parallel": 2})[0].problems
     assert problem == (
-        "--tensor-parallel is for Megatron only: leave it out, or add --engine megatron"
+        "--tensor-parallel is 2, and --engine fsdp has no such option: set --engine megatron, or "
+        "leave it out"
     )
 
 
@@ -473,24 +491,38 @@ def test_check_tells_every_mistake_and_starts_nothing(cli, tmp_path):
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize(("former", "current"), sorted(RENAMED.items()))
-def test_a_former_name_sets_the_setting_and_warns_with_the_new_name(
-    tmp_path, caplog, former, current
+@pytest.mark.parametrize(("name", "current"), [(name, path) for name, (path, _) in ALIASES.items()])
+def test_another_name_sets_the_setting_and_warns_with_the_name_here(
+    tmp_path, caplog, monkeypatch, name, current
 ):
-    value = fields()[current].default + 1
-    text = f"{former}={value}"
-    *sections, name = former.split(".")
-    content = {name: value}
-    for section in reversed(sections):
-        content = {section: content}
+    monkeypatch.chdir(tmp_path)  # from which the command line's paths start
+    value = _other_value(fields()[current])
+    content = {}
+    section = content
+    *keys, last = name.split(".")
+    for key in keys:
+        section = section.setdefault(key, {})
+    section[last] = value
     by_file = read_config(written(tmp_path, json.dumps(content)))
-    by_option = read_config(written(tmp_path, ""), [typed_setting(text)])
-    expected = read_config(written(tmp_path, ""), [typed_setting(f"{current}={value}")])
-    assert by_file == by_option == expected
-    assert expected.checked() != TrainConfig()
-    records = [(record.levelname, record.args[1:]) for record in caplog.records]
-    assert records == [("WARNING", (former, current))] * 2
-    assert all("\n" not in record.getMessage() for record in caplog.records)
+    by_option = read_config(written(tmp_path, ""), [typed_setting(f"{name}={json.dumps(value)}")])
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2 and all(name in text and current in text for text in messages)
+    setting = typed_setting(f"{current}={json.dumps(value)}")
+    expected = read_config(written(tmp_path, ""), [setting])
+    assert by_file.config == by_option.config == expected.config != TrainConfig()
+    assert len(caplog.records) == 2, "the setting's own name is not reported"
+
+
+def _other_value(field):
+    if field.choices:
+        return next(choice for choice in field.choices if choice != field.default)
+    for value in (3, 0.75, 1.5, True, [1], ["jsonl"], "rloo"):
+        try:
+            if field.converted(value) != field.default:
+                return value
+        except ValueError:
+            pass
+    raise AssertionError(f"{field.path} takes none of these values")
 
 
 def test_a_former_name_beside_the_new_one_is_refused_with_both(tmp_path):
@@ -512,24 +544,58 @@ def test_the_command_line_may_name_a_setting_of_the_file_otherwise(tmp_path):
 
 
 def test_every_name_of_another_project_is_of_a_setting_that_there_is():
-    assert EQUIVALENTS.keys() <= fields().keys()
-    assert all(equivalents for equivalents in EQUIVALENTS.values())
+    assert OTHER_NAMES.keys() <= fields().keys()
+    names = [name for path, others in OTHER_NAMES.items() for _, name, _ in others if name != path]
+    assert not set(names) & set(fields()), "a setting's own name is no other's"
+    assert not set(names) & set(WITHOUT_EQUIVALENT)
+    aliases = [name for name in names if name in ALIASES]
+    assert sorted(set(aliases)) == sorted(aliases), "an alias is of one setting"
 
 
 @pytest.mark.parametrize(
-    ("text", "setting"),
+    ("text", "message"),
     [
-        ("lr: 1.0e-6", "trainer.learning_rate"),
-        ("algorithm: {adv_estimator: grpo}", "algorithm.advantage"),
-        ("num_generations: 8", "rollouts.samples_per_prompt"),
-        ("data: {train_files: a.parquet, other: 1}", "task.questions"),
-        ("actor_rollout_ref: {actor: {optim: {lr: 1.0e-6}}}", "trainer.learning_rate"),
-        ("buffer: {batch_size: 8}", "rollouts.prompts_per_step"),
+        ("lr: 1.0e-6", "is trainer.learning_rate here"),
+        ("adv_estimator: grpo", "is algorithm.advantage here"),
+        ("loss_type: grpo", "is algorithm.normalisation here (grpo is sequence-mean"),
+        ("data: {val_files: a.parquet}", "is evaluation.sets.NAME.questions here"),
+        ("trainer: {test_freq: 5}", "is evaluation.sets.NAME.interval here"),
+        ("algorithm: {use_kl_in_reward: true}", "is algorithm.kl.where here (true is reward)"),
+        ("algorithm: {kl_ctrl: {kl_coef: 0.1}}", "is algorithm.kl.coefficient here (counts if"),
+        ("actor_rollout_ref: {model: {path: m}}", "is model.path here (may be a name on the hub"),
+        ("data: {shuffle: true}", "it is in a section of veRL"),
+        ("synchronizer: {other: 1}", "it is in a section of Trinity-RFT"),
+        ("num_train_epochs: 2", "set steps: questions are drawn again"),
+        ("trainer: {nnodes: 2}", "set trainer.ranks, and RAY_ADDRESS"),
+        ("actor_rollout_ref: {rollout: {top_p: 0.9}}", "training samples from the whole"),
+        ("trainer: {logging_dirs: x}", "the sections are model, task"),
     ],
 )
-def test_a_name_of_another_project_is_refused_with_the_setting_here(tmp_path, text, setting):
+def test_a_name_of_another_meaning_is_refused_with_what_to_do(tmp_path, text, message):
     [problem] = read_config(written(tmp_path, text)).problems
-    assert f" is {setting} here" in problem
+    assert message in problem and "meant?" not in problem and "\n" not in problem
+
+
+def test_a_configuration_of_verl_is_read_as_far_as_the_meanings_are_the_same(tmp_path):
+    text = """
+data: {train_files: q.parquet, train_batch_size: 8, max_response_length: 64, prompt_key: question}
+actor_rollout_ref:
+  actor: {optim: {lr: 1.0e-6}, ppo_epochs: 2, clip_ratio_high: 0.28}
+  rollout: {n: 4, temperature: 0.7}
+algorithm: {adv_estimator: reinforce_plus_plus, gamma: 0.99}
+trainer: {save_freq: 20, total_training_steps: 50, project_name: mine, critic_warmup: 0}
+synchronizer: {sync_style: dynamic_by_explorer}
+"""
+    reading = read_config(written(tmp_path, text), [typed_setting("tracking.trackers=[jsonl]")])
+    config = reading.checked()
+    assert config.task.questions == str(tmp_path / "q.parquet"), "a path is relative to the file"
+    assert (config.rollouts.prompts_per_step, config.rollouts.samples_per_prompt) == (8, 4)
+    assert (config.trainer.learning_rate, config.algorithm.epochs) == (1e-6, 2)
+    assert (config.algorithm.advantage, config.algorithm.gamma) == ("reinforce++", 0.99)
+    assert (config.checkpoints.interval, config.steps, config.sync.style) == (
+        *(20, 50),
+        "explorer_driven",
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from tests.support.hostile_configs import with_settings
 from trinity_workers.config.errors import BadSettings
 from trinity_workers.config.fields import fields
-from trinity_workers.config.renamed_settings import RENAMED, SettingNamedTwice
+from trinity_workers.config.other_names import FORMER_NAMES, SettingNamedTwice
 from trinity_workers.config.resumable_settings import (
     APPLIED,
     QUESTIONS,
@@ -115,7 +115,7 @@ def test_a_configuration_of_another_version_has_defaults_for_what_it_lacks():
 def logged_by_former_names(config):
     """Return a configuration as an earlier version logged it."""
     values = msgspec.json.decode(config.to_text())
-    for former, current in RENAMED.items():
+    for former, current in FORMER_NAMES.items():
         *keys, name = current.split(".")
         section = values
         for key in keys:

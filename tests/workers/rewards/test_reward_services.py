@@ -397,19 +397,25 @@ async def test_tests_may_be_at_a_path_of_the_record():
 
 # --- mistakes -----------------------------------------------------------------------------------
 
+JUDGE = {"judge": "http://h/v1", "judge_model": "m"}
+
 
 @pytest.mark.parametrize(
     ("rewards", "task", "message"),
     [
         ({"service": "http://h/", "code_tests": "t"}, {}, "each judge the answers: keep one"),
-        ({"error_score": -1.0}, {}, "rewards.error_score is read if rewards.on_error is score"),
+        (
+            {"error_score": -1.0},
+            {},
+            "rewards.error_score is -1, and rewards.on_error fail gives no score: set",
+        ),
         ({"service": "http://h/"}, {"reward": "a:b"}, "task.reward and rewards.service each judge"),
         ({"service": "h:80"}, {}, "'h:80', which is no URL of HTTP"),
         ({"judge": "http://h/v1"}, {}, "rewards.judge needs rewards.judge_model"),
-        ({"judge_prompt": "{answer}"}, {}, "unknown place {answer}"),
-        ({"judge_prompt": "{"}, {}, "cannot be read"),
-        ({"judge_prompt": "grade"}, {}, "has no place for the response"),
-        ({"judge_prompt": "{response:d}"}, {}, "cannot be filled in"),
+        ({**JUDGE, "judge_prompt": "{answer}"}, {}, "unknown place {answer}"),
+        ({**JUDGE, "judge_prompt": "{"}, {}, "cannot be read"),
+        ({**JUDGE, "judge_prompt": "grade"}, {}, "has no place for the response"),
+        ({**JUDGE, "judge_prompt": "{response:d}"}, {}, "cannot be filled in"),
     ],
 )
 def test_mistakes_in_the_settings_are_one_sentence(rewards, task, message, tmp_path):

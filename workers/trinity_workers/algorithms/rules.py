@@ -1,15 +1,253 @@
-"""Rules between the settings of an algorithm: contradictions, with the way out of each."""
+"""Rules between the settings of an algorithm."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ..rules import (
+    Computed,
+    OnlyWhen,
+    Requires,
+    Rule,
+    SettingCondition,
+    SettingConflict,
+    Values,
+    format_choices,
+    is_any,
+    is_positive,
+)
+from ..section import Section
 from .built_in import ADVANTAGES, POLICY_LOSSES
 from .errors import AlgorithmError
-from .presets import converted, merged, preset_values
+from .presets import PRESETS, converted, merged, preset_values
 from .registry import find_advantage, find_policy_loss
-from .settings import DEVIATION_EPSILON, SCALES, AlgorithmConfig
+from .settings import SCALES, AlgorithmConfig
+
+_SAMPLING = "algorithm.importance_sampling"
+_LOSS_IS_FREE = is_any("algorithm.loss", "supervised", "divergence")
+"""Losses that take no advantages, and correct for no sampling policy."""
+_OWN_ADVANTAGE = is_any("algorithm.advantage", built_in=ADVANTAGES)
+_CORRECTS = is_any(f"{_SAMPLING}.weights", "token", "sequence")
+_HAS_PENALTY = is_positive("algorithm.kl.coefficient")
+_IN_REWARD = is_any("algorithm.kl.where", "reward")
+_IS_WEIGHTED = is_any("algorithm.kl.weighted", True)
+_DIVIDES_BY_GROUP = SettingCondition(
+    ("algorithm.advantage", "algorithm.scale"),
+    lambda values: values["algorithm"].divisor == "group",
+    "{algorithm.advantage} is divided by the deviation of a group",
+    "choose {algorithm.advantage} grpo with {algorithm.scale} group",
+)
+_DIVIDES = SettingCondition(
+    _DIVIDES_BY_GROUP.paths,
+    lambda values: values["algorithm"].divisor != "none" or _OWN_ADVANTAGE.is_met(values),
+    "{algorithm.advantage} is divided by a deviation",
+    "choose an {algorithm.advantage} and a {algorithm.scale} that divide",
+)
+
+
+def _find_unknown_names(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
+    checks = (
+        ("algorithm.advantage", ADVANTAGES, find_advantage),
+        ("algorithm.loss", POLICY_LOSSES, find_policy_loss),
+    )
+    for path, built_in, find in checks:
+        if values[path] not in built_in:  # these load torch, and are there
+            try:
+                find(values[path])
+            except AlgorithmError as error:
+                yield (path,), str(error)
+
+
+def _find_wrong_scale(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
+    allowed, scale = SCALES.get(values["algorithm.advantage"]), values["algorithm.scale"]
+    if allowed and scale is not None and scale not in allowed:
+        yield (
+            ("algorithm.advantage", "algorithm.scale"),
+            "{=algorithm.advantage} cannot be divided by the deviation of its "
+            f"{scale}: {{algorithm.scale}} is {format_choices(allowed)}, or left out",
+        )
+
+
+def _find_masked_everything(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
+    low, high = f"{_SAMPLING}.mask_low", f"{_SAMPLING}.mask_high"
+    if values[f"{_SAMPLING}.mask"] != "none" and values[low] >= values[high]:
+        yield (
+            (low, high),
+            f"{{={low}}} is not below {{={high}}}: every response would be masked",
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    Computed(_find_unknown_names),
+    Requires(
+        is_any("algorithm.advantage", "gae"),
+        is_any("algorithm.critic.use", True),
+        "{algorithm.advantage} gae needs the values of a critic",
+    ),
+    Requires(
+        is_any("algorithm.critic.use", True),
+        is_any("algorithm.advantage", "gae", built_in=ADVANTAGES),
+        "{=algorithm.advantage} uses no critic",
+        "set {algorithm.critic.use} false, or {algorithm.advantage} gae",
+    ),
+    OnlyWhen(
+        "algorithm.critic.clip algorithm.critic.learning_rate algorithm.critic.critic_warmup_steps",
+        is_any("algorithm.critic.use", True),
+        "the run has no critic",
+    ),
+    OnlyWhen(
+        "algorithm.gamma",
+        is_any("algorithm.advantage", "gae", "reinforce++", built_in=ADVANTAGES),
+        "{=algorithm.advantage} discounts no rewards",
+    ),
+    OnlyWhen(
+        "algorithm.gae_lambda",
+        is_any("algorithm.advantage", "gae", built_in=ADVANTAGES),
+        "{=algorithm.advantage} has no errors of a critic",
+    ),
+    Computed(_find_wrong_scale),
+    OnlyWhen("algorithm.deviation", _DIVIDES, "{=algorithm.advantage} is not divided here"),
+    OnlyWhen(
+        "algorithm.deviation_epsilon",
+        _DIVIDES_BY_GROUP,
+        "it is added to the deviation of a group, by which {=algorithm.advantage} is not divided "
+        "here",
+    ),
+    OnlyWhen(
+        "algorithm.options",
+        _OWN_ADVANTAGE | is_any("algorithm.loss", built_in=POLICY_LOSSES),
+        "a built-in advantage and loss read none",
+    ),
+    OnlyWhen(
+        "algorithm.filters.part",
+        is_any("algorithm.filters.zero_variance", "resample"),
+        "it is compared when groups are dropped",
+    ),
+    OnlyWhen(
+        "algorithm.overlong.penalty algorithm.overlong.limit",
+        is_positive("algorithm.overlong.buffer"),
+        "without a buffer no answer has a penalty",
+    ),
+    OnlyWhen(
+        "algorithm.normalisation_length",
+        is_any("algorithm.normalisation", "constant"),
+        "{=algorithm.normalisation} divides by no constant length",
+    ),
+    Requires(
+        is_any("algorithm.loss", "gspo"),
+        is_any("algorithm.normalisation", "sequence-mean"),
+        "{algorithm.loss} gspo has one ratio for a whole response, which "
+        "{=algorithm.normalisation} would weigh by its length",
+        "set {algorithm.normalisation} sequence-mean",
+    ),
+    OnlyWhen(
+        "algorithm.clip_low algorithm.clip_high",
+        is_any("algorithm.loss", "ppo", "gspo", "cispo", built_in=POLICY_LOSSES),
+        "{=algorithm.loss} has no ratio to clip",
+    ),
+    OnlyWhen(
+        "algorithm.dual_clip",
+        is_any("algorithm.loss", "ppo", built_in=POLICY_LOSSES),
+        "it bounds the ratio of {algorithm.loss} ppo",
+    ),
+    Requires(
+        _LOSS_IS_FREE,
+        is_any("algorithm.advantage", "none"),
+        "{=algorithm.loss} takes no advantages",
+        "set {algorithm.advantage} none",
+    ),
+    Requires(
+        is_any("algorithm.advantage", "none"),
+        is_any("algorithm.loss", "supervised", "divergence", built_in=POLICY_LOSSES),
+        "{=algorithm.loss} learns nothing from {algorithm.advantage} none",
+        "choose an {algorithm.advantage}, or {algorithm.loss} supervised",
+    ),
+    OnlyWhen(
+        "algorithm.kl.estimator algorithm.kl.where algorithm.kl.weighted",
+        _HAS_PENALTY,
+        "{algorithm.kl.coefficient} 0 has no penalty",
+    ),
+    Requires(
+        _HAS_PENALTY & ~_IN_REWARD & is_any("algorithm.kl.estimator", "k1"),
+        _IS_WEIGHTED,
+        "the gradient of {algorithm.kl.estimator} k1 in the loss is 0 on average",
+        "choose k2 or k3, set {algorithm.kl.weighted} true, or {algorithm.kl.where} reward",
+    ),
+    Requires(
+        _HAS_PENALTY & _IS_WEIGHTED,
+        ~_IN_REWARD,
+        "a reward is fixed before the ratio is known",
+        "set {algorithm.kl.weighted} false, or {algorithm.kl.where} loss",
+    ),
+    Requires(
+        _HAS_PENALTY & _IS_WEIGHTED,
+        ~is_any("algorithm.loss", "gspo"),
+        "{algorithm.loss} gspo has one ratio for a whole response, and {algorithm.kl.weighted} "
+        "needs one for each token",
+        "set {algorithm.kl.weighted} false",
+    ),
+    Requires(
+        _HAS_PENALTY & _IN_REWARD,
+        ~is_any("algorithm.advantage", "none", "teacher"),
+        "{=algorithm.advantage} takes no rewards",
+        "set {algorithm.kl.where} loss",
+    ),
+    Requires(
+        _LOSS_IS_FREE,
+        is_any(f"{_SAMPLING}.ratio_to", "behaviour"),
+        "{=algorithm.loss} corrects for no sampling policy",
+        f"set {{{_SAMPLING}.ratio_to}} behaviour",
+    ),
+    OnlyWhen(
+        f"{_SAMPLING}.weights {_SAMPLING}.mask",
+        ~_LOSS_IS_FREE,
+        "{=algorithm.loss} corrects for no sampling policy",
+    ),
+    Requires(
+        _CORRECTS & is_any("algorithm.loss", "ppo", "gspo", "cispo", built_in=POLICY_LOSSES),
+        is_any(f"{_SAMPLING}.ratio_to", "proximal"),
+        "the ratio of {=algorithm.loss} to the behaviour policy corrects already",
+        f"set {{{_SAMPLING}.ratio_to}} proximal, or {{{_SAMPLING}.weights}} none",
+    ),
+    OnlyWhen(f"{_SAMPLING}.cap", _CORRECTS, f"{{{_SAMPLING}.weights}} none are not truncated"),
+    OnlyWhen(
+        f"{_SAMPLING}.mask_low {_SAMPLING}.mask_high",
+        is_any(f"{_SAMPLING}.mask", "icepop", "geometric", "sequence"),
+        f"{{{_SAMPLING}.mask}} none has no bounds",
+    ),
+    Computed(_find_masked_everything),
+    Requires(
+        is_any("algorithm.loss", "gspo"),
+        ~is_any(f"{_SAMPLING}.weights", "token"),
+        "{algorithm.loss} gspo has one ratio for a whole response",
+        f"set {{{_SAMPLING}.weights}} sequence or none",
+    ),
+    Requires(
+        is_any(f"{_SAMPLING}.mask", "icepop"),
+        ~is_any(f"{_SAMPLING}.weights", "sequence"),
+        f"{{{_SAMPLING}.mask}} icepop judges single tokens, and {{{_SAMPLING}.weights}} sequence "
+        "weighs whole responses",
+        f"set {{{_SAMPLING}.mask}} sequence or geometric, or {{{_SAMPLING}.weights}} token",
+    ),
+    OnlyWhen(
+        "algorithm.teacher.divergence",
+        is_any("algorithm.loss", "divergence"),
+        "{=algorithm.loss} computes none",
+    ),
+    OnlyWhen(
+        "algorithm.teacher.mixture",
+        is_any("algorithm.teacher.divergence", "jensen-shannon"),
+        "{=algorithm.teacher.divergence} mixes nothing",
+    ),
+)
+"""Rules of an algorithm alone, as an own loop has it too."""
+
+
+class _AlgorithmAlone(Section, frozen=True, kw_only=True):
+    """Configuration of an own loop: an algorithm."""
+
+    algorithm: AlgorithmConfig
 
 
 def read_settings(values: Mapping[str, Any]) -> AlgorithmConfig:
@@ -21,204 +259,20 @@ def read_settings(values: Mapping[str, Any]) -> AlgorithmConfig:
     """
     preset = values.get("preset")
     config = converted(merged({} if preset is None else preset_values(preset), values))
-    for _, sentence in contradictions(config):
-        raise AlgorithmError(sentence)
+    for contradiction in find_contradictions(config):
+        raise AlgorithmError(contradiction.sentence)
     return config
 
 
-def contradictions(
-    config: AlgorithmConfig,
-    named: Callable[[str], str] = lambda name: name,
-    samples: int | None = None,
-) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield what contradicts itself in settings: the fields' paths, and a sentence.
-
-    Args:
-        config: The settings.
-        named: Names a field, given by its path below the algorithm, in the sentences.
-        samples: Samples of each prompt, if they are known.
-    """
-    yield from _check_names(config)
-    yield from _check_advantages(config, named, samples)
-    yield from _check_loss(config, named)
-    yield from _check_kl_penalty(config, named)
-    yield from _check_importance_sampling(config, named)
+def get_defaults(preset: str | None) -> AlgorithmConfig:
+    """Return the settings of a preset that nothing is laid over; the defaults for no preset."""
+    return converted(PRESETS.get(preset or "", {}))
 
 
-_Found = Iterator[tuple[tuple[str, ...], str]]
-_COMPARING = ("grpo", "rloo", "reinforce++-baseline")
-"""Advantages that compare the samples of a prompt."""
-_RATIO_FREE = ("supervised", "divergence", "reinforce")
-"""Losses without a ratio of probabilities."""
-_REWARD_FREE = ("supervised", "divergence")
-"""Losses that take no advantages."""
-
-
-def _check_names(config: AlgorithmConfig) -> _Found:
-    checks = (
-        ("advantage", config.advantage, ADVANTAGES, find_advantage),
-        ("loss", config.loss, POLICY_LOSSES, find_policy_loss),
-    )
-    for field, name, built_in, find in checks:
-        if name not in built_in:  # these load torch, and are there
-            try:
-                find(name)
-            except AlgorithmError as error:
-                yield (field,), str(error)
-
-
-def _check_advantages(
-    config: AlgorithmConfig, named: Callable[[str], str], samples: int | None
-) -> _Found:
-    advantage, use, scale = named("advantage"), named("critic.use"), named("scale")
-    if config.advantage == "gae" and not config.critic.use:
-        yield (
-            ("advantage", "critic.use"),
-            f"{advantage} gae needs the values of a critic: set {use} true, or choose another "
-            f"{advantage}",
-        )
-    if config.critic.use and config.advantage in SCALES and config.advantage != "gae":
-        yield (
-            ("advantage", "critic.use"),
-            f"{advantage} {config.advantage} uses no critic: set {use} false, or {advantage} gae",
-        )
-    allowed = SCALES.get(config.advantage)
-    if allowed and config.scale is not None and config.scale not in allowed:
-        yield (
-            ("advantage", "scale"),
-            f"{advantage} {config.advantage} cannot be divided by the deviation of its "
-            f"{config.scale}: {scale} is {' or '.join(allowed)}, or left out",
-        )
-    if config.deviation_epsilon != DEVIATION_EPSILON and config.divisor != "group":
-        yield (
-            ("deviation_epsilon", "advantage", "scale"),
-            f"{named('deviation_epsilon')} is added to the deviation of a group, by which "
-            f"{advantage} {config.advantage} is not divided here: leave it out, or choose "
-            f"{advantage} grpo with {scale} group",
-        )
-    if samples == 1 and config.advantage in _COMPARING:
-        yield (
-            ("advantage",),
-            f"{advantage} {config.advantage} compares the samples of a prompt, and there is one: "
-            "ask for at least two samples of each prompt",
-        )
-    if samples == 1 and config.filters.zero_variance != "keep":
-        yield (
-            ("filters.zero_variance",),
-            f"{named('filters.zero_variance')} {config.filters.zero_variance} leaves out every "
-            "group of one sample: ask for at least two, or set it to keep",
-        )
-    if config.filters.part is not None and config.filters.zero_variance != "resample":
-        yield (
-            ("filters.part", "filters.zero_variance"),
-            f"{named('filters.part')} is compared when groups are dropped: set "
-            f"{named('filters.zero_variance')} resample, or leave it out",
-        )
-
-
-def _check_loss(config: AlgorithmConfig, named: Callable[[str], str]) -> _Found:
-    loss, dual = named("loss"), named("dual_clip")
-    if config.loss == "gspo" and config.normalisation != "sequence-mean":
-        yield (
-            ("loss", "normalisation"),
-            f"{loss} gspo has one ratio for a whole response, which {config.normalisation} would "
-            f"weigh by its length: set {named('normalisation')} sequence-mean",
-        )
-    if config.dual_clip is not None and config.loss in {"gspo", "cispo", *_RATIO_FREE}:
-        yield (
-            ("loss", "dual_clip"),
-            f"{dual} bounds the ratio of {loss} ppo, and {config.loss} has none: leave it out",
-        )
-    if config.loss == "supervised" and config.advantage != "none":
-        yield (
-            ("loss", "advantage"),
-            f"{loss} supervised takes no advantages: set {named('advantage')} none",
-        )
-    if config.loss == "divergence" and config.advantage != "none":
-        yield (
-            ("loss", "advantage"),
-            f"{loss} divergence takes no advantages: set {named('advantage')} none",
-        )
-    if config.advantage == "none" and config.loss in {"ppo", "gspo", "cispo", "reinforce"}:
-        yield (
-            ("loss", "advantage"),
-            f"{loss} {config.loss} learns nothing from {named('advantage')} none: choose an "
-            f"advantage, or {loss} supervised",
-        )
-
-
-def _check_kl_penalty(config: AlgorithmConfig, named: Callable[[str], str]) -> _Found:
-    kl = config.kl
-    if not kl.coefficient:
-        return
-    where, weighted = named("kl.where"), named("kl.weighted")
-    if kl.where == "loss" and kl.estimator == "k1" and not kl.weighted:
-        yield (
-            ("kl.where", "kl.estimator", "kl.weighted"),
-            f"the gradient of {named('kl.estimator')} k1 in the loss is 0 on average: choose k2 "
-            f"or k3, set {weighted} true, or {where} reward",
-        )
-    if kl.where == "reward" and kl.weighted:
-        yield (
-            ("kl.where", "kl.weighted"),
-            f"a reward is fixed before the ratio is known: set {weighted} false, or {where} loss",
-        )
-    if kl.weighted and config.loss == "gspo":
-        yield (
-            ("kl.weighted", "loss"),
-            f"{named('loss')} gspo has one ratio for a whole response, and {weighted} needs one "
-            f"for each token: set {weighted} false",
-        )
-    if kl.where == "reward" and config.advantage in {"none", "teacher"}:
-        yield (
-            ("kl.where", "advantage"),
-            f"{named('advantage')} {config.advantage} takes no rewards: set {where} loss",
-        )
-
-
-def _check_importance_sampling(config: AlgorithmConfig, named: Callable[[str], str]) -> _Found:
-    sampling = config.importance_sampling
-    ratio_to, weights = (
-        named("importance_sampling.ratio_to"),
-        named("importance_sampling.weights"),
-    )
-    mask = named("importance_sampling.mask")
-    loss = named("loss")
-    corrects = sampling.weights != "none" or sampling.mask != "none"
-    if config.loss in _REWARD_FREE and (corrects or sampling.ratio_to == "proximal"):
-        yield (
-            ("loss", "importance_sampling.weights", "importance_sampling.mask"),
-            f"{loss} {config.loss} corrects for no sampling policy: set {weights} and {mask} none, "
-            f"and {ratio_to} behaviour",
-        )
-    elif (
-        sampling.weights != "none"
-        and sampling.ratio_to == "behaviour"
-        and config.loss not in _RATIO_FREE
-    ):
-        yield (
-            ("loss", "importance_sampling.weights", "importance_sampling.ratio_to"),
-            f"the ratio of {loss} {config.loss} to the behaviour policy corrects already: set "
-            f"{ratio_to} proximal, or {weights} none",
-        )
-    if config.loss == "gspo" and sampling.weights == "token":
-        yield (
-            ("loss", "importance_sampling.weights"),
-            f"{loss} gspo has one ratio for a whole response: set {weights} sequence or none",
-        )
-    if sampling.mask != "none" and sampling.mask_low >= sampling.mask_high:
-        low, high = (
-            named("importance_sampling.mask_low"),
-            named("importance_sampling.mask_high"),
-        )
-        yield (
-            ("importance_sampling.mask_low", "importance_sampling.mask_high"),
-            f"{low} {sampling.mask_low:g} is not below {high} {sampling.mask_high:g}: every "
-            "response would be masked",
-        )
-    if sampling.mask == "icepop" and sampling.weights == "sequence":
-        yield (
-            ("importance_sampling.mask", "importance_sampling.weights"),
-            f"{mask} icepop judges single tokens, and {weights} sequence weighs whole responses: "
-            f"set {mask} sequence or geometric, or {weights} token",
-        )
+def find_contradictions(config: AlgorithmConfig) -> Iterator[SettingConflict]:
+    """Yield what contradicts itself in settings, whose names have no section."""
+    defaults = _AlgorithmAlone(algorithm=get_defaults(config.preset))
+    named = _AlgorithmAlone(algorithm=config)
+    values = Values(named, defaults, lambda path: path.removeprefix("algorithm."))
+    for rule in RULES:
+        yield from rule.find(values)

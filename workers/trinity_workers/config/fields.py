@@ -14,10 +14,8 @@ import msgspec
 from msgspec import Struct
 from msgspec import inspect as types
 
+from ..rules import NAME
 from .train_config import TrainConfig
-
-NAME = "NAME"
-"""Stands for the name of a section that users name, in paths such as those of the sets."""
 
 
 class Field(NamedTuple):

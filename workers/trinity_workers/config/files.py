@@ -25,11 +25,15 @@ from ..tasks import absolute
 from .absent_engines import format_absent_engine
 from .errors import BadSettings
 from .fields import collections, fields, general_path, sections
-from .known_elsewhere import format_hint
-from .renamed_settings import RENAMED, SettingNamedTwice
-from .rules.contradictions import find_contradictions
-from .sync_method import METHOD_ALIASES
-from .sync_schedule import STYLE_ALIASES
+from .other_names import (
+    VALUES,
+    SettingNamedTwice,
+    format_alias,
+    format_hint,
+    is_section,
+    to_path,
+)
+from .rules.table import find_contradictions
 from .train_config import TrainConfig
 
 logger = logging.getLogger(__name__)
@@ -46,24 +50,8 @@ _SOURCES = (
     *("explorer.engine", "algorithm.advantage", "algorithm.loss"),
     "evaluation.sets.NAME.questions",
 )
-ALIASES: dict[str, dict[str, str]] = {
-    "sync.method": METHOD_ALIASES,
-    "sync.style": STYLE_ALIASES,
-}
-"""Names that Trinity-RFT has for the values of fields, and our values."""
-
-
-FIELD_ALIASES = {
-    f"{section}.{name}": f"checkpoints.{ours}"
-    for section in ("trainer", "checkpoints")
-    for name, ours in (
-        ("max_checkpoints_to_keep", "keep"),
-        ("save_hf_checkpoint", "save_hf_checkpoint"),
-    )
-}
-"""Names that Trinity-RFT has for fields, and our names."""
-
-
+_SIMILAR = 0.75
+"""Least likeness of a setting that is proposed: at 0.6, `lr` was taken for `trainer`."""
 _LONGEST_SHOWN = 60
 """Characters of a value in a message."""
 BASE = "base"
@@ -208,7 +196,7 @@ class _Reader:
             self._overlay(setting)
 
     def _overlay(self, setting: SettingOverride) -> None:
-        value, path = setting.value, _to_path(setting.path)
+        value, path = setting.value, to_path(setting.path)
         if setting.path in collections() and isinstance(value, Mapping):
             self._read_named_sections(setting.path, value, setting.origin, Path.cwd())
             return
@@ -221,22 +209,24 @@ class _Reader:
         self._take(setting.path, value, setting.origin, Path.cwd())
 
     def _take(self, name: str, value: Any, origin: str, base: Path) -> None:
-        path = _to_path(name)
+        path = to_path(name)
         field = fields().get(general_path(path))
         if field is None:
-            for unknown in _leaves(path, value):
-                hint = format_hint(unknown)
-                meant = f": {hint}" if hint else _nearest(unknown)
-                self._problems.append(f"{origin}: there is no setting {unknown}{meant}")
+            if isinstance(value, Mapping) and is_section(name):
+                for field_name, inner in value.items():
+                    self._take(f"{name}.{field_name}", inner, origin, base)
+            else:
+                meant = format_hint(name) or _find_nearest(name)
+                self._problems.append(f"{origin}: there is no setting {name}: {meant}")
             return
-        if name in RENAMED:
-            logger.warning("%s: %s is called %s now: write the new name", origin, name, path)
+        if alias := format_alias(name):
+            logger.warning("%s: %s", origin, alias)
         earlier = self._names.setdefault(path, name)
         if earlier != name:
             self._problems.append(f"{origin}: {SettingNamedTwice(path, (earlier, name))}")
             return
         if isinstance(value, str):
-            value = ALIASES.get(path, {}).get(value, value)
+            value = VALUES.get(path, {}).get(value, value)
         try:
             self._values[path] = _resolved(path, field.converted(value), base)
         except ValueError:  # msgspec's error is one
@@ -352,11 +342,6 @@ def _yaml(text: str, origin: str) -> Any:
         raise BadSettings(f"{origin} is not YAML: {error}") from None
 
 
-def _to_path(name: str) -> str:
-    """Return the path of a setting that is given by any of its names."""
-    return RENAMED.get(name) or FIELD_ALIASES.get(name, name)
-
-
 def _scalar(text: str) -> Any:
     try:
         return _yaml(text, f"--set: {text!r}")
@@ -384,28 +369,19 @@ def _resolved(path: str, value: Any, base: Path) -> Any:
     return absolute(value, base) if path in _SOURCES else value
 
 
-def _leaves(path: str, value: Any) -> list[str]:
-    """Return the paths of an unknown section's values that another project has, or its own path."""
-    leaves = [path]
-    if isinstance(value, Mapping):
-        below = [leaf for name, inner in value.items() for leaf in _leaves(f"{path}.{name}", inner)]
-        leaves = [leaf for leaf in below if format_hint(leaf)] or leaves
-    return leaves
-
-
-def _nearest(path: str) -> str:
-    """Say which setting may have been meant."""
+def _find_nearest(path: str) -> str:
+    """Return a clause with the setting that may have been meant."""
     paths = [*fields(), *sections()]
-    close = difflib.get_close_matches(path, paths, 1, cutoff=0.6)
+    close = difflib.get_close_matches(path, paths, 1, cutoff=_SIMILAR)
     if not close:  # the section may be left out, or be the wrong one
         last = path.rpartition(".")[2]
         names = {candidate.rpartition(".")[2]: candidate for candidate in reversed(paths)}
-        close = [names[match] for match in difflib.get_close_matches(last, names, 1, cutoff=0.6)]
+        close = [
+            names[match] for match in difflib.get_close_matches(last, names, 1, cutoff=_SIMILAR)
+        ]
     if close:
-        return f": is {close[0]} meant?"
-    return (
-        f": the sections are {', '.join(section for section in sections() if '.' not in section)}"
-    )
+        return f"is {close[0]} meant?"
+    return f"the sections are {', '.join(section for section in sections() if '.' not in section)}"
 
 
 def _format(value: Any) -> str:

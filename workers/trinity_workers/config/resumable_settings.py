@@ -23,9 +23,10 @@ from trinity_events.errors import TrinityError
 from trinity_events.system.error_text import shorten
 from trinity_schemas import SettingChange
 
+from ..rules import NAME
 from .errors import BadSettings
-from .fields import NAME, expand_paths
-from .renamed_settings import to_current_names
+from .fields import expand_paths
+from .other_names import to_current_names
 from .setting_values import get_settings, to_values
 from .train_config import TrainConfig
 

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import Struct
 
-from .fields import NAME, fields
+from ..rules import NAME
+from .fields import fields
 from .train_config import TrainConfig
 
 

@@ -1,4 +1,4 @@
-"""Methods of weight sync: their names in Trinity-RFT, their announcements, and what they refuse."""
+"""Methods of weight sync: their announcements."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ from trinity_events.core.file_versions import weights_save
 from trinity_schemas import StepReady
 
 from .sections.sync import SyncMethod
-
-METHOD_ALIASES = {"online": "nccl", "offline": "checkpoint"}
-"""Names that Trinity-RFT has for methods, and the methods."""
 
 
 def is_version(event: StepReady, method: SyncMethod) -> bool:

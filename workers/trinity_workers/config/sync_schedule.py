@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from .sections.sync import SyncConfig
 
-STYLE_ALIASES = {"dynamic_by_trainer": "trainer_driven", "dynamic_by_explorer": "explorer_driven"}
-"""Names that Trinity-RFT has for styles, and the styles."""
-
 
 def names_exact_version(sync: SyncConfig) -> bool:
     """Return True if each request names the one version that may serve it."""

@@ -16,7 +16,7 @@ from ..evaluation.settings import EvaluationConfig
 from ..rewards.settings import RewardsConfig
 from ..section import Section
 from .errors import BadSettings
-from .renamed_settings import to_current_names
+from .other_names import to_current_names
 from .sections.checkpoints import CheckpointsConfig
 from .sections.explorer import ExplorerConfig
 from .sections.model import ModelConfig

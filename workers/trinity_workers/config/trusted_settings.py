@@ -31,9 +31,10 @@ from trinity_events.errors import TrinityError
 
 from ..rollout_engines.loading import ENGINES
 from ..rollout_engines.loading import GROUP as ENGINE_GROUP
+from ..rules import NAME
 from ..tasks.loading import GROUP as TASK_GROUP
 from ..tasks.loading import TASKS
-from .fields import NAME, collections, expand_paths, fields, sections
+from .fields import collections, expand_paths, fields, sections
 from .setting_values import Setting, descend, get_settings, to_values
 from .train_config import TrainConfig
 

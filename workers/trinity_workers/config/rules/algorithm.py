@@ -2,77 +2,99 @@
 
 from __future__ import annotations
 
-from ...algorithms.rules import contradictions as algorithm_contradictions
-from ..train_config import TrainConfig
-from .base import Contradictions, FormatField
+from collections.abc import Iterator
+
+from ...algorithms.rules import RULES as ALGORITHM_RULES
+from ...rules import (
+    Computed,
+    OnlyWhen,
+    Requires,
+    Rule,
+    SettingCondition,
+    Values,
+    is_any,
+    is_at_least,
+    is_set,
+)
+
+_COMPARING = ("grpo", "rloo", "reinforce++-baseline")
+"""Advantages that compare the samples of a prompt."""
+_PATH = "algorithm.teacher.path"
+_ASKS_TEACHER = SettingCondition(
+    ("algorithm.advantage", "algorithm.loss"),
+    lambda values: bool(values["algorithm"].needs_teacher),
+    "{algorithm.advantage} is teacher or {algorithm.loss} is divergence",
+    "set {algorithm.advantage} teacher, or {algorithm.loss} divergence",
+)
+_HAS_SEVERAL_SAMPLES = is_at_least("rollouts.samples_per_prompt", 2)
 
 
-def check_algorithm(config: TrainConfig, named: FormatField) -> Contradictions:
-    """Yield contradictions of the algorithm, each field in one of them alone."""
-    refused = list(_check_trainer_support(config, named))
-    yield from refused
-    reported = {path for paths, _ in refused for path in paths}
-    contradictions = algorithm_contradictions(
-        config.algorithm,
-        lambda path: named(f"algorithm.{path}"),
-        config.rollouts.samples_per_prompt,
-    )
-    for inner, text in contradictions:
-        paths = tuple(f"algorithm.{path}" for path in inner)
-        if not reported.intersection(paths):
-            yield paths, text
-
-
-def _check_trainer_support(config: TrainConfig, named: FormatField) -> Contradictions:
-    """Yield what an own loop can compute, and this trainer cannot."""
-    algorithm, engine = config.algorithm, named("trainer.engine")
-    advantage, loss = named("algorithm.advantage"), named("algorithm.loss")
-    megatron = config.trainer.engine == "megatron"
-    path = named("algorithm.teacher.path")
-    if algorithm.needs_teacher and algorithm.teacher.path is None:
-        yield (
-            ("algorithm.advantage", "algorithm.loss", "algorithm.teacher.path"),
-            f"{advantage} {algorithm.advantage} with {loss} {algorithm.loss} compares the policy "
-            f"with a teacher: set {path} to its Hugging Face folder",
-        )
-    if algorithm.teacher.path is not None and not algorithm.needs_teacher:
-        yield (
-            ("algorithm.teacher.path",),
-            f"{path} names a teacher, and nothing asks it: set {advantage} teacher, or {loss} "
-            "divergence, or leave it out",
-        )
-    if config.reward.model is not None and algorithm.filters.zero_variance == "resample":
-        yield (
-            ("reward.model", "algorithm.filters.zero_variance"),
-            f"{named('algorithm.filters.zero_variance')} resample drops groups by the rewards of "
-            f"the task, before the model of {named('reward.model')} has scored them: set it mask",
-        )
-    critic = algorithm.critic
-    if critic.use and critic.critic_warmup_steps >= config.steps:
-        warmup = "algorithm.critic.critic_warmup_steps"
+def _find_no_step_of_the_policy(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
+    warmup = "algorithm.critic.critic_warmup_steps"
+    if values["algorithm.critic.use"] and values[warmup] >= values["steps"]:
         yield (
             (warmup, "steps"),
-            f"{named(warmup)} is {critic.critic_warmup_steps}, and of {config.steps} "
-            f"{named('steps')} none would train the policy: choose fewer",
+            f"{{{warmup}}} is {values[warmup]}, and of {values['steps']} {{steps}} none would "
+            "train the policy: choose fewer",
         )
-    rows = config.rollouts.prompts_per_step * config.rollouts.samples_per_prompt
-    if algorithm.mini_batches > rows:
+
+
+def _find_more_batches_than_rows(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
+    parts, rollouts = values["algorithm.mini_batches"], values["rollouts"]
+    rows = rollouts.prompts_per_step * rollouts.samples_per_prompt
+    if parts > rows:
         yield (
             ("algorithm.mini_batches", "rollouts.prompts_per_step", "rollouts.samples_per_prompt"),
-            f"{named('algorithm.mini_batches')} is {algorithm.mini_batches}, and a step has "
-            f"{rows} answers: choose at most so many",
+            f"{{algorithm.mini_batches}} is {parts}, and a step has {rows} answers: choose at most "
+            f"{rows}",
         )
-    fused = named("trainer.fused_loss")
-    if config.trainer.fused_loss and algorithm.loss == "divergence":
-        yield (
-            ("trainer.fused_loss", "algorithm.loss"),
-            f"{loss} divergence compares whole logits, which {fused} never has: set it false",
-        )
-    if not megatron:
-        return
-    if algorithm.loss == "divergence":
-        yield (
-            ("trainer.engine", "algorithm.loss"),
-            f"{engine} megatron splits the vocabulary, and {loss} divergence compares all of it: "
-            f"set {advantage} teacher with another {loss}, or {engine} fsdp",
-        )
+
+
+RULES: tuple[Rule, ...] = (
+    Requires(
+        _ASKS_TEACHER,
+        is_set(_PATH),
+        "{=algorithm.advantage} with {=algorithm.loss} compares the policy with a teacher",
+        f"set {{{_PATH}}} to its Hugging Face folder",
+    ),
+    OnlyWhen(_PATH, _ASKS_TEACHER, "nothing asks a teacher"),
+    Requires(
+        is_set("reward.model"),
+        ~is_any("algorithm.filters.zero_variance", "resample"),
+        "{algorithm.filters.zero_variance} resample drops groups by the rewards of the task, "
+        "before the model of {reward.model} has scored them",
+        "set it mask",
+    ),
+    Computed(_find_no_step_of_the_policy),
+    Computed(_find_more_batches_than_rows),
+    Requires(
+        is_any("algorithm.advantage", *_COMPARING),
+        _HAS_SEVERAL_SAMPLES,
+        "{=algorithm.advantage} compares the samples of a prompt, and there is one",
+    ),
+    Requires(
+        ~is_any("algorithm.filters.zero_variance", "keep"),
+        _HAS_SEVERAL_SAMPLES,
+        "{=algorithm.filters.zero_variance} leaves out every group of one sample",
+        "set {rollouts.samples_per_prompt} 2 or more, or {algorithm.filters.zero_variance} keep",
+    ),
+    Requires(
+        is_any("algorithm.loss", "divergence"),
+        ~is_any("trainer.fused_loss", True),
+        "{algorithm.loss} divergence compares whole logits, which {trainer.fused_loss} never has",
+    ),
+    Requires(
+        is_any("algorithm.loss", "divergence"),
+        ~is_any("trainer.engine", "megatron"),
+        "{trainer.engine} megatron splits the vocabulary, and {algorithm.loss} divergence compares "
+        "all of it",
+        "set {algorithm.advantage} teacher with another {algorithm.loss}, or {trainer.engine} fsdp",
+    ),
+    Requires(
+        is_any("algorithm.loss", "divergence"),
+        ~is_any("trainer.engine", "verl"),
+        "{algorithm.loss} divergence needs logits, which veRL's engine does not give",
+        "set {trainer.engine} fsdp",
+    ),
+    *ALGORITHM_RULES,
+)

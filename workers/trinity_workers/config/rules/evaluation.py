@@ -2,64 +2,67 @@
 
 from __future__ import annotations
 
-from ...evaluation.settings import EvaluationConfig, EvaluationSet
-from .base import Contradictions, FormatField
+from collections.abc import Iterator
+
+from ...rules import NAME, Computed, OnlyWhen, Requires, Rule, Values, is_any, is_positive, is_set
+
+_SET = f"evaluation.sets.{NAME}"
 
 
-def check_evaluation(
-    config: EvaluationConfig, named: FormatField, *, steps: int, keeps_versions: bool
-) -> Contradictions:
-    """Yield what contradicts itself: the fields' paths, and a sentence.
-
-    Args:
-        config: The section.
-        named: Names a field, given by its path, in the sentences.
-        steps: Training steps of the run.
-        keeps_versions: False if the sync method sends versions and keeps none.
-    """
-    for name, settings in config.sets.items():
-        yield from _check_set(f"evaluation.sets.{name}", settings, named, steps)
-        if not keeps_versions and (settings.interval or settings.versions or settings.at_start):
-            path = next(
-                field for field in ("interval", "versions", "at_start") if getattr(settings, field)
-            )
-            method = named("sync.method")
-            field = named(f"evaluation.sets.{name}.{path}")
-            yield (
-                (f"evaluation.sets.{name}.{path}", "sync.method"),
-                f"{field} asks for a version while training goes on, and {method} nccl keeps none: "
-                f"leave it out, for the last version is evaluated, or set {method} memory",
-            )
-
-
-def _check_set(
-    prefix: str, settings: EvaluationSet, named: FormatField, steps: int
-) -> Contradictions:
-    samples = named(f"{prefix}.samples")
+def _find_too_few_samples(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
+    settings = values[_SET]
     if settings.passes and settings.passes[-1] > settings.samples:
         yield (
-            (f"{prefix}.pass_at", f"{prefix}.samples"),
-            f"{named(f'{prefix}.pass_at')} asks for pass@{settings.passes[-1]} of "
-            f"{settings.samples} answers: set {samples} {settings.passes[-1]} or more",
+            (f"{_SET}.pass_at", f"{_SET}.samples"),
+            f"{{{_SET}.pass_at}} asks for pass@{settings.passes[-1]} of {settings.samples} "
+            f"answers: set {{{_SET}.samples}} {settings.passes[-1]} or more",
         )
     if settings.temperature == 0 and settings.samples > 1:
         yield (
-            (f"{prefix}.temperature", f"{prefix}.samples"),
-            f"{named(f'{prefix}.temperature')} is 0, and all {settings.samples} answers to a "
-            f"question are then the same: set {samples} 1, or another temperature",
+            (f"{_SET}.temperature", f"{_SET}.samples"),
+            f"{{{_SET}.temperature}} is 0, and all {settings.samples} answers to a question are "
+            f"then the same: set {{{_SET}.samples}} 1, or another temperature",
         )
+
+
+def _find_absent_versions(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
+    settings, steps = values[_SET], values["steps"]
     if settings.versions and max(settings.versions) > steps:
         yield (
-            (f"{prefix}.versions", "steps"),
-            f"{named(f'{prefix}.versions')} has step {max(settings.versions)}, and the run has "
-            f"{steps} {named('steps')}: leave it out",
+            (f"{_SET}.versions", "steps"),
+            f"{{{_SET}.versions}} has step {max(settings.versions)}, and the run has {steps} "
+            "{steps}: leave it out",
         )
-    if (
-        not (settings.at_end or settings.interval or settings.versions)
-        and settings.at_start is False
-    ):
+    is_due = settings.at_end or settings.interval or settings.versions
+    if not is_due and settings.at_start is False:
         yield (
-            (f"{prefix}.at_end", f"{prefix}.at_start"),
-            f"{named(prefix)} is never asked: set {named(f'{prefix}.at_end')} true, or give it an "
-            "interval or versions",
+            (f"{_SET}.at_end", f"{_SET}.at_start"),
+            f"{{{_SET}}} is never asked: set {{{_SET}.at_end}} true, or give it an interval or "
+            "versions",
         )
+
+
+def _keeps(path: str) -> Requires:
+    return Requires(
+        is_set(f"{_SET}.{path}"),
+        ~is_any("sync.method", "nccl"),
+        f"{{{_SET}.{path}}} asks for a version while training continues, and {{sync.method}} nccl "
+        "keeps none",
+        "leave it out, for the last version is evaluated, or set {sync.method} memory",
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    OnlyWhen("evaluation.timeout", is_set("evaluation.sets"), "nothing is evaluated"),
+)
+SET_RULES: tuple[Rule, ...] = (
+    Computed(_find_too_few_samples),
+    OnlyWhen(
+        f"{_SET}.top_p {_SET}.top_k",
+        is_positive(f"{_SET}.temperature"),
+        f"{{{_SET}.temperature}} 0 takes the most likely token",
+    ),
+    Computed(_find_absent_versions),
+    *(_keeps(path) for path in ("interval", "versions", "at_start")),
+)
+"""Rules of each set."""

@@ -1,61 +1,84 @@
-"""Rules of rewards: one source, which can be reached, and a prompt that can be filled in."""
+"""Rules of questions and rewards: one source, which can be reached, and a prompt of a judge."""
 
 from __future__ import annotations
 
 import string
+from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from ...rewards.settings import RewardsConfig
-from .base import Contradictions, FormatField
+from ...rules import (
+    Computed,
+    OnlyWhen,
+    Requires,
+    Rule,
+    SettingCondition,
+    Values,
+    format_list,
+    is_any,
+    is_set,
+)
+from ...tasks.base import TaskError
+from ...tasks.loading import TASKS
+from ...tasks.sources import REASONING_GYM, QuestionOptions
 
 _PLACES = {"prompt", "reference", "response"}
+_SOURCES = ("task.reward", "rewards.service", "rewards.judge", "rewards.code_tests")
+"""Settings that each choose what judges the answers."""
+_JUDGE = is_set("rewards.judge")
+_CODE = is_set("rewards.code_tests")
+_CALLS = is_set("rewards.service") | _JUDGE
+_OWN_TASK = is_any("task.name", built_in=TASKS)
+_QUESTIONS = is_set("task.questions")
 
 
-def check_rewards(
-    rewards: RewardsConfig, function: str | None, named: FormatField
-) -> Contradictions:
-    """Yield what contradicts itself, as the configuration does: the fields' paths, and a sentence.
+def _reads_records(values: Values) -> bool:
+    """Return True if fields of records are named: families of reasoning-gym have their own."""
+    sets = values["evaluation"].sets.values()
+    sources = [values["task.questions"], *(settings.questions for settings in sets)]
+    return any(source and not source.startswith(REASONING_GYM) for source in sources)
 
-    Args:
-        rewards: The settings.
-        function: Configured reward function, if there is one.
-        named: Names a field, given by its path, in the sentences.
-    """
-    chosen = {
-        "task.reward": function,
-        "rewards.service": rewards.service,
-        "rewards.judge": rewards.judge,
-        "rewards.code_tests": rewards.code_tests,
-    }
-    if rewards.error_score and rewards.on_error != "score":
-        yield (
-            ("rewards.error_score", "rewards.on_error"),
-            f"{named('rewards.error_score')} is read if {named('rewards.on_error')} is score, and "
-            f"it is {rewards.on_error}: set it score, or leave the score out",
-        )
-    paths = tuple(path for path, value in chosen.items() if value is not None)
+
+_RECORDS = SettingCondition(
+    ("task.questions",),
+    _reads_records,
+    "{task.questions}, or a set of {evaluation.sets}, is a source of records",
+    "set {task.questions}",
+)
+
+
+def _find_several_sources(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
+    paths = tuple(path for path in _SOURCES if values[path] is not None)
     if len(paths) > 1:
-        yield (
-            paths,
-            f"{' and '.join(map(named, paths))} each judge the answers: keep one of them",
-        )
+        names = format_list([f"{{{path}}}" for path in paths])
+        yield paths, f"{names} each judge the answers: keep one of them"
+
+
+def _find_wrong_url(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
     for path in ("rewards.service", "rewards.judge"):
-        if (url := chosen[path]) is not None and not _is_http(url):
+        if (url := values[path]) is not None and not _is_http(url):
             yield (
                 (path,),
-                f"{named(path)} is {url!r}, which is no URL of HTTP: write http://HOST:PORT/PATH",
+                f"{{{path}}} is {url!r}, which is no URL of HTTP: write http://HOST:PORT/PATH",
             )
-    if rewards.judge is not None and rewards.judge_model is None:
-        yield (
-            ("rewards.judge", "rewards.judge_model"),
-            f"{named('rewards.judge')} needs {named('rewards.judge_model')}: name its model",
-        )
-    if (wrong := _wrong_place(rewards.judge_prompt)) is not None:
+
+
+def _find_wrong_places(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
+    if values["rewards.judge"] is None:
+        return  # No prompt is read then, and another rule says so.
+    if (fault := _wrong_place(values["rewards.judge_prompt"])) is not None:
         yield (
             ("rewards.judge_prompt",),
-            f"{named('rewards.judge_prompt')} {wrong}: its places are {{prompt}}, {{reference}} "
-            "and {response}, and a brace of its own is written twice",
+            f"{{rewards.judge_prompt}} {fault}: its places are {{prompt}}, {{reference}} and "
+            "{response}, and any other brace is written twice",
         )
+
+
+def _find_unknown_options(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
+    if values["task.questions"] is not None:
+        try:
+            QuestionOptions.of(values["task.options"])
+        except TaskError as error:
+            yield ("task.options",), f"{{task.options}} cannot be used: {error}"
 
 
 def _is_http(url: str) -> bool:
@@ -81,3 +104,50 @@ def _wrong_place(prompt: str) -> str | None:
     except (ValueError, LookupError) as error:  # "{prompt:d}": the places are text
         return f"cannot be filled in ({error})"
     return None
+
+
+RULES: tuple[Rule, ...] = (
+    OnlyWhen("task.name", ~_QUESTIONS, "the questions are those of {task.questions}"),
+    OnlyWhen("task.prompt task.answer", _RECORDS, "no record of a question is read"),
+    OnlyWhen(
+        "task.options",
+        _QUESTIONS | _OWN_TASK,
+        "a built-in task has none",
+    ),
+    Computed(_find_unknown_options),
+    OnlyWhen(
+        "task.reward_deadline",
+        is_set("task.reward") | _QUESTIONS | _OWN_TASK | _CALLS | _CODE,
+        "the reward of a built-in task is computed at once",
+    ),
+    OnlyWhen("task.environment_deadline", is_set("task.environment"), "there is no environment"),
+    OnlyWhen(
+        "rewards.error_score",
+        is_any("rewards.on_error", "score"),
+        "{=rewards.on_error} gives no score",
+    ),
+    Computed(_find_several_sources),
+    Computed(_find_wrong_url),
+    Requires(
+        _JUDGE,
+        is_set("rewards.judge_model"),
+        "{rewards.judge} needs {rewards.judge_model}",
+        "name its model",
+    ),
+    OnlyWhen(
+        "rewards.judge_model rewards.judge_prompt rewards.best_grade",
+        _JUDGE,
+        "no judge is asked",
+    ),
+    Computed(_find_wrong_places),
+    OnlyWhen(
+        "rewards.token_variable rewards.attempts", _CALLS, "no service and no judge is called"
+    ),
+    OnlyWhen("rewards.calls", _CALLS | _CODE, "nothing is called, and no code is run"),
+    OnlyWhen(
+        "rewards.code_memory_mb rewards.code_file_mb rewards.code_files",
+        _CODE,
+        "no code of an answer is run",
+    ),
+    OnlyWhen("reward.weight", is_set("reward.model"), "there is no reward model"),
+)

@@ -1,55 +1,119 @@
-"""Rules of rollouts: prompts in flight, turns, and versions amid an answer."""
+"""Rules of explorers and rollouts: their place, prompts in flight, turns and versions."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from ...rollout_engines.loading import ENGINES
+from ...rules import (
+    Computed,
+    OnlyWhen,
+    Requires,
+    Rule,
+    SettingCondition,
+    Values,
+    is_any,
+    is_at_least,
+    is_positive,
+    is_set,
+)
 from ..sync_schedule import names_exact_version, publishes_on_demand
-from ..train_config import TrainConfig
-from .base import Contradictions, FormatField
+
+_COLOCATED = is_any("trainer.colocated", True)
+_UPDATES = ~is_any("rollouts.on_update", "finish")
+_FIXED = is_any("sync.style", "fixed")
+_SEVERAL_STEPS_OPEN = ~_FIXED | is_at_least("sync.interval", 2) | is_positive("sync.offset")
+"""Prompts of more than one step may be open at a time."""
 
 
-def check_window_and_turns(config: TrainConfig, named: FormatField) -> Contradictions:
-    """Yield a window or turns that the other settings cannot use."""
-    if config.window < config.prompts_in_flight:
+def _needs(needed: SettingCondition) -> Requires:
+    return Requires(
+        _COLOCATED,
+        needed,
+        "{trainer.colocated} generates between two steps, with the weights of the last one",
+    )
+
+
+def _find_small_window(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
+    window, in_flight = values["window"], values["prompts_in_flight"]
+    if window < in_flight:
         yield (
             ("rollouts.window", "rollouts.prompts_per_step", "sync.interval", "sync.max_staleness"),
-            f"{named('rollouts.window')} is {config.window}, and {config.prompts_in_flight} "
-            "prompts are in flight between two versions: choose at least so many, or leave it out",
-        )
-    if config.rollouts.max_turns > 1 and config.task.environment is None:
-        yield (
-            ("rollouts.max_turns", "task.environment"),
-            f"{named('rollouts.max_turns')} is {config.rollouts.max_turns}, and without "
-            f"{named('task.environment')} an episode has one turn: set it, or leave the turns out",
+            f"{{rollouts.window}} is {window}, and {in_flight} prompts are in flight between two "
+            f"versions: choose at least {in_flight}, or leave it out",
         )
 
 
-def check_updates(config: TrainConfig, named: FormatField) -> Contradictions:
-    """Yield what contradicts answers that several versions sample."""
-    mode, sync = config.rollouts.on_update, config.sync
-    if mode == "finish":
-        return
-    subject = f"{named('rollouts.on_update')} is {mode}, and"
-    way_out = f"set {named('rollouts.on_update')} finish, or"
-    if config.explorer.deterministic:
-        deterministic = named("explorer.deterministic")
-        yield (
-            ("rollouts.on_update", "explorer.deterministic"),
-            f"{subject} answers then depend on the moment at which weights arrive, which "
-            f"{deterministic} rules out: {way_out} {deterministic} false",
-        )
-    if names_exact_version(sync):
-        style = named("sync.style")
-        yield (
-            ("rollouts.on_update", "sync.style"),
-            f"{subject} {style} fixed has the steps between which explorers change versions, never "
-            f"amid an answer: {way_out} another {style}",
-        )
-        return
+def _find_useless_updates(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
+    sync, bound = values["sync"], values["staleness_bound"]
     least = 1 if publishes_on_demand(sync) else sync.interval
-    if config.staleness_bound < least:
-        bound = named("sync.max_staleness")
+    if _UPDATES.is_met(values) and not names_exact_version(sync) and bound < least:
         yield (
             ("rollouts.on_update", "sync.max_staleness", "sync.interval"),
-            f"{subject} with {bound} {config.staleness_bound} no answer that an earlier version "
-            f"began is trained on: {way_out} {bound} {least} or more",
+            f"{{=rollouts.on_update}} with {{sync.max_staleness}} {bound} trains on no answer that "
+            "an earlier version began: set {rollouts.on_update} finish, or {sync.max_staleness} "
+            f"{least} or more",
         )
+
+
+RULES: tuple[Rule, ...] = (
+    _needs(is_any("sync.style", "trainer_driven")),
+    _needs(is_any("sync.method", "memory")),
+    _needs(~is_at_least("sync.interval", 2)),
+    _needs(
+        SettingCondition(
+            ("sync.max_staleness",),
+            lambda values: values["sync.max_staleness"] == 0,
+            "{sync.max_staleness} is 0",
+            "set {sync.max_staleness} 0",
+        )
+    ),
+    _needs(is_any("rollouts.on_update", "finish")),
+    Requires(
+        _COLOCATED,
+        ~is_positive("model.lora.rank"),
+        "{trainer.colocated} generates with whole weights, and {model.lora.rank} trains adapters",
+    ),
+    OnlyWhen(
+        "explorer.count explorer.engine explorer.engine_options explorer.dtype explorer.cpus "
+        "explorer.wait_for_run",
+        is_any("trainer.colocated", False),
+        "with {trainer.colocated} the trainer's ranks answer",
+    ),
+    OnlyWhen(
+        "explorer.engine_options",
+        ~is_any("explorer.engine", *ENGINES),
+        "{=explorer.engine} has no options",
+    ),
+    Computed(_find_small_window),
+    OnlyWhen(
+        "rollouts.max_turns",
+        is_set("task.environment"),
+        "without {task.environment} an episode has one turn",
+    ),
+    OnlyWhen(
+        "rollouts.order",
+        _SEVERAL_STEPS_OPEN,
+        "the prompts of one step alone are open at a time",
+    ),
+    OnlyWhen(
+        "rollouts.keep_answers",
+        is_positive("checkpoints.interval"),
+        "{checkpoints.interval} 0 writes no checkpoints, so that no answer would ever be deleted",
+    ),
+    Requires(
+        _UPDATES,
+        ~is_any("explorer.deterministic", True),
+        "{=rollouts.on_update} lets answers depend on the moment at which weights arrive, which "
+        "{explorer.deterministic} rules out",
+        "set {rollouts.on_update} finish, or {explorer.deterministic} false",
+    ),
+    Requires(
+        _UPDATES,
+        ~_FIXED,
+        "{=rollouts.on_update} changes versions amid an answer, and {sync.style} fixed has the "
+        "steps between which explorers change them",
+        "set {rollouts.on_update} finish, or another {sync.style}",
+    ),
+    Computed(_find_useless_updates),
+)

@@ -1,182 +1,169 @@
-"""Checks of the trainer's parallel sizes, of options that one engine has, and of profiles."""
+"""Rules of the trainer: options that an engine has, parallel sizes, micro-batches and profiles."""
 
 from __future__ import annotations
 
-from msgspec.structs import astuple
+from collections.abc import Iterator
 
-from ..sections.trainer import TrainerConfig
-from ..train_config import TrainConfig
-from .base import Contradictions, FormatField
-
-_UNCHECKED = "its attention runs on no CPU, so that no test could check it"
-_OF_MEGATRON = (
-    "tensor_parallel",
-    "pipeline_parallel",
-    "virtual_pipeline",
-    "expert_parallel",
-    "distributed_optimizer",
+from ...rules import (
+    Computed,
+    OnlyWhen,
+    Requires,
+    Rule,
+    Values,
+    is_any,
+    is_at_least,
+    is_positive,
+    is_set,
 )
-"""Fields that Megatron alone has."""
-_OF_OWN_FSDP = ("cpu_offload", "packing", "fused_loss", "colocated")
-"""Fields that this project's FSDP engine has, and veRL's has not."""
+
+_FSDP = is_any("trainer.engine", "fsdp")
+_MEGATRON = is_any("trainer.engine", "megatron")
+_OWN_ENGINE = is_any("trainer.engine", "fsdp", "megatron")
+_COLOCATED = is_any("trainer.colocated", True)
+_POLICY = " ".join(
+    f"trainer.policy_offload.{part}_offload" for part in ("param", "grad", "optimizer")
+)
+_CRITIC = _POLICY.replace("policy", "critic")
+_REFERENCE = "trainer.reference_offload.param_offload"
+_NO_OPTION = "{=trainer.engine} has no such option"
 
 
-def check_trainer(config: TrainConfig, named: FormatField) -> Contradictions:
-    """Yield contradictions of the trainer's settings: the fields' paths, and a sentence.
-
-    Args:
-        config: The run.
-        named: Names a field, given by its path, in the sentences.
-    """
-    trainer = config.trainer
-
-    def name(field: str) -> str:
-        return named(f"trainer.{field}")
-
-    yield from _check_supported(trainer, name)
-    if trainer.engine == "megatron":
-        yield from _check_megatron(trainer, name)
-        if trainer.distributed_optimizer and config.checkpoints.interval:
-            yield (
-                ("trainer.distributed_optimizer", "checkpoints.interval"),
-                f"{name('distributed_optimizer')} is true, and megatron-core cannot load its "
-                "state, so that no checkpoint of it resumes: set "
-                f"{named('checkpoints.interval')} 0, or leave it out",
-            )
-    else:
-        yield from _check_fsdp(trainer, name)
-        yield from _check_offload(trainer, name)
-    if trainer.engine == "verl":
-        yield from _check_verl(config, named)
-    yield from _check_profiles(config, name)
-
-
-def _check_supported(trainer: TrainerConfig, name: FormatField) -> Contradictions:
-    if trainer.context_parallel > 1:
-        yield (
-            ("trainer.context_parallel",),
-            f"{name('context_parallel')} is {trainer.context_parallel}, and context parallelism is "
-            f"not supported: {_UNCHECKED}: leave it out",
-        )
-    if trainer.sequence_parallel:
-        yield (
-            ("trainer.sequence_parallel",),
-            f"{name('sequence_parallel')} is true, and sequence parallelism is not supported: its "
-            "layer norms run on no CPU, so that no test could check it: leave it out",
-        )
-
-
-def _check_fsdp(trainer: TrainerConfig, name: FormatField) -> Contradictions:
-    given = [field for field in _OF_MEGATRON if _is_set(getattr(trainer, field))]
-    if given:
-        verb = "are" if len(given) > 1 else "is"
-        yield (
-            ("trainer.engine", *(f"trainer.{field}" for field in given)),
-            f"{' and '.join(map(name, given))} {verb} for Megatron only: leave "
-            f"{'them' if len(given) > 1 else 'it'} out, or add {name('engine')} megatron",
-        )
-
-
-def _check_offload(trainer: TrainerConfig, name: FormatField) -> Contradictions:
-    models = ("policy_offload", "critic_offload", "reference_offload")
-    moved = [model for model in models if any(astuple(getattr(trainer, model)))]
-    if trainer.cpu_offload and moved:
-        yield (
-            ("trainer.cpu_offload", *(f"trainer.{model}" for model in moved)),
-            f"{name('cpu_offload')} keeps the models in the host's memory already: leave "
-            f"{' and '.join(map(name, moved))} out, or {name('cpu_offload')}",
-        )
-
-
-def _check_verl(config: TrainConfig, named: FormatField) -> Contradictions:
-    """Yield settings that veRL's engine has no use for."""
-    trainer, engine = config.trainer, named("trainer.engine")
-    given = [field for field in _OF_OWN_FSDP if getattr(trainer, field)]
-    if any(astuple(trainer.policy_offload)):
-        given.append("policy_offload")
-    for field in given:
-        yield (
-            ("trainer.engine", f"trainer.{field}"),
-            f"{named(f'trainer.{field}')} is not for veRL's engine: leave it out, or set {engine} "
-            "fsdp",
-        )
-    if trainer.schedule == "linear":
-        yield (
-            ("trainer.engine", "trainer.schedule"),
-            f"{named('trainer.schedule')} is linear, which veRL's engine does not have: set it "
-            f"constant or cosine, or {engine} fsdp",
-        )
-    if config.algorithm.loss == "divergence":
-        yield (
-            ("trainer.engine", "algorithm.loss"),
-            f"{named('algorithm.loss')} divergence needs logits, which veRL's engine does not "
-            f"give: set {engine} fsdp",
-        )
-
-
-def _is_set(value: int | bool | None) -> bool:
-    return value is True or (value or 1) > 1
-
-
-def _check_profiles(config: TrainConfig, name: FormatField) -> Contradictions:
-    trainer = config.trainer
-    steps, ranks = trainer.profile_steps, trainer.profile_ranks
-    if max(steps, default=0) > config.steps:
-        yield (
-            ("trainer.profile_steps", "steps"),
-            f"{name('profile_steps')} names step {max(steps)}, and the run has {config.steps}: "
-            "choose earlier ones",
-        )
-    if max(ranks or (), default=0) >= trainer.ranks:
-        yield (
-            ("trainer.profile_ranks", "trainer.ranks"),
-            f"{name('profile_ranks')} names rank {max(ranks or ())}, and the last of "
-            f"{trainer.ranks} trainers is rank {trainer.ranks - 1}: choose lower ones",
-        )
-    if ranks is not None and not steps:
-        yield (
-            ("trainer.profile_ranks", "trainer.profile_steps"),
-            f"{name('profile_ranks')} is set, and no step is profiled: set "
-            f"{name('profile_steps')}, or leave it out",
-        )
-
-
-def _check_megatron(trainer: TrainerConfig, name: FormatField) -> Contradictions:
-    engine, ranks = name("engine"), name("ranks")
-    tensor, pipeline, expert = (
-        name(field) for field in ("tensor_parallel", "pipeline_parallel", "expert_parallel")
-    )
-    for field in ("cpu_offload", "packing"):
-        if getattr(trainer, field):
-            yield (
-                ("trainer.engine", f"trainer.{field}"),
-                f"{name(field)} is for FSDP only: leave it out, or set {engine} fsdp",
-            )
-    if trainer.virtual_pipeline and trainer.pipeline_parallel == 1:
-        yield (
-            ("trainer.virtual_pipeline", "trainer.pipeline_parallel"),
-            f"{name('virtual_pipeline')} is {trainer.virtual_pipeline}, and there is no pipeline: "
-            f"set {pipeline} 2 or more, or leave it out",
-        )
+def _find_indivisible_ranks(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
+    trainer = values["trainer"]
+    if trainer.engine != "megatron":
+        return
     if trainer.expert_parallel > 1 and (trainer.tensor_parallel or 1) > 1:
         yield (
             ("trainer.expert_parallel", "trainer.tensor_parallel"),
-            f"{expert} and {tensor} are both above 1, which needs sequence parallelism, which is "
-            "not supported: set one of them 1",
+            "{trainer.expert_parallel} and {trainer.tensor_parallel} are both above 1, which needs "
+            "sequence parallelism, which is not supported: set one of them 1",
         )
         return
     parts = (trainer.tensor_parallel or 1) * trainer.pipeline_parallel
     sizes = ("trainer.engine", "trainer.tensor_parallel", "trainer.pipeline_parallel")
+    stage = trainer.ranks // trainer.pipeline_parallel
     if trainer.ranks % parts:
         yield (
             (*sizes, "trainer.ranks"),
             f"{trainer.ranks} trainers cannot be divided into groups of {parts} "
-            f"({tensor} times {pipeline}): choose {ranks} as a multiple",
+            "({trainer.tensor_parallel} times {trainer.pipeline_parallel}): choose {trainer.ranks} "
+            "as a multiple",
         )
-    elif trainer.ranks // trainer.pipeline_parallel % trainer.expert_parallel:
+    elif stage % trainer.expert_parallel:
         yield (
             (*sizes, "trainer.ranks", "trainer.expert_parallel"),
-            f"the {trainer.ranks // trainer.pipeline_parallel} ranks of a pipeline stage cannot be "
-            f"divided into groups of {trainer.expert_parallel} ({expert}): choose {ranks} as a "
-            "multiple",
+            f"the {stage} ranks of a pipeline stage cannot be divided into groups of "
+            f"{trainer.expert_parallel} ({{trainer.expert_parallel}}): choose {{trainer.ranks}} as "
+            "a multiple",
         )
+
+
+def _find_indivisible_rollouts(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
+    path, ranks = "trainer.rollout_tensor_parallel", values["trainer.ranks"]
+    size = values[path]
+    if size is not None and values["trainer.engine"] == "megatron" and ranks % size:
+        yield (
+            (path, "trainer.ranks"),
+            f"{{{path}}} is {size}, and {ranks} trainers cannot be divided into groups of {size}: "
+            "choose a divisor",
+        )
+
+
+def _find_short_micro_batch(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
+    bound, answer = values["trainer.micro_batch_tokens"], values["rollouts.max_new_tokens"]
+    if bound is not None and bound <= answer:
+        yield (
+            ("trainer.micro_batch_tokens", "rollouts.max_new_tokens"),
+            f"{{trainer.micro_batch_tokens}} is {bound}, and a row has up to {answer} tokens of an "
+            "answer ({rollouts.max_new_tokens}) in addition to its prompt: choose more than both",
+        )
+
+
+def _find_absent_profiles(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
+    trainer, steps = values["trainer"], values["steps"]
+    last = max(trainer.profile_steps, default=0)
+    if last > steps:
+        yield (
+            ("trainer.profile_steps", "steps"),
+            f"{{trainer.profile_steps}} names step {last}, and the run has {steps}: choose earlier "
+            "steps",
+        )
+    rank = max(trainer.profile_ranks or (), default=0)
+    if rank >= trainer.ranks:
+        yield (
+            ("trainer.profile_ranks", "trainer.ranks"),
+            f"{{trainer.profile_ranks}} names rank {rank}, and the last of {trainer.ranks} "
+            f"trainers is rank {trainer.ranks - 1}: choose lower ones",
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    Requires(
+        is_at_least("trainer.context_parallel", 2),
+        ~is_at_least("trainer.context_parallel", 2),
+        "{trainer.context_parallel} is above 1, and context parallelism is not supported: its "
+        "attention runs on no CPU, so that no test could check it",
+        "leave it out",
+    ),
+    Requires(
+        is_any("trainer.sequence_parallel", True),
+        ~is_any("trainer.sequence_parallel", True),
+        "{trainer.sequence_parallel} is true, and sequence parallelism is not supported: its layer "
+        "norms run on no CPU, so that no test could check it",
+        "leave it out",
+    ),
+    OnlyWhen(
+        "trainer.tensor_parallel trainer.pipeline_parallel trainer.virtual_pipeline "
+        "trainer.expert_parallel trainer.distributed_optimizer trainer.rollout_tensor_parallel",
+        _MEGATRON,
+        _NO_OPTION,
+    ),
+    OnlyWhen(
+        "trainer.virtual_pipeline",
+        is_at_least("trainer.pipeline_parallel", 2),
+        "there is no pipeline",
+    ),
+    OnlyWhen(
+        "trainer.rollout_tensor_parallel",
+        _COLOCATED,
+        "it is for ranks that generate",
+    ),
+    Requires(
+        _MEGATRON & is_any("trainer.distributed_optimizer", True),
+        ~is_positive("checkpoints.interval"),
+        "{trainer.distributed_optimizer} is true, and megatron-core cannot load its state, so that "
+        "no checkpoint of it resumes",
+        "set {checkpoints.interval} 0, or leave it out",
+    ),
+    OnlyWhen("trainer.cpu_offload trainer.packing", _FSDP, _NO_OPTION),
+    OnlyWhen(f"trainer.fused_loss trainer.colocated {_POLICY}", _OWN_ENGINE, _NO_OPTION),
+    OnlyWhen(
+        f"{_POLICY} {_CRITIC} {_REFERENCE}",
+        is_any("trainer.cpu_offload", False),
+        "{trainer.cpu_offload} keeps the models in the host's memory already",
+    ),
+    OnlyWhen(_CRITIC, is_any("algorithm.critic.use", True), "the run has no critic"),
+    OnlyWhen(
+        _REFERENCE,
+        is_positive("algorithm.kl.coefficient")
+        | is_set("algorithm.teacher.path")
+        | is_set("reward.model"),
+        "the run has no reference, teacher or reward model",
+    ),
+    Requires(
+        is_any("trainer.engine", "verl"),
+        ~is_any("trainer.schedule", "linear"),
+        "{trainer.schedule} is linear, which veRL's engine does not have",
+        "set it constant or cosine, or {trainer.engine} fsdp",
+    ),
+    Computed(_find_indivisible_ranks),
+    Computed(_find_indivisible_rollouts),
+    Requires(
+        is_set("trainer.micro_batch_rows"),
+        ~is_set("trainer.micro_batch_tokens"),
+        "{trainer.micro_batch_rows} and {trainer.micro_batch_tokens} both divide a step's rows",
+    ),
+    Computed(_find_short_micro_batch),
+    OnlyWhen("trainer.profile_ranks", is_set("trainer.profile_steps"), "no step is profiled"),
+    Computed(_find_absent_profiles),
+)
