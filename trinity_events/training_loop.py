@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -252,9 +253,10 @@ class TrainingLoop:
                     if event.version == StepRef(self.epoch, step):
                         served.add(event.envelope.producer.rank)
             except DeadlineExceeded as error:
-                raise DeadlineExceeded(
-                    f"{len(served)} of {explorers} explorers serve the weights of step {step}: "
-                    f"{error}"
+                raise replace(
+                    error,
+                    missing=f"only {len(served)} of {explorers} explorers served the weights of "
+                    f"step {step}",
                 ) from None
 
     def _from_rank_0(self, text: str, error: Exception | None = None) -> str:
@@ -270,7 +272,7 @@ class TrainingLoop:
         if error is not None:
             raise error
         if text.startswith("!"):
-            raise RankFailed(f"rank 0 of run {self.run_id} failed: {text[1:]}")
+            raise RankFailed(self.run_id, reason=text[1:])
         return text
 
     def _agree(self, error: Exception | None) -> None:
@@ -283,9 +285,7 @@ class TrainingLoop:
         if error is not None:
             raise error
         if failed:
-            raise RankFailed(
-                f"{failed} other ranks of run {self.run_id} failed: their own output says why"
-            )
+            raise RankFailed(self.run_id, failed)
 
     @property
     def _device(self) -> torch.device:

@@ -13,6 +13,7 @@ import anyio
 import msgspec
 import pytest
 
+from tests.support.errors import raises
 from tests.support.event_histories import committed, finished, registration, started
 from tests.support.pipeline import publish_steps, recorded, reducer_task, until
 from tests.support.waits import PATIENCE, child
@@ -68,7 +69,7 @@ async def test_an_export_goes_through_a_link_and_takes_the_place_of_nothing_but_
     await record_run(log, link)
     assert link.is_symlink()
     assert read_recording(tmp_path / "there.jsonl").header.run_id == log.run_id
-    with pytest.raises(NotWritten, match="is not a file, and would be replaced"):
+    with raises(NotWritten, path=pipe, reason="it is not a file, and would be replaced"):
         await record_run(log, pipe)
     assert pipe.is_fifo()
 
@@ -100,10 +101,10 @@ async def test_what_killed_exports_have_left_is_removed_by_the_next(finished_run
 
 
 async def test_two_exports_to_one_file_are_not_mixed(log, tmp_path):
-    path, refused = tmp_path / "run.jsonl", r"cannot be written \(another process is writing it"
+    path = tmp_path / "run.jsonl"
     with (
         lines_written(path, Header(run_id=log.run_id)),
-        pytest.raises(NotWritten, match=refused),
+        raises(NotWritten, path=path, reason=re.compile("another process")),
     ):
         await record_run(log, path)
     assert read_recording(path).header.entries == 0, "the first is whole"
@@ -203,7 +204,7 @@ async def test_an_imported_run_is_the_run_on_another_server(exported, log, run_i
 
 async def test_an_import_never_touches_a_run_that_is_there(exported, client, log):
     before = await recorded(log)
-    with pytest.raises(RunExists, match="left as it is"):
+    with raises(RunExists, run_id=log.run_id):
         await import_recording(client, read_recording(exported))
     assert await recorded(log) == before
 
@@ -219,56 +220,56 @@ def uncounted(header):
 
 
 DAMAGES = {
-    "no header": (lambda all_lines: all_lines[1:], "is not a recorded log"),
-    "another file": (lambda _: [b"hello\n"], "is not a recorded log"),
-    "empty": (lambda _: [], "is not a recorded log"),
+    "no header": (lambda all_lines: all_lines[1:], {"fault": "foreign"}),
+    "another file": (lambda _: [b"hello\n"], {"fault": "foreign"}),
+    "empty": (lambda _: [], {"fault": "foreign"}),
     "another version": (
         lambda all_lines: [all_lines[0].replace(b'"version":1', b'"version":9'), *all_lines[1:]],
-        "is of format version 9",
+        {"fault": "version", "version": 9},
     ),
     "cut off": (
         lambda all_lines: [*all_lines[:-1], all_lines[-1][:20]],
-        r"line \d+ is not an entry",
+        {"fault": "entry"},
     ),
     "cut off at a line's end": (
         lambda all_lines: all_lines[:-1],
-        r"is not whole: its first line announces \d+ entries, but it has \d+: it was cut off",
+        {"fault": "cut", "announced": re.compile(r"^\d+ entries$")},
     ),
     "cut off at a line's end, and of before its entries were counted": (
         lambda all_lines: [uncounted(all_lines[0]), *all_lines[1:4]],
-        r"is not whole: its first line announces events up to .*, but they end at",
+        {"fault": "cut", "announced": re.compile("^events up to ")},
     ),
     "a line that does not parse": (
         lambda all_lines: [*all_lines[:3], b"{not json}\n", *all_lines[3:]],
-        "line 4 is not an entry",
+        {"fault": "entry", "line": 4},
     ),
     "bytes that are no base64": (
         lambda all_lines: [*all_lines[:2], all_lines[2].replace(b'"payload":"', b'"payload":"*')],
-        "line 3 is not an entry",
+        {"fault": "entry", "line": 3},
     ),
     "nested without end": (
         lambda all_lines: [all_lines[0], b'{"envelope":' + b"[" * 100_000 + b"\n"],
-        "line 2 is not an entry",
+        {"fault": "entry", "line": 2},
     ),
     "a header that is nested without end": (
         lambda _: [b'{"format":"trinity-events-log","more":' + b"[" * 60_000 + b"\n"],
-        "is not a recorded log",
+        {"fault": "foreign"},
     ),
     "out of order": (
         lambda all_lines: [all_lines[0], all_lines[2], all_lines[1]],
-        "line 3: entry .* is out of order",
+        {"fault": "order", "line": 3},
     ),
     "a run id that leaves its folder": (
         lambda all_lines: [b'{"format":"trinity-events-log","version":1,"run_id":"../x"}\n'],
-        "is not a slug",
+        {"fault": "header", "line": 1},
     ),
 }
 
 
-@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
-async def test_a_damaged_file_is_one_sentence_that_names_the_place(exported, damage, message):
+@pytest.mark.parametrize(("damage", "fault"), DAMAGES.values(), ids=DAMAGES)
+async def test_a_damaged_file_is_one_sentence_that_names_the_place(exported, damage, fault):
     exported.write_bytes(b"".join(damage(lines(exported))))
-    with pytest.raises(BadRecording, match=message):
+    with raises(BadRecording, path=exported, **fault):
         read_recording(exported)
 
 
@@ -288,12 +289,12 @@ async def test_no_command_takes_a_file_that_was_cut_off_for_whole(exported, cli,
 
 
 def test_a_file_without_lines_is_not_read_to_its_end():
-    with pytest.raises(BadRecording, match="/dev/zero is not a recorded log"):
+    with raises(BadRecording, path=Path("/dev/zero"), fault="foreign"):
         read_recording(Path("/dev/zero"))
 
 
 def test_a_file_that_is_not_there_is_one_sentence(tmp_path):
-    with pytest.raises(BadRecording, match="cannot be read: No such file"):
+    with raises(BadRecording, fault="unreadable", reason="No such file or directory"):
         read_recording(tmp_path / "missing.jsonl")
 
 
@@ -376,7 +377,7 @@ async def test_nothing_is_trimmed_before_it_is_kept(log, run_id, tmp_path):
     assert len(await log.read()) == 20, "the two newest segments stay on the server"
     recording = await recorded(log, archive)
     assert len(recording.events) == 40
-    with pytest.raises(ArchiveMissing, match="name that with --checkpoint-root"):
+    with raises(ArchiveMissing, fault="trimmed", run_id=run_id, stream="events"):
         await recorded(log)
 
 
@@ -405,7 +406,7 @@ async def test_a_segment_that_is_missing_is_noticed(log, run_id, tmp_path):
     segments = sorted((tmp_path / "log").glob("events.*"))
     for missing in (segments[1], segments[0]):
         missing.unlink()
-        with pytest.raises(ArchiveMissing, match="a segment was moved or deleted"):
+        with raises(ArchiveMissing, fault="segment", folder=tmp_path / "log"):
             await recorded(log, archive)
 
 
@@ -415,7 +416,7 @@ async def test_a_trimmed_log_without_its_snapshot_is_not_taken_for_the_whole(log
     for _ in range(4):
         await keep(log, archive, 10)
     await log._redis.set(log.keys.snapshot, b"\x01")
-    with pytest.raises(SnapshotUnreadable, match="its log is trimmed"):
+    with raises(SnapshotUnreadable, run_id=run_id, archived=None):
         await current_state(log)
 
 
@@ -434,7 +435,7 @@ async def test_a_snapshot_that_is_older_than_what_is_left_of_the_log_is_folded_a
     await log._redis.mset({keys.snapshot: encode_state(old), keys.position: await log.last_id()})
     loaded = await load_monitor(log, partial(archive.read, Stream.EVENTS))
     assert loaded.monitor.state == whole.state
-    with pytest.raises(SnapshotUnreadable, match=f"the snapshot is of {old.position}, its log is"):
+    with raises(SnapshotUnreadable, reason=f"the snapshot is of {old.position}"):
         await current_state(log)
 
 
@@ -472,7 +473,7 @@ def test_archives_laid_together_have_what_both_had(tmp_path, order):
     assert list(both.read(Stream.EVENTS)) == entries
     for segment in (tmp_path / "both" / "log").glob("*.10-0.*"):
         segment.unlink()
-    with pytest.raises(ArchiveMissing, match=r"before events\.50-0\.60-0"):
+    with raises(ArchiveMissing, before=re.compile(r"^events\.50-0\.60-0")):
         list(both.read(Stream.EVENTS))
 
 

@@ -5,6 +5,7 @@ import json
 import anyio
 import pytest
 
+from tests.support.errors import raises
 from tests.support.pipeline import is_folded, publish_steps, reducer_task, until
 from trinity_events.archive import Archive, BadRecording, read_recording, record_run
 from trinity_events.archive.export import whole_stream
@@ -70,11 +71,11 @@ async def test_a_flipped_character_is_noticed_by_readers_that_go_on_on_the_serve
 ):
     flip_a_metric(trimmed)
     archive = Archive(trimmed, run_id)
-    with pytest.raises(BadRecording, match=CHANGED):
+    with raises(BadRecording, fault="changed"):
         async for _ in whole_stream(log, Stream.EVENTS, archive):
             pass
     await log._redis.delete(log.keys.snapshot)  # the reducer folds anew, from the files
-    with pytest.raises(BadRecording, match=CHANGED):
+    with raises(BadRecording, fault="changed"):
         await load_monitor(log, lambda after: archive.read(Stream.EVENTS, after))
 
 
@@ -93,7 +94,7 @@ def test_nothing_of_a_changed_segment_is_used(tmp_path):
     archive, path = segment_of(tmp_path)
     path.write_bytes(path.read_bytes().replace(b'"id":"3-0"', b'"id":"4-0"'))
     read = []
-    with pytest.raises(BadRecording, match=CHANGED):
+    with raises(BadRecording, fault="changed"):
         read.extend(entry.payload for entry in archive.read(Stream.EVENTS))
     assert read == []
 
@@ -137,7 +138,7 @@ async def test_a_flipped_character_of_an_export_is_told_and_never_imported(
     at = line.index(b'"payload":"') + 40
     other = b"A" if line[at : at + 1] != b"A" else b"B"
     path.write_bytes(b"".join([first, line[:at], other, line[at + 1 :], *rest]))
-    with pytest.raises(BadRecording, match=CHANGED):
+    with raises(BadRecording, fault="changed"):
         read_recording(path)
     result = await anyio.to_thread.run_sync(
         lambda: cli("import", str(path), env={"TRINITY_HOME": str(tmp_path / "home")})

@@ -3,6 +3,7 @@
 import anyio
 import pytest
 
+from tests.support.errors import raises
 from tests.support.pipeline import folded, publish_steps, reducer_task
 from trinity_events.archive import Archive, Header, record_run
 from trinity_events.archive.format import (
@@ -134,7 +135,7 @@ async def test_the_entry_of_a_step_is_the_cause_of_its_first_announcement(run, r
     states = StateAt(RunSource(run, tmp_path))
     state = await states.at(await states.after_step(3))
     assert state.ready["weights"].at.step == 3
-    with pytest.raises(UntilNotFound, match="step 9 was not reached"):
+    with raises(UntilNotFound, fault="step", until="9"):
         await states.after_step(9)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.support.errors import raises
 from tests.support.pipeline import folded, publish_steps, reducer_task
 from tests.support.waits import until
 from trinity_events.archive import Archive
@@ -77,10 +78,10 @@ async def test_it_asks_before_it_deletes(cli, client, closed_run):
 
 async def test_what_is_led_or_has_gone_on_meanwhile_stays(client, closed_run, log):
     last = await log.last_id()
-    with pytest.raises(RunInUse, match="it has events after 0-0; nothing was deleted"):
+    with raises(RunInUse, run_id=closed_run, fault="published", after=ORIGIN):
         await delete_run(client, closed_run, ORIGIN)
     await client.set(log.keys.leader, "7")
-    with pytest.raises(RunInUse, match="a reducer leads run"):
+    with raises(RunInUse, run_id=closed_run, fault="led"):
         await delete_run(client, closed_run, last)
     await client.delete(log.keys.leader)
     assert await delete_run(client, closed_run, last) > 0

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from tests.support.errors import raises
 from trinity_events.views.plot import Curves, PlotUnusable
 from trinity_schemas import StepTrained
 
@@ -35,5 +36,5 @@ def test_steps_that_do_not_stand_are_not_drawn():
     curves.cut_after(1)
     curves.add(2, {"train/loss": 9.0})
     assert curves.matching(["train"]) == {"train/loss": [(1, 1.0), (2, 9.0)]}
-    with pytest.raises(PlotUnusable):
+    with raises(PlotUnusable, fault="metric"):
         curves.matching(["perf"])

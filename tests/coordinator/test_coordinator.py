@@ -1,6 +1,7 @@
 """The coordinator's four calls, against a real server."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from functools import partial
 import pytest
 import redis
 
+from tests.support.errors import raises
 from tests.support.waits import PATIENCE, wait_until
 from trinity_events import CheckpointCoordinator
 from trinity_events.checkpoints import manifest as checkpoint_manifest
@@ -26,7 +28,13 @@ from trinity_events.coordinator import (
 )
 from trinity_events.coordinator.saved_paths import SavedPaths
 from trinity_events.diagnostics.waits import WaitReporter
-from trinity_events.errors import BufferFull, DeadlineExceeded, PublishError, SaveError
+from trinity_events.errors import (
+    BufferFull,
+    DeadlineExceeded,
+    EventsMissing,
+    PublishError,
+    SaveError,
+)
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_schemas import (
     SaveFailed,
@@ -216,9 +224,7 @@ def test_a_failed_background_save_is_an_event_and_wait_all_raises_it(coordinator
 
     coordinator.save_async("model", save, 5)
     coordinator.save_async("optimizer", save, 5)
-    with pytest.raises(
-        SaveError, match=r"of step 5 failed \(and 1 more\): OSError: disk full"
-    ) as caught:
+    with raises(SaveError, __cause__=re.compile("disk full")) as caught:
         coordinator.wait_all()
     assert len(caught.value.failures) == 2
     failures = [event for event in said(publisher) if isinstance(event, SaveFailed)]
@@ -231,13 +237,13 @@ def test_a_failed_background_save_is_an_event_and_wait_all_raises_it(coordinator
 def test_a_failure_is_not_lost_when_the_name_is_used_again(coordinator):
     coordinator.save_async("model", lambda: 1 / 0, 1)
     coordinator.save_async("model", lambda: None, 2)
-    with pytest.raises(SaveError, match="ZeroDivisionError"):
+    with raises(SaveError, __cause__=re.compile("division by zero")):
         coordinator.wait_all()
 
 
 def test_a_save_that_leaves_no_file_failed(coordinator, publisher, tmp_path):
     coordinator.save_async("model", lambda: None, 1, path=tmp_path / "nothing.pt")
-    with pytest.raises(SaveError, match="FileNotFoundError"):
+    with raises(SaveError, __cause__=re.compile("No such file")):
         coordinator.wait_all()
     assert isinstance(said(publisher)[-1], SaveFailed)
 
@@ -312,7 +318,7 @@ async def test_a_commit_is_in_the_log_when_registering_returns(coordinator, publ
 
 
 async def test_a_commit_that_the_log_does_not_take_is_an_error(coordinator, publisher, away):
-    with hasty(), pytest.raises(PublishError, match="2 events are not in the log"):
+    with hasty(), raises(EventsMissing, count=2):
         await coordinator.register_and_monitor(7)
     publisher.log.away = False
     assert isinstance(said(publisher)[-1], StepCommitted), "kept, and told when the server is back"
@@ -325,9 +331,9 @@ def test_waiting_has_a_deadline_that_names_what_still_runs(coordinator):
     release = threading.Event()
     coordinator.save_async("model", lambda: release.wait(PATIENCE), 5)
     coordinator.save_async("optimizer", lambda: release.wait(PATIENCE), 5)
-    with pytest.raises(DeadlineExceeded, match=r"model of step 5 is running, begun") as caught:
+    both = re.compile("model of step 5 is running, .*optimizer of step 5")
+    with raises(DeadlineExceeded, deadline=0.01, reason=both):
         coordinator.wait_all(deadline=0.01)
-    assert "optimizer of step 5" in str(caught.value)
     release.set()
     coordinator.wait_all(deadline=PATIENCE)
 
@@ -396,7 +402,7 @@ def test_a_server_that_is_away_holds_no_save_up_and_hears_of_it_later(coordinato
     ran = []
     coordinator.save_sync(lambda: ran.append("at once"), 1)
     coordinator.save_async("model", lambda: ran.append("background"), 1)
-    with hasty(), pytest.raises(PublishError, match="4 events are not in the log"):
+    with hasty(), raises(EventsMissing, count=4):
         coordinator.wait_all()
     assert sorted(ran) == ["at once", "background"]
     publisher.log.away = False
@@ -420,12 +426,12 @@ def test_a_save_that_the_full_buffer_cannot_tell_of_is_made_and_its_caller_told(
     coordinator, publisher, full
 ):
     ran = []
-    with pytest.raises(PublishError, match="save_sync of step 1 was saved, but this was not"):
+    with raises(PublishError, what=re.compile("save_sync of step 1 was saved")):
         coordinator.save_sync(lambda: ran.append("at once"), 1)
     coordinator.save_async("model", lambda: ran.append("background"), 1)
     with (
         hasty(),
-        pytest.raises(PublishError, match="model of step 1 was saved, but this was not published"),
+        raises(PublishError, what=re.compile("model of step 1 was saved")),
     ):
         coordinator.wait_all()
     assert ran == ["at once", "background"]
@@ -437,9 +443,11 @@ def test_a_save_that_the_full_buffer_cannot_tell_of_is_made_and_its_caller_told(
 def test_a_failed_save_is_raised_before_what_could_not_be_told(coordinator, full):
     coordinator.save_async("model", lambda: 1 / 0, 1)
     coordinator.save_async("optimizer", lambda: None, 1)
-    with hasty(), pytest.raises(SaveError, match="ZeroDivisionError") as caught:
+    with hasty(), raises(SaveError) as caught:
         coordinator.wait_all()
-    assert {type(failure) for failure in caught.value.failures} == {ZeroDivisionError, PublishError}
+    first, *others = caught.value.failures
+    assert isinstance(first, ZeroDivisionError)
+    assert others and all(isinstance(failure, PublishError) for failure in others)
 
 
 def test_a_save_whose_start_alone_could_not_be_told_counts_without_it(coordinator, publisher, full):
@@ -511,7 +519,11 @@ def test_a_process_is_known_by_its_host_its_number_and_its_start():
 def test_a_save_does_not_wait_for_ever_for_the_one_of_its_name_before(publisher, tmp_path):
     coordinator, release = CheckpointCoordinator(publisher, turn_deadline=0.1), threading.Event()
     coordinator.save_async("model", lambda: release.wait(PATIENCE), 1)
-    with pytest.raises(DeadlineExceeded, match="for the save of this name before it: model"):
+    with raises(
+        DeadlineExceeded,
+        missing=re.compile("model of step 2"),
+        reason=re.compile("model of step 1"),
+    ):
         coordinator.save_async("model", lambda: None, 2)
     release.set()
     coordinator.wait_all(20)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.errors import raises
 from trinity_events.analysis.expressions import BadExpression, Condition, path_in_words
 
 STATE = {
@@ -72,19 +73,19 @@ def test_these_are_false(text):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("", "is expected instead of 'the end'"),
-        ("epoch ==", "instead of 'the end'"),
-        ("(epoch == 2", r"'\)' is expected"),
-        ("epoch == 2 2", "the end is expected instead of '2'"),
-        ("__import__('os')", "the end is expected instead of '\\('"),
-        ("epoch; x", "'; x' is not understood"),
-        ("and", "a path, a number or a text is expected"),
-        ("(" * 60 + "epoch" + ")" * 60, "nested more than 50 deep"),
-        ("epoch " * 1000, "more than 2000 characters"),
+        ("", {"fault": "unexpected", "token": "the end"}),
+        ("epoch ==", {"fault": "unexpected", "token": "the end"}),
+        ("(epoch == 2", {"fault": "unexpected", "expected": "')'"}),
+        ("epoch == 2 2", {"fault": "unexpected", "expected": "the end", "token": "2"}),
+        ("__import__('os')", {"fault": "unexpected", "expected": "the end", "token": "("}),
+        ("epoch; x", {"fault": "token", "token": "; x"}),
+        ("and", {"fault": "unexpected", "token": "and"}),
+        ("(" * 60 + "epoch" + ")" * 60, {"fault": "deep", "limit": 50}),
+        ("epoch " * 1000, {"fault": "long", "limit": 2000}),
     ],
 )
 def test_a_mistake_is_named(text, why):
-    with pytest.raises(BadExpression, match=why):
+    with raises(BadExpression, condition=text, **why):
         Condition(text)
 
 

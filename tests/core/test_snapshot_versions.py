@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from tests.support.errors import raises
 from trinity_events.core import MonitorState, decode_state, encode_state
 from trinity_events.core.state import SNAPSHOT_VERSION, DeltaBases, SnapshotVersion
 from trinity_events.log import ORIGIN, Commit, MemoryEventLog, opening_envelope
@@ -22,7 +23,7 @@ UNVERSIONED = msgspec.msgpack.encode({"run_id": "run", "position": "5-0", "whole
     ],
 )
 def test_a_snapshot_of_another_version_is_refused(snapshot):
-    with pytest.raises(SnapshotVersion, match=f"reads version {SNAPSHOT_VERSION}"):
+    with raises(SnapshotVersion, expected=SNAPSHOT_VERSION):
         decode_state(snapshot)
 
 

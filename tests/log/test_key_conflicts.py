@@ -6,12 +6,13 @@ from functools import partial
 import anyio
 import pytest
 
+from tests.support.errors import assert_attributes, raises
 from tests.support.event_histories import committed, started
 from tests.support.pipeline import publish_steps, recorded, reducer_task, until
 from tests.support.waits import PATIENCE
 from trinity_events import StepReady, subscribe
 from trinity_events.archive import import_recording, record_run
-from trinity_events.errors import KeyConflict, PublishError
+from trinity_events.errors import EventsMissing, KeyConflict, PublishError
 from trinity_events.log import Publisher, Stream, SyncEventLog, new_producer, open_run
 from trinity_events.reducer import process, run_supervisor
 from trinity_events.replay import current_state
@@ -24,9 +25,7 @@ BYTES = b"\xff of something else"
 
 
 def naming(key):
-    return pytest.raises(
-        KeyConflict, match=f"^{re.escape(key)} .*something else wrote to this key; "
-    )
+    return raises(KeyConflict, key=key)
 
 
 async def test_leases_that_a_reader_invents_end_and_stop_no_deletion(log, client):
@@ -151,16 +150,15 @@ async def test_an_index_of_runs_that_something_else_wrote_is_named(
 async def test_who_publishes_is_told_which_key_it_is(client, sync_client, publisher, log, run_id):
     await client.delete(log.keys.events)
     await client.set(log.keys.events, BYTES)
-    message = (
-        f"not published: {re.escape(log.keys.events)} is a string, where the log keeps a stream"
-    )
-    with pytest.raises(PublishError, match=message):
+    with raises(PublishError, run_id=run_id) as caught:
         await publisher.publish(started(1))
-    with pytest.raises(KeyConflict, match=re.escape(log.keys.events)):
+    conflict = {"key": log.keys.events, "actual": "string", "expected": "stream"}
+    assert_attributes(caught.value.__cause__, **conflict)
+    with raises(KeyConflict, **conflict):
         await open_run(client, run_id)
     rank = Publisher(SyncEventLog(sync_client, run_id), 1, new_producer("actor"))
     rank.publish(started(1))
-    with pytest.raises(PublishError, match=re.escape(log.keys.events)):
+    with raises(EventsMissing, reason=re.compile(re.escape(log.keys.events))):
         rank.flush(10)
     await client.delete(log.keys.events)
     rank.close()

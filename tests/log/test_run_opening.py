@@ -1,11 +1,10 @@
 """Opening runs, the index and what cannot be written; the log itself is in test_log_contract."""
 
-import re
-
 import anyio
 import pytest
 import redis.asyncio
 
+from tests.support.errors import raises
 from tests.support.event_histories import committed, registration
 from tests.support.waits import PATIENCE
 from trinity_events.errors import KeyConflict, PublishError, RunNotFound
@@ -45,7 +44,9 @@ async def test_what_cannot_be_published_is_an_error_that_names_the_event(run_id)
     client = redis.asyncio.Redis(port=1, retry=None)
     log = RedisEventLog(client, run_id)
     publisher = AsyncPublisher(log, 1, new_producer("trainer"), deadline=0.5)
-    with pytest.raises(PublishError, match=f"step-committed of run {run_id} was not published"):
+    with raises(
+        PublishError, run_id=run_id, what=f"step-committed of run {run_id} was not published"
+    ):
         await publisher.publish(committed(1, "state_dict", registration()))
     await client.aclose()
 
@@ -56,7 +57,7 @@ async def test_runs_are_listed_once_and_found_by_name(client, run_id):
     assert list(await list_runs(client)).count(run_id) == 1
     assert await require_run(client, run_id) == run_id
     assert await require_run(client, None) == run_id
-    with pytest.raises(RunNotFound, match="there is no run 'missing'"):
+    with raises(RunNotFound, run_id="missing", fault="absent"):
         await require_run(client, "missing")
 
 
@@ -111,8 +112,7 @@ async def test_a_commit_that_meets_a_key_of_something_else_writes_nothing(client
         snapshot=b"state",
     )
     before_it = {key: await client.dump(key) for key in await _keys_of(client, run_id)}
-    says = f"^{re.escape(key)} is a list, where the log keeps a .* something else wrote"
-    with pytest.raises(KeyConflict, match=says):
+    with raises(KeyConflict, key=key, fault="type", actual="list"):
         await log.commit(step)
     assert {key: await client.dump(key) for key in await _keys_of(client, run_id)} == before_it
     await client.delete(key)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoint_runs import staged
+from tests.support.errors import raises
 from tests.support.event_histories import History, committed, finished, registration
 from trinity_events.checkpoints.layout import parse_staged_name
 from trinity_events.core import FilePlan, IterationFile, Promotion, plan_files
@@ -260,10 +261,10 @@ def test_the_fault_of_a_file_that_is_planned_no_more_is_forgotten(files):
 
 def test_a_root_that_is_a_file_is_refused_in_one_sentence(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointRootUnusable, match="cannot be written"):
+    with raises(CheckpointRootUnusable, root=tmp_path / "file" / "below", reason="Not a directory"):
         writable_root(tmp_path / "file" / "below")
 
 
 def test_a_root_that_cannot_be_written_is_refused_in_one_sentence():
-    with pytest.raises(CheckpointRootUnusable, match="choose another with --checkpoint-root"):
+    with raises(CheckpointRootUnusable, root=Path("/proc/checkpoints")):
         writable_root(Path("/proc/checkpoints"))

@@ -7,6 +7,7 @@ import anyio
 import pytest
 
 from tests.support.checkpoint_runs import Run, staged
+from tests.support.errors import raises
 from tests.support.event_histories import committed, finished, registration, started
 from tests.support.pipeline import reducer_task, until
 from trinity_events.checkpoints.layout import TRASH
@@ -333,15 +334,15 @@ async def test_a_reducer_removes_old_checkpoints_but_not_from_under_a_reader(
             assert (checkpoint / "model.pt").read_text() == "1"
         await save(4)
         await until(lambda: steps() == [4])
-    with pytest.raises(CheckpointHeld, match=r"there is no checkpoint .*global_step_1"):
+    with raises(CheckpointHeld, fault="absent", folder=folder / "global_step_1"):
         async with hold(1):
             pass
     token, _ = await log.lead(5)
     await log.mark_deleting(token, [4])
-    with pytest.raises(CheckpointHeld, match="is being removed: take a newer one"):
+    with raises(CheckpointHeld, run_id=run_id, step=4, fault="removing"):
         async with hold(4):
             pass
-    with pytest.raises(InvalidRunId):
+    with raises(InvalidRunId, run_id="../elsewhere"):
         async with hold(4, run="../elsewhere"):
             pass
 
@@ -370,7 +371,7 @@ async def test_a_reader_that_was_too_slow_to_hold_on_is_told(
             await log.mark_deleting(token, [1])
             await anyio.sleep(20)
 
-    with pytest.raises(CheckpointHeld, match="was removed while it was read"):
+    with raises(CheckpointHeld, run_id=run_id, step=1, fault="removed"):
         await read_for_long()
 
 
@@ -384,7 +385,7 @@ async def test_a_reader_that_stood_still_while_its_checkpoint_was_removed_is_tol
         async with hold_checkpoint(run_id, 1, redis_url=redis_url, checkpoint_root=tmp_path):
             folder.rmdir()  # and by now its mark is gone: the next hold is granted again
 
-    with pytest.raises(CheckpointHeld, match="was removed while it was read"):
+    with raises(CheckpointHeld, run_id=run_id, step=1, fault="removed"):
         await read_after_a_long_stop()
 
 
@@ -397,5 +398,5 @@ async def test_a_reader_is_told_that_its_checkpoint_was_replaced(redis_url, run_
             folder.rename(tmp_path / "aside")
             folder.mkdir()
 
-    with pytest.raises(CheckpointHeld, match="was replaced while it was read"):
+    with raises(CheckpointHeld, run_id=run_id, step=1, fault="replaced"):
         await read_while_it_is_saved_again()

@@ -1,10 +1,12 @@
 """A client that may append any event of a run deletes no checkpoint, and ends no later opening."""
 
+import re
 import time
 
 import pytest
 
 from tests.support.checkpoint_runs import staged
+from tests.support.errors import raises
 from tests.support.event_histories import committed, finished, registration
 from tests.support.pipeline import folded, reducer_task, until
 from trinity_events.errors import PublishError
@@ -99,7 +101,7 @@ async def test_an_opening_waits_until_a_reducer_has_raised_the_counter(
 ):
     await invent_epoch(log, 50, RunOpened())
     entries = len(await log.read())
-    with pytest.raises(PublishError, match=rf"run {run_id} is in epoch 50, .*: start a reducer"):
+    with raises(PublishError, run_id=run_id, reason=re.compile("is in epoch 50, ")):
         await open_run(client, run_id, above=50, deadline=0.2)
     assert len(await log.read()) == entries, "no stale opening is appended"
     async with reducer_task(redis_url, run_id):

@@ -7,6 +7,7 @@ import threading
 import anyio
 import pytest
 
+from tests.support.errors import raises
 from tests.support.pipeline import (
     announced,
     events_of,
@@ -298,7 +299,7 @@ async def test_an_archive_that_lacks_what_the_server_has_dropped_says_so_when_it
         await publish_steps(publisher, range(10 * number + 1, 10 * number + 11))
         await LogRetention(log, into, token)(await log.last_id())
     for store in (elsewhere, archive):
-        with pytest.raises(ArchiveMissing, match="a segment was moved or deleted"):
+        with raises(ArchiveMissing, fault="segment", folder=store.folder):
             list(store.read(Stream.EVENTS))
     first = await log.first_retained_id(Stream.EVENTS)
     assert list(elsewhere.read(Stream.EVENTS, first)), "of what follows on it nothing is missing"

@@ -1,11 +1,10 @@
 """A reward that fails has one effect on its request, and is never passed over in silence."""
 
-import pickle
-
 import anyio
 import pytest
 from msgspec.structs import replace
 
+from tests.support.errors import raises
 from tests.support.rollout_parts import answer, reward_error_of, samples_of
 from tests.support.waits import PATIENCE
 from trinity_events.analysis.audit import Auditor
@@ -88,13 +87,9 @@ async def test_by_default_the_first_failed_reward_ends_the_run_and_its_prompt_st
     [claim] = await explorer.claim(1, seconds=PATIENCE)
     await fail(explorer, claim)
     for _ in range(2):  # A trainer that asks again gets the same error, and no second attempt.
-        with pytest.raises(RewardsFailed) as caught:
+        failure = {"run_id": parts.run_id, "ordinal": 0, "explorer": "bad"}
+        with raises(RewardsFailed, **failure, reason=REASON, in_a_row=1):
             await dispatcher.take(2, deadline=PATIENCE)
-    error = caught.value
-    assert (error.run_id, error.ordinal, error.explorer) == (parts.run_id, 0, "bad")
-    assert (error.reason, error.in_a_row) == (REASON, 1)
-    copied = pickle.loads(pickle.dumps(error))
-    assert (str(copied), vars(copied)) == (str(error), vars(error)), "it passes through Ray"
     assert await events(parts, RewardErrorReported) == [reward_error_of(claim, "bad")], (
         "before the run ends"
     )
@@ -150,10 +145,9 @@ async def test_rewards_that_fail_in_a_row_end_the_run_with_their_cause(parts):
     await dispatcher.dispatch(1, parts.version)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(fail_all, parts.explorer("bad"))
-        with pytest.raises(RewardsFailed) as caught:
+        with raises(RewardsFailed, in_a_row=3, reason=REASON):
             await dispatcher.take(1, deadline=PATIENCE)
         tasks.cancel_scope.cancel()
-    assert (caught.value.in_a_row, caught.value.reason) == (3, REASON)
     await dispatcher.publish_dropped()
     [dropped] = [
         event.dropped for event in await events(parts, RolloutsDispatched) if event.dropped
@@ -224,9 +218,8 @@ async def test_requests_without_one_reward_end_a_run_that_scores_errors(parts):
                 for sample in samples_of(claim, explorer.name)
             ],
         )
-    with pytest.raises(RewardsFailed) as caught:
+    with raises(RewardsFailed, in_a_row=2, explorer="scorer"):
         await dispatcher.take(1, deadline=PATIENCE)
-    assert (caught.value.in_a_row, caught.value.explorer) == (2, "scorer")
 
 
 async def test_an_error_that_breaks_the_contract_is_a_failed_attempt(parts):

@@ -1,10 +1,12 @@
 """A server that goes away and comes back costs no claim and loses no ordinal."""
 
+import re
 from functools import partial
 
 import anyio
 import pytest
 
+from tests.support.errors import raises
 from tests.support.faulty_proxy import Proxy
 from tests.support.redis_servers import servers
 from tests.support.rollout_parts import LONG, Parts, answer, samples_of, settings
@@ -78,14 +80,14 @@ async def test_every_claim_gets_one_full_lease_after_broken_connections(parts, s
             explorer = parts.explorer()
             [claim] = await explorer.claim(1, seconds=PATIENCE)
             proxy.refuse()
-            with pytest.raises(DeadlineExceeded, match="the server does not answer"):
+            with raises(DeadlineExceeded, reason=re.compile("does not answer")):
                 await dispatcher.take(1, deadline=2.0)
             # No explorer could renew for longer than a lease, and the server runs on.
             aged = {"min_idle_time": 0, "idle": int(2 * lease * 1000), "justid": True}
             key = RunKeys.of(parts.run_id).rollouts
             await parts.client.xclaim(key, "explorers-1", "a", message_ids=[claim.entry_id], **aged)
             proxy.heal()
-            with pytest.raises(DeadlineExceeded, match="claimed by a"):
+            with raises(DeadlineExceeded, missing=re.compile("claimed by a")):
                 await dispatcher.take(1, deadline=1.0)
             assert await explorer.renew([claim]) == [claim]
             assert await explorer.answer(claim, samples_of(claim))
@@ -140,13 +142,13 @@ async def test_a_server_that_stays_away_is_named_at_the_deadline(parts, server):
     )
     [claim] = await explorer.claim(1, seconds=PATIENCE)
     server.kill()
-    away = r"within 0.2 s: the server does not answer \(Error"
+    away = re.compile(r"does not answer \(Error")
     who = f"run {parts.run_id}, a"
     for call, missing in (
-        (explorer.claim(1, seconds=PATIENCE), f"{who}: no requests were claimed"),
-        (explorer.renew([claim]), f"{who}: the script renew was not run"),
-        (explorer.answer(claim, samples_of(claim)), f"{who}: the script answer was not run"),
-        (dispatcher.take(2, deadline=0.2), f"run {parts.run_id}: "),
+        (explorer.claim(1, seconds=PATIENCE), f"^{who}: "),
+        (explorer.renew([claim]), f"^{who}: .* renew "),
+        (explorer.answer(claim, samples_of(claim)), f"^{who}: .* answer "),
+        (dispatcher.take(2, deadline=0.2), f"^run {parts.run_id}: "),
     ):
-        with pytest.raises(DeadlineExceeded, match=f"{missing}.* {away}"):
+        with raises(DeadlineExceeded, missing=re.compile(missing), deadline=0.2, reason=away):
             await call

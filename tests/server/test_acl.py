@@ -1,6 +1,7 @@
 """The users of docs/security.md, taken from its text, on a server that has no other rules."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ import torch
 
 from tests.support.acl_rules import DOCS, rules
 from tests.support.dashboards import Stream, dashboard, server_runs
+from tests.support.errors import raises
 from tests.support.event_histories import History, committed, registration, started
 from tests.support.pipeline import announced, publish_steps, reducer_task
 from tests.support.redis_servers import servers
@@ -472,14 +474,12 @@ def test_only_the_trainer_writes_weights(server, user):
 
 
 async def test_what_is_refused_is_said_with_its_command_and_the_way_out(server):
-    with pytest.raises(PermissionDenied) as caught:
+    refusal = {"fault": "command", "reason": re.compile("'xadd'")}
+    with raises(PermissionDenied, where=re.compile(r"viewer:\*\*\*@"), **refusal):
         async with connect(url_of(server, "viewer")) as client:
             await client.xadd(KEYS.events, {"e": "forged"})
-    assert "'xadd'" in str(caught.value)
-    assert "viewer:***@" in str(caught.value)
-    assert "docs/security.md" in str(caught.value)
     with (
-        pytest.raises(PermissionDenied, match="'xadd'"),
+        raises(PermissionDenied, **refusal),
         connect_sync(url_of(server, "viewer")) as sync_client,
     ):
         sync_client.xadd(KEYS.events, {"e": "forged"})
@@ -488,7 +488,7 @@ async def test_what_is_refused_is_said_with_its_command_and_the_way_out(server):
 async def test_a_script_that_is_refused_is_said_too(server):
     with admin(server) as client:
         client.script_load(ANNOUNCE)
-    with pytest.raises(PermissionDenied, match=r"docs/security\.md"):
+    with raises(PermissionDenied, fault="command"):
         async with connect(url_of(server, "consumer")) as client:
             await client.register_script(ANNOUNCE)(keys=[KEYS.announcements])
 
@@ -497,18 +497,18 @@ async def test_a_viewer_that_joins_a_group_is_told_at_once(server):
     url = url_of(server, "viewer")
     options = {"redis_url": url, "group": "eval", "deadline": PATIENCE, "wait_for_run": True}
     async with subscribe(RUN, StepReady, **options) as events:
-        with pytest.raises(PermissionDenied, match=r"docs/security\.md"):
+        with raises(PermissionDenied, fault="command"):
             await anext(aiter(events))
 
 
 @pytest.mark.parametrize("who", ["", "viewer:WRONG@", "nobody:VIEWER@"])
 async def test_a_user_that_is_not_known_is_told_at_once_and_without_the_password(server, who):
     url = f"redis://{who}127.0.0.1:{server.port}"
-    with pytest.raises(PermissionDenied, match="does not know this user") as caught:
+    with raises(PermissionDenied, fault="user") as caught:
         async with connect(url):
             pass
     assert "WRONG" not in str(caught.value)
-    with pytest.raises(PermissionDenied, match="does not know this user"):
+    with raises(PermissionDenied, fault="user"):
         open_client(url)
 
 

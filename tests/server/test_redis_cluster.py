@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.acl_rules import DOCS, rules
+from tests.support.errors import raises
 from tests.support.event_histories import History, committed, registration, started
 from tests.support.pipeline import (
     announced,
@@ -124,7 +125,7 @@ async def test_what_is_told_of_silence_and_of_taken_keys_is_told_of_runs_on_ever
             log = RedisEventLog(client, run_id)
             assert await liveness.abandoned_since(client, await current_state(log)) is not None
             await client.set(log.keys.holds, "of something else")
-            with pytest.raises(KeyConflict, match=re.escape(f"{log.keys.holds} is a string")):
+            with raises(KeyConflict, key=log.keys.holds, actual="string"):
                 await log.acquire_lease(1, "me", 60)
             await client.delete(log.keys.holds)
 
@@ -302,18 +303,17 @@ async def test_checked_clients_of_both_kinds_know_a_cluster(nodes, url):
 
 
 async def test_what_a_cluster_has_not_is_said(nodes):
-    with pytest.raises(InvalidUrl, match="names database 3, but a cluster has no databases"):
+    with raises(InvalidUrl, fault="cluster database", option="3"):
         open_client(f"redis+cluster://127.0.0.1:{nodes[0].port}/3")
-    with pytest.raises(InvalidUrl, match="is not the URL of a Redis server"):
+    with raises(InvalidUrl, fault="form"):
         open_client("unix+cluster:///socket")
 
 
 async def test_a_cluster_that_does_not_answer_is_one_sentence(monkeypatch):
     monkeypatch.setattr(sys.modules["trinity_events.server.connect"], "_PATIENCE", 0.1)
     url = "redis+cluster://me:secret@127.0.0.1:1,127.0.0.1:2"
-    with pytest.raises(ServerUnreachable, match="no Redis server answers at") as caught:
+    with raises(ServerUnreachable, where=url.replace("secret", "***")):
         open_client(url)
-    assert "redis+cluster://me:***@127.0.0.1:1,127.0.0.1:2" in str(caught.value)
-    with pytest.raises(ServerUnreachable, match="no Redis server answers at"):
+    with raises(ServerUnreachable, where=url.replace("secret", "***")):
         async with connect(url):
             pass

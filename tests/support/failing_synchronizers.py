@@ -37,7 +37,7 @@ class NotTold(Publication):
 
     def publish(self, seconds: float | None = None) -> PublishedPartReport:
         self.seal()
-        raise BufferFull("no server took the last 4096 events")
+        raise BufferFull("run", "the event", "it is slow", backlog=4096)
 
 
 class InSmallChunks(Synchronizer):

@@ -12,7 +12,7 @@ class PublishedWaits:
 
     def publish(self, event):
         if self.refuses:
-            raise BufferFull("no room")
+            raise BufferFull("run", "the event", "no room", backlog=1)
         self.events.append(event)
 
     def of(self, kind):

@@ -34,7 +34,7 @@ def log_refuses(trainer, monkeypatch):
     def refuse(kind):
         def refusing(event):
             if isinstance(event, kind):
-                raise BufferFull("no room")
+                raise BufferFull("run", "the event", "no room", backlog=1)
             publish(event)
 
         monkeypatch.setattr(trainer._session.events, "publish", refusing)

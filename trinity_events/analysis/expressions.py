@@ -20,7 +20,9 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar, Literal
+
+from ..errors import StructuredError
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>-?\d+(?:\.\d+)?(?![\w.-]))|(?P<compare>==|!=|<=|>=|<|>)"
@@ -39,8 +41,28 @@ Values = Callable[[Any], list[Any]]
 Test = Callable[[Any], bool]
 
 
-class BadExpression(ValueError):
-    """The text is no condition; the message names the place."""
+class BadExpression(StructuredError, ValueError):
+    """The text is no condition.
+
+    Attributes:
+        condition: The text.
+        fault: What is wrong with it.
+        token: Where it is wrong; ``the end`` if it ends too early.
+        expected: What is expected there.
+        limit: Limit that it exceeds.
+    """
+
+    condition: str
+    fault: Literal["deep", "long", "token", "unexpected"]
+    token: str = ""
+    expected: str = ""
+    limit: int = 0
+    texts: ClassVar = {
+        "deep": "the condition is nested more than {limit} deep",
+        "long": "the condition has more than {limit} characters",
+        "token": "{condition!r}: {token!r} is not understood",
+        "unexpected": "{condition!r}: {expected} is expected instead of {token!r}",
+    }
 
 
 class Condition:
@@ -89,7 +111,7 @@ class Condition:
     def _one(self) -> Test:
         self._depth += 1
         if self._depth > _DEEPEST:
-            raise BadExpression(f"the condition is nested more than {_DEEPEST} deep")
+            raise BadExpression(self.text, "deep", limit=_DEEPEST)
         try:
             if self._take("not"):
                 negated = self._one()
@@ -169,7 +191,7 @@ class Condition:
 
     def _unexpected(self, expected: str) -> BadExpression:
         token = self._peek()[1] or "the end"
-        return BadExpression(f"{self.text!r}: {expected} is expected instead of {token!r}")
+        return BadExpression(self.text, "unexpected", token, expected)
 
 
 def path_in_words(names: Sequence[str]) -> str:
@@ -190,7 +212,7 @@ def _quoted(name: str) -> str:
 
 def _tokens(text: str) -> Iterator[tuple[str, str]]:
     if len(text) > _LONGEST:
-        raise BadExpression(f"the condition has more than {_LONGEST} characters")
+        raise BadExpression(text, "long", limit=_LONGEST)
     at, end = 0, len(text.rstrip())
     in_path = False
     while at < end:
@@ -199,7 +221,7 @@ def _tokens(text: str) -> Iterator[tuple[str, str]]:
         if in_path and match is not None and match["number"]:
             match = re.compile(r"\s*(?P<name>\d+)").match(text, at)
         if match is None or match.lastgroup is None:
-            raise BadExpression(f"{text!r}: {text[at:].strip()[:20]!r} is not understood")
+            raise BadExpression(text, "token", text[at:].strip()[:20])
         in_path = match[match.lastgroup] == "."
         yield match.lastgroup, match[match.lastgroup]
         at = match.end()

@@ -44,6 +44,12 @@ _AT_ONCE = 500
 class RunExists(TrinityError):
     """The server already has a run of this id."""
 
+    run_id: str
+    text = (
+        "run {run_id} is on this server already and is left as it is: import into another server, "
+        "or another TRINITY_HOME"
+    )
+
 
 class Recording(NamedTuple):
     """Recorded log of a run; each part can be iterated repeatedly."""
@@ -113,10 +119,7 @@ async def whole_stream(
                 yield entry
             after = entries[-1].id
         if after == behind:
-            raise ArchiveMissing(
-                f"{stream.value} of run {log.run_id} before {first_retained} are no longer on the "
-                "server: they are in its checkpoint directory, so name that with --checkpoint-root"
-            )
+            raise ArchiveMissing("trimmed", log.run_id, stream.value, before=str(first_retained))
 
 
 async def record_run(
@@ -188,16 +191,10 @@ async def import_recording(client: redis.asyncio.Redis, recording: Recording) ->
     run_id = recording.header.run_id
     log = RedisEventLog(client, run_id)
     if run_id in await list_runs(client) or await log.exists():
-        raise RunExists(
-            f"run {run_id} is on this server already and is left as it is: "
-            "import into another server, or another TRINITY_HOME"
-        )
+        raise RunExists(run_id)
     for key in _final_keys(log):
         if await client.exists(key):
-            raise KeyConflict(
-                f"{key} is on this server already, without run {run_id}: something else wrote to "
-                "this key; rename or delete it, and import again"
-            )
+            raise KeyConflict(key, "import", expected=run_id)
     try:
         await _write(client, log, recording)
         await add_run(client, run_id)

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, ClassVar, Literal
 
 import msgspec
 from msgspec import Struct, structs
 
 from trinity_schemas import ContractError, Envelope, check_run_id, decode_envelope
 
-from ..errors import TrinityError
+from ..errors import StructuredError, TrinityError
 from ..log import ORIGIN, Entry, position
 from ..system.open_folder import OpenFolder, Part
 
@@ -41,18 +41,82 @@ LineStream = Literal["events", "announcements", "dead"]
 
 
 class ArchiveMissing(TrinityError):
-    """Part of the log is in files that are missing."""
+    """Part of the log is in files that are missing.
+
+    Attributes:
+        fault: ``trimmed`` if the server lacks entries and no folder was named, ``segment`` if one
+            is missing in the folder, ``folder`` if the folder has no archive.
+        run_id: The run.
+        stream: Stream of the entries.
+        folder: Folder of the archive.
+        before: Entry or segment before which entries are missing.
+    """
+
+    fault: Literal["trimmed", "segment", "folder"]
+    run_id: str = ""
+    stream: str = ""
+    folder: Path | None = None
+    before: str = ""
+    texts: ClassVar = {
+        "trimmed": "{stream} of run {run_id} before {before} are no longer on the server: they are "
+        "in its checkpoint directory, so name that with --checkpoint-root",
+        "segment": "{stream} of run {run_id} before {before} are not in {folder}: a segment was "
+        "moved or deleted",
+        "folder": "{folder} has no archived log: name the folder of a run, which has a folder "
+        "named log, or a file that export wrote",
+    }
 
 
 class BadRecording(TrinityError):
-    """A file is not a recorded log, or not one that this version reads."""
+    """A file is not a recorded log, or not one that this version reads.
+
+    Attributes:
+        path: The file.
+        fault: What is wrong with it.
+        line: Number of the line; None if it is not known.
+        reason: Error of the line or of the file.
+        version: Version of its format.
+        announced: What its first line announces.
+    """
+
+    path: Path
+    fault: Literal["unreadable", "foreign", "version", "header", "entry", "order", "cut", "changed"]
+    line: int | None = None
+    reason: str = ""
+    version: object = None
+    announced: str = ""
+    texts: ClassVar = {
+        "unreadable": "{path} cannot be read: {reason}",
+        "foreign": "{path} is not a recorded log: its first line is not the header that "
+        "trinity-events export writes",
+        "version": "{path} is of format version {version}, this trinity-events reads version "
+        f"{FORMAT_VERSION}: use the trinity-events that wrote it, or a newer one",
+        "header": "{path} line 1: {reason}",
+        "entry": "{path} {_line} is not an entry ({reason}): the file was cut off or changed; "
+        "export the run again",
+        "order": "{path} {_line}: entry {reason} is out of order",
+        "cut": "{path} is not whole: its first line announces {announced}, but {reason}: it was "
+        "cut off or changed; export the run again, or put a whole copy in its place",
+        "changed": "{path} was changed since it was written: its bytes do not give the digest in "
+        "its first line; put a whole copy in its place, or export the run again",
+    }
+
+    @property
+    def _line(self) -> str:
+        return "has a line that" if self.line is None else f"line {self.line}"
 
 
-class NotWritten(OSError):
-    """A file cannot be written; the message names the file and the reason."""
+class NotWritten(StructuredError, OSError):
+    """A file cannot be written.
 
-    def __str__(self) -> str:
-        return str(self.strerror)
+    Attributes:
+        path: The file.
+        reason: Reason why it cannot.
+    """
+
+    path: Path
+    reason: str
+    text = "{path} cannot be written ({reason})"
 
 
 class Header(Struct, frozen=True, kw_only=True):
@@ -225,8 +289,7 @@ def _writing(path: Path) -> Iterator[None]:
     except NotWritten:
         raise
     except OSError as error:
-        why = error.strerror or error
-        raise NotWritten(error.errno, f"{path} cannot be written ({why})") from error
+        raise NotWritten(path, error.strerror or str(error)) from error
 
 
 def _target(path: Path) -> Path:
@@ -258,7 +321,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         with path.open("rb") as file:
             yield file
     except OSError as error:
-        raise BadRecording(f"{path} cannot be read: {error.strerror}") from None
+        raise BadRecording(path, "unreadable", reason=error.strerror or str(error)) from None
 
 
 def _header(path: Path, first: bytes) -> Header:
@@ -267,15 +330,9 @@ def _header(path: Path, first: bytes) -> Header:
     except _UNREADABLE:
         raw = {}
     if raw.get("format") != FORMAT:
-        raise BadRecording(
-            f"{path} is not a recorded log: its first line is not the header that "
-            "trinity-events export writes"
-        )
+        raise BadRecording(path, "foreign", 1)
     if raw.get("version") != FORMAT_VERSION:
-        raise BadRecording(
-            f"{path} is of format version {raw.get('version')}, this trinity-events reads "
-            f"version {FORMAT_VERSION}: use the trinity-events that wrote it, or a newer one"
-        )
+        raise BadRecording(path, "version", 1, version=raw.get("version"))
     try:
         header = msgspec.convert(raw, Header)
         check_run_id(header.run_id)
@@ -284,7 +341,7 @@ def _header(path: Path, first: bytes) -> Header:
         if header.digest is None and (more := raw.keys() - _WITHOUT_DIGEST):
             raise ValueError(f"it has {min(more)!r} and no digest: the file was changed")
     except (msgspec.ValidationError, ValueError) as error:
-        raise BadRecording(f"{path} line 1: {error}") from None
+        raise BadRecording(path, "header", 1, str(error)) from None
     return header
 
 
@@ -300,12 +357,9 @@ def _lines(path: Path, header: Header, first: bytes) -> Iterator[Line]:
                 line = decoder.decode(raw)
                 at = position(line.id)
             except _UNREADABLE as error:
-                raise BadRecording(
-                    f"{path} line {number} is not an entry ({error}): the file was cut off or "
-                    "changed; export the run again"
-                ) from None
+                raise BadRecording(path, "entry", number, str(error)) from None
             if at <= last.get(line.stream, (-1, -1)):
-                raise BadRecording(f"{path} line {number}: entry {line.id} is out of order")
+                raise BadRecording(path, "order", number, line.id)
             last[line.stream] = at
             count += 1
             digest.update(raw)
@@ -314,10 +368,7 @@ def _lines(path: Path, header: Header, first: bytes) -> Iterator[Line]:
     if header.digest is not None:
         without_digest = _with_digest(first, header.digest, _NO_DIGEST)
         if _digest(digest, without_digest) != header.digest:
-            raise BadRecording(
-                f"{path} was changed since it was written: its bytes do not give the digest in its "
-                "first line; put a whole copy in its place, or export the run again"
-            )
+            raise BadRecording(path, "changed")
 
 
 class _LinePlace(Struct, frozen=True, kw_only=True):
@@ -435,10 +486,7 @@ def _bisected(path: Path, file: BinaryIO, is_before: Callable[[_LinePlace], bool
 
 
 def _no_entry(path: Path, error: Exception) -> BadRecording:
-    return BadRecording(
-        f"{path} has a line that is not an entry ({error}): the file was cut off or changed; "
-        "export the run again"
-    )
+    return BadRecording(path, "entry", reason=str(error))
 
 
 def _first_line_from(file: BinaryIO, offset: int) -> bytes:
@@ -458,7 +506,4 @@ def _check_whole(path: Path, header: Header, entries: int, end: tuple[int, int])
         expected, actual = f"{header.entries} entries", f"it has {entries}"
         whole = entries == header.entries
     if not whole:
-        raise BadRecording(
-            f"{path} is not whole: its first line announces {expected}, but {actual}: it was "
-            "cut off or changed; export the run again, or put a whole copy in its place"
-        )
+        raise BadRecording(path, "cut", reason=actual, announced=expected)

@@ -100,7 +100,7 @@ class FolderOwner:
         """Mark the folder if it has no mark. Raises FolderTaken if it belongs to another log."""
         own = self._mark
         if own is None:
-            raise FolderTaken(f"{run.path} is not used before the log of the run has begun")
+            raise FolderTaken(run.path, self._run_id, "no log")
         try:
             self._claim(run, own)
         except FolderTaken as error:
@@ -169,20 +169,13 @@ def read_mark(run: OpenFolder, run_id: str) -> LogMark | None:
         if not f"{mark.log}{mark.server}{mark.host}".isprintable():
             raise ValueError("the mark has unprintable characters")
     except (msgspec.DecodeError, ValueError, RecursionError):
-        raise FolderTaken(
-            f"{run.path} has a mark that cannot be read, {BELONGS_TO}: remove it if the folder is "
-            f"of the run {run_id} of this server, or start the reducer with --adopt-folder {run_id}"
-        ) from None
+        raise FolderTaken(run.path, run_id, "unreadable", BELONGS_TO) from None
     return mark
 
 
 def folder_taken(folder: Path, run_id: str, mark: LogMark, own: str) -> FolderTaken:
     """Make the error for a folder that belongs to another log."""
-    return FolderTaken(
-        f"{folder} belongs to another log of run {run_id}: {mark}, while this one is {own}; give "
-        "one of the two another run id or another --checkpoint-root or, if the other log is gone "
-        f"for good, take the folder over with --adopt-folder {run_id}"
-    )
+    return FolderTaken(folder, run_id, "other log", str(mark), own)
 
 
 def _time(identity: str) -> str:

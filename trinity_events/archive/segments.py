@@ -120,8 +120,7 @@ class Archive:
             header, lines = _whole(segment.path)
             if position(header.after) > at:
                 raise ArchiveMissing(
-                    f"{stream.value} of run {self._run_id} before {segment.path.name} are not in "
-                    f"{self.folder}: a segment was moved or deleted"
+                    "segment", self._run_id, stream.value, self.folder, segment.path.name
                 )
             for line in lines:
                 if position(line.id) > at:

@@ -16,7 +16,7 @@ from ..core import Monitor, MonitorState
 from ..core.kept_states import KeptState, interval
 from ..log import ORIGIN, Entry, RedisEventLog, Stream, before, position
 from ..log.page_size import TURN
-from ..replay import Folded, UntilNotFound, checked_entry, fold_one, is_about
+from ..replay import Folded, checked_entry, fold_one, is_about, until_not_reached
 from .export import whole_stream
 from .format import Header, events_from, read_lines
 from .kept_states import KeptStates
@@ -161,11 +161,7 @@ class StateAt:
             async for _, folded in entries:
                 if any(is_about(announcement.event, step) for announcement in folded.announcements):
                     return folded.entry.id
-        end = await self.at()
-        raise UntilNotFound(
-            f"step {step} was not reached: the log of run {end.run_id} ends at {end.position}, "
-            f"with step {end.trainer_step}"
-        )
+        raise until_not_reached("step", str(step), await self.at())
 
     async def entry_of(self, place: str) -> str:
         """Return the entry that a text names: an entry id, or a step by its first announcement.
@@ -175,11 +171,9 @@ class StateAt:
         if place.isascii() and place.isdigit():
             return await self.after_step(int(place))
         checked_entry(place)
-        last = (await self.at()).position
-        if position(place) > position(last):
-            raise UntilNotFound(
-                f"entry {place} was not reached: the log of run {self.source.run_id} ends at {last}"
-            )
+        end = await self.at()
+        if position(place) > position(end.position):
+            raise until_not_reached("entry", place, end)
         return place
 
     async def first_after(self, holds: Callable[[MonitorState], bool]) -> Folded | None:

@@ -42,13 +42,12 @@ _ESCAPES = {"\\\\": "\\", "\\n": "\n", "\\r": "\r"}
 class ManifestUnreadable(TrinityError):
     """A manifest is not as it was written.
 
-    Args:
+    Attributes:
         reason: What is wrong with it.
     """
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    reason: str
+    text = "{reason}"
 
 
 class FileSum(NamedTuple):

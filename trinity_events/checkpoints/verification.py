@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -52,7 +53,7 @@ _DEEPEST = 2
 class CheckpointDamaged(TrinityError):
     """A file of a checkpoint is not as it was saved.
 
-    Args:
+    Attributes:
         path: The file.
         reason: What is wrong with it.
         step: Step of the checkpoint; None if its folder is not that of a step.
@@ -60,24 +61,16 @@ class CheckpointDamaged(TrinityError):
         command: What to type to continue from that checkpoint; None where it is not known.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        reason: str,
-        step: int | None = None,
-        older: int | None = None,
-        command: str | None = None,
-    ) -> None:
-        super().__init__(path, reason, step, older, command)  # what a rank needs to unpickle it
-        self.path = path
-        self.reason = reason
-        self.step = step
-        self.older = older
-        self.command = command
+    path: Path
+    reason: str
+    step: int | None = None
+    older: int | None = None
+    command: str | None = None
+    text = "{_what} is damaged: {path} {reason}: {_way_out}"
 
-    def __str__(self) -> str:
-        what = "the checkpoint" if self.step is None else f"the checkpoint of step {self.step}"
-        return f"{what} is damaged: {self.path} {self.reason}: {self._way_out()}"
+    @property
+    def _what(self) -> str:
+        return "the checkpoint" if self.step is None else f"the checkpoint of step {self.step}"
 
     def with_command(self, resume: str) -> CheckpointDamaged:
         """Return the error with the command that continues from the older checkpoint.
@@ -86,8 +79,9 @@ class CheckpointDamaged(TrinityError):
             resume: Command that resumes the run from its newest checkpoint.
         """
         command = None if self.older is None else f"{resume} --from-step {self.older}"
-        return CheckpointDamaged(self.path, self.reason, self.step, self.older, command)
+        return replace(self, command=command)
 
+    @property
     def _way_out(self) -> str:
         if self.older is None:
             return "restore it from a copy, or begin anew with --fresh"

@@ -14,7 +14,7 @@ import typer
 from redis.exceptions import RedisClusterException
 from typer.core import TyperGroup
 
-from ..errors import TrinityError
+from ..errors import StructuredError
 from ..log.redis.error_replies import is_reply, reply_text
 from ..server import permission_error
 from ..system.error_text import leaf_errors
@@ -125,7 +125,7 @@ def _in_a_sentence(error: Exception) -> str | None:
     """Return the message of an error; None for a defect of the program."""
     for leaf in leaf_errors(error):
         cause = permission_error(leaf) or leaf
-        if isinstance(cause, TrinityError):
+        if isinstance(cause, StructuredError):
             return f"error: {cause}"
         if is_reply(cause):
             return f"error: the server refuses this: {reply_text(cause)}"

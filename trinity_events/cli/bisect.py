@@ -22,7 +22,22 @@ from .sources import RunOrFile, states_of
 
 
 class BadCondition(TrinityError):
-    """The expression is no condition on a state."""
+    """The expression is no condition on a state.
+
+    Attributes:
+        reason: What is wrong with it; None if it names an unknown field.
+        field: The unknown field.
+        fields: Fields that there are.
+    """
+
+    reason: str | None = None
+    field: str = ""
+    fields: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.reason is not None:
+            return f"{self.reason} (see docs/commands/bisect.md)"
+        return f"a state has no field {self.field!r}: there are {', '.join(self.fields)}"
 
 
 def bisect(
@@ -53,11 +68,11 @@ def bisect(
     try:
         condition = Condition(expression)
     except BadExpression as error:
-        raise BadCondition(f"{error} (see docs/commands/bisect.md)") from None
+        raise BadCondition(str(error)) from None
     unknown = condition.fields - {*MonitorState.__struct_encode_fields__, "*"}
     if unknown:
-        fields = ", ".join(sorted(MonitorState.__struct_encode_fields__))
-        raise BadCondition(f"a state has no field {min(unknown)!r}: there are {fields}")
+        fields = tuple(sorted(MonitorState.__struct_encode_fields__))
+        raise BadCondition(field=min(unknown), fields=fields)
     run_id, match = anyio.run(partial(_find, run, root, redis_url, condition, every=every))
     if as_json:
         entry = (

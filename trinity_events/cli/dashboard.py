@@ -13,7 +13,7 @@ import anyio
 import typer
 
 from ..archive import Archive
-from ..errors import TrinityError
+from ..errors import PackageMissing, TrinityError
 from ..server import connect, serving
 from .options import (
     CheckpointRoot,
@@ -36,12 +36,15 @@ SHORTEST_TOKEN = 16
 """Characters that a token has at least."""
 
 
-class DashboardMissing(TrinityError):
-    """The packages of the dashboard are not installed."""
-
-
 class TokenTooShort(TrinityError):
-    """The token can be guessed."""
+    """The token can be guessed.
+
+    Attributes:
+        shortest: Characters that it has at least.
+    """
+
+    shortest: int
+    text = "the dashboard's token has less than {shortest} characters: give a longer one"
 
 
 def dashboard(
@@ -84,9 +87,7 @@ def dashboard(
     log_to_stderr(verbose=False)
     web = _web()
     if token is not None and len(token) < SHORTEST_TOKEN:
-        raise TokenTooShort(
-            f"the dashboard's token has less than {SHORTEST_TOKEN} characters: give a longer one"
-        )
+        raise TokenTooShort(SHORTEST_TOKEN)
     if token is None and not web.is_loopback(host):
         token = web.new_token()
     with ExitStack() as exits:
@@ -105,13 +106,12 @@ def dashboard(
 
 
 def _web() -> ModuleType:
-    """Return the module of the web server. Raises DashboardMissing."""
+    """Return the module of the web server. Raises PackageMissing."""
     try:
         from ..dashboard import web_server
     except ModuleNotFoundError as error:
-        raise DashboardMissing(
-            f"the dashboard needs {error.name}: install it with: "
-            "pip install 'trinity-events[dashboard]'"
+        raise PackageMissing(
+            "the dashboard", str(error.name), "trinity-events[dashboard]"
         ) from None
     return web_server
 

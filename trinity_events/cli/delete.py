@@ -25,7 +25,28 @@ from .options import CheckpointRoot, RedisUrl, RunArgument, checkpoint_root, cli
 
 
 class NotConfirmed(TrinityError):
-    """The user did not confirm the deletion."""
+    """The user did not confirm the deletion.
+
+    Attributes:
+        run_id: The run.
+        folder: Folder that would be deleted too.
+        was_asked: True if the user was asked.
+    """
+
+    run_id: str
+    folder: Path | None
+    was_asked: bool
+
+    def __str__(self) -> str:
+        if self.was_asked:
+            return "nothing was deleted"
+        return f"this deletes {self.what} for good: confirm it with --yes"
+
+    @property
+    def what(self) -> str:
+        """The run and the folder, as text."""
+        too = "" if self.folder is None else f" and {self.folder}, with every checkpoint in it"
+        return f"run {self.run_id}{too}"
 
 
 def delete(
@@ -76,10 +97,7 @@ async def _require_over(client: redis.asyncio.Redis, log: RedisEventLog) -> None
         return  # no version of the program can go on with it either
     open_now = state.closed is None and state.opened_at is not None
     if open_now and await abandoned_since(client, state) is None:
-        raise RunInUse(
-            f"run {log.run_id} is open, and a process of it was heard of: end it first (see "
-            f"trinity-events status {log.run_id})"
-        )
+        raise RunInUse(log.run_id, "open")
 
 
 async def _require_own(log: RedisEventLog, folder: Path) -> None:
@@ -88,17 +106,15 @@ async def _require_own(log: RedisEventLog, folder: Path) -> None:
     with OpenFolder.open_run(folder) as opened:
         mark = read_mark(opened, log.run_id)
     if mark is not None and mark.log != identity:
-        raise RunInUse(
-            f"{folder} belongs to another log of run {log.run_id} ({mark}): leave out --checkpoints"
-        )
+        raise RunInUse(log.run_id, "folder", folder=folder, mark=str(mark))
 
 
 def _confirm(run: str, folder: Path | None, yes: bool) -> None:
     if yes:
         return
-    too = "" if folder is None else f" and {folder}, with every checkpoint in it"
-    if not sys.stdin.isatty():
-        raise NotConfirmed(f"this deletes run {run}{too} for good: confirm it with --yes")
-    print_err(f"Delete run {run}{too} for good? Type the run's id to confirm:")
+    refusal = NotConfirmed(run, folder, was_asked=sys.stdin.isatty())
+    if not refusal.was_asked:
+        raise refusal
+    print_err(f"Delete {refusal.what} for good? Type the run's id to confirm:")
     if sys.stdin.readline().strip() != run:
-        raise NotConfirmed("nothing was deleted")
+        raise refusal

@@ -56,11 +56,34 @@ _TOLD = frozenset(
 
 
 class StepNotFound(TrinityError):
-    """The run has no such step."""
+    """The run has no such step.
+
+    Attributes:
+        step: The step.
+        reason: What is known instead.
+    """
+
+    step: int
+    reason: str
+    text = "{reason}"
 
 
 class NoStep(TrinityError):
-    """The argument is not a step."""
+    """The argument is not a step.
+
+    Attributes:
+        words: Arguments that are none; empty if a step is missing.
+    """
+
+    words: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.words:
+            return "--proof names the entries of one step: name the step, such as demo-1 100"
+        return (
+            "explain takes a run and a step, such as demo-1 100, and either may be left out: not "
+            f"{' '.join(self.words)!r}"
+        )
 
 
 class _StepFacts(Struct, frozen=True, kw_only=True):
@@ -115,7 +138,7 @@ def explain(
     """
     run, step = _run_and_step(words or [])
     if proof and step is None:
-        raise NoStep("--proof names the entries of one step: name the step, such as demo-1 100")
+        raise NoStep
     facts = anyio.run(partial(_look_up, redis_url, run, step, checkpoint_root(root), proof=proof))
     state = facts.state
     lines = _lines_of_run(facts) if step is None else _lines_of_step(facts, step)
@@ -154,7 +177,7 @@ def _lines_of_step(facts: _StepFacts, step: int) -> list[str]:
     lines += ended_in(state, step)
     lines += profiles_of(state, step)
     if not lines:
-        raise StepNotFound(_not_found(state, step))
+        raise StepNotFound(step, _not_found(state, step))
     if step_state is not None and not all(kind.settled for kind in step_state.kinds.values()):
         lines += find_wait_chains(state, facts.now)
     return lines + _stacks(facts)
@@ -205,10 +228,7 @@ def _run_and_step(words: list[str]) -> tuple[str | None, int | None]:
     if len(words) == 1 and not _is_step(words[0]):
         return words[0], None
     if len(words) > 2 or (words and not _is_step(words[-1])):
-        raise NoStep(
-            "explain takes a run and a step, such as demo-1 100, and either may be left out: not "
-            f"{' '.join(words)!r}"
-        )
+        raise NoStep(tuple(words))
     return (None if len(words) < 2 else words[0]), (int(words[-1]) if words else None)
 
 
@@ -311,5 +331,5 @@ async def _announced(log: RedisEventLog, archive: Archive, step: int) -> list[Ou
             if outcome is not None:
                 outcomes[outcome.epoch, outcome.kind] = outcome
     except ArchiveMissing as error:
-        raise StepNotFound(f"step {step} was settled long ago, and {error}") from None
+        raise StepNotFound(step, f"step {step} was settled long ago, and {error}") from None
     return list(outcomes.values())

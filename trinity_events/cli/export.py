@@ -6,7 +6,7 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager, closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import anyio
 import typer
@@ -35,7 +35,22 @@ if TYPE_CHECKING:
 
 
 class OutputUnusable(TrinityError):
-    """The output file cannot be written."""
+    """The output file cannot be written.
+
+    Attributes:
+        fault: ``until``, ``stdout`` or ``several`` for options that contradict each other, and
+            ``file`` for a file.
+        reason: Error of the file.
+    """
+
+    fault: Literal["until", "stdout", "several", "file"]
+    reason: str = ""
+    texts: ClassVar = {
+        "until": "--until cuts the history of --pytest alone: leave it out, or add that",
+        "stdout": "export writes a file, whole or not at all: name one with --output",
+        "several": "export writes one file: give --pytest, --perfetto or --html alone",
+        "file": "{reason}: name another with --output",
+    }
 
 
 File = Annotated[Path, typer.Argument(help="File that export wrote.", show_default=False)]
@@ -84,13 +99,11 @@ def export(
     Example: trinity-events export demo-1 --html
     """
     if until is not None and not as_pytest:
-        raise OutputUnusable(
-            "--until cuts the history of --pytest alone: leave it out, or add that"
-        )
+        raise OutputUnusable("until")
     if str(output) == "-":
-        raise OutputUnusable("export writes a file, whole or not at all: name one with --output")
+        raise OutputUnusable("stdout")
     if as_pytest + as_perfetto + as_html > 1:
-        raise OutputUnusable("export writes one file: give --pytest, --perfetto or --html alone")
+        raise OutputUnusable("several")
     try:
         if as_pytest:
             anyio.run(_export_pytest, run, root, redis_url, until, output)
@@ -103,7 +116,7 @@ def export(
             count = anyio.run(_export, redis_url, run, path, checkpoint_root(root))
             print_out(f"{count} entries of run {run} in {path}")
     except NotWritten as error:
-        raise OutputUnusable(f"{error}: name another with --output") from None
+        raise OutputUnusable("file", str(error)) from None
 
 
 def import_(path: File, redis_url: RedisUrl = None) -> None:

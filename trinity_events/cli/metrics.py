@@ -9,7 +9,7 @@ from typing import Annotated
 import anyio
 import typer
 
-from ..errors import TrinityError
+from ..errors import PackageMissing
 from ..log import list_runs, require_run
 from ..system.signals import cancelled_by_signals
 from .options import ListenHost, ListenPort, RedisUrl, client_of, say_at_once
@@ -22,20 +22,6 @@ _Run = Annotated[
         help="The run's id; by default every open run of the server.", show_default=False
     ),
 ]
-
-
-class MetricsMissing(TrinityError):
-    """A package of the metrics is not installed.
-
-    Attributes:
-        package: Name of the package.
-    """
-
-    def __init__(self, package: str) -> None:
-        self.package = package
-        super().__init__(
-            f"metrics needs the package {package}: pip install 'trinity-events[metrics]'"
-        )
 
 
 def metrics(
@@ -55,7 +41,7 @@ def metrics(
         try:
             import_module(module)
         except ModuleNotFoundError:
-            raise MetricsMissing(package) from None
+            raise PackageMissing("metrics", package, "trinity-events[metrics]") from None
     anyio.run(_serve, redis_url, run, host, port)
 
 

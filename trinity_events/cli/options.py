@@ -58,7 +58,7 @@ def checked_run(run: str) -> str:
     try:
         return check_run_id(run)
     except ValueError as error:
-        raise InvalidRunId(str(error)) from None
+        raise InvalidRunId(run, str(error)) from None
 
 
 def checkpoint_root(given: Path | None) -> Path:

@@ -61,7 +61,7 @@ def plot(
     usual = (*DRAWN, *fnmatch.filter(curves.names, "eval/*/mean"))
     drawn = metrics or [name for name in usual if name in curves.names]
     if not drawn:
-        raise PlotUnusable(f"run {run_id} has no metrics to draw yet")
+        raise PlotUnusable("none", run_id)
     path = output or Path(f"{run_id}.svg")
     draw(run_id, curves.matching(drawn), path)
     print_out(str(path))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import anyio
 import redis.asyncio
@@ -55,11 +55,41 @@ LINES = 20
 
 
 class UnknownType(TrinityError):
-    """There is no event of this type."""
+    """There is no event of this type.
+
+    Attributes:
+        name: The type.
+        nearest: Type of the most similar name; None if none is similar.
+        types: All types.
+    """
+
+    name: str
+    nearest: str | None
+    types: tuple[str, ...]
+
+    def __str__(self) -> str:
+        meant = f"is {self.nearest} meant?"
+        if self.nearest is None:
+            meant = f"there are {', '.join(self.types)}"
+        return f"there is no event type {self.name!r}: {meant}"
 
 
 class BadFilter(TrinityError):
-    """The options contradict each other, or one of them is invalid."""
+    """The options contradict each other, or one of them is invalid.
+
+    Attributes:
+        fault: The options.
+        value: Value of the option.
+    """
+
+    fault: Literal["format", "follow", "step"]
+    value: str = ""
+    texts: ClassVar = {
+        "format": "--json and --format {value} contradict each other: leave one of them out",
+        "follow": "--follow prints new entries, and --until ends before them: leave one of them "
+        "out",
+        "step": "--step takes a step, such as 40, or steps, such as 40-60: not {value!r}",
+    }
 
 
 class _TailOptions(Struct, frozen=True, kw_only=True):
@@ -154,11 +184,9 @@ def tail(
         form=form or ("json" if as_json else "text"),
     )
     if as_json and form not in (None, "json"):
-        raise BadFilter(f"--json and --format {form} contradict each other: leave one of them out")
+        raise BadFilter("format", form)
     if follow and until is not None:
-        raise BadFilter(
-            "--follow prints new entries, and --until ends before them: leave one of them out"
-        )
+        raise BadFilter("follow")
     anyio.run(_tail, redis_url, run, checkpoint_root(root), options)
 
 
@@ -222,9 +250,7 @@ def _known_type(name: str) -> str:
     tags = [event_tag(event_type) for event_type in EVENT_TYPES]
     if name in tags:
         return name
-    nearest = nearest_name(name, tags)
-    meant = f"is {nearest} meant?" if nearest else f"there are {', '.join(sorted(tags))}"
-    raise UnknownType(f"there is no event type {name!r}: {meant}")
+    raise UnknownType(name, nearest_name(name, tags), tuple(sorted(tags)))
 
 
 def _steps(text: str) -> range:
@@ -232,9 +258,7 @@ def _steps(text: str) -> range:
     try:
         return range(int(first), int(last if dash else first) + 1)
     except ValueError:
-        raise BadFilter(
-            f"--step takes a step, such as 40, or steps, such as 40-60: not {text!r}"
-        ) from None
+        raise BadFilter("step", text) from None
 
 
 def _print(run_id: str, stream: Stream, entry: Entry, form: Format) -> None:

@@ -16,6 +16,12 @@ _ENTRY = re.compile(r"\d{1,20}-\d{1,20}")
 class BadTime(TrinityError):
     """The text is not a moment."""
 
+    given: str
+    text = (
+        "{given!r} is no moment: give a time such as 18:29, '2026-11-22 18:29', 10m (ago), or an "
+        "entry id as tail prints them"
+    )
+
 
 def moment(text: str, now: int, *, end: bool = False) -> tuple[int, int]:
     """Return the position of a moment.
@@ -46,7 +52,4 @@ def _by_the_clock(text: str, now: int) -> datetime:
     try:
         return datetime.fromisoformat(text)
     except ValueError:
-        raise BadTime(
-            f"{text!r} is no moment: give a time such as 18:29, '2026-11-22 18:29', 10m (ago), or "
-            "an entry id as tail prints them"
-        ) from None
+        raise BadTime(text) from None

@@ -7,12 +7,12 @@ import os
 from collections.abc import Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import anyio
 import typer
 
-from ..errors import TrinityError
+from ..errors import PackageMissing, TrinityError
 from ..views.terminal import print_out
 from .options import CheckpointRoot, RedisUrl
 from .sources import RunOrFile, states_of, timeline_of
@@ -25,12 +25,21 @@ ENDPOINT = "http://localhost:4318"
 _VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 
-class TracesMissing(TrinityError):
-    """The packages of OpenTelemetry are not installed."""
-
-
 class CollectorRefuses(TrinityError):
-    """The collector does not take the spans."""
+    """The collector does not take the spans.
+
+    Attributes:
+        url: Its address.
+        fault: ``address`` if that is none, ``spans`` if it takes no spans.
+    """
+
+    url: str
+    fault: Literal["address", "spans"]
+    texts: ClassVar = {
+        "address": "{url!r} is no address of a collector: give http://HOST:PORT",
+        "spans": "the collector at {url} takes no spans: start one that takes OTLP over HTTP, or "
+        "name another with --to",
+    }
 
 
 def traces(
@@ -57,7 +66,7 @@ def traces(
     """
     url = (to or os.environ.get(_VARIABLE) or ENDPOINT).rstrip("/")
     if not url.startswith(("http://", "https://")):
-        raise CollectorRefuses(f"{url!r} is no address of a collector: give http://HOST:PORT")
+        raise CollectorRefuses(url, "address")
     sent = anyio.run(_traces, run, root, redis_url, _Collector(url, timeout))
     print_out(f"{sent} spans given to {url}")
 
@@ -69,9 +78,7 @@ class _Collector:
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         except ImportError:
-            raise TracesMissing(
-                "traces needs OpenTelemetry's packages: pip install 'trinity-events[otlp]'"
-            ) from None
+            raise PackageMissing("traces", "opentelemetry", "trinity-events[otlp]") from None
         # Its failures are this command's own sentence.
         logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)
         self._url = url
@@ -82,10 +89,7 @@ class _Collector:
         from opentelemetry.sdk.trace.export import SpanExportResult
 
         if self._exporter.export(spans) is not SpanExportResult.SUCCESS:
-            raise CollectorRefuses(
-                f"the collector at {self._url} takes no spans: start one that takes OTLP over "
-                "HTTP, or name another with --to"
-            )
+            raise CollectorRefuses(self._url, "spans")
 
     def close(self) -> None:
         """Close the connection."""

@@ -23,9 +23,18 @@ from .sources import RunOrFile, recorded_file
 class NoSpaceForCopy(TrinityError):
     """There is no disk space for a copy of the log."""
 
+    reason: str
+    text = "{reason}: set TMPDIR to a folder with room for all of the log"
+
 
 class NoFiles(TrinityError):
     """The checkpoint directory is not there."""
+
+    folder: Path
+    text = (
+        "{folder} is not there: name the folder that has it with --checkpoint-root, or leave out "
+        "--files"
+    )
 
 
 _STYLES = {"mismatch": "bold red", "anomaly": "yellow", "open": "dim"}
@@ -68,10 +77,7 @@ def _folder_of_file(recording: Recording, root: Path | None, files: bool) -> Pat
         return None
     folder = checkpoint_root(root) / recording.header.run_id
     if not folder.is_dir():
-        raise NoFiles(
-            f"{folder} is not there: name the folder that has it with --checkpoint-root, or leave "
-            "out --files"
-        )
+        raise NoFiles(folder)
     return folder
 
 
@@ -87,9 +93,7 @@ async def _verify(redis_url: str | None, run: str, root: Path, files: bool) -> R
             try:
                 await record_run(log, path, Archive(folder, run), bare_line)
             except NotWritten as error:
-                raise NoSpaceForCopy(
-                    f"{error}: set TMPDIR to a folder with room for all of the log"
-                ) from None
+                raise NoSpaceForCopy(str(error)) from None
         recording = read_recording(path)
         there = folder if folder.is_dir() else _folder_of_file(recording, root, files)
         return check(recording, snapshot, there, files=files)

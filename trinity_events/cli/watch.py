@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from ..analysis.causes import LiveFacts
-from ..errors import TrinityError
+from ..errors import PackageMissing, TrinityError
 from ..live_facts import read_live_facts
 from ..log import DeadLetter, RedisEventLog, require_run
 from ..replay import follow_state
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 
 class CannotWatch(TrinityError):
-    """There is no terminal, or the extra is not installed."""
+    """There is no terminal."""
+
+    def __str__(self) -> str:
+        return "watch needs a terminal: elsewhere use status, or tail --follow"
 
 
 def watch(run: OptionalRun = None, redis_url: RedisUrl = None) -> None:
@@ -33,13 +36,11 @@ def watch(run: OptionalRun = None, redis_url: RedisUrl = None) -> None:
     Example: trinity-events watch demo-1
     """
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise CannotWatch("watch needs a terminal: elsewhere use status, or tail --follow")
+        raise CannotWatch
     try:
         from ..views.watch import WatchApp
     except ImportError:
-        raise CannotWatch(
-            "watch needs the package textual: pip install 'trinity-events[watch]'"
-        ) from None
+        raise PackageMissing("watch", "textual", "trinity-events[watch]") from None
     anyio.run(_watch, WatchApp, redis_url, run)
 
 

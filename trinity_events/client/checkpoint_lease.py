@@ -67,7 +67,7 @@ async def hold_checkpoint(
     try:
         check_run_id(run)
     except ValueError as error:
-        raise InvalidRunId(str(error)) from None
+        raise InvalidRunId(run, str(error)) from None
     folder = Path(checkpoint_root or trinity_home() / "checkpoints") / run / final_name(step)
     with serving(redis_url) as url:
         async with connect(url) as client, _hold(client, run, step, folder, deadline):
@@ -95,9 +95,7 @@ async def hold_step(run: str, step: int, *, redis_url: str | None = None) -> Asy
 async def _leased(log: RedisEventLog, step: int, who: str) -> AsyncIterator[None]:
     """Acquire the lease, and release it at the end. Raises CheckpointHeld if it is refused."""
     if not await log.acquire_lease(step, who, LEASE):
-        raise CheckpointHeld(
-            f"the checkpoint of step {step} of run {log.run_id} is being removed: take a newer one"
-        )
+        raise CheckpointHeld(log.run_id, step, "removing")
     try:
         yield
     finally:
@@ -134,15 +132,9 @@ async def _hold(
         raise failure
     last_identity = await _identity(folder)
     if lost or last_identity is None:
-        raise CheckpointHeld(
-            f"the checkpoint of step {step} of run {run} was removed while it was read: this "
-            f"process did not reach the server for {LEASE:g} s; read a newer one"
-        )
+        raise CheckpointHeld(run, step, "removed", folder, LEASE)
     if last_identity != identity:
-        raise CheckpointHeld(
-            f"the checkpoint of step {step} of run {run} was replaced while it was read: its "
-            "trainer saved that step again; read it once more"
-        )
+        raise CheckpointHeld(run, step, "replaced", folder)
 
 
 async def _promoted(
@@ -167,10 +159,7 @@ async def _promoted(
         after = await wait.ask(partial(log.promoted_after, after, seconds=seconds))
     identity = await _identity(folder)
     if identity is None:
-        raise CheckpointHeld(
-            f"there is no checkpoint {folder}: it was removed or is not ready yet; name "
-            "another step, or the folder of all runs with checkpoint_root"
-        )
+        raise CheckpointHeld(log.run_id, step, "absent", folder)
     return identity
 
 

@@ -64,7 +64,7 @@ async def wait_ready(
     with anyio.move_on_after(_EXPLAINING):
         why = explain(await _state(run, redis_url), step)
     raise DeadlineExceeded(
-        f"the {kind} of step {step} of run {run} was not ready within {deadline:g} s: {why}"
+        f"the {kind} of step {step} of run {run} was not ready", deadline or 0.0, why
     )
 
 
@@ -87,10 +87,7 @@ async def _ready(
             if isinstance(event, StepReady) and is_asked_for(event):
                 return event
             if isinstance(event, StepSuperseded) and is_asked_for(event):
-                raise StepNotReady(
-                    f"the {kind} of step {step} of run {run} never becomes ready: step "
-                    f"{event.by.step} took its place, so wait for that one"
-                )
+                raise StepNotReady(run, step, kind, event.by.step)
     raise AssertionError("a subscription ends with an error alone")
 
 

@@ -78,10 +78,7 @@ class TrainingRun:
     def open(self) -> Publisher:
         """Open the run's next epoch; return the trainer's publisher."""
         if self._unopened is None:
-            raise RunOpenedTwice(
-                f"run {self.run_id} was opened by this object before: call training_run again "
-                "for its next epoch"
-            )
+            raise RunOpenedTwice(self.run_id)
         opened, self._unopened = self._unopened, None
         publisher = opened.__enter__()
         self._opened = opened
@@ -144,7 +141,7 @@ def _opened(
     try:
         check_run_id(run)
     except ValueError as error:
-        raise InvalidRunId(str(error)) from None
+        raise InvalidRunId(run, str(error)) from None
 
     async def opened(url: str) -> int:
         async with connect(url) as client:

@@ -92,18 +92,23 @@ def _refusal(
         except Exception as error:  # this read only explains the failure
             fault = error
     if epoch > publisher.epoch:
-        return StaleEpoch(
-            f"{what} waits for a turn in epoch {publisher.epoch} of run {run_id}, which has gone "
-            f"on to epoch {epoch}: end this process"
-        )
+        return StaleEpoch(run_id, publisher.epoch, epoch, what)
+    last = None
     if fault is not None:
         why = f"the server of the log could not be read ({reply_text(fault)})"
     elif turn is None:
         why = f"no save was given one: is a reducer running for run {run_id}?"
     else:
-        who = f"{turn.name} of step {turn.step} of {turn.role}-{turn.rank}"
-        why = f"the last went to {who}: see trinity-events explain {run_id} {turn.step}"
-    return TurnNotGranted(f"{what} was given no turn to save in {waited:.1f} s: {why}")
+        last = f"{turn.name} of step {turn.step} of {turn.role}-{turn.rank}"
+        why = f"the last went to {last}: see trinity-events explain {run_id} {turn.step}"
+    return TurnNotGranted(
+        f"{what} was given no turn to save",
+        round(waited, 1),
+        why,
+        run_id=run_id,
+        step=slot.step,
+        last=last,
+    )
 
 
 def _last_turn(log: SyncEventLog, epoch: int) -> tuple[int, Slot | None]:

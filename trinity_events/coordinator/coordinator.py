@@ -457,7 +457,7 @@ class CheckpointCoordinator:
             self._publisher.publish(event)
         except PublishError as error:
             logger.warning("%s: %s", otherwise, error)
-            return PublishError(f"{otherwise}: {error}")
+            return PublishError(error.run_id, otherwise, str(error))
         return None
 
     def _raise_failures(self, name: str | None) -> None:
@@ -469,9 +469,8 @@ class CheckpointCoordinator:
             self._failures = [failure for failure in self._failures if failure not in failures]
             unpublished, self._unpublished = self._unpublished, []
         if failures:
-            raise SaveError.of(
-                [(failure.attempt.what, failure.error) for failure in failures], *unpublished
-            )
+            errors = [*(failure.error for failure in failures), *unpublished]
+            raise SaveError(failures[0].attempt.what, tuple(errors))
         if unpublished:
             raise unpublished[0]
 

@@ -52,8 +52,9 @@ class InflightSaves:
             remaining = give_up - time.monotonic()
             if remaining <= 0:
                 raise DeadlineExceeded(
-                    f"{attempt.what} waited {deadline:g} s for the save of this name before "
-                    f"it: {_format_save(earlier)}"
+                    f"the save of this name before {attempt.what} did not end",
+                    deadline,
+                    _format_save(earlier),
                 )
             reported.update(*_object(earlier))
             self._changed.wait(remaining)
@@ -76,8 +77,9 @@ class InflightSaves:
             if not self._wait_for(deadline, name):
                 late = "; ".join(map(_format_save, self._running(name)))
                 raise DeadlineExceeded(
-                    f"not all saves ended within {deadline:g} s: {late}. "
-                    "They continue: wait again, or for longer"
+                    "not all saves ended",
+                    deadline or 0.0,
+                    f"{late}. They continue: wait again, or for longer",
                 )
 
     def _running(self, name: str | None) -> list[_Save]:

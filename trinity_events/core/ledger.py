@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from msgspec import Struct, field
 
@@ -30,7 +30,55 @@ OTHER_REASONS = "other"
 
 
 class LedgerError(TrinityError):
-    """A fate contradicts the ledger."""
+    """A fate contradicts the ledger, or the ledger contradicts itself or the run.
+
+    Attributes:
+        fault: What contradicts what.
+        step: Step of the ledger or of the fate.
+        ranges: Ordinals that are named.
+        fate: Fate that they cannot have.
+        actual: Number that was found.
+        expected: Number that was expected.
+    """
+
+    fault: Literal[
+        "sums",
+        "fingerprint",
+        "order",
+        "undispatched",
+        "settled",
+        "exceptions",
+        "second",
+        "lineage",
+        "digest",
+        "untaken",
+        "step",
+    ]
+    step: int | None = None
+    ranges: tuple[Range, ...] = ()
+    fate: str = ""
+    actual: int | None = None
+    expected: int | None = None
+    texts: ClassVar = {
+        "sums": "the ledger of step {step} counts {actual} fates for {expected} ordinals that have "
+        "one",
+        "fingerprint": "the ledger lacks the fingerprint of its task set: set it first",
+        "order": "ordinals {_ordinals} cannot be dispatched: the next one is {expected}",
+        "undispatched": "ordinals that were never dispatched cannot be {fate}: {_ordinals}",
+        "settled": "ordinals that have a fate cannot be {fate}: {_ordinals}",
+        "exceptions": "more than {expected} ranges above ordinal {actual} have a fate: settle the "
+        "lowest open ordinals first",
+        "second": "the epoch has a ledger already",
+        "lineage": "a ledger of step {step}, and the run goes on from {expected}",
+        "digest": "a ledger that differs from its digest",
+        "untaken": "step {step} cannot train ordinals {_ordinals}: train each group once, that was "
+        "taken",
+        "step": "the ledger is that of step {actual}, not of step {step}",
+    }
+
+    @property
+    def _ordinals(self) -> str:
+        return format_ranges(self.ranges)
 
 
 class Contradictions(NamedTuple):
@@ -80,16 +128,13 @@ class Ledger(Struct, kw_only=True, omit_defaults=True):
         )
         fates = ledger.trained + sum(ledger.dropped.values())
         if fates != restored.settled_count:
-            raise LedgerError(
-                f"the ledger of step {ledger.step} counts {fates} fates for "
-                f"{restored.settled_count} ordinals that have one"
-            )
+            raise LedgerError("sums", ledger.step, actual=fates, expected=restored.settled_count)
         return restored
 
     def to_contract(self, step: int) -> TrainedLedger:
         """Return the ledger as a checkpoint of a step holds it."""
         if self.fingerprint is None:
-            raise LedgerError("the ledger lacks the fingerprint of its task set: set it first")
+            raise LedgerError("fingerprint", step)
         return TrainedLedger(
             step=step,
             mark=self.mark,
@@ -144,9 +189,7 @@ class Ledger(Struct, kw_only=True, omit_defaults=True):
             LedgerError: ``first`` is not the next ordinal.
         """
         if first != self.next or last < first:
-            raise LedgerError(
-                f"ordinals {first} to {last} cannot be dispatched: the next one is {self.next}"
-            )
+            raise LedgerError("order", ranges=((first, last),), expected=self.next)
         self.next = last + 1
 
     def add_dispatched(self, given: Sequence[Range]) -> Contradictions:
@@ -188,15 +231,13 @@ class Ledger(Struct, kw_only=True, omit_defaults=True):
         given_ranges = ranges(given)
         contradictions = self.contradictions(given_ranges)
         if contradictions.undispatched:
-            raise LedgerError(
-                f"ordinals that were never dispatched cannot be {fate}: "
-                f"{format_ranges(contradictions.undispatched)}"
-            )
+            undispatched = tuple(contradictions.undispatched)
+            raise LedgerError("undispatched", ranges=undispatched, fate=fate)
         if contradictions.settled or count(given_ranges) != len(given):
             twice = contradictions.settled or ranges(
                 ordinal for ordinal in given if given.count(ordinal) > 1
             )
-            raise LedgerError(f"ordinals that have a fate cannot be {fate}: {format_ranges(twice)}")
+            raise LedgerError("settled", ranges=tuple(twice), fate=fate)
         self.settle(reason, given_ranges)
 
     def settle(self, reason: str | None, given: Sequence[Range]) -> Contradictions:
@@ -239,10 +280,7 @@ class Ledger(Struct, kw_only=True, omit_defaults=True):
         settled = union(self.settled, fated)
         reached = settled[0][0] == self.mark
         if len(settled) - reached > KEPT_EXCEPTIONS:
-            raise LedgerError(
-                f"more than {KEPT_EXCEPTIONS} ranges above ordinal {self.mark} have a fate: "
-                "settle the lowest open ordinals first"
-            )
+            raise LedgerError("exceptions", actual=self.mark, expected=KEPT_EXCEPTIONS)
         if reached:
             self.mark = settled.pop(0)[1] + 1
         self.settled = settled

@@ -24,6 +24,7 @@ from trinity_schemas import (
 )
 
 from ..checkpoints.layout import parse_staged_folder
+from ..errors import StructuredError
 from .ledger import Ledger
 
 ORIGIN = "0-0"
@@ -376,8 +377,12 @@ The reducer does not read a snapshot of another version: it folds the log again.
 """
 
 
-class SnapshotVersion(msgspec.DecodeError):
+class SnapshotVersion(StructuredError, msgspec.DecodeError):
     """Snapshot with the layout of another version."""
+
+    version: int | None
+    expected: int
+    text = "it is of version {version}, and this program reads version {expected}"
 
 
 class _Snapshot(NamedTuple):
@@ -406,9 +411,7 @@ def decode_state(snapshot: bytes) -> MonitorState:
     try:
         version = _read_version(snapshot)
         if version != SNAPSHOT_VERSION:
-            raise SnapshotVersion(
-                f"it is of version {version}, and this program reads version {SNAPSHOT_VERSION}"
-            )
+            raise SnapshotVersion(version, SNAPSHOT_VERSION)
         return _decoder.decode(_snapshots.decode(snapshot).state)
     except (UnicodeDecodeError, RecursionError) as error:
         raise msgspec.DecodeError(str(error)) from None

@@ -107,7 +107,7 @@ class RecordedRuns:
     async def source(self, run_id: str) -> DashboardSource:
         """Return the log of the run. Raises RunNotFound."""
         if run_id != self._recorded.run_id:
-            raise RunNotFound(f"only run {self._recorded.run_id!r} is shown here")
+            raise RunNotFound(run_id, "not shown", self._recorded.run_id)
         return self._recorded
 
 

@@ -225,10 +225,7 @@ class RecordedSource:
         """Return the archived log of a run's folder, of which no server has the rest."""
         archive = Archive(run_folder, run_folder.name)
         if not archive.folder.is_dir() or archive.through(Stream.EVENTS) == ORIGIN:
-            raise ArchiveMissing(
-                f"{run_folder} has no archived log: name the folder of a run, which has a folder "
-                "named log, or a file that export wrote"
-            )
+            raise ArchiveMissing("folder", folder=run_folder)
         return cls.from_entries(run_folder.name, archive.read(Stream.EVENTS))
 
     async def begin(self) -> Beginning:

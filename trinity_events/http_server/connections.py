@@ -67,11 +67,12 @@ class ServerBusy(TrinityError):
         address: Address that has them all, or None if all addresses together have them.
     """
 
-    def __init__(self, limit: int, address: str | None) -> None:
-        self.limit = limit
-        self.address = address
-        whose = "" if address is None else f" of {address}"
-        super().__init__(f"{limit} requests{whose} are being answered: try again in a second")
+    limit: int
+    address: str | None
+
+    def __str__(self) -> str:
+        whose = "" if self.address is None else f" of {self.address}"
+        return f"{self.limit} requests{whose} are being answered: try again in a second"
 
 
 _T = TypeVar("_T")

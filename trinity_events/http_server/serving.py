@@ -44,12 +44,14 @@ class AddressUnusable(TrinityError):
         reason: Reason that the operating system gives.
     """
 
-    def __init__(self, face: str, host: str, port: int, reason: str) -> None:
-        self.face, self.host, self.port, self.reason = face, host, port, reason
-        super().__init__(
-            f"{face} cannot listen at {host} port {port} ({reason}): name another with --host and "
-            "--port, where port 0 takes any free one"
-        )
+    face: str
+    host: str
+    port: int
+    reason: str
+    text = (
+        "{face} cannot listen at {host} port {port} ({reason}): name another with --host and "
+        "--port, where port 0 takes any free one"
+    )
 
 
 def open_listening_socket(face: str, host: str, port: int) -> socket.socket:

@@ -12,6 +12,8 @@ from ..errors import EpochBehind, LogExhausted
 
 _SHORTEST = 0.05
 
+SLOW = "it is slow"
+"""Reason of a wait for a server that has not failed."""
 CONNECTION_ERRORS: tuple[type[Exception], ...] = (
     redis.ConnectionError,  # includes a server that is loading or has no free connection
     redis.TimeoutError,

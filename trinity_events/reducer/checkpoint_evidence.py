@@ -46,6 +46,7 @@ from ..checkpoints.manifest import (
 )
 from ..checkpoints.verification import digest_manifest
 from ..core import Evidence, Promotion, SavedFile
+from ..errors import StructuredError
 from ..system.open_folder import OpenFolder, parts_of
 
 _LONGEST_MARK = 4096
@@ -53,20 +54,19 @@ _LONGEST_MARK = 4096
 _decoder = msgspec.json.Decoder(Evidence)
 
 
-class NotVerified(OSError):
+class NotVerified(StructuredError, OSError):
     """A folder that does not count for a step, whatever the log says of the step.
 
-    Args:
+    Attributes:
         step: The step.
         folder: Folder that was looked at.
         reason: What the folder lacks.
     """
 
-    def __init__(self, step: int, folder: Path, reason: str) -> None:
-        super().__init__(f"step {step} has no verified files: {folder} {reason}")
-        self.step = step
-        self.folder = folder
-        self.reason = reason
+    step: int
+    folder: Path
+    reason: str
+    text = "step {step} has no verified files: {folder} {reason}"
 
 
 def check_promotion(promotion: Promotion, origin: StagedFolder, staged: OpenFolder) -> Evidence:

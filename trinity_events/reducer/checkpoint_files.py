@@ -43,10 +43,7 @@ def writable_root(root: Path) -> Path:
         with tempfile.TemporaryFile(dir=root):
             return root.resolve()
     except OSError as error:
-        raise CheckpointRootUnusable(
-            f"the checkpoint root {root} cannot be written ({error.strerror}): "
-            "choose another with --checkpoint-root, or make it writable"
-        ) from None
+        raise CheckpointRootUnusable(root, error.strerror or str(error)) from None
 
 
 class CheckpointFiles:

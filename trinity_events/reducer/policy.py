@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar, Literal
 
 from msgspec import Struct
 
@@ -18,7 +19,28 @@ KEEP_CHECKPOINTS = 2
 
 
 class InvalidPolicy(TrinityError):
-    """A policy value is out of range."""
+    """A policy value is out of range.
+
+    Attributes:
+        option: Option that sets it.
+        value: The value.
+        fault: ``seconds`` if it is no deadline, ``negative`` or ``unknown`` for a number of
+            checkpoints.
+        limit: Number of the newest checkpoints that the state has.
+    """
+
+    option: str
+    value: float
+    fault: Literal["seconds", "negative", "unknown"]
+    limit: int = 0
+    texts: ClassVar = {
+        "seconds": "{option} is {value:g}, but takes a number of seconds above 0: name a large one "
+        "to wait for very long",
+        "negative": "{option} is {value}, but takes how many of the newest checkpoints to keep: 2 "
+        "or more keep that many, 0 keeps all",
+        "unknown": "{option} is {value}, but the state knows of the newest {limit} alone: take as "
+        "many or fewer, or 0 to keep all",
+    }
 
 
 class Policy(Struct, frozen=True, kw_only=True):
@@ -42,17 +64,10 @@ class Policy(Struct, frozen=True, kw_only=True):
             ("group-idle", self.group_idle),
         ):
             if not (math.isfinite(seconds) and seconds > 0):
-                raise InvalidPolicy(
-                    f"--{name} is {seconds:g}, but takes a number of seconds above 0: "
-                    "name a large one to wait for very long"
-                )
+                raise InvalidPolicy(f"--{name}", seconds, "seconds")
         if self.keep_checkpoints < 0:
-            raise InvalidPolicy(
-                f"--keep-checkpoints is {self.keep_checkpoints}, but takes how many of the newest "
-                "checkpoints to keep: 2 or more keep that many, 0 keeps all"
-            )
+            raise InvalidPolicy("--keep-checkpoints", self.keep_checkpoints, "negative")
         if self.keep_checkpoints > KEPT_COMPLETE_CHECKPOINTS:
             raise InvalidPolicy(
-                f"--keep-checkpoints is {self.keep_checkpoints}, but the state knows of the newest "
-                f"{KEPT_COMPLETE_CHECKPOINTS} alone: take as many or fewer, or 0 to keep all"
+                "--keep-checkpoints", self.keep_checkpoints, "unknown", KEPT_COMPLETE_CHECKPOINTS
             )

@@ -49,6 +49,30 @@ class Claim(Struct, frozen=True):
     request: RolloutRequest
 
 
+class SamplesDiffer(TrinityError):
+    """An answer does not have the samples that its request asks for.
+
+    Attributes:
+        ordinal: Ordinal of the request.
+        samples: Number of samples that it asks for.
+        given: Samples of the answer, in their order.
+        foreign: Index of a sample that is of another request; None if all are of this one.
+    """
+
+    ordinal: int
+    samples: int
+    given: tuple[int, ...] = ()
+    foreign: int | None = None
+
+    def __str__(self) -> str:
+        if self.foreign is not None:
+            return f"sample {self.foreign} of ordinal {self.ordinal} is of another request"
+        return (
+            f"ordinal {self.ordinal} asks for samples 0 to {self.samples - 1} in order: answer "
+            f"with all of them, not with {list(self.given)}"
+        )
+
+
 class RolloutClient:
     """Client of one explorer in one epoch.
 
@@ -260,10 +284,7 @@ class RolloutClient:
         streams = self._streams
         present = await streams.newest_epoch(wait)
         if present > streams.epoch:
-            raise StaleEpoch(
-                f"run {streams.run_id} was opened anew as epoch {present}: this explorer is of "
-                f"epoch {streams.epoch}, and ends"
-            )
+            raise StaleEpoch(streams.run_id, streams.epoch, present, "this explorer")
 
     async def _write(self, script: str, *args: object) -> Any:
         wait = self._wait(f"the script {script} was not run")
@@ -284,9 +305,7 @@ def _check_samples(request: RolloutRequest, experiences: Sequence[Experience]) -
             experience.attempt,
             experience.samples,
         ) != expected:
-            raise TrinityError(f"sample {index} of ordinal {request.ordinal} is of another request")
+            raise SamplesDiffer(request.ordinal, request.samples, foreign=index)
     if [experience.sample for experience in experiences] != list(range(request.samples)):
-        raise TrinityError(
-            f"ordinal {request.ordinal} asks for samples 0 to {request.samples - 1} in order: "
-            f"answer with all of them, not with {[experience.sample for experience in experiences]}"
-        )
+        given = tuple(experience.sample for experience in experiences)
+        raise SamplesDiffer(request.ordinal, request.samples, given)

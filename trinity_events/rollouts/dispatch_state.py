@@ -444,10 +444,7 @@ class DispatchState:
         """
         strange = sorted(set(ordinals) - self.in_training)
         if strange or len(set(ordinals)) != len(ordinals):
-            raise LedgerError(
-                f"step {step} cannot train ordinals {strange or sorted(ordinals)}: train each "
-                "group once, that was taken"
-            )
+            raise LedgerError("untaken", step, tuple(ranges(strange or sorted(ordinals))))
         return StepTrained(
             step=step,
             trained=ranges(ordinals),

@@ -83,58 +83,85 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutsFailed(TrinityError):
-    """Raised if prompts fail in each attempt: so many in a row, or one that may not be dropped."""
-
-
-class RewardsFailed(RolloutsFailed):
-    """Raised if the reward of a prompt failed, or rewards failed in a row.
+    """Prompts fail in each attempt: several in a row, or one that may not be dropped.
 
     Attributes:
         run_id: The run.
-        ordinal: Ordinal of the last prompt whose reward failed.
-        explorer: Explorer that could not judge its answers.
-        reason: Sentence about the error.
-        in_a_row: Requests whose reward failed without an answer between them.
+        ordinal: Ordinal of the last prompt that failed.
+        reason: Reason of its last failure.
+        in_a_row: Prompts that failed without an answer between them.
+        attempts: Attempts that each of them had.
     """
 
-    # Ray rebuilds an error from its text and its attributes, so that each of these has a default.
-    def __init__(
-        self,
-        message: str,
-        *,
-        run_id: str = "",
-        ordinal: int = 0,
-        explorer: str = "",
-        reason: str = "",
-        in_a_row: int = 1,
-    ) -> None:
-        super().__init__(message)
-        self.run_id, self.ordinal, self.explorer = run_id, ordinal, explorer
-        self.reason, self.in_a_row = reason, in_a_row
+    run_id: str
+    ordinal: int
+    reason: str
+    in_a_row: int = 1
+    attempts: int = 1
+    text = "run {run_id}: {_prompts} {attempts} attempts, the last one: {reason}"
 
-    @classmethod
-    def create(
-        cls, *, run_id: str, ordinal: int, explorer: str, reason: str, in_a_row: int
-    ) -> RewardsFailed:
-        """Return the error with its text."""
-        reason = " ".join(reason.split()).rstrip(".")
-        name = explorer if explorer.isprintable() else repr(explorer)
-        rewards = f"the reward of question {ordinal} failed"
-        if in_a_row > 1:
-            rewards = f"the rewards of {in_a_row} requests in a row failed, the last one of "
-            rewards += f"question {ordinal}"
-        message = (
-            f"run {run_id}: {rewards} on {name or 'an explorer'}: {reason} (see "
-            f"its traceback with trinity-events explain {run_id}): mend the reward and resume the "
-            "run, or choose drop_group or score in rewards.on_error for single errors"
+    @property
+    def _prompts(self) -> str:
+        if self.in_a_row > 1:
+            return f"{self.in_a_row} prompts in a row failed in each of"
+        return f"question {self.ordinal} failed in each of"
+
+
+class RewardsFailed(RolloutsFailed):
+    """The reward of a prompt failed, or rewards failed in a row.
+
+    Attributes:
+        explorer: Explorer that could not judge its answers.
+    """
+
+    explorer: str = ""
+    text = (
+        "run {run_id}: {_rewards} on {_explorer}: {_reason} (see its traceback with trinity-events "
+        "explain {run_id}): mend the reward and resume the run, or choose drop_group or score in "
+        "rewards.on_error for single errors"
+    )
+
+    @property
+    def _rewards(self) -> str:
+        if self.in_a_row == 1:
+            return f"the reward of question {self.ordinal} failed"
+        return (
+            f"the rewards of {self.in_a_row} requests in a row failed, the last one of question "
+            f"{self.ordinal}"
         )
-        return cls(
-            message,
-            run_id=run_id,
-            ordinal=ordinal,
-            explorer=explorer,
-            reason=reason,
-            in_a_row=in_a_row,
+
+    @property
+    def _explorer(self) -> str:
+        name = self.explorer if self.explorer.isprintable() else repr(self.explorer)
+        return name or "an explorer"
+
+    @property
+    def _reason(self) -> str:
+        return " ".join(self.reason.split()).rstrip(".")
+
+
+class DispatchMisused(TrinityError):
+    """A step's groups were asked for before any were dispatched, or too many of them.
+
+    Attributes:
+        run_id: The run.
+        count: Number of the groups; None before any were dispatched.
+        window: Number of ordinals that are open at most.
+    """
+
+    run_id: str
+    count: int | None = None
+    window: int = 0
+
+    def __str__(self) -> str:
+        if self.count is None:
+            return (
+                f"run {self.run_id} asked for no rollouts yet: call dispatch before take, which "
+                "names the weight version that may serve them"
+            )
+        return (
+            f"a step of {self.count} groups cannot be taken: the window is {self.window} ordinals, "
+            "so take at least 1 and at most so many"
         )
 
 
@@ -340,7 +367,11 @@ class RolloutDispatcher:
                 if not self.exclusions.names:
                     raise
                 raise ExplorersExcluded(
-                    str(error), run_id=self.settings.run_id, explorers=self.exclusions.all
+                    error.missing,
+                    error.deadline,
+                    error.reason,
+                    run_id=self.settings.run_id,
+                    exclusions=tuple(self.exclusions.all),
                 ) from None
 
     async def _take(
@@ -455,7 +486,7 @@ class RolloutDispatcher:
             LedgerError: Another step was trained last.
         """
         if self._step not in (None, step):
-            raise LedgerError(f"the ledger is that of step {self._step}, not of step {step}")
+            raise LedgerError("step", step, actual=self._step)
         return replace(self._logged_ledger, step=step)
 
     @property
@@ -552,13 +583,15 @@ class RolloutDispatcher:
         reason = self._last_failure if due.reason == "failed" else due.reason
         if not self.settings.may_drop:
             raise RolloutsFailed(
-                f"run {self.settings.run_id}: question {due.ordinal} failed in each of "
-                f"{self.settings.max_attempts} attempts, the last one: {reason}"
+                self.settings.run_id, due.ordinal, reason, attempts=self.settings.max_attempts
             )
         if self._failed_in_a_row >= max(self.settings.prompts_per_step, _FAILED_IN_A_ROW):
             raise RolloutsFailed(
-                f"run {self.settings.run_id}: {self._failed_in_a_row} prompts in a row failed in "
-                f"each of {self.settings.max_attempts} attempts, the last one: {reason}"
+                self.settings.run_id,
+                due.ordinal,
+                reason,
+                self._failed_in_a_row,
+                self.settings.max_attempts,
             )
 
     async def _ask_again(self, wait: Deadline, again: Iterable[ReissueCandidate]) -> None:
@@ -620,10 +653,7 @@ class RolloutDispatcher:
 
     def _needed_versions(self) -> Versions:
         if self._newest is None:
-            raise TrinityError(
-                f"run {self.settings.run_id} asked for no rollouts yet: call dispatch before take, "
-                "which names the weight version that may serve them"
-            )
+            raise DispatchMisused(self.settings.run_id)
         return self._newest
 
     # --- answers -----------------------------------------------------------------------------
@@ -691,7 +721,7 @@ class RolloutDispatcher:
         is_final = failed.error is not None and self.settings.on_reward_error == "fail"
         if not of_reward or not (is_final or (streaks is not None and streaks.ends_run)):
             return None
-        return RewardsFailed.create(
+        return RewardsFailed(
             run_id=self.settings.run_id,
             ordinal=ordinal,
             explorer=failed.explorer,
@@ -778,7 +808,4 @@ class RolloutDispatcher:
 
     def _check_count(self, count: int) -> None:
         if not 1 <= count <= self.settings.window:
-            raise TrinityError(
-                f"a step of {count} groups cannot be taken: the window is {self.settings.window} "
-                "ordinals, so take at least 1 and at most so many"
-            )
+            raise DispatchMisused(self.settings.run_id, count, self.settings.window)

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import field
 
 from trinity_schemas import ExplorerExcluded
 
@@ -31,21 +32,29 @@ class ExplorersExcluded(DeadlineExceeded):
 
     Attributes:
         run_id: The run.
-        explorers: Names of the excluded explorers, in the order of their exclusions.
+        exclusions: Exclusions of the explorers, in their order.
     """
 
-    def __init__(
-        self, message: str, *, run_id: str = "", explorers: Sequence[ExplorerExcluded] = ()
-    ) -> None:
-        self.run_id = run_id
-        self.explorers = tuple(exclusion.explorer for exclusion in explorers)
+    run_id: str = field(kw_only=True)
+    exclusions: tuple[ExplorerExcluded, ...] = field(kw_only=True)
+    text = (
+        f"{DeadlineExceeded.text}; {{_named}}: start other explorers, or mend these and resume the "
+        "run"
+    )
+
+    @property
+    def explorers(self) -> tuple[str, ...]:
+        """Names of the excluded explorers."""
+        return tuple(exclusion.explorer for exclusion in self.exclusions)
+
+    @property
+    def _named(self) -> str:
         named = "; ".join(
-            format_exclusion(exclusion.explorer, exclusion) for exclusion in explorers[:_NAMED]
+            format_exclusion(exclusion.explorer, exclusion)
+            for exclusion in self.exclusions[:_NAMED]
         )
-        unnamed = len(explorers) - _NAMED
-        more = f"; {unnamed} further explorers are excluded" if unnamed > 0 else ""
-        way_out = "start other explorers, or mend these and resume the run"
-        super().__init__(f"{message}; {named}{more}: {way_out}" if explorers else message)
+        unnamed = len(self.exclusions) - _NAMED
+        return f"{named}; {unnamed} further explorers are excluded" if unnamed > 0 else named
 
 
 class Exclusions:

@@ -13,7 +13,7 @@ import redis.asyncio
 from trinity_schemas import MAX_EVENT_BYTES, RunKeys
 from trinity_schemas.identity import LONGEST_NAME
 
-from ..errors import LogExhausted, LogLost, StaleEpoch
+from ..errors import EpochLost, LogExhausted, StaleEpoch
 from ..log.redis.key_errors import is_exhausted, wrong_type
 from ..log.redis.scripts import Scripts
 from ..server import Deadline
@@ -279,14 +279,8 @@ class RolloutStreams:
             return None
         epoch = int(present.split()[0])
         if epoch > self.epoch:
-            return StaleEpoch(
-                f"run {self.run_id} was opened anew as epoch {epoch}: this process is of epoch "
-                f"{self.epoch}, and ends"
-            )
-        return LogLost(
-            f"the server holds epoch {epoch} of run {self.run_id}, and this process is of epoch "
-            f"{self.epoch}: the server lost data, so open the run anew"
-        )
+            return StaleEpoch(self.run_id, self.epoch, epoch)
+        return EpochLost(self.run_id, self.epoch, epoch)
 
 
 async def _unless_exhausted(question: Callable[[], Awaitable[T]]) -> T:
@@ -296,10 +290,7 @@ async def _unless_exhausted(question: Callable[[], Awaitable[T]]) -> T:
     except redis.ResponseError as error:
         if not is_exhausted(error):
             raise
-        raise LogExhausted(
-            "the stream of answers takes no more entries, since a writer gave one an id past year "
-            "9999: the trainer mends it when it takes its next step"
-        ) from None
+        raise LogExhausted("the stream of answers", "trainer") from None
 
 
 def _explorer_name(member: bytes) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import redis
 from redis.exceptions import AuthorizationError
 
@@ -20,12 +22,5 @@ def permission_error(error: BaseException, url: str | None = None) -> Permission
     ):
         return None
     where = "the server" if url is None else f"the server at {redacted(url)}"
-    if isinstance(error, _REFUSED[:2]):
-        return PermissionDenied(
-            f"{where} does not know this user ({error}): give user and password in the URL, as "
-            "in redis://USER:PASSWORD@HOST:PORT, and see docs/security.md for the users there are"
-        )
-    return PermissionDenied(
-        f"{where} does not allow this: {error}; use the user of this role, whose rules "
-        "are in docs/security.md, or give this one what it lacks"
-    )
+    fault: Literal["user", "command"] = "user" if isinstance(error, _REFUSED[:2]) else "command"
+    return PermissionDenied(str(error), fault, where)

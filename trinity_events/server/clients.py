@@ -107,16 +107,10 @@ def _async_retry(retry: bool) -> AsyncRetry:
 
 def _check(url: ServerUrl) -> None:
     if url.url.startswith("unix:"):
-        raise InvalidUrl(
-            f"{redacted(url.url)} is a node of a cluster, whose clients reach it by "
-            "redis://HOST:PORT alone"
-        )
+        raise InvalidUrl(redacted(url.url), "cluster socket")
     parse: Any = redis.connection.parse_url
     if database := parse(url.url).get("db"):
-        raise InvalidUrl(
-            f"{redacted(url.url)} names database {database}, but a cluster has no databases: "
-            "leave it out"
-        )
+        raise InvalidUrl(redacted(url.url), "cluster database", option=str(database))
 
 
 def address_of(client: Any) -> str:

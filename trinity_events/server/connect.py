@@ -133,10 +133,7 @@ def check_server(url: str, setting: ServerSetting, info: dict[str, Any]) -> None
     """Raise ServerTooOld if the server is older than 7.0."""
     version = str(info.get("redis_version", "0"))
     if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < OLDEST_SERVER:
-        raise ServerTooOld(
-            f"the server at {redacted(url)} is version {version}, but 7.0 or newer is needed: "
-            f"upgrade it, or {setting.way_out}"
-        )
+        raise ServerTooOld(redacted(url), version, way_out=setting.way_out)
 
 
 def _is_cluster(info: Any) -> bool:
@@ -147,8 +144,5 @@ def _refused(url: str, setting: ServerSetting, error: BaseException) -> TrinityE
     if (refused := permission_error(error, url)) is not None:
         return refused
     if is_reply(error):
-        return ServerRefuses(f"the server at {redacted(url)} refuses to work ({reply_text(error)})")
-    return ServerUnreachable(
-        f"no Redis server answers at {redacted(url)} ({str(error).rstrip('.')}): "
-        f"start one there, or {setting.way_out}"
-    )
+        return ServerRefuses(redacted(url), reply_text(error), setting.way_out)
+    return ServerUnreachable(redacted(url), str(error).rstrip("."), setting.way_out)

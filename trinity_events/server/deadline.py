@@ -36,7 +36,7 @@ class Deadline:
     def __init__(self, deadline: float | None, missing: str, advice: str = "") -> None:
         self._deadline = math.inf if deadline is None else deadline
         self.missing = missing
-        self._advice = f": {advice}" if advice else ""
+        self._advice = advice
         self.faults = 0
         """Number of failed requests to the server."""
         self.renew()
@@ -50,16 +50,15 @@ class Deadline:
         """Return the seconds left. Raises DeadlineExceeded if there are none."""
         remaining = self._give_up - anyio.current_time()
         if remaining <= 0:
-            why = self.why() or self._advice
-            raise DeadlineExceeded(f"{self.missing} within {self._deadline:g} s{why}")
+            raise DeadlineExceeded(self.missing, self._deadline, self.why() or self._advice)
         return remaining
 
     def why(self) -> str:
-        """Return the last connection error as the end of a sentence; empty without one."""
+        """Return the last connection error as a clause; empty without one."""
         if self._fault is None:
             return ""
         verb = "refuses" if is_reply(self._fault) else "does not answer"
-        return f": the server {verb} ({reply_text(self._fault)})"
+        return f"the server {verb} ({reply_text(self._fault)})"
 
     async def ask(self, question: Callable[[], Awaitable[T]]) -> T:
         """Return the answer of a server; retry while the server is away."""

@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 import redis
 
-from ..errors import ServerUnreachable
+from ..errors import EmbeddedServerUnusable, ServerUnreachable
 from ..log.redis.error_replies import is_reply
 from ..system.file_locks import LockHeld, lock
 from .binary import choose_binary
@@ -121,9 +121,8 @@ class EmbeddedServer:
             # Opened for reading too: NFS grants no shared lock on a write-only file.
             users = open_private(self.data / "users.lock")
         except OSError as error:
-            raise ServerUnreachable(
-                f"the embedded server cannot keep its data in {self.home} ({error.strerror}): "
-                "set TRINITY_HOME to one that can be written, or name a server with --redis-url"
+            raise EmbeddedServerUnusable(
+                str(self.home), error.strerror or str(error), fault="home"
             ) from None
         with users:
             with self._deciding():
@@ -149,11 +148,7 @@ class EmbeddedServer:
                 if unused(users):
                     self._listen(client, port)
                 elif (there := int(client.config_get("port")["port"])) != port:
-                    raise ServerUnreachable(
-                        f"the embedded server of {self.home} listens on port {there} for another "
-                        "serve, and has one port at most: use that port, or end the other serve, "
-                        "or set TRINITY_HOME to another folder"
-                    )
+                    raise EmbeddedServerUnusable(str(there), fault="other port", folder=self.home)
                 self._lock(users, fcntl.LOCK_SH)
             try:
                 yield f"redis://127.0.0.1:{port}"
@@ -172,10 +167,7 @@ class EmbeddedServer:
         try:
             client.config_set("port", port)
         except redis.ResponseError as error:
-            raise ServerUnreachable(
-                f"the embedded server cannot listen on port {port} ({error}): "
-                "choose another with --port"
-            ) from None
+            raise EmbeddedServerUnusable(str(port), str(error), fault="port") from None
 
     @contextmanager
     def _deciding(self) -> Iterator[None]:
@@ -203,10 +195,7 @@ class EmbeddedServer:
         try:
             lock(file.fileno(), Path(file.name), how)
         except LockHeld as error:
-            raise ServerUnreachable(
-                f"the embedded server cannot be used: {error}; end it, or set TRINITY_HOME to "
-                "another folder"
-            ) from None
+            raise EmbeddedServerUnusable(file.name, str(error), fault="lock") from None
 
     def _answers(self) -> bool:
         """Return True if a server listens, also if it answers an error or nothing.
@@ -246,20 +235,18 @@ class EmbeddedServer:
             if self._answers():
                 return False
             if time.monotonic() > give_up:
-                raise ServerUnreachable(
-                    f"an embedded server {self._who()}keeps its data in {self.data}, but does not "
-                    f"answer at {self.socket}: its socket was removed, or it runs on another host "
-                    "that shares this folder; end it, or set TRINITY_HOME to another folder"
+                raise EmbeddedServerUnusable(
+                    str(self.socket), fault="silent", process=self._process(), folder=self.data
                 )
             time.sleep(0.02)
         return True
 
-    def _who(self) -> str:
-        """Return the process of the server, for a message."""
+    def _process(self) -> int | None:
+        """Return the process of the server, if its file has it."""
         try:
-            return f"(process {int((self.data / PID_FILE).read_text())}) "
+            return int((self.data / PID_FILE).read_text())
         except (OSError, ValueError):
-            return ""
+            return None
 
     def _place_socket(self) -> None:
         """Make a socket folder that other users cannot write to, and link it in the home.
@@ -269,9 +256,8 @@ class EmbeddedServer:
         try:
             self._make_place()
         except OSError as error:
-            raise ServerUnreachable(
-                f"the embedded server cannot listen at {self.socket} ({error.strerror}): set "
-                "TRINITY_HOME to another folder, or name a server with --redis-url"
+            raise EmbeddedServerUnusable(
+                str(self.socket), error.strerror or str(error), fault="socket"
             ) from None
 
     def _make_place(self) -> None:
@@ -281,11 +267,7 @@ class EmbeddedServer:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = folder.lstat()
             if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
-                raise ServerUnreachable(
-                    f"{folder}, where the embedded server's socket would be, can be used by "
-                    "others: remove it, or set TMPDIR to a folder of your own, or TRINITY_HOME to "
-                    "one with a shorter path"
-                )
+                raise EmbeddedServerUnusable(str(folder), fault="shared")
             self._elsewhere.symlink_to(self._temporary)
         self.socket.unlink(missing_ok=True)
 
@@ -316,10 +298,8 @@ class EmbeddedServer:
         lives.close()  # so that the server alone holds it
         if started.returncode != 0 or not self._comes_up():
             log_text = self._logged_since(logged)
-            raise ServerUnreachable(
-                f"the embedded server {binary.path} did not start: "
-                f"{explain_failure(binary, self.data, log_text)}"
-            )
+            reason = explain_failure(binary, self.data, log_text)
+            raise EmbeddedServerUnusable(str(binary.path), reason, fault="start", folder=self.data)
 
     def _comes_up(self) -> bool:
         """Wait until the server has read its data; return False if it ends or does not answer."""

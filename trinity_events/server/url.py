@@ -83,20 +83,14 @@ def parse(url: str) -> ServerUrl:
     except ValueError:
         wrong = True
     if wrong:
-        raise InvalidUrl(
-            f"{redacted(url)!r} is not the URL of a Redis server: use redis://HOST:PORT, "
-            "rediss://HOST:PORT, unix:///PATH or redis+cluster://HOST:PORT,HOST:PORT"
-        )
+        raise InvalidUrl(redacted(url), "form")
     options = parse_qsl(parts.query)
     _check_options(url, parts.query)
     _check_database(url, parts.path if scheme != "unix" else "", dict(options))
     try:
         redis.ConnectionPool.from_url(plain).make_connection()  # connects to nothing
     except (TypeError, ValueError) as error:
-        raise InvalidUrl(
-            f"{redacted(url)} has an option that is unknown or wrong ({error}): "
-            "leave it out, or see the options of TLS in docs/security.md"
-        ) from None
+        raise InvalidUrl(redacted(url), "library", reason=str(error)) from None
     _check_files(url, dict(options))
     return ServerUrl(plain, cluster, more)
 
@@ -140,10 +134,7 @@ def _is_unencoded(url: str) -> bool:
 def _refuse_unencoded(url: str) -> None:
     """Raise InvalidUrl if the client library would take a part of a password for the host."""
     if "://" in url and _is_unencoded(url):
-        raise InvalidUrl(
-            f"{redacted(url)} has a /, ?, # or @ in its password, user or options that is not "
-            "encoded: percent-encode them there, as %2F, %3F, %23 and %40"
-        )
+        raise InvalidUrl(redacted(url), "encoding")
 
 
 def _check_options(url: str, query: str) -> None:
@@ -152,11 +143,10 @@ def _check_options(url: str, query: str) -> None:
         name, equals, value = option.partition("=")
         if equals and value and unquote(name) in _OPTIONS:
             continue
-        what = f"{unquote(name)!r} may not be set here" if equals and value else "it has no value"
-        raise InvalidUrl(
-            f"{redacted(url)} has an option that is unknown or wrong ({what}): "
-            f"leave it out; those that may be set are {', '.join(sorted(_OPTIONS))}"
-        )
+        allowed = tuple(sorted(_OPTIONS))
+        if equals and value:
+            raise InvalidUrl(redacted(url), "option", option=unquote(name), allowed=allowed)
+        raise InvalidUrl(redacted(url), "no value", allowed=allowed)  # a name may be a secret
 
 
 def _check_database(url: str, path: str, options: dict[str, str]) -> None:
@@ -166,10 +156,7 @@ def _check_database(url: str, path: str, options: dict[str, str]) -> None:
     if number is not None:
         wrong = wrong or path.strip("/") != "" or not (number.isascii() and number.isdigit())
     if wrong:
-        raise InvalidUrl(
-            f"{redacted(url)} has an option that is unknown or wrong (its database is no number): "
-            "name one database by its number, as in redis://HOST:PORT/0, or none"
-        )
+        raise InvalidUrl(redacted(url), "database")
 
 
 def _check_files(url: str, options: dict[str, str]) -> None:
@@ -185,9 +172,9 @@ def _check_files(url: str, options: dict[str, str]) -> None:
                     **{_OF_AUTHORITIES[option]: path}
                 )
         except OSError as error:
+            reason = error.strerror or str(error)
             raise InvalidUrl(
-                f"{path}, which {redacted(url)} names as {option}, cannot be used "
-                f"({error.strerror or error}): name one that can, and see docs/security.md"
+                redacted(url), "file", option=option, path=path, reason=reason
             ) from None
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import anyio
 
-from ..errors import LogLost
+from ..errors import EntriesLost
 from ..log import ORIGIN, EventLog, Stream, before, position
 
 CHECK_EVERY = 0.1
@@ -53,14 +54,14 @@ class StreamCursor:
             return
         first_retained = await self._log.first_retained_id(self._stream)
         if first_retained is not None and position(self.after) < position(before(first_retained)):
-            raise LogLost(self._trimmed(first_retained))
+            raise self._lost("trimmed", first_retained, before(first_retained))
         end = max(await self._log.last_id(self._stream), first_retained or ORIGIN, key=position)
         if position(end) < position(self.after) and not await self._is_in_another_stream():
-            raise LogLost(self._shortened(end))
+            raise self._lost("shortened", end)
         # Read again: of a stream that was trimmed to nothing, only `first_retained` has the last
         # entry.
         if self._read and self.after != first_retained and not await self._there():
-            raise LogLost(self._rewritten(end))
+            raise self._lost("rewritten", end)
 
     async def _is_in_another_stream(self) -> bool:
         """Return True if the position asked for is within another stream of the run.
@@ -77,28 +78,7 @@ class StreamCursor:
             )
         )
 
-    def _trimmed(self, first_retained: str) -> str:
-        return (
-            f"the {self._label} after {self.after} are no longer on the server, which has them "
-            f"from {first_retained} on: read them from the archive with: trinity-events replay "
-            f"{self._log.run_id}, or export; and subscribe from "
-            f'"{before(first_retained)}" for the rest'
-        )
-
-    def _shortened(self, end: str) -> str:
-        return (
-            f"the {self._label} end at {end}, before {self.after}, the position of this reader: "
-            "the server lost its data, or failed over to a replica that had less; "
-            f'subscribe again from "current", or from "{end}" for all that is new'
-        )
-
-    def _rewritten(self, end: str) -> str:
-        return (
-            f"the {self._label} go on to {end} without {self.after}, which was read: the server "
-            "failed over to a replica that had less, and new entries were written since; "
-            'subscribe again from "current", or from an earlier position for all that is new'
-        )
-
-    @property
-    def _label(self) -> str:
-        return f"{self._stream.value} of run {self._log.run_id}"
+    def _lost(
+        self, fault: Literal["trimmed", "shortened", "rewritten"], end: str, resume: str = ""
+    ) -> EntriesLost:
+        return EntriesLost(self._log.run_id, fault, self._stream.value, self.after, end, resume)

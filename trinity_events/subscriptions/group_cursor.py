@@ -51,11 +51,7 @@ class GroupCursor(Generic[E]):
         detached = await self._detached()
         if detached is not None and (lost := await self._lost(detached)) is not None:
             return lost
-        return GroupDetached(
-            f"consumer group {self._group} of run {self._run} is no longer on the server, and "
-            f"may have missed events after {self.last}: it was idle too long, a client destroyed "
-            "it, or the server lost its data; subscribe again to go on from its last position"
-        )
+        return GroupDetached(self._run, self._group, "gone", self.last)
 
     async def _beginning(self) -> str:
         log, stream = self._reading.log, self._reading.stream
@@ -88,28 +84,28 @@ class GroupCursor(Generic[E]):
         first_retained = await self._reading.log.first_retained_id(self._reading.stream)
         goes_on = _goes_on(detached)
         if first_retained is not None and position(goes_on) < position(before(first_retained)):
-            return self._detached_with(
-                detached,
-                f"and has lost the {self._reading.stream.value} after {goes_on} that are no longer "
-                f"on the server: read them with: trinity-events replay {self._run}, or export; and "
-                f'subscribe with start="{before(first_retained)}" to go on with what is left',
+            return GroupDetached(
+                self._run,
+                self._group,
+                "trimmed",
+                goes_on,
+                detached.idle,
+                detached.pending,
+                before(first_retained),
+                self._reading.stream.value,
             )
         if detached.pending and detached.oldest_pending is None:
-            return self._detached_with(
-                detached,
-                f'at or before {detached.position}: subscribe with start="{goes_on}" to go on '
-                "without them, or from an earlier position to be given them again",
+            return GroupDetached(
+                self._run,
+                self._group,
+                "pending",
+                detached.position,
+                detached.idle,
+                detached.pending,
+                goes_on,
+                self._reading.stream.value,
             )
         return None
-
-    def _detached_with(self, detached: DetachedConsumer, then: str) -> GroupDetached:
-        pending = f"with {detached.pending} entries that it never acknowledged " * bool(
-            detached.pending
-        )
-        return GroupDetached(
-            f"consumer group {self._group} of run {self._run} was detached after "
-            f"{detached.idle:g} s without a member, {pending}{then}"
-        )
 
     @property
     def _run(self) -> str:

@@ -50,7 +50,7 @@ class Subscription(Generic[E]):
         self._reading: SubscriptionContext[E] | None = None
 
     def fault(self) -> str:
-        """Return why the server could not be read, as the end of a sentence; empty if it could."""
+        """Return why the server could not be read, as a clause; empty if it could."""
         return "" if self._reading is None else self._reading.wait.why()
 
     async def __aenter__(self) -> Subscription[E]:

@@ -7,6 +7,8 @@ import os
 import time
 from pathlib import Path
 
+from ..errors import StructuredError
+
 LOCK_DEADLINE = 60.0
 """Longest wait for a lock, in seconds; to start or stop a server takes at most half of it."""
 _LONGEST_PAUSE = 0.1
@@ -21,8 +23,19 @@ def try_lock(descriptor: int, how: int = fcntl.LOCK_EX) -> bool:
     return True
 
 
-class LockHeld(OSError):
-    """A lock was not free within its deadline; the message names its holders."""
+class LockHeld(StructuredError, OSError):
+    """A lock was not free within its deadline.
+
+    Attributes:
+        path: File of the lock.
+        deadline: Seconds that were waited.
+        holders: Processes that hold it, as text.
+    """
+
+    path: Path
+    deadline: float
+    holders: str
+    text = "the lock {path} was not free for {deadline:g} s: it is held by {holders}"
 
 
 def lock(descriptor: int, path: Path, how: int = fcntl.LOCK_EX) -> None:
@@ -37,10 +50,7 @@ def lock(descriptor: int, path: Path, how: int = fcntl.LOCK_EX) -> None:
     pause = 0.002
     while not try_lock(descriptor, how):
         if time.monotonic() > give_up:
-            raise LockHeld(
-                f"the lock {path} was not free for {LOCK_DEADLINE:g} s: it is held by "
-                f"{_named(holders(descriptor, how))}"
-            )
+            raise LockHeld(path, LOCK_DEADLINE, _named(holders(descriptor, how)))
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
 

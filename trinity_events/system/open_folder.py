@@ -11,8 +11,9 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, ClassVar, Literal
 
+from ..errors import StructuredError
 from .file_locks import try_lock
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -20,8 +21,24 @@ _PART = ".part"
 """Suffix of unfinished files; their writer holds a lock on them as long as it lives."""
 
 
-class UnsafePath(OSError):
-    """A path leads out of its folder."""
+class UnsafePath(StructuredError, OSError):
+    """A path leads out of its folder, or is none.
+
+    Attributes:
+        path: The path.
+        fault: ``link`` if it is a link, ``invalid`` if it is no path, ``outside`` if it leads out.
+        folder: The folder.
+    """
+
+    path: str
+    fault: Literal["link", "invalid", "outside"]
+    folder: Path | None = None
+    texts: ClassVar = {
+        "link": "{path} is a link, which is not followed: put the folder itself in its place, or "
+        "remove the link",
+        "invalid": "path {path!r} is no path and is not used",
+        "outside": "path {path!r} leads out of {folder} and is not used",
+    }
 
 
 class OpenFolder:
@@ -77,10 +94,7 @@ class OpenFolder:
             return OpenFolder(os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=self.descriptor), path)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENOTDIR) and self.is_link(name):
-                raise UnsafePath(
-                    f"{path} is a link, which is not followed: put the folder itself in its place, "
-                    "or remove the link"
-                ) from None
+                raise UnsafePath(str(path), "link") from None
             raise
 
     def names(self) -> list[str]:
@@ -298,7 +312,7 @@ def _claimed(descriptor: int) -> bool:
 def parts_of(relative: str, folder: Path) -> list[str]:
     """Split a relative path into names. Raises UnsafePath if it may lead out of the folder."""
     if "\0" in relative:
-        raise UnsafePath(f"path {relative!r} is no path and is not used")
+        raise UnsafePath(relative, "invalid")
     names = relative.split("/")
     if any(name in ("", ".", "..") for name in names):
         raise leads_out(relative, folder)
@@ -307,4 +321,4 @@ def parts_of(relative: str, folder: Path) -> list[str]:
 
 def leads_out(relative: str, folder: Path) -> UnsafePath:
     """Make the error for a path that leads out of a folder."""
-    return UnsafePath(f"path {relative!r} leads out of {folder} and is not used")
+    return UnsafePath(relative, "outside", folder)

@@ -179,8 +179,9 @@ class Pipeline:
                 await self._turned.wait()
             return
         raise DeadlineExceeded(
-            f"the reducer of run {self.run_id} did not come to rest within {deadline:g} s: "
-            f"it was last idle at {self._idle_at}, and the log ends at {self.log.last_id_now()}"
+            f"the reducer of run {self.run_id} did not come to rest",
+            deadline,
+            f"it was last idle at {self._idle_at}, and the log ends at {self.log.last_id_now()}",
         )
 
     async def resume(self, step: int) -> int:

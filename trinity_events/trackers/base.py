@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Literal, Protocol
 
 from msgspec import Struct
 
@@ -14,7 +14,25 @@ from ..server import trinity_home
 
 
 class TrackerUnusable(TrinityError):
-    """A tracker that was asked for cannot be used."""
+    """A tracker that was asked for cannot be used.
+
+    Attributes:
+        tracker: Its name.
+        fault: ``unknown`` if there is none of this name, ``loading`` if it cannot be loaded,
+            ``server`` if its server or account cannot be used.
+        reason: Error, or the nearest names.
+        way_out: Advice for a server.
+    """
+
+    tracker: str
+    fault: Literal["unknown", "loading", "server"]
+    reason: str
+    way_out: str = ""
+    texts: ClassVar = {
+        "unknown": "there is no tracker {tracker}: {reason}",
+        "loading": "tracker {tracker} cannot be loaded: {reason}",
+        "server": "{tracker} cannot be used: {reason}: {way_out}",
+    }
 
 
 class TrackedRun(Struct, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import EntryPoint, entry_points
 
+from ..errors import PackageMissing
 from .base import OpenTracker, TrackedRun, Tracker, TrackerUnusable
 
 ENTRY_POINTS = "trinity_events.trackers"
@@ -53,10 +54,8 @@ def find_tracker(name: str) -> OpenTracker:
         opener: OpenTracker = point.load()
     except (ImportError, AttributeError) as error:
         if library is not None:
-            raise TrackerUnusable(
-                f"tracker {name} needs {library}: pip install {library}"
-            ) from None
-        raise TrackerUnusable(f"tracker {name} cannot be loaded: {error}") from None
+            raise PackageMissing(f"tracker {name}", library, library) from None
+        raise TrackerUnusable(name, "loading", str(error)) from None
     return opener
 
 
@@ -67,4 +66,4 @@ def _installed(name: str) -> EntryPoint:
     names = [*_OWN, *points]
     near = difflib.get_close_matches(name, names, 1)
     meant = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(sorted(names))}"
-    raise TrackerUnusable(f"there is no tracker {name}: {meant}")
+    raise TrackerUnusable(name, "unknown", meant)

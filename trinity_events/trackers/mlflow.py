@@ -37,9 +37,8 @@ class MLflow:
             tracked = self._get_or_create_run(run)
         except MlflowException as error:
             reason = str(error).splitlines()[0]
-            raise TrackerUnusable(
-                f"MLflow cannot be used: {reason}: set MLFLOW_TRACKING_URI to your server"
-            ) from None
+            way_out = "set MLFLOW_TRACKING_URI to your server"
+            raise TrackerUnusable("MLflow", "server", reason, way_out) from None
         self._id: str = tracked.info.run_id
         self._names = MetricNames("MLflow", _REFUSED_CHARACTERS)
 

@@ -29,10 +29,8 @@ class WeightsAndBiases:
                 settings=wandb.Settings(console="off", silent=True),
             )
         except (wandb.Error, OSError) as error:
-            raise TrackerUnusable(
-                f"Weights & Biases cannot be used: {error}: log in with `wandb login`, or set "
-                "WANDB_MODE=offline"
-            ) from None
+            way_out = "log in with `wandb login`, or set WANDB_MODE=offline"
+            raise TrackerUnusable("Weights & Biases", "server", str(error), way_out) from None
         self._run.define_metric("step")
         for group in GROUPS:
             self._run.define_metric(f"{group}/*", step_metric="step")

@@ -7,14 +7,10 @@ from typing import Any, BinaryIO
 
 from ..analysis.spans import Span
 from ..analysis.timeline import Moment, Part, Value
-from ..errors import TrinityError
+from ..errors import PackageMissing
 
 _SEQUENCE = 1
 _ROOT = 1
-
-
-class PerfettoMissing(TrinityError):
-    """The package perfetto is not installed."""
 
 
 class PerfettoTrace:
@@ -25,7 +21,7 @@ class PerfettoTrace:
         file: File that packets are written to, one by one.
 
     Raises:
-        PerfettoMissing: if the package perfetto is not installed.
+        PackageMissing: if the package perfetto is not installed.
     """
 
     def __init__(self, run_id: str, file: BinaryIO) -> None:
@@ -33,9 +29,7 @@ class PerfettoTrace:
             from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as protos
             from perfetto.trace_builder.proto_builder import StreamingTraceProtoBuilder
         except ImportError:
-            raise PerfettoMissing(
-                "a trace needs the package perfetto: pip install 'trinity-events[perfetto]'"
-            ) from None
+            raise PackageMissing("a trace", "perfetto", "trinity-events[perfetto]") from None
         self._event: Any = protos.TrackEvent
         self._builder = StreamingTraceProtoBuilder(file)
         self._tracks: dict[tuple[str, ...], int] = {}

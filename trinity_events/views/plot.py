@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
-from ..errors import TrinityError
+from ..errors import PackageMissing, TrinityError
 
 Points = Sequence[tuple[int, float]]
 """Steps and values, by step."""
@@ -15,7 +15,23 @@ _PANEL = (6.4, 2.6)
 
 
 class PlotUnusable(TrinityError):
-    """The picture cannot be drawn."""
+    """The picture cannot be drawn.
+
+    Attributes:
+        fault: ``none`` if the run has no metrics yet, ``metric`` if it has none of this name,
+            ``format`` if the file's format is unknown.
+        subject: The run, metric or file.
+        reason: Metrics that there are, or the error.
+    """
+
+    fault: Literal["none", "metric", "format"]
+    subject: str
+    reason: str = ""
+    texts: ClassVar = {
+        "none": "run {subject} has no metrics to draw yet",
+        "metric": "there are no metrics {subject}: this run has {reason}",
+        "format": "{subject}: {reason}",
+    }
 
 
 class Curves:
@@ -48,7 +64,7 @@ class Curves:
             ]
             if not ours:
                 available = ", ".join(sorted(self._points)) or "none"
-                raise PlotUnusable(f"there are no metrics {pattern}: this run has {available}")
+                raise PlotUnusable("metric", pattern, available)
             curves |= {name: sorted(self._points[name].items()) for name in sorted(ours)}
         return curves
 
@@ -62,12 +78,13 @@ def draw(title: str, curves: Mapping[str, Points], path: Path) -> None:
     """Draw one panel a metric, in two columns; the file's ending is its format.
 
     Raises:
-        PlotUnusable: Matplotlib is not installed, or does not know the file's format.
+        PackageMissing: Matplotlib is not installed.
+        PlotUnusable: It does not know the file's format.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise PlotUnusable("plot needs matplotlib: pip install matplotlib") from None
+        raise PackageMissing("plot", "matplotlib", "matplotlib") from None
     rows = -(-len(curves) // 2)
     figure = Figure(figsize=(2 * _PANEL[0], rows * _PANEL[1] + 0.6), layout="constrained")
     figure.suptitle(title)
@@ -83,4 +100,4 @@ def draw(title: str, curves: Mapping[str, Points], path: Path) -> None:
     try:
         figure.savefig(path)
     except ValueError as error:
-        raise PlotUnusable(f"{path}: {error}") from None
+        raise PlotUnusable("format", str(path), str(error)) from None

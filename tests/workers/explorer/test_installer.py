@@ -1,5 +1,6 @@
 """The installer keeps an engine on the newest version, whatever befalls the versions."""
 
+import re
 import secrets
 from contextlib import asynccontextmanager, closing
 from types import SimpleNamespace
@@ -7,6 +8,8 @@ from types import SimpleNamespace
 import anyio
 import anyio.to_thread
 import pytest
+
+from tests.support.errors import raises
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -243,16 +246,17 @@ async def test_the_error_after_the_deadline_says_what_was_wrong_with_the_last_ve
     spoil(config, 0, how)
     async with explorer_of(config) as explorer:
         await explorer.versions.wait(0, deadline=PATIENCE)
-        with pytest.raises(
-            DeadlineExceeded, match=r"newest: of step 0.*the last one failed: chunk 0"
-        ) as caught:
+        with raises(DeadlineExceeded, missing=re.compile("weights of step 0 ")) as caught:
             await explorer.impatient.refresh(0)
     assert isinstance(caught.value.__cause__, cause)
+    assert str(caught.value.__cause__) in caught.value.reason
 
 
 async def test_the_error_after_the_deadline_says_that_no_version_came(config):
     async with explorer_of(config) as explorer:
-        with pytest.raises(DeadlineExceeded, match=r"weights of step 3 .* \(newest: none\)"):
+        with raises(
+            DeadlineExceeded, missing=re.compile("weights of step 3 "), reason=re.compile("none")
+        ):
             await explorer.impatient.refresh(3)
 
 

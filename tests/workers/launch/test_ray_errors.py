@@ -25,7 +25,9 @@ def nested_error(cause):
     return ray.RayTaskError("outer", "another\n" * 40, inner).as_instanceof_cause()
 
 
-@pytest.mark.parametrize("cause", [DeadlineExceeded("no weights"), redis.ConnectionError("gone")])
+@pytest.mark.parametrize(
+    "cause", [DeadlineExceeded("no weights came", 1.0), redis.ConnectionError("gone")]
+)
 def test_what_fails_for_a_known_reason_is_that_error_itself(cause):
     error = format_ray_error(nested_error(cause))
     assert type(error) is type(cause)

@@ -160,7 +160,7 @@ def test_the_command_that_goes_on_resumes_from_the_newest_checkpoint(run_id):
 
 def test_a_command_that_would_fail_again_is_not_what_goes_on(run_id, tmp_path):
     command = f"trinity-events train run.yaml --run {run_id}"
-    for error in (None, DeadlineExceeded("no answer"), ValueError("a defect")):
+    for error in (None, DeadlineExceeded("no answer came", 1.0), ValueError("a defect")):
         assert next_command(command, error) == command
     for older in (
         CheckpointMissing(run_id, 6, "it is gone", 4),

@@ -1,5 +1,6 @@
 """The processes of a run while their server is away, and a reducer that ends."""
 
+import re
 import sys
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, suppress
 from functools import partial
@@ -9,6 +10,8 @@ import anyio
 import anyio.to_thread
 import pytest
 from msgspec import structs
+
+from tests.support.errors import raises
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -215,7 +218,9 @@ async def test_a_server_that_stays_away_is_named_as_the_cause_that_no_run_was_fo
         async with epochs.listening():
             server.kill()
             await until(run.fault)
-            with pytest.raises(RunNotFound, match=r"within 0.3 s: the server does not answer \(E"):
+            with raises(
+                RunNotFound, fault="not opened", deadline=0.3, way_out=re.compile(r"answer \(E")
+            ):
                 await epochs.opened(0.3)
 
 

@@ -87,11 +87,11 @@ def _restore_ledger(state: MonitorState, event: LedgerRestored) -> Ledger:
     """Return the ledger of an event. Raises LedgerError if the run cannot continue with it."""
     ledger, resumed = event.ledger, lineage_spans(state)[-1].first
     if state.ledger is not None:
-        raise LedgerError("the epoch has a ledger already")
+        raise LedgerError("second", ledger.step)
     if ledger.step != resumed:
-        raise LedgerError(f"a ledger of step {ledger.step}, and the run goes on from {resumed}")
+        raise LedgerError("lineage", ledger.step, expected=resumed)
     if ledger.digest != event.digest:
-        raise LedgerError("a ledger that differs from its digest")
+        raise LedgerError("digest", ledger.step)
     return Ledger.restored(ledger)
 
 

@@ -31,7 +31,7 @@ from ..base import EventLog
 from ..redis.error_replies import reply_text
 from ..redis.event_log import RedisEventLog
 from ..redis.run_index import add_run
-from ..retry import backoff_delays, is_transient
+from ..retry import SLOW, backoff_delays, is_transient
 from .publisher import EnvelopeFactory, new_producer
 
 T = TypeVar("T")
@@ -73,19 +73,20 @@ class AsyncPublisher:
             ContractError: if the event breaks the contract.
         """
         give_up = time.monotonic() + self._deadline
-        what = f"{event_tag(event)} of run {self.log.run_id} was not published"
+        run_id = self.log.run_id
+        what = f"{event_tag(event)} of run {run_id} was not published"
         async with self._lock:
             if time.monotonic() >= give_up:
-                raise PublishError(f"{what}: what was published before it took too long")
+                raise PublishError(run_id, what, "what was published before it took too long")
             payload = self._stamp.next(event)
             try:
                 return await _within(
-                    self._deadline, lambda: self._append(payload), what, give_up=give_up
+                    give_up, lambda: self._append(payload), run_id, what, deadline=self._deadline
                 )
             except (redis.RedisError, OSError, KeyConflict) as error:
                 # Refused, so not in the log. After a lost connection it may be: keep the number.
                 self._stamp.undo()
-                raise PublishError(f"{what}: {reply_text(error)}") from error
+                raise PublishError(run_id, what, reply_text(error)) from error
 
 
 class Resumption(Struct, frozen=True, kw_only=True):
@@ -148,20 +149,17 @@ async def open_run(  # noqa: PLR0913  # what an opening event has, each by its n
         )
     opening = opening_envelope(run_id, event)
     give_up = time.monotonic() + deadline
-    what = f"run {run_id} was not opened"
 
     async def patiently(step: Callable[[], Awaitable[T]]) -> T:
-        return await _within(deadline, step, what, give_up=give_up)
+        what = f"run {run_id} was not opened"
+        return await _within(give_up, step, run_id, what, deadline=deadline)
 
     try:
         await patiently(lambda: add_run(client, run_id))
         epoch = await patiently(lambda: log.open_epoch(opening, above=above))
         await patiently(lambda: add_run(client, run_id))
     except (redis.AuthenticationError, redis.exceptions.NoPermissionError) as error:
-        raise PermissionDenied(
-            f"{what}: the server's access rules refuse this user ({error}): "
-            "name a user with the rights of a trainer in the URL"
-        ) from error
+        raise PermissionDenied(str(error), "opening", run_id=run_id) from error
     return epoch
 
 
@@ -176,7 +174,7 @@ def opening_envelope(run_id: str, event: Event) -> Callable[[int], bytes]:
 
 
 async def _within(
-    deadline: float, step: Callable[[], Awaitable[T]], what: str, *, give_up: float
+    give_up: float, step: Callable[[], Awaitable[T]], run_id: str, what: str, *, deadline: float
 ) -> T:
     """Return the result of a request; retry it while its error is transient.
 
@@ -190,12 +188,12 @@ async def _within(
             except Exception as error:
                 if not is_transient(error):
                     if fault is not None:  # an earlier attempt may have been done
-                        raise PublishError(f"{what}: {reply_text(error)}") from error
+                        raise PublishError(run_id, what, reply_text(error)) from error
                     raise
                 fault = error
         remaining = give_up - time.monotonic()
         if remaining <= 0:
             break
         await anyio.sleep(min(pause, remaining))
-    why = "it is slow" if fault is None else reply_text(fault)
-    raise PublishError(f"{what}: the server did not take it within {deadline:g} s: {why}")
+    why = SLOW if fault is None else reply_text(fault)
+    raise PublishError(run_id, what, why, deadline)

@@ -19,18 +19,18 @@ class MetricRefused(TrinityError):
         types: Name of the type of each refused metric.
     """
 
-    def __init__(
-        self, message: str, *, step: int = 0, types: Mapping[str, str] | None = None
-    ) -> None:
-        self.step = step
-        self.types = dict(types or {})
+    step: int
+    types: Mapping[str, str]
+    text = (
+        "step {step} was published without {_named}: a metric is one number, so give a number or "
+        "leave it out"
+    )
+
+    @property
+    def _named(self) -> str:
         named = ", ".join(f"{name!r} ({kind})" for name, kind in list(self.types.items())[:_NAMED])
-        more = f" and {len(self.types) - _NAMED} more" if len(self.types) > _NAMED else ""
-        super().__init__(
-            f"{message} {named}{more}: a metric is one number, so give a number or leave it out"
-            if self.types
-            else message
-        )
+        unnamed = len(self.types) - _NAMED
+        return f"{named} and {unnamed} more" if unnamed > 0 else named
 
 
 def split_metrics(metrics: Mapping[str, object] | None) -> tuple[dict[str, float], dict[str, str]]:
@@ -53,7 +53,7 @@ def split_metrics(metrics: Mapping[str, object] | None) -> tuple[dict[str, float
 def check_metrics(step: int, refused: Mapping[str, str]) -> None:
     """Raise MetricRefused, after the step was published, if some of its metrics are no numbers."""
     if refused:
-        raise MetricRefused(f"step {step} was published without", step=step, types=refused)
+        raise MetricRefused(step, refused)
 
 
 def _number(value: object) -> float | None:

@@ -34,10 +34,10 @@ from trinity_schemas.envelope import FIRST_VERSION, MEANING_SINCE
 from trinity_schemas.trace_context import trace_of
 
 from ...diagnostics.waits import WaitReporter
-from ...errors import BufferFull, PublishError
+from ...errors import BufferFull, EventsMissing, PublishError
 from ..redis.error_replies import reply_text
 from ..redis.sync_log import SyncEventLog
-from ..retry import backoff_delays, is_transient
+from ..retry import SLOW, backoff_delays, is_transient
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,9 @@ CAPACITY_BYTES = 16 << 20
 """Bytes of those events at most."""
 LONGEST_PAUSE = 1.0
 """Maximum seconds between two attempts to reach a server."""
+CLOSED = "its publisher was closed"
+EXITING = "this process ends, and can start no thread"
+"""Reasons not to publish an event."""
 EXIT_DEADLINE = 5.0
 """Seconds that an exiting process waits for the events that its publishers still buffer."""
 
@@ -235,7 +238,7 @@ class Publisher:
         self._check_process()
         with self._changed:
             if self._closed:
-                raise self._not_taken(event, "its publisher was closed")
+                raise self._not_taken(event, CLOSED)
             if self._is_refused:
                 raise self._not_taken(event, f"the server refuses this user: {self._why}")
             payload = self._stamp.next(event)
@@ -263,14 +266,8 @@ class Publisher:
             )
             missing = until - self._outbox.confirmed
             if missing > 0:
-                how = f"did not take them within {deadline:.3g} s"
-                if self._is_refused:
-                    how = "refuses them"
-                which = "1 event is" if missing == 1 else f"{missing} events are"
-                raise PublishError(
-                    f"in run {self.run_id}, {which} not in the log, since the server {how}: "
-                    f"{self._why}"
-                )
+                waited = None if self._is_refused else deadline
+                raise EventsMissing(self.run_id, self._why, waited, count=missing)
 
     def close(self, deadline: float = 5.0) -> None:
         """Flush, and end the sending thread; the log stays open. Raises as :meth:`flush`.
@@ -295,10 +292,7 @@ class Publisher:
         if self._thread is None:  # before the put: an event that cannot be sent is not taken
             self._thread = self._start_sender(event)
         if not self._outbox.put(payload):
-            raise BufferFull(
-                f"{event_tag(event)} of run {self.run_id} was not published: {self.backlog} "
-                f"events wait for the server already, which fills the buffer: {self._why}"
-            )
+            raise BufferFull(self.run_id, self._format(event), self._why, backlog=self.backlog)
         self._changed.notify_all()
 
     def _start_sender(self, event: Event) -> threading.Thread:
@@ -314,7 +308,7 @@ class Publisher:
                 raise RuntimeError
             thread.start()
         except RuntimeError:
-            raise self._not_taken(event, "this process ends, and can start no thread") from None
+            raise self._not_taken(event, EXITING) from None
         return thread
 
     def _send(self) -> bool:
@@ -375,16 +369,21 @@ class Publisher:
 
     @property
     def _why(self) -> str:
-        return "it is slow" if self._fault is None else reply_text(self._fault) or repr(self._fault)
+        return SLOW if self._fault is None else reply_text(self._fault) or repr(self._fault)
 
     def _not_taken(self, event: Event, why: str) -> PublishError:
-        return PublishError(f"{event_tag(event)} of run {self.run_id} was not published: {why}")
+        return PublishError(self.run_id, self._format(event), why)
+
+    def _format(self, event: Event) -> str:
+        return f"{event_tag(event)} of run {self.run_id} was not published"
 
     def _check_process(self) -> None:
         if self._process != os.getpid():
             raise PublishError(
+                self.run_id,
                 f"a publisher of run {self.run_id} belongs to process {self._process}, from which "
-                "this one was forked: make a publisher in the process that publishes"
+                "this one was forked",
+                "make a publisher in the process that publishes",
             )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 import redis.asyncio
 
@@ -18,7 +19,30 @@ _AT_ONCE = 1000
 
 
 class RunInUse(TrinityError):
-    """The run goes on, or a reducer leads it."""
+    """The run goes on, or a reducer leads it.
+
+    Attributes:
+        run_id: The run.
+        fault: Why it stays.
+        after: Last event that the caller knew.
+        folder: Folder that belongs to another log.
+        mark: The other log.
+    """
+
+    run_id: str
+    fault: Literal["led", "published", "open", "folder"]
+    after: str = ""
+    folder: Path | None = None
+    mark: str = ""
+    texts: ClassVar = {
+        "led": "a reducer leads run {run_id}: stop it, or wait until it has archived the run, and "
+        "delete the run again",
+        "published": "run {run_id} goes on: it has events after {after}; nothing was deleted",
+        "open": "run {run_id} is open, and a process of it was heard of: end it first (see "
+        "trinity-events status {run_id})",
+        "folder": "{folder} belongs to another log of run {run_id} ({mark}): leave out "
+        "--checkpoints",
+    }
 
 
 async def delete_run(client: redis.asyncio.Redis, run_id: str, last: str) -> int:
@@ -40,12 +64,9 @@ async def delete_run(client: redis.asyncio.Redis, run_id: str, last: str) -> int
         "delete_run", keys=[keys.events, keys.leader, *keys], args=[last]
     )
     if deleted == -1:
-        raise RunInUse(
-            f"a reducer leads run {run_id}: stop it, or wait until it has archived the run, and "
-            "delete the run again"
-        )
+        raise RunInUse(run_id, "led")
     if deleted == -2:
-        raise RunInUse(f"run {run_id} goes on: it has events after {last}; nothing was deleted")
+        raise RunInUse(run_id, "published", last)
     connection: Any = client
     pattern = keys.events.removesuffix("events") + "*"
     rest = [key async for key in connection.scan_iter(match=pattern, count=_AT_ONCE)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import wraps
@@ -31,6 +32,8 @@ _TYPES = {
 }
 _NUMBERS = ("epoch", "fence")
 _WRONG_TYPE = "WRONGTYPE"
+_CHECKED = re.compile(rf"{_WRONG_TYPE} (trinity:.+) is a (\w+), where the log keeps a (\w+)")
+"""Reply of a script that checks the types of its keys before it writes."""
 _NO_NUMBER = "value is not an integer"
 
 
@@ -65,16 +68,13 @@ def is_exhausted(error: redis.ResponseError) -> bool:
 
 def exhausted(what: str) -> LogExhausted:
     """Return the error for a log that takes no more entries."""
-    return LogExhausted(
-        f"{what} takes no more entries, since a writer gave one the largest possible id: start a "
-        "reducer, which repairs that when it leads, and see docs/security.md for who may write"
-    )
+    return LogExhausted(what)
 
 
 async def _conflict(client: Any, keys: RunKeys, reply: str) -> KeyConflict | None:
     """Return the error for a reply of the server; None if no key is the cause."""
-    if reply.startswith(f"{_WRONG_TYPE} trinity:"):  # of a script that checks before it writes
-        return KeyConflict(f"{reply.removeprefix(_WRONG_TYPE).strip()}: {WAY_OUT}")
+    if (checked := _CHECKED.match(reply)) is not None:
+        return wrong_type(*checked.groups())
     if not reply.startswith(_WRONG_TYPE) and _NO_NUMBER not in reply:
         return None
     try:
@@ -105,12 +105,9 @@ async def naming_wrong_type(client: Any, key: str, expected: str) -> AsyncIterat
         raise wrong_type(key, (await client.type(key)).decode(), expected) from None
 
 
-WAY_OUT = "something else wrote to this key; rename or delete it, and the run goes on"
-
-
 def wrong_type(key: str, actual: str, expected: str) -> KeyConflict:
     """Return the error for a key of another type."""
-    return KeyConflict(f"{key} is a {actual}, where the log keeps a {expected}: {WAY_OUT}")
+    return KeyConflict(key, "type", actual, expected)
 
 
 def parse_number(key: str, value: bytes | None) -> int:
@@ -118,10 +115,7 @@ def parse_number(key: str, value: bytes | None) -> int:
     try:
         return int(value or 0)
     except ValueError:
-        raise KeyConflict(
-            f"{key} holds {_format(value)}, which is no number: something else wrote to this key; "
-            "set it back, to no less than it was"
-        ) from None
+        raise KeyConflict(key, "number", _format(value)) from None
 
 
 def parse_position(key: str, value: bytes) -> str:
@@ -129,11 +123,7 @@ def parse_position(key: str, value: bytes) -> str:
     try:
         return _position(value)
     except ValueError:
-        raise KeyConflict(
-            f"{key} holds {_format(value)}, which is no position in the log: something else wrote "
-            "to this key; set it back to the id of the last entry that was folded (the newest "
-            "announcement tells it, or a later one); replay reads the run without it"
-        ) from None
+        raise KeyConflict(key, "position", _format(value)) from None
 
 
 def parse_announcement(key: str, field: bytes, value: bytes) -> tuple[str, str, bytes]:
@@ -142,10 +132,7 @@ def parse_announcement(key: str, field: bytes, value: bytes) -> tuple[str, str, 
     try:
         return field.decode(), _position(entry_id), payload
     except ValueError:
-        raise KeyConflict(
-            f"{key} has a field {_format(field)} that is no announcement: something else wrote to "
-            "this key; remove the field with HDEL, and the run goes on"
-        ) from None
+        raise KeyConflict(key, "announcement", _format(field)) from None
 
 
 def parse_dead_letter(key: str, at: bytes, fields: dict[bytes, bytes]) -> tuple[str, str, bytes]:
@@ -153,10 +140,7 @@ def parse_dead_letter(key: str, at: bytes, fields: dict[bytes, bytes]) -> tuple[
     try:
         return _position(fields[b"id"]), fields[b"reason"].decode(), fields[b"e"]
     except (KeyError, ValueError):
-        raise KeyConflict(
-            f"{key} has an entry {at.decode()} that is no dead letter: something else wrote to "
-            "this key; remove the entry with XDEL"
-        ) from None
+        raise KeyConflict(key, "dead letter", at.decode()) from None
 
 
 def _position(value: bytes) -> str:

@@ -52,29 +52,17 @@ async def require_run(
     runs = await list_runs(client)
     if run_id is None:
         if not runs:
-            raise RunNotFound(
-                "there is no run on this server yet: start one with: trinity-events demo"
-            )
+            raise RunNotFound(None, "empty")
         return list(runs)[-1]
     if run_id not in runs:
-        raise RunNotFound(
-            f"there is no run {run_id!r} on this server{_nearest(run_id, runs)}: {way_out}"
-        )
+        newest = tuple(runs)[-5:]
+        raise RunNotFound(run_id, "absent", nearest_name(run_id, runs), newest, way_out)
     return run_id
 
 
 def nearest_name(name: str, candidates: Iterable[str]) -> str | None:
     """Return the known name most similar to a mistyped one; None if none is similar."""
     return next(iter(difflib.get_close_matches(name, list(candidates), 1, 0.6)), None)
-
-
-def _nearest(run_id: str, runs: Iterable[str]) -> str:
-    """Return the part of a sentence that names the nearest run, or the newest ones."""
-    names = list(runs)
-    nearest = nearest_name(run_id, names)
-    if nearest is not None:
-        return f" (is {nearest} meant?)"
-    return f" (newest runs: {', '.join(names[-5:]) or 'none'})"
 
 
 async def watch_runs(

@@ -307,8 +307,9 @@ class Explorer:
                     await self._publish(self._demand.idle(self._engine.serves))
                 if anyio.current_time() - idle_since > config.sync.timeout:
                     raise DeadlineExceeded(
-                        f"{self.name}: no rollouts of run {config.run_id} were asked for within "
-                        f"{config.sync.timeout:g} s: see trinity-events status {config.run_id}"
+                        f"{self.name}: no rollouts of run {config.run_id} were asked for",
+                        config.sync.timeout,
+                        f"see trinity-events status {config.run_id}",
                     )
             tasks.cancel_scope.cancel()
 

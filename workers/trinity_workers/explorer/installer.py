@@ -167,7 +167,8 @@ class VersionInstaller:
             except DeadlineExceeded as late:
                 if reason is None:
                     raise
-                raise DeadlineExceeded(f"{late}; the last one failed: {reason}") from reason
+                late.reason += f"; the last one failed: {reason}"
+                raise late from reason
             newest = StepRef(ready.epoch, ready.step)
             if newest == self._engine.serves:
                 return

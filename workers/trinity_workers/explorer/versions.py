@@ -159,6 +159,7 @@ class VersionFollower:
                     await self._changed.wait()
         have = "none" if self.newest is None else f"of step {self.newest.step}"
         raise DeadlineExceeded(
-            f"weights of step {step} of run {self._run_id} were not ready within {deadline:g} s "
-            f"(newest: {have}): see trinity-events status {self._run_id}"
+            f"weights of step {step} of run {self._run_id} were not ready",
+            deadline or 0.0,
+            f"the newest are {have}, see trinity-events status {self._run_id}",
         )

@@ -152,8 +152,10 @@ class TensorQueue:
             while self._bytes and self._bytes + tensor.nbytes > self._limit and not self._closed:
                 if not self._changed.wait(give_up - time.monotonic()):
                     raise DeadlineExceeded(
-                        f"{name} waited {self._deadline:g} s to be written: is the disk slow, or "
-                        "does the save wait for its turn (see trinity-events explain)?"
+                        f"{name} was not written",
+                        self._deadline,
+                        "is the disk slow, or does the save wait for its turn (see trinity-events "
+                        "explain)?",
                     )
             if self._closed:
                 return  # the save failed, and has said so; the other ranks gather on

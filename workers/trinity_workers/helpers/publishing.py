@@ -323,8 +323,9 @@ class PublishSnapshot:
                 raise
             self._sending = sending
             raise DeadlineExceeded(
-                f"the weights of step {self._step} were not published within "
-                f"{self._deadline:g} s: is the server of the chunks slow?"
+                f"the weights of step {self._step} were not published",
+                self._deadline,
+                "is the server of the chunks slow?",
             ) from None
 
     def close(self) -> None:

@@ -24,15 +24,14 @@ class Opening(Struct, frozen=True, kw_only=True):
 class EpochNotAnnounced(TrinityError):
     """A run is open, and no announcement says so: its trainer or reducer is of an older version."""
 
-    def __init__(self, run_id: str, epoch: int, seconds: float) -> None:
-        super().__init__(
-            f"run {run_id} is in epoch {epoch}, and its opening was not announced within "
-            f"{seconds:g} s: is its reducer running? A trainer or a reducer older than this "
-            "explorer announces none: use one version of trinity-events for all three"
-        )
-        self.run_id = run_id
-        self.epoch = epoch
-        self.seconds = seconds
+    run_id: str
+    epoch: int
+    seconds: float
+    text = (
+        "run {run_id} is in epoch {epoch}, and its opening was not announced within {seconds:g} s: "
+        "is its reducer running? A trainer or a reducer older than this explorer announces none: "
+        "use one version of trinity-events for all three"
+    )
 
 
 class EpochFollower:
@@ -81,8 +80,8 @@ class EpochFollower:
             epoch = await log.newest_epoch()
             if epoch:
                 raise EpochNotAnnounced(log.run_id, epoch, deadline)
-            why = ": is its trainer running, on this server and under this name?"
-        raise RunNotFound(f"run {log.run_id} was not opened within {deadline:g} s{why}")
+            why = "is its trainer running, on this server and under this name?"
+        raise RunNotFound(log.run_id, "not opened", way_out=why, deadline=deadline)
 
     async def ended(self, opening: Opening) -> EpochClosed | None:
         """Wait until the epoch is closed; None when another has taken its place before."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import AsyncExitStack, suppress
+from dataclasses import field
 from pathlib import Path
 from typing import Literal, NamedTuple, Self
 
@@ -75,7 +76,7 @@ class Unexplored(Struct, frozen=True, kw_only=True):
 
 
 class RunFailed(TrinityError):
-    """Raised if the trainer gave the run up, and no newer epoch came in time.
+    """The trainer gave the run up, and no newer epoch came in time.
 
     Attributes:
         run_id: The run.
@@ -83,15 +84,14 @@ class RunFailed(TrinityError):
         waited: Wait for a newer epoch.
     """
 
-    def __init__(self, run_id: str, error: str | None, waited: RunWait) -> None:
-        super().__init__(f"run {run_id} failed: {error}{waited}")
-        self.run_id = run_id
-        self.error = error
-        self.waited = waited
+    run_id: str
+    error: str | None
+    waited: RunWait
+    text = "run {run_id} failed: {error}{waited}"
 
 
 class TrainerSilent(DeadlineExceeded):
-    """Raised if the trainer neither asked nor published, and was given up.
+    """The trainer neither asked nor published, and was given up.
 
     Attributes:
         run_id: The run.
@@ -99,11 +99,17 @@ class TrainerSilent(DeadlineExceeded):
         waited: Wait for the trainer after that, or for a newer epoch.
     """
 
-    def __init__(self, run_id: str, silence: DeadlineExceeded, waited: RunWait) -> None:
-        super().__init__(f"{silence}{waited}")
-        self.run_id = run_id
-        self.silence = silence
-        self.waited = waited
+    missing: str = field(init=False)
+    deadline: float = field(init=False)
+    reason: str = field(init=False)
+    run_id: str
+    silence: DeadlineExceeded
+    waited: RunWait
+    text = "{silence}{waited}"
+
+    def __post_init__(self) -> None:
+        self.missing, self.deadline = self.silence.missing, self.silence.deadline
+        self.reason = self.silence.reason
 
 
 class NoSettings(TrinityError):

@@ -275,8 +275,10 @@ class Trainer:
             await self._demands.wait()
         if not self._demands.is_open:
             raise DeadlineExceeded(
-                f"no explorer of run {run} asked within {timeout:g} s for weights after those of "
-                f"step {self._demands.published}: see trinity-events status {run}"
+                f"no explorer of run {run} asked for weights after those of step "
+                f"{self._demands.published}",
+                timeout,
+                f"see trinity-events status {run}",
             )
         await self.synchronize()
 

@@ -43,8 +43,9 @@ async def announced(
     with anyio.move_on_after(deadline):
         return await _announced(redis_url, opened, step, what)
     raise DeadlineExceeded(
-        f"{what} of run {opened.run_id} were not announced within {deadline:g} s: "
-        f"{await _format_missing(redis_url, opened, step)}"
+        f"{what} of run {opened.run_id} were not announced",
+        deadline,
+        await _format_missing(redis_url, opened, step),
     )
 
 

@@ -235,7 +235,7 @@ class Answers:
         if failed:
             raise failed[0] if call.settles else min(failed, key=_is_no_death)
         if len(answers) < len(call.dealt.ranks):
-            raise DeadlineExceeded(self._format_missing(answers))
+            raise DeadlineExceeded(self._format_missing(answers), self._timeout or 0.0)
         collected = call.dealt.collected([answers[rank] for rank in sorted(answers)])
         return call.translate_result(collected)
 
@@ -243,7 +243,7 @@ class Answers:
         call = self._call
         late = (rank for rank in range(len(call.dealt.ranks)) if rank not in answers)
         names = ", ".join(map(call.named, late))
-        return f"no answer to {call.method} within {self._timeout:g} s from {names}"
+        return f"no answer to {call.method} came from {names}"
 
 
 def _sent(dealt: Dealt) -> list[tuple[Any, ...]]:

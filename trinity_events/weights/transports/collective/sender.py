@@ -110,9 +110,10 @@ class GroupSender:
             if remaining <= 0:
                 raise DeadlineExceeded(
                     f"{len(self._members)} of {explorers} explorers of run {self._run_id} joined "
-                    f"the collective group within {patience:g} s (there: "
-                    f"{', '.join(self._members) or 'none'}): start the others, each with a rank of "
-                    "its own, or look at why they ended"
+                    "the collective group",
+                    patience,
+                    f"{', '.join(self._members) or 'none'} did: start the others, each with a rank "
+                    "of its own, or look at why they ended",
                 )
             readable(self._listener, min(remaining, 1.0))
             self._reconcile()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import field
 
 import anyio
 
@@ -33,22 +34,23 @@ class GroupsFiltered(DeadlineExceeded):
         run_id: The run.
         step: The step.
         filtered: Number of groups that were dropped for it.
+        part: Part of the rewards that was compared; empty for all of them.
     """
 
-    def __init__(
-        self, message: str, *, run_id: str = "", step: int = 0, filtered: int = 0, part: str = ""
-    ) -> None:
-        self.run_id = run_id
-        self.step = step
-        self.filtered = filtered
-        compared = f"part {part!r} of the rewards" if part else "rewards"
-        super().__init__(
-            f"{message}; {filtered} groups were dropped for step {step}, as the {compared} of each "
-            "were equal: let the answers to a prompt differ in reward (easier prompts, more "
-            "samples, a reward with steps), or set algorithm.filters.zero_variance to keep or mask"
-            if filtered
-            else message
-        )
+    run_id: str = field(kw_only=True)
+    step: int = field(kw_only=True)
+    filtered: int = field(kw_only=True)
+    part: str = field(kw_only=True, default="")
+    text = (
+        f"{DeadlineExceeded.text}; {{filtered}} groups were dropped for step {{step}}, as the "
+        "{_compared} of each were equal: let the answers to a prompt differ in reward (easier "
+        "prompts, more samples, a reward with steps), or set algorithm.filters.zero_variance to "
+        "keep or mask"
+    )
+
+    @property
+    def _compared(self) -> str:
+        return f"part {self.part!r} of the rewards" if self.part else "rewards"
 
 
 class RolloutSupply:
@@ -118,8 +120,9 @@ class RolloutSupply:
                     await self._announced.wait()
                 return
         raise DeadlineExceeded(
-            f"weights of step {oldest} of run {self._config.run_id} were not announced within "
-            f"{timeout:g} s: does its reducer run? See trinity-events status {self._config.run_id}"
+            f"weights of step {oldest} of run {self._config.run_id} were not announced",
+            timeout,
+            f"does its reducer run? See trinity-events status {self._config.run_id}",
         )
 
     async def take(self, step: int) -> list[AnswerGroup]:
@@ -151,7 +154,9 @@ class RolloutSupply:
             if type(error) is not DeadlineExceeded or not filtered:
                 raise
             raise GroupsFiltered(
-                str(error),
+                error.missing,
+                error.deadline,
+                error.reason,
                 run_id=config.run_id,
                 step=step,
                 filtered=filtered,

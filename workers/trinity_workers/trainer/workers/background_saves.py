@@ -43,8 +43,9 @@ class BackgroundSaves:
         if pending:
             late = ", ".join(what for what, future in self._begun if future in pending)
             raise DeadlineExceeded(
-                f"not all saves ended within {time.monotonic() - began:.0f} s: {late}: is the "
-                "storage slow, or sync.timeout too short?"
+                "not all saves ended",
+                round(time.monotonic() - began),
+                f"{late}: is the storage slow, or sync.timeout too short?",
             )
 
     def wait(self) -> None:
@@ -60,7 +61,7 @@ class BackgroundSaves:
             (what, error) for what, future in begun if (error := future.exception()) is not None
         ]
         if failed:
-            raise SaveError.of(failed)
+            raise SaveError(failed[0][0], tuple(error for _, error in failed))
 
     def close(self) -> None:
         """Refuse further saves."""

