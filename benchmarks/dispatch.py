@@ -114,7 +114,7 @@ def calls(group: WorkerGroup, batch: Batch) -> list[tuple[str, Callable[[], Any]
     arrays = [{name: tensor.numpy() for name, tensor in part.known().items()} for part in parts]
 
     def of_group() -> Any:
-        return asyncio.run(group.ask("answer", batch))
+        return asyncio.run(group.call("answer", batch))
 
     def of_arrays() -> Any:
         pairs = zip(workers, arrays, strict=True)

@@ -47,7 +47,7 @@ async def test_the_call_of_a_rank_that_hangs_ends_with_the_error_of_another():
     hanging = Handle(None)
     group = WorkerGroup(Ranks, [hanging, Handle(TrinityError("rank 1 failed"))])
     with pytest.raises(TrinityError, match="rank 1 failed"):
-        await group.ask("work")
+        await group.call("work")
     assert hanging.ended_waiting
 
 
@@ -55,13 +55,13 @@ async def test_the_call_of_a_rank_that_hangs_ends_at_its_deadline():
     hanging = Handle(None)
     group = WorkerGroup(Ranks, [Handle(b""), hanging], timeout=0.05)
     with pytest.raises(DeadlineExceeded, match=r"no answer to work within 0\.05 s from worker-1$"):
-        await group.ask("work")
+        await group.call("work")
     assert hanging.ended_waiting
 
 
 async def test_a_caller_that_is_cancelled_leaves_no_call():
     hanging = Handle(None)
     with anyio.move_on_after(0.05) as given_up:
-        await WorkerGroup(Ranks, [hanging]).ask("work")
+        await WorkerGroup(Ranks, [hanging]).call("work")
     assert given_up.cancelled_caught
     assert hanging.ended_waiting
