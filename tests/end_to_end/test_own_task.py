@@ -44,11 +44,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def settings(**task) -> dict:
+def settings(rewards: dict | None = None, **task) -> dict:
     return {
         "steps": 3,
         "model": {"path": "./model"},
-        "task": {"questions": "./questions.jsonl", "reward": "./reward.py:reward"} | task,
+        "task": {"questions": "./questions.jsonl"} | task,
+        "rewards": {"function": "./reward.py:reward"} | (rewards or {}),
         "trainer": {"ranks": 2},
         "algorithm": {"preset": "dr_grpo", "kl": {"coefficient": 0.01}},
         "rollouts": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 8},
@@ -138,13 +139,16 @@ def test_a_reward_that_fails_ends_the_run_with_its_sentence_traceback_and_answer
             marks=pytest.mark.nightly,
         ),
         pytest.param(
-            {"questions": None, "name": "./mine.py:Task", "reward": None},
+            {"questions": None, "name": "./mine.py:Task", "rewards": {"function": None}},
             "there is no file",
             marks=pytest.mark.nightly,
         ),
-        ({"reward": "./reward.py:rewards"}, "has no 'rewards': did you mean 'reward'?"),
+        (
+            {"rewards": {"function": "./reward.py:rewards"}},
+            "has no 'rewards': did you mean 'reward'?",
+        ),
         pytest.param(
-            {"reward": None},
+            {"rewards": {"function": None}},
             "need a reward: name a function of (question, answer)",
             marks=pytest.mark.nightly,
         ),

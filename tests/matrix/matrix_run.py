@@ -172,7 +172,7 @@ def settings(combination: Combination, model: Path) -> dict[str, Any]:
     return {
         "steps": STEPS,
         "model": {"path": str(model)},
-        "task": {"reward": "./reward.py:reward", "reward_deadline": DEADLINE},
+        "rewards": {"function": "./reward.py:reward", "deadline": DEADLINE},
         "trainer": {"engine": combination.engine, "ranks": 2},
         "explorer": {"count": LATE, "groups_per_claim": 1},
         "rollouts": {

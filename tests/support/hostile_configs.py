@@ -50,7 +50,7 @@ def hostile_configs(proof: Path, url: str) -> dict[str, Hostile]:
         "task.questions of a family that evaluates answers": Hostile(
             {"task.questions": "reasoning-gym:countdown"}, {"task.questions": "code"}
         ),
-        "task.reward": Hostile({"task.reward": code}, {"task.reward": "code"}),
+        "rewards.function": Hostile({"rewards.function": code}, {"rewards.function": "code"}),
         "task.environment": Hostile({"task.environment": code}, {"task.environment": "code"}),
         "explorer.engine": Hostile({"explorer.engine": code}, {"explorer.engine": "code"}),
         "explorer.engine_options": Hostile(
@@ -101,7 +101,7 @@ def trainer_config(proof: Path, url: str) -> TrainConfig:
             "algorithm.loss": code,
             "algorithm.options": {"a": code},
             "algorithm.teacher.path": str(proof.parent),
-            "reward.model": str(proof.parent),
+            "rewards.reward_model": str(proof.parent),
         }
     )
 

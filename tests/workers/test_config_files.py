@@ -407,22 +407,27 @@ def test_a_setting_without_a_value_is_refused():
 def test_paths_are_relative_to_the_file(tmp_path):
     text = """
 model: {path: policy}
-task: {questions: q.jsonl, reward: "./r.py:exact"}
+task: {questions: q.jsonl}
+rewards: {function: "./r.py:exact"}
 checkpoints: {root: ../kept}
 tracking: {folder: metrics, trackers: [jsonl]}
 """
     config = read_config(written(tmp_path, text)).checked()
     assert config.model.path == str(tmp_path / "policy")
     assert config.task.questions == str(tmp_path / "q.jsonl")
-    assert config.task.reward == f"{tmp_path}/r.py:exact"
+    assert config.rewards.function == f"{tmp_path}/r.py:exact"
     assert config.checkpoints.root == str(tmp_path.parent / "kept")
     assert config.tracking.folder == str(tmp_path / "metrics")
     named = read_config(written(tmp_path, "task: {questions: 'reasoning-gym:spell'}")).checked()
     assert named.task.questions == "reasoning-gym:spell"
-    text = "task: {name: mine.py:Sums, reward: 'pkg.r:exact', options: {evaluation: held.jsonl}}"
-    task = read_config(written(tmp_path, text)).checked().task
+    text = (
+        "task: {name: mine.py:Sums, options: {evaluation: held.jsonl}}\n"
+        "rewards: {function: 'pkg.r:exact'}"
+    )
+    config = read_config(written(tmp_path, text)).checked()
+    task = config.task
     assert task.name == f"{tmp_path}/mine.py:Sums"
-    assert task.reward == "pkg.r:exact"
+    assert config.rewards.function == "pkg.r:exact"
     assert task.options == {"evaluation": str(tmp_path / "held.jsonl")}
 
 

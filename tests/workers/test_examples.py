@@ -26,8 +26,8 @@ def test_an_example_of_train_needs_nothing_that_is_not_beside_it(path):
     assert config.model.path is None
     assert is_built_in(config.task.name) and config.task.questions is None
     assert config.checkpoints.root is None
-    if config.task.reward is not None:
-        assert Path(config.task.reward.partition(":")[0]).is_file()
+    if config.rewards.function is not None:
+        assert Path(config.rewards.function.partition(":")[0]).is_file()
     if config.task.name == "sort-digits":  # the default cuts its answers off
         assert config.rollouts.max_new_tokens == 11
 

@@ -117,10 +117,13 @@ def logged_by_former_names(config):
     values = msgspec.json.decode(config.to_text())
     for former, current in FORMER_NAMES.items():
         *keys, name = current.split(".")
-        section = values
+        *former_keys, former_name = former.split(".")
+        section = former_section = values
         for key in keys:
             section = section[key]
-        section[former.rpartition(".")[2]] = section.pop(name)
+        for key in former_keys:
+            former_section = former_section.setdefault(key, {})
+        former_section[former_name] = section.pop(name)
     return msgspec.json.encode(values).decode()
 
 
@@ -155,7 +158,7 @@ def test_questions_may_move_and_may_not_change():
 
 
 def test_changed_rewards_discard_earlier_answers():
-    assert changes_rewards(compare({}, {"task.reward": "./rewards.py:score"}))
+    assert changes_rewards(compare({}, {"rewards.function": "./rewards.py:score"}))
     assert not changes_rewards(compare({}, {"trainer.learning_rate": 1.0}))
 
 
@@ -179,4 +182,4 @@ def test_a_preset_with_the_same_values_may_be_named():
 
 
 def test_another_task_or_another_time_for_its_rewards_changes_rewards():
-    assert {"task.name", "task.reward_deadline"} <= REWARDS
+    assert {"task.name", "rewards.deadline"} <= REWARDS

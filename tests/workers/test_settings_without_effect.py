@@ -29,8 +29,8 @@ ALWAYS = expand_paths(
         "": "name steps seed",
         "model": "path dtype",
         "model.lora": "rank",
-        "task": "questions reward environment",
-        "rewards": "on_error service judge code_tests",
+        "task": "questions environment",
+        "rewards": "function on_error service judge code_tests reward_model",
         "trainer": """
             engine ranks cpus context_parallel sequence_parallel recompute learning_rate
             warmup_steps schedule micro_batch_rows micro_batch_tokens profile_steps weight_decay
@@ -44,7 +44,6 @@ ALWAYS = expand_paths(
         "algorithm.filters": "zero_variance",
         "algorithm.overlong": "mask buffer",
         "algorithm.critic": "use",
-        "reward": "model",
         "explorer": "deterministic groups_per_claim",
         "rollouts": """
             prompts_per_step samples_per_prompt max_new_tokens temperature window claim_lease
@@ -118,7 +117,7 @@ IGNORED = {
         ("algorithm.kl.where", "algorithm: {kl: {where: reward}}"),
     ],
     "no reward model or judge": [
-        ("reward.weight", "reward: {weight: 2.0}"),
+        ("rewards.reward_model_weight", "rewards: {reward_model_weight: 2.0}"),
         ("rewards.judge_model", "rewards: {judge_model: m}"),
         ("rewards.best_grade", "rewards: {best_grade: 5}"),
         ("rewards.attempts", "rewards: {attempts: 5}"),

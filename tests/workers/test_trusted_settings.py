@@ -156,9 +156,8 @@ OWN_TASK = """
 model: {path: ./model}
 task:
   questions: ./data/questions.jsonl
-  reward: ./reward.py:reward
   options: {evaluation: ./data/held-out.jsonl, chat: true}
-rewards: {token_variable: OUR_TOKEN}
+rewards: {function: ./reward.py:reward, token_variable: OUR_TOKEN}
 evaluation:
   sets:
     hard: {questions: ./data/hard.jsonl, count: 5}
@@ -212,9 +211,9 @@ def test_what_the_log_names_and_the_file_does_not_is_refused(name, host, own, tm
 @pytest.mark.parametrize(
     ("changed", "refused"),
     [
-        ("task.reward=./reward.py:other", "task.reward"),
-        ("task.reward=./other.py:reward", "task.reward"),
-        ("task.reward=null", "task.reward"),
+        ("rewards.function=./reward.py:other", "rewards.function"),
+        ("rewards.function=./other.py:reward", "rewards.function"),
+        ("rewards.function=null", "rewards.function"),
         ("task.questions=./reward.jsonl", "task.questions"),
         ("task.questions=datasets:questions.jsonl", "task.questions"),
         ("model.path=./data", "model.path"),
@@ -238,12 +237,12 @@ def test_a_difference_in_what_is_named_is_refused_by_its_setting(
 
 
 def test_of_a_path_below_the_file_all_of_it_is_compared_and_of_others_the_last_name(host, own):
-    task = "task: {{questions: {}, reward: m:r}}\nmodel: {{path: /models/qwen}}"
+    task = "task: {{questions: {}}}\nrewards: {{function: m:r}}\nmodel: {{path: /models/qwen}}"
     given = own(task.format("./data/q.jsonl"))
 
     def merged(questions: str, model: str) -> TrainConfig:
         logged = with_settings(
-            {"task.questions": questions, "task.reward": "m:r", "model.path": model}
+            {"task.questions": questions, "rewards.function": "m:r", "model.path": model}
         )
         return merge(RUN, logged, given, host)
 

@@ -11,8 +11,11 @@ from trinity_workers.config.sections.rollouts import RolloutsConfig
 from trinity_workers.config.sections.task import TaskConfig
 from trinity_workers.config.train_config import TrainConfig
 from trinity_workers.launch.run_check import check_run
+from trinity_workers.rewards.settings import RewardsConfig
 from trinity_workers.rollout_engines import OnUpdate, RolloutEngineError
 from trinity_workers.tasks import TaskError
+
+pytestmark = pytest.mark.processes  # those of the reward function
 
 FILES = {
     "engine.py": "def make(options):\n    raise AssertionError('no engine is made yet')\n",
@@ -29,9 +32,8 @@ def config(tmp_path, own_model_folder):
     def make(engine: str, on_update: OnUpdate = "finish") -> TrainConfig:
         return TrainConfig(
             model=ModelConfig(path=str(own_model_folder())),
-            task=TaskConfig(
-                questions=f"{tmp_path}/questions.jsonl", reward=f"{tmp_path}/reward.py:reward"
-            ),
+            task=TaskConfig(questions=f"{tmp_path}/questions.jsonl"),
+            rewards=RewardsConfig(function=f"{tmp_path}/reward.py:reward"),
             explorer=ExplorerConfig(engine=f"{tmp_path}/{engine}"),
             rollouts=RolloutsConfig(on_update=on_update),
         )

@@ -31,6 +31,7 @@ from trinity_workers.config.sections.task import TaskConfig  # noqa: E402
 from trinity_workers.explorer.explorer import Explorer  # noqa: E402
 from trinity_workers.explorer.versions import RunEnded  # noqa: E402
 from trinity_workers.learning.policy import encode_prompt, load_tokenizer  # noqa: E402
+from trinity_workers.rewards.settings import RewardsConfig  # noqa: E402
 from trinity_workers.rollouts.episodes import RequestRefused  # noqa: E402
 from trinity_workers.rollouts.user_task import task_of  # noqa: E402
 
@@ -318,16 +319,17 @@ def own_task(folder, *answers, name="questions.jsonl"):
     ]
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "mine.py").write_text(REWARD)
-    return TaskConfig(
-        questions=str(source), reward=f"{folder / 'mine.py'}:reward", reward_deadline=PATIENCE
-    )
+    return {
+        "task": TaskConfig(questions=str(source)),
+        "rewards": RewardsConfig(function=f"{folder / 'mine.py'}:reward", deadline=PATIENCE),
+    }
 
 
 async def test_a_request_whose_reward_fails_is_dropped_once_and_its_error_is_reported(
     config, trainer, tmp_path, log
 ):
     words = ["first", "later", "second", "never"]
-    config = msgspec.structs.replace(config, task=own_task(tmp_path, *words))
+    config = msgspec.structs.replace(config, **own_task(tmp_path, *words))
     trainer.config, task = config, task_of(config)
     dispatcher = await trainer.dispatcher(on_reward_error="drop_group", window=20)
     await trainer.publish(0)
@@ -355,13 +357,13 @@ async def test_a_request_whose_reward_fails_is_dropped_once_and_its_error_is_rep
 async def test_an_explorer_with_another_task_set_is_refused_and_its_claims_come_back(
     config, trainer, tmp_path
 ):
-    config = msgspec.structs.replace(config, task=own_task(tmp_path, "a", "b", "c"))
+    config = msgspec.structs.replace(config, **own_task(tmp_path, "a", "b", "c"))
     trainer.config = config
     dispatcher = await trainer.dispatcher()
     await trainer.publish(0)
     await dispatcher.dispatch(2, trainer.version(0))
     mistaken = msgspec.structs.replace(
-        config, task=own_task(tmp_path, "a", "b", "d", name="others.jsonl")
+        config, **own_task(tmp_path, "a", "b", "d", name="others.jsonl")
     )
     stranger = Explorer(mistaken, 1)
     await stranger.prepare()

@@ -18,7 +18,8 @@ QUESTIONS = '{"prompt": "a", "answer": "b"}\n' * 40
 ENOUGH = 1 << 40
 PLANTED = {
     "model": {"path": "no-model"},
-    "task": {"questions": "no-questions.jsonl", "reward": "rewards.py:no_such"},
+    "task": {"questions": "no-questions.jsonl"},
+    "rewards": {"function": "rewards.py:no_such"},
     "tracking": {"trackers": ["no_such_tracker"]},
     "evaluation": {"sets": {"held": {"questions": "not-json.jsonl"}}},
     "no_such_section": 1,
@@ -67,8 +68,12 @@ def whole(tmp_path, policy_folder):
     (tmp_path / "questions.jsonl").write_text(QUESTIONS)
 
     def make(**sections):
-        task = {"questions": "questions.jsonl", "reward": "rewards.py:reward"}
-        content = {"model": {"path": str(policy_folder)}, "task": task, "evaluation": {"sets": {}}}
+        content = {
+            "model": {"path": str(policy_folder)},
+            "task": {"questions": "questions.jsonl"},
+            "rewards": {"function": "rewards.py:reward"},
+            "evaluation": {"sets": {}},
+        }
         (tmp_path / "run.yaml").write_text(json.dumps(content | sections))
         return read_config(tmp_path / "run.yaml").checked()
 
@@ -82,7 +87,7 @@ async def test_nothing_is_wrong_with_a_whole_run(whole, tmp_path):
 
 async def test_a_reward_function_of_another_signature_is_named(whole, tmp_path):
     (tmp_path / "other.py").write_text("def reward(answer):\n    return 1.0\n")
-    config = whole(task={"questions": "questions.jsonl", "reward": "other.py:reward"})
+    config = whole(rewards={"function": "other.py:reward"})
     [mistake] = await find_mistakes(config, tmp_path, alone=True, one_host=True)
     assert "other.py" in str(mistake)
 

@@ -19,7 +19,6 @@ from tests.support.own_models import own_model  # noqa: E402
 from tests.support.tensors import identical  # noqa: E402
 from trinity_workers.algorithms.settings import AlgorithmConfig, TeacherConfig  # noqa: E402
 from trinity_workers.config.sections.model import ModelConfig  # noqa: E402
-from trinity_workers.config.sections.reward_model import RewardConfig  # noqa: E402
 from trinity_workers.config.train_config import TrainConfig  # noqa: E402
 from trinity_workers.launch.run_check import find_mistakes  # noqa: E402
 from trinity_workers.learning.policy import BadPolicy, check_policy, load_policy  # noqa: E402
@@ -29,6 +28,7 @@ from trinity_workers.learning.reward_model import (  # noqa: E402
     load_reward_model,
 )
 from trinity_workers.learning.values import load_critic  # noqa: E402
+from trinity_workers.rewards.settings import RewardsConfig  # noqa: E402
 
 Tensors = dict[str, Any]
 
@@ -139,7 +139,7 @@ async def test_a_run_is_refused_before_it_is_opened(tmp_path, role):
             loss="divergence" if role == "teacher" else "ppo",
             teacher=TeacherConfig(path=str(broken) if role == "teacher" else None),
         ),
-        reward=RewardConfig(model=str(broken) if role == "reward model" else None),
+        rewards=RewardsConfig(reward_model=str(broken) if role == "reward model" else None),
     )
     [mistake] = await find_mistakes(config, tmp_path, alone=True, one_host=True, thorough=True)
     assert isinstance(mistake, MissingTensors)

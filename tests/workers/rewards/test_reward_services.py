@@ -44,7 +44,7 @@ def answers(*texts):
 
 
 async def judged(settings, question, given, *, deadline=PATIENCE):
-    config = TrainConfig(rewards=settings).replaced("task", reward_deadline=deadline)
+    config = TrainConfig(rewards=settings).replaced("rewards", deadline=deadline)
     rewards = await start_rewards(config)
     try:
         return await rewards.judge(question, given)
@@ -162,7 +162,7 @@ async def test_fates_tell_of_a_service_that_is_slow_lies_floods_and_dies(
 
     with reward_server() as (_, url):
         config = TrainConfig(rewards=service(f"{url}/by-question", attempts=1, calls=1))
-        rewards = await start_rewards(config.replaced("task", reward_deadline=WHILE))
+        rewards = await start_rewards(config.replaced("rewards", deadline=WHILE))
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(explore, rewards)
             groups = await dispatcher.take(2, deadline=PATIENCE)
@@ -409,7 +409,11 @@ JUDGE = {"judge": "http://h/v1", "judge_model": "m"}
             {},
             "rewards.error_score is -1, and rewards.on_error fail gives no score: set",
         ),
-        ({"service": "http://h/"}, {"reward": "a:b"}, "task.reward and rewards.service each judge"),
+        (
+            {"service": "http://h/", "function": "a:b"},
+            {},
+            "rewards.function and rewards.service each judge",
+        ),
         ({"service": "h:80"}, {}, "'h:80', which is no URL of HTTP"),
         ({"judge": "http://h/v1"}, {}, "rewards.judge needs rewards.judge_model"),
         ({**JUDGE, "judge_prompt": "{answer}"}, {}, "unknown place {answer}"),

@@ -146,7 +146,7 @@ def run_roles(rank_processes, make_config, reward_folder):
                 "kl": {"coefficient": 0.1, "where": "reward", "estimator": "k1"},
                 "importance_sampling": {"ratio_to": "proximal"},
             },
-            reward={"model": str(reward_folder)},
+            rewards={"reward_model": str(reward_folder)},
             trainer={"warmup_steps": 0} | trainer,
             sync={"timeout": PATIENCE},
         )

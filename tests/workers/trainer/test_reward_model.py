@@ -151,7 +151,7 @@ def test_episodes_of_the_same_tokens_stay_as_they_are(policy_folder):
 
 
 def test_what_is_no_reward_model_is_one_sentence(policy_folder, tmp_path):
-    with pytest.raises(BadPolicy, match=r"no reward model in .*: set reward\.model"):
+    with pytest.raises(BadPolicy, match=r"no reward model in .*: set rewards\.reward_model"):
         reward_tokenizer(tmp_path)
     with pytest.raises(BadPolicy, match=r"has no head of rewards: take a Hugging Face folder"):
         reward_tokenizer(policy_folder)

@@ -42,11 +42,11 @@ COPY = "config.yaml"
 """Name of the effective configuration in a run's folder."""
 _FLOAT = re.compile(r"[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$")
 _PATHS = (
-    *("model.path", "algorithm.teacher.path", "reward.model"),
+    *("model.path", "algorithm.teacher.path", "rewards.reward_model"),
     *("checkpoints.root", "tracking.folder"),
 )
 _SOURCES = (
-    *("task.name", "task.questions", "task.reward", "task.environment"),
+    *("task.name", "task.questions", "rewards.function", "task.environment"),
     *("explorer.engine", "algorithm.advantage", "algorithm.loss"),
     "evaluation.sets.NAME.questions",
 )

@@ -69,7 +69,8 @@ OTHER_NAMES: dict[str, tuple[OtherName, ...]] = {
     "model.lora.target_modules": (_trl("lora_target_modules"), _verl(f"{_MODEL}.target_modules")),
     "task.questions": (_trl("dataset_name", "here datasets:NAME"), _verl("data.train_files")),
     "task.prompt": (_verl("data.prompt_key"),),
-    "task.reward": (
+    "rewards.function": (
+        _former("task.reward"),
         _trl("reward_funcs", "of another signature"),
         _verl("custom_reward_function.path", "with a name, here ./file.py:name"),
     ),
@@ -187,7 +188,12 @@ OTHER_NAMES: dict[str, tuple[OtherName, ...]] = {
         _former("algorithm.critic.warmup_steps"),
         _verl("trainer.critic_warmup"),
     ),
-    "reward.model": (_verl("reward_model.model.path", "may be a name on the hub, here a folder"),),
+    "rewards.deadline": (_former("task.reward_deadline"),),
+    "rewards.reward_model_weight": (_former("reward.weight"),),
+    "rewards.reward_model": (
+        _former("reward.model"),
+        _verl("reward_model.model.path", "may be a name on the hub, here a folder"),
+    ),
     "explorer.engine": (
         _trl("use_vllm", "vLLM is an engine of your own here"),
         _verl(f"{_ROLLOUT}.name", "vllm, sglang or hf"),

@@ -50,7 +50,7 @@ REFUSED: dict[str, str] = {
     "algorithm.critic.use": "the checkpoint has a critic, or lacks one",
     "algorithm.critic.critic_warmup_steps": "the policy's learning rate counts steps after it",
     "algorithm.teacher.path": "it is another teacher",
-    "reward.model": "it is another reward model",
+    "rewards.reward_model": "it is another reward model",
 }
 """Settings that do not change at a resume, each with the reason."""
 
@@ -61,7 +61,7 @@ QUESTIONS = frozenset(
 
 REWARDS = frozenset(
     (
-        *("task.name", "task.reward", "task.reward_deadline", "task.options"),
+        *("task.name", "rewards.function", "rewards.deadline", "task.options"),
         "task.environment",
         *("rewards.service", "rewards.judge", "rewards.judge_model", "rewards.judge_prompt"),
         *("rewards.best_grade", "rewards.code_tests", "rewards.code_memory_mb"),
@@ -72,10 +72,11 @@ REWARDS = frozenset(
 
 _APPLIED = {
     "": "name steps",
-    "task": "reward reward_deadline environment environment_deadline",
+    "task": "environment environment_deadline",
     "rewards": """
-        on_error error_score service judge judge_model judge_prompt token_variable best_grade
-        attempts calls code_tests code_memory_mb code_file_mb code_files
+        function deadline reward_model_weight on_error error_score service judge judge_model
+        judge_prompt token_variable best_grade attempts calls code_tests code_memory_mb
+        code_file_mb code_files
         """,
     "trainer": """
         ranks cpus tensor_parallel pipeline_parallel virtual_pipeline expert_parallel
@@ -97,7 +98,6 @@ _APPLIED = {
     "algorithm.overlong": "mask buffer penalty limit",
     "algorithm.critic": "clip learning_rate",
     "algorithm.teacher": "divergence mixture",
-    "reward": "weight",
     "explorer": """
         count engine engine_options dtype deterministic groups_per_claim cpus wait_for_run
         """,
@@ -124,7 +124,7 @@ _REFUSED_BY_ENGINE = {
     ("verl", "trainer.ranks"): "veRL's FSDP engine reads its shards at their number of ranks",
 }
 """Applied settings that one engine cannot change, each with the reason."""
-_FOLDERS = frozenset(("model.path", "algorithm.teacher.path", "reward.model"))
+_FOLDERS = frozenset(("model.path", "algorithm.teacher.path", "rewards.reward_model"))
 """Settings that name a folder. One that moved is the same, if a link is at its earlier place."""
 _LONGEST_VALUE = 1000
 """Characters of a value in the event; prompts of judges may be pages long."""

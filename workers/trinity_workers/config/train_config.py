@@ -20,7 +20,6 @@ from .other_names import to_current_names
 from .sections.checkpoints import CheckpointsConfig
 from .sections.explorer import ExplorerConfig
 from .sections.model import ModelConfig
-from .sections.reward_model import RewardConfig
 from .sections.rollouts import RolloutsConfig
 from .sections.sync import PublishedForm, SyncConfig, WeightsPath
 from .sections.task import TaskConfig
@@ -49,7 +48,6 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     rewards: RewardsConfig = RewardsConfig()
     trainer: TrainerConfig = TrainerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    reward: RewardConfig = RewardConfig()
     explorer: ExplorerConfig = ExplorerConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
     sync: SyncConfig = SyncConfig()
@@ -91,7 +89,8 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     @property
     def reward_folder(self) -> Path | None:
         """Return the Hugging Face folder of the reward model, if there is one."""
-        return None if self.reward.model is None else Path(self.reward.model)
+        path = self.rewards.reward_model
+        return None if path is None else Path(path)
 
     @property
     def prompts_in_flight(self) -> int:

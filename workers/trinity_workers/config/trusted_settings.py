@@ -58,7 +58,7 @@ REFERENCES: dict[str, Reference] = {
     # A file, a module, a data set of the hub, or a family of reasoning-gym. Families are installed,
     # and yet code: countdown and others evaluate an answer, by sympy's parse_expr.
     "task.questions": Reference("code"),
-    "task.reward": Reference("code"),
+    "rewards.function": Reference("code"),
     "task.environment": Reference("code"),
     "task.options": Reference("code"),  # arguments of code, such as {"shell": true}
     "rewards.service": Reference("URL"),
@@ -77,7 +77,7 @@ REFERENCES: dict[str, Reference] = {
     "algorithm.loss": Reference("code", role="trainer"),
     "algorithm.options": Reference("code", role="trainer"),
     "algorithm.teacher.path": Reference("path", role="trainer"),
-    "reward.model": Reference("path", role="trainer"),
+    "rewards.reward_model": Reference("path", role="trainer"),
     "checkpoints.root": Reference("path", role="trainer"),
     "checkpoints.mirror": Reference("URL", role="trainer"),
     "tracking.trackers": Reference("code", role="trainer"),
@@ -89,8 +89,10 @@ _DATA = {
     "": "name steps seed",
     "model": "dtype",
     "model.lora": "rank alpha dropout target_modules",
-    "task": "prompt answer reward_deadline environment_deadline",
-    "rewards": "on_error error_score judge_model best_grade attempts calls",
+    "task": "prompt answer environment_deadline",
+    "rewards": """
+        deadline reward_model_weight on_error error_score judge_model best_grade attempts calls
+        """,
     "trainer": """
         engine ranks cpus tensor_parallel pipeline_parallel virtual_pipeline expert_parallel
         context_parallel sequence_parallel distributed_optimizer colocated rollout_tensor_parallel
@@ -111,7 +113,6 @@ _DATA = {
     "algorithm.overlong": "mask buffer penalty limit",
     "algorithm.critic": "use clip learning_rate critic_warmup_steps",
     "algorithm.teacher": "divergence mixture",
-    "reward": "weight",
     "explorer": "count dtype deterministic groups_per_claim cpus wait_for_run",
     "rollouts": """
         prompts_per_step samples_per_prompt max_new_tokens temperature max_turns order window

@@ -28,8 +28,8 @@ def reward_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """
     if not (folder / "config.json").is_file():
         raise BadPolicy(
-            f"no reward model in {folder}: config.json is missing: set reward.model to a Hugging "
-            "Face folder"
+            f"no reward model in {folder}: config.json is missing: set "
+            "rewards.reward_model to a Hugging Face folder"
         )
     tokenizer = load_tokenizer(folder)
     checked_head(_config(folder), folder, required=True)

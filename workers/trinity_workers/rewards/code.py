@@ -71,7 +71,7 @@ class CodeRewards:
         if not await self._passes(["total = 1 + 1"], "assert total == 2"):
             raise RewardFailed(
                 "a program of one line does not run within the limits of an answer's code: raise "
-                "rewards.code_memory_mb or task.reward_deadline"
+                "rewards.code_memory_mb or rewards.deadline"
             )
 
     async def judge(self, question: Question, answers: Sequence[Answer]) -> list[Rewarded]:

@@ -12,19 +12,18 @@ from .settings import RewardsConfig
 _MIB = 1 << 20
 
 
-def chosen_rewards(settings: RewardsConfig, deadline: float, waits: WaitReporter) -> Rewards | None:
+def chosen_rewards(settings: RewardsConfig, waits: WaitReporter) -> Rewards | None:
     """Return the judge that the settings name; None if they name none.
 
     Args:
         settings: Settings of rewards.
-        deadline: Seconds for one call, or for one answer's code.
         waits: Reporter of long waits for a reward.
 
     Raises RewardFailed if a token is not set.
     """
     if settings.code_tests is not None:
         limits = CodeLimits(
-            seconds=deadline,
+            seconds=settings.deadline,
             memory_bytes=settings.code_memory_mb * _MIB,
             file_bytes=settings.code_file_mb * _MIB,
             files=settings.code_files,
@@ -40,7 +39,7 @@ def chosen_rewards(settings: RewardsConfig, deadline: float, waits: WaitReporter
     what = "reward service" if settings.service else "judge"
     http = HttpCalls(
         f"the {what} {redacted(url)}",
-        deadline=deadline,
+        deadline=settings.deadline,
         attempts=settings.attempts,
         calls=settings.calls,
         token_variable=settings.token_variable,

@@ -1,4 +1,4 @@
-"""Settings of rewards that are more than a function."""
+"""Settings of rewards."""
 
 from __future__ import annotations
 
@@ -22,8 +22,12 @@ JUDGE_PROMPT = (
 
 
 class RewardsConfig(Section, frozen=True, kw_only=True):
-    """Rewards that fail, and rewards beyond a function: of a service, a judge, or code."""
+    """Rewards of answers: by a function, a service, a judge or code, and by a reward model."""
 
+    function: str | None = None
+    """Reward function, `module:attribute` or `./file.py:attribute`. Null takes the task's own."""
+    deadline: Annotated[float, Meta(gt=0)] = 30.0
+    """Seconds that the reward of one answer may take; its process is ended after them."""
     on_error: OnRewardError = "fail"
     """Effect of a reward that raises, hangs, dies, or is no finite number: `fail` ends the run,
     `drop_group` drops all answers to the prompt, and `score` gives the answer `error_score`."""
@@ -54,6 +58,11 @@ class RewardsConfig(Section, frozen=True, kw_only=True):
     code_files: Annotated[int, Meta(ge=8)] = 32
     """Files that an answer's code may have open."""
     attempts: Positive = 3
-    """Attempts at one call of a service or a judge, all within `task.reward_deadline`."""
+    """Attempts at one call of a service or a judge, all within `rewards.deadline`."""
     calls: Positive = 8
     """Calls, or processes of code, that one explorer has in flight."""
+    reward_model: str | None = None
+    """Hugging Face folder of a model for sequence or token classification with one output. The
+    trainer adds its scores to the rewards. It may have another tokenizer than the policy."""
+    reward_model_weight: float = 1.0
+    """Factor of its scores."""

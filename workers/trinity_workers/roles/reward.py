@@ -25,7 +25,7 @@ class RewardWorker(RoleWorker):
     def init_model(self) -> None:
         """Load the reward model. Raises RoleRefused if the run has none."""
         if self._config.reward_folder is None:
-            raise RoleRefused("the run has no reward model: set reward.model")
+            raise RoleRefused("the run has no reward model: set rewards.reward_model")
         super().init_model()
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)

@@ -28,20 +28,20 @@ def rewards_of(config: TrainConfig, waits: WaitReporter = NO_REPORTS) -> Rewards
 
     ``waits`` reports long waits for a reward. Raises RewardFailed if a judge's token is not set.
     """
-    task = config.task
-    chosen = chosen_rewards(config.rewards, task.reward_deadline, waits)
+    task, rewards = config.task, config.rewards
+    chosen = chosen_rewards(rewards, waits)
     if chosen is not None:
         return chosen
-    if is_built_in(task.name) and task.questions is None and task.reward is None:
+    if is_built_in(task.name) and task.questions is None and rewards.function is None:
         return TaskRewards(built_in_task(task.name, config.seed).reward)
     return RewardPool(
         RewardSource(
-            reward=task.reward,
+            reward=rewards.function,
             task=task.name,
             questions=task.questions,
             seed=config.seed,
             options=task.options,
-            deadline=task.reward_deadline,
+            deadline=rewards.deadline,
         ),
         waits=waits,
     )

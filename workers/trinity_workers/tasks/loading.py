@@ -23,7 +23,7 @@ GROUP = "trinity_events.tasks"
 """Group of entry points under which packages offer tasks."""
 _FILES = (".py", ".jsonl", ".ndjson", ".parquet")
 _NAME_ONE = (
-    "name a function of (question, answer) in task.reward, as module:attribute or "
+    "name a function of (question, answer) in rewards.function, as module:attribute or "
     "./file.py:attribute"
 )
 _NEEDED = ("name", "fingerprint", "question", "held_out")

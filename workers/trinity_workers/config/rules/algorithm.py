@@ -59,10 +59,10 @@ RULES: tuple[Rule, ...] = (
     ),
     OnlyWhen(_PATH, _ASKS_TEACHER, "nothing asks a teacher"),
     Requires(
-        is_set("reward.model"),
+        is_set("rewards.reward_model"),
         ~is_any("algorithm.filters.zero_variance", "resample"),
         "{algorithm.filters.zero_variance} resample drops groups by the rewards of the task, "
-        "before the model of {reward.model} has scored them",
+        "before the model of {rewards.reward_model} has scored them",
         "set it mask",
     ),
     Computed(_find_no_step_of_the_policy),

@@ -22,7 +22,7 @@ from ...tasks.loading import TASKS
 from ...tasks.sources import REASONING_GYM, QuestionOptions
 
 _PLACES = {"prompt", "reference", "response"}
-_SOURCES = ("task.reward", "rewards.service", "rewards.judge", "rewards.code_tests")
+_SOURCES = ("rewards.function", "rewards.service", "rewards.judge", "rewards.code_tests")
 """Settings that each choose what judges the answers."""
 _JUDGE = is_set("rewards.judge")
 _CODE = is_set("rewards.code_tests")
@@ -116,8 +116,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Computed(_find_unknown_options),
     OnlyWhen(
-        "task.reward_deadline",
-        is_set("task.reward") | _QUESTIONS | _OWN_TASK | _CALLS | _CODE,
+        "rewards.deadline",
+        is_set("rewards.function") | _QUESTIONS | _OWN_TASK | _CALLS | _CODE,
         "the reward of a built-in task is computed at once",
     ),
     OnlyWhen("task.environment_deadline", is_set("task.environment"), "there is no environment"),
@@ -149,5 +149,7 @@ RULES: tuple[Rule, ...] = (
         _CODE,
         "no code of an answer is run",
     ),
-    OnlyWhen("reward.weight", is_set("reward.model"), "there is no reward model"),
+    OnlyWhen(
+        "rewards.reward_model_weight", is_set("rewards.reward_model"), "there is no reward model"
+    ),
 )

@@ -147,7 +147,7 @@ RULES: tuple[Rule, ...] = (
         _REFERENCE,
         is_positive("algorithm.kl.coefficient")
         | is_set("algorithm.teacher.path")
-        | is_set("reward.model"),
+        | is_set("rewards.reward_model"),
         "the run has no reference, teacher or reward model",
     ),
     Requires(

@@ -1,4 +1,4 @@
-"""Section `task`: questions, and the rewards of their answers."""
+"""Section `task`: questions, and environments of their episodes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..types import Seconds
 
 
 class TaskConfig(Section, frozen=True, kw_only=True):
-    """Questions, and the rewards of their answers."""
+    """Questions, and the environment of episodes with several turns."""
 
     name: str = "spell-backward"
     """Task: a built-in one, an entry point, `module:attribute` or `./file.py:attribute`."""
@@ -24,10 +24,6 @@ class TaskConfig(Section, frozen=True, kw_only=True):
     answer: str | None = "answer"
     """Field of a question's record that holds the right answer, for the reward. It may be a path,
     such as `reward_model.ground_truth`. Null if no record has one."""
-    reward: str | None = None
-    """Reward function, `module:attribute` or `./file.py:attribute`. Null takes the task's own."""
-    reward_deadline: Seconds = 30.0
-    """Seconds that the reward of one answer may take; its process is ended after them."""
     environment: str | None = None
     """Environment of episodes with several turns, `module:attribute` or `./file.py:attribute`.
     Null ends each episode after the policy's first turn."""

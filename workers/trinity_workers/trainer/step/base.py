@@ -135,7 +135,7 @@ class TrainingStep(ABC):
             config.algorithm_of_step,
             temperature=config.rollouts.temperature,
             limit=micro_batch_limit(config.trainer),
-            reward_weight=config.reward.weight,
+            reward_weight=config.rewards.reward_model_weight,
             max_skipped_steps=config.trainer.max_skipped_steps,
             **options,
         )
