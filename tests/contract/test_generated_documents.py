@@ -272,6 +272,7 @@ def test_the_tracked_document_has_every_schema_of_a_message():
     assert structs <= tracked.keys()
 
 
+@pytest.mark.processes
 def test_git_tracks_the_documents_that_the_check_compares():
     files = subprocess.run(
         ["git", "ls-files", FOLDER], cwd=ROOT, capture_output=True, text=True, check=True

@@ -33,7 +33,6 @@ from trinity_workers.config.train_config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 STEPS = 20
-COLLECTIVE_STEPS = 150
 MONITORING = ("metrics", "prometheus", "grafana")
 """Services of the profile ``monitoring``."""
 
@@ -155,7 +154,6 @@ def test_the_checkpoints_are_shared_and_ray_has_memory(compose):
     assert "container_name" not in services["explorer"]  # it could not be scaled
 
 
-@pytest.mark.heavy
 def test_a_file_of_ones_own_is_trained_by_the_same_services(compose, cli):
     yaml = pytest.importorskip("yaml")
     laid_over = yaml.safe_load((ROOT / "compose.train.yaml").read_text())
@@ -465,49 +463,78 @@ def test_a_frozen_explorer_is_named_and_is_not_healthy_and_a_terminal_that_goes_
 
 
 @pytest.fixture(scope="module")
-def collective(tmp_path_factory, redis_url, weights_url, policy_folder):
-    """A run with a collective group, one of whose explorers was killed and started again.
+def run_collective(tmp_path_factory, redis_url, weights_url, policy_folder):
+    """Runs some steps with a collective group, in which an explorer may be killed.
 
-    It writes no checkpoints, so that its reducer may have another root. Its steps take longer than
-    an explorer takes to start: what comes after the last one serves nothing.
+    It writes no checkpoints, so that its reducer may have another root.
     """
-    folder = tmp_path_factory.mktemp("collective")
-    run = Processes(folder, f"collective-{os.getpid()}", redis_url, weights_url)
-    explorer = {"count": 2, "groups_per_claim": 1}
-    sync = {"method": "nccl"}
-    file = small_run(folder, policy_folder, steps=COLLECTIVE_STEPS, explorer=explorer, sync=sync)
-    try:
-        reducer = run.start("reducer", "--checkpoint-root", str(folder / "theirs"))
-        own = ("--json", "--config", str(file))
-        explorers = [run.start("explorer", "--rank", rank, *own) for rank in "01"]
-        trainer = run.start("train", str(file), "--parts", "trainer", "--json")
-        run.wait_for_announcements(4, trainer)
-        explorers[1].kill()
-        explorers[1] = run.start("explorer", "--rank", "1", *own)
-        results = {"trainer": ended(trainer, 2 * PATIENCE)}
-        results |= {f"explorer-{rank}": ended(explorer) for rank, explorer in enumerate(explorers)}
-        reducer.terminate()
-        yield SeparateRun(run, results | {"reducer": ended(reducer)})
-    finally:
-        run.end()
+
+    def run_steps(steps: int, *, kill_explorer: bool) -> SeparateRun:
+        folder = tmp_path_factory.mktemp("collective")
+        run = Processes(folder, f"collective-{os.getpid()}-{steps}", redis_url, weights_url)
+        explorer = {"count": 2, "groups_per_claim": 1}
+        sync = {"method": "nccl"}
+        file = small_run(folder, policy_folder, steps=steps, explorer=explorer, sync=sync)
+        try:
+            reducer = run.start("reducer", "--checkpoint-root", str(folder / "theirs"))
+            own = ("--json", "--config", str(file))
+            explorers = [run.start("explorer", "--rank", rank, *own) for rank in "01"]
+            trainer = run.start("train", str(file), "--parts", "trainer", "--json")
+            if kill_explorer:
+                run.wait_for_announcements(4, trainer)
+                explorers[1].kill()
+                explorers[1] = run.start("explorer", "--rank", "1", *own)
+            results = {"trainer": ended(trainer, 2 * PATIENCE)}
+            results |= {
+                f"explorer-{rank}": ended(explorer) for rank, explorer in enumerate(explorers)
+            }
+            reducer.terminate()
+            return SeparateRun(run, results | {"reducer": ended(reducer)})
+        finally:
+            run.end()
+
+    return run_steps
 
 
-@pytest.mark.heavy
-@pytest.mark.processes
-def test_explorers_of_a_collective_group_come_and_go(collective):
-    """The trainer waits for experiences of one that died; who takes its place asks for weights."""
-    status, out, error = collective.ended["trainer"]
+@pytest.fixture(scope="module")
+def collective(run_collective):
+    return run_collective(STEPS, kill_explorer=False)
+
+
+def assert_each_served(run: SeparateRun, steps: int) -> None:
+    status, out, error = run.ended["trainer"]
     assert status == 0, error
     assert "weights travel by a collective group" in error
     summary = json.loads(out)
     assert summary["transport"] == "collective"
-    assert summary["log"]["versions_published"] == COLLECTIVE_STEPS + 1
+    assert summary["log"]["versions_published"] == steps + 1
     assert summary["log"]["versions_unaccounted"] == 0
     for rank in (0, 1):
-        status, out, error = collective.ended[f"explorer-{rank}"]
+        status, out, error = run.ended[f"explorer-{rank}"]
         assert status == 0, error
         assert json.loads(out)["rank"] == rank
-    assert collective.ended["reducer"][0] == 0
+    assert run.ended["reducer"][0] == 0
+
+
+@pytest.mark.heavy
+@pytest.mark.processes
+def test_explorers_of_a_collective_group_serve_every_version(collective):
+    assert_each_served(collective, STEPS)
+
+
+@pytest.mark.heavy
+@pytest.mark.processes
+@pytest.mark.nightly(
+    "weights/transports/test_collective_transport.py"
+    "::test_an_explorer_that_is_killed_midway_is_an_error_in_time_and_the_next_group_works"
+)
+def test_explorers_of_a_collective_group_come_and_go(run_collective):
+    """The trainer waits for experiences of one that died; who takes its place asks for weights.
+
+    Its steps take longer than an explorer takes to start: what comes after the last one serves
+    nothing.
+    """
+    assert_each_served(run_collective(300, kill_explorer=True), 300)
 
 
 @pytest.mark.heavy
@@ -592,7 +619,6 @@ def test_settings_travel_as_text_and_bad_ones_are_refused():
         TrainConfig.from_text('{"steps": 0}')
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize("command", ["demo", "trainer"])
 def test_every_save_strategy_of_the_contract_is_an_option_and_no_other(cli, command):
     [strategies, *_] = get_args(SaveStrategy)

@@ -84,6 +84,9 @@ def finished(command: list[str]) -> str:
     return " ".join(done.stderr.split())
 
 
+@pytest.mark.nightly(
+    "crashes/test_killed_runs.py::test_a_run_of_adapters_that_was_killed_ends_with_the_bits_of_an_undisturbed_one"
+)
 async def test_a_run_goes_on_from_its_checkpoint_after_everything_was_killed(
     train, kill, redis_url, run_id, tmp_path, policy_folder
 ):
@@ -122,7 +125,7 @@ async def test_a_run_goes_on_from_its_checkpoint_after_everything_was_killed(
 
 
 @pytest.mark.nightly(
-    "end_to_end/test_resume.py::test_a_run_goes_on_from_its_checkpoint_after_everything_was_killed"
+    "crashes/test_killed_runs.py::test_a_run_of_adapters_that_was_killed_ends_with_the_bits_of_an_undisturbed_one"
 )
 @pytest.mark.megatron
 async def test_the_example_on_megatron_goes_on_at_its_layout_after_everything_was_killed(

@@ -180,7 +180,7 @@ def test_the_command_to_go_on_with_is_the_one_that_began_it(killed):
 
 
 @pytest.mark.nightly(
-    "end_to_end/test_resume.py::test_a_run_goes_on_from_its_checkpoint_after_everything_was_killed"
+    "crashes/test_killed_runs.py::test_a_run_of_adapters_that_was_killed_ends_with_the_bits_of_an_undisturbed_one"
 )
 def test_the_command_that_it_told_goes_on_from_the_newest_checkpoint(killed, redis_url, cli):
     checkpoint = checkpoints(redis_url, killed.run_id)[-1]

@@ -21,7 +21,10 @@ BOUNDARIES = {
 """Calls to the server, and the process that makes each."""
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize(
+    "part",
+    [0, 1, 2, *(pytest.param(part, marks=pytest.mark.nightly) for part in range(3, PARTS))],
+)
 def test_nothing_is_lost_or_trained_twice_whatever_dies(part):
     for seed in range(part, SEEDS, PARTS):
         assert simulate(seed) == [], f"see: python -m tests.simulation --rollouts --seed {seed}"

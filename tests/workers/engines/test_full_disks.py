@@ -36,6 +36,7 @@ print(*sorted(path.name for path in folder.iterdir()))
 """
 
 
+@pytest.mark.processes
 def test_a_save_past_what_the_system_allows_names_its_error_and_the_path(tmp_path):
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SAVES, str(tmp_path)],
