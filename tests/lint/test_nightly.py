@@ -47,6 +47,7 @@ def is_representative(node: str = "") -> bool:
     return function is not None and not is_nightly(getattr(function, "pytestmark", []))
 
 
+@pytest.mark.processes  # modules that ask what this machine can do, when they are imported
 @pytest.mark.parametrize("path", MARKED, ids=str)
 def test_every_nightly_test_has_a_representative_in_make_test(path: Path) -> None:
     assert list(unrepresented(load(path))) == []
