@@ -40,7 +40,8 @@ class CommandServer:
         """Run ``trinity-events`` with these arguments; raise as ``subprocess.run`` does."""
         command = [sys.executable, "-m", MODULE, *args]
         environment = {**os.environ, **env}
-        if any(name.startswith(_OF_THE_INTERPRETER) for name in env):
+        changed = [name for name, value in env.items() if os.environ.get(name) != value]
+        if any(name.startswith(_OF_THE_INTERPRETER) for name in changed):
             return subprocess.run(
                 command,
                 capture_output=True,

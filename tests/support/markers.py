@@ -66,7 +66,7 @@ class StartedProcesses:
 
 def needed_marker(words: list[str]) -> str:
     """Return the marker that a test needs that starts a command."""
-    if any("/ray/" in word for word in words):
+    if any("-packages/ray/" in word for word in words):
         return "ray"
     if "server" in Path(words[0]).name or any("server/reaper.py" in word for word in words):
         return "server"

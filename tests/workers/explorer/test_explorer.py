@@ -325,6 +325,7 @@ def own_task(folder, *answers, name="questions.jsonl"):
     }
 
 
+@pytest.mark.processes
 async def test_a_request_whose_reward_fails_is_dropped_once_and_its_error_is_reported(
     config, trainer, tmp_path, log
 ):
@@ -354,6 +355,7 @@ async def test_a_request_whose_reward_fails_is_dropped_once_and_its_error_is_rep
     assert error.prompt and error.response
 
 
+@pytest.mark.processes
 async def test_an_explorer_with_another_task_set_is_refused_and_its_claims_come_back(
     config, trainer, tmp_path
 ):

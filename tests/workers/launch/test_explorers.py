@@ -141,6 +141,7 @@ def recorder():
         thread.join()
 
 
+@pytest.mark.processes
 async def test_an_explorer_runs_no_code_of_the_log_and_sends_no_secret_of_its_host(
     trainer, redis_url, weights_url, run_id, policy_folder, tmp_path
 ):
