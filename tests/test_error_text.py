@@ -3,7 +3,7 @@
 import pytest
 
 from trinity_events.errors import TrinityError
-from trinity_events.system.error_text import cause_of, leaf_errors, ungrouped
+from trinity_events.system.error_text import format_cause, leaf_errors, ungrouped
 
 
 def test_the_first_error_of_nested_task_groups_takes_their_place():
@@ -21,4 +21,4 @@ def test_what_torch_wraps_with_the_stacks_of_all_ranks_is_told_as_its_cause():
     class CheckpointException(BaseException):
         failures = {3: (OSError("no space left"), None), 5: (ValueError("late"), None)}  # noqa: RUF012
 
-    assert cause_of(CheckpointException()) == "OSError: no space left"
+    assert format_cause(CheckpointException()) == "OSError: no space left"

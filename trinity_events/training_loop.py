@@ -23,7 +23,7 @@ from .coordinator import CheckpointCoordinator, staged_path
 from .errors import DeadlineExceeded, RankFailed
 from .log import Publisher
 from .server import trinity_home
-from .system.error_text import cause_of
+from .system.error_text import format_cause
 from .weights import Synchronizer
 
 _MESSAGE_BYTES = 512
@@ -262,7 +262,7 @@ class TrainingLoop:
     def _from_rank_0(self, text: str, error: Exception | None = None) -> str:
         """Return rank 0's text on every rank, or raise its error. Collective; without pickle."""
         if self.ranks > 1:
-            payload = text if error is None else f"!{cause_of(error)}"
+            payload = text if error is None else f"!{format_cause(error)}"
             message = torch.frombuffer(
                 bytearray(payload.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")),
                 dtype=torch.uint8,

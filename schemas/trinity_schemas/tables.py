@@ -20,7 +20,7 @@ def event_tables() -> str:
     lines = ["| event | from | stream | says |", "|---|---|---|---|"]
     for event in EVENT_TYPES:
         tag = event_tag(event)
-        says = tables.says(event.__name__).partition("\n")[0]
+        says = tables.get_description(event.__name__).partition("\n")[0]
         lines.append(f"| [`{tag}`](#{tag}) | {SENT_BY[event]} | {_stream(event)} | {says} |")
     for event in EVENT_TYPES:
         lines += tables.section(event_tag(event), event.__name__, 3)
@@ -46,12 +46,12 @@ class _Tables:
         self.schemas = schemas
         self.words: dict[str, str] = {}
 
-    def says(self, name: str) -> str:
+    def get_description(self, name: str) -> str:
         return str(self.schemas[name]["description"]).replace("``", "`")
 
     def section(self, title: str, name: str, level: int) -> Iterator[str]:
         schema = self.schemas[name]
-        yield from ("", f"{'#' * level} {title}", "", self.says(name))
+        yield from ("", f"{'#' * level} {title}", "", self.get_description(name))
         fields = {name: field for name, field in schema["properties"].items() if name != "type"}
         if fields:
             yield from ("", "| field | type | default | meaning |", "|---|---|---|---|")
@@ -67,7 +67,7 @@ class _Tables:
         if "description" in field:
             return str(field["description"])
         if "$ref" in inner:
-            return self.says(inner["$ref"].removeprefix(_REF)).partition("\n")[0]
+            return self.get_description(inner["$ref"].removeprefix(_REF)).partition("\n")[0]
         return str(inner.get("description", ""))
 
     def _type(self, field: Schema) -> str:  # noqa: PLR0911

@@ -161,7 +161,7 @@ def test_states_that_are_too_near_are_removed_as_the_log_grows(tmp_path, monkeyp
     for number in range(4, 49, 4):
         if number % interval(number) == 0:
             state = MonitorState(run_id="r", position=f"{number}-0", entries=number)
-            store.keep(KeptState(log="l", entry="e", state=state))
+            store.save(KeptState(log="l", entry="e", state=state))
     numbers = sorted(int(path.name.split(".")[0]) for path in store.folder.iterdir())
     assert numbers == [16, 32, 48]
 

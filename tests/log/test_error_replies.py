@@ -88,7 +88,7 @@ async def test_a_wait_that_ends_says_that_the_server_refuses_and_not_that_it_is_
         admin.config_set("maxmemory", 1)
         try:
             with raises(DeadlineExceeded, deadline=0.2, reason=re.compile(r"refuses \(OOM ")):
-                await Deadline(0.2, "nothing was written").ask(write)
+                await Deadline(0.2, "nothing was written").retry(write)
         finally:
             admin.config_set("maxmemory", 0)
 

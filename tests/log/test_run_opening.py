@@ -93,7 +93,7 @@ async def test_a_group_that_others_created_is_not_idle_since_its_stream_began(cl
     for _ in range(2):
         [group] = await log.groups(Stream.EVENTS)
         assert group.idle < 30
-        assert (group.shown, group.members) == ("theirs-\\xff", 0)
+        assert (group.printable_name, group.members) == ("theirs-\\xff", 0)
 
 
 @pytest.mark.parametrize("key_name", ["position", "announcements", "dead", "current", "grant"])

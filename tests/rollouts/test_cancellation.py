@@ -51,8 +51,8 @@ async def test_no_ordinal_is_lost_or_asked_for_twice(client, publisher, run_id, 
     watched = AsyncPublisher(log, publisher.epoch, new_producer("trainer"))
     parts = Parts(client, watched, run_id)
     dispatcher = await parts.dispatcher()
-    ask = dispatcher._streams.ask
-    dispatcher._streams.ask = lambda wait, question, **more: canceller(
+    ask = dispatcher._streams.retry
+    dispatcher._streams.retry = lambda wait, question, **more: canceller(
         lambda: ask(wait, question, **more)
     )
     executed = []

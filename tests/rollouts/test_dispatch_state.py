@@ -10,8 +10,8 @@ from trinity_events.rollouts.dispatch_state import (
     HeldRequest,
     ReissueCandidate,
     Versions,
+    format_missing,
     holders_of,
-    object_of_wait,
 )
 from trinity_events.rollouts.streams import SeenClaim, StreamSnapshot
 from trinity_schemas import StepRef
@@ -31,42 +31,42 @@ def reissue(state, due):
 def state():
     given = {"claim_lease": LEASE, "request_deadline": DEADLINE, "max_attempts": 2}
     made = DispatchState(settings("run", 1, **given), Ledger())
-    made.requests(made.ask(made.next_ordinals(2), FIRST))
+    made.requests(made.open(made.next_ordinals(2), FIRST))
     return made
 
 
-def sight(**idle):
+def snapshot(**idle):
     claims = {int(name[1:]): SeenClaim("a", seconds) for name, seconds in idle.items()}
     return StreamSnapshot(uptime=1e6, numbers={1, 2}, claims=claims, group_exists=True)
 
 
 def test_a_claim_lapses_after_its_lease_and_an_unclaimed_request_never(state):
-    assert state.observe(sight(n1=LEASE - 1), now=1000, calm=1e6) == []
-    assert state.observe(sight(n1=LEASE), now=1001, calm=1e6) == [
+    assert state.observe(snapshot(n1=LEASE - 1), now=1000, stable_for=1e6) == []
+    assert state.observe(snapshot(n1=LEASE), now=1001, stable_for=1e6) == [
         ReissueCandidate(0, "lapsed", LEASE)
     ]
-    assert state.observe(sight(), now=1e9, calm=1e6) == []
+    assert state.observe(snapshot(), now=1e9, stable_for=1e6) == []
 
 
 def test_a_claim_lapses_no_sooner_than_one_lease_after_an_outage(state):
-    assert state.observe(sight(n1=50 * LEASE), now=1000, calm=LEASE - 1) == []
-    assert state.observe(sight(n1=50 * LEASE), now=1001, calm=LEASE) == [
+    assert state.observe(snapshot(n1=50 * LEASE), now=1000, stable_for=LEASE - 1) == []
+    assert state.observe(snapshot(n1=50 * LEASE), now=1001, stable_for=LEASE) == [
         ReissueCandidate(0, "lapsed", LEASE)
     ]
 
 
 def test_a_claim_that_is_renewed_for_ever_is_overdue_after_the_deadline(state):
-    state.observe(sight(n1=0.0), now=1000, calm=1e6)
-    assert state.observe(sight(n1=0.0), now=1000 + DEADLINE - 1, calm=1e6) == []
-    assert state.observe(sight(n1=0.0), now=1000 + DEADLINE, calm=LEASE - 1) == []
-    assert state.observe(sight(n1=0.0), now=1000 + DEADLINE, calm=1e6) == [
+    state.observe(snapshot(n1=0.0), now=1000, stable_for=1e6)
+    assert state.observe(snapshot(n1=0.0), now=1000 + DEADLINE - 1, stable_for=1e6) == []
+    assert state.observe(snapshot(n1=0.0), now=1000 + DEADLINE, stable_for=LEASE - 1) == []
+    assert state.observe(snapshot(n1=0.0), now=1000 + DEADLINE, stable_for=1e6) == [
         ReissueCandidate(0, "deadline")
     ]
 
 
 def test_a_request_that_is_not_there_is_lost(state):
     gone = StreamSnapshot(uptime=1e6, numbers={2}, claims={}, group_exists=True)
-    assert state.observe(gone, now=1, calm=1) == [ReissueCandidate(0, "lost")]
+    assert state.observe(gone, now=1, stable_for=1) == [ReissueCandidate(0, "lost")]
 
 
 def test_failed_attempts_exhaust_and_stale_or_lost_ones_do_not(state):
@@ -121,4 +121,4 @@ def test_a_second_answer_of_an_ordinal_is_not_kept(state):
 )
 def test_a_wait_names_the_missing_ordinals_and_their_holders(explorers, what, holders):
     missing = [HeldRequest(3 + at, 1, explorer, 7.0) for at, explorer in enumerate(explorers)]
-    assert (object_of_wait(missing), holders_of(missing)) == (what, holders)
+    assert (format_missing(missing), holders_of(missing)) == (what, holders)

@@ -147,7 +147,7 @@ async def test_claims_of_deleted_requests_hide_no_claim(parts):
         await parts.client.xadd(key, {"e": b""}, id=streams.request_id(number))
     [[_, claimed]] = await parts.client.xreadgroup(streams.group, "hostile", {key: ">"})
     await parts.client.xdel(key, *(entry_id for entry_id, _ in claimed[:-1]))
-    assert set((await streams.look(wait)).claims) == {12}
+    assert set((await streams.take_snapshot(wait)).claims) == {12}
 
 
 async def test_a_name_of_any_bytes_ends_no_trainer(parts):
@@ -155,7 +155,7 @@ async def test_a_name_of_any_bytes_ends_no_trainer(parts):
     await dispatcher.dispatch(1, parts.version)
     streams = RolloutStreams(parts.client, parts.run_id, parts.publisher.epoch)
     await parts.client.xreadgroup(streams.group, b"\xff" * 10_000, {streams.keys.rollouts: ">"})
-    [claim] = (await streams.look(Deadline(PATIENCE, "not seen"))).claims.values()
+    [claim] = (await streams.take_snapshot(Deadline(PATIENCE, "not seen"))).claims.values()
     assert claim.explorer == "\N{REPLACEMENT CHARACTER}" * 256
     [group] = await take(parts, dispatcher, 1, parts.explorer("sound"))
     assert group.attempt == 2

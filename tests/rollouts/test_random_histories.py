@@ -54,8 +54,8 @@ class Fuse:
 
     def wire(self, streams) -> None:
         """Count the calls of streams."""
-        ask = streams.ask
-        streams.ask = lambda wait, question, **more: self(lambda: ask(wait, question, **more))
+        ask = streams.retry
+        streams.retry = lambda wait, question, **more: self(lambda: ask(wait, question, **more))
 
 
 class MortalLog(RedisEventLog):

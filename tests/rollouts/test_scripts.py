@@ -93,7 +93,7 @@ async def test_renewal_restarts_the_idle_time_of_a_claim(parts):
     assert await other.renew([claim]) == [], "it is the claim of another explorer"
     assert await parts.explorer("a").renew([claim]) == [claim]
     streams = RolloutStreams(parts.client, parts.run_id, parts.publisher.epoch)
-    [seen] = (await streams.look(Deadline(PATIENCE, ""))).claims.values()
+    [seen] = (await streams.take_snapshot(Deadline(PATIENCE, ""))).claims.values()
     assert seen.explorer == "a"
     assert seen.idle < 59
 

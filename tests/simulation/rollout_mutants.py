@@ -28,7 +28,7 @@ MUTANTS = (
     _mutant(
         "answers of every version are kept",
         100,
-        (DispatchState, "keep", "if not all(", "if False and not all("),
+        (DispatchState, "add_earlier", "if not all(", "if False and not all("),
     ),
     _mutant(
         "every answer counts",

@@ -147,9 +147,9 @@ class Both:
 
 
 async def seen(streams, wait):
-    sight = await streams.look(wait)
-    claims = {number: claim.explorer for number, claim in sight.claims.items()}
-    return sight.numbers, claims, sight.group_exists, sight.unclaimable
+    snapshot = await streams.take_snapshot(wait)
+    claims = {number: claim.explorer for number, claim in snapshot.claims.items()}
+    return snapshot.numbers, claims, snapshot.group_exists, snapshot.unclaimable
 
 
 def error_of(error: Exception) -> str:

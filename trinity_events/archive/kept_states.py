@@ -67,7 +67,7 @@ class KeptStates:
                 return kept_state
         return None
 
-    def keep(self, kept_state: KeptState) -> None:
+    def save(self, kept_state: KeptState) -> None:
         """Write a state, and remove those that are nearer together than the log's length asks."""
         number = kept_state.state.entries
         name = f"{number:015d}.{kept_state.state.position}.state"

@@ -235,7 +235,7 @@ class StateAt:
                     page.clear()
                     await anyio.lowlevel.checkpoint()
                 if due:
-                    self.source.kept_states.keep(
+                    self.source.kept_states.save(
                         KeptState(log=log, entry=identity_of(entry), state=state)
                     )
         monitor.fold(page, self._decode)

@@ -18,6 +18,7 @@ from ..core.fold import decode_entry
 from ..core.refusals import format_refusal, suspects
 from ..core.state import SnapshotVersion
 from ..log import ORIGIN, Entry, position
+from ..system.error_text import shorten
 from .checkpoint_digests import SavedFiles
 from .export import Recording
 
@@ -202,7 +203,7 @@ def _compare_files(plan: FilePlan, folder: Path) -> list[Finding]:
             findings.append(_mismatch(f"{path} cannot be read: {error}"))
             continue
         if text != str(step):
-            findings.append(_mismatch(f"{path} says {text[:40]!r}, the log {step}"))
+            findings.append(_mismatch(f"{path} says {shorten(text, 40)!r}, the log {step}"))
     return findings
 
 

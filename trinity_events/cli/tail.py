@@ -219,7 +219,7 @@ async def _follow(
 
     while True:
         sys.stdout.flush()
-        entries = await wait.ask(read)
+        entries = await wait.retry(read)
         page.learn([entry for _, entry in entries])
         for stream, entry in entries:
             after[stream] = entry.id

@@ -117,12 +117,12 @@ async def _hold(
         identity = await _promoted(log, step, folder, deadline)
         async with anyio.create_task_group() as tasks:
 
-            async def keep() -> None:
+            async def renew() -> None:
                 nonlocal lost
                 lost = await _lost(log, step, who)
                 tasks.cancel_scope.cancel()
 
-            tasks.start_soon(keep)
+            tasks.start_soon(renew)
             try:
                 yield
             except Exception as error:
@@ -151,12 +151,12 @@ async def _promoted(
         f"step {step} of run {log.run_id} is ready, but its files did not become {folder}",
         "does a reducer run, with this checkpoint root?",
     )
-    plan = plan_files(await wait.ask(partial(current_state, log)))
+    plan = plan_files(await wait.retry(partial(current_state, log)))
     promotions = [promotion for promotion in plan.promotions if promotion.step == step]
     after = ORIGIN
     while await anyio.to_thread.run_sync(_is_to_come, folder, promotions):
         seconds = min(_LONGEST_BLOCK, wait.left())
-        after = await wait.ask(partial(log.promoted_after, after, seconds=seconds))
+        after = await wait.retry(partial(log.promoted_after, after, seconds=seconds))
     identity = await _identity(folder)
     if identity is None:
         raise CheckpointHeld(log.run_id, step, "absent", folder)

@@ -73,7 +73,7 @@ async def _ready(
 ) -> StepReady:
     state = await _state(run, redis_url)
 
-    def is_asked_for(event: StepReady | StepSuperseded) -> bool:
+    def matches(event: StepReady | StepSuperseded) -> bool:
         if (event.step, event.kind) != (step, kind):
             return False
         if epoch is not None:
@@ -84,9 +84,9 @@ async def _ready(
     async with subscription as events:
         async for delivered in events:
             event = delivered.event
-            if isinstance(event, StepReady) and is_asked_for(event):
+            if isinstance(event, StepReady) and matches(event):
                 return event
-            if isinstance(event, StepSuperseded) and is_asked_for(event):
+            if isinstance(event, StepSuperseded) and matches(event):
                 raise StepNotReady(run, step, kind, event.by.step)
     raise AssertionError("a subscription ends with an error alone")
 

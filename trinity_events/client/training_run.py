@@ -17,7 +17,7 @@ from trinity_schemas import RunClosed, SaveStrategy, TrainerStatusChanged, check
 from ..errors import InvalidRunId, PublishError, RunOpenedTwice
 from ..log import Publisher, SyncEventLog, new_producer, open_run
 from ..server import connect, open_client, serving, warn_of_eviction
-from ..system.error_text import cause_of, first_error
+from ..system.error_text import first_error, format_cause
 from ..system.signals import exiting_on_signals
 
 logger = logging.getLogger(__name__)
@@ -197,4 +197,4 @@ _INTERRUPTS = (KeyboardInterrupt, SystemExit, asyncio.CancelledError, GeneratorE
 def _closed_by(error: BaseException) -> RunClosed:
     if isinstance(first_error(error), _INTERRUPTS):
         return RunClosed(reason="interrupted")
-    return RunClosed(reason="failed", error=cause_of(error))
+    return RunClosed(reason="failed", error=format_cause(error))

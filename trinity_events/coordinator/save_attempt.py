@@ -14,7 +14,7 @@ from trinity_schemas import (
     Slot,
 )
 
-from ..system.error_text import checkpoint_cause, message_of
+from ..system.error_text import checkpoint_cause, format_message
 
 _LONGEST_MESSAGE = 2000
 _LONGEST_NAME = 256
@@ -117,7 +117,7 @@ class SaveAttempt:
             save_id=self.save_id,
             slot=self.slot,
             error_type=type(cause).__name__[:_LONGEST_NAME],
-            message=message_of(cause)[:_LONGEST_MESSAGE],
+            message=format_message(cause)[:_LONGEST_MESSAGE],
             followed=followed,
         )
 

@@ -77,7 +77,7 @@ class GroupInfo(NamedTuple):
     """True if its members received and acknowledged every entry."""
 
     @property
-    def shown(self) -> str:
+    def printable_name(self) -> str:
         """The name as printable text: any client can create a group of any name."""
         text = self.name.encode(errors="surrogateescape").decode(errors="backslashreplace")
         return text[:LONGEST_NAME] or "(without a name)"

@@ -61,7 +61,7 @@ class IdleGroups:
         """Publish the event, then destroy the group: no group disappears without an event."""
         entry_id = await self._publisher.publish(
             ConsumerDetached(
-                group=group.shown,
+                group=group.printable_name,
                 stream=stream.value,
                 position=group.last_delivered,
                 pending=group.pending,
@@ -76,7 +76,7 @@ class IdleGroups:
         logger.warning(
             "consumer group %s of the %s of run %s read nothing for %d s and is detached, "
             "with %d entries that it never acknowledged: subscribe again to go on from there",
-            group.shown,
+            group.printable_name,
             stream.value,
             live.state.run_id,
             group.idle,

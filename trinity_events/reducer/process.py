@@ -170,7 +170,7 @@ class _Lead:
         """Mark the run's folder as this log's. Raises FolderTaken if it belongs to another log."""
         while (identity := await log_identity(self._log, owner.archive)) is None:
             await self._log.read_blocking({Stream.EVENTS: ORIGIN}, seconds=_FIRST_ENTRY, limit=1)
-        await self._log.keep_identity(identity)
+        await self._log.store_identity(identity)
         owner.belongs(identity, self._server)
         try:
             await anyio.to_thread.run_sync(files.claim)

@@ -85,7 +85,7 @@ class AnswerReader:
         """Return the entries that arrive within ``block`` seconds."""
         return await self._read(wait, block)
 
-    async def rest(self, wait: Deadline) -> AsyncIterator[list[Answer]]:
+    async def read_all(self, wait: Deadline) -> AsyncIterator[list[Answer]]:
         """Yield all entries that are there."""
         newest, mended = await self._streams.newest_answer(wait), self._mended
         if position(newest) < position(self._cursor):

@@ -236,7 +236,9 @@ class RolloutClient:
 
     async def _read(self, wait: Deadline, count: int, block: float) -> list[Claim]:
         try:
-            requests = await self._streams.ask(wait, lambda: self._claim(count, block), block=block)
+            requests = await self._streams.retry(
+                wait, lambda: self._claim(count, block), block=block
+            )
         except redis.ResponseError as error:
             if not is_without_group(error):
                 raise

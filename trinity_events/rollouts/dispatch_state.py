@@ -52,15 +52,14 @@ class HeldRequest(NamedTuple):
     seconds: float
     """Seconds since the claim."""
 
-    @property
-    def in_words(self) -> str:
+    def format(self) -> str:
         """Return the request and its explorer in words."""
         if self.explorer is None:
             return f"{self.ordinal} (not claimed)"
         return f"{self.ordinal} (claimed by {self.explorer} {self.seconds:.0f} s ago)"
 
 
-def object_of_wait(missing: Sequence[HeldRequest]) -> str:
+def format_missing(missing: Sequence[HeldRequest]) -> str:
     """Return the ordinals of missing requests in words, and which of them no explorer claims."""
     ordinals = format_ranges(ranges(request.ordinal for request in missing), _NAMED)
     free = sum(request.explorer is None for request in missing)
@@ -164,7 +163,7 @@ class DispatchState:
         """Return the number of ordinals to ask for, so that a step of ``count`` gets its groups."""
         return max(count - len(self.open_requests), 0)
 
-    def ask(self, ordinals: Sequence[int], versions: Versions) -> list[int]:
+    def open(self, ordinals: Sequence[int], versions: Versions) -> list[int]:
         """Note that ordinals were asked for; return those that no kept answer answers."""
         self._restored = self._restored[sum(ordinal < self.ledger.next for ordinal in ordinals) :]
         fresh = [ordinal for ordinal in ordinals if ordinal >= self.ledger.next]
@@ -237,8 +236,7 @@ class DispatchState:
             open_request.number, open_request.versions = request.number, request.versions
             open_request.explorer = None
 
-    @property
-    def refused_in_words(self) -> str:
+    def format_refused(self) -> str:
         """Return the answers of this step that were refused, once they fill a step.
 
         Their numbers are powers of two, so that they change seldom.
@@ -253,7 +251,7 @@ class DispatchState:
         ]
         return f", after {' and '.join(phrases)}" if phrases else ""
 
-    def note_stale(self) -> None:
+    def count_stale(self) -> None:
         """Count an answer that was too old."""
         self._stale += 1
 
@@ -278,7 +276,7 @@ class DispatchState:
         self.arrived[group.ordinal] = group
         return True
 
-    def keep(self, group: AnswerGroup, stands: Stands) -> bool:
+    def add_earlier(self, group: AnswerGroup, stands: Stands) -> bool:
         """Keep an answer of an earlier epoch; return False if it is of no use.
 
         Its ordinal needs an answer, in the same task set, and each version that sampled one of its
@@ -388,29 +386,29 @@ class DispatchState:
     # --- claims ------------------------------------------------------------------------------
 
     def observe(
-        self, sight: StreamSnapshot, now: float, calm: float, excluded: Container[str] = ()
+        self, snapshot: StreamSnapshot, now: float, stable_for: float, excluded: Container[str] = ()
     ) -> list[ReissueCandidate]:
         """Note who holds what; return the ordinals whose attempt counts no more.
 
         Args:
-            sight: Requests and claims on the server. All answers before it were read.
+            snapshot: Requests and claims on the server. All answers before it were read.
             now: Seconds of a clock that is never set.
-            calm: Seconds for which the server has answered without a fault. Claims count as idle
-                for no longer, so that each gets one full lease after an outage.
+            stable_for: Seconds for which the server has answered without a fault. Claims count as
+                idle for no longer, so that each gets one full lease after an outage.
             excluded: Explorers whose claims count no more.
         """
         due = []
         for ordinal, open_request in self.open_requests.items():
             if ordinal in self.arrived:
                 continue
-            if open_request.number is None or open_request.number not in sight.numbers:
+            if open_request.number is None or open_request.number not in snapshot.numbers:
                 open_request.number = None
                 due.append(ReissueCandidate(ordinal, open_request.refusal or "lost"))
                 continue
-            claim = sight.claims.get(open_request.number)
+            claim = snapshot.claims.get(open_request.number)
             if claim is None:
                 open_request.explorer = None
-                if open_request.number in sight.unclaimable:
+                if open_request.number in snapshot.unclaimable:
                     due.append(ReissueCandidate(ordinal, UNCLAIMABLE))
                 continue
             if open_request.explorer is None:
@@ -418,9 +416,9 @@ class DispatchState:
             open_request.explorer = claim.explorer
             if claim.explorer in excluded:
                 due.append(ReissueCandidate(ordinal, EXCLUDED))
-            elif min(claim.idle, calm) >= self.settings.claim_lease:
+            elif min(claim.idle, stable_for) >= self.settings.claim_lease:
                 due.append(ReissueCandidate(ordinal, "lapsed", self.settings.claim_lease))
-            elif calm >= self.settings.claim_lease and self._is_overdue(open_request, now):
+            elif stable_for >= self.settings.claim_lease and self._is_overdue(open_request, now):
                 due.append(ReissueCandidate(ordinal, "deadline"))
         return due
 
@@ -429,7 +427,7 @@ class DispatchState:
 
     # --- fates -------------------------------------------------------------------------------
 
-    def told(
+    def create_step_event(
         self,
         step: int,
         ordinals: Sequence[int],

@@ -46,8 +46,8 @@ from .dispatch_state import (
     ReissueCandidate,
     Stands,
     Versions,
+    format_missing,
     holders_of,
-    object_of_wait,
 )
 from .exclusions import Exclusions, ExplorersExcluded, FailureStreaks
 from .inspection import AnswerInspector
@@ -282,7 +282,7 @@ class RolloutDispatcher:
         self._state.number = await self._streams.begin(wait, withdraw_answers=not keeps_answers)
         if not keeps_answers:
             stands = _is_never_current
-        async for answers in self._answers.rest(wait):
+        async for answers in self._answers.read_all(wait):
             stands = stands or await self._lineage(wait)
             self._inspector.add_earlier(answers, stands)
         self._inspector.end_entries()
@@ -293,7 +293,7 @@ class RolloutDispatcher:
         try:
             assert self._publisher is not None  # answers are kept for resumes of training alone
             log = self._publisher.log
-            state = await wait.ask(lambda: current_state(log))
+            state = await wait.retry(lambda: current_state(log))
         except SnapshotUnreadable as error:
             logger.warning("run %s: no answers are kept: %s", self.settings.run_id, error)
             return _is_never_current
@@ -317,7 +317,7 @@ class RolloutDispatcher:
             self._newest = Versions(oldest, exact)
             wait = self._wait("rollouts were not dispatched")
             await self._complete(wait)
-            await self._ask(wait, count - self._dispatched_count)
+            await self._request_more(wait, count - self._dispatched_count)
             dispatched_count, self._dispatched_count = self._dispatched_count, 0
             return dispatched_count
 
@@ -387,7 +387,7 @@ class RolloutDispatcher:
             async with self._lock:
                 await self._complete(wait)
                 await self._settle_due(wait)
-                await self._ask(wait, self._state.lacking(count))
+                await self._request_more(wait, self._state.lacking(count))
                 self._dispatched_count = 0
                 await self._free(wait)
                 if self._refuse_stale() or self._judge(count, usable, judged):
@@ -395,14 +395,14 @@ class RolloutDispatcher:
                 if (groups := self._state.take(count)) is not None:
                     return groups
                 if anyio.current_time() >= next_look:
-                    await self._look(wait)
+                    await self._observe(wait)
                     next_look, next_words = self._looked_at + every, -math.inf
                     continue
             if anyio.current_time() >= next_words and (missing := self.waits_for(count)):
                 next_words = anyio.current_time() + _WORDS
-                self._say_missing(wait, missing)
+                self._set_missing(wait, missing)
                 reported.update(
-                    object_of_wait(missing) + self._state.refused_in_words, holders_of(missing)
+                    format_missing(missing) + self._state.format_refused(), holders_of(missing)
                 )
             block = min(wait.left(), LONGEST_BLOCK, next_look - anyio.current_time())
             answers = await self._answers.next(wait, block)
@@ -433,7 +433,9 @@ class RolloutDispatcher:
         ordinals = [group.ordinal for group in groups]
         numbers, refused = split_metrics(metrics)
         async with self._lock:
-            event = self._state.told(step, ordinals, metrics=numbers, staleness=staleness or {})
+            event = self._state.create_step_event(
+                step, ordinals, metrics=numbers, staleness=staleness or {}
+            )
             await self._publish(event)
             self._state.train(ordinals)
             self._step = step
@@ -490,7 +492,7 @@ class RolloutDispatcher:
         return replace(self._logged_ledger, step=step)
 
     @property
-    def asked_count(self) -> int:
+    def open_count(self) -> int:
         """Number of ordinals that were asked for, and are neither taken nor dropped."""
         return len(self._state.open_requests)
 
@@ -509,7 +511,7 @@ class RolloutDispatcher:
     # A call may be cancelled, or fail, wherever it waits. What it began is noted first, and the
     # next call completes it: an event that may be in the log is told again, and so are requests.
 
-    async def _ask(self, wait: Deadline, count: int) -> None:
+    async def _request_more(self, wait: Deadline, count: int) -> None:
         if count > 0 and (ordinals := self._state.next_ordinals(count)):
             self._untold = ordinals, self._needed_versions()
             await self._complete(wait)
@@ -521,9 +523,9 @@ class RolloutDispatcher:
             del self.exclusions.unpublished[0]
         if self._untold is not None:
             ordinals, versions = self._untold
-            await self._tell(versions, RolloutsDispatched(ordinals=ranges(ordinals)))
+            await self._publish_dispatched(versions, RolloutsDispatched(ordinals=ranges(ordinals)))
             self._untold = None
-            self._unwritten += self._state.requests(self._state.ask(ordinals, versions))
+            self._unwritten += self._state.requests(self._state.open(ordinals, versions))
             self._dispatched_count += len(ordinals)
         if self._unwritten:
             rows = [part for outgoing in self._unwritten for part in self._row(outgoing)]
@@ -547,7 +549,7 @@ class RolloutDispatcher:
             await self._give_up(wait, due)
             del self._due[due.ordinal]
         if again:
-            await self._ask_again(wait, again)
+            await self._reissue(wait, again)
 
     async def _settle_failed_rewards(self) -> None:
         """Drop the ordinals whose reward failed, each once; raise the error that ends the run.
@@ -594,7 +596,7 @@ class RolloutDispatcher:
                 self.settings.max_attempts,
             )
 
-    async def _ask_again(self, wait: Deadline, again: Iterable[ReissueCandidate]) -> None:
+    async def _reissue(self, wait: Deadline, again: Iterable[ReissueCandidate]) -> None:
         newest = self._needed_versions()
         by_versions = defaultdict[Versions, list[ReissueCandidate]](list)
         for due in again:
@@ -608,13 +610,13 @@ class RolloutDispatcher:
                 )
                 for due in several
             )
-            await self._tell(versions, RolloutsDispatched(reissued=reissued))
+            await self._publish_dispatched(versions, RolloutsDispatched(reissued=reissued))
             for due in several:
                 del self._due[due.ordinal]
                 self._unwritten.append(self._state.reissue(due, newest))
         await self._complete(wait)
 
-    async def _tell(self, versions: Versions, event: RolloutsDispatched) -> None:
+    async def _publish_dispatched(self, versions: Versions, event: RolloutsDispatched) -> None:
         event = replace(
             event,
             oldest=versions.oldest,
@@ -676,9 +678,9 @@ class RolloutDispatcher:
             self._state.give_back(number, EXCLUDED)
             self._inspector.refused = True
         elif (ordinal := self._state.fail(number)) is not None:
-            self._note_failure(ordinal, failed)
+            self._record_failure(ordinal, failed)
 
-    def _note_failure(self, ordinal: int, failed: Failed) -> None:
+    def _record_failure(self, ordinal: int, failed: Failed) -> None:
         if failed.reason == SUPERSEDED:
             self._due[ordinal] = ReissueCandidate(ordinal, SUPERSEDED)
             return
@@ -753,7 +755,7 @@ class RolloutDispatcher:
     def _refuse(self, group: AnswerGroup, reason: str) -> None:
         self._useless += self._state.refuse(group.ordinal).entry_ids
         if reason == "stale":
-            self._state.note_stale()
+            self._state.count_stale()
             self._due[group.ordinal] = ReissueCandidate(group.ordinal, reason)
         else:
             self._state.drop(reason, group.ordinal)
@@ -767,20 +769,20 @@ class RolloutDispatcher:
 
     # --- claims ------------------------------------------------------------------------------
 
-    async def _look(self, wait: Deadline) -> None:
+    async def _observe(self, wait: Deadline) -> None:
         """Find requests that lapsed, are overdue, or are lost."""
-        sight = await self._streams.look(wait)
-        if not sight.group_exists:
+        snapshot = await self._streams.take_snapshot(wait)
+        if not snapshot.group_exists:
             logger.warning("run %s: the requests are gone, and issued again", self.settings.run_id)
             begun = await self._streams.begin(wait, withdraw_answers=False)
             self._state.number = max(self._state.number, begun)
-            sight = await self._streams.look(wait)
-        async for answers in self._answers.rest(wait):
+            snapshot = await self._streams.take_snapshot(wait)
+        async for answers in self._answers.read_all(wait):
             self._receive(answers)
         self._inspector.end_entries()
         now = anyio.current_time()
-        calm = min(now - self._streams.answers_since, sight.uptime)
-        for due in self._state.observe(sight, now, calm, self.exclusions):
+        stable_for = min(now - self._streams.answers_since, snapshot.uptime)
+        for due in self._state.observe(snapshot, now, stable_for, self.exclusions):
             self._due.setdefault(due.ordinal, due)
         self._looked_at = anyio.current_time()
         await self._remove_members(wait)
@@ -799,8 +801,8 @@ class RolloutDispatcher:
         text = f"run {self.settings.run_id}: {missing}"
         return Deadline(self._deadline if deadline is None else deadline, text)
 
-    def _say_missing(self, wait: Deadline, missing: Sequence[HeldRequest]) -> None:
-        named = ", ".join(request.in_words for request in missing[:_NAMED])
+    def _set_missing(self, wait: Deadline, missing: Sequence[HeldRequest]) -> None:
+        named = ", ".join(request.format() for request in missing[:_NAMED])
         more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
         wait.missing = (
             f"run {self.settings.run_id}: the groups of ordinals {named}{more} did not arrive"

@@ -106,7 +106,7 @@ class AnswerInspector:
                 continue
             sound = isinstance(answer, Sample) and self._is_sound(answer.experience)
             group = self._assemble(answer) if sound and isinstance(answer, Sample) else None
-            if group is not None and not self._state.keep(group, stands):
+            if group is not None and not self._state.add_earlier(group, stands):
                 self._useless += group.entry_ids
             elif not sound:
                 self._useless.append(answer.entry_id)

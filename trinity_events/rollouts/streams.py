@@ -128,14 +128,16 @@ class RolloutStreams:
             LogLost: The server does not know the epoch.
         """
         keys = [getattr(self.keys, key) for key in _KEYS[script]]
-        return await self.ask(
+        return await self.retry(
             wait, lambda: self._scripts(script, keys=keys, args=[self.epoch, *args])
         )
 
-    async def look(self, wait: Deadline) -> StreamSnapshot:
+    async def take_snapshot(self, wait: Deadline) -> StreamSnapshot:
         """Return the requests in the stream, and their claims."""
         keys, args = [self.keys.rollouts], [self.group]
-        up, ids, *group = await self.ask(wait, lambda: self._scripts("look", keys=keys, args=args))
+        up, ids, *group = await self.retry(
+            wait, lambda: self._scripts("look", keys=keys, args=args)
+        )
         claims, unclaimable = group or ((), ())
         return StreamSnapshot(
             uptime=float(up),
@@ -184,7 +186,7 @@ class RolloutStreams:
 
     async def newest_epoch(self, wait: Deadline) -> int:
         """Return the run's newest epoch."""
-        return int(await self.ask(wait, lambda: self.client.get(self.keys.epoch)) or 0)
+        return int(await self.retry(wait, lambda: self.client.get(self.keys.epoch)) or 0)
 
     async def answers_after(
         self, wait: Deadline, cursor: str, block: float | None = None
@@ -195,14 +197,14 @@ class RolloutStreams:
         """
         args = [cursor, ANSWERS_AT_ONCE, BYTES_AT_ONCE, MAX_EVENT_BYTES]
         keys = [self.keys.experiences]
-        rows = await self.ask(wait, lambda: self._scripts("read", keys=keys, args=args))
+        rows = await self.retry(wait, lambda: self._scripts("read", keys=keys, args=args))
         if rows or block is None:
             return [(row[0], dict(zip(row[1::2], row[2::2], strict=True))) for row in rows]
         # No script can block, and no command that blocks has a limit of bytes: so the wait is for
         # one entry, and those that came with it are read by the next call.
         milliseconds = max(1, int(block * 1000))
         streams = {self.keys.experiences: cursor}
-        reply = await self.ask(
+        reply = await self.retry(
             wait, lambda: self.client.xread(streams, count=1, block=milliseconds), block=block
         )
         return [
@@ -221,7 +223,7 @@ class RolloutStreams:
     async def newest_answer(self, wait: Deadline) -> str:
         """Return the largest id that the stream of answers ever had; 0-0 if there is none."""
         try:
-            info = await self.ask(wait, lambda: self.client.xinfo_stream(self.keys.experiences))
+            info = await self.retry(wait, lambda: self.client.xinfo_stream(self.keys.experiences))
         except redis.ResponseError as error:
             if "no such key" in str(error):
                 return "0-0"
@@ -229,7 +231,7 @@ class RolloutStreams:
         newest: bytes = info["last-generated-id"]
         return newest.decode()
 
-    async def ask(
+    async def retry(
         self, wait: Deadline, question: Callable[[], Awaitable[T]], *, block: float = 0.0
     ) -> T:
         """Return the server's answer; retry while it is away. Raises as :meth:`write`.
@@ -238,7 +240,9 @@ class RolloutStreams:
         """
         faults = wait.faults
         try:
-            answer = await self.timed(lambda: wait.ask(lambda: _unless_exhausted(question)), block)
+            answer = await self.timed(
+                lambda: wait.retry(lambda: _unless_exhausted(question)), block
+            )
         except redis.ResponseError as error:
             raise self._refusal(error) or await self._conflict(error) or error from None
         finally:

@@ -29,7 +29,7 @@ class ServerBinary(NamedTuple):
     version: tuple[int, ...]
 
     @property
-    def shown_version(self) -> str:
+    def version_text(self) -> str:
         """The version as text."""
         return ".".join(map(str, self.version))
 
@@ -94,7 +94,7 @@ def _find_binary(path: str) -> ServerBinary:
     if binary is None:
         raise NoServerProgram(path, BINARY_VARIABLE, fault="unusable")
     if binary.version < OLDEST_SERVER:
-        raise ServerTooOld(path, binary.shown_version, BINARY_VARIABLE)
+        raise ServerTooOld(path, binary.version_text, BINARY_VARIABLE)
     return binary
 
 

@@ -50,17 +50,19 @@ class Deadline:
         """Return the seconds left. Raises DeadlineExceeded if there are none."""
         remaining = self._give_up - anyio.current_time()
         if remaining <= 0:
-            raise DeadlineExceeded(self.missing, self._deadline, self.why() or self._advice)
+            raise DeadlineExceeded(
+                self.missing, self._deadline, self.format_fault() or self._advice
+            )
         return remaining
 
-    def why(self) -> str:
+    def format_fault(self) -> str:
         """Return the last connection error as a clause; empty without one."""
         if self._fault is None:
             return ""
         verb = "refuses" if is_reply(self._fault) else "does not answer"
         return f"the server {verb} ({reply_text(self._fault)})"
 
-    async def ask(self, question: Callable[[], Awaitable[T]]) -> T:
+    async def retry(self, question: Callable[[], Awaitable[T]]) -> T:
         """Return the answer of a server; retry while the server is away."""
         pause = backoff_delays(LONGEST_PAUSE)
         while True:
@@ -70,13 +72,13 @@ class Deadline:
             except Exception as error:
                 if not is_transient(error):
                     raise (permission_error(error) or error) from None
-                self._note(error)
+                self._record_fault(error)
             else:
                 self._fault = None
                 return answer
             await anyio.sleep(min(next(pause), self.left()))
 
-    def _note(self, fault: BaseException) -> None:
+    def _record_fault(self, fault: BaseException) -> None:
         if self._fault is None:
             logger.warning(
                 "waiting for the server (%s): %s so far", reply_text(fault), self.missing

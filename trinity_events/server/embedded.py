@@ -39,7 +39,7 @@ PID_FILE = "redis.pid"
 _LOG_READ = 1 << 20
 """Bytes of a server's log that are read for the reason of a failed start."""
 _LONGEST_SOCKET_PATH = 100  # the kernel takes 107 bytes
-_KEEPER = (sys.executable, "-I", "-S", str(Path(__file__).with_name("reaper.py")))
+_REAPER = (sys.executable, "-I", "-S", str(Path(__file__).with_name("reaper.py")))
 
 
 def trinity_home() -> Path:
@@ -223,7 +223,7 @@ class EmbeddedServer:
                 return
             self._place_socket()
             self._launch(lives)
-        self._have_it_kept()
+        self._start_reaper()
 
     def _is_free(self, lives: IO[str]) -> bool:
         """Wait until no server has the files, or their server answers; return True if none has.
@@ -336,12 +336,12 @@ class EmbeddedServer:
         except OSError:
             return ""
 
-    def _have_it_kept(self) -> None:
+    def _start_reaper(self) -> None:
         """Start the reaper of the server; the server works without one, too."""
         with suppress(redis.RedisError, OSError), probe(self.socket) as client:
             server = client.info("server")["process_id"]
             subprocess.run(  # noqa: S603
-                [*_KEEPER, str(self.data), str(self.socket), str(server)],
+                [*_REAPER, str(self.data), str(self.socket), str(server)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -23,7 +23,7 @@ STOP = 20.0
 """Seconds that the server may take to end; no process can attach meanwhile."""
 
 
-def keep(folder: Path, path: str, server: int) -> None:
+def watch(folder: Path, path: str, server: int) -> None:
     """Wait until the server has ended or has no user process; stop it in the second case."""
     # Opened once, so that a folder that is removed meanwhile does not come back.
     with (
@@ -90,5 +90,5 @@ if __name__ == "__main__":
     # Detached like the server: it outlives its parent, which has no child to reap.
     if os.fork() == 0:
         os.setsid()
-        keep(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+        watch(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
     os._exit(0)

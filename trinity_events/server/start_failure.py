@@ -31,7 +31,7 @@ def explain_failure(binary: ServerBinary, folder: Path, log_text: str) -> str:
     if written is not None and not binary.reads(written):
         return (
             f"{folder} was written by {written}, which {binary.product} "
-            f"{binary.shown_version} cannot read: name that server or a newer one by "
+            f"{binary.version_text} cannot read: name that server or a newer one by "
             f"{BINARY_VARIABLE}, or {_ELSEWHERE}"
         )
     reason = _fatal_line(log_text)

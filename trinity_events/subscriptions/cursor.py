@@ -46,10 +46,10 @@ class StreamCursor:
         """Raise LogLost if following entries may be lost; ask the server seldom unless ``now``."""
         if self._anywhere or not (now or anyio.current_time() >= self._check_at):
             return
-        await self._look()
+        await self._find_lost()
         self._check_at = anyio.current_time() + CHECK_EVERY
 
-    async def _look(self) -> None:
+    async def _find_lost(self) -> None:
         if self._read and await self._there():
             return
         first_retained = await self._log.first_retained_id(self._stream)

@@ -26,11 +26,11 @@ async def follow(reading: SubscriptionContext[E], start: str) -> AsyncIterator[D
     reading.wait.renew()
     standing: list[Entry] = []
     if start == "current":
-        after, standing = await reading.wait.ask(reading.current_announcements)
+        after, standing = await reading.wait.retry(reading.current_announcements)
     elif start == "beginning":  # the oldest entry that is still on the server
         after = dict.fromkeys(reading.streams, ORIGIN)
     else:
-        after = await reading.wait.ask(lambda: _positions(reading, start))
+        after = await reading.wait.retry(lambda: _positions(reading, start))
     places = _Cursors(reading, after, asked_for=start not in ("current", "beginning"))
     seen = {(Stream.ANNOUNCEMENTS, entry.id) for entry in standing}
     for entry in standing:
@@ -104,6 +104,6 @@ class _Cursors(Generic[E]):
             return await self._ahead.read(seconds=self._reading.block(), limit=self._page.limit)
 
         while True:
-            if batch := await wait.ask(read):
+            if batch := await wait.retry(read):
                 self._page.learn([entry for _, entry in batch])
                 return batch

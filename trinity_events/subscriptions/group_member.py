@@ -72,17 +72,17 @@ class _Member(Generic[E]):
         self._claim_at = self._forget_at = anyio.current_time()
 
     async def join(self) -> None:
-        await self._reading.wait.ask(self._place.create)
+        await self._reading.wait.retry(self._place.create)
 
     async def next(self) -> Entry:
         """Return the next entry for this member."""
         while True:
             try:
-                entries = await self._reading.wait.ask(self._read_or_claim)
+                entries = await self._reading.wait.retry(self._read_or_claim)
             except redis.ResponseError as error:
                 if not str(error).startswith("NOGROUP"):
                     raise
-                raise await self._reading.wait.ask(self._place.gone) from None
+                raise await self._reading.wait.retry(self._place.gone) from None
             if entries:
                 self._place.last = entries[0].id
                 return entries[0]
@@ -137,7 +137,7 @@ class _Member(Generic[E]):
 
         async def ack() -> None:
             missing = f"{entry_id} of run {reading.filter.run} was not acknowledged to {group}"
-            await Deadline(reading.deadline, missing).ask(
+            await Deadline(reading.deadline, missing).retry(
                 lambda: reading.log.ack(reading.stream, group, entry_id)
             )
 

@@ -51,7 +51,7 @@ class Subscription(Generic[E]):
 
     def fault(self) -> str:
         """Return why the server could not be read, as a clause; empty if it could."""
-        return "" if self._reading is None else self._reading.wait.why()
+        return "" if self._reading is None else self._reading.wait.format_fault()
 
     async def __aenter__(self) -> Subscription[E]:
         async with AsyncExitStack() as exits:

@@ -49,12 +49,12 @@ def ungrouped() -> Iterator[None]:
         raise first_error(group) from None
 
 
-def message_of(error: BaseException) -> str:
+def format_message(error: BaseException) -> str:
     """Return an error's message as valid Unicode; a file name in it may have other bytes."""
     return str(error).encode(errors="backslashreplace").decode()
 
 
-def cause_of(error: BaseException) -> str:
+def format_cause(error: BaseException) -> str:
     """Return the type and message of an error, or of the first error of a group."""
     first = first_error(error)
-    return f"{type(first).__name__}: {message_of(first)}"[:_LONGEST_CAUSE]
+    return f"{type(first).__name__}: {format_message(first)}"[:_LONGEST_CAUSE]

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from ..errors import StructuredError
+from .error_text import shorten
 
 LOCK_DEADLINE = 60.0
 """Longest wait for a lock, in seconds; to start or stop a server takes at most half of it."""
@@ -50,7 +51,7 @@ def lock(descriptor: int, path: Path, how: int = fcntl.LOCK_EX) -> None:
     pause = 0.002
     while not try_lock(descriptor, how):
         if time.monotonic() > give_up:
-            raise LockHeld(path, LOCK_DEADLINE, _named(holders(descriptor, how)))
+            raise LockHeld(path, LOCK_DEADLINE, _format_processes(holders(descriptor, how)))
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -77,18 +78,18 @@ def holders(descriptor: int, how: int = fcntl.LOCK_EX) -> list[int]:
     ]
 
 
-def _named(processes: list[int]) -> str:
+def _format_processes(processes: list[int]) -> str:
     """Describe processes with their commands."""
     if not processes:
         return "an unknown process"
-    return ", ".join(f"process {process}{_command(process)}" for process in processes)
+    return ", ".join(f"process {process}{_format_command(process)}" for process in processes)
 
 
-def _command(process: int) -> str:
+def _format_command(process: int) -> str:
     try:
         words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
     except OSError:
         return ""
     text = b" ".join(words).decode(errors="replace").strip()
     shown = "".join(c if c.isprintable() else "?" for c in text)
-    return f" ({shown[:100]})" if shown else ""
+    return f" ({shorten(shown, 100)})" if shown else ""

@@ -136,7 +136,7 @@ class _SignalExits:
         raise _SignalExit(number)
 
     def _on_dropped(self, unraisable: UnraisableHookArgs) -> None:
-        number = self._asked_by(unraisable.exc_value)
+        number = self._signal_of(unraisable.exc_value)
         if number is None:
             self._next_hook(unraisable)
         elif not _unwinds(unraisable.exc_type):
@@ -146,7 +146,7 @@ class _SignalExits:
             if number in self._numbers:
                 signal.signal(number, self._exit)
 
-    def _asked_by(self, error: BaseException | None) -> int | None:
+    def _signal_of(self, error: BaseException | None) -> int | None:
         """Return the signal that raised the error."""
         if isinstance(error, _SignalExit):
             return error.number

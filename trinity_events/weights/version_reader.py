@@ -23,7 +23,7 @@ from trinity_schemas import (
 
 from ..core.limits import LONGEST_REASON
 from ..errors import CorruptVersion
-from ..system.error_text import message_of
+from ..system.error_text import format_message
 from .applying.deltas import InstalledBases, ModelDiffers
 from .applying.install import check_fit, install
 from .applying.load import BaseRequired, load_version
@@ -244,7 +244,7 @@ class VersionReader:
                 version=StepRef(ready.epoch, ready.step),
                 rank=error.rank,
                 chunk=error.chunk,
-                reason=message_of(error)[:LONGEST_REASON],
+                reason=format_message(error)[:LONGEST_REASON],
             )
             try:
                 self._session.events.publish(event)

@@ -33,7 +33,7 @@ from trinity_events.cli.options import (
 from trinity_events.errors import TrinityError
 from trinity_events.reducer import writable_root
 from trinity_events.server import LOG_SERVER, WEIGHTS_SERVER, connect_sync
-from trinity_events.system.error_text import cause_of
+from trinity_events.system.error_text import format_cause
 from trinity_events.views.terminal import print_err, print_out
 
 from .config.cli_options import SHIPPED_FILE, overlaid, overlay_parameters
@@ -179,7 +179,7 @@ class _ResultPrinter:
     def failed(self, error: BaseException, outcome: Outcome = "failed") -> None:
         """Print as JSON why there is no summary, unless one was printed."""
         if self._as_json and not self._has_printed:
-            failure = RunFailure(run_id=self._run_id, outcome=outcome, error=cause_of(error))
+            failure = RunFailure(run_id=self._run_id, outcome=outcome, error=format_cause(error))
             self._has_printed = True
             with suppress(OSError):
                 print_json(failure, self._results)

@@ -76,7 +76,7 @@ async def test_a_step_that_got_groups_of_equal_rewards_alone_fails_with_their_nu
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(explore)
-        await supply.ask(0)
+        await supply.request(0)
         with raises(GroupsFiltered, run_id=run_id, step=1) as caught:
             await supply.take(1)
         tasks.cancel_scope.cancel()

@@ -62,7 +62,7 @@ class Simulated:
 
     def ask(self, count):
         if count > 0 and (ordinals := self.state.next_ordinals(count)):
-            self.state.requests(self.state.ask(ordinals, self.newest))
+            self.state.requests(self.state.open(ordinals, self.newest))
 
     @property
     def newest(self):

@@ -196,14 +196,14 @@ class MemoryEventLog:
     ) -> list[tuple[Stream, Entry]]:
         """Return the entries of one or both streams; wait while there are none."""
 
-        def take() -> list[tuple[Stream, Entry]]:
+        def find() -> list[tuple[Stream, Entry]]:
             return [
                 (stream, entry)
                 for stream, start in after.items()
                 for entry in self._streams[stream].between(position(start), limit)
             ]
 
-        return await self._until_some(take, seconds)
+        return await self._until_some(find, seconds)
 
     async def last_id(self, stream: Stream = Stream.EVENTS) -> str:
         """Return the position of the newest entry."""
@@ -389,11 +389,11 @@ class MemoryEventLog:
         Return ``after`` if there is none within the time.
         """
 
-        def take() -> list[str]:
+        def find() -> list[str]:
             newest = f"{self._promotions}-0"
             return [newest] if position(newest) > position(after) else []
 
-        return ([after] + await self._until_some(take, seconds))[-1]
+        return ([after] + await self._until_some(find, seconds))[-1]
 
     async def acquire_lease(self, step: int, who: str, seconds: float) -> bool:
         """Take or extend a lease on a checkpoint, which the reducer then does not delete.
@@ -449,13 +449,13 @@ class MemoryEventLog:
     ) -> list[Entry]:
         """Give this member entries that no member was given yet; wait while there are none."""
 
-        def take() -> list[Entry]:
+        def find() -> list[Entry]:
             state = self._group(stream, group)
             entries = self._streams[stream].between(state.last, limit)
             state.give(entries, member, self._timer())
             return entries
 
-        return await self._until_some(take, seconds)
+        return await self._until_some(find, seconds)
 
     async def claim(
         self, stream: Stream, group: str, member: str, *, idle: float, most: int, limit: int = 100
@@ -541,14 +541,14 @@ class MemoryEventLog:
                 loop.call_soon_threadsafe(_done, waiter)
         self._waiting.clear()
 
-    async def _until_some(self, take: Callable[[], list[T]], seconds: float) -> list[T]:
-        """Return the result of ``take``, now or after an append within the time."""
+    async def _until_some(self, find: Callable[[], list[T]], seconds: float) -> list[T]:
+        """Return the result of ``find``, now or after an append within the time."""
         await anyio.lowlevel.checkpoint()
         loop = asyncio.get_running_loop()
         with anyio.move_on_after(max(0.001, seconds)):
             while True:
                 with self._lock:
-                    if result := take():
+                    if result := find():
                         return result
                     waiter = loop.create_future()
                     self._waiting[waiter] = loop

@@ -238,12 +238,12 @@ class Publisher:
         self._check_process()
         with self._changed:
             if self._closed:
-                raise self._not_taken(event, CLOSED)
+                raise self._refusal(event, CLOSED)
             if self._is_refused:
-                raise self._not_taken(event, f"the server refuses this user: {self._why}")
+                raise self._refusal(event, f"the server refuses this user: {self._delay_reason}")
             payload = self._stamp.next(event)
             try:
-                self._take(event, payload)
+                self._enqueue(event, payload)
             except BaseException:
                 self._stamp.undo()
                 raise
@@ -267,7 +267,7 @@ class Publisher:
             missing = until - self._outbox.confirmed
             if missing > 0:
                 waited = None if self._is_refused else deadline
-                raise EventsMissing(self.run_id, self._why, waited, count=missing)
+                raise EventsMissing(self.run_id, self._delay_reason, waited, count=missing)
 
     def close(self, deadline: float = 5.0) -> None:
         """Flush, and end the sending thread; the log stays open. Raises as :meth:`flush`.
@@ -285,14 +285,16 @@ class Publisher:
             if thread is not None:
                 thread.join(max(0.0, give_up - time.monotonic()))
 
-    def _take(self, event: Event, payload: bytes) -> None:
+    def _enqueue(self, event: Event, payload: bytes) -> None:
         if not self.log.remote:
             self._append([payload])
             return
         if self._thread is None:  # before the put: an event that cannot be sent is not taken
             self._thread = self._start_sender(event)
         if not self._outbox.put(payload):
-            raise BufferFull(self.run_id, self._format(event), self._why, backlog=self.backlog)
+            raise BufferFull(
+                self.run_id, self._format(event), self._delay_reason, backlog=self.backlog
+            )
         self._changed.notify_all()
 
     def _start_sender(self, event: Event) -> threading.Thread:
@@ -308,7 +310,7 @@ class Publisher:
                 raise RuntimeError
             thread.start()
         except RuntimeError:
-            raise self._not_taken(event, EXITING) from None
+            raise self._refusal(event, EXITING) from None
         return thread
 
     def _send(self) -> bool:
@@ -318,7 +320,7 @@ class Publisher:
             try:
                 self._append(batch)
             except Exception as error:  # no caller would see it in this thread
-                self._note(error)
+                self._record_fault(error)
                 self._pause(next(faults))
             else:
                 faults = backoff_delays(LONGEST_PAUSE)
@@ -339,7 +341,7 @@ class Publisher:
                 self._changed.notify_all()
             return batch
 
-    def _note(self, error: Exception) -> None:
+    def _record_fault(self, error: Exception) -> None:
         with self._changed:
             if self._fault is None:
                 logger.warning(
@@ -368,10 +370,10 @@ class Publisher:
         return self._fault is not None and not is_transient(self._fault)
 
     @property
-    def _why(self) -> str:
+    def _delay_reason(self) -> str:
         return SLOW if self._fault is None else reply_text(self._fault) or repr(self._fault)
 
-    def _not_taken(self, event: Event, why: str) -> PublishError:
+    def _refusal(self, event: Event, why: str) -> PublishError:
         return PublishError(self.run_id, self._format(event), why)
 
     def _format(self, event: Event) -> str:

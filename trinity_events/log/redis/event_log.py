@@ -105,11 +105,11 @@ class RedisEventLog(RedisGroups):
         return bool(await self._redis.exists(self.keys.events))
 
     async def identity(self) -> str | None:
-        """Return the identity of the log that :meth:`keep_identity` stored."""
+        """Return the identity of the log that :meth:`store_identity` stored."""
         value: bytes | None = await self._redis.get(self.keys.identity)
         return None if value is None else value.decode(errors="replace")
 
-    async def keep_identity(self, identity: str) -> None:
+    async def store_identity(self, identity: str) -> None:
         """Store the log's identity, unless one is stored; it outlives the first entry."""
         await self._redis.set(self.keys.identity, identity, nx=True)
 

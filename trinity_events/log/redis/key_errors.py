@@ -14,6 +14,7 @@ import redis
 from trinity_schemas import RunKeys
 
 from ...errors import KeyConflict, LogExhausted
+from ...system.error_text import shorten
 from ..position import position
 
 C = TypeVar("C")
@@ -34,6 +35,8 @@ _NUMBERS = ("epoch", "fence")
 _WRONG_TYPE = "WRONGTYPE"
 _CHECKED = re.compile(rf"{_WRONG_TYPE} (trinity:.+) is a (\w+), where the log keeps a (\w+)")
 """Reply of a script that checks the types of its keys before it writes."""
+_LONGEST_SHOWN = 40
+"""Characters of a value that an error shows: another program wrote it."""
 _NO_NUMBER = "value is not an integer"
 
 
@@ -47,7 +50,7 @@ def naming_key_conflicts(log: type[C]) -> type[C]:
 
 def _naming(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     @wraps(method)
-    async def named(self: Any, *args: Any, **keywords: Any) -> Any:
+    async def wrapper(self: Any, *args: Any, **keywords: Any) -> Any:
         try:
             return await method(self, *args, **keywords)
         except redis.ResponseError as error:
@@ -58,7 +61,7 @@ def _naming(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[An
                 raise
             raise conflict from None
 
-    return named
+    return wrapper
 
 
 def is_exhausted(error: redis.ResponseError) -> bool:
@@ -150,5 +153,4 @@ def _position(value: bytes) -> str:
 
 
 def _format(value: bytes | None) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:40]}..."
+    return shorten(repr(value), _LONGEST_SHOWN)

@@ -15,7 +15,7 @@ from trinity_events.diagnostics.waits import NO_REPORTS, WaitReporter
 from trinity_events.errors import TrinityError
 from trinity_schemas import Process
 
-from ..runtime.process_exit import ExitWatch, named
+from ..runtime.process_exit import ExitWatch, format_process
 
 
 class ProcessDied(TrinityError):
@@ -119,7 +119,7 @@ class Actors:
         if process is not None:
             # Shielded: the error of another may end this wait, and this one says more.
             with anyio.CancelScope(shield=True):
-                how = await anyio.to_thread.run_sync(self._deaths.how, process)
+                how = await anyio.to_thread.run_sync(self._deaths.wait, process)
         return ActorDied(format_death(message, name, process, how))
 
 
@@ -143,7 +143,7 @@ def format_death(message: str, name: str, process: Process | None = None, how: s
     """Return which process died, and how, or what Ray tells of it where that is not known."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     details = dict(line.split(": ", 1) for line in lines[1:] if ": " in line)
-    who = named(name, process)
+    who = format_process(name, process)
     if process is None and "pid" in details:
         who = f"{name} (process {details['pid']})"
     return f"{who} of the run died: {how or (lines[0] if lines else 'nothing is known of why')}"

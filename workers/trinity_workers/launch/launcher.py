@@ -39,7 +39,7 @@ from trinity_events.server import (
     warn_of_eviction,
 )
 from trinity_events.server.connect import redacted
-from trinity_events.system.error_text import cause_of, first_error
+from trinity_events.system.error_text import first_error, format_cause
 from trinity_events.system.shared_memory import sweep
 from trinity_schemas import (
     ANNOUNCEMENT_TYPES,
@@ -380,7 +380,7 @@ async def _summary(
         facts,
         ending=Ending(
             outcome=outcome,
-            error=None if error is None else cause_of(error),
+            error=None if error is None else format_cause(error),
             failed_steps=[
                 FailedStep(step=step, kinds=sorted(kinds)) for step, kinds in failed.steps.items()
             ],
@@ -505,8 +505,8 @@ async def _last_weights_taken(
     unheld: dict[str, float] = {}
     try:
         while True:
-            state = await wait.ask(partial(current_state, log))
-            lease_holders = await wait.ask(partial(held_explorers, client, state))
+            state = await wait.retry(partial(current_state, log))
+            lease_holders = await wait.retry(partial(held_explorers, client, state))
             now = anyio.current_time()
             late = _without_last(state, config)
             unheld = {name: unheld.get(name, now) for name in late if name not in lease_holders}
@@ -517,7 +517,7 @@ async def _last_weights_taken(
             after = {Stream.EVENTS: state.position}
             pause = EXPLORER_GONE_AFTER / 5 if unheld else 5
             read = partial(log.read_blocking, after, seconds=min(pause, wait.left()), limit=1)
-            await wait.ask(read)
+            await wait.retry(read)
     except DeadlineExceeded as error:
         view.say(str(error))
 

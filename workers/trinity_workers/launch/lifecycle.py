@@ -14,7 +14,7 @@ from redis.exceptions import RedisClusterException
 from trinity_events.errors import TrinityError
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, position
 from trinity_events.server import Deadline
-from trinity_events.system.error_text import cause_of, first_error, ungrouped
+from trinity_events.system.error_text import first_error, format_cause, ungrouped
 from trinity_events.system.signals import cancelled_by_signals, ending_signals
 from trinity_schemas import RunClosed
 
@@ -90,7 +90,7 @@ async def closing(
             following = next_command(command, first_error(error))
             closed = RunClosed(
                 reason="failed",
-                error=cause_of(error),
+                error=format_cause(error),
                 command=following,
                 is_lasting=command is not None and following is None,
             )
@@ -111,10 +111,10 @@ async def _close(
         wait = Deadline(deadline, missing, "is its reducer running?")
         publisher = AsyncPublisher(log, config.epoch, new_producer("launcher"), deadline=deadline)
         last = position(await publisher.publish(closed))
-        while position((await wait.ask(log.load))[1]) < last:  # noqa: ASYNC110
+        while position((await wait.retry(log.load))[1]) < last:  # noqa: ASYNC110
             await anyio.sleep(0.02)
         # The caller ends the reducer next. Reports that it has not accepted would be missing from
         # the summary, and their explorers would be shown as lost.
         wait.missing = f"the last reports of the explorers of run {config.run_id} were not accepted"
-        while await wait.ask(log.has_reports):  # noqa: ASYNC110
+        while await wait.retry(log.has_reports):  # noqa: ASYNC110
             await anyio.sleep(0.02)

@@ -104,7 +104,7 @@ class ProgressView:
             while True:
                 after = {Stream.EVENTS: self._monitor.state.position}
                 ask = partial(log.read_blocking, after, seconds=5, limit=page.limit)
-                entries = [entry for _, entry in await wait.ask(ask)]
+                entries = [entry for _, entry in await wait.retry(ask)]
                 page.learn(entries)
                 for entry in entries:
                     self._fold(entry)

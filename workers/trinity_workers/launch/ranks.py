@@ -98,15 +98,15 @@ async def _keep(claims: _Claims, rank: int, config: RunConfig) -> None:
     while True:
         await anyio.sleep(LEASE / 4)
         wait.renew()
-        if not await wait.ask(partial(claims.hold, rank)):
+        if not await wait.retry(partial(claims.hold, rank)):
             raise RankLost(f"{what} was lost to another, while this one was silent")
 
 
 async def _claim(claims: _Claims, config: RunConfig, given: int | None) -> int:
     wait = Deadline(config.sync.timeout, f"no explorer rank of run {config.run_id} was claimed")
     for rank in count() if given is None else [given]:
-        while not await wait.ask(partial(claims.hold, rank)):
-            seconds = await wait.ask(partial(claims.left, rank))
+        while not await wait.retry(partial(claims.hold, rank)):
+            seconds = await wait.retry(partial(claims.left, rank))
             if seconds > _RENEWED * LEASE:
                 break
             await anyio.sleep(LEASE / 20)  # No event tells of a renewal, or of a lapse.

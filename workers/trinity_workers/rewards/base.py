@@ -11,7 +11,7 @@ from trinity_events.errors import TrinityError
 from trinity_schemas.identity import LONGEST_NAME
 from trinity_schemas.rollouts import MAX_FLOAT32, MAX_REWARD, MAX_REWARD_PARTS, REWARD_RANGE
 
-from ..sandbox.processes.frames import shown
+from ..sandbox.processes.frames import format_value
 from ..tasks import Answer, Question
 
 
@@ -150,6 +150,7 @@ def _number(name: str, value: object) -> float:
         number = float(value)  # type: ignore[arg-type]
     except Exception:
         raise ValueError(
-            f"returned {name}{shown(value)}, and a reward is a number or a mapping with 'reward'"
+            f"returned {name}{format_value(value)}, and a reward is a number or a mapping with "
+            "'reward'"
         ) from None
     return number

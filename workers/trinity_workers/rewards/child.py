@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import msgspec
 from msgspec import Struct, structs
 
-from ..sandbox.processes.frames import framed, read_frame, take_pipes
+from ..sandbox.processes.frames import framed, open_frame_pipes, read_frame
 from ..tasks import Answer, Question, TaskError, load_reward
 from .base import NO_REWARD, Rewarded, RewardFault, rewarded
 
@@ -73,12 +73,12 @@ def encoded(message: Struct) -> bytes:
 
 def main() -> None:
     """Serve frames until standard input ends."""
-    frames, answers = take_pipes()
+    frames, answers = open_frame_pipes()
     source = _read(frames, RewardSource)
     if source is None:
         return
 
-    def tell(verdict: Verdict) -> None:
+    def send(verdict: Verdict) -> None:
         answers.write(encoded(verdict))
         answers.flush()
 
@@ -92,16 +92,16 @@ def main() -> None:
             folder=Path(source.folder),
         )
     except TaskError as error:
-        tell(Verdict(fault=RewardFault(sentence=str(error), error_type=type(error).__name__)))
+        send(Verdict(fault=RewardFault(sentence=str(error), error_type=type(error).__name__)))
         return
-    tell(Verdict())
+    send(Verdict())
     # One loop for the life of the process: what a coroutine function makes once, such as a
     # semaphore or a client's connections, belongs to the loop in which it was first used. It is
     # not the thread's own, which a function may set, run and close.
     with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
         while (request := _read(frames, Judge)) is not None:
             try:
-                _judge(runner, function, request, source.deadline, tell)
+                _judge(runner, function, request, source.deadline, send)
             finally:
                 faulthandler.cancel_dump_traceback_later()
 
@@ -116,7 +116,7 @@ def _judge(
     function: Callable[..., Any],
     request: Judge,
     deadline: float,
-    tell: Callable[[Verdict], None],
+    send: Callable[[Verdict], None],
 ) -> None:
     """Tell a verdict on each answer; those that are awaited are judged side by side.
 
@@ -129,12 +129,12 @@ def _judge(
         try:
             value = function(request.question, answer)
         except BaseException as error:  # all that ends the function is its fault, not the process's
-            tell(Verdict(index=index, fault=_raised(error)))
+            send(Verdict(index=index, fault=_raised(error)))
             continue
         if inspect.isawaitable(value):
-            awaited.append(_await_verdict(index, value, deadline, tell))
+            awaited.append(_await_verdict(index, value, deadline, send))
         else:
-            tell(_verdict(index, value))
+            send(_verdict(index, value))
     if awaited:
         runner.run(_gather(awaited))
 
@@ -146,7 +146,7 @@ async def _gather(verdicts: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 
 async def _await_verdict(
-    index: int, value: Awaitable[Any], deadline: float, tell: Callable[[Verdict], None]
+    index: int, value: Awaitable[Any], deadline: float, send: Callable[[Verdict], None]
 ) -> None:
     _end_after(deadline)
     limit = asyncio.timeout(deadline)
@@ -158,9 +158,9 @@ async def _await_verdict(
         if isinstance(error, TimeoutError) and limit.expired():
             late = f"did not return within {deadline:g} s"
             fault = structs.replace(fault, sentence=late, place="")
-        tell(Verdict(index=index, fault=fault))
+        send(Verdict(index=index, fault=fault))
     else:
-        tell(_verdict(index, result))
+        send(_verdict(index, result))
 
 
 def _end_after(deadline: float) -> None:

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
+from trinity_events.system.error_text import shorten
+
 _LONGEST = 1 << 15
 """Characters of a reply after its reasoning: a bound on the time of the expressions."""
 _SHOWN = 80
@@ -157,7 +159,7 @@ def parse_grade(reply: str, best: float) -> float:
     if grade is None:
         grade = _agreed([*_read_labels(lines, best), *_read_fractions(lines, best)], best)
     if grade is None:
-        raise UnclearGrade(f"gave no grade: its last line is {_shorten(lines[-1])}")
+        raise UnclearGrade(f"gave no grade: its last line is {_format_line(lines[-1])}")
     if not grade.has_scale:
         _check_scale("\n".join(lines), best)
     if not 0 <= grade.share <= 1:
@@ -253,10 +255,10 @@ def _read_labelled(line: str, label: re.Match[str], best: float) -> _Grade | Non
     amount = _AMOUNT.match(line, label.end())
     if amount is None:
         if _BEGINS.match(line, label.end()):
-            raise UnclearGrade(f"gave a grade that is no number: {_shorten(line)}")
+            raise UnclearGrade(f"gave a grade that is no number: {_format_line(line)}")
         return None
     if not _ENDS.match(line, _end_of(line, amount, best)):
-        raise UnclearGrade(f"gave no clear grade: {_shorten(line)}")
+        raise UnclearGrade(f"gave no clear grade: {_format_line(line)}")
     return _read_amount(line, amount, best)
 
 
@@ -267,7 +269,7 @@ def _end_of(line: str, amount: re.Match[str], best: float) -> int:
     if again is None or second is None:
         return amount.end()
     if abs(_read_amount(line, second, best).share - _read_amount(line, amount, best).share) > _NEAR:
-        raise UnclearGrade(f"gave several grades: {_shorten(line)}")
+        raise UnclearGrade(f"gave several grades: {_format_line(line)}")
     end = second.end()
     return end + line.startswith(")", end)
 
@@ -280,7 +282,7 @@ def _read_amount(line: str, amount: re.Match[str], best: float) -> _Grade:
         return _Grade(number / best, has_scale=False)
     scale = _number(amount["scale"], best)
     if not scale > 0:
-        raise UnclearGrade(f"gave a grade of a scale without a best grade: {_shorten(line)}")
+        raise UnclearGrade(f"gave a grade of a scale without a best grade: {_format_line(line)}")
     return _Grade(number / scale, has_scale=True)
 
 
@@ -320,5 +322,5 @@ def _check_scale(text: str, best: float) -> None:
             raise UnclearGrade(f"named a scale up to {top:g}, and the best grade is {best:g}")
 
 
-def _shorten(line: str) -> str:
-    return repr(line if len(line) <= _SHOWN else f"{line[: _SHOWN - 3]}...")
+def _format_line(line: str) -> str:
+    return repr(shorten(line, _SHOWN))

@@ -90,8 +90,8 @@ class HttpCalls:
                     status = reply.status_code
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, OSError) as error:
             raise RewardFailed(
-                f"{self.name} does not answer ({_told(error, _START_ATTEMPT)}): start it, or "
-                f"name another in {setting}"
+                f"{self.name} does not answer ({_format_error(error, _START_ATTEMPT)}): start it, "
+                f"or name another in {setting}"
             ) from None
         if status in (401, 403):
             raise RewardFailed(
@@ -128,7 +128,7 @@ class HttpCalls:
                         except Unusable as error:
                             fault = str(error)
                         except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
-                            fault = f"did not answer ({_told(error, self._deadline)})"
+                            fault = f"did not answer ({_format_error(error, self._deadline)})"
             except TimeoutError:
                 late = f"did not answer within {self._deadline:g} s"
                 before = "" if fault.startswith("no attempt") else f"; before that it {fault}"
@@ -157,7 +157,7 @@ class HttpCalls:
         await self._client.aclose()
 
 
-def _told(error: BaseException, seconds: float) -> str:
+def _format_error(error: BaseException, seconds: float) -> str:
     if isinstance(error, TimeoutError):
         return f"nothing came within {seconds:g} s"
     return " ".join(str(error).split()) or type(error).__name__

@@ -9,7 +9,7 @@ import anyio
 import msgspec
 from msgspec import Struct
 
-from ..sandbox.processes.frames import shown
+from ..sandbox.processes.frames import format_value
 from ..tasks import Answer, Message, Question
 from .base import Rewarded, RewardFailed, RewardFault, collect_rewards
 from .grades import UnclearGrade, parse_grade
@@ -112,7 +112,7 @@ def _format_message(message: Message) -> str:
     """
     role = message.get("role")
     if not isinstance(role, str):
-        raise RewardFailed(f"a message of the prompt has no role: {shown(message)}")
+        raise RewardFailed(f"a message of the prompt has no role: {format_value(message)}")
     try:
         text = _join_text(message.get("content"))
     except ValueError as error:
@@ -139,12 +139,12 @@ def _join_text(content: object) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise ValueError(f"has content that is neither text nor parts: {shown(content)}")
+        raise ValueError(f"has content that is neither text nor parts: {format_value(content)}")
     texts = []
     for part in content:
         text = part.get("text") if isinstance(part, dict) else part
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, dict) else None
-            raise ValueError(f"has a part that is no text: {kind or shown(part)}")
+            raise ValueError(f"has a part that is no text: {kind or format_value(part)}")
         texts.append(text)
     return "".join(texts)

@@ -50,7 +50,7 @@ class RewardPool:
 
     async def start(self) -> None:
         """Start one process, so that a function that cannot be loaded is told at once."""
-        async with self._processes.taken():
+        async with self._processes.acquire():
             pass
 
     async def judge(self, question: Question, answers: Sequence[Answer]) -> list[Rewarded]:
@@ -69,7 +69,7 @@ class RewardPool:
         faults: dict[int, RewardFault] = {}
         limit, name = self._source.deadline, f"the reward {self._source.name}"
         try:
-            async with self._processes.taken() as process:
+            async with self._processes.acquire() as process:
                 for _ in answers:
                     with self._waits.waiting(name, [process.name], deadline=limit):
                         verdict = await self._exchange(process, request, limit, "did not return")
@@ -82,7 +82,7 @@ class RewardPool:
                     if verdict.rewarded is not None:
                         judged[index] = verdict.rewarded
                     else:
-                        faults[index] = self._named(verdict.fault)
+                        faults[index] = self._add_name(verdict.fault)
         except RewardFailed as error:
             if not faults and not judged:
                 raise
@@ -125,10 +125,10 @@ class RewardPool:
 
     def _failed(self, error_type: str, sentence: str) -> RewardFailed:
         """Return the error of a process, which all answers without a verdict have."""
-        fault = self._named(RewardFault(sentence=sentence, error_type=error_type))
+        fault = self._add_name(RewardFault(sentence=sentence, error_type=error_type))
         return RewardFailed(fault.sentence, fault=fault)
 
-    def _named(self, fault: RewardFault | None) -> RewardFault:
+    def _add_name(self, fault: RewardFault | None) -> RewardFault:
         """Return an error with the name of the reward before its sentence."""
         fault = fault or RewardFault(sentence="sent no verdict", error_type="UnexpectedReply")
         return structs.replace(fault, sentence=f"the reward {self._source.name} {fault.sentence}")

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from ..sandbox.processes.frames import shown
+from ..sandbox.processes.frames import format_value
 from ..tasks import Answer, Question
 from .base import (
     NO_REWARD,
@@ -70,8 +70,8 @@ class ServiceRewards:
         values = decoded.get("rewards") if isinstance(decoded, dict) else None
         if not isinstance(values, list):
             raise RewardFailed(
-                f"{self._http.name} sent {shown(decoded)}, and its reply is an object with a list "
-                "of rewards"
+                f"{self._http.name} sent {format_value(decoded)}, and its reply is an object with "
+                "a list of rewards"
             )
         if len(values) != count:
             raise RewardFailed(f"{self._http.name} sent {len(values)} rewards for {count} answers")

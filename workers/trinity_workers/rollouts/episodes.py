@@ -415,12 +415,13 @@ def _check_versions(request: RolloutRequest, versions: Sequence[StepRef]) -> Non
     if wrong:
         needs = "" if request.exact else " or a later one"
         raise RequestRefused(
-            f"ordinal {request.ordinal} needs the version of {_named(request.oldest)}{needs}, and "
-            f"the engine served that of {_named(wrong[0])}: install it before answering"
+            f"ordinal {request.ordinal} needs the version of {_format_version(request.oldest)}"
+            f"{needs}, and the engine served that of {_format_version(wrong[0])}: install it "
+            "before answering"
         )
 
 
-def _named(version: StepRef) -> str:
+def _format_version(version: StepRef) -> str:
     return f"epoch {version.epoch}, step {version.step}"
 
 

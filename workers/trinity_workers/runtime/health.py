@@ -36,7 +36,7 @@ async def beating(
         yield
         return
 
-    async def beat() -> None:
+    async def touch_often() -> None:
         has_warned = False
         while True:
             await answers()
@@ -50,7 +50,7 @@ async def beating(
             await anyio.sleep(BEAT)
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(beat)
+        tasks.start_soon(touch_often)
         try:
             yield
         finally:

@@ -55,7 +55,7 @@ class ExitWatch:
             target=self._wait, args=(process.pid, descriptor, ended), daemon=True
         ).start()
 
-    def how(self, process: Process, seconds: float = VERDICT) -> str:
+    def wait(self, process: Process, seconds: float = VERDICT) -> str:
         """Return how a process ended, such as ``killed by SIGKILL``; empty if it is not known."""
         ended = self._ends.get(process.pid)
         if ended is None or not ended.wait(seconds):
@@ -90,7 +90,7 @@ def format_exit(status: int) -> str:
     return f"it exited with status {os.WEXITSTATUS(status)}"
 
 
-def named(role: str, process: Process | None) -> str:
+def format_process(role: str, process: Process | None) -> str:
     """Return a process as text, with its host and process id if they are known."""
     return role if process is None else f"{role} (process {process.pid} on {process.host})"
 

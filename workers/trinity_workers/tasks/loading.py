@@ -56,7 +56,7 @@ def load_task(
         TaskError: if it cannot be had; it says what is missing.
     """
     if questions is None:
-        return _named(name, seed, dict(options or {}), folder)
+        return _load_named(name, seed, dict(options or {}), folder)
     chosen = QuestionOptions.of(options)
 
     def read(source: str) -> Any:
@@ -93,7 +93,7 @@ def load_reward(
     if name is not None:
         reward = load_object(name, kind="reward", folder=folder)
     elif questions is None:
-        reward = getattr(_named(task, seed, dict(options or {}), folder), "reward", None)
+        reward = getattr(_load_named(task, seed, dict(options or {}), folder), "reward", None)
         if reward is None:
             raise TaskError(f"task {task!r} has no reward: {_NAME_ONE}")
         name = f"{task}.reward"
@@ -106,7 +106,7 @@ def load_reward(
 
 def built_in_task(name: str, seed: int) -> DrawnTask:
     """Return a built-in task. Raises TaskError if there is none of that name."""
-    task = _named(name, seed, {}, Path())
+    task = _load_named(name, seed, {}, Path())
     assert isinstance(task, DrawnTask), "every built-in task is drawn"
     return task
 
@@ -135,7 +135,7 @@ def _callable(name: str, function: Any) -> RewardFunction:
     return reward
 
 
-def _named(name: str, seed: int, options: dict[str, Any], folder: Path) -> Task:
+def _load_named(name: str, seed: int, options: dict[str, Any], folder: Path) -> Task:
     candidate = load_object(name, kind="task", group=GROUP, built_in=TASKS, folder=folder)
     if isinstance(candidate, type) or inspect.isfunction(candidate):
         candidate = _made(name, candidate, seed, options)

@@ -186,7 +186,7 @@ class Trainer:
         if self.config.sync.method == "checkpoint":
             tasks.append(self._raise_failed_saves)
         if self._is_fully_async:
-            tasks.append(self._supply.ask_when_ready)
+            tasks.append(self._supply.request_when_ready)
         if self._answers is not None:
             tasks.append(self._answers.run)
         async with AsyncExitStack() as exits:
@@ -234,7 +234,7 @@ class Trainer:
         weights.
         """
         if not self._is_fully_async:
-            await self._supply.ask(self.train_step_num)
+            await self._supply.request(self.train_step_num)
         if self._answers is None:
             await self.sync_weight(self._metrics or None)
         else:

@@ -15,7 +15,7 @@ from trinity_events.errors import DeadlineExceeded, TrinityError
 from trinity_schemas import Process
 
 from ..runtime.collectives import CollectiveBroken
-from ..runtime.process_exit import ExitWatch, named
+from ..runtime.process_exit import ExitWatch, format_process
 from .dispatch import Dealt, Dispatch, deal
 from .ranks import NOWHERE, RankTable
 from .registered import Registered, registered_methods
@@ -158,14 +158,14 @@ class WorkerGroup:
 
     async def _death(self, rank: int, method: str) -> WorkerDied:
         process = self._processes[rank] if self._processes else None
-        how = "" if process is None else await to_thread.run_sync(self._deaths.how, process)
+        how = "" if process is None else await to_thread.run_sync(self._deaths.wait, process)
         return WorkerDied(
             f"{self._format_rank(rank)} {self._format_death(method)}{how and f': {how}'}"
         )
 
     def _format_rank(self, rank: int) -> str:
         process = self._processes[rank] if self._processes else None
-        return named(f"{self._name}-{rank}", process)
+        return format_process(f"{self._name}-{rank}", process)
 
 
 class _Call(NamedTuple):
@@ -177,7 +177,7 @@ class _Call(NamedTuple):
     dealt: Dealt
     answer: Callable[[int], Awaitable[Any]]
     """Waits for the answer of a rank."""
-    named: Callable[[int], str]
+    format_rank: Callable[[int], str]
     """Returns the name of a rank."""
     translate_result: Callable[[Any], Any]
     """Makes the caller's result from the collected one."""
@@ -242,7 +242,7 @@ class Answers:
     def _format_missing(self, answers: Collection[int]) -> str:
         call = self._call
         late = (rank for rank in range(len(call.dealt.ranks)) if rank not in answers)
-        names = ", ".join(map(call.named, late))
+        names = ", ".join(map(call.format_rank, late))
         return f"no answer to {call.method} came from {names}"
 
 

@@ -21,7 +21,7 @@ from trinity_events.errors import TrinityError
 
 from ...tasks.base import Message, Question, TaskError
 from ...tasks.objects import load_object, refused_arguments
-from ..processes.frames import read_frame, take_pipes
+from ..processes.frames import open_frame_pipes, read_frame
 from .messages import Raised, Ready, Replied, ReplyRequest, encoded
 
 LONGEST_ERROR = 500
@@ -33,24 +33,24 @@ Replier = Callable[[Question, list[Message]], Any]
 def main(arguments: list[str]) -> None:
     """Serve until the explorer closes the pipe."""
     name, folder = arguments
-    requests, replies = take_pipes()
+    requests, replies = open_frame_pipes()
 
-    def say(message: Replied | Raised | Ready) -> None:
+    def send(message: Replied | Raised | Ready) -> None:
         replies.write(encoded(message))
         replies.flush()
 
     try:
         reply = load_environment(name, Path(folder))
     except BaseException as error:  # an import may end the interpreter, too
-        say(Raised(_format_error(error)))
+        send(Raised(_format_error(error)))
         return
-    say(Ready())
+    send(Ready())
     # In a thread of its own, so that this process ends with its explorer, whatever it does.
     received: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(requests, received), daemon=True).start()
     with asyncio.Runner() as runner:
         while True:
-            say(_replied(runner, reply, received.get()))
+            send(_replied(runner, reply, received.get()))
 
 
 def load_environment(name: str, folder: Path) -> Replier:

@@ -14,7 +14,7 @@ from trinity_events.diagnostics.waits import NO_REPORTS, WaitReporter
 from trinity_events.errors import TrinityError
 
 from ...tasks.base import Message, Question, TaskError
-from ..processes.frames import shown
+from ..processes.frames import format_value
 from ..processes.pool import (
     PIPE_CLOSED,
     START_DEADLINE,
@@ -64,7 +64,7 @@ class EnvironmentProcesses:
     async def __aenter__(self) -> Self:
         """Start one process. Raises TaskError if the environment cannot be loaded."""
         try:
-            async with self._processes.taken():
+            async with self._processes.acquire():
                 return self
         except EnvironmentFailed as error:
             raise TaskError(str(error)) from None
@@ -96,13 +96,13 @@ class EnvironmentProcesses:
             "role" not in message or "content" not in message for message in replies
         ):
             raise self._failed(
-                f"returned {shown(value)}, neither text, nor messages with role and content, "
-                "nor None"
+                f"returned {format_value(value)}, neither text, nor messages with role and "
+                "content, nor None"
             )
         return replies
 
     async def _call(self, request: bytes) -> Any:
-        async with self._processes.taken() as process:
+        async with self._processes.acquire() as process:
             try:
                 reply = await self._exchange(process, request)
             except TimeoutError:

@@ -6,6 +6,8 @@ import os
 import sys
 from typing import BinaryIO
 
+from trinity_events.system.error_text import shorten
+
 from .stacks import write_stacks_when_asked
 
 LENGTH_BYTES = 4
@@ -30,7 +32,7 @@ def read_frame(stream: BinaryIO) -> bytes | None:
     return stream.read(int.from_bytes(head, "big"))
 
 
-def take_pipes() -> tuple[BinaryIO, BinaryIO]:
+def open_frame_pipes() -> tuple[BinaryIO, BinaryIO]:
     """Take standard input and output for frames, in the process of a user's code.
 
     What the code prints goes to standard error, so it never mixes with frames. What it reads is at
@@ -46,7 +48,6 @@ def take_pipes() -> tuple[BinaryIO, BinaryIO]:
     return os.fdopen(received, "rb"), os.fdopen(sent, "wb")
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """Return a value in one short line, for an error."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 3]}..."
+    return shorten(" ".join(repr(value).split()), _LONGEST_SHOWN)

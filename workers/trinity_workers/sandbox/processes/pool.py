@@ -16,7 +16,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 
 from ...runtime.process_exit import format_exit
 from .frames import LARGEST, LENGTH_BYTES
-from .stacks import StackFile, place_in_words
+from .stacks import StackFile, format_place
 
 START_DEADLINE = 120.0
 """Seconds for a process to start and load the user's code: imports may be slow."""
@@ -86,10 +86,10 @@ class UserProcess:
 
         The place is the end of a sentence, and empty if it is unknown.
         """
-        stacks = await self._stacks.ask(self._process.pid)
+        stacks = await self._stacks.request(self._process.pid)
         if stacks:
             logger.warning("%s is late; its stacks:\n%s", self.name, stacks.rstrip())
-        return place_in_words(stacks)
+        return format_place(stacks)
 
     async def kill(self) -> None:
         """Kill the process, and all that it started."""
@@ -115,7 +115,7 @@ class UserProcesses:
         self.idle: list[UserProcess] = []
 
     @asynccontextmanager
-    async def taken(self) -> AsyncIterator[UserProcess]:
+    async def acquire(self) -> AsyncIterator[UserProcess]:
         """Take a process for the block; it is killed if the block raises."""
         async with self._free:
             process = self.idle.pop() if self.idle else await self._start()

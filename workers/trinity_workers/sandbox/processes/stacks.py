@@ -52,7 +52,7 @@ class StackFile:
         """Variables that tell the process of the descriptor."""
         return {_VARIABLE: str(self.descriptor)}
 
-    async def ask(self, pid: int) -> str:
+    async def request(self, pid: int) -> str:
         """Return the stacks of all threads of the process; empty if it writes none in time.
 
         A process that has not called :func:`write_stacks_when_asked` is killed by the question.
@@ -84,7 +84,7 @@ def write_stacks_when_asked() -> None:
         faulthandler.register(_ASKED, file=int(descriptor), all_threads=True)
 
 
-def place_in_words(stacks: str) -> str:
+def format_place(stacks: str) -> str:
     """Return the place of the user's code in stacks, as the end of a sentence; empty if unknown."""
     frame = user_frame(stacks)
     if frame is None:

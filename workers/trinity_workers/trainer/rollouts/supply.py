@@ -74,7 +74,7 @@ class RolloutSupply:
         """Step of the newest version that was announced ready, as far as it is followed."""
         self._announced = anyio.Condition()
 
-    async def ask(self, version: int) -> None:
+    async def request(self, version: int) -> None:
         """Ask for the rollouts that may be served by the version of a step."""
         config = self._config
         prompts = config.prompts_open(
@@ -83,19 +83,19 @@ class RolloutSupply:
             oldest_named=self._dispatcher.oldest_named,
         )
         await self._dispatcher.dispatch(
-            max(prompts - self._dispatcher.asked_count, 0),
+            max(prompts - self._dispatcher.open_count, 0),
             StepRef(config.epoch, version),
             exact=names_exact_version(config.sync),
         )
 
-    async def ask_when_ready(self) -> None:
+    async def request_when_ready(self) -> None:
         """Ask for the rollouts of each version once it is ready, until cancelled."""
         config = self._config
         async with subscribe(config.run_id, StepReady, redis_url=config.redis_url) as events:
             async for delivered in events:
                 ready = delivered.event
                 if ready.epoch == config.epoch and is_version(ready, config.sync.method):
-                    await self.ask(ready.step)
+                    await self.request(ready.step)
                     async with self._announced:
                         self._ready = ready.step
                         self._announced.notify_all()
@@ -103,7 +103,7 @@ class RolloutSupply:
     async def until_ready(self, step: int) -> None:
         """Wait until rollouts were asked for that training step ``step`` may use.
 
-        It needs :meth:`ask_when_ready` beside it.
+        It needs :meth:`request_when_ready` beside it.
 
         Raises:
             DeadlineExceeded: No such version was announced in time.

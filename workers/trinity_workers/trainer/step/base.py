@@ -164,7 +164,7 @@ class TrainingStep(ABC):
             figures |= updated.figures
         if self.models.critic is not None:
             means += value_means(batch)
-        return explained_variance(self._shown(means)) | figures
+        return explained_variance(self._reduced_values(means)) | figures
 
     def passes(self, batch: Batch, names: Collection[str]) -> dict[str, Tensor]:
         """Return fields [B, R] of the batch, computed without gradients, by name. Collective."""
@@ -191,7 +191,7 @@ class TrainingStep(ABC):
         counts = self._summed(loss_denominators(mini_batches, self._settings))
         updated = self._updated(self._learner(model), mini_batches, counts, division)
         means = updated.means if model == "policy" else updated.means + value_means(batch)
-        return explained_variance(self._shown(means)) | updated.figures
+        return explained_variance(self._reduced_values(means)) | updated.figures
 
     def _updated(
         self,
@@ -298,7 +298,7 @@ class TrainingStep(ABC):
         """Return the sum over replicas. Collective."""
 
     @abstractmethod
-    def _shown(self, means: Means) -> dict[str, float]:
+    def _reduced_values(self, means: Means) -> dict[str, float]:
         """Return the values of means over all replicas, on every rank. Collective."""
 
     @abstractmethod

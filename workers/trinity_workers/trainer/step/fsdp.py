@@ -52,7 +52,7 @@ class FSDPTrainingStep(TrainingStep):
     def _summed(self, tensor: Tensor) -> Tensor:
         return all_reduced(tensor)
 
-    def _shown(self, means: Means) -> dict[str, float]:
+    def _reduced_values(self, means: Means) -> dict[str, float]:
         return means.reduced(all_reduced).values()
 
     # --- passes without gradients --------------------------------------------------------------

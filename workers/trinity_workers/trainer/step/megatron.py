@@ -50,7 +50,7 @@ class MegatronTrainingStep(TrainingStep):
 
         return all_reduced(tensor, state.get_data_parallel_group())
 
-    def _shown(self, means: Means) -> dict[str, float]:
+    def _reduced_values(self, means: Means) -> dict[str, float]:
         payload = msgspec.msgpack.encode(means.reduced(self._summed).values())
         # The last rank is one of the last stage.
         return msgspec.msgpack.decode(gather_bytes(payload)[-1], type=dict[str, float])
