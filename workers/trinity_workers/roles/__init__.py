@@ -3,6 +3,7 @@
 from .actor import ActorRolloutRefWorker
 from .base import RoleRefused, start_role
 from .critic import CriticWorker
+from .group import RoleGroup, create_experiences
 from .reward import RewardModelWorker, RewardWorker
 
 __all__ = [
@@ -10,6 +11,8 @@ __all__ = [
     "CriticWorker",
     "RewardModelWorker",
     "RewardWorker",
+    "RoleGroup",
     "RoleRefused",
+    "create_experiences",
     "start_role",
 ]

@@ -118,3 +118,34 @@ class ActorRolloutRefWorker(RoleWorker):
         self._require("actor", "update_actor")
         metrics = self._updated("policy", batch)
         return {f"actor/{_RENAMED.get(name, name)}": value for name, value in metrics.items()}
+
+    # --- in a run, whose log has an event for each save, upload and broadcast ------------------
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_state_dict(self, local_path: str, global_step: int) -> None:
+        """Save the policy for explorers that load files, as the helpers of its engine do."""
+        self._require("actor", "save_state_dict")
+        self._in_run.save_state_dict(local_path, global_step)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def upload_state_dict(self, global_step: int) -> None:
+        """Publish the policy's weights in memory, tensor by tensor, for explorers."""
+        self._require("actor", "upload_state_dict")
+        self._in_run.upload_state_dict(global_step)
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def setup_weight_sync_group(
+        self, explorers: int, timeout: float | None = None
+    ) -> tuple[str, ...]:
+        """Wait for explorers to join the collective group; return the names of those that came."""
+        return self._in_run.setup_weight_sync_group(explorers, timeout)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, settles=True)
+    def sync_weight_nccl(self, global_step: int) -> None:
+        """Send the policy's weights to all explorers at once, through the collective group."""
+        self._require("actor", "sync_weight_nccl")
+        self._in_run.sync_weight_nccl(global_step)
+
+    def _save_in_run(self, local_path: str, global_step: int) -> None:
+        self._require("actor", "save_checkpoint")
+        self._in_run.save_checkpoint(local_path, global_step)

@@ -12,8 +12,9 @@ from trinity_events.errors import TrinityError
 
 from ..algorithms.batch import Batch
 from ..config.train_config import RunConfig
-from ..trainer.rank_actors import start_rank_actors
+from ..trainer.rank_actors import start_rank_actors, worker_class
 from ..trainer.step.base import ModelName, Trained, TrainingStep
+from ..trainer.workers.fsdp import TrainWorker
 from ..trainer.workers.rank import TrainingRank
 from ..worker_group.dispatch import Dispatch
 from ..worker_group.megatron import MegatronWorker
@@ -35,6 +36,7 @@ class RoleWorker(MegatronWorker, TrainingRank):
     """
 
     _step: TrainingStep | None = None
+    _worker: TrainWorker | None = None
 
     def rank_info(self) -> DistRankInfo:
         """Return the place of this rank; on FSDP every rank is a replica."""
@@ -62,11 +64,40 @@ class RoleWorker(MegatronWorker, TrainingRank):
 
             self._step = fsdp.make_step(self._config, self._device, self.models)
 
+    @property
+    def _in_run(self) -> TrainWorker:
+        """Worker that saves and publishes the models as a run's trainer does. Collective at first.
+
+        Its log, that of the run, is opened by the first use.
+        """
+        if self._worker is None:
+            kind = worker_class(self._config)
+            self._worker = kind(self._config, self._rank)
+            self._worker.open(self._loaded)
+        return self._worker
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, local_path: str) -> None:
-        """Write models, optimizers and random states of what is trained; on disk on return."""
+    def wait_on_save_thread(self) -> None:
+        """Wait for this rank's background saves; raises what failed in them."""
+        self._in_run.wait_on_save_thread()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, local_path: str, global_step: int | None = None) -> None:
+        """Save models, optimizers and random states of what is trained.
+
+        Args:
+            local_path: Folder of the files.
+            global_step: Step of a run: the saves are in the background, in the layout of its
+                checkpoints, and each is an event. Without it the files are on disk on return.
+        """
+        if global_step is not None:
+            self._save_in_run(local_path, global_step)
+            return
         for name, engine in self._trained():
             engine.save_checkpoint(f"{local_path}/{name}")
+
+    def _save_in_run(self, local_path: str, global_step: int) -> None:
+        raise RoleRefused(f"{type(self).__name__} trains nothing, so it has nothing to save")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path: str) -> None:
@@ -76,7 +107,9 @@ class RoleWorker(MegatronWorker, TrainingRank):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def leave(self) -> None:
-        """Leave the process group."""
+        """Wait for background saves, and leave the process group."""
+        if self._worker is not None:
+            self._worker.close()
         if self._config.trainer.engine == "megatron":
             from ..engines.megatron import leave
 

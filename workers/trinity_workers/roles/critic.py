@@ -33,3 +33,6 @@ class CriticWorker(RoleWorker):
         Metrics are `critic/vf_loss`, `critic/grad_norm` and so on, by veRL's names.
         """
         return self._updated("critic", batch)
+
+    def _save_in_run(self, local_path: str, global_step: int) -> None:
+        self._in_run.save_critic(local_path, global_step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -74,34 +75,40 @@ class RoleGroup(WorkerGroup):
         self, data: Any, requests: Sequence[GenerationRequest], turns: Sequence[Generation]
     ) -> Any:
         """Return prompts and responses as veRL's rollouts do, with `uid` and others of the rows."""
-        groups = [
-            [
-                Experience(
-                    run_id=self._config.run_id,
-                    epoch=self._config.epoch,
-                    ordinal=request.ordinal,
-                    attempt=1,
-                    sample=0,
-                    samples=1,
-                    explorer="rollout",
-                    turns=[
-                        Turn(role="prompt", tokens=request.tokens),
-                        Turn(
-                            role="policy",
-                            tokens=turn.tokens,
-                            logprobs=turn.logprobs,
-                            versions=turn.versions,
-                        ),
-                    ],
-                    reward=0.0,
-                    finished=turn.finished,
-                )
-            ]
-            for request, turn in zip(requests, turns, strict=True)
-        ]
+        groups = [[sample] for sample in create_experiences(self._config, requests, turns)]
         padding = load_tokenizer(self._config.model_folder).pad_token_id
         made = to_data_proto(collate(groups, padding))
         made.pop(batch_keys=list(_UNKNOWN_YET))
         made.non_tensor_batch = {**data.non_tensor_batch}
         made.meta_info = {**data.meta_info}
         return made
+
+
+def create_experiences(
+    config: RunConfig, requests: Sequence[GenerationRequest], turns: Sequence[Generation]
+) -> list[Experience]:
+    """Return the samples of requests and their turns, in order, with the reward 0."""
+    samples = Counter(request.ordinal for request in requests)
+    return [
+        Experience(
+            run_id=config.run_id,
+            epoch=config.epoch,
+            ordinal=request.ordinal,
+            attempt=1,
+            sample=request.sample,
+            samples=samples[request.ordinal],
+            explorer="rollout",
+            turns=[
+                Turn(role="prompt", tokens=request.tokens),
+                Turn(
+                    role="policy",
+                    tokens=turn.tokens,
+                    logprobs=turn.logprobs,
+                    versions=turn.versions,
+                ),
+            ],
+            reward=0.0,
+            finished=turn.finished,
+        )
+        for request, turn in zip(requests, turns, strict=True)
+    ]

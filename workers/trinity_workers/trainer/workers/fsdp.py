@@ -61,13 +61,22 @@ class TrainWorker(TrainingRank):
     def setup(self, host: str, port: int) -> None:
         """Join the process group and load the model."""
         self.join(host, port)
-        config = self._config
-        self._step: Any = self._make_step()
-        self._models: Models = self._step.models
-        self._vocabulary_size = read_answer_limits(config).vocabulary_size
+        self.open(self._make_step())
         self._rollouts: RankRollouts | None = None
-        if config.trainer.colocated:
-            self._rollouts = rank_rollouts(config, self._device, self._engine)
+        if self._config.trainer.colocated:
+            self._rollouts = rank_rollouts(self._config, self._device, self._engine)
+        exempt_loaded_objects()
+
+    def open(self, step: Any) -> None:
+        """Open the log and the way of the weights, for the models of a training step. Collective.
+
+        Args:
+            step: Training step that computes with them, of this engine.
+        """
+        config = self._config
+        self._step = step
+        self._models: Models = step.models
+        self._vocabulary_size = read_answer_limits(config).vocabulary_size
         self._log = SyncEventLog(open_client(config.redis_url), config.run_id)
         self._publisher = Publisher(self._log, config.epoch, new_producer(ROLE, self._rank))
         self._profiler = StepProfiler(config, ROLE, self._rank, self._publisher.publish)
@@ -87,7 +96,6 @@ class TrainWorker(TrainingRank):
             dtype=self._published_dtype,
         )
         self._strategy = strategy_for(config.published_form, config.sync.timeout)
-        exempt_loaded_objects()
 
     @property
     def _published_dtype(self) -> torch.dtype | None:
@@ -190,8 +198,11 @@ class TrainWorker(TrainingRank):
     def save_training_state(self, local_path: str, global_step: int) -> None:
         """Save optimizer, scheduler and random states, and the critic, in the background."""
         self._save_training_state("training_state", self._engine, Path(local_path), global_step)
-        if self._models.critic is None:
-            return
+        if self._models.critic is not None:
+            self.save_critic(local_path, global_step)
+
+    def save_critic(self, local_path: str, global_step: int) -> None:
+        """Save the critic next to the policy's folder, in the background."""
         critic, folder = self._models.critic, critic_folder(local_path)
         fsdp_save_state_dict(
             critic,
@@ -275,6 +286,11 @@ class TrainWorker(TrainingRank):
         """Wait for background saves, and leave the process group; raises what failed in them."""
         with ExitStack() as exits:
             exits.callback(dist.destroy_process_group)
+            self.close()
+
+    def close(self) -> None:
+        """Wait for background saves, and close what :meth:`open` opened; raises what failed."""
+        with ExitStack() as exits:
             exits.callback(self._log.close)
             exits.callback(self._publisher.close)
             exits.callback(self._synchronizer.close)

@@ -38,9 +38,9 @@ _CRITIC_SAVES = {"model": ("critic", False), "training": ("critic_training_state
 class MegatronTrainWorker(MegatronWorker, TrainWorker):
     """Rank of the training loop with a Megatron engine."""
 
-    def setup(self, host: str, port: int) -> None:
-        """Set up the rank, and its saves in the background."""
-        super().setup(host, port)
+    def open(self, step: Any) -> None:
+        """Open what FSDP's rank does, and a process group for saves in the background."""
+        super().open(step)
         self._saves = BackgroundSaves(self._timeout)
 
     def save_state_dict(self, local_path: str, global_step: int) -> None:
@@ -55,19 +55,21 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
         """
         self._settle()
         self._begin_saves(self._engine, Path(local_path), global_step, _SAVES)
-        self._begin_critic(local_path, global_step)
+        if self._models.critic is not None:
+            self.save_critic(local_path, global_step)
 
     def save_training_state(self, local_path: str, global_step: int) -> None:
         """Copy optimizer and extra state, and the critic, and save them in the background."""
         self._settle()
         with only(self._engine, ["optimizer", "extra"]):
             self._begin_saves(self._engine, Path(local_path), global_step, _SAVES)
-        self._begin_critic(local_path, global_step)
-
-    def _begin_critic(self, local_path: str, global_step: int) -> None:
         if self._models.critic is not None:
-            folder = critic_folder(local_path)
-            self._begin_saves(self._models.critic, folder, global_step, _CRITIC_SAVES)
+            self.save_critic(local_path, global_step)
+
+    def save_critic(self, local_path: str, global_step: int) -> None:
+        """Copy the critic, and save it next to the policy's folder in the background."""
+        folder = critic_folder(local_path)
+        self._begin_saves(self._models.critic, folder, global_step, _CRITIC_SAVES)
 
     def _master_params(self) -> NamedTensors | None:
         """Return None: the optimizer's state has its own copies of the parameters."""
@@ -116,10 +118,15 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
         megatron_sync_weight_nccl(self._engine, self._model_update_group(global_step))
 
     def shutdown(self) -> None:
-        """Wait for background saves, as FSDP's does, and forget the layout."""
+        """Wait for background saves, leave the process group, and forget the layout."""
         with ExitStack() as exits:
             exits.callback(leave)
-            exits.callback(super().shutdown)
+            super().shutdown()
+
+    def close(self) -> None:
+        """Wait for background saves, as FSDP's does, and close them."""
+        with ExitStack() as exits:
+            exits.callback(super().close)
             exits.callback(self._saves.close)
             self._saves.wait()
 
