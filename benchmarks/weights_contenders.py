@@ -110,7 +110,7 @@ class Contenders:
     def snapshot(self) -> Timed:
         """Copy all tensors to memory from which they could be published."""
         began = time.perf_counter()
-        self._staging.copied(list(self._source.values()))
+        self._staging.copy(list(self._source.values()))
         return Timed(time.perf_counter() - began)
 
     def _number(self) -> float:

@@ -168,7 +168,7 @@ class _Trainer:
         """Return the seconds until the training loop may go on after a snapshot."""
         torch.cuda.synchronize()
         began = time.perf_counter()
-        self._staging.copied(list(self._source.values()))
+        self._staging.copy(list(self._source.values()))
         torch.cuda.synchronize()
         seconds = time.perf_counter() - began
         self._staging.settle()

@@ -171,7 +171,7 @@ def _publisher(store: ChunkStore, role: str, model: Model) -> dict[str, Callable
     def publish(step: int) -> StepReady:
         part, tensors = PartRef(RUN, 1, step, 0), list(source.values())
         if role == _SNAPSHOT:
-            tensors = staging.copied(tensors)
+            tensors = staging.copy(tensors)
         ready = published(store, part, zip(source, tensors, strict=True))
         parts.append(part)
         while len(parts) > KEPT:

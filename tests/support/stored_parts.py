@@ -6,7 +6,7 @@ from tests.support.ray_clusters import in_ray
 from trinity_events.server import open_client
 from trinity_events.system.shared_memory import users_folder
 from trinity_events.weights import SharedMemoryStore
-from trinity_events.weights.transports.cuda.layout import decoded
+from trinity_events.weights.transports.cuda.layout import decode_layout
 
 
 def find_stored(where, run_id, pid=None, reader=None) -> list:
@@ -29,7 +29,7 @@ def find_stored(where, run_id, pid=None, reader=None) -> list:
 def layout(part):
     """Where a part lies on a device."""
     with contextlib.closing(SharedMemoryStore().open(part)) as file:
-        return decoded(file.data, part)
+        return decode_layout(file.data, part)
 
 
 def segment(part):

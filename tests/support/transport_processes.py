@@ -182,7 +182,7 @@ def leaves_ray_and_comes_back(pipe, where: Where, part: PartRef) -> None:
 def reads_along(pipe, where: Where, part: PartRef) -> None:
     """Read a part along with its writer, for ever."""
     store = where.store()
-    follower = PartPrefetch(part, store._newest_first, store._mapped)
+    follower = PartPrefetch(part, store._newest_first, store._map)
     pipe.send(follower.advance())
     time.sleep(600)
 

@@ -76,7 +76,7 @@ def ours(mode: Dispatch, table: RankTable, data):
     """Return the part of each rank, and the result of the call."""
     dealt = deal(mode, table, [data])
     parts = [dealt.arguments[share][0] for share in dealt.ranks]
-    return parts, dealt.collected([work(part) for part in parts])
+    return parts, dealt.collect([work(part) for part in parts])
 
 
 @pytest.mark.parametrize("rows", [6, 12])

@@ -132,12 +132,12 @@ def is_cast(targets: Mapping[str, torch.Tensor], manifests: Iterable[WeightManif
 
 def check_covered(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> None:
     """Raise IncompatibleWeights when the model needs a tensor that these names do not cover."""
-    name = first_uncovered(targets, names, targets)
+    name = find_uncovered(targets, names, targets)
     if name is not None:
         raise IncompatibleWeights(f"the version has no {name!r}, which the model needs")
 
 
-def first_uncovered(
+def find_uncovered(
     targets: Mapping[str, torch.Tensor], names: Collection[str], of: Collection[str]
 ) -> str | None:
     """Return the first of the names ``of`` that no given name covers, by itself or by a tie."""
@@ -150,7 +150,7 @@ def first_uncovered(
     return next((name for name, target in candidates.items() if not brought.has(target)), None)
 
 
-def tied(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[str, str]:
+def find_ties(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[str, str]:
     """Map each other tensor that shares the memory of a named tensor to that tensor's name.
 
     Raises IncompatibleWeights when the other tensor has a different layout in that memory.
@@ -267,7 +267,7 @@ class ModuleFingerprint:
         self._addresses = _addresses(tensors)
         self._form = FormCheck(tensors)
 
-    def unchanged(self, module: torch.nn.Module) -> list[torch.Tensor] | None:
+    def find_unchanged(self, module: torch.nn.Module) -> list[torch.Tensor] | None:
         """Return the tensors, or None if the module, or a tensor's form or memory, has changed."""
         modules, tensors = _resolve(self._modules), _resolve(self._tensors)
         if modules is None or tensors is None or modules[0] is not module:

@@ -94,10 +94,13 @@ class VersionReader:
     ) -> Iterator[PulledVersion]:
         """Implement :meth:`Synchronizer.pull`."""
         self._speculative.abandon()
-        with self._publishing_refusals(ready), self._pulled(ready, selection, have) as version:
+        with (
+            self._publishing_refusals(ready),
+            self._open_version(ready, selection, have) as version,
+        ):
             yield version
 
-    def _pulled(
+    def _open_version(
         self, ready: StepReady, selection: Selection | None, have: Collection[str]
     ) -> AbstractContextManager[PulledVersion]:
         if ready.kind != "state_dict":
@@ -118,10 +121,10 @@ class VersionReader:
         install_context: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> AppliedPhases:
         """Implement :meth:`Synchronizer.apply`."""
-        with self._reported(ready):
+        with self._reporting_wait(ready):
             return self._apply_or_pull_again(module, ready, selection, cast, install_context)
 
-    def _reported(self, ready: StepReady) -> AbstractContextManager[object]:
+    def _reporting_wait(self, ready: StepReady) -> AbstractContextManager[object]:
         """Report the block as a wait for the version's bytes, if it lasts."""
         source = "files" if ready.kind == "state_dict" else ready.transport
         what = f"the bytes of the weights of step {ready.step}, from {source}"
@@ -206,7 +209,7 @@ class VersionReader:
         store = self._session.stores.get(ready.transport or RedisChunkStore.name)
         self._installed.forget()
         try:
-            with self._publishing_refusals(ready), self._reported(ready):
+            with self._publishing_refusals(ready), self._reporting_wait(ready):
                 parts = load_version(
                     store,
                     self._run_id,

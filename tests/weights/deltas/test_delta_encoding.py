@@ -13,9 +13,9 @@ from trinity_events.weights.deltas.encoding import (
     BLOCK,
     Changes,
     blocks,
-    decoded,
+    decode_delta,
     digest_with,
-    encoded,
+    encode_delta,
 )
 from trinity_events.weights.tensors import digest
 
@@ -33,7 +33,7 @@ def changes(base, new):
 
 
 def made(base, new):
-    return memoryview(encoded(changes(base, new), len(base), base.itemsize))
+    return memoryview(encode_delta(changes(base, new), len(base), base.itemsize))
 
 
 def random_words(elements, itemsize, seed=0):
@@ -96,7 +96,7 @@ def tensors(draw):
 def test_any_change_comes_back(pair):
     base, new = pair
     coded = made(base, new)
-    blocks = list(decoded(coded, len(base), base.itemsize))
+    blocks = list(decode_delta(coded, len(base), base.itemsize))
     assert all(np.all(np.diff(block.positions.astype(np.int64)) > 0) for block in blocks)
     patched = base.copy()
     coding.overwrite(patched, coded)
@@ -121,7 +121,7 @@ def test_a_broken_delta_is_refused_or_is_another_delta_of_the_tensor(pair, data)
 @settings(max_examples=150, deadline=None)
 def test_bytes_of_anyone_are_refused_or_are_a_delta(hostile, elements):
     try:
-        for block in decoded(memoryview(hostile), elements, 2):
+        for block in decode_delta(memoryview(hostile), elements, 2):
             assert int(block.positions[-1]) < min(BLOCK, elements - block.start)
     except CorruptVersion:
         pass
@@ -162,7 +162,7 @@ def table(*rows):
 )
 def test_a_delta_that_lies_is_refused_in_words(hostile, reason):
     with pytest.raises(CorruptVersion, match=reason):
-        list(decoded(memoryview(hostile), 8, 2))
+        list(decode_delta(memoryview(hostile), 8, 2))
 
 
 def test_a_delta_that_lies_allocates_nothing_large():
@@ -171,9 +171,9 @@ def test_a_delta_that_lies_allocates_nothing_large():
     tracemalloc.start()
     try:
         with pytest.raises(CorruptVersion):
-            list(decoded(hostile, 40 * BLOCK, 2))
+            list(decode_delta(hostile, 40 * BLOCK, 2))
         with pytest.raises(CorruptVersion):
-            list(decoded(memoryview(bytes(900)), 2**48, 8))
+            list(decode_delta(memoryview(bytes(900)), 2**48, 8))
         assert tracemalloc.get_traced_memory()[1] < 64 * BLOCK, "of one block at a time"
     finally:
         tracemalloc.stop()

@@ -45,7 +45,7 @@ def test_staged_copies_are_there_once_settled_and_hold_later_work_back(lane):
     expected = {name: bits(tensor.cpu()).clone() for name, tensor in tensors.items()}
     staging = StagingMemory(lane)
     for _ in range(2):  # in memory that is used again
-        copies = staging.copied(list(tensors.values()))
+        copies = staging.copy(list(tensors.values()))
         assert staging.settle() is lane.pinned
         assert staging.settle() is False, "nothing is waited for twice"
         for (name, raw), copy in zip(expected.items(), copies, strict=True):
@@ -58,9 +58,9 @@ def test_staged_copies_are_there_once_settled_and_hold_later_work_back(lane):
 def test_a_staging_that_was_not_settled_is_before_its_memory_is_used_again():
     lane = LateLane()
     staging = StagingMemory(lane)
-    [copy] = staging.copied([torch.full((100,), 12345.0)])
+    [copy] = staging.copy([torch.full((100,), 12345.0)])
     assert not (copy == 12345).any(), "nothing is copied yet"
-    staging.copied([torch.full((100,), 54321.0)])
+    staging.copy([torch.full((100,), 54321.0)])
     assert (copy == 12345).all()
     staging.settle()
     assert (copy == 54321).all()
@@ -78,7 +78,7 @@ def test_staging_is_on_the_host_whatever_is_the_default():
     lane, sent = LateLane(), [torch.rand(100), torch.empty(0)]
     with torch.device("meta"):
         staging = StagingMemory(lane)
-        copies = staging.copied(sent)
+        copies = staging.copy(sent)
         staging.settle()
         into, target = HostToDevice(lane), torch.zeros(100, device="cpu")
         into.copy(target, sent[0])

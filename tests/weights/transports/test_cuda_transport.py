@@ -27,7 +27,7 @@ from trinity_events.weights.deltas.tracker import LastPublished
 from trinity_events.weights.devices.digests import digest_all
 from trinity_events.weights.transports import stores
 from trinity_events.weights.transports.cuda import CudaMemory, block_pool, memory, sink
-from trinity_events.weights.transports.cuda.layout import encoded
+from trinity_events.weights.transports.cuda.layout import encode_layout
 
 U8 = torch.uint8
 
@@ -152,7 +152,7 @@ def test_memory_that_is_read_is_neither_written_nor_freed(device, ours, theirs, 
     put(ours, part._replace(step=2), [("other", torch.rand(6000))])
     ours.close()
     assert len(device._descriptors) == 1, "what is read stays, what nobody reads is freed"
-    copied, came = source.copied([CHUNK] * 6)
+    copied, came = source.copy([CHUNK] * 6)
     assert identical(copied[0][:4000].view(torch.float32), SOME[0][1])
     assert len(came) == 6
     source.close()
@@ -181,7 +181,7 @@ def test_where_it_lies_is_not_believed_when_it_cannot_be(ours, theirs, part):
 def test_a_part_whose_blocks_are_fewer_than_it_takes_is_corrupt(ours, theirs, part):
     event = put(ours, part, [("a", torch.rand(9000))])
     module = torch.nn.ParameterDict({"a": torch.zeros(9000)})
-    encoded_layout = encoded(msgspec.structs.replace(layout(part), blocks=()))
+    encoded_layout = encode_layout(msgspec.structs.replace(layout(part), blocks=()))
     with segment(part).open("r+b") as file:
         file.seek(4096)
         file.write(encoded_layout)
@@ -201,7 +201,7 @@ def test_what_is_behind_the_end_of_a_block_is_not_looked_at(ours, theirs, part):
     lent = msgspec.structs.replace(lent, nbytes=lent.nbytes + 64)
     with segment(part).open("r+b") as file:
         file.seek(4096)
-        file.write(encoded(msgspec.structs.replace(original, blocks=(lent,))))
+        file.write(encode_layout(msgspec.structs.replace(original, blocks=(lent,))))
     with pytest.raises(CorruptVersion, match="in larger blocks than they need"):
         read(theirs, part.run_id, event)
 
@@ -365,7 +365,7 @@ def test_the_gpu_of_the_first_tensor_is_taken_whatever_a_thread_takes_for_the_cu
         mock.Mock(is_cuda=True, device=torch.device("cuda", 6)),
     ):
         ours.near(tensor)
-    assert ours._used() == 5
+    assert ours._get_index() == 5
 
 
 def test_a_torch_without_a_runtime_is_refused_with_the_way_out():

@@ -140,7 +140,7 @@ def test_what_was_seen_of_a_part_that_is_given_up_does_not_count(shared_memory_s
 def test_a_segment_that_is_read_along_is_not_begun_anew(shared_memory_stores, part):
     ours, theirs = shared_memory_stores
     first = write(PartWriter(ours, part, CHUNK))
-    follower = PartPrefetch(part, theirs._newest_first, theirs._mapped)
+    follower = PartPrefetch(part, theirs._newest_first, theirs._map)
     assert follower.advance()
     first.discard()
     [segment] = ours._idle

@@ -64,13 +64,13 @@ from trinity_events.weights import (
 )
 from trinity_events.weights.deltas.tracker import LastPublished
 from trinity_events.weights.publishing.part_writer import manifest_digest
-from trinity_events.weights.transports.cuda.layout import encoded
+from trinity_events.weights.transports.cuda.layout import encode_layout
 from trinity_events.weights.transports.ray.directory import (
     NAMESPACE,
     NONE,
     SHARED,
     Objects,
-    pointed,
+    get_pointer,
 )
 from trinity_events.weights.transports.ray.source import RaySource
 from trinity_schemas import (
@@ -144,7 +144,7 @@ def exchange(part, change):
     """Put something else in the place of a part's object, which itself cannot be changed."""
     import ray
 
-    directory = ray.get_actor(pointed(part), NAMESPACE)
+    directory = ray.get_actor(get_pointer(part), NAMESPACE)
     manifest, objects = ray.get(directory.find.remote(part))
     [reference] = objects.references
     other = change(ray.get(reference).copy())
@@ -289,7 +289,7 @@ def test_bytes_that_are_missing_are_found(ours, theirs, part, where):
         lent = msgspec.structs.replace(lent, nbytes=2 * CHUNK)
         with segment(part).open("r+b") as file:
             file.seek(4096)
-            file.write(encoded(msgspec.structs.replace(original, blocks=(lent,))))
+            file.write(encode_layout(msgspec.structs.replace(original, blocks=(lent,))))
     else:
         os.truncate(segment(part), 4096 + 2 * CHUNK)
     with pytest.raises(CorruptVersion, match="weights of step 1"):
@@ -371,7 +371,7 @@ def test_a_part_that_is_retired_while_it_is_read_is_read_whole_and_freed_then(
     manifest = decode_manifest(source.manifest)
     sizes = [chunk.nbytes for chunk in manifest.chunks]
     if where.name in ON_A_DEVICE:
-        [tensor], _ = source.copied(sizes)
+        [tensor], _ = source.copy(sizes)
         data = memoryview(tensor.cpu().numpy())
     else:
         [data] = source.read(sizes, lambda *_: None)
@@ -548,7 +548,7 @@ def test_objects_that_are_not_cut_as_the_chunks_are_are_corrupt(
     ours = RayStore(object_bytes=1024)
     event = put(ours, part, [(name, torch.rand(250)) for name in "abc"], chunk_bytes=None)
     theirs = opened(Where("ray", weights_url, ray_cluster))
-    directory = ray.get_actor(pointed(part), NAMESPACE)
+    directory = ray.get_actor(get_pointer(part), NAMESPACE)
     manifest, objects = ray.get(directory.find.remote(part))
     assert len(objects.references) == 3
     for wrong in of_three_objects(objects):
@@ -583,7 +583,7 @@ def test_what_ray_was_told_of_in_vain_is_deleted(ray_cluster, part, monkeypatch)
     writer = PartWriter(ours, part)
     writer.add("a", torch.rand(100))
     point = mock.Mock(side_effect=OSError("the key-value store is gone"))
-    monkeypatch.setattr("trinity_events.weights.transports.ray.store.point", point)
+    monkeypatch.setattr("trinity_events.weights.transports.ray.store.set_pointer", point)
     with pytest.raises(OSError, match="is gone"):
         writer.seal()
     writer.discard()
@@ -621,7 +621,7 @@ def test_a_store_that_is_closed_hides_nothing_of_another_one_that_took_its_place
         other.close()
         assert "its trainer ended" in theirs.missing(second)
         with pytest.raises(ValueError, match="no publisher has that rank"):
-            pointed(second)
+            get_pointer(second)
 
 
 @pytest.mark.processes

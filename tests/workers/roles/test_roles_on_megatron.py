@@ -119,7 +119,7 @@ class Roles:
         mode = registered_methods(KINDS[role])[method].dispatch_mode
         dealt = deal(mode, self._table, args)
         given = [(call, role, method, dealt.arguments[share]) for share in dealt.ranks]
-        return dealt.collected(self._answers(given))
+        return dealt.collect(self._answers(given))
 
     def end(self):
         self._answers([(end,)] * len(self._table))

@@ -360,7 +360,7 @@ async def test_a_wait_ends_although_a_client_passes_over_its_cancellation(
 
     ends = make_ends()
     ends.meet()
-    monkeypatch.setattr("trinity_workers.verl.receiver.announced", deaf)
+    monkeypatch.setattr("trinity_workers.verl.receiver.wait_for_version", deaf)
     waits = asyncio.create_task(receive_weights(ends.receivers[0], 1))
     while ends.receivers[0]._waiting is None:
         await asyncio.sleep(0)

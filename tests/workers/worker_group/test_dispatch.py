@@ -36,7 +36,7 @@ LAYOUTS = [
 
 def answer(dealt, work):
     """The result of a call, if every rank does this with its arguments."""
-    return dealt.collected([work(*dealt.arguments[share]) for share in dealt.ranks])
+    return dealt.collect([work(*dealt.arguments[share]) for share in dealt.ranks])
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -54,7 +54,9 @@ async def test_the_call_of_a_rank_that_hangs_ends_with_the_error_of_another():
 async def test_the_call_of_a_rank_that_hangs_ends_at_its_deadline():
     hanging = Handle(None)
     group = WorkerGroup(Ranks, [Handle(b""), hanging], timeout=0.05)
-    with pytest.raises(DeadlineExceeded, match=r"no answer to work within 0\.05 s from worker-1$"):
+    with pytest.raises(
+        DeadlineExceeded, match=r"no answer to work came from worker-1 within 0\.05 s"
+    ):
         await group.call("work")
     assert hanging.ended_waiting
 

@@ -11,11 +11,11 @@ torch = pytest.importorskip("torch")
 from tests.support.batches import make_batch  # noqa: E402
 from tests.support.experiences import make_groups  # noqa: E402
 from tests.support.tensors import assert_equal, identical  # noqa: E402
-from trinity_workers.worker_group.wire import packed, unpacked  # noqa: E402
+from trinity_workers.worker_group.wire import pack, unpack  # noqa: E402
 
 
 def carried(value):
-    return unpacked(pickle.loads(pickle.dumps(packed(value))))
+    return unpack(pickle.loads(pickle.dumps(pack(value))))
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32, torch.bfloat16])
@@ -31,12 +31,12 @@ def test_a_part_of_a_batch_takes_its_own_rows_along_alone():
     batch = make_batch([5] * 512)
     part = batch.rows(3, 5)
     assert len(pickle.dumps(part.input_ids)) > batch.input_ids.nbytes, "a view has all of it"
-    assert len(pickle.dumps(packed(part))) < len(pickle.dumps(packed(batch))) / 50
+    assert len(pickle.dumps(pack(part))) < len(pickle.dumps(pack(batch))) / 50
     assert_equal(carried(part).known(), part.known())
 
 
 def test_groups_of_samples_travel_as_bytes_and_come_as_they_were():
     groups = make_groups("r", seed=0)
-    assert b"Experience" not in pickle.dumps(packed(groups)), "none is pickled"
+    assert b"Experience" not in pickle.dumps(pack(groups)), "none is pickled"
     assert carried(groups) == groups
     assert carried([]) == []

@@ -128,7 +128,7 @@ def plan_copies(
             raise IncompatibleWeights(f"the version has no {name!r}, which is wanted")
     for name in pieces if selection is None else selection:
         box = None if selection is None else selection[name]
-        for number, planned in _planned(targets, name, pieces[name], box, cast=cast):
+        for number, planned in _plan_slices(targets, name, pieces[name], box, cast=cast):
             parts[number].slices.append(planned)
     names: Collection[str] = whole | pieces.keys() if selection is None else selection.keys()
     subset = any(manifest.subset for manifest in manifests)
@@ -137,7 +137,7 @@ def plan_copies(
     return CopyPlan(parts, find_duplicates(targets, names))
 
 
-def _planned(
+def _plan_slices(
     targets: Mapping[str, torch.Tensor],
     name: str,
     pieces: list[tuple[int, Piece]],

@@ -11,8 +11,8 @@ import torch
 from trinity_schemas import StepReady
 
 from ...errors import CorruptVersion
-from ..deltas.encoding import decoded, overwrite, words
-from ..deltas.reconstruct import based, format_difference, get_delta, makes
+from ..deltas.encoding import decode_delta, overwrite, words
+from ..deltas.reconstruct import format_difference, get_base, get_delta, makes
 from ..tensors import as_bytes
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class InstalledBases:
         )
 
 
-def checked(target: torch.Tensor, piece: Piece) -> tuple[torch.Tensor | None, memoryview]:
+def check_delta(target: torch.Tensor, piece: Piece) -> tuple[torch.Tensor | None, memoryview]:
     """Verify a delta of a tensor, or shard, before it is applied; no copy of the tensor is made.
 
     Args:
@@ -66,7 +66,7 @@ def checked(target: torch.Tensor, piece: Piece) -> tuple[torch.Tensor | None, me
         CorruptVersion: when the pulled base and the delta do not give it.
     """
     entry, buffer, base = piece
-    source = None if base is None else based(entry, base)
+    source = None if base is None else get_base(entry, base)
     delta = get_delta(entry, buffer)
     if not makes(entry, target if source is None else source, delta):
         raise (ModelDiffers if source is None else CorruptVersion)(format_difference(entry))
@@ -82,7 +82,7 @@ def overlay(target: torch.Tensor, delta: memoryview) -> None:
         target.detach().copy_(copied)  # a tensor made in inference mode is written only so
         return
     flat = target.detach().reshape(-1).view(_SIGNED[itemsize])
-    for start, positions, values in decoded(delta, flat.numel(), itemsize):
+    for start, positions, values in decode_delta(delta, flat.numel(), itemsize):
         where = torch.from_numpy(positions + start).to(flat.device)
         new = torch.frombuffer(bytearray(values), dtype=flat.dtype).to(flat.device)
         flat[where] = new

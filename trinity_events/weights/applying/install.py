@@ -13,7 +13,7 @@ import torch
 from trinity_schemas import TensorEntry
 
 from ...errors import IncompatibleWeights
-from ..compatibility import ModuleFingerprint, distinct, find_targets, tied
+from ..compatibility import ModuleFingerprint, distinct, find_targets, find_ties
 from ..devices.host_to_device import copy_pairs
 from ..part_bytes import PartBytes
 from ..reading.pull import Piece, PulledVersion, Selection, selected_slice, shares
@@ -21,7 +21,7 @@ from ..slices import Shape
 from ..tensors import DTYPES, as_bytes, copy_all, copy_bytes, digest, is_plain
 from ..threads import in_threads
 from .copy_plan import PlannedSlice, plan_copies
-from .deltas import ModelDiffers, checked, overlay
+from .deltas import ModelDiffers, check_delta, overlay
 
 _LARGE = 64 << 10
 """Bytes from which a copy may run in another thread."""
@@ -99,11 +99,11 @@ class _KnownFit(NamedTuple):
             and _is_subset(version) == self.subset
             and version.selection == self.selection
         )
-        tensors = self.memory.unchanged(module) if same_layout else None
+        tensors = self.memory.find_unchanged(module) if same_layout else None
         if tensors is None:
             return None
         changed = list(map(tensors.__getitem__, self.changed))
-        return Fit([], _located(self.copies, version), changed, [], [])
+        return Fit([], _locate(self.copies, version), changed, [], [])
 
 
 _last_fits: WeakKeyDictionary[torch.nn.Module, _KnownFit] = WeakKeyDictionary()
@@ -133,7 +133,7 @@ def check_fit(module: torch.nn.Module, version: PulledVersion, *, cast: bool = F
     fit = None if last_fit is None else last_fit.fit(module, version)
     if fit is None:
         targets = find_targets(module)
-        plan = _planned(targets, version, cast=cast)
+        plan = _plan_fit(targets, version, cast=cast)
         fit = _fit(plan, version)
         _save_plan(module, targets, version, plan)
     return fit
@@ -141,7 +141,7 @@ def check_fit(module: torch.nn.Module, version: PulledVersion, *, cast: bool = F
 
 def fit_to(targets: dict[str, torch.Tensor], version: PulledVersion, *, cast: bool = False) -> Fit:
     """Pair tensors of a model, by name, with those of a version, as :func:`check_fit`."""
-    return _fit(_planned(targets, version, cast=cast), version)
+    return _fit(_plan_fit(targets, version, cast=cast), version)
 
 
 def _save_plan(
@@ -170,7 +170,7 @@ def _is_subset(version: PulledVersion) -> bool:
     return any(manifest.subset for manifest, _ in version.parts)
 
 
-def _planned(targets: dict[str, torch.Tensor], version: PulledVersion, *, cast: bool) -> _FitPlan:
+def _plan_fit(targets: dict[str, torch.Tensor], version: PulledVersion, *, cast: bool) -> _FitPlan:
     manifests = [manifest for manifest, _ in version.parts]
     plan = plan_copies(targets, manifests, version.selection, cast=cast)
     made = _FitPlan([], [], [], plan.twice)
@@ -197,7 +197,7 @@ def _planned(targets: dict[str, torch.Tensor], version: PulledVersion, *, cast: 
 
 
 def _fit(plan: _FitPlan, version: PulledVersion) -> Fit:
-    fit = Fit([], _located(plan.copies, version), plan.changed, [], [])
+    fit = Fit([], _locate(plan.copies, version), plan.changed, [], [])
     for others, (_, buffer), base in zip(plan.others, version.parts, version.bases, strict=True):
         for planned in others:
             _fit_view(fit, planned, Piece(planned.entry, buffer, base))
@@ -212,7 +212,7 @@ def _fit(plan: _FitPlan, version: PulledVersion) -> Fit:
     return fit
 
 
-def _located(parts: list[ByteCopies], version: PulledVersion) -> ByteCopies:
+def _locate(parts: list[ByteCopies], version: PulledVersion) -> ByteCopies:
     """Return the copies from the addresses at which the version's parts lie."""
     all_copies = ByteCopies([], [], [])
     for copies, (_, buffer) in zip(parts, version.parts, strict=True):
@@ -250,7 +250,7 @@ def _fit_view(fit: Fit, planned: PlannedSlice, piece: Piece) -> None:
     if dense or not alike:
         fit.pairs.append((view, piece.tensor()))
         return
-    source, delta = checked(view, piece)
+    source, delta = check_delta(view, piece)
     if source is None:
         pass
     elif is_plain(view) and is_plain(source) and not view.is_inference():
@@ -319,7 +319,7 @@ def adopt(module: torch.nn.Module, version: PulledVersion) -> None:
                 f"{entry.name!r} comes in shards: they have to be copied together"
             )
     came = dict(version.tensors())  # all first: one of them may be corrupt
-    others = tied(targets, came)
+    others = find_ties(targets, came)
     for name, tensor in came.items():
         if tensor.numel() and not targets[name].data_ptr():  # a wrapper would keep its own memory
             raise IncompatibleWeights(

@@ -9,7 +9,7 @@ from weakref import ref
 import torch
 
 from ...errors import IncompatibleWeights
-from ..compatibility import find_targets, first_uncovered
+from ..compatibility import find_targets, find_uncovered
 
 
 class PartialLoads:
@@ -35,7 +35,7 @@ class PartialLoads:
         """
         torn = self._torn_names(module)
         if not torn <= set(names):
-            name = first_uncovered(find_targets(module), set(names), torn)
+            name = find_uncovered(find_targets(module), set(names), torn)
             if name is not None:
                 raise IncompatibleWeights(
                     f"{name!r} may hold some of a version that never became whole in this model, "

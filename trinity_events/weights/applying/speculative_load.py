@@ -155,7 +155,7 @@ class SpeculativeLoad:
 
         If their memory has changed, the plans and the chunks written so far are dropped.
         """
-        if self._memory is not None and self._memory.unchanged(module) is not None:
+        if self._memory is not None and self._memory.find_unchanged(module) is not None:
             return True
         targets = find_targets(module)
         if not all(map(is_plain, targets.values())):

@@ -50,24 +50,24 @@ def blocks(elements: int) -> range:
     return range(0, elements, BLOCK)
 
 
-def encoded(changes: list[Changes], elements: int, itemsize: int) -> bytes:
+def encode_delta(changes: list[Changes], elements: int, itemsize: int) -> bytes:
     """Encode the delta of a tensor from the changes of its blocks."""
     header = np.zeros(len(blocks(elements)), _HEADER)
     sections: list[bytes] = []
     for start, positions, values in changes:
-        form, coded = _coded(positions, min(BLOCK, elements - start))
+        form, coded = _encode_positions(positions, min(BLOCK, elements - start))
         header[start // BLOCK] = (form, len(positions), len(coded))
         sections += (coded, values.astype(_WORDS[itemsize], copy=False).tobytes())
     return b"".join((header.tobytes(), *sections))
 
 
-def decoded(delta: memoryview, elements: int, itemsize: int) -> Iterator[Changes]:
+def decode_delta(delta: memoryview, elements: int, itemsize: int) -> Iterator[Changes]:
     """Yield the changes block by block; blocks without changes are left out.
 
     Each allocation is bounded by the size of a block, even for corrupt bytes.
 
     Args:
-        delta: Output of :func:`encoded`.
+        delta: Output of :func:`encode_delta`.
         elements: Elements of the tensor.
         itemsize: Bytes of one element.
 
@@ -91,7 +91,7 @@ def decoded(delta: memoryview, elements: int, itemsize: int) -> Iterator[Changes
         start = index * BLOCK
         end = offset + position_bytes
         size = min(BLOCK, elements - start)
-        positions = _decoded(delta[offset:end], form, changed, size)
+        positions = _decode_positions(delta[offset:end], form, changed, size)
         offset = end + changed * itemsize
         yield Changes(start, positions, np.frombuffer(delta[end:offset], _WORDS[itemsize]))
 
@@ -100,9 +100,9 @@ def overwrite(target: Words, delta: memoryview) -> None:
     """Write the changed elements into ``target``, [elements] of the tensor's own element size.
 
     Raises:
-        CorruptVersion: as :func:`decoded`, after the blocks before the corrupt one are written.
+        CorruptVersion: as :func:`decode_delta`; the blocks before the corrupt one are written.
     """
-    for start, positions, values in decoded(delta, len(target), target.itemsize):
+    for start, positions, values in decode_delta(delta, len(target), target.itemsize):
         target[start : start + BLOCK][positions] = values
 
 
@@ -110,10 +110,10 @@ def digest_with(base: Words, delta: memoryview) -> str:
     """Return the digest that ``base`` would have after :func:`overwrite`. Nothing is written.
 
     Raises:
-        CorruptVersion: as :func:`decoded`.
+        CorruptVersion: as :func:`decode_delta`.
     """
     hasher, done = xxhash.xxh3_128(), 0
-    for start, positions, values in decoded(delta, len(base), base.itemsize):
+    for start, positions, values in decode_delta(delta, len(base), base.itemsize):
         hasher.update(base[done:start].data)
         block = base[start : start + BLOCK].copy()
         block[positions] = values
@@ -123,7 +123,7 @@ def digest_with(base: Words, delta: memoryview) -> str:
     return f"xxh3:{hasher.hexdigest()}"
 
 
-def _coded(positions: Positions, size: int) -> tuple[int, bytes]:
+def _encode_positions(positions: Positions, size: int) -> tuple[int, bytes]:
     """Encode positions in the smallest of the three forms."""
     gaps = np.diff(positions.astype(np.int64), prepend=-1) - 1
     lengths = {form: _length(gaps, dtype) for form, dtype in _GAPS.items()}
@@ -132,7 +132,7 @@ def _coded(positions: Positions, size: int) -> tuple[int, bytes]:
         mask = np.zeros(size, bool)
         mask[positions] = True
         return _BITS, np.packbits(mask, bitorder="little").tobytes()
-    return form, _coded_gaps(gaps, _GAPS[form])
+    return form, _encode_gaps(gaps, _GAPS[form])
 
 
 def _length(gaps: Positions, dtype: np.dtype[Any]) -> int:
@@ -141,7 +141,7 @@ def _length(gaps: Positions, dtype: np.dtype[Any]) -> int:
     return (len(gaps) + escapes) * dtype.itemsize
 
 
-def _coded_gaps(gaps: Positions, dtype: np.dtype[Any]) -> bytes:
+def _encode_gaps(gaps: Positions, dtype: np.dtype[Any]) -> bytes:
     """Encode gaps; the dtype's largest number stands for that many unchanged elements."""
     most = np.iinfo(dtype).max
     ends = np.cumsum(gaps // most + 1) - 1
@@ -150,14 +150,14 @@ def _coded_gaps(gaps: Positions, dtype: np.dtype[Any]) -> bytes:
     return coded.tobytes()
 
 
-def _decoded(coded: memoryview, form: int, changed: int, size: int) -> Positions:
+def _decode_positions(coded: memoryview, form: int, changed: int, size: int) -> Positions:
     """Decode ``changed`` rising positions below ``size``."""
     if changed > size:
         raise CorruptVersion(f"a block of {size} elements has {changed} changed ones")
     if form == _BITS:
-        positions = _decoded_bits(coded, size)
+        positions = _decode_bits(coded, size)
     elif form in _GAPS:
-        positions = _decoded_gaps(coded, _GAPS[form], size)
+        positions = _decode_gaps(coded, _GAPS[form], size)
     else:
         raise CorruptVersion(f"a block of a delta is of form {form}, which is not known")
     if len(positions) != changed or (changed and int(positions[-1]) >= size):
@@ -165,13 +165,13 @@ def _decoded(coded: memoryview, form: int, changed: int, size: int) -> Positions
     return positions
 
 
-def _decoded_bits(coded: memoryview, size: int) -> Positions:
+def _decode_bits(coded: memoryview, size: int) -> Positions:
     if len(coded) != -(-size // 8):
         raise CorruptVersion(f"a block of {size} elements has {len(coded)} bytes of bits")
     return np.flatnonzero(np.unpackbits(np.frombuffer(coded, np.uint8), bitorder="little"))
 
 
-def _decoded_gaps(coded: memoryview, dtype: np.dtype[Any], size: int) -> Positions:
+def _decode_gaps(coded: memoryview, dtype: np.dtype[Any], size: int) -> Positions:
     """Decode gaps; each number but the largest ends a gap, so that a position follows."""
     if len(coded) > 2 * size + 2 or len(coded) % dtype.itemsize:
         raise CorruptVersion("the gaps of a delta are more than its block has elements")

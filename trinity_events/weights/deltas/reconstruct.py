@@ -28,7 +28,9 @@ class FullPart(NamedTuple):
     """Bytes of the part; only tensors with a delta were read, others are undefined."""
 
 
-def reconstructed(entry: TensorEntry, buffer: PartBytes, base: FullPart | None) -> torch.Tensor:
+def reconstruct_tensor(
+    entry: TensorEntry, buffer: PartBytes, base: FullPart | None
+) -> torch.Tensor:
     """Return a tensor, or a shard, whole and verified; a view if it is dense.
 
     Args:
@@ -41,7 +43,7 @@ def reconstructed(entry: TensorEntry, buffer: PartBytes, base: FullPart | None) 
     """
     if entry.encoding == "dense":
         return as_tensor(buffer, entry)
-    tensor = based(entry, base)
+    tensor = get_base(entry, base)
     delta = get_delta(entry, buffer)
     if not makes(entry, tensor, delta):
         raise CorruptVersion(format_difference(entry))
@@ -51,7 +53,7 @@ def reconstructed(entry: TensorEntry, buffer: PartBytes, base: FullPart | None) 
     return tensor
 
 
-def based(entry: TensorEntry, base: FullPart | None) -> torch.Tensor:
+def get_base(entry: TensorEntry, base: FullPart | None) -> torch.Tensor:
     """Return the base of a tensor. Raises CorruptVersion if the base part does not have it."""
     if base is None:
         raise ValueError(f"the version was pulled without what {entry.name!r} rests on")

@@ -17,7 +17,7 @@ from trinity_schemas.manifest import DTYPE_BYTES
 
 from ..tensors import digest
 from ..transports.base import PartRef
-from .encoding import BLOCK, Changes, Positions, Words, blocks, encoded, words
+from .encoding import BLOCK, Changes, Positions, Words, blocks, encode_delta, words
 from .reconstruct import Key
 
 MOST_OF_A_TENSOR = 0.5
@@ -71,7 +71,7 @@ class LastPublished:
         assert self._anchor is not None
         return part._replace(step=self._anchor.step)
 
-    def shrunk(self, entry: TensorEntry, data: memoryview) -> tuple[TensorEntry, memoryview]:
+    def shrink(self, entry: TensorEntry, data: memoryview) -> tuple[TensorEntry, memoryview]:
         """Return the entry and the bytes to send for a tensor: in full, as a delta, or skipped.
 
         Args:
@@ -108,7 +108,7 @@ class LastPublished:
         """Base of the part; None if all of its tensors are dense."""
         return self._anchor if self._current.delta or self._current.skip else None
 
-    def sealed(self, part: PartRef, manifest_digest: str, nbytes: int) -> PartDelta | None:
+    def seal(self, part: PartRef, manifest_digest: str, nbytes: int) -> PartDelta | None:
         """Record that the part is sealed; return the counts of a delta, None for a full part."""
         base, current = self.base, self._current
         self._open = False
@@ -188,7 +188,7 @@ class _Tracked:
                     return None
         if not blocks_changed:
             return b"", 0
-        coded = encoded(blocks_changed, len(new), new.itemsize)
+        coded = encode_delta(blocks_changed, len(new), new.itemsize)
         return (coded, changed) if len(coded) <= most else None
 
     def _find_changes(self, start: int, new: Words) -> Changes | None:

@@ -30,7 +30,7 @@ class StagingMemory:
         self._layout: list[tuple[torch.dtype, torch.Size]] = []
         self._rooms: list[torch.Tensor] = []
 
-    def copied(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return row-major copies on the CPU, valid until the next call.
 
         Copies from a GPU are only begun, and are done after :meth:`settle`. Later work of the GPU

@@ -269,7 +269,7 @@ class PartWriter:
             self._offset = entry.offset + tensor.nbytes
             return
         if self._last is not None:
-            entry, data = self._last.shrunk(entry, as_bytes(tensor))
+            entry, data = self._last.shrink(entry, as_bytes(tensor))
             self._append(entry.offset, address(data), len(data))
         elif self._direct is not None and tensor.nbytes >= _LARGE:
             self._send(entry.offset, self._direct, as_bytes(tensor))
@@ -399,7 +399,7 @@ class PartWriter:
             bytes=self._offset,
             tensors=len(self._tensors),
             chunks=len(self._chunks),
-            delta=self._last.sealed(self._part, sealed, self._offset) if self._last else None,
+            delta=self._last.seal(self._part, sealed, self._offset) if self._last else None,
         )
 
     def _base_ref(self, base: PartBase) -> PartRef:

@@ -128,7 +128,7 @@ def pull_folder(
             raise VersionUnavailable(str(error)) from None
         files = _open_files(run_folder, ready, proof.digest)
         parts = tuple(
-            (_checked(file, run_id, ready, rank), PartBytes([_tensor_bytes(file)]))
+            (_check_file(file, run_id, ready, rank), PartBytes([_tensor_bytes(file)]))
             for rank, file in enumerate(files)
         )
         yield PulledVersion(
@@ -198,7 +198,7 @@ def _tensor_bytes(file: _DigestedFile) -> memoryview:
     return file.data[8 + length :]
 
 
-def _checked(file: _DigestedFile, run_id: str, ready: StepReady, rank: int) -> WeightManifest:
+def _check_file(file: _DigestedFile, run_id: str, ready: StepReady, rank: int) -> WeightManifest:
     """Verify a file, and return its tensors as the manifest of a part.
 
     Raises CorruptVersion if its bytes are not those announced, or contradict themselves.

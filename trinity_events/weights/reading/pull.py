@@ -26,7 +26,7 @@ from trinity_schemas import (
 )
 
 from ...errors import CorruptVersion, IncompatibleWeights, VersionUnavailable
-from ..deltas.reconstruct import FullPart, Key, reconstructed
+from ..deltas.reconstruct import FullPart, Key, reconstruct_tensor
 from ..part_bytes import PartBytes
 from ..publishing.part_writer import manifest_digest
 from ..slices import TensorSlice, byte_spans, contains, coverage_error, full_slice, intersection
@@ -193,14 +193,14 @@ class PulledVersion(NamedTuple):
             [(manifest, buffer)], [base] = self.parts, self.bases
             if all(entry.begins is None for entry in manifest.tensors):  # no shards to assemble
                 for entry in manifest.tensors:
-                    yield entry.name, reconstructed(entry, buffer, base)
+                    yield entry.name, reconstruct_tensor(entry, buffer, base)
                 return
         for name, pieces in self.by_name().items():
             box = None if self.selection is None else self.selection[name]
             if box is None and pieces[0].entry.begins is None and len(pieces) == 1:
                 yield name, pieces[0].tensor()
             else:
-                yield name, _assembled(name, pieces, box)
+                yield name, _assemble(name, pieces, box)
 
 
 class Piece(NamedTuple):
@@ -219,7 +219,7 @@ class Piece(NamedTuple):
 
     def tensor(self) -> torch.Tensor:
         """Return the elements, a view if they are dense and aligned."""
-        return reconstructed(self.entry, self.buffer, self.base)
+        return reconstruct_tensor(self.entry, self.buffer, self.base)
 
 
 def names_in(manifests: Iterable[WeightManifest]) -> Collection[str]:
@@ -274,7 +274,7 @@ def shares(name: str, pieces: list[Piece], box: TensorSlice) -> Iterator[tuple[T
             yield part, piece
 
 
-def _assembled(name: str, pieces: list[Piece], box: TensorSlice | None) -> torch.Tensor:
+def _assemble(name: str, pieces: list[Piece], box: TensorSlice | None) -> torch.Tensor:
     target_box = selected_slice(name, pieces, box)
     parts = list(shares(name, pieces, target_box))  # checked before the memory is allocated
     made = torch.empty(target_box.shape, dtype=DTYPES[pieces[0].entry.dtype], device="cpu")
@@ -323,7 +323,7 @@ def pull_version(
             if base is None or (selection is None and base.manifest_digest in have):
                 bases.append(None)
             else:
-                changed = _changed(part.manifest, selection)
+                changed = _changed_keys(part.manifest, selection)
                 bases.append(_read_base(store, exit_stack, ref, base, changed))
         yield PulledVersion(
             ref=StepRef(ready.epoch, ready.step),
@@ -354,7 +354,7 @@ def _read(part: OpenPart, indices: Container[int] | None) -> PartBytes:
     """Read a part, or some chunks of it, and verify them."""
     if not isinstance(part.source, TensorSource):
         return PartBytes(part.source.read(part.sizes, part.check, indices))
-    copied, came = part.source.copied(part.sizes, indices)
+    copied, came = part.source.copy(part.sizes, indices)
     for index in range(len(part.sizes)):
         if indices is None or index in indices:
             part.check_received(index, *came.get(index, (0, None)))
@@ -393,7 +393,7 @@ def _selected_entries(
             yield entry, entry_box, inner
 
 
-def _changed(manifest: WeightManifest, selection: Selection | None) -> set[Key]:
+def _changed_keys(manifest: WeightManifest, selection: Selection | None) -> set[Key]:
     """Return the keys of the selected tensors that are stored as a delta."""
     entries: Iterable[TensorEntry] = manifest.tensors
     if selection is not None:

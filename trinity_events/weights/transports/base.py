@@ -213,7 +213,7 @@ class TensorSource(Protocol):
 
     manifest: bytes
 
-    def copied(
+    def copy(
         self, sizes: Sequence[int], indices: Container[int] | None = None
     ) -> tuple[Sequence[torch.Tensor], Mapping[int, tuple[int, str]]]:
         """Return all bytes as uint8 pieces, and the size and digest of each chunk by its index.

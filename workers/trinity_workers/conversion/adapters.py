@@ -85,7 +85,7 @@ class SavedAdapters:
         base, sizes = self._base(), list[int]()
 
         def counted() -> NamedTensors:
-            for name, tensor in self._merged(base):
+            for name, tensor in self._merge(base):
                 sizes.append(tensor.nbytes)
                 yield name, tensor
                 del tensor
@@ -98,7 +98,7 @@ class SavedAdapters:
         write_model_folder(target, describe, counted(), shard_bytes=shard_bytes)
         return sizes
 
-    def _merged(self, base: Path) -> NamedTensors:
+    def _merge(self, base: Path) -> NamedTensors:
         try:
             reader = FolderReader(base)
         except FileNotFoundError as error:

@@ -143,7 +143,7 @@ def _to_megatron(source: Path, target: Path) -> list[int]:
         dtypes = [
             reader.dtype(tensor_name) for name in names for tensor_name in outline.sources(name)
         ]
-        outline.set_dtype(names, _checked(dtypes, key, source))
+        outline.set_dtype(names, _check_dtypes(dtypes, key, source))
 
     def value(name: str) -> torch.Tensor:
         tensors = []
@@ -162,7 +162,7 @@ def _to_megatron(source: Path, target: Path) -> list[int]:
 
     outline.save(target / "model", value)
     write_description(target / MODEL_FOLDER[-1], description)
-    return [tensor.nbytes for _, tensor in _planned(outline)]
+    return [tensor.nbytes for _, tensor in _read_planned(outline)]
 
 
 def _to_huggingface(
@@ -190,7 +190,7 @@ def _read_megatron(source: Path) -> NamedTensors:
     outline = MetaModel(_description(source / MODEL_FOLDER[-1]).config)
     outline.check_all_read(source / "model")
     for name, dtype in outline.saved_dtypes(source / "model"):
-        outline.set_dtype([name], _checked([dtype], name, source))
+        outline.set_dtype([name], _check_dtypes([dtype], name, source))
     for name, whole in outline.load(source / "model"):
         yield from finite_tensors(outline.mapping.to_huggingface(name, whole), str(source))
 
@@ -243,7 +243,7 @@ _TENSORS: dict[SourceForm, Callable[[Path], NamedTensors]] = {
 """Full tensors of a checkpoint, by its form."""
 
 
-def _planned(outline: MetaModel) -> Iterator[tuple[str, torch.Tensor]]:
+def _read_planned(outline: MetaModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every Hugging Face tensor of the model in order, without values."""
     for name in outline.parameters:
         yield from outline.tensors(name)
@@ -259,7 +259,7 @@ def _description(folder: Path) -> Description:
         ) from None
 
 
-def _checked(dtypes: Sequence[torch.dtype], key: str, source: Path) -> torch.dtype:
+def _check_dtypes(dtypes: Sequence[torch.dtype], key: str, source: Path) -> torch.dtype:
     """Return the one dtype of the tensors that a checkpoint stores under one key."""
     dtype, *others = dict.fromkeys(dtypes)
     if others:

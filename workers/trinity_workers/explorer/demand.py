@@ -26,7 +26,7 @@ class VersionDemand:
         """Explorer step from which on the served version answers."""
         self._is_requested = False
 
-    def answered(self, serves: StepRef, ordinals: Iterable[int]) -> SyncRequested | None:
+    def record_answers(self, serves: StepRef, ordinals: Iterable[int]) -> SyncRequested | None:
         """Return the request to send after answers with a version, if it is time."""
         self._set_served(serves)
         steps = [ordinal // self._prompts_per_step for ordinal in ordinals]

@@ -392,4 +392,4 @@ class Explorer:
         sent = await send_answers(requests, claims, answers)
         self._groups += sent.counted
         if self._demand is not None and self._engine.serves is not None:
-            await self._publish(self._demand.answered(self._engine.serves, sent.ordinals))
+            await self._publish(self._demand.record_answers(self._engine.serves, sent.ordinals))

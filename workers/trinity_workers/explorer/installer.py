@@ -208,7 +208,7 @@ class VersionInstaller:
             return serves == version
         async with self._prefetched_into_engine(step):
             newest = await self._newest(step)
-        ready = self._versions.announced(step)
+        ready = self._versions.get_announced(step)
         if ready is None:
             return False
         try:

@@ -82,7 +82,7 @@ class VersionFollower:
         """Return True if a version of ``step`` or later is ready."""
         return self.newest is not None and self.newest.step >= step
 
-    def announced(self, step: int) -> StepReady | None:
+    def get_announced(self, step: int) -> StepReady | None:
         """Return the version of a step, if it was announced and is among the newest ones."""
         return self._announced.get(step)
 

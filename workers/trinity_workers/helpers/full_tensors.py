@@ -25,7 +25,7 @@ def full_tensors(engine: TrainEngine) -> NamedTensors:
     if isinstance(engine.module, torch.nn.Module) and FullyShardedDataParallel.fsdp_modules(
         engine.module
     ):
-        return _summoned(engine.module)
+        return _summon(engine.module)
     return (
         (plain_name(name), tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
         for name, tensor in per_tensor_params(engine)
@@ -38,7 +38,7 @@ def in_dtype(tensors: NamedTensors, dtype: torch.dtype) -> NamedTensors:
         yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def _summoned(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _summon(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     prefixes = {id(submodule): name for name, submodule in module.named_modules()}
     for unit in FullyShardedDataParallel.fsdp_modules(module):
         with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):

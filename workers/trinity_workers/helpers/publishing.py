@@ -289,7 +289,7 @@ class PublishSnapshot:
             local_shards = list(shards)  # where they are refused nothing was said of the version
             if rank == 0:
                 synchronizer.open_version(global_step, ranks=range(ranks))
-            copies = self._staging.copied([shard.tensor for shard in local_shards])
+            copies = self._staging.copy([shard.tensor for shard in local_shards])
             local_shards = [
                 LocalShard(shard.name, copy, shard.global_shape, shard.offsets)
                 for shard, copy in zip(local_shards, copies, strict=True)

@@ -98,7 +98,7 @@ class ActorRolloutRefWorker(RoleWorker):
         veRL calls them `old_log_probs`.
         """
         self._require("actor", "compute_log_prob")
-        return self._computed("policy", "proximal_logprobs", batch)
+        return self._compute("policy", "proximal_logprobs", batch)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_ref_log_prob(self, batch: Batch) -> dict[str, Tensor]:
@@ -107,7 +107,7 @@ class ActorRolloutRefWorker(RoleWorker):
         veRL calls them `ref_log_prob`.
         """
         self._require("ref", "compute_ref_log_prob")
-        return self._computed("reference", "reference_logprobs", batch)
+        return self._compute("reference", "reference_logprobs", batch)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def update_actor(self, batch: Batch) -> dict[str, float]:
@@ -116,7 +116,7 @@ class ActorRolloutRefWorker(RoleWorker):
         Metrics are `actor/pg_loss`, `actor/grad_norm` and so on, by veRL's names.
         """
         self._require("actor", "update_actor")
-        metrics = self._updated("policy", batch)
+        metrics = self._update("policy", batch)
         return {f"actor/{_RENAMED.get(name, name)}": value for name, value in metrics.items()}
 
     # --- in a run, whose log has an event for each save, upload and broadcast ------------------

@@ -93,7 +93,7 @@ class RoleWorker(MegatronWorker, TrainingRank):
         if global_step is not None:
             self._save_in_run(local_path, global_step)
             return
-        for name, engine in self._trained():
+        for name, engine in self._trained_models():
             engine.save_checkpoint(f"{local_path}/{name}")
 
     def _save_in_run(self, local_path: str, global_step: int) -> None:
@@ -102,7 +102,7 @@ class RoleWorker(MegatronWorker, TrainingRank):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path: str) -> None:
         """Load what :meth:`save_checkpoint` wrote."""
-        for name, engine in self._trained():
+        for name, engine in self._trained_models():
             engine.load_checkpoint(f"{local_path}/{name}")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -116,11 +116,11 @@ class RoleWorker(MegatronWorker, TrainingRank):
             leave()
         dist.destroy_process_group()
 
-    def _computed(self, model: ModelName, field: str, batch: Batch) -> dict[str, Tensor]:
+    def _compute(self, model: ModelName, field: str, batch: Batch) -> dict[str, Tensor]:
         """Return a field of the batch, computed without gradients. Collective."""
         return self._with(model).passes(batch.to(self._device), [field])
 
-    def _updated(self, model: Trained, batch: Batch) -> dict[str, float]:
+    def _update(self, model: Trained, batch: Batch) -> dict[str, float]:
         """Take the optimizer steps of a model on a prepared batch. Collective."""
         return self._with(model).update(batch.to(self._device), model)
 
@@ -139,7 +139,7 @@ class RoleWorker(MegatronWorker, TrainingRank):
             raise RoleRefused("the role has no models yet: call init_model() first")
         return self._step
 
-    def _trained(self) -> list[tuple[Trained, Any]]:
+    def _trained_models(self) -> list[tuple[Trained, Any]]:
         models = self._loaded.models
         both: list[tuple[Trained, Any]] = [("policy", models.policy), ("critic", models.critic)]
         return [(name, engine) for name, engine in both if engine is not None]

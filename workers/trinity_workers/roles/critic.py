@@ -24,7 +24,7 @@ class CriticWorker(RoleWorker):
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_values(self, batch: Batch) -> dict[str, Tensor]:
         """Return the value before each response token, as `values`: [B, R] float32."""
-        return self._computed("critic", "values", batch)
+        return self._compute("critic", "values", batch)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def update_critic(self, batch: Batch) -> dict[str, float]:
@@ -32,7 +32,7 @@ class CriticWorker(RoleWorker):
 
         Metrics are `critic/vf_loss`, `critic/grad_norm` and so on, by veRL's names.
         """
-        return self._updated("critic", batch)
+        return self._update("critic", batch)
 
     def _save_in_run(self, local_path: str, global_step: int) -> None:
         self._in_run.save_critic(local_path, global_step)

@@ -69,14 +69,14 @@ class NoisySampler:
         if self._scales is not None:
             scaled = scaled * self._scales
         logprobs = scaled.log_softmax(dim=-1)
-        allowed = self._allowed(logprobs)
+        allowed = self._mask_refused(logprobs)
         noise = self._noise(logits.shape[-1], place)
         if self._greedy is not None:
             noise = noise.masked_fill(self._greedy, 0.0)
         tokens = (allowed + noise).argmax(dim=-1)
         return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)
 
-    def _allowed(self, logprobs: Tensor) -> Tensor:
+    def _mask_refused(self, logprobs: Tensor) -> Tensor:
         """Return the log-probabilities, minus infinity beyond each row's top_k and top_p."""
         if self._top_k is None and self._top_p is None:
             return logprobs

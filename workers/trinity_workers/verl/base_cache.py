@@ -26,7 +26,7 @@ class BaseCache:
         """Manifest digests of the cached parts, which need not be pulled."""
         return self._parts.keys()
 
-    def completed(self, version: PulledVersion) -> PulledVersion:
+    def complete(self, version: PulledVersion) -> PulledVersion:
         """Return the version completed with the cached parts that are its base."""
         bases = tuple(
             self._parts[manifest.base.manifest_digest] if manifest.base and base is None else base

@@ -23,7 +23,7 @@ from .base_cache import BaseCache
 from .settings import Settings
 from .thread import OneThread
 from .topology import Topology
-from .waiting import announced
+from .waiting import wait_for_version
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class WeightReceiver:
             CorruptVersion: if its bytes are not the announced ones.
         """
         began, meeting = time.monotonic(), self._meeting
-        ready = await self._announced(step, meeting)
+        ready = await self._wait_for_version(step, meeting)
         version = await self._thread.begin(self._pull, ready)
         self._check(meeting, step)
         now = time.monotonic()
@@ -134,7 +134,7 @@ class WeightReceiver:
                 f"{self.run_id} are not wanted any more: another update began"
             )
 
-    async def _announced(self, step: int | None, meeting: Topology | None) -> StepReady:
+    async def _wait_for_version(self, step: int | None, meeting: Topology | None) -> StepReady:
         """Wait for the announcement; verify bytes that arrive before it meanwhile."""
         assert meeting is not None, "meet comes before"
         settings, opened = self._settings, meeting.opened
@@ -149,7 +149,7 @@ class WeightReceiver:
             # A scope, since a client may swallow a task's cancellation; a scope repeats it.
             with anyio.CancelScope() as scope:
                 self._waiting = waiting = asyncio.get_running_loop(), scope
-                return await announced(settings.redis_url, opened, step, settings.deadline)
+                return await wait_for_version(settings.redis_url, opened, step, settings.deadline)
         finally:
             if self._waiting is waiting:
                 self._waiting = None
@@ -167,7 +167,7 @@ class WeightReceiver:
         """Return the next tensor, on the device; the thread does all but making views."""
         if self._device is None and all(manifest.base is None for manifest, _ in version.parts):
             return next(tensors, None)
-        return await self._thread.begin(self._moved, tensors)
+        return await self._thread.begin(self._move, tensors)
 
     # --- in the thread ---------------------------------------------------------------------
 
@@ -175,14 +175,12 @@ class WeightReceiver:
         self._release()
         have = self._bases.digests
         pulled = self._resources.enter_context(self._synchronizer.pull(ready, have=have))
-        version = self._bases.completed(pulled)
+        version = self._bases.complete(pulled)
         if self._settings.full_every > 1:
             self._bases.add(ready, pulled, self._resources)
         return version
 
-    def _moved(
-        self, tensors: Iterator[tuple[str, torch.Tensor]]
-    ) -> tuple[str, torch.Tensor] | None:
+    def _move(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> tuple[str, torch.Tensor] | None:
         for name, tensor in tensors:
             return name, tensor if self._device is None else tensor.to(self._device)
         return None

@@ -112,9 +112,9 @@ class WeightSender:
     # --- in the thread ---------------------------------------------------------------------
 
     def _open_run(self, resume_from: int | None = None) -> OpenedRun:
-        return asyncio.run(self._opened(resume_from))
+        return asyncio.run(self._open(resume_from))
 
-    async def _opened(self, resume_from: int | None) -> OpenedRun:
+    async def _open(self, resume_from: int | None) -> OpenedRun:
         async with connect(self._settings.redis_url) as client:
             if not self._epoch or resume_from is not None:
                 self._epoch = await open_run(
@@ -141,7 +141,7 @@ class WeightSender:
             self._forget_synchronizer()
             self._open_run(resume_from=step)
         self._begun = step
-        synchronizer = self._made()
+        synchronizer = self._get_synchronizer()
         if self._transport == "collective":
             synchronizer.setup_weight_sync_group(self._rollouts, timeout=self._settings.deadline)
         part = synchronizer.publication(step, 0, ranks=(0,))
@@ -151,7 +151,7 @@ class WeightSender:
     def _finish(self, part: Publication, began: float) -> PublishedPartReport:
         part.seal()
         report = part.publish(time.monotonic() - began)
-        synchronizer = self._made()
+        synchronizer = self._get_synchronizer()
         synchronizer.commit(part.global_step)
         synchronizer.flush()
         self._previous_transport = self._transport
@@ -161,10 +161,10 @@ class WeightSender:
     def _give_up(self, step: int, part: Publication | None, error: Exception) -> None:
         self._previous_transport = None
         with suppress(TrinityError, OSError):  # the error itself says more
-            (part or self._made().publication(step, 0)).fail(error)
-            self._made().flush()
+            (part or self._get_synchronizer().publication(step, 0)).fail(error)
+            self._get_synchronizer().flush()
 
-    def _made(self) -> Synchronizer:
+    def _get_synchronizer(self) -> Synchronizer:
         if self._synchronizer is None:
             assert self._transport is not None
             self._synchronizer = Synchronizer(

@@ -24,7 +24,7 @@ _ASKING = 10.0
 """Maximum seconds for reading from the log what is missing."""
 
 
-async def announced(
+async def wait_for_version(
     redis_url: str, opened: OpenedRun, step: int | None, deadline: float
 ) -> StepReady:
     """Return the announcement of the version, once it is ready.
@@ -41,7 +41,7 @@ async def announced(
     """
     what = f"the weights of {'the next step' if step is None else f'step {step}'}"
     with anyio.move_on_after(deadline):
-        return await _announced(redis_url, opened, step, what)
+        return await _receive_version(redis_url, opened, step, what)
     raise DeadlineExceeded(
         f"{what} of run {opened.run_id} were not announced",
         deadline,
@@ -49,7 +49,9 @@ async def announced(
     )
 
 
-async def _announced(redis_url: str, opened: OpenedRun, step: int | None, what: str) -> StepReady:
+async def _receive_version(
+    redis_url: str, opened: OpenedRun, step: int | None, what: str
+) -> StepReady:
     is_later = _later_than(opened)
     events: Subscription[Any] = subscribe(
         opened.run_id,

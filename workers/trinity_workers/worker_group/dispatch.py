@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from trinity_events.errors import TrinityError
 
 from .ranks import RankTable, find_sizes
-from .rows import Dealing, joined, split
+from .rows import Dealing, join_rows, split_rows
 
 
 class DispatchRefused(TrinityError):
@@ -104,12 +104,12 @@ class Dealt(NamedTuple):
     dealing: Dealing | None
     """Places of the rows, where rows are dealt out."""
 
-    def collected(self, answers: Sequence[Any]) -> Any:
+    def collect(self, answers: Sequence[Any]) -> Any:
         """Return the result of a call from the answers of the called ranks."""
         by_share = [answers[rank] for rank in self.answering]
         if self.mode is Dispatch.RANK_ZERO:
             return by_share[0]
-        return by_share if self.dealing is None else joined(by_share, self.dealing)
+        return by_share if self.dealing is None else join_rows(by_share, self.dealing)
 
 
 def deal(mode: Dispatch, table: RankTable, arguments: Sequence[Any]) -> Dealt:
@@ -130,7 +130,7 @@ def deal(mode: Dispatch, table: RankTable, arguments: Sequence[Any]) -> Dealt:
     if not arguments:
         raise DispatchRefused(f"mode {mode.value} deals out rows: give it a batch or a list")
     shares = find_shares(mode, table)
-    divided = [split(argument, shares.number) for argument in arguments]
+    divided = [split_rows(argument, shares.number) for argument in arguments]
     rows = {division.dealing.rows for division in divided}
     if len(rows) > 1:
         raise DispatchRefused(

@@ -19,7 +19,7 @@ from ..runtime.process_exit import ExitWatch, format_process
 from .dispatch import Dealt, Dispatch, deal
 from .ranks import NOWHERE, RankTable
 from .registered import Registered, registered_methods
-from .wire import packed, unpacked
+from .wire import pack, unpack
 
 DEATH_KNOWN = 5.0
 """Seconds within which Ray knows that a worker is dead, after other ranks have noticed."""
@@ -84,8 +84,8 @@ class WorkerGroup:
             WorkerDied: if a rank is dead, whatever other ranks say of it.
             DeadlineExceeded: if ranks have not answered in time.
         """
-        await self._find_places(self._registered(method).dispatch_mode)
-        return await self._begun(method, args, options)
+        await self._find_places(self._get_registered(method).dispatch_mode)
+        return await self._begin(method, args, options)
 
     @deprecated("WorkerGroup.ask is called call")
     async def ask(self, method: str, /, *args: Any, **options: Any) -> Any:
@@ -96,13 +96,13 @@ class WorkerGroup:
         """Return a registered method as a function that calls the ranks."""
         if method.startswith("_"):
             raise AttributeError(method)
-        registered = self._registered(method)
+        registered = self._get_registered(method)
 
         def call(*args: Any, **options: Any) -> Any:
             _refuse_event_loop(method)
             if registered.dispatch_mode.deals_out and self._table is None:
                 anyio.run(self._find_places, registered.dispatch_mode)
-            answers = self._begun(method, args, options)
+            answers = self._begin(method, args, options)
             return answers.result() if registered.blocking else answers
 
         return call
@@ -113,7 +113,7 @@ class WorkerGroup:
             ray.kill(worker)
         self.workers = []
 
-    def _registered(self, method: str) -> Registered:
+    def _get_registered(self, method: str) -> Registered:
         try:
             return self._methods[method]
         except KeyError:
@@ -124,7 +124,7 @@ class WorkerGroup:
     async def _find_places(self, mode: Dispatch) -> None:
         """Request the places of all ranks, once, for a mode that deals out by them."""
         if mode.deals_out and self._table is None:
-            self._table = await self._begun("rank_info", (), {})
+            self._table = await self._begin("rank_info", (), {})
 
     def _translate(
         self, method: str, args: tuple[Any, ...]
@@ -133,12 +133,12 @@ class WorkerGroup:
         del method
         return args, lambda result: result
 
-    def _begun(self, method: str, args: tuple[Any, ...], options: dict[str, Any]) -> Answers:
-        registered = self._registered(method)
+    def _begin(self, method: str, args: tuple[Any, ...], options: dict[str, Any]) -> Answers:
+        registered = self._get_registered(method)
         args, translate_result = self._translate(method, args)
         dealt = deal(registered.dispatch_mode, self._table or [NOWHERE] * len(self), args)
-        shares = _sent(dealt)
-        given = {name: packed(option) for name, option in options.items()}
+        shares = _pack_shares(dealt)
+        given = {name: pack(option) for name, option in options.items()}
         answering = set(dealt.answering)
         references = {
             rank: self.workers[rank].execute.remote(
@@ -149,7 +149,7 @@ class WorkerGroup:
 
         async def answer(rank: int) -> Any:
             try:
-                return unpacked(await references[rank])
+                return unpack(await references[rank])
             except ray.exceptions.RayActorError:
                 raise await self._death(rank, method) from None
 
@@ -192,14 +192,14 @@ class Answers:
 
     def __await__(self) -> Generator[Any, None, Any]:
         """Wait for the result."""
-        return self._collected().__await__()
+        return self._collect().__await__()
 
     def result(self) -> Any:
         """Wait for the result, outside of an event loop."""
         _refuse_event_loop(self._call.method)
-        return anyio.run(self._collected)
+        return anyio.run(self._collect)
 
-    async def _collected(self) -> Any:
+    async def _collect(self) -> Any:
         """Return the result, or raise the first error: a death before what follows it.
 
         A rank that dies fails the others, sooner than it is known to be dead.
@@ -236,7 +236,7 @@ class Answers:
             raise failed[0] if call.settles else min(failed, key=_is_no_death)
         if len(answers) < len(call.dealt.ranks):
             raise DeadlineExceeded(self._format_missing(answers), self._timeout or 0.0)
-        collected = call.dealt.collected([answers[rank] for rank in sorted(answers)])
+        collected = call.dealt.collect([answers[rank] for rank in sorted(answers)])
         return call.translate_result(collected)
 
     def _format_missing(self, answers: Collection[int]) -> str:
@@ -246,9 +246,9 @@ class Answers:
         return f"no answer to {call.method} came from {names}"
 
 
-def _sent(dealt: Dealt) -> list[tuple[Any, ...]]:
+def _pack_shares(dealt: Dealt) -> list[tuple[Any, ...]]:
     """Return the arguments of each share as they are sent: once, where several ranks get them."""
-    shares = [tuple(map(packed, share)) for share in dealt.arguments]
+    shares = [tuple(map(pack, share)) for share in dealt.arguments]
     if len(shares) == len(dealt.ranks) or not dealt.dealing:
         return shares
     return [tuple(map(ray.put, share)) for share in shares]

@@ -52,7 +52,7 @@ class Divided(NamedTuple):
     dealing: Dealing
 
 
-def split(value: Any, shares: int) -> Divided:
+def split_rows(value: Any, shares: int) -> Divided:
     """Divide a value's rows into shares.
 
     A list is dealt out in turn, so that neighbours of like length go to different shares, of which
@@ -77,7 +77,7 @@ def split(value: Any, shares: int) -> Divided:
     )
 
 
-def joined(answers: Sequence[Any], dealing: Dealing) -> Any:
+def join_rows(answers: Sequence[Any], dealing: Dealing) -> Any:
     """Return the answers of all shares as one, with the rows in the order before the division.
 
     Tensors, batches, lists and veRL's `DataProto` have a row for each that was dealt out; mappings
@@ -88,7 +88,7 @@ def joined(answers: Sequence[Any], dealing: Dealing) -> Any:
     """
     first = answers[0]
     if is_data_proto(first):
-        return _joined_data_proto(answers, dealing)
+        return _join_data_proto(answers, dealing)
     return _join(first, answers, dealing)
 
 
@@ -130,10 +130,10 @@ def _(
     answers: Sequence[Mapping[str, Any]],
     dealing: Dealing,
 ) -> dict[str, Any]:
-    return {name: joined([answer[name] for answer in answers], dealing) for name in first}
+    return {name: join_rows([answer[name] for answer in answers], dealing) for name in first}
 
 
-def _joined_data_proto(answers: Sequence[Any], dealing: Dealing) -> Any:
+def _join_data_proto(answers: Sequence[Any], dealing: Dealing) -> Any:
     from verl import DataProto
 
     whole: Any = DataProto.concat(list(answers))

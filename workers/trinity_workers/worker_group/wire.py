@@ -42,7 +42,7 @@ class _PackedBatch(NamedTuple):
     fields: dict[str, _Packed]
 
 
-def packed(value: Any) -> Any:
+def pack(value: Any) -> Any:
     """Return a value to send; tensors come back on the CPU."""
     if isinstance(value, Tensor):
         whole = value.detach().cpu().contiguous()
@@ -50,25 +50,25 @@ def packed(value: Any) -> Any:
         array = whole if whole.dtype != torch.bfloat16 else whole.view(torch.int16)
         return _Packed(array.numpy(), str(value.dtype).removeprefix("torch."))
     if isinstance(value, Batch):
-        return _PackedBatch({name: packed(tensor) for name, tensor in value.known().items()})
+        return _PackedBatch({name: pack(tensor) for name, tensor in value.known().items()})
     if type(value) is dict:
-        return {name: packed(item) for name, item in value.items()}
+        return {name: pack(item) for name, item in value.items()}
     if _is_groups(value):
         return _PackedGroups(msgspec.msgpack.encode(value))
     return value
 
 
-def unpacked(value: Any) -> Any:
-    """Return the value of which :func:`packed` made this; tensors have memory of their own."""
+def unpack(value: Any) -> Any:
+    """Return the value of which :func:`pack` made this; tensors have memory of their own."""
     if isinstance(value, _Packed):
         # A copy: arrays in Ray's object store are read-only, and tensors are written to.
         return torch.from_numpy(value.array.copy()).view(getattr(torch, value.dtype))
     if isinstance(value, _PackedBatch):
-        return Batch(**{name: unpacked(field) for name, field in value.fields.items()})
+        return Batch(**{name: unpack(field) for name, field in value.fields.items()})
     if isinstance(value, _PackedGroups):
         return _groups.decode(value.payload)
     if type(value) is dict:
-        return {name: unpacked(item) for name, item in value.items()}
+        return {name: unpack(item) for name, item in value.items()}
     return value
 
 

@@ -10,7 +10,7 @@ from trinity_schemas import Process
 from .dispatch import Dispatch
 from .ranks import DistRankInfo
 from .registered import register
-from .wire import packed, unpacked
+from .wire import pack, unpack
 
 
 class Worker:
@@ -25,9 +25,9 @@ class Worker:
             args: Positional arguments of the method, packed.
             options: Keyword arguments, packed.
         """
-        given = {name: unpacked(option) for name, option in options.items()}
-        answer = getattr(self, method)(*map(unpacked, args), **given)
-        return packed(answer) if is_answering else None
+        given = {name: unpack(option) for name, option in options.items()}
+        answer = getattr(self, method)(*map(unpack, args), **given)
+        return pack(answer) if is_answering else None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def process(self) -> Process:

@@ -113,7 +113,7 @@ class GroupReceiver:
             self._met.set()
             while not self._ended.is_set():
                 try:
-                    self._heed(self._channel, info)
+                    self._process(self._channel, info)
                 except TimeoutError:
                     if self._superseded():
                         break
@@ -137,7 +137,7 @@ class GroupReceiver:
         self._position, self.info = announcement
         return self.info != before  # otherwise the same trainer has renewed its announcement
 
-    def _heed(self, channel: Channel, info: WeightSyncInfo) -> None:
+    def _process(self, channel: Channel, info: WeightSyncInfo) -> None:
         message = channel.receive(_LOOK_AROUND)
         if isinstance(message, FormGroup):
             self._leave()

@@ -17,7 +17,7 @@ class Buffer:
     """Reusable memory that grows as bytes arrive."""
 
     def __init__(self, nbytes: int = 0) -> None:
-        self._memory = _mapped(max(nbytes, _LEAST))
+        self._memory = _map(max(nbytes, _LEAST))
         self.filled = 0
         self.manifest = b""
         self.holders = 0
@@ -41,7 +41,7 @@ class Buffer:
             self._memory.resize(nbytes)  # the pages are moved, never copied
         # a reader has a view of it, or this is not Linux
         except (BufferError, OSError, SystemError):
-            grown = _mapped(nbytes)
+            grown = _map(nbytes)
             grown[: self.filled] = self._memory[: self.filled]
             self._memory = grown
 
@@ -51,7 +51,7 @@ class Buffer:
         return memoryview(self._memory)[: self.filled].toreadonly()
 
 
-def _mapped(nbytes: int) -> mmap.mmap:
+def _map(nbytes: int) -> mmap.mmap:
     """Map memory that takes no pages before it is written."""
     return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 

@@ -30,10 +30,10 @@ class BlockPool:
         """
         if number == len(self._blocks):
             usual = self._expected[number] if number < len(self._expected) else _LEAST
-            self._blocks.append(self._allocated(max(nbytes, usual)))
+            self._blocks.append(self._allocate(max(nbytes, usual)))
         old = self._blocks[number]
         if len(old.tensor) < nbytes:
-            grown = self._allocated(max(nbytes, len(old.tensor) * 5 // 4))
+            grown = self._allocate(max(nbytes, len(old.tensor) * 5 // 4))
             lane = self._memory.lane
             lane.copy(grown.tensor[: len(old.tensor)], old.tensor)
             lane.wait(lane.mark())
@@ -46,7 +46,7 @@ class BlockPool:
         while len(self._blocks) > blocks:
             self._memory.free(self._blocks.pop())
 
-    def _allocated(self, nbytes: int) -> DeviceBlock:
+    def _allocate(self, nbytes: int) -> DeviceBlock:
         # a tensor made in inference mode cannot be written outside of it
         with torch.inference_mode(False):
             return self._memory.allocate(nbytes + -nbytes % ALIGNMENT)

@@ -32,12 +32,12 @@ class PartBlocks(Struct, frozen=True):
 _layouts = msgspec.msgpack.Decoder(PartBlocks)
 
 
-def encoded(layout: PartBlocks) -> bytes:
+def encode_layout(layout: PartBlocks) -> bytes:
     """Encode the layout for the file."""
     return msgspec.msgpack.encode(layout)
 
 
-def decoded(data: memoryview, part: PartRef) -> PartBlocks:
+def decode_layout(data: memoryview, part: PartRef) -> PartBlocks:
     """Decode a layout. Raises CorruptVersion if the data is not one."""
     try:
         return _layouts.decode(data)

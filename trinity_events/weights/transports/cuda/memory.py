@@ -83,12 +83,12 @@ class CudaMemory:
     @property
     def device(self) -> str:
         """UUID of the GPU."""
-        return _uuid(self._used())
+        return _uuid(self._get_index())
 
     @property
     def lane(self) -> CopyStream:
         """Copy stream of this memory."""
-        return get_copy_stream(torch.device("cuda", self._used()))
+        return get_copy_stream(torch.device("cuda", self._get_index()))
 
     def near(self, tensor: torch.Tensor) -> None:
         """Choose the tensor's GPU, unless a GPU is chosen already."""
@@ -105,7 +105,7 @@ class CudaMemory:
                 "torch with backend:cudaMallocAsync copies to no memory beside its own: leave that "
                 "out of PYTORCH_CUDA_ALLOC_CONF, or publish with --weights shm"
             )
-        index, pointer = self._used(), ctypes.c_void_p()
+        index, pointer = self._get_index(), ctypes.c_void_p()
         # A smaller allocation may share its handle with its neighbours.
         nbytes += -nbytes % _LENT_AT_ONCE
         with torch.cuda.device(index):
@@ -171,7 +171,7 @@ class CudaMemory:
             if _runtime().cudaIpcCloseMemHandle(ctypes.c_void_p(block.tensor.data_ptr())):
                 _runtime().cudaGetLastError()
 
-    def _used(self) -> int:
+    def _get_index(self) -> int:
         if self._index is None:
             self._index = torch.cuda.current_device()
         return self._index

@@ -14,7 +14,7 @@ from ...tensors import flat_bytes
 from ..base import PartRef
 from ..shared_memory.store import SharedMemorySink
 from .block_pool import BlockPool
-from .layout import LentBlock, PartBlocks, encoded
+from .layout import LentBlock, PartBlocks, encode_layout
 from .memory import DeviceBlock, DeviceMemory
 
 BLOCK_BYTES = 1 << 30
@@ -102,7 +102,7 @@ class CudaSink:
             device = self._memory.device
         lent = zip(self._blocks, self._regions, strict=True)
         blocks = tuple(LentBlock(block.handle, region) for block, region in lent)
-        data = encoded(PartBlocks(device, blocks))
+        data = encode_layout(PartBlocks(device, blocks))
         self._file.reserve()[: len(data)] = data
         self._file.commit(len(data))
         self._file.seal(manifest, base)

@@ -16,7 +16,7 @@ from ....errors import CorruptVersion, GpuUnusable
 from ...devices.digests import digest_all
 from ..base import PartRef
 from ..shared_memory.reading import SharedMemorySource
-from .layout import decoded
+from .layout import decode_layout
 from .memory import DeviceMemory
 
 
@@ -51,7 +51,7 @@ class CudaSource:
         self._exit_stack.callback(file.close)
         self._lent: list[torch.Tensor] = []
         try:
-            layout = decoded(file.data, part)
+            layout = decode_layout(file.data, part)
             for lent in layout.blocks:
                 block = memory.borrow(layout.device, lent.handle, lent.nbytes)
                 self._exit_stack.callback(memory.release, block)
@@ -60,7 +60,7 @@ class CudaSource:
             self.close()
             raise
 
-    def copied(
+    def copy(
         self, sizes: Sequence[int], indices: Container[int] | None = None
     ) -> tuple[Sequence[torch.Tensor], Mapping[int, tuple[int, str]]]:
         """Return copies of the bytes on the device, and size and digest of each chunk."""

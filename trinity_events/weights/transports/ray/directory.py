@@ -162,7 +162,7 @@ class _Coming(NamedTuple):
         return objects
 
 
-def joined() -> Any:
+def join_cluster() -> Any:
     """Return the ``ray`` module, after joining a cluster if needed."""
     try:
         import ray
@@ -258,7 +258,7 @@ def publisher_key(part: PartRef) -> bytes:
     return f"{_PREFIX}~{part.run_id}~{part.epoch}~{part.rank}".encode()
 
 
-def point(part: PartRef, name: str) -> None:
+def set_pointer(part: PartRef, name: str) -> None:
     """Record the actor that lists the part."""
     from ray.experimental.internal_kv import _internal_kv_put
 
@@ -267,7 +267,7 @@ def point(part: PartRef, name: str) -> None:
     )
 
 
-def pointed(part: PartRef) -> str:
+def get_pointer(part: PartRef) -> str:
     """Return the name of the actor that lists the part. Raises ValueError if there is none."""
     from ray.experimental.internal_kv import _internal_kv_get
 
@@ -280,14 +280,14 @@ def pointed(part: PartRef) -> str:
 def find_directory(ray: Any, part: PartRef) -> Any:
     """Return the actor that lists the part. Raises ValueError if there is none or it has ended."""
     try:
-        return ray.get_actor(pointed(part), namespace=NAMESPACE)
+        return ray.get_actor(get_pointer(part), namespace=NAMESPACE)
     except (AssertionError, TypeError):
         # Ray forgets an actor's class with its process, and its name a moment later. Between the
         # two, a lookup fails on the missing class.
         raise ValueError("the publisher of that rank of the run has just ended") from None
 
 
-def unpoint(key: bytes, name: str) -> None:
+def remove_pointer(key: bytes, name: str) -> None:
     """Remove the record of the actor, unless another publisher has replaced it."""
     from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get
 

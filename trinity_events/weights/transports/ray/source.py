@@ -111,9 +111,9 @@ class RaySource:
                 there, pending = self._ray.wait(pending, num_returns=1, timeout=DEADLINE)
             if not there:
                 raise self._lost(f"no object of them arrived from their node within {DEADLINE:g} s")
-            yield list(zip(there, self._fetched(there), strict=True))
+            yield list(zip(there, self._fetch(there), strict=True))
 
-    def _fetched(self, references: list[Any]) -> Iterator[memoryview]:
+    def _fetch(self, references: list[Any]) -> Iterator[memoryview]:
         errors = self._ray.exceptions
         try:
             objects = self._ray.get(references, timeout=DEADLINE)

@@ -20,11 +20,11 @@ from .directory import (
     Objects,
     PutAttempt,
     find_directory,
-    joined,
+    join_cluster,
     membership,
-    point,
     publisher_key,
-    unpoint,
+    remove_pointer,
+    set_pointer,
 )
 from .prefetch import Fetched, RayPartPrefetch, prefetch
 from .sink import Putter, RaySink
@@ -54,7 +54,7 @@ class RayStore:
     name = "ray"
 
     def __init__(self, *, most: int = MOST_KEPT, object_bytes: int = OBJECT_BYTES) -> None:
-        self._ray = joined()
+        self._ray = join_cluster()
         self._member = membership(self._ray)
         self._most = most
         self._object_bytes = object_bytes
@@ -85,7 +85,7 @@ class RayStore:
         """Announce a part to prefetching readers."""
         name, _ = self._own_directory()
         if publisher_key(part) not in self._pointers:
-            point(part, name)
+            set_pointer(part, name)
             self._pointers.add(publisher_key(part))
 
     def add_object(self, part: PartRef, attempt: PutAttempt, number: int, objects: Objects) -> None:
@@ -113,7 +113,7 @@ class RayStore:
         self._published[part], self._bases[part] = objects, base
         name, directory = self._own_directory()
         confirmation = directory.add_part.remote(part, attempt, manifest, objects)
-        point(part, name)  # while the directory keeps it
+        set_pointer(part, name)  # while the directory keeps it
         self._pointers.add(publisher_key(part))
         self._ray.get(confirmation, timeout=DEADLINE)
         for oldest in self._superfluous():
@@ -211,14 +211,14 @@ class RayStore:
                 parts = self._ray.get(directory.parts.remote(), timeout=DEADLINE)
                 self._pointers.difference_update(map(publisher_key, parts))
             for key in self._pointers:
-                unpoint(key, name)
+                remove_pointer(key, name)
             SHARED.release(self._ray, name)
             self._pointers, self._directory = set(), None
 
     def _join(self) -> None:
         """Join a cluster, if the process is no longer in its former one."""
         if not self._is_in():
-            joined()
+            join_cluster()
             self._member = membership(self._ray)
 
     def _is_in(self) -> bool:

@@ -44,7 +44,7 @@ class ExpiryRenewal:
         with self._lock:
             self._parts.pop(part, None)
             self._parts[part] = _RenewedPart(chunks, base)
-            needed = self._needed()
+            needed = self._find_needed()
             self._parts = {ref: entry for ref, entry in self._parts.items() if ref in needed}
         if self._thread is None:
             self._thread = threading.Thread(target=self._renew_all, name="keeping", daemon=True)
@@ -61,7 +61,7 @@ class ExpiryRenewal:
         with self._lock:
             pass
 
-    def _needed(self) -> set[PartRef]:
+    def _find_needed(self) -> set[PartRef]:
         """Return the newest parts of each rank, and all their bases."""
         needed: set[PartRef] = set()
         for rank in {part.rank for part in self._parts}:

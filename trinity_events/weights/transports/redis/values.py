@@ -119,7 +119,7 @@ class LargeValues:
             self.close()
             raise
         while coming or (coming := deque(islice(remaining, _ASKED))):
-            yield from self._copied(coming)
+            yield from self._copy(coming)
             coming = deque()
 
     def close(self) -> None:
@@ -148,7 +148,7 @@ class LargeValues:
                 )
             self._redis.set(key, value, ex=expire)
 
-    def _copied(self, requests: Sequence[ChunkRead]) -> Generator[ReceivedChunk]:
+    def _copy(self, requests: Sequence[ChunkRead]) -> Generator[ReceivedChunk]:
         # All keys of a part have one hash tag, so this works on a cluster too.
         values = self._redis.mget([request.key for request in requests])
         for request, data in zip(requests, values, strict=True):

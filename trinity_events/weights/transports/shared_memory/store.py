@@ -168,7 +168,7 @@ class SharedMemoryStore:
                 descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
                 try:
                     if leased(descriptor, path):
-                        memory = self._mapped(descriptor)
+                        memory = self._map(descriptor)
                         return SharedMemorySource(part, descriptor, memory, self._seen.get(part))
                 except BaseException:
                     release_lease(descriptor)
@@ -188,7 +188,7 @@ class SharedMemoryStore:
         self._unmap_gone()
         self._seen = {}
         self.followers = [
-            PartPrefetch(part, self._newest_first, self._mapped, on_part) for part in parts
+            PartPrefetch(part, self._newest_first, self._map, on_part) for part in parts
         ]
         try:
             return prefetch(self.followers, stop, deadline)
@@ -217,7 +217,7 @@ class SharedMemoryStore:
                 entries.append((path.stat().st_ctime_ns, path))
         return [path for _, path in sorted(entries, reverse=True)]
 
-    def _mapped(self, descriptor: int) -> memoryview:
+    def _map(self, descriptor: int) -> memoryview:
         """Return the segment's memory, which is mapped once for all its versions."""
         self._unmap_gone()
         while True:
