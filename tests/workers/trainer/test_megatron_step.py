@@ -24,7 +24,7 @@ from tests.support.megatron_ranks import (  # noqa: E402
 from tests.support.rank_processes import Rank  # noqa: E402
 from trinity_workers.algorithms.batch import Batch  # noqa: E402
 from trinity_workers.algorithms.collate import collate  # noqa: E402
-from trinity_workers.algorithms.partition import width_of  # noqa: E402
+from trinity_workers.algorithms.partition import padded_size  # noqa: E402
 from trinity_workers.algorithms.rules import read_settings  # noqa: E402
 from trinity_workers.engines.megatron import (  # noqa: E402
     MegatronEngine,
@@ -101,7 +101,7 @@ def reference_of(tmp_path):
 def share_of(batch: Batch, share: int, shares: int) -> Batch:
     """The rows of a replica; two have other numbers of rows and columns."""
     mine = batch.split([12, 4] if shares == 2 else [16])[share]
-    return mine.narrowed(*width_of(row_sizes(mine)))
+    return mine.narrowed(*padded_size(row_sizes(mine)))
 
 
 def take_steps(rank: Rank, folders: tuple[Path, Path], layout: ParallelLayout, limit, batch: Batch):

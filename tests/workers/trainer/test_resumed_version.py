@@ -36,7 +36,7 @@ class FleetWithoutRanks(RayTrainBackend):
     """Fleet that notes what it asks of its ranks, of which it has none."""
 
     def __init__(self, config):
-        super().__init__(config)
+        super().__init__(config, [])
         self.methods = []
 
     async def _ask(self, method, /, *args, **options):

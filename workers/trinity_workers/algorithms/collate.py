@@ -80,7 +80,7 @@ def collate(
         before = [fill] * (prompt_width - len(prompt))
         return [*before, *prompt, *response, *[fill] * (response_width - len(response))]
 
-    def response_of(values: Sequence[float]) -> list[float]:
+    def select_response(values: Sequence[float]) -> list[float]:
         return [*values, *[0] * (response_width - len(values))]
 
     attention = torch.tensor(
@@ -93,14 +93,14 @@ def collate(
         # From lengths: a policy may sample the padding token itself.
         attention_mask=attention,
         position_ids=(attention.cumsum(dim=-1) - 1).clamp_(min=0),
-        response_mask=torch.tensor([response_of(row.mask) for _, row in episodes]).bool(),
+        response_mask=torch.tensor([select_response(row.mask) for _, row in episodes]).bool(),
         groups=torch.tensor([experience.ordinal for experience, _ in episodes]),
         rewards=torch.tensor(
             [experience.reward for experience, _ in episodes], dtype=torch.float32
         ),
         finished=torch.tensor([experience.finished for experience, _ in episodes]),
         behaviour_logprobs=torch.tensor(
-            [response_of(row.logprobs) for _, row in episodes], dtype=torch.float32
+            [select_response(row.logprobs) for _, row in episodes], dtype=torch.float32
         ),
     )
 

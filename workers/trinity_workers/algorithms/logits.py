@@ -43,7 +43,7 @@ class VocabularyPart(NamedTuple):
     total: Reduce = this_rank_alone
     """Sum over them."""
 
-    def columns_of(self, tokens: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    def find_columns(self, tokens: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """Return the column of each token, and True for those that this rank holds: [N] each."""
         if self.total is this_rank_alone:
             return tokens, torch.ones_like(tokens, dtype=torch.bool)
@@ -157,7 +157,7 @@ class _Softmax(NamedTuple):
         shifted = self.scaled(logits)
         peak = self.part.largest(shifted.amax(dim=-1))
         shifted -= peak[:, None]
-        column, is_local = self.part.columns_of(tokens, shifted.shape[-1])
+        column, is_local = self.part.find_columns(tokens, shifted.shape[-1])
         chosen = shifted.gather(-1, column[:, None]).squeeze(-1).masked_fill(~is_local, 0.0)
         weights = shifted.exp()
         sums = [weights.sum(dim=-1), chosen]
@@ -186,7 +186,7 @@ class _Softmax(NamedTuple):
         if self.entropy:
             factors = factors - given[1][:, None] * (logs.clamp_(min=LEAST) + entropy[:, None])
         gradient = weights.mul_(factors)
-        column, is_local = self.part.columns_of(tokens, gradient.shape[-1])
+        column, is_local = self.part.find_columns(tokens, gradient.shape[-1])
         gradient[torch.arange(len(gradient), device=gradient.device), column] += given[0] * is_local
         return gradient.div_(self.temperature)
 

@@ -21,10 +21,10 @@ class RowSize(NamedTuple):
 
 def padded_tokens(sizes: Sequence[RowSize]) -> int:
     """Return the tokens of a part of these rows, with its padding."""
-    return len(sizes) * width_of(sizes).tokens if sizes else 0
+    return len(sizes) * padded_size(sizes).tokens if sizes else 0
 
 
-def width_of(sizes: Sequence[RowSize]) -> RowSize:
+def padded_size(sizes: Sequence[RowSize]) -> RowSize:
     """Return the columns that rows of these sizes need."""
     return RowSize(max(size.prompt for size in sizes), max(size.response for size in sizes))
 
@@ -90,7 +90,7 @@ def _filled(sizes: Sequence[RowSize], order: Sequence[int], bound: int) -> Itera
     part: list[int] = []
     width = RowSize(0, 0)
     for row in order:
-        wider = width_of([width, sizes[row]])
+        wider = padded_size([width, sizes[row]])
         if part and (len(part) + 1) * wider.tokens > bound:
             yield part
             part, wider = [], sizes[row]

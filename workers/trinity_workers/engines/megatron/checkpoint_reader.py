@@ -224,8 +224,8 @@ class _IndexUnpickler(pickle.Unpickler):
     def __init__(self, path: Path, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
         self._path = path
-        self._stand_ins = {name: _stand_in(make) for name, make in _CONSTRUCTORS.items()} | {
-            (cls.__module__, cls.__qualname__): _stand_in(partial(cls.__new__, cls))
+        self._stand_ins = {name: _make_stand_in(make) for name, make in _CONSTRUCTORS.items()} | {
+            (cls.__module__, cls.__qualname__): _make_stand_in(partial(cls.__new__, cls))
             for cls in _DATA_CLASSES
         }
 
@@ -242,7 +242,7 @@ class _IndexUnpickler(pickle.Unpickler):
         raise UndecodableFile(self._path, "it refers to objects outside of it")
 
 
-def _stand_in(make: Callable[..., Any]) -> type:
+def _make_stand_in(make: Callable[..., Any]) -> type:
     """Return a class whose instantiation returns what a function makes."""
     return type("StandIn", (), {"__new__": lambda _, *arguments: make(*arguments)})
 

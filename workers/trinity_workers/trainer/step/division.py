@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from ...algorithms.aggregation import Means, loss_denominator
 from ...algorithms.batch import Batch
-from ...algorithms.partition import RowSize, least_parts, partition, places, width_of
+from ...algorithms.partition import RowSize, least_parts, padded_size, partition, places
 from ...algorithms.settings import AlgorithmConfig
 from ...config.sections.trainer import TrainerConfig
 from ...runtime.collectives import largest
@@ -153,7 +153,7 @@ def _part(batch: Batch, rows: Sequence[int], sizes: Sequence[RowSize]) -> Batch:
     """Return these rows, as wide as they need; a padding row if there is none."""
     if not rows:
         return batch.padding_rows(1).narrowed(1, 1)
-    width = width_of([sizes[row] for row in rows])
+    width = padded_size([sizes[row] for row in rows])
     return batch.select(rows).narrowed(width.prompt, max(1, width.response))
 
 
