@@ -195,9 +195,9 @@ class Browser:
         while data := os.read(self._answers, 1 << 16):
             *messages, rest = (rest + data).split(b"\0")
             for message in messages:
-                self._on_chunk(json.loads(message))
+                self._handle(json.loads(message))
 
-    def _take(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: dict[str, Any]) -> None:
         if "id" in message:
             self._replies.put(message)
             return
