@@ -12,21 +12,21 @@ import pytest
 from tests.support.published_waits import PublishedWaits
 from tests.support.waits import PATIENCE, child, wait_until
 from trinity_events.diagnostics import py_spy, stacks
-from trinity_events.diagnostics.stacks import host_processes, take_stacks, write_stacks_when_asked
+from trinity_events.diagnostics.stacks import collect_stacks, enable_stack_dumps, host_processes
 from trinity_events.diagnostics.waits import WaitReporter
 from trinity_events.errors import DeadlineExceeded
 from trinity_schemas import WaitEnded
 
 HANGS = """
 import sys, time
-from trinity_events.diagnostics.stacks import write_stacks_when_asked
+from trinity_events.diagnostics.stacks import enable_stack_dumps
 
 def generate_for_ever():
     print("ready", flush=True)
     time.sleep(600)
 
 for name in sys.argv[2:]:
-    write_stacks_when_asked(sys.argv[1], name)
+    enable_stack_dumps(sys.argv[1], name)
 generate_for_ever()
 """
 
@@ -48,11 +48,11 @@ def hanging(run_id):
 
 @pytest.mark.processes
 def test_stacks_name_the_function_that_a_process_hangs_in(hanging, run_id):
-    [stacks_taken] = take_stacks(run_id, ["explorer-0"])
+    [stacks_taken] = collect_stacks(run_id, ["explorer-0"])
     assert (stacks_taken.process, stacks_taken.pid) == ("explorer-0", hanging.pid)
     assert "in generate_for_ever" in stacks_taken.stacks
     by_name = {
-        event.process: event.pid for event in take_stacks(run_id, ["explorer-9", "explorer-0"])
+        event.process: event.pid for event in collect_stacks(run_id, ["explorer-9", "explorer-0"])
     }
     assert by_name == {"explorer-9": hanging.pid, "explorer-0": hanging.pid}
     assert hanging.poll() is None
@@ -81,7 +81,7 @@ def test_the_stacks_of_a_process_that_is_stopped_are_read_by_py_spy(stopped, run
     if py_spy.find_program() is None:
         pytest.skip("py-spy is not installed: pip install 'trinity-events[stacks]'")
     stacks_taken = {
-        event.process: event for event in take_stacks(run_id, ["explorer-0", "explorer-9"])
+        event.process: event for event in collect_stacks(run_id, ["explorer-0", "explorer-9"])
     }
     if not stacks_taken["explorer-0"].stacks:
         pytest.skip("py-spy may not read other processes here: it needs the right to trace them")
@@ -96,7 +96,7 @@ def test_the_stacks_of_a_process_that_is_stopped_are_read_by_py_spy(stopped, run
 @pytest.mark.processes
 def test_a_process_that_answers_is_not_read(hanging, run_id, monkeypatch):
     monkeypatch.setattr(stacks, "read_stacks", None)
-    [stacks_taken] = take_stacks(run_id, ["explorer-0"])
+    [stacks_taken] = collect_stacks(run_id, ["explorer-0"])
     assert py_spy.SOURCE not in stacks_taken.stacks
 
 
@@ -121,7 +121,7 @@ def test_a_py_spy_that_reads_nothing_changes_nothing(
 ):
     use_program(monkeypatch, tmp_path, script)
     monkeypatch.setattr(py_spy, "PATIENCE", patience)
-    [stacks_taken] = take_stacks(run_id, ["explorer-0"])
+    [stacks_taken] = collect_stacks(run_id, ["explorer-0"])
     assert (stacks_taken.pid, stacks_taken.stacks) == (stopped.pid, "")
 
 
@@ -130,7 +130,7 @@ def test_stacks_that_are_read_are_cut_and_without_the_command_line(
     stopped, run_id, monkeypatch, tmp_path
 ):
     use_program(monkeypatch, tmp_path, f"{DUMP}\nwhile True: print('frame' * 10)")
-    [stacks_taken] = take_stacks(run_id, ["explorer-0"])
+    [stacks_taken] = collect_stacks(run_id, ["explorer-0"])
     assert stacks_taken.stacks.startswith(f"{py_spy.SOURCE}\nThread 7\nframe")
     assert "password" not in stacks_taken.stacks
     assert len(stacks_taken.stacks) == 16_000
@@ -140,7 +140,7 @@ def test_stacks_that_are_read_are_cut_and_without_the_command_line(
 def test_a_process_that_has_ended_is_asked_no_more(hanging, run_id):
     hanging.kill()
     hanging.wait()
-    assert take_stacks(run_id, ["explorer-0"]) == []
+    assert collect_stacks(run_id, ["explorer-0"]) == []
 
 
 @pytest.mark.processes
@@ -148,15 +148,15 @@ def test_a_later_process_of_the_same_number_is_never_signalled(
     hanging, run_id, monkeypatch, tmp_path
 ):
     monkeypatch.setattr(stacks, "_began", lambda pid: 0)
-    assert take_stacks(run_id, ["explorer-0"]) == []
+    assert collect_stacks(run_id, ["explorer-0"]) == []
     [file] = tmp_path.glob("trinity-stacks-*/*.stacks")
     assert file.stat().st_size == 0, "it was asked"
 
 
 @pytest.mark.processes
 def test_processes_of_other_runs_and_unknown_ones_are_left_out(hanging, run_id):
-    assert take_stacks("another", ["explorer-0"]) == []
-    assert take_stacks(run_id, ["trainer-0", "", "../explorer-0"]) == []
+    assert collect_stacks("another", ["explorer-0"]) == []
+    assert collect_stacks(run_id, ["trainer-0", "", "../explorer-0"]) == []
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_processes_of_other_runs_and_unknown_ones_are_left_out(hanging, run_id):
 )
 def test_a_name_that_is_no_name_of_a_file_is_left_out(run_id, name):
     # Explorers choose the names under which they claim requests.
-    assert take_stacks(run_id, [name]) == []
+    assert collect_stacks(run_id, [name]) == []
 
 
 @pytest.mark.processes
@@ -192,15 +192,15 @@ def test_files_of_processes_that_were_killed_are_removed_by_the_next(hanging, ru
 
 def test_where_no_file_can_be_made_a_process_goes_on(run_id, monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
-    write_stacks_when_asked(run_id, "explorer-0")
-    assert take_stacks(run_id, ["explorer-0"]) == []
+    enable_stack_dumps(run_id, "explorer-0")
+    assert collect_stacks(run_id, ["explorer-0"]) == []
 
 
 def test_a_folder_of_another_user_is_not_used(run_id, tmp_path, monkeypatch):
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     Path(tmp_path / f"trinity-stacks-{os.getuid()}").symlink_to(theirs)
-    write_stacks_when_asked(run_id, "explorer-0")
+    enable_stack_dumps(run_id, "explorer-0")
     assert list(theirs.iterdir()) == []
 
 

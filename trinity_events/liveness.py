@@ -32,14 +32,14 @@ async def abandoned_since(client: redis.asyncio.Redis, state: MonitorState) -> i
         return None
     if (
         await client.exists(log.keys.leader)
-        or await held_explorers(client, state)
+        or await list_live_explorers(client, state)
         or await log.heartbeat_ttls(lease_holders(state))
     ):
         return None
     return last
 
 
-async def held_explorers(client: redis.asyncio.Redis, state: MonitorState) -> set[str]:
+async def list_live_explorers(client: redis.asyncio.Redis, state: MonitorState) -> set[str]:
     """Return the names of the epoch's explorers whose rank is held by a live process."""
     claims = {name: explorer_key(state.run_id, state.epoch, rank) for name, rank in _ranks(state)}
     if not claims:

@@ -220,8 +220,8 @@ async def test_status_says_that_nobody_is_there_once_all_signs_of_life_have_laps
 
 LIVES = """
 import sys, time
-from trinity_events.diagnostics.stacks import write_stacks_when_asked
-write_stacks_when_asked(sys.argv[1], "trainer-0")
+from trinity_events.diagnostics.stacks import enable_stack_dumps
+enable_stack_dumps(sys.argv[1], "trainer-0")
 print("ready", flush=True)
 time.sleep(600)
 """

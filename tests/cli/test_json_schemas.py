@@ -87,10 +87,10 @@ async def test_what_a_command_prints_is_what_its_schema_says(cli, run, name):
 
 PROCESS = """
 import sys
-from trinity_events.diagnostics.stacks import write_stacks_when_asked
+from trinity_events.diagnostics.stacks import enable_stack_dumps
 
-write_stacks_when_asked(sys.argv[1], "actor-1")
-write_stacks_when_asked(sys.argv[1], "explorer-7")  # of which the log has nothing
+enable_stack_dumps(sys.argv[1], "actor-1")
+enable_stack_dumps(sys.argv[1], "explorer-7")  # of which the log has nothing
 print("ready", flush=True)
 sys.stdin.read()
 """

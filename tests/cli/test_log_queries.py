@@ -9,7 +9,7 @@ import pytest
 from tests.support.errors import raises
 from tests.support.event_histories import History, committed, failed, opened, registration, started
 from tests.support.pipeline import folded, publish_steps, reducer_task, until
-from trinity_events.analysis.event_filter import steps_of
+from trinity_events.analysis.event_filter import find_steps
 from trinity_events.analysis.explain import explain
 from trinity_events.cli.times import BadTime, moment
 from trinity_events.log import AsyncPublisher, Stream, new_producer, open_run, stream_order
@@ -77,8 +77,8 @@ async def test_tail_prints_what_it_is_asked_for_by_type_producer_and_step(cli, r
             ("-p", "actor-1", "--producer", "explorer-0"),
             lambda envelope: envelope.producer.role in ("actor", "explorer"),
         ),
-        (("-s", "5"), lambda envelope: 5 in steps_of(envelope.event)),
-        (("--step", "2-3", "--step", "7"), lambda envelope: steps_of(envelope.event) & {2, 3, 7}),
+        (("-s", "5"), lambda envelope: 5 in find_steps(envelope.event)),
+        (("--step", "2-3", "--step", "7"), lambda envelope: find_steps(envelope.event) & {2, 3, 7}),
         (
             ("-s", "5", "-t", "save-failed"),
             lambda envelope: event_tag(envelope.event) == "save-failed",
@@ -126,7 +126,7 @@ async def archived_run(publisher, log, redis_url, run_id, tmp_path, monkeypatch,
 async def announced_all(log, step):
     async def reached():
         newest = await log.read_back(stream=Stream.ANNOUNCEMENTS, limit=5)
-        return any(step in steps_of(decode_envelope(entry.payload).event) for entry in newest)
+        return any(step in find_steps(decode_envelope(entry.payload).event) for entry in newest)
 
     await until(reached)
 

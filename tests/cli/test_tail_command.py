@@ -8,7 +8,7 @@ import pytest
 from tests.support.pipeline import announced, publish_steps, reducer_task
 from trinity_events.analysis.event_filter import EventFilter
 from trinity_events.archive import Archive
-from trinity_events.cli.last_entries import begin_of_last
+from trinity_events.cli.last_entries import find_begin
 from trinity_events.cli.tail import _tail, _TailOptions
 from trinity_events.log import ORIGIN, RedisEventLog, Stream, page_size, position
 from trinity_events.replay import read_all
@@ -80,11 +80,11 @@ async def test_announcements_that_only_the_archive_has_are_printed_between_the_e
 
 async def test_the_end_of_a_log_is_complete_unless_a_trimmed_stream_ran_out_before(trimmed, log):
     first_retained = position(await log.first_retained_id(Stream.ANNOUNCEMENTS))
-    assert (await begin_of_last(log, 5, EventFilter())).all_there
-    assert not (await begin_of_last(log, 60, EventFilter())).all_there
-    assert (await begin_of_last(log, None, EventFilter(since=first_retained))).all_there
+    assert (await find_begin(log, 5, EventFilter())).all_there
+    assert not (await find_begin(log, 60, EventFilter())).all_there
+    assert (await find_begin(log, None, EventFilter(since=first_retained))).all_there
     second = EventFilter(since=position(trimmed[1][0]))
-    assert not (await begin_of_last(log, None, second)).all_there
+    assert not (await find_begin(log, None, second)).all_there
 
 
 async def test_of_a_long_log_only_the_end_is_read(whole, pages, capsys, redis_url, run_id):

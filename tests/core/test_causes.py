@@ -10,7 +10,7 @@ from trinity_events.analysis.causes import (
     GroupLag,
     HostProcess,
     LiveFacts,
-    first_causes,
+    find_causes,
 )
 from trinity_schemas import (
     ExplorerExcluded,
@@ -30,7 +30,7 @@ def waits(wait_id, *waits_for, what="rollouts", step=None):
 def causes(history, **facts):
     state = history.fold()[0].state
     now = int(state.position.partition("-")[0]) + 1000
-    return first_causes(state, LiveFacts(now=now, **facts))
+    return find_causes(state, LiveFacts(now=now, **facts))
 
 
 def first(history, **facts):

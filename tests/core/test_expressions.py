@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.errors import raises
-from trinity_events.analysis.expressions import BadExpression, Condition, path_in_words
+from trinity_events.analysis.expressions import BadExpression, Condition, format_path
 
 STATE = {
     "closed": None,
@@ -105,4 +105,4 @@ def test_a_path_in_words_leads_where_its_names_lead(names):
     document = 7
     for name in reversed(names):
         document = {name: document}
-    assert Condition.values(document, path_in_words(names)) == [7]
+    assert Condition.values(document, format_path(names)) == [7]

@@ -23,7 +23,7 @@ from tests.support.event_histories import (
     started,
     verified,
 )
-from trinity_events.analysis.explain import explain, profiles_of
+from trinity_events.analysis.explain import explain, format_profiles
 from trinity_events.core import (
     Monitor,
     MonitorState,
@@ -914,9 +914,9 @@ def test_the_last_profiles_are_kept_with_their_ranks_and_told_of_their_step():
         (last, f"profiles/{last}-actor-0.json.gz"),
         (last, f"profiles/{last}-actor-1.json.gz"),
     ]
-    assert profiles_of(state, 1) == []
+    assert format_profiles(state, 1) == []
     assert all(
-        f"profiled step {last}: profiles/{last}-" in line for line in profiles_of(state, last)
+        f"profiled step {last}: profiles/{last}-" in line for line in format_profiles(state, last)
     )
 
 

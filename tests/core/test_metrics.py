@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from tests.support.event_histories import DIGEST, History, committed, opened, part
-from trinity_events.analysis.metrics import MetricsReader, grouped
+from trinity_events.analysis.metrics import MetricsReader, format_metric_name
 from trinity_schemas import AppliedPhases, StepRef, StepTrained, WeightsApplied
 
 
@@ -33,7 +33,7 @@ def applied(step, pause):
     ],
 )
 def test_each_metric_has_one_group(name, shown):
-    assert grouped(name) == shown
+    assert format_metric_name(name) == shown
 
 
 def test_a_trained_step_tells_its_metrics_and_the_staleness_of_its_samples():

@@ -12,7 +12,7 @@ from tests.support.event_histories import (
     registration,
     started,
 )
-from trinity_events.analysis.proof import Proof, proof_line
+from trinity_events.analysis.proof import Proof, format_proof
 from trinity_events.core import Monitor, MonitorState
 from trinity_schemas import DeadlineReached, ThreadCountRegistered
 
@@ -60,7 +60,7 @@ def test_of_a_retried_save_only_the_attempt_that_counts_is_a_proof():
     done = history.add(finished(1, "second"), by="actor")
     entries = [entry for entry in proof_of(history, 1) if entry.type != "step-failed"]
     assert parts(entries) == [("expects", expected), ("commits", commit), ("finishes", done)]
-    assert proof_line(entries[2]).startswith(f"> {done:<18} state_dict finishes  save-finished")
+    assert format_proof(entries[2]).startswith(f"> {done:<18} state_dict finishes  save-finished")
 
 
 def test_a_failure_is_proven_by_the_failed_save_and_what_was_under_way_is_told():

@@ -37,11 +37,11 @@ def test_kept_states_are_thinned_out_and_stay_those_of_the_fold(monkeypatch, bou
     monkeypatch.setattr(states, "MOST_BYTES", 10**9 if bound == "number" else 30_000)
     stored = CompressedStates()
     monitor = Monitor(MonitorState(run_id=SMALL.run_id))
-    stored.keep(0, monitor.state)
+    stored.add(0, monitor.state)
     for number, entry in enumerate(ENTRIES, 1):
         monitor.fold([entry])
-        if stored.wants(number):
-            stored.keep(number, monitor.state)
+        if stored.is_due(number):
+            stored.add(number, monitor.state)
     assert stored.count <= 17
     assert stored.nbytes <= 10**9 if bound == "number" else stored.nbytes <= 30_000
     for number in (0, 1, 77, len(ENTRIES)):

@@ -15,7 +15,7 @@ from tests.support.dashboards import (
     shared_dashboard,
 )
 from trinity_events.dashboard import html_export
-from trinity_events.dashboard.html_export import bundle, html_of, imports_of
+from trinity_events.dashboard.html_export import build_html, bundle, find_imports
 from trinity_events.dashboard.simulated_run import Plan, simulated_run
 from trinity_events.dashboard.sources import RecordedSource
 from trinity_events.log import AsyncPublisher, new_producer
@@ -194,7 +194,7 @@ async def test_a_token_in_the_address_opens_the_page_and_leaves_it(page):
 async def test_an_exported_page_shows_the_run_from_its_file_alone(tmp_path, page):
     source = RecordedSource.from_entries(DEMO.run_id, simulated_run(DEMO))
     path = tmp_path / "demo.html"
-    path.write_text(await html_of(source))
+    path.write_text(await build_html(source))
     source.close()
     assert path.stat().st_size < 2_000_000
     await _in_thread(page.open, path.as_uri())
@@ -216,7 +216,7 @@ async def test_an_exported_page_shows_the_run_from_its_file_alone(tmp_path, page
 def test_modules_of_the_pages_can_be_joined_into_one():
     seen = []
     for name in html_export.MODULES:
-        assert set(imports_of(name)) <= set(seen)
+        assert set(find_imports(name)) <= set(seen)
         seen.append(name)
     assert {path.name for path in html_export.STATIC.glob("*.js")} == set(seen)
     assert "\nimport " not in bundle()

@@ -25,7 +25,7 @@ from trinity_events.archive.format import bare_line
 from trinity_events.archive.segments import Archive
 from trinity_events.core import MonitorState
 from trinity_events.core.fold import Monitor
-from trinity_events.dashboard.html_export import html_of
+from trinity_events.dashboard.html_export import build_html
 from trinity_events.dashboard.simulated_run import simulated_run
 from trinity_events.dashboard.sources import RecordedSource
 from trinity_events.log import Stream
@@ -181,7 +181,7 @@ def test_a_crashed_run_is_exported_from_the_files_in_its_folder(cli, tmp_path):
 
 async def test_an_exported_page_may_run_its_own_script_alone():
     with closing(RecordedSource.from_entries(SMALL.run_id, simulated_run(SMALL))) as source:
-        page = await html_of(source)
+        page = await build_html(source)
     [policy] = re.findall(r'content-security-policy" content="([^"]*)"', page)
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy

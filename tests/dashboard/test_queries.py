@@ -18,7 +18,7 @@ from trinity_events.dashboard.simulated_run import Plan, simulated_run
 from trinity_events.log import position
 from trinity_events.replay import fold_one
 from trinity_events.views import state_as_json
-from trinity_events.views.changes import change_line, tells
+from trinity_events.views.changes import format_change, is_relevant
 from trinity_schemas import ContractError, decode_envelope, event_tag
 
 DEMO = Plan()
@@ -51,7 +51,7 @@ async def test_the_state_at_an_entry_is_the_fold_of_the_log_up_to_it(demo, numbe
 async def test_what_an_entry_changed_is_what_replay_shows(demo, number):
     status = await demo.json(f"{RUN}/at", number=number, changed="")
     former, state = state_as_json(folded(number - 1)), state_as_json(folded(number))
-    expected = [change_line(change) for change in changes(former, state) if tells(change)]
+    expected = [format_change(change) for change in changes(former, state) if is_relevant(change)]
     assert status["changed"] == expected[: search.FOUND]
 
 

@@ -21,7 +21,7 @@ from tests.support.rollout_parts import samples_of, settings
 from tests.support.waits import PATIENCE
 from trinity_events import CheckpointCoordinator, hold_checkpoint, subscribe
 from trinity_events.coordinator import staged_path
-from trinity_events.diagnostics.stacks import write_stacks_when_asked
+from trinity_events.diagnostics.stacks import enable_stack_dumps
 from trinity_events.diagnostics.waits import WaitReporter
 from trinity_events.errors import PublishError, SaveError
 from trinity_events.log import AsyncPublisher, Publisher, RedisEventLog, SyncEventLog, new_producer
@@ -55,7 +55,7 @@ class Actor:
 
     def __init__(self, role: str, url: str, run: str, rank: int, exits: ExitStack) -> None:
         self.url, self.run, self.rank, self.name = url, run, rank, f"{role}-{rank}"
-        write_stacks_when_asked(run, self.name)
+        enable_stack_dumps(run, self.name)
         log = SyncEventLog(exits.enter_context(open_client(url)), run)
         self.publisher = Publisher(log, EPOCH, new_producer(role, rank))
         owner = self.publisher.producer.incarnation

@@ -13,7 +13,7 @@ from tests.support.waits import PATIENCE
 pytest.importorskip("uvicorn")
 
 from trinity_events.http_server import connections, serving
-from trinity_events.http_server.connections import ServerBusy, connection_of
+from trinity_events.http_server.connections import ServerBusy, get_connection
 from trinity_events.http_server.serving import (
     AddressUnusable,
     open_listening_socket,
@@ -45,15 +45,15 @@ class Face:
             self.holding.release()
             while (await receive())["type"] != "http.disconnect":
                 pass
-            with connection_of(scope).admitted():
-                connection_of(scope).become_stream()
+            with get_connection(scope).admitted():
+                get_connection(scope).become_stream()
             self.answered.set()
         elif path == "/long":
             await answer(send, 200, bytes(32 << 20))
             self.answered.set()
         else:
             try:
-                with connection_of(scope).admitted():
+                with get_connection(scope).admitted():
                     await self._answer_data(path, scope, send)
             except ServerBusy as error:
                 await answer(send, 503, str(error).encode())
@@ -63,7 +63,7 @@ class Face:
             self.holding.release()
             await self.released.wait()
         elif path == "/stream":
-            connection_of(scope).become_stream()
+            get_connection(scope).become_stream()
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await send({"type": "http.response.body", "body": b"begun\n", "more_body": True})
             await self.released.wait()
@@ -378,4 +378,4 @@ def test_an_address_that_is_none_of_this_machine_is_refused():
     ],
 )
 def test_the_addresses_that_one_host_may_take_count_as_one(client, address):
-    assert connections._address_of(client) == address
+    assert connections._find_address(client) == address

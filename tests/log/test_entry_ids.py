@@ -30,7 +30,7 @@ from trinity_events.log.publishing.publisher import EnvelopeFactory
 from trinity_events.log.retry import is_transient
 from trinity_events.reducer import reduce_all
 from trinity_events.replay import current_state
-from trinity_events.views.times import date_and_time, time_of_day
+from trinity_events.views.times import format_date_time, format_time
 from trinity_schemas import RUN_INDEX, SaveStarted
 
 FAR = "999999999999999-0"  # in the year 33658
@@ -83,19 +83,19 @@ async def test_such_a_run_does_not_hide_others_nor_does_a_run_that_begins_with_o
 
 
 def test_times_are_shown_whatever_their_year():
-    assert date_and_time(None) == "-"
+    assert format_date_time(None) == "-"
     for milliseconds, year in ((0, "1970"), (LATEST, "9999"), (999999999999999, "33658")):
         assert (
-            date_and_time(milliseconds)
+            format_date_time(milliseconds)
             .rpartition(" ")[0]
             .lstrip("+")
             .startswith(
                 (year, str(int(year) - 1), str(int(year) + 1))  # by the time zone
             )
         )
-    assert date_and_time(2**64 - 1).startswith("58455")
-    assert len(time_of_day(0)) == len("00:00:00.000")
-    assert time_of_day(999999999999999).startswith("33658-")
+    assert format_date_time(2**64 - 1).startswith("58455")
+    assert len(format_time(0)) == len("00:00:00.000")
+    assert format_time(999999999999999).startswith("33658-")
 
 
 @pytest.mark.parametrize("entry_id", [FAR, LAST_ID])

@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing
 import anyio
 
 from tests.support.rollout_parts import samples_of
-from trinity_events.diagnostics.stacks import write_stacks_when_asked
+from trinity_events.diagnostics.stacks import enable_stack_dumps
 from trinity_events.diagnostics.waits import WaitReporter
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_events.rollouts import RolloutClient
@@ -34,7 +34,7 @@ async def explore(
 ) -> None:
     """Answer requests until the process is killed."""
     name = f"explorer-{rank}"
-    write_stacks_when_asked(run_id, name)
+    enable_stack_dumps(run_id, name)
     with ExitStack() as exits:
         log = SyncEventLog(exits.enter_context(open_client(url)), run_id)
         producer = new_producer("explorer", rank)

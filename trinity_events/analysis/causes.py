@@ -60,7 +60,7 @@ It is the threshold of their reports (``trinity_events.diagnostics.waits.THRESHO
 """
 _HARMLESS: frozenset[Reason] = frozenset(("closed", "failed", "unread-group", "held-checkpoint"))
 """Reasons of causes with which the training continues, or that are told by themselves."""
-_TOLD = 8
+_MOST_CAUSES = 8
 """Maximum causes that are told."""
 
 
@@ -157,7 +157,7 @@ class _End(NamedTuple):
     depth: int
 
 
-def first_causes(state: MonitorState, facts: LiveFacts) -> list[Cause]:
+def find_causes(state: MonitorState, facts: LiveFacts) -> list[Cause]:
     """Return the causes for which a run does not go on, the first cause first."""
     if state.closed is not None:
         return list(_closed(state))
@@ -178,7 +178,7 @@ def first_causes(state: MonitorState, facts: LiveFacts) -> list[Cause]:
     ]
     return list(
         {(cause.reason, cause.process, cause.what, cause.step): cause for cause in causes}.values()
-    )[:_TOLD]
+    )[:_MOST_CAUSES]
 
 
 def is_standstill(cause: Cause, now: int) -> bool:
@@ -188,7 +188,7 @@ def is_standstill(cause: Cause, now: int) -> bool:
     return cause.since is None or now - cause.since >= STANDSTILL
 
 
-def processes_of_epoch(
+def select_processes(
     state: MonitorState, processes: Mapping[str, HostProcess]
 ) -> dict[str, HostProcess]:
     """Return processes without explorers that stopped, or that an earlier launch of the run had."""
@@ -246,10 +246,10 @@ def _check_reducer(state: MonitorState, facts: LiveFacts) -> Iterator[Cause]:
     behind = any(at is not None and facts.now - at >= BEHIND for at in (since, reports))
     if facts.is_led and not behind:
         return
-    words = "" if since is None else f"; entries are not folded for {_age(facts.now, since)}"
+    words = "" if since is None else f"; entries are not folded for {_format_age(facts.now, since)}"
     if reports is not None:
-        words += f"; reports of explorers wait for it for {_age(facts.now, reports)}"
-    last = f"; the last one, {_described(name, process)}" if process is not None else ""
+        words += f"; reports of explorers wait for it for {_format_age(facts.now, reports)}"
+    last = f"; the last one, {_format_process(name, process)}" if process is not None else ""
     last += "".join(
         f"; {format_wait(wait, facts.now)[:-1]}"
         for wait in open_waits(state, facts.now)
@@ -273,7 +273,7 @@ def _check_explorers(state: MonitorState, facts: LiveFacts) -> Iterator[Cause]:
         if process is not None and process.condition != "running":
             yield Cause(
                 reason=process.condition,
-                sentence=f"{_sentence_begin(_described(name, process))}.",
+                sentence=f"{_capitalize_step(_format_process(name, process))}.",
                 process=name,
                 pid=process.pid,
             )
@@ -366,7 +366,7 @@ def _step_links(state: MonitorState, now: int) -> Iterator[_Link]:
                 continue
             on = tuple(_at_fault(state, step, kind, kind_state))
             by = f"step {step} {kind}"
-            lacks = ", ".join(format_missing(step_state, kind, now, _TOLD)) or "nothing"
+            lacks = ", ".join(format_missing(step_state, kind, now, _MOST_CAUSES)) or "nothing"
             since = (
                 kind_state.committed_at
                 if kind_state.committed_at is not None
@@ -469,11 +469,13 @@ def _cause(end: _End, facts: LiveFacts) -> Cause:
     reason, sentence = link.reason, link.sentence
     if culprit is not None and host_process is not None and host_process.condition != "running":
         reason = host_process.condition
-        sentence = f"{_sentence_begin(_described(culprit, host_process))}. {sentence}"
+        sentence = f"{_capitalize_step(_format_process(culprit, host_process))}. {sentence}"
     elif process is not None and link.reason in ("waits", "missing"):
         heard = facts.heard.get(process)
         last_report = (
-            "" if heard is None else f", and last told the log anything {_age(facts.now, heard)}"
+            ""
+            if heard is None
+            else f", and last told the log anything {_format_age(facts.now, heard)}"
         )
         ago = "" if heard is None else " ago"
         sentence += f" {process} reports no wait{last_report}{ago}: "
@@ -497,7 +499,7 @@ def _running_explorers(state: MonitorState) -> list[str]:
     return [name for name, explorer in state.explorers.items() if explorer.status != "stopped"]
 
 
-def _described(name: str, process: HostProcess | None) -> str:
+def _format_process(name: str, process: HostProcess | None) -> str:
     if process is None:
         return name
     words = {
@@ -508,7 +510,7 @@ def _described(name: str, process: HostProcess | None) -> str:
     return f"{name} (process {process.pid} of this host) {words}"
 
 
-def _sentence_begin(words: str) -> str:
+def _capitalize_step(words: str) -> str:
     return words[:1].upper() + words[1:] if words.startswith("step ") else words
 
 
@@ -516,5 +518,5 @@ def _name(role: str, rank: int) -> str:
     return f"{role}-{rank}"
 
 
-def _age(now: int, since: int) -> str:
+def _format_age(now: int, since: int) -> str:
     return f"{max(0, now - since) / 1000:.1f} s"

@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from .expressions import path_in_words
+from .expressions import format_path
 
 
 class Change(Struct, frozen=True, kw_only=True):
@@ -28,7 +28,7 @@ def changes(before: Any, after: Any, path: tuple[str, ...] = ()) -> Iterator[Cha
         for number, (old, new) in enumerate(zip(before, after, strict=True)):
             yield from changes(old, new, (*path, str(number)))
     elif before != after:
-        yield Change(path=path_in_words(path), before=before, after=after)
+        yield Change(path=format_path(path), before=before, after=after)
 
 
 def _is_list(value: Any) -> bool:

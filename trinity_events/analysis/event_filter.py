@@ -63,7 +63,7 @@ class EventFilter(Struct, frozen=True, kw_only=True):
     """Highest position that is accepted."""
 
     @property
-    def asks(self) -> bool:
+    def has_conditions(self) -> bool:
         """Return True if the filter has types, producers or steps."""
         return bool(self.types or self.producers or self.steps)
 
@@ -71,7 +71,7 @@ class EventFilter(Struct, frozen=True, kw_only=True):
         """Return True if a position lies between ``since`` and ``until``."""
         return self.since <= position <= self.until
 
-    def wants(self, envelope: Envelope) -> bool:
+    def matches(self, envelope: Envelope) -> bool:
         """Return True if an envelope matches the types, producers and steps, at any position."""
         if self.types and event_tag(envelope.event) not in self.types:
             return False
@@ -79,11 +79,11 @@ class EventFilter(Struct, frozen=True, kw_only=True):
             return False
         if not self.steps:
             return True
-        steps = steps_of(envelope.event)
+        steps = find_steps(envelope.event)
         return any(step in interval for step in steps for interval in self.steps)
 
 
-def steps_of(event: Event) -> set[int]:
+def find_steps(event: Event) -> set[int]:
     """Return the training steps that an event is about."""
     match event:
         case SyncRequested(oldest_version=version):

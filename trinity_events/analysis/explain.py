@@ -49,7 +49,7 @@ def _explained(state: MonitorState, step: int, now: int | None, named: int | Non
     return "\n".join(_explain_kind(state, step, kind, _until(state, now), named) for kind in kinds)
 
 
-def profiles_of(state: MonitorState, step: int) -> list[str]:
+def format_profiles(state: MonitorState, step: int) -> list[str]:
     """Return one line for each rank that wrote a profile of the step."""
     return [
         f"{profile.by} profiled step {step}: {profile.path} (open it at https://ui.perfetto.dev)."
@@ -58,7 +58,7 @@ def profiles_of(state: MonitorState, step: int) -> list[str]:
     ]
 
 
-def unfinished(state: MonitorState, *, now: int | None = None) -> list[str]:
+def format_unfinished(state: MonitorState, *, now: int | None = None) -> list[str]:
     """Return one line for each kind of a step that is neither ready nor failed, as `explain`."""
     at = _until(state, now)
     return [

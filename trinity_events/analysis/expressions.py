@@ -98,13 +98,13 @@ class Condition:
 
     def _any(self) -> Test:
         tests = [self._all()]
-        while self._take("or"):
+        while self._pop("or"):
             tests.append(self._all())
         return tests[0] if len(tests) == 1 else lambda doc: any(test(doc) for test in tests)
 
     def _all(self) -> Test:
         tests = [self._one()]
-        while self._take("and"):
+        while self._pop("and"):
             tests.append(self._one())
         return tests[0] if len(tests) == 1 else lambda doc: all(test(doc) for test in tests)
 
@@ -113,12 +113,12 @@ class Condition:
         if self._depth > _DEEPEST:
             raise BadExpression(self.text, "deep", limit=_DEEPEST)
         try:
-            if self._take("not"):
+            if self._pop("not"):
                 negated = self._one()
                 return lambda doc: not negated(doc)
-            if self._take("("):
+            if self._pop("("):
                 inner = self._any()
-                self._need(")")
+                self._expect(")")
                 return inner
             return self._comparison()
         finally:
@@ -148,7 +148,7 @@ class Condition:
         if text == "count" and self._peek(1)[1] == "(":
             self._at += 2
             counted = self._path()
-            self._need(")")
+            self._expect(")")
             return lambda doc: [sum(map(_count, _follow(doc, counted)))]
         path = self._path()
         return lambda doc: _follow(doc, path)
@@ -160,7 +160,7 @@ class Condition:
     def _path(self) -> list[str | None]:
         names = [self._name()]
         self.fields.add(names[0] or "*")
-        while self._take("."):
+        while self._pop("."):
             names.append(self._name())
         return names
 
@@ -178,15 +178,15 @@ class Condition:
         at = self._at + ahead
         return self._tokens[at] if at < len(self._tokens) else ("end", "")
 
-    def _take(self, text: str) -> bool:
+    def _pop(self, text: str) -> bool:
         kind, token = self._peek()
         if token != text or kind not in ("name", "mark"):
             return False
         self._at += 1
         return True
 
-    def _need(self, text: str) -> None:
-        if not self._take(text):
+    def _expect(self, text: str) -> None:
+        if not self._pop(text):
             raise self._unexpected(repr(text))
 
     def _unexpected(self, expected: str) -> BadExpression:
@@ -194,11 +194,11 @@ class Condition:
         return BadExpression(self.text, "unexpected", token, expected)
 
 
-def path_in_words(names: Sequence[str]) -> str:
+def format_path(names: Sequence[str]) -> str:
     """Return a path as a condition writes it, with quotes around names that need them."""
-    quoted = [name if _is_plain(name) else _quoted(name) for name in names]
+    quoted = [name if _is_plain(name) else _quote(name) for name in names]
     if quoted[0].isdecimal():  # it would be a number
-        quoted[0] = _quoted(quoted[0])
+        quoted[0] = _quote(quoted[0])
     return ".".join(quoted)
 
 
@@ -206,7 +206,7 @@ def _is_plain(name: str) -> bool:
     return _PLAIN.fullmatch(name) is not None and name not in _WORDS
 
 
-def _quoted(name: str) -> str:
+def _quote(name: str) -> str:
     return f'"{name}"' if "'" in name else f"'{name}'"
 
 

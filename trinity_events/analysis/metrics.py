@@ -66,29 +66,29 @@ class MetricsReader:
         event, epoch = envelope.event, envelope.epoch
         match event:
             case StepTrained(step=step):
-                return self._of(envelope, step, self._trained(envelope, event))
+                return self._build(envelope, step, self._trained(envelope, event))
             case VersionPartPublished(step=step):
                 self._parts.setdefault(StepRef(epoch, step), []).append(event)
             case StepCommitted(step=step):
                 values = self._committed(epoch, event) | self._published(StepRef(epoch, step))
-                return self._of(envelope, step, values)
+                return self._build(envelope, step, values)
             case VersionOpened(step=step):
                 self._opened[StepRef(epoch, step)] = envelope.occurred_at
             case WeightsApplied(version=version):
-                return self._of(envelope, version.step, self._applied(envelope, event))
+                return self._build(envelope, version.step, self._applied(envelope, event))
             case EvaluationFinished(version=version):
-                return self._of(envelope, version.step, _evaluated(event))
+                return self._build(envelope, version.step, _evaluated(event))
             case _:
                 pass
         return None
 
-    def _of(self, envelope: Envelope, step: int, values: dict[str, float]) -> StepMetrics | None:
+    def _build(self, envelope: Envelope, step: int, values: dict[str, float]) -> StepMetrics | None:
         if not values:
             return None
         return StepMetrics(envelope.epoch, step, envelope.occurred_at, values)
 
     def _trained(self, envelope: Envelope, event: StepTrained) -> dict[str, float]:
-        values = {grouped(name): value for name, value in event.metrics.items()}
+        values = {format_metric_name(name): value for name, value in event.metrics.items()}
         values |= _staleness(event.staleness)
         if dropped := sum(map(count, event.dropped.values())):
             values["rollout/dropped_prompts"] = float(dropped)
@@ -105,7 +105,7 @@ class MetricsReader:
         """
         if self._trained_at is not None and self._trained_at[0] == epoch:
             return {}
-        return {grouped(name): value for name, value in (event.metrics or {}).items()}
+        return {format_metric_name(name): value for name, value in (event.metrics or {}).items()}
 
     def _published(self, version: StepRef) -> dict[str, float]:
         parts = self._parts.pop(version, [])
@@ -128,7 +128,7 @@ class MetricsReader:
         return values
 
 
-def grouped(name: str) -> str:
+def format_metric_name(name: str) -> str:
     """Return a trainer's metric as ``GROUP/NAME``; a name that has a group keeps it."""
     if name.split("/", 1)[0] in GROUPS:
         return name

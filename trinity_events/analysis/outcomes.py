@@ -31,7 +31,9 @@ class Outcome(Struct, frozen=True, kw_only=True):
     detail: str = ""
 
     @classmethod
-    def of(cls, entry_id: str, envelope: Envelope | ContractError, step: int) -> Outcome | None:
+    def from_announcement(
+        cls, entry_id: str, envelope: Envelope | ContractError, step: int
+    ) -> Outcome | None:
         """Return the outcome that an announcement tells of a step, or None."""
         event = envelope.event if isinstance(envelope, Envelope) else None
         outcome: OutcomeName = "ready"
@@ -52,12 +54,12 @@ class Outcome(Struct, frozen=True, kw_only=True):
         )
 
 
-def outcome_of(kind: KindState) -> OutcomeName:
+def get_outcome(kind: KindState) -> OutcomeName:
     """Return the outcome of a kind of a step in the state."""
     return kind.outcome or ("failed" if kind.failure else "waiting")
 
 
-def outcomes_in_words(step: int, outcomes: Sequence[Outcome]) -> list[str]:
+def format_outcomes(step: int, outcomes: Sequence[Outcome]) -> list[str]:
     """Return one line for each kind: the newest epoch first, and its failures first."""
     several = len({outcome.epoch for outcome in outcomes}) > 1
     ordered = sorted(
@@ -68,10 +70,10 @@ def outcomes_in_words(step: int, outcomes: Sequence[Outcome]) -> list[str]:
             KINDS.index(outcome.kind),
         ),
     )
-    return [_in_words(step, outcome, several=several) for outcome in ordered]
+    return [_format_outcome(step, outcome, several=several) for outcome in ordered]
 
 
-def _in_words(step: int, outcome: Outcome, *, several: bool) -> str:
+def _format_outcome(step: int, outcome: Outcome, *, several: bool) -> str:
     epoch = f" of epoch {outcome.epoch}" if several else ""
     subject = f"Step {step}{epoch} {outcome.kind}"
     at = f"(announcement {outcome.entry_id})"
@@ -81,7 +83,7 @@ def _in_words(step: int, outcome: Outcome, *, several: bool) -> str:
     return f"{subject} was {outcome.outcome}{detail} {at}."
 
 
-def ended_in(state: MonitorState, step: int) -> list[str]:
+def format_end(state: MonitorState, step: int) -> list[str]:
     """Return the line that a run failed or was interrupted in a step; none for other steps."""
     if state.closed in (None, "finished") or step != _last_step(state):
         return []

@@ -81,7 +81,7 @@ class Proof:
             what = event.reason
         elif isinstance(event, StepSuperseded):
             what = f"by step {event.by.step} of epoch {event.by.epoch}"
-        self._note(entry_id, envelope, event.kind, "announces", what, stream="announcements")
+        self._add_entry(entry_id, envelope, event.kind, "announces", what, stream="announcements")
 
     def add(self, entry_id: str, envelope: Envelope) -> None:
         """Note an event, if it is about the step."""
@@ -92,7 +92,7 @@ class Proof:
                 part != "finishes" or not proven or name in proven
             )
             if proven is None or counts:
-                self._note(entry_id, envelope, kind, part, what)
+                self._add_entry(entry_id, envelope, kind, part, what)
 
     def _facts(self, envelope: Envelope) -> Iterator[tuple[Kind, Part, str, str]]:
         """Yield the kind, the part, the words and the name of each fact of an event."""
@@ -128,7 +128,7 @@ class Proof:
             case _:
                 pass
 
-    def _note(
+    def _add_entry(
         self,
         entry_id: str,
         envelope: Envelope,
@@ -161,7 +161,7 @@ class Proof:
         )
 
 
-def proof_line(entry: ProofEntry) -> str:
+def format_proof(entry: ProofEntry) -> str:
     """Return an entry of a proof as a line."""
     mark = ">" if entry.final else " "
     return (

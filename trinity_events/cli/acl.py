@@ -8,7 +8,7 @@ import typer
 
 from ..server.access_rules import Server, access_rules
 from ..views.terminal import print_out
-from .options import checked_run
+from .options import parse_run_id
 
 
 def acl(
@@ -29,5 +29,5 @@ def acl(
 
     Example: trinity-events acl grpo-7b > users.acl
     """
-    for line in access_rules(None if run is None else checked_run(run), server):
+    for line in access_rules(None if run is None else parse_run_id(run), server):
         print_out(line)

@@ -72,7 +72,7 @@ class _WithPlugins(TyperGroup):
         self.commands = {**typer.main.get_group(app).commands, **self.commands}
 
 
-def _tell_version(show: bool) -> None:
+def _print_version(show: bool) -> None:
     if show:
         print_out(f"trinity-events {metadata.version('trinity-events')}")
         raise typer.Exit
@@ -101,7 +101,9 @@ def build() -> typer.Typer:
 def _trinity_events(
     version: Annotated[
         bool,
-        typer.Option("--version", is_eager=True, callback=_tell_version, help="Print the version."),
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     """Event-driven checkpoint and weight-sync pipeline for RL post-training."""
@@ -117,11 +119,11 @@ def run() -> None:
     try:
         build()()
     except Exception as error:
-        print_err(_in_a_sentence(error) or traceback.format_exc().rstrip())
+        print_err(_format_error(error) or traceback.format_exc().rstrip())
         sys.exit(1)
 
 
-def _in_a_sentence(error: Exception) -> str | None:
+def _format_error(error: Exception) -> str | None:
     """Return the message of an error; None for a defect of the program."""
     for leaf in leaf_errors(error):
         cause = permission_error(leaf) or leaf

@@ -19,7 +19,7 @@ from ..core.lineage import EpochSpan
 from ..core.ordinal_ranges import format_ranges
 from ..log import Entry, Stream
 from ..views.terminal import Terminal, visible
-from .options import CheckpointRoot, Json, RedisUrl, checkpoint_root, console, log_of, print_json
+from .options import CheckpointRoot, Json, RedisUrl, checkpoint_root, console, open_log, print_json
 from .sources import OptionalRunOrFile, recorded_file
 
 _SHOWN = 32
@@ -75,7 +75,7 @@ class _Counted:
 
 
 async def _count_run(redis_url: str | None, run: str | None, root: Path) -> _Counted:
-    async with log_of(redis_url, run) as log:
+    async with open_log(redis_url, run) as log:
         counted = _Counted(log.run_id)
         archive = Archive(root / log.run_id, log.run_id)
         async for entry in whole_stream(log, Stream.EVENTS, archive):

@@ -14,11 +14,11 @@ from ..analysis.expressions import BadExpression, Condition
 from ..core import MonitorState
 from ..errors import TrinityError
 from ..replay import Folded
-from ..views import fields_as_json, folded_lines
+from ..views import fields_as_json, format_folded
 from ..views.documents import Bisection, FoldedEntry
 from ..views.terminal import print_out
 from .options import CheckpointRoot, Json, RedisUrl, print_json
-from .sources import RunOrFile, states_of
+from .sources import RunOrFile, open_states
 
 
 class BadCondition(TrinityError):
@@ -91,7 +91,7 @@ def bisect(
             f"{expression!r} is not true after any event that was asked about{hint}", lines=False
         )
     else:
-        for line in folded_lines(match):
+        for line in format_folded(match):
             print_out(line, lines=False)
     if match is None:
         sys.exit(1)
@@ -103,6 +103,6 @@ async def _find(
     def holds(state: MonitorState) -> bool:
         return condition(fields_as_json(state, condition.fields))
 
-    async with states_of(run, root, redis_url) as states:
+    async with open_states(run, root, redis_url) as states:
         find = states.first_of_all if every else states.first_after
         return states.source.run_id, await find(holds)

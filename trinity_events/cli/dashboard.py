@@ -22,7 +22,7 @@ from .options import (
     RedisUrl,
     checkpoint_root,
     log_to_stderr,
-    say_at_once,
+    print_now,
 )
 from .reducer import until_stopped
 
@@ -93,13 +93,13 @@ def dashboard(
     with ExitStack() as exits:
         opened: Callable[[], AbstractAsyncContextManager[Board]]
         if recording is not None or demo:
-            opened = partial(_recorded, _log_of(recording))
+            opened = partial(_recorded, _open_recording(recording))
         else:
             url = exits.enter_context(serving(redis_url))
             opened = partial(_on_server, url, checkpoint_root(root))
         listening = exits.enter_context(web.listening_socket(host, port))
         page = web.page_url(host, listening.getsockname()[1], token)
-        started = partial(say_at_once, f"dashboard at {page} (Ctrl-C stops)")
+        started = partial(print_now, f"dashboard at {page} (Ctrl-C stops)")
         hosts = [*(allow_host or ()), host]
         serve = partial(web.serve_board, opened, listening, token, hosts, started)
         anyio.run(until_stopped, serve)
@@ -116,7 +116,7 @@ def _web() -> ModuleType:
     return web_server
 
 
-def _log_of(recording: Path | None) -> RecordedSource:
+def _open_recording(recording: Path | None) -> RecordedSource:
     """Return the log of a file or a folder, or that of the demo."""
     from ..dashboard.simulated_run import Plan, simulated_run
     from ..dashboard.sources import RecordedSource

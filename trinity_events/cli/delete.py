@@ -21,7 +21,7 @@ from ..log.redis.deletion import RunInUse, delete_run
 from ..replay import SnapshotUnreadable, current_state
 from ..system.open_folder import OpenFolder
 from ..views.terminal import print_err, print_out
-from .options import CheckpointRoot, RedisUrl, RunArgument, checkpoint_root, client_of
+from .options import CheckpointRoot, RedisUrl, RunArgument, checkpoint_root, open_client
 
 
 class NotConfirmed(TrinityError):
@@ -79,7 +79,7 @@ def delete(
 
 async def _delete(redis_url: str | None, run: str, folder: Path | None, yes: bool) -> int:
     """Delete a run's keys; return their number. A folder to be removed must be the run's own."""
-    async with client_of(redis_url) as client:
+    async with open_client(redis_url) as client:
         log = RedisEventLog(client, await require_run(client, run))
         last = await log.last_id()
         await _require_over(client, log)

@@ -12,11 +12,11 @@ from ..analysis.changes import changes
 from ..archive.state_at import StateAt
 from ..core import MonitorState
 from ..views import state_as_json
-from ..views.changes import change_line, tells
+from ..views.changes import format_change, is_relevant
 from ..views.documents import Difference
 from ..views.terminal import print_out
 from .options import CheckpointRoot, Json, RedisUrl, print_json
-from .sources import RunOrFile, states_of
+from .sources import RunOrFile, open_states
 
 _PLACE = "An entry id as tail prints them, or a step: the entry of its first announcement."
 
@@ -49,14 +49,14 @@ def diff(
         return
     print_out(f"from entry {start.position} ({start.entries}) to {end.position} ({end.entries})")
     for change in differences:
-        if tells(change):
-            print_out(change_line(change), lines=False)
+        if is_relevant(change):
+            print_out(format_change(change), lines=False)
 
 
 async def _states(
     run: str, root: Path | None, redis_url: str | None, *places: str
 ) -> list[MonitorState]:
-    async with states_of(run, root, redis_url) as states:
+    async with open_states(run, root, redis_url) as states:
         return [await _state(states, place) for place in places]
 
 

@@ -22,11 +22,11 @@ from trinity_schemas import (
     StacksTaken,
 )
 
-from ..analysis.causes import Cause, first_causes
-from ..analysis.explain import explain as in_words
-from ..analysis.explain import profiles_of, unfinished
-from ..analysis.outcomes import Outcome, OutcomeName, ended_in, outcome_of, outcomes_in_words
-from ..analysis.proof import Proof, ProofEntry, proof_line
+from ..analysis.causes import Cause, find_causes
+from ..analysis.explain import explain as format_explanation
+from ..analysis.explain import format_profiles, format_unfinished
+from ..analysis.outcomes import Outcome, OutcomeName, format_end, format_outcomes, get_outcome
+from ..analysis.proof import Proof, ProofEntry, format_proof
 from ..archive import Archive, ArchiveMissing
 from ..archive.export import whole_stream
 from ..core import MonitorState
@@ -41,12 +41,12 @@ from ..replay import current_state
 from ..views import waits_as_json
 from ..views.as_json import causes_as_json
 from ..views.documents import Explanation
-from ..views.status import next_step
+from ..views.status import format_next_step
 from ..views.terminal import print_out
-from .last_entries import decoded
-from .options import CheckpointRoot, Json, RedisUrl, checkpoint_root, client_of, print_json
+from .last_entries import try_decode
+from .options import CheckpointRoot, Json, RedisUrl, checkpoint_root, open_client, print_json
 
-_TOLD = frozenset(
+_FURTHER_REASONS = frozenset(
     (
         *("server-full", "server-read-only", "no-reducer", "reducer-behind"),
         *("stopped", "ended", "excluded", "unread-group"),
@@ -136,20 +136,22 @@ def explain(
 
     Example: trinity-events explain demo-1 100 --proof
     """
-    run, step = _run_and_step(words or [])
+    run, step = _parse_words(words or [])
     if proof and step is None:
         raise NoStep
-    facts = anyio.run(partial(_look_up, redis_url, run, step, checkpoint_root(root), proof=proof))
+    facts = anyio.run(
+        partial(_read_facts, redis_url, run, step, checkpoint_root(root), proof=proof)
+    )
     state = facts.state
-    lines = _lines_of_run(facts) if step is None else _lines_of_step(facts, step)
+    lines = _format_run(facts) if step is None else _format_step(facts, step)
     if not as_json:
-        for line in (*lines, *map(proof_line, facts.proof)):
+        for line in (*lines, *map(format_proof, facts.proof)):
             print_out(line, lines=False)
         return
     kinds: dict[Kind, OutcomeName] = {outcome.kind: outcome.outcome for outcome in facts.outcomes}
     if step in state.steps:
         kinds = {
-            kind: outcome_of(kind_state) for kind, kind_state in state.steps[step].kinds.items()
+            kind: get_outcome(kind_state) for kind, kind_state in state.steps[step].kinds.items()
         }
     print_json(
         msgspec.to_builtins(
@@ -167,23 +169,25 @@ def explain(
     )
 
 
-def _lines_of_step(facts: _StepFacts, step: int) -> list[str]:
+def _format_step(facts: _StepFacts, step: int) -> list[str]:
     """Return the outcomes of a step, then the waits of the run if the step is not settled."""
     state, step_state = facts.state, facts.state.steps.get(step)
     lines = (
-        [] if step_state is None else in_words(state, step, now=facts.now, named=None).splitlines()
+        []
+        if step_state is None
+        else format_explanation(state, step, now=facts.now, named=None).splitlines()
     )
-    lines += outcomes_in_words(step, facts.outcomes)
-    lines += ended_in(state, step)
-    lines += profiles_of(state, step)
+    lines += format_outcomes(step, facts.outcomes)
+    lines += format_end(state, step)
+    lines += format_profiles(state, step)
     if not lines:
-        raise StepNotFound(step, _not_found(state, step))
+        raise StepNotFound(step, _format_not_found(state, step))
     if step_state is not None and not all(kind.settled for kind in step_state.kinds.values()):
         lines += find_wait_chains(state, facts.now)
     return lines + _stacks(facts)
 
 
-def _lines_of_run(facts: _StepFacts) -> list[str]:
+def _format_run(facts: _StepFacts) -> list[str]:
     """Return the waits of a run, and the steps that are neither ready nor failed."""
     state = facts.state
     chains = list(find_wait_chains(state, facts.now))
@@ -194,13 +198,13 @@ def _lines_of_run(facts: _StepFacts) -> list[str]:
         *(
             f"Another cause: {cause.sentence}"
             for cause in facts.causes[1:]
-            if cause.reason in _TOLD
+            if cause.reason in _FURTHER_REASONS
         ),
         *chains,
         *_reward_errors(facts),
-        *unfinished(state, now=facts.now),
+        *format_unfinished(state, now=facts.now),
         *format_resumption(state),
-        *([next_step(state)] if state.closed in ("failed", "interrupted") else []),
+        *([format_next_step(state)] if state.closed in ("failed", "interrupted") else []),
         *_stacks(facts),
     ]
     return lines or [
@@ -224,7 +228,7 @@ def _stacks(facts: _StepFacts) -> list[str]:
     return [line for entry, stacks in facts.stacks for line in format_stacks(entry, stacks)]
 
 
-def _run_and_step(words: list[str]) -> tuple[str | None, int | None]:
+def _parse_words(words: list[str]) -> tuple[str | None, int | None]:
     if len(words) == 1 and not _is_step(words[0]):
         return words[0], None
     if len(words) > 2 or (words and not _is_step(words[-1])):
@@ -236,7 +240,7 @@ def _is_step(word: str) -> bool:
     return word.isascii() and word.isdigit()
 
 
-def _not_found(state: MonitorState, step: int) -> str:
+def _format_not_found(state: MonitorState, step: int) -> str:
     newest = f"its newest step is {max(state.steps)}" if state.steps else "it has no step yet"
     if step <= state.trainer_step:
         newest = (
@@ -249,10 +253,10 @@ def _not_found(state: MonitorState, step: int) -> str:
     )
 
 
-async def _look_up(
+async def _read_facts(
     redis_url: str | None, run: str | None, step: int | None, root: Path, *, proof: bool
 ) -> _StepFacts:
-    async with client_of(redis_url) as client:
+    async with open_client(redis_url) as client:
         log = RedisEventLog(client, await require_run(client, run))
         state = await current_state(log)
         facts = await read_live_facts(client, log.run_id)
@@ -265,7 +269,7 @@ async def _look_up(
             entries = await _proof(log, Archive(root / log.run_id, log.run_id), step)
         stacks = await _stacks_in(log, Archive(root / log.run_id, log.run_id), state)
         errors = await _reward_errors_in(log, Archive(root / log.run_id, log.run_id), state)
-        causes = first_causes(state, facts)
+        causes = find_causes(state, facts)
         return _StepFacts(
             state=state,
             causes=causes,
@@ -305,7 +309,7 @@ async def _read_event(log: RedisEventLog, archive: Archive, entry_id: str) -> Ev
     """Return the event of an entry; None if it cannot be read."""
     async with aclosing(whole_stream(log, Stream.EVENTS, archive, before(entry_id))) as entries:
         entry = await anext(entries, None)
-    envelope = None if entry is None else decoded(entry)
+    envelope = None if entry is None else try_decode(entry)
     return envelope.event if isinstance(envelope, Envelope) else None
 
 
@@ -327,7 +331,7 @@ async def _announced(log: RedisEventLog, archive: Archive, step: int) -> list[Ou
     outcomes: dict[tuple[int, str], Outcome] = {}
     try:
         async for entry in whole_stream(log, Stream.ANNOUNCEMENTS, archive):
-            outcome = Outcome.of(entry.id, decoded(entry), step)
+            outcome = Outcome.from_announcement(entry.id, try_decode(entry), step)
             if outcome is not None:
                 outcomes[outcome.epoch, outcome.kind] = outcome
     except ArchiveMissing as error:

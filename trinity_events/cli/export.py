@@ -25,10 +25,10 @@ from .options import (
     RedisUrl,
     RunArgument,
     checkpoint_root,
-    client_of,
-    log_of,
+    open_client,
+    open_log,
 )
-from .sources import recorded_file, states_of, timeline_of
+from .sources import open_states, read_timeline, recorded_file
 
 if TYPE_CHECKING:
     from ..dashboard.sources import DashboardSource
@@ -133,22 +133,24 @@ def import_(path: File, redis_url: RedisUrl = None) -> None:
 
 
 async def _export(redis_url: str | None, run: str, path: Path, root: Path) -> int:
-    async with log_of(redis_url, run) as log:
+    async with open_log(redis_url, run) as log:
         return await record_run(log, path, Archive(root / run, run))
 
 
 async def _export_html(run: str, root: Path, redis_url: str | None, output: Path | None) -> None:
-    from ..dashboard.html_export import html_of
+    from ..dashboard.html_export import build_html
 
-    async with _source_of(run, root, redis_url) as source:
-        page = await html_of(source)
+    async with _open_source(run, root, redis_url) as source:
+        page = await build_html(source)
     path = output or Path(f"{source.run_id}.html")
     write_file(path, page.encode())
     print_out(f"run {source.run_id} in {path}: open it in a browser")
 
 
 @asynccontextmanager
-async def _source_of(run: str, root: Path, redis_url: str | None) -> AsyncIterator[DashboardSource]:
+async def _open_source(
+    run: str, root: Path, redis_url: str | None
+) -> AsyncIterator[DashboardSource]:
     """Open the log of a file, of a run's folder, or of a run on a server."""
     from ..dashboard.sources import RecordedSource, ServerSource
 
@@ -159,7 +161,7 @@ async def _source_of(run: str, root: Path, redis_url: str | None) -> AsyncIterat
         ) as source:
             yield source
         return
-    async with client_of(redis_url) as client:
+    async with open_client(redis_url) as client:
         run_id = await require_run(client, run)
         yield ServerSource(client, run_id, Archive(root / run_id, run_id))
 
@@ -167,7 +169,7 @@ async def _source_of(run: str, root: Path, redis_url: str | None) -> AsyncIterat
 async def _export_pytest(
     run: str, root: Path | None, redis_url: str | None, until: str | None, output: Path | None
 ) -> None:
-    async with states_of(run, root, redis_url) as states:
+    async with open_states(run, root, redis_url) as states:
         run_id = states.source.run_id
         last = None if until is None else position(await states.entry_of(until))
         entries: list[Entry] = []
@@ -184,11 +186,11 @@ async def _export_pytest(
 async def _export_perfetto(
     run: str, root: Path | None, redis_url: str | None, output: Path | None
 ) -> None:
-    async with states_of(run, root, redis_url) as states:
+    async with open_states(run, root, redis_url) as states:
         path = output or Path(f"{states.source.run_id}.pftrace")
         with file_written(path) as file:
             trace = PerfettoTrace(states.source.run_id, file)
-            async with aclosing(timeline_of(states)) as timeline:
+            async with aclosing(read_timeline(states)) as timeline:
                 async for parts in timeline:
                     trace.add_all(parts)
     print_out(
@@ -197,5 +199,5 @@ async def _export_perfetto(
 
 
 async def _import(redis_url: str | None, recording: Recording) -> None:
-    async with client_of(redis_url) as client:
+    async with open_client(redis_url) as client:
         await import_recording(client, recording)

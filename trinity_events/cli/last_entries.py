@@ -30,7 +30,7 @@ class Begin(NamedTuple):
     """False if a trimmed stream may lack entries after the first of the last matching ones."""
 
 
-async def begin_of_last(log: RedisEventLog, lines: int | None, event_filter: EventFilter) -> Begin:
+async def find_begin(log: RedisEventLog, lines: int | None, event_filter: EventFilter) -> Begin:
     """Return the position in each stream after which the last matching entries begin."""
     after = {stream: await log.last_id(stream) for stream in Stream}
     if lines == 0:
@@ -66,7 +66,7 @@ async def last_entries(
     sources = partial(_from_server, log, dict(begin.after))
     if not begin.all_there and archive.folder.is_dir():
         sources = partial(_from_archive, log, archive, event_filter)
-        first = await _first_of_last(sources(), lines, event_filter)
+        first = await _find_first(sources(), lines, event_filter)
     elif not begin.all_there:
         print_err(
             f"older entries of run {log.run_id} are archived in its checkpoint directory: "
@@ -93,7 +93,7 @@ def _from_archive(
     return {stream: whole_stream(log, stream, archive, after) for stream in Stream}
 
 
-async def _first_of_last(
+async def _find_first(
     sources: dict[Stream, AsyncIterator[Entry]], lines: int | None, event_filter: EventFilter
 ) -> tuple[tuple[int, int], int]:
     """Return the sort key of the first of the last matching entries."""
@@ -120,13 +120,13 @@ def is_wanted(entry: Entry, event_filter: EventFilter) -> bool:
     """Return True if an entry matches; an undecodable entry matches a filter of time alone."""
     if not event_filter.in_time(position(entry.id)):
         return False
-    if not event_filter.asks:
+    if not event_filter.has_conditions:
         return True
-    envelope = decoded(entry)
-    return isinstance(envelope, Envelope) and event_filter.wants(envelope)
+    envelope = try_decode(entry)
+    return isinstance(envelope, Envelope) and event_filter.matches(envelope)
 
 
-def decoded(entry: Entry) -> Envelope | ContractError:
+def try_decode(entry: Entry) -> Envelope | ContractError:
     """Return the envelope of an entry, or the error of its decoding."""
     try:
         return decode_envelope(entry.payload)

@@ -12,7 +12,7 @@ import typer
 from ..errors import PackageMissing
 from ..log import list_runs, require_run
 from ..system.signals import cancelled_by_signals
-from .options import ListenHost, ListenPort, RedisUrl, client_of, say_at_once
+from .options import ListenHost, ListenPort, RedisUrl, open_client, print_now
 
 PORT = 9760
 """Default port of the metrics."""
@@ -52,7 +52,7 @@ async def _serve(redis_url: str | None, run: str | None, host: str, port: int) -
     from ..views.metrics import ServerMetrics
     from ..views.metrics_followers import RunFollowers
 
-    async with client_of(redis_url) as client:
+    async with open_client(redis_url) as client:
         if run is not None:
             run = await require_run(client, run)
         else:
@@ -62,7 +62,7 @@ async def _serve(redis_url: str | None, run: str | None, host: str, port: int) -
         runs = "of all open runs" if run is None else f"of run {run}"
         with open_listening_socket("metrics", host, port) as listening:
             url = f"http://{host}:{listening.getsockname()[1]}/metrics"
-            started = partial(say_at_once, f"metrics {runs} at {url}")
+            started = partial(print_now, f"metrics {runs} at {url}")
             application = make_asgi_app(served.registry)
             serve = partial(serve_application, application, listening, on_start=started)
             async with cancelled_by_signals(), anyio.create_task_group() as tasks:

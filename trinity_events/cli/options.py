@@ -53,7 +53,7 @@ PIPE_WIDTH = 160
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log every announcement.")]
 
 
-def checked_run(run: str) -> str:
+def parse_run_id(run: str) -> str:
     """Return a valid run id. Raises InvalidRunId."""
     try:
         return check_run_id(run)
@@ -74,7 +74,7 @@ def log_to_stderr(*, verbose: bool) -> None:
 
 
 @asynccontextmanager
-async def client_of(redis_url: str | None) -> AsyncIterator[redis.asyncio.Redis]:
+async def open_client(redis_url: str | None) -> AsyncIterator[redis.asyncio.Redis]:
     """Open a client of the chosen server."""
     with serving(redis_url) as url:
         async with connect(url) as client:
@@ -82,13 +82,13 @@ async def client_of(redis_url: str | None) -> AsyncIterator[redis.asyncio.Redis]
 
 
 @asynccontextmanager
-async def log_of(redis_url: str | None, run: str | None) -> AsyncIterator[RedisEventLog]:
+async def open_log(redis_url: str | None, run: str | None) -> AsyncIterator[RedisEventLog]:
     """Open the log of an existing run."""
-    async with client_of(redis_url) as client:
+    async with open_client(redis_url) as client:
         yield RedisEventLog(client, await require_run(client, run))
 
 
-def say_at_once(text: str) -> None:
+def print_now(text: str) -> None:
     """Print text and flush it, for a command that runs on."""
     print_out(text)
     sys.stdout.flush()

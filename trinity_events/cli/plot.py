@@ -16,7 +16,7 @@ from ..analysis.metrics import MetricsReader
 from ..views.plot import Curves, PlotUnusable, draw
 from ..views.terminal import print_out
 from .options import CheckpointRoot, RedisUrl
-from .sources import RunOrFile, states_of
+from .sources import RunOrFile, open_states
 
 DRAWN = (
     "rollout/reward",
@@ -69,7 +69,7 @@ def plot(
 
 async def _curves(run: str, root: Path | None, redis_url: str | None) -> tuple[str, Curves]:
     curves, reader, decode = Curves(), MetricsReader(), EnvelopeReader().decode
-    async with states_of(run, root, redis_url) as states:
+    async with open_states(run, root, redis_url) as states:
         async for entry in states.source.events():
             with suppress(ContractError):  # a dead letter, which the reducer has reported
                 envelope = decode(entry.payload)

@@ -11,7 +11,7 @@ from typing import Annotated
 import anyio
 import typer
 
-from ..diagnostics.stacks import prepare_stacks
+from ..diagnostics.stacks import prepare_stack_dumps
 from ..reducer import Policy, reduce_all, tune_process, writable_root
 from ..reducer.policy import GROUP_IDLE, KEEP_CHECKPOINTS, STEP_DEADLINE
 from ..server import serving
@@ -20,9 +20,9 @@ from .options import (
     CheckpointRoot,
     RedisUrl,
     Verbose,
-    checked_run,
     checkpoint_root,
     log_to_stderr,
+    parse_run_id,
 )
 
 StepDeadline = Annotated[
@@ -89,7 +89,7 @@ def reducer(
     """
     log_to_stderr(verbose=verbose)
     if run is not None:
-        checked_run(run)
+        parse_run_id(run)
     policy = Policy(
         step_deadline=step_deadline,
         group_idle=group_idle,
@@ -98,7 +98,7 @@ def reducer(
     )
     folder = writable_root(checkpoint_root(root))
     tune_process()
-    prepare_stacks()
+    prepare_stack_dumps()
     with serving(redis_url) as url:
         reduce = partial(reduce_all, url, run_id=run, root=folder, policy=policy)
         anyio.run(until_stopped, reduce, lifeline)

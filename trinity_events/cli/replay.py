@@ -20,12 +20,12 @@ from ..archive.state_at import StateAt
 from ..core import MonitorState
 from ..log import Entry, Stream, position
 from ..replay import Replay
-from ..views import folded_lines, state_as_json, status_panel
-from ..views.changes import change_line, tells
+from ..views import format_folded, state_as_json, status_panel
+from ..views.changes import format_change, is_relevant
 from ..views.documents import Step
 from ..views.terminal import print_err, print_out
-from .options import CheckpointRoot, Json, RedisUrl, checkpoint_root, console, log_of, print_json
-from .sources import OptionalRunOrFile, recorded_file, states_of
+from .options import CheckpointRoot, Json, RedisUrl, checkpoint_root, console, open_log, print_json
+from .sources import OptionalRunOrFile, open_states, recorded_file
 
 
 class _Steps(Struct, frozen=True, kw_only=True):
@@ -34,7 +34,7 @@ class _Steps(Struct, frozen=True, kw_only=True):
     begin: str | None = None
     until: str | None = None
     as_json: bool = False
-    asks: bool = False
+    is_interactive: bool = False
     """True to wait for the user after each event."""
 
 
@@ -78,8 +78,8 @@ def replay(
     Example: trinity-events replay demo-1 --step --from 3
     """
     if step or begin is not None:
-        asks = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
-        steps = _Steps(begin=begin, until=until, as_json=as_json, asks=asks)
+        is_interactive = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
+        steps = _Steps(begin=begin, until=until, as_json=as_json, is_interactive=is_interactive)
         anyio.run(_show_steps, run, root, redis_url, steps)
         return
     show = timeline and not as_json
@@ -112,7 +112,7 @@ def _replay(
 async def _replay_run(
     redis_url: str | None, run: str | None, root: Path, until: str | None, show: bool
 ) -> Replay:
-    async with log_of(redis_url, run) as log:
+    async with open_log(redis_url, run) as log:
         replaying = Replay(log.run_id, until)
         archive = Archive(root / log.run_id, log.run_id)
         async for entry in whole_stream(log, Stream.EVENTS, archive):
@@ -125,7 +125,7 @@ def _feed(replaying: Replay, entry: Entry, *, show: bool) -> bool:
     """Fold one entry; return False to stop."""
     for folded in replaying.feed([entry]):
         if show:
-            for line in folded_lines(folded, run_start=(replaying.state.opened_at or 0) / 1000):
+            for line in format_folded(folded, run_start=(replaying.state.opened_at or 0) / 1000):
                 print_out(line, lines=False)
     return replaying.wants_more
 
@@ -133,14 +133,14 @@ def _feed(replaying: Replay, entry: Entry, *, show: bool) -> bool:
 async def _state_at(
     run: str | None, root: Path | None, redis_url: str | None, until: str
 ) -> MonitorState:
-    async with states_of(run, root, redis_url) as states:
+    async with open_states(run, root, redis_url) as states:
         return await states.at(await states.entry_of(until))
 
 
 async def _show_steps(
     run: str | None, root: Path | None, redis_url: str | None, steps: _Steps
 ) -> None:
-    async with states_of(run, root, redis_url) as states:
+    async with open_states(run, root, redis_url) as states:
         begin = "0-0" if steps.begin is None else await states.entry_of(steps.begin)
         until = None if steps.until is None else await states.entry_of(steps.until)
         await _show(states, begin, until, steps)
@@ -154,7 +154,7 @@ async def _show(states: StateAt, begin: str, until: str | None, steps: _Steps) -
             if until is not None and position(folded.entry.id) > position(until):
                 return
             now = state_as_json(state)
-            differences = [change for change in changes(before, now) if tells(change)]
+            differences = [change for change in changes(before, now) if is_relevant(change)]
             before = now
             if steps.as_json:
                 print_json(
@@ -166,15 +166,15 @@ async def _show(states: StateAt, begin: str, until: str | None, steps: _Steps) -
                     )
                 )
                 continue
-            for line in folded_lines(folded, run_start=(state.opened_at or 0) / 1000):
+            for line in format_folded(folded, run_start=(state.opened_at or 0) / 1000):
                 print_out(line, lines=False)
             for change in differences:
-                print_out(f"    {change_line(change)}", lines=False)
-            if steps.asks and not await anyio.to_thread.run_sync(_goes_on):
+                print_out(f"    {format_change(change)}", lines=False)
+            if steps.is_interactive and not await anyio.to_thread.run_sync(_wait_for_user):
                 return
 
 
-def _goes_on() -> bool:
+def _wait_for_user() -> bool:
     """Wait for the user; return False to stop."""
     print_err("Enter: the next event; q and Enter: stop")
     return not sys.stdin.readline().strip().startswith("q")

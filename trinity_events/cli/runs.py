@@ -13,9 +13,9 @@ from ..replay import SnapshotUnreadable, current_state
 from ..views import runs_table, seconds
 from ..views.documents import Prompts, RunRow
 from ..views.terminal import print_err, print_out
-from .options import Json, RedisUrl, client_of, console, print_json
+from .options import Json, RedisUrl, console, open_client, print_json
 
-_LOOKS = 16
+_READS = 16
 """Number of runs that are read at once: each takes a dozen requests to a distant server."""
 
 
@@ -40,13 +40,13 @@ def runs(redis_url: RedisUrl = None, as_json: Json = False) -> None:
 
 async def _states(redis_url: str | None) -> list[tuple[MonitorState, int | None]]:
     """Return each run's state, and the time since which it is abandoned, as in ``status``."""
-    async with client_of(redis_url) as client:
+    async with open_client(redis_url) as client:
         listed = await list_runs(client)
         states: dict[str, tuple[MonitorState, int | None]] = {}
-        looks = anyio.CapacityLimiter(_LOOKS)
+        reads = anyio.CapacityLimiter(_READS)
 
-        async def look(run: str) -> None:
-            async with looks:
+        async def read_run(run: str) -> None:
+            async with reads:
                 try:
                     state = await current_state(RedisEventLog(client, run))
                     states[run] = state, await abandoned_since(client, state)
@@ -55,7 +55,7 @@ async def _states(redis_url: str | None) -> list[tuple[MonitorState, int | None]
 
         async with anyio.create_task_group() as tasks:
             for run in listed:
-                tasks.start_soon(look, run)
+                tasks.start_soon(read_run, run)
     return [states[run] for run in listed if run in states]
 
 

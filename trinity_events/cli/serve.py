@@ -9,11 +9,11 @@ from typing import Annotated
 import anyio
 import typer
 
-from ..diagnostics.stacks import prepare_stacks
+from ..diagnostics.stacks import prepare_stack_dumps
 from ..reducer import Policy, reduce_all, tune_process, writable_root
 from ..reducer.policy import GROUP_IDLE, KEEP_CHECKPOINTS, STEP_DEADLINE
 from ..server import EmbeddedServer, trinity_home
-from .options import CheckpointRoot, Verbose, checkpoint_root, log_to_stderr, say_at_once
+from .options import CheckpointRoot, Verbose, checkpoint_root, log_to_stderr, print_now
 from .reducer import AdoptFolders, GroupIdle, KeepCheckpoints, StepDeadline, until_stopped
 
 
@@ -46,12 +46,12 @@ def serve(
     )
     folder = writable_root(checkpoint_root(root))
     tune_process()
-    prepare_stacks()
+    prepare_stack_dumps()
     server = EmbeddedServer(trinity_home())
     with ExitStack() as exits:
         url = shown = exits.enter_context(server.attached())
         if port:
             shown = exits.enter_context(server.listening(port))
-        started = partial(say_at_once, f"serving at {shown} (Ctrl-C stops)")
+        started = partial(print_now, f"serving at {shown} (Ctrl-C stops)")
         reduce = partial(reduce_all, url, run_id=None, root=folder, started=started, policy=policy)
         anyio.run(until_stopped, reduce)

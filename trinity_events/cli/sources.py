@@ -11,7 +11,7 @@ import typer
 
 from ..analysis.timeline import Part, Timeline
 from ..archive.state_at import FileSource, RunSource, StateAt
-from .options import checkpoint_root, log_of
+from .options import checkpoint_root, open_log
 
 RunOrFile = Annotated[
     str, typer.Argument(metavar="RUN|FILE", help="A run, or a file that export wrote.")
@@ -35,7 +35,7 @@ def recorded_file(run_or_file: str | None) -> Path | None:
 
 
 @asynccontextmanager
-async def states_of(
+async def open_states(
     run_or_file: str | None, root: Path | None, redis_url: str | None
 ) -> AsyncIterator[StateAt]:
     """Open the states of a run, or of a file, for which no server is needed."""
@@ -43,11 +43,11 @@ async def states_of(
     if path is not None:
         yield StateAt(FileSource(path))
         return
-    async with log_of(redis_url, run_or_file) as log:
+    async with open_log(redis_url, run_or_file) as log:
         yield StateAt(RunSource(log, checkpoint_root(root)))
 
 
-async def timeline_of(states: StateAt) -> AsyncGenerator[Iterable[Part], None]:
+async def read_timeline(states: StateAt) -> AsyncGenerator[Iterable[Part], None]:
     """Yield the parts of a log's timeline, those of each entry together."""
     timeline = Timeline()
     async with aclosing(states.folded()) as entries:

@@ -7,14 +7,14 @@ from typing import NamedTuple
 import anyio
 import msgspec
 
-from ..analysis.causes import LiveFacts, processes_of_epoch
+from ..analysis.causes import LiveFacts, select_processes
 from ..core import MonitorState
 from ..live_facts import read_live_facts
 from ..liveness import abandoned_since
 from ..log import RedisEventLog, position, require_run
 from ..replay import current_state
 from ..views import seconds, state_as_json, status_panel, waits_as_json
-from .options import Json, OptionalRun, RedisUrl, client_of, console, print_json
+from .options import Json, OptionalRun, RedisUrl, console, open_client, print_json
 
 
 class _RunStatus(NamedTuple):
@@ -39,7 +39,7 @@ def status(run: OptionalRun = None, redis_url: RedisUrl = None, as_json: Json = 
     state, facts, since = run_status
     shown = {name: value for name, value in state_as_json(state).items() if name != "waits"}
     at = position(state.position)[0] if facts is None else facts.now
-    processes = {} if facts is None else processes_of_epoch(state, facts.processes)
+    processes = {} if facts is None else select_processes(state, facts.processes)
     reports_since = None if facts is None else facts.reports_since
     print_json(
         shown
@@ -51,14 +51,14 @@ def status(run: OptionalRun = None, redis_url: RedisUrl = None, as_json: Json = 
 
 
 async def _read_status(redis_url: str | None, run: str | None) -> _RunStatus:
-    async with client_of(redis_url) as client:
+    async with open_client(redis_url) as client:
         log = RedisEventLog(client, await require_run(client, run))
         state = await current_state(log)
         if state.closed is not None:
             return _RunStatus(state)
         facts = await read_live_facts(client, log.run_id)
         since = await abandoned_since(client, state)
-        processes = processes_of_epoch(state, facts.processes)
+        processes = select_processes(state, facts.processes)
         if any(process.condition != "ended" for process in processes.values()):
             # A trainer publishes nothing between steps. To start the run again would fence it.
             since = None

@@ -33,18 +33,18 @@ from ..log.merged_reader import Found
 from ..log.redis.run_index import nearest_name
 from ..replay import page_of
 from ..server import Deadline, server_clock
-from ..views import event_line
+from ..views import format_event
 from ..views.cloudevents import build_cloudevent
 from ..views.documents import UndecodableLine
 from ..views.terminal import print_out
-from .last_entries import begin_of_last, decoded, is_wanted, last_entries
+from .last_entries import find_begin, is_wanted, last_entries, try_decode
 from .options import (
     CheckpointRoot,
     Json,
     OptionalRun,
     RedisUrl,
     checkpoint_root,
-    client_of,
+    open_client,
     print_json,
 )
 from .times import moment
@@ -191,10 +191,10 @@ def tail(
 
 
 async def _tail(redis_url: str | None, run: str | None, root: Path, options: _TailOptions) -> None:
-    async with client_of(redis_url) as client:
+    async with open_client(redis_url) as client:
         log = RedisEventLog(client, await require_run(client, run))
         event_filter = await _filter(client, log, options)
-        begin = await begin_of_last(log, options.lines, event_filter)
+        begin = await find_begin(log, options.lines, event_filter)
         after = dict(begin.after)
         archive = Archive(root / log.run_id, log.run_id)
         async for stream, entry in last_entries(log, archive, begin, options.lines, event_filter):
@@ -262,7 +262,7 @@ def _steps(text: str) -> range:
 
 
 def _print(run_id: str, stream: Stream, entry: Entry, form: Format) -> None:
-    envelope = decoded(entry)
+    envelope = try_decode(entry)
     if form == "cloudevents":
         print_json(build_cloudevent(run_id, stream, entry, envelope))
     elif isinstance(envelope, ContractError):
@@ -273,4 +273,4 @@ def _print(run_id: str, stream: Stream, entry: Entry, form: Format) -> None:
     elif form == "json":
         print_json({"id": entry.id, "stream": stream.value, **to_json(envelope)})
     else:
-        print_out(event_line(entry.id, envelope), lines=False)
+        print_out(format_event(entry.id, envelope), lines=False)

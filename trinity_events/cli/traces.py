@@ -15,7 +15,7 @@ import typer
 from ..errors import PackageMissing, TrinityError
 from ..views.terminal import print_out
 from .options import CheckpointRoot, RedisUrl
-from .sources import RunOrFile, states_of, timeline_of
+from .sources import RunOrFile, open_states, read_timeline
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -99,10 +99,10 @@ class _Collector:
 async def _traces(run: str, root: Path | None, redis_url: str | None, collector: _Collector) -> int:
     from ..views.otlp import StepTraces
 
-    async with states_of(run, root, redis_url) as states:
+    async with open_states(run, root, redis_url) as states:
         traces = StepTraces(states.source.run_id, collector.send)
         try:
-            async with aclosing(timeline_of(states)) as timeline:
+            async with aclosing(read_timeline(states)) as timeline:
                 async for parts in timeline:
                     traces.add_all(parts)
             traces.finish()

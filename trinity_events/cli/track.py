@@ -15,7 +15,7 @@ from ..archive.state_at import StateSource
 from ..trackers import TrackedRun, open_trackers, track_recorded, tracking_folder
 from ..views.terminal import print_out
 from .options import CheckpointRoot, RedisUrl
-from .sources import RunOrFile, states_of
+from .sources import RunOrFile, open_states
 
 
 def track(
@@ -56,7 +56,7 @@ async def _track(
     root: Path | None,
     redis_url: str | None,
 ) -> int:
-    async with states_of(run, root, redis_url) as states:
+    async with open_states(run, root, redis_url) as states:
         tracked = TrackedRun(
             run_id=states.source.run_id,
             folder=folder,

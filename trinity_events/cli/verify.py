@@ -16,7 +16,7 @@ from ..archive.format import bare_line
 from ..archive.segments import Archive
 from ..errors import TrinityError
 from ..views.terminal import visible
-from .options import CheckpointRoot, Json, RedisUrl, checkpoint_root, console, log_of, print_json
+from .options import CheckpointRoot, Json, RedisUrl, checkpoint_root, console, open_log, print_json
 from .sources import RunOrFile, recorded_file
 
 
@@ -60,7 +60,7 @@ def verify(
     path = recorded_file(run)
     if path is not None:
         recording = read_recording(path)
-        report = check(recording, run_folder=_folder_of_file(recording, root, files), files=files)
+        report = check(recording, run_folder=_find_folder(recording, root, files), files=files)
     else:
         report = anyio.run(_verify, redis_url, run, checkpoint_root(root), files)
     if as_json:
@@ -71,7 +71,7 @@ def verify(
         sys.exit(1)
 
 
-def _folder_of_file(recording: Recording, root: Path | None, files: bool) -> Path | None:
+def _find_folder(recording: Recording, root: Path | None, files: bool) -> Path | None:
     """Return the checkpoint directory of an exported run, if its files are asked for."""
     if not files:
         return None
@@ -85,7 +85,7 @@ async def _verify(redis_url: str | None, run: str, root: Path, files: bool) -> R
     folder = root / run
     with TemporaryDirectory(prefix="trinity-events-") as room:
         path = Path(room) / "log.jsonl"
-        async with log_of(redis_url, run) as log:
+        async with open_log(redis_url, run) as log:
             (
                 snapshot,
                 _,
@@ -95,7 +95,7 @@ async def _verify(redis_url: str | None, run: str, root: Path, files: bool) -> R
             except NotWritten as error:
                 raise NoSpaceForCopy(str(error)) from None
         recording = read_recording(path)
-        there = folder if folder.is_dir() else _folder_of_file(recording, root, files)
+        there = folder if folder.is_dir() else _find_folder(recording, root, files)
         return check(recording, snapshot, there, files=files)
 
 

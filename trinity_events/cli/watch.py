@@ -15,7 +15,7 @@ from ..live_facts import read_live_facts
 from ..log import DeadLetter, RedisEventLog, require_run
 from ..replay import follow_state
 from ..server import server_clock
-from .options import OptionalRun, RedisUrl, client_of
+from .options import OptionalRun, RedisUrl, open_client
 
 if TYPE_CHECKING:
     from ..views.watch import WatchApp
@@ -45,7 +45,7 @@ def watch(run: OptionalRun = None, redis_url: RedisUrl = None) -> None:
 
 
 async def _watch(app: type[WatchApp], redis_url: str | None, run: str | None) -> None:
-    async with client_of(redis_url) as client:
+    async with open_client(redis_url) as client:
         log = RedisEventLog(client, await require_run(client, run))
         ahead = await server_clock(client, log.keys.events) - time.time() * 1000
 

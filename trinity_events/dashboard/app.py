@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ..errors import RunNotFound, TrinityError
-from ..http_server.connections import connection_of
+from ..http_server.connections import get_connection
 from . import queries
 from .board import Board, TooManyRuns
 from .guard import Guard
@@ -63,7 +63,7 @@ Answer = Callable[[Request, RunReader], Awaitable[Any]]
 Opened = Callable[[], AbstractAsyncContextManager[Board]]
 
 
-def application(
+def build_application(
     opened: Opened,
     *,
     token: str | None = None,
@@ -85,7 +85,7 @@ def application(
 
     async def runs(request: Request) -> Response:
         board: Board = request.app.state.board
-        return _json(request, {"runs": await board.listed()})
+        return _json(request, {"runs": await board.list_runs()})
 
     live = _Live()
     routes = [
@@ -127,7 +127,7 @@ def _json(request: Request, value: Any, status: int = 200) -> Response:
     if len(body) > _LONG and "gzip" in request.headers.get("accept-encoding", ""):
         body = gzip.compress(body, compresslevel=1)
         headers = {"content-encoding": "gzip", "vary": "accept-encoding"}
-    return Response(body, status, headers, media_type="application/json")
+    return Response(body, status, headers, media_type="build_application/json")
 
 
 def encode(value: Any) -> bytes:
@@ -268,7 +268,7 @@ class _Live:
             status = next(status for kind, status in _STATUS if isinstance(error, kind))
             await _json(request, {"error": str(error)}, status)(scope, receive, send)
             return
-        connection_of(scope).become_stream()
+        get_connection(scope).become_stream()
         reader.viewers += 1
         try:
             async with anyio.create_task_group() as tasks:
@@ -311,7 +311,7 @@ class _Live:
                     await anyio.sleep(_FRAMES)
         except TimeoutError:
             logger.info("a viewer of run %s that read nothing was dropped", reader.source.run_id)
-            connection_of(scope).drop()
+            get_connection(scope).drop()
         except OSError:
             pass  # the viewer went away, which ends the stream
 

@@ -30,7 +30,7 @@ from ..core import MonitorState
 from ..core.fold_state import format_producer
 from ..log import position
 from ..replay import Folded
-from .categories import CATEGORIES, FAILURE, READY, category_of, step_of
+from .categories import CATEGORIES, FAILURE, READY, find_category, find_step
 
 _CATEGORIES = {
     span_category: CATEGORIES.index(category)
@@ -201,10 +201,10 @@ def _instant(entry_id: str, envelope: Envelope) -> Bar:
         lane=format_producer(envelope.producer),
         begin=at,
         end=at,
-        category=category_of(envelope.event),
+        category=find_category(envelope.event),
         label=event_tag(envelope.event),
         entry=entry_id,
-        step=step_of(envelope.event),
+        step=find_step(envelope.event),
     )
 
 

@@ -26,7 +26,7 @@ READERS = 8
 """Maximum runs with an index in memory; that of the run that was viewed longest ago goes first."""
 _LISTED = 100
 """Runs of the list with their state, the newest ones."""
-_LOOKS = 8
+_READS = 8
 """Runs of the list that are read at once."""
 _FRESH = 4.0
 """Seconds for which the list of runs is kept."""
@@ -39,7 +39,7 @@ class TooManyRuns(TrinityError):
 class Runs(Protocol):
     """Runs that a dashboard can show."""
 
-    async def listed(self) -> list[dict[str, Any]]:
+    async def list_runs(self) -> list[dict[str, Any]]:
         """Return a summary of each run, newest first."""
         ...
 
@@ -62,24 +62,24 @@ class ServerRuns:
         self._client = client
         self._archive_of = archive_of
 
-    async def listed(self) -> list[dict[str, Any]]:
+    async def list_runs(self) -> list[dict[str, Any]]:
         """Return a summary of each run, newest first."""
         opened = list(reversed((await list_runs(self._client)).items()))
-        looks = anyio.CapacityLimiter(_LOOKS)
+        reads = anyio.CapacityLimiter(_READS)
         summaries: dict[str, dict[str, Any]] = {}
 
-        async def look(run: str) -> None:
-            async with looks:
+        async def read_run(run: str) -> None:
+            async with reads:
                 try:
                     state = await current_state(RedisEventLog(self._client, run))
                     since = await abandoned_since(self._client, state)
-                    summaries[run] = summary_of(state) | {"silent_since": since}
+                    summaries[run] = build_summary(state) | {"silent_since": since}
                 except (SnapshotUnreadable, KeyConflict) as error:
                     summaries[run] = {"run": run, "problem": str(error)}
 
         async with anyio.create_task_group() as tasks:
             for run, _ in opened[:_LISTED]:
-                tasks.start_soon(look, run)
+                tasks.start_soon(read_run, run)
         return [
             summaries.get(run, {"run": run}) | {"last_opened": int(at * 1000)} for run, at in opened
         ]
@@ -100,7 +100,7 @@ class RecordedRuns:
     def __init__(self, recorded: RecordedSource) -> None:
         self._recorded = recorded
 
-    async def listed(self) -> list[dict[str, Any]]:
+    async def list_runs(self) -> list[dict[str, Any]]:
         """Return the run."""
         return [{"run": self._recorded.run_id, "recorded": True}]
 
@@ -111,7 +111,7 @@ class RecordedRuns:
         return self._recorded
 
 
-def summary_of(state: MonitorState) -> dict[str, Any]:
+def build_summary(state: MonitorState) -> dict[str, Any]:
     """Return the line of a run in the list."""
     return {
         "run": state.run_id,
@@ -137,12 +137,12 @@ class Board:
         self._listing = anyio.Lock()
         self._listed: tuple[float, list[dict[str, Any]]] = (-1e9, [])
 
-    async def listed(self) -> list[dict[str, Any]]:
+    async def list_runs(self) -> list[dict[str, Any]]:
         """Return a summary of each run, newest first; read from the server every few seconds."""
         async with self._listing:
             at, summaries = self._listed
             if anyio.current_time() - at > _FRESH:
-                summaries = await self._runs.listed()
+                summaries = await self._runs.list_runs()
                 self._listed = (anyio.current_time(), summaries)
         return summaries
 

@@ -53,7 +53,7 @@ from trinity_schemas import (
     event_tag,
 )
 
-from ..analysis.event_filter import steps_of
+from ..analysis.event_filter import find_steps
 
 CATEGORIES = ("run", "train", "rollouts", "save", "publish", "apply", "wait", "failure", "ready")
 """Names of the categories; their places are the numbers in all answers."""
@@ -116,13 +116,13 @@ TYPE_BIT: dict[type, int] = {
 BIT_OF_TAG: dict[str, int] = {tag: 1 << number for number, tag in enumerate(TYPES)}
 
 
-def category_of(event: Struct) -> int:
+def find_category(event: Struct) -> int:
     """Return the number of an event's category; that of failures for a run that failed."""
     if isinstance(event, RunClosed | EpochClosed) and event.reason != "finished":
         return FAILURE
     return CATEGORY[type(event)]
 
 
-def step_of(event: Event) -> int | None:
+def find_step(event: Event) -> int | None:
     """Return the step that an event is about, the last one of several; None if it has none."""
-    return max(steps_of(event), default=None)
+    return max(find_steps(event), default=None)

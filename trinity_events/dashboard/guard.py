@@ -12,7 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..http_server.connections import ServerBusy, connection_of
+from ..http_server.connections import ServerBusy, get_connection
 
 POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -82,7 +82,7 @@ class Guard:
             await self._app(scope, receive, guarded)
             return
         try:
-            with connection_of(scope).admitted():
+            with get_connection(scope).admitted():
                 await self._app(scope, receive, guarded)
         except ServerBusy as error:
             response = JSONResponse(

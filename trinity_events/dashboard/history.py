@@ -25,7 +25,7 @@ from ..log import Entry, position
 from ..replay import fold_one
 from .activity import Activity
 from .blocks import BLOCK, Blocks, EntryBlock
-from .categories import FAILURE, TYPE_BIT, category_of, step_of
+from .categories import FAILURE, TYPE_BIT, find_category, find_step
 from .series import Figures
 from .states import CompressedStates
 
@@ -83,7 +83,7 @@ class History:
         self._lane_of: dict[tuple[str, int], int] = {("reducer", 0): REDUCER}
         self._decode = EnvelopeReader().decode
         self._block: EntryBlock | None = None
-        self.states.keep(state.entries, state)
+        self.states.add(state.entries, state)
 
     @property
     def state(self) -> MonitorState:
@@ -101,19 +101,19 @@ class History:
         for entry in entries:
             milliseconds = position(entry.id)[0]
             self.last = max(self.last, milliseconds)
-            block = self._block_of(entry.id, milliseconds)
+            block = self._find_block(entry.id, milliseconds)
             folded = fold_one(self.monitor, entry, self._decode)
             if folded.envelope is None:
                 self._count(block, REDUCER, FAILURE, milliseconds)
                 self._mark(entry.id, milliseconds, "dead letter", str(folded.problem))
             else:
-                self._take(entry.id, milliseconds, block, folded.envelope)
+                self._add(entry.id, milliseconds, block, folded.envelope)
             for announcement in folded.announcements:
-                self._announced(entry.id, milliseconds, block, announcement)
-            if self.states.wants(state.entries):
-                self.states.keep(state.entries, state)
+                self._add_announcement(entry.id, milliseconds, block, announcement)
+            if self.states.is_due(state.entries):
+                self.states.add(state.entries, state)
 
-    def lane_of(self, role: str, rank: int, node: str = "") -> int:
+    def find_lane(self, role: str, rank: int, node: str = "") -> int:
         """Return the number of a producer's lane."""
         lane = self._lane_of.get((role, rank))
         if lane is None:
@@ -125,23 +125,21 @@ class History:
                 self.lanes.append(Lane(OTHERS, OTHERS, 0, ""))
         return lane
 
-    def _block_of(self, entry_id: str, milliseconds: int) -> EntryBlock:
+    def _find_block(self, entry_id: str, milliseconds: int) -> EntryBlock:
         if self._block is None or self._block.entries >= BLOCK:
             self._block = self.blocks.open(self.number, entry_id, milliseconds)
         self._block.entries += 1
         return self._block
 
-    def _take(
-        self, entry_id: str, milliseconds: int, block: EntryBlock, envelope: Envelope
-    ) -> None:
+    def _add(self, entry_id: str, milliseconds: int, block: EntryBlock, envelope: Envelope) -> None:
         event, producer = envelope.event, envelope.producer
-        category = category_of(event)
+        category = find_category(event)
         lane = self._lane_of.get((producer.role, producer.rank))
         if lane is None:
-            lane = self.lane_of(producer.role, producer.rank, producer.node)
+            lane = self.find_lane(producer.role, producer.rank, producer.node)
         self._count(block, lane, category, milliseconds)
         block.types |= TYPE_BIT[type(event)]
-        step = step_of(event)
+        step = find_step(event)
         if step is not None:
             if block.least_step < 0 or step < block.least_step:
                 block.least_step = step
@@ -149,13 +147,13 @@ class History:
         self.figures.add(milliseconds / 1000, envelope)
         if category == FAILURE or isinstance(event, (RunOpened, RunResumed, RunClosed)):
             who = format_producer(producer)
-            self._mark(entry_id, milliseconds, event_tag(event), f"{who}: {_words(event)}")
+            self._mark(entry_id, milliseconds, event_tag(event), f"{who}: {_format_mark(event)}")
 
-    def _announced(
+    def _add_announcement(
         self, entry_id: str, milliseconds: int, block: EntryBlock, announcement: Envelope
     ) -> None:
         event = announcement.event
-        self._count(block, REDUCER, category_of(event), milliseconds)
+        self._count(block, REDUCER, find_category(event), milliseconds)
         block.types |= TYPE_BIT[type(event)]
         self.figures.add(milliseconds / 1000, announcement)
         if isinstance(event, StepFailed):
@@ -170,11 +168,11 @@ class History:
         self.marks.append(Mark(milliseconds, self.number, entry_id, name, text[:240]))
 
 
-def _words(event: Event) -> str:
+def _format_mark(event: Event) -> str:
     """Return the words of a failure, or of the begin or end of an epoch."""
     for name in ("error", "message", "reason", "error_type"):
         text = getattr(event, name, None)
         if text:
             return str(text)
-    step = step_of(event)
+    step = find_step(event)
     return "" if step is None else f"step {step}"

@@ -39,7 +39,7 @@ _IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./(\w+\.js)";\n', re.MULTILINE
 _EXPORT = re.compile(r"^export (?:async )?(?:function|class|const) (\w+)", re.MULTILINE)
 
 
-async def html_of(source: DashboardSource) -> str:
+async def build_html(source: DashboardSource) -> str:
     """Return the pages of a run with summaries of its log, as one file.
 
     Raises:
@@ -60,7 +60,7 @@ async def html_of(source: DashboardSource) -> str:
 async def _data(reader: RunReader) -> dict[str, Any]:
     now = await queries.get_now(reader)
     return {
-        "now": now | {"live": False, "note": _note(now)},
+        "now": now | {"live": False, "note": _format_note(now)},
         "lanes": await queries.get_lanes(reader),
         "overview": await queries.get_overview(reader),
         "versions": await queries.get_versions(reader),
@@ -72,7 +72,7 @@ async def _data(reader: RunReader) -> dict[str, Any]:
     }
 
 
-def _note(now: dict[str, Any]) -> str:
+def _format_note(now: dict[str, Any]) -> str:
     return (
         "A file with summaries of this run: it has its newest events, all failures, and states of "
         f"the past at some of its {now['number']:,} events."
@@ -176,7 +176,7 @@ def bundle() -> str:
     return "\n".join(parts)
 
 
-def imports_of(name: str) -> list[str]:
+def find_imports(name: str) -> list[str]:
     """Return the modules that a module imports."""
     return [module for _, module in _IMPORT.findall((STATIC / name).read_text())]
 

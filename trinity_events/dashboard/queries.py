@@ -11,7 +11,7 @@ from msgspec import structs
 
 from trinity_schemas import Envelope, StepRef, event_tag
 
-from ..analysis.causes import LiveFacts, processes_of_epoch
+from ..analysis.causes import LiveFacts, select_processes
 from ..analysis.changes import changes
 from ..analysis.explain import explain
 from ..analysis.proof import Proof
@@ -20,13 +20,13 @@ from ..core.fold_state import format_producer
 from ..log import Entry, before, position
 from ..replay import Folded, fold_each
 from ..views import state_as_json
-from ..views.changes import change_line, tells
-from .categories import CATEGORIES, TYPES, category_of, step_of
+from ..views.changes import format_change, is_relevant
+from .categories import CATEGORIES, TYPES, find_category, find_step
 from .history import History
 from .run_reader import RunReader
 from .search import FOUND, SEARCHED, format_fields
 from .series import Figures, Version
-from .state_view import build_view, compare_digests, list_causes
+from .state_view import build_causes, build_view, compare_digests
 
 _MATRIX = 24
 """Versions of the matrix, the last ones."""
@@ -46,13 +46,13 @@ async def get_now(reader: RunReader) -> dict[str, Any]:
     facts = structs.replace(facts, now=now, unfolded_since=now - late if late else None)
     return build_view(state, now, _digests(history)) | {
         # Without the facts of a live run, another process would be blamed than `explain` names.
-        "causes": list_causes(state, facts) if has_facts or not reader.source.is_live else [],
+        "causes": build_causes(state, facts) if has_facts or not reader.source.is_live else [],
         "unfolded": late,
         "processes": []
         if state.closed is not None
         else [
             [name, process.pid, process.condition]
-            for name, process in sorted(processes_of_epoch(state, facts.processes).items())
+            for name, process in sorted(select_processes(state, facts.processes).items())
         ],
         "live": reader.source.is_live,
         "progress": reader.progress,
@@ -93,9 +93,9 @@ async def get_state(
         changed: True to add the changes of the state by the entry, at most :data:`FOUND`.
     """
     if entry is not None:
-        number = await reader.number_of(entry)
+        number = await reader.find_number(entry)
     elif time is not None:
-        number = await reader.number_at(time)
+        number = await reader.find_number_at(time)
     elif number is None:
         number = (await reader.indexed()).number
     result = await reader.at(number)
@@ -103,7 +103,7 @@ async def get_state(
     state = result.state
     now = position(state.position)[0]
     view = build_view(state, now, _digests(history)) | {
-        "causes": list_causes(state, LiveFacts(now=now)),
+        "causes": build_causes(state, LiveFacts(now=now)),
         "first": history.first,
         "indexed": history.number,
         "problem": result.problem,
@@ -116,8 +116,8 @@ async def get_state(
         view["whole"] = state_as_json(state)
     if changed and number > history.first:
         former = state_as_json((await reader.at(number - 1)).state)
-        found_changes = filter(tells, changes(former, state_as_json(state)))
-        view["changed"] = [change_line(change) for change in islice(found_changes, FOUND)]
+        found_changes = filter(is_relevant, changes(former, state_as_json(state)))
+        view["changed"] = [format_change(change) for change in islice(found_changes, FOUND)]
     return view
 
 
@@ -127,11 +127,11 @@ def _event(entry: Entry | None, envelope: Envelope) -> dict[str, Any]:
     return {
         "entry": entry.id,
         "type": event_tag(envelope.event),
-        "category": category_of(envelope.event),
+        "category": find_category(envelope.event),
         "producer": format_producer(envelope.producer),
         "node": envelope.producer.node,
         "epoch": envelope.epoch,
-        "step": step_of(envelope.event),
+        "step": find_step(envelope.event),
         "line": format_fields(entry.id, envelope),
         "fields": msgspec.to_builtins(envelope.event, str_keys=True),
     }

@@ -126,7 +126,7 @@ class RunReader:
             if ahead is not None and ahead.entries - begun.state.entries > PAGE:
                 self._ahead = Monitor(ahead)
             if self._ahead is not None or begun.entries > _TAIL:
-                self.tail = await self._tail_of_log()
+                self.tail = await self._index_tail()
             self.history = History(begun.state, begun.begin, begun.end)
         self.problem = None
         page = PageSize(PAGE)
@@ -140,13 +140,13 @@ class RunReader:
             if entries:
                 await self._index(entries, page.learn(entries))
 
-    async def _tail_of_log(self) -> History | None:
+    async def _index_tail(self) -> History | None:
         """Return an index of the last entries: their times, lanes and failures, and no state."""
         entries = await self.source.read_last(_TAIL)
         if not entries:
             return None
         begin, end = (position(entries[at].id)[0] for at in (0, -1))
-        epoch = max((_epoch_of(entry) for entry in entries[-_TURN:]), default=0)
+        epoch = max((_read_epoch(entry) for entry in entries[-_TURN:]), default=0)
         # Of the state, only the epoch matters: events of another one would count as anomalies.
         tail = History(MonitorState(run_id=self.source.run_id, epoch=epoch), begin, end)
         for batch in in_turns(entries, sum(len(entry.payload) for entry in entries), _TURN):
@@ -242,7 +242,7 @@ class RunReader:
             )
         return self.history
 
-    async def number_of(self, entry_id: str) -> int:
+    async def find_number(self, entry_id: str) -> int:
         """Return the number of entries up to an entry, given by id.
 
         Raises:
@@ -256,7 +256,7 @@ class RunReader:
         history = await self._reach(lambda history: position(history.state.position) >= target)
         return await self._find(history, target, exact=True)
 
-    async def number_at(self, milliseconds: int) -> int:
+    async def find_number_at(self, milliseconds: int) -> int:
         """Return the number of entries up to a moment."""
         history = await self._reach(lambda history: history.last >= milliseconds)
         return await self._find(history, (milliseconds, 2**64 - 1), exact=False)
@@ -340,7 +340,7 @@ class RunReader:
             await self.changed(self.version, 1.0)
 
 
-def _epoch_of(entry: Entry) -> int:
+def _read_epoch(entry: Entry) -> int:
     try:
         return decode_envelope(entry.payload).epoch
     except ContractError:

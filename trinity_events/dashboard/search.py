@@ -13,8 +13,8 @@ from ..core import MonitorState
 from ..core.fold_state import format_producer
 from ..log import Entry, before, position
 from ..replay import fold_each
-from ..views import event_line
-from .categories import BIT_OF_TAG, category_of, step_of
+from ..views import format_event
+from .categories import BIT_OF_TAG, find_category, find_step
 from .run_reader import InvalidQuery, RunReader
 
 FOUND = 200
@@ -42,14 +42,14 @@ class Search(Struct, frozen=True, kw_only=True):
             if tag not in BIT_OF_TAG:
                 raise InvalidQuery(f"{tag!r} is no type of events: see /api/runs/RUN/lanes")
 
-    def wants(self, envelope: Envelope, milliseconds: int) -> bool:
+    def matches(self, envelope: Envelope, milliseconds: int) -> bool:
         """Return True if an event matches."""
         event, producer = envelope.event, envelope.producer
         return (
             self.since <= milliseconds <= self.until
             and (not self.types or event_tag(event) in self.types)
             and (not self.producer or self.producer in (producer.role, format_producer(producer)))
-            and (self.step is None or step_of(event) == self.step)
+            and (self.step is None or find_step(event) == self.step)
         )
 
 
@@ -108,7 +108,7 @@ def _matching(state: MonitorState, entries: list[Entry], query: Search) -> list[
         results += [
             _search_row(state.entries, entry.id, message)
             for message in (envelope, *announcements)
-            if query.wants(message, milliseconds)
+            if query.matches(message, milliseconds)
         ]
     return results
 
@@ -121,8 +121,8 @@ def _search_row(number: int, entry_id: str, envelope: Envelope) -> list[Any]:
         position(entry_id)[0],
         format_producer(envelope.producer),
         event_tag(event),
-        step_of(event),
-        category_of(event),
+        find_step(event),
+        find_category(event),
         format_fields(entry_id, envelope),
     ]
 
@@ -130,4 +130,4 @@ def _search_row(number: int, entry_id: str, envelope: Envelope) -> list[Any]:
 def format_fields(entry_id: str, envelope: Envelope) -> str:
     """Return the fields of an event as ``tail`` prints them, without id, time and producer."""
     tag = event_tag(envelope.event)
-    return event_line(entry_id, envelope).partition(f" {tag}")[2].strip()[:400]
+    return format_event(entry_id, envelope).partition(f" {tag}")[2].strip()[:400]

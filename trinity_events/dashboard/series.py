@@ -116,18 +116,18 @@ class Figures:
 
     def add(self, at: float, envelope: Envelope) -> None:
         """Take an event or an announcement, ``at`` in seconds by the server's clock."""
-        take = _TAKES.get(type(envelope.event))
-        if take is not None:
-            take(self, at, envelope, envelope.event)
+        add = _ADDERS.get(type(envelope.event))
+        if add is not None:
+            add(self, at, envelope, envelope.event)
 
     def _metrics(self, _: float, envelope: Envelope, event: StepTrained | StepCommitted) -> None:
-        self._take_metrics(StepRef(envelope.epoch, event.step), event.metrics)
+        self._add_metrics(StepRef(envelope.epoch, event.step), event.metrics)
 
     def _evaluated(self, _: float, __: Envelope, event: EvaluationFinished) -> None:
         metrics = {f"eval/{event.name}/{name}": value for name, value in event.metrics.items()}
-        self._take_metrics(event.version, metrics)
+        self._add_metrics(event.version, metrics)
 
-    def _take_metrics(self, at: StepRef, metrics: Mapping[str, float]) -> None:
+    def _add_metrics(self, at: StepRef, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             series = self.metrics.get(name)
             if series is None:
@@ -182,7 +182,7 @@ class Figures:
         return version
 
 
-_TAKES: dict[type, Callable[[Figures, float, Envelope, Any], None]] = {
+_ADDERS: dict[type, Callable[[Figures, float, Envelope, Any], None]] = {
     StepTrained: Figures._trained,
     StepCommitted: Figures._metrics,
     EvaluationFinished: Figures._evaluated,

@@ -139,7 +139,7 @@ class _Simulation:
         )
         return Entry(entry_id, encode(envelope))
 
-    def say(
+    def plan_event(
         self, seconds: float, who: tuple[str, int], event: Event | bytes, *, repeat: bool = False
     ) -> None:
         """Plan an event, in seconds from the begin of the step."""
@@ -169,10 +169,12 @@ class _Simulation:
     def _steps(self) -> Iterator[float]:
         """Plan step after step; yield the time before which nothing else will be planned."""
         plan = self.plan
-        self.say(0, ("trainer", 0), RunOpened(transport=_TRANSPORT, save_strategy="unrestricted"))
+        self.plan_event(
+            0, ("trainer", 0), RunOpened(transport=_TRANSPORT, save_strategy="unrestricted")
+        )
         for rank in range(plan.explorers):
             joined = ExplorerStatusChanged(status="running")
-            self.say(self.random.uniform(0.2, 3), ("explorer", rank), joined)
+            self.plan_event(self.random.uniform(0.2, 3), ("explorer", rank), joined)
         self.clock += 4000
         step, crash = 0, 101 if plan.faults else -1
         while step < plan.steps:
@@ -198,12 +200,12 @@ class _Simulation:
             oldest=StepRef(self.epoch, max(0, step - 2)),
             fingerprint=_FINGERPRINT,
         )
-        self.say(0.05, trainer, dispatched)
+        self.plan_event(0.05, trainer, dispatched)
         generated = length * draw.uniform(0.5, 0.6)
         if plan.faults:
             length, generated = self._straggler(step, length, generated)
         publish = generated + length * 0.2
-        self.say(generated, trainer, TrainerStatusChanged(status="running", step=step))
+        self.plan_event(generated, trainer, TrainerStatusChanged(status="running", step=step))
         lost: dict[str, tuple[tuple[int, int], ...]] = {}
         if step % 7 == 0:
             lost = {"filtered": ((first + 3, first + 4),)}
@@ -212,7 +214,7 @@ class _Simulation:
             if lost
             else ((first, first + _PROMPTS - 1),)
         )
-        self.say(
+        self.plan_event(
             publish - 0.05,
             trainer,
             StepTrained(
@@ -252,14 +254,16 @@ class _Simulation:
     def _version(self, step: int, publish: float) -> None:
         plan, draw = self.plan, self.random
         opened = VersionOpened(step=step, ranks=tuple(range(plan.ranks)), transport="redis")
-        self.say(publish, ("actor", 0), opened)
+        self.plan_event(publish, ("actor", 0), opened)
         last = publish
         for rank in range(plan.ranks):
             began = publish + draw.uniform(0.01, 0.06)
             seconds = draw.uniform(0.55, 0.95) + (1.4 if draw.random() < 0.01 else 0)
             save_id = f"w{self.epoch}-{step}-{rank}"
             slot = Slot(step=step, kind="weights", role="actor", rank=rank, name="weights")
-            self.say(began, ("actor", rank), SaveStarted(save_id=save_id, slot=slot, lease=15.0))
+            self.plan_event(
+                began, ("actor", rank), SaveStarted(save_id=save_id, slot=slot, lease=15.0)
+            )
             part = VersionPartPublished(
                 step=step,
                 rank=rank,
@@ -270,9 +274,9 @@ class _Simulation:
                 seconds=seconds,
                 save_id=save_id,
             )
-            self.say(began + seconds, ("actor", rank), part)
+            self.plan_event(began + seconds, ("actor", rank), part)
             last = max(last, began + seconds)
-        self.say(last + 0.01, ("trainer", 0), StepCommitted(step=step, kind="weights"))
+        self.plan_event(last + 0.01, ("trainer", 0), StepCommitted(step=step, kind="weights"))
         for rank in range(plan.explorers):
             self._apply(step, rank, publish, last + 0.02)
 
@@ -290,7 +294,7 @@ class _Simulation:
                 rank=3,
                 chunk=114 + step,
             )
-            self.say(ready + fetch, explorer, refused)
+            self.plan_event(ready + fetch, explorer, refused)
             return
         digest = version_digest([(rank, _digest(self.epoch, step, rank)) for rank in self._ranks])
         verified = (self.clock / 1000) + ready + fetch
@@ -301,7 +305,7 @@ class _Simulation:
             verified_at=verified,
             phases=AppliedPhases(fetch=fetch, pause=pause),
         )
-        self.say(ready + fetch + pause, explorer, applied)
+        self.plan_event(ready + fetch + pause, explorer, applied)
         self.served[rank] = step
 
     @cached_property
@@ -316,12 +320,12 @@ class _Simulation:
             expected=plan.ranks,
         )
         registered = ThreadCountRegistered(step=step, registration=expected)
-        self.say(begin, ("trainer", 0), registered)
+        self.plan_event(begin, ("trainer", 0), registered)
         for rank in range(plan.ranks):
             started = begin + draw.uniform(0.02, 0.2)
             self._save(step, rank, started, draw.uniform(5, 9))
         commit = StepCommitted(step=step, kind="checkpoint", registrations=(expected,))
-        self.say(begin + 0.3, ("trainer", 0), commit)
+        self.plan_event(begin + 0.3, ("trainer", 0), commit)
 
     def _save(self, step: int, rank: int, started: float, seconds: float, again: int = 0) -> None:
         """Plan a save of one rank; two of the demo's saves go wrong."""
@@ -329,17 +333,19 @@ class _Simulation:
         save_id = f"c{self.epoch}-{step}-{rank}-{again}"
         path = f"shards/step_{step}/model_{rank}.pt"
         who = ("actor", rank)
-        self.say(started, who, SaveStarted(save_id=save_id, slot=slot, path=path, lease=15.0))
+        self.plan_event(
+            started, who, SaveStarted(save_id=save_id, slot=slot, path=path, lease=15.0)
+        )
         if self.plan.faults and not again and (step, rank) == (40, 5):
             self._killed(slot, save_id, started)
             return
         if self.plan.faults and not again and (self.epoch, step, rank) == (1, 90, 11):
             message = "[Errno 28] No space left on device: 'model_11.pt'"
             failed = SaveFailed(save_id=save_id, slot=slot, error_type="OSError", message=message)
-            self.say(started + 3.1, who, failed)
+            self.plan_event(started + 3.1, who, failed)
             return
         half = SaveProgressed(save_id=save_id, slot=slot, bytes=_SHARD // 2, total=_SHARD)
-        self.say(started + seconds / 2, who, half)
+        self.plan_event(started + seconds / 2, who, half)
         finished = SaveFinished(
             save_id=save_id,
             slot=slot,
@@ -348,7 +354,7 @@ class _Simulation:
             seconds=seconds,
             digest=_digest(self.epoch, step, 1000 + rank),
         )
-        self.say(started + seconds, who, finished)
+        self.plan_event(started + seconds, who, finished)
 
     # --- what goes wrong -------------------------------------------------------------------
 
@@ -358,7 +364,7 @@ class _Simulation:
         expired = LeaseExpired(
             holder=holder, lease=15.0, attempts=(ExpiredAttempt(save_id=save_id, slot=slot),)
         )
-        self.say(started + 17.4, ("reducer", 0), expired)
+        self.plan_event(started + 17.4, ("reducer", 0), expired)
         self.restart("actor", slot.rank)
         self._save(slot.step, slot.rank, started + 26, 6.5, again=1)
 
@@ -368,7 +374,7 @@ class _Simulation:
             return length, generated
         delay, late = 46.0, ("explorer", 17)
         ordinal = (step - 1) * _PROMPTS + 31
-        self.say(
+        self.plan_event(
             generated + 5,
             ("trainer", 0),
             WaitStarted(
@@ -379,7 +385,7 @@ class _Simulation:
                 deadline=300.0,
             ),
         )
-        self.say(
+        self.plan_event(
             generated + 3,
             late,
             WaitStarted(
@@ -391,15 +397,15 @@ class _Simulation:
             ),
         )
         again = ReissuedRollout(ordinal=ordinal, attempt=2, reason="deadline")
-        self.say(
+        self.plan_event(
             generated + delay - 6,
             ("trainer", 0),
             RolloutsDispatched(reissued=(again,), oldest=StepRef(self.epoch, step - 2)),
         )
         ended = WaitEnded(wait_id=f"r{step}", outcome="deadline", seconds=60.0)
-        self.say(generated + delay - 5.8, late, ended)
+        self.plan_event(generated + delay - 5.8, late, ended)
         over = WaitEnded(wait_id=f"t{step}", outcome="over", seconds=delay)
-        self.say(generated + delay, ("trainer", 0), over)
+        self.plan_event(generated + delay, ("trainer", 0), over)
         return length + delay, generated + delay
 
     def _is_cut_off(self, step: int, rank: int) -> bool:
@@ -411,9 +417,11 @@ class _Simulation:
         """Plan what does not hold a run up: repeated events, garbage, a group that went away."""
         if step == 34:
             opened = VersionOpened(step=step, ranks=tuple(self._ranks), transport="redis")
-            self.say(publish + 0.3, ("actor", 0), opened, repeat=True)
+            self.plan_event(publish + 0.3, ("actor", 0), opened, repeat=True)
         if step == 46:
-            self.say(publish + 1, ("trainer", 0), b"\x93\x01\x02 not an event of this contract")
+            self.plan_event(
+                publish + 1, ("trainer", 0), b"\x93\x01\x02 not an event of this contract"
+            )
         if step == 75:
             detached = ConsumerDetached(
                 group="eval-nightly",
@@ -423,7 +431,7 @@ class _Simulation:
                 idle=3600.0,
                 oldest_pending=f"{int(self.clock) - 900_000}-0",
             )
-            self.say(2, ("reducer", 0), detached)
+            self.plan_event(2, ("reducer", 0), detached)
 
     def _crash(self, step: int) -> int:
         """Let the trainer die; it resumes from the last whole checkpoint. Return the next step."""
@@ -436,7 +444,7 @@ class _Simulation:
         self.clock += 52_000
         checkpoint = StepRef(1, from_step)
         resumed = RunResumed(step=from_step, checkpoint=checkpoint, transport=_TRANSPORT)
-        self.say(0, ("trainer", 0), resumed)
+        self.plan_event(0, ("trainer", 0), resumed)
         filtered = 2 * len([number for number in range(1, from_step + 1) if number % 7 == 0])
         total = from_step * _PROMPTS
         ledger = TrainedLedger(
@@ -447,7 +455,7 @@ class _Simulation:
             dropped={"filtered": filtered},
             fingerprint=_FINGERPRINT,
         )
-        self.say(0.1, ("trainer", 0), LedgerRestored(ledger=ledger, digest=ledger.digest))
+        self.plan_event(0.1, ("trainer", 0), LedgerRestored(ledger=ledger, digest=ledger.digest))
         self.clock += 3000
         return from_step + 1
 
@@ -457,7 +465,7 @@ class _Simulation:
         trainer = ("trainer", 0)
         oldest = StepRef(self.epoch, step - 2)
         ordinals = ((first, first + _PROMPTS - 1),)
-        self.say(0.1, trainer, RolloutsDispatched(ordinals=ordinals, oldest=oldest))
+        self.plan_event(0.1, trainer, RolloutsDispatched(ordinals=ordinals, oldest=oldest))
         waits = [
             (
                 14.0,
@@ -472,7 +480,7 @@ class _Simulation:
         ]
         for at, who, what, named, deadline in waits:
             wait_id = f"{who[0]}{who[1]}-{step}"
-            self.say(
+            self.plan_event(
                 at,
                 who,
                 WaitStarted(
@@ -481,13 +489,13 @@ class _Simulation:
             )
         slot = Slot(step=step - 1, kind="state_dict", role="actor", rank=9, name="model")
         expected = Registration(registration_id=f"sd-{step - 1}", kind="state_dict", expected=2)
-        self.say(1, trainer, ThreadCountRegistered(step=step - 1, registration=expected))
-        self.say(2, ("actor", 9), SaveStarted(save_id=f"sd-{step}", slot=slot, lease=15.0))
-        self.say(
+        self.plan_event(1, trainer, ThreadCountRegistered(step=step - 1, registration=expected))
+        self.plan_event(2, ("actor", 9), SaveStarted(save_id=f"sd-{step}", slot=slot, lease=15.0))
+        self.plan_event(
             2.2, trainer, StepCommitted(step=step - 1, kind="state_dict", registrations=(expected,))
         )
         half = SaveProgressed(save_id=f"sd-{step}", slot=slot, bytes=_SHARD // 3, total=_SHARD)
-        self.say(18, ("actor", 9), half)
+        self.plan_event(18, ("actor", 9), half)
         self.clock += 31_000
 
 

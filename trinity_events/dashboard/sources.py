@@ -249,12 +249,12 @@ class RecordedSource:
                 break
             entries.append(entry)
             if len(entries) >= limit:
-                self._keep(entry.id, cursor)
+                self._store_cursor(entry.id, cursor)
                 return entries
         cursor.close()
         return entries
 
-    def _keep(self, at: str, cursor: Generator[Entry, None, None]) -> None:
+    def _store_cursor(self, at: str, cursor: Generator[Entry, None, None]) -> None:
         if at in self._cursors:
             self._cursors.pop(at).close()
         self._cursors[at] = cursor

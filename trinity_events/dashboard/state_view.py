@@ -7,8 +7,8 @@ from typing import Any
 
 from trinity_schemas import StepRef
 
-from ..analysis.causes import Cause, LiveFacts, first_causes
-from ..analysis.explain import unfinished
+from ..analysis.causes import Cause, LiveFacts, find_causes
+from ..analysis.explain import format_unfinished
 from ..analysis.failures import failures
 from ..core import MonitorState
 from ..core.completeness import count_registered
@@ -52,7 +52,7 @@ def build_view(state: MonitorState, now: int, digests: Mapping[StepRef, str]) ->
         "transport": None if state.transport is None else state.transport.name,
         "strategy": state.strategy,
         "waits": _waits(state, now),
-        "unfinished": unfinished(state, now=now)[:_LINES],
+        "unfinished": format_unfinished(state, now=now)[:_LINES],
         "stacks": list(state.stacks.items())[-_LINES:],
         "failures": [failure.sentence for failure in failures(state)][-_LINES:],
         "steps": _steps(state),
@@ -104,7 +104,7 @@ def _waits(state: MonitorState, now: int) -> list[dict[str, Any]]:
     ]
 
 
-def list_causes(state: MonitorState, facts: LiveFacts) -> list[dict[str, Any]]:
+def build_causes(state: MonitorState, facts: LiveFacts) -> list[dict[str, Any]]:
     """Return the causes for which an open run does not go on, the first cause first.
 
     Args:
@@ -120,7 +120,7 @@ def list_causes(state: MonitorState, facts: LiveFacts) -> list[dict[str, Any]]:
             "process": cause.process,
             "pid": cause.pid,
         }
-        for cause in first_causes(state, facts)
+        for cause in find_causes(state, facts)
         if _lasts(cause, facts.now)
     ]
 

@@ -53,11 +53,11 @@ class CompressedStates:
         """Bytes of the kept states."""
         return self._bytes
 
-    def wants(self, number: int) -> bool:
+    def is_due(self, number: int) -> bool:
         """Return True if the state after this number of entries is to be kept."""
         return number % self.spacing == 0
 
-    def keep(self, number: int, state: MonitorState) -> None:
+    def add(self, number: int, state: MonitorState) -> None:
         """Keep a state; drop every second one if there are too many."""
         entry = CompressedState(number, state.position, compress_state(state))
         self._states.append(entry)

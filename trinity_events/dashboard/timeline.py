@@ -108,7 +108,7 @@ def count_cells(history: History, begin: int, end: int, rows: Sequence[Row]) -> 
 async def read_bars(reader: RunReader, begin: int, end: int) -> list[Bar]:
     """Return the bars of a window; those that began before it come from the state at its begin."""
     history = await reader.indexed()
-    first = await reader.number_at(begin - 1) if begin > history.begin else history.first
+    first = await reader.find_number_at(begin - 1) if begin > history.begin else history.first
     start = (await reader.at(max(first, history.first))).state
     return await _read_bars_after(reader, start, start.position, begin, end)
 

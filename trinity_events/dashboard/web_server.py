@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Sequence
 
 from ..http_server.serving import open_listening_socket, serve_application
-from .app import Opened, application
+from .app import Opened, build_application
 
 
 def is_loopback(host: str) -> bool:
@@ -47,7 +47,7 @@ async def serve_board(
         hosts: Names that the server is known by.
         started: Called once it answers.
     """
-    app = application(opened, token=token, hosts=hosts)
+    app = build_application(opened, token=token, hosts=hosts)
     await serve_application(
         app, listening, on_start=started, on_stop=app.state.stop_streams, lifespan=True
     )

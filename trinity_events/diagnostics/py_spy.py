@@ -44,7 +44,8 @@ def read_stacks(pids: Iterable[int]) -> dict[int, str]:
             with suppress(OSError):
                 started[pid] = running.enter_context(_dump(program, pid))
         texts = {
-            pid: _without_command_line(_output_of(process, end)) for pid, process in started.items()
+            pid: _without_command_line(_read_output(process, end))
+            for pid, process in started.items()
         }
     return {pid: f"{SOURCE}\n{text}" for pid, text in texts.items() if text}
 
@@ -74,7 +75,7 @@ def _dump(program: str, pid: int) -> Iterator[subprocess.Popen[bytes]]:
             started.stdout.close()
 
 
-def _output_of(process: subprocess.Popen[bytes], end: float) -> str:
+def _read_output(process: subprocess.Popen[bytes], end: float) -> str:
     """Return the output of a process, cut to its bound; empty if it failed or was late."""
     assert process.stdout is not None
     descriptor, output, ready = process.stdout.fileno(), b"", select.poll()

@@ -40,7 +40,7 @@ _own: Path | None = None
 """File of this process, once it writes its stacks when asked."""
 
 
-def write_stacks_when_asked(run_id: str, process: str) -> None:
+def enable_stack_dumps(run_id: str, process: str) -> None:
     """Let this process write its stacks to a file in a folder of its user when it is asked.
 
     One process may have several names. Where there is no ``/proc`` or no room, it does nothing.
@@ -54,7 +54,7 @@ def write_stacks_when_asked(run_id: str, process: str) -> None:
         name_process(run_id, process)
 
 
-def prepare_stacks() -> None:
+def prepare_stack_dumps() -> None:
     """Let this process write its stacks when it is asked, under names that come later."""
     with suppress(OSError):
         _own_file(_folder())
@@ -72,7 +72,7 @@ def name_process(run_id: str, process: str) -> None:
         link.replace(name)
 
 
-def take_stacks(run_id: str, processes: Iterable[str]) -> list[StacksTaken]:
+def collect_stacks(run_id: str, processes: Iterable[str]) -> list[StacksTaken]:
     """Take the stacks of processes of this user on this host; others are left out.
 
     It returns within :data:`PATIENCE`, and that of :mod:`.py_spy` if a process wrote none. Such a
@@ -82,11 +82,11 @@ def take_stacks(run_id: str, processes: Iterable[str]) -> list[StacksTaken]:
         requests = [
             request
             for name in list(processes)[:MOST]
-            if (request := _ask(run_id, name, files)) is not None
+            if (request := _request_stacks(run_id, name, files)) is not None
         ]
         end = time.monotonic() + PATIENCE
         texts = {
-            request.process: answer_of(request.descriptor, request.begin, end)[-_LARGEST:]
+            request.process: read_answer(request.descriptor, request.begin, end)[-_LARGEST:]
             for request in requests
         }
     silent = [
@@ -140,7 +140,7 @@ def _condition(path: Path) -> Literal["running", "stopped", "ended"]:
     return "stopped" if state in "Tt" else "running"
 
 
-def answer_of(descriptor: int, begin: int, end: float) -> str:
+def read_answer(descriptor: int, begin: int, end: float) -> str:
     """Return what a process that was asked wrote after a position; empty if it wrote nothing.
 
     Args:
@@ -163,7 +163,7 @@ class _StackRequest(NamedTuple):
     begin: int
 
 
-def _ask(run_id: str, process: str, files: ExitStack) -> _StackRequest | None:
+def _request_stacks(run_id: str, process: str, files: ExitStack) -> _StackRequest | None:
     """Ask a process for its stacks; return None if it is not on this host, or has ended."""
     try:
         path = _folder() / (_folder() / f"{run_id}.{process}").readlink().name

@@ -16,7 +16,7 @@ from trinity_schemas import StacksTaken, WaitEnded, WaitStarted
 from trinity_schemas.identity import LONGEST_NAME
 
 from ..errors import DeadlineExceeded
-from .stacks import take_stacks
+from .stacks import collect_stacks
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ class WaitReporter:
         if not self._reports:
             return
         if outcome == "deadline" and self._run_id is not None:
-            for stacks in take_stacks(self._run_id, wait.object[1]):
+            for stacks in collect_stacks(self._run_id, wait.object[1]):
                 self._publish(stacks)
         with self._changed:
             del self._waits[wait]

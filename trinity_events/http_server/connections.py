@@ -153,7 +153,7 @@ class ConnectionPool:
 
 
 class Connection(H11Protocol):
-    """Connection of a pool, with deadlines. A face finds it by :func:`connection_of`.
+    """Connection of a pool, with deadlines. A face finds it by :func:`get_connection`.
 
     Args:
         pool: Connections of the server.
@@ -173,7 +173,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         """Let the connection wait for a head."""
         super().connection_made(transport)
-        self.address = _address_of(self.client)
+        self.address = _find_address(self.client)
         self._pool.add_waiting(self)
         self._await_head()
 
@@ -260,13 +260,13 @@ class Connection(H11Protocol):
             self.drop()
 
 
-def connection_of(scope: Mapping[str, Any]) -> Connection:
+def get_connection(scope: Mapping[str, Any]) -> Connection:
     """Return the connection of a request."""
     connection: Connection = scope["state"][_CONNECTION]
     return connection
 
 
-def _address_of(client: tuple[str, int] | None) -> str:
+def _find_address(client: tuple[str, int] | None) -> str:
     """Return the address of a peer that counts: of IPv6 the network that one site may number."""
     host = "" if client is None else client[0]
     try:

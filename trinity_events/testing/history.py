@@ -14,7 +14,7 @@ import msgspec
 
 from trinity_schemas import event_tag
 
-from ..analysis.explain import unfinished
+from ..analysis.explain import format_unfinished
 from ..analysis.failures import failures
 from ..core import Monitor, MonitorState
 from ..log import Entry
@@ -91,7 +91,7 @@ class RecordedHistory:
     @property
     def unfinished(self) -> list[str]:
         """Reason why each step that is neither ready nor failed is not, in words."""
-        return unfinished(self.state)
+        return format_unfinished(self.state)
 
     @property
     def anomalies(self) -> dict[str, int]:

@@ -38,7 +38,7 @@ async def track_live(
                 continue
             if isinstance(delivered.event, RunClosed):
                 return
-            await feed.give(reader.add(delivered.envelope))
+            await feed.log(reader.add(delivered.envelope))
 
 
 async def track_recorded(entries: AsyncIterable[Entry], trackers: Mapping[str, Tracker]) -> int:
@@ -46,7 +46,7 @@ async def track_recorded(entries: AsyncIterable[Entry], trackers: Mapping[str, T
     reader, feed, decode = MetricsReader(), _Feed(trackers), EnvelopeReader().decode
     async for entry in entries:
         with suppress(ContractError):  # a dead letter, which the reducer has reported
-            await feed.give(reader.add(decode(entry.payload)))
+            await feed.log(reader.add(decode(entry.payload)))
     return feed.given
 
 
@@ -57,7 +57,7 @@ class _Feed:
         self._trackers = dict(trackers)
         self.given = 0
 
-    async def give(self, metrics: StepMetrics | None) -> None:
+    async def log(self, metrics: StepMetrics | None) -> None:
         if metrics is None:
             return
         self.given += 1

@@ -74,7 +74,7 @@ class MLflow:
             try:
                 self._client.log_batch(self._id, metrics=[metric for _, metric in batch])
             except Exception as error:
-                if not _is_of_one_metric(error):
+                if not _is_invalid_metric(error):
                     raise
                 self._log_singly(batch)
 
@@ -83,7 +83,7 @@ class MLflow:
             try:
                 self._client.log_batch(self._id, metrics=[metric])
             except Exception as error:
-                if not _is_of_one_metric(error):
+                if not _is_invalid_metric(error):
                     raise
                 self._names.leave_out(name, str(error).splitlines()[0])
 
@@ -92,7 +92,7 @@ class MLflow:
         self._client.set_terminated(self._id)
 
 
-def _is_of_one_metric(error: Exception) -> bool:
+def _is_invalid_metric(error: Exception) -> bool:
     """Return True if a call failed by the name or value of a metric, and not by its server."""
     invalid = isinstance(error, MlflowException) and error.error_code == "INVALID_PARAMETER_VALUE"
     return invalid or isinstance(error.__context__, _ONE_METRIC)

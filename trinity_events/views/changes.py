@@ -13,20 +13,20 @@ _LONGEST = 120
 """Maximum characters of a value in a line."""
 
 
-def tells(change: Change) -> bool:
+def is_relevant(change: Change) -> bool:
     """Return True unless a change is of bookkeeping."""
     return change.path.partition(".")[0] not in BOOKKEEPING
 
 
-def change_line(change: Change) -> str:
+def format_change(change: Change) -> str:
     """Return a change as a line: the path, the value before and the value after."""
     if change.before is None:
-        return f"+ {change.path} = {_short(change.after)}"
+        return f"+ {change.path} = {_format_value(change.after)}"
     if change.after is None:
-        return f"- {change.path} (was {_short(change.before)})"
-    return f"~ {change.path}: {_short(change.before)} -> {_short(change.after)}"
+        return f"- {change.path} (was {_format_value(change.before)})"
+    return f"~ {change.path}: {_format_value(change.before)} -> {_format_value(change.after)}"
 
 
-def _short(value: Any) -> str:
+def _format_value(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"

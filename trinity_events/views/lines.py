@@ -19,31 +19,31 @@ from ..core.fold_state import format_producer
 from ..core.ordinal_ranges import compact_ranges
 from ..log import position
 from ..replay import Folded
-from .times import time_of_day
+from .times import format_time
 
 
-def event_line(
+def format_event(
     entry_id: str, envelope: Envelope, *, run_start: float | None = None, has_id: bool = True
 ) -> str:
     """Return the entry as a line: id, time, producer, event and fields."""
     at = position(entry_id)[0]
-    when = time_of_day(at) if run_start is None else f"{at / 1000 - run_start:+9.3f}s"
+    when = format_time(at) if run_start is None else f"{at / 1000 - run_start:+9.3f}s"
     event = envelope.event
     mark = "»" if isinstance(event, ANNOUNCEMENT_TYPES) else " "
     who = format_producer(envelope.producer)
-    details = " ".join(_details(asdict(event)))
+    details = " ".join(_format_fields(asdict(event)))
     line = f"{when} {mark} {who:<12} {event_tag(event):<23} {details}".rstrip()
     return f"{entry_id:<18} {line}" if has_id else line
 
 
-def folded_lines(
+def format_folded(
     folded: Folded, *, run_start: float | None = None, has_id: bool = True
 ) -> list[str]:
     """Return an entry and its announcements as lines."""
     if folded.envelope is None:
         return [f"{folded.entry.id:<18} undecodable"]
     return [
-        event_line(folded.entry.id, envelope, run_start=run_start, has_id=has_id)
+        format_event(folded.entry.id, envelope, run_start=run_start, has_id=has_id)
         for envelope in (folded.envelope, *folded.announcements)
     ]
 
@@ -55,9 +55,9 @@ _LONGEST = 600
 _LEFT_OUT = {"save_id", "caused_by", "saves", "parts", "registrations", "verified_at", "attempts"}
 
 
-def _details(fields: dict[str, Any]) -> list[str]:
+def _format_fields(fields: dict[str, Any]) -> list[str]:
     return [
-        f"{name}={_cut(_value(value))}"
+        f"{name}={_cut(_format_value(value))}"
         for name, value in fields.items()
         if name not in _LEFT_OUT and value is not False and value not in (None, "", (), {})
     ]
@@ -67,11 +67,11 @@ def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({len(text):,} characters)"
 
 
-def _more(value: tuple[Any, ...]) -> list[str]:
+def _format_more(value: tuple[Any, ...]) -> list[str]:
     return [f"+{len(value) - _NAMED}"] if len(value) > _NAMED else []
 
 
-def _value(value: Any) -> str:  # noqa: PLR0911
+def _format_value(value: Any) -> str:  # noqa: PLR0911
     match value:
         case Slot():
             return f"{value.kind}/{value.step}/{value.role}-{value.rank}/{value.name}"
@@ -82,11 +82,13 @@ def _value(value: Any) -> str:  # noqa: PLR0911
         case tuple() if value and all(isinstance(element, tuple) for element in value):
             return compact_ranges(value)  # ordinals
         case tuple() if any(isinstance(element, str | ReissuedRollout) for element in value):
-            return ",".join([_value(element) for element in value[:_NAMED]] + _more(value))
+            return ",".join(
+                [_format_value(element) for element in value[:_NAMED]] + _format_more(value)
+            )
         case float():
             return f"{value:.4g}"
         case dict():
-            return ",".join(f"{key}:{_value(element)}" for key, element in value.items())
+            return ",".join(f"{key}:{_format_value(element)}" for key, element in value.items())
         case str() if ":" in value and " " not in value and len(value) > 32:
             return value[:16] + "…"  # a digest
         case str():
@@ -94,6 +96,8 @@ def _value(value: Any) -> str:  # noqa: PLR0911
         case _ if hasattr(value, "epoch") and hasattr(value, "step"):
             return f"{value.epoch}/{value.step}"
         case _ if hasattr(value, "__struct_fields__"):
-            return ",".join(f"{key}:{_value(element)}" for key, element in asdict(value).items())
+            return ",".join(
+                f"{key}:{_format_value(element)}" for key, element in asdict(value).items()
+            )
         case _:
             return str(value)

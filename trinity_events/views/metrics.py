@@ -151,15 +151,15 @@ class RunMetrics:
                 self._operation.labels(run, "pause").observe(phases.pause)
                 self._applied.labels(run).inc(nbytes)
             case StepTrained(metrics=metrics) | StepCommitted(metrics=metrics):
-                self._take_metrics(metrics)
+                self._show_metrics(metrics)
             case EvaluationFinished(name=name, metrics=metrics):
-                self._take_metrics(
+                self._show_metrics(
                     {f"eval/{name}/{metric}": number for metric, number in metrics.items()}
                 )
             case _:
                 pass
 
-    def _take_metrics(self, metrics: Mapping[str, float]) -> None:
+    def _show_metrics(self, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             if name in self._training or len(self._training) < _METRICS:
                 self._training.add(name)

@@ -85,10 +85,10 @@ class RunFollowers:
         """Follow, until cancelled."""
         async with anyio.create_task_group() as tasks:
             while True:
-                await self._look(tasks)
+                await self._read_server(tasks)
                 await anyio.sleep(LOOK)
 
-    async def _look(self, tasks: anyio.abc.TaskGroup) -> None:
+    async def _read_server(self, tasks: anyio.abc.TaskGroup) -> None:
         """Look at the server once, and follow the runs that it has now."""
         try:
             with anyio.fail_after(_ANSWER):
@@ -97,16 +97,18 @@ class RunFollowers:
                     self._listed = await list_runs(self._client)
         except Exception as error:
             self._metrics.show_server(up=False)
-            self._tell(f"the server does not answer ({_text(error)}): the metrics are of the past")
+            self._print_problem(
+                f"the server does not answer ({_format_error(error)}): the metrics are of the past"
+            )
             return
         self._ahead = clock - time.time() * 1000
         self._metrics.show_server(up=True)
-        self._tell("")
+        self._print_problem("")
         if self._run is None:
             self._begin_checks(tasks)
         self._choose(tasks)
 
-    def _tell(self, problem: str) -> None:
+    def _print_problem(self, problem: str) -> None:
         """Print a problem once, and its end."""
         if problem != self._problem:
             print_err(problem or "the server answers again")
@@ -188,11 +190,11 @@ class RunFollowers:
                     # One that this run alone meets must not end the followers of the others.
                     if not is_transient(error):
                         metrics.show_unreadable()
-                        if last_text != _text(error):
-                            last_text = _text(error)
+                        if last_text != _format_error(error):
+                            last_text = _format_error(error)
                             print_err(f"the metrics of run {run} are of the past: {last_text}")
                 await anyio.sleep(max(_SHORTEST_PAUSE, next(pauses)))
 
 
-def _text(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     return reply_text(error) or type(error).__name__

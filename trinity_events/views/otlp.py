@@ -92,7 +92,7 @@ class StepTraces:
                 step.parts = [*step.parts, context][-_LINKS:]
             elif span.category == "pause":
                 links = [Link(context) for context in step.parts]
-        self._take(
+        self._append(
             ReadableSpan(
                 name=f"{span.category} {span.name}",
                 context=context,
@@ -119,7 +119,7 @@ class StepTraces:
 
     def _end_step(self, ref: StepRef) -> None:
         step = self._steps.pop(ref)
-        self._take(
+        self._append(
             ReadableSpan(
                 name=f"step {ref.epoch}/{ref.step}",
                 context=self._root(ref),
@@ -131,7 +131,7 @@ class StepTraces:
             )
         )
 
-    def _take(self, span: ReadableSpan) -> None:
+    def _append(self, span: ReadableSpan) -> None:
         self._batch.append(span)
         if len(self._batch) >= _BATCH:
             self.flush()

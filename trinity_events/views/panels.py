@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..analysis.causes import LiveFacts
-from ..analysis.explain import unfinished
+from ..analysis.explain import format_unfinished
 from ..analysis.failures import failures
 from ..core import MonitorState
 from ..core.fold_state import format_slot
@@ -19,7 +19,7 @@ from ..core.handlers.waits import find_wait_chains
 from ..core.refusals import suspects
 from ..core.state import KINDS
 from ..log import DeadLetter, position
-from .status import ago, ready_step, trainer_status
+from .status import format_age, format_ready_step, format_trainer_status
 from .terminal import visible
 
 _LINES = 12
@@ -37,12 +37,12 @@ _REDUCER_LATE = 2_000
 
 def head_panel(state: MonitorState, now: int) -> RenderableType:
     """Return the panel of the run: its step, its ready steps and its last event."""
-    heard = ago(now - position(state.position)[0]) if state.entries else _NO_TIME
-    ready = "  ".join(f"{kind} {ready_step(state, kind)}" for kind in KINDS)
+    heard = format_age(now - position(state.position)[0]) if state.entries else _NO_TIME
+    ready = "  ".join(f"{kind} {format_ready_step(state, kind)}" for kind in KINDS)
     lines = [
         Text.assemble(
             (visible(state.run_id), "bold"),
-            f"  epoch {state.epoch}  {trainer_status(state)} at step ",
+            f"  epoch {state.epoch}  {format_trainer_status(state)} at step ",
             (str(state.trainer_step), "bold"),
             ("  last event ", "dim"),
             heard,
@@ -65,7 +65,7 @@ def trouble_panel(state: MonitorState, now: int) -> RenderableType:
         lines.append(Text(f"Anomalies: {counts}.", "red"))
     for name, group in state.detached.items():
         lines.append(Text(f"Group {visible(name)} was detached, {group.pending} pending.", "red"))
-    sentences = [*find_wait_chains(state, now), *unfinished(state, now=now)]
+    sentences = [*find_wait_chains(state, now), *format_unfinished(state, now=now)]
     lines += [Text(visible(sentence, lines=False), "yellow") for sentence in sentences]
     return _first(lines, "Nothing waits, and nothing failed.")
 
@@ -82,7 +82,7 @@ def transfers_panel(state: MonitorState, now: int) -> RenderableType:
         rows += 1
         have, expected = len(version.parts), max(1, len(version.ranks))
         bar = ProgressBar(total=expected, completed=have, width=_BAR)
-        age = ago(now - version.opened_at)
+        age = format_age(now - version.opened_at)
         table.add_row(f"weights {step}", bar, f"{have}/{expected} parts", age)
     for attempt in list(state.attempts.values())[: max(0, _LINES - rows)]:
         if attempt.slot.kind == "weights":
@@ -91,7 +91,7 @@ def transfers_panel(state: MonitorState, now: int) -> RenderableType:
         stage = "runs" if attempt.started else "waits for its turn"
         written = _written(state, attempt.slot.step, attempt.slot.kind)
         about = visible(format_slot(attempt.slot), lines=False)
-        table.add_row(about, stage, written, ago(now - attempt.since))
+        table.add_row(about, stage, written, format_age(now - attempt.since))
     if not rows:
         return Text("No save and no publication is under way.", "dim")
     more = len(state.attempts) - rows
@@ -122,8 +122,8 @@ def explorers_panel(state: MonitorState, now: int) -> RenderableType:
             if explorer.version is None
             else f"{explorer.version.epoch}/{explorer.version.step}",
             Text(str(late), "yellow" if late > 1 else ""),
-            _age(explorer.applied_at, now),
-            _age(explorer.heard_at, now),
+            _format_age(explorer.applied_at, now),
+            _format_age(explorer.heard_at, now),
         )
     if not order:
         return Text("No explorer was heard of.", "dim")
@@ -144,13 +144,13 @@ def lags_panel(facts: LiveFacts, dead: Sequence[DeadLetter]) -> RenderableType |
     lines: list[RenderableType] = []
     late = 0 if facts.unfolded_since is None else facts.now - facts.unfolded_since
     if late >= _REDUCER_LATE:
-        sentence = f"The reducer has not folded an entry of {ago(late)}."
+        sentence = f"The reducer has not folded an entry of {format_age(late)}."
         lines.append(Text(sentence, "yellow"))
     if facts.groups:
         lines.append(_groups_table(facts))
     if dead:
         last = dead[-1]
-        when = ago(facts.now - position(last.entry.id)[0])
+        when = format_age(facts.now - position(last.entry.id)[0])
         reason = visible(last.reason, lines=False)
         lines.append(Text(f"Last dead letter, {when}: {reason}", "red", no_wrap=True))
     return Group(*lines) if lines else None
@@ -169,8 +169,8 @@ def _groups_table(facts: LiveFacts) -> RenderableType:
             str(group.members),
             _NO_TIME if group.lag is None else Text(str(group.lag), "yellow" if group.lag else ""),
             Text(str(group.pending), "yellow" if group.pending else ""),
-            _age(since, facts.now),
-            _NO_TIME if group.idle is None else ago(int(group.idle * 1000)),
+            _format_age(since, facts.now),
+            _NO_TIME if group.idle is None else format_age(int(group.idle * 1000)),
         )
     more = len(order) - _GROUPS
     return Group(table, Text(f"and {more} more groups", "dim")) if more > 0 else table
@@ -187,8 +187,8 @@ def _written(state: MonitorState, step: int, kind: str) -> str:
     return f"{written / 1e6:,.0f} MB" if written else ""
 
 
-def _age(at: int | None, now: int) -> str:
-    return _NO_TIME if at is None else ago(now - at)
+def _format_age(at: int | None, now: int) -> str:
+    return _NO_TIME if at is None else format_age(now - at)
 
 
 def _first(lines: list[Text], otherwise: str) -> RenderableType:

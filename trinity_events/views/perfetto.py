@@ -35,7 +35,7 @@ class PerfettoTrace:
         self._tracks: dict[tuple[str, ...], int] = {}
         self.spans = 0
         """Number of spans that were written."""
-        self._describe(_ROOT, f"run {run_id}", None)
+        self._write_track(_ROOT, f"run {run_id}", None)
 
     def add_all(self, parts: Iterable[Part]) -> None:
         """Write parts of a timeline."""
@@ -82,10 +82,10 @@ class PerfettoTrace:
         counter = names[0] == ""
         parent = _ROOT if counter or len(names) == 1 else self._track(names[0])
         number = self._tracks[names] = len(self._tracks) + _ROOT + 1
-        self._describe(number, names[-1], parent, counter=counter)
+        self._write_track(number, names[-1], parent, counter=counter)
         return number
 
-    def _describe(
+    def _write_track(
         self, number: int, name: str, parent: int | None, *, counter: bool = False
     ) -> None:
         packet = self._builder.create_packet()

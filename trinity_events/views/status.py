@@ -11,8 +11,8 @@ from rich.text import Text
 
 from trinity_schemas import Kind
 
-from ..analysis.causes import BEHIND, HostProcess, LiveFacts, processes_of_epoch
-from ..analysis.explain import unfinished
+from ..analysis.causes import BEHIND, HostProcess, LiveFacts, select_processes
+from ..analysis.explain import format_unfinished
 from ..analysis.failures import failures
 from ..checkpoints.layout import final_name
 from ..core import MonitorState
@@ -23,7 +23,7 @@ from ..core.resumptions import format_resumption
 from ..core.state import KINDS, ExplorerState
 from ..log import position
 from .terminal import visible
-from .times import date_and_time
+from .times import format_date_time
 
 _TABLED = 16
 """Number of waits that the table shows; the others are counted."""
@@ -49,11 +49,11 @@ def runs_table(runs: Iterable[tuple[MonitorState, int | None]]) -> Table:
     for state, silent_since in runs:
         table.add_row(
             state.run_id,
-            date_and_time(state.opened_at),
+            format_date_time(state.opened_at),
             str(state.epoch),
-            trainer_status(state, silent=silent_since is not None),
+            format_trainer_status(state, silent=silent_since is not None),
             str(state.trainer_step),
-            *(ready_step(state, kind) for kind in KINDS),
+            *(format_ready_step(state, kind) for kind in KINDS),
             *(visible(_prompts(state), lines=False) for _ in prompts),
         )
     return table
@@ -75,22 +75,22 @@ def status_panel(
     silent = silent_since is not None
     now = None if facts is None else facts.now
     reports_since = None if facts is None else facts.reports_since
-    processes = {} if facts is None else processes_of_epoch(state, facts.processes)
+    processes = {} if facts is None else select_processes(state, facts.processes)
     head = Text.assemble(
         ("run ", "dim"),
         (state.run_id, "bold"),
         ("  epoch ", "dim"),
         str(state.epoch),
         ("  trainer ", "dim"),
-        f"{trainer_status(state, silent=silent)} at step {state.trainer_step}",
+        f"{format_trainer_status(state, silent=silent)} at step {state.trainer_step}",
         ("  entries ", "dim"),
         f"{state.entries}",
         ("  opened ", "dim"),
-        date_and_time(state.opened_at),
+        format_date_time(state.opened_at),
     )
     about: list[Text] = []
     if now is not None and state.closed is None and state.entries:
-        heard = ago(now - position(state.position)[0])
+        heard = format_age(now - position(state.position)[0])
         about.append(Text.assemble(("last event ", "dim"), heard))
     if state.transport is not None:
         chosen = f"{state.transport.name}: {state.transport.reason}"
@@ -102,25 +102,26 @@ def status_panel(
     if state.closed_error is not None:
         about.append(Text(visible(state.closed_error, lines=False), style="red"))
     if now is not None and reports_since is not None and now - reports_since >= BEHIND:
-        came = ago(now - reports_since)
+        came = format_age(now - reports_since)
         waiting_reports = f"Reports of explorers wait for a reducer; the oldest one came {came}."
         about.append(Text(waiting_reports, style="red"))
     if silent:
-        about.append(Text(_abandoned(state, silent_since), style="red"))
+        about.append(Text(_format_abandoned(state, silent_since), style="red"))
     if silent or state.closed in ("failed", "interrupted"):
-        about.append(Text(next_step(state), style="red"))
+        about.append(Text(format_next_step(state), style="red"))
     failed = [
         Text(visible(failure.sentence, lines=False), style="red") for failure in failures(state)
     ]
     waiting = [
-        Text(visible(line, lines=False), style="yellow") for line in unfinished(state, now=now)
+        Text(visible(line, lines=False), style="yellow")
+        for line in format_unfinished(state, now=now)
     ]
     tables = (
         *((Text(), _ready(state)) if state.ready else ()),
         *((Text(), _explorers(state, now, processes, silent)) if state.explorers else ()),
         *_processes(processes),
         *_evaluations(state, now),
-        *_waits_table(state, _moment_of(state, now)),
+        *_waits_table(state, _find_moment(state, now)),
     )
     return Group(
         head,
@@ -135,7 +136,7 @@ def status_panel(
     )
 
 
-def _moment_of(state: MonitorState, now: int | None) -> int:
+def _find_moment(state: MonitorState, now: int | None) -> int:
     """Return ``now``, or the milliseconds of the last entry."""
     return position(state.position)[0] if now is None else now
 
@@ -147,8 +148,8 @@ def _ready(state: MonitorState) -> Table:
     for kind in KINDS:
         pointer = state.ready.get(kind)
         if pointer is not None:
-            since = date_and_time(position(pointer.entry_id)[0])
-            table.add_row(kind, ready_step(state, kind), since, (pointer.digest or "")[:20])
+            since = format_date_time(position(pointer.entry_id)[0])
+            table.add_row(kind, format_ready_step(state, kind), since, (pointer.digest or "")[:20])
     return table
 
 
@@ -165,7 +166,11 @@ def _evaluations(state: MonitorState, now: int | None) -> Iterator[RenderableTyp
             result = visible(
                 evaluation.failure or _result(evaluation.metrics) or "open", lines=False
             )
-            since = date_and_time(evaluation.since) if now is None else ago(now - evaluation.since)
+            since = (
+                format_date_time(evaluation.since)
+                if now is None
+                else format_age(now - evaluation.since)
+            )
             table.add_row(name, str(evaluation.version.step), since, result)
     yield from (Text(), table)
 
@@ -194,15 +199,15 @@ def _explorers(
         table.add_column(column)
     for name, explorer in sorted(state.explorers.items()):
         serves = "nothing yet" if explorer.version is None else f"step {explorer.version.step}"
-        heard = date_and_time(explorer.heard_at)
+        heard = format_date_time(explorer.heard_at)
         if now is not None and explorer.heard_at is not None and state.closed is None:
-            heard = ago(now - explorer.heard_at)
+            heard = format_age(now - explorer.heard_at)
         process = processes.get(name)
         if process is not None and process.condition == "stopped":
             status = "suspended"
         else:
             status = _explorer_status(state, name, explorer, silent=silent)
-        table.add_row(name, status, serves, date_and_time(explorer.applied_at), heard)
+        table.add_row(name, status, serves, format_date_time(explorer.applied_at), heard)
     return table
 
 
@@ -229,7 +234,7 @@ def _waits_table(state: MonitorState, now: int) -> list[RenderableType]:
         table.add_column(column, overflow="fold", no_wrap=column in ("WAITS", "GIVES UP"))
     for wait, depth in links[:_TABLED]:
         remaining = remaining_seconds(wait, now)
-        cells = (wait.what, format_awaited(wait) or "-", ago(now - wait.since))
+        cells = (wait.what, format_awaited(wait) or "-", format_age(now - wait.since))
         table.add_row(
             "  " * min(depth, _DEEPEST) + visible(wait.by, lines=False),
             *(visible(cell, lines=False) for cell in cells),
@@ -300,15 +305,15 @@ def _anomalies(state: MonitorState) -> list[Text]:
     ]
 
 
-def _abandoned(state: MonitorState, since: int | None) -> str:
+def _format_abandoned(state: MonitorState, since: int | None) -> str:
     # A trainer publishes nothing between steps: without a reducer it may be slow.
     return (
         "The run seems abandoned: it is open, but no reducer leads it, and no process of it has "
-        f"sent a sign of life since {date_and_time(since)}."
+        f"sent a sign of life since {format_date_time(since)}."
     )
 
 
-def next_step(state: MonitorState) -> str:
+def format_next_step(state: MonitorState) -> str:
     """Return the sentence on how a run goes on that did not finish."""
     look = f"Look at what it did with: trinity-events replay {state.run_id}"
     if state.is_closed_for_good:
@@ -328,7 +333,7 @@ def next_step(state: MonitorState) -> str:
     return f"{newest}{continued} {look}"
 
 
-def ready_step(state: MonitorState, kind: Kind) -> str:
+def format_ready_step(state: MonitorState, kind: Kind) -> str:
     """Return the newest ready step of a kind; a dash without one."""
     pointer = state.ready.get(kind)
     if pointer is None:
@@ -336,7 +341,7 @@ def ready_step(state: MonitorState, kind: Kind) -> str:
     return f"{pointer.at.step}" + (f" (epoch {pointer.at.epoch})" if pointer.at.epoch > 1 else "")
 
 
-def ago(milliseconds: int) -> str:
+def format_age(milliseconds: int) -> str:
     """Return an age in words."""
     seconds = max(0, milliseconds) // 1000
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
@@ -345,6 +350,6 @@ def ago(milliseconds: int) -> str:
     return f"{seconds} s ago"
 
 
-def trainer_status(state: MonitorState, *, silent: bool = False) -> str:
+def format_trainer_status(state: MonitorState, *, silent: bool = False) -> str:
     """Return the status of the trainer, or the reason with which the run was closed."""
     return "silent" if silent else state.closed or state.trainer or "-"

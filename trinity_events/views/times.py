@@ -11,7 +11,7 @@ _CYCLE = 146_097 * 86_400_000
 """Milliseconds in 400 years, after which the calendar repeats."""
 
 
-def date_and_time(milliseconds: int | None) -> str:
+def format_date_time(milliseconds: int | None) -> str:
     """Return the local date and time, of any year; a dash for None."""
     if milliseconds is None:
         return "-"
@@ -20,8 +20,8 @@ def date_and_time(milliseconds: int | None) -> str:
     return f"{at.year + cycles * _CYCLE_YEARS:04d}-{at:%m-%d %H:%M:%S}"
 
 
-def time_of_day(milliseconds: int) -> str:
+def format_time(milliseconds: int) -> str:
     """Return the local time of the day; the whole date for a time past year 9999."""
     if milliseconds > LATEST:
-        return date_and_time(milliseconds)
+        return format_date_time(milliseconds)
     return datetime.fromtimestamp(milliseconds / 1000).strftime("%H:%M:%S.%f")[:-3]

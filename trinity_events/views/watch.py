@@ -19,7 +19,7 @@ from ..core import MonitorState
 from ..errors import TrinityError
 from ..log import DeadLetter
 from ..replay import Folded, Followed
-from .lines import folded_lines
+from .lines import format_folded
 from .panels import explorers_panel, head_panel, lags_panel, transfers_panel, trouble_panel
 from .terminal import visible
 
@@ -144,7 +144,7 @@ class WatchApp(App[None]):
             return
         events = self.query_one("#events", RichLog)
         for entry in folded[-_KEPT_LINES:]:
-            for line in folded_lines(entry, has_id=False):  # 80 columns have no room for ids
+            for line in format_folded(entry, has_id=False):  # 80 columns have no room for ids
                 events.write(Text(visible(line, lines=False), no_wrap=True))
 
     def _show(self) -> None:

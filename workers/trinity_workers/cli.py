@@ -24,10 +24,10 @@ from trinity_events.cli.options import (
     CheckpointRoot,
     Json,
     RedisUrl,
-    checked_run,
     checkpoint_root,
     console,
     log_to_stderr,
+    parse_run_id,
     print_json,
 )
 from trinity_events.errors import TrinityError
@@ -190,7 +190,7 @@ def _run_job(
     printer: _ResultPrinter, run: _RequestedRun, place: _RunOptions, read: Callable[[], TrainConfig]
 ) -> None:
     # Wrong arguments are refused before the heavy imports.
-    checked_run(run.run_id)
+    parse_run_id(run.run_id)
     if place.fresh and place.from_step is not None:
         raise BadSettings("--fresh begins at step 1, and --from-step resumes: give one of them")
     chosen = read()
@@ -326,7 +326,7 @@ def train(
 
 
 def _show(reading: Reading, name: str, place: _RunOptions, *, alone: bool) -> None:
-    checked_run(name)
+    parse_run_id(name)
     mistakes = [*reading.problems, *_find_mistakes(reading.config, place, alone=alone)]
     for mistake in mistakes:
         print_err(f"error: {mistake}")
@@ -428,7 +428,7 @@ def explorer(
 
     Example: trinity-events explorer --run grpo-1 --config grpo.yaml
     """
-    run_id = checked_run(run)
+    run_id = parse_run_id(run)
     own = _read_own_config(file, settings or ())
     _require("torch", "transformers", "reasoning_gym", "xxhash")
     _reach(redis_url, weights_redis_url)

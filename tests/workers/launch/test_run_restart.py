@@ -17,7 +17,7 @@ from trinity_events.errors import DeadlineExceeded
 from trinity_events.log import AsyncPublisher, new_producer, open_run
 from trinity_events.replay import current_state
 from trinity_events.server import connect
-from trinity_events.views.status import next_step
+from trinity_events.views.status import format_next_step
 from trinity_schemas import RunOpened, StepRef, TrainerStatusChanged
 from trinity_workers.config.errors import BadSettings
 from trinity_workers.config.sections.checkpoints import CheckpointsConfig
@@ -233,7 +233,7 @@ def test_the_last_step_is_saved_whatever_the_interval():
     ("error", "sentence"),
     [
         (CannotResume("it has all steps"), "The same command would fail again"),
-        (DeadlineExceeded("no answer"), "Continue it with: trinity-events train a.yaml"),
+        (DeadlineExceeded("no answer came", 1.0), "Continue it with: trinity-events train a.yaml"),
     ],
     ids=["lasting", "passing"],
 )
@@ -246,5 +246,5 @@ async def test_the_log_says_which_command_continues_a_run_and_none_that_would_fa
                 raise error
     state = await current_state(log)
     assert state.closed == "failed"
-    assert sentence in next_step(state)
-    assert ("Continue it with" in next_step(state)) == (state.command is not None)
+    assert sentence in format_next_step(state)
+    assert ("Continue it with" in format_next_step(state)) == (state.command is not None)

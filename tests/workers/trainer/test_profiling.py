@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from trinity_events.analysis.event_filter import steps_of  # noqa: E402
+from trinity_events.analysis.event_filter import find_steps  # noqa: E402
 from trinity_workers.trainer.workers.profiling import StepProfiler  # noqa: E402
 
 
@@ -38,7 +38,7 @@ def test_a_trace_of_each_profiled_step_is_below_the_runs_folder_and_named(profil
         event.path.removeprefix("profiles/") for event in events
     }
     for event in events:
-        assert steps_of(event) == {event.step}
+        assert find_steps(event) == {event.step}
         file = folder / event.path
         assert file.stat().st_size == event.bytes
         trace = json.loads(gzip.decompress(file.read_bytes()))

@@ -12,7 +12,7 @@ import anyio.to_thread
 import redis.asyncio
 
 from trinity_events.coordinator import this_process
-from trinity_events.diagnostics.stacks import write_stacks_when_asked
+from trinity_events.diagnostics.stacks import enable_stack_dumps
 from trinity_events.errors import (
     CorruptVersion,
     DeadlineExceeded,
@@ -66,7 +66,7 @@ class Explorer:
     """
 
     def __init__(self, config: RunConfig, rank: int) -> None:
-        write_stacks_when_asked(config.run_id, f"{ROLE}-{rank}")
+        enable_stack_dumps(config.run_id, f"{ROLE}-{rank}")
         # Here, since it imports torch, which a launcher does not need.
         from trinity_events import Synchronizer
 

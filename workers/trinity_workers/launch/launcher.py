@@ -22,11 +22,11 @@ from trinity_events.checkpoints.layout import final_name
 from trinity_events.client.training_run import publishing
 from trinity_events.core import MonitorState
 from trinity_events.core.resumptions import format_changes, format_skipped
-from trinity_events.diagnostics.stacks import write_stacks_when_asked
+from trinity_events.diagnostics.stacks import enable_stack_dumps
 from trinity_events.diagnostics.waits import WaitReporter
 from trinity_events.errors import DeadlineExceeded, TrinityError
 from trinity_events.live_facts import read_live_facts
-from trinity_events.liveness import held_explorers
+from trinity_events.liveness import list_live_explorers
 from trinity_events.log import RedisEventLog, Resumption, Stream, open_run
 from trinity_events.replay import current_state
 from trinity_events.server import (
@@ -262,7 +262,7 @@ async def _check(options: LaunchOptions) -> None:
     """Raise the reasons for which the run cannot be started; nothing of it has been yet."""
     if not options.take_over:
         await refuse_live_run(options.run_id)
-    write_stacks_when_asked(options.run_id, LAUNCHER)
+    enable_stack_dumps(options.run_id, LAUNCHER)
     one_host = options.ray_address is None
     await check_run(
         options.settings, options.checkpoint_root, alone=options.alone, one_host=one_host
@@ -506,7 +506,7 @@ async def _last_weights_taken(
     try:
         while True:
             state = await wait.retry(partial(current_state, log))
-            lease_holders = await wait.retry(partial(held_explorers, client, state))
+            lease_holders = await wait.retry(partial(list_live_explorers, client, state))
             now = anyio.current_time()
             late = _without_last(state, config)
             unheld = {name: unheld.get(name, now) for name in late if name not in lease_holders}

@@ -14,7 +14,7 @@ from rich.console import RenderableType
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from trinity_events.analysis.causes import Cause, LiveFacts, first_causes, is_standstill
+from trinity_events.analysis.causes import Cause, LiveFacts, find_causes, is_standstill
 from trinity_events.core import Monitor, MonitorState
 from trinity_events.core.handlers.rollouts import format_exclusion
 from trinity_events.core.reward_errors import (
@@ -124,7 +124,7 @@ class ProgressView:
             except (redis.RedisError, OSError):
                 continue  # what follows the log waits for the server, and says so
             state = self._monitor.state
-            causes = [] if state.epoch < self.epoch else first_causes(state, facts)
+            causes = [] if state.epoch < self.epoch else find_causes(state, facts)
             cause = next((cause for cause in causes if is_standstill(cause, facts.now)), None)
             # Twice in a row: between two events a run may look as if it stood still.
             lasts = cause is not None and _name_cause(cause) == before

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from trinity_events.diagnostics.stacks import write_stacks_when_asked
+from trinity_events.diagnostics.stacks import enable_stack_dumps
 
 from ..config.train_config import RunConfig
 from ..worker_group.placement import rank_options
@@ -30,7 +30,7 @@ class RankActor:
 
     def __init__(self, config: RunConfig, rank: int, *, own_gpu: bool) -> None:
         # First: a rank that hangs while it loads its libraries is named by its process, too.
-        write_stacks_when_asked(config.run_id, f"{ROLE}-{rank}")
+        enable_stack_dumps(config.run_id, f"{ROLE}-{rank}")
         self._worker = worker_class(config)(config, rank, own_gpu=own_gpu)
 
     def execute(self, *args: Any, **options: Any) -> Any:

@@ -20,7 +20,7 @@ from trinity_events.coordinator import this_process
 from trinity_events.core.evaluations import evaluated_through
 from trinity_events.core.ledger import Ledger
 from trinity_events.core.reward_errors import REWARD_ERRORS
-from trinity_events.diagnostics.stacks import write_stacks_when_asked
+from trinity_events.diagnostics.stacks import enable_stack_dumps
 from trinity_events.errors import DeadlineExceeded
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer
 from trinity_events.replay import current_state
@@ -86,7 +86,7 @@ class Trainer:
     """
 
     def __init__(self, config: RunConfig, engine: TrainEngineWrapper | None = None) -> None:
-        write_stacks_when_asked(config.run_id, "trainer-0")
+        enable_stack_dumps(config.run_id, "trainer-0")
         self.config = config
         self.engine = engine or get_trainer_wrapper(config)
         run = config.run_id, config.redis_url

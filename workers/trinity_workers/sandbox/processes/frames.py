@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 from trinity_events.system.error_text import shorten
 
-from .stacks import write_stacks_when_asked
+from .stacks import enable_stack_dumps
 
 LENGTH_BYTES = 4
 """Bytes of the length before each payload."""
@@ -38,7 +38,7 @@ def open_frame_pipes() -> tuple[BinaryIO, BinaryIO]:
     What the code prints goes to standard error, so it never mixes with frames. What it reads is at
     its end. From now on the process writes its stacks when its parent asks for them.
     """
-    write_stacks_when_asked()
+    enable_stack_dumps()
     received, sent = os.dup(0), os.dup(1)
     os.dup2(2, 1)
     nothing = os.open(os.devnull, os.O_RDONLY)

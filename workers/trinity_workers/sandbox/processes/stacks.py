@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import anyio
 
-from trinity_events.diagnostics.stacks import answer_of
+from trinity_events.diagnostics.stacks import read_answer
 
 _ASKED = signal.SIGUSR1
 _VARIABLE = "TRINITY_STACKS_FILE"
@@ -55,7 +55,7 @@ class StackFile:
     async def request(self, pid: int) -> str:
         """Return the stacks of all threads of the process; empty if it writes none in time.
 
-        A process that has not called :func:`write_stacks_when_asked` is killed by the question.
+        A process that has not called :func:`enable_stack_dumps` is killed by the question.
         """
         begin = self._size()
         try:
@@ -63,7 +63,7 @@ class StackFile:
         except ProcessLookupError:
             return ""
         end = time.monotonic() + _PATIENCE
-        return await anyio.to_thread.run_sync(answer_of, self.descriptor, begin, end)
+        return await anyio.to_thread.run_sync(read_answer, self.descriptor, begin, end)
 
     def close(self) -> None:
         """Close the file."""
@@ -73,7 +73,7 @@ class StackFile:
         return os.fstat(self.descriptor).st_size
 
 
-def write_stacks_when_asked() -> None:
+def enable_stack_dumps() -> None:
     """Let this process write its stacks to its parent's file, even if it never runs Python again.
 
     The handler is C code: it needs no lock of the interpreter.
