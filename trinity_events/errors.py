@@ -701,23 +701,58 @@ class CheckpointHeld(TrinityError):
 
 
 class VersionUnavailable(TrinityError):
-    """The requested weight version does not exist, or no longer exists."""
+    """The requested weight version does not exist, or no longer exists.
+
+    Attributes:
+        reason: What is not there, and why.
+    """
+
+    reason: str
+    text = "{reason}"
 
 
 class SharedMemoryUnusable(TrinityError):
-    """Weights cannot be published through this host's shared memory."""
+    """Weights cannot be published through this host's shared memory.
+
+    Attributes:
+        reason: Reason, with the way out.
+    """
+
+    reason: str
+    text = "{reason}"
 
 
 class GpuUnusable(TrinityError):
-    """This process cannot publish or pull weights through GPU memory."""
+    """This process cannot publish or pull weights through GPU memory.
+
+    Attributes:
+        reason: Reason, with the way out.
+    """
+
+    reason: str
+    text = "{reason}"
 
 
 class RayUnusable(TrinityError):
-    """This process cannot publish or pull weights through a Ray cluster."""
+    """This process cannot publish or pull weights through a Ray cluster.
+
+    Attributes:
+        reason: Reason, with the way out.
+    """
+
+    reason: str
+    text = "{reason}"
 
 
 class GroupBroken(TrinityError):
-    """The collective group of trainer and explorers broke: a member died or hangs."""
+    """The collective group of trainer and explorers broke: a member died or hangs.
+
+    Attributes:
+        reason: Reason, with the way out.
+    """
+
+    reason: str
+    text = "{reason}"
 
 
 class StepNotReady(TrinityError):
@@ -762,14 +797,26 @@ class RankFailed(TrinityError):
 class CorruptVersion(TrinityError):
     """The read bytes of a weight version differ from the published bytes.
 
-    ``rank`` is that of the corrupt part, ``chunk`` the index of the chunk in it, if known.
+    Attributes:
+        reason: What differs.
+        rank: Rank of the corrupt part, if known.
+        chunk: Index of the chunk in it, if known.
     """
 
-    def __init__(self, message: str, rank: int | None = None, chunk: int | None = None) -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.chunk = chunk
+    reason: str
+    rank: int | None = None
+    chunk: int | None = None
+    text = "{reason}"
 
 
 class IncompatibleWeights(TrinityError):
-    """A version's tensors do not fit the model that installs them."""
+    """A version's tensors do not fit the model that installs them.
+
+    Attributes:
+        reason: What does not fit.
+        tensor: Name of the first tensor that does not fit, if it is one.
+    """
+
+    reason: str
+    tensor: str | None = None
+    text = "{reason}"

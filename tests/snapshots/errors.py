@@ -6,10 +6,13 @@ A wording is changed in the class and here. ``tests/test_errors.py`` holds the t
 from pathlib import Path
 from typing import Any
 
+from tests.support.event_samples import SAMPLES
 from trinity_events.errors import DeadlineExceeded
-from trinity_schemas import ExplorerExcluded
+from trinity_schemas import ExplorerExcluded, RewardErrorReported
+from trinity_schemas.events import SettingChange
 from trinity_workers.launch.explore import RunWait
 
+REPORT = next(event for event in SAMPLES if isinstance(event, RewardErrorReported))
 ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
     "ServerUnreachable": [
         (
@@ -946,6 +949,224 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
         (
             {"path": "../a", "fault": "outside", "folder": Path("/x")},
             "path '../a' leads out of /x and is not used",
+        ),
+    ],
+    "VersionUnavailable": [
+        (
+            {"reason": "the weights of step 4 are not there: they were retired"},
+            "the weights of step 4 are not there: they were retired",
+        ),
+    ],
+    "SharedMemoryUnusable": [
+        ({"reason": "shared memory is full"}, "shared memory is full"),
+    ],
+    "GpuUnusable": [
+        ({"reason": "this process sees no GPU"}, "this process sees no GPU"),
+    ],
+    "RayUnusable": [
+        ({"reason": "Ray's object store is full"}, "Ray's object store is full"),
+    ],
+    "GroupBroken": [
+        (
+            {"reason": "explorer-1 left the collective group"},
+            "explorer-1 left the collective group",
+        ),
+    ],
+    "CorruptVersion": [
+        (
+            {"reason": "chunk 2 is not what was published", "rank": 1, "chunk": 2},
+            "chunk 2 is not what was published",
+        ),
+    ],
+    "ModelDiffers": [
+        (
+            {"reason": "'w' with its delta applied is not what was published"},
+            "'w' with its delta applied is not what was published",
+        ),
+    ],
+    "IncompatibleWeights": [
+        (
+            {"reason": "the model has no 'w', which the version brings", "tensor": "w"},
+            "the model has no 'w', which the version brings",
+        ),
+    ],
+    "UnpublishableTensor": [
+        (
+            {"name": "w", "reason": "it is on the meta device"},
+            "'w' cannot be published, since it is on the meta device: leave it out, or publish another form of it",
+        ),
+    ],
+    "UnusedTensors": [
+        (
+            {"path": Path("/x"), "names": ("a",)},
+            "/x has a, for which the model of its config.json has no place: is it the one of these weights?",
+        ),
+        (
+            {"path": Path("/x"), "names": ("a", "b")},
+            "/x has a and 1 other tensors, for which the model of its config.json has no place: is it the one of these weights?",
+        ),
+    ],
+    "MalformedExperience": [
+        (
+            {"ordinal": 7, "sample": 1, "fault": "tokens", "detail": "it has no tokens"},
+            "sample 1 of ordinal 7 is malformed: it has no tokens; the dispatcher refuses such an answer, so that it came another way",
+        ),
+    ],
+    "SettingNamedTwice": [
+        (
+            {
+                "path": "trainer.warmup_steps",
+                "names": ("trainer.ramp_steps", "trainer.warmup_steps"),
+            },
+            "trainer.ramp_steps and trainer.warmup_steps are two names of one setting: write trainer.warmup_steps alone",
+        ),
+    ],
+    "SettingsNotResumable": [
+        (
+            {
+                "run_id": "demo-1",
+                "changes": (SettingChange(name="seed", before="1", after="2"),),
+                "reasons": ("the prompts follow from it",),
+            },
+            "run demo-1 cannot be resumed with other settings: seed was 1 and is now 2 (the prompts follow from it): set them back, start another run with --run, or begin this one again with --fresh",
+        ),
+    ],
+    "SettingsUntrusted": [
+        (
+            {"run_id": "demo-1", "settings": ("task.path",), "kinds": ("path",)},
+            "the log of run demo-1 sets task.path (path), which an explorer takes from its own configuration alone: start it with --config FILE, the file that the run is trained with",
+        ),
+    ],
+    "SettingsDiffer": [
+        (
+            {"run_id": "demo-1", "settings": ("task.path",), "file": Path("/x/run.yaml")},
+            "/x/run.yaml and the log of run demo-1 differ in task.path: start the explorer with the configuration that the run is trained with, and with the same --set",
+        ),
+    ],
+    "ArgumentRefused": [
+        (
+            {
+                "engine": "FSDPEngine",
+                "method": "step",
+                "argument": "fused",
+                "value": True,
+                "alternative": "leave it out",
+            },
+            "FSDPEngine.step() does not support fused=True: leave it out",
+        ),
+    ],
+    "UnsafePickle": [
+        (
+            {"path": Path("/x/rank_0.pt"), "name": "os.system"},
+            "/x/rank_0.pt was not loaded: its pickle names os.system, which no checkpoint needs and which could run code; use an older checkpoint, and find out who wrote the file",
+        ),
+    ],
+    "UndecodableFile": [
+        (
+            {"path": Path("/x/rank_0.pt"), "reason": "it is cut"},
+            "/x/rank_0.pt is damaged (it is cut): use an older checkpoint",
+        ),
+    ],
+    "MissingCheckpointFile": [
+        (
+            {"path": Path("/x/rank_0.pt")},
+            "/x/rank_0.pt is missing, so the checkpoint is not whole: restore the file, or use an older checkpoint",
+        ),
+    ],
+    "HeldOutRewardsFailed": [
+        (
+            {"reason": "KeyError: x", "failed": 2, "answers": 9},
+            "the rewards of 2 of 9 answers failed, the first one: KeyError: x",
+        ),
+    ],
+    "Interrupted": [
+        (
+            {"run_id": "demo-1", "signal": 15},
+            "run demo-1 was interrupted; look at what it did with: trinity-events replay demo-1",
+        ),
+    ],
+    "NoSuchCheckpoint": [
+        (
+            {"run_id": "demo-1", "step": 9, "steps": (2, 4), "folder": Path("/x/demo-1")},
+            "run demo-1 has no checkpoint of step 9 in /x/demo-1: it has those of the steps 2, 4 (--from-step)",
+        ),
+        (
+            {"run_id": "demo-1", "step": 9, "steps": (), "folder": Path("/x/demo-1")},
+            "run demo-1 has no checkpoint of step 9 in /x/demo-1: it has none to resume from (--from-step)",
+        ),
+    ],
+    "CheckpointUnusable": [
+        (
+            {"run_id": "demo-1", "step": 4, "reason": "model.pt was changed"},
+            "run demo-1 cannot resume from its checkpoint of step 4: model.pt was changed (--fresh begins anew)",
+        ),
+        (
+            {"run_id": "demo-1", "step": 4, "reason": "model.pt was changed", "older": 2},
+            "run demo-1 cannot resume from its checkpoint of step 4: model.pt was changed (--from-step 2 continues from the newest older one that is whole)",
+        ),
+    ],
+    "CheckpointMissing": [
+        (
+            {"run_id": "demo-1", "step": 4, "reason": "it is not there"},
+            "run demo-1 cannot resume from its checkpoint of step 4: it is not there (the checkpoint root is --checkpoint-root; --fresh begins anew)",
+        ),
+    ],
+    "LedgerChanged": [
+        (
+            {
+                "run_id": "demo-1",
+                "step": 4,
+                "path": Path("/x/trainer.json"),
+                "difference": ("trained", "3", "4"),
+            },
+            "run demo-1 cannot resume from its checkpoint of step 4: /x/trainer.json has 3 as trained of its ledger, and the log has 4 (--fresh begins anew)",
+        ),
+    ],
+    "NonFiniteWeights": [
+        (
+            {"tensor": "w", "place": "the policy", "count": 3, "size": 9},
+            "3 of 9 values of w in the policy are not finite (NaN or infinity): use weights, or a checkpoint, from before they became so",
+        ),
+    ],
+    "MissingTensors": [
+        (
+            {"path": Path("/x"), "names": ("a",)},
+            "the model in /x lacks a, which its config.json asks for: copy the whole folder again, or correct config.json",
+        ),
+        (
+            {"path": Path("/x"), "names": ("a", "b")},
+            "the model in /x lacks a and 1 other tensors, which its config.json asks for: copy the whole folder again, or correct config.json",
+        ),
+    ],
+    "MismatchedTensor": [
+        (
+            {"path": Path("/x"), "name": "w", "shape": (2, 3), "expected": (3, 2)},
+            "the model in /x has w of the shape (2, 3), and its config.json asks for (3, 2): take config.json and weights of one model",
+        ),
+    ],
+    "RewardFailed": [
+        ({"reason": "the judge did not answer within 5 s"}, "the judge did not answer within 5 s"),
+    ],
+    "AnswersNotJudged": [
+        (
+            {"report": REPORT},
+            "the reward ./reward.py:reward raised KeyError: 'a' (reward.py, line 2), for the answer '5'",
+        ),
+    ],
+    "UnusableTrainerState": [
+        (
+            {"path": Path("/x/trainer.json"), "reason": "it cannot be read"},
+            "it cannot be read: begin anew with --fresh, or resume from another checkpoint",
+        ),
+    ],
+    "TooManySkippedSteps": [
+        (
+            {"model": "policy", "count": 1, "reason": "the loss is not finite"},
+            "updates of the policy were skipped in 1 step, because the loss is not finite: correct what computes these numbers, or lower trainer.learning_rate, and resume from the last checkpoint; trainer.max_skipped_steps sets after how many steps a run fails",
+        ),
+        (
+            {"model": "critic", "count": 3, "reason": "the loss is not finite", "step": 9},
+            "step 9: updates of the critic were skipped in 3 steps in a row, because the loss is not finite: correct what computes these numbers, or lower trainer.learning_rate, and resume from the last checkpoint; trainer.max_skipped_steps sets after how many steps a run fails",
         ),
     ],
 }

@@ -50,7 +50,7 @@ def find_targets(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     for name, target in targets.items():
         if target.is_meta:  # a copy into it does nothing and raises nothing
             raise IncompatibleWeights(
-                f"{name!r} has no memory in the model (meta device): materialize it first"
+                f"{name!r} has no memory in the model (meta device): materialize it first", name
             )
     return targets
 
@@ -99,23 +99,25 @@ def compatible_target(
     """
     target = targets.get(name)
     if target is None:
-        raise IncompatibleWeights(f"the model has no {name!r}, which the version brings")
+        raise IncompatibleWeights(f"the model has no {name!r}, which the version brings", name)
     castable = is_castable(target.dtype) and is_castable(DTYPES[dtype])
     if target.shape != shape or not (target.dtype == DTYPES[dtype] or (cast and castable)):
         way_out = castable and target.shape == shape
         raise IncompatibleWeights(
             f"{name!r} is {target.dtype} {list(target.shape)} in the model, "
             f"{DTYPES[dtype]} {list(shape)} in the version"
-            + (f": publish it with dtype={target.dtype}, or take it with cast=True" * way_out)
+            + (f": publish it with dtype={target.dtype}, or take it with cast=True" * way_out),
+            name,
         )
     if is_freed(target):
         raise IncompatibleWeights(
-            f"{name!r} has no memory in the model (it was freed): bring the model back first"
+            f"{name!r} has no memory in the model (it was freed): bring the model back first", name
         )
     if type(target) is not torch.nn.Parameter and hasattr(target, "full_tensor"):
         raise IncompatibleWeights(
             f"{name!r} is spread over ranks in the model (DTensor): fill a model of what this rank "
-            "has of each, with these boxes wanted"
+            "has of each, with these boxes wanted",
+            name,
         )
     return target
 
@@ -134,7 +136,7 @@ def check_covered(targets: Mapping[str, torch.Tensor], names: Collection[str]) -
     """Raise IncompatibleWeights when the model needs a tensor that these names do not cover."""
     name = find_uncovered(targets, names, targets)
     if name is not None:
-        raise IncompatibleWeights(f"the version has no {name!r}, which the model needs")
+        raise IncompatibleWeights(f"the version has no {name!r}, which the model needs", name)
 
 
 def find_uncovered(
@@ -168,7 +170,8 @@ def find_ties(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> di
         if other is None:
             raise IncompatibleWeights(
                 f"{name!r} is in the memory of what the version brings, but lies otherwise in it: "
-                "only a copy fills both"
+                "only a copy fills both",
+                name,
             )
         ties[name] = other
     return ties

@@ -185,7 +185,7 @@ def test_skipped_steps_in_a_row_end_the_run_on_all_ranks_with_the_prompts_of_the
     for number, error in rank_group(2)(fail, policy_folder, order, 3):
         assert number == error.step == 6
         assert (error.model, error.count) == ("policy", 3)
-        assert error.cause == SkipCause("rewards", 1, (1,))
+        assert error.reason == SkipCause("rewards", 1, (1,))
         assert str(error).startswith(
             "step 6: updates of the policy were skipped in 3 steps in a row, because the rewards "
             "of rank 1 (prompts 1) are not finite: "
@@ -209,7 +209,7 @@ def fail_by_loss(rank: Rank, folder: Path) -> SkipCause:
     step._policy_loss = overflowing
     with pytest.raises(TooManySkippedSteps) as raised:
         step.learn(rows_of(rank, 1))
-    return raised.value.cause
+    return raised.value.reason
 
 
 def score_infinitely(rank: Rank, folder: Path) -> SkipCause:
@@ -220,7 +220,7 @@ def score_infinitely(rank: Rank, folder: Path) -> SkipCause:
     with pytest.raises(TooManySkippedSteps) as raised:
         step.learn(rows_of(rank, 1))
     assert step.models.policy.steps == 0
-    return raised.value.cause
+    return raised.value.reason
 
 
 def test_scores_of_a_reward_model_that_are_not_finite_are_no_step(rank_group, policy_folder):

@@ -122,10 +122,10 @@ def plan_copies(
             else:
                 pieces.setdefault(name, []).append((number, Piece(entry, _NOWHERE)))
     for name in pieces.keys() & whole:
-        raise IncompatibleWeights(f"{name!r} comes twice in the version, whole once at least")
+        raise IncompatibleWeights(f"{name!r} comes twice in the version, whole once at least", name)
     for name in selection or ():
         if name not in pieces:
-            raise IncompatibleWeights(f"the version has no {name!r}, which is wanted")
+            raise IncompatibleWeights(f"the version has no {name!r}, which is wanted", name)
     for name in pieces if selection is None else selection:
         box = None if selection is None else selection[name]
         for number, planned in _plan_slices(targets, name, pieces[name], box, cast=cast):

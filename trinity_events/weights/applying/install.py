@@ -207,7 +207,8 @@ def _fit(plan: _FitPlan, version: PulledVersion) -> Fit:
             if _content(version, other) != content:
                 raise IncompatibleWeights(
                     f"{first!r} and {other!r} are one tensor in the model and differ in the "
-                    "version: is the model tied, and the one that was trained is not?"
+                    "version: is the model tied, and the one that was trained is not?",
+                    first,
                 )
     return fit
 
@@ -316,19 +317,20 @@ def adopt(module: torch.nn.Module, version: PulledVersion) -> None:
         is_selected = version.selection is None or entry.name in version.selection
         if is_selected and entry.begins is not None:
             raise IncompatibleWeights(
-                f"{entry.name!r} comes in shards: they have to be copied together"
+                f"{entry.name!r} comes in shards: they have to be copied together", entry.name
             )
     came = dict(version.tensors())  # all first: one of them may be corrupt
     others = find_ties(targets, came)
     for name, tensor in came.items():
         if tensor.numel() and not targets[name].data_ptr():  # a wrapper would keep its own memory
             raise IncompatibleWeights(
-                f"{name!r} wraps another tensor in the model: it has to be copied"
+                f"{name!r} wraps another tensor in the model: it has to be copied", name
             )
         if tensor.device != targets[name].device and tensor.numel():
             raise IncompatibleWeights(
                 f"{name!r} is on {targets[name].device} in the model and on {tensor.device} in the "
-                "version: it has to be copied"
+                "version: it has to be copied",
+                name,
             )
     for name, tensor in came.items():
         _rebind(targets[name], tensor)

@@ -39,7 +39,8 @@ class PartialLoads:
             if name is not None:
                 raise IncompatibleWeights(
                     f"{name!r} may hold some of a version that never became whole in this model, "
-                    "and is not brought: load or apply a full version first"
+                    "and is not brought: load or apply a full version first",
+                    name,
                 )
         self.add(module, names)
         yield

@@ -77,20 +77,16 @@ class PublishedPartReport(Struct, frozen=True, kw_only=True):
 class UnpublishableTensor(TrinityError, TypeError):
     """Raised if a tensor cannot be published.
 
-    Args:
+    Attributes:
         name: Name of the tensor.
         reason: What makes it so.
     """
 
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(name, reason)
-        self.name, self.reason = name, reason
-
-    def __str__(self) -> str:
-        return (
-            f"{self.name!r} cannot be published, since {self.reason}: leave it out, or publish "
-            "another form of it"
-        )
+    name: str
+    reason: str
+    text = (
+        "{name!r} cannot be published, since {reason}: leave it out, or publish another form of it"
+    )
 
 
 def tensor_entry(

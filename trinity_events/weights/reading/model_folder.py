@@ -232,7 +232,7 @@ def _entries(file: _DigestedFile) -> Iterator[TensorEntry]:
         tensor = msgspec.json.decode(raw, type=_Tensor)
         if tensor.dtype not in FILE_DTYPES:
             raise IncompatibleWeights(
-                f"{name!r} is of dtype {tensor.dtype}, which is not supported"
+                f"{name!r} is of dtype {tensor.dtype}, which is not supported", name
             )
         begin, end = tensor.data_offsets
         entry = TensorEntry(

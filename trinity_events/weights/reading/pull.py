@@ -177,7 +177,7 @@ class PulledVersion(NamedTuple):
             return pieces
         for name in self.selection:
             if name not in pieces:
-                raise IncompatibleWeights(f"the version has no {name!r}, which is wanted")
+                raise IncompatibleWeights(f"the version has no {name!r}, which is wanted", name)
         return {name: pieces[name] for name in self.selection}
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -238,7 +238,9 @@ def get_shape(name: str, pieces: list[Piece]) -> tuple[int, ...]:
     """Return the whole tensor's shape. Raises IncompatibleWeights if the pieces disagree on it."""
     forms = {(piece.entry.dtype, piece.entry.global_shape or piece.entry.shape) for piece in pieces}
     if len(forms) > 1:
-        raise IncompatibleWeights(f"{name!r} is several things in the version: {sorted(forms)}")
+        raise IncompatibleWeights(
+            f"{name!r} is several things in the version: {sorted(forms)}", name
+        )
     return forms.pop()[1]
 
 
@@ -248,14 +250,15 @@ def selected_slice(name: str, pieces: list[Piece], box: TensorSlice | None) -> T
     Raises IncompatibleWeights if the pieces disagree on the tensor, or the slice is outside it.
     """
     if len(pieces) > 1 and any(piece.entry.begins is None for piece in pieces):
-        raise IncompatibleWeights(f"{name!r} comes twice in the version, whole once at least")
+        raise IncompatibleWeights(f"{name!r} comes twice in the version, whole once at least", name)
     all_of_it = full_slice(get_shape(name, pieces))
     if box is None:
         return all_of_it
     if not contains(all_of_it, box):
         raise IncompatibleWeights(
             f"of {name!r} {list(box.shape)} from {list(box.offsets)} is wanted, but it is "
-            f"{list(all_of_it.shape)} in the version"
+            f"{list(all_of_it.shape)} in the version",
+            name,
         )
     return box
 
@@ -267,7 +270,7 @@ def shares(name: str, pieces: list[Piece], box: TensorSlice) -> Iterator[tuple[T
     """
     fault = coverage_error(box, [piece.box for piece in pieces])
     if fault is not None:
-        raise IncompatibleWeights(f"the shards of {name!r} do not make it up: {fault}")
+        raise IncompatibleWeights(f"the shards of {name!r} do not make it up: {fault}", name)
     for piece in pieces:
         part = intersection(box, piece.box)
         if part is not None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from trinity_events.errors import TrinityError
-from trinity_events.rollouts.experience_checks import AnswerLimits, Fault, find_fault
+from trinity_events.rollouts.experience_checks import AnswerLimits, FaultKind, find_fault
 from trinity_schemas import Experience
 
 from .batch import NO_GROUP, Batch
@@ -20,24 +20,18 @@ class MalformedExperience(TrinityError, ValueError):
     Attributes:
         ordinal: Ordinal of its prompt.
         sample: Index in its group.
-        fault: Property that is at fault, as :data:`.FaultKind`.
+        fault: Property that is at fault.
+        detail: What is wrong with it.
     """
 
-    def __init__(self, message: str, experience: Experience | None = None, fault: str = "") -> None:
-        super().__init__(message)
-        self.ordinal = -1 if experience is None else experience.ordinal
-        self.sample = -1 if experience is None else experience.sample
-        self.fault = fault
-
-    @classmethod
-    def of(cls, experience: Experience, fault: Fault) -> MalformedExperience:
-        """Return the error for a fault of an experience."""
-        return cls(
-            f"sample {experience.sample} of ordinal {experience.ordinal} is malformed: "
-            f"{fault.detail}; the dispatcher refuses such an answer, so that it came another way",
-            experience,
-            fault.kind,
-        )
+    ordinal: int
+    sample: int
+    fault: FaultKind
+    detail: str
+    text = (
+        "sample {sample} of ordinal {ordinal} is malformed: {detail}; the dispatcher refuses such "
+        "an answer, so that it came another way"
+    )
 
 
 class _Row(NamedTuple):
@@ -126,7 +120,9 @@ def _checked(group: Sequence[Experience], limits: AnswerLimits) -> Sequence[Expe
     for experience in group:
         fault = find_fault(experience, limits)
         if fault is not None:
-            raise MalformedExperience.of(experience, fault)
+            raise MalformedExperience(
+                experience.ordinal, experience.sample, fault.kind, fault.detail
+            )
     return group
 
 

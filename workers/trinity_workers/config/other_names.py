@@ -367,12 +367,9 @@ class SettingNamedTwice(BadSettings):
         names: Both names.
     """
 
-    def __init__(self, path: str, names: tuple[str, str]) -> None:
-        super().__init__(
-            f"{names[0]} and {names[1]} are two names of one setting: write {path} alone"
-        )
-        self.path = path
-        self.names = names
+    path: str
+    names: tuple[str, str]
+    text = "{names[0]} and {names[1]} are two names of one setting: write {path} alone"
 
 
 def to_path(name: str) -> str:

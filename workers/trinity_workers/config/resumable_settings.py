@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import msgspec
 
@@ -143,21 +143,21 @@ class SettingsNotResumable(TrinityError):
 
     is_lasting = True
 
-    def __init__(
-        self, run_id: str, changes: Sequence[SettingChange], reasons: Sequence[str]
-    ) -> None:
-        listed = "; ".join(
+    run_id: str
+    changes: tuple[SettingChange, ...]
+    reasons: tuple[str, ...]
+    text = (
+        "run {run_id} cannot be resumed with other settings: {_listed}: set them back, start "
+        "another run with --run, or begin this one again with --fresh"
+    )
+
+    @property
+    def _listed(self) -> str:
+        return "; ".join(
             f"{change.name} was {_format_shown(change.before)} and is now "
             f"{_format_shown(change.after)} ({reason})"
-            for change, reason in zip(changes, reasons, strict=True)
+            for change, reason in zip(self.changes, self.reasons, strict=True)
         )
-        super().__init__(
-            f"run {run_id} cannot be resumed with other settings: {listed}: set them back, start "
-            "another run with --run, or begin this one again with --fresh"
-        )
-        self.run_id = run_id
-        self.changes = tuple(changes)
-        self.reasons = tuple(reasons)
 
 
 def _is_same(path: str, before: object, after: object) -> bool:
@@ -228,7 +228,7 @@ def check_questions(
     reason = "the ledger counts prompts in the earlier questions, whose content differs"
     changed = [change for change in changes if change.name in QUESTIONS]
     changed = changed or [SettingChange(name="task.questions", before=before, after=after)]
-    raise SettingsNotResumable(run_id, changed, [reason] * len(changed))
+    raise SettingsNotResumable(run_id, tuple(changed), (reason,) * len(changed))
 
 
 def changes_rewards(changes: Iterable[SettingChange]) -> bool:

@@ -173,24 +173,27 @@ class SettingsRefused(TrinityError):
         settings: Paths of the settings that are refused, in the order of the configuration.
     """
 
-    def __init__(self, run_id: str, settings: tuple[str, ...], message: str) -> None:
-        super().__init__(message)
-        self.run_id = run_id
-        self.settings = settings
+    run_id: str
+    settings: tuple[str, ...]
 
 
 class SettingsUntrusted(SettingsRefused):
-    """Raised if the log names code, a path, a URL or an environment variable, and no file does."""
+    """Raised if the log names code, a path, a URL or an environment variable, and no file does.
 
-    def __init__(self, run_id: str, references: Mapping[str, Reference]) -> None:
-        listed = [f"{path} ({reference.kind})" for path, reference in references.items()]
-        super().__init__(
-            run_id,
-            tuple(references),
-            f"the log of run {run_id} sets {_format_list(listed)}, which an explorer takes from "
-            "its own configuration alone: start it with --config FILE, the file that the run is "
-            "trained with",
-        )
+    Attributes:
+        kinds: What each of the settings names.
+    """
+
+    kinds: tuple[str, ...]
+    text = (
+        "the log of run {run_id} sets {_listed}, which an explorer takes from its own "
+        "configuration alone: start it with --config FILE, the file that the run is trained with"
+    )
+
+    @property
+    def _listed(self) -> str:
+        pairs = zip(self.settings, self.kinds, strict=True)
+        return _format_list([f"{path} ({kind})" for path, kind in pairs])
 
 
 class SettingsDiffer(SettingsRefused):
@@ -200,14 +203,15 @@ class SettingsDiffer(SettingsRefused):
         file: The explorer's file.
     """
 
-    def __init__(self, run_id: str, settings: tuple[str, ...], file: Path) -> None:
-        super().__init__(
-            run_id,
-            settings,
-            f"{file} and the log of run {run_id} differ in {_format_list(settings)}: start the "
-            "explorer with the configuration that the run is trained with, and with the same --set",
-        )
-        self.file = file
+    file: Path
+    text = (
+        "{file} and the log of run {run_id} differ in {_listed}: start the explorer with the "
+        "configuration that the run is trained with, and with the same --set"
+    )
+
+    @property
+    def _listed(self) -> str:
+        return _format_list(self.settings)
 
 
 def merge(run_id: str, logged: TrainConfig, own: OwnConfig | None, host: Host) -> TrainConfig:
@@ -234,7 +238,8 @@ def merge(run_id: str, logged: TrainConfig, own: OwnConfig | None, host: Host) -
             if _is_used(setting.path) and not _is_accepted(setting, host)
         }
         if untrusted:
-            raise SettingsUntrusted(run_id, untrusted)
+            kinds = tuple(reference.kind for reference in untrusted.values())
+            raise SettingsUntrusted(run_id, tuple(untrusted), kinds)
     elif different := tuple(_find_differences(settings, own)):
         raise SettingsDiffer(run_id, different, own.file)
     values = to_values(TrainConfig() if own is None else own.config)

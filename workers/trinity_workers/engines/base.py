@@ -34,14 +34,12 @@ class ArgumentRefused(TrinityError):
         alternative: What to do instead.
     """
 
-    def __init__(
-        self, engine: object, method: str, argument: str, value: object, alternative: str
-    ) -> None:
-        self.engine, self.method = type(engine).__name__, method
-        self.argument, self.value, self.alternative = argument, value, alternative
-        super().__init__(
-            f"{self.engine}.{method}() does not support {argument}={value!r}: {alternative}"
-        )
+    engine: str
+    method: str
+    argument: str
+    value: object
+    alternative: str
+    text = "{engine}.{method}() does not support {argument}={value!r}: {alternative}"
 
 
 class LocalShard(Struct, frozen=True):
@@ -175,7 +173,7 @@ class CheckpointedEngine(ABC):
         """Raise ArgumentRefused for the first argument (name, value, alternative) with a value."""
         for name, value, alternative in arguments:
             if value is not None:
-                raise ArgumentRefused(self, method, name, value, alternative)
+                raise ArgumentRefused(type(self).__name__, method, name, value, alternative)
 
 
 def per_tensor_params(engine: TrainEngine) -> NamedTensors:

@@ -6,7 +6,8 @@ import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -47,10 +48,10 @@ class UnusedTensors(IncompatibleWeights):
         names: Names of the tensors.
     """
 
-    def __init__(self, path: Path, names: Sequence[str]) -> None:
-        super().__init__(path, names)  # what a rank needs to unpickle it
-        self.path = path
-        self.names = tuple(names)
+    reason: str = field(init=False, default="the file has tensors that the model lacks")
+    tensor: str | None = field(init=False, default=None)
+    path: Path
+    names: tuple[str, ...]
 
     def __str__(self) -> str:
         more = f" and {len(self.names) - 1} other tensors" if len(self.names) > 1 else ""
@@ -64,7 +65,7 @@ def check_all_used(path: Path, names: Iterable[str], used: Collection[str]) -> N
     """Raise UnusedTensors for names of a folder's tensors that are not among the used ones."""
     unused = sorted(name for name in names if name not in used and not _COMPUTED.search(name))
     if unused:
-        raise UnusedTensors(path, unused)
+        raise UnusedTensors(path, tuple(unused))
 
 
 def are_equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
@@ -182,7 +183,7 @@ class WeightsWriter:
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Append a tensor. Raises IncompatibleWeights for a dtype that the format lacks."""
         if tensor.dtype not in DTYPE_NAMES:
-            raise IncompatibleWeights(f"{name} is of {tensor.dtype}, which cannot be saved")
+            raise IncompatibleWeights(f"{name} is of {tensor.dtype}, which cannot be saved", name)
         if self._file is None or not self._file.has_room(name, tensor, self._shard_bytes):
             self._next_file()
         assert self._file is not None
@@ -319,7 +320,8 @@ class FolderReader:
     def _check_name(self, name: str) -> None:
         if name not in self._where:
             raise IncompatibleWeights(
-                f"{self._folder} has no tensor {name}: is its config.json the one of its weights?"
+                f"{self._folder} has no tensor {name}: is its config.json the one of its weights?",
+                name,
             )
 
     def _open(self, file: str) -> Any:

@@ -19,11 +19,10 @@ class HeldOutRewardsFailed(TrinityError):
         answers: Answers in all.
     """
 
-    def __init__(self, reason: str, *, failed: int, answers: int) -> None:
-        self.reason, self.failed, self.answers = reason, failed, answers
-        super().__init__(
-            f"the rewards of {failed} of {answers} answers failed, the first one: {reason}"
-        )
+    reason: str
+    failed: int
+    answers: int
+    text = "the rewards of {failed} of {answers} answers failed, the first one: {reason}"
 
 
 class Score(NamedTuple):

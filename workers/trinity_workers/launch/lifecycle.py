@@ -27,11 +27,21 @@ _SHORT_DEADLINE = 3.0
 
 
 class Interrupted(TrinityError):
-    """Raised if a signal asked the process to end."""
+    """A signal asked the process to end.
 
-    def __init__(self, message: str, received: int) -> None:
-        super().__init__(message)
-        self.exit_status = 128 + received
+    Attributes:
+        run_id: The run.
+        signal: Number of the signal.
+    """
+
+    run_id: str
+    signal: int
+    text = "run {run_id} was interrupted; look at what it did with: trinity-events replay {run_id}"
+
+    @property
+    def exit_status(self) -> int:
+        """Status with which the process ends."""
+        return 128 + self.signal
 
 
 @asynccontextmanager
@@ -55,11 +65,7 @@ async def interruptible(run_id: str) -> AsyncIterator[None]:
     if received:
         for number in (signal.SIGINT, *ending_signals()):
             signal.signal(number, signal.SIG_IGN)  # what is left to do is to say so
-        raise Interrupted(
-            f"run {run_id} was interrupted; look at what it did with: "
-            f"trinity-events replay {run_id}",
-            received[0],
-        )
+        raise Interrupted(run_id, received[0])
 
 
 def _leave(terminals: list[int]) -> None:

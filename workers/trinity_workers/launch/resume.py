@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Sequence
+import dataclasses
+from collections.abc import AsyncIterator, Collection
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -58,17 +59,20 @@ class NoSuchCheckpoint(CannotResume):
         run_id: The run.
         step: The step.
         steps: Steps of the checkpoints that the run can resume from, oldest first.
+        folder: Folder of the run.
     """
 
-    def __init__(self, run_id: str, step: int, steps: Sequence[int], folder: Path) -> None:
-        named = ", ".join(map(str, steps[-_NAMED:]))
-        others = f"it has those of the steps {named}" if steps else "it has none to resume from"
-        super().__init__(
-            f"run {run_id} has no checkpoint of step {step} in {folder}: {others} (--from-step)"
-        )
-        self.run_id = run_id
-        self.step = step
-        self.steps = tuple(steps)
+    run_id: str
+    step: int
+    steps: tuple[int, ...]
+    folder: Path
+    text = "run {run_id} has no checkpoint of step {step} in {folder}: {_others} (--from-step)"
+
+    @property
+    def _others(self) -> str:
+        if not self.steps:
+            return "it has none to resume from"
+        return f"it has those of the steps {', '.join(map(str, self.steps[-_NAMED:]))}"
 
 
 class CheckpointUnusable(CannotResume):
@@ -83,23 +87,19 @@ class CheckpointUnusable(CannotResume):
 
     hint = ""
 
-    def __init__(self, run_id: str, step: int, reason: str, older: int | None = None) -> None:
-        super().__init__(run_id, step, reason, older)
-        self.run_id = run_id
-        self.step = step
-        self.reason = reason
-        self.older = older
+    run_id: str
+    step: int
+    reason: str
+    older: int | None = None
+    text = (
+        "run {run_id} cannot resume from its checkpoint of step {step}: {reason} ({hint}{_way_out})"
+    )
 
-    def __str__(self) -> str:
-        way_out = (
-            "--fresh begins anew"
-            if self.older is None
-            else f"--from-step {self.older} continues from the newest older one that is whole"
-        )
-        return (
-            f"run {self.run_id} cannot resume from its checkpoint of step {self.step}: "
-            f"{self.reason} ({self.hint}{way_out})"
-        )
+    @property
+    def _way_out(self) -> str:
+        if self.older is None:
+            return "--fresh begins anew"
+        return f"--from-step {self.older} continues from the newest older one that is whole"
 
 
 class CheckpointMissing(CheckpointUnusable):
@@ -116,15 +116,13 @@ class LedgerChanged(CheckpointUnusable):
         difference: First number that differs.
     """
 
-    def __init__(self, run_id: str, step: int, path: Path, difference: LedgerDifference) -> None:
-        field, saved, logged = difference
-        super().__init__(
-            run_id,
-            step,
-            f"{path} has {saved} as {field} of its ledger, and the log has {logged}",
-        )
-        self.path = path
-        self.difference = difference
+    reason: str = dataclasses.field(init=False)
+    path: Path = dataclasses.field(kw_only=True)
+    difference: LedgerDifference = dataclasses.field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        name, saved, logged = self.difference
+        self.reason = f"{self.path} has {saved} as {name} of its ledger, and the log has {logged}"
 
 
 class EarlierRun(Struct, frozen=True, kw_only=True):
@@ -178,7 +176,7 @@ async def earlier_run(
     by_step = await anyio.to_thread.run_sync(_checkpoints_on_disk, state, folder)
     if from_step is not None:
         if from_step not in by_step:
-            raise NoSuchCheckpoint(log.run_id, from_step, sorted(by_step), folder)
+            raise NoSuchCheckpoint(log.run_id, from_step, tuple(sorted(by_step)), folder)
         checkpoint = by_step[from_step]
     if checkpoint is None and not fresh:
         await _refuse_other_files(state, log.run_id, folder)
@@ -299,7 +297,7 @@ async def _check_checkpoint(source: CheckpointSource, step: int, logged: LoggedT
         raise CheckpointUnusable(run_id, step, reason)
     difference = find_ledger_difference(state.ledger, ledger)
     if difference is not None:
-        raise LedgerChanged(run_id, step, folder / TRAINER_STATE, difference)
+        raise LedgerChanged(run_id, step, path=folder / TRAINER_STATE, difference=difference)
 
 
 @asynccontextmanager

@@ -39,18 +39,14 @@ class NonFiniteWeights(TrinityError):
 
     is_lasting = True
 
-    def __init__(self, tensor: str, place: str, count: int, size: int) -> None:
-        super().__init__(tensor, place, count, size)
-        self.tensor = tensor
-        self.place = place
-        self.count = count
-        self.size = size
-
-    def __str__(self) -> str:
-        return (
-            f"{self.count} of {self.size} values of {self.tensor} in {self.place} are not finite "
-            "(NaN or infinity): use weights, or a checkpoint, from before they became so"
-        )
+    tensor: str
+    place: str
+    count: int
+    size: int
+    text = (
+        "{count} of {size} values of {tensor} in {place} are not finite (NaN or infinity): use "
+        "weights, or a checkpoint, from before they became so"
+    )
 
 
 def backward_gradient(loss: Tensor) -> Tensor:

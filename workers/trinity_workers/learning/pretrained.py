@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,10 +43,8 @@ class MissingTensors(BadPolicy):
         names: Names of the tensors.
     """
 
-    def __init__(self, path: Path, names: Sequence[str]) -> None:
-        super().__init__(path, names)  # what a rank needs to unpickle it
-        self.path = path
-        self.names = tuple(names)
+    path: Path
+    names: tuple[str, ...]
 
     def __str__(self) -> str:
         more = f" and {len(self.names) - 1} other tensors" if len(self.names) > 1 else ""
@@ -66,18 +64,14 @@ class MismatchedTensor(BadPolicy):
         expected: Its shape in the model.
     """
 
-    def __init__(
-        self, path: Path, name: str, shape: Sequence[int], expected: Sequence[int]
-    ) -> None:
-        super().__init__(path, name, shape, expected)
-        self.path, self.name = path, name
-        self.shape, self.expected = tuple(shape), tuple(expected)
-
-    def __str__(self) -> str:
-        return (
-            f"the model in {self.path} has {self.name} of the shape {self.shape}, and its "
-            f"config.json asks for {self.expected}: take config.json and weights of one model"
-        )
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    expected: tuple[int, ...]
+    text = (
+        "the model in {path} has {name} of the shape {shape}, and its config.json asks for "
+        "{expected}: take config.json and weights of one model"
+    )
 
 
 def load_pretrained(
@@ -184,10 +178,10 @@ def _check_report(folder: Path, model: Any, report: Any, *, without_head: bool) 
         replaced = {id(parameter) for parameter in model.get_output_embeddings().parameters()}
         missing -= {name for name, value in model.named_parameters() if id(value) in replaced}
     if missing:
-        raise MissingTensors(folder, sorted(missing))
+        raise MissingTensors(folder, tuple(sorted(missing)))
     if mismatched:
         name, shape, expected = mismatched[0]
-        raise MismatchedTensor(folder, name, shape, expected)
+        raise MismatchedTensor(folder, name, tuple(shape), tuple(expected))
 
 
 def _set_tie(model: Any) -> None:

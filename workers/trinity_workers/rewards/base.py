@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import field
 from typing import Protocol
 
 from msgspec import Struct
@@ -40,18 +41,16 @@ class RewardFailed(TrinityError):
         rewarded: Rewards of the answers that could be judged, by index.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        fault: RewardFault | None = None,
-        faults: Mapping[int, RewardFault] | None = None,
-        rewarded: Mapping[int, Rewarded] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.fault = fault or RewardFault(sentence=message, error_type=type(self).__name__)
-        self.faults = dict(faults or {})
-        self.rewarded = dict(rewarded or {})
+    reason: str
+    own_fault: RewardFault | None = field(kw_only=True, default=None)
+    faults: Mapping[int, RewardFault] = field(kw_only=True, default_factory=dict)
+    rewarded: Mapping[int, Rewarded] = field(kw_only=True, default_factory=dict)
+    text = "{reason}"
+
+    @property
+    def fault(self) -> RewardFault:
+        """Error of all answers."""
+        return self.own_fault or RewardFault(sentence=self.reason, error_type=type(self).__name__)
 
     def get_fault(self, index: int) -> RewardFault:
         """Return the error of an answer without a reward: its own, or that of all answers."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import field
 
 import anyio.to_thread
 
@@ -32,10 +33,12 @@ class AnswersNotJudged(RewardFailed):
         report: Report of the first error.
     """
 
-    def __init__(self, report: RewardErrorReported) -> None:
-        quote = _make_excerpt(" ".join(report.response.split()), _LONGEST_QUOTE)
-        super().__init__(f"{report.message.rstrip('.')}, for the answer {quote!r}")
-        self.report = report
+    reason: str = field(init=False)
+    report: RewardErrorReported
+
+    def __post_init__(self) -> None:
+        quote = _make_excerpt(" ".join(self.report.response.split()), _LONGEST_QUOTE)
+        self.reason = f"{self.report.message.rstrip('.')}, for the answer {quote!r}"
 
 
 def make_report(

@@ -101,7 +101,7 @@ class RewardPool:
             verdict = await self._exchange(process, source, START_DEADLINE, "did not load")
             if verdict.fault is not None:
                 fault = verdict.fault
-                raise RewardFailed(fault.sentence, fault=fault)
+                raise RewardFailed(fault.sentence, own_fault=fault)
         return process
 
     async def _exchange(
@@ -126,7 +126,7 @@ class RewardPool:
     def _failed(self, error_type: str, sentence: str) -> RewardFailed:
         """Return the error of a process, which all answers without a verdict have."""
         fault = self._add_name(RewardFault(sentence=sentence, error_type=error_type))
-        return RewardFailed(fault.sentence, fault=fault)
+        return RewardFailed(fault.sentence, own_fault=fault)
 
     def _add_name(self, fault: RewardFault | None) -> RewardFault:
         """Return an error with the name of the reward before its sentence."""

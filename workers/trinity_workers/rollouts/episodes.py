@@ -293,7 +293,7 @@ class Episodes:
             rewarded = dict(enumerate(await self.judge.judge(question, answers)))
             faults: dict[int, RewardFault] = {}
         except RewardFailed as error:
-            rewarded, indices = error.rewarded, range(len(answers))
+            rewarded, indices = dict(error.rewarded), range(len(answers))
             faults = {at: error.get_fault(at) for at in indices if at not in rewarded}
         for index, reward in list(rewarded.items()):
             if self.needed_part is not None and self.needed_part not in reward.parts:

@@ -24,10 +24,9 @@ class UnusableTrainerState(TrinityError):
 
     is_lasting = True
 
-    def __init__(self, path: Path, reason: str) -> None:
-        super().__init__(f"{reason}: begin anew with --fresh, or resume from another checkpoint")
-        self.path = path
-        self.reason = reason
+    path: Path
+    reason: str
+    text = "{reason}: begin anew with --fresh, or resume from another checkpoint"
 
 
 class TrainerState(Struct, frozen=True, kw_only=True):

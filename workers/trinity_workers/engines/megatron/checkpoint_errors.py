@@ -16,53 +16,41 @@ class CheckpointRefused(TrinityError):
 class UnsafePickle(CheckpointRefused):
     """A file of a checkpoint holds a pickle of a class that no checkpoint needs.
 
-    Args:
+    Attributes:
         path: The file.
         name: Full name of the class or function.
     """
 
-    def __init__(self, path: Path, name: str) -> None:
-        super().__init__(path, name)
-        self.path = path
-        self.name = name
-
-    def __str__(self) -> str:
-        return (
-            f"{self.path} was not loaded: its pickle names {self.name}, which no checkpoint needs "
-            "and which could run code; use an older checkpoint, and find out who wrote the file"
-        )
+    path: Path
+    name: str
+    text = (
+        "{path} was not loaded: its pickle names {name}, which no checkpoint needs and which could "
+        "run code; use an older checkpoint, and find out who wrote the file"
+    )
 
 
 class UndecodableFile(CheckpointRefused):
     """A file of a checkpoint cannot be decoded.
 
-    Args:
+    Attributes:
         path: The file.
         reason: Text of the decoder's error.
     """
 
-    def __init__(self, path: Path, reason: str) -> None:
-        super().__init__(path, reason)
-        self.path = path
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return f"{self.path} is damaged ({self.reason}): use an older checkpoint"
+    path: Path
+    reason: str
+    text = "{path} is damaged ({reason}): use an older checkpoint"
 
 
 class MissingCheckpointFile(CheckpointRefused):
     """A file of a checkpoint is not there.
 
-    Args:
+    Attributes:
         path: The file.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.path = path
-
-    def __str__(self) -> str:
-        return (
-            f"{self.path} is missing, so the checkpoint is not whole: restore the file, or use an "
-            "older checkpoint"
-        )
+    path: Path
+    text = (
+        "{path} is missing, so the checkpoint is not whole: restore the file, or use an older "
+        "checkpoint"
+    )

@@ -66,7 +66,9 @@ def plan(sources: Sequence[Places], targets: Sequence[Places]) -> list[Copy]:
             if error is None and dtypes[name] != dtype:
                 error = f"it is {dtypes[name]}, and {dtype} is wanted"
             if error is not None:
-                raise IncompatibleWeights(f"{name} cannot be resharded for rank {target}: {error}")
+                raise IncompatibleWeights(
+                    f"{name} cannot be resharded for rank {target}: {error}", name
+                )
             size = getattr(torch, dtype).itemsize
             for outer, ranks in candidates.items():
                 part = intersection(place, outer)

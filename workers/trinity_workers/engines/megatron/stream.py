@@ -163,7 +163,8 @@ def load_folder(
             if shard.shape != parameter.shape:
                 raise IncompatibleWeights(
                     f"{folder}: {name} is {tuple(shard.shape)}, the model's is "
-                    f"{tuple(parameter.shape)}: is its config.json the one of these weights?"
+                    f"{tuple(parameter.shape)}: is its config.json the one of these weights?",
+                    name,
                 )
             with torch.no_grad():
                 parameter.copy_(shard)

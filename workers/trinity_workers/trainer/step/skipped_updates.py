@@ -68,22 +68,20 @@ class TooManySkippedSteps(TrinityError):
     Args:
         model: The model, ``policy`` or ``critic``.
         count: Training steps in a row.
-        cause: Cause in the last of them.
+        reason: Cause in the last of them.
         step: The last of them, if it is known.
     """
 
-    def __init__(self, model: str, count: int, cause: SkipCause, step: int | None = None) -> None:
-        super().__init__(model, count, cause, step)
-        self.model = model
-        self.count = count
-        self.cause = cause
-        self.step = step
+    model: str
+    count: int
+    reason: SkipCause
+    step: int | None = None
 
     def __str__(self) -> str:
         where = "" if self.step is None else f"step {self.step}: "
         steps = "1 step" if self.count == 1 else f"{self.count} steps in a row"
         return (
-            f"{where}updates of the {self.model} were skipped in {steps}, because {self.cause}: "
+            f"{where}updates of the {self.model} were skipped in {steps}, because {self.reason}: "
             "correct what computes these numbers, or lower trainer.learning_rate, and resume from "
             "the last checkpoint; trainer.max_skipped_steps sets after how many steps a run fails"
         )
