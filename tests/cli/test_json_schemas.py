@@ -136,3 +136,22 @@ def test_every_command_with_json_has_a_schema():
         if any("--json" in option.opts for option in group.get_command(Context(group), name).params)
     }
     assert with_json <= DOCUMENTS.keys()
+
+
+WITHOUT_EXTRAS = """
+import sys
+
+sys.modules |= dict.fromkeys(sys.argv[1:])  # None: an import of it fails
+from trinity_workers.documents import schema_files
+
+print(len(schema_files()))
+"""
+
+
+@pytest.mark.processes
+def test_the_build_generates_every_schema_with_the_dependencies_of_the_base_alone():
+    extras = ("torch", "numpy", "ray", "transformers", "tokenizers", "safetensors", "yaml", "httpx")
+    command = [sys.executable, "-c", WITHOUT_EXTRAS, *extras]
+    generated = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert generated.stderr == ""
+    assert int(generated.stdout) > len(DOCUMENTS)
