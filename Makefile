@@ -60,9 +60,9 @@ alone: compiled
 	find tests -name 'test_*.py' | sort | xargs -P $(HEAVY_WORKERS) -I FILE \
 		sh -c '$(BIN)/pytest -q -p randomly $(ARGS) FILE || test $$? = 5'
 
-# The slowest fifty tests. It runs them all.
+# The slowest fifty tests of make test. It runs them all.
 slowest: compiled
-	$(BIN)/pytest -q --durations=0 | $(BIN)/python -m tests.support.slowest
+	$(BIN)/pytest -q --durations=0 -m "not nightly" | $(BIN)/python -m tests.support.slowest
 
 # Linters, types and every test without other processes: before each commit. Its tests compute little.
 check: WORKERS = 6
