@@ -27,7 +27,7 @@ class FleetOfFiles(RayTrainBackend):
     """Fleet whose one rank writes small files, in this process and under the names of a rank."""
 
     def __init__(self, config: Any) -> None:
-        super().__init__(config)
+        super().__init__(config, [])
         self.rank_log = SyncEventLog(open_client(config.redis_url), config.run_id)
         self.rank_publisher = Publisher(self.rank_log, config.epoch, new_producer("actor", 0))
         self.saves = CheckpointCoordinator(self.rank_publisher, config.checkpoint_folder)
