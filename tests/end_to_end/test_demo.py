@@ -238,6 +238,7 @@ anyio.run(main)
 """
 
 
+@pytest.mark.ray
 def test_nothing_of_ray_outlives_a_driver_that_is_killed(tmp_path):
     room = tempfile.mkdtemp(prefix="t-", dir="/tmp")  # short, for Ray's sockets
     env = {**os.environ, "RAY_TMPDIR": room}
