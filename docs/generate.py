@@ -23,7 +23,8 @@ from trinity_events.views.documents import document_schema
 from trinity_schemas.schemas import components
 from trinity_workers.config.fields import Field, fields, sections
 from trinity_workers.config.other_names import FORMER_NAMES, OTHER_NAMES
-from trinity_workers.config.rules.table import find_conditions, find_contradictions
+from trinity_workers.config.rules.table import find_contradictions
+from trinity_workers.config.schema import format_meaning
 from trinity_workers.config.sections.sync import (
     SyncConfig,
     SyncMethod,
@@ -95,6 +96,19 @@ trainer:
   learning_rate: 2.0e-6
 ```
 
+An editor with a YAML language server, such as VS Code with the extension YAML, completes names,
+checks values and shows meanings, if the file's first line names the schema. The schema is in a
+wheel, and on this site under *JSON Schemas*:
+
+```yaml
+# yaml-language-server: $schema=./train-check.json
+```
+
+```bash
+python -c "from importlib.resources import files; \\
+print((files('trinity_schemas') / 'json/commands/train-check.json').read_text())" > train-check.json
+```
+
 A sweep is a loop of the shell, with a run of its own for each value:
 
 ```bash
@@ -162,14 +176,9 @@ def _row(field: Field) -> str:
         for name in OTHER_NAMES.get(field.path, ())
         if name.project
     )
-    meaning = " ".join([field.meaning, *_conditions(field.path)])
-    return f"| `{field.path}` | {field.allowed} | {default} | {meaning} | {elsewhere} |"
-
-
-def _conditions(path: str) -> list[str]:
-    """Return a sentence with the conditions under which a setting is read; none without any."""
-    conditions = [re.sub(r"\{(.*?)\}", r"`\1`", text) for text in find_conditions(path)]
-    return [f"Read only if {', and if '.join(conditions)}."] if conditions else []
+    return (
+        f"| `{field.path}` | {field.allowed} | {default} | {format_meaning(field)} | {elsewhere} |"
+    )
 
 
 SYNC = Path(__file__).parent / "sync.md"

@@ -3,12 +3,14 @@
 import json
 from pathlib import Path
 
+import jsonschema
 import pytest
+import yaml
 
 from trinity_workers.algorithms.settings import OverlongConfig
 from trinity_workers.config.cli_options import OPTIONS, SHIPPED_FILE, overlaid
 from trinity_workers.config.errors import BadSettings
-from trinity_workers.config.fields import fields
+from trinity_workers.config.fields import fields, sections
 from trinity_workers.config.files import read_config, to_yaml, typed_setting, write_copy
 from trinity_workers.config.other_names import (
     ALIASES,
@@ -18,8 +20,10 @@ from trinity_workers.config.other_names import (
     format_hint,
 )
 from trinity_workers.config.train_config import TrainConfig
+from trinity_workers.documents import schema_files
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "train").glob("*.yaml"))
+BOUNDS = {"minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"}
 
 MISTAKES = [
     ("step: 3", "there is no setting step: is steps meant?"),
@@ -473,6 +477,32 @@ def test_options_are_named_in_messages_about_them():
 def test_every_field_has_a_meaning_and_every_option_a_field():
     assert all(field.meaning.endswith(".") for field in fields().values())
     assert set(OPTIONS.values()) <= set(fields())
+
+
+def test_the_editors_schema_has_a_meaning_and_bounds_of_every_field():
+    structs = json.loads(schema_files()["commands/train-check.json"])["$defs"]
+    seen = set()
+    for path, field in fields().items():
+        section = path.rpartition(".")[0]
+        struct = sections()[section] if section else TrainConfig
+        shown = structs[struct.__name__]["properties"][path.rpartition(".")[2]]
+        assert shown["description"].startswith(field.meaning)
+        for option in shown.get("anyOf", [shown]):
+            if option.get("type") in {"integer", "number"}:
+                assert option.keys() & BOUNDS, f"{path} has no bound"
+                seen.add(path)
+    assert {"trainer.learning_rate", "evaluation.sets.NAME.top_p"} <= seen
+    properties = structs["RewardsConfig"]["properties"]
+    assert properties["best_grade"]["description"].endswith("Read only if `rewards.judge` is set.")
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_an_editor_accepts_every_example(path):
+    schema = json.loads(schema_files()["commands/train-check.json"])
+    validator = jsonschema.Draft202012Validator(schema)
+    # PyYAML reads YAML 1.1, in which 5e-4 is text; editors read 1.2.
+    validator.validate(yaml.safe_load(path.read_text().replace("5e-4", "5.0e-4")))
+    assert not validator.is_valid({"stepz": 3})
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)

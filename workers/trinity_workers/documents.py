@@ -8,6 +8,7 @@ from trinity_events.views.documents import DOCUMENTS as BASE_DOCUMENTS
 from trinity_events.views.documents import document_schema
 from trinity_schemas.documents import format_document, message_documents
 
+from .config.schema import add_meanings
 from .config.train_config import TrainConfig
 from .engines.convertible import Conversion
 from .explorer.result import ExplorationResult
@@ -29,8 +30,9 @@ def schema_files() -> dict[str, str]:
 
     The build runs this without extras, so nothing here imports torch.
     """
+    schemas = {name: document_schema(document) for name, document in DOCUMENTS.items()}
+    add_meanings(schemas["train-check"])  # The editor of a configuration shows them.
     commands = {
-        f"commands/{name}.json": format_document(document_schema(document))
-        for name, document in DOCUMENTS.items()
+        f"commands/{name}.json": format_document(schema) for name, schema in schemas.items()
     }
     return message_documents() | commands

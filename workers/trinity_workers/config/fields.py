@@ -185,7 +185,8 @@ def _allowed(kind: types.Type) -> str:
 
 def _bounds(kind: types.IntType | types.FloatType) -> str:
     if kind.le is not None:
-        return f" from {kind.ge} to {kind.le}"
+        lower = f"above {kind.gt:g}, up" if kind.ge is None else f"from {kind.ge}"
+        return f" {lower} to {kind.le}"
     if kind.lt is not None:
         return f" from {kind.ge} to below {kind.lt:g}"
     if kind.gt is not None:

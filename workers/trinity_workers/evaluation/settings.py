@@ -8,6 +8,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from trinity_schemas.rollouts import MAX_REWARD
+
 from ..section import Section
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -35,7 +37,7 @@ class EvaluationSet(Section, frozen=True, kw_only=True):
     """Tokens after which an answer is cut off. Null is `rollouts.max_new_tokens`."""
     pass_at: tuple[Positive, ...] | None = None
     """Numbers k of answers of which pass@k asks whether one is right. Null is 1 and `samples`."""
-    correct_from: float = 1.0
+    correct_from: Annotated[float, Meta(ge=-MAX_REWARD, le=MAX_REWARD)] = 1.0
     """Reward from which an answer counts as right, for pass@k."""
     interval: NotNegative = 0
     """Steps between two evaluations; the first version from each multiple on is evaluated. 0 leaves

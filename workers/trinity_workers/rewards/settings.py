@@ -11,6 +11,7 @@ from trinity_schemas.rollouts import MAX_REWARD
 from ..section import Section
 
 Positive = Annotated[int, Meta(ge=1)]
+Reward = Annotated[float, Meta(ge=-MAX_REWARD, le=MAX_REWARD)]
 OnRewardError = Literal["fail", "drop_group", "score"]
 """Effect of a reward that failed; see ``RewardsConfig.on_error``."""
 
@@ -31,7 +32,7 @@ class RewardsConfig(Section, frozen=True, kw_only=True):
     on_error: OnRewardError = "fail"
     """Effect of a reward that raises, hangs, dies, or is no finite number: `fail` ends the run,
     `drop_group` drops all answers to the prompt, and `score` gives the answer `error_score`."""
-    error_score: Annotated[float, Meta(ge=-MAX_REWARD, le=MAX_REWARD)] = 0.0
+    error_score: Reward = 0.0
     """With `score`, reward of an answer whose reward failed."""
     service: str | None = None
     """URL of a reward service, which gets a question and its answers as JSON by POST."""
@@ -64,5 +65,5 @@ class RewardsConfig(Section, frozen=True, kw_only=True):
     reward_model: str | None = None
     """Hugging Face folder of a model for sequence or token classification with one output. The
     trainer adds its scores to the rewards. It may have another tokenizer than the policy."""
-    reward_model_weight: float = 1.0
+    reward_model_weight: Reward = 1.0
     """Factor of its scores."""
