@@ -122,6 +122,7 @@ OTHER_NAMES: dict[str, tuple[OtherName, ...]] = {
     "trainer.schedule": (
         _trl("lr_scheduler_type", "constant has no warm-up there"),
         _verl(f"{_ACTOR}.optim.warmup_style"),
+        _verl(f"{_ACTOR}.optim.lr_scheduler_type"),
     ),
     "trainer.weight_decay": (_trl("weight_decay"), _verl(f"{_ACTOR}.optim.weight_decay")),
     "trainer.adam_beta1": (_trl("adam_beta1"), _verl(f"{_ACTOR}.optim.betas", "the first")),
@@ -131,6 +132,7 @@ OTHER_NAMES: dict[str, tuple[OtherName, ...]] = {
         _former("trainer.gradient_norm"),
         _trl("max_grad_norm"),
         _verl(f"{_ACTOR}.grad_clip"),
+        _verl(f"{_ACTOR}.optim.clip_grad"),
     ),
     "trainer.profile_steps": (_verl("global_profiler.steps"),),
     "algorithm.preset": (_trinity("algorithm.algorithm_type", "names may differ"),),
