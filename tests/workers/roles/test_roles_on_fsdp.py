@@ -203,7 +203,9 @@ def test_a_role_that_lacks_a_model_or_has_loaded_none_says_so(config):
     reference = ActorRolloutRefWorker(config, 0, role="ref")
     with pytest.raises(RoleRefused, match=r"update_actor needs the part actor, .* role='ref'"):
         reference.update_actor(batch)
-    with pytest.raises(RoleRefused, match=r"the run has no reward model: set reward\.model"):
+    with pytest.raises(
+        RoleRefused, match=r"the run has no reward model: set rewards\.reward_model"
+    ):
         RewardWorker(config, 0).init_model()
 
 
