@@ -15,7 +15,10 @@ from tests.support.event_histories import committed, failed, registration, start
 from tests.support.pipeline import folded, publish_steps, reducer_task
 from tests.support.waits import child
 from trinity_events.cli.app import build
+from trinity_events.core import MonitorState
+from trinity_events.core.state import RewardError
 from trinity_events.log import AsyncPublisher, new_producer
+from trinity_events.views import state_as_json
 from trinity_events.views.documents import document_schema
 from trinity_schemas import (
     ExplorerStatusChanged,
@@ -112,6 +115,14 @@ async def test_status_lists_the_processes_of_an_open_run_on_this_host(cli, run, 
         assert "explorer-7" not in shown
     await publisher.publish(RunClosed(reason="finished"))
     assert "ON THIS HOST" not in cli("status", run).stdout
+
+
+def test_the_moment_of_a_reward_error_is_in_seconds_with_fractions():
+    error = RewardError(at=1_500, entry_id="1500-0", sentence="it fails")
+    state = MonitorState(run_id="failed", reward_errors={"judge": error})
+    shown = state_as_json(state)
+    assert shown["reward_errors"]["judge"]["at"] == 1.5
+    schema_of("replay").validate(json.loads(json.dumps(shown)))
 
 
 @pytest.mark.parametrize("name", COMMANDS)

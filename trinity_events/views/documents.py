@@ -196,6 +196,8 @@ def document_schema(document: Any) -> dict[str, Any]:
     schemas, named = msgspec.json.schema_components(types, ref_template="#/$defs/{name}")
     schema = tidy({"$schema": DIALECT, "anyOf": list(schemas), "$defs": named})
     _in_seconds(schema)
+    if "RewardError" in named:  # elsewhere `at` is a step, or a time in milliseconds
+        named["RewardError"]["properties"]["at"]["type"] = "number"
     return schema
 
 
