@@ -105,6 +105,15 @@ class ServerRefuses(ServerUnreachable):
     text = "the server at {where} refuses to work ({reason})"
 
 
+class CertificateRefused(ServerUnreachable):
+    """The certificate of a server with TLS is not accepted; ``reason`` is OpenSSL's."""
+
+    text = (
+        "the certificate of the server at {where} is refused ({reason}): name its authority in the "
+        "URL (ssl_ca_certs=/PATH/ca.pem), and the server as the certificate does"
+    )
+
+
 class NoServerProgram(ServerUnreachable):
     """There is no program to start a server with, or it is none.
 

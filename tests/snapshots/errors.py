@@ -26,6 +26,14 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
             "the server at redis://host:1 refuses to work (LOADING)",
         )
     ],
+    "CertificateRefused": [
+        (
+            {"where": "rediss://host:1", "reason": "self-signed certificate"},
+            "the certificate of the server at rediss://host:1 is refused (self-signed "
+            "certificate): name its authority in the URL (ssl_ca_certs=/PATH/ca.pem), and the "
+            "server as the certificate does",
+        )
+    ],
     "NoServerProgram": [
         (
             {"where": "PATH", "fault": "absent"},

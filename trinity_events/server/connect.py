@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -12,7 +13,13 @@ import redis
 import redis.asyncio
 from redis.exceptions import RedisClusterException
 
-from ..errors import ServerRefuses, ServerTooOld, ServerUnreachable, TrinityError
+from ..errors import (
+    CertificateRefused,
+    ServerRefuses,
+    ServerTooOld,
+    ServerUnreachable,
+    TrinityError,
+)
 from ..log.redis.error_replies import is_reply, reply_text
 from ..log.retry import backoff_delays, is_transient
 from .acl_errors import permission_error
@@ -145,4 +152,13 @@ def _refused(url: str, setting: ServerSetting, error: BaseException) -> TrinityE
         return refused
     if is_reply(error):
         return ServerRefuses(redacted(url), reply_text(error), setting.way_out)
+    if (refusal := _find_certificate_error(error)) is not None:
+        return CertificateRefused(redacted(url), refusal.verify_message, setting.way_out)
     return ServerUnreachable(redacted(url), str(error).rstrip("."), setting.way_out)
+
+
+def _find_certificate_error(error: BaseException | None) -> ssl.SSLCertVerificationError | None:
+    """Return the refusal of a certificate that an error of the client library rests on."""
+    while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
+        error = error.__cause__ or error.__context__
+    return error

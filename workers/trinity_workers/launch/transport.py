@@ -58,14 +58,14 @@ def chosen_transport(sync: SyncConfig, *, explorers_here: bool, one_host: bool =
         return _best(explorers_here, one_host)
     if choice == "shm" and not available():
         raise SharedMemoryUnusable(
-            f"this host has no {SHARED_MEMORY} that can be written: leave --weights shm out"
+            f"this host has no {SHARED_MEMORY} that can be written: leave sync.transport (--weights) shm out"
         )
     if choice == "ray" and not explorers_here:
         raise RayUnusable(
             "explorers that are started by themselves are not in the trainer's Ray cluster: "
-            "leave --weights ray out, or run every part with trinity-events demo"
+            "leave sync.transport (--weights) ray out, or run every part with trinity-events demo"
         )
-    return Chosen(choice, "as --weights says")
+    return Chosen(choice, "as sync.transport (--weights) says")
 
 
 def _best(explorers_here: bool, one_host: bool) -> Chosen:
@@ -79,6 +79,8 @@ def _best(explorers_here: bool, one_host: bool) -> Chosen:
         return Chosen(
             "ray",
             f"every explorer is in this Ray cluster, and less than {ENOUGH >> 30} GiB of "
-            f"{SHARED_MEMORY} is free",
+            f"{SHARED_MEMORY} was free at its start",
         )
-    return Chosen("shm", f"every explorer is on this host, and enough of {SHARED_MEMORY} is free")
+    return Chosen(
+        "shm", f"every explorer is on this host, and {SHARED_MEMORY} had room at its start"
+    )
