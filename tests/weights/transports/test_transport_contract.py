@@ -1070,10 +1070,12 @@ def test_what_was_asked_for_is_taken_or_refused_with_the_way_out(monkeypatch):
         assert chosen_transport(SyncConfig(transport=name), explorers_here=False).name == name
     assert chosen_transport(nccl, explorers_here=False).name == "collective"
     assert chosen_transport(ray, explorers_here=True).name == "ray"
-    with pytest.raises(RayUnusable, match="not in the trainer's Ray cluster: leave sync.transport"):
+    with pytest.raises(
+        RayUnusable, match=r"not in the trainer's Ray cluster: leave sync\.transport"
+    ):
         chosen_transport(ray, explorers_here=False)
     monkeypatch.setattr(f"{WHERE}.available", lambda: False)
-    with pytest.raises(SharedMemoryUnusable, match="leave sync.transport"):
+    with pytest.raises(SharedMemoryUnusable, match=r"leave sync\.transport"):
         chosen_transport(shm, explorers_here=True)
     monkeypatch.setattr("torch.distributed.is_available", lambda: False)
     with pytest.raises(GroupBroken, match=r"choose another sync\.method than nccl"):

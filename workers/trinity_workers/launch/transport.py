@@ -58,12 +58,13 @@ def chosen_transport(sync: SyncConfig, *, explorers_here: bool, one_host: bool =
         return _best(explorers_here, one_host)
     if choice == "shm" and not available():
         raise SharedMemoryUnusable(
-            f"this host has no {SHARED_MEMORY} that can be written: leave sync.transport (--weights) shm out"
+            f"this host has no {SHARED_MEMORY} that can be written: leave sync.transport "
+            "(--weights) out"
         )
     if choice == "ray" and not explorers_here:
         raise RayUnusable(
             "explorers that are started by themselves are not in the trainer's Ray cluster: "
-            "leave sync.transport (--weights) ray out, or run every part with trinity-events demo"
+            "leave sync.transport (--weights) out, or run every part with trinity-events demo"
         )
     return Chosen(choice, "as sync.transport (--weights) says")
 
