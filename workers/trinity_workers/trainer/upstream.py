@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from packaging.version import Version
-
 from trinity_events.checkpoints.layout import (
     ITERATION_FILES,
     MODEL_FOLDER,
@@ -61,6 +59,8 @@ def get_latest_hf_checkpoint_path(config: RunConfig) -> str | None:
 
 def is_verl_legacy() -> bool:
     """Return True if the installed veRL is older than 0.8; False without veRL."""
+    from packaging.version import Version  # not in the base, with which a wheel is built
+
     try:
         installed = version("verl")
     except PackageNotFoundError:
