@@ -1177,4 +1177,15 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
             "step 9: updates of the critic were skipped in 3 steps in a row, because the loss is not finite: correct what computes these numbers, or lower trainer.learning_rate, and resume from the last checkpoint; trainer.max_skipped_steps sets after how many steps a run fails",
         ),
     ],
+    "TooManyRuns": [
+        ({"limit": 8}, "8 runs are viewed at once, which is the most: close the page of one")
+    ],
+    "NotIndexed": [
+        (
+            {"run_id": "demo-1", "progress": 0.5},
+            "50% of run demo-1 are indexed, and not the part that was asked for: try again in a moment",
+        ),
+        ({"run_id": "demo-1", "problem": "the file was cut"}, "the file was cut"),
+        ({"run_id": "demo-1", "deadline": 20.0}, "run demo-1 could not be read in 20 s: try again"),
+    ],
 }

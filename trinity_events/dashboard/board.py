@@ -33,7 +33,14 @@ _FRESH = 4.0
 
 
 class TooManyRuns(TrinityError):
-    """More runs are viewed at once than there are indexes."""
+    """More runs are viewed at once than there are indexes.
+
+    Attributes:
+        limit: Number of the indexes.
+    """
+
+    limit: int
+    text = "{limit} runs are viewed at once, which is the most: close the page of one"
 
 
 class Runs(Protocol):
@@ -181,9 +188,7 @@ class Board:
             return
         unseen = [run for run, (reader, _) in self._readers.items() if not reader.viewers]
         if not unseen:
-            raise TooManyRuns(
-                f"{READERS} runs are viewed at once, which is the most: close the page of one"
-            )
+            raise TooManyRuns(READERS)
         oldest = min(unseen, key=lambda run: self._readers[run][0].used_at)
         self._readers.pop(oldest)[1].cancel()
 

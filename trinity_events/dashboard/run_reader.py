@@ -44,7 +44,28 @@ Reached = Callable[[History], bool]
 
 
 class NotIndexed(TrinityError):
-    """The entries that a question is about are not indexed yet."""
+    """The entries that a query is about are not indexed yet.
+
+    Attributes:
+        run_id: The run.
+        progress: Share of its entries that are indexed; None if it cannot be read.
+        problem: Reason why it cannot.
+        deadline: Seconds that were waited for the first entries.
+    """
+
+    run_id: str
+    progress: float | None = None
+    problem: str | None = None
+    deadline: float = 0.0
+
+    def __str__(self) -> str:
+        if self.progress is not None:
+            return (
+                f"{self.progress:.0%} of run {self.run_id} are indexed, and not the part that was "
+                "asked for: try again in a moment"
+            )
+        late = f"run {self.run_id} could not be read in {self.deadline:.0f} s: try again"
+        return self.problem or late
 
 
 class InvalidQuery(TrinityError):
@@ -235,11 +256,7 @@ class RunReader:
                     break
                 await self._change.wait()
         if self.history is None:
-            raise NotIndexed(
-                self.problem
-                or f"run {self.source.run_id} could not be read in "
-                f"{_INDEXED_WITHIN:.0f} s: try again"
-            )
+            raise NotIndexed(self.source.run_id, problem=self.problem, deadline=_INDEXED_WITHIN)
         return self.history
 
     async def find_number(self, entry_id: str) -> int:
@@ -322,10 +339,7 @@ class RunReader:
             while not (self.caught_up or reached(history)) and self.problem is None:
                 await self._change.wait()
         if patience.cancelled_caught:
-            raise NotIndexed(
-                f"{self.progress:.0%} of run {self.source.run_id} are indexed, and not the part "
-                "that was asked for: try again in a moment"
-            )
+            raise NotIndexed(self.source.run_id, self.progress)
         return history
 
     async def pages(self, after: str, through: str) -> AsyncIterator[list[Entry]]:
