@@ -14,7 +14,7 @@ EXTRAS = {
     "reducer": set(),
     "dashboard": {"dashboard"},
     "metrics": {"metrics"},
-    "trainer": {"workers"},
+    "train": {"workers"},
     "explorer": {"workers"},
 }
 """Extras that a command needs beyond the base install."""

@@ -245,7 +245,7 @@ async def test_the_twin_announces_what_the_server_announces(redis_url, run_id):
 
 
 async def test_a_reducer_that_fails_fails_the_test_and_not_its_patience(monkeypatch):
-    monkeypatch.setattr("trinity_events.reducer.reducer.fold", lambda *_: 1 / 0)
+    monkeypatch.setattr("trinity_events.core.fold.Monitor.fold", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         async with Pipeline("run") as run:
             await run.settled()

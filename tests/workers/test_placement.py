@@ -12,7 +12,7 @@ from trinity_workers.worker_group.placement import Needs, threads, with_reserved
 
 
 def needs(explorers, **settings):
-    return Needs.from_config(msgspec.convert(settings, TrainConfig), explorers=explorers)
+    return Needs.for_run(msgspec.convert(settings, TrainConfig), explorers=explorers)
 
 
 def test_every_rank_and_explorer_takes_a_cpu_where_nothing_else_is_said():

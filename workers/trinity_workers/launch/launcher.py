@@ -415,7 +415,7 @@ async def _room(
     config: RunConfig, explorers: int, address: str | None, view: ProgressView
 ) -> AsyncIterator[Placement]:
     """Reserve room for the run; a cluster that is joined is checked for what the run shares."""
-    needs = Needs.from_config(config, explorers=explorers)
+    needs = Needs.for_run(config, explorers=explorers)
     deadline = config.sync.timeout
     async with reserve_places(needs, address, deadline=deadline, say=view.say) as room:
         if room.joined:

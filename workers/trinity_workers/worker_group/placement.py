@@ -24,7 +24,7 @@ class Needs(Struct, frozen=True, kw_only=True):
     explorer_cpus: float
 
     @classmethod
-    def from_config(cls, config: TrainConfig, *, explorers: int) -> Needs:
+    def for_run(cls, config: TrainConfig, *, explorers: int) -> Needs:
         """Return the needs of a run with this number of explorers in its cluster."""
         return cls(
             ranks=config.trainer.ranks,
@@ -61,7 +61,7 @@ class Needs(Struct, frozen=True, kw_only=True):
 
 def with_reserved_cpus(config: TrainConfig) -> TrainConfig:
     """Return the configuration for a shared cluster, where no process uses more than its CPUs."""
-    needs = Needs.from_config(config, explorers=config.explorers)
+    needs = Needs.for_run(config, explorers=config.explorers)
     config = config.replaced("trainer", cpus=needs.rank_cpus)
     return config.replaced("explorer", cpus=needs.explorer_cpus)
 
