@@ -162,7 +162,7 @@ def test_a_cluster_of_another_version_is_refused_with_rays_reason(train, nodes):
 
 async def refused(address):
     with pytest.raises(ClusterUnreachable) as caught:
-        async with reserve_places(NEEDS, address, deadline=1, say=print):
+        async with reserve_places(NEEDS, address, deadline=1, notify=print):
             pass
     match = re.fullmatch(
         r"no Ray cluster can be joined at RAY_ADDRESS=(\S+) \((.+)\): start one with .+, "

@@ -150,7 +150,7 @@ async def test_weights_in_shared_memory_are_published_while_the_server_is_away(s
 
 @pytest.mark.processes
 async def test_an_outage_of_the_server_does_not_end_the_training(server, log, publisher, capsys):
-    async with launcher._shown(ProgressView(RUN, 10), log):
+    async with launcher._show_run(ProgressView(RUN, 10), log):
         await anyio.sleep(0.1)
         await outage(server)
         await publisher.publish(committed(1))
@@ -181,7 +181,7 @@ async def test_a_log_is_followed_on_through_an_outage(server, log, publisher, ca
 async def test_a_view_that_fails_does_not_end_the_training(log, publisher, monkeypatch, caplog):
     view = ProgressView(RUN, 10)
     monkeypatch.setattr(view, "_show", lambda *_: 1 / 0)
-    async with launcher._shown(view, log):
+    async with launcher._show_run(view, log):
         await until(lambda: "is not shown any more: division by zero" in caplog.text)
         await anyio.sleep(0)
         await publisher.publish(committed(1))
@@ -381,7 +381,7 @@ async def test_a_dead_explorer_is_not_waited_for_and_a_live_one_is(
     monkeypatch.setattr(launcher, "EXPLORER_GONE_AFTER", 0.2)
     monkeypatch.setattr(launcher, "EXPLORERS_DEADLINE", 2 * PATIENCE)
     view = ProgressView(RUN, 1)
-    monkeypatch.setattr(view, "say", lines.append)
+    monkeypatch.setattr(view, "print_line", lines.append)
     config = config.replaced("explorer", count=2)
     dead, alive = (AsyncPublisher(log, 1, new_producer("explorer", rank)) for rank in (0, 1))
     async with (
@@ -406,10 +406,10 @@ async def test_a_dead_explorer_is_not_waited_for_and_a_live_one_is(
 async def test_an_excluded_explorer_is_a_line_of_the_terminal(log, publisher, monkeypatch):
     lines = []
     view = ProgressView(RUN, 1)
-    monkeypatch.setattr(view, "say", lambda line, style="": lines.append(line))
+    monkeypatch.setattr(view, "print_line", lambda line, style="": lines.append(line))
     excluded = ExplorerExcluded(explorer="explorer-1", malformed=3, reason="its reward is inf")
     await publisher.publish(excluded)
-    async with launcher._shown(view, log):
+    async with launcher._show_run(view, log):
         await until(lambda: lines)
     [line] = lines
     assert line.startswith("explorer-1 is excluded")
@@ -419,10 +419,10 @@ async def test_an_excluded_explorer_is_a_line_of_the_terminal(log, publisher, mo
 async def test_what_is_in_the_log_when_a_run_fails_is_still_shown(log, publisher, monkeypatch):
     lines = []
     view = ProgressView(RUN, 1)
-    monkeypatch.setattr(view, "say", lambda line, style="": lines.append(line))
+    monkeypatch.setattr(view, "print_line", lambda line, style="": lines.append(line))
 
     async def fail():
-        async with launcher._shown(view, log):
+        async with launcher._show_run(view, log):
             excluded = ExplorerExcluded(explorer="explorer-1", malformed=3, reason="it is inf")
             await publisher.publish(excluded)
             raise OSError
@@ -440,7 +440,7 @@ async def test_a_server_that_stays_away_is_named_where_the_last_weights_were_not
     lines = []
     monkeypatch.setattr(launcher, "EXPLORERS_DEADLINE", 0.2)
     view = ProgressView(RUN, 1)
-    monkeypatch.setattr(view, "say", lines.append)
+    monkeypatch.setattr(view, "print_line", lines.append)
     server.kill()
     await launcher._last_weights_taken(client, config, view)
     [line] = lines

@@ -32,7 +32,7 @@ class FleetOfFiles(RayTrainBackend):
         self.rank_publisher = Publisher(self.rank_log, config.epoch, new_producer("actor", 0))
         self.saves = CheckpointCoordinator(self.rank_publisher, config.checkpoint_folder)
 
-    async def _ask(self, method: str, /, *args: Any, **options: Any) -> None:
+    async def _call(self, method: str, /, *args: Any, **options: Any) -> None:
         await anyio.to_thread.run_sync(partial(self._save, method, *args, **options))
 
     def _save(self, method: str, path: str, step: int, **options: Any) -> None:

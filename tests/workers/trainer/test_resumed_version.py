@@ -39,7 +39,7 @@ class FleetWithoutRanks(RayTrainBackend):
         super().__init__(config, [])
         self.methods = []
 
-    async def _ask(self, method, /, *args, **options):
+    async def _call(self, method, /, *args, **options):
         self.methods.append(method)
 
 

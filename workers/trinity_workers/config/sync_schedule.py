@@ -15,7 +15,7 @@ def publishes_on_demand(sync: SyncConfig) -> bool:
     return sync.style == "explorer_driven"
 
 
-def asks_once_ready(sync: SyncConfig) -> bool:
+def requests_once_ready(sync: SyncConfig) -> bool:
     """Return True if the trainer asks for the rollouts of a version once it is ready."""
     return sync.style == "fully_async"
 

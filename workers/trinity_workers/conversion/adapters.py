@@ -65,7 +65,7 @@ class SavedAdapters:
     def write_alone(self, target: Path) -> list[int]:
         """Write a folder that PEFT loads; return the tensors' sizes in bytes."""
 
-        def describe(into: Path) -> None:
+        def write_description(into: Path) -> None:
             copy_files(self._described, into)
             if self._given_base is not None:
                 path = str(self._given_base.resolve())
@@ -74,7 +74,7 @@ class SavedAdapters:
 
         if self._given_base is not None:
             self._base()
-        write_adapter_folder(target, describe, self.tensors.items())
+        write_adapter_folder(target, write_description, self.tensors.items())
         return [tensor.nbytes for tensor in self.tensors.values()]
 
     def write_merged(self, target: Path, shard_bytes: int) -> list[int]:
@@ -90,12 +90,12 @@ class SavedAdapters:
                 yield name, tensor
                 del tensor
 
-        def describe(into: Path) -> None:
+        def write_description(into: Path) -> None:
             copy_files(base, into)
             if has_separate_head(base):
                 set_untied(into)
 
-        write_model_folder(target, describe, counted(), shard_bytes=shard_bytes)
+        write_model_folder(target, write_description, counted(), shard_bytes=shard_bytes)
         return sizes
 
     def _merge(self, base: Path) -> NamedTensors:

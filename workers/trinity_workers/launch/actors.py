@@ -42,7 +42,7 @@ class Actors:
 
     async def watch(self) -> None:
         """Watch how their processes end."""
-        processes = await self.ask_within(
+        processes = await self.receive_reported(
             "its processes to start", [actor.process.remote() for actor in self._actors.values()]
         )
         self._processes = dict(zip(self._actors, processes, strict=True))
@@ -54,8 +54,8 @@ class Actors:
         with suppress(Exception):
             await self._actors["trainer-0"].is_alive.remote()
 
-    async def ask_within(self, what: str, references: Sequence[Any]) -> list[Any]:
-        """Return their answers as :meth:`ask`, and report a long wait for those without one."""
+    async def receive_reported(self, what: str, references: Sequence[Any]) -> list[Any]:
+        """Return their answers as :meth:`receive`, and report a long wait for those without one."""
         names = list(self._actors)[: len(references)]
         with self._waits.waiting(what, names) as wait:
 
@@ -65,11 +65,11 @@ class Actors:
                 wait.update(what, names)
                 return result
 
-            return await self.ask(
+            return await self.receive(
                 [answer(*pair) for pair in zip(self._actors, references, strict=False)]
             )
 
-    async def ask(self, references: Sequence[Any]) -> list[Any]:
+    async def receive(self, references: Sequence[Any]) -> list[Any]:
         """Return what the first of them answer; the first error ends the wait.
 
         Args:

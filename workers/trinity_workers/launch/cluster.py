@@ -28,7 +28,7 @@ _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0,
 _SETTINGS = 4
 """Type of the frame that answers it, in its fourth byte."""
 
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
 class ClusterUnreachable(TrinityError):
@@ -98,7 +98,7 @@ class Placement:
         """Return True if one of the places is a rank's."""
         return places[0] < self._needs.ranks
 
-    def told(self) -> str:
+    def format_places(self) -> str:
         """Return the places of the run as text."""
         parts = []
         for node, places in self.nodes().items():
@@ -113,7 +113,7 @@ class Placement:
 
 @asynccontextmanager
 async def reserve_places(
-    needs: Needs, address: str | None, *, deadline: float, say: Say
+    needs: Needs, address: str | None, *, deadline: float, notify: Notify
 ) -> AsyncIterator[Placement]:
     """Join the Ray cluster at the address for the block, or start one, and reserve room in it.
 
@@ -123,7 +123,7 @@ async def reserve_places(
         needs: Processes of the run.
         address: ``HOST:PORT`` or ``auto``; None starts a cluster on this host.
         deadline: Seconds to wait for room.
-        say: Tells the user that the run waits for room.
+        notify: Tells the user that the run waits for room.
 
     Raises:
         ClusterUnreachable: if there is no such cluster, or it cannot be joined.
@@ -131,7 +131,7 @@ async def reserve_places(
     """
     cluster = local_ray(math.ceil(needs.cpus)) if address is None else _joined(address)
     async with cluster:
-        group = await _reserved(needs, address, deadline, say)
+        group = await _reserved(needs, address, deadline, notify)
         yield Placement(group, needs, joined=address is not None)
 
 
@@ -192,7 +192,7 @@ def _answering(address: str) -> str:
     return bootstrap_address
 
 
-async def _reserved(needs: Needs, address: str | None, deadline: float, say: Say) -> Any:
+async def _reserved(needs: Needs, address: str | None, deadline: float, notify: Notify) -> Any:
     """Return a placement group of the run, once Ray has reserved it."""
     import ray
 
@@ -210,7 +210,7 @@ async def _reserved(needs: Needs, address: str | None, deadline: float, say: Say
             )
         if waited > _TOLD_AFTER and not reported:
             reported = True
-            say(f"waiting for room in the Ray cluster: {_lacking(needs, gpus=gpus)}")
+            notify(f"waiting for room in the Ray cluster: {_lacking(needs, gpus=gpus)}")
     return group
 
 

@@ -140,7 +140,7 @@ async def run_explorer(options: ExplorerOptions) -> ExplorationResult | Unexplor
         weights_url = exits.enter_context(serving_weights(options.weights_redis_url, redis_url))
         client = await exits.enter_async_context(connect(redis_url))
         log = RedisEventLog(client, options.run_id)
-        await _tell_nearest(client, log, options.wait)
+        await _report_nearest(client, log, options.wait)
         folder = options.checkpoint_root / options.run_id
         run = await exits.enter_async_context(followed_run(options.run_id, redis_url))
         epochs = EpochFollower(run)
@@ -244,7 +244,7 @@ def _format_reason(reason: str) -> str:
     return {"failed": "failed", "interrupted": "was interrupted"}.get(reason, "was closed")
 
 
-async def _tell_nearest(client: redis.asyncio.Redis, log: RedisEventLog, wait: float) -> None:
+async def _report_nearest(client: redis.asyncio.Redis, log: RedisEventLog, wait: float) -> None:
     """Tell at once that the server does not know the run, whose name may be mistyped."""
     with suppress(redis.RedisError, OSError):  # it is waited for like the run
         if not await log.newest_epoch():

@@ -63,9 +63,8 @@ class FailedSaves:
             for (step, reason), kinds in failures.items()
         ]
 
-    @property
-    def told(self) -> str:
-        """The number of failed steps, and the last of them, for a bar."""
+    def format_steps(self) -> str:
+        """Return the number of failed steps, and the last of them, for a bar."""
         return f"{len(self.steps)} (last: step {max(self.steps)})"
 
     def _where(self, paths: list[str]) -> str:

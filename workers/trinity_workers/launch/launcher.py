@@ -214,7 +214,7 @@ async def _run(options: LaunchOptions, report: Report) -> None:
                 resume_from=resumption,
                 config=settings.to_text(),
                 save_strategy=settings.checkpoints.strategy,
-                transport=chosen.told(),
+                transport=chosen.to_field(),
                 command=options.resume_command,
                 above=0 if earlier is None else earlier.reached.epoch,
             ),
@@ -227,8 +227,8 @@ async def _run(options: LaunchOptions, report: Report) -> None:
         job = _Job(options=options, config=config, began=began, reducer=reducer, begins=begins)
         view.epoch = config.epoch
         if earlier is not None:
-            view.say(earlier.notice(options.run_id, config.epoch, checkpoint))
-        view.say(f"run {options.run_id}: {_travel(chosen)}: {chosen.reason}")
+            view.print_line(earlier.notice(options.run_id, config.epoch, checkpoint))
+        view.print_line(f"run {options.run_id}: {_travel(chosen)}: {chosen.reason}")
         async with (
             _summarized(job, log, report),
             mirrored(config),
@@ -237,13 +237,13 @@ async def _run(options: LaunchOptions, report: Report) -> None:
         ):
             await claim()  # a log that is new has its first entry by now
             write_copy(folder, settings)
-            view.say(f"run {options.run_id}: {_ray(options)}, and {_first_work(config)}")
+            view.print_line(f"run {options.run_id}: {_ray(options)}, and {_first_work(config)}")
             here = config.explorers if alone else 0
             exits.callback(sweep)  # Ray may end its actors before they clear up
-            async with _shown(
+            async with _show_run(
                 view,
                 log,
-                partial(report_other_folder, client, config, view.say),
+                partial(report_other_folder, client, config, view.print_line),
                 partial(view.show_causes, partial(read_live_facts, client, options.run_id)),
             ):
                 with publishing(
@@ -253,7 +253,7 @@ async def _run(options: LaunchOptions, report: Report) -> None:
                         room = await exits.enter_async_context(
                             _room(config, here, options.ray_address, view)
                         )
-                    await _work(job, here, room, publisher.waits, view.say)
+                    await _work(job, here, room, publisher.waits, view.print_line)
                 if not alone:
                     await _last_weights_taken(client, config, view)
 
@@ -307,16 +307,16 @@ async def _find_resumption(
     for skipped in usable.skipped:
         sentence = f"run {run_id}: {format_skipped(skipped)} (checkpoints.on_damage: previous)"
         logger.warning("%s", sentence)
-        view.say(f"warning: {sentence}")
+        view.print_line(f"warning: {sentence}")
     if earlier.logged.missing is not None:
-        view.say(
+        view.print_line(
             f"warning: run {run_id} resumes from a checkpoint that is not compared with its log: "
             f"{earlier.logged.missing}"
         )
     if usable.checkpoint != earlier.checkpoint:
         changed = await check_settings(run_id, options.settings, earlier, usable.checkpoint)
     if changed:
-        view.say(f"run {run_id}: {format_changes(list(changed))}")
+        view.print_line(f"run {run_id}: {format_changes(list(changed))}")
     return Resumption(checkpoint=usable.checkpoint, changed=changed, skipped=usable.skipped)
 
 
@@ -417,9 +417,9 @@ async def _room(
     """Reserve room for the run; a cluster that is joined is checked for what the run shares."""
     needs = Needs.for_run(config, explorers=explorers)
     deadline = config.sync.timeout
-    async with reserve_places(needs, address, deadline=deadline, say=view.say) as room:
+    async with reserve_places(needs, address, deadline=deadline, notify=view.print_line) as room:
         if room.joined:
-            view.say(f"run {config.run_id}: {room.told()}")
+            view.print_line(f"run {config.run_id}: {room.format_places()}")
             if config.transport == "shm":
                 check_shared_memory(room)
             await check_shared_storage(room, config)
@@ -459,7 +459,7 @@ def _start_explorer(config: RunConfig, room: Placement, rank: int, restart: int 
 
 async def _prepare(job: _Job, actors: Actors, trainer: Any, explorers: Sequence[Any]) -> None:
     async with held_checkpoint(job.config, job.options.checkpoint_root):
-        await actors.ask_within(
+        await actors.receive_reported(
             "its processes to be prepared",
             [trainer.prepare.remote(), *(explorer.prepare.remote() for explorer in explorers)],
         )
@@ -519,7 +519,7 @@ async def _last_weights_taken(
             read = partial(log.read_blocking, after, seconds=min(pause, wait.left()), limit=1)
             await wait.retry(read)
     except DeadlineExceeded as error:
-        view.say(str(error))
+        view.print_line(str(error))
 
 
 def _without_last(state: MonitorState, config: RunConfig) -> list[str]:
@@ -535,7 +535,7 @@ def _without_last(state: MonitorState, config: RunConfig) -> list[str]:
 
 
 @asynccontextmanager
-async def _shown(
+async def _show_run(
     view: ProgressView, log: RedisEventLog, *beside: Callable[[], Coroutine[Any, Any, None]]
 ) -> AsyncIterator[None]:
     """Show the run during the block, which goes on if that fails, and run tasks beside it."""

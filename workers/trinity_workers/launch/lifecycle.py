@@ -54,13 +54,13 @@ async def interruptible(run_id: str) -> AsyncIterator[None]:
     received: list[int] = []
     terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
-    def note(number: int) -> None:
+    def record(number: int) -> None:
         received.append(number)
         if number == signal.SIGHUP:
             _leave(terminals)
 
     with ungrouped():
-        async with cancelled_by_signals(note):
+        async with cancelled_by_signals(record):
             yield
     if received:
         for number in (signal.SIGINT, *ending_signals()):

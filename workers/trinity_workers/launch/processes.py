@@ -73,13 +73,13 @@ class ReducerProcess:
         make_private(self._log.parent.parent)
         self._log.parent.mkdir(exist_ok=True)
         async with anyio.create_task_group() as tasks:
-            await tasks.start(self._keep)
+            await tasks.start(self._start_until_ended)
             try:
                 yield
             finally:
                 tasks.cancel_scope.cancel()
 
-    async def _keep(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+    async def _start_until_ended(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
         process = await self._start()
         task_status.started()
         try:

@@ -140,7 +140,7 @@ class ProgressView:
         name, now = _name_cause(cause), time.monotonic()
         if now - self._causes_shown.get(name, -CAUSES_EVERY) >= CAUSES_EVERY:
             self._causes_shown[name] = now
-            self.say(sentence, style="bold red")
+            self.print_line(sentence, style="bold red")
 
     async def catch_up(self, log: EventLog) -> None:
         """Show what the log has by now, once :meth:`follow` was cancelled."""
@@ -148,7 +148,7 @@ class ProgressView:
             for entry in entries:
                 self._fold(entry)
 
-    def say(self, text: str, style: str = "dim") -> None:
+    def print_line(self, text: str, style: str = "dim") -> None:
         """Print one line about what is being done, with its time where it is kept as a log."""
         if not self._console.is_terminal:
             text = f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}"
@@ -167,13 +167,13 @@ class ProgressView:
         if envelope.epoch < self.epoch:
             return
         for line in self._failed.heard(envelope.event, announced):
-            self.say(line, style="bold red")
+            self.print_line(line, style="bold red")
         if isinstance(excluded := envelope.event, ExplorerExcluded):
             line = format_exclusion(excluded.explorer, excluded)
-            self.say(visible(line, lines=False), style="bold red")
+            self.print_line(visible(line, lines=False), style="bold red")
         if isinstance(envelope.event, StepTrained):
             for line in format_skipped_updates(envelope.event.step, envelope.event.metrics):
-                self.say(line, style="bold red")
+                self.print_line(line, style="bold red")
         if isinstance(envelope.event, StepTrained) and "reward" in envelope.event.metrics:
             self._metrics = envelope.event.metrics
             self._rewards.append(self._metrics["reward"])
@@ -182,7 +182,7 @@ class ProgressView:
         """Show the first error of each cause, with its traceback and the answer."""
         if error.epoch >= self.epoch and is_first_of_cause(self._monitor.state, entry_id, error):
             line = f"a reward failed: {format_reward_error(error)}"
-            self.say(visible(line, lines=False), style="bold red")
+            self.print_line(visible(line, lines=False), style="bold red")
             for line in format_evidence(error):
                 self._console.print(Text(visible(line, lines=False)), soft_wrap=True)
 
@@ -205,14 +205,14 @@ class ProgressView:
                 f"weights {weights.at.step if weights else '-'}",
                 f"served {min(served) if served else '-'}",
                 f"staleness {self._metrics.get('staleness', 0):.1f}",
-                *([f"FAILED {self._failed.told}"] if self._failed.steps else []),
+                *([f"FAILED {self._failed.format_steps()}"] if self._failed.steps else []),
             )
         )
         bar.update(task, completed=state.trainer_step, shown=shown)
         due = time.monotonic() - self._printed_at > LINES_EVERY
         if not self._console.is_terminal and due and state.trainer_step > self._printed_step:
             self._printed_at, self._printed_step = time.monotonic(), state.trainer_step
-            self.say(f"step {state.trainer_step}/{self._steps}  {shown}")
+            self.print_line(f"step {state.trainer_step}/{self._steps}  {shown}")
 
 
 def _name_cause(cause: Cause) -> tuple[str, str | None]:

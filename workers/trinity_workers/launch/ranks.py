@@ -52,7 +52,7 @@ async def claimed_rank(
     rank = await _claim(claims, config, given)
     try:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_keep, claims, rank, config)
+            tasks.start_soon(_renew_claim, claims, rank, config)
             yield rank
             tasks.cancel_scope.cancel()
     finally:
@@ -92,7 +92,7 @@ class _Claims:
         return explorer_key(self._config.run_id, self._config.epoch, rank)
 
 
-async def _keep(claims: _Claims, rank: int, config: RunConfig) -> None:
+async def _renew_claim(claims: _Claims, rank: int, config: RunConfig) -> None:
     what = f"explorer rank {rank} of run {config.run_id}"
     wait = Deadline(config.sync.timeout, f"{what} was not held")
     while True:

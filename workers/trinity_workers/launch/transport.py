@@ -20,7 +20,7 @@ class Chosen(NamedTuple):
     name: WeightsPath
     reason: str
 
-    def told(self) -> ChosenTransport:
+    def to_field(self) -> ChosenTransport:
         """Return the choice as a field of the event that opens the run."""
         return ChosenTransport(name=self.name, reason=self.reason)
 

@@ -86,14 +86,14 @@ class RayTrainBackend(TrainEngineWrapper):
         )
         with self._publisher.waits.waiting("its ranks to start", self._names):
             await self._workers.watch()
-        host, port = await self._ask("address")
-        await self._ask("setup", host, port)
+        host, port = await self._call("address")
+        await self._call("setup", host, port)
         if config.transport == "collective":
-            await self._ask("setup_weight_sync_group", config.explorer.count)
+            await self._call("setup_weight_sync_group", config.explorer.count)
 
     async def load_checkpoint(self, folder: Path, step: int) -> None:
         """Load the checkpoint of a step on every rank."""
-        await self._ask("load_checkpoint", str(folder / MODEL_FOLDER[0]))
+        await self._call("load_checkpoint", str(folder / MODEL_FOLDER[0]))
         self._step = step
 
     @property
@@ -104,13 +104,13 @@ class RayTrainBackend(TrainEngineWrapper):
     async def train_step(self, batch_exps: TrainingBatch) -> dict[str, float]:
         """Take one step on samples, whose groups are dealt out over the ranks."""
         groups = group_by_prompt(batch_exps)
-        metrics: dict[str, float] = await self._ask("train_step", groups)
+        metrics: dict[str, float] = await self._call("train_step", groups)
         self._step += 1
         return metrics
 
     async def generate_sequences(self, prompts: Sequence[GenerationRequest]) -> list[Generation]:
         """Generate one turn for each request on the ranks, with their present weights."""
-        generations: list[Generation] = await self._ask("generate_sequences", prompts)
+        generations: list[Generation] = await self._call("generate_sequences", prompts)
         return generations
 
     async def save_checkpoint(
@@ -142,13 +142,13 @@ class RayTrainBackend(TrainEngineWrapper):
         # dict of its own would wait for that one too (core/completeness.py).
         is_saved = self._version_saved == step
         if not (in_files or save_as_hf or is_saved):
-            await self._ask("save_checkpoint", path, step)
+            await self._call("save_checkpoint", path, step)
             return Saves(state_dicts=self._saves, others=self._saves)
         if not is_saved:
             # No state dict, if the run's versions are those: explorers would wait for it.
-            save = partial(self._ask, "save_weights", path, step, masters=True)
+            save = partial(self._call, "save_weights", path, step, masters=True)
             await save(name="huggingface_model", is_state_dict=not in_files)
-        await self._ask("save_training_state", path, step)
+        await self._call("save_training_state", path, step)
         models = int(not is_saved)
         return Saves(
             state_dicts=0 if in_files else models,
@@ -173,7 +173,7 @@ class RayTrainBackend(TrainEngineWrapper):
             # Without sync by files no explorer reads the folder, and a checkpoint may rest on it.
             masters = config.sync.method != "checkpoint" or config.is_save_step(step)
             path = str(folder / MODEL_FOLDER[0])
-            await self._ask("save_weights", path, step, name=WEIGHTS_SAVE, masters=masters)
+            await self._call("save_weights", path, step, name=WEIGHTS_SAVE, masters=masters)
         self._version_saved = step
         await self._coordinator.register_and_monitor(
             step, is_state_dict=True, state_dict_thread_count=1, metrics=metrics
@@ -181,7 +181,7 @@ class RayTrainBackend(TrainEngineWrapper):
 
     async def upload_state_dict(self, metrics: dict[str, float] | None = None) -> None:
         """Publish the weights, and commit the version."""
-        await self._ask("upload_state_dict", self._step)
+        await self._call("upload_state_dict", self._step)
         await to_thread.run_sync(self._synchronizer.commit, self._step, metrics)
 
     async def sync_weight_nccl(self, metrics: dict[str, float] | None = None) -> None:
@@ -192,21 +192,21 @@ class RayTrainBackend(TrainEngineWrapper):
         """
         for attempt in range(1, SENDING_ATTEMPTS + 1):
             try:
-                await self._ask("sync_weight_nccl", self._step)
+                await self._call("sync_weight_nccl", self._step)
                 break
             except GroupBroken as error:
                 if attempt == SENDING_ATTEMPTS:
                     raise
                 logger.warning("step %d: sends the weights again: %s", self._step, error)
-                await self._ask("setup_weight_sync_group", 1)
+                await self._call("setup_weight_sync_group", 1)
         await to_thread.run_sync(self._synchronizer.commit, self._step, metrics)
 
     async def get_weight_sync_info(self) -> WeightSyncAddress | None:
         """Return address, port and tensors for the collective group; None without a group."""
         if self._config.transport != "collective":
             return None
-        host, port = await self._ask("weight_sync_address")
-        described = await self._ask("describe_tensors")
+        host, port = await self._call("weight_sync_address")
+        described = await self._call("describe_tensors")
         return host, port, described[0]
 
     async def setup_weight_sync_group(
@@ -217,7 +217,7 @@ class RayTrainBackend(TrainEngineWrapper):
             raise NoWeightSyncGroup(
                 f"run {self._config.run_id} has no collective group: set sync.method nccl"
             )
-        host, port = await self._ask("weight_sync_address")
+        host, port = await self._call("weight_sync_address")
         if (master_address, master_port) != (host, port):
             raise NoWeightSyncGroup(
                 f"the group {group_name} forms at {host}:{port}, and not at "
@@ -228,24 +228,24 @@ class RayTrainBackend(TrainEngineWrapper):
                 f"the group {group_name} has {world_size} members: it needs the trainer and at "
                 "least one explorer"
             )
-        names = await self._ask("setup_weight_sync_group", world_size - 1, timeout)
+        names = await self._call("setup_weight_sync_group", world_size - 1, timeout)
         logger.info("the group %s has %s", group_name, ", ".join(names))
 
     async def teardown_weight_sync_group(self) -> None:
         """End the group; it can be set up again."""
         if self._config.transport == "collective":
-            await self._ask("teardown_weight_sync_group")
+            await self._call("teardown_weight_sync_group")
 
     async def wait_for_save(self) -> None:
         """Wait for background saves, and raise the error of one that failed."""
-        await self._ask("wait_on_save_thread")
+        await self._call("wait_on_save_thread")
         timeout = self._config.sync.timeout
         await to_thread.run_sync(self._coordinator.wait_all, timeout)
 
     async def shutdown(self) -> None:
         """Stop the workers."""
         if self._workers is not None:
-            await self._ask("shutdown")
+            await self._call("shutdown")
             self._workers.kill()
             self._workers = None
         self._synchronizer.close()
@@ -264,7 +264,7 @@ class RayTrainBackend(TrainEngineWrapper):
         """Return the saves of the critic: its model and its training state."""
         return 2 * self._saves if self._config.algorithm.critic.use else 0
 
-    async def _ask(self, method: str, /, *args: Any, **options: Any) -> Any:
+    async def _call(self, method: str, /, *args: Any, **options: Any) -> Any:
         assert self._workers is not None
         with self._publisher.waits.waiting(f"{method} of its ranks", self._names):
             return await self._workers.call(method, *args, **options)

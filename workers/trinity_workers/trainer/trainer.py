@@ -41,7 +41,7 @@ from trinity_schemas import (
 )
 
 from ..config.answer_limits import read_answer_limits
-from ..config.sync_schedule import asks_once_ready, publishes_on_demand
+from ..config.sync_schedule import publishes_on_demand, requests_once_ready
 from ..config.train_config import RunConfig
 from ..rollouts.held_out_sets import held_out_sets
 from ..rollouts.user_task import task_of
@@ -406,7 +406,7 @@ class Trainer:
 
     @property
     def _is_fully_async(self) -> bool:
-        return asks_once_ready(self.config.sync)
+        return requests_once_ready(self.config.sync)
 
     @property
     def train_step_num(self) -> int:
