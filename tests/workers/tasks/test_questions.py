@@ -147,6 +147,29 @@ def test_a_file_of_another_encoding_is_refused_with_the_way_to_convert_it(
     assert "iconv -t UTF-8 -f" in message
 
 
+@pytest.mark.parametrize(
+    ("parts", "named"),
+    [
+        ([{"type": "image_url", "image_url": {"url": "x.png"}}], "image_url"),
+        ([{"type": "text", "text": "a"}, {"type": "image"}, {"type": "audio"}], "audio and image"),
+        (["a"], "str"),
+    ],
+)
+def test_a_message_with_other_parts_than_text_is_refused_with_their_types(write, parts, named):
+    record = {"prompt": [{"role": "user", "content": parts}], "answer": "1"}
+    path = write("q.jsonl", json.dumps(record))
+    assert f"has a message with {named}, and the policies" in refused(path.parent, "q.jsonl")
+
+
+def test_a_message_may_be_of_parts_of_text(write):
+    content = [{"type": "text", "text": "1 + 1?"}]
+    record = {"prompt": [{"role": "user", "content": content}], "answer": "2"}
+    path = write("q.jsonl", json.dumps(record))
+    options = {"evaluation": "q.jsonl"}
+    task = load_task(questions="q.jsonl", folder=path.parent, options=options)
+    assert task.question(0).prompt == [{"role": "user", "content": content}]
+
+
 @pytest.mark.parametrize("answer", ["nan", "inf", "[1.0, nan]", "{'low': -inf}"])
 def test_an_answer_that_is_no_number_of_json_is_refused(write, answer):
     path = write(

@@ -148,7 +148,23 @@ def _checked(where: str, question: Question) -> Question:
     )
     if empty:
         raise TaskError(f"{where} has an empty prompt, or a message without a role")
+    if kinds := _find_other_parts(checked):
+        raise TaskError(
+            f"{where} has a message with {' and '.join(kinds)}, and the policies here read text "
+            "alone: leave such questions out, or write text in the place of these parts"
+        )
     return checked
+
+
+def _find_other_parts(question: Question) -> list[str]:
+    """Return the types of parts of chat messages that are no text, such as `image_url`."""
+    contents = (message.get("content") for message in question.prompt if isinstance(message, dict))
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    kinds = (
+        str(part.get("type")) if isinstance(part, Mapping) else type(part).__name__
+        for part in parts
+    )
+    return sorted({kind for kind in kinds if kind != "text"})
 
 
 def _is_finite(value: object) -> bool:
