@@ -96,7 +96,7 @@ def format_value(value: object) -> str:
 
 @dataclass(frozen=True)
 class SettingCondition:
-    """SettingCondition on settings. Its texts have settings in braces."""
+    """Condition on settings. Its texts have settings in braces."""
 
     paths: tuple[str, ...]
     """Settings that it depends on."""
