@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from msgspec import Struct
 
@@ -84,28 +84,31 @@ class GroupCursor(Generic[E]):
         first_retained = await self._reading.log.first_retained_id(self._reading.stream)
         goes_on = _goes_on(detached)
         if first_retained is not None and position(goes_on) < position(before(first_retained)):
-            return GroupDetached(
-                self._run,
-                self._group,
-                "trimmed",
-                goes_on,
-                detached.idle,
-                detached.pending,
-                before(first_retained),
-                self._reading.stream.value,
-            )
+            resume = before(first_retained)
+            return self._detachment(detached, "trimmed", after=goes_on, resume=resume)
         if detached.pending and detached.oldest_pending is None:
-            return GroupDetached(
-                self._run,
-                self._group,
-                "pending",
-                detached.position,
-                detached.idle,
-                detached.pending,
-                goes_on,
-                self._reading.stream.value,
-            )
+            return self._detachment(detached, "pending", after=detached.position, resume=goes_on)
         return None
+
+    def _detachment(
+        self,
+        detached: DetachedConsumer,
+        fault: Literal["trimmed", "pending"],
+        *,
+        after: str,
+        resume: str,
+    ) -> GroupDetached:
+        """Return the error for a group that the reducer detached."""
+        return GroupDetached(
+            self._run,
+            self._group,
+            fault,
+            after=after,
+            idle=detached.idle,
+            pending=detached.pending,
+            resume=resume,
+            stream=self._reading.stream.value,
+        )
 
     @property
     def _run(self) -> str:
