@@ -22,7 +22,6 @@ from trinity_schemas import (
     SettingChange,
     SkippedCheckpoint,
     StepRef,
-    event_tag,
 )
 from trinity_schemas.events import MOST_CHANGES, MOST_SKIPPED
 
@@ -32,7 +31,7 @@ from ..redis.error_replies import reply_text
 from ..redis.event_log import RedisEventLog
 from ..redis.run_index import add_run
 from ..retry import SLOW, backoff_delays, is_transient
-from .publisher import EnvelopeFactory, new_producer
+from .publisher import EnvelopeFactory, format_unpublished, new_producer
 
 T = TypeVar("T")
 
@@ -74,7 +73,7 @@ class AsyncPublisher:
         """
         give_up = time.monotonic() + self._deadline
         run_id = self.log.run_id
-        what = f"{event_tag(event)} of run {run_id} was not published"
+        what = format_unpublished(run_id, event)
         async with self._lock:
             if time.monotonic() >= give_up:
                 raise PublishError(run_id, what, "what was published before it took too long")
@@ -116,11 +115,12 @@ async def open_run(  # noqa: PLR0913  # what an opening event has, each by its n
     ``resume_from`` is a step, or the checkpoint of a step by the epoch that wrote it, alone or with
     what differs from then.
     ``config`` is JSON for the run's other processes: no URLs, no secrets, no absolute paths.
-    ``save_strategy`` tells which saves may run at the same time. ``transport`` shows users the
-    transport of the weights and the reason for it, and ``command`` how to continue the run, without
-    passwords. ``deadline`` is in seconds. ``above`` is the
-    newest epoch of the folded log, if the caller has folded it. An event may have opened it without
-    taking its number; the opening then waits until a reducer has raised the counter.
+    ``save_strategy`` decides which saves may run at the same time. ``transport`` shows users the
+    transport of the weights and the reason for it. ``command`` shows them how to continue the run,
+    without passwords. ``deadline`` is in seconds.
+    ``above`` is the newest epoch of the folded log, if the caller has folded it. An event may have
+    opened it without taking its number; the opening then waits until a reducer has raised the
+    counter.
 
     The run is listed in the index before its first event: a crash in between leaves an empty run,
     never an unlisted one. It is listed again after: a reducer that just dropped the run finds it.

@@ -67,6 +67,11 @@ def new_producer(role: str, rank: int = 0) -> Producer:
     return Producer(role=role, rank=rank, node=socket.gethostname(), incarnation=incarnation)
 
 
+def format_unpublished(run_id: str, event: Event) -> str:
+    """Return the clause of an error that an event of a run was not published."""
+    return f"{event_tag(event)} of run {run_id} was not published"
+
+
 class EnvelopeFactory:
     """Factory of one producer's envelopes, numbered from 1."""
 
@@ -293,7 +298,10 @@ class Publisher:
             self._thread = self._start_sender(event)
         if not self._outbox.put(payload):
             raise BufferFull(
-                self.run_id, self._format(event), self._delay_reason, backlog=self.backlog
+                self.run_id,
+                format_unpublished(self.run_id, event),
+                self._delay_reason,
+                backlog=self.backlog,
             )
         self._changed.notify_all()
 
@@ -374,10 +382,7 @@ class Publisher:
         return SLOW if self._fault is None else reply_text(self._fault) or repr(self._fault)
 
     def _refusal(self, event: Event, why: str) -> PublishError:
-        return PublishError(self.run_id, self._format(event), why)
-
-    def _format(self, event: Event) -> str:
-        return f"{event_tag(event)} of run {self.run_id} was not published"
+        return PublishError(self.run_id, format_unpublished(self.run_id, event), why)
 
     def _check_process(self) -> None:
         if self._process != os.getpid():
