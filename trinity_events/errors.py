@@ -254,7 +254,7 @@ class PermissionDenied(TrinityError):
     """The server's access rules refuse this user.
 
     Attributes:
-        where: The server, by its URL without secrets; or what was not done.
+        where: The server, with its URL without secrets if that is known.
         reason: Reply of the server.
         fault: ``user`` if the server does not know the user, ``command`` if it refuses a command,
             and ``opening`` if it refuses to open a run.
