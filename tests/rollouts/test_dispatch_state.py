@@ -70,6 +70,7 @@ def test_a_request_that_is_not_there_is_lost(state):
 
 
 def test_failed_attempts_exhaust_and_stale_or_lost_ones_do_not(state):
+    """Invariant 5 of dispatcher.py."""
     for reason in ("stale", "lost", "stale", "lost"):
         again, exhausted = state.split([ReissueCandidate(0, reason)])
         assert exhausted == []

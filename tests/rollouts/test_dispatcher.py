@@ -1,4 +1,7 @@
-"""The dispatcher hands out each ordinal once, asks again for what is lost, and tells its fate."""
+"""The dispatcher hands out each ordinal once, asks again for what is lost, and tells its fate.
+
+The numbers are those of the invariants in `trinity_events/rollouts/dispatcher.py`.
+"""
 
 import re
 
@@ -95,6 +98,7 @@ async def test_the_order_of_arrival_takes_what_is_there_sorted(parts):
 
 
 async def test_the_window_bounds_what_is_open_and_an_answer_is_never_refused(parts):
+    """Invariant 4."""
     dispatcher = await parts.dispatcher(window=3)
     assert await dispatcher.dispatch(5, parts.version) == 3
     assert await dispatcher.dispatch(1, parts.version) == 0
@@ -249,6 +253,7 @@ async def test_renewal_keeps_a_claim_and_never_its_deadline(parts):
 
 
 async def test_requests_that_were_never_written_are_issued_again(parts):
+    """Invariant 2."""
     dispatcher = await parts.dispatcher()
     await dispatcher.dispatch(2, parts.version)
     keys = RunKeys.of(parts.run_id)
@@ -285,6 +290,7 @@ async def test_entries_that_are_no_answers_are_freed(parts):
 
 
 async def test_a_group_is_trained_once(parts):
+    """Invariant 1."""
     dispatcher = await parts.dispatcher()
     await dispatcher.dispatch(1, parts.version)
     await answer(parts.explorer())
@@ -304,6 +310,7 @@ async def test_a_step_needs_a_version_that_may_serve_it(parts):
 
 
 async def test_a_restored_ledger_asks_for_its_open_ordinals_first(parts):
+    """Invariant 1."""
     ledger = Ledger(next=4, mark=1, settled=[(2, 2)], trained=2, fingerprint=None)
     dispatcher = await parts.dispatcher(ledger)
     assert await dispatcher.dispatch(3, parts.version) == 3

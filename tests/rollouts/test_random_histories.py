@@ -189,6 +189,7 @@ class History:
 
 @pytest.mark.parametrize("seed", SEEDS)
 async def test_nothing_is_lost_and_nothing_trained_twice(client, run_id, seed):
+    """Invariants 1 to 3 of dispatcher.py."""
     history = History(client, run_id, seed)
     with anyio.fail_after(2 * PATIENCE):
         await history.run()

@@ -1,4 +1,7 @@
-"""Decisions of a dispatcher: what to ask for, what to ask for again, what to give up. No I/O."""
+"""Decisions of a dispatcher: what to request, what to request again, what to give up. No I/O.
+
+They follow from the ledger and the calls alone. The invariants are those of :mod:`.dispatcher`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from .settings import DispatchSettings
 from .streams import EXCLUDED, MALFORMED, SUPERSEDED, UNCLAIMABLE, StreamSnapshot
 
 NOT_THE_EXPLORERS = ("stale", SUPERSEDED, "lost", MALFORMED, EXCLUDED, UNCLAIMABLE)
-"""Reasons to ask again that are no failure of an attempt, and do not count against the maximum.
+"""Reasons to request again that are no failure of an attempt, and do not use up the attempts.
 
 A malformed answer counts against its explorer, which is excluded after some. If it counted against
 the prompt too, an explorer could have the run drop prompts.
@@ -93,7 +96,7 @@ class Versions(NamedTuple):
 
 
 class OpenRequest(Struct):
-    """Open ordinal that was asked for."""
+    """Open ordinal that was dispatched."""
 
     versions: Versions
     """Versions that its request names."""
@@ -122,9 +125,9 @@ class OutgoingRequest(NamedTuple):
 
 
 class DispatchState:
-    """State of a dispatcher, of which every change is told by its caller, with the time.
+    """State of a dispatcher, which changes only by calls; its caller passes the time.
 
-    Ordinals that are asked for are always the lowest open ones: those that a restored ledger has
+    Ordinals that are requested are always the lowest open ones: those that a restored ledger has
     open come first, then the next ones.
     """
 
@@ -132,7 +135,7 @@ class DispatchState:
         self.settings = settings
         self.ledger = ledger
         self.open_requests: dict[int, OpenRequest] = {}
-        """Ordinals that were asked for and are neither taken nor settled, ascending."""
+        """Ordinals that were dispatched and are neither taken nor settled, ascending."""
         self.arrived: dict[int, AnswerGroup] = {}
         self.earlier_answers: dict[int, AnswerGroup] = {}
         """Answers of earlier epochs, used when their ordinal comes up."""
@@ -151,20 +154,20 @@ class DispatchState:
         ledger.fingerprint = settings.fingerprint
         self._restored = ledger.open_ordinals()
 
-    # --- asking ------------------------------------------------------------------------------
+    # --- requests ----------------------------------------------------------------------------
 
     def next_ordinals(self, count: int) -> list[int]:
-        """Return the ordinals to ask for next, at most ``count``, as the window allows."""
+        """Return the ordinals to dispatch next, at most ``count``, as the window allows."""
         restored = self._restored[:count]
         room = min(count - len(restored), self.settings.window - self.ledger.open_count)
         return [*restored, *range(self.ledger.next, self.ledger.next + max(room, 0))]
 
     def lacking(self, count: int) -> int:
-        """Return the number of ordinals to ask for, so that a step of ``count`` gets its groups."""
+        """Return the number of ordinals to dispatch, so that a step of ``count`` is complete."""
         return max(count - len(self.open_requests), 0)
 
     def open(self, ordinals: Sequence[int], versions: Versions) -> list[int]:
-        """Note that ordinals were asked for; return those that no kept answer answers."""
+        """Record the dispatch of ordinals; return those that no kept answer answers."""
         self._restored = self._restored[sum(ordinal < self.ledger.next for ordinal in ordinals) :]
         fresh = [ordinal for ordinal in ordinals if ordinal >= self.ledger.next]
         if fresh:
@@ -178,7 +181,7 @@ class DispatchState:
     def split(
         self, due: Iterable[ReissueCandidate]
     ) -> tuple[list[ReissueCandidate], list[ReissueCandidate]]:
-        """Return what to ask for again, and what to give up as its attempts are exhausted."""
+        """Return what to request again, and what to give up as its attempts are exhausted."""
         again: list[ReissueCandidate] = []
         exhausted: list[ReissueCandidate] = []
         for candidate in due:
@@ -188,13 +191,13 @@ class DispatchState:
         return again, exhausted
 
     def requests(self, ordinals: Iterable[int]) -> list[OutgoingRequest]:
-        """Return the first requests of ordinals that were asked for."""
+        """Return the first requests of ordinals that were dispatched."""
         return [
             self._request(ordinal, self.open_requests[ordinal].versions) for ordinal in ordinals
         ]
 
     def reissue(self, due: ReissueCandidate, newest: Versions) -> OutgoingRequest:
-        """Note that the next attempt was told; return its request.
+        """Record the reissued attempt and return its request.
 
         It names the versions of the attempt before, unless they are too old to be used.
         """
@@ -227,7 +230,7 @@ class DispatchState:
         return OutgoingRequest(ordinal, self.number, open_request.attempt, versions, due, earlier)
 
     def written(self, request: OutgoingRequest) -> None:
-        """Note that a request is in the stream, and the earlier one no more."""
+        """Record that a request is in the stream, and the earlier one no more."""
         open_request = self.open_requests.get(request.ordinal)
         if open_request is None or request.due is None:
             return
@@ -256,7 +259,7 @@ class DispatchState:
         self._stale += 1
 
     def drop(self, reason: str, ordinal: int) -> None:
-        """Give up an ordinal; the event of the next step tells it."""
+        """Give up an ordinal; the event of the next step has the fate."""
         del self.open_requests[ordinal]
         self.arrived.pop(ordinal, None)
         self._drop(reason, [ordinal])
@@ -280,7 +283,7 @@ class DispatchState:
         """Keep an answer of an earlier epoch; return False if it is of no use.
 
         Its ordinal needs an answer, in the same task set, and each version that sampled one of its
-        tokens stands.
+        tokens is current.
         """
         needed = self.ledger.is_open(group.ordinal) or group.ordinal >= self.ledger.next
         if not needed or self._new_tasks or group.ordinal in self.earlier_answers:
@@ -295,13 +298,13 @@ class DispatchState:
         return self.arrived.pop(ordinal)
 
     def give_back(self, number: int, reason: str) -> None:
-        """Note the reason for which an explorer gave a request back; no attempt failed."""
+        """Record the reason for which an explorer gave a request back; no attempt failed."""
         for open_request in self.open_requests.values():
             if open_request.number == number:
                 open_request.refusal = reason
 
     def fail(self, number: int) -> int | None:
-        """Note that an explorer gave a request back; return its ordinal, if it is still open."""
+        """Record that an explorer gave a request back; return its ordinal, if it is still open."""
         for ordinal, open_request in self.open_requests.items():
             if open_request.number == number:
                 open_request.number = None
@@ -388,7 +391,7 @@ class DispatchState:
     def observe(
         self, snapshot: StreamSnapshot, now: float, stable_for: float, excluded: Container[str] = ()
     ) -> list[ReissueCandidate]:
-        """Note who holds what; return the ordinals whose attempt counts no more.
+        """Record the explorers of requests; return the ordinals whose attempt counts no more.
 
         Args:
             snapshot: Requests and claims on the server. All answers before it were read.

@@ -1,4 +1,15 @@
-"""Dispatcher of the trainer: asks for rollouts, hands them out, and tells the fate of each."""
+"""Dispatcher of the trainer: requests rollouts, hands out their answers, publishes each fate.
+
+1. Every dispatched ordinal gets at most one fate: it is trained once, or dropped for one reason.
+   Without a fate it stays open, and a resumed epoch requests it first.
+2. An event is in the log before the requests that it announces. A request that is then never
+   written is found to be missing, and issued again.
+3. A call records what it begins before it waits. A call that is cancelled or fails is completed by
+   the next one, which publishes and writes again what may be missing.
+4. New ordinals are dispatched only while fewer than the window are open.
+5. Only failures of explorers use up the attempts of an ordinal. Requests that are lost, stale or
+   superseded do not, nor malformed answers.
+"""
 
 from __future__ import annotations
 
@@ -188,13 +199,12 @@ def _is_never_current(_: StepRef) -> bool:
 class RolloutDispatcher:
     """Dispatcher of one epoch: the only writer of requests, and the only reader of answers.
 
-    Each event is in the log before the requests that it tells of. A request that is then never
-    written is found to be missing and issued again, by this epoch or by the next. Answers that are
-    malformed are refused, and an explorer that sends several is excluded (:mod:`.inspection`).
+    Answers that are malformed are refused, and an explorer that sends several is excluded
+    (:mod:`.inspection`).
 
     Args:
         client: Client of the server of the run's log.
-        publisher: Publisher of the trainer; None tells the log nothing, as for evaluations, whose
+        publisher: Publisher of the trainer; None publishes nothing, as for evaluations, whose
             requests have no fate.
         settings: Settings of the dispatch.
         ledger: Ledger of the checkpoint that the run resumes from; the dispatcher changes it.
@@ -223,7 +233,7 @@ class RolloutDispatcher:
         if self.ledger.fingerprint is None:
             self.ledger.fingerprint = settings.fingerprint
         self._logged_ledger = self.ledger.to_contract(0)
-        """Ledger as the log tells it: after the last step, or as the run was resumed."""
+        """Ledger that follows from the log: after the last step, or as the run was resumed."""
         self._state = DispatchState(settings, self.ledger)
         self._publisher = publisher
         self._streams = RolloutStreams(
@@ -238,17 +248,17 @@ class RolloutDispatcher:
         self._deadline = deadline
         self._waits = waits
         self._lock = anyio.Lock()
-        self._untold: tuple[list[int], Versions] | None = None
+        self._undispatched: tuple[list[int], Versions] | None = None
         """Ordinals whose dispatch may not be in the log yet."""
         self._dispatched_count = 0
-        """Number of ordinals asked for since the last call that returned."""
+        """Number of ordinals dispatched since the last call that returned."""
         self._unwritten: list[OutgoingRequest] = []
-        """Requests that were told, and may not be in the stream yet."""
+        """Requests that are announced, and may not be in the stream yet."""
         self._newest: Versions | None = None
         self._step: int | None = None
         """Step that was trained last."""
         self._due: dict[int, ReissueCandidate] = {}
-        """Ordinals to ask for again as soon as a step is waited for."""
+        """Ordinals to request again as soon as a step is waited for."""
         self._useless: list[str] = []
         """Entries of answers that are to be freed."""
         self._looked_at = -math.inf
@@ -267,11 +277,11 @@ class RolloutDispatcher:
     async def start(self, stands: Stands | None = None) -> None:
         """Withdraw all requests of earlier epochs, and their answers, unless a resume needs them.
 
-        With ``keep_answers="checkpoint"`` answers stay whose tokens are all of standing versions.
+        With ``keep_answers="checkpoint"`` answers stay whose tokens are all of current versions.
 
         Args:
-            stands: Returns True if a weight version stands; by default, if the log's lineage has
-                it.
+            stands: Returns True if a weight version is current; by default, if the log's lineage
+                has it.
 
         Raises:
             StaleEpoch: The run has a newer epoch.
@@ -289,7 +299,7 @@ class RolloutDispatcher:
         await self._free(wait)
 
     async def _lineage(self, wait: Deadline) -> Stands:
-        """Return a function that tells if the lineage in the log holds a version."""
+        """Return a function that returns True if the lineage in the log holds a version."""
         try:
             assert self._publisher is not None  # answers are kept for resumes of training alone
             log = self._publisher.log
@@ -300,7 +310,7 @@ class RolloutDispatcher:
         return partial(lineage.is_in_lineage, state)
 
     async def dispatch(self, count: int, oldest: StepRef, *, exact: bool = False) -> int:
-        """Ask for the next ordinals; return their number, which the window may bound.
+        """Request the next ordinals; return their number, which the window may bound.
 
         The next call completes a dispatch that was cancelled or failed, and counts its ordinals.
 
@@ -311,7 +321,7 @@ class RolloutDispatcher:
 
         Raises:
             StaleEpoch: The run has a newer epoch.
-            PublishError: The event may not be in the log; the next call tells it again.
+            PublishError: The event may not be in the log; the next call publishes it again.
         """
         async with self._lock:
             self._newest = Versions(oldest, exact)
@@ -481,7 +491,7 @@ class RolloutDispatcher:
     def ledger_at(self, step: int) -> TrainedLedger:
         """Return the ledger as the checkpoint of the step that was trained last holds it.
 
-        It is the ledger of the moment of :meth:`trained`. What was dropped or asked for since then
+        It is the ledger of the moment of :meth:`trained`. What was dropped or dispatched since then
         is open in it, or comes next.
 
         Raises:
@@ -493,7 +503,7 @@ class RolloutDispatcher:
 
     @property
     def open_count(self) -> int:
-        """Number of ordinals that were asked for, and are neither taken nor dropped."""
+        """Number of ordinals that were dispatched, and are neither taken nor dropped."""
         return len(self._state.open_requests)
 
     @property
@@ -506,25 +516,22 @@ class RolloutDispatcher:
         group_count = self.settings.prompts_per_step if count is None else count
         return self._state.missing(group_count, anyio.current_time())
 
-    # --- asking ------------------------------------------------------------------------------
-    #
-    # A call may be cancelled, or fail, wherever it waits. What it began is noted first, and the
-    # next call completes it: an event that may be in the log is told again, and so are requests.
+    # --- requests ----------------------------------------------------------------------------
 
     async def _request_more(self, wait: Deadline, count: int) -> None:
         if count > 0 and (ordinals := self._state.next_ordinals(count)):
-            self._untold = ordinals, self._needed_versions()
+            self._undispatched = ordinals, self._needed_versions()
             await self._complete(wait)
 
     async def _complete(self, wait: Deadline) -> None:
-        """Tell what is to be asked for and who is excluded, and write the requests."""
+        """Publish exclusions and dispatches that the log may lack, and write their requests."""
         while self._publisher is not None and self.exclusions.unpublished:
             await self._publish(self.exclusions.unpublished[0])
             del self.exclusions.unpublished[0]
-        if self._untold is not None:
-            ordinals, versions = self._untold
+        if self._undispatched is not None:
+            ordinals, versions = self._undispatched
             await self._publish_dispatched(versions, RolloutsDispatched(ordinals=ranges(ordinals)))
-            self._untold = None
+            self._undispatched = None
             self._unwritten += self._state.requests(self._state.open(ordinals, versions))
             self._dispatched_count += len(ordinals)
         if self._unwritten:
@@ -536,7 +543,7 @@ class RolloutDispatcher:
                     self._state.written(request)
 
     async def _settle_due(self, wait: Deadline) -> None:
-        """Ask again for ordinals whose attempt counts no more, or give them up."""
+        """Request ordinals again whose attempt counts no more, or give them up."""
         await self._settle_failed_rewards()
         open_requests, arrived = self._state.open_requests, self._state.arrived
         self._due = {
@@ -554,7 +561,7 @@ class RolloutDispatcher:
     async def _settle_failed_rewards(self) -> None:
         """Drop the ordinals whose reward failed, each once; raise the error that ends the run.
 
-        With "fail" the ordinal stays open: a resume, with a mended reward, asks for it again.
+        With "fail" the ordinal stays open: a resume, with a mended reward, requests it again.
         """
         while self._failed_rewards:
             ordinal, error, end = self._failed_rewards[0]
