@@ -1,4 +1,4 @@
-"""The coordinator's four calls, against a real server."""
+"""The coordinator's four calls, against a real server (invariants of coordinator.py)."""
 
 import os
 import re
@@ -198,6 +198,7 @@ def test_the_caller_goes_on_while_a_save_runs(coordinator):
 
 
 def test_saves_of_one_name_are_serialised_and_of_two_are_not(coordinator):
+    """Invariant 3."""
     running, most = {"a": 0, "b": 0}, {"a": 0, "both": 0}
     both = threading.Barrier(2)
 
@@ -219,6 +220,8 @@ def test_saves_of_one_name_are_serialised_and_of_two_are_not(coordinator):
 
 
 def test_a_failed_background_save_is_an_event_and_wait_all_raises_it(coordinator, publisher):
+    """Invariant 4."""
+
     def save():
         raise OSError("disk full")
 
@@ -399,6 +402,7 @@ def test_a_save_at_once_waits_for_one_of_its_name_in_the_background(coordinator)
 
 
 def test_a_server_that_is_away_holds_no_save_up_and_hears_of_it_later(coordinator, publisher, away):
+    """Invariant 1."""
     ran = []
     coordinator.save_sync(lambda: ran.append("at once"), 1)
     coordinator.save_async("model", lambda: ran.append("background"), 1)
@@ -425,6 +429,7 @@ def full(publisher, away):
 def test_a_save_that_the_full_buffer_cannot_tell_of_is_made_and_its_caller_told(
     coordinator, publisher, full
 ):
+    """Invariant 1."""
     ran = []
     with raises(PublishError, what=re.compile("save_sync of step 1 was saved")):
         coordinator.save_sync(lambda: ran.append("at once"), 1)
@@ -537,6 +542,7 @@ def listed(path):
 def test_a_save_lists_all_of_its_files_before_it_is_published_as_finished(
     coordinator, publisher, tmp_path
 ):
+    """Invariant 5."""
     staged = staged_path(tmp_path, 1, 5)
     model, config = staged / "actor" / "model.pt", staged / "actor" / "huggingface"
 

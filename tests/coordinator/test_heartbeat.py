@@ -1,4 +1,4 @@
-"""The heartbeat of a process that saves: when it beats, and when it rests."""
+"""The heartbeat of a process that saves, and its end (invariants of heartbeat.py)."""
 
 import threading
 
@@ -77,6 +77,7 @@ def patient(monkeypatch):
 
 
 def test_the_first_beat_is_heard_before_anything_is_said(heart, teller, patient):
+    """Invariant 1."""
     with heart.active(teller):
         assert teller.log.calls[0] == "beat"
 
@@ -99,6 +100,7 @@ def test_it_goes_on_until_all_attempts_are_over(heart, teller):
 
 
 def test_it_goes_on_until_all_that_was_said_is_in_the_log(heart, teller, monkeypatch):
+    """Invariant 2."""
     # Many beats in a long lease: that it is patient for a lease only, is of no matter here.
     monkeypatch.setattr(heartbeat, "_BEATS_PER_LEASE", 1000)
     heart._lease = PATIENCE
@@ -113,6 +115,7 @@ def test_it_goes_on_until_all_that_was_said_is_in_the_log(heart, teller, monkeyp
 
 
 def test_what_is_not_taken_for_a_whole_lease_keeps_nobody_alive(heart, teller):
+    """Invariant 3."""
     with heart.active(teller):
         teller.backlog = 1  # for ever, as of a publisher that was closed
     assert heart.settle(PATIENCE)
@@ -130,6 +133,7 @@ def test_a_server_that_does_not_hear_is_waited_for_with_what_is_left_to_tell(hea
 
 
 def test_the_rest_of_an_old_attempt_does_not_undo_the_beat_of_a_new_one(heart, teller, patient):
+    """Invariant 4."""
     teller.log.gate.clear()
     with heart.active(teller):
         pass
@@ -172,6 +176,7 @@ def test_a_publisher_has_one_heart_with_the_least_lease(heart, teller):
 def test_a_save_is_alive_on_the_server_from_before_its_start_until_its_end_is_known(
     sync_client, run_id, patient
 ):
+    """Invariant 6 of coordinator.py."""
     publisher = Publisher(SyncEventLog(sync_client, run_id), 1, new_producer("actor"))
     coordinator = CheckpointCoordinator(publisher, lease=30)
     key = heartbeat_key(run_id, publisher.producer.incarnation)

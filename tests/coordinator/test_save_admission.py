@@ -398,6 +398,7 @@ async def read_events(log):
 
 
 async def test_the_whole_save_runs_within_its_turn(client, redis_url, log, run_id, coordinate):
+    """Invariant 2 of coordinator.py."""
     await open_run(client, run_id, save_strategy="single_thread")
     coordinator = coordinate()
     async with reducer_task(redis_url, run_id):

@@ -1,4 +1,4 @@
-"""The ledger gives each ordinal one fate, and stays small."""
+"""The ledger gives each ordinal one fate, and stays small (invariants of ledger.py)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_arithmetic_of_ranges_is_that_of_sets(numbers, others):
 
 
 class LedgerBesideDict(RuleBasedStateMachine):
-    """The ledger, beside a dict of every ordinal's fate."""
+    """The ledger, beside a dict of every ordinal's fate: invariants 1 to 3."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,6 +123,7 @@ TestLedgerBesideDict.settings = settings(
 
 
 def test_settling_in_order_keeps_no_exception():
+    """Invariant 4."""
     ledger = Ledger()
     for step in range(1000):
         ledger.dispatch(step * 8, step * 8 + 7)
@@ -138,6 +139,7 @@ def test_a_range_of_any_length_costs_no_more_than_a_short_one():
 
 
 def test_a_ledger_of_too_many_exceptions_is_refused_and_unchanged(monkeypatch):
+    """Invariants 3 and 4."""
     monkeypatch.setattr(ledger_module, "KEPT_EXCEPTIONS", 2)
     ledger = Ledger()
     ledger.dispatch(0, 99)
@@ -150,6 +152,7 @@ def test_a_ledger_of_too_many_exceptions_is_refused_and_unchanged(monkeypatch):
 
 
 def test_reasons_beyond_the_limit_are_counted_together():
+    """Invariant 4."""
     ledger = Ledger()
     ledger.dispatch(0, 99)
     for ordinal in range(KEPT_DROP_REASONS + 5):
@@ -171,6 +174,7 @@ def test_errors_name_the_ordinals():
 
 
 def test_a_ledger_whose_sums_do_not_add_up_is_not_restored():
+    """Invariant 2."""
     ledger = Ledger(fingerprint=FINGERPRINT)
     ledger.dispatch(0, 9)
     ledger.train([0, 3])

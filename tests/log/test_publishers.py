@@ -1,4 +1,7 @@
-"""Publishers and a server that is away, slow, full, read-only, or refuses what they send."""
+"""Publishers and a server that is away, slow, full, read-only, or refuses what they send.
+
+The numbers are those of the invariants in `trinity_events/log/publishing/publisher.py`.
+"""
 
 import os
 import re
@@ -159,6 +162,7 @@ def test_an_outbox_keeps_what_was_sent_until_it_is_taken():
 
 
 def test_an_outbox_is_bounded_by_number_and_by_bytes():
+    """Invariant 4."""
     outbox = Outbox(2, 10)
     assert not outbox.put(b"x" * 11)
     assert outbox.put(b"x" * 5)
@@ -200,6 +204,7 @@ def test_what_is_published_while_the_server_is_away_comes_later_and_in_order(
 def test_nothing_is_lost_and_all_is_in_order_over_restarts_under_many_threads(
     server, log, publishing
 ):
+    """Invariant 2."""
     publisher = publishing()
     stop, published = threading.Event(), []
 
@@ -226,6 +231,7 @@ def test_nothing_is_lost_and_all_is_in_order_over_restarts_under_many_threads(
 def test_at_its_bound_a_publisher_says_so_and_what_it_did_not_take_leaves_no_gap(
     server, log, publishing
 ):
+    """Invariants 1 and 4."""
     publisher = publishing(capacity=10)
     server._stop()
     for _ in range(10):
@@ -378,6 +384,7 @@ def test_a_publisher_that_is_closed_has_sent_all_and_takes_no_more(log, publishi
 
 
 def test_closing_while_the_server_is_away_says_what_is_lost_and_ends_the_thread(server, publishing):
+    """Invariant 3."""
     publisher = publishing()
     server._stop()
     publisher.publish(committed(1))

@@ -69,6 +69,7 @@ async def test_what_the_reducer_did_not_make_is_never_removed(tmp_path):
 
 
 async def test_a_checkpoint_that_a_reader_holds_stays_until_it_lets_go(tmp_path):
+    """Invariant 1 of checkpoint_lease.py."""
     run = Run(tmp_path, keep=1)
     for step in (1, 2, 3):
         run.save(step)
@@ -81,6 +82,7 @@ async def test_a_checkpoint_that_a_reader_holds_stays_until_it_lets_go(tmp_path)
 
 
 async def test_no_reader_can_take_hold_of_what_is_being_removed(tmp_path, monkeypatch):
+    """Invariant 1 of checkpoint_lease.py."""
     run = Run(tmp_path, keep=1)
     for step in (1, 2):
         run.save(step)
@@ -361,6 +363,7 @@ async def test_what_the_reader_raises_is_raised_and_its_hold_is_gone(
 async def test_a_reader_that_was_too_slow_to_hold_on_is_told(
     log, redis_url, run_id, tmp_path, monkeypatch
 ):
+    """Invariant 2 of checkpoint_lease.py."""
     (tmp_path / run_id / "global_step_1").mkdir(parents=True)
     monkeypatch.setattr("trinity_events.client.checkpoint_lease._RENEW_EVERY", 0.1)
     token, _ = await log.lead(5)
@@ -390,6 +393,7 @@ async def test_a_reader_that_stood_still_while_its_checkpoint_was_removed_is_tol
 
 
 async def test_a_reader_is_told_that_its_checkpoint_was_replaced(redis_url, run_id, tmp_path):
+    """Invariant 3 of checkpoint_lease.py."""
     folder = tmp_path / run_id / "global_step_1"
     folder.mkdir(parents=True)
 

@@ -41,6 +41,7 @@ async def save_steps(publisher, steps):
 async def test_another_leads_within_seconds_when_the_leader_is_killed(
     publisher, log, redis_url, run_id, tmp_path
 ):
+    """Invariant 2 of leader.py."""
     with reducer_process(redis_url, run_id, tmp_path) as leader:
         await save_steps(publisher, [1])
         await announced(log, 1)
@@ -92,6 +93,7 @@ def hand_over(first, second):
 async def test_a_leader_that_slept_through_a_take_over_writes_nothing_when_it_wakes(
     publisher, log, redis_url, run_id, tmp_path
 ):
+    """Invariant 1 of leader.py."""
     stderr_file = tmp_path / "stderr.txt"
     pointer = tmp_path / run_id / "latest_state_dict_iteration.txt"
     for step in (1, 2, 3):

@@ -1,4 +1,7 @@
-"""The reducer against a real server, in its own process where dying is the point."""
+"""The reducer against a real server, in its own process where dying is the point.
+
+The numbers are those of the invariants in `trinity_events/reducer/reducer.py`.
+"""
 
 import os
 import signal
@@ -62,6 +65,7 @@ async def test_what_became_true_is_announced_with_its_cause(publisher, log, redi
 async def test_a_reducer_killed_in_the_middle_loses_no_step_and_announces_none_twice(
     publisher, log, redis_url, run_id, tmp_path
 ):
+    """Invariants 1 and 4."""
     kills, steps = 0, 0
 
     async def publish_until_killed_thrice():
@@ -163,6 +167,7 @@ async def test_the_lead_of_one_that_died_is_free_in_time_although_the_clock_was_
 
 
 async def test_a_reducer_that_was_overtaken_stops_and_writes_nothing(log, publisher):
+    """Invariant 3."""
     token, _ = await log.lead(0.01)
     stale = Reducer(log, None, token)
     await anyio.sleep(0.05)
@@ -329,6 +334,7 @@ async def fold_all(log, steps):
 
 
 async def test_commits_follow_one_another_although_more_is_read_meanwhile(run_id, monkeypatch):
+    """Invariant 2."""
     monkeypatch.setattr(reducer, "BATCH", 10)
     log = Held(run_id)
     assert not await fold_all(log, 50)
@@ -342,6 +348,7 @@ async def test_commits_follow_one_another_although_more_is_read_meanwhile(run_id
 
 
 async def test_after_a_commit_that_was_refused_nothing_more_is_sent(run_id, monkeypatch):
+    """Invariant 3."""
     monkeypatch.setattr(reducer, "BATCH", 10)
     log = Held(run_id, refused=3)
     assert await fold_all(log, 50)

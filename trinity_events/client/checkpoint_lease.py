@@ -1,4 +1,9 @@
-"""Read lease on a checkpoint, which keeps the reducer from removing it."""
+"""Read lease on a checkpoint, which keeps the reducer from removing it.
+
+1. A lease is refused once the checkpoint is being removed. A leased checkpoint is not removed.
+2. A reader of :func:`hold_checkpoint` whose lease is lost is cancelled with an error.
+3. A folder that was replaced while it was read is an error at the end of the block.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""Coordinator that runs saves and publishes an event when each starts, finishes or fails."""
+"""Coordinator that runs saves and publishes an event when each starts, finishes or fails.
+
+1. A save never waits for the log and never fails because of it, unless it needs a turn.
+2. The whole save function runs within the save's turn.
+3. Saves of one name run one after another.
+4. A save that fails is an event. In the background its error is raised once, by a wait.
+5. A save is published as finished only after the files that it staged are listed.
+6. A process has a heartbeat from before a save starts until the log has its last event
+   (:mod:`.heartbeat`).
+"""
 
 from __future__ import annotations
 
@@ -63,10 +72,8 @@ class CheckpointCoordinator:
     differences. A failed save is an event, and :meth:`wait_all` raises its error. The whole
     ``save_fn`` runs within its turn. The leader detects a process that dies while it saves.
 
-    A save never waits for the log and never fails because of it. The publisher buffers events
-    while the server is away. If the buffer is full, the save still runs, and its caller gets a
-    ``PublishError`` from :meth:`save_sync` or from :meth:`wait_all`. Only a save that needs a
-    turn waits for the server.
+    The publisher buffers events while the server is away. If the buffer is full, the save still
+    runs, and its caller gets a ``PublishError`` from :meth:`save_sync` or from :meth:`wait_all`.
 
     Call :meth:`wait_all` last: it returns once the log has every event and the heartbeat stopped.
 

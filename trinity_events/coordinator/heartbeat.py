@@ -1,4 +1,12 @@
-"""Heartbeats of a process while it saves."""
+"""Heartbeats of a process while it saves.
+
+1. The server has the first heartbeat before an attempt begins, unless it does not answer in time.
+2. Heartbeats last until the log has every event of the attempts. If the key went before a
+   ``save-finished`` arrived, the leader would take the process for dead.
+3. Events that a reachable server has not accepted within a whole lease count as lost.
+4. One thread of an incarnation writes and removes the key, so that the end of an old attempt cannot
+   undo the heartbeat of a new one.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +28,11 @@ _BEATS_PER_LEASE = 3
 
 
 class Heartbeat:
-    """Thread that beats every third of the lease while any attempt waits or runs.
+    """Thread that sends a heartbeat every third of the lease while any attempt waits or runs.
 
     A heartbeat says that the process lives, not that its saves make progress. A save that hangs
     in its save function keeps its turn, because it looks like a slow write. The step's deadline
     covers that case.
-
-    The thread sends heartbeats until the log has every event of its attempts. If it removed its key
-    before a ``save-finished`` arrived, the leader would take the process for dead. Events that a
-    reachable server has not accepted within a whole lease count as lost. Only this thread writes
-    and removes the key, so that an old attempt cannot undo the heartbeat of a new one.
     """
 
     def __init__(self, publisher: Publisher, lease: float) -> None:
@@ -57,9 +60,9 @@ class Heartbeat:
 
     @contextmanager
     def active(self, publisher: Publisher, patience: float | None = None) -> Iterator[None]:
-        """Beat during the block, and until the log has what the publisher published in it.
+        """Send heartbeats during the block, and until the log has what was published in it.
 
-        The block begins once the server has the first beat, or after ``patience`` seconds. The
+        The block begins once the server has the first heartbeat, or after ``patience`` seconds. The
         default is :data:`FIRST_BEAT`; a server that is down delays no save for longer.
         """
         with self._changed:

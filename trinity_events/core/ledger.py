@@ -1,4 +1,10 @@
-"""Ledger of the fates of ordinals: each is open, trained once, or dropped for one reason."""
+"""Ledger of the fates of ordinals: each is open, trained once, or dropped for one reason.
+
+1. An ordinal has at most one fate, which never changes, and none before it is dispatched.
+2. The sums of trained and dropped ordinals count exactly those that have a fate.
+3. A change that is refused leaves the ledger as it was.
+4. The ledger is bounded, whatever the order of fates: in ranges and in reasons.
+"""
 
 from __future__ import annotations
 

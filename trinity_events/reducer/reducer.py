@@ -1,4 +1,12 @@
-"""Reducer of one run: read, fold, commit, and update the checkpoint files."""
+"""Reducer of one run: read, fold, commit, and update the checkpoint files.
+
+1. A batch's announcements, dead letters and position are one commit. So an announcement is in the
+   log once, wherever a reducer dies.
+2. Commits follow one another in the order of the log, although the next batch is read meanwhile.
+3. After a refused commit, nothing more is sent: another reducer leads, or has gone further.
+4. The log can restore everything that the reducer holds in memory. After a lost reply or a lost
+   lead, the caller drops the reducer and makes a new one.
+"""
 
 from __future__ import annotations
 
@@ -79,12 +87,8 @@ class _BatchResult:
 class Reducer:
     """Fold of one run while this process leads it.
 
-    While the reducer folds one batch, it reads the next and commits the last. Commits stay in
-    order, and after a refused commit it sends nothing more. Disk work runs beside the fold.
-    Without a backlog, one event costs one blocking read and one commit.
-
-    The log can restore everything that the reducer holds in memory. After a lost reply or a lost
-    lead, the caller drops the reducer and makes a new one.
+    While the reducer folds one batch, it reads the next and commits the last. Disk work runs
+    concurrently. Without a backlog, one event costs one blocking read and one commit.
 
     Args:
         log: The run's log.

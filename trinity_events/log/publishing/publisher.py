@@ -1,7 +1,13 @@
 """Publisher for synchronous code.
 
 Its events get numbers and envelopes (:class:`EnvelopeFactory`), wait in order within a bound
-(:class:`Outbox`), and are sent by a thread of their own.
+(:class:`Outbox`), and are sent by a separate thread.
+
+1. Numbers have no gap: an event that is refused uses up none.
+2. Events are sent in the order of their numbers, each until the server confirms it. One that was
+   sent twice has one number, and the fold ignores the duplicate.
+3. No call but a flush or a close waits for the server, and none waits longer than its deadline.
+4. The buffer is bounded by events and by bytes.
 """
 
 from __future__ import annotations
@@ -168,11 +174,10 @@ class Outbox:
 class Publisher:
     """Publishes from any thread without waiting for the server.
 
-    Events are numbered as they are published. A sending thread sends them in that order, and
-    retries while the server is away, full or read-only. An unconfirmed event is sent again; the
-    fold ignores the duplicate. :meth:`flush` returns once every event is in the log. An exiting
-    process closes its publishers within :data:`EXIT_DEADLINE` seconds. A forked process needs its
-    own publisher: the thread and the connection stay in the parent.
+    A sending thread retries while the server is away, full or read-only. :meth:`flush` returns once
+    every event is in the log. An exiting process closes its publishers within
+    :data:`EXIT_DEADLINE` seconds. A forked process needs its own publisher: the thread and the
+    connection stay in the parent.
 
     Args:
         log: The run's log.
