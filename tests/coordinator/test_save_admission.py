@@ -485,7 +485,8 @@ async def test_without_a_reducer_the_wait_for_a_turn_ends_with_what_is_missing(
         await in_thread(coordinator.wait_all)
     [failure] = caught.value.failures
     assert isinstance(failure, TurnNotGranted)
-    assert_attributes(failure, run_id=run_id, step=STEP, last=None)
+    missing = re.compile(f"is a reducer running for run {run_id}")
+    assert_attributes(failure, run_id=run_id, step=STEP, last=None, reason=missing)
     assert ran == []
     assert [type(event) for event in (await read_events(log))[1:]] == [SaveRequested, SaveFailed]
 
@@ -636,7 +637,8 @@ async def test_a_server_that_stays_away_is_named_when_the_turn_does_not_come(
     publisher.log.fault = redis.ConnectionError("nobody is there")
     if full:
         publisher._outbox._capacity = 0
-    with raises(TurnNotGranted, run_id=run_id, step=STEP, last=None):
+    unread = re.compile("the server of the log could not be read")
+    with raises(TurnNotGranted, run_id=run_id, step=STEP, last=None, reason=unread):
         await in_thread(coordinator.save_sync, lambda: None, STEP)
 
 
