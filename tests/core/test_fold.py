@@ -1,4 +1,7 @@
-"""The fold: what is ready, what failed, what was superseded, whatever the order."""
+"""The fold: what is ready, what failed, what was superseded, whatever the order.
+
+The numbers are those of the invariants in `trinity_events/core/fold.py`.
+"""
 
 import itertools
 
@@ -163,6 +166,7 @@ def test_an_explicit_zero_is_ready_at_once_but_no_registration_is_not():
 
 
 def test_a_finish_delivered_twice_counts_once():
+    """Invariant 2."""
     history = History()
     history.add(committed(1, "state_dict", registration(expected=2)))
     history.add(finished(1, "a"), by="actor")
@@ -270,6 +274,7 @@ def test_a_slow_checkpoint_is_superseded_not_an_error():
 
 
 def test_events_of_an_older_epoch_change_nothing():
+    """Invariant 3."""
     history = History()
     history.add(RunResumed(step=0), by="second", epoch=2)
     history.add(committed(9, "state_dict", registration(expected=0)), epoch=1)
@@ -280,6 +285,7 @@ def test_events_of_an_older_epoch_change_nothing():
 
 
 def test_nothing_is_believed_before_an_epoch_is_opened():
+    """Invariant 3."""
     for epoch in (0, 1):
         history = History(opened=False)
         history.add(committed(9, "state_dict", registration(expected=0)), epoch=epoch)
@@ -395,6 +401,7 @@ def test_a_retried_part_replaces_the_first_until_the_version_is_ready():
 
 
 def test_a_gap_in_a_producers_sequence_is_an_anomaly_that_names_it():
+    """Invariant 2."""
     history = History()
     history.add(started(1), by="actor", rank=3)
     history.add(finished(1), by="actor", rank=3, sequence=4)
@@ -404,6 +411,7 @@ def test_a_gap_in_a_producers_sequence_is_an_anomaly_that_names_it():
 
 
 def test_explorers_are_not_fenced_by_epochs():
+    """Invariant 3."""
     history = History()
     history.add(ExplorerStatusChanged(status="running"), by="explorer", epoch=0)
     assert history.fold()[0].state.explorers["explorer-0"].status == "running"
@@ -442,6 +450,7 @@ def test_a_commit_long_after_its_saves_is_settled_once_and_harmless():
 
 
 def test_state_stays_small_when_every_save_fails():
+    """Invariant 5."""
     history = History()
     for step in range(3 * KEPT_STEPS):
         for attempt in range(12):
@@ -469,6 +478,7 @@ def test_a_new_epoch_begins_at_its_own_step():
 
 
 def test_an_event_of_a_later_contract_leaves_no_gap():
+    """Invariants 2 and 4."""
     history = History()
     history.add(started(1), by="actor")
     history.add(finished(1), by="actor", sequence=3)
@@ -597,6 +607,7 @@ def test_a_grant_answers_one_attempt_and_is_not_what_subscribers_begin_with():
 
 @pytest.mark.parametrize("opening", [RunOpened(), RunResumed(step=2)])
 def test_what_stands_does_not_depend_on_where_batches_end(opening):
+    """Invariant 1."""
     history = History()
     for step in (1, 2, 3):  # of which the first is retired
         publish_weights(history, step)
@@ -664,6 +675,7 @@ def test_requests_at_one_slot_are_bounded():
 
 
 def test_attempts_at_one_slot_that_nobody_ends_are_bounded():
+    """Invariant 5."""
     history = History()
     for number in range(3 * KEPT_ATTEMPTS):
         history.add(started(1, f"attempt-{number}"))  # of which no lease tells that it died

@@ -1,4 +1,13 @@
-"""The fold: from entries of the log to the next state, and to the announcements that follow."""
+"""The fold: from entries of the log to the next state, and to the announcements that follow.
+
+1. It is pure: the same entries give the same state, and the same bytes of announcements, wherever
+   batches end.
+2. An event of a producer counts once, by its sequence. A duplicate and a gap are anomalies.
+3. An event of another epoch changes nothing and is an anomaly. Excepted are openings of a later
+   epoch, and events of consumers, which outlive epochs.
+4. Every entry moves the position, also one that cannot be decoded.
+5. The state is bounded, whatever the log says (:mod:`.limits`).
+"""
 
 from __future__ import annotations
 
@@ -116,12 +125,7 @@ _HANDLERS: dict[type, Callable[[FoldState, Any, Envelope], None]] = {
 
 
 class Monitor:
-    """Fold of a run's log into its :class:`MonitorState`.
-
-    It is pure: the same entries give the same state and the same announcements, in the live
-    reducer, in a replay and in a test. Duplicates, late attempts and events of another epoch
-    change nothing and are counted as anomalies.
-    """
+    """Fold of a run's log into its :class:`MonitorState`, in the live reducer and in a replay."""
 
     def __init__(self, state: MonitorState) -> None:
         self.state = state
