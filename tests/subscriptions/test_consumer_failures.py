@@ -75,6 +75,7 @@ async def group_of(run):
 
 
 async def test_what_a_crashed_member_left_is_taken_over_once(run):
+    """Invariant 2 of group_member.py."""
     await publish(run, range(4))
     assert await crash(run, 4) == [0, 1, 2, 3]
     await anyio.sleep(2 * SOON)
@@ -99,6 +100,7 @@ async def test_what_a_crashed_member_left_is_taken_over_once(run):
 
 
 async def test_a_poison_event_goes_to_the_dead_letters_and_the_group_goes_on(run):
+    """Invariant 3 of group_member.py."""
     [poison, _] = await publish(run, [13, 14])
     for _ in range(3):
         assert await crash(run, claim_after=SOON, max_deliveries=3) == [13]
@@ -114,6 +116,7 @@ async def test_a_poison_event_goes_to_the_dead_letters_and_the_group_goes_on(run
 
 
 async def test_a_member_has_one_event_at_a_time_and_the_others_have_the_rest(run):
+    """Invariant 1 of group_member.py."""
     await publish(run, range(3))
     async with (
         run.subscribe(group="eval") as slow,
@@ -140,6 +143,7 @@ async def test_members_that_are_gone_are_forgotten(run, monkeypatch):
 
 
 async def test_events_that_nobody_wants_leave_nothing_pending(run):
+    """Invariant 4 of group_member.py."""
     await run.trainer.publish(ConsumerDetached(group="other", stream="events", position="1-0"))
     await publish(run, [7])
     async with run.subscribe(group="eval") as events:
@@ -228,6 +232,7 @@ async def test_a_group_is_told_when_what_it_never_acknowledged_is_gone(run):
 
 
 async def test_a_group_that_missed_events_is_told_from_where_and_can_go_on(run):
+    """Invariant 5 of group_member.py."""
     entries = await publish(run, range(5))
     assert await take_and_ack(run) == [0]
     await detach(run)

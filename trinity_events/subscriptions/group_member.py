@@ -1,4 +1,11 @@
-"""Member of a consumer group, which receives a share of the events."""
+"""Member of a consumer group, which receives a share of the events.
+
+1. A member has one entry at a time. The others of its group receive the rest.
+2. An entry that its member does not acknowledge is delivered again, to this or another member.
+3. An entry that was delivered too often becomes a dead letter, and the group continues.
+4. An entry that the filter leaves out is acknowledged, so that it holds up no trimming.
+5. A group that may have missed entries gets an error with its last position, never a silent gap.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +69,7 @@ async def consume_group(
 
 
 class _Member(Generic[E]):
-    """Member that takes one entry at a time: another would take over entries that wait here."""
+    """Member of a group; another member would take over entries that wait in a page here."""
 
     def __init__(self, reading: SubscriptionContext[E], group: GroupSettings) -> None:
         self._reading = reading
