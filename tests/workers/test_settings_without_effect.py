@@ -22,7 +22,7 @@ from trinity_workers.config.rules.table import (
 )
 from trinity_workers.config.setting_values import to_values
 from trinity_workers.config.train_config import TrainConfig
-from trinity_workers.rules import NAME, OnlyWhen, SettingCondition
+from trinity_workers.rules import NAME, OnlyWhen, Requires, SettingCondition
 
 ALWAYS = expand_paths(
     {
@@ -213,6 +213,15 @@ def test_every_setting_takes_effect_in_every_run_or_has_a_condition():
     assert sorted(ALWAYS & conditional) == [], "it has a condition"
     assert sorted((ALWAYS | conditional) - set(fields())) == []
     assert all(find_conditions(path) for path in conditional)
+
+
+def test_every_sentence_has_a_way_out():
+    for rule in (*RULES, *evaluation.SET_RULES):
+        match rule:
+            case OnlyWhen():
+                assert rule.condition.advice, rule
+            case Requires(way_out=None):
+                assert rule.needed.advice and rule.condition.opposite_advice, rule
 
 
 @pytest.mark.parametrize(("rule", "path"), CONDITIONAL, ids=lambda value: str(value)[:60])

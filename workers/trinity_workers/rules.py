@@ -114,6 +114,7 @@ class SettingCondition:
             lambda values: self.is_met(values) or other.is_met(values),
             f"{self.text} or {other.text}",
             f"{self.advice}, or {other.advice}",
+            f"{self.opposite_advice}, and {other.opposite_advice}",
         )
 
     def __and__(self, other: SettingCondition) -> SettingCondition:
@@ -187,6 +188,7 @@ def is_at_least(path: str, least: int) -> SettingCondition:
         lambda values: values[path] >= least,
         f"{{{path}}} is {least} or more",
         f"set {{{path}}} {least} or more",
+        f"set {{{path}}} below {least}",
     )
 
 
