@@ -19,7 +19,7 @@ may append to the run's events can put another one there. So the log decides dat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
@@ -31,7 +31,7 @@ from trinity_events.errors import TrinityError
 
 from ..rollout_engines.loading import ENGINES
 from ..rollout_engines.loading import GROUP as ENGINE_GROUP
-from ..rules import NAME
+from ..rules import NAME, format_list
 from ..tasks.loading import GROUP as TASK_GROUP
 from ..tasks.loading import TASKS
 from .fields import collections, expand_paths, fields, sections
@@ -333,9 +333,6 @@ def _get_installed(built_in: Iterable[str], group: str) -> frozenset[str]:
     return frozenset((*built_in, *(entry.name for entry in entry_points(group=group))))
 
 
-def _format_list(names: Iterable[str]) -> str:
-    *first, last = names
-    if len(first) >= _LONGEST_LIST:
-        more = len(first) + 1 - _LONGEST_LIST
-        first, last = first[:_LONGEST_LIST], f"{more} more"
-    return f"{', '.join(first)} and {last}" if first else last
+def _format_list(names: Sequence[str]) -> str:
+    more = len(names) - _LONGEST_LIST
+    return format_list([*names[:_LONGEST_LIST], f"{more} more"] if more > 0 else names)
