@@ -140,9 +140,9 @@ def is_any(path: str, *choices: str | bool, built_in: Collection[str] = ()) -> S
     """Return the condition that a setting has one of some values.
 
     Args:
-        path: The setting: a name, true or false.
+        path: The setting, whose value is a name, true or false.
         choices: The values.
-        built_in: Names of which the choices are some. A name of a user's own is a choice too.
+        built_in: All built-in names, if a user's own name meets the condition too.
     """
     names = [format_value(choice) for choice in choices]
     shown = format_choices([*names, "one of your own"] if built_in else names)
@@ -241,11 +241,11 @@ class OnlyWhen:
 
 @dataclass(frozen=True)
 class Requires:
-    """A condition that another one is needed for.
+    """Condition that needs another one.
 
     Attributes:
         condition: The condition.
-        needed: SettingCondition that must be met with it.
+        needed: Condition that must be met with it.
         reason: Sentence that says why.
         way_out: Clause, in the place of the conditions' own advice.
     """
@@ -265,15 +265,15 @@ class Requires:
             )
 
 
-Find = Callable[[Values], Iterator[tuple[Sequence[str], str]]]
-"""Yields the paths of settings that contradict each other, and the text of a sentence."""
+Contradictions = Iterator[tuple[Sequence[str], str]]
+"""Paths of settings that contradict each other, and the text of a sentence."""
 
 
 @dataclass(frozen=True)
 class Computed:
     """Rule that computes."""
 
-    function: Find
+    function: Callable[[Values], Contradictions]
 
     def find(self, values: Values) -> Iterator[SettingConflict]:
         """Yield what the function finds."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..rules import (
     Computed,
+    Contradictions,
     OnlyWhen,
     Requires,
     Rule,
@@ -46,7 +47,7 @@ _DIVIDES = SettingCondition(
 )
 
 
-def _find_unknown_names(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
+def _find_unknown_names(values: Values) -> Contradictions:
     checks = (
         ("algorithm.advantage", ADVANTAGES, find_advantage),
         ("algorithm.loss", POLICY_LOSSES, find_policy_loss),
@@ -59,7 +60,7 @@ def _find_unknown_names(values: Values) -> Iterator[tuple[tuple[str, ...], str]]
                 yield (path,), str(error)
 
 
-def _find_wrong_scale(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
+def _find_wrong_scale(values: Values) -> Contradictions:
     allowed, scale = SCALES.get(values["algorithm.advantage"]), values["algorithm.scale"]
     if allowed and scale is not None and scale not in allowed:
         yield (
@@ -69,7 +70,7 @@ def _find_wrong_scale(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
         )
 
 
-def _find_masked_everything(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
+def _find_masked_everything(values: Values) -> Contradictions:
     low, high = f"{_SAMPLING}.mask_low", f"{_SAMPLING}.mask_high"
     if values[f"{_SAMPLING}.mask"] != "none" and values[low] >= values[high]:
         yield (

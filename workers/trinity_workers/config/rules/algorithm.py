@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from ...algorithms.rules import RULES as ALGORITHM_RULES
 from ...rules import (
     Computed,
+    Contradictions,
     OnlyWhen,
     Requires,
     Rule,
@@ -29,7 +28,7 @@ _ASKS_TEACHER = SettingCondition(
 _HAS_SEVERAL_SAMPLES = is_at_least("rollouts.samples_per_prompt", 2)
 
 
-def _find_no_step_of_the_policy(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
+def _find_no_step_of_the_policy(values: Values) -> Contradictions:
     warmup = "algorithm.critic.critic_warmup_steps"
     if values["algorithm.critic.use"] and values[warmup] >= values["steps"]:
         yield (
@@ -39,7 +38,7 @@ def _find_no_step_of_the_policy(values: Values) -> Iterator[tuple[tuple[str, ...
         )
 
 
-def _find_more_batches_than_rows(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
+def _find_more_batches_than_rows(values: Values) -> Contradictions:
     parts, rollouts = values["algorithm.mini_batches"], values["rollouts"]
     rows = rollouts.prompts_per_step * rollouts.samples_per_prompt
     if parts > rows:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from ...rules import NAME, Computed, OnlyWhen, Requires, Rule, Values, is_any, is_positive, is_set
+from ...rules import (
+    NAME,
+    Computed,
+    Contradictions,
+    OnlyWhen,
+    Requires,
+    Rule,
+    Values,
+    is_any,
+    is_positive,
+    is_set,
+)
 
 _SET = f"evaluation.sets.{NAME}"
 
 
-def _find_too_few_samples(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
+def _find_too_few_samples(values: Values) -> Contradictions:
     settings = values[_SET]
     if settings.passes and settings.passes[-1] > settings.samples:
         yield (
@@ -25,7 +34,7 @@ def _find_too_few_samples(values: Values) -> Iterator[tuple[tuple[str, ...], str
         )
 
 
-def _find_absent_versions(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
+def _find_absent_versions(values: Values) -> Contradictions:
     settings, steps = values[_SET], values["steps"]
     if settings.versions and max(settings.versions) > steps:
         yield (

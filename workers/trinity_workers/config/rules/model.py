@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from ...learning.lora_settings import ALL_LINEAR
-from ...rules import Computed, OnlyWhen, Requires, Rule, Values, is_any, is_positive
+from ...rules import Computed, Contradictions, OnlyWhen, Requires, Rule, Values, is_any, is_positive
 
 _RANK = "model.lora.rank"
 _ADAPTERS = is_positive(_RANK)
 
 
-def _find_wrong_targets(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
+def _find_wrong_targets(values: Values) -> Contradictions:
     path = "model.lora.target_modules"
     targets = values[path]
     if not targets:

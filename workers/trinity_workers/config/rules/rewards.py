@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from ...rules import (
     Computed,
+    Contradictions,
     OnlyWhen,
     Requires,
     Rule,
@@ -46,14 +46,14 @@ _RECORDS = SettingCondition(
 )
 
 
-def _find_several_sources(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
+def _find_several_sources(values: Values) -> Contradictions:
     paths = tuple(path for path in _SOURCES if values[path] is not None)
     if len(paths) > 1:
         names = format_list([f"{{{path}}}" for path in paths])
         yield paths, f"{names} each judge the answers: keep one of them"
 
 
-def _find_wrong_url(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
+def _find_wrong_url(values: Values) -> Contradictions:
     for path in ("rewards.service", "rewards.judge"):
         if (url := values[path]) is not None and not _is_http(url):
             yield (
@@ -62,7 +62,7 @@ def _find_wrong_url(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
             )
 
 
-def _find_wrong_places(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
+def _find_wrong_places(values: Values) -> Contradictions:
     if values["rewards.judge"] is None:
         return  # No prompt is read then, and another rule says so.
     if (fault := _wrong_place(values["rewards.judge_prompt"])) is not None:
@@ -73,7 +73,7 @@ def _find_wrong_places(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
         )
 
 
-def _find_unknown_options(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
+def _find_unknown_options(values: Values) -> Contradictions:
     if values["task.questions"] is not None:
         try:
             QuestionOptions.of(values["task.options"])

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from ...rollout_engines.loading import ENGINES
 from ...rules import (
     Computed,
+    Contradictions,
     OnlyWhen,
     Requires,
     Rule,
@@ -34,7 +33,7 @@ def _needs(needed: SettingCondition) -> Requires:
     )
 
 
-def _find_small_window(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
+def _find_small_window(values: Values) -> Contradictions:
     window, in_flight = values["window"], values["prompts_in_flight"]
     if window < in_flight:
         yield (
@@ -44,7 +43,7 @@ def _find_small_window(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
         )
 
 
-def _find_useless_updates(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
+def _find_useless_updates(values: Values) -> Contradictions:
     sync, bound = values["sync"], values["staleness_bound"]
     least = 1 if publishes_on_demand(sync) else sync.interval
     if _UPDATES.is_met(values) and not names_exact_version(sync) and bound < least:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from ...rules import Computed, OnlyWhen, Requires, Rule, Values, is_any
+from ...rules import Computed, Contradictions, OnlyWhen, Requires, Rule, Values, is_any
 from ..sync_schedule import least_bound, names_exact_version
 
 _FIXED = is_any("sync.style", "fixed")
 _MEMORY = is_any("sync.method", "memory")
 
 
-def _find_small_bound(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
+def _find_small_bound(values: Values) -> Contradictions:
     sync, path = values["sync"], "sync.max_staleness"
     least = least_bound(sync)
     if sync.max_staleness is not None and sync.max_staleness < least:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from ...rules import (
     Computed,
+    Contradictions,
     OnlyWhen,
     Requires,
     Rule,
@@ -28,7 +27,7 @@ _REFERENCE = "trainer.reference_offload.param_offload"
 _NO_OPTION = "{=trainer.engine} has no such option"
 
 
-def _find_indivisible_ranks(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
+def _find_indivisible_ranks(values: Values) -> Contradictions:
     trainer = values["trainer"]
     if trainer.engine != "megatron":
         return
@@ -58,7 +57,7 @@ def _find_indivisible_ranks(values: Values) -> Iterator[tuple[tuple[str, ...], s
         )
 
 
-def _find_indivisible_rollouts(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
+def _find_indivisible_rollouts(values: Values) -> Contradictions:
     path, ranks = "trainer.rollout_tensor_parallel", values["trainer.ranks"]
     size = values[path]
     if size is not None and values["trainer.engine"] == "megatron" and ranks % size:
@@ -69,7 +68,7 @@ def _find_indivisible_rollouts(values: Values) -> Iterator[tuple[tuple[str, ...]
         )
 
 
-def _find_short_micro_batch(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
+def _find_short_micro_batch(values: Values) -> Contradictions:
     bound, answer = values["trainer.micro_batch_tokens"], values["rollouts.max_new_tokens"]
     if bound is not None and bound <= answer:
         yield (
@@ -79,7 +78,7 @@ def _find_short_micro_batch(values: Values) -> Iterator[tuple[tuple[str, ...], s
         )
 
 
-def _find_absent_profiles(values: Values) -> Iterator[tuple[tuple[str, ...], str]]:
+def _find_absent_profiles(values: Values) -> Contradictions:
     trainer, steps = values["trainer"], values["steps"]
     last = max(trainer.profile_steps, default=0)
     if last > steps:
