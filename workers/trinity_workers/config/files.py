@@ -22,12 +22,12 @@ from ..algorithms.errors import AlgorithmError
 from ..algorithms.presets import merged, preset_values
 from ..evaluation.settings import NAME as SECTION_NAME
 from ..tasks import absolute
-from .absent_engines import format_absent_engine
 from .errors import BadSettings
 from .fields import collections, fields, general_path, sections
 from .other_names import (
     VALUES,
     SettingNamedTwice,
+    format_absent_value,
     format_alias,
     format_hint,
     is_section,
@@ -233,7 +233,7 @@ class _Reader:
             self._wrong.add(path)
             self._problems.append(
                 f"{origin}: {name} is {_format(value)}, but must be {field.allowed}"
-                f"{format_absent_engine(path, value)}"
+                f"{format_absent_value(path, value)}"
             )
 
     def finished(self, named: Callable[[str], str], prefix: str) -> Reading:

@@ -322,6 +322,17 @@ WITHOUT_EQUIVALENT: dict[str, str] = {
 }
 """Settings of other projects that none has the meaning of, and what to do instead."""
 
+ABSENT_VALUES: dict[str, dict[str, str]] = {
+    "trainer.engine": {
+        "tinker": "Tinker's service holds model and optimizer itself, so there are no weights to "
+        "publish: publish the steps of such a loop by trinity_events.training_run",
+        "verl_legacy": "veRL before 0.8 is not driven: install veRL 0.8 or later, and write verl",
+        "monkey_patch": "no function of veRL is replaced: write verl, which goes through veRL's "
+        "own extension points",
+    },
+}
+"""Values of other projects that a setting does not have here: the reason, and the way out."""
+
 SECTIONS = {
     **dict.fromkeys(
         (
@@ -413,6 +424,16 @@ def format_hint(name: str) -> str | None:
             "that are known here"
         )
     return None
+
+
+def format_absent_value(path: str, value: Any) -> str:
+    """Return the reason and the way out for a value that is not here; else empty text."""
+    if not isinstance(value, str):
+        return ""
+    # A module's path names it too, such as trinity.trainer.verl.monkey_patch.
+    parts = value.lower().split(".")
+    absent = ABSENT_VALUES.get(path, {})
+    return next((f": {reason}" for name, reason in absent.items() if name in parts), "")
 
 
 def find_settings(name: str) -> Iterator[tuple[str, OtherName]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..config.absent_engines import format_absent_engine
+from ..config.other_names import format_absent_value
 from ..config.train_config import RunConfig
 from .backend import TrainEngineWrapper
 
@@ -17,7 +17,7 @@ def get_trainer_wrapper(config: RunConfig) -> TrainEngineWrapper:
         from .ray_backend import RayTrainBackend
 
         return RayTrainBackend(config, ranks)
-    absent = format_absent_engine("trainer.engine", config.trainer.engine)
+    absent = format_absent_value("trainer.engine", config.trainer.engine)
     raise ValueError(
         f"there is no engine {config.trainer.engine!r}{absent or ': choose fsdp, megatron or verl'}"
     )
