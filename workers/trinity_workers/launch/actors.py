@@ -42,7 +42,7 @@ class Actors:
 
     async def watch(self) -> None:
         """Watch how their processes end."""
-        processes = await self.receive_reported(
+        processes = await self.receive(
             "its processes to start", [actor.process.remote() for actor in self._actors.values()]
         )
         self._processes = dict(zip(self._actors, processes, strict=True))
@@ -54,39 +54,29 @@ class Actors:
         with suppress(Exception):
             await self._actors["trainer-0"].is_alive.remote()
 
-    async def receive_reported(self, what: str, references: Sequence[Any]) -> list[Any]:
-        """Return their answers as :meth:`receive`, and report a long wait for those without one."""
-        names = list(self._actors)[: len(references)]
-        with self._waits.waiting(what, names) as wait:
-
-            async def answer(name: str, reference: Any) -> Any:
-                result = await reference
-                names.remove(name)
-                wait.update(what, names)
-                return result
-
-            return await self.receive(
-                [answer(*pair) for pair in zip(self._actors, references, strict=False)]
-            )
-
-    async def receive(self, references: Sequence[Any]) -> list[Any]:
-        """Return what the first of them answer; the first error ends the wait.
+    async def receive(self, what: str, references: Sequence[Any]) -> list[Any]:
+        """Return their answers; the first error ends the wait, and a long one is reported.
 
         Args:
-            references: A call of each actor, in their order; those of the last may be left out.
+            what: Name of the wait.
+            references: A call of each actor, in their order.
 
         Raises:
-            ProcessDied: when one of them died, naming its process and its signal.
+            ActorDied: when one of them died, naming its process and its signal.
         """
-        results: list[Any] = [None] * len(references)
+        results: dict[str, Any] = {}
+        missing = list(self._actors)
 
-        async def collect(index: int, name: str) -> None:
-            results[index] = await self._answer(name, references[index])
+        async def collect(name: str, reference: Any) -> None:
+            results[name] = await self._answer(name, reference)
+            missing.remove(name)
+            wait.update(what, missing)
 
-        async with anyio.create_task_group() as tasks:
-            for index, name in zip(range(len(references)), self._actors, strict=False):
-                tasks.start_soon(collect, index, name)
-        return results
+        with self._waits.waiting(what, missing) as wait:
+            async with anyio.create_task_group() as tasks:
+                for name, reference in zip(self._actors, references, strict=True):
+                    tasks.start_soon(collect, name, reference)
+        return [results[name] for name in self._actors]
 
     async def call(self, name: str, method: str) -> Any:
         """Return what a method of one of them answers.

@@ -459,7 +459,7 @@ def _start_explorer(config: RunConfig, room: Placement, rank: int, restart: int 
 
 async def _prepare(job: _Job, actors: Actors, trainer: Any, explorers: Sequence[Any]) -> None:
     async with held_checkpoint(job.config, job.options.checkpoint_root):
-        await actors.receive_reported(
+        await actors.receive(
             "its processes to be prepared",
             [trainer.prepare.remote(), *(explorer.prepare.remote() for explorer in explorers)],
         )
