@@ -106,30 +106,30 @@ def _checks(
     folder = None if config.model.path is None else Path(config.model.path)
     yield here(partial(_check_model, config, folder, thorough=thorough))
     if folder is not None and config.teacher_folder is not None:
-        yield here(partial(_check_teacher, config.teacher_folder, folder))
+        yield here(_check_teacher, config.teacher_folder, folder)
     if config.reward_folder is not None:
-        yield here(partial(_check_reward_model, config.reward_folder))
+        yield here(_check_reward_model, config.reward_folder)
     if config.model.lora.rank:
-        yield here(partial(_check_adapters, config.model))
-    yield here(partial(_check_questions, config))
+        yield here(_check_adapters, config.model)
+    yield here(_check_questions, config)
     for name, settings in config.evaluation.sets.items():
         if settings.questions is not None:
-            yield here(partial(read_own_questions, config, name, settings.questions))
+            yield here(read_own_questions, config, name, settings.questions)
     yield partial(_check_rewards, config)
     if config.task.environment is not None:
         yield partial(_check_environment, config)
     if config.explorer.engine not in ENGINES:
-        yield here(partial(_check_engine, config))
+        yield here(_check_engine, config)
     for name in config.tracking.trackers:
-        yield here(partial(find_tracker, name))
+        yield here(find_tracker, name)
     if config.checkpoints.mirror is not None:
-        yield here(partial(_check_mirror, config.checkpoints.mirror))
+        yield here(_check_mirror, config.checkpoints.mirror)
     if not config.trainer.colocated:
         yield here(
             partial(_check_transport, config, folder, explorers_here=alone, one_host=one_host)
         )
     if folder is not None and config.checkpoints.interval and not config.model.lora.rank:
-        yield here(partial(_check_disk, folder, root))
+        yield here(_check_disk, folder, root)
 
 
 def _check_model(config: TrainConfig, folder: Path | None, *, thorough: bool) -> None:
