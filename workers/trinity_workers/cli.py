@@ -63,7 +63,6 @@ class WeightsRefused(TrinityError):
 
 
 Run = Annotated[str, typer.Option("--run", help="The run's id.", show_default=False)]
-Parts = Literal["all", "trainer"]
 AdoptFolder = Annotated[
     bool,
     typer.Option(
@@ -276,7 +275,7 @@ def train(
         typer.Option("--run", help="The run's id; by default the file's name.", show_default=False),
     ] = None,
     parts: Annotated[
-        Parts,
+        Literal["all", "trainer"],
         typer.Option(
             "--parts",
             help="Parts to run: all; or the trainer, with a reducer and explorers elsewhere.",
