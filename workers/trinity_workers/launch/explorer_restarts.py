@@ -9,6 +9,7 @@ from typing import Any
 import anyio
 
 from .actors import ActorDied, Actors
+from .cluster import Notify
 
 MOST_RESTARTS = 3
 """Maximum restarts in a row of an explorer that dies soon: what kills it would kill it again."""
@@ -17,7 +18,7 @@ SETTLED = 60.0
 
 
 async def explore_to_the_end(
-    actors: Actors, name: str, start: Callable[[int], Any], say: Callable[[str], None]
+    actors: Actors, name: str, start: Callable[[int], Any], notify: Notify
 ) -> None:
     """Let a prepared explorer answer to the end of the run, and start it again when it dies.
 
@@ -27,10 +28,10 @@ async def explore_to_the_end(
         actors: The run's actors.
         name: The explorer.
         start: Starts an actor in its place, given the number of the restart.
-        say: Shows a line to the user.
+        notify: Shows a line to the user.
 
     Raises:
-        ActorDied: if it died once more than it is started again.
+        ActorDied: if it died soon after each of its restarts.
     """
     deaths = 0
     for restart in count():
@@ -45,4 +46,4 @@ async def explore_to_the_end(
             deaths = 1 if anyio.current_time() - began >= SETTLED else deaths + 1
             if deaths > MOST_RESTARTS:
                 raise
-            say(f"warning: {error}: it is started again (restart {deaths} of {MOST_RESTARTS})")
+            notify(f"warning: {error}: it is started again (restart {deaths} of {MOST_RESTARTS})")

@@ -57,7 +57,7 @@ from ..runtime.health import beating
 from ..trainer import Trainer, TrainingResult
 from ..worker_group.placement import Needs, with_reserved_cpus
 from .actors import Actors, format_ray_error
-from .cluster import Placement, check_shared_memory, reserve_places
+from .cluster import Notify, Placement, check_shared_memory, reserve_places
 from .explorer_restarts import explore_to_the_end
 from .failed_saves import FailedSaves
 from .lifecycle import closing, interruptible
@@ -427,7 +427,7 @@ async def _room(
 
 
 async def _work(
-    job: _Job, explorers_here: int, room: Placement, waits: WaitReporter, say: Callable[[str], None]
+    job: _Job, explorers_here: int, room: Placement, waits: WaitReporter, notify: Notify
 ) -> None:
     """Make the model, train and explore; keep the results in the job."""
     config = job.config
@@ -448,7 +448,7 @@ async def _work(
         async with anyio.create_task_group() as exploring:
             for rank in range(explorers_here):
                 start = partial(_start_explorer, config, room, rank)
-                exploring.start_soon(explore_to_the_end, actors, f"explorer-{rank}", start, say)
+                exploring.start_soon(explore_to_the_end, actors, f"explorer-{rank}", start, notify)
             job.training = await actors.call("trainer-0", "train")
         await actors.call("trainer-0", "shutdown")
 
