@@ -1,8 +1,9 @@
-"""Workers of a trainer in the session's rank processes: made, asked together, and shut down."""
+"""Workers of a trainer: in the session's rank processes, or called in this process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from tests.support.rank_processes import Rank, RankProcesses
@@ -32,6 +33,19 @@ class WorkerRanks:
     def close(self) -> None:
         """Shut the workers down."""
         self(_shut_down)
+
+
+class LocalActor:
+    """Handle of a worker in this process, which is called as Ray's actors are."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+
+    def __getattr__(self, method: str) -> SimpleNamespace:
+        async def remote(*args: Any, **options: Any) -> Any:
+            return getattr(self._worker, method)(*args, **options)
+
+        return SimpleNamespace(remote=remote)
 
 
 def _make(rank: Rank, config: RunConfig) -> tuple[str, int] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from functools import partial
 from importlib.util import find_spec
 
@@ -28,6 +29,17 @@ def speak_to_verl():
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["VERL_USE_EXTERNAL_MODULES"] = "trinity_workers.verl.cpu_platform"
     os.environ["VERL_PLATFORM"] = "cpu"
+
+
+@pytest.fixture(scope="session")
+def imported_verl():
+    """Import veRL in this process, without the warnings of its import."""
+    speak_to_verl()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import verl
+
+        assert verl.DataProto
 
 
 @pytest.fixture(scope="session")

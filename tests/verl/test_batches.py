@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 
 import pytest
@@ -10,21 +9,13 @@ import torch
 
 from tests.support.batches import make_batch
 from tests.support.tensors import assert_equal, identical
-from tests.verl.conftest import speak_to_verl
 from trinity_workers.algorithms.errors import AlgorithmError
 from trinity_workers.algorithms.verl_data import from_data_proto, to_data_proto
 
-pytestmark = pytest.mark.filterwarnings("default")  # veRL's and tensordict's
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _verl():
-    speak_to_verl()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import verl
-
-        assert verl.DataProto
+pytestmark = [
+    pytest.mark.usefixtures("imported_verl"),
+    pytest.mark.filterwarnings("default"),  # veRL's and tensordict's
+]
 
 
 def test_a_batch_is_the_same_after_the_way_to_verl_and_back():

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from types import SimpleNamespace
-
 import msgspec
 import numpy as np
 import pytest
@@ -13,7 +10,7 @@ import torch
 from tests.support.batches import make_batch
 from tests.support.experiences import make_groups
 from tests.support.tensors import identical
-from tests.verl.conftest import speak_to_verl
+from tests.support.worker_ranks import LocalActor
 from trinity_workers.algorithms.collate import collate
 from trinity_workers.algorithms.errors import AlgorithmError
 from trinity_workers.algorithms.presets import preset_values
@@ -23,17 +20,10 @@ from trinity_workers.learning.policy import create_policy
 from trinity_workers.roles import ActorRolloutRefWorker
 from trinity_workers.roles.group import RoleGroup
 
-pytestmark = pytest.mark.filterwarnings("default")  # veRL's and tensordict's
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _verl():
-    speak_to_verl()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import verl
-
-        assert verl.DataProto
+pytestmark = [
+    pytest.mark.usefixtures("imported_verl"),
+    pytest.mark.filterwarnings("default"),  # veRL's and tensordict's
+]
 
 
 @pytest.fixture(scope="module")
@@ -57,19 +47,6 @@ def config(tmp_path_factory):
     return msgspec.structs.replace(placed, model_folder=folder)
 
 
-class Handle:
-    """Handle of a worker in this process, which is called as Ray's actors are."""
-
-    def __init__(self, worker):
-        self._worker = worker
-
-    def __getattr__(self, method):
-        async def remote(*args, **options):
-            return getattr(self._worker, method)(*args, **options)
-
-        return SimpleNamespace(remote=remote)
-
-
 @pytest.fixture(scope="module")
 def actor(config):
     """An actor with rollouts and reference on one rank, and the group that calls it."""
@@ -78,7 +55,7 @@ def actor(config):
     worker.join(*worker.address())
     try:
         worker.init_model()
-        yield worker, RoleGroup(ActorRolloutRefWorker, [Handle(worker)], config=config)
+        yield worker, RoleGroup(ActorRolloutRefWorker, [LocalActor(worker)], config=config)
     finally:
         worker.leave()
         torch.set_num_threads(threads)

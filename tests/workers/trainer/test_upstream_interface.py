@@ -17,6 +17,7 @@ pytest.importorskip("ray")
 
 from tests.support.experiences import make_groups  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
+from tests.support.worker_ranks import LocalActor  # noqa: E402
 from trinity_events import CheckpointCoordinator, Synchronizer  # noqa: E402
 from trinity_events.checkpoints.layout import FILE_DIGESTS  # noqa: E402
 from trinity_schemas import Experience  # noqa: E402
@@ -294,19 +295,6 @@ def test_verl_before_its_engines_is_legacy(monkeypatch, version, legacy):
 # --- the group ----------------------------------------------------------------------------------
 
 
-class Actor:
-    """Handle of a worker in this process, which is called as Ray's actors are."""
-
-    def __init__(self, worker):
-        self._worker = worker
-
-    def __getattr__(self, method):
-        async def remote(*args, **options):
-            return getattr(self._worker, method)(*args, **options)
-
-        return SimpleNamespace(remote=remote)
-
-
 @pytest.fixture
 def fleet(make_config):
     """A fleet of one rank, with a real synchronizer and no process."""
@@ -320,7 +308,7 @@ def fleet(make_config):
         policy=SimpleNamespace(get_per_tensor_param=lambda: iter(tensors))
     )
     made = RayTrainBackend(config, [])
-    made._workers = WorkerGroup(TrainWorker, [Actor(worker)])
+    made._workers = WorkerGroup(TrainWorker, [LocalActor(worker)])
     with closing(synchronizer), closing(made._log), closing(made._publisher):
         yield made
 
