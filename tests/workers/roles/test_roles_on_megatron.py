@@ -21,6 +21,7 @@ from tests.support.experiences import make_groups  # noqa: E402
 from tests.support.rank_processes import results  # noqa: E402
 from tests.support.reward_models import make_reward_folder  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
+from trinity_events.errors import DeadlineExceeded  # noqa: E402
 from trinity_schemas import Sampling, StepRef  # noqa: E402
 from trinity_workers.algorithms.batch import Batch  # noqa: E402
 from trinity_workers.algorithms.collate import collate  # noqa: E402
@@ -248,6 +249,24 @@ def test_roles_answer_at_every_layout_what_plain_models_answer(
     actual = run_roles(batch, **LAYOUTS[layout])
     assert_close(actual, expected)
     assert [generation.tokens for generation in actual.answers[0]] == greedy
+
+
+def make_actor(rank, config):
+    rank.objects.roles = {"actor": ActorRolloutRefWorker(config, rank.number, role="actor")}
+    return rank.objects.roles["actor"].address() if rank.number == 0 else None
+
+
+def test_rank_0_forms_the_group_of_weights_although_no_other_rank_is_in_the_run_yet(
+    rank_processes, make_config
+):
+    rank_processes.leave()
+    config = make_config(trainer={**MEGATRON, "ranks": 2}, sync={"method": "nccl"})
+    rank_processes.start(2)
+    place, _ = rank_processes.call(range(2), make_actor, config)
+    rank_processes.call(range(2), begin, *place)
+    with pytest.raises(DeadlineExceeded, match="explorer"):
+        rank_processes.call([0], call, "actor", "setup_weight_sync_group", (1, 0.2))
+    rank_processes.call(range(2), end)
 
 
 def assert_close(actual: Told, expected: Told) -> None:

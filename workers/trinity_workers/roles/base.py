@@ -66,9 +66,9 @@ class RoleWorker(MegatronWorker, TrainingRank):
 
     @property
     def _in_run(self) -> TrainWorker:
-        """Worker that saves and publishes the models as a run's trainer does. Collective at first.
+        """Worker that saves and publishes the models as a run's trainer does.
 
-        Its log, that of the run, is opened by the first use.
+        The first use opens the log of the run.
         """
         if self._worker is None:
             kind = worker_class(self._config)

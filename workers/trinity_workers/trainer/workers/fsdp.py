@@ -68,7 +68,7 @@ class TrainWorker(TrainingRank):
         exempt_loaded_objects()
 
     def open(self, step: Any) -> None:
-        """Open the log and the way of the weights, for the models of a training step. Collective.
+        """Open the log and the way of the weights, for the models of a training step.
 
         Args:
             step: Training step that computes with them, of this engine.

@@ -38,10 +38,17 @@ _CRITIC_SAVES = {"model": ("critic", False), "training": ("critic_training_state
 class MegatronTrainWorker(MegatronWorker, TrainWorker):
     """Rank of the training loop with a Megatron engine."""
 
-    def open(self, step: Any) -> None:
-        """Open what FSDP's rank does, and a process group for saves in the background."""
-        super().open(step)
-        self._saves = BackgroundSaves(self._timeout)
+    _background_saves: BackgroundSaves | None = None
+
+    @property
+    def _saves(self) -> BackgroundSaves:
+        """Saves in the background, which all ranks use together. Collective at the first use.
+
+        A role's rank 0 opens its run alone, if it forms the group of explorers first.
+        """
+        if self._background_saves is None:
+            self._background_saves = BackgroundSaves(self._timeout)
+        return self._background_saves
 
     def save_state_dict(self, local_path: str, global_step: int) -> None:
         """Save the model, before it returns; a checkpoint under way is waited for."""
@@ -127,8 +134,9 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
         """Wait for background saves, as FSDP's does, and close them."""
         with ExitStack() as exits:
             exits.callback(super().close)
-            exits.callback(self._saves.close)
-            self._saves.wait()
+            if self._background_saves is not None:
+                exits.callback(self._background_saves.close)
+                self._background_saves.wait()
 
     def _make_step(self) -> Any:
         return make_step(self._config, self._device)
