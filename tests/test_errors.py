@@ -24,10 +24,10 @@ OF_PROSE = set(
     ClusterUnreachable CollectiveBroken ContractError ConversionRefused CopyDamaged
     DeviceRefused DispatchRefused EnvironmentFailed ExperienceUnreadable InvalidQuery
     LayoutRefused MemoryAway MissingExtra MissingPeft NoCheckpointManager NoRoom NoSettings
-    NoWeightSyncGroup NotEnoughSpace NotServing NotShared ObjectStoreUnusable
+    NoWeightSyncGroup NotServing NotShared ObjectStoreUnusable
     PackingRefused PeerFailed ProcessDied RankLost RayNotStarted RecomputeRefused ReducerFailed
-    RequestRefused ReshardRefused RoleRefused RolloutEngineError RunEnded RunIsLive
-    SeveralMistakes ShardsRefused TaskError UnclearGrade UnknownEntry
+    RequestRefused ReshardRefused RoleRefused RolloutEngineError RunEnded
+    ShardsRefused TaskError UnclearGrade UnknownEntry
     UnknownEventType UnknownMethod UnknownRows UnsupportedModel Unusable UnusableBatch
     VerlUnusable WeightsRefused WorkerDied _NormNotFinite _ObjectChanged _SignalExit
     """.split()  # noqa: SIM905

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.event_samples import SAMPLES
+from trinity_events.diagnostics.stacks import RunProcess
 from trinity_events.errors import DeadlineExceeded
 from trinity_schemas import ExplorerExcluded, RewardErrorReported
 from trinity_schemas.events import SettingChange
+from trinity_workers.config.errors import BadSettings
 from trinity_workers.launch.explore import RunWait
 
 REPORT = next(event for event in SAMPLES if isinstance(event, RewardErrorReported))
@@ -1091,6 +1093,36 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
         (
             {"run_id": "demo-1", "signal": 15},
             "run demo-1 was interrupted; look at what it did with: trinity-events replay demo-1",
+        ),
+    ],
+    "RunIsLive": [
+        (
+            {
+                "run_id": "demo-1",
+                "processes": {
+                    "actor-0": RunProcess(pid=8, condition="running"),
+                    "launcher-0": RunProcess(pid=7, condition="running"),
+                },
+            },
+            "run demo-1 is running on this host: actor-0 (process 8), launcher-0 (process 7): end it with kill 7, give another name with --run, or start it over the running one with --take-over, which loses the steps since its newest checkpoint",
+        ),
+    ],
+    "SeveralMistakes": [
+        (
+            {"mistakes": (BadSettings("a is 1"), BadSettings("b is 2"))},
+            "a is 1\nerror: b is 2",
+        ),
+    ],
+    "NotEnoughSpace": [
+        (
+            {
+                "place": Path("/x"),
+                "free": 1 << 29,
+                "needed": 3 << 30,
+                "what": "a checkpoint of the model takes",
+                "way_out": "make room",
+            },
+            "/x has 0.5 GiB free, and a checkpoint of the model takes about 3.0 GiB: make room",
         ),
     ],
     "NoSuchCheckpoint": [

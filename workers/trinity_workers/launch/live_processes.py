@@ -19,23 +19,29 @@ _LOOK = 0.2
 
 
 class RunIsLive(TrinityError):
-    """Raised if a run is started whose processes live: a second epoch would fence them.
+    """A run is started whose processes live: a second epoch would fence them.
 
     Attributes:
         run_id: The run.
         processes: Its processes on this host, by role and rank.
     """
 
-    def __init__(self, run_id: str, processes: Mapping[str, RunProcess]) -> None:
-        self.run_id = run_id
-        self.processes = dict(processes)
-        named = ", ".join(f"{name} (process {at.pid})" for name, at in sorted(processes.items()))
-        first = processes.get(LAUNCHER, next(iter(processes.values())))
-        super().__init__(
-            f"run {run_id} is running on this host: {named}: end it with kill {first.pid}, give "
-            "another name with --run, or start it over the running one with --take-over, which "
-            "loses the steps since its newest checkpoint"
-        )
+    run_id: str
+    processes: Mapping[str, RunProcess]
+    text = (
+        "run {run_id} is running on this host: {_listed}: end it with kill {_first.pid}, give "
+        "another name with --run, or start it over the running one with --take-over, which loses "
+        "the steps since its newest checkpoint"
+    )
+
+    @property
+    def _listed(self) -> str:
+        processes = sorted(self.processes.items())
+        return ", ".join(f"{name} (process {process.pid})" for name, process in processes)
+
+    @property
+    def _first(self) -> RunProcess:
+        return self.processes.get(LAUNCHER, next(iter(self.processes.values())))
 
 
 async def refuse_live_run(run_id: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,39 +37,52 @@ Check = Callable[[], Awaitable[Any]]
 
 
 class SeveralMistakes(BadSettings):
-    """Raised if a run cannot start for several reasons.
+    """A run cannot start for several reasons.
 
     Attributes:
         mistakes: An error for each of them.
     """
 
-    def __init__(self, mistakes: Sequence[TrinityError]) -> None:
-        super().__init__("\nerror: ".join(map(str, mistakes)))
-        self.mistakes = tuple(mistakes)
+    mistakes: tuple[TrinityError, ...]
+    text = "{_listed}"
+
+    @property
+    def _listed(self) -> str:
+        return "\nerror: ".join(map(str, self.mistakes))
 
 
 class NotEnoughSpace(BadSettings):
-    """Raised if a disk or the shared memory has less space than the run is about to need.
+    """A disk or the shared memory has less space than the run is about to need.
 
     Attributes:
         place: The folder.
         free: Its free bytes.
         needed: The bytes that are needed.
+        what: Clause that says what needs them.
+        way_out: Advice.
     """
 
-    def __init__(self, place: Path, free: int, needed: int, what: str, way_out: str) -> None:
-        super().__init__(
-            f"{place} has {free / _GIB:.1f} GiB free, and {what} about {needed / _GIB:.1f} GiB: "
-            f"{way_out}"
-        )
-        self.place, self.free, self.needed = place, free, needed
+    place: Path
+    free: int
+    needed: int
+    what: str
+    way_out: str
+    text = "{place} has {_free_gib:.1f} GiB free, and {what} about {_needed_gib:.1f} GiB: {way_out}"
+
+    @property
+    def _free_gib(self) -> float:
+        return self.free / _GIB
+
+    @property
+    def _needed_gib(self) -> float:
+        return self.needed / _GIB
 
 
 async def check_run(config: TrainConfig, root: Path, *, alone: bool, one_host: bool) -> None:
     """Raise the mistake that :func:`find_mistakes` finds, or SeveralMistakes."""
     mistakes = await find_mistakes(config, root, alone=alone, one_host=one_host)
     if mistakes:
-        raise mistakes[0] if len(mistakes) == 1 else SeveralMistakes(mistakes)
+        raise mistakes[0] if len(mistakes) == 1 else SeveralMistakes(tuple(mistakes))
 
 
 async def find_mistakes(
@@ -209,7 +222,8 @@ def _check_transport(
     needed, free = _VERSIONS * bytes_each * _count_parameters(folder), free_bytes()
     if free < needed:
         raise NotEnoughSpace(
-            *(SHARED_MEMORY, free, needed, "two versions of the weights take"),
+            *(SHARED_MEMORY, free, needed),
+            "two versions of the weights take",
             "give it more memory, or set sync.transport to ray or redis",
         )
 
@@ -219,7 +233,8 @@ def _check_disk(folder: Path, root: Path) -> None:
     free = shutil.disk_usage(next(path for path in (root, *root.parents) if path.exists())).free
     if free < needed:
         raise NotEnoughSpace(
-            *(root, free, needed, "a checkpoint of the model takes"),
+            *(root, free, needed),
+            "a checkpoint of the model takes",
             "make room, or name another disk by checkpoints.root",
         )
 
