@@ -43,9 +43,13 @@ print(*({"torch", "transformers"} & set(sys.modules)))
 def test_a_run_is_checked_and_its_ranks_are_started_without_torch(tmp_path, policy_folder):
     (tmp_path / "reward.py").write_text("def reward(question, answer):\n    return 1.0\n")
     (tmp_path / "questions.jsonl").write_text('{"prompt": "a", "answer": "b"}\n' * 40)
-    task = {"questions": "questions.jsonl", "reward": "reward.py:reward"}
+    settings = {
+        "model": {"path": str(policy_folder)},
+        "task": {"questions": "questions.jsonl"},
+        "rewards": {"function": "reward.py:reward"},
+    }
     file = tmp_path / "run.yaml"
-    file.write_text(json.dumps({"model": {"path": str(policy_folder)}, "task": task}))
+    file.write_text(json.dumps(settings))
     command = [sys.executable, "-c", CHECKS_A_RUN, str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.split() == []

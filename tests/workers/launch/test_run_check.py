@@ -80,13 +80,11 @@ def whole(tmp_path, policy_folder):
     return make
 
 
-@pytest.mark.processes
 async def test_nothing_is_wrong_with_a_whole_run(whole, tmp_path):
     checked = find_mistakes(whole(), tmp_path, alone=True, one_host=True, thorough=True)
     assert await checked == []
 
 
-@pytest.mark.processes
 async def test_a_reward_function_of_another_signature_is_named(whole, tmp_path):
     (tmp_path / "other.py").write_text("def reward(answer):\n    return 1.0\n")
     config = whole(rewards={"function": "other.py:reward"})
@@ -94,7 +92,6 @@ async def test_a_reward_function_of_another_signature_is_named(whole, tmp_path):
     assert "other.py" in str(mistake)
 
 
-@pytest.mark.processes
 async def test_too_little_space_on_disk_and_in_shared_memory_is_named_with_both_sizes(
     whole, tmp_path, monkeypatch
 ):
@@ -110,7 +107,6 @@ async def test_too_little_space_on_disk_and_in_shared_memory_is_named_with_both_
     assert memory.needed == 2 * 4 * 129_728
 
 
-@pytest.mark.processes
 async def test_a_damaged_file_of_the_model_is_named_without_torch(whole, tmp_path, policy_folder):
     folder = tmp_path / "model"
     folder.mkdir()
