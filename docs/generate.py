@@ -301,8 +301,9 @@ def main() -> None:
     if SYNC.read_text() != (page_of_sync := sync_page()):
         SYNC.write_text(page_of_sync)
         sys.stdout.write("docs/sync.md written\n")
-    if not DOCUMENTS_PAGE.exists() or DOCUMENTS_PAGE.read_text() != documents_page():
-        DOCUMENTS_PAGE.write_text(documents_page())
+    page_of_documents = documents_page()
+    if not DOCUMENTS_PAGE.exists() or DOCUMENTS_PAGE.read_text() != page_of_documents:
+        DOCUMENTS_PAGE.write_text(page_of_documents)
         sys.stdout.write("docs/json.md written\n")
     strays = {page.name for page in PAGES.glob("*.md")} - {
         f"{name}.md" for name in (*names, "index")
