@@ -18,7 +18,7 @@ from trinity_events.checkpoints.manifest import (
     write_manifest,
 )
 from trinity_workers.engines.state_files import copied, read_state, write_state
-from trinity_workers.storage.verification import verify_checkpoint
+from trinity_workers.storage.load_verification import verify_checkpoint
 
 from .environment import Stage
 from .measure import Findings, Noise, Row, median, ratio, say, spread, taking_turns

@@ -30,7 +30,7 @@ from trinity_events.checkpoints.verification import (
     verify_files,
     with_older,
 )
-from trinity_workers.storage.verification import verify_checkpoint, verify_whole
+from trinity_workers.storage.load_verification import verify_checkpoint, verify_whole
 
 FILES = {
     "actor/model_world_size_1_rank_0.pt": b"weights" * 1000,

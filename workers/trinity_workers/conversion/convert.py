@@ -47,7 +47,7 @@ from ..engines.reshard import tensors_of_shards
 from ..learning.finite import check_finite, finite_tensors
 from ..learning.value_head import head_tensors
 from ..storage.durable_files import make_folder, sync
-from ..storage.verification import verify_checkpoint, write_manifest_together
+from ..storage.load_verification import verify_checkpoint, write_manifest_together
 from .adapters import SavedAdapters
 
 _CONVERTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -14,7 +14,7 @@ from msgspec import Struct
 from trinity_events.checkpoints.verification import VerifyMode
 from trinity_events.errors import TrinityError
 
-from ..storage.verification import verify_together, write_manifest_together
+from ..storage.load_verification import verify_together, write_manifest_together
 from .model_memory import ALL, OffloadedModel, Part
 from .offload import FrozenOffload
 

@@ -32,8 +32,8 @@ from trinity_schemas import Kind, SkippedCheckpoint, StepRef
 
 from ..config.sections.checkpoints import OnDamage
 from ..config.train_config import RunConfig
+from ..storage.load_verification import verify_whole
 from ..storage.object_store import CopyDamaged
-from ..storage.verification import verify_whole
 from ..trainer.state import UnusableTrainerState, read_trainer_state
 from .logged_training import LoggedTraining, read_logged_training
 from .mirror import fetch_checkpoint, restore

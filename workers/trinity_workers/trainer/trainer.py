@@ -47,7 +47,7 @@ from ..rollouts.held_out_sets import held_out_sets
 from ..rollouts.user_task import task_of
 from ..runtime.background_tasks import background_tasks
 from ..runtime.garbage import exempt_loaded_objects
-from ..storage.verification import verify_checkpoint
+from ..storage.load_verification import verify_checkpoint
 from .backend import (
     TrainEngineWrapper,
     TrainingBatch,

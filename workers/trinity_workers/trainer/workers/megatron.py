@@ -22,7 +22,7 @@ from ...helpers.megatron import (
     save_as_one,
 )
 from ...runtime.collectives import together
-from ...storage.verification import write_manifest_together
+from ...storage.load_verification import write_manifest_together
 from ...worker_group.megatron import MegatronWorker
 from ..models.megatron import make_step
 from .background_saves import BackgroundSaves

@@ -1,5 +1,7 @@
 """Verification of what is loaded, by one process or by all ranks together.
 
+Manifests and the comparison with one are in ``trinity_events.checkpoints.verification``.
+
 1. Ranks divide the files among them: each file is read once, whatever the number of ranks.
 2. All ranks agree before any of them loads: the damage that one finds is raised on all.
 3. A Hugging Face folder with a list of its digests is compared with it where no manifest lists it.
