@@ -201,10 +201,10 @@ def serve(requests: Connection, model: Model, url: str, bare: Path | None) -> No
 class Along:
     """Thread that prefetches a part until it is announced."""
 
-    def __init__(self, store: SupportsPrefetch, part: PartRef, taker: OnPart | None) -> None:
+    def __init__(self, store: SupportsPrefetch, part: PartRef, on_part: OnPart | None) -> None:
         self._stop = threading.Event()
         self._thread = threading.Thread(
-            target=store.prefetch, args=([part], self._stop, DEADLINE, taker)
+            target=store.prefetch, args=([part], self._stop, DEADLINE, on_part)
         )
         self._thread.start()
 

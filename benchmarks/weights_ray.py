@@ -44,8 +44,8 @@ class Taker:
 
     def along(self, part: PartRef, at_rest: bool) -> None:
         """Begin to prefetch a part."""
-        taker = self._ahead.begin(self._module) if at_rest else None
-        self._along = Along(self._store, part, taker)
+        on_part = self._ahead.begin(self._module) if at_rest else None
+        self._along = Along(self._store, part, on_part)
 
     def apply(self, ready: bytes) -> float:
         """Pull and install the announced version; return an element of the last tensor."""

@@ -43,7 +43,7 @@ known. A file ends where its header would take more."""
 class UnusedTensors(IncompatibleWeights):
     """Raised if a folder has tensors for which a model has no place: they would be lost.
 
-    Args:
+    Attributes:
         path: The folder.
         names: Names of the tensors.
     """

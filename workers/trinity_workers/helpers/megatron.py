@@ -233,7 +233,7 @@ def _publish_failure(
 
 
 def without_replicas(shards: Iterable[LocalShard]) -> list[LocalShard]:
-    """Those shards that are this rank's to publish, where ranks hold some alike. Collective.
+    """Return the shards that this rank publishes, where ranks hold some alike. Collective.
 
     Each goes to one of the ranks that have it, by a digest that deals them out evenly.
     """

@@ -30,7 +30,7 @@ _CHECKED_AT_ONCE = 64
 class NonFiniteWeights(TrinityError):
     """A tensor of a model's weights, or of its optimizer's state, has NaN or infinite values.
 
-    Args:
+    Attributes:
         tensor: Name of the first such tensor.
         place: Source or destination of the weights, as the sentence names it.
         count: Number of its values that are not finite.

@@ -38,7 +38,7 @@ class BadPolicy(TrinityError):
 class MissingTensors(BadPolicy):
     """Raised if a folder lacks tensors of the model that its configuration describes.
 
-    Args:
+    Attributes:
         path: The folder.
         names: Names of the tensors.
     """
@@ -57,7 +57,7 @@ class MissingTensors(BadPolicy):
 class MismatchedTensor(BadPolicy):
     """Raised if a tensor of a folder has another shape than its configuration describes.
 
-    Args:
+    Attributes:
         path: The folder.
         name: Name of the tensor.
         shape: Its shape in the folder.

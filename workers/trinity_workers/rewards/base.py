@@ -36,7 +36,9 @@ class RewardFailed(TrinityError):
     """Raised if answers cannot be judged.
 
     Attributes:
-        fault: Error of all answers that have no reward and no error of their own.
+        reason: Sentence about the error.
+        own_fault: Error of all answers that have no reward and no error of their own; None if the
+            reason is all that is known of it.
         faults: Errors of single answers, by index.
         rewarded: Rewards of the answers that could be judged, by index.
     """
@@ -49,7 +51,7 @@ class RewardFailed(TrinityError):
 
     @property
     def fault(self) -> RewardFault:
-        """Error of all answers."""
+        """Error of all answers that have no reward and no error of their own."""
         return self.own_fault or RewardFault(sentence=self.reason, error_type=type(self).__name__)
 
     def get_fault(self, index: int) -> RewardFault:

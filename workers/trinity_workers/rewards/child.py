@@ -118,7 +118,7 @@ def _judge(
     deadline: float,
     send: Callable[[Verdict], None],
 ) -> None:
-    """Tell a verdict on each answer; those that are awaited are judged side by side.
+    """Send a verdict on each answer; those that are awaited are judged side by side.
 
     The function is called while no loop runs, so that it may run one itself. A coroutine function
     does nothing before its coroutine is awaited.

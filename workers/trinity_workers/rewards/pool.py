@@ -49,7 +49,7 @@ class RewardPool:
         self._processes = UserProcesses(count, self._started)
 
     async def start(self) -> None:
-        """Start one process, so that a function that cannot be loaded is told at once."""
+        """Start one process, so that a function that cannot be loaded is reported at once."""
         async with self._processes.acquire():
             pass
 

@@ -1,4 +1,4 @@
-"""Task, rewards and model of a run, as its configuration names them."""
+"""Task and rewards of a run, as its configuration names them."""
 
 from __future__ import annotations
 
