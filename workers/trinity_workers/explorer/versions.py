@@ -157,9 +157,11 @@ class VersionFollower:
                             f"this explorer is of epoch {self._epoch}, and ends"
                         )
                     await self._changed.wait()
-        have = "none" if self.newest is None else f"of step {self.newest.step}"
+        available = (
+            "none is ready" if self.newest is None else f"the newest is of step {self.newest.step}"
+        )
         raise DeadlineExceeded(
             f"weights of step {step} of run {self._run_id} were not ready",
             deadline or 0.0,
-            f"the newest are {have}, see trinity-events status {self._run_id}",
+            f"{available}; see trinity-events status {self._run_id}",
         )
