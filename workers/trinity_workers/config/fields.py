@@ -188,7 +188,8 @@ def _bounds(kind: types.IntType | types.FloatType) -> str:
         lower = f"above {kind.gt:g}, up" if kind.ge is None else f"from {kind.ge}"
         return f" {lower} to {kind.le}"
     if kind.lt is not None:
-        return f" from {kind.ge} to below {kind.lt:g}"
+        lower = f"above {kind.gt:g} and" if kind.ge is None else f"from {kind.ge} to"
+        return f" {lower} below {kind.lt:g}"
     if kind.gt is not None:
         return f" above {kind.gt:g}"
     return "" if kind.ge is None else f" of at least {kind.ge}"
