@@ -24,7 +24,7 @@ def start_by_multiprocessing() -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("start", [start_by_subprocess, start_by_multiprocessing])
-def test_a_process_that_no_marker_tells_of_is_noted(start) -> None:
+def test_a_process_without_its_marker_is_recorded(start) -> None:
     started = StartedProcesses()
     with started.watching():
         started.begin(["processes"])

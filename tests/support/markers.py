@@ -41,8 +41,8 @@ class StartedProcesses:
         """Begin a test that has these markers."""
         self._markers, self.unmarked = frozenset(markers), {}
 
-    def note(self, command: Any) -> None:
-        """Note a command that is started."""
+    def record(self, command: Any) -> None:
+        """Record a command that is started."""
         words = [command] if isinstance(command, str | bytes | Path) else list(command)
         needed = needed_marker([str(word) for word in words])
         if needed not in self._markers:
@@ -50,18 +50,18 @@ class StartedProcesses:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Note in the block what this process starts; what its children start is not seen."""
+        """Record in the block what this process starts; what its children start is not seen."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(subprocess.Popen, "__init__", self._noting(subprocess.Popen.__init__))
-            patch.setattr(BaseProcess, "start", self._noting(BaseProcess.start))
+            patch.setattr(subprocess.Popen, "__init__", self._recording(subprocess.Popen.__init__))
+            patch.setattr(BaseProcess, "start", self._recording(BaseProcess.start))
             yield
 
-    def _noting(self, start: Callable[..., None]) -> Callable[..., None]:
-        def noted(process: Any, *args: Any, **keywords: Any) -> None:
-            self.note(args[0] if args else keywords.get("args", [type(process).__name__]))
+    def _recording(self, start: Callable[..., None]) -> Callable[..., None]:
+        def recorded(process: Any, *args: Any, **keywords: Any) -> None:
+            self.record(args[0] if args else keywords.get("args", [type(process).__name__]))
             start(process, *args, **keywords)
 
-        return noted
+        return recorded
 
 
 def needed_marker(words: list[str]) -> str:
