@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from subprocess import PIPE
 
@@ -24,31 +23,6 @@ from trinity_events.errors import TrinityError  # noqa: E402
 from trinity_workers.engines.megatron import ParallelLayout  # noqa: E402
 
 pytestmark = [pytest.mark.processes, pytest.mark.megatron, pytest.mark.heavy]
-
-
-def convert(rank, source, target, **keywords):
-    from trinity_workers.conversion.convert import convert
-
-    return convert(source, target, **keywords)
-
-
-@pytest.fixture(scope="module")
-def conversion_process():
-    """Process that is a rank of no group, whatever other tests did to theirs."""
-    processes = RankProcesses()
-    processes.start(1)
-    yield processes
-    processes.close()
-
-
-@pytest.fixture
-def converting(conversion_process):
-    """Converts in a process of its own."""
-
-    def run(source, target, **keywords):
-        return conversion_process.call_alone(partial(convert, **keywords), source, target)
-
-    return run
 
 
 @pytest.mark.parametrize(
