@@ -37,6 +37,10 @@ async def test_every_answer_forbids_inline_scripts_frames_and_other_origins(at, 
     assert "access-control-allow-origin" not in headers
 
 
+async def test_data_is_sent_as_json(at):
+    assert (await at.ask(NOW)).headers["content-type"] == "application/json"
+
+
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
 async def test_other_methods_than_get_are_refused(at, method):
     assert (await at.ask("/api/runs", method=method)).status == 405

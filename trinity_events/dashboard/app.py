@@ -127,7 +127,7 @@ def _json(request: Request, value: Any, status: int = 200) -> Response:
     if len(body) > _LONG and "gzip" in request.headers.get("accept-encoding", ""):
         body = gzip.compress(body, compresslevel=1)
         headers = {"content-encoding": "gzip", "vary": "accept-encoding"}
-    return Response(body, status, headers, media_type="build_application/json")
+    return Response(body, status, headers, media_type="application/json")
 
 
 def encode(value: Any) -> bytes:
