@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import redis.asyncio
+from msgspec import structs
 
 from trinity_schemas import ContractError, EnvelopeReader
 
@@ -31,12 +32,11 @@ _GROUPS = 256
 async def read_live_facts(client: redis.asyncio.Redis, run_id: str) -> LiveFacts:
     """Return the facts of this moment about a run."""
     log = RedisEventLog(client, run_id)
-    now = await server_clock(client, log.keys.events)
+    lags = await read_lags(client, log)
     report = await log.oldest_waiting_report()
-    return LiveFacts(
-        now=now,
+    return structs.replace(
+        lags,
         is_led=bool(await client.exists(log.keys.leader)),
-        unfolded_since=await _unfolded_since(client, log),
         reports_since=None if report is None else position(report.id)[0],
         server_fault=await _server_fault(client, log.keys.events),
         processes={
@@ -44,8 +44,16 @@ async def read_live_facts(client: redis.asyncio.Redis, run_id: str) -> LiveFacts
             for name, process in host_processes(run_id).items()
         },
         heard=await _heard(log),
+        readers=await _readers(client, log, lags.now),
+    )
+
+
+async def read_lags(client: redis.asyncio.Redis, log: RedisEventLog) -> LiveFacts:
+    """Return only the facts about the readers of a log: its reducer and consumer groups."""
+    return LiveFacts(
+        now=await server_clock(client, log.keys.events),
+        unfolded_since=await _unfolded_since(client, log),
         groups=tuple([group for stream in Stream for group in await _groups(client, log, stream)]),
-        readers=await _readers(client, log, now),
     )
 
 

@@ -15,7 +15,7 @@ from tests.support.event_histories import committed, failed, opened, part, regis
 from tests.support.pipeline import accept_reports, publish_steps
 from tests.support.waits import PATIENCE, until, wait_until
 from trinity_events.analysis.causes import LiveFacts
-from trinity_events.live_facts import read_live_facts
+from trinity_events.live_facts import read_lags, read_live_facts
 from trinity_events.log import AsyncPublisher, Stream, new_producer
 from trinity_events.replay import follow_state
 from trinity_events.views.watch import WatchApp
@@ -92,12 +92,12 @@ async def test_lags_of_readers_are_shown_in_80_columns(run, client):
         await run.ack(Stream.EVENTS, "quick", entry.id)
     await client.xadd(run.keys.dead, {"e": b"?", "reason": "it is\x1b[31m no event", "id": "1-0"})
 
-    async def read_lags():
-        facts = await read_live_facts(client, run.run_id)
+    async def read_late():
+        facts = await read_lags(client, run)
         late = msgspec.structs.replace(facts, now=facts.unfolded_since + 5_000)
         return late, await run.dead_letters(last=1)
 
-    app = WatchApp(run.run_id, partial(follow_state, run), read_lags=read_lags)
+    app = WatchApp(run.run_id, partial(follow_state, run), read_lags=read_late)
     async with app.run_test(size=(80, 60)) as pilot:
         await until(shows(app, "Behind the log", "explorer-3"))
         await pilot.pause()
@@ -114,6 +114,15 @@ async def test_lags_of_readers_are_shown_in_80_columns(run, client):
     assert rows.index(next(row for row in rows if row.startswith("quick"))) > rows.index(
         next(row for row in rows if row.startswith("an-evaluation"))
     )
+
+
+async def test_lags_are_those_of_all_live_facts(run, client):
+    await run.create_group(Stream.EVENTS, "quick", "0-0")
+    lags, facts = await read_lags(client, run), await read_live_facts(client, run.run_id)
+    assert lags.unfolded_since == facts.unfolded_since
+    names = [[group.name for group in each.groups] for each in (lags, facts)]
+    assert names == [["quick"], ["quick"]]
+    assert facts.heard and not lags.heard
 
 
 async def test_without_a_reader_that_lags_there_is_no_such_panel(run):

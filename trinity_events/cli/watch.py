@@ -11,7 +11,7 @@ import anyio
 
 from ..analysis.causes import LiveFacts
 from ..errors import PackageMissing, TrinityError
-from ..live_facts import read_live_facts
+from ..live_facts import read_lags
 from ..log import DeadLetter, RedisEventLog, require_run
 from ..replay import follow_state
 from ..server import server_clock
@@ -49,7 +49,7 @@ async def _watch(app: type[WatchApp], redis_url: str | None, run: str | None) ->
         log = RedisEventLog(client, await require_run(client, run))
         ahead = await server_clock(client, log.keys.events) - time.time() * 1000
 
-        async def read_lags() -> tuple[LiveFacts, list[DeadLetter]]:
-            return await read_live_facts(client, log.run_id), await log.dead_letters(last=1)
+        async def read_panel() -> tuple[LiveFacts, list[DeadLetter]]:
+            return await read_lags(client, log), await log.dead_letters(last=1)
 
-        await app(log.run_id, partial(follow_state, log), ahead, read_lags).run_async()
+        await app(log.run_id, partial(follow_state, log), ahead, read_panel).run_async()

@@ -42,7 +42,7 @@ class WatchApp(App[None]):
         run_id: The run.
         follow: Starts to follow the run's state.
         ahead: Milliseconds by which the server's clock is ahead of this host's.
-        read_lags: Reads live facts and the last dead letter; None for a view without that panel.
+        read_lags: Reads what lags and the last dead letter; None for a view without that panel.
     """
 
     CSS = """
