@@ -183,8 +183,11 @@ def find_causes(state: MonitorState, facts: LiveFacts) -> list[Cause]:
 
 def is_standstill(cause: Cause, now: int) -> bool:
     """Return True for a cause that holds up the run, and no longer passes by itself at once."""
-    if cause.reason in _HARMLESS:
-        return False
+    return cause.reason not in _HARMLESS and is_lasting(cause, now)
+
+
+def is_lasting(cause: Cause, now: int) -> bool:
+    """Return True if a cause is no wait of a moment, such as every step has."""
     return cause.since is None or now - cause.since >= STANDSTILL
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from trinity_schemas import StepRef
 
-from ..analysis.causes import Cause, LiveFacts, find_causes
+from ..analysis.causes import LiveFacts, find_causes, is_lasting
 from ..analysis.explain import format_unfinished
 from ..analysis.failures import failures
 from ..core import MonitorState
@@ -19,8 +19,6 @@ from ..core.refusals import format_refusal, suspects
 from ..core.state import KINDS, ExplorerState, KindState, StepState
 from ..log import position
 
-_LASTING = 5_000
-"""Milliseconds for which a cause holds a run up before it is shown, as for reported waits."""
 _WAITS = 64
 _SAVES = 64
 _LINES = 32
@@ -121,13 +119,8 @@ def build_causes(state: MonitorState, facts: LiveFacts) -> list[dict[str, Any]]:
             "pid": cause.pid,
         }
         for cause in find_causes(state, facts)
-        if _lasts(cause, facts.now)
+        if is_lasting(cause, facts.now)
     ]
-
-
-def _lasts(cause: Cause, now: int) -> bool:
-    """Return True if a cause is no wait of a moment, such as every step has."""
-    return cause.since is None or now - cause.since >= _LASTING
 
 
 def _steps(state: MonitorState) -> list[dict[str, Any]]:
