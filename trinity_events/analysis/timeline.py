@@ -26,7 +26,7 @@ from trinity_schemas import (
     event_tag,
 )
 
-from ..core.fold_state import format_producer
+from ..core.fold_state import format_producer, trim_oldest
 from ..core.limits import KEPT_STEPS_AT_MOST
 from .spans import Span, SpanBuilder, entry_time
 
@@ -128,8 +128,7 @@ class Timeline:
             case VersionOpened(step=step):
                 version = StepRef(epoch, step)
                 self._versions[version] = _version_span(entry_id, version)
-                if len(self._versions) > KEPT_STEPS_AT_MOST:
-                    del self._versions[next(iter(self._versions))]
+                trim_oldest(self._versions, KEPT_STEPS_AT_MOST)
             case StepReady(kind="weights"):
                 version = StepRef(event.epoch, event.step)
                 if version not in self._versions:

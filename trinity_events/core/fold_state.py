@@ -102,7 +102,7 @@ class FoldState:
         del state.anomalies[:-KEPT_ANOMALIES]
 
 
-def trim_oldest(items: dict[str, Any], most: int) -> None:
+def trim_oldest(items: dict[Any, Any], most: int) -> None:
     """Remove the oldest item of a dictionary that holds more than ``most``.
 
     Call it after each insertion: dictionaries keep the order of insertion, which is the log's.

@@ -21,7 +21,7 @@ from trinity_schemas import (
     WeightsApplied,
 )
 
-from ..core.fold_state import format_producer
+from ..core.fold_state import format_producer, trim_oldest
 
 POINTS = 1024
 """Maximum points of one series; beyond it neighbours become one."""
@@ -177,8 +177,7 @@ class Figures:
         version = self.versions.get(ref)
         if version is None:
             version = self.versions[ref] = Version(ref)
-            if len(self.versions) > VERSIONS:
-                del self.versions[next(iter(self.versions))]
+            trim_oldest(self.versions, VERSIONS)
         return version
 
 
