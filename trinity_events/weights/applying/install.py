@@ -139,11 +139,6 @@ def check_fit(module: torch.nn.Module, version: PulledVersion, *, cast: bool = F
     return fit
 
 
-def fit_to(targets: dict[str, torch.Tensor], version: PulledVersion, *, cast: bool = False) -> Fit:
-    """Pair tensors of a model, by name, with those of a version, as :func:`check_fit`."""
-    return _fit(_plan_fit(targets, version, cast=cast), version)
-
-
 def _save_plan(
     module: torch.nn.Module,
     targets: dict[str, torch.Tensor],
@@ -312,7 +307,7 @@ def adopt(module: torch.nn.Module, version: PulledVersion) -> None:
     that is tied to a published one with another layout, and for wrappers of tensors.
     """
     targets = find_targets(module)
-    fit_to(targets, version)
+    _fit(_plan_fit(targets, version, cast=False), version)  # raises if it does not fit
     for entry in chain.from_iterable(manifest.tensors for manifest, _ in version.parts):
         is_selected = version.selection is None or entry.name in version.selection
         if is_selected and entry.begins is not None:

@@ -234,7 +234,7 @@ def get_slice(entry: TensorEntry) -> TensorSlice:
     )
 
 
-def get_shape(name: str, pieces: list[Piece]) -> tuple[int, ...]:
+def _get_shape(name: str, pieces: list[Piece]) -> tuple[int, ...]:
     """Return the whole tensor's shape. Raises IncompatibleWeights if the pieces disagree on it."""
     forms = {(piece.entry.dtype, piece.entry.global_shape or piece.entry.shape) for piece in pieces}
     if len(forms) > 1:
@@ -251,7 +251,7 @@ def selected_slice(name: str, pieces: list[Piece], box: TensorSlice | None) -> T
     """
     if len(pieces) > 1 and any(piece.entry.begins is None for piece in pieces):
         raise IncompatibleWeights(f"{name!r} comes twice in the version, whole once at least", name)
-    all_of_it = full_slice(get_shape(name, pieces))
+    all_of_it = full_slice(_get_shape(name, pieces))
     if box is None:
         return all_of_it
     if not contains(all_of_it, box):
