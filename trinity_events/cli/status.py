@@ -20,7 +20,7 @@ from .options import Json, OptionalRun, RedisUrl, console, open_client, print_js
 class _RunStatus(NamedTuple):
     state: MonitorState
     facts: LiveFacts | None = None
-    """Facts about an open run's processes and server."""
+    """Facts about an open run's server, and its processes without the past ones."""
     silent_since: int | None = None
     """Milliseconds since which the run is abandoned."""
 
@@ -39,7 +39,7 @@ def status(run: OptionalRun = None, redis_url: RedisUrl = None, as_json: Json = 
     state, facts, since = run_status
     shown = {name: value for name, value in state_as_json(state).items() if name != "waits"}
     at = position(state.position)[0] if facts is None else facts.now
-    processes = {} if facts is None else select_processes(state, facts.processes)
+    processes = {} if facts is None else facts.processes
     reports_since = None if facts is None else facts.reports_since
     print_json(
         shown
@@ -58,8 +58,8 @@ async def _read_status(redis_url: str | None, run: str | None) -> _RunStatus:
             return _RunStatus(state)
         facts = await read_live_facts(client, log.run_id)
         since = await abandoned_since(client, state)
-        processes = select_processes(state, facts.processes)
-        if any(process.condition != "ended" for process in processes.values()):
+        facts = msgspec.structs.replace(facts, processes=select_processes(state, facts.processes))
+        if any(process.condition != "ended" for process in facts.processes.values()):
             # A trainer publishes nothing between steps. To start the run again would fence it.
             since = None
         return _RunStatus(state, facts, since)

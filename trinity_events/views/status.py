@@ -11,7 +11,7 @@ from rich.text import Text
 
 from trinity_schemas import Kind
 
-from ..analysis.causes import BEHIND, HostProcess, LiveFacts, select_processes
+from ..analysis.causes import BEHIND, HostProcess, LiveFacts
 from ..analysis.explain import format_unfinished
 from ..analysis.failures import failures
 from ..checkpoints.layout import final_name
@@ -75,7 +75,7 @@ def status_panel(
     silent = silent_since is not None
     now = None if facts is None else facts.now
     reports_since = None if facts is None else facts.reports_since
-    processes = {} if facts is None else select_processes(state, facts.processes)
+    processes = {} if facts is None else facts.processes
     head = Text.assemble(
         ("run ", "dim"),
         (state.run_id, "bold"),
@@ -106,7 +106,7 @@ def status_panel(
         waiting_reports = f"Reports of explorers wait for a reducer; the oldest one came {came}."
         about.append(Text(waiting_reports, style="red"))
     if silent:
-        about.append(Text(_format_abandoned(state, silent_since), style="red"))
+        about.append(Text(_format_abandoned(silent_since), style="red"))
     if silent or state.closed in ("failed", "interrupted"):
         about.append(Text(format_next_step(state), style="red"))
     failed = [
@@ -305,7 +305,7 @@ def _anomalies(state: MonitorState) -> list[Text]:
     ]
 
 
-def _format_abandoned(state: MonitorState, since: int | None) -> str:
+def _format_abandoned(since: int | None) -> str:
     # A trainer publishes nothing between steps: without a reducer it may be slow.
     return (
         "The run seems abandoned: it is open, but no reducer leads it, and no process of it has "
