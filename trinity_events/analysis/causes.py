@@ -59,9 +59,9 @@ STANDSTILL = 5_000
 It is the threshold of their reports (``trinity_events.diagnostics.waits.THRESHOLD``).
 """
 _HARMLESS: frozenset[Reason] = frozenset(("closed", "failed", "unread-group", "held-checkpoint"))
-"""Reasons of causes with which the training continues, or that are told by themselves."""
+"""Reasons of causes with which the training continues, or that views show by themselves."""
 _MOST_CAUSES = 8
-"""Maximum causes that are told."""
+"""Maximum causes that are returned."""
 
 
 class HostProcess(Struct, frozen=True, kw_only=True):

@@ -105,7 +105,7 @@ class MetricsReader:
         """
         if self._trained_at is not None and self._trained_at[0] == epoch:
             return {}
-        return {format_metric_name(name): value for name, value in (event.metrics or {}).items()}
+        return {format_metric_name(name): value for name, value in event.metrics.items()}
 
     def _published(self, version: StepRef) -> dict[str, float]:
         parts = self._parts.pop(version, [])

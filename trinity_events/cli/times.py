@@ -14,7 +14,11 @@ _ENTRY = re.compile(r"\d{1,20}-\d{1,20}")
 
 
 class BadTime(TrinityError):
-    """The text is not a moment."""
+    """The text is not a moment.
+
+    Attributes:
+        given: The text.
+    """
 
     given: str
     text = (

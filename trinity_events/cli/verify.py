@@ -21,14 +21,22 @@ from .sources import RunOrFile, recorded_file
 
 
 class NoSpaceForCopy(TrinityError):
-    """There is no disk space for a copy of the log."""
+    """There is no disk space for a copy of the log.
+
+    Attributes:
+        reason: Error of the file.
+    """
 
     reason: str
     text = "{reason}: set TMPDIR to a folder with room for all of the log"
 
 
 class NoFiles(TrinityError):
-    """The checkpoint directory is not there."""
+    """The checkpoint directory is not there.
+
+    Attributes:
+        folder: The directory.
+    """
 
     folder: Path
     text = (

@@ -89,7 +89,7 @@ class RunFollowers:
                 await anyio.sleep(LOOK)
 
     async def _read_server(self, tasks: anyio.abc.TaskGroup) -> None:
-        """Look at the server once, and follow the runs that it has now."""
+        """Read the clock and the runs of the server, and follow those that it has now."""
         try:
             with anyio.fail_after(_ANSWER):
                 clock = await server_clock(self._client, RUN_INDEX)

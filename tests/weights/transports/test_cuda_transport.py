@@ -72,29 +72,29 @@ def reference(data: bytes) -> str:
     return f"mix128:{plain + len(data) & word:016x}{weighted & word:016x}"
 
 
-def find_chunk(data: bytes, device="cpu") -> torch.Tensor:
+def make_chunk(data: bytes, device="cpu") -> torch.Tensor:
     return torch.tensor(list(data), dtype=torch.uint8, device=device)
 
 
 @given(st.lists(st.binary(max_size=100), max_size=4))
 def test_a_digest_is_what_it_is_said_to_be(chunks):
-    assert digest_all([find_chunk(data) for data in chunks]) == [reference(data) for data in chunks]
+    assert digest_all([make_chunk(data) for data in chunks]) == [reference(data) for data in chunks]
 
 
 @given(st.binary(min_size=1, max_size=200), st.data())
 def test_a_digest_sees_bits_that_flip_bytes_that_swap_and_zeros_that_are_added(data, drawn):
-    [before] = digest_all([find_chunk(data)])
+    [before] = digest_all([make_chunk(data)])
     at = drawn.draw(st.integers(0, len(data) - 1))
     flipped = bytearray(data)
     flipped[at] ^= 1 << drawn.draw(st.integers(0, 7))
-    assert digest_all([find_chunk(flipped)]) != [before]
+    assert digest_all([make_chunk(flipped)]) != [before]
     other = drawn.draw(st.integers(0, len(data) - 1))
     if data[at] != data[other]:
         swapped = bytearray(data)
         swapped[at], swapped[other] = data[other], data[at]
-        assert digest_all([find_chunk(swapped)]) != [before]
-    assert digest_all([find_chunk(data + b"\0")]) != [before]
-    assert digest_all([find_chunk(data[1:])]) != [before]
+        assert digest_all([make_chunk(swapped)]) != [before]
+    assert digest_all([make_chunk(data + b"\0")]) != [before]
+    assert digest_all([make_chunk(data[1:])]) != [before]
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])

@@ -9,7 +9,7 @@
 2. A part is published once, after its manifest is stored.
 3. A part that ends has no chunks, although the log may not take the failure.
 4. A failure is in the log with its reason, although the part has not begun.
-5. Heartbeats last from the attempt's first event to its last, and longer than no lease.
+5. Heartbeats last from the attempt's first event until its last is in the log, or counts as lost.
 6. A rank has one running part in a process. The next one, and a close, give it up.
 7. Retired versions are freed before a part begins, which may take their memory.
 """
@@ -227,7 +227,7 @@ class Publication:
 
 
 class ModelUpdateGroup:
-    """Sends one version through a collective group, tensor by tensor, and publishes its events.
+    """Sender of one version through a collective group, tensor by tensor, and of its events.
 
     ``fsdp_sync_weight_nccl`` and ``megatron_sync_weight_nccl`` take it on rank 0.
     """
