@@ -278,9 +278,9 @@ class _Simulation:
             last = max(last, began + seconds)
         self.plan_event(last + 0.01, ("trainer", 0), StepCommitted(step=step, kind="weights"))
         for rank in range(plan.explorers):
-            self._apply(step, rank, publish, last + 0.02)
+            self._apply(step, rank, last + 0.02)
 
-    def _apply(self, step: int, rank: int, publish: float, ready: float) -> None:
+    def _apply(self, step: int, rank: int, ready: float) -> None:
         draw, plan = self.random, self.plan
         if plan.faults and self._is_cut_off(step, rank):
             return
