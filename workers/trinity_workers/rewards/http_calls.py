@@ -27,6 +27,12 @@ _START_ATTEMPT = 30.0
 """Seconds within which a service answers anything, before a run begins."""
 _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
 """Status codes after which another attempt may succeed."""
+_DIRECT: dict[str, httpx.AsyncBaseTransport | None] = {
+    "all://localhost": None,
+    "all://127.0.0.1": None,
+    "all://[::1]": None,
+}
+"""Hosts that are asked without a proxy of the environment, which has a localhost of its own."""
 _SHOWN = 200
 """Characters of a reply that an error shows."""
 
@@ -73,10 +79,16 @@ class HttpCalls:
                 )
             headers["Authorization"] = f"Bearer {token}"
         longest = 2 * max(deadline, _START_ATTEMPT)  # the calls have deadlines of their own
-        # No proxy of the environment: a judge on this host would be asked for elsewhere.
-        self._client = httpx.AsyncClient(
-            headers=headers, timeout=longest, trust_env=False, follow_redirects=False
-        )
+        try:
+            self._client = httpx.AsyncClient(
+                headers=headers, timeout=longest, follow_redirects=False, mounts=_DIRECT
+            )
+        except (ImportError, ValueError, httpx.InvalidURL, OSError) as error:
+            raise RewardFailed(
+                f"{name} cannot be asked with the proxies or certificates of the environment "
+                f"({_format_error(error, longest)}): correct HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, "
+                "SSL_CERT_FILE and SSL_CERT_DIR, or list its host in NO_PROXY"
+            ) from None
 
     async def reach(self, url: str, setting: str) -> None:
         """Ask for anything at a URL, so that a service that is not there is told at once.
