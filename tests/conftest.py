@@ -27,8 +27,7 @@ from tests.support.markers import StartedProcesses, mark_by_fixtures  # noqa: E4
 from tests.support.pipeline import reducer_task  # noqa: E402
 from tests.support.rank_processes import RankProcesses  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
-from trinity_events.log import AsyncPublisher, RedisEventLog, Stream, new_producer, open_run  # noqa: E402
-from trinity_events.reducer import log_retention  # noqa: E402
+from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open_run  # noqa: E402
 from trinity_events.server import EmbeddedServer, connect, open_client  # noqa: E402
 
 # A bound in milliseconds of an example fails on a busy machine alone.
@@ -93,12 +92,6 @@ def log(client: redis.asyncio.Redis, run_id: str) -> RedisEventLog:
 async def publisher(client, log, run_id):
     epoch = await open_run(client, run_id)
     return AsyncPublisher(log, epoch, new_producer("trainer"))
-
-
-@pytest.fixture
-def two_segments_stay(monkeypatch):
-    """The log is trimmed to its two newest segments, however short they are."""
-    monkeypatch.setattr(log_retention, "LEFT_ENTRIES", dict.fromkeys(Stream, 0))
 
 
 @pytest.fixture

@@ -90,12 +90,12 @@ class UntilNotFound(TrinityError):
     }
 
 
-def page_of(stream: Stream) -> int:
-    """Return the most entries of one read of a stream.
+def page_of(stream: Stream, events: int = PAGE) -> int:
+    """Return the most entries of one read of a stream, by the most of a read of events.
 
     An announcement lists its saves or parts: that of 2,048 ranks is as large as a page of events.
     """
-    return PAGE if stream is Stream.EVENTS else max(1, PAGE // 20)
+    return events if stream is Stream.EVENTS else max(1, events // 20)
 
 
 async def read_all(
@@ -148,19 +148,26 @@ Archived = Callable[[str], Iterator[Entry]]
 """Reader of the archived events after a position."""
 
 
-async def load_monitor(log: EventLog, archived: Archived | None = None) -> Loaded:
+async def load_monitor(
+    log: EventLog, archived: Archived | None = None, page: PageSize | None = None
+) -> Loaded:
     """Load the monitor at the log's committed position.
 
     Loads the last snapshot and folds the entries up to the position. Their announcements are
     already in the log, and are dropped. If this version cannot read the snapshot, the whole log
     is folded, with the archive for trimmed entries. A log that ends before the position is
     folded to its end.
+
+    Args:
+        log: The run's log.
+        archived: Reads the archived events after a position.
+        page: Size of one read; by default that of every reader.
     """
     snapshot, reached = await log.load()
     through = await _reachable(log, reached)
     monitor = Monitor(await _load_state(log, snapshot, through, archived))
     state, silent, decode = monitor.state, Work(), EnvelopeReader().decode
-    page = PageSize(PAGE)
+    page = page or PageSize(PAGE)
     began = min(state.position, through, key=position)
     while position(state.position) < position(through):
         entries = await log.read(state.position, through=through, limit=page.limit)

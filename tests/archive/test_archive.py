@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.errors import raises
 from tests.support.event_histories import committed, finished, registration, started
-from tests.support.pipeline import publish_steps, recorded, reducer_task, until
+from tests.support.pipeline import TWO_SEGMENTS, publish_steps, recorded, reducer_task, until
 from tests.support.waits import PATIENCE, child
 from trinity_events.archive import (
     Archive,
@@ -362,11 +362,10 @@ async def keep(log, archive, entries):
     for number in range(entries):
         await log.append(b"%d" % number)
     token, _ = await log.lead(60)
-    await LogRetention(log, archive, token)(await log.last_id())
+    await LogRetention(log, archive, token, TWO_SEGMENTS)(await log.last_id())
     await log.renew(token, 0)
 
 
-@pytest.mark.usefixtures("two_segments_stay")
 async def test_nothing_is_trimmed_before_it_is_kept(log, run_id, tmp_path):
     archive = Archive(tmp_path, run_id)
     for _ in range(4):
@@ -381,7 +380,6 @@ async def test_nothing_is_trimmed_before_it_is_kept(log, run_id, tmp_path):
         await recorded(log)
 
 
-@pytest.mark.usefixtures("two_segments_stay")
 async def test_what_a_group_has_not_acknowledged_or_read_is_not_trimmed(log, run_id, tmp_path):
     archive = Archive(tmp_path, run_id)
     await keep(log, archive, 10)
@@ -398,7 +396,6 @@ async def test_what_a_group_has_not_acknowledged_or_read_is_not_trimmed(log, run
     assert (await log.read())[0].id == ids[3], "the last that was delivered"
 
 
-@pytest.mark.usefixtures("two_segments_stay")
 async def test_a_segment_that_is_missing_is_noticed(log, run_id, tmp_path):
     archive = Archive(tmp_path, run_id)
     for _ in range(4):
@@ -410,7 +407,6 @@ async def test_a_segment_that_is_missing_is_noticed(log, run_id, tmp_path):
             await recorded(log, archive)
 
 
-@pytest.mark.usefixtures("two_segments_stay")
 async def test_a_trimmed_log_without_its_snapshot_is_not_taken_for_the_whole(log, run_id, tmp_path):
     archive = Archive(tmp_path, run_id)
     for _ in range(4):
@@ -420,7 +416,6 @@ async def test_a_trimmed_log_without_its_snapshot_is_not_taken_for_the_whole(log
         await current_state(log)
 
 
-@pytest.mark.usefixtures("two_segments_stay")
 async def test_a_snapshot_that_is_older_than_what_is_left_of_the_log_is_folded_anew(
     log, run_id, tmp_path
 ):

@@ -7,9 +7,11 @@ import anyio
 import anyio.to_thread
 import msgspec
 import pytest
+from msgspec.structs import replace
 
+from tests.support import pipeline
 from tests.support.event_histories import committed, finished, registration
-from tests.support.pipeline import is_folded, publish_steps, recorded, reducer_task, until
+from tests.support.pipeline import is_folded, publish_steps, recorded, trimming, until
 from tests.support.redis_servers import servers
 from trinity_events.archive import Archive, import_recording, read_recording, record_run
 from trinity_events.checkpoints.layout import BELONGS_TO
@@ -21,7 +23,7 @@ from trinity_events.log import (
     new_producer,
     open_run,
 )
-from trinity_events.reducer import Policy, process, reducer
+from trinity_events.reducer import Policy, ReducerTimeouts
 from trinity_events.server import EmbeddedServer, connect
 from trinity_schemas import RunClosed
 
@@ -30,9 +32,10 @@ pytestmark = pytest.mark.server
 ANOTHER = "belongs to another log of run"
 
 
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch):
-    monkeypatch.setattr(process, "LONG_BREAK", 0.2)
+def reducer_task(url, run_id, root, policy=Policy()):  # noqa: B008 - it is frozen
+    """The reducer as a task, which soon tries again what a user must repair."""
+    policy = replace(policy, timeouts=ReducerTimeouts(fault_retry=0.2))
+    return pipeline.reducer_task(url, run_id, root, policy)
 
 
 @pytest.fixture
@@ -129,16 +132,14 @@ async def test_a_folder_is_taken_over_when_that_is_asked_for(
         await until(lambda: ANOTHER in caplog.text)
 
 
-@pytest.mark.usefixtures("two_segments_stay")
 async def test_the_log_is_known_again_after_a_restart_although_its_beginning_is_trimmed(
-    run_id, tmp_path, monkeypatch, caplog
+    run_id, tmp_path, caplog
 ):
-    monkeypatch.setattr(reducer, "SNAPSHOT_EVERY", 10)
     root = tmp_path / "root"
     with servers(tmp_path, 1) as [server]:
         async with connect(server.url) as client:
             log, publisher = await opened(client, run_id)
-            async with reducer_task(server.url, run_id, root):
+            async with reducer_task(server.url, run_id, root, trimming(10)):
                 for step in range(1, 30):
                     await publish_steps(publisher, [step])
                     await until(lambda: is_folded(log))
@@ -150,13 +151,13 @@ async def test_the_log_is_known_again_after_a_restart_although_its_beginning_is_
         async with connect(server.url) as client:
             log = RedisEventLog(client, run_id)
             assert await log.first_retained_id(Stream.EVENTS) is not None
-            async with reducer_task(server.url, run_id, root):
+            async with reducer_task(server.url, run_id, root, trimming(10)):
                 await publish_steps(AsyncPublisher(log, 1, new_producer("trainer")), [50])
                 await until(lambda: is_folded(log))
             # A log of before it was kept which is: told by its archive.
             await client.delete(log.keys.identity)
             (root / run_id / BELONGS_TO).unlink()
-            async with reducer_task(server.url, run_id, root):
+            async with reducer_task(server.url, run_id, root, trimming(10)):
                 await until((root / run_id / BELONGS_TO).exists)
     assert (root / run_id / BELONGS_TO).read_bytes() == mark
     assert ANOTHER not in caplog.text

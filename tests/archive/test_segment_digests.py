@@ -6,11 +6,10 @@ import anyio
 import pytest
 
 from tests.support.errors import raises
-from tests.support.pipeline import is_folded, publish_steps, reducer_task, until
+from tests.support.pipeline import is_folded, publish_steps, reducer_task, trimming, until
 from trinity_events.archive import Archive, BadRecording, read_recording, record_run
 from trinity_events.archive.export import whole_stream
 from trinity_events.log import Entry, Stream
-from trinity_events.reducer import reducer
 from trinity_events.replay import load_monitor
 
 RUN = "run"
@@ -26,10 +25,9 @@ def segment_of(folder, payloads=(b"one", b"two", b"three")):
 
 
 @pytest.fixture
-async def trimmed(publisher, log, redis_url, run_id, tmp_path, monkeypatch, two_segments_stay):
+async def trimmed(publisher, log, redis_url, run_id, tmp_path):
     """A run whose beginning is in segments alone; its folder."""
-    monkeypatch.setattr(reducer, "SNAPSHOT_EVERY", 10)
-    async with reducer_task(redis_url, run_id, tmp_path / "root"):
+    async with reducer_task(redis_url, run_id, tmp_path / "root", trimming(10)):
         for step in range(1, 30):
             await publish_steps(publisher, [step])
             await until(lambda: is_folded(log))

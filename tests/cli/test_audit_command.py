@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from tests.support.pipeline import accept_reports, publish_steps, reducer_task, until
+from tests.support.pipeline import accept_reports, publish_steps, reducer_task, trimming, until
 from trinity_events.log import AsyncPublisher, Stream, new_producer, open_run
-from trinity_events.reducer import log_retention, reducer
+from trinity_events.reducer import ArchiveLimits
 from trinity_schemas import (
     LedgerRestored,
     ReissuedRollout,
@@ -115,15 +115,16 @@ async def test_entries_that_cannot_be_decoded_are_counted(cli, resumed_run, log,
 
 
 async def test_it_reads_the_archive_and_then_the_stream(
-    cli, publisher, log, redis_url, run_id, tmp_path, monkeypatch, two_segments_stay
+    cli, publisher, log, redis_url, run_id, tmp_path
 ):
-    monkeypatch.setattr(log_retention, "SEGMENT_ENTRIES", dict.fromkeys(Stream, 40))
-    monkeypatch.setattr(reducer, "SNAPSHOT_EVERY", 30)
+    archive = ArchiveLimits(
+        segment_events=40, segment_announcements=40, server_events=0, server_announcements=0
+    )
 
     async def is_trimmed():
         return await log.first_retained_id(Stream.EVENTS)
 
-    async with reducer_task(redis_url, run_id, tmp_path):
+    async with reducer_task(redis_url, run_id, tmp_path, trimming(30, archive)):
         await begin(publisher)
         await publish_steps(publisher, range(3, 120))
         await until(is_trimmed)

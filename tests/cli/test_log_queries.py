@@ -8,12 +8,12 @@ import pytest
 
 from tests.support.errors import raises
 from tests.support.event_histories import History, committed, failed, opened, registration, started
-from tests.support.pipeline import folded, publish_steps, reducer_task, until
+from tests.support.pipeline import folded, publish_steps, reducer_task, trimming, until
 from trinity_events.analysis.event_filter import find_steps
 from trinity_events.analysis.explain import explain
 from trinity_events.cli.times import BadTime, moment
 from trinity_events.log import AsyncPublisher, Stream, new_producer, open_run, stream_order
-from trinity_events.reducer import log_retention, reducer
+from trinity_events.reducer import ArchiveLimits
 from trinity_schemas import (
     ExplorerStatusChanged,
     RunClosed,
@@ -112,11 +112,12 @@ def _key(entry_id):
 
 
 @pytest.fixture
-async def archived_run(publisher, log, redis_url, run_id, tmp_path, monkeypatch, two_segments_stay):
+async def archived_run(publisher, log, redis_url, run_id, tmp_path):
     """A run most of whose entries are in its archive alone, and whose steps are settled."""
-    monkeypatch.setattr(log_retention, "SEGMENT_ENTRIES", dict.fromkeys(Stream, 40))
-    monkeypatch.setattr(reducer, "SNAPSHOT_EVERY", 30)
-    async with reducer_task(redis_url, run_id, tmp_path):
+    archive = ArchiveLimits(
+        segment_events=40, segment_announcements=40, server_events=0, server_announcements=0
+    )
+    async with reducer_task(redis_url, run_id, tmp_path, trimming(30, archive)):
         await publish_steps(publisher, range(200))
         await announced_all(log, 199)
         await until(lambda: _is_trimmed(log))

@@ -14,7 +14,7 @@ from trinity_events import StepReady, subscribe
 from trinity_events.archive import import_recording, record_run
 from trinity_events.errors import EventsMissing, KeyConflict, PublishError
 from trinity_events.log import Publisher, Stream, SyncEventLog, new_producer, open_run
-from trinity_events.reducer import process, run_supervisor
+from trinity_events.reducer import Policy, ReducerTimeouts, reduce_all
 from trinity_events.replay import current_state
 from trinity_events.server import EmbeddedServer, connect
 from trinity_schemas import RUN_INDEX, RunKeys
@@ -56,6 +56,9 @@ WRONG_TYPES = {
     "looking at dead letters": ("dead", lambda log: log.dead_letters()),
     "holding a checkpoint": ("holds", lambda log: log.acquire_lease(1, "me", 60)),
 }
+
+
+POLICY = Policy(timeouts=ReducerTimeouts(fault_retry=0.1))
 
 
 @pytest.mark.parametrize(("field", "deed"), WRONG_TYPES.values(), ids=WRONG_TYPES)
@@ -123,10 +126,7 @@ async def test_commands_and_subscriptions_name_the_key(
         assert line.startswith(f"error: {keys.position} holds ")
 
 
-async def test_an_index_of_runs_that_something_else_wrote_is_named(
-    run_id, cli, tmp_path, monkeypatch, caplog
-):
-    monkeypatch.setattr(run_supervisor, "LONG_BREAK", 0.1)
+async def test_an_index_of_runs_that_something_else_wrote_is_named(run_id, cli, tmp_path, caplog):
     with EmbeddedServer(tmp_path).attached() as url:
         async with connect(url) as client, anyio.create_task_group() as tasks:
             await client.set(RUN_INDEX, BYTES)
@@ -139,7 +139,7 @@ async def test_an_index_of_runs_that_something_else_wrote_is_named(
                 )
             with naming(RUN_INDEX):
                 await open_run(client, run_id)
-            tasks.start_soon(partial(run_supervisor.reduce_all, url, run_id=None, root=None))
+            tasks.start_soon(partial(reduce_all, url, run_id=None, root=None, policy=POLICY))
             await until(lambda: f"cannot be read: {RUN_INDEX} is a string" in caplog.text)
             await client.delete(RUN_INDEX)
             await open_run(client, run_id)
@@ -167,11 +167,10 @@ async def test_who_publishes_is_told_which_key_it_is(client, sync_client, publis
 
 
 async def test_a_reducer_waits_until_the_key_is_mended(
-    publisher, log, client, redis_url, run_id, monkeypatch, caplog
+    publisher, log, client, redis_url, run_id, caplog
 ):
-    monkeypatch.setattr(process, "LONG_BREAK", 0.1)
     await client.set(log.keys.fence, BYTES)
-    async with reducer_task(redis_url, run_id):
+    async with reducer_task(redis_url, run_id, policy=POLICY):
         await publish_steps(publisher, [1])
         await until(lambda: f"cannot be folded: {log.keys.fence} holds b'" in caplog.text)
         await client.set(log.keys.fence, 7)

@@ -7,7 +7,7 @@ import redis.asyncio
 
 from tests.support.pipeline import until
 from tests.support.waits import PATIENCE
-from trinity_events.archive import Archive, Header, Recording, export, import_recording
+from trinity_events.archive import Archive, Header, Recording, import_recording
 from trinity_events.log import (
     AsyncPublisher,
     DeadLetter,
@@ -19,8 +19,9 @@ from trinity_events.log import (
     new_producer,
     page_size,
 )
+from trinity_events.reducer import ArchiveLimits, FoldLimits, Policy
 from trinity_events.reducer.log_retention import LogRetention
-from trinity_events.reducer.reducer import BATCH, Reducer
+from trinity_events.reducer.reducer import Reducer
 from trinity_events.replay import current_state
 from trinity_events.subscriptions import subscription_on
 from trinity_schemas import StepCommitted
@@ -69,33 +70,38 @@ class Noting(MemoryEventLog):
         return entries
 
 
-async def test_a_reducer_a_view_and_the_archive_hold_few_large_entries_at_once(
-    run_id, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(page_size, "PAGE_BYTES", 100_000)
+async def test_a_reducer_and_the_archive_hold_few_large_entries_at_once(run_id, tmp_path):
+    policy = Policy(fold=FoldLimits(page_bytes=100_000))
     log = Noting(run_id)
     for _ in range(500):
         await log.append(b"\xff" * 10_000)
     token, _ = await log.lead(60)
     most = 16 * 10_000  # the first page: nobody knows before how large they are
-    assert most < 500 * 10_000 < BATCH * 10_000
+    assert most < 500 * 10_000 < policy.fold.batch_entries * 10_000
     with anyio.CancelScope() as scope:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(Reducer(log, None, token).run)
+            tasks.start_soon(Reducer(log, None, token, policy=policy).run)
             await until(lambda: log._position == log.last_id_now())
             scope.cancel()
     assert log.most <= most
-    assert (await current_state(log)).dead_letters == 500
-    assert log.most <= most
-    await LogRetention(log, Archive(tmp_path, run_id), token)(log.last_id_now())
+    limits = ArchiveLimits(page_bytes=100_000)
+    await LogRetention(log, Archive(tmp_path, run_id), token, limits)(log.last_id_now())
     assert log.most <= most
 
 
-async def test_a_follower_holds_few_large_events_at_once(run_id, monkeypatch):
-    monkeypatch.setattr(page_size, "PAGE_BYTES", 100_000)
-    log, reward = Noting(run_id), {"x" * 10_000: 1.0}
+async def test_a_view_holds_few_large_entries_at_once(run_id):
+    log, payload = Noting(run_id), b"\xff" * (page_size.PAGE_BYTES // 10)
+    for _ in range(80):
+        await log.append(payload)
+    assert (await current_state(log)).dead_letters == 80
+    assert 0 < log.most <= 16 * len(payload), "of the first page, whose sizes are not known yet"
+
+
+async def test_a_follower_holds_few_large_events_at_once(run_id):
+    large = page_size.PAGE_BYTES // 10
+    log, reward = Noting(run_id), {"x" * large: 1.0}
     publisher = AsyncPublisher(log, 1, new_producer("trainer"))
-    for step in range(500):
+    for step in range(80):
         await publisher.publish(StepCommitted(step=step, kind="weights", metrics=reward))
 
     @asynccontextmanager
@@ -112,8 +118,8 @@ async def test_a_follower_holds_few_large_events_at_once(run_id, monkeypatch):
         claim_after=60,
     )
     async with events:
-        assert [(await anext(events)).step for _ in range(500)] == list(range(500))
-    assert log.most <= 16 * 10_300
+        assert [(await anext(events)).step for _ in range(80)] == list(range(80))
+    assert log.most <= 16 * (large + 300)
 
 
 async def test_an_import_sends_few_large_entries_at_once(client, run_id, monkeypatch):
@@ -125,10 +131,11 @@ async def test_an_import_sends_few_large_entries_at_once(client, run_id, monkeyp
         return await execute(pipe, *args, **keywords)
 
     monkeypatch.setattr(redis.asyncio.client.Pipeline, "execute", noted)
-    monkeypatch.setattr(export, "PAGE_BYTES", 100_000)
     large = entries(40, 10_000)[1:]
     letters = [DeadLetter(entry, "too large") for entry in large]
-    await import_recording(client, Recording(Header(run_id=run_id), large, large, letters))
+    await import_recording(
+        client, Recording(Header(run_id=run_id), large, large, letters), page_bytes=100_000
+    )
     assert max(sent) < 120_000 < 39 * 10_000
     log = RedisEventLog(client, run_id)
     assert await log.read() == await log.read(stream=Stream.ANNOUNCEMENTS) == large

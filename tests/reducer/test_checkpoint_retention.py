@@ -14,7 +14,7 @@ from trinity_events.checkpoints.layout import TRASH
 from trinity_events.client.checkpoint_lease import hold_checkpoint
 from trinity_events.core import plan_files
 from trinity_events.errors import CheckpointHeld, InvalidRunId
-from trinity_events.reducer import Policy, checkpoint_retention
+from trinity_events.reducer import Policy
 from trinity_events.reducer.checkpoint_retention import ENDED
 from trinity_events.reducer.checkpoint_trash import CheckpointTrash
 from trinity_events.reducer.live_state import LiveState
@@ -193,7 +193,7 @@ async def test_what_saves_left_behind_is_removed_and_what_may_be_written_is_not(
 
 
 async def test_what_lies_still_for_a_short_while_only_is_not_left_behind(tmp_path):
-    run = Run(tmp_path, grace=600.0)
+    run = Run(tmp_path, staged_grace=600.0)
     (run.folder / staged(1, name="bbbb")).mkdir(parents=True)
     run.save(1)
     await run.clean_up()
@@ -203,7 +203,7 @@ async def test_what_lies_still_for_a_short_while_only_is_not_left_behind(tmp_pat
 async def test_a_save_that_was_killed_is_removed_soon_after_a_resume_unless_it_is_written(
     tmp_path, monkeypatch
 ):
-    run = Run(tmp_path, grace=600.0)
+    run = Run(tmp_path, staged_grace=600.0)
     killed, written = staged(2, name="bbbb"), staged(2, name="cccc")
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -252,7 +252,7 @@ async def test_what_a_checkpoint_of_a_later_epoch_took_the_place_of_stays(tmp_pa
 
 
 async def test_a_disk_that_refuses_is_said_once_and_tried_again(tmp_path, caplog, monkeypatch):
-    run = Run(tmp_path, keep=1)
+    run = Run(tmp_path, keep=1, retention_pause=0.01, retention_every=0.01)
     for step in (1, 2):
         run.save(step)
     broken = [True]
@@ -264,8 +264,6 @@ async def test_a_disk_that_refuses_is_said_once_and_tried_again(tmp_path, caplog
         return made(self)
 
     monkeypatch.setattr(CheckpointTrash, "made", sometimes)
-    monkeypatch.setattr(checkpoint_retention, "_BETWEEN", 0.01)
-    monkeypatch.setattr(checkpoint_retention, "LONGEST_PAUSE", 0.01)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon((await run.removal()).run, LiveState(run.state))
         await until(lambda: "cannot be removed" in caplog.text)
@@ -278,7 +276,8 @@ async def test_a_disk_that_refuses_is_said_once_and_tried_again(tmp_path, caplog
 
 async def test_what_cannot_be_removed_keeps_nothing_else(tmp_path, caplog, monkeypatch):
     # As a folder that its user made read-only, to keep it; root, who runs tests, may do it all.
-    run, put, remove = Run(tmp_path, keep=1), CheckpointTrash.move, CheckpointTrash.remove
+    run = Run(tmp_path, keep=1, retention_every=0.01)
+    put, remove = CheckpointTrash.move, CheckpointTrash.remove
     for step in (1, 2, 3, 4):
         run.save(step)
 
@@ -293,7 +292,6 @@ async def test_what_cannot_be_removed_keeps_nothing_else(tmp_path, caplog, monke
 
     monkeypatch.setattr(CheckpointTrash, "move", put_others)
     monkeypatch.setattr(CheckpointTrash, "remove", remove_others)
-    monkeypatch.setattr(checkpoint_retention, "LONGEST_PAUSE", 0.01)
     (run.folder / staged(2, name="bbbb")).mkdir()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon((await run.removal()).run, LiveState(run.state))

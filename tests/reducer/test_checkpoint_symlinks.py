@@ -14,7 +14,7 @@ from trinity_events.archive.format import lines_written
 from trinity_events.checkpoints.layout import TRASH
 from trinity_events.core import plan_files
 from trinity_events.log import Entry, Stream
-from trinity_events.reducer import CheckpointFiles, checkpoint_trash
+from trinity_events.reducer import CheckpointFiles, Policy, ReducerTimeouts
 from trinity_events.reducer.log_retention import LogRetention
 
 MADE_FROM = ".made_from"
@@ -61,10 +61,9 @@ def write(path: Path, text: str = WEIGHTS) -> None:
 
 
 async def test_nothing_is_removed_through_a_link_in_the_place_of_the_trash(
-    tmp_path, untouched, monkeypatch, caplog
+    tmp_path, untouched, caplog
 ):
-    monkeypatch.setattr(checkpoint_trash, "_OTHERS_STAY", -1.0)
-    run = Run(tmp_path, keep=1)
+    run = Run(tmp_path, keep=1, restore_grace=-1.0)
     for step in (1, 2):
         run.save(step)
     (run.folder / TRASH).symlink_to(untouched)
@@ -75,18 +74,17 @@ async def test_nothing_is_removed_through_a_link_in_the_place_of_the_trash(
 
 
 async def test_a_reducer_says_that_its_trash_is_a_link_and_removes_nothing(
-    publisher, redis_url, run_id, tmp_path, untouched, monkeypatch, caplog
+    publisher, redis_url, run_id, tmp_path, untouched, caplog
 ):
-    monkeypatch.setattr(checkpoint_trash, "_OTHERS_STAY", -1.0)
+    policy = Policy(timeouts=ReducerTimeouts(restore_grace=-1.0))
     (tmp_path / run_id).mkdir()
     (tmp_path / run_id / TRASH).symlink_to(untouched)
-    async with reducer_task(redis_url, run_id, tmp_path):
+    async with reducer_task(redis_url, run_id, tmp_path, policy):
         await until(lambda: "is a link, which is not followed" in caplog.text)
 
 
-async def test_of_the_trash_only_what_was_moved_there_is_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_trash, "_OTHERS_STAY", -1.0)
-    run = Run(tmp_path, keep=1)
+async def test_of_the_trash_only_what_was_moved_there_is_removed(tmp_path):
+    run = Run(tmp_path, keep=1, restore_grace=-1.0)
     for step in (1, 2):
         run.save(step)
     write(run.folder / TRASH / "by-hand" / "file")
@@ -166,7 +164,7 @@ def test_a_pipe_in_the_place_of_an_iteration_file_holds_nothing_up(tmp_path):
 async def test_a_staged_folder_that_is_left_behind_is_removed_but_no_link_in_it_followed(
     tmp_path, untouched
 ):
-    run = Run(tmp_path, grace=-1.0)
+    run = Run(tmp_path, staged_grace=-1.0)
     run.save(1)
     stale_folder = run.folder / staged(1, name="bbbb")
     write(stale_folder / "actor" / "model.pt")

@@ -10,7 +10,14 @@ import pytest
 
 from tests.support.event_histories import committed, finished, registration
 from tests.support.faulty_proxy import Proxy
-from tests.support.pipeline import announced, publish_steps, reducer_process, reducer_task, until
+from tests.support.pipeline import (
+    announced,
+    publish_steps,
+    reducer_process,
+    reducer_task,
+    trimming,
+    until,
+)
 from tests.support.redis_servers import servers
 from tests.support.waits import PATIENCE
 from trinity_events.archive import Archive
@@ -23,7 +30,6 @@ from trinity_events.log import (
     new_producer,
     open_run,
 )
-from trinity_events.reducer import reducer
 from trinity_events.replay import Replay, current_state, read_all
 from trinity_events.server import connect, open_client
 from trinity_schemas import RunKeys, StepReady, TrainerStatusChanged, decode_envelope
@@ -192,10 +198,9 @@ async def test_a_position_beyond_the_end_of_the_log_is_reported_and_the_run_goes
 
 
 @pytest.fixture
-async def trimmed(publisher, log, redis_url, run_id, tmp_path, monkeypatch, two_segments_stay):
+async def trimmed(publisher, log, redis_url, run_id, tmp_path):
     """A run whose first entries are in the archive alone."""
-    monkeypatch.setattr(reducer, "SNAPSHOT_EVERY", 9)
-    async with reducer_task(redis_url, run_id, tmp_path):
+    async with reducer_task(redis_url, run_id, tmp_path, trimming(9)):
         for step in range(1, 20):
             await publish_steps(publisher, [step])
             await announced(log, step)

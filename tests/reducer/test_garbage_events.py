@@ -28,8 +28,13 @@ from trinity_events.log import (
     open_run,
 )
 from trinity_events.log.publishing.publisher import EnvelopeFactory
-from trinity_events.reducer import reduce_all, reducer, run_supervisor
-from trinity_events.reducer.leader import Leader
+from trinity_events.reducer import (
+    FoldLimits,
+    Policy,
+    ReducerTimeouts,
+    reduce_all,
+    run_supervisor,
+)
 from trinity_events.reducer.reducer import Reducer
 from trinity_events.replay import current_state, load_monitor
 from trinity_events.server import connect
@@ -158,7 +163,6 @@ async def test_others_have_their_turns_while_a_new_leader_folds_it_again(run_id,
 
 
 async def test_others_have_their_turns_while_it_is_asked_whether_a_run_is_over(run_id, monkeypatch):
-    monkeypatch.setattr(run_supervisor, "_AFTER_THE_END", COUNT + 1)
     from trinity_events.core import MonitorState, encode_state
 
     log = await log_of_garbage(run_id)
@@ -166,20 +170,19 @@ async def test_others_have_their_turns_while_it_is_asked_whether_a_run_is_over(r
     log._position, watched = log.last_id_now(), Watched(monkeypatch)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(watched.turns)
-        assert await run_supervisor._is_over(log)
+        assert await run_supervisor._is_over(log, COUNT + 1)
         tasks.cancel_scope.cancel()
     assert 0 < watched.most <= ENOUGH
 
 
 @pytest.mark.parametrize(
-    ("limit", "value"), [("SNAPSHOT_BYTES", 10 * LARGE), ("SNAPSHOT_SECONDS", 0.0)]
+    "limits", [FoldLimits(snapshot_bytes=10 * LARGE), FoldLimits(snapshot_seconds=0.0)]
 )
-async def test_what_took_long_to_fold_is_in_a_snapshot(run_id, monkeypatch, limit, value):
-    monkeypatch.setattr(reducer, limit, value)
+async def test_what_took_long_to_fold_is_in_a_snapshot(run_id, limits):
     log = await log_of_garbage(run_id)
     token, _ = await log.lead(60)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(Reducer(log, None, token).run)
+        tasks.start_soon(Reducer(log, None, token, policy=Policy(fold=limits)).run)
         await until(lambda: log._position == log.last_id_now())
         tasks.cancel_scope.cancel()
     snapshot, _ = await log.load()
@@ -187,13 +190,13 @@ async def test_what_took_long_to_fold_is_in_a_snapshot(run_id, monkeypatch, limi
     assert decode_state(snapshot).dead_letters > COUNT - 20
 
 
-async def test_what_a_new_leader_folded_again_counts_for_the_next_snapshot(run_id, monkeypatch):
-    monkeypatch.setattr(reducer, "SNAPSHOT_BYTES", COUNT * (LARGE - 1))
+async def test_what_a_new_leader_folded_again_counts_for_the_next_snapshot(run_id):
+    policy = Policy(fold=FoldLimits(snapshot_bytes=COUNT * (LARGE - 1)))
     log = await log_of_garbage(run_id)
     log._position = log.last_id_now()
     token, _ = await log.lead(60)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(Reducer(log, None, token).run)
+        tasks.start_soon(Reducer(log, None, token, policy=policy).run)
         await log.append(b"one more")
         await until(lambda: log._snapshot)
         tasks.cancel_scope.cancel()
@@ -236,10 +239,10 @@ async def append_garbage(client, run_id):
 
 @pytest.mark.server
 async def test_garbage_of_one_run_does_not_hold_up_another_of_the_same_reducer(
-    tmp_path, monkeypatch
+    tmp_path,
 ):
     # The garbage takes two seconds alone, and more than a lease of three on a busy machine.
-    monkeypatch.setattr(Leader.__init__, "__defaults__", (15.0,))
+    policy = Policy(timeouts=ReducerTimeouts(leader_lease=15.0))
     # Of a server of its own: of the session's, the reducer would serve the runs of all tests.
     with servers(tmp_path, 1) as [server]:
         async with connect(server.url) as client:
@@ -251,7 +254,9 @@ async def test_garbage_of_one_run_does_not_hold_up_another_of_the_same_reducer(
                 )
             await append_garbage(client, "bad")
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(lambda: reduce_all(server.url, run_id=None, root=None))
+                tasks.start_soon(
+                    lambda: reduce_all(server.url, run_id=None, root=None, policy=policy)
+                )
                 for step in (1, 2, 3):
                     await publish_steps(runs["good"], [step])
                     await announced(runs["good"].log, step)

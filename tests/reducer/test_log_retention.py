@@ -6,20 +6,22 @@ import threading
 
 import anyio
 import pytest
+from msgspec.structs import replace
 
 from tests.support.errors import raises
 from tests.support.pipeline import (
+    TWO_SEGMENTS,
     announced,
     events_of,
     is_folded,
     publish_steps,
     recorded,
     reducer_task,
+    trimming,
     until,
 )
 from tests.support.waits import PATIENCE
-from trinity_events import replay
-from trinity_events.archive import Archive, ArchiveMissing, segments, verify
+from trinity_events.archive import Archive, ArchiveMissing, verify
 from trinity_events.archive.continuation import common_part
 from trinity_events.archive.export import whole_stream
 from trinity_events.core import decode_state
@@ -31,19 +33,17 @@ from trinity_events.log import (
     new_producer,
     opening_envelope,
 )
-from trinity_events.reducer import Policy, log_retention, reducer
+from trinity_events.reducer import ArchiveLimits, FoldLimits, Policy, Reducer, ReducerTimeouts
 from trinity_events.reducer.log_retention import LogRetention
 from trinity_events.replay import Replay, current_state, load_monitor
 from trinity_schemas import ConsumerDetached, RunClosed, RunOpened, StepReady
 
 
-@pytest.mark.usefixtures("two_segments_stay")
 async def test_the_server_keeps_the_newest_entries_alone_and_the_archive_all(
-    publisher, log, redis_url, run_id, tmp_path, monkeypatch
+    publisher, log, redis_url, run_id, tmp_path
 ):
-    monkeypatch.setattr(reducer, "SNAPSHOT_EVERY", 30)
     archive = Archive(tmp_path / run_id, run_id)
-    async with reducer_task(redis_url, run_id, tmp_path):
+    async with reducer_task(redis_url, run_id, tmp_path, trimming(30)):
         for first in range(1, 101, 10):
             await publish_steps(publisher, range(first, first + 10))
             await until(lambda: is_folded(log))
@@ -62,10 +62,9 @@ async def _has_at_most(log, stream, most):
     return len(await log.read(stream=stream, limit=10_000)) <= most
 
 
-async def test_the_archive_waits_while_there_is_a_backlog_to_fold(run_id, monkeypatch):
-    monkeypatch.setattr(reducer, "BATCH", 10)
-    monkeypatch.setattr(reducer, "SNAPSHOT_EVERY", 20)
-    monkeypatch.setattr(reducer, "_MOST_UNARCHIVED", 2)  # that it was there before makes it wait
+async def test_the_archive_waits_while_there_is_a_backlog_to_fold(run_id):
+    # Two unarchived snapshots are too many; that the backlog was there before makes it wait.
+    fold = FoldLimits(batch_entries=10, snapshot_entries=20, unarchived_snapshots=2)
     log, positions, folded_at = MemoryEventLog(run_id), [], []
     await _fill(log, 50)
     token, _ = await log.lead(60)
@@ -79,7 +78,7 @@ async def test_the_archive_waits_while_there_is_a_backlog_to_fold(run_id, monkey
 
         async def run():
             with scope:
-                await reducer.Reducer(log, None, token, keep).run()
+                await Reducer(log, None, token, keep, policy=Policy(fold=fold)).run()
 
         tasks.start_soon(run)
         await until(lambda: positions)
@@ -88,8 +87,8 @@ async def test_the_archive_waits_while_there_is_a_backlog_to_fold(run_id, monkey
     assert len(positions) == 1
 
 
-async def test_what_a_leader_died_before_it_archived_is_archived_by_the_next(run_id, monkeypatch):
-    monkeypatch.setattr(reducer, "SNAPSHOT_EVERY", 10)
+async def test_what_a_leader_died_before_it_archived_is_archived_by_the_next(run_id):
+    policy = Policy(fold=FoldLimits(snapshot_entries=10))
     log, positions = MemoryEventLog(run_id), []
     await _fill(log, 5)
 
@@ -103,7 +102,7 @@ async def test_what_a_leader_died_before_it_archived_is_archived_by_the_next(run
     for archiving in (dies, keep):
         token, _ = await log.lead(60)
         with anyio.fail_after(PATIENCE), anyio.CancelScope() as scope:
-            await reducer.Reducer(log, None, token, archiving).run()
+            await Reducer(log, None, token, archiving, policy=policy).run()
         await log.renew(token, 0)
     state = decode_state((await log.load())[0])
     assert positions == [state.position], "although nothing came that would make a snapshot due"
@@ -116,10 +115,8 @@ async def _fill(log, steps):
     return publisher
 
 
-async def test_a_backlog_too_long_to_wait_for_is_archived_while_it_is_folded(run_id, monkeypatch):
-    monkeypatch.setattr(reducer, "BATCH", 10)
-    monkeypatch.setattr(reducer, "SNAPSHOT_EVERY", 10)
-    monkeypatch.setattr(reducer, "_MOST_UNARCHIVED", 2)
+async def test_a_backlog_too_long_to_wait_for_is_archived_while_it_is_folded(run_id):
+    fold = FoldLimits(batch_entries=10, snapshot_entries=10, unarchived_snapshots=2)
     log, positions = FilledLater(run_id), []
     token, _ = await log.lead(60)
 
@@ -131,7 +128,7 @@ async def test_a_backlog_too_long_to_wait_for_is_archived_while_it_is_folded(run
 
         async def run():
             with scope:
-                await reducer.Reducer(log, None, token, keep).run()
+                await Reducer(log, None, token, keep, policy=Policy(fold=fold)).run()
 
         tasks.start_soon(run)
         await log.fill(50)
@@ -157,10 +154,8 @@ class FilledLater(MemoryEventLog):
         self._filled.set()
 
 
-async def test_a_backlog_is_folded_no_faster_than_it_can_be_archived(run_id, monkeypatch):
-    monkeypatch.setattr(reducer, "BATCH", 10)
-    monkeypatch.setattr(reducer, "SNAPSHOT_EVERY", 10)
-    monkeypatch.setattr(reducer, "_MOST_UNARCHIVED", 2)
+async def test_a_backlog_is_folded_no_faster_than_it_can_be_archived(run_id):
+    fold = FoldLimits(batch_entries=10, snapshot_entries=10, unarchived_snapshots=2)
     log, goes_on, reached = FilledLater(run_id), anyio.Event(), anyio.Event()
     token, _ = await log.lead(60)
 
@@ -173,7 +168,7 @@ async def test_a_backlog_is_folded_no_faster_than_it_can_be_archived(run_id, mon
 
         async def run():
             with scope:
-                await reducer.Reducer(log, None, token, keep).run()
+                await Reducer(log, None, token, keep, policy=Policy(fold=fold)).run()
 
         tasks.start_soon(run)
         await log.fill(50)
@@ -187,11 +182,8 @@ async def test_a_backlog_is_folded_no_faster_than_it_can_be_archived(run_id, mon
 
 
 @pytest.mark.parametrize("fails", ["by saying so", "by raising"])
-async def test_archiving_that_failed_is_tried_again_although_nothing_more_comes(
-    run_id, monkeypatch, fails
-):
-    monkeypatch.setattr(reducer, "ARCHIVE_AGAIN", 0.05)
-    monkeypatch.setattr(reducer, "RECONCILE_EVERY", 0.05)
+async def test_archiving_that_failed_is_tried_again_although_nothing_more_comes(run_id, fails):
+    policy = Policy(timeouts=ReducerTimeouts(archive_retry=0.05, reconcile_every=0.05))
     log, positions = MemoryEventLog(run_id), []
     publisher = await _fill(log, 5)
     await publisher.publish(RunClosed(reason="finished"))
@@ -204,18 +196,19 @@ async def test_archiving_that_failed_is_tried_again_although_nothing_more_comes(
         return len(positions) == 3
 
     with anyio.fail_after(PATIENCE):
-        assert await reducer.Reducer(log, None, token, keep).run(until_closed=True)
+        reducer = Reducer(log, None, token, keep, policy=policy)
+        assert await reducer.run(until_closed=True)
     assert positions == [log.last_id_now()] * 3, "a run that is over is left once it is kept"
 
 
 async def test_a_disk_that_works_again_is_archived_to(
-    publisher, log, redis_url, run_id, tmp_path, monkeypatch, caplog
+    publisher, log, redis_url, run_id, tmp_path, caplog
 ):
-    monkeypatch.setattr(reducer, "ARCHIVE_AGAIN", 0.05)
+    policy = Policy(timeouts=ReducerTimeouts(archive_retry=0.05))
     folder = tmp_path / run_id / "log"
     folder.parent.mkdir()
     folder.write_text("no folder")
-    async with reducer_task(redis_url, run_id, tmp_path):
+    async with reducer_task(redis_url, run_id, tmp_path, policy):
         await publish_steps(publisher, [1])
         await publisher.publish(RunClosed(reason="finished"))
         await until(lambda: "it stays on the server until it can" in caplog.text)
@@ -270,7 +263,6 @@ async def test_an_archive_is_of_the_log_that_is_trimmed_while_it_is_looked_at(ru
     assert await common_part(archive, log, Stream.EVENTS) == (last, end)
 
 
-@pytest.mark.usefixtures("two_segments_stay")
 async def test_an_archive_ahead_of_its_server_trims_nothing_that_is_yet_to_fold(
     publisher, log, run_id, tmp_path
 ):
@@ -283,21 +275,19 @@ async def test_an_archive_ahead_of_its_server_trims_nothing_that_is_yet_to_fold(
         after = segment[-1].id
     folded = entries[5].id
     token, _ = await log.lead(60)
-    await LogRetention(log, archive, token)(folded)
+    await LogRetention(log, archive, token, TWO_SEGMENTS)(folded)
     assert (await log.read(limit=1))[0].id == folded
 
 
-@pytest.mark.usefixtures("two_segments_stay")
 async def test_an_archive_that_lacks_what_the_server_has_dropped_says_so_when_it_is_read(
-    publisher, log, run_id, tmp_path, monkeypatch
+    publisher, log, run_id, tmp_path
 ):
-    monkeypatch.setattr(replay, "PAGE", 5)
-    monkeypatch.setitem(log_retention.SEGMENT_ENTRIES, Stream.EVENTS, 5)
+    limits = replace(TWO_SEGMENTS, page_entries=5, segment_events=5)
     elsewhere, archive = Archive(tmp_path / "a", run_id), Archive(tmp_path / "b", run_id)
     token, _ = await log.lead(60)
     for number, into in enumerate((elsewhere, archive, elsewhere)):
         await publish_steps(publisher, range(10 * number + 1, 10 * number + 11))
-        await LogRetention(log, into, token)(await log.last_id())
+        await LogRetention(log, into, token, limits)(await log.last_id())
     for store in (elsewhere, archive):
         with raises(ArchiveMissing, fault="segment", folder=store.folder):
             list(store.read(Stream.EVENTS))
@@ -309,38 +299,36 @@ async def test_an_archive_that_lacks_what_the_server_has_dropped_says_so_when_it
     assert len(list(elsewhere.read(Stream.EVENTS))) == 91
 
 
-async def test_short_segments_leave_as_much_on_the_server_as_long_ones(
-    log, run_id, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(log_retention, "LEFT_ENTRIES", dict.fromkeys(Stream, 10))
+async def test_short_segments_leave_as_much_on_the_server_as_long_ones(log, run_id, tmp_path):
+    limits = ArchiveLimits(server_events=10, server_announcements=10)
     archive = Archive(tmp_path / run_id, run_id)
     token, _ = await log.lead(60)
     for number in range(30):  # as after as many snapshots, of one entry each
         await log.append(b"%d" % number)
-        await LogRetention(log, archive, token)(await log.last_id())
+        await LogRetention(log, archive, token, limits)(await log.last_id())
     assert [entry.payload for entry in await log.read()] == [
         b"%d" % number for number in range(20, 30)
     ]
 
 
-async def test_few_large_entries_are_enough_on_the_server(log, run_id, tmp_path, monkeypatch):
-    monkeypatch.setattr(segments, "_LEFT_BYTES", 4000)
+async def test_few_large_entries_are_enough_on_the_server(log, run_id, tmp_path):
+    limits = ArchiveLimits(server_bytes=4000)
     archive = Archive(tmp_path / run_id, run_id)
     token, _ = await log.lead(60)
     for _ in range(9):
         await log.append(bytes(1000))
-        await LogRetention(log, archive, token)(await log.last_id())
+        await LogRetention(log, archive, token, limits)(await log.last_id())
     assert len(await log.read()) == 3, "1,500 bytes each, in files"
 
 
 @pytest.mark.parametrize("limit", [5000, 0])
 async def test_what_was_archived_of_a_log_that_the_server_lost_is_set_aside(
-    log, run_id, tmp_path, monkeypatch, caplog, limit
+    log, run_id, tmp_path, caplog, limit
 ):
-    monkeypatch.setattr(log_retention, "LEFT_ENTRIES", dict.fromkeys(Stream, limit))
+    limits = ArchiveLimits(server_events=limit, server_announcements=limit)
     archive, ours = Archive(tmp_path / run_id, run_id), RedisEventLog(log._redis, f"{run_id}-new")
-    await _archived(log, archive, range(50))
-    await _archived(ours, archive, range(100, 120))
+    await _archived(log, archive, range(50), limits)
+    await _archived(ours, archive, range(100, 120), limits)
     payloads = [entry.payload for entry in archive.read(Stream.EVENTS)]
     assert payloads == [b"%d" % number for number in range(100, 120)]
     assert [entry.payload async for entry in whole_stream(ours, Stream.EVENTS, archive)] == payloads
@@ -354,10 +342,10 @@ async def test_what_was_archived_of_a_log_that_the_server_lost_is_set_aside(
     ]
 
 
-async def _archived(log, archive, numbers):
+async def _archived(log, archive, numbers, limits):
     """A leader of its own archives entries, some at a time."""
     token, _ = await log.lead(60)
-    keeper = LogRetention(log, archive, token)
+    keeper = LogRetention(log, archive, token, limits)
     await keeper.begin()
     for number in numbers:
         await log.append(b"%d" % number)
@@ -367,19 +355,19 @@ async def _archived(log, archive, numbers):
 
 
 async def test_after_a_failover_to_an_older_copy_the_archive_has_what_the_server_goes_on_with(
-    log, client, run_id, tmp_path, monkeypatch, caplog
+    log, client, run_id, tmp_path, caplog
 ):
-    monkeypatch.setattr(log_retention, "LEFT_ENTRIES", dict.fromkeys(Stream, 15))
+    limits = ArchiveLimits(server_events=15, server_announcements=15)
     archive = Archive(tmp_path / run_id, run_id)
-    await _archived(log, archive, range(45))
+    await _archived(log, archive, range(45), limits)
     key = log.keys.events
     copy = await client.dump(key)
     oldest = (await log.read())[0]
-    await _archived(log, archive, range(45, 100))
+    await _archived(log, archive, range(45, 100), limits)
     await client.restore(key, 0, copy, replace=True)
     read = [entry.payload async for entry in whole_stream(log, Stream.EVENTS, archive)]
     assert read == [b"%d" % number for number in range(45)], "also before anybody leads"
-    await _archived(log, archive, range(200, 230))
+    await _archived(log, archive, range(200, 230), limits)
     expected = [b"%d" % number for number in (*range(45), *range(200, 230))]
     assert [entry.payload for entry in archive.read(Stream.EVENTS)] == expected
     assert [entry.payload async for entry in whole_stream(log, Stream.EVENTS, archive)] == expected
@@ -387,38 +375,33 @@ async def test_after_a_failover_to_an_older_copy_the_archive_has_what_the_server
     assert oldest.payload != b"0", "it had been trimmed"
 
 
-@pytest.mark.usefixtures("two_segments_stay")
 async def test_a_log_that_goes_on_from_its_archive_is_left_alone(log, run_id, tmp_path, caplog):
     archive = Archive(tmp_path / run_id, run_id)
     for first in (0, 20, 40):
-        await _archived(log, archive, range(first, first + 20))
+        await _archived(log, archive, range(first, first + 20), TWO_SEGMENTS)
     await log._redis.xtrim(log.keys.events, maxlen=5, approximate=False)  # within a segment
-    await _archived(log, archive, range(60, 80))
+    await _archived(log, archive, range(60, 80), TWO_SEGMENTS)
     assert [entry.payload for entry in archive.read(Stream.EVENTS)] == [
         b"%d" % number for number in range(80)
     ]
     assert "failed over" not in caplog.text
 
 
-async def test_a_segment_of_large_entries_has_few_of_them(log, run_id, tmp_path, monkeypatch):
-    monkeypatch.setattr(replay, "PAGE", 2)
-    monkeypatch.setattr(log_retention, "SEGMENT_BYTES", 3000)
+async def test_a_segment_of_large_entries_has_few_of_them(log, run_id, tmp_path):
+    limits = ArchiveLimits(page_entries=2, segment_bytes=3000)
     ids = [await log.append(bytes(1000)) for _ in range(9)]
     archive = Archive(tmp_path / run_id, run_id)
     token, _ = await log.lead(60)
-    await LogRetention(log, archive, token)(ids[-1])
+    await LogRetention(log, archive, token, limits)(ids[-1])
     lengths = [len(path.read_bytes().splitlines()) - 1 for path in archive.folder.iterdir()]
     assert sorted(lengths) == [1, 4, 4], "two pages have 3,000 bytes together"
     assert [entry.id for entry in archive.read(Stream.EVENTS)] == ids
 
 
-@pytest.mark.usefixtures("two_segments_stay")
 async def test_a_long_backlog_is_trimmed_little_by_little_while_it_is_archived(
     publisher, log, run_id, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(log_retention, "_TRIM_EVERY", 2)
-    monkeypatch.setattr(replay, "PAGE", 3)
-    monkeypatch.setitem(log_retention.SEGMENT_ENTRIES, Stream.EVENTS, 3)
+    limits = replace(TWO_SEGMENTS, segments_per_trim=2, page_entries=3, segment_events=3)
     await publish_steps(publisher, range(1, 11))
     end, trimmed, plain = await log.last_id(), [], log.trim
 
@@ -428,7 +411,7 @@ async def test_a_long_backlog_is_trimmed_little_by_little_while_it_is_archived(
 
     monkeypatch.setattr(log, "trim", noted)
     token, _ = await log.lead(60)
-    await LogRetention(log, Archive(tmp_path / run_id, run_id), token)(end)
+    await LogRetention(log, Archive(tmp_path / run_id, run_id), token, limits)(end)
     remaining = len(await log.read())
     assert remaining == 31 - sum(trimmed)
     assert max(trimmed) <= 6 < sum(trimmed), "two segments of three at once"
@@ -437,7 +420,7 @@ async def test_a_long_backlog_is_trimmed_little_by_little_while_it_is_archived(
 async def test_a_disk_that_hangs_while_archiving_holds_up_no_announcement(
     publisher, log, redis_url, run_id, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(reducer, "SNAPSHOT_EVERY", 2)
+    policy = Policy(fold=FoldLimits(snapshot_entries=2))
     hangs, reached = threading.Event(), threading.Event()
     add = Archive.add
 
@@ -447,7 +430,7 @@ async def test_a_disk_that_hangs_while_archiving_holds_up_no_announcement(
         add(self, *args, **kwargs)
 
     monkeypatch.setattr(Archive, "add", slow)
-    async with reducer_task(redis_url, run_id, tmp_path):
+    async with reducer_task(redis_url, run_id, tmp_path, policy):
         try:
             await publish_steps(publisher, [1])
             await until(reached.is_set)
@@ -460,13 +443,11 @@ async def test_a_disk_that_hangs_while_archiving_holds_up_no_announcement(
         await until(lambda: archive.through(Stream.EVENTS) != "0-0")
 
 
-@pytest.mark.usefixtures("two_segments_stay")
 async def test_a_group_that_is_gone_holds_up_the_log_until_it_is_detached(
-    publisher, log, redis_url, run_id, tmp_path, monkeypatch
+    publisher, log, redis_url, run_id, tmp_path
 ):
-    monkeypatch.setattr(reducer, "SNAPSHOT_EVERY", 10)
     await log.create_group(Stream.EVENTS, "gone", "0-0")
-    async with reducer_task(redis_url, run_id, tmp_path, Policy(group_idle=2.0)):
+    async with reducer_task(redis_url, run_id, tmp_path, trimming(10, group_idle=2.0)):
         for step in range(1, 11):
             await publish_steps(publisher, [step])
             await until(lambda: is_folded(log))
@@ -484,7 +465,7 @@ async def test_a_group_that_is_gone_holds_up_the_log_until_it_is_detached(
 
 
 async def test_snapshots_are_taken_now_and_then_and_not_with_every_batch(run_id, monkeypatch):
-    monkeypatch.setattr(reducer, "BATCH", 10)
+    fold = FoldLimits(batch_entries=10, snapshot_entries=70)
     log, snapshots = MemoryEventLog(run_id), []
     await _fill(log, 50)
     commit = log.commit
@@ -494,7 +475,6 @@ async def test_snapshots_are_taken_now_and_then_and_not_with_every_batch(run_id,
         return await commit(batch)
 
     monkeypatch.setattr(log, "commit", counted)
-    monkeypatch.setattr(reducer, "SNAPSHOT_EVERY", 70)
     token, _ = await log.lead(60)
     with anyio.move_on_after(20) as scope:
 
@@ -504,7 +484,7 @@ async def test_snapshots_are_taken_now_and_then_and_not_with_every_batch(run_id,
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(stop_when_folded)
-            await reducer.Reducer(log, None, token).run()
+            await Reducer(log, None, token, policy=Policy(fold=fold)).run()
     assert len(snapshots) == 16
     assert snapshots.count(True) == 2
     monitor = (await load_monitor(log)).monitor

@@ -37,12 +37,13 @@ from trinity_events.log import (
 )
 from trinity_events.log.publishing.publisher import EnvelopeFactory
 from trinity_events.reducer import (
+    FoldLimits,
     Leader,
+    Policy,
     Reducer,
-    process,
+    ReducerTimeouts,
     reduce_all,
     reduce_run,
-    reducer,
     run_supervisor,
 )
 from trinity_events.reducer.run_supervisor import _has_more
@@ -95,12 +96,12 @@ async def test_a_reducer_killed_in_the_middle_loses_no_step_and_announces_none_t
 
 
 async def test_a_key_that_something_else_wrote_is_named_and_makes_nothing_twice(
-    publisher, log, redis_url, run_id, monkeypatch, caplog
+    publisher, log, redis_url, run_id, caplog
 ):
-    monkeypatch.setattr(process, "LONG_BREAK", 0.1)
+    policy = Policy(timeouts=ReducerTimeouts(fault_retry=0.1))
     await log._redis.set(log.keys.current, b"of something else")
     await publish_steps(publisher, [1, 2])
-    async with reducer_task(redis_url, run_id):
+    async with reducer_task(redis_url, run_id, policy=policy):
         await until(lambda: caplog.text.count(f"{log.keys.current} is a string, where") >= 3)
         assert await count_announcements(log) == 0
         sentence = next(record for record in caplog.records if "cannot be folded" in record.message)
@@ -163,7 +164,7 @@ async def test_the_lead_of_one_that_died_is_free_in_time_although_the_clock_was_
     token, _ = await log.lead(0.2)
     await log._redis.pexpire(log.keys.leader, 3_600_000)  # as seen after an hour back
     with anyio.fail_after(PATIENCE):
-        assert await Leader(log, lease=0.2).acquire() > token
+        assert await Leader(log, ReducerTimeouts(leader_lease=0.2)).acquire() > token
 
 
 async def test_a_reducer_that_was_overtaken_stops_and_writes_nothing(log, publisher):
@@ -310,7 +311,7 @@ class Held(MemoryEventLog):
         return len(self.commits) != self.refused and await super().commit(commit)
 
 
-async def fold_all(log, steps):
+async def fold_all(log, steps, **limits):
     """Let a reducer fold what is published of so many steps; true when it stopped by itself."""
     publisher = AsyncPublisher(
         log,
@@ -327,17 +328,16 @@ async def fold_all(log, steps):
                 scope.cancel()
 
             tasks.start_soon(stop_when_folded)
-            await Reducer(log, None, token).run()
+            await Reducer(log, None, token, policy=Policy(fold=FoldLimits(**limits))).run()
             tasks.cancel_scope.cancel()
             return True
     return False
 
 
-async def test_commits_follow_one_another_although_more_is_read_meanwhile(run_id, monkeypatch):
+async def test_commits_follow_one_another_although_more_is_read_meanwhile(run_id):
     """Invariant 2."""
-    monkeypatch.setattr(reducer, "BATCH", 10)
     log = Held(run_id)
-    assert not await fold_all(log, 50)
+    assert not await fold_all(log, 50, batch_entries=10)
     assert len(log.commits) == 16
     assert [commit.after for commit in log.commits[1:]] == [
         commit.position for commit in log.commits[:-1]
@@ -347,17 +347,15 @@ async def test_commits_follow_one_another_although_more_is_read_meanwhile(run_id
     assert len(log.read_now(stream=Stream.ANNOUNCEMENTS, limit=1000)) == replay.state.announced
 
 
-async def test_after_a_commit_that_was_refused_nothing_more_is_sent(run_id, monkeypatch):
+async def test_after_a_commit_that_was_refused_nothing_more_is_sent(run_id):
     """Invariant 3."""
-    monkeypatch.setattr(reducer, "BATCH", 10)
     log = Held(run_id, refused=3)
-    assert await fold_all(log, 50)
+    assert await fold_all(log, 50, batch_entries=10)
     assert len(log.commits) == 3
     assert log._position == log.commits[1].position
 
 
 async def test_others_have_their_turns_while_a_long_batch_is_folded(run_id, monkeypatch):
-    monkeypatch.setattr(reducer, "SLICE", 10)
     log, turns = Held(run_id), []
     plain = Monitor.fold
 
@@ -374,7 +372,7 @@ async def test_others_have_their_turns_while_a_long_batch_is_folded(run_id, monk
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(renew)
-        assert not await fold_all(log, 40)
+        assert not await fold_all(log, 40, turn_entries=10)
         tasks.cancel_scope.cancel()
     folds = [at for at, what in enumerate(turns) if what == "fold"]
     assert len(folds) == 14

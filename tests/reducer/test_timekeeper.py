@@ -21,7 +21,7 @@ from trinity_events.log import (
     new_producer,
     open_run,
 )
-from trinity_events.reducer import InvalidPolicy, Policy, timekeeper
+from trinity_events.reducer import InvalidPolicy, Policy, ReducerTimeouts
 from trinity_events.reducer.idle_groups import IdleGroups
 from trinity_events.reducer.leader import LeaderPublisher
 from trinity_events.reducer.live_state import LiveState
@@ -86,12 +86,12 @@ async def test_a_process_that_is_heard_of_keeps_its_saves(publisher, log, redis_
 
 
 async def test_a_lease_counts_from_the_last_beat_and_not_from_when_that_lapses(
-    publisher, log, redis_url, run_id, monkeypatch
+    publisher, log, redis_url, run_id
 ):
-    monkeypatch.setattr(timekeeper, "_LONGEST", 0.1)
+    policy = Policy(timeouts=ReducerTimeouts(lease_check=0.1))
     producer = new_producer("actor")
     await beat(log, producer, 2.0)  # so its last one was an hour ago, but for two seconds
-    async with reducer_task(redis_url, run_id):
+    async with reducer_task(redis_url, run_id, policy=policy):
         await AsyncPublisher(log, publisher.epoch, producer).publish(leased(1, lease=3600.0))
         assert [event.step for event in await announced(log, 1)] == [1]
 
@@ -135,7 +135,7 @@ class Watched(MemoryEventLog):
 
     async def clock(self, step_deadline=600.0):
         token, _ = await self.lead(60)
-        return Timekeeper(self, LeaderPublisher(self, token), step_deadline)
+        return Timekeeper(self, LeaderPublisher(self, token), Policy(step_deadline=step_deadline))
 
 
 async def test_nobody_is_expired_for_what_was_before_we_led():

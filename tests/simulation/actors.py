@@ -18,6 +18,7 @@ from trinity_events.errors import GroupDetached, TurnNotGranted
 from trinity_events.log import AsyncPublisher
 from trinity_events.log.publishing.async_publisher import opening_envelope
 from trinity_events.log.retry import backoff_delays, is_transient
+from trinity_events.reducer import FoldLimits
 from trinity_events.reducer import process as reducer_process
 from trinity_events.reducer.policy import Policy
 from trinity_events.subscriptions.subscription import subscription_on
@@ -53,7 +54,14 @@ DIGEST = "sha256:" + "0" * 64
 
 
 async def reducer(world: World, life: Life) -> None:
-    policy = Policy(step_deadline=STEP_DEADLINE, group_idle=world.plan.group_idle)
+    plan = world.plan
+    fold = FoldLimits(
+        batch_entries=plan.batch,
+        turn_entries=max(1, plan.batch // 2),
+        snapshot_entries=plan.snapshots,
+        page_entries=plan.batch,
+    )
+    policy = Policy(step_deadline=STEP_DEADLINE, group_idle=plan.group_idle, fold=fold)
     await reducer_process.reduce_run(Line(world, life), RUN, None, policy=policy)
 
 

@@ -365,17 +365,13 @@ class _Witness:
 
 @contextmanager
 def _staged(world: World) -> Iterator[None]:
-    """The code under simulation as the plan wants it: small batches, names that are told."""
+    """The code under simulation as the plan wants it: names that are told."""
     witness, names = _Witness(world), partial(world.name, "name")
     with ExitStack() as patched:
         for module in (background_job, replay, group_member, reducer, reducer_process):
             patched.enter_context(patch.object(module, "logger", witness))
         for owner, name, value in (
             (reducer_process, "RedisEventLog", lambda log, _: log),
-            (reducer, "BATCH", world.plan.batch),
-            (reducer, "SLICE", max(1, world.plan.batch // 2)),
-            (reducer, "SNAPSHOT_EVERY", world.plan.snapshots),
-            (replay, "PAGE", world.plan.batch),
             (secrets, "token_hex", lambda *_: names()),
         ):
             patched.enter_context(patch.object(owner, name, value))

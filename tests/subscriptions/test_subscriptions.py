@@ -19,7 +19,6 @@ from trinity_events.log import (
     Stream,
     new_producer,
     open_run,
-    page_size,
     position,
     stream_order,
 )
@@ -265,11 +264,9 @@ async def test_events_and_announcements_together_come_in_the_order_of_tail(run, 
     assert heard == expected[: len(heard)]
 
 
-async def test_a_page_that_is_full_loses_no_order(run, monkeypatch):
-    await publish_steps(run.trainer, range(30))
-    await until(lambda: _announced_of(run.log, 29))
-    monkeypatch.setattr(page_size, "_FIRST", 3)
-    monkeypatch.setattr(page_size, "_GROWTH", 1)
+async def test_a_page_that_is_full_loses_no_order(run):
+    await publish_steps(run.trainer, range(60))
+    await until(lambda: _announced_of(run.log, 59))
     expected = await printed(run.log)
     async with run.subscribe(*EVENT_TYPES, start="beginning") as events:
         delivered = await take(events, len(expected))

@@ -3,7 +3,7 @@
 from tests.support.event_histories import History, committed, finished, registration
 from trinity_events.core import plan_files
 from trinity_events.log import MemoryEventLog
-from trinity_events.reducer import CheckpointFiles
+from trinity_events.reducer import CheckpointFiles, Policy, ReducerTimeouts
 from trinity_events.reducer.checkpoint_retention import CheckpointRetention
 from trinity_events.reducer.checkpoint_trash import CheckpointTrash
 
@@ -17,12 +17,13 @@ def staged(step, epoch=1, name="aaaa"):
 class Run:
     """A run whose checkpoints are on disk, and who removes them."""
 
-    def __init__(self, root, *, keep=2, grace=0.0):
+    def __init__(self, root, *, keep=2, staged_grace=0.0, **timeouts):
         self.folder = root / RUN
         self.log = MemoryEventLog(RUN)
         self.history = History()
         self.files = CheckpointFiles(root, RUN)
-        self.keep, self.grace = keep, grace
+        timeouts = ReducerTimeouts(staged_grace=staged_grace, **timeouts)
+        self.policy = Policy(keep_checkpoints=keep, timeouts=timeouts)
 
     def save(self, step, *, epoch=1, name="aaaa"):
         """A whole checkpoint, and its folder by its final name."""
@@ -43,9 +44,8 @@ class Run:
 
     async def removal(self):
         token, _ = await self.log.lead(60)
-        return CheckpointRetention(
-            self.log, CheckpointTrash(self.files, token), token, self.keep, grace=self.grace
-        )
+        trash = CheckpointTrash(self.files, token, self.policy.timeouts)
+        return CheckpointRetention(self.log, trash, token, self.policy)
 
     async def clean_up(self):
         removal = await self.removal()

@@ -13,7 +13,7 @@ from tests.support.event_histories import committed, opened, part
 from tests.support.waits import PATIENCE, child, until
 from trinity_events.archive import Recording, read_recording, record_run
 from trinity_events.log import AsyncPublisher, RedisEventLog, Stream, position
-from trinity_events.reducer import reduce_run
+from trinity_events.reducer import ArchiveLimits, FoldLimits, Policy, reduce_run
 from trinity_events.reducer.report_intake import ReportIntake
 from trinity_events.server import connect
 from trinity_schemas import (
@@ -24,6 +24,15 @@ from trinity_schemas import (
     VersionRetired,
     decode_envelope,
 )
+
+TWO_SEGMENTS = ArchiveLimits(server_events=0, server_announcements=0)
+"""Limits by which the log is trimmed to its two newest segments, however short they are."""
+
+
+def trimming(snapshot_entries, archive=TWO_SEGMENTS, **options):
+    """The policy of a reducer that archives and trims so often."""
+    fold = FoldLimits(snapshot_entries=snapshot_entries)
+    return Policy(fold=fold, archive=archive, **options)
 
 
 @contextmanager
@@ -38,7 +47,7 @@ def reducer_process(redis_url, run_id, root, *options, stderr=subprocess.DEVNULL
 
 
 @asynccontextmanager
-async def reducer_task(redis_url, run_id, root=None, policy=None):
+async def reducer_task(redis_url, run_id, root=None, policy=Policy()):  # noqa: B008 - it is frozen
     """The reducer as a task, ended as its process ends it: by a cancel scope.
 
     Not in a task group, since fixtures are torn down in another task; and not by task.cancel(),

@@ -179,10 +179,17 @@ def read_recording(path: Path) -> Recording:
     )
 
 
-async def import_recording(client: redis.asyncio.Redis, recording: Recording) -> None:
+async def import_recording(
+    client: redis.asyncio.Redis, recording: Recording, *, page_bytes: int = PAGE_BYTES
+) -> None:
     """Write a recorded run to a server, with its entry ids and bytes.
 
     The run appears atomically, because a running reducer would fold a partial log as new.
+
+    Args:
+        client: Connection to the server.
+        recording: The recorded run.
+        page_bytes: Bytes after which a pipeline takes no further entry.
 
     Raises:
         RunExists: if the server has a run of this id; the server is unchanged.
@@ -196,7 +203,7 @@ async def import_recording(client: redis.asyncio.Redis, recording: Recording) ->
         if await client.exists(key):
             raise KeyConflict(key, "import", expected=run_id)
     try:
-        await _write(client, log, recording)
+        await _write(client, log, recording, page_bytes)
         await add_run(client, run_id)
     except BaseException:
         # Partial keys would block the run id without a listed run.
@@ -218,19 +225,21 @@ def _final_keys(log: RedisEventLog) -> tuple[str, ...]:
     return (*_streams(log), log.keys.current, log.keys.epoch, log.keys.position)
 
 
-async def _write(client: redis.asyncio.Redis, log: RedisEventLog, recording: Recording) -> None:
+async def _write(
+    client: redis.asyncio.Redis, log: RedisEventLog, recording: Recording, page_bytes: int
+) -> None:
     server: Any = client
     keys, state = log.keys, MonitorState(run_id=log.run_id)
     current: dict[str, bytes] = {}
     events, announcements, dead = _temporary_keys(log)
     await server.delete(events, announcements, dead)  # left by an import that was killed
-    async for _, envelope in _added(server, events, recording.events):
+    async for _, envelope in _added(server, events, recording.events, page_bytes):
         state.epoch = max(state.epoch, envelope.epoch)
-    async for entry, envelope in _added(server, announcements, recording.announcements):
+    async for entry, envelope in _added(server, announcements, recording.announcements, page_bytes):
         # Foreign entries are imported like all others; a reader ignores them.
         if isinstance(envelope.event, ANNOUNCEMENT_TYPES) and is_current(envelope, state):
             current[subject(envelope)] = entry.id.encode() + b" " + entry.payload
-    for letters in _batches(recording.dead, lambda letter: letter.entry.payload):
+    for letters in _batches(recording.dead, lambda letter: letter.entry.payload, page_bytes):
         async with server.pipeline(transaction=False) as pipe:
             for entry, reason in letters:
                 pipe.xadd(dead, {"id": entry.id, "reason": reason, "e": entry.payload})
@@ -247,14 +256,16 @@ async def _write(client: redis.asyncio.Redis, log: RedisEventLog, recording: Rec
         await pipe.execute()
 
 
-def _batches(items: Iterable[T], payload_of: Callable[[T], bytes]) -> Iterator[list[T]]:
+def _batches(
+    items: Iterable[T], payload_of: Callable[[T], bytes], page_bytes: int
+) -> Iterator[list[T]]:
     """Yield batches that are bounded in number and in bytes."""
     batch: list[T] = []
     nbytes = 0
     for item in items:
         batch.append(item)
         nbytes += len(payload_of(item))
-        if len(batch) == _AT_ONCE or nbytes >= PAGE_BYTES:
+        if len(batch) == _AT_ONCE or nbytes >= page_bytes:
             yield batch
             batch, nbytes = [], 0
     if batch:
@@ -262,10 +273,10 @@ def _batches(items: Iterable[T], payload_of: Callable[[T], bytes]) -> Iterator[l
 
 
 async def _added(
-    server: Any, key: str, entries: Iterable[Entry]
+    server: Any, key: str, entries: Iterable[Entry], page_bytes: int
 ) -> AsyncIterator[tuple[Entry, Envelope]]:
     """Append entries to a stream; yield each decodable entry after it was appended."""
-    for batch in _batches(entries, lambda entry: entry.payload):
+    for batch in _batches(entries, lambda entry: entry.payload, page_bytes):
         async with server.pipeline(transaction=False) as pipe:
             for entry in batch:
                 pipe.xadd(key, {FIELD: entry.payload}, id=entry.id)

@@ -23,8 +23,6 @@ logger = logging.getLogger(__name__)
 
 _LEFT_ON_SERVER = 2
 """Fewest segments whose entries stay on the server; two leaders may write the same segment."""
-_LEFT_BYTES = 64 << 20
-"""Bytes of segments that are enough to leave on the server, however few entries they hold."""
 
 
 class _Segment(NamedTuple):
@@ -143,18 +141,18 @@ class Archive:
         positions = sorted((segment.last for segment in self._segments(stream)), reverse=True)
         return [f"{last[0]}-{last[1]}" for last in positions]
 
-    def trim_limit(self, stream: Stream, entries: int) -> str | None:
+    def trim_limit(self, stream: Stream, entries: int, nbytes: int) -> str | None:
         """Return the entry below which the server may trim; None if there is nothing to trim.
 
         The newest segments stay on the server: at least two, and enough for ``entries`` entries or
-        64 MiB.
+        ``nbytes`` bytes of files, whichever is less.
         """
-        entry_count, nbytes = 0, 0
+        entry_count = size = 0
         segments = self._segments(stream)
         for number, segment in enumerate(reversed(segments), 1):
             entry_count += entries if segment.entries is None else segment.entries
-            nbytes += segment.path.stat().st_size
-            if number >= _LEFT_ON_SERVER and (entry_count >= entries or nbytes >= _LEFT_BYTES):
+            size += segment.path.stat().st_size
+            if number >= _LEFT_ON_SERVER and (entry_count >= entries or size >= nbytes):
                 break
         else:
             return None

@@ -25,10 +25,12 @@ class PageSize:
 
     Args:
         most: Maximum entries of a page, however small they are.
+        nbytes: Maximum bytes of a page, if its entries have the size of those before.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, nbytes: int = PAGE_BYTES) -> None:
         self._most = most
+        self._nbytes = nbytes
         self.limit = min(_FIRST, most)
 
     def learn(self, page: Sequence[Entry]) -> int:
@@ -36,7 +38,7 @@ class PageSize:
         if not page:
             return 0
         nbytes = sum(len(entry.payload) for entry in page)
-        fit = PAGE_BYTES * len(page) // max(1, nbytes)
+        fit = self._nbytes * len(page) // max(1, nbytes)
         self.limit = max(1, min(self._most, fit, _GROWTH * self.limit))
         return nbytes
 

@@ -1,20 +1,21 @@
 """Reducer: folds a run's log, announces ready steps, and updates the checkpoint files."""
 
 from .checkpoint_files import CheckpointFiles, UnsafePath, writable_root
-from .leader import LEASE, Leader
-from .policy import InvalidPolicy, Policy
+from .leader import Leader
+from .policy import ArchiveLimits, FoldLimits, InvalidPolicy, Policy, ReducerTimeouts
 from .process import reduce_run, tune_process
-from .reducer import SNAPSHOT_EVERY, Reducer
+from .reducer import Reducer
 from .run_supervisor import reduce_all
 
 __all__ = [
-    "LEASE",
-    "SNAPSHOT_EVERY",
+    "ArchiveLimits",
     "CheckpointFiles",
+    "FoldLimits",
     "InvalidPolicy",
     "Leader",
     "Policy",
     "Reducer",
+    "ReducerTimeouts",
     "UnsafePath",
     "reduce_all",
     "reduce_run",

@@ -20,20 +20,15 @@ from ..core.decisions.file_plan import complete_kinds
 from ..log import EventLog
 from .checkpoint_trash import CheckpointTrash
 from .live_state import LiveState
+from .policy import Policy
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-GRACE = 600.0
-"""Seconds without a change after which a staged folder may be removed."""
 ENDED = 30.0
 """Seconds without a change after which a staged folder of an earlier epoch may be removed. A save
 that still runs writes all the time, and its events count for nothing any more."""
-LONGEST_PAUSE = 60.0
-"""Longest pause between two checks, in seconds; readers may release a checkpoint meanwhile."""
-_BETWEEN = 1.0
-"""Shortest pause between two checks, in seconds; a folded backlog has many ready steps."""
 
 
 class CheckpointRetention:
@@ -47,18 +42,17 @@ class CheckpointRetention:
         log: The run's log.
         trash: The run's folders.
         token: Fencing token of the lead.
-        keep: Number of the newest ready checkpoints to keep; 0 keeps all.
-        grace: Seconds without a change after which a staged folder may be removed.
+        policy: Number of checkpoints to keep, and the periods and graces.
     """
 
     def __init__(
-        self, log: EventLog, trash: CheckpointTrash, token: int, keep: int, *, grace: float = GRACE
+        self, log: EventLog, trash: CheckpointTrash, token: int, policy: Policy = Policy()
     ) -> None:
         self._log = log
         self._trash = trash
         self._token = token
-        self._keep = keep
-        self._grace = grace
+        self._keep = policy.keep_checkpoints
+        self._timeouts = policy.timeouts
         self._faults: list[OSError] = []
         self._failing = False
 
@@ -77,8 +71,8 @@ class CheckpointRetention:
                 [first, *_] = self._faults
                 logger.error("old checkpoints of %s cannot be removed: %s", state.run_id, first)
             self._failing = bool(self._faults)
-            await anyio.sleep(_BETWEEN)
-            with anyio.move_on_after(LONGEST_PAUSE):
+            await anyio.sleep(self._timeouts.retention_pause)
+            with anyio.move_on_after(self._timeouts.retention_every):
                 await live.wait_until(lambda state, seen=seen: self._progress(state) != seen)  # type: ignore[misc]
 
     def _progress(self, state: MonitorState) -> list[object]:
@@ -108,7 +102,9 @@ class CheckpointRetention:
         leftovers = left_behind(state, staged, made.keys(), self._keep)
         for leftover in passed_leftovers(leftovers, evidence):
             if await anyio.to_thread.run_sync(self._may_go, leftover.name, state):
-                grace = self._grace if leftover.epoch == state.epoch else min(self._grace, ENDED)
+                grace = self._timeouts.staged_grace
+                if leftover.epoch != state.epoch:
+                    grace = min(grace, ENDED)
                 await self._try(self._trash.move_staged, leftover.name, grace)
         await self._empty()
 

@@ -27,11 +27,9 @@ from ..core import Evidence
 from ..system.open_folder import OpenFolder
 from .checkpoint_evidence import NotVerified, load_evidence
 from .checkpoint_files import CheckpointFiles, read_made_from
+from .policy import ReducerTimeouts
 
 logger = logging.getLogger(__name__)
-
-_OTHERS_STAY = 60.0
-"""Seconds before a folder that another leader moved is removed; that leader may restore it."""
 
 
 class Origin(NamedTuple):
@@ -50,10 +48,14 @@ class CheckpointTrash:
     Args:
         files: The run's checkpoint directory.
         token: Fencing token of the lead, which identifies the folders that this leader moved.
+        timeouts: How long a folder that another leader moved stays.
     """
 
-    def __init__(self, files: CheckpointFiles, token: int) -> None:
+    def __init__(
+        self, files: CheckpointFiles, token: int, timeouts: ReducerTimeouts = ReducerTimeouts()
+    ) -> None:
         self._files = files
+        self._restore_grace = timeouts.restore_grace
         self._token = token
         self._unproven: dict[int, str] = {}
 
@@ -153,7 +155,7 @@ class CheckpointTrash:
                     ours = fence == self._token
                     with trash.below(name) as folder:
                         age = time.time() - os.fstat(folder.descriptor).st_ctime
-                    if ours or age > _OTHERS_STAY:
+                    if ours or age > self._restore_grace:
                         names.append(name)
         return names
 

@@ -15,17 +15,15 @@ from trinity_schemas import Envelope, Event, encode
 
 from ..core import MonitorState
 from ..log import EventLog, RedisEventLog, new_producer
-
-LEASE = 3.0
-"""Seconds without a renewal after which another reducer may lead."""
+from .policy import ReducerTimeouts
 
 
 class Leader:
     """Leader lease of one run, with its fencing token."""
 
-    def __init__(self, log: RedisEventLog, lease: float = LEASE) -> None:
+    def __init__(self, log: RedisEventLog, timeouts: ReducerTimeouts = ReducerTimeouts()) -> None:
         self._log = log
-        self._lease = lease
+        self._lease = timeouts.leader_lease
         self.token = 0
 
     async def acquire(self) -> int:

@@ -13,20 +13,9 @@ from ..log import Entry, PageSize, RedisEventLog, Stream
 from ..log import position as number
 from ..log.position import before
 from ..replay import page_of
+from .policy import ArchiveLimits
 
 logger = logging.getLogger(__name__)
-
-SEGMENT_ENTRIES = {Stream.EVENTS: 5_000, Stream.ANNOUNCEMENTS: 1_000}
-"""Most entries of one segment; announcements are larger, as they list their saves or parts."""
-LEFT_ENTRIES = SEGMENT_ENTRIES.copy()
-"""Fewest entries that stay on the server, for followers that are behind.
-
-A segment may hold a single entry, so a number of segments alone would not do.
-"""
-SEGMENT_BYTES = 32 << 20
-"""Bytes after which a segment takes no further page; a segment is built in memory."""
-_TRIM_EVERY = 10
-"""Segments between two trims of a long backlog; a trim blocks the server."""
 
 
 class LogRetention:
@@ -36,12 +25,20 @@ class LogRetention:
         log: The run's log.
         archive: The run's archive.
         token: Fencing token of the lead.
+        limits: Sizes of segments, and of what stays on the server.
     """
 
-    def __init__(self, log: RedisEventLog, archive: Archive, token: int) -> None:
+    def __init__(
+        self,
+        log: RedisEventLog,
+        archive: Archive,
+        token: int,
+        limits: ArchiveLimits = ArchiveLimits(),
+    ) -> None:
         self._log = log
         self._archive = archive
         self._token = token
+        self._limits = limits
         self.fault: str | None = None
         """Error for which the log is not archived now."""
 
@@ -104,7 +101,7 @@ class LogRetention:
             add = partial(self._archive.add, stream, segment, after, after_gap=after_gap)
             await anyio.to_thread.run_sync(add)
             after, after_gap, segment_count = segment[-1].id, False, segment_count + 1
-            if segment_count % _TRIM_EVERY == 0:
+            if segment_count % self._limits.segments_per_trim == 0:
                 await self._trim(stream, position)
         await self._trim(stream, position)
 
@@ -127,9 +124,8 @@ class LogRetention:
         return before(first_id), True
 
     async def _trim(self, stream: Stream, position: str) -> None:
-        limit = await anyio.to_thread.run_sync(
-            self._archive.trim_limit, stream, LEFT_ENTRIES[stream]
-        )
+        entries, nbytes = self._limits.server_entries(stream), self._limits.server_bytes
+        limit = await anyio.to_thread.run_sync(self._archive.trim_limit, stream, entries, nbytes)
         if limit is None:
             return
         if stream is Stream.EVENTS:
@@ -140,8 +136,10 @@ class LogRetention:
     async def _segment(self, stream: Stream, after: str, through: str) -> list[Entry]:
         """Return the entries of the next segment; between two pages the fold can run."""
         segment: list[Entry] = []
-        page, nbytes = PageSize(page_of(stream)), 0
-        while len(segment) < SEGMENT_ENTRIES[stream] and nbytes < SEGMENT_BYTES:
+        limits, nbytes = self._limits, 0
+        page = PageSize(page_of(stream, limits.page_entries), limits.page_bytes)
+        most = limits.segment_entries(stream)
+        while len(segment) < most and nbytes < limits.segment_bytes:
             limit = page.limit
             entries = await self._log.read(after, stream=stream, through=through, limit=limit)
             segment += entries

@@ -39,7 +39,7 @@ from .checkpoint_retention import CheckpointRetention
 from .checkpoint_trash import CheckpointTrash
 from .folder_waits import FolderWaits
 from .idle_groups import IdleGroups
-from .leader import LEASE, Leader, LeaderPublisher
+from .leader import Leader, LeaderPublisher
 from .live_state import LiveState
 from .log_retention import LogRetention
 from .policy import Policy
@@ -52,8 +52,6 @@ ABSENCE: tuple[type[Exception], ...] = (redis.RedisError, *CONNECTION_ERRORS)
 IN_THE_WAY: tuple[type[Exception], ...] = (*ABSENCE, TrinityError)
 BREAK = 1.0
 """Longest pause before an unreachable server is tried again, in seconds."""
-LONG_BREAK = 5.0
-"""Seconds before a retry of a fault that a user must repair."""
 _FIRST_ENTRY = 3.0
 """Seconds of one blocking read for a run's first entry."""
 
@@ -64,7 +62,7 @@ async def reduce_run(
     root: Path | None,
     *,
     until_closed: bool = False,
-    policy: Policy | None = None,
+    policy: Policy = Policy(),
 ) -> None:
     """Lead and fold one run, for ever or until it is closed.
 
@@ -73,7 +71,7 @@ async def reduce_run(
     """
     log = RedisEventLog(client, run_id)
     server = "" if root is None else address_of(client)  # for the mark in the folder
-    lead = _Lead(log, root, policy or Policy(), server=server)
+    lead = _Lead(log, root, policy, server=server)
     backoff = backoff_delays(BREAK)
     while True:
         began = anyio.current_time()
@@ -93,7 +91,7 @@ async def reduce_run(
             await lead.report_fault(first_error(errors))
         except* Exception:
             logger.exception("run %s cannot be folded", run_id)
-        if anyio.current_time() - began > LEASE:
+        if anyio.current_time() - began > policy.timeouts.leader_lease:
             backoff = backoff_delays(BREAK)
         await anyio.sleep(next(backoff))
 
@@ -134,16 +132,17 @@ class _Lead:
                 epoch = await self._log.newest_epoch()
                 await publisher.publish(event, MonitorState(run_id=self._log.run_id), epoch)
                 self._report_again = anyio.current_time() + RENEWAL
-        await anyio.sleep(LONG_BREAK)
+        await anyio.sleep(self._policy.timeouts.fault_retry)
 
     async def once(self, *, until_closed: bool) -> bool:
         """Lead once; return True if the run was closed, False if the lead was lost."""
-        leader = Leader(self._log)
-        closed = False
+        leader = Leader(self._log, self._policy.timeouts)
+        closed, retention = False, None
         self._token = token = await leader.acquire()
         logger.info("leads run %s with token %d", self._log.run_id, token)
         name_process(self._log.run_id, "reducer-0")
-        retention = LogRetention(self._log, self._archive, token) if self._archive else None
+        if self._archive is not None:
+            retention = LogRetention(self._log, self._archive, token, self._policy.archive)
         reducer = self._reducer(token, retention)
         try:
             async with anyio.create_task_group() as tasks:
@@ -197,7 +196,7 @@ class _Lead:
     def _reducer(self, token: int, retention: LogRetention | None) -> Reducer:
         log, policy, archive = self._log, self._policy, self._archive
         publisher = LeaderPublisher(log, token)
-        clock = Timekeeper(log, publisher, policy.step_deadline)
+        clock = Timekeeper(log, publisher, policy)
         beside: list[Callable[[LiveState], Coroutine[Any, Any, None]]] = [
             clock.leases,
             clock.deadlines,
@@ -206,8 +205,8 @@ class _Lead:
             FolderWaits(publisher, partial(self._faults, retention)).run,
         ]
         if self._files is not None:
-            trash = CheckpointTrash(self._files, token)
-            beside.append(CheckpointRetention(log, trash, token, policy.keep_checkpoints).run)
+            trash = CheckpointTrash(self._files, token, policy.timeouts)
+            beside.append(CheckpointRetention(log, trash, token, policy).run)
         return Reducer(
             log,
             self._files,
@@ -216,6 +215,7 @@ class _Lead:
             archived=partial(archive.read, Stream.EVENTS) if archive is not None else None,
             beside=beside,
             reached=self._reached,
+            policy=policy,
         )
 
     def _faults(self, retention: LogRetention | None) -> dict[str, str]:

@@ -28,43 +28,24 @@ from ..core import Monitor, MonitorState, encode_state, plan_files
 from ..core.announcements import OF_AN_EPOCH, newest_subjects
 from ..core.decisions.timeouts import lease_holders
 from ..log import ORIGIN, Commit, DeadLetter, Entry, EventLog, PageSize, Stream, position
-from ..log.page_size import TURN, in_turns
+from ..log.page_size import in_turns
 from ..log.position import is_from_a_clock
 from ..replay import Work, load_monitor
 from ..system.error_text import ungrouped
 from .background_job import BackgroundJob, TaskResult
 from .checkpoint_files import CheckpointFiles
 from .live_state import LiveState
+from .policy import Policy
 from .report_intake import ReportIntake
 
 logger = logging.getLogger(__name__)
 
-SNAPSHOT_EVERY = 5_000
-"""Entries after which the reducer writes a snapshot."""
-SNAPSHOT_BYTES = 32 << 20
-"""Bytes of entries after which the reducer writes a snapshot."""
-SNAPSHOT_SECONDS = 1.0
-"""Seconds of folding after which it writes one; the next leader repeats no more than that."""
-BATCH = 2000
-"""Most entries of one batch; PageSize takes fewer large entries."""
-SLICE = TURN
-"""Most entries folded before other tasks run; see :func:`in_turns`."""
-RECONCILE_EVERY = 1.0
-"""Seconds after which the files are compared with an unchanged state."""
 LATE_REPORTS = 60.0
 """Seconds after its end for which a run is served, while an explorer has not reported its own end.
 
 An explorer ends what it generates first. Later reports wait until the run is served again.
 """
 _SHORTEST_WAIT = 0.01
-ARCHIVE_AGAIN = 10.0
-"""Seconds before failed archiving is tried again."""
-_MOST_UNARCHIVED = 40
-"""Snapshots after which the reducer archives despite a backlog.
-
-From then on the fold is no faster than archiving, so that new entries do not fill the server.
-Entries that the server held at the start are folded first, because they take no further memory.
-"""
 
 
 class _BatchResult:
@@ -99,6 +80,7 @@ class Reducer:
         archived: Reads the archived events after a position.
         beside: Other tasks of the leader; each gets the live state.
         reached: Last known position of the fold, to detect a server that lost entries.
+        policy: Limits of the fold, and the periods of its other work.
     """
 
     def __init__(
@@ -111,6 +93,7 @@ class Reducer:
         archived: Callable[[str], Iterator[Entry]] | None = None,
         beside: Sequence[Callable[[LiveState], Coroutine[Any, Any, None]]] = (),
         reached: str = ORIGIN,
+        policy: Policy = Policy(),
     ) -> None:
         self._log = log
         self._files = files
@@ -120,8 +103,10 @@ class Reducer:
         self._beside = beside
         self.reached = reached
         """Position of the last commit that the log accepted."""
+        self._limits = limits = policy.fold
+        self._timeouts = policy.timeouts
         self._decode = EnvelopeReader().decode
-        self._batch = PageSize(BATCH)
+        self._batch = PageSize(limits.batch_entries, limits.page_bytes)
         self._after = ORIGIN
         self._since_snapshot = Work()
         self._snapshot_at = ORIGIN
@@ -168,7 +153,8 @@ class Reducer:
 
     async def _load(self) -> Monitor | None:
         """Load the state to continue from; return None if another reducer leads."""
-        loaded = await load_monitor(self._log, self._archived)
+        page = PageSize(self._limits.page_entries, self._limits.page_bytes)
+        loaded = await load_monitor(self._log, self._archived, page)
         self._since_snapshot, self._after = loaded.silent, loaded.position
         if position(loaded.position) < position(self.reached):
             logger.error(
@@ -201,9 +187,8 @@ class Reducer:
                 entries = await self._log.read(state.position, limit=limit)
             nbytes = self._batch.learn(entries)
             if len(entries) == limit:
-                if self._unarchived >= _MOST_UNARCHIVED and self._is_past_the_beginning(
-                    entries[-1].id
-                ):
+                is_behind = self._unarchived >= self._limits.unarchived_snapshots
+                if is_behind and self._is_past_the_beginning(entries[-1].id):
                     # Entries stay on the server until they are archived.
                     await self._archive_job.until_idle()
                     self._submit_archiving()
@@ -255,16 +240,16 @@ class Reducer:
 
         The waits are short while the files are being reconciled, and then last a second.
         """
-        seconds = _SHORTEST_WAIT
+        seconds, longest = _SHORTEST_WAIT, self._timeouts.reconcile_every
         while True:
             self._submit_archiving()
             self._reconcile_if_due(state, 0.0)
-            if self._file_job.is_idle or seconds > RECONCILE_EVERY:
-                seconds = RECONCILE_EVERY
+            if self._file_job.is_idle or seconds > longest:
+                seconds = longest
             waited = await self._log.read_blocking(
                 {Stream.EVENTS: state.position}, seconds=seconds, limit=limit
             )
-            if waited or seconds == RECONCILE_EVERY:
+            if waited or seconds == longest:
                 return [entry for _, entry in waited]
             seconds *= 2
 
@@ -277,7 +262,7 @@ class Reducer:
         since = self._since_snapshot
         since.entries += len(entries)
         since.bytes += nbytes
-        for number, batch in enumerate(in_turns(entries, nbytes, SLICE)):
+        for number, batch in enumerate(in_turns(entries, nbytes, self._limits.turn_entries)):
             if number or not last:
                 await anyio.lowlevel.checkpoint()
             began = anyio.current_time()
@@ -296,13 +281,13 @@ class Reducer:
         if last:
             return await commit()
         self._commit = TaskResult(self._tasks, commit)
-        self._reconcile_if_due(state, RECONCILE_EVERY)
+        self._reconcile_if_due(state, self._timeouts.reconcile_every)
         return True
 
     def _make_commit(self, step: _BatchResult, state: MonitorState) -> Commit:
         # A run that ends leaves a snapshot of its last state, for later readers.
         ended = state.closed is not None and step.was_closed is None
-        due = ended or _is_worth_a_snapshot(self._since_snapshot)
+        due = ended or self._is_snapshot_due()
         if due:
             self._since_snapshot = Work()
         made = step.announcements
@@ -326,6 +311,15 @@ class Reducer:
         )
         self._after = state.position
         return commit
+
+    def _is_snapshot_due(self) -> bool:
+        """Return True if a new leader would have too much to repeat without a snapshot."""
+        since, limits = self._since_snapshot, self._limits
+        return (
+            since.entries >= limits.snapshot_entries
+            or since.bytes >= limits.snapshot_bytes
+            or since.seconds >= limits.snapshot_seconds
+        )
 
     async def _send_commit(self, commit: Commit, step: _BatchResult) -> bool:
         if not await self._log.commit(commit):
@@ -360,7 +354,7 @@ class Reducer:
         finally:
             if failed:
                 self._unarchived = max(1, self._unarchived)
-                self._archive_at = anyio.current_time() + ARCHIVE_AGAIN
+                self._archive_at = anyio.current_time() + self._timeouts.archive_retry
 
     @property
     def _is_archived(self) -> bool:
@@ -370,7 +364,7 @@ class Reducer:
     def _reconcile_if_due(self, state: MonitorState, pause: float) -> None:
         """Reconcile the files once a second, or ``pause`` seconds after the last time if stale."""
         since = anyio.current_time() - self._reconciled_at
-        if since >= (pause if self._stale else RECONCILE_EVERY):
+        if since >= (pause if self._stale else self._timeouts.reconcile_every):
             self._submit_reconcile(state)
 
     def _submit_reconcile(self, state: MonitorState) -> None:
@@ -389,12 +383,3 @@ class Reducer:
         if self._unnotified:
             await self._log.notify_promoted()
             self._unnotified = False
-
-
-def _is_worth_a_snapshot(since: Work) -> bool:
-    """Return True if a new leader would have too much to repeat without a snapshot."""
-    return (
-        since.entries >= SNAPSHOT_EVERY
-        or since.bytes >= SNAPSHOT_BYTES
-        or since.seconds >= SNAPSHOT_SECONDS
-    )

@@ -19,8 +19,8 @@ from ..log import RedisEventLog, position, watch_runs
 from ..log.redis.error_replies import reply_text
 from ..log.retry import backoff_delays
 from ..server import connect, warn_of_eviction
-from .policy import Policy
-from .process import ABSENCE, BREAK, IN_THE_WAY, LONG_BREAK, reduce_run
+from .policy import Policy, ReducerTimeouts
+from .process import ABSENCE, BREAK, IN_THE_WAY, reduce_run
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +28,6 @@ LOOKS = 16
 """Runs that are checked at once for being closed and folded."""
 AFTERWARDS = 8
 """Closed runs that are served at once; each takes a second and two connections."""
-_AFTER_THE_END = 100
-"""Most entries after the end of a run that count as late events of a closed run."""
 _NOT_KNOWN: tuple[type[Exception], ...] = (*IN_THE_WAY, msgspec.DecodeError, UnicodeDecodeError)
 
 
@@ -39,7 +37,7 @@ async def reduce_all(
     run_id: str | None,
     root: Path | None,
     started: Callable[[], None] = lambda: None,
-    policy: Policy | None = None,
+    policy: Policy = Policy(),
 ) -> None:
     """Serve one run, or every run of the index as it appears, until cancelled.
 
@@ -63,9 +61,7 @@ class _RunSupervisor:
     archiving, can wait. All closed runs at once would delay open runs for longer than a lease.
     """
 
-    def __init__(
-        self, client: redis.asyncio.Redis, root: Path | None, policy: Policy | None
-    ) -> None:
+    def __init__(self, client: redis.asyncio.Redis, root: Path | None, policy: Policy) -> None:
         self._client = client
         self._root = root
         self._policy = policy
@@ -79,13 +75,15 @@ class _RunSupervisor:
     async def serve(self) -> None:
         """Serve each listed run, until cancelled."""
         async with anyio.create_task_group() as tasks:
-            async for run_id in _patiently_watch(self._client):
+            async for run_id in _patiently_watch(self._client, self._policy.timeouts):
                 tasks.start_soon(self._listed, run_id)
 
     async def _listed(self, run_id: str) -> None:
         """Serve a listed run; a run is listed again when it is opened again."""
         async with self._looks:
-            over = run_id not in self._served and await _is_over(self._log(run_id))
+            over = run_id not in self._served and await _is_over(
+                self._log(run_id), self._policy.fold.late_entries
+            )
         if not over:
             self._over.discard(run_id)
             await self._serve(run_id)
@@ -115,8 +113,8 @@ class _RunSupervisor:
         return RedisEventLog(self._client, run_id)
 
 
-async def _is_over(log: RedisEventLog) -> bool:
-    """Return True if a run is closed and all its entries are folded."""
+async def _is_over(log: RedisEventLog, late_entries: int) -> bool:
+    """Return True if a run is closed, all its entries are folded, and few came after its end."""
     try:
         snapshot, folded = await log.load()
         if snapshot is None:
@@ -124,12 +122,12 @@ async def _is_over(log: RedisEventLog) -> bool:
         monitor = Monitor(decode_state(snapshot))
         if monitor.state.closed is None:  # its end makes a snapshot
             return False
-        late = await log.read(monitor.state.position, limit=_AFTER_THE_END)
+        late = await log.read(monitor.state.position, limit=late_entries)
         decode = EnvelopeReader().decode
         for entry in late:
             monitor.fold([entry], decode)
             await anyio.lowlevel.checkpoint()
-        if len(late) == _AFTER_THE_END or monitor.state.closed is None:
+        if len(late) == late_entries or monitor.state.closed is None:
             return False
         return position(monitor.state.position) <= position(folded)
     except _NOT_KNOWN:
@@ -147,7 +145,9 @@ async def _has_more(log: RedisEventLog) -> bool:
         return True  # unknown: check again
 
 
-async def _patiently_watch(client: redis.asyncio.Redis) -> AsyncIterator[str]:
+async def _patiently_watch(
+    client: redis.asyncio.Redis, timeouts: ReducerTimeouts
+) -> AsyncIterator[str]:
     backoff = backoff_delays(BREAK)
     while True:
         try:
@@ -159,4 +159,4 @@ async def _patiently_watch(client: redis.asyncio.Redis) -> AsyncIterator[str]:
             await anyio.sleep(next(backoff))
         except KeyConflict as error:
             logger.error("the index of runs cannot be read: %s", error)
-            await anyio.sleep(LONG_BREAK)
+            await anyio.sleep(timeouts.fault_retry)

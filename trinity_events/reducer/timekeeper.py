@@ -14,13 +14,13 @@ from ..core.decisions.timeouts import Waiting, expired, lease_holders, overdue, 
 from ..log import ORIGIN, EventLog, position
 from .leader import LeaderPublisher
 from .live_state import LiveState
+from .policy import Policy
 
 logger = logging.getLogger(__name__)
 
 LONGEST_PAUSE = 1.0
 """Longest pause before a new lease or deadline is noticed, in seconds."""
 _SHORTEST = 0.02
-_LONGEST = 5.0
 
 
 class Timekeeper:
@@ -32,13 +32,14 @@ class Timekeeper:
     Args:
         log: The run's log.
         publisher: Publisher of the timeouts.
-        step_deadline: Seconds after its commit at which an incomplete step fails.
+        policy: The deadline of a step, and how often leases are checked.
     """
 
-    def __init__(self, log: EventLog, publisher: LeaderPublisher, step_deadline: float) -> None:
+    def __init__(self, log: EventLog, publisher: LeaderPublisher, policy: Policy) -> None:
         self._log = log
         self._publisher = publisher
-        self._step_deadline = step_deadline
+        self._step_deadline = policy.step_deadline
+        self._lease_check = policy.timeouts.lease_check
 
     async def leases(self, live: LiveState) -> None:
         """Expire each process without a heartbeat for its whole lease.
@@ -59,7 +60,7 @@ class Timekeeper:
             if not await self._publish_all(expired(live.state, silent), live):
                 return
             period = min((holder.lease / 3 for holder in watched.values()), default=LONGEST_PAUSE)
-            await anyio.sleep(max(_SHORTEST, min(period, _LONGEST)))
+            await anyio.sleep(max(_SHORTEST, min(period, self._lease_check)))
 
     async def deadlines(self, live: LiveState) -> None:
         """Fail each step that is incomplete at the deadline after its commit.
