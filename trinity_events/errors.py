@@ -6,60 +6,11 @@ An error has its data as typed attributes. Its class formats the text from them,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from functools import partial
-from inspect import get_annotations
+from dataclasses import field
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, ClassVar, Literal, dataclass_transform
+from typing import ClassVar, Literal
 
-
-class _Attributes:
-    """Attributes of an error by name, properties too, for a template."""
-
-    def __init__(self, error: BaseException) -> None:
-        self._error = error
-
-    def __getitem__(self, name: str) -> Any:
-        return getattr(self._error, name)
-
-
-@dataclass_transform(eq_default=False, field_specifiers=(field,))
-class StructuredError(Exception):
-    """Error whose text is formatted from its attributes.
-
-    A subclass that annotates attributes is a dataclass. Its text is a template over them: ``text``,
-    or that of ``texts`` which its attribute ``fault`` names. An error survives pickling, however
-    its attributes were given.
-    """
-
-    text: ClassVar[str] = ""
-    texts: ClassVar[Mapping[str, str]] = MappingProxyType({})
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        if not get_annotations(cls):
-            return
-        dataclass(eq=False)(cls)
-        # Ray raises an instance of a subclass that it makes, and forwards to the error what that
-        # class lacks: a default on the class would hide the error's own value.
-        for attribute in fields(cls):  # type: ignore[arg-type]
-            if attribute.init and attribute.name in vars(cls):
-                delattr(cls, attribute.name)
-
-    def __str__(self) -> str:
-        template = self.texts[_Attributes(self)["fault"]] if self.texts else self.text
-        return template.format_map(_Attributes(self)) if template else super().__str__()
-
-    def __reduce__(self) -> Any:
-        if not hasattr(self, "__dataclass_fields__"):
-            return super().__reduce__()
-        state = dict(vars(self))
-        # As keywords: an exception's own ``args`` lack what was given by keyword.
-        names = [each.name for each in fields(self) if each.init]  # type: ignore[arg-type]
-        data = {name: state.pop(name) for name in names}
-        return partial(type(self), **data), (), state or None
+from trinity_schemas.errors import StructuredError as StructuredError  # noqa: PLC0414  # noqa: PLC0414
 
 
 class TrinityError(StructuredError):

@@ -9,6 +9,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from .envelope import Envelope, Sequence
+from .errors import (
+    ContractError,
+    MessageTooLarge,
+    MessageUndecodable,
+    MessageUnencodable,
+    StructuredError,
+)
 from .events import EVENT_TYPES, RewardErrorReported, event_tag
 from .identity import Epoch, Name, Producer, RunId
 from .manifest import CheckedEntries, EncodedManifest, TensorEntry, WeightManifest
@@ -22,10 +29,6 @@ MAX_MANIFEST_BYTES = 64 << 20
 """Bytes of a weight manifest; larger ones are refused."""
 _SHARED_ENTRIES = 64
 """Decoded lists of entries that are kept: one for each rank of a version."""
-
-
-class ContractError(ValueError):
-    """Bytes or a message that contradict the contract; the error's text names the fault."""
 
 
 class Sender(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,19 +60,29 @@ class _Tagged(msgspec.Struct, gc=False):
 
 
 class UnknownEventType(ContractError):
-    """Envelope of an event that this version does not know, with its sender."""
+    """Envelope of an event that this version does not know.
 
-    def __init__(self, message: str, sender: Sender | None = None) -> None:
-        super().__init__(message)
-        self.sender = sender
+    Attributes:
+        tag: Type of the event.
+        sender: Its sender, if that much is readable.
+    """
+
+    tag: str
+    sender: Sender | None = None
+    text = "event type {tag!r} is not known to this version"
 
 
 class ExperienceUnreadable(ContractError):
-    """Bytes that are no experience, with their sender if that much is readable."""
+    """Bytes that are no experience.
 
-    def __init__(self, message: str, sender: ExperienceSender | None = None) -> None:
-        super().__init__(message)
-        self.sender = sender
+    Attributes:
+        reason: Error of the decoder.
+        sender: Their sender, if that much is readable.
+    """
+
+    reason: str
+    sender: ExperienceSender | None = None
+    text = "{reason}"
 
 
 _TAGS = frozenset(event_tag(event) for event in EVENT_TYPES)
@@ -124,12 +137,10 @@ def decode_envelope(payload: bytes) -> Envelope:
     except msgspec.ValidationError as error:
         tag = _unknown_tag(payload)
         if tag is not None:
-            raise UnknownEventType(
-                f"event type {tag[:64]!r} is not known to this version", _sender(payload)
-            ) from None
-        raise ContractError(f"not an event envelope: {error}") from None
+            raise UnknownEventType(tag[:64], _sender(payload)) from None
+        raise MessageUndecodable("an event envelope", str(error)) from _contradiction(error)
     except UNREADABLE as error:
-        raise ContractError(f"not MessagePack: {error}") from None
+        raise MessageUndecodable("MessagePack", str(error)) from None
 
 
 def decode_manifest(payload: bytes) -> WeightManifest:
@@ -137,13 +148,13 @@ def decode_manifest(payload: bytes) -> WeightManifest:
 
     Manifests with the same entries share them as one object.
     """
-    what = "a weight manifest"
-    decoded = _decode(_manifests, payload, MAX_MANIFEST_BYTES, what)
+    expected = "a weight manifest"
+    decoded = _decode(_manifests, payload, MAX_MANIFEST_BYTES, expected)
     try:
         entries = _decoded_entries(bytes(decoded.tensors), based=decoded.base is not None)
         return WeightManifest(**(msgspec.structs.asdict(decoded) | {"tensors": entries}))
     except (*UNREADABLE, ValueError) as error:
-        raise ContractError(f"not {what}: {error}") from None
+        raise MessageUndecodable(expected, str(error)) from _contradiction(error)
 
 
 @lru_cache(maxsize=_SHARED_ENTRIES)
@@ -161,7 +172,8 @@ def decode_experience(payload: bytes) -> Experience:
     try:
         return _decode(_experiences, payload, MAX_EVENT_BYTES, "an experience")
     except ContractError as error:
-        raise ExperienceUnreadable(str(error), _experience_sender(payload)) from None
+        sender = _experience_sender(payload)
+        raise ExperienceUnreadable(str(error), sender) from _contradiction(error)
 
 
 def decode_reward_error(payload: bytes) -> RewardErrorReported:
@@ -180,25 +192,28 @@ def _encoded(message: object, name: str) -> bytes:
     try:
         return _encoder.encode(message)
     except UnicodeEncodeError as error:
-        raise ContractError(f"text that is not UTF-8: {error.object!r}") from None
+        raise MessageUnencodable(name, "text", error.object) from None
     except TypeError as error:
-        raise ContractError(
-            f"{name} holds a value that is no plain number or text ({error}): for an element of a "
-            "tensor or an array, give item()"
-        ) from None
+        raise MessageUnencodable(name, "value", str(error)) from None
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[T], payload: bytes, limit: int, what: str) -> T:
+def _decode(decoder: msgspec.msgpack.Decoder[T], payload: bytes, limit: int, expected: str) -> T:
     try:
         _check_size(payload, limit)
         return decoder.decode(payload)
     except UNREADABLE as error:
-        raise ContractError(f"not {what}: {error}") from None
+        raise MessageUndecodable(expected, str(error)) from _contradiction(error)
+
+
+def _contradiction(error: BaseException) -> StructuredError | None:
+    """Return the error that a message raised about itself while it was decoded, if it did."""
+    cause = error.__cause__ or error
+    return cause if isinstance(cause, StructuredError) else None
 
 
 def _check_size(payload: bytes, limit: int) -> None:
     if len(payload) > limit:
-        raise ContractError(f"{len(payload)} bytes, above the limit of {limit}")
+        raise MessageTooLarge(len(payload), limit)
 
 
 def _sender(payload: bytes) -> Sender | None:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, field
 
+from .errors import ResumeContradiction
 from .identity import (
     REPORTER_ROLE,
     Bytes,
@@ -133,9 +134,7 @@ class RunResumed(_Event, frozen=True):
 
     def __post_init__(self) -> None:
         if self.checkpoint is not None and self.checkpoint.step != self.step:
-            raise ValueError(
-                f"the run resumes step {self.step} from a checkpoint of {self.checkpoint.step}"
-            )
+            raise ResumeContradiction(self.step, self.checkpoint.step)
 
 
 RunOutcome = Annotated[Literal["finished", "interrupted", "failed"], Meta(description="Outcome.")]

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from .errors import MalformedRunId
+
 # A run id names a Redis hash tag and a folder: braces, colons and slashes must not appear in it.
 RUN_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 _RUN_ID = re.compile(RUN_ID_PATTERN)
@@ -81,12 +83,9 @@ ExplorerStatus = Literal["running", "require_sync", "stopped"]
 
 
 def check_run_id(run_id: str) -> str:
-    """Return ``run_id`` if it is a slug; raise :class:`ValueError` otherwise."""
+    """Return ``run_id`` if it is a slug; raise :class:`MalformedRunId` otherwise."""
     if not _RUN_ID.fullmatch(run_id):
-        raise ValueError(
-            f"run id {run_id[:80]!r} is not a slug: use 1 to 63 letters, digits, dots, dashes "
-            "and underscores, beginning with a letter or a digit"
-        )
+        raise MalformedRunId(run_id)
     return run_id
 
 

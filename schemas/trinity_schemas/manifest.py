@@ -9,6 +9,7 @@ from typing import Annotated, Generic, Literal, TypeVar
 
 from msgspec import Meta, Raw, Struct
 
+from .errors import ManifestContradiction
 from .identity import Bytes, Digest, Epoch, Name, Rank, RunId, Step
 
 # Bytes of one element, by torch's names without the "torch." prefix.
@@ -94,20 +95,6 @@ class TensorEntry(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
         """Return the number of bytes that it takes in the part."""
         return self.nbytes if self.encoding == "dense" else self.stored
 
-    def fault(self, *, based: bool) -> str | None:
-        """Return the error of its encoding, in a part with or without a base; None if valid."""
-        if self.encoding == "dense":
-            return "is dense and has a stored size" if self.stored else None
-        if not based:
-            return f"is a {self.encoding} in a part without a base"
-        if self.digest is None:
-            return f"is a {self.encoding} without the digest of its tensor"
-        if self.encoding == "skip" and self.stored:
-            return "is skipped and has a stored size"
-        if self.encoding == "delta" and not 0 < self.stored < self.nbytes:
-            return f"is a delta of {self.stored} bytes of a tensor of {self.nbytes}"
-        return None
-
 
 class PartBase(Struct, frozen=True, kw_only=True):
     """Part that deltas rest on: of the same rank, with all its tensors dense."""
@@ -128,8 +115,8 @@ class Chunk(Struct, frozen=True, kw_only=True, array_like=True, gc=False):
 class CheckedEntries(tuple[TensorEntry, ...]):
     """Entries of a part, which are checked once: manifests of several versions may share them.
 
-    Tensors do not overlap, and have no gap except to the next aligned offset. Raises ValueError
-    for other entries.
+    Tensors do not overlap, and have no gap except to the next aligned offset. Raises
+    ManifestContradiction for other entries.
 
     Args:
         entries: Entries in the order of their offsets.
@@ -189,7 +176,7 @@ class WeightManifest(
         if not isinstance(entries, CheckedEntries) or entries.based != based:
             entries = CheckedEntries(entries, based=based)
         if entries.end != self.nbytes:
-            raise ValueError(f"tensors take {entries.end} bytes, chunks hold {self.nbytes}")
+            raise ManifestContradiction("sizes", actual=entries.end, expected=self.nbytes)
 
 
 def _checked_end(entries: tuple[TensorEntry, ...], *, based: bool) -> int:
@@ -197,13 +184,10 @@ def _checked_end(entries: tuple[TensorEntry, ...], *, based: bool) -> int:
     for tensor in entries:  # As many as 20,000 tensors: the loop avoids calls.
         size = sizes.get(tensor.dtype)
         if size is None:
-            raise ValueError(f"tensor {tensor.name!r} has unknown dtype {tensor.dtype!r}")
+            raise ManifestContradiction("dtype", tensor.name, tensor.dtype)
         if tensor.offset != end:
             if tensor.offset != end + -end % ALIGNMENT:
-                raise ValueError(
-                    f"tensor {tensor.name!r} begins at {tensor.offset}, not at {end} "
-                    f"or the next multiple of {ALIGNMENT}"
-                )
+                raise ManifestContradiction("offset", tensor.name, tensor.offset, end)
             end = tensor.offset
         if tensor.begins is None and tensor.global_shape is None:
             names.add(tensor.name)
@@ -216,7 +200,7 @@ def _checked_end(entries: tuple[TensorEntry, ...], *, based: bool) -> int:
             _check_encoding(tensor, based=based)
             end += tensor.stored
     if len(names) < len(entries):
-        raise ValueError(f"tensor {_first_twice(entries)!r} appears twice")
+        raise ManifestContradiction("twice", _first_twice(entries))
     return end
 
 
@@ -232,16 +216,21 @@ def _check_shard(tensor: TensorEntry) -> None:
         )
     )
     if not fits:
-        raise ValueError(
-            f"tensor {tensor.name!r} is {list(tensor.shape)} from {begins}, which is no part of "
-            f"a tensor of shape {whole}"
-        )
+        raise ManifestContradiction("shard", tensor.name, list(tensor.shape), whole, begins)
 
 
 def _check_encoding(tensor: TensorEntry, *, based: bool) -> None:
-    fault = tensor.fault(based=based)
-    if fault is not None:
-        raise ValueError(f"tensor {tensor.name!r} {fault}")
+    if tensor.encoding == "dense":
+        if tensor.stored:
+            raise ManifestContradiction("stored", tensor.name)
+    elif not based:
+        raise ManifestContradiction("base", tensor.name, tensor.encoding)
+    elif tensor.digest is None:
+        raise ManifestContradiction("digest", tensor.name, tensor.encoding)
+    elif tensor.encoding == "skip" and tensor.stored:
+        raise ManifestContradiction("skip", tensor.name)
+    elif tensor.encoding == "delta" and not 0 < tensor.stored < tensor.nbytes:
+        raise ManifestContradiction("delta", tensor.name, tensor.stored, tensor.nbytes)
 
 
 def _first_twice(tensors: tuple[TensorEntry, ...]) -> str:

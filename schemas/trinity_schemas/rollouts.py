@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from .errors import ExperienceContradiction, LedgerContradiction, RangesOverlap
 from .identity import Digest, Epoch, Name, RunId, Seconds, Slug, Step, StepRef
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31)]
@@ -48,13 +49,11 @@ Samples = Annotated[int, Meta(ge=1, le=2**20, description="Samples of a group.")
 
 
 def check_ranges(ranges: Sequence[tuple[int, int]]) -> None:
-    """Raise :class:`ValueError` unless ranges of ordinals ascend and do not overlap."""
+    """Raise :class:`RangesOverlap` unless ranges of ordinals ascend and do not overlap."""
     before = -2
     for first, last in ranges:
         if not before < first <= last:
-            raise ValueError(
-                f"ordinals {first} to {last} after {before}: ranges must ascend without overlap"
-            )
+            raise RangesOverlap(first, last, before)
         before = last
 
 
@@ -149,17 +148,17 @@ class Experience(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.sample >= self.samples:
-            raise ValueError(f"sample {self.sample} is not one of {self.samples}")
+            raise ExperienceContradiction("sample", self.sample, self.samples)
         if self.turns[0].role != "prompt" or not self.turns[0].tokens:
-            raise ValueError("the first turn must be a prompt of at least one token")
+            raise ExperienceContradiction("prompt", self.sample, self.samples)
         if not any(turn.role == "policy" for turn in self.turns):
-            raise ValueError("at least one turn must be the policy's")
+            raise ExperienceContradiction("policy", self.sample, self.samples)
         for turn in self.turns:
             turn_tokens = len(turn.tokens) if turn.role == "policy" else 0
             if len(turn.logprobs) != turn_tokens:
-                raise ValueError("every token of the policy, and no other, needs a log-probability")
+                raise ExperienceContradiction("logprobs", self.sample, self.samples)
             if sum(count for _, count in turn.versions) != turn_tokens:
-                raise ValueError("every token of the policy, and no other, needs a version")
+                raise ExperienceContradiction("versions", self.sample, self.samples)
 
     @property
     def oldest_version(self) -> StepRef:
@@ -188,9 +187,9 @@ class TrainedLedger(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         check_ranges(((-1, self.mark - 1), *self.settled))
         if self.settled and self.settled[0][0] == self.mark:
-            raise ValueError(f"the mark {self.mark} has a fate: the mark is the first without one")
+            raise LedgerContradiction("mark", self.mark)
         if max(self.mark - 1, self.settled[-1][1] if self.settled else -1) >= self.next:
-            raise ValueError(f"an ordinal has a fate that is not below the next one, {self.next}")
+            raise LedgerContradiction("next", self.next)
 
     @property
     def digest(self) -> str:

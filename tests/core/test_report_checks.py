@@ -5,18 +5,21 @@ import math
 import pytest
 from msgspec import structs
 
+from tests.support.errors import raises
 from tests.support.event_histories import started
 from tests.support.event_samples import SAMPLES
-from trinity_events.core.decisions.report_checks import check_report
+from trinity_events.core.decisions.report_checks import ReportRefused, check_report
 from trinity_events.log.publishing.publisher import EnvelopeFactory
 from trinity_schemas import (
     EVENT_TYPES,
     MAX_REPORT_BYTES,
     REPORT_TYPES,
     AppliedPhases,
-    ContractError,
     Envelope,
     ExplorerStatusChanged,
+    ForeignEvent,
+    MessageTooLarge,
+    MessageUndecodable,
     Producer,
     RewardErrorReported,
     StacksTaken,
@@ -65,41 +68,69 @@ def test_an_explorer_reports_each_event_of_its_own(event_type):
 )
 def test_no_other_event_is_a_report(event_type):
     event = next(sample for sample in SAMPLES if type(sample) is event_type)
-    with pytest.raises(ContractError, match=f"{event_tag(event)} is not an event that explorers"):
+    with raises(ReportRefused, fault="type", tag=event_tag(event)):
         check_report(report(event), RUN)
 
 
 RUNNING = ExplorerStatusChanged(status="running")
+OTHER_WAIT = "0123456789abcdef-1"
 REFUSED = {
-    "another run": report(RUNNING, run_id="other"),
-    "the trainer's role": report(RUNNING, structs.replace(EXPLORER, role="trainer")),
-    "the trainer's incarnation": report(
-        RUNNING, structs.replace(EXPLORER, incarnation="0123456789abcdef")
+    "another run": (report(RUNNING, run_id="other"), ForeignEvent, {"run_id": "other"}),
+    "the trainer's role": (
+        report(RUNNING, structs.replace(EXPLORER, role="trainer")),
+        ReportRefused,
+        {"fault": "producer"},
     ),
-    "the incarnation of another explorer": report(RUNNING, structs.replace(EXPLORER, rank=30)),
-    "the start of another process's wait": report(
-        WaitStarted(wait_id="0123456789abcdef-1", what="nothing")
+    "the trainer's incarnation": (
+        report(RUNNING, structs.replace(EXPLORER, incarnation="0123456789abcdef")),
+        ReportRefused,
+        {"fault": "producer"},
     ),
-    "the end of another process's wait": report(
-        WaitEnded(wait_id="0123456789abcdef-1", outcome="over")
+    "the incarnation of another explorer": (
+        report(RUNNING, structs.replace(EXPLORER, rank=30)),
+        ReportRefused,
+        {"fault": "producer"},
     ),
-    "a time that is no number": report(RUNNING, occurred_at=math.nan),
-    "an infinite phase": report(applied(fetch=math.inf)),
-    "too many bytes": report(RUNNING, producer=EXPLORER) + b"\0" * MAX_REPORT_BYTES,
-    "no envelope": b"\xff",
-    "nothing": b"",
+    "the start of another process's wait": (
+        report(WaitStarted(wait_id=OTHER_WAIT, what="nothing")),
+        ReportRefused,
+        {"fault": "wait", "wait_id": OTHER_WAIT},
+    ),
+    "the end of another process's wait": (
+        report(WaitEnded(wait_id=OTHER_WAIT, outcome="over")),
+        ReportRefused,
+        {"fault": "wait", "wait_id": OTHER_WAIT},
+    ),
+    "a time that is no number": (
+        report(RUNNING, occurred_at=math.nan),
+        ReportRefused,
+        {"fault": "number"},
+    ),
+    "an infinite phase": (
+        report(applied(fetch=math.inf)),
+        ReportRefused,
+        {"fault": "number"},
+    ),
+    "too many bytes": (
+        report(RUNNING, producer=EXPLORER) + b"\0" * MAX_REPORT_BYTES,
+        MessageTooLarge,
+        {"limit": MAX_REPORT_BYTES},
+    ),
+    "no envelope": (b"\xff", MessageUndecodable, {"expected": "an event envelope"}),
+    "nothing": (b"", MessageUndecodable, {"expected": "MessagePack"}),
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_a_report_is_refused_for(what):
-    with pytest.raises(ContractError):
-        check_report(REFUSED[what], RUN)
+    payload, error, attributes = REFUSED[what]
+    with raises(error, **attributes):
+        check_report(payload, RUN)
 
 
 def test_an_explorer_is_told_before_it_sends_what_is_no_report():
     factory = EnvelopeFactory(RUN, 1, EXPLORER)
-    with pytest.raises(ContractError, match="save-started is not an event of the role explorer"):
+    with raises(ReportRefused, fault="publisher", tag="save-started"):
         factory.next(started(1))
     check_report(factory.next(RUNNING), RUN)
 

@@ -1,6 +1,7 @@
 """What holds of every event log: on a real server, and of the twin in memory."""
 
 import random
+import re
 import threading
 from functools import partial
 from itertools import pairwise
@@ -9,6 +10,7 @@ import anyio
 import pytest
 import redis
 
+from tests.support.errors import raises
 from tests.support.event_histories import committed
 from tests.support.waits import PATIENCE
 from trinity_events.log import (
@@ -28,7 +30,7 @@ from trinity_events.log import (
 )
 from trinity_events.log.memory.event_log import MemoryEventLog, SyncMemoryEventLog
 from trinity_events.server import connect, open_client
-from trinity_schemas import ContractError, decode_envelope
+from trinity_schemas import MessageUndecodable, decode_envelope
 
 pytestmark = pytest.mark.server
 
@@ -202,7 +204,7 @@ async def test_what_is_published_to_the_twin_is_in_it_at_once(run_id):
 
 async def test_an_event_that_breaks_the_contract_is_refused_by_its_sender(log):
     publisher = AsyncPublisher(log, 1, new_producer("no slug"))
-    with pytest.raises(ContractError, match=r"role"):
+    with raises(MessageUndecodable, reason=re.compile(r"producer\.role")):
         await publisher.publish(committed(1))
     assert await log.read() == []
 

@@ -9,13 +9,142 @@ from typing import Any
 from tests.support.event_samples import SAMPLES
 from trinity_events.diagnostics.stacks import RunProcess
 from trinity_events.errors import DeadlineExceeded
-from trinity_schemas import ExplorerExcluded, RewardErrorReported
+from trinity_schemas import ExplorerExcluded, Producer, RewardErrorReported
 from trinity_schemas.events import SettingChange
 from trinity_workers.config.errors import BadSettings
 from trinity_workers.launch.explore import RunWait
 
 REPORT = next(event for event in SAMPLES if isinstance(event, RewardErrorReported))
+EXPLORER = Producer(role="explorer", rank=3, node="host", incarnation="5eed")
 ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "MessageUndecodable": [
+        (
+            {"expected": "an event envelope", "reason": "Expected `int`"},
+            "not an event envelope: Expected `int`",
+        ),
+    ],
+    "MessageTooLarge": [({"size": 5, "limit": 4}, "5 bytes, above the limit of 4")],
+    "MessageUnencodable": [
+        (
+            {"message": "RunClosed", "fault": "text", "reason": "a\udcff"},
+            "RunClosed holds text that is not UTF-8: 'a\\udcff'",
+        ),
+        (
+            {"message": "StepCommitted", "fault": "value", "reason": "type numpy.int64"},
+            "StepCommitted holds a value that is no plain number or text (type numpy.int64): for an element of a tensor or an array, give item()",
+        ),
+    ],
+    "ForeignEvent": [
+        ({"run_id": "other", "expected": "demo-1"}, "an event of run 'other', not of 'demo-1'")
+    ],
+    "UnknownEventType": [
+        ({"tag": "later"}, "event type 'later' is not known to this version"),
+    ],
+    "ExperienceUnreadable": [
+        ({"reason": "not an experience: cut"}, "not an experience: cut"),
+    ],
+    "MalformedRunId": [
+        (
+            {"run_id": "a b"},
+            "run id 'a b' is not a slug: use 1 to 63 letters, digits, dots, dashes and underscores, beginning with a letter or a digit",
+        ),
+    ],
+    "RangesOverlap": [
+        (
+            {"first": 4, "last": 6, "before": 4},
+            "ordinals 4 to 6 after 4: ranges must ascend without overlap",
+        ),
+    ],
+    "ResumeContradiction": [
+        ({"step": 7, "checkpoint": 6}, "the run resumes step 7 from a checkpoint of 6"),
+    ],
+    "ExperienceContradiction": [
+        ({"fault": "sample", "sample": 2, "samples": 2}, "sample 2 is not one of 2"),
+        (
+            {"fault": "prompt", "sample": 0, "samples": 2},
+            "the first turn must be a prompt of at least one token",
+        ),
+        ({"fault": "policy", "sample": 0, "samples": 2}, "at least one turn must be the policy's"),
+        (
+            {"fault": "logprobs", "sample": 0, "samples": 2},
+            "every token of the policy, and no other, needs a log-probability",
+        ),
+        (
+            {"fault": "versions", "sample": 0, "samples": 2},
+            "every token of the policy, and no other, needs a version",
+        ),
+    ],
+    "LedgerContradiction": [
+        (
+            {"fault": "mark", "ordinal": 5},
+            "the mark 5 has a fate: the mark is the first without one",
+        ),
+        (
+            {"fault": "next", "ordinal": 16},
+            "an ordinal has a fate that is not below the next one, 16",
+        ),
+    ],
+    "ManifestContradiction": [
+        (
+            {"fault": "sizes", "actual": 26, "expected": 20},
+            "tensors take 26 bytes, chunks hold 20",
+        ),
+        (
+            {"fault": "dtype", "tensor": "w", "actual": "float128"},
+            "tensor 'w' has unknown dtype 'float128'",
+        ),
+        (
+            {"fault": "offset", "tensor": "w", "actual": 5, "expected": 4},
+            "tensor 'w' begins at 5, not at 4 or the next multiple of 64",
+        ),
+        (
+            {
+                "fault": "shard",
+                "tensor": "w",
+                "actual": [2, 3],
+                "begins": (1, 0),
+                "expected": (2, 3),
+            },
+            "tensor 'w' is [2, 3] from (1, 0), which is no part of a tensor of shape (2, 3)",
+        ),
+        ({"fault": "twice", "tensor": "w"}, "tensor 'w' appears twice"),
+        ({"fault": "stored", "tensor": "w"}, "tensor 'w' is dense and has a stored size"),
+        (
+            {"fault": "base", "tensor": "w", "actual": "delta"},
+            "tensor 'w' is a delta in a part without a base",
+        ),
+        (
+            {"fault": "digest", "tensor": "w", "actual": "skip"},
+            "tensor 'w' is a skip without the digest of its tensor",
+        ),
+        ({"fault": "skip", "tensor": "w"}, "tensor 'w' is skipped and has a stored size"),
+        (
+            {"fault": "delta", "tensor": "w", "actual": 24, "expected": 24},
+            "tensor 'w' is a delta of 24 bytes of a tensor of 24",
+        ),
+    ],
+    "ReportRefused": [
+        (
+            {"fault": "type", "producer": EXPLORER, "tag": "save-started"},
+            "save-started is not an event that explorers report",
+        ),
+        (
+            {"fault": "publisher", "producer": EXPLORER, "tag": "save-started"},
+            "save-started is not an event of the role explorer: publish it with a producer of another role",
+        ),
+        (
+            {"fault": "producer", "producer": EXPLORER, "tag": "wait-started"},
+            "the producer explorer-3 with the incarnation 5eed is not an explorer",
+        ),
+        (
+            {"fault": "wait", "producer": EXPLORER, "tag": "wait-started", "wait_id": "0123-1"},
+            "the wait 0123-1 is of another process",
+        ),
+        (
+            {"fault": "number", "producer": EXPLORER, "tag": "wait-started"},
+            "wait-started has a number that is not finite",
+        ),
+    ],
     "ServerUnreachable": [
         (
             {"where": "redis://me:***@host:1", "reason": "refused", "way_out": "leave it out"},

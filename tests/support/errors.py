@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 import pytest
 
+from trinity_events.errors import StructuredError
+
 E = TypeVar("E", bound=BaseException)
 
 
@@ -19,6 +21,15 @@ def raises(error: type[E], /, **attributes: object) -> Iterator[pytest.Exception
     with pytest.raises(error) as caught:
         yield caught
     assert_attributes(caught.value, **attributes)
+
+
+@contextmanager
+def raises_from(cause: type[BaseException], /, **attributes: object) -> Iterator[None]:
+    """Expect an error that was caused by one of this type, with these attributes."""
+    with pytest.raises(StructuredError) as caught:
+        yield
+    assert isinstance(caught.value.__cause__, cause)
+    assert_attributes(caught.value.__cause__, **attributes)
 
 
 def assert_attributes(error: BaseException, **attributes: object) -> None:

@@ -24,6 +24,7 @@ from trinity_schemas import (
     EvaluationStarted,
     ExplorerExcluded,
     ExplorerStatusChanged,
+    ForeignEvent,
     LeaseExpired,
     LedgerRestored,
     Producer,
@@ -173,7 +174,7 @@ class Monitor:
             try:
                 envelope = decode(payload)
                 if envelope.run_id != run_id:
-                    raise _foreign_event(envelope.run_id, run_id)
+                    raise ForeignEvent(envelope.run_id, run_id)
             except ContractError as error:
                 self.set_aside(entry_id, error)
                 undecodable.append((entry, str(error)))
@@ -200,12 +201,8 @@ def decode_entry(run_id: str, payload: bytes, decode: Decode = decode_envelope) 
     """Decode the envelope of an entry. Raises ContractError, even for an event of another run."""
     envelope = decode(payload)
     if envelope.run_id != run_id:
-        raise _foreign_event(envelope.run_id, run_id)
+        raise ForeignEvent(envelope.run_id, run_id)
     return envelope
-
-
-def _foreign_event(actual: str, run_id: str) -> ContractError:
-    return ContractError(f"an event of run {actual!r}, not of {run_id!r}")
 
 
 def _advance(fold: FoldState, entry_id: str) -> None:

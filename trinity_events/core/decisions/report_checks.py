@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from msgspec import Struct
 
@@ -28,10 +28,39 @@ from trinity_schemas import (
     REPORT_TYPES,
     ContractError,
     Envelope,
+    ForeignEvent,
+    MessageTooLarge,
+    Producer,
     decode_envelope,
     event_tag,
     is_reporter,
 )
+
+
+class ReportRefused(ContractError):
+    """An event may not be reported by an explorer.
+
+    Attributes:
+        fault: ``type`` of the event, ``publisher`` for a type that an explorer's own publisher
+            refuses, its ``producer``, its ``wait``, or a ``number`` of it.
+        producer: Producer of the event.
+        tag: Type of the event.
+        wait_id: Id of the wait.
+    """
+
+    fault: Literal["type", "publisher", "producer", "wait", "number"]
+    producer: Producer
+    tag: str
+    wait_id: str = ""
+    texts: ClassVar = {
+        "type": "{tag} is not an event that explorers report",
+        "publisher": "{tag} is not an event of the role {producer.role}: publish it with a "
+        "producer of another role",
+        "producer": "the producer {producer.role}-{producer.rank} with the incarnation "
+        "{producer.incarnation} is not an explorer",
+        "wait": "the wait {wait_id} is of another process",
+        "number": "{tag} has a number that is not finite",
+    }
 
 
 def check_report(
@@ -40,26 +69,24 @@ def check_report(
     """Check that a report may be copied into the events of a run.
 
     Raises:
-        ContractError: It may not; the text says why.
+        ContractError: It may not: it is too large, undecodable or of another run, or it is refused
+            (:class:`ReportRefused`).
     """
     if len(payload) > MAX_REPORT_BYTES:
-        raise ContractError(f"{len(payload)} bytes, above the limit of {MAX_REPORT_BYTES}")
+        raise MessageTooLarge(len(payload), MAX_REPORT_BYTES)
     envelope = decode(payload)
     producer, event = envelope.producer, envelope.event
     if envelope.run_id != run_id:
-        raise ContractError(f"an event of run {envelope.run_id!r}, not of {run_id!r}")
+        raise ForeignEvent(envelope.run_id, run_id)
     if type(event) not in REPORT_TYPES:
-        raise ContractError(f"{event_tag(event)} is not an event that explorers report")
+        raise ReportRefused("type", producer, event_tag(event))
     if not is_reporter(producer):
-        raise ContractError(
-            f"the producer {producer.role}-{producer.rank} with the incarnation "
-            f"{producer.incarnation} is not an explorer"
-        )
+        raise ReportRefused("producer", producer, event_tag(event))
     wait_id = getattr(event, "wait_id", producer.incarnation)
     if not wait_id.startswith(producer.incarnation):
-        raise ContractError(f"the wait {wait_id} is of another process")
+        raise ReportRefused("wait", producer, event_tag(event), wait_id)
     if not all(map(math.isfinite, (envelope.occurred_at, *_numbers(event)))):
-        raise ContractError(f"{event_tag(event)} has a number that is not finite")
+        raise ReportRefused("number", producer, event_tag(event))
 
 
 def _numbers(value: Any) -> Iterator[float]:

@@ -27,7 +27,6 @@ from weakref import ReferenceType, WeakSet, ref
 from trinity_schemas import (
     REPORT_TYPES,
     REPORTER_ROLE,
-    ContractError,
     Envelope,
     Event,
     Producer,
@@ -39,6 +38,7 @@ from trinity_schemas import (
 from trinity_schemas.envelope import FIRST_VERSION, MEANING_SINCE
 from trinity_schemas.trace_context import trace_of
 
+from ...core.decisions.report_checks import ReportRefused
 from ...diagnostics.waits import WaitReporter
 from ...errors import BufferFull, EventsMissing, PublishError
 from ..redis.error_replies import reply_text
@@ -88,15 +88,12 @@ class EnvelopeFactory:
         self._sequence = 0
 
     def next(self, event: Event) -> bytes:
-        """Return the encoded event with the next number. A ContractError uses up no number.
+        """Return the encoded event with the next number. A refused event uses up no number.
 
         An event that no explorer may report is refused here, before the reducer would do so.
         """
         if self.producer.role == REPORTER_ROLE and type(event) not in REPORT_TYPES:
-            raise ContractError(
-                f"{event_tag(event)} is not an event of the role {REPORTER_ROLE}: publish it with "
-                "a producer of another role"
-            )
+            raise ReportRefused("publisher", self.producer, event_tag(event))
         envelope = Envelope(
             run_id=self.run_id,
             epoch=self.epoch,
@@ -243,7 +240,7 @@ class Publisher:
         Raises:
             BufferFull: if the buffer is full; the event was not taken, and leaves no gap.
             PublishError: if the server refuses earlier events; this one was not taken either.
-            ContractError: if the event breaks the contract.
+            trinity_schemas.ContractError: if the event breaks the contract.
         """
         self._check_process()
         with self._changed:
