@@ -64,6 +64,17 @@ class Sampling(Struct, frozen=True, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, description="Temperature; 0 is greedy.")] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1, description="Nucleus; 1 samples the policy.")] = 1.0
     top_k: Annotated[int, Meta(ge=0, description="Most likely tokens; 0 samples the policy.")] = 0
+    min_p: Annotated[
+        float,
+        Meta(ge=0, le=1, description="Least share of the likeliest token's probability; 0 is off."),
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float, Meta(gt=0, description="Penalty of tokens that occurred; 1 samples the policy.")
+    ] = 1.0
+    stop: Annotated[
+        tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...],
+        Meta(max_length=64, description="Strings after the first of which a turn ends."),
+    ] = ()
     seed: Annotated[int, Meta(ge=0, le=2**62, description="The run's seed.")] = 0
 
 

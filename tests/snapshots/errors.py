@@ -1349,4 +1349,10 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"run_id": "demo-1", "problem": "the file was cut"}, "the file was cut"),
         ({"run_id": "demo-1", "deadline": 20.0}, "run demo-1 could not be read in 20 s: try again"),
     ],
+    "SamplingNotSupported": [
+        (
+            {"engine": "./mine.py:make", "settings": ("top_p", "stop"), "supported": ("min_p",)},
+            "rollouts or an evaluation set has top_p and stop, which the rollout engine ./mine.py:make does not honour (it has temperature, max_new_tokens and min_p): leave it out, or choose another explorer.engine",
+        ),
+    ],
 }

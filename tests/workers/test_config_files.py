@@ -195,6 +195,10 @@ MISTAKES = [
     ("sync: {method: checkpoint, full_every: 3}", "set sync.method memory, or leave"),
     ("sync: {method: checkpoint, transport: shm}", "set sync.method memory, or leave"),
     ("sync: {method: checkpoint, tensor_digests: true}", "sync.tensor_digests is true"),
+    (
+        "rollouts: {chat_template_kwargs: {tokenize: false}}",
+        "has tokenize, which the run gives itself",
+    ),
     ("rollouts: {on_update: restart}", "must be one of finish, keep_cache, recompute_cache"),
     (
         "{rollouts: {on_update: keep_cache}, explorer: {deterministic: true}}",
@@ -551,7 +555,7 @@ def test_another_name_sets_the_setting_and_warns_with_the_name_here(
 def _other_value(field):
     if field.choices:
         return next(choice for choice in field.choices if choice != field.default)
-    for value in (3, 0.75, 1.5, True, [1], ["jsonl"], "rloo"):
+    for value in (3, 0.75, 1.5, True, [1], ["jsonl"], "rloo", {"a": 1}):
         try:
             if field.converted(value) != field.default:
                 return value
@@ -602,7 +606,10 @@ def test_every_name_of_another_project_is_of_a_setting_that_there_is():
         ("synchronizer: {other: 1}", "it is in a section of Trinity-RFT"),
         ("num_train_epochs: 2", "set steps: questions are drawn again"),
         ("trainer: {nnodes: 2}", "set trainer.ranks, and RAY_ADDRESS"),
-        ("actor_rollout_ref: {rollout: {top_p: 0.9}}", "training samples from the whole"),
+        (
+            "actor_rollout_ref: {rollout: {top_k: 20}}",
+            "is rollouts.top_k here (-1 samples from all",
+        ),
         ("trainer: {logging_dirs: x}", "the sections are model, task"),
     ],
 )

@@ -1,5 +1,6 @@
 """Episodes: turns of policy and environment, their tokens, and the experiences they become."""
 
+import copy
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -201,6 +202,57 @@ async def test_tokens_of_earlier_turns_are_kept_and_only_new_messages_are_encode
     assert tokenizer.decode(before_last) == text
     assert environment.seen[0][-1] == {"role": "assistant", "content": "call 2 + 3"}
     assert not experience.turns[2].logprobs and not experience.turns[2].versions
+
+
+@pytest.mark.parametrize(("include_stop", "expected"), [(False, "call 2"), (True, "call 2</call>")])
+async def test_a_stop_string_is_in_the_tokens_and_in_the_text_if_asked(
+    tokenizer, include_stop, expected
+):
+    task = task_of(chat("what is 2?"))
+
+    class Stopping(Scripted):
+        async def generate(self, requests):
+            generations = await super().generate(requests)
+            if requests[0].turn:
+                return generations
+            tokens = tokenizer.encode("call 2</call>\n", add_special_tokens=False)
+            changed = {"tokens": tokens, "stop": "</call>", "logprobs": [-1.0] * len(tokens)}
+            changed["versions"] = [(VERSION, len(tokens))]
+            return [msgspec.structs.replace(generation, **changed) for generation in generations]
+
+    engine, environment = Stopping(tokenizer, "", "two"), Replies("2")
+    options = {"environment": environment, "max_turns": 2, "include_stop": include_stop}
+    (experience,) = await episodes_of(engine, tokenizer, task, **options).answer(
+        request_for(task, samples=1)
+    )
+    assert environment.seen[0][-1]["content"] == expected
+    assert experience.finished
+    assert tokenizer.decode(experience.turns[1].tokens) == "call 2</call>\n"
+    # The policy did not sample the end of its turn: the template writes it.
+    assert tokenizer.decode(experience.turns[2].tokens).startswith("<|end|><|start|>tool")
+
+
+async def test_a_prompt_above_the_limit_is_refused_and_template_options_reach_every_rendering(
+    tokenizer,
+):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = tokenizer.chat_template + "{% if thinking %}<think>{% endif %}"
+    task = task_of(chat("what is 2?"))
+    plain = encode_prompt(tokenizer, task.question(0).prompt)
+    thinking = encode_prompt(tokenizer, task.question(0).prompt, template_kwargs={"thinking": True})
+    assert len(thinking) > len(plain)
+    options = {"environment": Replies("2"), "max_turns": 2}
+    options |= {"template_kwargs": {"thinking": True}, "max_prompt_tokens": len(thinking)}
+    episodes = episodes_of(Scripted(tokenizer, "call", "two"), tokenizer, task, **options)
+    (experience,) = await episodes.answer(request_for(task, samples=1))
+    assert experience.turns[0].tokens == thinking
+    assert tokenizer.decode(experience.turns[2].tokens).endswith("assistant\n<think>")
+    shorter = {**options, "max_prompt_tokens": len(thinking) - 1}
+    (answer,) = await episodes_of(
+        Scripted(tokenizer, "call"), tokenizer, task, **shorter
+    ).answer_all([request_for(task, samples=1)])
+    assert isinstance(answer, RequestRefused)
+    assert f"has {len(thinking)} tokens" in str(answer)
 
 
 async def test_tokens_that_no_encoding_of_their_text_gives_survive_a_turn(tokenizer):

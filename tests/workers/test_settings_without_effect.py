@@ -46,13 +46,14 @@ ALWAYS = expand_paths(
         "algorithm.critic": "use",
         "explorer": "deterministic groups_per_claim",
         "rollouts": """
-            prompts_per_step samples_per_prompt max_new_tokens temperature window claim_lease
+            prompts_per_step samples_per_prompt max_new_tokens temperature top_p top_k min_p
+            repetition_penalty stop max_prompt_tokens chat_template_kwargs window claim_lease
             request_deadline max_attempts max_consecutive_failures on_update
             """,
         "sync": "style interval max_staleness method timeout",
         f"evaluation.sets.{NAME}": """
-            questions count samples temperature max_new_tokens pass_at correct_from interval
-            versions at_start at_end
+            questions count samples temperature repetition_penalty max_new_tokens pass_at
+            correct_from interval versions at_start at_end
             """,
         # A resume without checkpoints of its own loads those of the earlier epoch.
         "checkpoints": "interval root verify on_damage",
@@ -175,6 +176,11 @@ IGNORED = {
     "others": [
         ("explorer.engine_options", "explorer: {engine_options: {a: 1}}"),
         ("tracking.project", "tracking: {project: mine}"),
+        ("rollouts.include_stop_str_in_output", "rollouts: {include_stop_str_in_output: true}"),
+        (
+            "evaluation.sets.a.min_p",
+            "evaluation: {sets: {a: {samples: 1, temperature: 0, min_p: 0.1}}}",
+        ),
         (
             "evaluation.sets.a.top_p",
             "evaluation: {sets: {a: {samples: 1, temperature: 0, top_p: 0.9}}}",

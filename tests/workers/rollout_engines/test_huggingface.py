@@ -9,6 +9,14 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from transformers import (  # noqa: E402
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from tests.support.errors import raises  # noqa: E402
 from tests.support.experiences import FIRST  # noqa: E402
 from tests.support.own_models import MODELS  # noqa: E402
 from tests.support.pipeline import PATIENCE, until  # noqa: E402
@@ -34,6 +42,7 @@ from trinity_workers.rollout_engines import (  # noqa: E402
     load_engine,
 )
 from trinity_workers.rollout_engines.huggingface import HuggingFaceEngine  # noqa: E402
+from trinity_workers.rollout_engines.loading import SamplingNotSupported  # noqa: E402
 from trinity_workers.rollouts.episodes import Episodes  # noqa: E402
 from trinity_workers.tasks import SpellBackward, TaskError  # noqa: E402
 
@@ -143,6 +152,73 @@ async def test_a_turn_ends_with_its_end_of_sequence_or_at_its_own_limit(own_mode
         assert tokenizer.eos_token_id not in generation.tokens[:-1]
         assert generation.finished == (generation.tokens[-1] == tokenizer.eos_token_id)
         assert generation.finished or len(generation.tokens) == sampling.max_new_tokens
+
+
+@pytest.mark.parametrize("max_batch", [64, 1])
+async def test_a_stop_string_ends_a_turn_within_or_across_tokens(own_model_folder, max_batch):
+    _, tokenizer = load_policy(own_model_folder())
+    plain = await engine_of(own_model_folder()).generate(requests_for([0], samples=32, tokens=24))
+    # Text from the middle of a token to the end of another one, and a single letter.
+    spans = [tokenizer.decode(generation.tokens[4:7])[1:] for generation in plain]
+    stops = (next(span for span in spans if len(span) > 2 and "\ufffd" not in span), "q")
+    engine = engine_of(own_model_folder(), options={"max_batch": max_batch})
+    stopped = await engine.generate(requests_for([0], samples=32, tokens=24, stop=stops))
+    assert any(generation.stop for generation in stopped)
+    for before, after in zip(plain, stopped, strict=True):
+        assert after.tokens == before.tokens[: len(after.tokens)]
+        assert after.logprobs == pytest.approx(before.logprobs[: len(after.tokens)], abs=1e-5)
+        assert sum(count for _, count in after.versions) == len(after.tokens)
+        text, shorter = tokenizer.decode(after.tokens), tokenizer.decode(after.tokens[:-1])
+        assert not any(stop in shorter for stop in stops)
+        if after.stop is None:
+            assert not any(stop in text for stop in stops)
+            assert len(after.tokens) == len(before.tokens)
+        else:
+            assert after.finished and after.stop in text
+
+
+async def test_log_probabilities_are_those_of_a_plain_computation_with_all_settings(
+    own_model_folder,
+):
+    """The reference is written token by token, with the processors of transformers."""
+    model, _ = load_policy(own_model_folder())
+    settings = {"temperature": 0.7, "top_k": 30, "top_p": 0.9, "repetition_penalty": 1.3}
+    requests = requests_for(range(3), **settings)
+    generations = await engine_of(own_model_folder()).generate(requests)
+    processors = [
+        RepetitionPenaltyLogitsProcessor(1.3),
+        TemperatureLogitsWarper(0.7),
+        TopKLogitsWarper(30),
+        TopPLogitsWarper(0.9),
+    ]
+    for request, generation in zip(requests, generations, strict=True):
+        tokens = list(request.tokens)
+        for token, logprob in zip(generation.tokens, generation.logprobs, strict=True):
+            ids = torch.tensor([tokens])
+            with torch.no_grad():
+                scores = model(ids).logits[:, -1].float()
+            for process in processors:
+                scores = process(ids, scores)
+            assert logprob == pytest.approx(float(scores.log_softmax(-1)[0, token]), abs=1e-4)
+            tokens.append(token)
+
+
+def test_an_engine_refuses_the_settings_that_it_does_not_honour(own_model_folder, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from trinity_workers.rollout_engines import samples_with\n"
+        "def plain(options): return 1\n"
+        "@samples_with('top_p')\n"
+        "def some(options): return 2\n"
+    )
+    options = EngineOptions(
+        model_folder=own_model_folder(), sampling_settings=frozenset({"stop", "top_p"})
+    )
+    with raises(SamplingNotSupported, settings=("top_p", "stop"), supported=()):
+        load_engine("./mine.py:plain", options, folder=tmp_path)
+    with raises(SamplingNotSupported, settings=("stop",), supported=("top_p",)):
+        load_engine("./mine.py:some", options, folder=tmp_path)
+    fewer = EngineOptions(model_folder=own_model_folder(), sampling_settings=frozenset({"top_p"}))
+    assert load_engine("./mine.py:some", fewer, folder=tmp_path) == 2
 
 
 async def test_every_end_of_the_folders_defaults_ends_a_turn(own_model_folder, tmp_path):

@@ -5,6 +5,9 @@ import math
 import pytest
 
 torch = pytest.importorskip("torch")
+RepetitionPenaltyLogitsProcessor = pytest.importorskip(
+    "transformers"
+).RepetitionPenaltyLogitsProcessor
 
 from tests.support.tensors import identical  # noqa: E402
 from trinity_schemas import Sampling  # noqa: E402
@@ -71,27 +74,66 @@ def test_entries_of_a_large_vocabulary_are_drawn_alike():
     torch.testing.assert_close(logprobs, torch.full_like(logprobs, -math.log(1000)))
 
 
-def test_top_k_and_top_p_cut_off_the_tail_and_leave_log_probabilities_as_they_are():
-    probabilities = LOGITS.softmax(-1)
-    for limits, candidates in (
-        ({"top_k": 2}, [0, 3]),
-        ({"top_p": 0.7}, [0, 3]),
-        ({"top_p": 0.01}, [0]),
-    ):
-        tokens, logprobs = sampled(Sampling(max_new_tokens=1, **limits), keys_over("sample"))
-        cut = torch.zeros_like(probabilities)
-        cut[candidates] = probabilities[candidates] / probabilities[candidates].sum()
-        if len(candidates) > 1:
-            assert_samples(tokens, cut)
-        else:
-            assert (tokens == candidates[0]).all()
-        torch.testing.assert_close(logprobs, probabilities.log()[tokens])
+# Probabilities of LOGITS by token: 0.491, 0.109, 0.040, 0.220, 0.005, 0.134.
+TRUNCATED = [
+    ({"top_k": 2}, [0, 3]),
+    ({"top_p": 0.7}, [0, 3]),
+    ({"top_p": 0.4}, [0]),
+    ({"min_p": 0.25}, [0, 3, 5]),
+    ({"min_p": 1.0}, [0]),
+    ({"top_p": 0.84}, [0, 3, 5]),
+    ({"top_k": 3, "top_p": 0.84}, [0, 3]),  # they have 0.711 of all, and 0.842 of three
+    ({"min_p": 0.25, "top_p": 0.84}, [0, 3]),
+    ({"top_k": 3, "top_p": 0.84, "temperature": 2.0}, [0, 3, 5]),
+]
+
+
+@pytest.mark.parametrize(("settings", "candidates"), TRUNCATED)
+def test_truncated_tokens_are_drawn_from_what_is_left_and_have_its_log_probabilities(
+    settings, candidates
+):
+    sampling = Sampling(max_new_tokens=1, **settings)
+    tokens, logprobs = sampled(sampling, keys_over("sample"))
+    left = torch.zeros_like(LOGITS)
+    left[candidates] = (LOGITS / sampling.temperature).softmax(-1)[candidates]
+    left /= left.sum()
+    if len(candidates) > 1:
+        assert_samples(tokens, left)
+    else:
+        assert (tokens == candidates[0]).all()
+    torch.testing.assert_close(logprobs, left.log()[tokens])
+    # An importance weight of every token that can be sampled, which the losses take, has the mass
+    # that is left as its mean: none of it is lost.
+    whole = (LOGITS / sampling.temperature).log_softmax(-1)
+    weights = (whole[tokens] - logprobs).exp()
+    torch.testing.assert_close(weights, weights[:1].expand_as(weights))
+    torch.testing.assert_close(weights[0], whole.exp()[candidates].sum())
+
+
+def test_a_repetition_penalty_is_of_all_earlier_tokens_and_in_the_log_probabilities():
+    keys = keys_over("sample")
+    sampling = Sampling(max_new_tokens=2, repetition_penalty=2.0)
+    sampler = NoisySampler(keys, [sampling] * len(keys), CPU, [[3, 2]] * len(keys))
+    penalised = LOGITS.clone()
+    penalised[3], penalised[2] = LOGITS[3] / 2, LOGITS[2] * 2
+    first, logprobs = sampler.choose(LOGITS.expand(len(keys), -1), 0)
+    assert_samples(first, penalised.softmax(-1))
+    torch.testing.assert_close(logprobs, penalised.log_softmax(-1)[first])
+    second, logprobs = sampler.choose(LOGITS.expand(len(keys), -1), 1)
+    after = penalised.clone()
+    after[0] /= 2
+    began = first == 0
+    assert_samples(second[began], after.softmax(-1))
+    torch.testing.assert_close(logprobs[began], after.log_softmax(-1)[second[began]])
+    # That of another library, on the same scores.
+    processed = RepetitionPenaltyLogitsProcessor(2.0)(torch.tensor([[3, 2]]), LOGITS[None])
+    torch.testing.assert_close(processed[0], penalised)
 
 
 def test_settings_of_one_row_do_not_touch_another():
     keys = keys_over("sample")[:3]
     plain, greedy = Sampling(max_new_tokens=1), Sampling(max_new_tokens=1, temperature=0.0)
-    narrow = Sampling(max_new_tokens=1, top_k=1, top_p=0.5, temperature=0.3)
+    narrow = Sampling(max_new_tokens=1, top_k=1, top_p=0.5, min_p=0.1, temperature=0.3)
     mixed = NoisySampler(keys, [plain, greedy, narrow], CPU)
     for place in range(50):
         tokens, logprobs = mixed.choose(LOGITS.expand(3, -1), place)

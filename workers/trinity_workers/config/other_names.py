@@ -217,6 +217,25 @@ OTHER_NAMES: dict[str, tuple[OtherName, ...]] = {
         _trinity("model.max_response_tokens"),
     ),
     "rollouts.temperature": (_trl("temperature"), _verl(f"{_ROLLOUT}.temperature")),
+    "rollouts.top_p": (_trl("top_p"), _verl(f"{_ROLLOUT}.top_p")),
+    "rollouts.top_k": (
+        _trl("top_k"),
+        _verl(f"{_ROLLOUT}.top_k", "-1 samples from all, here 0"),
+    ),
+    "rollouts.min_p": (_trl("min_p"),),
+    "rollouts.repetition_penalty": (
+        _trl("repetition_penalty"),
+        _verl(f"{_ROLLOUT}.repetition_penalty"),
+    ),
+    "rollouts.chat_template_kwargs": (
+        _trl("chat_template_kwargs"),
+        _verl("data.apply_chat_template_kwargs"),
+    ),
+    "rollouts.max_prompt_tokens": (
+        _trl("max_prompt_length", "longer prompts are cut off there, and dropped here"),
+        _verl("data.max_prompt_length", "longer prompts are filtered, cut off or an error there"),
+        _trinity("model.max_prompt_tokens", "longer prompts are cut off there, and dropped here"),
+    ),
     "rollouts.max_turns": (_verl(f"{_ROLLOUT}.multi_turn.max_assistant_turns"),),
     "sync.method": (_trinity("synchronizer.sync_method"),),
     "sync.style": (_trinity("synchronizer.sync_style"),),
@@ -289,15 +308,6 @@ WITHOUT_EQUIVALENT: dict[str, str] = {
     "gradient_accumulation_steps": "set trainer.micro_batch_rows: gradients add up over the passes",
     **dict.fromkeys(("bf16", "torch_dtype", "dtype"), "set model.dtype bfloat16"),
     "fp16": "set model.dtype bfloat16: float16 has too few exponents for gradients",
-    **dict.fromkeys(
-        ("top_p", f"{_ROLLOUT}.top_p", "top_k", f"{_ROLLOUT}.top_k", "min_p"),
-        "training samples from the whole distribution, whose probabilities its ratios have; "
-        "evaluation.sets.NAME has one",
-    ),
-    **dict.fromkeys(
-        ("max_prompt_length", "data.max_prompt_length", "model.max_prompt_tokens"),
-        "no prompt is cut off: leave long ones out of the questions",
-    ),
     **dict.fromkeys(
         ("logging_steps", "log_completions"), "every step is logged: see trinity-events status"
     ),

@@ -102,8 +102,10 @@ _APPLIED = {
         count engine engine_options dtype deterministic groups_per_claim cpus wait_for_run
         """,
     "rollouts": """
-        prompts_per_step samples_per_prompt max_new_tokens temperature max_turns order window
-        claim_lease request_deadline max_attempts max_consecutive_failures on_update keep_answers
+        prompts_per_step samples_per_prompt max_new_tokens temperature top_p top_k min_p
+        repetition_penalty stop include_stop_str_in_output max_prompt_tokens chat_template_kwargs
+        max_turns order window claim_lease request_deadline max_attempts max_consecutive_failures
+        on_update keep_answers
         """,
     "sync": """
         style interval offset max_staleness when_stale method transport publish dtype full_every
@@ -111,8 +113,8 @@ _APPLIED = {
         """,
     "evaluation": "timeout",
     f"evaluation.sets.{NAME}": """
-        questions count samples temperature top_p top_k max_new_tokens pass_at correct_from interval
-        versions at_start at_end
+        questions count samples temperature top_p top_k min_p repetition_penalty max_new_tokens
+        pass_at correct_from interval versions at_start at_end
         """,
     "checkpoints": "interval keep save_hf_checkpoint strategy verify on_damage root mirror",
     "tracking": "trackers folder project",

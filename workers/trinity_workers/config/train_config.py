@@ -14,6 +14,7 @@ from trinity_schemas import RunTransport, Sampling
 from ..algorithms.settings import AlgorithmConfig
 from ..evaluation.settings import EvaluationConfig
 from ..rewards.settings import RewardsConfig
+from ..rollout_engines.base import SAMPLING_SETTINGS
 from ..section import Section
 from .errors import BadSettings
 from .other_names import to_current_names
@@ -116,10 +117,28 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     @property
     def sampling(self) -> Sampling:
         """Settings with which explorers sample for training."""
+        rollouts = self.rollouts
         return Sampling(
-            max_new_tokens=self.rollouts.max_new_tokens,
-            temperature=self.rollouts.temperature,
+            max_new_tokens=rollouts.max_new_tokens,
+            temperature=rollouts.temperature,
+            top_p=rollouts.top_p,
+            top_k=rollouts.top_k,
+            min_p=rollouts.min_p,
+            repetition_penalty=rollouts.repetition_penalty,
+            stop=rollouts.stop,
             seed=self.seed,
+        )
+
+    @property
+    def sampling_settings(self) -> frozenset[str]:
+        """Settings of sampling that requests have, and that an engine may lack."""
+        default = RolloutsConfig()
+        sampled = (self.rollouts, *self.evaluation.sets.values())
+        return frozenset(
+            name
+            for name in SAMPLING_SETTINGS
+            for settings in sampled
+            if getattr(settings, name, None) not in (None, getattr(default, name))
         )
 
     def last_step_served(self, step: int) -> int:

@@ -71,6 +71,8 @@ REFERENCES: dict[str, Reference] = {
     "rewards.code_file_mb": Reference("code"),
     "rewards.code_files": Reference("code"),
     "explorer.engine": Reference("code", accepted="installed"),
+    # Arguments of a template, which the model's folder brings.
+    "rollouts.chat_template_kwargs": Reference("code"),
     "explorer.engine_options": Reference("code"),
     f"evaluation.sets.{NAME}.questions": Reference("code"),
     "algorithm.advantage": Reference("code", role="trainer"),
@@ -115,8 +117,10 @@ _DATA = {
     "algorithm.teacher": "divergence mixture",
     "explorer": "count dtype deterministic groups_per_claim cpus wait_for_run",
     "rollouts": """
-        prompts_per_step samples_per_prompt max_new_tokens temperature max_turns order window
-        claim_lease request_deadline max_attempts max_consecutive_failures on_update keep_answers
+        prompts_per_step samples_per_prompt max_new_tokens temperature top_p top_k min_p
+        repetition_penalty stop include_stop_str_in_output max_prompt_tokens
+        max_turns order window claim_lease request_deadline max_attempts max_consecutive_failures
+        on_update keep_answers
         """,
     "sync": """
         style interval offset max_staleness when_stale method transport publish dtype full_every
@@ -124,8 +128,8 @@ _DATA = {
         """,
     "evaluation": "timeout",
     f"evaluation.sets.{NAME}": """
-        count samples temperature top_p top_k max_new_tokens pass_at correct_from interval versions
-        at_start at_end
+        count samples temperature top_p top_k min_p repetition_penalty max_new_tokens pass_at
+        correct_from interval versions at_start at_end
         """,
     "checkpoints": "interval keep save_hf_checkpoint strategy verify on_damage",
     "tracking": "project",

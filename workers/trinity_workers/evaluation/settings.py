@@ -33,6 +33,11 @@ class EvaluationSet(Section, frozen=True, kw_only=True):
     """Probability mass of the most likely tokens that are sampled from."""
     top_k: NotNegative = 0
     """Number of the most likely tokens that are sampled from; 0 samples from all."""
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Least probability of a token that is sampled, as a share of the most likely token's."""
+    repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
+    """Divisor of the positive logits of tokens that occurred, in the prompt too; their negative
+    logits are multiplied by it."""
     max_new_tokens: Positive | None = None
     """Tokens after which an answer is cut off. Null is `rollouts.max_new_tokens`."""
     pass_at: tuple[Positive, ...] | None = None

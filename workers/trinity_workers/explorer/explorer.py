@@ -156,6 +156,7 @@ class Explorer:
             synchronizer=self._synchronizer,
             deterministic=config.explorer.deterministic,
             on_update=config.rollouts.on_update,
+            sampling_settings=config.sampling_settings,
             lora=config.model.lora,
             seed=config.seed,
             options=config.explorer.engine_options,

@@ -204,7 +204,10 @@ async def _check_environment(config: TrainConfig) -> None:
 
 def _check_engine(config: TrainConfig) -> None:
     find_engine(
-        config.explorer.engine, config.rollouts.on_update, adapters=config.model.lora.rank > 0
+        config.explorer.engine,
+        config.rollouts.on_update,
+        adapters=config.model.lora.rank > 0,
+        sampling_settings=config.sampling_settings,
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import string
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -220,7 +220,11 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> fr
 
 
 def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, prompt: str | list[Message], *, answered: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str | list[Message],
+    *,
+    answered: bool = False,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Return a prompt's token ids: text as it is, chat messages by the chat template.
 
@@ -228,7 +232,8 @@ def encode_prompt(
     nothing after it: a policy that reads an end of sequence begins another text.
 
     Pass ``answered`` if the last message is the answer, so that no other one is begun, or if text
-    has its answer, so that its tokenizer may end it.
+    has its answer, so that its tokenizer may end it. ``template_kwargs`` are further arguments of
+    the chat template.
 
     Raises BadPolicy if the tokenizer has no template, or the template refuses the messages.
     """
@@ -243,7 +248,11 @@ def encode_prompt(
     with raising_bad_policy("the chat template refuses a prompt"):
         template: Any = tokenizer.apply_chat_template
         tokens = template(
-            prompt, add_generation_prompt=not answered, tokenize=True, return_dict=False
+            prompt,
+            add_generation_prompt=not answered,
+            tokenize=True,
+            return_dict=False,
+            **(template_kwargs or {}),
         )
     return tokens
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -98,6 +98,7 @@ class RewardTokens:
         reward_model: Tokenizer of the reward model.
         questions: Returns the question of an ordinal. Its messages go through the chat template if
             they are a row's prompt; else the text of the prompt does, as one message of the user.
+        template_kwargs: Further arguments of the policy's chat template.
     """
 
     def __init__(
@@ -105,8 +106,10 @@ class RewardTokens:
         policy: PreTrainedTokenizerBase,
         reward_model: PreTrainedTokenizerBase,
         questions: Callable[[int], Question] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self._policy = policy
+        self._template_kwargs = template_kwargs
         self._own = reward_model
         self._questions = questions
         self._same = policy.get_vocab() == reward_model.get_vocab()
@@ -143,7 +146,10 @@ class RewardTokens:
         """Return the messages before the answer."""
         if self._questions is not None and ordinal != NO_GROUP:
             question = self._questions(ordinal)
-            if encode_prompt(self._policy, question.prompt) == prompt:
+            encoded = encode_prompt(
+                self._policy, question.prompt, template_kwargs=self._template_kwargs
+            )
+            if encoded == prompt:
                 return question.messages()
         return [{"role": "user", "content": self._decode(prompt)}]
 

@@ -9,7 +9,7 @@ from .base import (
     RolloutEngine,
     RolloutEngineError,
 )
-from .loading import load_engine, updates_amid_turns
+from .loading import load_engine, samples_with, updates_amid_turns
 
 __all__ = [
     "EngineOptions",
@@ -20,5 +20,6 @@ __all__ = [
     "RolloutEngine",
     "RolloutEngineError",
     "load_engine",
+    "samples_with",
     "updates_amid_turns",
 ]

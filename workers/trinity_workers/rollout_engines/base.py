@@ -29,6 +29,10 @@ OnUpdate = Literal["finish", "keep_cache", "recompute_cache"]
 """
 
 
+SAMPLING_SETTINGS = ("top_p", "top_k", "min_p", "repetition_penalty", "stop")
+"""Settings of :class:`~trinity_schemas.Sampling` that an engine may lack."""
+
+
 class RolloutEngineError(TrinityError):
     """Raised if an engine cannot be made, or refuses a request."""
 
@@ -58,14 +62,18 @@ class Generation(Struct, frozen=True, kw_only=True):
     tokens: list[int]
     """Token ids, with the end of sequence as the last one if it was sampled."""
     logprobs: list[float]
-    """Log-probability of each token in nats, at the request's temperature and without truncation.
+    """Log-probability of each token in nats, in the distribution that it was sampled from.
 
-    At temperature 0, which takes the most likely token, it is that at temperature 1.
+    That is the one after the request's repetition penalty, temperature, min_p, top_k and top_p,
+    whose probabilities add up to 1. At temperature 0, which takes the most likely token, it is that
+    at temperature 1.
     """
     versions: list[tuple[StepRef, int]]
     """Weight versions that sampled the tokens, in order, each with its number of tokens."""
     finished: bool
     """False if the limit of tokens ended it."""
+    stop: str | None = None
+    """Stop string that ended it, which the last token completes; None for an end of sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +92,8 @@ class EngineOptions:
     """If True, what is generated for an ordinal depends on its own requests alone."""
     on_update: OnUpdate = "finish"
     """Treatment of unfinished turns when a version is installed."""
+    sampling_settings: frozenset[str] = frozenset()
+    """Settings of :data:`SAMPLING_SETTINGS` that requests of the run have."""
     serves: StepRef | None = None
     """Version that the folder's weights are; None if they are not to be served."""
     lora: LoraConfig = field(default_factory=LoraConfig)

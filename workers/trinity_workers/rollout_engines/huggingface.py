@@ -32,6 +32,7 @@ from trinity_schemas import StepReady, StepRef
 from ..learning.adapters import adapter_tree, policy_loader
 from ..learning.policy import end_tokens
 from .base import (
+    SAMPLING_SETTINGS,
     EngineOptions,
     Generation,
     GenerationRequest,
@@ -40,9 +41,8 @@ from .base import (
     RolloutEngineError,
 )
 from .gate import Gate
-from .loading import applies_adapters, updates_amid_turns
-from .sampling import NoisySampler, turn_key
-from .turns import OpenTurn, turn_limit
+from .loading import applies_adapters, samples_with, updates_amid_turns
+from .turns import OpenTurn, StopFinder, make_sampler, turn_limit
 
 
 class HuggingFaceOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,6 +90,7 @@ class HuggingFaceEngine:
         self._synchronizer = synchronizer
         self._max_batch = max_batch
         self._ends = end_tokens(model, tokenizer)
+        self._tokenizer = tokenizer
         self._pad = int(tokenizer.pad_token_id)
         # `generate` fills what it is not told from here: Qwen2.5's folder has a repetition penalty.
         configure: Any = GenerationConfig  # its constructor has no annotations
@@ -100,6 +101,7 @@ class HuggingFaceEngine:
     @classmethod
     @applies_adapters
     @updates_amid_turns("keep_cache", "recompute_cache")
+    @samples_with(*SAMPLING_SETTINGS)
     def open(cls, options: EngineOptions) -> HuggingFaceEngine:
         """Return an engine of a Hugging Face folder.
 
@@ -262,9 +264,8 @@ class HuggingFaceEngine:
         mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
         device = self._model.device
         limits = [turn.limit - len(turn.tokens) for turn in turns]
-        choice = _TokenSampler(
-            [turn.request for turn in turns], len(turns[0].tokens), device, self._version
-        )
+        choice = _TokenSampler(turns, device, self._version)
+        stops = StopFinder(self._tokenizer, turns)
         configure: Any = GenerationConfig
         run: Any = self._model.generate  # a mixin's, which type checkers do not see
         output: Tensor = run(
@@ -272,11 +273,13 @@ class HuggingFaceEngine:
             attention_mask=torch.tensor(mask, device=device),
             generation_config=configure(do_sample=False, max_new_tokens=max(limits)),
             logits_processor=LogitsProcessorList([choice]),
-            stopping_criteria=StoppingCriteriaList([_Stop(limits, width, must_stop)]),
+            stopping_criteria=StoppingCriteriaList([_Stop(limits, width, must_stop, stops)]),
         )
         logprobs = torch.stack(choice.logprobs, dim=1).tolist()
-        for turn, row, of_tokens in zip(turns, output[:, width:].tolist(), logprobs, strict=True):
-            turn.extend(row, of_tokens, choice.versions, self._ends)
+        for turn, row, of_tokens, stopped in zip(
+            turns, output[:, width:].tolist(), logprobs, stops.found, strict=True
+        ):
+            turn.extend(row, of_tokens, choice.versions, self._ends, stopped)
 
     def _version(self) -> StepRef:
         """Return the version that is served. Raises NotServing if there is none."""
@@ -289,26 +292,20 @@ class _TokenSampler(LogitsProcessor):
     """Chooses each next token, and keeps its log-probability and the version that sampled it.
 
     Args:
-        requests: Requests of the rows.
-        place: Number of tokens that their turns have already.
+        turns: Turns of the rows, which have the same number of tokens so far.
         device: Device of the logits.
         version: Returns the version that is served.
     """
 
     def __init__(
         self,
-        requests: Sequence[GenerationRequest],
-        place: int,
+        turns: Sequence[OpenTurn],
         device: torch.device,
         version: Callable[[], StepRef],
     ) -> None:
-        self._place = place
+        self._place = len(turns[0].tokens)
         self._version = version
-        keys = [
-            turn_key(request.sampling.seed, request.ordinal, request.sample, request.turn)
-            for request in requests
-        ]
-        self._sampler = NoisySampler(keys, [request.sampling for request in requests], device)
+        self._sampler = make_sampler(turns, device)
         self.logprobs: list[Tensor] = []
         self.versions: list[StepRef] = []
 
@@ -322,15 +319,27 @@ class _TokenSampler(LogitsProcessor):
 
 
 class _Stop(StoppingCriteria):
-    """Ends each row at its own limit, and all of them where `must_stop` says so between tokens."""
+    """Ends each row at its own limit or stop string, and all where `must_stop` returns True."""
 
-    def __init__(self, limits: Sequence[int], width: int, must_stop: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        limits: Sequence[int],
+        width: int,
+        must_stop: Callable[[], bool],
+        stops: StopFinder,
+    ) -> None:
         self._limits = torch.tensor(limits)
         self._width = width
         self._must_stop = must_stop
+        self._stops = stops
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        device = input_ids.device
+        over = None
+        if self._stops.is_needed:
+            over = torch.tensor(self._stops.add(input_ids[:, -1].tolist()), device=device)
         if self._must_stop():
-            return torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
-        self._limits = self._limits.to(input_ids.device)
-        return input_ids.shape[1] - self._width >= self._limits
+            return torch.ones(len(input_ids), dtype=torch.bool, device=device)
+        self._limits = self._limits.to(device)
+        at_limit = input_ids.shape[1] - self._width >= self._limits
+        return at_limit if over is None else at_limit | over

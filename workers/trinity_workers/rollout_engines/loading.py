@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+from ..rules import format_list
 from ..tasks.objects import load_object
-from .base import EngineOptions, OnUpdate, RolloutEngine, RolloutEngineError
+from .base import (
+    SAMPLING_SETTINGS,
+    EngineOptions,
+    OnUpdate,
+    RolloutEngine,
+    RolloutEngineError,
+)
 
 ENGINES = {"huggingface": "trinity_workers.rollout_engines.huggingface:HuggingFaceEngine.open"}
 """Engines that ship with this package."""
@@ -17,6 +24,8 @@ _MODES = "on_update"
 """Attribute of such a function; its value are the modes that its engine knows beside `finish`."""
 _ADAPTERS = "adapters"
 """Attribute of such a function; True if its engine applies versions of adapters."""
+_SAMPLING = "sampling_settings"
+"""Attribute of such a function; its value are the sampling settings that its engine honours."""
 
 P = ParamSpec("P")
 E = TypeVar("E")
@@ -42,6 +51,47 @@ def applies_adapters(make: Callable[P, E]) -> Callable[P, E]:
     return make
 
 
+def samples_with(*settings: str) -> Callable[[Callable[P, E]], Callable[P, E]]:
+    """Decorate a function that makes an engine which honours some of :data:`SAMPLING_SETTINGS`.
+
+    An engine whose function is not decorated honours the temperature, the seed and the limit of
+    tokens. Log-probabilities must be those of the distribution that the settings leave.
+    """
+    assert set(settings) <= set(SAMPLING_SETTINGS), settings
+
+    def decorate(make: Callable[P, E]) -> Callable[P, E]:
+        setattr(make, _SAMPLING, settings)
+        return make
+
+    return decorate
+
+
+class SamplingNotSupported(RolloutEngineError):
+    """A run has sampling settings that its rollout engine does not honour.
+
+    Attributes:
+        engine: The engine.
+        settings: Settings that it lacks.
+        supported: Settings that it has.
+    """
+
+    engine: str
+    settings: tuple[str, ...]
+    supported: tuple[str, ...]
+    text = (
+        "rollouts or an evaluation set has {_settings}, which the rollout engine {engine} does not "
+        "honour (it has {_supported}): leave it out, or choose another explorer.engine"
+    )
+
+    @property
+    def _settings(self) -> str:
+        return format_list(self.settings)
+
+    @property
+    def _supported(self) -> str:
+        return format_list(("temperature", "max_new_tokens", *self.supported))
+
+
 def load_engine(name: str, options: EngineOptions, *, folder: Path = Path()) -> RolloutEngine:
     """Return a rollout engine.
 
@@ -52,14 +102,26 @@ def load_engine(name: str, options: EngineOptions, *, folder: Path = Path()) -> 
 
     Raises:
         TaskError: There is none of that name.
-        RolloutEngineError: It cannot treat unfinished turns as the options ask, or adapters.
+        RolloutEngineError: It cannot treat unfinished turns as the options ask, or adapters, or
+            does not honour a sampling setting.
     """
-    adapters = options.lora.rank > 0
-    return find_engine(name, options.on_update, adapters=adapters, folder=folder)(options)
+    make = find_engine(
+        name,
+        options.on_update,
+        adapters=options.lora.rank > 0,
+        sampling_settings=options.sampling_settings,
+        folder=folder,
+    )
+    return make(options)
 
 
 def find_engine(
-    name: str, on_update: OnUpdate = "finish", *, adapters: bool = False, folder: Path = Path()
+    name: str,
+    on_update: OnUpdate = "finish",
+    *,
+    adapters: bool = False,
+    sampling_settings: Collection[str] = (),
+    folder: Path = Path(),
 ) -> Make:
     """Return the function that makes an engine; arguments and errors as :func:`load_engine`."""
     make: Make = load_object(
@@ -76,4 +138,12 @@ def find_engine(
             f"the rollout engine {name} applies no versions of adapters: set model.lora.rank 0, or "
             "another explorer.engine"
         )
+    supported: tuple[str, ...] = getattr(make, _SAMPLING, ())
+    lacking = tuple(
+        setting
+        for setting in SAMPLING_SETTINGS
+        if setting in sampling_settings and setting not in supported
+    )
+    if lacking:
+        raise SamplingNotSupported(name, lacking, supported)
     return make

@@ -24,8 +24,7 @@ from ..engines.megatron import HybridEngine
 from ..runtime.collectives import gather_bytes, raise_together
 from .base import Generation, GenerationRequest, NotServing, RolloutEngineError
 from .gate import Gate
-from .sampling import NoisySampler, turn_key
-from .turns import OpenTurn, turn_limit
+from .turns import OpenTurn, StopFinder, make_sampler, turn_limit
 
 
 class MegatronRolloutEngine:
@@ -175,19 +174,15 @@ class MegatronRolloutEngine:
 
         version = self._version()
         device = self._hybrid.engine.device
-        requests = [turn.request for turn in turns]
         end_tokens = self._hybrid.engine.end_tokens
-        tokens = torch.tensor([request.tokens for request in requests], device=device)
+        tokens = torch.tensor([turn.request.tokens for turn in turns], device=device)
         limits = torch.tensor([turn.limit for turn in turns], device=device)
         longest = max(turn.limit for turn in turns)
         ends = torch.tensor(
             sorted(self._hybrid.engine.end_tokens), dtype=torch.int64, device=device
         )
-        keys = [
-            turn_key(request.sampling.seed, request.ordinal, request.sample, request.turn)
-            for request in requests
-        ]
-        sampler = NoisySampler(keys, [request.sampling for request in requests], device)
+        sampler = make_sampler(turns, device)
+        stops = StopFinder(self._hybrid.engine.tokenizer, turns)
         context: Any = StaticInferenceContext(len(turns), tokens.shape[1] + longest)
         is_over = torch.zeros(len(turns), dtype=torch.bool, device=device)
         chosen, logprobs = [], []
@@ -198,13 +193,15 @@ class MegatronRolloutEngine:
             chosen.append(next_tokens)
             logprobs.append(of_next)
             is_over |= torch.isin(next_tokens, ends) | (limits <= place + 1)
+            if stops.is_needed:
+                is_over |= torch.tensor(stops.add(next_tokens.tolist()), device=device)
             if bool(is_over.all()):
                 break
             tokens = next_tokens[:, None]
         rows = torch.stack(chosen, dim=1).tolist()
         of_rows = torch.stack(logprobs, dim=1).tolist()
-        for turn, row, of_row in zip(turns, rows, of_rows, strict=True):
-            turn.extend(row, of_row, [version] * len(row), end_tokens)
+        for turn, row, of_row, stopped in zip(turns, rows, of_rows, stops.found, strict=True):
+            turn.extend(row, of_row, [version] * len(row), end_tokens, stopped)
 
     def _version(self) -> StepRef:
         if self.serves is None:

@@ -3,6 +3,12 @@
 A token is the largest of its logits over the temperature plus Gumbel noise, which samples the
 softmax (Gumbel-max trick). The noise of a vocabulary entry is a hash of (key of the turn, place of
 the token, entry). So it depends on no generator's state, on no batch, and on no explorer.
+
+1. The order of the settings is vLLM's: repetition_penalty, temperature, min_p, top_k, top_p. Each
+   takes the probabilities that the one before leaves, whose sum is 1 again.
+2. A token's log-probability is that of the distribution it was sampled from, after all settings.
+   Losses divide by it (docs/rollouts.md), so that ratios are those of importance sampling.
+3. A row's settings change no bit of another row.
 """
 
 from __future__ import annotations
@@ -38,10 +44,16 @@ class NoisySampler:
         keys: Keys of the rows.
         samplings: Sampling settings of the rows.
         device: Device of the logits.
+        histories: Tokens before the next one of each row, the prompt's included. They are needed
+            for a repetition penalty alone.
     """
 
     def __init__(
-        self, keys: Sequence[int], samplings: Sequence[Sampling], device: torch.device
+        self,
+        keys: Sequence[int],
+        samplings: Sequence[Sampling],
+        device: torch.device,
+        histories: Sequence[Sequence[int]] = (),
     ) -> None:
         self._keys = torch.tensor(keys, dtype=torch.int64, device=device)[:, None]
         temperatures = [sampling.temperature for sampling in samplings]
@@ -56,42 +68,65 @@ class NoisySampler:
         )
         self._top_k = _column([sampling.top_k for sampling in samplings], 0, device)
         self._top_p = _column([sampling.top_p for sampling in samplings], 1.0, device)
+        self._min_p = _column([sampling.min_p for sampling in samplings], 0.0, device)
+        penalties = [sampling.repetition_penalty for sampling in samplings]
+        self._penalties = _column(penalties, 1.0, device)
+        self._histories = histories
+        self._occurred: Tensor | None = None
+        """True at each row's tokens so far, (rows, vocabulary)."""
         self._entries = torch.empty(0, dtype=torch.int64, device=device)
 
     def choose(self, logits: Tensor, place: int) -> tuple[Tensor, Tensor]:
-        """Return the token of each row, and its log-probability without truncation.
+        """Return the token of each row, and its log-probability in the sampled distribution.
 
         Args:
             logits: [B, vocabulary].
             place: Number of tokens that the turn has already.
         """
-        scaled = logits.float()
+        scaled = self._penalise(logits.float())
         if self._scales is not None:
             scaled = scaled * self._scales
-        logprobs = scaled.log_softmax(dim=-1)
-        allowed = self._mask_refused(logprobs)
+        logprobs = self._truncate(scaled.log_softmax(dim=-1))
         noise = self._noise(logits.shape[-1], place)
         if self._greedy is not None:
             noise = noise.masked_fill(self._greedy, 0.0)
-        tokens = (allowed + noise).argmax(dim=-1)
+        tokens = (logprobs + noise).argmax(dim=-1)
+        if self._occurred is not None:
+            self._occurred.scatter_(-1, tokens[:, None], True)
         return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)
 
-    def _mask_refused(self, logprobs: Tensor) -> Tensor:
-        """Return the log-probabilities, minus infinity beyond each row's top_k and top_p."""
-        if self._top_k is None and self._top_p is None:
+    def _penalise(self, logits: Tensor) -> Tensor:
+        """Return the logits, those of tokens that occurred nearer to being unlikely."""
+        if self._penalties is None:
+            return logits
+        if self._occurred is None:
+            self._occurred = torch.zeros_like(logits, dtype=torch.bool)
+            for row, tokens in enumerate(self._histories):
+                self._occurred[row, torch.tensor(tokens, device=logits.device)] = True
+        penalised = torch.where(logits > 0, logits / self._penalties, logits * self._penalties)
+        return torch.where(self._occurred, penalised, logits)
+
+    def _truncate(self, logprobs: Tensor) -> Tensor:
+        """Return the log-probabilities that min_p, top_k and top_p leave, minus infinity beyond."""
+        if self._top_k is None and self._top_p is None and self._min_p is None:
             return logprobs
         ordered, order = logprobs.sort(dim=-1, descending=True)
         refused = torch.zeros_like(ordered, dtype=torch.bool)
+        if self._min_p is not None:
+            # Of probabilities that are alike the first one stays, at any min_p.
+            refused |= ordered.exp() < self._min_p * ordered[:, :1].exp()
         if self._top_k is not None:
             ranks = torch.arange(ordered.shape[-1], device=ordered.device)
             refused |= (self._top_k > 0) & (ranks >= self._top_k)
         if self._top_p is not None:
+            probabilities = ordered.masked_fill(refused, -torch.inf).softmax(dim=-1)
             # An entry is in the nucleus if those before it have less than top_p together.
-            probabilities = ordered.exp()
             before = probabilities.cumsum(dim=-1) - probabilities
             refused |= (before >= self._top_p) & (self._top_p < 1.0)
-            refused[:, 0] = False
-        return logprobs.masked_fill(refused.scatter(-1, order, refused), -torch.inf)
+        refused[:, 0] = False
+        left = logprobs.masked_fill(refused.scatter(-1, order, refused), -torch.inf)
+        # A row that keeps all entries keeps its bits: another row's settings do not touch it.
+        return torch.where(refused.any(dim=-1, keepdim=True), left.log_softmax(dim=-1), logprobs)
 
     def _noise(self, vocabulary: int, place: int) -> Tensor:
         """Return Gumbel noise, [B, vocabulary] float32."""

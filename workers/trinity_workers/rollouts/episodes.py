@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import anyio
@@ -89,6 +89,9 @@ class Episodes:
         explorer: Name of the explorer.
         environment: Other side of the episodes; without one, an episode has one turn.
         max_turns: Maximum number of the policy's turns in an episode.
+        max_prompt_tokens: Maximum number of tokens of a prompt; None has no limit but the model's.
+        template_kwargs: Further arguments of the chat template.
+        include_stop: Keep a stop string in the text that rewards and environments read.
         needed_part: Part of the reward that the trainer reads, if it reads one.
         on_error: Effect of a reward that failed. With ``score`` its sample gets a score in its
             place; else the whole request fails, and the trainer applies its policy.
@@ -104,6 +107,9 @@ class Episodes:
     explorer: str
     environment: Replier | None = None
     max_turns: int = 1
+    max_prompt_tokens: int | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    include_stop: bool = False
     needed_part: str | None = None
     on_error: OnRewardError = "fail"
     error_score: float = 0.0
@@ -156,7 +162,15 @@ class Episodes:
                 "trainer and explorers the same questions"
             )
         question = self.task.question(request.ordinal)
-        tokens = encode_prompt(self.tokenizer, question.prompt)
+        tokens = encode_prompt(
+            self.tokenizer, question.prompt, template_kwargs=self.template_kwargs
+        )
+        if self.max_prompt_tokens is not None and len(tokens) > self.max_prompt_tokens:
+            raise RequestRefused(
+                f"the prompt of ordinal {request.ordinal} has {len(tokens)} tokens, and "
+                f"rollouts.max_prompt_tokens is {self.max_prompt_tokens}: leave the question out, "
+                "or allow more tokens"
+            )
         room = self.engine.context_length
         if room is not None and len(tokens) >= room:
             raise RequestRefused(
@@ -200,10 +214,7 @@ class Episodes:
                 versions=generation.versions,
             )
         )
-        answer_tokens = generation.tokens[:-1] if generation.finished else generation.tokens
-        # Special tokens are kept: a padding token that was really sampled must spoil the answer,
-        # not vanish from it.
-        episode.text = str(self.tokenizer.decode(answer_tokens, skip_special_tokens=False))
+        episode.text = self._get_text(generation)
         episode.messages.append({"role": "assistant", "content": episode.text})
         episode.finished = generation.finished
         episode.over = (
@@ -211,6 +222,19 @@ class Episodes:
             or self.environment is None
             or episode.policy_turns >= self.max_turns
         )
+
+    def _get_text(self, generation: Generation) -> str:
+        """Return the text of a turn, up to its end of sequence or its stop string."""
+        ended = generation.finished and generation.stop is None
+        tokens = generation.tokens[:-1] if ended else generation.tokens
+        # Special tokens are kept: a padding token that was really sampled must spoil the answer,
+        # not vanish from it.
+        text = str(self.tokenizer.decode(tokens, skip_special_tokens=False))
+        if generation.stop is None:
+            return text
+        # The last token may have text after the string that it completes.
+        before, stop, _ = text.partition(generation.stop)
+        return before + stop if self.include_stop else before
 
     async def _environment_turns(
         self, place: int, group: Sequence[_Episode], failed: dict[int, TrinityError]
@@ -245,7 +269,9 @@ class Episodes:
             text = "".join(str(reply["content"]) for reply in replies)
         else:
             last = episode.turns[-1].tokens[-1]
-            text = continuation(self.tokenizer, episode.messages, replies, last)
+            text = continuation(
+                self.tokenizer, episode.messages, replies, last, self.template_kwargs
+            )
         tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return tokens
 
@@ -377,6 +403,7 @@ def continuation(
     messages: Sequence[Message],
     replies: Sequence[Message],
     last_token: int,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the text between the policy's last turn and its next one, by the chat template.
 
@@ -385,6 +412,7 @@ def continuation(
         messages: Messages so far; the last one is the policy's.
         replies: Messages of the environment.
         last_token: Last token that the policy sampled; it is not repeated.
+        template_kwargs: Further arguments of the chat template.
 
     Raises:
         BadPolicy: if the template refuses the messages.
@@ -392,7 +420,9 @@ def continuation(
     marked = [*messages[:-1], {**messages[-1], "content": _MARK}, *replies]
     template: Any = tokenizer.apply_chat_template
     try:
-        rendered = str(template(marked, add_generation_prompt=True, tokenize=False))
+        rendered = str(
+            template(marked, add_generation_prompt=True, tokenize=False, **(template_kwargs or {}))
+        )
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise BadPolicy(

@@ -89,5 +89,8 @@ def _sampling(config: TrainConfig, name: str, settings: EvaluationSet) -> Sampli
         temperature=settings.temperature,
         top_p=settings.top_p,
         top_k=settings.top_k,
+        min_p=settings.min_p,
+        repetition_penalty=settings.repetition_penalty,
+        stop=config.rollouts.stop,
         seed=int.from_bytes(digest[:7], "big"),
     )

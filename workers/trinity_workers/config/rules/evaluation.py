@@ -67,7 +67,7 @@ RULES: tuple[Rule, ...] = (
 SET_RULES: tuple[Rule, ...] = (
     Computed(_find_too_few_samples),
     OnlyWhen(
-        f"{_SET}.top_p {_SET}.top_k",
+        f"{_SET}.top_p {_SET}.top_k {_SET}.min_p",
         is_positive(f"{_SET}.temperature"),
         f"{{{_SET}.temperature}} 0 takes the most likely token",
     ),

@@ -11,6 +11,7 @@ from ...rules import (
     Rule,
     SettingCondition,
     Values,
+    format_list,
     is_any,
     is_at_least,
     is_positive,
@@ -23,6 +24,15 @@ _UPDATES = ~is_any("rollouts.on_update", "finish")
 _FIXED = is_any("sync.style", "fixed")
 _SEVERAL_STEPS_OPEN = ~_FIXED | is_at_least("sync.interval", 2) | is_positive("sync.offset")
 """Prompts of more than one step may be open at a time."""
+
+
+_TEMPLATE_NAMES = {
+    *("conversation", "chat_template", "add_generation_prompt", "continue_final_message"),
+    *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+    *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+}
+"""Parameters of `apply_chat_template` that are no variables of a template; others would change the
+kind of its result (transformers, tokenization_utils_base.py)."""
 
 
 def _needs(needed: SettingCondition) -> Requires:
@@ -52,6 +62,17 @@ def _find_useless_updates(values: Values) -> Contradictions:
             f"{{=rollouts.on_update}} with {{sync.max_staleness}} {bound} trains on no answer that "
             "an earlier version began: set {rollouts.on_update} finish, or {sync.max_staleness} "
             f"{least} or more",
+        )
+
+
+def _find_reserved_template_names(values: Values) -> Contradictions:
+    path = "rollouts.chat_template_kwargs"
+    reserved = sorted(_TEMPLATE_NAMES & values[path].keys())
+    if reserved:
+        yield (
+            (path,),
+            f"{{{path}}} has {format_list(reserved)}, which the run gives itself: name variables "
+            "of the template alone, such as enable_thinking",
         )
 
 
@@ -90,6 +111,12 @@ RULES: tuple[Rule, ...] = (
         is_set("task.environment"),
         "without {task.environment} an episode has one turn",
     ),
+    OnlyWhen(
+        "rollouts.include_stop_str_in_output",
+        is_set("rollouts.stop"),
+        "no string ends a turn",
+    ),
+    Computed(_find_reserved_template_names),
     OnlyWhen(
         "rollouts.order",
         _SEVERAL_STEPS_OPEN,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta
 
 from ...rollout_engines.base import OnUpdate
 from ...section import Section
-from ..types import Positive, Seconds
+from ..types import NotNegative, Positive, Seconds
+
+StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class RolloutsConfig(Section, frozen=True, kw_only=True):
@@ -22,6 +25,25 @@ class RolloutsConfig(Section, frozen=True, kw_only=True):
     """Tokens after which an answer is cut off."""
     temperature: Annotated[float, Meta(gt=0)] = 1.0
     """Temperature of sampling."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Probability mass of the most likely tokens that are sampled from."""
+    top_k: NotNegative = 0
+    """Number of the most likely tokens that are sampled from; 0 samples from all."""
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Least probability of a token that is sampled, as a share of the most likely token's."""
+    repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
+    """Divisor of the positive logits of tokens that occurred, in the prompt too; their negative
+    logits are multiplied by it."""
+    stop: tuple[StopString, ...] = ()
+    """Strings that end a turn of the policy, in training and in evaluations. Their tokens are
+    trained on."""
+    include_stop_str_in_output: bool = False
+    """Keep the stop string in the text that rewards and environments read."""
+    max_prompt_tokens: Positive | None = None
+    """Maximum number of tokens of a prompt. A request of a longer one fails, and its prompt is
+    dropped. Null leaves room for one token of an answer."""
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Options that are given to the chat template by name, such as `{enable_thinking: false}`."""
     max_turns: Positive = 1
     """Turns of the policy after which an episode with an environment ends."""
     order: Literal["ordinal", "arrival"] = "ordinal"

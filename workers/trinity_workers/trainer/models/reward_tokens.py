@@ -23,4 +23,6 @@ def reward_tokens(config: RunConfig, folder: Path) -> RewardTokens:
     """
     own = reward_tokenizer(folder)
     questions = task_of(config).question if own.chat_template else None
-    return RewardTokens(load_tokenizer(config.model_folder), own, questions)
+    return RewardTokens(
+        load_tokenizer(config.model_folder), own, questions, config.rollouts.chat_template_kwargs
+    )
