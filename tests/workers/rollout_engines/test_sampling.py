@@ -94,16 +94,16 @@ def test_truncated_tokens_are_drawn_from_what_is_left_and_have_its_log_probabili
 ):
     sampling = Sampling(max_new_tokens=1, **settings)
     tokens, logprobs = sampled(sampling, keys_over("sample"))
-    left = torch.zeros_like(LOGITS)
-    left[candidates] = (LOGITS / sampling.temperature).softmax(-1)[candidates]
-    left /= left.sum()
+    expected = torch.zeros_like(LOGITS)
+    expected[candidates] = (LOGITS / sampling.temperature).softmax(-1)[candidates]
+    expected /= expected.sum()
     if len(candidates) > 1:
-        assert_samples(tokens, left)
+        assert_samples(tokens, expected)
     else:
         assert (tokens == candidates[0]).all()
-    torch.testing.assert_close(logprobs, left.log()[tokens])
-    # An importance weight of every token that can be sampled, which the losses take, has the mass
-    # that is left as its mean: none of it is lost.
+    torch.testing.assert_close(logprobs, expected.log()[tokens])
+    # The weight of importance sampling, which the losses take, is the kept mass: none of it is
+    # lost, on the mean of the sampled tokens.
     whole = (LOGITS / sampling.temperature).log_softmax(-1)
     weights = (whole[tokens] - logprobs).exp()
     torch.testing.assert_close(weights, weights[:1].expand_as(weights))

@@ -277,7 +277,7 @@ class HuggingFaceEngine:
         )
         logprobs = torch.stack(choice.logprobs, dim=1).tolist()
         for turn, row, of_tokens, stopped in zip(
-            turns, output[:, width:].tolist(), logprobs, stops.found, strict=True
+            turns, output[:, width:].tolist(), logprobs, stops.ends, strict=True
         ):
             turn.extend(row, of_tokens, choice.versions, self._ends, stopped)
 

@@ -200,7 +200,7 @@ class MegatronRolloutEngine:
             tokens = next_tokens[:, None]
         rows = torch.stack(chosen, dim=1).tolist()
         of_rows = torch.stack(logprobs, dim=1).tolist()
-        for turn, row, of_row, stopped in zip(turns, rows, of_rows, stops.found, strict=True):
+        for turn, row, of_row, stopped in zip(turns, rows, of_rows, stops.ends, strict=True):
             turn.extend(row, of_row, [version] * len(row), end_tokens, stopped)
 
     def _version(self) -> StepRef:

@@ -124,9 +124,11 @@ class NoisySampler:
             before = probabilities.cumsum(dim=-1) - probabilities
             refused |= (before >= self._top_p) & (self._top_p < 1.0)
         refused[:, 0] = False
-        left = logprobs.masked_fill(refused.scatter(-1, order, refused), -torch.inf)
+        truncated = logprobs.masked_fill(refused.scatter(-1, order, refused), -torch.inf)
         # A row that keeps all entries keeps its bits: another row's settings do not touch it.
-        return torch.where(refused.any(dim=-1, keepdim=True), left.log_softmax(dim=-1), logprobs)
+        return torch.where(
+            refused.any(dim=-1, keepdim=True), truncated.log_softmax(dim=-1), logprobs
+        )
 
     def _noise(self, vocabulary: int, place: int) -> Tensor:
         """Return Gumbel noise, [B, vocabulary] float32."""

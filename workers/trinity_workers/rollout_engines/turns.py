@@ -92,7 +92,7 @@ class StopFinder:
         self._windows = [
             max((len(stop.encode()) for stop in stops), default=0) + 1 for stops in self._stops
         ]
-        self.found: list[Stopped | None] = [None] * len(turns)
+        self.ends: list[Stopped | None] = [None] * len(turns)
         """End of each row that has a stop string."""
         self.is_needed = any(self._stops)
         """False if no row has one."""
@@ -100,10 +100,10 @@ class StopFinder:
     def add(self, tokens: Sequence[int]) -> list[bool]:
         """Add the next token of each row; return True for the rows that a stop string ended."""
         for row, token in enumerate(tokens):
-            if self._stops[row] and self.found[row] is None:
+            if self._stops[row] and self.ends[row] is None:
                 self._tokens[row].append(token)
-                self.found[row] = self._find(row)
-        return [stopped is not None for stopped in self.found]
+                self.ends[row] = self._find(row)
+        return [stopped is not None for stopped in self.ends]
 
     def _find(self, row: int) -> Stopped | None:
         tokens = self._tokens[row]
