@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -21,8 +20,7 @@ from trinity_events.checkpoints.layout import MANIFEST_PARTS
 from trinity_events.checkpoints.manifest import parse_manifest, sums_below, write_manifest
 from trinity_events.coordinator import (
     SaveAttempt,
-    heartbeat,
-    save_run,
+    SaveTimeouts,
     staged_path,
     this_process,
 )
@@ -78,26 +76,37 @@ def publisher(sync_client, run_id):
 
 
 @pytest.fixture
-def coordinator(publisher, tmp_path):
-    coordinator = CheckpointCoordinator(publisher, tmp_path)
-    yield coordinator
+def coordinate(publisher, tmp_path):
+    """Makes coordinators of one publisher, with these timeouts."""
+    made = []
+
+    def make(**timeouts):
+        made.append(CheckpointCoordinator(publisher, tmp_path, timeouts=SaveTimeouts(**timeouts)))
+        return made[-1]
+
+    yield make
     publisher.log.away = False
-    coordinator.wait_all(20)  # it raises what a test has left, and ends the heartbeat
+    publisher.flush(PATIENCE)
+    for coordinator in made:
+        coordinator.wait_all(20)  # it raises what a test has left
+        assert coordinator._heartbeat.settle(PATIENCE)
 
 
 @pytest.fixture
-def away(publisher, monkeypatch):
+def coordinator(coordinate):
+    return coordinate()
+
+
+@pytest.fixture
+def hasty(coordinate):
+    """It gives the log hardly any time to take what is waited for, and waits for no heartbeat."""
+    return coordinate(first_heartbeat=0.01, flush=0.05)
+
+
+@pytest.fixture
+def away(publisher):
     """The server is away."""
-    monkeypatch.setattr(heartbeat, "FIRST_BEAT", 0.01)
     publisher.log.away = True
-
-
-@contextmanager
-def hasty():
-    """The log is given hardly any time to take what is waited for."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trinity_events.coordinator.coordinator.FLUSH_DEADLINE", 0.05)
-        yield
 
 
 def said(publisher):
@@ -138,10 +147,8 @@ def test_a_background_save_is_told_as_it_starts_and_as_it_is_durable(
 
 
 @pytest.mark.parametrize("folder", [False, True])
-def test_a_long_save_tells_how_many_bytes_are_written(
-    coordinator, publisher, tmp_path, monkeypatch, folder
-):
-    monkeypatch.setattr(save_run, "EVERY", 0.01)
+def test_a_long_save_tells_how_many_bytes_are_written(coordinate, publisher, tmp_path, folder):
+    coordinator = coordinate(progress_every=0.01)
     path = tmp_path / "model"
 
     def progressed():
@@ -168,8 +175,9 @@ def test_a_long_save_tells_how_many_bytes_are_written(
 
 
 def test_a_save_goes_on_whatever_fails_of_telling_its_progress(
-    coordinator, publisher, tmp_path, monkeypatch
+    coordinate, publisher, tmp_path, monkeypatch
 ):
+    coordinator = coordinate(progress_every=0.001)
     size_requested = threading.Event()
 
     def hangs(paths):
@@ -178,7 +186,6 @@ def test_a_save_goes_on_whatever_fails_of_telling_its_progress(
         size_requested.set()
         raise RuntimeError("a file system of its own kind")
 
-    monkeypatch.setattr(save_run, "EVERY", 0.001)
     monkeypatch.setattr(SavedPaths, "size", hangs)
     path = tmp_path / "model"
 
@@ -320,9 +327,9 @@ async def test_a_commit_is_in_the_log_when_registering_returns(coordinator, publ
     assert isinstance(decode_envelope(publisher.log.read()[-1].payload).event, StepCommitted)
 
 
-async def test_a_commit_that_the_log_does_not_take_is_an_error(coordinator, publisher, away):
-    with hasty(), raises(EventsMissing, count=2):
-        await coordinator.register_and_monitor(7)
+async def test_a_commit_that_the_log_does_not_take_is_an_error(hasty, publisher, away):
+    with raises(EventsMissing, count=2):
+        await hasty.register_and_monitor(7)
     publisher.log.away = False
     assert isinstance(said(publisher)[-1], StepCommitted), "kept, and told when the server is back"
 
@@ -401,16 +408,17 @@ def test_a_save_at_once_waits_for_one_of_its_name_in_the_background(coordinator)
 # --- a server that is away ------------------------------------------------------------------
 
 
-def test_a_server_that_is_away_holds_no_save_up_and_hears_of_it_later(coordinator, publisher, away):
+def test_a_server_that_is_away_holds_no_save_up_and_hears_of_it_later(hasty, publisher, away):
     """Invariant 1."""
     ran = []
-    coordinator.save_sync(lambda: ran.append("at once"), 1)
-    coordinator.save_async("model", lambda: ran.append("background"), 1)
-    with hasty(), raises(EventsMissing, count=4):
-        coordinator.wait_all()
+    hasty.save_sync(lambda: ran.append("at once"), 1)
+    hasty.save_async("model", lambda: ran.append("background"), 1)
+    with raises(EventsMissing, count=4):
+        hasty.wait_all()
     assert sorted(ran) == ["at once", "background"]
     publisher.log.away = False
-    coordinator.wait_all()
+    publisher.flush(PATIENCE)
+    hasty.wait_all()
     assert sorted(type(event).__name__ for event in said(publisher)) == [
         *(["SaveFinished"] * 2),
         *(["SaveStarted"] * 2),
@@ -427,40 +435,38 @@ def full(publisher, away):
 
 
 def test_a_save_that_the_full_buffer_cannot_tell_of_is_made_and_its_caller_told(
-    coordinator, publisher, full
+    hasty, publisher, full
 ):
     """Invariant 1."""
     ran = []
     with raises(PublishError, what=re.compile("save_sync of step 1 was saved")):
-        coordinator.save_sync(lambda: ran.append("at once"), 1)
-    coordinator.save_async("model", lambda: ran.append("background"), 1)
-    with (
-        hasty(),
-        raises(PublishError, what=re.compile("model of step 1 was saved")),
-    ):
-        coordinator.wait_all()
+        hasty.save_sync(lambda: ran.append("at once"), 1)
+    hasty.save_async("model", lambda: ran.append("background"), 1)
+    with raises(PublishError, what=re.compile("model of step 1 was saved")):
+        hasty.wait_all()
     assert ran == ["at once", "background"]
     publisher.log.away = False
-    coordinator.wait_all()  # raised once
+    publisher.flush(PATIENCE)
+    hasty.wait_all()  # raised once
     assert [type(event) for event in said(publisher)] == [StepCommitted]
 
 
-def test_a_failed_save_is_raised_before_what_could_not_be_told(coordinator, full):
-    coordinator.save_async("model", lambda: 1 / 0, 1)
-    coordinator.save_async("optimizer", lambda: None, 1)
-    with hasty(), raises(SaveError) as caught:
-        coordinator.wait_all()
+def test_a_failed_save_is_raised_before_what_could_not_be_told(hasty, full):
+    hasty.save_async("model", lambda: 1 / 0, 1)
+    hasty.save_async("optimizer", lambda: None, 1)
+    with raises(SaveError) as caught:
+        hasty.wait_all()
     first, *others = caught.value.failures
     assert isinstance(first, ZeroDivisionError)
     assert others and all(isinstance(failure, PublishError) for failure in others)
 
 
-def test_a_save_whose_start_alone_could_not_be_told_counts_without_it(coordinator, publisher, full):
+def test_a_save_whose_start_alone_could_not_be_told_counts_without_it(hasty, publisher, full):
     def room():
         publisher.log.away = False
         publisher.flush(20)
 
-    coordinator.save_sync(room, 1)
+    hasty.save_sync(room, 1)
     assert isinstance(said(publisher)[-1], SaveFinished)
 
 

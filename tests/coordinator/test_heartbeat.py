@@ -6,7 +6,7 @@ import pytest
 import redis
 
 from tests.support.waits import PATIENCE
-from trinity_events.coordinator import CheckpointCoordinator, Heartbeat, heartbeat
+from trinity_events.coordinator import CheckpointCoordinator, Heartbeat, SaveTimeouts
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_schemas import SaveFinished, SaveStarted, decode_envelope, heartbeat_key
 
@@ -71,19 +71,14 @@ def heart(teller):
     assert heart.settle(PATIENCE)
 
 
-@pytest.fixture
-def patient(monkeypatch):
-    monkeypatch.setattr(heartbeat, "FIRST_BEAT", PATIENCE)
-
-
-def test_the_first_beat_is_heard_before_anything_is_said(heart, teller, patient):
+def test_the_first_beat_is_heard_before_anything_is_said(heart, teller):
     """Invariant 1."""
-    with heart.active(teller):
+    with heart.active(teller, PATIENCE):
         assert teller.log.calls[0] == "beat"
 
 
 def test_it_beats_for_as_long_as_an_attempt_goes_on_and_then_rests(heart, teller):
-    with heart.active(teller):
+    with heart.active(teller, PATIENCE):
         teller.log.until(lambda calls: calls.count("beat") > 3)
         assert "rest" not in teller.log.calls
     assert heart.settle(PATIENCE)
@@ -91,20 +86,19 @@ def test_it_beats_for_as_long_as_an_attempt_goes_on_and_then_rests(heart, teller
 
 
 def test_it_goes_on_until_all_attempts_are_over(heart, teller):
-    with heart.active(teller):
-        with heart.active(teller):
+    with heart.active(teller, PATIENCE):
+        with heart.active(teller, PATIENCE):
             pass
         beats = len(teller.log.calls)
         teller.log.until(lambda calls: len(calls) > beats + 1)
         assert "resting" not in teller.log.calls
 
 
-def test_it_goes_on_until_all_that_was_said_is_in_the_log(heart, teller, monkeypatch):
+def test_it_goes_on_until_all_that_was_said_is_in_the_log(teller):
     """Invariant 2."""
     # Many beats in a long lease: that it is patient for a lease only, is of no matter here.
-    monkeypatch.setattr(heartbeat, "_BEATS_PER_LEASE", 1000)
-    heart._lease = PATIENCE
-    with heart.active(teller):
+    heart = Heartbeat(teller, PATIENCE, beats_per_lease=1000)
+    with heart.active(teller, PATIENCE):
         teller.backlog = 1
     over = len(teller.log.calls)
     teller.log.until(lambda calls: len(calls) > over + 1)
@@ -116,7 +110,7 @@ def test_it_goes_on_until_all_that_was_said_is_in_the_log(heart, teller, monkeyp
 
 def test_what_is_not_taken_for_a_whole_lease_keeps_nobody_alive(heart, teller):
     """Invariant 3."""
-    with heart.active(teller):
+    with heart.active(teller, PATIENCE):
         teller.backlog = 1  # for ever, as of a publisher that was closed
     assert heart.settle(PATIENCE)
     assert teller.log.calls.count("beat") > 3
@@ -125,43 +119,41 @@ def test_what_is_not_taken_for_a_whole_lease_keeps_nobody_alive(heart, teller):
 
 def test_a_server_that_does_not_hear_is_waited_for_with_what_is_left_to_tell(heart, teller):
     teller.log.faults = 10
-    with heart.active(teller):
+    with heart.active(teller, PATIENCE):
         teller.backlog = 1
     teller.log.until(lambda calls: calls.count("beat") > 10)
     assert "resting" not in teller.log.calls[:10]
     assert heart.settle(PATIENCE)
 
 
-def test_the_rest_of_an_old_attempt_does_not_undo_the_beat_of_a_new_one(heart, teller, patient):
+def test_the_rest_of_an_old_attempt_does_not_undo_the_beat_of_a_new_one(heart, teller):
     """Invariant 4."""
     teller.log.gate.clear()
-    with heart.active(teller):
+    with heart.active(teller, PATIENCE):
         pass
     teller.log.until(lambda calls: calls[-1] == "resting")
     threading.Timer(0.02, teller.log.gate.set).start()
-    with heart.active(teller):
+    with heart.active(teller, PATIENCE):
         calls = list(teller.log.calls)
         assert set(calls[calls.index("rest") + 1 :]) == {"beat"}
 
 
-def test_an_attempt_after_a_rest_is_beaten_for_anew(heart, teller, patient):
+def test_an_attempt_after_a_rest_is_beaten_for_anew(heart, teller):
     for _ in range(2):
-        with heart.active(teller):
+        with heart.active(teller, PATIENCE):
             pass
         assert heart.settle(PATIENCE)
     assert teller.log.calls.count("rest") == 2
     assert teller.log.calls.index("beat", teller.log.calls.index("rest")) > 0
 
 
-def test_beats_that_are_not_heard_are_tried_again_and_hold_no_save_up(heart, teller, monkeypatch):
-    monkeypatch.setattr(heartbeat, "FIRST_BEAT", 0.001)
+def test_beats_that_are_not_heard_are_tried_again_and_hold_no_save_up(heart, teller):
     teller.log.faults = 3
-    with heart.active(teller):
+    with heart.active(teller, 0.001):
         teller.log.until(lambda calls: calls.count("beat") > 4)
 
 
-def test_who_is_not_patient_begins_before_a_beat_is_heard(heart, teller, monkeypatch):
-    monkeypatch.setattr(heartbeat, "FIRST_BEAT", 10 * PATIENCE)
+def test_who_is_not_patient_begins_before_a_beat_is_heard(heart, teller):
     teller.log.faults = 3
     with heart.active(teller, patience=0.0):
         assert not heart._heard
@@ -174,11 +166,13 @@ def test_a_publisher_has_one_heart_with_the_least_lease(heart, teller):
 
 
 def test_a_save_is_alive_on_the_server_from_before_its_start_until_its_end_is_known(
-    sync_client, run_id, patient
+    sync_client, run_id
 ):
     """Invariant 6 of coordinator.py."""
     publisher = Publisher(SyncEventLog(sync_client, run_id), 1, new_producer("actor"))
-    coordinator = CheckpointCoordinator(publisher, lease=30)
+    coordinator = CheckpointCoordinator(
+        publisher, lease=30, timeouts=SaveTimeouts(first_heartbeat=PATIENCE)
+    )
     key = heartbeat_key(run_id, publisher.producer.incarnation)
     alive = []
     coordinator.save_sync(lambda: alive.append(sync_client.pttl(key)), 1)

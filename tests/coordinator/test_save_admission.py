@@ -21,7 +21,7 @@ from tests.support.pipeline import reducer_task
 from tests.support.redis_servers import servers
 from tests.support.waits import PATIENCE
 from trinity_events import CheckpointCoordinator
-from trinity_events.coordinator import admission_client, heartbeat
+from trinity_events.coordinator import SaveTimeouts
 from trinity_events.errors import SaveError, StaleEpoch, TurnNotGranted
 from trinity_events.log import (
     AsyncPublisher,
@@ -369,6 +369,10 @@ class Log(SyncEventLog):
             raise self.fault
 
 
+AWAY = SaveTimeouts(first_heartbeat=0.01)
+"""For a server that is away, whose first heartbeat would be waited for in vain."""
+
+
 @pytest.fixture
 def coordinate(sync_client, run_id):
     """Makes coordinators, each of a publisher of its own."""
@@ -511,12 +515,11 @@ async def test_who_waited_in_vain_is_told_who_has_the_turn_and_waits_no_more(
 
 
 async def test_who_was_taken_out_of_the_queue_while_it_stood_still_asks_again(
-    client, redis_url, log, run_id, coordinate, monkeypatch
+    client, redis_url, log, run_id, coordinate
 ):
-    monkeypatch.setattr(admission_client, "_AT_ONCE", 0.05)
-    monkeypatch.setattr(admission_client, "ASK_AGAIN", 0.1)
     epoch = await open_run(client, run_id, save_strategy="single_thread")
-    first, second = coordinate(rank=0), coordinate(rank=1)
+    soon = SaveTimeouts(grant_read=0.05, request_again=0.1)
+    first, second = coordinate(rank=0), coordinate(rank=1, timeouts=soon)
     release = threading.Event()
     async with reducer_task(redis_url, run_id):
         first.save_async("a", lambda: release.wait(PATIENCE), STEP)
@@ -563,11 +566,10 @@ async def test_who_waits_for_a_turn_of_an_older_epoch_is_told_of_the_newer(
 
 
 async def test_a_turn_is_waited_for_through_faults_of_the_server(
-    client, redis_url, log, run_id, coordinate, monkeypatch
+    client, redis_url, log, run_id, coordinate
 ):
-    monkeypatch.setattr(heartbeat, "FIRST_BEAT", 0.01)
     await open_run(client, run_id, save_strategy="single_thread")
-    coordinator, ran = coordinate(), []
+    coordinator, ran = coordinate(timeouts=AWAY), []
     coordinator._publisher.log.fault = redis.ConnectionError("nobody is there")
     coordinator.save_async("a", lambda: ran.append(1), STEP)
     async with reducer_task(redis_url, run_id):
@@ -606,11 +608,10 @@ async def test_a_turn_is_waited_for_through_a_crash_of_the_server(run_id, tmp_pa
 
 
 async def test_a_request_that_finds_the_buffer_full_is_made_when_there_is_room(
-    client, redis_url, log, run_id, coordinate, monkeypatch
+    client, redis_url, log, run_id, coordinate
 ):
-    monkeypatch.setattr(heartbeat, "FIRST_BEAT", 0.01)
     await open_run(client, run_id, save_strategy="single_thread")
-    coordinator, ran = coordinate(), []
+    coordinator, ran = coordinate(timeouts=AWAY), []
     publisher = coordinator._publisher
     publisher.log.fault = redis.ConnectionError("nobody is there")
     publisher._outbox._capacity = 1
@@ -629,10 +630,9 @@ async def test_a_request_that_finds_the_buffer_full_is_made_when_there_is_room(
 
 @pytest.mark.parametrize("full", [False, True], ids=["buffered", "not even buffered"])
 async def test_a_server_that_stays_away_is_named_when_the_turn_does_not_come(
-    run_id, coordinate, monkeypatch, full
+    run_id, coordinate, full
 ):
-    monkeypatch.setattr(heartbeat, "FIRST_BEAT", 0.01)
-    coordinator = coordinate(turn_deadline=0.2)
+    coordinator = coordinate(turn_deadline=0.2, timeouts=AWAY)
     publisher = coordinator._publisher
     publisher.log.fault = redis.ConnectionError("nobody is there")
     if full:
@@ -645,8 +645,7 @@ async def test_a_server_that_stays_away_is_named_when_the_turn_does_not_come(
 async def test_a_server_that_refuses_is_not_asked_for_the_whole_deadline(
     run_id, coordinate, monkeypatch
 ):
-    monkeypatch.setattr(heartbeat, "FIRST_BEAT", 0.01)
-    coordinator = coordinate(turn_deadline=3600)
+    coordinator = coordinate(turn_deadline=3600, timeouts=AWAY)
     with monkeypatch.context() as patch:
         refusal = redis.exceptions.NoPermissionError("no permission for this key")
         patch.setattr(Log, "granted", lambda *_: (_ for _ in ()).throw(refusal))

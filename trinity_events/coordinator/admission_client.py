@@ -17,19 +17,17 @@ from ..log import Publisher, SyncEventLog
 from ..log.redis.error_replies import reply_text
 from ..log.retry import backoff_delays, is_transient
 from ..replay import announced
+from .timeouts import SaveTimeouts
 
-_AT_ONCE = 10.0
-"""Longest blocking read for a grant, in seconds."""
 _LONGEST_PAUSE = 2.0
-ASK_AGAIN = 60.0
-"""Seconds after which a waiting save publishes its request again.
-
-The fold drops a request from the queue when its process is silent for a whole lease. A second
-request of a queued save changes nothing.
-"""
 
 
-def wait_for_turn(publisher: Publisher, request: SaveRequested, deadline: float) -> None:
+def wait_for_turn(
+    publisher: Publisher,
+    request: SaveRequested,
+    deadline: float,
+    timeouts: SaveTimeouts = SaveTimeouts(),
+) -> None:
     """Publish the request and wait for its grant, even while the server is away or restarts.
 
     Raises:
@@ -39,21 +37,23 @@ def wait_for_turn(publisher: Publisher, request: SaveRequested, deadline: float)
     """
     what = f"a turn to save {request.slot.name} of step {request.slot.step}"
     with publisher.waits.waiting(what, deadline=deadline, step=request.slot.step):
-        _wait_for_turn(publisher, request, deadline)
+        _wait_for_turn(publisher, request, deadline, timeouts)
 
 
-def _wait_for_turn(publisher: Publisher, request: SaveRequested, deadline: float) -> None:
+def _wait_for_turn(
+    publisher: Publisher, request: SaveRequested, deadline: float, timeouts: SaveTimeouts
+) -> None:
     began = asked_at = time.monotonic()
     fault = _publish_request(publisher, request, began + deadline)
     faults = backoff_delays(_LONGEST_PAUSE)
     while (remaining := began + deadline - time.monotonic()) > 0:
         try:
-            if publisher.log.granted(request.save_id, min(remaining, _AT_ONCE)):
+            if publisher.log.granted(request.save_id, min(remaining, timeouts.grant_read)):
                 return
             fault, faults = None, backoff_delays(_LONGEST_PAUSE)
             if publisher.log.epoch() > publisher.epoch:
                 break
-            if time.monotonic() - asked_at >= ASK_AGAIN:
+            if time.monotonic() - asked_at >= timeouts.request_again:
                 asked_at = time.monotonic()
                 fault = _publish_request(publisher, request, began + deadline)
         except Exception as error:

@@ -16,7 +16,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,6 +49,7 @@ from .save_attempt import SaveAttempt
 from .save_run import reporting_progress, wait_for_future
 from .saved_paths import MeasuredPaths, SavedPath, SavedPaths
 from .sync_save_names import SavePlace, SyncSaveNames
+from .timeouts import SaveTimeouts
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +57,6 @@ LEASE = 15.0
 """Seconds without a heartbeat after which the leader takes a saving process for dead."""
 TURN_DEADLINE = 3600.0
 """Seconds that a save waits for its turn before it fails."""
-FLUSH_DEADLINE = 30.0
-"""Seconds that a caller waits for the log to accept the published events."""
 
 
 class _Failure(NamedTuple):
@@ -83,6 +82,7 @@ class CheckpointCoordinator:
         strategy: Save strategy that the trainer opened the run with.
         lease: Seconds without a heartbeat after which the leader takes this process for dead.
         turn_deadline: Seconds that a save waits for its turn before it fails.
+        timeouts: Its other waits and periods.
     """
 
     def __init__(
@@ -93,12 +93,14 @@ class CheckpointCoordinator:
         strategy: SaveStrategy = "unrestricted",
         lease: float = LEASE,
         turn_deadline: float = TURN_DEADLINE,
+        timeouts: SaveTimeouts = SaveTimeouts(),
     ) -> None:
         self._publisher = publisher
         self._run_folder = None if run_folder is None else Path(run_folder)
         self._strategy = strategy
         self._lease = lease
         self._turn_deadline = turn_deadline
+        self._timeouts = timeouts
         self._heartbeat = Heartbeat.of(publisher, lease)
         self._inflight = InflightSaves(publisher.waits)
         self._sync_names = SyncSaveNames()
@@ -191,7 +193,7 @@ class CheckpointCoordinator:
         with ExitStack() as exits:
             self._inflight.enter(attempt, thread, self._turn_deadline)
             exits.callback(self._inflight.leave, attempt)
-            exits.enter_context(self._heartbeat.active(self._publisher))
+            exits.enter_context(self._beating())
             with self._failing(attempt):
                 self._start(attempt)
                 started = start_fn()
@@ -266,7 +268,7 @@ class CheckpointCoordinator:
     def _wait(self, name: str | None, deadline: float | None) -> None:
         give_up = None if deadline is None else time.monotonic() + deadline
         self._inflight.wait(deadline, name)
-        remaining = FLUSH_DEADLINE
+        remaining = self._timeouts.flush
         if give_up is not None:
             remaining = max(0.0, min(remaining, give_up - time.monotonic()))
         try:
@@ -303,7 +305,7 @@ class CheckpointCoordinator:
 
         Raises:
             MetricRefused: A metric is no number. The step is committed, without it.
-            PublishError: if the log did not accept the events within :data:`FLUSH_DEADLINE`
+            PublishError: if the log did not accept the events within ``timeouts.flush``
                 seconds. It may still accept them later; calling again does no harm.
         """
         await anyio.to_thread.run_sync(
@@ -351,7 +353,7 @@ class CheckpointCoordinator:
         self._publisher.publish(
             StepCommitted(step=global_step, kind=kind, registrations=registrations, metrics=numbers)
         )
-        self._publisher.flush(FLUSH_DEADLINE)
+        self._publisher.flush(self._timeouts.flush)
         self._warn_if_other_folder()
         check_metrics(global_step, refused)
 
@@ -405,7 +407,7 @@ class CheckpointCoordinator:
         self, attempt: SaveAttempt, save_fn: Callable[[], Any], paths: SavedPaths | None
     ) -> PublishError | None:
         """Run the attempt in its turn; return the error if its success was not published."""
-        with self._heartbeat.active(self._publisher):
+        with self._beating():
             with self._failing(attempt):
                 self._start(attempt)
             return self._finish(attempt, save_fn, paths)
@@ -416,7 +418,8 @@ class CheckpointCoordinator:
         """Run a started attempt to its end; return the error if its success was not published."""
         began = time.monotonic()
         with self._failing(attempt):
-            with reporting_progress(self._publisher, attempt, paths):
+            every = self._timeouts.progress_every
+            with reporting_progress(self._publisher, attempt, paths, every):
                 wait_for_future(save_fn())
             measured = self._measure(attempt, paths)
             finished = attempt.finish(
@@ -438,6 +441,10 @@ class CheckpointCoordinator:
             write_part(staged, f"{slot.kind} {slot.role} {slot.rank} {slot.name}", measured.sums)
         return measured
 
+    def _beating(self) -> AbstractContextManager[None]:
+        """Return a block with heartbeats; invariant 6."""
+        return self._heartbeat.active(self._publisher, self._timeouts.first_heartbeat)
+
     @contextmanager
     def _failing(self, attempt: SaveAttempt) -> Iterator[None]:
         """Publish the failure of the attempt if the block raises."""
@@ -453,7 +460,7 @@ class CheckpointCoordinator:
     def _start(self, attempt: SaveAttempt) -> None:
         event = attempt.begin()
         if isinstance(event, SaveRequested):
-            wait_for_turn(self._publisher, event, self._turn_deadline)
+            wait_for_turn(self._publisher, event, self._turn_deadline, self._timeouts)
             event = attempt.granted()
         # The fold counts a save's end without its start, so an unpublished start loses nothing.
         self._publish(event, f"the start of {attempt.what} was not published")

@@ -22,23 +22,30 @@ from ..log.retry import backoff_delays
 
 logger = logging.getLogger(__name__)
 
-FIRST_BEAT = 1.0
-"""Longest wait of a save for its first heartbeat to reach the server, in seconds."""
-_BEATS_PER_LEASE = 3
+BEATS_PER_LEASE = 3
+"""Heartbeats within a lease: two may be lost before the leader takes the process for dead."""
 
 
 class Heartbeat:
-    """Thread that sends a heartbeat every third of the lease while any attempt waits or runs.
+    """Thread that sends a few heartbeats a lease while any attempt waits or runs.
 
     A heartbeat says that the process lives, not that its saves make progress. A save that hangs
     in its save function keeps its turn, because it looks like a slow write. The step's deadline
     covers that case.
+
+    Args:
+        publisher: Publisher of the process, which names its log and incarnation.
+        lease: Seconds without a heartbeat after which the leader takes the process for dead.
+        beats_per_lease: Heartbeats within a lease.
     """
 
-    def __init__(self, publisher: Publisher, lease: float) -> None:
+    def __init__(
+        self, publisher: Publisher, lease: float, beats_per_lease: int = BEATS_PER_LEASE
+    ) -> None:
         self._log = publisher.log
         self._incarnation = publisher.producer.incarnation
         self._lease = lease
+        self._beats_per_lease = beats_per_lease
         self._changed = threading.Condition()
         self._attempts = 0
         self._publishers: set[Publisher] = set()
@@ -59,11 +66,10 @@ class Heartbeat:
             return heartbeat
 
     @contextmanager
-    def active(self, publisher: Publisher, patience: float | None = None) -> Iterator[None]:
+    def active(self, publisher: Publisher, patience: float) -> Iterator[None]:
         """Send heartbeats during the block, and until the log has what was published in it.
 
-        The block begins once the server has the first heartbeat, or after ``patience`` seconds. The
-        default is :data:`FIRST_BEAT`; a server that is down delays no save for longer.
+        The block begins once the server has the first heartbeat, or after ``patience`` seconds.
         """
         with self._changed:
             if self._thread is None:
@@ -72,9 +78,7 @@ class Heartbeat:
                 self._thread = thread
             self._attempts += 1
             self._publishers.add(publisher)
-            self._changed.wait_for(
-                lambda: self._heard, FIRST_BEAT if patience is None else patience
-            )
+            self._changed.wait_for(lambda: self._heard, patience)
         try:
             yield
         finally:
@@ -90,16 +94,16 @@ class Heartbeat:
             return self._thread is None
 
     def _run(self) -> None:
-        faults = backoff_delays(self._lease / _BEATS_PER_LEASE)
+        faults = backoff_delays(self._lease / self._beats_per_lease)
         idle = 0
         while True:
-            pause = self._lease / _BEATS_PER_LEASE
+            pause = self._lease / self._beats_per_lease
             if self._renew():
                 faults = backoff_delays(pause)
                 idle = 0 if self._attempts else idle + 1
             else:
                 pause, idle = next(faults), 0
-            if self._is_over_within(pause, idle <= _BEATS_PER_LEASE) and self._clear():
+            if self._is_over_within(pause, idle <= self._beats_per_lease) and self._clear():
                 return
 
     def _renew(self) -> bool:

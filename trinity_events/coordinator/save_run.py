@@ -15,15 +15,14 @@ from .saved_paths import SavedPaths
 
 logger = logging.getLogger(__name__)
 
-EVERY = 10.0
-"""Seconds between two progress events of one save."""
-
 
 @contextmanager
 def reporting_progress(
-    publisher: Publisher, attempt: SaveAttempt, paths: SavedPaths | None
+    publisher: Publisher, attempt: SaveAttempt, paths: SavedPaths | None, every: float
 ) -> Iterator[None]:
     """Publish the number of bytes below the paths while the block runs, whenever it changes.
+
+    The paths are measured every so many seconds.
 
     The events are for display only: an error here does not fail the save.
     """
@@ -33,7 +32,7 @@ def reporting_progress(
     over = threading.Event()
     thread = threading.Thread(
         target=_publish_sizes,
-        args=(publisher, attempt, paths, over),
+        args=(publisher, attempt, paths, every, over),
         name="save-progress",
         daemon=True,
     )
@@ -45,10 +44,14 @@ def reporting_progress(
 
 
 def _publish_sizes(
-    publisher: Publisher, attempt: SaveAttempt, paths: SavedPaths, over: threading.Event
+    publisher: Publisher,
+    attempt: SaveAttempt,
+    paths: SavedPaths,
+    every: float,
+    over: threading.Event,
 ) -> None:
     last_size = 0
-    while not over.wait(EVERY):
+    while not over.wait(every):
         try:
             written = paths.size()
             if written != last_size and not over.is_set():

@@ -1,0 +1,135 @@
+"""Tests pass timeouts and limits as arguments, and replace no constant of our modules.
+
+A replaced constant holds for one process, and for all that runs in it. It is a parameter that the
+signature does not show, and a test of it is a test of the module's private names.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from .prose import ROOT
+
+PACKAGES = ("trinity_schemas", "trinity_events", "trinity_workers")
+
+ALLOWED: dict[str, int] = {
+    "archive/test_state_at.py": 4,
+    "cli/test_commands.py": 3,
+    "core/test_ledger.py": 1,
+    "core/test_reward_errors.py": 1,
+    "core/test_rollouts.py": 2,
+    "dashboard/test_bounds.py": 4,
+    "dashboard/test_live.py": 4,
+    "dashboard/test_queries.py": 1,
+    "end_to_end/test_full_disk.py": 1,
+    "http_server/test_connections.py": 13,
+    "log/test_error_replies.py": 1,
+    "log/test_log_contract.py": 1,
+    "log/test_publishers.py": 1,
+    "reducer/test_checkpoint_retention.py": 1,
+    "reducer/test_timekeeper.py": 1,
+    "rollouts/test_explorers.py": 1,
+    "rollouts/test_server_outages.py": 1,
+    "server/test_embedded_server.py": 3,
+    "server/test_private_home.py": 3,
+    "server/test_redis_cluster.py": 2,
+    "server/test_tls.py": 1,
+    "subscriptions/test_consumer_failures.py": 1,
+    "test_checkpoint_lease.py": 1,
+    "test_stacks.py": 3,
+    "test_waits.py": 2,
+    "trackers/test_trackers.py": 1,
+    "views/test_metrics_followers.py": 6,
+    "weights/transports/test_collective_transport.py": 1,
+    "weights/transports/test_cuda_transport.py": 3,
+    "weights/transports/test_group_greetings.py": 1,
+    "weights/transports/test_redis_part_expiry.py": 1,
+    "weights/transports/test_transport_contract.py": 1,
+    "workers/engines/test_model_folder.py": 1,
+    "workers/helpers/test_huggingface.py": 1,
+    "workers/launch/test_explorer_restarts.py": 1,
+    "workers/launch/test_progress.py": 2,
+    "workers/launch/test_ray_cluster.py": 1,
+    "workers/launch/test_server_outages.py": 8,
+    "workers/test_resumable_settings.py": 1,
+    "workers/test_trusted_settings.py": 1,
+}
+"""Constants that a file still replaces; a number is only ever reduced, and its file removed."""
+
+
+def replaced_constants(source: str) -> Iterator[str]:
+    """Yield the constants of our modules that a test replaces by a call of a fixture's method.
+
+    A target counts as ours unless its name is imported from another package.
+    """
+    tree = ast.parse(source)
+    foreign = set(_foreign_names(tree))
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="setattr"), args=[target, *names]):
+                if len(names) > 1:  # the last argument is the value
+                    target = ast.Attribute(target, getattr(names[0], "value", ""))
+            case ast.Call(func=ast.Attribute(attr="setitem"), args=[target, *_]):
+                pass
+            case _:
+                continue
+        name = re.sub(r"^f?['\"]|['\"]$", "", ast.unparse(target))
+        constant = name.rpartition(".")[2]
+        if re.fullmatch(r"_?[A-Z][A-Z0-9_]*", constant) and name.partition(".")[0] not in foreign:
+            yield name
+
+
+def _foreign_names(tree: ast.AST) -> Iterator[str]:
+    """Yield the names that a source imports from packages that are not ours."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not str(node.module).startswith(PACKAGES):
+            yield from (alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.Import):
+            names = (alias.asname or alias.name.partition(".")[0] for alias in node.names)
+            yield from (name for name in names if name not in ("sys", *PACKAGES))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "monkeypatch.setattr(reducer, 'BATCH', 10)",
+        "monkeypatch.setattr(reducer, '_MOST', 10)",
+        "patch.setattr('trinity_events.reducer.reducer.BATCH', 10)",
+        "patch.setattr(f'trinity_events.log.{where}.BATCH', 10)",
+        "monkeypatch.setattr(sys.modules['trinity_events.server'], '_PATIENCE', 10)",
+        "monkeypatch.setitem(reducer.SEGMENTS, 'events', 5)",
+    ],
+)
+def test_a_replaced_constant_of_ours_is_refused(call: str) -> None:
+    source = f"import sys\nfrom trinity_events.reducer import reducer\n{call}"
+    assert len(list(replaced_constants(source))) == 1
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "monkeypatch.setattr(reducer, 'Reducer', None)",
+        "monkeypatch.setattr(reducer, 'backoff_delays', None)",
+        "monkeypatch.setattr('trinity_events.reducer.reducer.logger', None)",
+        "monkeypatch.setattr(tempfile, 'TMP_MAX', 3)",
+        "monkeypatch.setitem(os.environ, 'HOME', 'x')",
+    ],
+)
+def test_a_replaced_function_and_another_package_are_not(call: str) -> None:
+    source = f"import os, tempfile\nfrom trinity_events.reducer import reducer\n{call}"
+    assert list(replaced_constants(source)) == []
+
+
+def test_no_further_constant_is_replaced() -> None:
+    replaced = {
+        str(path.relative_to(ROOT / "tests")): list(replaced_constants(path.read_text()))
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+    }
+    counts = {path: len(names) for path, names in replaced.items() if names}
+    grown = {path: replaced[path] for path in counts if counts[path] > ALLOWED.get(path, 0)}
+    assert grown == {}, "pass the value as an argument: see the house rules of CONTRIBUTING.md"
+    assert counts == ALLOWED, "fewer are replaced: reduce the numbers of ALLOWED"
