@@ -21,7 +21,7 @@ from .checkpoints.layout import STAGING
 from .client.training_run import publishing, training_run
 from .coordinator import CheckpointCoordinator, staged_path
 from .errors import DeadlineExceeded, RankFailed
-from .log import Publisher
+from .log import DEADLINE, Publisher
 from .server import trinity_home
 from .system.error_text import format_cause
 from .weights import Synchronizer
@@ -48,6 +48,7 @@ class TrainingLoop:
         config: JSON for the run's other processes: no URLs, no secrets, no absolute paths.
         save_strategy: Saves that may run at once.
         redis_url: The server; ``TRINITY_REDIS_URL`` by default, else the embedded server.
+        deadline: Seconds for which each wait for a server that is away lasts.
         group: Process group of the ranks; by default torch's, if it is initialized.
         weights: Options of :class:`~trinity_events.Synchronizer`, such as ``transport="shm"``.
     """
@@ -68,6 +69,7 @@ class TrainingLoop:
         config: str | None = None,
         save_strategy: SaveStrategy = "unrestricted",
         redis_url: str | None = None,
+        deadline: float = DEADLINE,
         group: dist.ProcessGroup | None = None,
         **weights: Any,
     ) -> None:
@@ -79,7 +81,9 @@ class TrainingLoop:
             config=config,
             save_strategy=save_strategy,
             redis_url=redis_url,
+            deadline=deadline,
         )
+        self._deadline = deadline
         self._save_strategy = save_strategy
         self._redis_url = redis_url
         self._group = group
@@ -124,14 +128,23 @@ class TrainingLoop:
             try:
                 actor = exits.enter_context(
                     publishing(
-                        self.run_id, self.epoch, "actor", self.rank, redis_url=self._redis_url
+                        self.run_id,
+                        self.epoch,
+                        "actor",
+                        self.rank,
+                        redis_url=self._redis_url,
+                        deadline=self._deadline,
                     )
                 )
                 self.saves = CheckpointCoordinator(actor, self.folder, strategy=self._save_strategy)
                 self.weights = exits.enter_context(
                     closing(
                         Synchronizer(
-                            self.run_id, self.epoch, redis_url=self._redis_url, **self._weights
+                            self.run_id,
+                            self.epoch,
+                            redis_url=self._redis_url,
+                            deadline=self._deadline,
+                            **self._weights,
                         )
                     )
                 )

@@ -15,7 +15,7 @@ from anyio.from_thread import start_blocking_portal
 from trinity_schemas import RunClosed, SaveStrategy, TrainerStatusChanged, check_run_id
 
 from ..errors import InvalidRunId, PublishError, RunOpenedTwice
-from ..log import Publisher, SyncEventLog, new_producer, open_run
+from ..log import DEADLINE, Publisher, SyncEventLog, new_producer, open_run
 from ..server import connect, open_client, serving, warn_of_eviction
 from ..system.error_text import first_error, format_cause
 from ..system.signals import exiting_on_signals
@@ -30,6 +30,7 @@ def training_run(
     config: str | None = None,
     save_strategy: SaveStrategy = "unrestricted",
     redis_url: str | None = None,
+    deadline: float = DEADLINE,
 ) -> TrainingRun:
     """Return the next epoch of a run, for one process of the run to open and to close.
 
@@ -48,6 +49,7 @@ def training_run(
         config: JSON for the run's other processes: no URLs, no secrets, no absolute paths.
         save_strategy: Saves that may run at once; the run's coordinators get the same value.
         redis_url: The server; ``TRINITY_REDIS_URL`` by default, else the embedded server.
+        deadline: Seconds for which each wait for a server that is away lasts.
 
     Raises:
         InvalidRunId: on opening, if the id is not a slug.
@@ -63,6 +65,7 @@ def training_run(
             config=config,
             save_strategy=save_strategy,
             redis_url=redis_url,
+            deadline=deadline,
         ),
     )
 
@@ -88,8 +91,9 @@ class TrainingRun:
     def close(self, error: BaseException | None = None) -> None:
         """Close the run: as finished, or with the error that ended training; once.
 
-        Blocks until the log has all that was published, 5 seconds at most. Raises PublishError
-        when it has not, unless ``error`` is given, which is worth more.
+        Blocks until the log has all that was published, for the run's deadline at most, and for 5
+        seconds after an error. Raises PublishError when the log has not, unless ``error`` is
+        given, which is worth more.
         """
         opened, self._opened = self._opened, None
         _left_open.pop(self, None)
@@ -136,6 +140,7 @@ def _opened(
     config: str | None,
     save_strategy: SaveStrategy,
     redis_url: str | None,
+    deadline: float,
 ) -> Iterator[Publisher]:
     """Open the run's next epoch, and close it however the block ends."""
     try:
@@ -147,13 +152,18 @@ def _opened(
         async with connect(url) as client:
             await warn_of_eviction(client, url)
             return await open_run(
-                client, run, resume_from=resume_from, config=config, save_strategy=save_strategy
+                client,
+                run,
+                resume_from=resume_from,
+                config=config,
+                save_strategy=save_strategy,
+                deadline=deadline,
             )
 
     with serving(redis_url) as url:
         with start_blocking_portal() as portal:  # the caller may run its own event loop
             epoch = portal.call(opened, url)
-        with publishing(run, epoch, "trainer", redis_url=url) as publisher:
+        with publishing(run, epoch, "trainer", redis_url=url, deadline=deadline) as publisher:
             publisher.publish(TrainerStatusChanged(status="running", step=resume_from or 0))
             try:
                 with exiting_on_signals():
@@ -167,7 +177,13 @@ def _opened(
 
 @contextmanager
 def publishing(
-    run: str, epoch: int, role: str, rank: int = 0, *, redis_url: str | None = None
+    run: str,
+    epoch: int,
+    role: str,
+    rank: int = 0,
+    *,
+    redis_url: str | None = None,
+    deadline: float = DEADLINE,
 ) -> Iterator[Publisher]:
     """Connect to the log, and yield the publisher that a process's coordinator needs.
 
@@ -177,18 +193,20 @@ def publishing(
         role: Role of the process in its events, such as ``"actor"``.
         rank: Rank of the process in that role.
         redis_url: The server; ``TRINITY_REDIS_URL`` by default, else the embedded server.
+        deadline: Seconds for which the publisher waits for a server that is away, also at the end
+            of a block without an error.
 
     Raises PublishError at the end if the log did not accept every event.
     """
     with serving(redis_url) as url, closing(SyncEventLog(open_client(url), run)) as log:
-        publisher = Publisher(log, epoch, new_producer(role, rank))
+        publisher = Publisher(log, epoch, new_producer(role, rank), deadline=deadline)
         try:
             yield publisher
         except BaseException:
             with suppress(PublishError):
                 publisher.close()
             raise
-        publisher.close()
+        publisher.close(deadline)
 
 
 _INTERRUPTS = (KeyboardInterrupt, SystemExit, asyncio.CancelledError, GeneratorExit)

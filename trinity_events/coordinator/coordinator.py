@@ -101,6 +101,8 @@ class CheckpointCoordinator:
         self._lease = lease
         self._turn_deadline = turn_deadline
         self._timeouts = timeouts
+        flush = timeouts.flush
+        self._flush_within = publisher.deadline if flush is None else flush
         self._heartbeat = Heartbeat.of(publisher, lease)
         self._inflight = InflightSaves(publisher.waits)
         self._sync_names = SyncSaveNames()
@@ -268,7 +270,7 @@ class CheckpointCoordinator:
     def _wait(self, name: str | None, deadline: float | None) -> None:
         give_up = None if deadline is None else time.monotonic() + deadline
         self._inflight.wait(deadline, name)
-        remaining = self._timeouts.flush
+        remaining = self._flush_within
         if give_up is not None:
             remaining = max(0.0, min(remaining, give_up - time.monotonic()))
         try:
@@ -306,7 +308,8 @@ class CheckpointCoordinator:
         Raises:
             MetricRefused: A metric is no number. The step is committed, without it.
             PublishError: if the log did not accept the events within ``timeouts.flush``
-                seconds. It may still accept them later; calling again does no harm.
+                seconds, by default the publisher's deadline. It may still accept them later;
+                calling again does no harm.
         """
         await anyio.to_thread.run_sync(
             partial(
@@ -353,7 +356,7 @@ class CheckpointCoordinator:
         self._publisher.publish(
             StepCommitted(step=global_step, kind=kind, registrations=registrations, metrics=numbers)
         )
-        self._publisher.flush(self._timeouts.flush)
+        self._publisher.flush(self._flush_within)
         self._warn_if_other_folder()
         check_metrics(global_step, refused)
 

@@ -21,12 +21,13 @@ from .merged_reader import MergedReader, stream_order
 from .page_size import PageSize
 from .position import ORIGIN, before, position
 from .publishing.async_publisher import AsyncPublisher, Resumption, open_run, opening_envelope
-from .publishing.publisher import Publisher, new_producer
+from .publishing.publisher import DEADLINE, Publisher, new_producer
 from .redis.event_log import RedisEventLog
 from .redis.run_index import list_runs, require_run, watch_runs
 from .redis.sync_log import SyncEventLog
 
 __all__ = [
+    "DEADLINE",
     "DEAD_LETTERS_KEPT",
     "DEAD_LETTER_BYTES",
     "ORIGIN",

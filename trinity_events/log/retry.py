@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import redis
 import redis.exceptions as of_redis
 
 from ..errors import EpochBehind, LogExhausted
 
+T = TypeVar("T")
+
 _SHORTEST = 0.05
+_LONGEST = 1.0
+"""Maximum seconds between two attempts of :func:`retry_for`."""
 
 SLOW = "it is slow"
 """Reason of a wait for a server that has not failed."""
@@ -56,3 +62,17 @@ def backoff_delays(most: float) -> Iterator[float]:
     while True:
         yield random.uniform(0, span)  # noqa: S311
         span = min(2 * span, most)
+
+
+def retry_for(seconds: float, call: Callable[[], T]) -> T:
+    """Return the result of a request, repeated for some seconds while its error is transient."""
+    give_up = time.monotonic() + seconds
+    for pause in backoff_delays(_LONGEST):
+        try:
+            return call()
+        except Exception as error:
+            remaining = give_up - time.monotonic()
+            if remaining <= 0 or not is_transient(error):
+                raise
+        time.sleep(min(pause, remaining))
+    raise AssertionError("backoff_delays ended")

@@ -29,6 +29,7 @@ class Session:
             self._connect_weights,
             f"{settings.role}-{settings.rank}",
             settings.group_timeout,
+            settings.deadline,
             lambda: self.events.waits,
         )
         self._servers = ExitStack()
@@ -41,7 +42,8 @@ class Session:
         settings = self.settings
         log = SyncEventLog(open_client(self.log_url), settings.run_id)
         self._publishers.callback(log.close)
-        publisher = Publisher(log, settings.epoch, new_producer(settings.role, settings.rank))
+        producer = new_producer(settings.role, settings.rank)
+        publisher = Publisher(log, settings.epoch, producer, deadline=settings.deadline)
         self._publishers.callback(publisher.close)
         return publisher
 

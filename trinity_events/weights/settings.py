@@ -30,6 +30,7 @@ class SynchronizerSettings(Struct, frozen=True, kw_only=True):
     tensor_digests: bool
     dtype: torch.dtype | None
     lease: float
+    deadline: float
     checkpoint_folder: Path | None = None
 
     def __post_init__(self) -> None:

@@ -28,6 +28,7 @@ from ..client import blocking
 from ..coordinator import LEASE
 from ..diagnostics.waits import WaitReporter
 from ..errors import VersionUnavailable
+from ..log import DEADLINE
 from ..log.publishing.metric_values import check_metrics, split_metrics
 from .compatibility import unwrapped_names
 from .publishing.part_writer import PublishedPartReport
@@ -39,9 +40,6 @@ from .tensors import sent_dtype
 from .transports.base import Ended
 from .transports.collective import TIMEOUT, WeightSyncInfo
 from .version_reader import VersionReader
-
-FLUSH_DEADLINE = 10.0
-"""Seconds that ``flush`` waits for the log to accept the published events."""
 
 
 class Synchronizer:
@@ -70,6 +68,8 @@ class Synchronizer:
             version digests its model's own tensors before it reports the version.
         dtype: Floating-point dtype to publish in; by default each tensor keeps its own.
         lease: Seconds without a heartbeat after which a publisher is taken for dead.
+        deadline: Seconds for which it waits for a server that is away: for that of the log in
+            :meth:`flush`, and for that of the chunks as it publishes.
         checkpoint_folder: The run's checkpoint directory, for versions that are ready state dicts:
             :meth:`pull`, :meth:`apply` and :meth:`load` take their announcements too.
 
@@ -92,6 +92,7 @@ class Synchronizer:
         tensor_digests: bool = False,
         dtype: torch.dtype | None = None,
         lease: float = LEASE,
+        deadline: float = DEADLINE,
         checkpoint_folder: Path | None = None,
     ) -> None:
         self._open(
@@ -109,6 +110,7 @@ class Synchronizer:
                 tensor_digests=tensor_digests,
                 dtype=dtype,
                 lease=lease,
+                deadline=deadline,
                 checkpoint_folder=checkpoint_folder,
             )
         )
@@ -149,10 +151,11 @@ class Synchronizer:
         """Reporter of this process's long waits, such as an explorer's for a version."""
         return self._session.events.waits
 
-    def flush(self, deadline: float = FLUSH_DEADLINE) -> None:
+    def flush(self, deadline: float | None = None) -> None:
         """Wait until all published events are in the log; other methods do not wait.
 
-        Raises PublishError, which names the events not accepted within ``deadline`` seconds.
+        Raises PublishError, which names the events not accepted within ``deadline`` seconds, by
+        default those of the synchronizer.
         """
         self._session.events.flush(deadline)
 

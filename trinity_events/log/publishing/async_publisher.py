@@ -31,7 +31,7 @@ from ..redis.error_replies import reply_text
 from ..redis.event_log import RedisEventLog
 from ..redis.run_index import add_run
 from ..retry import SLOW, backoff_delays, is_transient
-from .publisher import EnvelopeFactory, format_unpublished, new_producer
+from .publisher import DEADLINE, EnvelopeFactory, format_unpublished, new_producer
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class AsyncPublisher:
     """
 
     def __init__(
-        self, log: EventLog, epoch: int, producer: Producer, *, deadline: float = 30.0
+        self, log: EventLog, epoch: int, producer: Producer, *, deadline: float = DEADLINE
     ) -> None:
         self.log = log
         self._stamp = EnvelopeFactory(log.run_id, epoch, producer)

@@ -51,6 +51,10 @@ CAPACITY = 4096
 """Events that a publisher buffers at most while no server takes them."""
 CAPACITY_BYTES = 16 << 20
 """Bytes of those events at most."""
+DEADLINE = 30.0
+"""Seconds for which callers wait for a server that is away, where no configuration says more."""
+CLOSE_DEADLINE = 5.0
+"""Seconds for which a publisher that is closed after an error waits for its events."""
 LONGEST_PAUSE = 1.0
 """Maximum seconds between two attempts to reach a server."""
 CLOSED = "its publisher was closed"
@@ -137,6 +141,11 @@ class Outbox:
         return len(self._waiting)
 
     @property
+    def capacity(self) -> int:
+        """Number of payloads that it holds at most."""
+        return self._capacity
+
+    @property
     def confirmed(self) -> int:
         """Number of payloads that a server confirmed."""
         return self.accepted - len(self._waiting)
@@ -182,6 +191,8 @@ class Publisher:
         producer: Identity of this publisher, which no other publisher may share.
         capacity: Events that it buffers at most.
         capacity_bytes: Bytes of those events at most.
+        deadline: Seconds for which callers wait for a server that is away, such as in
+            :meth:`flush`.
     """
 
     def __init__(
@@ -192,8 +203,10 @@ class Publisher:
         *,
         capacity: int = CAPACITY,
         capacity_bytes: int = CAPACITY_BYTES,
+        deadline: float = DEADLINE,
     ) -> None:
         self.log = log
+        self.deadline = deadline
         self._stamp = EnvelopeFactory(log.run_id, epoch, producer)
         # An explorer may append to the reports alone: see `core/report_checks.py`.
         reports = producer.role == REPORTER_ROLE
@@ -255,14 +268,15 @@ class Publisher:
                 self._stamp.undo()
                 raise
 
-    def flush(self, deadline: float) -> None:
+    def flush(self, deadline: float | None = None) -> None:
         """Wait until every published event is in the log.
 
-        Raises PublishError after ``deadline`` seconds, or as soon as the server refuses an event.
-        The error counts the missing events and gives the reason. They stay buffered and are
-        sent again.
+        Raises PublishError after ``deadline`` seconds, by default those of the publisher, or as
+        soon as the server refuses an event. The error counts the missing events and gives the
+        reason. They stay buffered and are sent again.
         """
         self._check_process()
+        deadline = self.deadline if deadline is None else deadline
         with self._changed:
             until, begun = self._outbox.accepted, self._attempts
             self._hurry()
@@ -276,7 +290,7 @@ class Publisher:
                 waited = None if self._is_refused else deadline
                 raise EventsMissing(self.run_id, self._delay_reason, waited, count=missing)
 
-    def close(self, deadline: float = 5.0) -> None:
+    def close(self, deadline: float = CLOSE_DEADLINE) -> None:
         """Flush, and end the sending thread; the log stays open. Raises as :meth:`flush`.
 
         Later calls of :meth:`publish` fail. Events not taken in time are dropped.
@@ -355,7 +369,8 @@ class Publisher:
         with self._changed:
             if self._fault is None:
                 logger.warning(
-                    "events of run %s wait for the server: %s", self.run_id, reply_text(error)
+                    "events of run %s wait for the server, at most %d of them: %s",
+                    *(self.run_id, self._outbox.capacity, reply_text(error)),
                 )
             self._fault = error
             if self._is_refused:

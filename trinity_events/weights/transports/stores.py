@@ -27,6 +27,7 @@ class Stores:
         connect: Connects to the server of the chunks.
         process: Role and rank of the process.
         group_timeout: Seconds after which a silent peer of a collective group is an error.
+        deadline: Seconds for which publishing waits for a server of the chunks that is away.
         waits: Returns the reporter of the process's long waits.
     """
 
@@ -36,6 +37,7 @@ class Stores:
         connect: Callable[[], redis.Redis],
         process: str,
         group_timeout: float,
+        deadline: float,
         waits: Callable[[], WaitReporter],
     ) -> None:
         self._waits = waits
@@ -43,6 +45,7 @@ class Stores:
         self._connect = connect
         self._process = process
         self._group_timeout = group_timeout
+        self._deadline = deadline
         self.opened: dict[str, ChunkStore] = {}
 
     def get(self, transport: str) -> ChunkStore:
@@ -59,7 +62,7 @@ class Stores:
 
     def _open(self, transport: str) -> ChunkStore:
         if transport == RedisChunkStore.name:
-            return RedisChunkStore(self._connect())
+            return RedisChunkStore(self._connect(), deadline=self._deadline)
         if transport == SharedMemoryStore.name:
             return SharedMemoryStore()
         if transport == RayStore.name:

@@ -86,6 +86,7 @@ class Explorer:
             role=ROLE,
             rank=rank,
             checkpoint_folder=config.checkpoint_folder,
+            deadline=config.sync.timeout,
         )
 
     @classmethod
@@ -179,7 +180,10 @@ class Explorer:
                     run = await exits.enter_async_context(
                         followed_run(self.config.run_id, self.config.redis_url)
                     )
-                return await self._run(run)
+                result = await self._run(run)
+            # The closing of the publisher is short: it follows errors too.
+            await anyio.to_thread.run_sync(self._synchronizer.flush)
+            return result
         except BaseExceptionGroup as errors:
             # Ray passes one error on, and no group.
             error = first_error(errors)

@@ -217,6 +217,7 @@ async def _run(options: LaunchOptions, report: Report) -> None:
                 transport=chosen.to_field(),
                 command=options.resume_command,
                 above=0 if earlier is None else earlier.reached.epoch,
+                deadline=settings.sync.timeout,
             ),
             redis_url=redis_url,
             weights_url=weights_url,
@@ -247,7 +248,11 @@ async def _run(options: LaunchOptions, report: Report) -> None:
                 partial(view.show_causes, partial(read_live_facts, client, options.run_id)),
             ):
                 with publishing(
-                    options.run_id, config.epoch, "launcher", redis_url=redis_url
+                    options.run_id,
+                    config.epoch,
+                    "launcher",
+                    redis_url=redis_url,
+                    deadline=config.sync.timeout,
                 ) as publisher:
                     with publisher.waits.waiting("its Ray cluster, with room for all processes"):
                         room = await exits.enter_async_context(

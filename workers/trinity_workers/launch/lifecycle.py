@@ -21,9 +21,8 @@ from trinity_schemas import RunClosed
 from ..config.train_config import RunConfig
 from .next_command import next_command
 
-_REDUCER_DEADLINE = 30.0
 _SHORT_DEADLINE = 3.0
-"""Seconds for it if the run failed or was interrupted: supervisors kill after ten."""
+"""Seconds to close a run that failed or was interrupted: supervisors kill after ten."""
 
 
 class Interrupted(TrinityError):
@@ -105,7 +104,7 @@ async def closing(
             await _close(client, config, closed, _SHORT_DEADLINE)
         raise
     finished = RunClosed(reason="finished", step=config.steps)
-    await _close(client, config, finished, _REDUCER_DEADLINE)
+    await _close(client, config, finished, config.sync.timeout)
 
 
 async def _close(

@@ -66,7 +66,10 @@ class RayTrainBackend(TrainEngineWrapper):
         self._version_saved: int | None = None
         """Step whose weights were last saved as a version in files."""
         self._log = SyncEventLog(open_client(config.redis_url), config.run_id)
-        self._publisher = Publisher(self._log, config.epoch, new_producer("trainer"))
+        deadline = config.sync.timeout
+        self._publisher = Publisher(
+            self._log, config.epoch, new_producer("trainer"), deadline=deadline
+        )
         self._coordinator = CheckpointCoordinator(
             self._publisher, config.checkpoint_folder, strategy=config.checkpoints.strategy
         )
@@ -76,6 +79,7 @@ class RayTrainBackend(TrainEngineWrapper):
             redis_url=config.redis_url,
             weights_url=config.weights_url,
             transport=config.chunk_transport,
+            deadline=deadline,
         )
 
     async def prepare(self) -> None:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +21,11 @@ from trinity_events.core.evaluations import evaluated_through
 from trinity_events.core.ledger import Ledger
 from trinity_events.core.reward_errors import REWARD_ERRORS
 from trinity_events.diagnostics.stacks import enable_stack_dumps
-from trinity_events.errors import DeadlineExceeded
+from trinity_events.errors import DeadlineExceeded, PublishError
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer
 from trinity_events.replay import current_state
 from trinity_events.rollouts import AnswerGroup, AnswerLimits, DispatchSettings, RolloutDispatcher
-from trinity_events.server import connect
+from trinity_events.server import Deadline, connect
 from trinity_events.subscriptions import subscribe
 from trinity_events.system.error_text import ungrouped
 from trinity_schemas import (
@@ -64,6 +64,9 @@ if TYPE_CHECKING:
     from .rollouts.colocated import ColocatedAnswers
 
 logger = logging.getLogger(__name__)
+
+_STOPPED_WITHIN = 3.0
+"""Seconds in which a trainer that failed publishes its end: supervisors kill after ten."""
 
 
 class TrainingResult(Struct, frozen=True, kw_only=True):
@@ -114,8 +117,12 @@ class Trainer:
         config = self.config
         client = await self._exits.enter_async_context(connect(config.redis_url))
         log = RedisEventLog(client, config.run_id)
-        self._publisher = AsyncPublisher(log, config.epoch, new_producer("trainer"))
-        self._began_at = await log.last_id()
+        deadline = config.sync.timeout
+        self._publisher = AsyncPublisher(
+            log, config.epoch, new_producer("trainer"), deadline=deadline
+        )
+        wait = Deadline(deadline, f"the log of run {config.run_id} was not read")
+        self._began_at = await wait.retry(log.last_id)
         ledger = await self._restored_ledger()
         with ungrouped():
             async with anyio.create_task_group() as starting:
@@ -124,7 +131,13 @@ class Trainer:
         if config.resumed_step is not None:
             await self.engine.load_checkpoint(config.resumed_folder, config.resumed_step)
         # In the background: a report of a wait never delays the loop that waits.
-        reports = publishing(config.run_id, config.epoch, "trainer", redis_url=config.redis_url)
+        reports = publishing(
+            config.run_id,
+            config.epoch,
+            "trainer",
+            redis_url=config.redis_url,
+            deadline=deadline,
+        )
         publisher = self._exits.enter_context(reports)
         self._waits = publisher.waits
         compared = config.algorithm.filters
@@ -141,7 +154,9 @@ class Trainer:
         )
         self._supply = RolloutSupply(config, self._dispatcher, self._waits)
         sets = await anyio.to_thread.run_sync(held_out_sets, config, task)
-        through = evaluated_through(await current_state(log)) if sets else {}
+        wait.renew()
+        state = await wait.retry(partial(current_state, log))
+        through = evaluated_through(state) if sets else {}
         self._evaluator = Evaluator(
             config,
             client,
@@ -214,9 +229,13 @@ class Trainer:
                     await self.save_checkpoint(save_as_hf=as_hf)
             await self.engine.wait_for_save()
             await self._evaluator.drain()
-        finally:
-            stopped = TrainerStatusChanged(status="stopped", step=self.train_step_num)
-            await self._publisher.publish(stopped)
+        except BaseException:
+            # The error is worth more than its report, for which a server that is away is not
+            # waited for again.
+            with suppress(PublishError), anyio.move_on_after(_STOPPED_WITHIN):
+                await self._publish_stopped()
+            raise
+        await self._publish_stopped()
         return TrainingResult(
             steps=self.train_step_num,
             rewards=[metrics["reward"] for metrics in step_metrics],
@@ -225,6 +244,10 @@ class Trainer:
             seconds=time.monotonic() - began,
             dropped_groups=sum(self._dispatcher.ledger.dropped.values()),
         )
+
+    async def _publish_stopped(self) -> None:
+        stopped = TrainerStatusChanged(status="stopped", step=self.train_step_num)
+        await self._publisher.publish(stopped)
 
     async def synchronize(self) -> None:
         """Ask for the rollouts that the present weights may serve, and publish these.

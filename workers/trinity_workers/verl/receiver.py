@@ -68,6 +68,7 @@ class WeightReceiver:
             weights_url=settings.weights_url,
             role="explorer",
             rank=rank,
+            deadline=settings.deadline,
         )
 
     def meet(self, meeting: Topology) -> None:

@@ -174,6 +174,7 @@ class WeightSender:
                 weights_url=self._settings.weights_url,
                 transport=self._transport,
                 full_every=self._settings.full_every,
+                deadline=self._settings.deadline,
             )
         return self._synchronizer
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Generator, Iterable, Sequence
 from contextlib import closing
+from functools import partial
 from itertools import accumulate
 from typing import Any, TypeAlias
 
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from trinity_schemas import ContractError, chunk_key, decode_manifest, manifest_key
 
 from ....log.redis.scripts import Scripts
+from ....log.retry import retry_for
 from ..base import Check, ChunkBuffers, PartRef, ReceivedChunk
 from .expiry import ORPHANED_AFTER, ExpiryRenewal
 from .leases import LEASE, Lease, Retired, unlink
@@ -35,17 +37,25 @@ class RedisChunkStore:
         client: Client of the server.
         expire: Seconds after which the chunks of an ended publisher expire.
         lease: Seconds after which the lease of a dead reader ends.
+        deadline: Seconds for which publishing waits for a server that is away or full, in addition
+            to the client's own attempts.
     """
 
     name = "redis"
 
     def __init__(
-        self, client: redis.Redis, *, expire: int = ORPHANED_AFTER, lease: float = LEASE
+        self,
+        client: redis.Redis,
+        *,
+        expire: int = ORPHANED_AFTER,
+        lease: float = LEASE,
+        deadline: float = 0.0,
     ) -> None:
         self._redis: Any = client
         self._keeping = ExpiryRenewal(client, expire)
         self._lease = lease
-        self._values = LargeValues(client)
+        self._retry = partial(retry_for, deadline)
+        self._values = LargeValues(client, deadline=deadline)
         self._scripts = Scripts(client, __package__)
         self._retired = Retired(self._scripts, client)
         self._memory, self._rooms = _ReceiveMemory(), _ReceiveMemory()
@@ -54,8 +64,8 @@ class RedisChunkStore:
 
     def begin(self, part: PartRef, chunk_bytes: int | None = None) -> RedisSink:
         """Begin a part. It takes two chunks of memory, whatever the size of the model."""
-        self._retired.free()
-        self._retired.make_way(part)
+        self._retry(self._retired.free)
+        self._retry(partial(self._retired.make_way, part))
         self._keeping.remove(part)
         size = chunk_bytes or CHUNK_BYTES
         return RedisSink(self._redis, self._values, self._rooms, part, size, self._keeping)
@@ -143,7 +153,7 @@ class RedisSink:
     def seal(self, manifest: bytes, base: PartRef | None = None) -> None:
         """Send the manifest once the server has all chunks."""
         self._settle()
-        self._redis.set(manifest_key(*self._part), manifest, ex=self._keeping.expire)
+        self._values.set_whole(manifest_key(*self._part), manifest, self._keeping.expire)
         self._keeping.add(self._part, self._chunks, base)
 
     def discard(self) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
 import redis
 
+from ....log.retry import retry_for
 from ...tensors import Digesting, digest
 from ..base import ReceivedChunk
 from .bulk import BulkConnection, BulkError
@@ -38,16 +40,25 @@ class LargeValues:
 
     The raw connection is opened on demand, where the server allows one. If it breaks, the client
     repeats the pending requests and reports the error.
+
+    Args:
+        client: Client of the server.
+        deadline: Seconds for which a SET waits for a server that is away or full.
     """
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: Any, *, deadline: float = 0.0) -> None:
         self._redis = client
+        self._deadline = deadline
         self._made: BulkConnection | None = None
         self._owed: deque[_Owed] = deque()
 
     def set(self, key: str, value: memoryview, expire: int) -> None:
         """SET a value. It must not change before the next SET or :meth:`settle`."""
         self._set(_Owed(key, value, expire))
+
+    def set_whole(self, key: str, value: bytes | memoryview, expire: int) -> None:
+        """SET a value through the client; return once the server has it."""
+        retry_for(self._deadline, partial(self._redis.set, key, value, ex=expire))
 
     def set_digested(self, key: str, value: memoryview, expire: int) -> str:
         """SET a value; return its digest.
@@ -146,7 +157,7 @@ class LargeValues:
                     "the connection to the weights' server broke, and a value in transit has "
                     "changed meanwhile: publish the version again"
                 )
-            self._redis.set(key, value, ex=expire)
+            self.set_whole(key, value, expire)
 
     def _copy(self, requests: Sequence[ChunkRead]) -> Generator[ReceivedChunk]:
         # All keys of a part have one hash tag, so this works on a cluster too.

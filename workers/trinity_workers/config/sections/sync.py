@@ -60,4 +60,5 @@ class SyncConfig(Section, frozen=True, kw_only=True):
     """Digest each tensor separately too: explorers then digest their models' tensors before they
     report a version as served, and manifests show the tensors that two versions share."""
     timeout: Seconds = 300.0
-    """Maximum seconds to wait for weights, experiences or a save."""
+    """Maximum seconds of each wait for weights, experiences or a save, and for a server that is
+    away."""

@@ -78,7 +78,10 @@ class TrainWorker(TrainingRank):
         self._models: Models = step.models
         self._vocabulary_size = read_answer_limits(config).vocabulary_size
         self._log = SyncEventLog(open_client(config.redis_url), config.run_id)
-        self._publisher = Publisher(self._log, config.epoch, new_producer(ROLE, self._rank))
+        deadline = config.sync.timeout
+        self._publisher = Publisher(
+            self._log, config.epoch, new_producer(ROLE, self._rank), deadline=deadline
+        )
         self._profiler = StepProfiler(config, ROLE, self._rank, self._publisher.publish)
         self._coordinator = CheckpointCoordinator(
             self._publisher, config.checkpoint_folder, strategy=config.checkpoints.strategy
@@ -94,6 +97,7 @@ class TrainWorker(TrainingRank):
             full_every=config.sync.full_every,
             tensor_digests=config.sync.tensor_digests,
             dtype=self._published_dtype,
+            deadline=deadline,
         )
         self._strategy = strategy_for(config.published_form, config.sync.timeout)
 
