@@ -83,14 +83,26 @@ def verls_advantages(verl, name, batch, gamma=1.0, **more):
         ({"deviation": "sample", "deviation_epsilon": 1e-6}, "grpo", {}),
         ({"preset": "dr_grpo"}, "grpo", {"norm_adv_by_std_in_grpo": False}),
         ({"preset": "rloo"}, "rloo", {}),
-        ({"preset": "reinforce++", "gamma": 0.9}, "reinforce_plus_plus", {"gamma": 0.9}),
-        ({"preset": "reinforce++-baseline"}, "reinforce_plus_plus_baseline", {}),
-        ({"preset": "ppo", "gamma": 0.9}, "gae", {"gamma": 0.9, "lam": 0.95}),
+        (
+            {"preset": "reinforce++", "gamma": 0.9, "deviation": "sample"},
+            "reinforce_plus_plus",
+            {"gamma": 0.9},
+        ),
+        (
+            {"preset": "reinforce++-baseline", "deviation": "sample"},
+            "reinforce_plus_plus_baseline",
+            {},
+        ),
+        (
+            {"preset": "ppo", "gamma": 0.9, "deviation": "sample"},
+            "gae",
+            {"gamma": 0.9, "lam": 0.95},
+        ),
     ],
 )
 def test_advantages(verl, batch, settings, name, more):
     expected, returns = verls_advantages(verl, name, batch, **more)
-    prepared = prepare(batch, read_settings({"deviation": "sample", **settings})).batch
+    prepared = prepare(batch, read_settings(settings)).batch
     mask = batch.response_mask
     near(prepared.advantages[mask], expected[mask], 1e-5)
     if prepared.returns is not None:
@@ -127,9 +139,14 @@ def test_policy_losses(verl, batch, settings, name, clips):
         check_policy_loss(verl, batch, normalisation, settings, name, clips)
 
 
+def normalised(normalisation, batch):
+    """Return the settings of a normalisation; the constant one divides by the longest response."""
+    length = {"normalisation_length": batch.response_width} if normalisation == "constant" else {}
+    return {"normalisation": normalisation, **length}
+
+
 def check_policy_loss(verl, batch, normalisation, settings, name, clips):
-    width = batch.response_width
-    settings = {**settings, "normalisation": normalisation, "normalisation_length": width}
+    settings = {**settings, **normalised(normalisation, batch)}
     x = batch.logprobs.clone().requires_grad_()
     update = policy_update(batch, x, read_settings(settings))
     mask = batch.response_mask.float()
@@ -233,10 +250,7 @@ def test_kl_estimates(verl, batch, estimator):
 @pytest.mark.parametrize("normalisation", NORMALISATIONS)
 def test_the_value_loss(verl, batch, normalisation):
     x = (batch.values + batch.logprobs / 3).detach().requires_grad_()
-    length = batch.response_width
-    config = read_settings(
-        {"preset": "ppo", "normalisation": normalisation, "normalisation_length": length}
-    )
+    config = read_settings({"preset": "ppo", **normalised(normalisation, batch)})
     update = value_update(batch, x, config)
     expected, clipped = verl.core.compute_value_loss(
         x,

@@ -20,6 +20,8 @@ from trinity_schemas import StepRef, VersionPartPublished, WeightsApplied
 
 pytestmark = [
     pytest.mark.processes,
+    pytest.mark.ray,
+    pytest.mark.heavy,
     pytest.mark.timeout(600),  # its own deadlines are shorter, and say what is missing
     pytest.mark.filterwarnings("default"),  # veRL's, Ray's and Megatron's
 ]
@@ -97,12 +99,7 @@ def assert_collected(run):
 
 @pytest.mark.parametrize(
     "transport",
-    [
-        "auto",
-        "redis",
-        pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.heavy]),
-        "collective",
-    ],
+    ["auto", "redis", "ray", "collective"],
 )
 async def test_every_rollout_has_what_the_trainer_has_after_each_update(configured, log, transport):
     run = configured(transport=transport)
