@@ -858,6 +858,12 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
             "step 4 was published without 'a' (str), 'b' (str), 'c' (str), 'd' (str), 'e' (str), 'f' (str), 'g' (str), 'h' (str) and 2 more: a metric is one number, so give a number or leave it out",
         ),
     ],
+    "NotTrained": [
+        (
+            {"engine": "FSDPEngine"},
+            "this FSDPEngine was made without an optimizer, so it has nothing to save: save the engine that trains",
+        )
+    ],
     "NotVerified": [
         (
             {"step": 4, "folder": Path("/x/4"), "reason": "has no files"},

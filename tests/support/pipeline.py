@@ -12,10 +12,19 @@ import anyio
 from tests.support.event_histories import committed, opened, part
 from tests.support.waits import PATIENCE, child, until
 from trinity_events.archive import Recording, read_recording, record_run
-from trinity_events.log import AsyncPublisher, RedisEventLog, Stream, position
+from trinity_events.coordinator import CheckpointCoordinator
+from trinity_events.log import (
+    AsyncPublisher,
+    Publisher,
+    RedisEventLog,
+    Stream,
+    SyncEventLog,
+    new_producer,
+    position,
+)
 from trinity_events.reducer import ArchiveLimits, FoldLimits, Policy, reduce_run
 from trinity_events.reducer.report_intake import ReportIntake
-from trinity_events.server import connect
+from trinity_events.server import connect, open_client
 from trinity_schemas import (
     SaveGranted,
     StepFailed,
@@ -66,6 +75,18 @@ async def reducer_task(redis_url, run_id, root=None, policy=Policy()):  # noqa: 
         finally:
             scope.cancel()
             await task
+
+
+async def register_saves(config, step, *, state_dicts, others):
+    """Commit a step's saves as the trainer does, once they are dispatched."""
+    log = SyncEventLog(open_client(config.redis_url), config.run_id)
+    publisher = Publisher(log, config.epoch, new_producer("trainer"))
+    coordinator = CheckpointCoordinator(publisher)
+    await coordinator.register_and_monitor(
+        step, state_dict_thread_count=state_dicts, checkpoint_thread_count=others
+    )
+    publisher.close()
+    log.close()
 
 
 OUTCOMES = (StepReady, StepFailed, StepSuperseded, VersionRetired, SaveGranted)

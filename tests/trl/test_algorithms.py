@@ -18,7 +18,10 @@ from trinity_workers.algorithms.rules import read_settings
 from trinity_workers.algorithms.settings import ImportanceSamplingConfig
 from trinity_workers.algorithms.update import policy_update
 
-pytestmark = pytest.mark.filterwarnings("default")  # TRL's and its libraries'
+pytestmark = [
+    pytest.mark.processes,  # a library that TRL imports asks the system for the processor's name
+    pytest.mark.filterwarnings("default"),  # TRL's and its libraries'
+]
 
 
 @pytest.fixture(scope="module")

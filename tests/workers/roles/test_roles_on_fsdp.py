@@ -11,14 +11,16 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("ray")
 
+from tests.support.errors import raises  # noqa: E402
 from tests.support.experiences import group, make_groups  # noqa: E402
-from tests.support.tensors import identical  # noqa: E402
+from tests.support.tensors import assert_equal, identical  # noqa: E402
 from trinity_events.checkpoints.layout import MANIFEST  # noqa: E402
 from trinity_schemas import Sampling  # noqa: E402
 from trinity_workers.algorithms.collate import collate  # noqa: E402
 from trinity_workers.algorithms.prepare import prepare  # noqa: E402
 from trinity_workers.algorithms.presets import preset_values  # noqa: E402
 from trinity_workers.config.train_config import TrainConfig  # noqa: E402
+from trinity_workers.engines.sharded import NotTrained  # noqa: E402
 from trinity_workers.engines.state_files import read_state, write_state  # noqa: E402
 from trinity_workers.learning.lora_settings import LoraConfig  # noqa: E402
 from trinity_workers.roles import (  # noqa: E402
@@ -210,7 +212,7 @@ def test_a_role_that_lacks_a_model_or_has_loaded_none_says_so(config):
 
 
 ALLOWED = {
-    "actor": {"compute_log_prob", "update_actor"},
+    "actor": {"compute_log_prob", "update_actor", "setup_weight_sync_group", "sync_weight_nccl"},
     "rollout": {"generate_sequences"},
     "ref": {"compute_ref_log_prob"},
 }
@@ -222,11 +224,42 @@ def test_a_role_has_the_methods_of_its_parts_alone(config, role):
     worker = ActorRolloutRefWorker(config, 0, role=role)
     allowed = set().union(*(ALLOWED[part] for part in role.split("_")))
     for method in set().union(*ALLOWED.values()):
-        rows = [] if method == "generate_sequences" else collate(make_groups("roles", 1), 0)
+        rows = {"generate_sequences": [], "setup_weight_sync_group": 1, "sync_weight_nccl": 1}.get(
+            method, collate(make_groups("roles", 1), 0)
+        )
         # Those of its parts get as far as the missing models.
         sentence = r"call init_model\(\) first" if method in allowed else f"{method} needs the part"
         with pytest.raises(RoleRefused, match=sentence):
             getattr(worker, method)(rows)
+
+
+def test_a_role_that_trains_nothing_neither_saves_nor_hides_that_it_does_not(
+    config, roles, tmp_path
+):
+    actor, _ = roles
+    actor.save_checkpoint(str(tmp_path))
+    rollout = ActorRolloutRefWorker(config, 0, role="rollout")
+    reference = ActorRolloutRefWorker(config, 0, role="ref")
+    for role in (rollout, reference):
+        role.init_model()
+    assert rollout._step.models.policy.optimizer is None
+    assert not any(value.requires_grad for value in rollout._step.models.policy.module.parameters())
+    for step in (None, 1):
+        with pytest.raises(RoleRefused, match="has nothing to save: save the role that trains"):
+            rollout.save_checkpoint(str(tmp_path / "rollout"), step)
+        with pytest.raises(RoleRefused, match="save_checkpoint is of a policy or a critic"):
+            reference.save_checkpoint(str(tmp_path / "reference"), step)
+    with pytest.raises(RoleRefused, match=r"load_checkpoint is of a policy .* has reference alone"):
+        reference.load_checkpoint(str(tmp_path))
+    with raises(NotTrained, engine="FSDPEngine"):
+        rollout._step.models.policy.save_checkpoint(str(tmp_path / "rollout"))
+    policy = actor._step.models.policy
+    rollout.load_checkpoint(str(tmp_path))
+    assert rollout._step.models.policy.steps == policy.steps
+    assert_equal(
+        dict(rollout._step.models.policy.get_per_tensor_param()),
+        dict(policy.get_per_tensor_param()),
+    )
 
 
 @pytest.mark.parametrize("role", ["nonsense", "actor_ref", "rollout_actor", ""])

@@ -17,17 +17,14 @@ import torch.distributed.checkpoint as dcp  # noqa: E402
 
 from tests.support import megatron_ranks as at  # noqa: E402
 from tests.support.experiences import make_groups  # noqa: E402
-from tests.support.pipeline import announced, reducer_task, until  # noqa: E402
+from tests.support.pipeline import announced, reducer_task, register_saves, until  # noqa: E402
 from tests.support.rank_processes import collect  # noqa: E402
 from tests.support.tensors import identical  # noqa: E402
 from tests.support.waits import PATIENCE, wait_until  # noqa: E402
-from trinity_events import CheckpointCoordinator  # noqa: E402
 from trinity_events.checkpoints.layout import REDUCER_FILES  # noqa: E402
 from trinity_events.checkpoints.verification import read_manifest  # noqa: E402
 from trinity_events.coordinator import staged_path  # noqa: E402
 from trinity_events.errors import SaveError  # noqa: E402
-from trinity_events.log import Publisher, SyncEventLog, new_producer  # noqa: E402
-from trinity_events.server import open_client  # noqa: E402
 from trinity_schemas import (  # noqa: E402
     SaveFailed,
     SaveFinished,
@@ -155,16 +152,6 @@ async def saves(log) -> list:
     return [event for event in events if isinstance(event, SaveStarted | SaveFinished | SaveFailed)]
 
 
-async def commit(config, step) -> None:
-    """As the trainer does, once the saves are dispatched."""
-    log = SyncEventLog(open_client(config.redis_url), config.run_id)
-    publisher = Publisher(log, config.epoch, new_producer("trainer"))
-    trainer = CheckpointCoordinator(publisher)
-    await trainer.register_and_monitor(step, state_dict_thread_count=1, checkpoint_thread_count=1)
-    publisher.close()
-    log.close()
-
-
 async def announcement(log, kind, step):
     """The announcement of the type about the step's checkpoint."""
     with anyio.fail_after(PATIENCE):
@@ -183,7 +170,7 @@ async def test_training_goes_on_while_a_checkpoint_is_written_and_it_is_ready_wh
         expected, _ = await on(workers, weights)
         workers.on_rank_1(before_it_writes, wait_for, tmp_path / "gate")
         assert await on(workers, call, "save_checkpoint", str(staged(config, 1)), 1) == [None] * 2
-        await commit(config, 1)
+        await register_saves(config, 1, state_dicts=1, others=1)
         for seed in (2, 3):
             for metrics in await on(workers, train, config.run_id, seed):
                 assert metrics["gradient_norm"] > 0
@@ -232,7 +219,7 @@ async def test_what_fails_in_the_background_fails_the_save_and_the_step_can_be_s
     async with reducer_task(config.redis_url, config.run_id, tmp_path):
         workers.on_rank_1(before_it_writes, fail)
         await on(workers, call, "save_checkpoint", str(staged(config, 1)), 1)
-        await commit(config, 1)
+        await register_saves(config, 1, state_dicts=1, others=1)
         await on(workers, train, config.run_id, 1)
         for answer in await on(workers, call, "wait_on_save_thread"):
             assert isinstance(answer, SaveError)
@@ -255,7 +242,7 @@ async def test_a_rank_killed_in_a_background_save_fails_it_and_the_log_says_why(
     async with reducer_task(config.redis_url, config.run_id, tmp_path):
         workers.on_rank_1(before_it_writes, die)
         await on(workers, call, "save_checkpoint", str(staged(config, 1)), 1)
-        await commit(config, 1)
+        await register_saves(config, 1, state_dicts=1, others=1)
         own, gone = await on(workers, call, "wait_on_save_thread")
         assert isinstance(gone, ProcessLookupError)
         assert isinstance(own, SaveError)

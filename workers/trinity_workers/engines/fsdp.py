@@ -41,6 +41,7 @@ from .random_states import random_states, set_random_states
 from .reshard import (
     resharded_optimizer,
     saved_world,
+    shard_file,
     states_of_shards,
 )
 from .sharded import ShardedEngine, reshard, shard_name, write_huggingface
@@ -58,7 +59,8 @@ class FSDPEngine(ShardedEngine):
     Args:
         model_folder: Hugging Face folder to start from.
         device: Device of this rank.
-        learning_rate: Learning rate of AdamW; a number is constant.
+        learning_rate: Learning rate of AdamW; a number is constant. None makes a model without an
+            optimizer, which loads the weights of checkpoints and saves none.
         adamw: Options of the optimizer, and the norm to which gradients are clipped.
         dtype: Data type in which the model computes and is published. Parameters and optimizer
             are float32: in bfloat16, an update of less than 0.4% of a parameter would be lost.
@@ -78,7 +80,7 @@ class FSDPEngine(ShardedEngine):
         model_folder: Path,
         *,
         device: torch.device,
-        learning_rate: float | LearningRate,
+        learning_rate: float | LearningRate | None,
         adamw: AdamWOptions = AdamWOptions(),  # noqa: B008  # frozen
         dtype: str = "float32",
         load: Callable[[Path, str], tuple[Any, Any]] | None = None,
@@ -96,6 +98,9 @@ class FSDPEngine(ShardedEngine):
         self.published_dtypes = {
             name: parameter.dtype for name, parameter in trained.named_parameters()
         }
+        if learning_rate is None:
+            model.requires_grad_(False)
+            options = replace(options, recompute=False)
         options.prepare(model)
         module = _shard(model, device, getattr(torch, dtype), options)
         self.adapters = adapter_tree(module)
@@ -107,22 +112,24 @@ class FSDPEngine(ShardedEngine):
             check_isolation(module, device)
             module.reshard()  # the optimizer is of the shards
         self._sharded_by_layers = _is_large(model)
-        rate = as_learning_rate(learning_rate)
-        optimizer = torch.optim.AdamW(
-            (module if self.adapters is None else self.adapters).parameters(),
-            lr=rate.highest,
-            betas=adamw.betas,
-            eps=adamw.epsilon,
-            weight_decay=adamw.weight_decay,
-            fused=True,
-        )
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate.share)
+        rate = optimizer = scheduler = None
+        if learning_rate is not None:
+            rate = as_learning_rate(learning_rate)
+            optimizer = torch.optim.AdamW(
+                (module if self.adapters is None else self.adapters).parameters(),
+                lr=rate.highest,
+                betas=adamw.betas,
+                eps=adamw.epsilon,
+                weight_decay=adamw.weight_decay,
+                fused=True,
+            )
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate.share)
         super().__init__(module, optimizer, scheduler, adamw=adamw, learning_rate=rate)
         self._memory = OffloadedModel(
             offload,
             lambda: _settled_parameters(self.module),
             self._drop_gradients,
-            lambda: optimizer_tensors(self.optimizer),
+            lambda: () if self.optimizer is None else optimizer_tensors(self.optimizer),
         )
         self._memory.guard(self.module)
 
@@ -131,7 +138,8 @@ class FSDPEngine(ShardedEngine):
         return without_adapters(self.module)
 
     def _drop_gradients(self) -> tuple[torch.Tensor, ...]:
-        self.optimizer.zero_grad(set_to_none=True)
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
         return ()
 
     @holding(*ALL)
@@ -238,6 +246,8 @@ class FSDPEngine(ShardedEngine):
         return self._read_model(folder, world), self._read_training(folder, world)
 
     def _read_training(self, folder: Path, world: int) -> dict[str, Any]:
+        if self.optimizer is None:
+            return {"scheduler": _read_schedule(folder, world)}
         if world == dist.get_world_size():
             return read_state(folder / shard_name("optim"))
         rank, states = dist.get_rank(), states_of_shards(folder, "optim", world)
@@ -251,6 +261,16 @@ class FSDPEngine(ShardedEngine):
 
     def _set_random_states(self, states: dict[str, Any]) -> None:
         set_random_states(states, self._device)
+
+
+def _read_schedule(folder: Path, world: int) -> dict[str, Any]:
+    """Return the schedule of a checkpoint of FSDPEngine, or of veRL, which has a file for it."""
+    extra = shard_file(folder, "extra_state", world, 0)
+    name, path = "scheduler", shard_file(folder, "optim", world, 0)
+    if extra.is_file():
+        name, path = "lr_scheduler", extra
+    schedule: dict[str, Any] = read_state(path, mapped=True)[name]
+    return schedule
 
 
 def frozen_policy(

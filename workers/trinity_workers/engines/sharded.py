@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from trinity_events.checkpoints.layout import MODEL_FOLDER
+from trinity_events.errors import TrinityError
 
 from ..learning.finite import check_finite, nested_tensors
 from ..runtime.collectives import together
@@ -40,15 +41,16 @@ class WeightChanges:
 
     Args:
         module: The model.
-        optimizer: Its optimizer.
+        optimizer: Its optimizer; None if it is not trained.
     """
 
-    def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self._count = 0
         for part in module.modules():
             register: Any = part.register_load_state_dict_post_hook  # it has no annotations
             register(self._add)
-        optimizer.register_step_post_hook(self._add)
+        if optimizer is not None:
+            optimizer.register_step_post_hook(self._add)
 
     @property
     def count(self) -> int:
@@ -59,15 +61,30 @@ class WeightChanges:
         self._count += 1
 
 
+class NotTrained(TrinityError):
+    """Raised if an engine without an optimizer is to save a checkpoint.
+
+    Attributes:
+        engine: Name of the engine's class.
+    """
+
+    engine: str
+    text = (
+        "this {engine} was made without an optimizer, so it has nothing to save: save the engine "
+        "that trains"
+    )
+
+
 class ShardedEngine(CheckpointedEngine):
     """Engine on FSDP, on one rank.
 
     Args:
         module: Sharded model.
-        optimizer: AdamW of the shards.
-        scheduler: Scheduler of torch for its learning rate.
+        optimizer: AdamW of the shards; None for a model that is not trained.
+        scheduler: Scheduler of torch for its learning rate; None without an optimizer.
         adamw: Options of the configuration, which win over those of a checkpoint.
-        learning_rate: Learning rate of the configuration, which does too.
+        learning_rate: Learning rate of the configuration, which does too; None without an
+            optimizer.
     """
 
     adapters: Any = None
@@ -80,16 +97,18 @@ class ShardedEngine(CheckpointedEngine):
         scheduler: Any,
         *,
         adamw: AdamWOptions,
-        learning_rate: LearningRate,
+        learning_rate: LearningRate | None,
     ) -> None:
         self.module, self.optimizer, self.scheduler = module, optimizer, scheduler
         self.weight_changes = WeightChanges(module, optimizer)
-        self._adamw, self._highest_rate = adamw, learning_rate.highest
+        self._adamw = adamw
+        self._highest_rate = 0.0 if learning_rate is None else learning_rate.highest
+        self._loaded_steps = 0
 
     @property
     def steps(self) -> int:
-        """Optimizer steps taken."""
-        return int(self.scheduler.last_epoch)
+        """Optimizer steps taken; without an optimizer, those of the checkpoint that was loaded."""
+        return self._loaded_steps if self.optimizer is None else int(self.scheduler.last_epoch)
 
     @property
     def learning_rate(self) -> float:
@@ -113,6 +132,8 @@ class ShardedEngine(CheckpointedEngine):
 
     def _write_checkpoint(self, folder: Path) -> None:
         with together():
+            if self.optimizer is None:
+                raise NotTrained(type(self).__name__)
             module = trained_module(self)
             file, state = folder / shard_name(saved_part(self)), copied(module.state_dict())
             write_state(file, state, exempt=all_buffer_names(module))
@@ -126,11 +147,15 @@ class ShardedEngine(CheckpointedEngine):
             model, training = self._read_shards(folder)
             exempt = all_buffer_names(trained_module(self))
             check_finite(nested_tensors(model), str(folder), exempt=exempt)
-            check_finite(
-                nested_tensors(training["optimizer"]), f"the optimizer's state in {folder}"
-            )
+            if self.optimizer is not None:
+                check_finite(
+                    nested_tensors(training["optimizer"]), f"the optimizer's state in {folder}"
+                )
         reshard(self.module)  # what was gathered of adapters would be of their earlier values
         trained_module(self).load_state_dict(model)
+        if self.optimizer is None:
+            self._loaded_steps = int(training["scheduler"]["last_epoch"])
+            return
         self.optimizer.load_state_dict(training["optimizer"])
         apply_adamw_options(self.optimizer, self._adamw)
         self.scheduler.load_state_dict(training["scheduler"])

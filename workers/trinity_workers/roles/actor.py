@@ -60,8 +60,10 @@ class ActorRolloutRefWorker(RoleWorker):
     def models(self) -> Collection[ModelName]:
         """Models of the role."""
         models: set[ModelName] = set()
-        if {"actor", "rollout"} & self._parts:
+        if "actor" in self._parts:
             models.add("policy")
+        elif "rollout" in self._parts:
+            models.add("rollout")  # without an optimizer
         if "ref" in self._parts:
             models.add("reference")
         return models
@@ -86,7 +88,7 @@ class ActorRolloutRefWorker(RoleWorker):
             RoleRefused: The role has no rollout.
         """
         self._require("rollout", "generate_sequences")
-        policy = self._with("policy").models.policy
+        policy = self._loaded.models.policy
         if self._rollouts is None:
             self._rollouts = rank_rollouts(self._config, self._device, policy)
         return self._rollouts.generate(prompts, StepRef(self._config.epoch, policy.steps))
@@ -138,6 +140,7 @@ class ActorRolloutRefWorker(RoleWorker):
         self, explorers: int, timeout: float | None = None
     ) -> tuple[str, ...]:
         """Wait for explorers to join the collective group; return the names of those that came."""
+        self._require("actor", "setup_weight_sync_group")
         return self._in_run.setup_weight_sync_group(explorers, timeout)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, settles=True)
@@ -147,5 +150,4 @@ class ActorRolloutRefWorker(RoleWorker):
         self._in_run.sync_weight_nccl(global_step)
 
     def _save_in_run(self, local_path: str, global_step: int) -> None:
-        self._require("actor", "save_checkpoint")
         self._in_run.save_checkpoint(local_path, global_step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from ..algorithms.batch import Batch
 from ..config.train_config import RunConfig
 from ..trainer.rank_actors import start_rank_actors, worker_class
 from ..trainer.step.base import ModelName, Trained, TrainingStep
-from ..trainer.workers.fsdp import TrainWorker
+from ..trainer.workers.fsdp import TrainWorker, critic_folder
 from ..trainer.workers.rank import TrainingRank
 from ..worker_group.dispatch import Dispatch
 from ..worker_group.megatron import MegatronWorker
@@ -71,9 +72,9 @@ class RoleWorker(MegatronWorker, TrainingRank):
         The first use opens the log of the run.
         """
         if self._worker is None:
-            kind = worker_class(self._config)
-            self._worker = kind(self._config, self._rank)
-            self._worker.open(self._loaded)
+            worker = worker_class(self._config)(self._config, self._rank)
+            worker.open(self._loaded)
+            self._worker = worker
         return self._worker
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -90,20 +91,40 @@ class RoleWorker(MegatronWorker, TrainingRank):
             global_step: Step of a run: the saves are in the background, in the layout of its
                 checkpoints, and each is an event. Without it the files are on disk on return.
         """
+        engines = self._get_engines("save_checkpoint")
+        if not self._loaded.models.trained:
+            raise RoleRefused(
+                f"this {type(self).__name__} trains nothing, so it has nothing to save: save the "
+                "role that trains"
+            )
         if global_step is not None:
             self._save_in_run(local_path, global_step)
             return
-        for name, engine in self._trained_models():
+        for name, engine in engines:
             engine.save_checkpoint(f"{local_path}/{name}")
 
     def _save_in_run(self, local_path: str, global_step: int) -> None:
-        raise RoleRefused(f"{type(self).__name__} trains nothing, so it has nothing to save")
+        """Save in the background what is trained, as parts of a checkpoint of the run."""
+        raise NotImplementedError
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path: str) -> None:
-        """Load what :meth:`save_checkpoint` wrote."""
-        for name, engine in self._trained_models():
-            engine.load_checkpoint(f"{local_path}/{name}")
+        """Load what :meth:`save_checkpoint` wrote; a role that generates alone loads the weights.
+
+        Args:
+            local_path: Folder that was given to it. Of a run's checkpoint that is ready, it is
+                `global_step_N/actor`, for the critic too.
+
+        Raises:
+            RoleRefused: The role has neither a policy nor a critic.
+        """
+        in_run: dict[Trained, Path] = {
+            "policy": Path(local_path),
+            "critic": critic_folder(local_path),
+        }
+        for name, engine in self._get_engines("load_checkpoint"):
+            own = Path(local_path) / name
+            engine.load_checkpoint(str(own if own.is_dir() else in_run[name]))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def leave(self) -> None:
@@ -139,10 +160,17 @@ class RoleWorker(MegatronWorker, TrainingRank):
             raise RoleRefused("the role has no models yet: call init_model() first")
         return self._step
 
-    def _trained_models(self) -> list[tuple[Trained, Any]]:
+    def _get_engines(self, method: str) -> list[tuple[Trained, Any]]:
+        """Return the engines that have checkpoints. Raises RoleRefused if there are none."""
         models = self._loaded.models
         both: list[tuple[Trained, Any]] = [("policy", models.policy), ("critic", models.critic)]
-        return [(name, engine) for name, engine in both if engine is not None]
+        engines = [(name, engine) for name, engine in both if engine is not None]
+        if not engines:
+            raise RoleRefused(
+                f"{method} is of a policy or a critic, and this {type(self).__name__} has "
+                f"{', '.join(sorted(self.models))} alone"
+            )
+        return engines
 
 
 async def start_role(kind: type[RoleWorker], config: RunConfig, **options: Any) -> RoleGroup:

@@ -22,6 +22,7 @@ from ..model_folder import has_weights
 from ..model_memory import ALL, OffloadedModel, Part, holding, optimizer_tensors
 from . import checkpoint
 from .checkpoint_errors import CheckpointRefused
+from .checkpoint_reader import read_plain
 from .cpu import adapted
 from .layout import ParallelLayout, join
 from .model import ModelOptions, build_chunks, is_tied, transformer_config
@@ -82,7 +83,7 @@ class MegatronEngine(CheckpointedEngine):
         model_folder: Hugging Face folder to start from.
         device: Device of this rank: its own GPU, or the CPU if there is no CUDA.
         layout: Distribution of the model over the ranks.
-        optimizer: Optimizer options; None makes a reference model without gradients.
+        optimizer: Optimizer options; None makes a model without gradients, such as a reference.
         model: Data type, recomputation, kind of layers, what leaves the device while idle, and the
             timeout of the layout's groups.
         pipeline_parts: Micro-batches of a step; by default one per pipeline stage.
@@ -344,7 +345,12 @@ class MegatronEngine(CheckpointedEngine):
     def _read_checkpoint(self, folder: Path) -> None:
         self._check_optimizer_loads(folder)
         self._load_model(folder)
-        if self.optimizer is not None and (folder / "training").is_dir():
+        if not (folder / "training").is_dir():
+            return
+        if self.optimizer is None:
+            with together():
+                self.steps = read_plain(folder / "training" / "common.pt")["steps"]
+        else:
             self._load_training_state(folder / "training")
 
     def _load_model(self, folder: Path) -> None:

@@ -47,11 +47,11 @@ def load_models(
     trainer = config.trainer
     trained = common | {"adamw": get_adamw_options(trainer)}
     policy = critic = reference = None
-    if "policy" in names:
+    if "policy" in names or "rollout" in names:
         lora = config.model.lora
         policy = FSDPEngine(
             folder,
-            learning_rate=policy_rate(config),
+            learning_rate=policy_rate(config) if "policy" in names else None,
             load=policy_loader(lora, config.seed) if lora.rank else None,
             offload=trainer.policy_offload,
             **trained,

@@ -72,11 +72,11 @@ def load_models(
         )
 
     policy = critic = None
-    if "policy" in names:
+    if "policy" in names or "rollout" in names:
         _check_experts(config)
         policy = MegatronEngine(
             folder,
-            optimizer=optimizer(policy_rate(config)),
+            optimizer=optimizer(policy_rate(config)) if "policy" in names else None,
             model=options(trainer.policy_offload),
             **common,
         )

@@ -35,7 +35,8 @@ from .division import (
 )
 from .skipped_updates import MAX_SKIPPED_STEPS, SkippedUpdates, taken_norm
 
-ModelName = Literal["policy", "critic", "reference", "teacher", "reward_model"]
+ModelName = Literal["policy", "rollout", "critic", "reference", "teacher", "reward_model"]
+"""Models of a training step; `rollout` is the policy without an optimizer, which generates."""
 Trained = Literal["policy", "critic"]
 
 
@@ -56,7 +57,7 @@ class Models(NamedTuple):
     """Models of a training step, of which a role has some alone."""
 
     policy: Any = None
-    """Engine with optimizer, as is the critic."""
+    """Engine with optimizer, as is the critic; of a `rollout`, one without."""
     critic: Any = None
     reference: Any = None
     """Model without gradients, as is the teacher; of adapters, their base."""
@@ -67,7 +68,11 @@ class Models(NamedTuple):
     @property
     def trained(self) -> list[Any]:
         """Return the engines that are trained."""
-        return [learner for learner in (self.policy, self.critic) if learner is not None]
+        return [
+            learner
+            for learner in (self.policy, self.critic)
+            if learner is not None and learner.optimizer is not None
+        ]
 
 
 class Taken(NamedTuple):

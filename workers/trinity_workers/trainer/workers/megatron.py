@@ -63,7 +63,7 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
         self._settle()
         self._begin_saves(self._engine, Path(local_path), global_step, _SAVES)
         if self._models.critic is not None:
-            self.save_critic(local_path, global_step)
+            self._begin_critic_saves(local_path, global_step)
 
     def save_training_state(self, local_path: str, global_step: int) -> None:
         """Copy optimizer and extra state, and the critic, and save them in the background."""
@@ -71,10 +71,17 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
         with only(self._engine, ["optimizer", "extra"]):
             self._begin_saves(self._engine, Path(local_path), global_step, _SAVES)
         if self._models.critic is not None:
-            self.save_critic(local_path, global_step)
+            self._begin_critic_saves(local_path, global_step)
 
     def save_critic(self, local_path: str, global_step: int) -> None:
-        """Copy the critic, and save it next to the policy's folder in the background."""
+        """Copy the critic, and save it next to the policy's folder in the background.
+
+        A checkpoint under way is waited for, as in :meth:`save_checkpoint`.
+        """
+        self._settle()
+        self._begin_critic_saves(local_path, global_step)
+
+    def _begin_critic_saves(self, local_path: str, global_step: int) -> None:
         folder = critic_folder(local_path)
         self._begin_saves(self._models.critic, folder, global_step, _CRITIC_SAVES)
 
