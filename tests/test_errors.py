@@ -15,20 +15,52 @@ import trinity_workers
 from tests.snapshots.errors import ERRORS
 from trinity_events.errors import StructuredError
 
-BASES = {"ContractError", "LogLost", "SettingsRefused", "StructuredError", "TrinityError"}
+BASES = {
+    "CannotResume",
+    "ContractError",
+    "LogLost",
+    "SettingsRefused",
+    "StructuredError",
+    "TrinityError",
+}
 """Classes that are never raised themselves."""
 OF_PROSE = set(
     """
-    ActorDied AdaptersRefused AlgorithmError BadIterationFile BadPolicy BadSettings BaseRequired
-    BulkError CannotLoad CannotResume ChannelClosed CheckpointFailed CheckpointRefused
-    ClusterUnreachable CollectiveBroken ConversionRefused CopyDamaged DeviceRefused
-    DispatchRefused EnvironmentFailed InvalidQuery LayoutRefused MemoryAway MissingExtra
-    MissingPeft NoCheckpointManager NoRoom NoSettings NoWeightSyncGroup NotServing NotShared
-    ObjectStoreUnusable PackingRefused PeerFailed ProcessDied RankLost RayNotStarted
-    RecomputeRefused ReducerFailed RequestRefused ReshardRefused RoleRefused RolloutEngineError
-    RunEnded ShardsRefused TaskError UnclearGrade UnknownEntry UnknownMethod UnknownRows
-    UnsupportedModel Unusable UnusableBatch VerlUnusable WeightsRefused WorkerDied
-    _NormNotFinite _ObjectChanged _SignalExit
+    AdaptersRefused
+    AlgorithmError
+    BadPolicy
+    BadSettings
+    BaseRequired
+    BulkError
+    ChannelClosed
+    CheckpointFailed
+    CheckpointRefused
+    ConversionRefused
+    CopyDamaged
+    DeviceRefused
+    EnvironmentFailed
+    InvalidQuery
+    LayoutRefused
+    MemoryAway
+    MissingPeft
+    NotServing
+    ObjectStoreUnusable
+    PackingRefused
+    RecomputeRefused
+    RequestRefused
+    ReshardRefused
+    RoleRefused
+    RolloutEngineError
+    ShardsRefused
+    TaskError
+    UnclearGrade
+    UnknownEntry
+    UnsupportedModel
+    Unusable
+    VerlUnusable
+    _NormNotFinite
+    _ObjectChanged
+    _SignalExit
     """.split()  # noqa: SIM905
 )
 """Classes whose text is still written where they are raised. Remove names; add none."""

@@ -142,7 +142,7 @@ async def test_status_shows_what_is_ready_and_what_a_step_waits_for(cli, finishe
 async def test_status_and_tail_say_why_a_run_failed_and_who_is_lost(
     publisher, log, redis_url, run_id, cli
 ):
-    error = "ProcessDied: explorer-0 (process 7 on here) of the run died: killed"
+    error = "ActorDied: explorer-0 (process 7 on here) of the run died: killed"
     lost, ended = (AsyncPublisher(log, 1, new_producer("explorer", rank)) for rank in (0, 1))
     async with reducer_task(redis_url, run_id):
         await publish_steps(publisher, [1])

@@ -1334,6 +1334,254 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
             "it cannot be read: begin anew with --fresh, or resume from another checkpoint",
         ),
     ],
+    "ActorDied": [
+        (
+            {"process": "explorer-0 (process 7 on here)", "how": "killed by SIGKILL"},
+            "explorer-0 (process 7 on here) of the run died: killed by SIGKILL",
+        ),
+        ({"process": "trainer-0"}, "trainer-0 of the run died: nothing is known of why"),
+    ],
+    "ProcessFailed": [
+        (
+            {"reason": "[Errno 28] No space left on device: '/models/a'"},
+            "a process of the run failed: [Errno 28] No space left on device: '/models/a'",
+        ),
+    ],
+    "ClusterUnreachable": [
+        (
+            {"address": "head:6379", "reason": "head:6379 does not answer within 5 s"},
+            "no Ray cluster can be joined at RAY_ADDRESS=head:6379 (head:6379 does not answer within 5 s): start one with ray start --head, with the same versions of Ray and Python, set RAY_AUTH_MODE=token if it asks for a token, or leave RAY_ADDRESS out",
+        ),
+    ],
+    "NoRoom": [
+        (
+            {
+                "address": "head:6379",
+                "deadline": 60.0,
+                "lacking": "it needs 4 CPUs; of the nodes (1 with 2 CPUs), 2 CPUs are free",
+            },
+            "the Ray cluster at head:6379 has no room for the run within 60 s: it needs 4 CPUs; of the nodes (1 with 2 CPUs), 2 CPUs are free: wait for other jobs to end, add nodes, or ask for less with trainer.ranks, trainer.cpus, explorer.count or explorer.cpus",
+        ),
+    ],
+    "NoSettings": [
+        (
+            {"run_id": "r", "epoch": 2, "fault": "absent"},
+            "epoch 2 of run r was opened without its settings: open it with trinity-events train --parts trainer",
+        ),
+        (
+            {"run_id": "r", "epoch": 2, "fault": "colocated"},
+            "run r takes no explorers: its trainer's ranks answer the rollouts (trainer.colocated true)",
+        ),
+    ],
+    "ReducerFailed": [
+        (
+            {"times": 6, "status": 3, "log": Path("/x/reducer.log")},
+            "the reducer ended 6 times in a row, last with status 3: see /x/reducer.log",
+        ),
+    ],
+    "RayNotStarted": [
+        (
+            {"reason": "The current node timed out"},
+            "no Ray cluster started on this host (The current node timed out): start the command again once the host is less busy, or join a cluster that runs, with RAY_ADDRESS",
+        ),
+    ],
+    "RankLost": [
+        (
+            {"run_id": "r", "rank": 1},
+            "explorer rank 1 of run r was lost to another, while this one was silent",
+        ),
+    ],
+    "NothingToTrain": [
+        (
+            {"run_id": "r", "trained": 5, "steps": 5},
+            "run r has trained 5 steps, and 5 are asked for: ask for more steps to extend it, give another name with --run, or begin anew with --fresh",
+        ),
+    ],
+    "OtherCheckpoints": [
+        (
+            {"run_id": "r", "step": 5, "folder": Path("/x"), "fault": "unknown"},
+            "run r has a checkpoint of step 5 that its log does not know, in /x, and would begin again at step 1: give it another name with --run, or begin anew with --fresh, which leaves what is there",
+        ),
+        (
+            {"run_id": "r", "step": 5, "folder": Path("/x"), "fault": "not whole"},
+            "run r has ready files of step 5 that are no whole checkpoint, in /x, and would begin again at step 1: give it another name with --run, or begin anew with --fresh, which leaves what is there",
+        ),
+        (
+            {"run_id": "r", "step": 5, "folder": Path("/x"), "fault": "earlier"},
+            "run r has a checkpoint of step 5 from before it was begun anew, in /x, and would begin again at step 1: give it another name with --run, or begin anew with --fresh, which leaves what is there",
+        ),
+    ],
+    "NotShared": [
+        (
+            {"node": "b (192.0.2.2)", "fault": "unseen", "place": Path("/x"), "reason": ""},
+            "node b (192.0.2.2) of the Ray cluster does not see what is written to the checkpoint folder /x: mount the same folder there, at the same path, or set checkpoints.root to such a one",
+        ),
+        (
+            {
+                "node": "b (192.0.2.2)",
+                "fault": "unwritable",
+                "place": Path("/x"),
+                "reason": "Permission denied",
+            },
+            "node b (192.0.2.2) of the Ray cluster cannot write to the checkpoint folder /x (Permission denied): mount the same folder there, at the same path, or set checkpoints.root to such a one",
+        ),
+        (
+            {"node": "b (192.0.2.2)", "fault": "model", "place": Path("/x"), "reason": ""},
+            "node b (192.0.2.2) of the Ray cluster does not see the model in /x (config.json): copy or mount it there, at the same path",
+        ),
+        (
+            {
+                "node": "b (192.0.2.2)",
+                "fault": "server",
+                "place": Path("/x"),
+                "reason": "no Redis server answers",
+            },
+            "node b (192.0.2.2) of the Ray cluster does not reach a server of the run: no Redis server answers",
+        ),
+        (
+            {
+                "node": "b (192.0.2.2)",
+                "fault": "process",
+                "place": Path("/x"),
+                "reason": "No module named 'trinity_workers'",
+            },
+            "node b (192.0.2.2) of the Ray cluster cannot run a part of the run (No module named 'trinity_workers'): install the same version of trinity-events[workers] on every node",
+        ),
+        (
+            {"node": "b (192.0.2.2)", "fault": "other folder", "place": Path("/x"), "reason": ""},
+            "node b (192.0.2.2) of the Ray cluster writes to a checkpoint folder /x that is not the launcher's: mount the same folder there, or set checkpoints.root to such a one",
+        ),
+        (
+            {"node": "b (192.0.2.2)", "fault": "silent", "place": Path("/x"), "reason": "120 s"},
+            "node b (192.0.2.2) of the Ray cluster did not say within 120 s if it sees /x: does its storage hang?",
+        ),
+    ],
+    "WorkerDied": [
+        (
+            {
+                "worker": "actor-1 (process 7 on here)",
+                "method": "train_step",
+                "where": "of run r died in train_step at step 3",
+                "how": "killed by SIGKILL",
+            },
+            "actor-1 (process 7 on here) of run r died in train_step at step 3: killed by SIGKILL",
+        ),
+        (
+            {"worker": "actor-1", "method": "train_step", "where": "died in train_step"},
+            "actor-1 died in train_step",
+        ),
+    ],
+    "UnknownMethod": [
+        (
+            {"kind": "Actor", "method": "fly"},
+            "Actor has no registered method fly: mark it with register()",
+        ),
+    ],
+    "UnknownRows": [
+        (
+            {"fault": "value", "kind": "str"},
+            "str has no rows to deal out: give a batch, a list or a DataProto, and what every rank is to get as a keyword argument",
+        ),
+        (
+            {"fault": "answers", "answered": 2, "dealt": 4, "requested": 3},
+            "the ranks answered 2 rows to 4, of which 3 were asked",
+        ),
+    ],
+    "DispatchRefused": [
+        (
+            {"fault": "layout", "mode": "DP_COMPUTE", "ranks": 3},
+            "mode DP_COMPUTE has no answer for each share: the places of 3 ranks make up no layout",
+        ),
+        (
+            {"fault": "nothing", "mode": "DP_COMPUTE"},
+            "mode DP_COMPUTE deals out rows: give it a batch or a list",
+        ),
+        ({"fault": "rows", "rows": (1, 2)}, "arguments of 1, 2 rows cannot be dealt out together"),
+    ],
+    "UnusableBatch": [
+        ({}, "the training batch is empty: give samples, or groups of samples"),
+        (
+            {"samples": 3, "groups": 2},
+            "the training batch has 3 samples next to 2 groups: give a flat list, or groups alone",
+        ),
+    ],
+    "NoWeightSyncGroup": [
+        ({"run_id": "r", "fault": "method"}, "run r has no collective group: set sync.method nccl"),
+        (
+            {"run_id": "r", "fault": "address", "group": "g", "address": "a:1", "given": "b:2"},
+            "the group g forms at a:1, and not at b:2: take the address of get_weight_sync_info",
+        ),
+        (
+            {"run_id": "r", "fault": "size", "group": "g", "size": 1},
+            "the group g has 1 members: it needs the trainer and at least one explorer",
+        ),
+    ],
+    "CannotLoad": [
+        (
+            {"engine": "Mine", "step": 3, "folder": Path("/x")},
+            "Mine cannot go on from the checkpoint of step 3 in /x: it has no load_checkpoint(); begin anew with --fresh",
+        ),
+    ],
+    "BadIterationFile": [
+        (
+            {"path": Path("/x"), "content": "'abc'"},
+            "/x holds 'abc', and no step: look which of the checkpoints next to it is whole (trinity-events verify --files), and write its step",
+        ),
+    ],
+    "NoCheckpointManager": [
+        (
+            {"engine": "MegatronEngine"},
+            "MegatronEngine has no checkpoint manager: it was made for the forward pass alone",
+        ),
+    ],
+    "MissingExtra": [
+        (
+            {"modules": ("ray", "torch"), "way_out": "pip install 'trinity-events[workers]'"},
+            "this command needs ray, torch: pip install 'trinity-events[workers]'",
+        ),
+    ],
+    "WeightsRefused": [
+        (
+            {"run_id": "r", "times": 2},
+            "explorers of run r refused weights 2 times, because they were not what was published: see trinity-events status r",
+        ),
+    ],
+    "RunEnded": [
+        ({"run_id": "r", "epoch": 1, "reason": "interrupted"}, "run r was closed: interrupted"),
+        (
+            {"run_id": "r", "epoch": 1, "newest": 2},
+            "run r was opened anew as epoch 2: this explorer is of epoch 1, and ends",
+        ),
+    ],
+    "PeerFailed": [
+        ({"rank": 1, "reason": "OSError: full"}, "rank 1 failed: OSError: full"),
+    ],
+    "CollectiveBroken": [
+        (
+            {"fault": "agree", "reason": "closed by peer"},
+            "the ranks could not agree, because a rank died or was too slow: closed by peer",
+        ),
+        (
+            {"fault": "gather", "reason": "closed by peer", "step": 3},
+            "the weights of step 3 could not be gathered, because a rank died or was too slow: closed by peer",
+        ),
+        (
+            {"fault": "gather", "reason": "closed by peer"},
+            "the weights could not be gathered, because a rank died or was too slow: closed by peer",
+        ),
+        (
+            {"fault": "broadcast", "reason": "closed by peer"},
+            "the weights could not be broadcast, because a rank that receives them died or was too slow: closed by peer",
+        ),
+        (
+            {"fault": "save", "reason": "closed by peer", "step": 3},
+            "step 3 could not be saved, because a rank died or was too slow: closed by peer",
+        ),
+        (
+            {"fault": "reshard", "reason": "closed by peer", "culprit": 1},
+            "the weights could not be resharded, because rank 1 died or was too slow: closed by peer",
+        ),
+    ],
     "TooManySkippedSteps": [
         (
             {"model": "policy", "count": 1, "reason": "the loss is not finite"},

@@ -55,11 +55,36 @@ _MODULES = {"fsdp": (), "megatron": ("megatron", "mbridge"), "verl": ("verl", "t
 
 
 class MissingExtra(TrinityError):
-    """Raised if a part of the installation that the command needs is missing."""
+    """A part of the installation that the command needs is missing.
+
+    Attributes:
+        modules: Modules that are missing.
+        way_out: Command that installs them.
+    """
+
+    modules: tuple[str, ...]
+    way_out: str
+    text = "this command needs {_modules}: {way_out}"
+
+    @property
+    def _modules(self) -> str:
+        return ", ".join(self.modules)
 
 
 class WeightsRefused(TrinityError):
-    """Raised if the run ended well, but its explorers refused damaged weights."""
+    """The run ended well, but its explorers refused damaged weights.
+
+    Attributes:
+        run_id: The run.
+        times: Number of the refusals.
+    """
+
+    run_id: str
+    times: int
+    text = (
+        "explorers of run {run_id} refused weights {times} times, because they were not what was "
+        "published: see trinity-events status {run_id}"
+    )
 
 
 Run = Annotated[str, typer.Option("--run", help="The run's id.", show_default=False)]
@@ -222,10 +247,7 @@ def _run_job(
         whole = with_older(error) if error.older is None else error
         raise whole.with_command(command) from None
     if printer.refusals:
-        raise WeightsRefused(
-            f"explorers of run {run.run_id} refused weights {printer.refusals} times, because they "
-            f"were not what was published: see trinity-events status {run.run_id}"
-        )
+        raise WeightsRefused(run.run_id, printer.refusals)
 
 
 def _require_for(config: TrainConfig) -> None:
@@ -544,4 +566,4 @@ def _interruptible(
 def _require(*modules: str, way: str = "pip install 'trinity-events[workers]'") -> None:
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
-        raise MissingExtra(f"this command needs {', '.join(missing)}: {way}")
+        raise MissingExtra(tuple(missing), way)

@@ -409,8 +409,8 @@ async def test_the_end_of_the_run_ends_it(config, trainer, client, log, moment, 
             else:
                 await open_run(client, config.run_id)
 
-    ended = "was closed: interrupted" if how == "closed" else "was opened anew as epoch 2"
-    with pytest.raises(RunEnded, match=ended):
+    ended = {"reason": "interrupted"} if how == "closed" else {"newest": 2}
+    with raises(RunEnded, **ended):
         await to_the_end()
     await reports_accepted(log)
     statuses = [envelope.event.status for envelope in await events_of(log, ExplorerStatusChanged)]

@@ -4,6 +4,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from tests.support.errors import raises
 from tests.support.pipeline import reducer_task
 from tests.support.waits import PATIENCE
 from trinity_events.log import AsyncPublisher, new_producer, open_run
@@ -30,7 +31,7 @@ async def close(log, epoch, reason):
 async def test_an_explorer_whose_run_was_opened_anew_names_the_epoch(client, redis_url, run_id):
     async with following(run_id, redis_url) as versions:
         assert await open_run(client, run_id) == 2
-        with pytest.raises(RunEnded, match=r"opened anew as epoch 2: this explorer is of epoch 1"):
+        with raises(RunEnded, run_id=run_id, epoch=1, newest=2):
             await versions.wait(0, deadline=PATIENCE)
 
 
@@ -41,7 +42,7 @@ async def test_the_end_of_a_newer_epoch_is_not_taken_for_that_of_ours(
     epoch = await open_run(client, run_id)
     await close(log, epoch, "interrupted")
     async with following(run_id, redis_url) as versions:
-        with pytest.raises(RunEnded, match="opened anew as epoch 2"):
+        with raises(RunEnded, run_id=run_id, epoch=1, newest=2):
             await versions.wait(0, deadline=PATIENCE)
 
 
@@ -49,5 +50,5 @@ async def test_the_end_of_a_newer_epoch_is_not_taken_for_that_of_ours(
 async def test_an_explorer_whose_own_epoch_was_closed_says_how(log, redis_url, run_id):
     await close(log, 1, "interrupted")
     async with following(run_id, redis_url) as versions:
-        with pytest.raises(RunEnded, match="was closed: interrupted"):
+        with raises(RunEnded, newest=None, reason="interrupted"):
             await versions.wait(0, deadline=PATIENCE)

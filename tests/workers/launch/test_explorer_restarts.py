@@ -23,7 +23,7 @@ class Dying:
         self.calls.append(method)
         if method == "explore" and self.deaths:
             self.deaths -= 1
-            raise ActorDied(f"{name} of the run died: killed by SIGKILL")
+            raise ActorDied(name, "killed by SIGKILL")
 
 
 async def explore(actors):

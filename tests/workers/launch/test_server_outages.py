@@ -11,7 +11,8 @@ import anyio.to_thread
 import pytest
 from msgspec import structs
 
-from tests.support.errors import raises
+from tests.support.errors import assert_attributes, raises
+from trinity_events.system.error_text import first_error
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -111,9 +112,10 @@ async def beside(*work):
 
 
 @contextmanager
-def raising(kind, match):
-    with pytest.RaisesGroup(pytest.RaisesExc(kind, match=match), flatten_subgroups=True):
+def raising(kind, **attributes):
+    with pytest.RaisesGroup(kind, flatten_subgroups=True) as caught:
         yield
+    assert_attributes(first_error(caught.value), **attributes)
 
 
 async def test_a_run_tells_why_it_failed_whatever_that_is_made_of(client, config, log):
@@ -285,7 +287,7 @@ async def test_a_rank_is_kept_through_an_outage_that_is_longer_than_its_lease(
 
 
 async def test_a_rank_that_another_has_after_an_outage_is_lost(server, client, config, short_lease):
-    with raising(RankLost, "explorer rank 0 of run run was lost to another"):
+    with raising(RankLost, run_id=RUN, rank=0):
         async with claimed_rank(client, config, None):
             await client.set(explorer_key(RUN, 1, 0), "another")
             await outage(server)
@@ -304,7 +306,9 @@ async def test_a_server_that_stays_away_from_ranks_is_named_and_leaving_it_is_no
     server, client, config, short_lease
 ):
     config = config.replaced("sync", timeout=0.2)
-    with raising(DeadlineExceeded, "rank 0 of run run was not held within 0.2 s: the server does"):
+    with raising(
+        DeadlineExceeded, missing=f"explorer rank 0 of run {RUN} was not held", deadline=0.2
+    ):
         async with claimed_rank(client, config, None):
             server.kill()
             await anyio.sleep(10)
@@ -499,7 +503,7 @@ async def test_a_reducer_that_does_not_come_to_work_is_given_up_after_growing_pa
     reducer, caplog
 ):
     ends_at_once(reducer)
-    with raising(ReducerFailed, "ended 6 times in a row, last with status 3: see .*reducer.log"):
+    with raising(ReducerFailed, times=6, status=3, log=re.compile("reducer.log$")):
         async with reducer.running():
             await anyio.sleep(20)
     assert pauses(caplog) == [0.01, 0.02, 0.04, 0.08, 0.16]

@@ -181,7 +181,7 @@ def test_weights_that_were_gathered_by_half_are_gathered_again(roles, generate, 
 
     def interrupted():
         yield next(whole())
-        raise PeerFailed("planted")
+        raise PeerFailed(1, "planted")
 
     monkeypatch.setattr(policy, "get_per_tensor_param", interrupted)
     with pytest.raises(PeerFailed):

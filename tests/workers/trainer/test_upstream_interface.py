@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Sequence
 from contextlib import closing
 from importlib import import_module
@@ -15,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("ray")
 
+from tests.support.errors import raises  # noqa: E402
 from tests.support.experiences import make_groups  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
 from tests.support.worker_ranks import LocalActor  # noqa: E402
@@ -235,7 +235,7 @@ async def test_an_engine_with_upstreams_abstract_methods_alone_is_one(tmp_path):
     engine = type("Theirs", (package.TrainEngineWrapper,), dict.fromkeys(abstract))()
     await engine.wait_for_save()
     await engine.shutdown()
-    with pytest.raises(CannotLoad, match="Theirs cannot go on from the checkpoint of step 3 in"):
+    with raises(CannotLoad, engine="Theirs", step=3, folder=tmp_path):
         await engine.load_checkpoint(tmp_path, 3)
 
 
@@ -276,7 +276,7 @@ def test_the_newest_folder_with_weights_up_to_the_iteration_file_is_found(
 def test_an_iteration_file_without_a_step_is_refused_by_name(tmp_path, text):
     path = tmp_path / "latest_checkpointed_iteration.txt"
     path.write_text(text)
-    with pytest.raises(upstream.BadIterationFile, match=re.escape(str(path))):
+    with raises(upstream.BadIterationFile, path=path, content=repr(text)):
         package.get_latest_hf_checkpoint_path(SimpleNamespace(checkpoint_folder=tmp_path))
 
 
@@ -348,12 +348,12 @@ def test_tensors_are_described_in_the_dtype_in_which_they_are_sent(make_config):
 
 async def test_a_group_that_cannot_be_is_refused_in_a_sentence(fleet, make_config):
     host, port, _ = await fleet.get_weight_sync_info()
-    with pytest.raises(NoWeightSyncGroup, match=rf"forms at {host}:{port}, and not at elsewhere:1"):
+    with raises(NoWeightSyncGroup, fault="address", address=f"{host}:{port}", given="elsewhere:1"):
         await fleet.setup_weight_sync_group("elsewhere", 1, 2, "rollouts", 1)
-    with pytest.raises(NoWeightSyncGroup, match="has 1 members: it needs the trainer and at least"):
+    with raises(NoWeightSyncGroup, fault="size", group="rollouts", size=1):
         await fleet.setup_weight_sync_group(host, port, 1, "rollouts", 1)
     fleet._config = make_config()
     assert await fleet.get_weight_sync_info() is None
-    with pytest.raises(NoWeightSyncGroup, match=r"set sync\.method nccl"):
+    with raises(NoWeightSyncGroup, fault="method"):
         await fleet.setup_weight_sync_group(host, port, 2, "rollouts", 1)
     await fleet.teardown_weight_sync_group()

@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tests.support.batches import make_batch  # noqa: E402
+from tests.support.errors import raises  # noqa: E402
 from tests.support.tensors import assert_equal, identical  # noqa: E402
 from trinity_workers.algorithms.batch import Batch  # noqa: E402
 from trinity_workers.worker_group.dispatch import (  # noqa: E402
@@ -104,27 +105,27 @@ def test_arguments_are_dealt_out_together_and_only_with_as_many_rows():
     table = rank_table(DistGlobalInfo(tp_size=1, dp_size=2, pp_size=1, cp_size=1))
     dealt = deal(Dispatch.DP_COMPUTE_PROTO, table, [[1, 2, 3], ["a", "b", "c"]])
     assert dealt.arguments == [([1, 3], ["a", "c"]), ([2], ["b"])]
-    with pytest.raises(DispatchRefused, match="arguments of 1, 2 rows cannot be dealt out"):
+    with raises(DispatchRefused, fault="rows", rows=(1, 2)):
         deal(Dispatch.DP_COMPUTE_PROTO, table, [[1, 2], [1]])
-    with pytest.raises(DispatchRefused, match="give it a batch or a list"):
+    with raises(DispatchRefused, fault="nothing", mode=Dispatch.DP_COMPUTE_PROTO.value):
         deal(Dispatch.DP_COMPUTE_PROTO, table, [])
 
 
 def test_what_has_no_rows_and_answers_of_other_rows_are_refused():
     table = rank_table(DistGlobalInfo(tp_size=1, dp_size=2, pp_size=1, cp_size=1))
-    with pytest.raises(UnknownRows, match="str has no rows to deal out"):
+    with raises(UnknownRows, fault="value", kind="str"):
         deal(Dispatch.DP_COMPUTE_PROTO, table, ["folder"])
     batch = make_batch([1, 2, 3])
-    with pytest.raises(UnknownRows, match="answered 2 rows to 4, of which 3 were asked"):
+    with raises(UnknownRows, fault="answers", answered=2, dealt=4, requested=3):
         answer(deal(Dispatch.DP_COMPUTE_PROTO, table, [batch]), lambda part: part.rewards[:1])
 
 
 def test_a_table_that_lacks_ranks_is_refused():
     table = rank_table(DistGlobalInfo(tp_size=1, dp_size=2, pp_size=2, cp_size=1))
-    with pytest.raises(DispatchRefused, match="the places of 3 ranks make up no layout"):
+    with raises(DispatchRefused, fault="layout", ranks=3):
         find_shares(Dispatch.MEGATRON_COMPUTE_PROTO, table[:3])
     twice = [DistRankInfo(tp_rank=0, dp_rank=0, pp_rank=0, cp_rank=0)] * 2
-    with pytest.raises(DispatchRefused, match="make up no layout"):
+    with raises(DispatchRefused, fault="layout", ranks=2):
         find_shares(Dispatch.MEGATRON_PP_AS_DP_PROTO, twice)
 
 

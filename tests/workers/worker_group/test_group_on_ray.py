@@ -46,10 +46,10 @@ class Stages(Worker):
         return [f"{prompt} by {self._rank}" for prompt in prompts]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def fails(self, rank, how):
+    def fails(self, rank):
         if rank == self._rank:
             os.kill(os.getpid(), signal.SIGKILL)
-        raise how(f"rank {self._rank} lost its peer")
+        raise CollectiveBroken("agree", f"rank {self._rank} lost its peer")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, settles=True)
     def fails_later(self):
@@ -94,7 +94,7 @@ async def test_a_group_deals_out_and_collects_and_tells_deaths_and_silence(made)
     assert identical(result["rewards"], batch.rewards * 2)
     texts = await group.call("generate", ["a", "b", "c"])
     assert texts == ["a by 0", "b by 1", "c by 0"]
-    with pytest.raises(UnknownMethod, match="Stages has no registered method unregistered"):
+    with raises(UnknownMethod, kind="Stages", method="unregistered"):
         await group.call("unregistered")
     with pytest.raises(TrinityError, match="would block the event loop"):
         group.compute(batch, factor=2)
@@ -102,8 +102,13 @@ async def test_a_group_deals_out_and_collects_and_tells_deaths_and_silence(made)
         await group.call("fails_later")
     await group.watch()
     # The peer's error is there at once, and Ray's of the death after it.
-    with pytest.raises(WorkerDied, match=r"^stage-1 \(process \d+ on .*\) died in fails at step 3"):
-        await group.call("fails", 1, CollectiveBroken)
+    with raises(
+        WorkerDied,
+        worker=re.compile(r"^stage-1 \(process \d+ on .*\)$"),
+        method="fails",
+        where="died in fails at step 3",
+    ):
+        await group.call("fails", 1)
 
 
 def test_without_an_event_loop_methods_block_or_return_what_is_waited_on(made):

@@ -218,7 +218,7 @@ class Explorer:
             try:
                 return await self._explore(requests, versions, installer, answers)
             except StaleEpoch as error:
-                raise RunEnded(str(error)) from None
+                raise RunEnded(error.run_id, error.epoch, error.newest) from None
             finally:
                 with anyio.CancelScope(shield=True):
                     await requests.leave()

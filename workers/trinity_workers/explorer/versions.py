@@ -19,7 +19,27 @@ _KEPT = 4
 
 
 class RunEnded(TrinityError):
-    """Raised if the run was closed, or opened anew: this epoch gets no more weights."""
+    """The run was closed, or opened again: this epoch gets no more weights.
+
+    Attributes:
+        run_id: The run.
+        epoch: Epoch of this explorer.
+        newest: Newest epoch of the run; None if it was closed.
+        reason: Reason for which it was closed.
+    """
+
+    run_id: str
+    epoch: int
+    newest: int | None = None
+    reason: str = ""
+
+    def __str__(self) -> str:
+        if self.newest is None:
+            return f"run {self.run_id} was closed: {self.reason}"
+        return (
+            f"run {self.run_id} was opened anew as epoch {self.newest}: this explorer is of epoch "
+            f"{self.epoch}, and ends"
+        )
 
 
 class VersionFollower:
@@ -150,12 +170,9 @@ class VersionFollower:
                     ):
                         return newest
                     if self._closed is not None:
-                        raise RunEnded(f"run {self._run_id} was closed: {self._closed.reason}")
+                        raise RunEnded(self._run_id, self._epoch, reason=self._closed.reason)
                     if self._newer_epoch is not None:
-                        raise RunEnded(
-                            f"run {self._run_id} was opened anew as epoch {self._newer_epoch}: "
-                            f"this explorer is of epoch {self._epoch}, and ends"
-                        )
+                        raise RunEnded(self._run_id, self._epoch, self._newer_epoch)
                     await self._changed.wait()
         available = (
             "none is ready" if self.newest is None else f"the newest is of step {self.newest.step}"

@@ -52,9 +52,7 @@ def broadcast_stream(
     try:
         error = drain(tensors, sender, error, buffers=buffers)
     except Exception as caught:
-        broken = CollectiveBroken(
-            f"the weights could not be gathered, because a rank died or was too slow: {caught}"
-        )
+        broken = CollectiveBroken("gather", str(caught))
         if sender is not None:
             sender.fail(broken)
         raise broken from caught
@@ -85,10 +83,7 @@ class _Bare:
         try:
             self._group.broadcast(tensor.detach().contiguous(), 0).wait()
         except RuntimeError as caught:
-            raise CollectiveBroken(
-                f"the weights could not be broadcast, because a rank that receives them died or "
-                f"was too slow: {caught}"
-            ) from caught
+            raise CollectiveBroken("broadcast", str(caught)) from caught
 
     def seal(self) -> None:
         """Do nothing, since a plain group has no manifest."""

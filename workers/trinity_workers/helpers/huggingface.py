@@ -102,10 +102,7 @@ def save_huggingface(
         # The thread of the save checks them, beside training.
         error = drain(gathered, queue, error, buffers=None)
     except BaseException as caught:
-        broken = CollectiveBroken(
-            f"the weights of step {global_step} could not be gathered, because a rank died or was "
-            f"too slow: {caught}"
-        )
+        broken = CollectiveBroken("gather", str(caught), global_step)
         if queue is not None:
             queue.end(broken)
         if isinstance(caught, Exception):

@@ -39,7 +39,14 @@ _KEY_BYTES = 8
 
 
 class NoCheckpointManager(TrinityError):
-    """Raised if the engine cannot save, since it has no checkpoint manager."""
+    """The engine cannot save, since it has no checkpoint manager.
+
+    Attributes:
+        engine: Class of the engine.
+    """
+
+    engine: str
+    text = "{engine} has no checkpoint manager: it was made for the forward pass alone"
 
 
 def megatron_save_state_dict(
@@ -115,10 +122,7 @@ def save_as_one(
         try:
             write()
         except RuntimeError as caught:  # raised by the process group; the engine raises none
-            raise CollectiveBroken(
-                f"step {global_step} could not be saved, because a rank died or was too slow: "
-                f"{caught}"
-            ) from caught
+            raise CollectiveBroken("save", str(caught), global_step) from caught
         written = True
 
     error: Exception | None = None
@@ -194,9 +198,7 @@ def only(engine: Any, contents: Sequence[str]) -> Iterator[None]:
         engine, "checkpoint_mananager", None
     )
     if manager is None:
-        raise NoCheckpointManager(
-            "the engine has no checkpoint manager: it was made for the forward pass alone"
-        )
+        raise NoCheckpointManager(type(engine).__name__)
     contents_before = manager.checkpoint_save_contents
     config: Any = getattr(manager, "checkpoint_config", None)
     try:

@@ -139,10 +139,7 @@ class PublishFull:
             sink = part if rank == 0 else None
             error = drain(weights.full(), sink, error, buffers=weights.buffers)
         except Exception as caught:
-            broken = CollectiveBroken(
-                f"the weights of step {global_step} could not be gathered, because a rank died or "
-                f"was too slow: {caught}"
-            )
+            broken = CollectiveBroken("gather", str(caught), global_step)
             part.fail(broken)
             raise broken from caught
         if rank == 0 and error is None:

@@ -18,12 +18,28 @@ from trinity_schemas import Process
 from ..runtime.process_exit import ExitWatch, format_process
 
 
-class ProcessDied(TrinityError):
-    """Raised if a process of the run ended while it was needed."""
+class ProcessFailed(TrinityError):
+    """A process of the run failed for a reason outside of it, such as a full disk.
+
+    Attributes:
+        reason: Error of the operating system.
+    """
+
+    reason: str
+    text = "a process of the run failed: {reason}"
 
 
-class ActorDied(ProcessDied):
-    """Raised if the process of an actor ended while it was asked for something."""
+class ActorDied(TrinityError):
+    """The process of an actor ended while it was needed.
+
+    Attributes:
+        process: Name and process of the actor.
+        how: Signal or status of its end, or what Ray reports of it.
+    """
+
+    process: str
+    how: str = "nothing is known of why"
+    text = "{process} of the run died: {how}"
 
 
 class Actors:
@@ -110,7 +126,7 @@ class Actors:
             # Shielded: the error of another may end this wait, and this one says more.
             with anyio.CancelScope(shield=True):
                 how = await anyio.to_thread.run_sync(self._deaths.wait, process)
-        return ActorDied(format_death(message, name, process, how))
+        return find_death(message, name, process, how)
 
 
 def format_ray_error(error: Any) -> Exception:
@@ -122,18 +138,26 @@ def format_ray_error(error: Any) -> Exception:
         cause = cause.cause
     if isinstance(cause, TrinityError | redis.RedisError | RedisClusterException):
         return cause
-    return ProcessDied(f"a process of the run failed: {cause}") if _is_fault(cause) else error
+    return ProcessFailed(str(cause)) if _is_fault(cause) else error
 
 
 def _is_fault(cause: object) -> bool:
     return isinstance(cause, OSError) and cause.errno is not None
 
 
-def format_death(message: str, name: str, process: Process | None = None, how: str = "") -> str:
-    """Return which process died, and how, or what Ray tells of it where that is not known."""
+def find_death(message: str, name: str, process: Process | None = None, how: str = "") -> ActorDied:
+    """Return the error of a process that died; its cause is Ray's where the end is not known.
+
+    Args:
+        message: Text of Ray's error.
+        name: Name of the actor.
+        process: Its process, if known.
+        how: How the process ended, if known.
+    """
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     details = dict(line.split(": ", 1) for line in lines[1:] if ": " in line)
-    who = format_process(name, process)
+    subject = format_process(name, process)
     if process is None and "pid" in details:
-        who = f"{name} (process {details['pid']})"
-    return f"{who} of the run died: {how or (lines[0] if lines else 'nothing is known of why')}"
+        subject = f"{name} (process {details['pid']})"
+    how = how or (lines[0] if lines else "")
+    return ActorDied(subject, how) if how else ActorDied(subject)

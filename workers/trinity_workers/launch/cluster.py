@@ -32,11 +32,39 @@ Notify = Callable[[str], None]
 
 
 class ClusterUnreachable(TrinityError):
-    """Raised if the Ray cluster of the run cannot be joined."""
+    """The Ray cluster of the run cannot be joined.
+
+    Attributes:
+        address: Value of RAY_ADDRESS.
+        reason: Reason why it cannot.
+    """
+
+    address: str
+    reason: str
+    text = (
+        "no Ray cluster can be joined at RAY_ADDRESS={address} ({reason}): start one with ray "
+        "start --head, with the same versions of Ray and Python, set RAY_AUTH_MODE=token if it "
+        "asks for a token, or leave RAY_ADDRESS out"
+    )
 
 
 class NoRoom(TrinityError):
-    """Raised if the Ray cluster has no room for the run."""
+    """The Ray cluster has no room for the run.
+
+    Attributes:
+        address: Address of the cluster.
+        deadline: Seconds that were waited for room.
+        lacking: Clause with the needs of the run, and the nodes of the cluster.
+    """
+
+    address: str | None
+    deadline: float
+    lacking: str
+    text = (
+        "the Ray cluster at {address} has no room for the run within {deadline:g} s: {lacking}: "
+        "wait for other jobs to end, add nodes, or ask for less with trainer.ranks, trainer.cpus, "
+        "explorer.count or explorer.cpus"
+    )
 
 
 class Node(Struct, frozen=True):
@@ -157,11 +185,7 @@ async def _joined(address: str) -> AsyncIterator[None]:
         await anyio.to_thread.run_sync(join)
     except (OSError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split()).rstrip(".")
-        raise ClusterUnreachable(
-            f"no Ray cluster can be joined at RAY_ADDRESS={address} ({reason}): start one with "
-            "ray start --head, with the same versions of Ray and Python, set RAY_AUTH_MODE=token "
-            "if it asks for a token, or leave RAY_ADDRESS out"
-        ) from None
+        raise ClusterUnreachable(address, reason) from None
     try:
         yield
     finally:
@@ -203,11 +227,7 @@ async def _reserved(needs: Needs, address: str | None, deadline: float, notify: 
     while not await anyio.to_thread.run_sync(group.wait, 0.5):
         waited = anyio.current_time() - began
         if waited > deadline:
-            raise NoRoom(
-                f"the Ray cluster at {address} has no room for the run within {deadline:g} s: "
-                f"{_lacking(needs, gpus=gpus)}: wait for other jobs to end, add nodes, or ask for "
-                "less with trainer.ranks, trainer.cpus, explorer.count or explorer.cpus"
-            )
+            raise NoRoom(address, deadline, _lacking(needs, gpus=gpus))
         if waited > _TOLD_AFTER and not reported:
             reported = True
             notify(f"waiting for room in the Ray cluster: {_lacking(needs, gpus=gpus)}")

@@ -6,7 +6,7 @@ import logging
 from contextlib import AsyncExitStack, suppress
 from dataclasses import field
 from pathlib import Path
-from typing import Literal, NamedTuple, Self
+from typing import ClassVar, Literal, NamedTuple, Self
 
 import anyio
 import redis.asyncio
@@ -113,7 +113,23 @@ class TrainerSilent(DeadlineExceeded):
 
 
 class NoSettings(TrinityError):
-    """Raised if the run was opened without its configuration, or with one without explorers."""
+    """The run was opened without its configuration, or with one without explorers.
+
+    Attributes:
+        run_id: The run.
+        epoch: Its epoch.
+        fault: ``absent`` without a configuration, ``colocated`` without explorers.
+    """
+
+    run_id: str
+    epoch: int
+    fault: Literal["absent", "colocated"]
+    texts: ClassVar = {
+        "absent": "epoch {epoch} of run {run_id} was opened without its settings: open it with "
+        "trinity-events train --parts trainer",
+        "colocated": "run {run_id} takes no explorers: its trainer's ranks answer the rollouts "
+        "(trainer.colocated true)",
+    }
 
 
 async def run_explorer(options: ExplorerOptions) -> ExplorationResult | Unexplored:
@@ -317,14 +333,8 @@ async def _explore(explorer: Explorer, run: RunFollower) -> ExplorationResult:
 def _settings(opening: Opening, options: ExplorerOptions) -> TrainConfig:
     """Return the configuration of an epoch, before anything that it names is imported."""
     if opening.config is None:
-        raise NoSettings(
-            f"epoch {opening.epoch} of run {options.run_id} was opened without its settings: "
-            "open it with trinity-events train --parts trainer"
-        )
+        raise NoSettings(options.run_id, opening.epoch, "absent")
     logged = TrainConfig.from_text(opening.config)
     if logged.trainer.colocated:
-        raise NoSettings(
-            f"run {options.run_id} takes no explorers: its trainer's ranks answer the rollouts "
-            "(trainer.colocated true)"
-        )
+        raise NoSettings(options.run_id, opening.epoch, "colocated")
     return merge(options.run_id, logged, options.own, Host.local(options.checkpoint_root))

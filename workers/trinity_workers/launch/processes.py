@@ -36,7 +36,18 @@ _LONGEST_ROOM = 32
 
 
 class ReducerFailed(TrinityError):
-    """Raised if the reducer ended again and again."""
+    """The reducer ended again and again.
+
+    Attributes:
+        times: Number of its ends in a row.
+        status: Exit status of the last.
+        log: File of its output.
+    """
+
+    times: int
+    status: int
+    log: Path
+    text = "the reducer ended {times} times in a row, last with status {status}: see {log}"
 
 
 class ReducerProcess:
@@ -99,10 +110,7 @@ class ReducerProcess:
             self._in_a_row = 0
         self._in_a_row += 1
         if self._in_a_row > _MOST_RESTARTS:
-            raise ReducerFailed(
-                f"the reducer ended {self._in_a_row} times in a row, last with status {status}: "
-                f"see {self._log}"
-            )
+            raise ReducerFailed(self._in_a_row, status, self._log)
         pause: float = _SHORTEST_PAUSE * 2 ** (self._in_a_row - 1)
         logger.warning("the reducer ended with status %d: started again in %g s", status, pause)
         return pause
@@ -134,7 +142,17 @@ async def _stop(process: Process) -> None:
 
 
 class RayNotStarted(TrinityError):
-    """Raised if no Ray cluster could be started on this host."""
+    """No Ray cluster could be started on this host.
+
+    Attributes:
+        reason: Error of Ray, on one line.
+    """
+
+    reason: str
+    text = (
+        "no Ray cluster started on this host ({reason}): start the command again once the host is "
+        "less busy, or join a cluster that runs, with RAY_ADDRESS"
+    )
 
 
 def _room_for_ray() -> str:
@@ -177,11 +195,7 @@ async def local_ray(cpus: int) -> AsyncIterator[None]:
             try:
                 lock = await anyio.to_thread.run_sync(start)
             except Exception as error:  # Ray has no class for it: its processes have 30 s to start
-                raise RayNotStarted(
-                    f"no Ray cluster started on this host ({' '.join(str(error).split())}): start "
-                    "the command again once the host is less busy, or join a cluster that runs, "
-                    "with RAY_ADDRESS"
-                ) from None
+                raise RayNotStarted(" ".join(str(error).split())) from None
             yield
         finally:
             ray.shutdown()

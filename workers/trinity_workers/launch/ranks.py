@@ -30,7 +30,16 @@ _RENEWED = 0.7
 
 
 class RankLost(TrinityError):
-    """Raised if the explorer was silent for so long that another one has its rank."""
+    """The explorer was silent for so long that another one has its rank.
+
+    Attributes:
+        run_id: The run.
+        rank: The rank.
+    """
+
+    run_id: str
+    rank: int
+    text = "explorer rank {rank} of run {run_id} was lost to another, while this one was silent"
 
 
 @asynccontextmanager
@@ -99,7 +108,7 @@ async def _renew_claim(claims: _Claims, rank: int, config: RunConfig) -> None:
         await anyio.sleep(LEASE / 4)
         wait.renew()
         if not await wait.retry(partial(claims.hold, rank)):
-            raise RankLost(f"{what} was lost to another, while this one was silent")
+            raise RankLost(config.run_id, rank)
 
 
 async def _claim(claims: _Claims, config: RunConfig, given: int | None) -> int:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Collection
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import ClassVar, Literal
 
 import anyio.to_thread
 from msgspec import Struct, field
@@ -47,9 +48,56 @@ _NAMED = 8
 
 
 class CannotResume(TrinityError):
-    """Raised if a run was trained before, and cannot go on from there."""
+    """A run was trained before, and cannot continue from there."""
 
     is_lasting = True
+
+
+class NothingToTrain(CannotResume):
+    """A run has trained all steps that are asked for.
+
+    Attributes:
+        run_id: The run.
+        trained: Steps that it has trained.
+        steps: Steps that are asked for.
+    """
+
+    run_id: str
+    trained: int
+    steps: int
+    text = (
+        "run {run_id} has trained {trained} steps, and {steps} are asked for: ask for more steps "
+        "to extend it, give another name with --run, or begin anew with --fresh"
+    )
+
+
+class OtherCheckpoints(CannotResume):
+    """A run has files of steps that are no checkpoints of its log.
+
+    Attributes:
+        run_id: The run.
+        step: Newest step of the files.
+        folder: Folder of the run.
+        fault: ``unknown`` if the log does not have the step, ``not whole`` if it was announced
+            without a whole checkpoint, ``earlier`` if the run was begun again after it.
+    """
+
+    run_id: str
+    step: int
+    folder: Path
+    fault: Literal["unknown", "not whole", "earlier"]
+    _way_out: ClassVar = (
+        ", in {folder}, and would begin again at step 1: give it another name with --run, or begin "
+        "anew with --fresh, which leaves what is there"
+    )
+    texts: ClassVar = {
+        "unknown": "run {run_id} has a checkpoint of step {step} that its log does not know"
+        + _way_out,
+        "not whole": "run {run_id} has ready files of step {step} that are no whole checkpoint"
+        + _way_out,
+        "earlier": "run {run_id} has a checkpoint of step {step} from before it was begun anew"
+        + _way_out,
+    }
 
 
 class NoSuchCheckpoint(CannotResume):
@@ -192,12 +240,9 @@ async def earlier_run(
 
 
 def check_steps_remain(run_id: str, trained: int, steps: int) -> None:
-    """Raise CannotResume if a checkpoint has all steps that are asked for."""
+    """Raise NothingToTrain if a checkpoint has all steps that are asked for."""
     if trained >= steps:
-        raise CannotResume(
-            f"run {run_id} has trained {trained} steps, and {steps} are asked for: ask "
-            "for more steps to extend it, give another name with --run, or begin anew with --fresh"
-        )
+        raise NothingToTrain(run_id, trained, steps)
 
 
 class CheckpointSource(Struct, frozen=True, kw_only=True):
@@ -385,31 +430,22 @@ def _check_evidence(folder: Path, step: int) -> None:
 
 
 async def _refuse_other_files(state: MonitorState, run_id: str, folder: Path) -> None:
-    """Raise CannotResume if the run has ready files that are no checkpoint of its log."""
+    """Raise OtherCheckpoints if the run has ready files that are no checkpoint of its log."""
     pointer = state.ready.get("checkpoint") or state.ready.get("state_dict")
-    obstacle: str | None = None
-    if pointer is None:
-        obstacle = await anyio.to_thread.run_sync(_unknown_on_disk, folder)
-    elif is_in_lineage(state, pointer.at):
-        obstacle = f"ready files of step {pointer.at.step} that are no whole checkpoint"
-    else:
-        obstacle = f"a checkpoint of step {pointer.at.step} from before it was begun anew"
-    if obstacle is not None:
-        raise CannotResume(
-            f"run {run_id} has {obstacle}, in {folder}, and would begin again at step 1: give it "
-            "another name with --run, or begin anew with --fresh, which leaves what is there"
+    if pointer is not None:
+        fault: Literal["not whole", "earlier"] = (
+            "not whole" if is_in_lineage(state, pointer.at) else "earlier"
         )
+        raise OtherCheckpoints(run_id, pointer.at.step, folder, fault)
+    step = await anyio.to_thread.run_sync(_find_newest_on_disk, folder)
+    if step is not None:
+        raise OtherCheckpoints(run_id, step, folder, "unknown")
 
 
-def _unknown_on_disk(folder: Path) -> str | None:
-    """Name the newest checkpoint in a folder whose log is another, or gone."""
+def _find_newest_on_disk(folder: Path) -> int | None:
+    """Return the step of the newest checkpoint in a folder; None without one."""
     try:
         steps = [parse_final_name(path.name) for path in folder.iterdir()]
     except (FileNotFoundError, NotADirectoryError):
         return None
-    final_steps = [step for step in steps if step is not None]
-    return (
-        f"a checkpoint of step {max(final_steps)} that its log does not know"
-        if final_steps
-        else None
-    )
+    return max((step for step in steps if step is not None), default=None)

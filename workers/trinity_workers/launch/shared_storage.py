@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Awaitable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import anyio
 import anyio.to_thread
@@ -30,8 +30,51 @@ _VISIBLE = 5.0
 _LAUNCHER = "launcher"
 
 
+Fault = Literal["unseen", "unwritable", "model", "server", "process", "other folder", "silent"]
+
+
 class NotShared(TrinityError):
-    """Raised if a node does not have what the run's processes share."""
+    """A node does not have what the run's processes share.
+
+    Attributes:
+        node: The node.
+        fault: ``unseen`` if it does not read the launcher's files, ``unwritable`` if it cannot
+            write its own, ``other folder`` if the launcher does not read those, ``silent`` if it
+            does not answer. Else what it lacks.
+        place: Folder that it lacks.
+        reason: Error of the node.
+    """
+
+    node: str
+    fault: Fault
+    place: Path
+    reason: str = ""
+    _folder: ClassVar = (
+        ": mount the same folder there, at the same path, or set checkpoints.root to such a one"
+    )
+    texts: ClassVar = {
+        "unseen": "node {node} of the Ray cluster does not see what is written to the checkpoint "
+        "folder {place}" + _folder,
+        "unwritable": "node {node} of the Ray cluster cannot write to the checkpoint folder "
+        "{place} ({reason})" + _folder,
+        "model": "node {node} of the Ray cluster does not see the model in {place} (config.json): "
+        "copy or mount it there, at the same path",
+        "server": "node {node} of the Ray cluster does not reach a server of the run: {reason}",
+        "process": "node {node} of the Ray cluster cannot run a part of the run ({reason}): "
+        "install the same version of trinity-events[workers] on every node",
+        "other folder": "node {node} of the Ray cluster writes to a checkpoint folder {place} that "
+        "is not the launcher's: mount the same folder there, or set checkpoints.root to such a one",
+        "silent": "node {node} of the Ray cluster did not say within {reason} if it sees {place}: "
+        "does its storage hang?",
+    }
+
+
+class NodeFault(Struct, frozen=True):
+    """Fault of one node, for NotShared."""
+
+    fault: Fault
+    place: Path
+    reason: str = ""
 
 
 class Probe(Struct, frozen=True, kw_only=True):
@@ -47,31 +90,25 @@ class Probe(Struct, frozen=True, kw_only=True):
     weights_url: str
 
 
-def answer(probe: Probe) -> str | None:
-    """Return what is wrong on this node, as the end of a sentence; None if nothing is."""
+def answer(probe: Probe) -> NodeFault | None:
+    """Return what is wrong on this node; None if nothing is."""
     checkpoints = probe.folder.parent
-    shared = "mount the same folder there, at the same path, or set checkpoints.root to such a one"
     if _read(probe.folder / _LAUNCHER) != probe.folder.name:
-        return f"does not see what is written to the checkpoint folder {checkpoints}: {shared}"
+        return NodeFault("unseen", checkpoints)
     if probe.writes is not None:
         try:
             (probe.folder / probe.writes).write_text(probe.folder.name)
         except OSError as error:
-            return (
-                f"cannot write to the checkpoint folder {checkpoints} ({error.strerror}): {shared}"
-            )
+            return NodeFault("unwritable", checkpoints, error.strerror or "")
     if probe.model is not None and not (probe.model / "config.json").is_file():
-        return (
-            f"does not see the model in {probe.model} (config.json): copy or mount it there, at "
-            "the same path"
-        )
+        return NodeFault("model", probe.model)
     servers = ((probe.redis_url, LOG_SERVER), (probe.weights_url, WEIGHTS_SERVER))
     for url, setting in servers:
         try:
             with connect_sync(url, setting=setting):
                 pass
         except TrinityError as error:
-            return f"does not reach a server of the run: {error}"
+            return NodeFault("server", checkpoints, str(error))
     return None
 
 
@@ -102,44 +139,36 @@ async def check_shared_storage(room: Placement, config: RunConfig) -> None:
                         _check, node, _asked(room, places[0], probe), probe, unanswered
                     )
         if unanswered:
-            raise NotShared(
-                f"node {next(iter(unanswered))} of the Ray cluster did not say within "
-                f"{DEADLINE:g} s if it sees {config.checkpoint_folder}: does its storage hang?"
-            )
+            silent = str(next(iter(unanswered)))
+            raise NotShared(silent, "silent", config.checkpoint_folder, f"{DEADLINE:g} s")
     finally:
         await anyio.to_thread.run_sync(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
-def _asked(room: Placement, place: int, probe: Probe) -> Awaitable[str | None]:
+def _asked(room: Placement, place: int, probe: Probe) -> Awaitable[NodeFault | None]:
     import ray
 
     task: Any = ray.remote(answer).options(**room.beside(place))
-    reply: Awaitable[str | None] = task.remote(probe)
+    reply: Awaitable[NodeFault | None] = task.remote(probe)
     return reply
 
 
 async def _check(
-    node: Node, reply: Awaitable[str | None], probe: Probe, unanswered: dict[Node, list[int]]
+    node: Node, reply: Awaitable[NodeFault | None], probe: Probe, unanswered: dict[Node, list[int]]
 ) -> None:
     from ray.exceptions import RayError
 
+    checkpoints = probe.folder.parent
     try:
         wrong = await reply
     except RayError as error:
-        reason = str(error).strip().splitlines()[-1]
-        wrong = (
-            f"cannot run a part of the run ({reason}): install the same version of "
-            "trinity-events[workers] on every node"
-        )
+        wrong = NodeFault("process", checkpoints, str(error).strip().splitlines()[-1])
     if wrong is None and probe.writes is not None:
         written = await anyio.to_thread.run_sync(_read, probe.folder / probe.writes)
         if written != probe.folder.name:
-            wrong = (
-                f"writes to a checkpoint folder {probe.folder.parent} that is not the launcher's: "
-                "mount the same folder there, or set checkpoints.root to such a one"
-            )
+            wrong = NodeFault("other folder", checkpoints)
     if wrong is not None:
-        raise NotShared(f"node {node} of the Ray cluster {wrong}")
+        raise NotShared(str(node), wrong.fault, wrong.place, wrong.reason)
     del unanswered[node]
 
 

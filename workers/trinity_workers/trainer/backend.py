@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import ClassVar, Literal, TypeAlias, cast
 
 from trinity_events.errors import TrinityError
 from trinity_schemas import Experience
@@ -22,15 +22,69 @@ TrainingBatch: TypeAlias = Sequence[Experience] | Sequence[Sequence[Experience]]
 
 
 class UnusableBatch(TrinityError):
-    """Raised if a training step is given no samples, or samples next to groups of samples."""
+    """A training step is given no samples, or samples next to groups of samples.
+
+    Attributes:
+        samples: Number of samples.
+        groups: Number of groups next to them.
+    """
+
+    samples: int = 0
+    groups: int = 0
+
+    def __str__(self) -> str:
+        if not self.groups:
+            return "the training batch is empty: give samples, or groups of samples"
+        return (
+            f"the training batch has {self.samples} samples next to {self.groups} groups: give a "
+            "flat list, or groups alone"
+        )
 
 
 class NoWeightSyncGroup(TrinityError):
-    """Raised if a collective group is asked for that the run cannot have."""
+    """A collective group is asked for that the run cannot have.
+
+    Attributes:
+        run_id: The run.
+        fault: ``method`` if versions take another way, ``address`` if the group forms elsewhere,
+            ``size`` if it has too few members.
+        group: Name of the group.
+        address: Address at which it forms.
+        given: Address that was given.
+        size: Number of its members.
+    """
+
+    run_id: str
+    fault: Literal["method", "address", "size"]
+    group: str = ""
+    address: str = ""
+    given: str = ""
+    size: int = 0
+    texts: ClassVar = {
+        "method": "run {run_id} has no collective group: set sync.method nccl",
+        "address": "the group {group} forms at {address}, and not at {given}: take the address of "
+        "get_weight_sync_info",
+        "size": "the group {group} has {size} members: it needs the trainer and at least one "
+        "explorer",
+    }
 
 
 class CannotLoad(TrinityError):
-    """Raised if a run resumes, and its engine does not load checkpoints."""
+    """A run resumes, and its engine does not load checkpoints.
+
+    Attributes:
+        engine: Class of the engine.
+        step: Step of the checkpoint.
+        folder: Its folder.
+    """
+
+    engine: str
+    step: int
+    folder: Path
+    text = (
+        "{engine} cannot go on from the checkpoint of step {step} in {folder}: it has no "
+        "load_checkpoint(); begin anew with --fresh"
+    )
 
 
 def group_by_prompt(batch: TrainingBatch) -> list[Sequence[Experience]]:
@@ -45,13 +99,10 @@ def group_by_prompt(batch: TrainingBatch) -> list[Sequence[Experience]]:
     if not samples:
         groups = [group for group in cast("Sequence[Sequence[Experience]]", batch) if group]
         if not groups:
-            raise UnusableBatch("the training batch is empty: give samples, or groups of samples")
+            raise UnusableBatch()
         return groups
     if len(samples) < len(batch):
-        raise UnusableBatch(
-            f"the training batch has {len(samples)} samples next to "
-            f"{len(batch) - len(samples)} groups: give a flat list, or groups alone"
-        )
+        raise UnusableBatch(len(samples), len(batch) - len(samples))
     by_ordinal: dict[int, list[Experience]] = {}
     for sample in samples:
         by_ordinal.setdefault(sample.ordinal, []).append(sample)
@@ -71,10 +122,7 @@ class TrainEngineWrapper(ABC):
         Raises:
             CannotLoad: The engine does not load checkpoints.
         """
-        raise CannotLoad(
-            f"{type(self).__name__} cannot go on from the checkpoint of step {step} in {folder}: "
-            "it has no load_checkpoint(); begin anew with --fresh"
-        )
+        raise CannotLoad(type(self).__name__, step, folder)
 
     @property
     @abstractmethod

@@ -218,20 +218,18 @@ class RayTrainBackend(TrainEngineWrapper):
     ) -> None:
         """Form the collective group of trainer and explorers, at the trainer's own address."""
         if self._config.transport != "collective":
-            raise NoWeightSyncGroup(
-                f"run {self._config.run_id} has no collective group: set sync.method nccl"
-            )
+            raise NoWeightSyncGroup(self._config.run_id, "method")
         host, port = await self._call("weight_sync_address")
         if (master_address, master_port) != (host, port):
             raise NoWeightSyncGroup(
-                f"the group {group_name} forms at {host}:{port}, and not at "
-                f"{master_address}:{master_port}: take the address of get_weight_sync_info"
+                self._config.run_id,
+                "address",
+                group_name,
+                f"{host}:{port}",
+                f"{master_address}:{master_port}",
             )
         if world_size < _SMALLEST_GROUP:
-            raise NoWeightSyncGroup(
-                f"the group {group_name} has {world_size} members: it needs the trainer and at "
-                "least one explorer"
-            )
+            raise NoWeightSyncGroup(self._config.run_id, "size", group_name, size=world_size)
         names = await self._call("setup_weight_sync_group", world_size - 1, timeout)
         logger.info("the group %s has %s", group_name, ", ".join(names))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from trinity_events.checkpoints.layout import (
     ITERATION_FILES,
@@ -20,7 +21,19 @@ _FIRST_OF_WORKERS = (0, 8)
 
 
 class BadIterationFile(TrinityError):
-    """Raised if an iteration file holds no step."""
+    """An iteration file holds no step.
+
+    Attributes:
+        path: The file.
+        content: Its content, shortened.
+    """
+
+    path: Path
+    content: str
+    text = (
+        "{path} holds {content}, and no step: look which of the checkpoints next to it is whole "
+        "(trinity-events verify --files), and write its step"
+    )
 
 
 def get_latest_hf_checkpoint_path(config: RunConfig) -> str | None:
@@ -42,10 +55,7 @@ def get_latest_hf_checkpoint_path(config: RunConfig) -> str | None:
     except FileNotFoundError:
         return None
     if not text.strip().isdecimal():
-        raise BadIterationFile(
-            f"{iteration_file} holds {shorten(repr(text), 60)}, and no step: look which of the "
-            "checkpoints next to it is whole (trinity-events verify --files), and write its step"
-        )
+        raise BadIterationFile(iteration_file, shorten(repr(text), 60))
     newest = int(text)
     steps = [parse_final_name(entry.name) for entry in root.iterdir()]
     for step in sorted(

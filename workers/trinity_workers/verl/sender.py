@@ -80,10 +80,7 @@ class WeightSender:
                 ahead=self._transport != "collective",
             )
         except Exception as caught:
-            error = CollectiveBroken(
-                f"the weights of step {step} could not be gathered, because a rank died, was too "
-                f"slow or failed: {caught}"
-            )
+            error = CollectiveBroken("gather", str(caught), step)
             error.__cause__ = caught
         if error is None:
             assert part is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from trinity_events.errors import TrinityError
 
@@ -13,7 +13,30 @@ from .rows import Dealing, join_rows, split_rows
 
 
 class DispatchRefused(TrinityError):
-    """Raised if arguments cannot be dealt out to the ranks, or answers be collected from them."""
+    """Arguments cannot be dealt out to the ranks, or answers be collected from them.
+
+    Attributes:
+        fault: ``layout`` if the ranks' places make up none, ``nothing`` without arguments to deal
+            out, ``rows`` if arguments have different numbers of rows.
+        mode: Mode of the dispatch.
+        ranks: Number of the ranks.
+        rows: Rows of the arguments, in ascending order.
+    """
+
+    fault: Literal["layout", "nothing", "rows"]
+    mode: str = ""
+    ranks: int = 0
+    rows: tuple[int, ...] = ()
+    texts: ClassVar = {
+        "layout": "mode {mode} has no answer for each share: the places of {ranks} ranks make up "
+        "no layout",
+        "nothing": "mode {mode} deals out rows: give it a batch or a list",
+        "rows": "arguments of {_rows} rows cannot be dealt out together",
+    }
+
+    @property
+    def _rows(self) -> str:
+        return ", ".join(map(str, self.rows))
 
 
 class Dispatch(Enum):
@@ -84,10 +107,7 @@ def find_shares(mode: Dispatch, table: RankTable) -> Shares:
         answering = [rank for rank, info in enumerate(table) if info.tp_rank == 0]
     answering = sorted(answering, key=shares.__getitem__)
     if [shares[rank] for rank in answering] != list(range(len(set(shares)))):
-        raise DispatchRefused(
-            f"mode {mode.value} has no answer for each share: the places of {len(table)} ranks "
-            "make up no layout"
-        )
+        raise DispatchRefused("layout", mode.value, ranks=len(table))
     return Shares(tuple(shares), tuple(answering))
 
 
@@ -128,13 +148,11 @@ def deal(mode: Dispatch, table: RankTable, arguments: Sequence[Any]) -> Dealt:
         ranks = 1 if mode is Dispatch.RANK_ZERO else len(table)
         return Dealt([tuple(arguments)], (0,) * ranks, tuple(range(ranks)), mode, None)
     if not arguments:
-        raise DispatchRefused(f"mode {mode.value} deals out rows: give it a batch or a list")
+        raise DispatchRefused("nothing", mode.value)
     shares = find_shares(mode, table)
     divided = [split_rows(argument, shares.number) for argument in arguments]
     rows = {division.dealing.rows for division in divided}
     if len(rows) > 1:
-        raise DispatchRefused(
-            f"arguments of {', '.join(map(str, sorted(rows)))} rows cannot be dealt out together"
-        )
+        raise DispatchRefused("rows", rows=tuple(sorted(rows)))
     parts = list(zip(*(division.parts for division in divided), strict=True))
     return Dealt(parts, shares.ranks, shares.answering, mode, divided[0].dealing)

@@ -26,11 +26,37 @@ DEATH_KNOWN = 5.0
 
 
 class WorkerDied(TrinityError):
-    """A worker process ended while it was needed."""
+    """A worker process ended while it was needed.
+
+    Attributes:
+        worker: Name and process of the worker.
+        method: Method that it executed.
+        where: Clause that says in which work it died; that of the method alone by default.
+        how: Signal or status of its end; empty if that is not known.
+    """
+
+    worker: str
+    method: str
+    where: str
+    how: str = ""
+    text = "{worker} {where}{_how}"
+
+    @property
+    def _how(self) -> str:
+        return f": {self.how}" if self.how else ""
 
 
 class UnknownMethod(TrinityError, AttributeError):
-    """Raised if the workers of a group have no registered method of that name."""
+    """The workers of a group have no registered method of that name.
+
+    Attributes:
+        kind: Class of the workers.
+        method: The name.
+    """
+
+    kind: str
+    method: str
+    text = "{kind} has no registered method {method}: mark it with register()"
 
 
 class WorkerGroup:
@@ -117,9 +143,7 @@ class WorkerGroup:
         try:
             return self._methods[method]
         except KeyError:
-            raise UnknownMethod(
-                f"{self._kind.__name__} has no registered method {method}: mark it with register()"
-            ) from None
+            raise UnknownMethod(self._kind.__name__, method) from None
 
     async def _find_places(self, mode: Dispatch) -> None:
         """Request the places of all ranks, once, for a mode that deals out by them."""
@@ -159,9 +183,7 @@ class WorkerGroup:
     async def _death(self, rank: int, method: str) -> WorkerDied:
         process = self._processes[rank] if self._processes else None
         how = "" if process is None else await to_thread.run_sync(self._deaths.wait, process)
-        return WorkerDied(
-            f"{self._format_rank(rank)} {self._format_death(method)}{how and f': {how}'}"
-        )
+        return WorkerDied(self._format_rank(rank), method, self._format_death(method), how)
 
     def _format_rank(self, rank: int) -> str:
         process = self._processes[rank] if self._processes else None

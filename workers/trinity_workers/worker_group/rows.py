@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import singledispatch
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,26 @@ from ..algorithms.batch import Batch, concatenate
 
 
 class UnknownRows(TrinityError):
-    """Raised if a value has no rows that can be divided, or answers are not of the rows asked."""
+    """A value has no rows that can be divided, or answers are not of the rows asked.
+
+    Attributes:
+        fault: ``value``, or ``answers``.
+        kind: Class of the value.
+        answered: Rows of the answers.
+        dealt: Rows that were dealt out, with padding.
+        requested: Rows that were asked for.
+    """
+
+    fault: Literal["value", "answers"]
+    kind: str = ""
+    answered: int = 0
+    dealt: int = 0
+    requested: int = 0
+    texts: ClassVar = {
+        "value": "{kind} has no rows to deal out: give a batch, a list or a DataProto, and what "
+        "every rank is to get as a keyword argument",
+        "answers": "the ranks answered {answered} rows to {dealt}, of which {requested} were asked",
+    }
 
 
 class Dealing(NamedTuple):
@@ -71,10 +90,7 @@ def split_rows(value: Any, shares: int) -> Divided:
 
         padded, _ = pad_dataproto_to_divisor(value, shares)
         return Divided(padded.chunk(shares), Dealing(len(value), shares, False))
-    raise UnknownRows(
-        f"{type(value).__name__} has no rows to deal out: give a batch, a list or a DataProto, and "
-        "what every rank is to get as a keyword argument"
-    )
+    raise UnknownRows("value", kind=type(value).__name__)
 
 
 def join_rows(answers: Sequence[Any], dealing: Dealing) -> Any:
@@ -145,9 +161,7 @@ def _join_data_proto(answers: Sequence[Any], dealing: Dealing) -> Any:
 
 def _check(rows: int, dealing: Dealing) -> None:
     if rows != dealing.total:
-        raise UnknownRows(
-            f"the ranks answered {rows} rows to {dealing.total}, of which {dealing.rows} were asked"
-        )
+        raise UnknownRows("answers", answered=rows, dealt=dealing.total, requested=dealing.rows)
 
 
 def is_data_proto(value: Any) -> bool:

@@ -224,10 +224,7 @@ class Resharding:
                 culprit = int(store.compare_set(key, "", str(peer)))
             elif store.check([key]):
                 culprit = int(store.get(key))
-        name = "a rank" if culprit is None else f"rank {culprit}"
-        return CollectiveBroken(
-            f"the weights could not be resharded, because {name} died or was too slow: {error}"
-        )
+        return CollectiveBroken("reshard", str(error), culprit=culprit)
 
     def _source(self, copy: Copy) -> torch.Tensor:
         source = self._sources[copy.source_index]
