@@ -13,22 +13,26 @@ from .log import RedisEventLog, Stream, position
 from .server import server_clock
 
 ABANDONED_AFTER = 5.0
-"""Seconds without an entry after which leases are checked; longer than the leader lease (3 s)."""
+"""Seconds without an entry after which leases are checked, by default; longer than the leader lease
+(3 s)."""
 _EXPLORER = "explorer-"
 
 
-async def abandoned_since(client: redis.asyncio.Redis, state: MonitorState) -> int | None:
+async def abandoned_since(
+    client: redis.asyncio.Redis, state: MonitorState, silence: float = ABANDONED_AFTER
+) -> int | None:
     """Return the time of an abandoned run's last entry, in milliseconds; None for other runs.
 
     An open run is abandoned if no reducer leads it, no saving or publishing process sends
-    heartbeats, and no explorer process holds its rank.
+    heartbeats, and no explorer process holds its rank. None of it is asked for ``silence`` seconds
+    after an entry.
     """
     if state.closed is not None or state.opened_at is None:
         return None
     log = RedisEventLog(client, state.run_id)
     last = max([position(await log.last_id(stream))[0] for stream in Stream])
     # An entry far ahead of the clock has an id that its writer chose, and shows no arrival time.
-    if abs(await server_clock(client, log.keys.events) - last) < ABANDONED_AFTER * 1000:
+    if abs(await server_clock(client, log.keys.events) - last) < silence * 1000:
         return None
     if (
         await client.exists(log.keys.leader)

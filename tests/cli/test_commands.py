@@ -190,13 +190,12 @@ async def test_runs_are_asked_for_beside_each_other_and_listed_in_order(
 
 
 async def test_status_says_that_nobody_is_there_once_all_signs_of_life_have_lapsed(
-    publisher, log, client, redis_url, run_id, cli, monkeypatch
+    publisher, log, client, redis_url, run_id, cli
 ):
-    monkeypatch.setattr(liveness, "ABANDONED_AFTER", 0.0)
     explorer = AsyncPublisher(log, 1, new_producer("explorer", 3))
 
-    async def silent():
-        return await liveness.abandoned_since(client, await current_state(log))
+    async def silent(silence=0.0):
+        return await liveness.abandoned_since(client, await current_state(log), silence)
 
     async with reducer_task(redis_url, run_id):
         await publish_steps(publisher, [1])
@@ -214,8 +213,7 @@ async def test_status_says_that_nobody_is_there_once_all_signs_of_life_have_laps
         await client.delete(key)
     last = max([position(await log.last_id(stream)) for stream in Stream])
     assert await silent() == last[0]
-    monkeypatch.setattr(liveness, "ABANDONED_AFTER", 60.0)
-    assert await silent() is None, "an entry is a sign of life, too"
+    assert await silent(60.0) is None, "an entry is a sign of life, too"
 
 
 LIVES = """
@@ -228,17 +226,16 @@ time.sleep(600)
 
 
 async def test_status_calls_no_run_abandoned_whose_processes_live_on_this_host(
-    publisher, redis_url, run_id, monkeypatch
+    publisher, redis_url, run_id
 ):
-    monkeypatch.setattr(liveness, "ABANDONED_AFTER", 0.0)
     await publish_steps(publisher, [1])
     with child([sys.executable, "-c", LIVES, run_id], stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"ready\n"
-        run_status = await status_command._read_status(redis_url, run_id)
+        run_status = await status_command._read_status(redis_url, run_id, silence=0.0)
         assert run_status.facts.processes["trainer-0"].pid == process.pid
         assert run_status.silent_since is None, "to start the run again would fence its trainer"
         assert "abandoned" not in panel_text(run_status)
-    run_status = await status_command._read_status(redis_url, run_id)
+    run_status = await status_command._read_status(redis_url, run_id, silence=0.0)
     assert run_status.silent_since is not None
     assert "abandoned" in panel_text(run_status)
 

@@ -29,6 +29,7 @@ from trinity_events.log import (
 from trinity_events.reducer import CheckpointFiles
 from trinity_events.reducer.background_job import BackgroundJob
 from trinity_events.server import EmbeddedServer, connect, open_client
+from trinity_events.server.embedded import ServerTimeouts
 from trinity_schemas import SaveFailed, SaveGranted, SaveRequested, decode_envelope
 
 
@@ -83,10 +84,9 @@ def test_a_save_on_a_full_disk_is_a_failed_save_and_one_sentence(sync_client, ru
 @pytest.mark.heavy
 @pytest.mark.processes
 @pytest.mark.server
-def test_a_server_without_room_says_so_for_its_own_log_is_empty(small_disk, monkeypatch):
-    monkeypatch.setattr("trinity_events.server.embedded.START_DEADLINE", 1.0)
+def test_a_server_without_room_says_so_for_its_own_log_is_empty(small_disk):
     fill(small_disk)
-    server = EmbeddedServer(small_disk / "home").attached()
+    server = EmbeddedServer(small_disk / "home", timeouts=ServerTimeouts(start=1.0)).attached()
     with raises(
         EmbeddedServerUnusable, fault="start", reason=re.compile("/small/home/redis is full")
     ):

@@ -12,8 +12,8 @@ from tests.support.waits import PATIENCE
 
 pytest.importorskip("uvicorn")
 
-from trinity_events.http_server import connections, serving
-from trinity_events.http_server.connections import ServerBusy, get_connection
+from trinity_events.http_server import connections
+from trinity_events.http_server.connections import ConnectionLimits, ServerBusy, get_connection
 from trinity_events.http_server.serving import (
     AddressUnusable,
     open_listening_socket,
@@ -148,12 +148,29 @@ class Server:
 
 
 @pytest.fixture
-async def server():
+def limits(request):
+    """The limits of the server; tests that set some are parametrized with :func:`limited`."""
+    return ConnectionLimits(**getattr(request, "param", {}))
+
+
+def limited(**limits):
+    """Limit the server of a test."""
+    return pytest.mark.parametrize("limits", [limits], indirect=True, ids=[""])
+
+
+@pytest.fixture
+async def server(limits):
     face = Face()
     started = asyncio.Event()
     with open_listening_socket("the test", "127.0.0.1", 0) as listening:
         task = asyncio.ensure_future(
-            serve_application(face, listening, on_start=started.set, on_stop=face.released.set)
+            serve_application(
+                face,
+                listening,
+                on_start=started.set,
+                on_stop=face.released.set,
+                limits=limits,
+            )
         )
         try:
             with anyio.fail_after(PATIENCE):
@@ -170,11 +187,6 @@ async def exits():
         yield stack
 
 
-@pytest.fixture
-def short_head(monkeypatch):
-    monkeypatch.setattr(connections, "HEAD_SECONDS", DEADLINE)
-
-
 async def send_bytewise(peer, data):
     """Send a byte every tenth of the deadline, for as long as the test lasts."""
     for byte in data:
@@ -182,24 +194,26 @@ async def send_bytewise(peer, data):
         await asyncio.sleep(DEADLINE / 10)
 
 
+@limited(head_seconds=DEADLINE)
 @pytest.mark.parametrize("sent", [b"", b"\r\n", HALF_HEAD], ids=["nothing", "a line", "half"])
-async def test_a_head_that_is_not_complete_ends_at_its_deadline(server, short_head, sent):
+async def test_a_head_that_is_not_complete_ends_at_its_deadline(server, sent):
     async with server.peer(sent) as peer:
         await peer.until_closed()
 
 
-async def test_bytes_one_by_one_do_not_extend_the_deadline_of_a_head(server, short_head):
+@limited(head_seconds=DEADLINE)
+async def test_bytes_one_by_one_do_not_extend_the_deadline_of_a_head(server):
     async with server.peer() as peer, anyio.create_task_group() as tasks:
         tasks.start_soon(send_bytewise, peer, HALF_HEAD + 200 * b"e")
         await peer.until_closed()
         tasks.cancel_scope.cancel()
 
 
+@limited(head_seconds=DEADLINE)
 @pytest.mark.parametrize("pipelined", [True, False], ids=["with the first", "after its answer"])
-async def test_the_head_of_a_later_request_has_the_same_deadline(server, monkeypatch, pipelined):
+async def test_the_head_of_a_later_request_has_the_same_deadline(server, pipelined):
     async with server.peer(HEAD % b"held" + (HALF_HEAD if pipelined else b"")) as peer:
         await server.until_holding()
-        monkeypatch.setattr(connections, "HEAD_SECONDS", DEADLINE)
         server.face.released.set()
         assert await peer.status() == 200
         async with anyio.create_task_group() as tasks:
@@ -208,19 +222,15 @@ async def test_the_head_of_a_later_request_has_the_same_deadline(server, monkeyp
             tasks.cancel_scope.cancel()
 
 
-@pytest.fixture
-def short_idle(monkeypatch):
-    monkeypatch.setattr(serving, "IDLE_SECONDS", DEADLINE)
-
-
-async def test_a_connection_without_a_further_request_ends(short_idle, server):
+@limited(idle_seconds=DEADLINE)
+async def test_a_connection_without_a_further_request_ends(server):
     async with server.peer(HEAD % b"") as peer:
         assert await peer.status() == 200
         await peer.until_closed()
 
 
-async def test_an_answer_has_no_deadline_of_a_head(server, monkeypatch):
-    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.5)  # the head itself must come in time
+@limited(head_seconds=0.5)  # the head itself must come in time
+async def test_an_answer_has_no_deadline_of_a_head(server):
     async with server.peer(HEAD % b"held") as peer:
         await server.until_holding()
         await asyncio.sleep(0.6)
@@ -246,8 +256,8 @@ async def test_an_empty_body_is_none(server):
         assert await peer.status() == 200
 
 
-async def test_an_answer_that_is_not_read_ends_at_its_deadline(server, monkeypatch):
-    monkeypatch.setattr(connections, "READ_SECONDS", DEADLINE)
+@limited(read_seconds=DEADLINE)
+async def test_an_answer_that_is_not_read_ends_at_its_deadline(server):
     async with server.peer(HEAD % b"long", limit=1024) as peer:
         with anyio.fail_after(PATIENCE):
             await server.face.answered.wait()
@@ -265,10 +275,8 @@ async def test_an_answer_that_is_not_read_ends_at_its_deadline(server, monkeypat
 # --- limits -------------------------------------------------------------------------------------
 
 
-async def test_beyond_the_limit_of_an_address_its_longest_waiting_connection_ends(
-    server, exits, monkeypatch
-):
-    monkeypatch.setattr(connections, "WAITING_PER_ADDRESS", 3)
+@limited(waiting_per_address=3)
+async def test_beyond_the_limit_of_an_address_its_longest_waiting_connection_ends(server, exits):
     elsewhere = await exits.enter_async_context(server.peer(HALF_HEAD, address="127.0.0.2"))
     peers = [await exits.enter_async_context(server.peer(HALF_HEAD)) for _ in range(5)]
     await peers[0].until_closed()
@@ -276,10 +284,8 @@ async def test_beyond_the_limit_of_an_address_its_longest_waiting_connection_end
     assert all([await peer.is_open() for peer in (*peers[2:], elsewhere)])
 
 
-async def test_beyond_the_limit_of_all_the_address_that_has_most_loses_one(
-    server, exits, monkeypatch
-):
-    monkeypatch.setattr(connections, "WAITING", 4)
+@limited(waiting=4)
+async def test_beyond_the_limit_of_all_the_address_that_has_most_loses_one(server, exits):
     elsewhere = await exits.enter_async_context(server.peer(HALF_HEAD, address="127.0.0.2"))
     peers = [await exits.enter_async_context(server.peer(HALF_HEAD)) for _ in range(3)]
     last = await exits.enter_async_context(server.peer(HALF_HEAD, address="127.0.0.3"))
@@ -287,9 +293,8 @@ async def test_beyond_the_limit_of_all_the_address_that_has_most_loses_one(
     assert all([await peer.is_open() for peer in (*peers[1:], elsewhere, last)])
 
 
-async def test_a_request_that_is_admitted_ends_for_none_that_waits(server, exits, monkeypatch):
-    monkeypatch.setattr(connections, "WAITING", 2)
-    monkeypatch.setattr(connections, "WAITING_PER_ADDRESS", 2)
+@limited(waiting=2, waiting_per_address=2)
+async def test_a_request_that_is_admitted_ends_for_none_that_waits(server, exits):
     peers = []
     for _ in range(3):
         peers.append(await exits.enter_async_context(server.peer(HEAD % b"held")))
@@ -303,11 +308,8 @@ async def test_a_request_that_is_admitted_ends_for_none_that_waits(server, exits
     assert [await peer.status() for peer in peers] == [200] * 3
 
 
-async def test_requests_are_limited_by_address_and_in_all_and_then_answered_again(
-    server, exits, monkeypatch
-):
-    monkeypatch.setattr(connections, "REQUESTS_PER_ADDRESS", 2)
-    monkeypatch.setattr(connections, "REQUESTS", 3)
+@limited(requests_per_address=2, requests=3)
+async def test_requests_are_limited_by_address_and_in_all_and_then_answered_again(server, exits):
     peers = []
     for address in ("127.0.0.1", "127.0.0.1", "127.0.0.2"):
         if len(peers) == 2:
@@ -323,10 +325,8 @@ async def test_requests_are_limited_by_address_and_in_all_and_then_answered_agai
     assert await server.status(b"data") == 200
 
 
-async def test_a_request_whose_peer_left_before_it_was_admitted_keeps_no_place(
-    server, exits, monkeypatch
-):
-    monkeypatch.setattr(connections, "STREAMS", 2)
+@limited(streams=2)
+async def test_a_request_whose_peer_left_before_it_was_admitted_keeps_no_place(server, exits):
     streams = []
     for address in ("127.0.0.1", "127.0.0.3"):
         if streams:
@@ -340,10 +340,10 @@ async def test_a_request_whose_peer_left_before_it_was_admitted_keeps_no_place(
     assert all([await peer.is_open() for peer in streams])
 
 
+@limited(streams=3)
 async def test_beyond_the_limit_of_streams_the_oldest_of_the_address_that_has_most_ends(
-    server, exits, monkeypatch
+    server, exits
 ):
-    monkeypatch.setattr(connections, "STREAMS", 3)
     streams = []
     for address in ("127.0.0.2", "127.0.0.1", "127.0.0.1", "127.0.0.3"):
         peer = await exits.enter_async_context(server.peer(HEAD % b"stream", address=address))

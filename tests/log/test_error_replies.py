@@ -1,7 +1,6 @@
 """Error replies of a server that is there: told as they are, with the way out."""
 
 import re
-import sys
 
 import pytest
 
@@ -69,13 +68,12 @@ async def test_what_a_server_refuses_is_told_with_its_code_and_the_way_out(serve
         ("ERR max number of clients reached", "max number of clients reached"),
     ],
 )
-async def test_a_server_that_refuses_every_command_is_there(monkeypatch, reply, truth):
-    monkeypatch.setattr(sys.modules["trinity_events.server.connect"], "_PATIENCE", 0.1)
+async def test_a_server_that_refuses_every_command_is_there(reply, truth):
     with scripted_server(lambda _: f"-{reply}\r\n".encode()) as url:
         with raises(ServerRefuses, where=url, reason=re.compile(f"^{truth}")):
-            connect_sync(url).__enter__()
+            connect_sync(url, patience=0.1).__enter__()
         with raises(ServerRefuses, where=url, reason=re.compile(f"^{truth}")):
-            async with connect(url):
+            async with connect(url, patience=0.1):
                 pass
 
 

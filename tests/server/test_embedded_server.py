@@ -27,13 +27,13 @@ from trinity_events.server import (
     EmbeddedServer,
     connect,
     connect_sync,
-    embedded,
     open_client,
     reaper,
     redacted,
     serving,
     serving_weights,
 )
+from trinity_events.server.embedded import ServerTimeouts
 from trinity_events.server.url import parse
 
 pytestmark = pytest.mark.server
@@ -43,12 +43,6 @@ pytestmark = pytest.mark.server
 def own_home(tmp_path, monkeypatch):
     monkeypatch.setenv("TRINITY_HOME", str(tmp_path))
     return tmp_path
-
-
-@pytest.fixture
-def impatient(monkeypatch):
-    """What does not answer in these tests never will."""
-    monkeypatch.setattr(sys.modules["trinity_events.server.connect"], "_PATIENCE", 0.1)
 
 
 def alive(server: EmbeddedServer) -> bool:
@@ -196,15 +190,14 @@ def test_jobs_with_temporary_folders_of_their_own_share_the_server_of_a_long_pat
         Path(first).mkdir()
 
 
-def test_a_server_whose_socket_was_removed_gets_no_second_one_beside_it(own_home, monkeypatch):
-    monkeypatch.setattr(embedded, "FREE_DEADLINE", 0.2)
+def test_a_server_whose_socket_was_removed_gets_no_second_one_beside_it(own_home):
     server = EmbeddedServer(own_home)
     with server.attached() as url, connect_sync(url) as client:
         process = client.info("server")["process_id"]
         client.set("counter", 7)
         server.socket.unlink()
         with raises(EmbeddedServerUnusable, fault="silent", process=process):
-            EmbeddedServer(own_home).attached().__enter__()
+            EmbeddedServer(own_home, timeouts=ServerTimeouts(free=0.2)).attached().__enter__()
         assert client.get("counter") == b"7", "who is connected goes on"
     wait_until(lambda: not keepers(own_home) and not Path(f"/proc/{process}").exists())
     with server.attached() as url, connect_sync(url) as client:
@@ -290,19 +283,18 @@ def test_the_nodes_of_a_cluster_are_told_from_its_url():
 @pytest.mark.parametrize(
     "url", ["redis://user:secret@127.0.0.1:1/0", "redis+cluster://:secret@127.0.0.1:1"]
 )
-def test_a_worker_without_a_server_is_told_so(impatient, url):
+def test_a_worker_without_a_server_is_told_so(url):
     with raises(ServerUnreachable, where=url.replace("secret", "***")) as caught:
-        open_client(url)
+        open_client(url, patience=0.1)
     assert "secret" not in str(caught.value)
 
 
-async def test_a_server_that_is_just_starting_is_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules["trinity_events.server.connect"], "_PATIENCE", 20.0)
+async def test_a_server_that_is_just_starting_is_waited_for(tmp_path):
     server = Server(tmp_path)
     starting = threading.Timer(0.3, server.start)
     starting.start()
     try:
-        async with connect(server.url) as client:
+        async with connect(server.url, patience=PATIENCE) as client:
             assert await client.ping()
         with connect_sync(server.url) as sync_client:
             assert sync_client.ping()
@@ -311,10 +303,10 @@ async def test_a_server_that_is_just_starting_is_waited_for(tmp_path, monkeypatc
         server.kill()
 
 
-async def test_an_unreachable_server_is_one_sentence_without_the_password(impatient):
+async def test_an_unreachable_server_is_one_sentence_without_the_password():
     url = "redis://user:secret@127.0.0.1:1/0"
     with raises(ServerUnreachable, where=url.replace("secret", "***")) as caught:
-        async with connect(url):
+        async with connect(url, patience=0.1):
             pass
     assert "secret" not in str(caught.value)
 

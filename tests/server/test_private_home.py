@@ -16,6 +16,7 @@ from tests.support.redis_servers import free_ports
 from tests.support.waits import PATIENCE, child, wait_until
 from trinity_events.errors import ServerUnreachable
 from trinity_events.server import EmbeddedServer, connect_sync
+from trinity_events.server.embedded import ServerTimeouts
 from trinity_events.system import file_locks
 from trinity_workers.launch.processes import ReducerProcess
 
@@ -96,6 +97,7 @@ def test_another_user_can_hold_no_lock_of_the_home(own_home):
             assert "Permission denied" in result.stderr
 
 
+IMPATIENT = ServerTimeouts(lock=0.3)
 HOLD = (
     "import fcntl, os, sys, time\n"
     "descriptor = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT, 0o600)\n"
@@ -116,13 +118,10 @@ def holder(path):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["start.lock", "users.lock"])
-def test_a_lock_that_another_process_holds_is_one_sentence_that_names_it(
-    own_home, monkeypatch, name
-):
-    monkeypatch.setattr(file_locks, "LOCK_DEADLINE", 0.3)
+def test_a_lock_that_another_process_holds_is_one_sentence_that_names_it(own_home, name):
     path = own_home / "redis" / name
     with holder(path) as process, pytest.raises(ServerUnreachable) as caught:
-        EmbeddedServer(own_home).attached().__enter__()
+        EmbeddedServer(own_home, timeouts=IMPATIENT).attached().__enter__()
     assert f"the lock {path} " in str(caught.value)
     assert f"process {process.pid} (" in str(caught.value)
     assert "end it, or set TRINITY_HOME to another folder" in str(caught.value)
@@ -131,8 +130,7 @@ def test_a_lock_that_another_process_holds_is_one_sentence_that_names_it(
 
 
 @pytest.mark.processes
-def test_a_lock_that_is_held_for_a_while_is_waited_for(own_home, monkeypatch):
-    monkeypatch.setattr(file_locks, "LOCK_DEADLINE", 100.0)
+def test_a_lock_that_is_held_for_a_while_is_waited_for(own_home):
     with holder(own_home / "redis" / "start.lock") as process:
         timer = threading.Timer(0.5, process.kill)
         timer.start()
@@ -142,9 +140,8 @@ def test_a_lock_that_is_held_for_a_while_is_waited_for(own_home, monkeypatch):
 
 
 @pytest.mark.processes
-def test_a_command_ends_although_the_lock_is_held_when_it_leaves(own_home, monkeypatch, caplog):
-    monkeypatch.setattr(file_locks, "LOCK_DEADLINE", 0.3)
-    server = EmbeddedServer(own_home)
+def test_a_command_ends_although_the_lock_is_held_when_it_leaves(own_home, caplog):
+    server = EmbeddedServer(own_home, timeouts=IMPATIENT)
     with server.attached() as url, connect_sync(url) as client:
         process = client.info("server")["process_id"]
         holding = holder(own_home / "redis" / "start.lock")

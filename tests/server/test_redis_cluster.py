@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import sys
 from functools import partial
 
 import anyio
@@ -115,15 +114,13 @@ async def test_ids_that_no_clock_makes_are_mended_on_every_node(nodes, url):
         assert await open_run(client, run_id) > epoch
 
 
-async def test_what_is_told_of_silence_and_of_taken_keys_is_told_of_runs_on_every_node(
-    nodes, url, monkeypatch
-):
-    monkeypatch.setattr(liveness, "ABANDONED_AFTER", 0.0)
+async def test_what_is_told_of_silence_and_of_taken_keys_is_told_of_runs_on_every_node(nodes, url):
     async with connect(url) as client:
         for run_id in runs_on_every_node(nodes):
             await open_run(client, run_id)
             log = RedisEventLog(client, run_id)
-            assert await liveness.abandoned_since(client, await current_state(log)) is not None
+            state = await current_state(log)
+            assert await liveness.abandoned_since(client, state, silence=0.0) is not None
             await client.set(log.keys.holds, "of something else")
             with raises(KeyConflict, key=log.keys.holds, actual="string"):
                 await log.acquire_lease(1, "me", 60)
@@ -309,11 +306,10 @@ async def test_what_a_cluster_has_not_is_said(nodes):
         open_client("unix+cluster:///socket")
 
 
-async def test_a_cluster_that_does_not_answer_is_one_sentence(monkeypatch):
-    monkeypatch.setattr(sys.modules["trinity_events.server.connect"], "_PATIENCE", 0.1)
+async def test_a_cluster_that_does_not_answer_is_one_sentence():
     url = "redis+cluster://me:secret@127.0.0.1:1,127.0.0.1:2"
     with raises(ServerUnreachable, where=url.replace("secret", "***")):
-        open_client(url)
+        open_client(url, patience=0.1)
     with raises(ServerUnreachable, where=url.replace("secret", "***")):
-        async with connect(url):
+        async with connect(url, patience=0.1):
             pass

@@ -17,7 +17,7 @@ from trinity_events.errors import (
 from trinity_events.server import BINARY_VARIABLE, EmbeddedServer, connect_sync, find_binary
 from trinity_events.server.binary import choose_binary
 from trinity_events.server.data_format import read_format
-from trinity_events.server.embedded import START_DEADLINE
+from trinity_events.server.embedded import ServerTimeouts
 
 pytestmark = pytest.mark.server
 
@@ -143,7 +143,7 @@ def refused_at_once(home, reason):
     began = time.monotonic()
     with raises(EmbeddedServerUnusable, fault="start", reason=re.compile(reason)):
         EmbeddedServer(home).attached().__enter__()
-    assert time.monotonic() - began < START_DEADLINE, "it does not wait for what has ended"
+    assert time.monotonic() - began < ServerTimeouts().start, "it does not wait for what has ended"
 
 
 def test_a_format_of_a_later_server_is_named_at_once(tmp_path):

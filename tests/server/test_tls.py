@@ -4,7 +4,6 @@ import asyncio
 import shutil
 import ssl
 import subprocess
-import sys
 import threading
 from contextlib import contextmanager, suppress
 
@@ -137,12 +136,6 @@ def authority(tmp_path_factory):
     return Authority(tmp_path_factory.mktemp("tls") / "ca")
 
 
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch):
-    """What does not answer in these tests never will."""
-    monkeypatch.setattr(sys.modules["trinity_events.server.connect"], "_PATIENCE", 0.1)
-
-
 @contextmanager
 def tls(authority, redis_url, extension="named", *, clients=False):
     """A front with a certificate; yields its URL, which trusts the authority."""
@@ -177,12 +170,12 @@ async def test_the_whole_pipeline_runs_over_tls(authority, redis_url, run_id):
 
 
 async def refused(url):
-    """Errors of both kinds of clients."""
+    """Errors of both kinds of clients; what does not answer here never will."""
     with pytest.raises(ServerUnreachable) as caught:
-        async with connect(url):
+        async with connect(url, patience=0.1):
             pass
     with pytest.raises(ServerUnreachable) as caught_sync:
-        await asyncio.to_thread(connect_sync(url).__enter__)
+        await asyncio.to_thread(connect_sync(url, patience=0.1).__enter__)
     return caught.value, caught_sync.value
 
 

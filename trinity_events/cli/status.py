@@ -10,7 +10,7 @@ import msgspec
 from ..analysis.causes import LiveFacts, select_processes
 from ..core import MonitorState
 from ..live_facts import read_live_facts
-from ..liveness import abandoned_since
+from ..liveness import ABANDONED_AFTER, abandoned_since
 from ..log import RedisEventLog, position, require_run
 from ..replay import current_state
 from ..views import seconds, state_as_json, status_panel, waits_as_json
@@ -50,14 +50,16 @@ def status(run: OptionalRun = None, redis_url: RedisUrl = None, as_json: Json = 
     )
 
 
-async def _read_status(redis_url: str | None, run: str | None) -> _RunStatus:
+async def _read_status(
+    redis_url: str | None, run: str | None, silence: float = ABANDONED_AFTER
+) -> _RunStatus:
     async with open_client(redis_url) as client:
         log = RedisEventLog(client, await require_run(client, run))
         state = await current_state(log)
         if state.closed is not None:
             return _RunStatus(state)
         facts = await read_live_facts(client, log.run_id)
-        since = await abandoned_since(client, state)
+        since = await abandoned_since(client, state, silence)
         facts = msgspec.structs.replace(facts, processes=select_processes(state, facts.processes))
         if any(process.condition != "ended" for process in facts.processes.values()):
             # A trainer publishes nothing between steps. To start the run again would fence it.

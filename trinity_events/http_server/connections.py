@@ -4,20 +4,20 @@ uvicorn limits the number of connections, the size of a head and the pause betwe
 has no deadline for a head or a body, and no limit for an address: peers that send half a request
 hold its whole limit for as long as they like.
 
-Invariants:
+Invariants, with the limits of :class:`ConnectionLimits`:
 
 1. A connection *waits*, unless it is in a request that its face admitted: one with a complete head
    and, if the face has a token, with the token.
-2. At most :data:`WAITING` connections wait, and :data:`WAITING_PER_ADDRESS` of one address. A
+2. At most ``waiting`` connections wait, and ``waiting_per_address`` of one address. A
    further one ends the connection that waits longest of the address that has most.
 3. No connection in an admitted request ends for one that waits.
-4. A head is complete :data:`HEAD_SECONDS` after the connection, or the first byte of a later
+4. A head is complete ``head_seconds`` after the connection, or the first byte of a later
    request, came. Further bytes do not extend it.
 5. No body is read: a request that announces one is refused, and its connection ends.
-6. A connection without a request ends after :data:`IDLE_SECONDS`, and one whose peer leaves an
-   answer unread after :data:`READ_SECONDS`.
-7. At most :data:`REQUESTS` requests are admitted, :data:`REQUESTS_PER_ADDRESS` of one address, and
-   :data:`STREAMS` streams. A further stream ends the oldest one of the address that has most.
+6. A connection without a request ends after ``idle_seconds``, and one whose peer leaves an
+   answer unread after ``read_seconds``.
+7. At most ``requests`` requests are admitted, ``requests_per_address`` of one address, and
+   ``streams`` streams. A further stream ends the oldest one of the address that has most.
 
 So peers without the token cannot keep out one that has it: its connection is accepted, and is
 admitted once its head has arrived.
@@ -32,28 +32,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
+from msgspec import Struct
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from ..errors import TrinityError
-
-WAITING = 128
-"""Maximum connections that wait. With requests, streams and connections that are being closed, the
-process stays far below 1,024 open files, the usual limit."""
-WAITING_PER_ADDRESS = 64
-"""Maximum connections of one address that wait. A browser opens six; more than the connections that
-are accepted while a head is read (see ``ACCEPTED_AT_ONCE`` of the server)."""
-REQUESTS = 128
-"""Maximum requests that are answered at once; their answers take milliseconds."""
-REQUESTS_PER_ADDRESS = 64
-"""Maximum requests of one address, so that no address takes all; a proxy is one address."""
-STREAMS = 256
-"""Maximum streams, each a page that follows a run."""
-HEAD_SECONDS = 10.0
-"""Deadline of a head, which fits into a packet or two: a lost one comes again within 3 s."""
-IDLE_SECONDS = 30
-"""Seconds for which a connection without a request is kept for the next one."""
-READ_SECONDS = 60.0
-"""Seconds for which a peer may leave an answer unread: an answer of some MiB on a slow link."""
 
 _CONNECTION = "trinity_events.connection"
 """Key of the connection in the state of a request."""
@@ -113,10 +95,45 @@ class GroupedByAddress(Generic[_T]):
         return item
 
 
-class ConnectionPool:
-    """Connections of one server, by what they do."""
+class ConnectionLimits(Struct, frozen=True, kw_only=True):
+    """Limits and deadlines of the connections of one server.
 
-    def __init__(self) -> None:
+    Attributes:
+        waiting: Maximum connections that wait. With requests, streams and connections that are
+            being closed, the process stays far below 1,024 open files, the usual limit.
+        waiting_per_address: Maximum connections of one address that wait. A browser opens six;
+            more than the connections that are accepted while a head is read (see
+            ``ACCEPTED_AT_ONCE`` of the server).
+        requests: Maximum requests that are answered at once; their answers take milliseconds.
+        requests_per_address: Maximum requests of one address, so that no address takes all; a
+            proxy is one address.
+        streams: Maximum streams, each a page that follows a run.
+        head_seconds: Deadline of a head, which fits into a packet or two: a lost one comes again
+            within 3 s.
+        idle_seconds: Seconds for which a connection without a request is kept for the next one.
+        read_seconds: Seconds for which a peer may leave an answer unread: an answer of some MiB on
+            a slow link.
+    """
+
+    waiting: int = 128
+    waiting_per_address: int = 64
+    requests: int = 128
+    requests_per_address: int = 64
+    streams: int = 256
+    head_seconds: float = 10.0
+    idle_seconds: float = 30.0
+    read_seconds: float = 60.0
+
+
+class ConnectionPool:
+    """Connections of one server, by what they do.
+
+    Args:
+        limits: Limits of their numbers, and their deadlines.
+    """
+
+    def __init__(self, limits: ConnectionLimits = ConnectionLimits()) -> None:
+        self.limits = limits
         self._waiting: GroupedByAddress[Connection] = GroupedByAddress()
         self._requests: GroupedByAddress[Connection] = GroupedByAddress()
         self._streams: GroupedByAddress[Connection] = GroupedByAddress()
@@ -125,24 +142,24 @@ class ConnectionPool:
         """Let a connection wait; end others that wait too long for the limits."""
         self.remove(connection)
         self._waiting.add(connection.address, connection)
-        while self._waiting.count(connection.address) > WAITING_PER_ADDRESS:
+        while self._waiting.count(connection.address) > self.limits.waiting_per_address:
             self._waiting.pop_oldest(connection.address).drop()
-        while self._waiting.total > WAITING:
+        while self._waiting.total > self.limits.waiting:
             self._waiting.pop_oldest().drop()
 
     def add_request(self, connection: Connection) -> None:
         """Admit a request. Raises ServerBusy, and the connection still waits."""
-        if self._requests.count(connection.address) >= REQUESTS_PER_ADDRESS:
-            raise ServerBusy(REQUESTS_PER_ADDRESS, connection.address)
-        if self._requests.total >= REQUESTS:
-            raise ServerBusy(REQUESTS, None)
+        if self._requests.count(connection.address) >= self.limits.requests_per_address:
+            raise ServerBusy(self.limits.requests_per_address, connection.address)
+        if self._requests.total >= self.limits.requests:
+            raise ServerBusy(self.limits.requests, None)
         self.remove(connection)
         self._requests.add(connection.address, connection)
 
     def add_stream(self, connection: Connection) -> None:
         """Make a stream of an admitted request; end another one if there are too many."""
         self.remove(connection)
-        while self._streams.total >= STREAMS:
+        while self._streams.total >= self.limits.streams:
             self._streams.pop_oldest().drop()
         self._streams.add(connection.address, connection)
 
@@ -197,7 +214,7 @@ class Connection(H11Protocol):
         """Give the peer a time to read the answer."""
         self._cancel_read_timer()
         # Also if uvicorn closes the connection: that waits until the peer has read.
-        self._read_timer = self.loop.call_later(READ_SECONDS, self._drop_unread)
+        self._read_timer = self.loop.call_later(self._pool.limits.read_seconds, self._drop_unread)
         super().on_response_complete()  # begins the next request if its head was sent already
         if self._is_answering:
             self._end_waiting()
@@ -238,7 +255,7 @@ class Connection(H11Protocol):
 
     def _await_head(self) -> None:
         if self._head_timer is None:
-            self._head_timer = self.loop.call_later(HEAD_SECONDS, self.drop)
+            self._head_timer = self.loop.call_later(self._pool.limits.head_seconds, self.drop)
 
     def _end_waiting(self) -> None:
         self._cancel_head_timer()

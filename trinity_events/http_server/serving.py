@@ -14,7 +14,7 @@ import anyio
 import uvicorn
 
 from ..errors import TrinityError
-from .connections import IDLE_SECONDS, Connection, ConnectionPool
+from .connections import Connection, ConnectionLimits, ConnectionPool
 
 ACCEPTED_AT_ONCE = 16
 """Connections that are accepted in one turn of the event loop, before others are read. Some turns
@@ -86,6 +86,7 @@ async def serve_application(
     on_start: Callable[[], None],
     on_stop: Callable[[], None] = lambda: None,
     lifespan: bool = False,
+    limits: ConnectionLimits = ConnectionLimits(),
 ) -> None:
     """Serve an application that reads no bodies at a listening socket, until cancelled.
 
@@ -95,11 +96,12 @@ async def serve_application(
         on_start: Called once it answers.
         on_stop: Called before it stops, to end streams.
         lifespan: True if the application handles lifespan events; else they are not sent.
+        limits: Limits and deadlines of its connections.
     """
     config = uvicorn.Config(
         _RefusedBodies(application),
         # uvicorn calls it with keywords, as it would a class.
-        http=cast(type[asyncio.Protocol], partial(Connection, ConnectionPool())),
+        http=cast(type[asyncio.Protocol], partial(Connection, ConnectionPool(limits))),
         ws="none",
         lifespan="on" if lifespan else "off",
         log_level="error",  # peers could fill the log by warnings of requests that are none
@@ -108,7 +110,7 @@ async def serve_application(
         date_header=False,
         proxy_headers=False,
         backlog=ACCEPTED_AT_ONCE,
-        timeout_keep_alive=IDLE_SECONDS,
+        timeout_keep_alive=limits.idle_seconds,  # type: ignore[arg-type]  # a timer takes it
         timeout_graceful_shutdown=1,
         h11_max_incomplete_event_size=_HEAD_BYTES,
     )

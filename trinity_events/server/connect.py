@@ -6,6 +6,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import anyio
@@ -39,8 +40,8 @@ T = TypeVar("T")
 
 OLDEST_SERVER = (7, 0)
 """Oldest version of a server that is accepted."""
-_PATIENCE = 2.0
-"""Seconds for which a client waits for a server that is starting."""
+START_PATIENCE = 2.0
+"""Seconds for which a client waits for a server that is starting, by default."""
 _LONGEST_PAUSE = 0.5
 """Maximum seconds between two attempts."""
 _ERRORS = (redis.RedisError, RedisClusterException, OSError)
@@ -48,15 +49,20 @@ _ERRORS = (redis.RedisError, RedisClusterException, OSError)
 
 @asynccontextmanager
 async def connect(
-    url: str, *, retry: bool = True, setting: ServerSetting = LOG_SERVER
+    url: str,
+    *,
+    retry: bool = True,
+    setting: ServerSetting = LOG_SERVER,
+    patience: float = START_PATIENCE,
 ) -> AsyncIterator[redis.asyncio.Redis]:
     """Open a checked client of a server or cluster, and close it on leaving.
 
     ``retry=False`` never sends a command twice, for callers that handle a lost reply themselves.
-    ``setting`` is the option that names the server. Raises InvalidUrl, ServerUnreachable,
-    ServerTooOld and PermissionDenied; the last also for a request of the block.
+    ``setting`` is the option that names the server. A server that is starting is waited for, at
+    most ``patience`` seconds. Raises InvalidUrl, ServerUnreachable, ServerTooOld and
+    PermissionDenied; the last also for a request of the block.
     """
-    client = await _opened(url, retry, setting)
+    client = await _opened(url, retry, setting, patience)
     try:
         yield client
     except redis.RedisError as error:
@@ -65,21 +71,21 @@ async def connect(
         await close_async(client)
 
 
-async def _opened(url: str, retry: bool, setting: ServerSetting) -> redis.asyncio.Redis:
-    parsed = parse(url)
+async def _opened(
+    url: str, retry: bool, setting: ServerSetting, patience: float
+) -> redis.asyncio.Redis:
+    parsed, patiently = parse(url), partial(_patiently, url, setting, patience)
     if not parsed.cluster:
         client = async_plain_client(parsed, retry=False)
         try:
-            check_server(
-                url, setting, await _patiently(url, setting, lambda: client.info("server"))
-            )
-            if not _is_cluster(await _patiently(url, setting, lambda: client.info("cluster"))):
+            check_server(url, setting, await patiently(lambda: client.info("server")))
+            if not _is_cluster(await patiently(lambda: client.info("cluster"))):
                 return async_plain_client(parsed, retry=retry)
         finally:
             await close_async(client)
     client = async_cluster_client(parsed, retry=retry)
     try:
-        info = await _patiently(url, setting, lambda: client.info("server", target_nodes="random"))
+        info = await patiently(lambda: client.info("server", target_nodes="random"))
         check_server(url, setting, info)
     except BaseException:
         await close_async(client)
@@ -87,9 +93,11 @@ async def _opened(url: str, retry: bool, setting: ServerSetting) -> redis.asynci
     return client
 
 
-async def _patiently(url: str, setting: ServerSetting, ask: Callable[[], Awaitable[T]]) -> T:
+async def _patiently(
+    url: str, setting: ServerSetting, patience: float, ask: Callable[[], Awaitable[T]]
+) -> T:
     """Return the answer of a server, which may be starting."""
-    give_up = anyio.current_time() + _PATIENCE
+    give_up = anyio.current_time() + patience
     for pause in backoff_delays(_LONGEST_PAUSE):
         try:
             return await ask()
@@ -100,21 +108,23 @@ async def _patiently(url: str, setting: ServerSetting, ask: Callable[[], Awaitab
     raise AssertionError("backoff_delays ended")
 
 
-def open_client(url: str, *, setting: ServerSetting = LOG_SERVER) -> redis.Redis:
-    """Open a synchronous client of a server or cluster; the caller closes it.
+def open_client(
+    url: str, *, setting: ServerSetting = LOG_SERVER, patience: float = START_PATIENCE
+) -> redis.Redis:
+    """Open a synchronous client of a server or cluster, as :func:`connect`; the caller closes it.
 
     Raises InvalidUrl, ServerUnreachable and PermissionDenied.
     """
-    parsed = parse(url)
+    parsed, patiently = parse(url), partial(_patiently_sync, url, setting, patience)
     if not parsed.cluster:
         with plain_client(parsed, retry=False) as client:
-            if not _is_cluster(_patiently_sync(url, setting, lambda: client.info("cluster"))):
+            if not _is_cluster(patiently(lambda: client.info("cluster"))):
                 return plain_client(parsed)
-    return _patiently_sync(url, setting, lambda: cluster_client(parsed))
+    return patiently(lambda: cluster_client(parsed))
 
 
-def _patiently_sync(url: str, setting: ServerSetting, ask: Callable[[], T]) -> T:
-    give_up = time.monotonic() + _PATIENCE
+def _patiently_sync(url: str, setting: ServerSetting, patience: float, ask: Callable[[], T]) -> T:
+    give_up = time.monotonic() + patience
     for pause in backoff_delays(_LONGEST_PAUSE):
         try:
             return ask()
@@ -126,10 +136,13 @@ def _patiently_sync(url: str, setting: ServerSetting, ask: Callable[[], T]) -> T
 
 
 @contextmanager
-def connect_sync(url: str, *, setting: ServerSetting = LOG_SERVER) -> Iterator[redis.Redis]:
+def connect_sync(
+    url: str, *, setting: ServerSetting = LOG_SERVER, patience: float = START_PATIENCE
+) -> Iterator[redis.Redis]:
     """Open a synchronous client, checked as by :func:`connect`."""
-    with open_client(url, setting=setting) as client:
-        check_server(url, setting, _patiently_sync(url, setting, lambda: client.info("server")))
+    with open_client(url, setting=setting, patience=patience) as client:
+        info = _patiently_sync(url, setting, patience, lambda: client.info("server"))
+        check_server(url, setting, info)
         try:
             yield client
         except redis.RedisError as error:

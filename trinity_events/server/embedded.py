@@ -19,10 +19,11 @@ from typing import IO
 from urllib.parse import quote
 
 import redis
+from msgspec import Struct
 
 from ..errors import EmbeddedServerUnusable, ServerUnreachable
 from ..log.redis.error_replies import is_reply
-from ..system.file_locks import LockHeld, lock
+from ..system.file_locks import LOCK_DEADLINE, LockHeld, lock
 from .binary import choose_binary
 from .clients import probe
 from .data_format import read_format
@@ -32,9 +33,6 @@ from .start_failure import explain_failure
 
 logger = logging.getLogger(__name__)
 
-START_DEADLINE = 20.0
-FREE_DEADLINE = 10.0
-"""Seconds to wait for the end of a server that does not answer any more."""
 PID_FILE = "redis.pid"
 _LOG_READ = 1 << 20
 """Bytes of a server's log that are read for the reason of a failed start."""
@@ -60,6 +58,20 @@ class _SocketState(Enum):
     THERE = auto()
 
 
+class ServerTimeouts(Struct, frozen=True, kw_only=True):
+    """Deadlines of an embedded server, in seconds.
+
+    Attributes:
+        start: Time in which a server answers, once it has read its data; and in which it ends.
+        free: Time to wait for the end of a server that does not answer any more.
+        lock: Time to wait for another process that starts or stops the server.
+    """
+
+    start: float = 20.0
+    free: float = 10.0
+    lock: float = LOCK_DEADLINE
+
+
 class EmbeddedServer:
     """Embedded server of one home folder.
 
@@ -75,12 +87,21 @@ class EmbeddedServer:
         home: The folder.
         name: Subfolder of the home, one for each of its servers.
         durable: True if it keeps an append-only file.
+        timeouts: Its deadlines.
     """
 
-    def __init__(self, home: Path, name: str = "redis", *, durable: bool = True) -> None:
+    def __init__(
+        self,
+        home: Path,
+        name: str = "redis",
+        *,
+        durable: bool = True,
+        timeouts: ServerTimeouts = ServerTimeouts(),
+    ) -> None:
         self.home = home
         self.data = home / name
         self._durable = durable
+        self._timeouts = timeouts
 
     @property
     def socket(self) -> Path:
@@ -193,7 +214,7 @@ class EmbeddedServer:
     def _lock(self, file: IO[str], how: int) -> None:
         """Take a lock within its deadline. Raises ServerUnreachable, which names the holder."""
         try:
-            lock(file.fileno(), Path(file.name), how)
+            lock(file.fileno(), Path(file.name), how, self._timeouts.lock)
         except LockHeld as error:
             raise EmbeddedServerUnusable(file.name, str(error), fault="lock") from None
 
@@ -230,7 +251,7 @@ class EmbeddedServer:
 
         An ending server keeps the files a little longer than its socket.
         """
-        give_up = time.monotonic() + FREE_DEADLINE
+        give_up = time.monotonic() + self._timeouts.free
         while not unused(lives):
             if self._answers():
                 return False
@@ -303,10 +324,10 @@ class EmbeddedServer:
 
     def _comes_up(self) -> bool:
         """Wait until the server has read its data; return False if it ends or does not answer."""
-        give_up = time.monotonic() + START_DEADLINE
+        give_up = time.monotonic() + self._timeouts.start
         while (state := self._state()) is not _SocketState.THERE:
             if state is _SocketState.LOADING:
-                give_up = time.monotonic() + START_DEADLINE
+                give_up = time.monotonic() + self._timeouts.start
             if self._has_ended() or time.monotonic() > give_up:
                 return False
             time.sleep(0.02)
@@ -352,7 +373,7 @@ class EmbeddedServer:
     def _stop(self) -> None:
         with suppress(redis.RedisError, OSError), probe(self.socket) as client:
             client.shutdown(nosave=True)
-        give_up = time.monotonic() + START_DEADLINE
+        give_up = time.monotonic() + self._timeouts.start
         while self._answers() and time.monotonic() < give_up:
             time.sleep(0.02)
         leave_no_folder(self.data, self.socket)

@@ -11,7 +11,8 @@ from ..errors import StructuredError
 from .error_text import shorten
 
 LOCK_DEADLINE = 60.0
-"""Longest wait for a lock, in seconds; to start or stop a server takes at most half of it."""
+"""Longest wait for a lock, in seconds, by default; to start or stop a server takes at most half of
+it."""
 _LONGEST_PAUSE = 0.1
 
 
@@ -39,19 +40,22 @@ class LockHeld(StructuredError, OSError):
     text = "the lock {path} was not free for {deadline:g} s: it is held by {holders}"
 
 
-def lock(descriptor: int, path: Path, how: int = fcntl.LOCK_EX) -> None:
-    """Take a lock within :data:`LOCK_DEADLINE`. Raises LockHeld, naming the processes that hold it.
+def lock(
+    descriptor: int, path: Path, how: int = fcntl.LOCK_EX, deadline: float = LOCK_DEADLINE
+) -> None:
+    """Take a lock within a deadline. Raises LockHeld, naming the processes that hold it.
 
     Args:
         descriptor: The open file.
         path: The file's path, for the message.
         how: ``fcntl.LOCK_EX`` or ``fcntl.LOCK_SH``.
+        deadline: Seconds to wait.
     """
-    give_up = time.monotonic() + LOCK_DEADLINE
+    give_up = time.monotonic() + deadline
     pause = 0.002
     while not try_lock(descriptor, how):
         if time.monotonic() > give_up:
-            raise LockHeld(path, LOCK_DEADLINE, _format_processes(holders(descriptor, how)))
+            raise LockHeld(path, deadline, _format_processes(holders(descriptor, how)))
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
 
