@@ -88,7 +88,7 @@ trinity-events train run.yaml --set sync.interval=2       # lay a setting over t
 ```
 
 A file may be laid over another one, which it names first, relative to itself. Sections are laid
-over each other field by field; `evaluation.sets` is taken as a whole.
+over each other field by field; `evaluation.sets` and `task.sets` are each taken as a whole.
 
 ```yaml
 base: common.yaml

@@ -42,6 +42,8 @@ MAX_REWARD_PARTS = 256
 """Maximum named parts of a reward; a reward function has some dozens at most."""
 LONGEST_REWARD_ERROR = 500
 """Maximum characters of a sentence about a reward's error: every sample that failed repeats it."""
+QUESTION_SET = r"^([A-Za-z0-9][A-Za-z0-9._-]{0,126})?$"
+"""Pattern of a set's name, which is part of the names of metrics."""
 MAX_EXCLUDED_NAMES = 64
 """Maximum explorers that a request names as excluded: every request repeats them."""
 Attempts = Annotated[int, Meta(ge=1, le=2**31, description="Number of the attempt, from 1.")]
@@ -154,6 +156,14 @@ class Experience(Struct, frozen=True, kw_only=True):
             max_length=LONGEST_REWARD_ERROR,
             description="Sentence about the error of the reward function, if `reward` is the score "
             "that is configured for errors; else empty.",
+        ),
+    ] = ""
+    question_set: Annotated[
+        str,
+        Meta(
+            pattern=QUESTION_SET,
+            description="Name of the set that the question is of, where a task mixes several; else "
+            "empty.",
         ),
     ] = ""
 

@@ -66,7 +66,7 @@ def own_home(tmp_path_factory) -> Path:
 REWARD_OF_TURNS = """
 def reward(question, answer):
     tools = sum(message["role"] == "tool" for message in answer.messages)
-    return {"reward": float(tools), "score": float(tools)}
+    return {"reward": tools + 10.0 * (question.set == "rare"), "score": float(tools)}
 """
 ENVIRONMENT = """
 class Tool:
@@ -92,6 +92,12 @@ def test_a_users_model_questions_reward_tools_and_engine_are_part_of_a_run(folde
     chosen["rollouts"] |= {"max_turns": 2, "max_new_tokens": 64, "on_update": "keep_cache"}
     chosen["explorer"] = {"engine": "./engine.py:make", "engine_options": {"max_batch": 7}}
     chosen["steps"] = 2
+    sets = {"plain": {"weight": 3.0}, "rare": {}}
+    for name, of_set in sets.items():
+        of_set["questions"] = f"./{name}.jsonl"
+        (folder / f"{name}.jsonl").write_bytes((folder / "questions.jsonl").read_bytes())
+    chosen["task"] |= {"questions": None, "sets": sets}
+    chosen["tracking"] = {"trackers": ["jsonl"], "folder": "./tracked"}
     done = run(folder, chosen, own_home)
     assert done.returncode == 0, done.stderr[-4000:]
     summary = msgspec.json.decode(done.stdout.splitlines()[-1])
@@ -99,7 +105,15 @@ def test_a_users_model_questions_reward_tools_and_engine_are_part_of_a_run(folde
     assert 0.0 < summary["score_first_third"] <= 1.0, "finished turns were answered by the tool"
     held_out = summary["evaluations"]["held-out"]
     assert (held_out["first_step"], held_out["last_step"]) == (0, 2)
-    assert 0.0 <= held_out["first"]["mean"] <= 1.0
+    assert 0.0 <= held_out["first"]["mean"] <= 11.0
+    [tracked] = (folder / "tracked").rglob("*.jsonl")
+    lines = [msgspec.json.decode(line)["values"] for line in tracked.read_bytes().splitlines()]
+    steps = [values for values in lines if "rollout/reward" in values]
+    assert len(steps) == 2
+    for values in steps:
+        assert (values["rollout/plain/prompts"], values["rollout/rare/prompts"]) == (3.0, 1.0)
+        assert values["rollout/plain/reward"] <= 1.0
+        assert values["rollout/rare/reward"] >= 10.0
 
 
 def test_a_reward_that_fails_ends_the_run_with_its_sentence_traceback_and_answer(folder, own_home):

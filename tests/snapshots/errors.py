@@ -13,6 +13,7 @@ from trinity_schemas import ExplorerExcluded, Producer, RewardErrorReported
 from trinity_schemas.events import SettingChange
 from trinity_workers.config.errors import BadSettings
 from trinity_workers.launch.explore import RunWait
+from trinity_workers.tasks import TaskError
 
 REPORT = next(event for event in SAMPLES if isinstance(event, RewardErrorReported))
 EXPLORER = Producer(role="explorer", rank=3, node="host", incarnation="5eed")
@@ -1241,6 +1242,9 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
             },
             "run demo-1 is running on this host: actor-0 (process 8), launcher-0 (process 7): end it with kill 7, give another name with --run, or start it over the running one with --take-over, which loses the steps since its newest checkpoint",
         ),
+    ],
+    "SetsUnusable": [
+        ({"errors": (TaskError("a is empty"), TaskError("no b"))}, "a is empty; no b"),
     ],
     "SeveralMistakes": [
         (

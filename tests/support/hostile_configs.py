@@ -60,6 +60,10 @@ def hostile_configs(proof: Path, url: str) -> dict[str, Hostile]:
             {"evaluation.sets": {"a": {"questions": code}, "b.c": {"questions": "x:y"}, "d": {}}},
             {"evaluation.sets.a.questions": "code", "evaluation.sets.b.c.questions": "code"},
         ),
+        "task.sets": Hostile(
+            {"task.sets": {"a": {"questions": code, "source": shell}, "b": {"weight": 2.0}}},
+            {"task.sets.a.questions": "code", "task.sets.a.source": "code"},
+        ),
         "rewards.service": Hostile(
             {"rewards.service": f"{url}/steal", **token},
             {"rewards.service": "URL", "rewards.token_variable": "environment variable"},

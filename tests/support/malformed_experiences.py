@@ -12,7 +12,9 @@ from trinity_events.rollouts import AnswerLimits
 from trinity_schemas import Experience
 
 STEP_0 = {"epoch": 1, "step": 0}
-LIMITS = AnswerLimits(vocabulary_size=98, max_positions=128, max_turns=2)
+LIMITS = AnswerLimits(
+    vocabulary_size=98, max_positions=128, max_turns=2, question_sets=frozenset(("", "a"))
+)
 """Limits of the built-in policy."""
 
 Plain = dict[str, Any]
@@ -99,6 +101,8 @@ FAULTS: dict[str, tuple[str, Change]] = {
     "no turn of the policy": ("unreadable", lambda plain: plain["turns"].pop()),
     "unknown role": ("unreadable", _turn(1, role="system")),
     "sample beyond its group": ("unreadable", _set(sample=2)),
+    "set of questions with a name of no metric": ("unreadable", _set(question_set="a/b")),
+    "unknown set of questions": ("request", _set(question_set="b")),
     "another number of samples": ("request", _set(samples=3)),
     "attempt that was not made": ("request", _set(attempt=8)),
 }

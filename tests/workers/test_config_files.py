@@ -384,6 +384,43 @@ def test_sets_of_held_out_questions_have_the_users_names(tmp_path):
     assert none.evaluation.sets == {}
 
 
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (
+            "{a: {questions: a.jsonl, weight: 0}}",
+            "task.sets.a.weight is 0, but must be a number ab",
+        ),
+        ("{a: {questions: a.jsonl, weight: .inf}}", "task.sets.a.weight is null, but must be"),
+        ("{a: {weight: 2}, b: {questions: m:x}}", "task.sets.a.questions is null, and the set has"),
+        ("[a.jsonl, b.jsonl]", 'task.sets is ["a.jsonl","b.jsonl"], but it is a section'),
+    ],
+)
+def test_a_mistake_in_a_set_of_questions_is_one_sentence(tmp_path, sets, message):
+    [problem] = read_config(
+        written(tmp_path, f"model: {{path: m}}\ntask: {{sets: {sets}}}")
+    ).problems
+    assert message in problem and "\n" not in problem
+
+
+def test_two_sets_of_one_name_are_refused(tmp_path):
+    with pytest.raises(BadSettings, match="a is given twice in the section"):
+        read_config(written(tmp_path, "task: {sets: {a: {questions: b.jsonl}, a: {weight: 2}}}"))
+
+
+def test_held_out_questions_that_no_family_of_the_sets_judges_need_a_function(tmp_path):
+    text = """
+task: {sets: {a: {questions: "reasoning-gym:spell_backward"}}}
+evaluation: {sets: {hard: {questions: hard.jsonl}}}
+"""
+    [problem] = read_config(written(tmp_path, text)).problems
+    assert "evaluation.sets.hard.questions names questions of none of task.sets" in problem
+    text += "rewards: {function: 'm:reward'}\n"
+    config = read_config(written(tmp_path, text)).checked()
+    assert config.task.sets["a"].weight == 1.0
+    assert TrainConfig.from_text(config.to_text()) == config
+
+
 def test_an_empty_file_is_the_defaults(tmp_path):
     assert read_config(written(tmp_path, "# nothing\n")).checked() == TrainConfig()
 
@@ -602,6 +639,11 @@ def test_every_name_of_another_project_is_of_a_setting_that_there_is():
         ("algorithm: {use_kl_in_reward: true}", "is algorithm.kl.where here (true is reward)"),
         ("algorithm: {kl_ctrl: {kl_coef: 0.1}}", "is algorithm.kl.coefficient here (counts if"),
         ("actor_rollout_ref: {model: {path: m}}", "is model.path here (may be a name on the hub"),
+        ("data: {train_files: [a.parquet, b.parquet]}", "name each of several sources below task"),
+        ("task: {questions: {a: a.jsonl}}", "below task.sets, with its weight"),
+        ("datasets: [{path: a}]", "is task.sets.NAME.questions here (a list, here sets by name)"),
+        ("probabilities: [0.5, 0.5]", "set the weight of each set, task.sets.NAME.weight"),
+        ("stopping_strategy: first_exhausted", "begins its next pass"),
         ("data: {shuffle: true}", "it is in a section of veRL"),
         ("synchronizer: {other: 1}", "it is in a section of Trinity-RFT"),
         ("num_train_epochs: 2", "set steps: questions are drawn again"),

@@ -14,7 +14,7 @@ EXAMPLES = sorted((ROOT / "train").glob("*.yaml"))
 
 
 @pytest.mark.parametrize(
-    "path", [*EXAMPLES, ROOT / "own_task" / "config.yaml"], ids=lambda p: p.stem
+    "path", [*EXAMPLES, *sorted((ROOT / "own_task").glob("*.yaml"))], ids=lambda p: p.stem
 )
 def test_an_example_has_no_mistake(path):
     assert read_config(path).problems == []

@@ -157,6 +157,20 @@ def test_questions_may_move_and_may_not_change():
     assert (change.before, change.after) == ("sha256:a", "sha256:b")
 
 
+def test_sets_of_questions_may_move_and_may_not_change():
+    sets = {"a": {"questions": "/a/q.jsonl", "weight": 2.0}, "b": {"questions": "/b.jsonl"}}
+    weighed = sets | {"a": {"questions": "/moved/q.jsonl", "weight": 3.0}}
+    changes = compare({"task.sets": sets}, {"task.sets": weighed})
+    assert [change.name for change in changes] == ["task.sets.a.questions", "task.sets.a.weight"]
+    check_questions(RUN, "sha256:a", "sha256:a", changes)
+    assert not changes_rewards(changes)
+    with pytest.raises(SettingsNotResumable) as refusal:
+        check_questions(RUN, "sha256:a", "sha256:b", changes)
+    assert refusal.value.changes == changes
+    options = {"a": sets["a"] | {"source": {"size": 3}}, "b": sets["b"]}
+    assert changes_rewards(compare({"task.sets": sets}, {"task.sets": options}))
+
+
 def test_changed_rewards_discard_earlier_answers():
     assert changes_rewards(compare({}, {"rewards.function": "./rewards.py:score"}))
     assert not changes_rewards(compare({}, {"trainer.learning_rate": 1.0}))

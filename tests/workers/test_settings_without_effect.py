@@ -13,9 +13,9 @@ from msgspec import inspect as types
 from trinity_workers.algorithms.built_in import ADVANTAGES, POLICY_LOSSES
 from trinity_workers.config.fields import expand_paths, fields
 from trinity_workers.config.files import read_config
-from trinity_workers.config.rules import evaluation
 from trinity_workers.config.rules.table import (
     RULES,
+    SET_RULES,
     find_conditions,
     find_contradictions,
     make_values,
@@ -29,7 +29,7 @@ ALWAYS = expand_paths(
         "": "name steps seed",
         "model": "path dtype",
         "model.lora": "rank",
-        "task": "questions environment",
+        "task": "environment",
         "rewards": "function on_error service judge code_tests reward_model",
         "trainer": """
             engine ranks cpus context_parallel sequence_parallel recompute learning_rate
@@ -51,6 +51,7 @@ ALWAYS = expand_paths(
             request_deadline max_attempts max_consecutive_failures on_update
             """,
         "sync": "style interval max_staleness method timeout",
+        f"task.sets.{NAME}": "questions",
         f"evaluation.sets.{NAME}": """
             questions count samples temperature repetition_penalty max_new_tokens pass_at
             correct_from interval versions at_start at_end
@@ -63,7 +64,7 @@ ALWAYS = expand_paths(
 """Settings that every run reads. Those that it refuses by another rule are among them."""
 CONDITIONAL = [
     (rule, path)
-    for rule in (*RULES, *evaluation.SET_RULES)
+    for rule in (*RULES, *SET_RULES)
     if isinstance(rule, OnlyWhen)
     for path in rule.paths
 ]
@@ -173,6 +174,16 @@ IGNORED = {
         ("task.prompt", "task: {prompt: question}"),
         ("task.answer", "task: {answer: solution}"),
     ],
+    "sets of questions": [
+        ("task.questions", "task: {questions: q.jsonl, sets: {a: {questions: a.jsonl}}}"),
+        ("task.name", "task: {name: sort-digits, sets: {a: {questions: a.jsonl}}}"),
+        ("task.sets.a.weight", "task: {sets: {a: {questions: a.jsonl, weight: 2.0}}}"),
+        (
+            "task.sets.a.answer",
+            "task: {sets: {a: {questions: 'reasoning-gym:x', answer: b}, b: {questions: 'm:x'}}}",
+        ),
+        ("task.sets.a.source", "task: {sets: {a: {questions: a.jsonl, source: {split: x}}}}"),
+    ],
     "others": [
         ("explorer.engine_options", "explorer: {engine_options: {a: 1}}"),
         ("tracking.project", "tracking: {project: mine}"),
@@ -222,7 +233,7 @@ def test_every_setting_takes_effect_in_every_run_or_has_a_condition():
 
 
 def test_every_sentence_has_a_way_out():
-    for rule in (*RULES, *evaluation.SET_RULES):
+    for rule in (*RULES, *SET_RULES):
         match rule:
             case OnlyWhen():
                 assert rule.condition.advice, rule
@@ -259,6 +270,8 @@ def get_candidates(path: str) -> list[Any]:
     """Return values of a setting, its default first."""
     if path == "evaluation.sets":
         return [{SET: {}}, {}]
+    if path == "task.sets":
+        return [{}, {SET: {}, "b": {}}]
     field = fields()[path]
     candidates: list[Any] = [field.default]
     candidates += field.choices or list(_get_others(path, field.kind))
@@ -281,6 +294,7 @@ def _get_others(path: str, kind: types.Type) -> Iterator[Any]:
             yield {"a": 1}
         case _:
             names = {"algorithm.advantage": ADVANTAGES, "algorithm.loss": POLICY_LOSSES}
+            names |= {f"task.sets.{NAME}.questions": ["datasets:x"]}
             yield from names.get(path, ())
             yield "./own.py:f"
 

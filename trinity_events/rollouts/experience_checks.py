@@ -62,6 +62,8 @@ class AnswerLimits(Struct, frozen=True, kw_only=True):
     """Part of the reward that the trainer reads."""
     error_score: float | None = None
     """Reward of samples whose reward failed; None takes no such sample."""
+    question_sets: frozenset[str] | None = None
+    """Names of the sets of questions; a question of none has an empty one."""
 
 
 NO_LIMITS = AnswerLimits()
@@ -78,7 +80,8 @@ def find_fault(
         sampling: Sampling that was asked for; None for an answer to an unknown request.
     """
     return (
-        _find_reward_fault(experience, limits)
+        _find_set_fault(experience, limits)
+        or _find_reward_fault(experience, limits)
         or _find_length_fault(experience, limits, sampling)
         or _find_turn_fault(experience, limits, sampling)
     )
@@ -126,6 +129,13 @@ def find_version_fault(
         if exact is None and published is not None and version not in published:
             return Fault("versions", f"{named}, which the trainer has not published")
     return None
+
+
+def _find_set_fault(experience: Experience, limits: AnswerLimits) -> Fault | None:
+    # The name is in those of metrics, of which an explorer may not add any.
+    if limits.question_sets is None or experience.question_set in limits.question_sets:
+        return None
+    return Fault("request", f"the run has no set of questions {experience.question_set!r}")
 
 
 def _find_reward_fault(experience: Experience, limits: AnswerLimits) -> Fault | None:

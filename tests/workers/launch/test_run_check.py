@@ -85,6 +85,43 @@ async def test_nothing_is_wrong_with_a_whole_run(whole, tmp_path):
     assert await checked == []
 
 
+async def test_every_set_of_questions_is_checked(whole, tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n")
+    sets = {
+        "whole": {"questions": "questions.jsonl"},
+        "empty": {"questions": "empty.jsonl"},
+        "absent": {"questions": "absent.jsonl"},
+    }
+    config = whole(task={"sets": sets})
+    mistakes = await find_mistakes(config, tmp_path, alone=True, one_host=True)
+    empty, absent = map(str, mistakes)
+    assert "task.sets.empty: " in empty and "no file of questions" in absent
+    del sets["empty"], sets["absent"]
+    assert (
+        await find_mistakes(whole(task={"sets": sets}), tmp_path, alone=True, one_host=True) == []
+    )
+
+
+async def test_every_source_of_questions_is_read_once(whole, tmp_path):
+    (tmp_path / "counted.py").write_text(
+        "from pathlib import Path\n"
+        "def read(name):\n"
+        "    with (Path(__file__).parent / 'reads').open('a') as file:\n"
+        "        file.write(f'{name}\\n')\n"
+        "    return [{'prompt': f'{name} {n}', 'answer': 'b'} for n in range(40)]\n"
+        "def trained():\n"
+        "    return read('trained')\n"
+        "def held():\n"
+        "    return read('held')\n"
+    )
+    config = whole(
+        task={"sets": {"a": {"questions": "counted.py:trained"}}},
+        evaluation={"sets": {"held": {"questions": "counted.py:held"}, "tenth": {}}},
+    )
+    assert await find_mistakes(config, tmp_path, alone=True, one_host=True) == []
+    assert (tmp_path / "reads").read_text().split() == ["trained", "held"]
+
+
 async def test_a_reward_function_of_another_signature_is_named(whole, tmp_path):
     (tmp_path / "other.py").write_text("def reward(answer):\n    return 1.0\n")
     config = whole(rewards={"function": "other.py:reward"})

@@ -9,6 +9,7 @@ import msgspec
 
 from trinity_events.rollouts import AnswerLimits
 
+from ..tasks import is_built_in
 from .train_config import RunConfig
 
 
@@ -29,8 +30,15 @@ def read_answer_limits(config: RunConfig, *, reward_part: str | None = None) -> 
         max_positions=None if positions is None else int(positions * _find_rope_factor(model)),
         max_turns=config.rollouts.max_turns,
         reward_part=reward_part,
+        question_sets=_find_question_sets(config),
         error_score=config.rewards.error_score if config.rewards.on_error == "score" else None,
     )
+
+
+def _find_question_sets(config: RunConfig) -> frozenset[str] | None:
+    """Return the names of the run's sets of questions; None for those of a user's own task."""
+    is_known = config.task.has_questions or is_built_in(config.task.name)
+    return frozenset(("", *config.task.sets)) if is_known else None
 
 
 def _read_model_config(path: Path) -> dict[str, Any]:

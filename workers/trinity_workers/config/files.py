@@ -46,7 +46,8 @@ _PATHS = (
     *("checkpoints.root", "tracking.folder"),
 )
 _SOURCES = (
-    *("task.name", "task.questions", "rewards.function", "task.environment"),
+    *("task.name", "task.questions", "task.sets.NAME.questions"),
+    *("rewards.function", "task.environment"),
     *("explorer.engine", "algorithm.advantage", "algorithm.loss"),
     "evaluation.sets.NAME.questions",
 )

@@ -69,6 +69,10 @@ OTHER_NAMES: dict[str, tuple[OtherName, ...]] = {
     "model.lora.target_modules": (_trl("lora_target_modules"), _verl(f"{_MODEL}.target_modules")),
     "task.questions": (_trl("dataset_name", "here datasets:NAME"), _verl("data.train_files")),
     "task.prompt": (_verl("data.prompt_key"),),
+    "task.sets.NAME.questions": (
+        _trl("datasets", "a list, here sets by name"),
+        _trinity("buffer.explorer_input.tasksets", "a list, here sets by name"),
+    ),
     "rewards.function": (
         _former("task.reward"),
         _trl("reward_funcs", "of another signature"),
@@ -308,6 +312,9 @@ WITHOUT_EQUIVALENT: dict[str, str] = {
     "gradient_accumulation_steps": "set trainer.micro_batch_rows: gradients add up over the passes",
     **dict.fromkeys(("bf16", "torch_dtype", "dtype"), "set model.dtype bfloat16"),
     "fp16": "set model.dtype bfloat16: float16 has too few exponents for gradients",
+    # Of datasets.interleave_datasets, which recipes of TRL mix data sets by.
+    "probabilities": "set the weight of each set, task.sets.NAME.weight",
+    "stopping_strategy": "a set of task.sets that ends before the others begins its next pass",
     **dict.fromkeys(
         ("logging_steps", "log_completions"), "every step is logged: see trinity-events status"
     ),
@@ -342,6 +349,11 @@ ABSENT_VALUES: dict[str, dict[str, str]] = {
     },
 }
 """Values of other projects that a setting does not have here: the reason, and the way out."""
+
+SEVERAL_VALUES = {
+    "task.questions": "name each of several sources below task.sets, with its weight",
+}
+"""Settings that hold one value here and several in other projects, and where several go."""
 
 SECTIONS = {
     **dict.fromkeys(
@@ -438,6 +450,8 @@ def format_hint(name: str) -> str | None:
 
 def format_absent_value(path: str, value: Any) -> str:
     """Return the reason and the way out for a value that is not here; else empty text."""
+    if isinstance(value, list | dict) and path in SEVERAL_VALUES:
+        return f": {SEVERAL_VALUES[path]}"
     if not isinstance(value, str):
         return ""
     # A module's path names it too, such as trinity.trainer.verl.monkey_patch.

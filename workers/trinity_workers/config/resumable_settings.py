@@ -25,7 +25,7 @@ from trinity_schemas import SettingChange
 
 from ..rules import NAME
 from .errors import BadSettings
-from .fields import expand_paths
+from .fields import expand_paths, general_path
 from .other_names import to_current_names
 from .setting_values import get_settings, to_values
 from .train_config import TrainConfig
@@ -54,15 +54,18 @@ REFUSED: dict[str, str] = {
 }
 """Settings that do not change at a resume, each with the reason."""
 
-QUESTIONS = frozenset(
-    f"task.{name}" for name in ("name", "questions", "prompt", "answer", "options")
+QUESTIONS = expand_paths(
+    {
+        "task": "name questions prompt answer options",
+        f"task.sets.{NAME}": "questions weight prompt answer source",
+    }
 )
 """Settings of the questions, which may be named otherwise while they are the same."""
 
 REWARDS = frozenset(
     (
         *("task.name", "rewards.function", "rewards.deadline", "task.options"),
-        "task.environment",
+        *("task.environment", f"task.sets.{NAME}.source"),
         *("rewards.service", "rewards.judge", "rewards.judge_model", "rewards.judge_prompt"),
         *("rewards.best_grade", "rewards.code_tests", "rewards.code_memory_mb"),
         *("rewards.code_file_mb", "rewards.code_files"),
@@ -228,14 +231,14 @@ def check_questions(
     if before == after:
         return
     reason = "the ledger counts prompts in the earlier questions, whose content differs"
-    changed = [change for change in changes if change.name in QUESTIONS]
+    changed = [change for change in changes if general_path(change.name) in QUESTIONS]
     changed = changed or [SettingChange(name="task.questions", before=before, after=after)]
     raise SettingsNotResumable(run_id, tuple(changed), (reason,) * len(changed))
 
 
 def changes_rewards(changes: Iterable[SettingChange]) -> bool:
     """Return True if the rewards of earlier answers are not those of the new settings."""
-    return any(change.name in REWARDS for change in changes)
+    return any(general_path(change.name) in REWARDS for change in changes)
 
 
 def _find_reason(path: str, engine: str) -> str | None:

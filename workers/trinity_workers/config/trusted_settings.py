@@ -58,6 +58,8 @@ REFERENCES: dict[str, Reference] = {
     # A file, a module, a data set of the hub, or a family of reasoning-gym. Families are installed,
     # and yet code: countdown and others evaluate an answer, by sympy's parse_expr.
     "task.questions": Reference("code"),
+    f"task.sets.{NAME}.questions": Reference("code"),
+    f"task.sets.{NAME}.source": Reference("code"),  # arguments of code, as of task.options
     "rewards.function": Reference("code"),
     "task.environment": Reference("code"),
     "task.options": Reference("code"),  # arguments of code, such as {"shell": true}
@@ -92,6 +94,7 @@ _DATA = {
     "model": "dtype",
     "model.lora": "rank alpha dropout target_modules",
     "task": "prompt answer environment_deadline",
+    f"task.sets.{NAME}": "weight prompt answer",
     "rewards": """
         deadline reward_model_weight on_error error_score judge_model best_grade attempts calls
         """,

@@ -20,11 +20,12 @@ from ..config.errors import BadSettings
 from ..config.sections.model import ModelConfig
 from ..config.train_config import TrainConfig
 from ..rollout_engines.loading import ENGINES, find_engine
-from ..rollouts.held_out_sets import held_out_sets, read_own_questions
+from ..rollouts.held_out_sets import read_own_questions
 from ..rollouts.user_task import start_rewards, task_of
 from ..sandbox.environments import EnvironmentProcesses
 from ..storage.object_store import ObjectStore
 from ..tasks import is_built_in
+from ..tasks.loading import SetsUnusable
 from .transport import chosen_transport
 
 _CHECKPOINT_BYTES = 12
@@ -108,7 +109,8 @@ async def find_mistakes(
             error = first_error(caught)
             if not isinstance(error, TrinityError):
                 raise
-            mistakes.setdefault(str(error), error)  # several checks read the same questions
+            for mistake in error.errors if isinstance(error, SetsUnusable) else (error,):
+                mistakes.setdefault(str(mistake), mistake)  # the reward names its questions too
     return list(mistakes.values())
 
 
@@ -124,7 +126,7 @@ def _checks(
         yield here(_check_reward_model, config.reward_folder)
     if config.model.lora.rank:
         yield here(_check_adapters, config.model)
-    yield here(_check_questions, config)
+    yield here(_check_task, config)
     for name, settings in config.evaluation.sets.items():
         if settings.questions is not None:
             yield here(read_own_questions, config, name, settings.questions)
@@ -152,7 +154,7 @@ def _check_model(config: TrainConfig, folder: Path | None, *, thorough: bool) ->
         check_policy_files(folder)
         if thorough:
             check_policy(folder)
-    elif not is_built_in(config.task.name) or config.task.questions is not None:
+    elif not is_built_in(config.task.name) or config.task.has_questions:
         raise BadSettings(
             "a task of your own needs a model of your own: set model.path to a Hugging Face "
             "folder (the small built-in model only answers the built-in tasks)"
@@ -183,13 +185,20 @@ def _check_adapters(model: ModelConfig) -> None:
     check_adapters(model.lora, None if model.path is None else Path(model.path))
 
 
-def _check_questions(config: TrainConfig) -> None:
-    """Read the questions, but those that only a built-in task draws."""
-    sources = [settings.questions for settings in config.evaluation.sets.values()]
-    if not is_built_in(config.task.name) or config.task.questions is not None or any(sources):
-        task = task_of(config)
-        task.question(0)
-        held_out_sets(config, task)
+def _check_task(config: TrainConfig) -> None:
+    """Read the questions, but those that only a built-in task draws.
+
+    Sets of held-out questions that have a source of their own are checked by themselves.
+    """
+    sets = config.evaluation.sets.values()
+    sources = [settings.questions for settings in sets]
+    if is_built_in(config.task.name) and not config.task.has_questions and not any(sources):
+        return
+    task = task_of(config)
+    task.question(0)
+    for settings in sets:
+        if settings.questions is None:
+            task.held_out(settings.count)
 
 
 async def _check_rewards(config: TrainConfig) -> None:

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Struct, structs
 
 from ..sandbox.processes.frames import framed, open_frame_pipes, read_frame
-from ..tasks import Answer, Question, TaskError, load_reward
+from ..tasks import Answer, Question, TaskError, TrainingSet, load_reward
 from .base import NO_REWARD, Rewarded, RewardFault, rewarded
 
 _LONGEST_TRACEBACK = 6000
@@ -37,6 +37,7 @@ class RewardSource(Struct, frozen=True, kw_only=True):
     """Configured name; None takes the reward of the task, or of the family of its questions."""
     task: str
     questions: str | None = None
+    sets: dict[str, TrainingSet] = {}
     seed: int = 0
     options: dict[str, Any] = {}
     folder: str = "."
@@ -47,7 +48,7 @@ class RewardSource(Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         """Return the name for messages."""
-        return self.reward or self.questions or self.task
+        return self.reward or self.questions or " + ".join(self.sets) or self.task
 
 
 class Judge(Struct, frozen=True, kw_only=True):
@@ -87,6 +88,7 @@ def main() -> None:
             source.reward,
             task=source.task,
             questions=source.questions,
+            sets=source.sets,
             seed=source.seed,
             options=source.options,
             folder=Path(source.folder),

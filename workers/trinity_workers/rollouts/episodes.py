@@ -379,6 +379,7 @@ class Episodes:
             reward=rewarded.reward,
             reward_parts=rewarded.parts,
             finished=episode.finished,
+            question_set=episode.question.set,
         )
 
 

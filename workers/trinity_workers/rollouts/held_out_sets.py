@@ -6,13 +6,12 @@ import hashlib
 import logging
 from collections.abc import Sequence
 
-import msgspec
-
 from trinity_schemas import Sampling
 
 from ..config.train_config import TrainConfig
 from ..evaluation.settings import EvaluationSet
 from ..tasks import Question, Task, TaskError
+from ..tasks.question_set import encode_content
 from ..tasks.sources import QuestionOptions, read_questions
 
 logger = logging.getLogger(__name__)
@@ -35,8 +34,7 @@ class HeldOutSet:
         self.settings = settings
         self.questions = questions
         self.sampling = sampling
-        encoded = msgspec.json.encode(questions, order="deterministic")
-        self.fingerprint = f"sha256:{hashlib.sha256(encoded).hexdigest()}"
+        self.fingerprint = f"sha256:{hashlib.sha256(encode_content(questions)).hexdigest()}"
 
     def question(self, ordinal: int) -> Question:
         """Return one of the questions."""
@@ -75,7 +73,7 @@ def read_own_questions(config: TrainConfig, name: str, source: str) -> Sequence[
         TaskError: The source cannot be read, or is empty.
     """
     own = config.task
-    options = QuestionOptions.of(own.options if own.questions is not None else None)
+    options = QuestionOptions.of(own.options if own.has_questions else None)
     questions = read_questions(source, options, prompt=own.prompt, answer=own.answer)
     if not questions:
         raise TaskError(f"evaluation.sets.{name}.questions: {source} has no question")

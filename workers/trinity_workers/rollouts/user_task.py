@@ -17,6 +17,7 @@ def task_of(config: TrainConfig) -> Task:
         task.name,
         seed=config.seed,
         questions=task.questions,
+        sets=task.sets,
         prompt=task.prompt,
         answer=task.answer,
         options=task.options,
@@ -32,13 +33,14 @@ def rewards_of(config: TrainConfig, waits: WaitReporter = NO_REPORTS) -> Rewards
     chosen = chosen_rewards(rewards, waits)
     if chosen is not None:
         return chosen
-    if is_built_in(task.name) and task.questions is None and rewards.function is None:
+    if is_built_in(task.name) and not task.has_questions and rewards.function is None:
         return TaskRewards(built_in_task(task.name, config.seed).reward)
     return RewardPool(
         RewardSource(
             reward=rewards.function,
             task=task.name,
             questions=task.questions,
+            sets=task.sets,
             seed=config.seed,
             options=task.options,
             deadline=rewards.deadline,

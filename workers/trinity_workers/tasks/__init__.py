@@ -4,8 +4,10 @@ from .base import Answer, Message, Question, RewardFunction, Task, TaskError
 from .complex_sums import ComplexSums
 from .drawn_task import DrawnTask
 from .loading import absolute, built_in_task, is_built_in, load_reward, load_task
+from .mixed_questions import MixedQuestions, WeightedMix
 from .objects import load_object
 from .question_set import QuestionSet
+from .settings import TrainingSet
 from .sort_digits import SortDigits
 from .spell_backward import SpellBackward
 from .splits import Split, split_of
@@ -15,6 +17,7 @@ __all__ = [
     "ComplexSums",
     "DrawnTask",
     "Message",
+    "MixedQuestions",
     "Question",
     "QuestionSet",
     "RewardFunction",
@@ -23,6 +26,8 @@ __all__ = [
     "Split",
     "Task",
     "TaskError",
+    "TrainingSet",
+    "WeightedMix",
     "absolute",
     "built_in_task",
     "is_built_in",

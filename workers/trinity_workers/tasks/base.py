@@ -28,6 +28,8 @@ class Question(Struct, frozen=True, kw_only=True):
     """Text, or chat messages, to which the tokenizer's chat template is applied."""
     answer: Any = None
     data: dict[str, Any] = {}
+    set: str = ""
+    """Name of the set that it is of, where several are mixed; else empty."""
 
     def messages(self) -> list[Message]:
         """Return the prompt as chat messages; a text is the user's."""

@@ -7,10 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .base import RewardFunction, Task, TaskError
+from msgspec import structs
+
+from .base import Answer, Question, RewardFunction, Task, TaskError
 from .drawn_task import DrawnTask
+from .mixed_questions import MixedQuestions
 from .objects import load_object, refused_arguments
 from .question_set import QuestionSet
+from .settings import TrainingSet
 from .sources import REASONING_GYM, QuestionOptions, family_reward, read_questions
 
 TASKS = {
@@ -29,11 +33,27 @@ _NAME_ONE = (
 _NEEDED = ("name", "fingerprint", "question", "held_out")
 
 
+class SetsUnusable(TaskError):
+    """Raised if the questions of several sets cannot be read.
+
+    Attributes:
+        errors: Error of each of them.
+    """
+
+    errors: tuple[TaskError, ...]
+    text = "{_listed}"
+
+    @property
+    def _listed(self) -> str:
+        return "; ".join(map(str, self.errors))
+
+
 def load_task(
     name: str = "spell-backward",
     *,
     seed: int = 0,
     questions: str | None = None,
+    sets: Mapping[str, TrainingSet] | None = None,
     prompt: str = "prompt",
     answer: str | None = "answer",
     options: Mapping[str, Any] | None = None,
@@ -46,6 +66,7 @@ def load_task(
             is called with the options, and with the seed if it takes one.
         seed: Seed of the order of the questions.
         questions: Source of the questions, instead of a named task.
+        sets: Sets of questions that are mixed, instead of one source.
         prompt: Field of a record that holds the prompt, or the path to it.
         answer: Field of a record that holds the right answer, or the path to it; None if the
             questions have none.
@@ -55,17 +76,55 @@ def load_task(
     Raises:
         TaskError: if it cannot be had; it says what is missing.
     """
-    if questions is None:
+    if questions is None and not sets:
         return _load_named(name, seed, dict(options or {}), folder)
     chosen = QuestionOptions.of(options)
 
-    def read(source: str) -> Any:
+    def read(source: str) -> list[Question]:
         return read_questions(source, chosen, prompt=prompt, answer=answer, folder=folder)
 
     evaluation = None if chosen.evaluation is None else read(chosen.evaluation)
-    return QuestionSet(
-        questions, read(questions), seed=seed, shuffle=chosen.shuffle, evaluation=evaluation
+    order: Any = {"seed": seed, "shuffle": chosen.shuffle, "evaluation": evaluation}
+    if questions is not None:
+        return QuestionSet(questions, read(questions), **order)
+    questions_by_set: dict[str, list[Question]] = {}
+    errors: list[TaskError] = []
+    weights = {}
+    for set_name, settings in (sets or {}).items():
+        weights[set_name] = settings.weight
+        try:
+            questions_by_set[set_name] = _read_training_set(
+                set_name, settings, chosen, prompt=prompt, answer=answer, folder=folder
+            )
+        except TaskError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0] if len(errors) == 1 else SetsUnusable(tuple(errors))
+    return MixedQuestions(questions_by_set, weights, **order)
+
+
+def _read_training_set(
+    name: str,
+    settings: TrainingSet,
+    options: QuestionOptions,
+    *,
+    prompt: str,
+    answer: str | None,
+    folder: Path,
+) -> list[Question]:
+    """Return the questions of a set that is mixed with others. Raises TaskError."""
+    if settings.questions is None:
+        raise TaskError(f"task.sets.{name} has no source: set task.sets.{name}.questions")
+    questions = read_questions(
+        settings.questions,
+        structs.replace(options, source=options.source | settings.source),
+        prompt=settings.prompt or prompt,
+        answer=settings.answer or answer,
+        folder=folder,
     )
+    if not questions:
+        raise TaskError(f"task.sets.{name}: {settings.questions} has no question: add questions")
+    return questions
 
 
 def load_reward(
@@ -73,6 +132,7 @@ def load_reward(
     *,
     task: str,
     questions: str | None = None,
+    sets: Mapping[str, TrainingSet] | None = None,
     seed: int = 0,
     options: Mapping[str, Any] | None = None,
     folder: Path = Path(),
@@ -83,6 +143,7 @@ def load_reward(
         name: `module:attribute` or `./file.py:attribute`; None looks at task and questions.
         task: Name of the task.
         questions: Source of the questions, if they are none of the task.
+        sets: Sets of questions that are mixed, instead of one source.
         seed: Seed that a class of tasks is called with.
         options: Options that a class of tasks is called with.
         folder: Directory that relative names start from.
@@ -92,6 +153,8 @@ def load_reward(
     """
     if name is not None:
         reward = load_object(name, kind="reward", folder=folder)
+    elif sets:
+        name, reward = "task.sets", _load_set_rewards(sets, dict(options or {}))
     elif questions is None:
         reward = getattr(_load_named(task, seed, dict(options or {}), folder), "reward", None)
         if reward is None:
@@ -102,6 +165,25 @@ def load_reward(
     else:
         raise TaskError(f"the answers to {questions} need a reward: {_NAME_ONE}")
     return _callable(name, reward)
+
+
+def _load_set_rewards(
+    sets: Mapping[str, TrainingSet], options: Mapping[str, Any]
+) -> RewardFunction:
+    """Return the reward of sets that are all families, each of which judges its own questions."""
+    for name, settings in sets.items():
+        if not (settings.questions or "").startswith(REASONING_GYM):
+            raise TaskError(f"the answers to task.sets.{name} need a reward: {_NAME_ONE}")
+    source = QuestionOptions.of(options).source
+    rewards = {
+        name: family_reward(str(settings.questions), {"source": source | settings.source})
+        for name, settings in sets.items()
+    }
+
+    def reward(question: Question, answer: Answer) -> Any:
+        return rewards[question.set](question, answer)
+
+    return reward
 
 
 def built_in_task(name: str, seed: int) -> DrawnTask:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
+from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from .base import Question, TaskError
 from .splits import prompt_text, split_of
@@ -38,6 +40,8 @@ class QuestionSet:
         self.seed = seed
         self.shuffle = shuffle
         self._all = questions
+        # By instance: sets that are mixed do not evict each other's orders.
+        self._order = lru_cache(maxsize=4)(_make_order)
         self._evaluation = evaluation
         if evaluation is None:
             held_out = [split_of(prompt_text(question)) == "held-out" for question in questions]
@@ -62,8 +66,11 @@ class QuestionSet:
         """Digest of all questions, and of what decides their order."""
         digest = hashlib.sha256()
         settings = [self.seed if self.shuffle else None, self._evaluation is not None]
-        for part in (settings, self._all, self._evaluation or ()):
-            encoded = msgspec.json.encode(part, order="deterministic")
+        for encoded in (
+            msgspec.json.encode(settings),
+            encode_content(self._all),
+            encode_content(self._evaluation or ()),
+        ):
             digest.update(len(encoded).to_bytes(8, "big"))
             digest.update(encoded)
         return f"sha256:{digest.hexdigest()}"
@@ -73,15 +80,28 @@ class QuestionSet:
         number, place = divmod(ordinal, len(self._training))
         if not self.shuffle:
             return self._training[place]
-        return self._training[_order(len(self._training), self.seed, number)[place]]
+        return self._training[self._order(len(self._training), self.seed, number)[place]]
 
     def held_out(self, count: int) -> list[Question]:
         """Return the first questions of those that are not trained on, at most `count`."""
         return self._held_out[:count]
 
 
-@lru_cache(maxsize=4)
-def _order(count: int, seed: int, number: int) -> tuple[int, ...]:
+class _Content(Struct, frozen=True):
+    """Fields of a question that its content consists of; the name of its set is none of them."""
+
+    prompt: Any
+    answer: Any
+    data: dict[str, Any]
+
+
+def encode_content(questions: Iterable[Question]) -> bytes:
+    """Return the content of questions as JSON, of which fingerprints are digests."""
+    contents = [_Content(each.prompt, each.answer, each.data) for each in questions]
+    return msgspec.json.encode(contents, order="deterministic")
+
+
+def _make_order(count: int, seed: int, number: int) -> tuple[int, ...]:
     """Return the order of a pass: places sorted by a hash, the same in every Python version."""
     start = hashlib.sha256(f"{seed}:{number}:".encode())
 

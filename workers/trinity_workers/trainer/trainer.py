@@ -327,6 +327,7 @@ class Trainer:
             "staleness": sum(step - sample.oldest_version.step for sample in samples)
             / len(samples),
             "mixed_versions": sum(map(has_mixed_versions, samples)) / len(samples),
+            **average_by_question_set(groups),
         }
 
     async def _report_trained(self, groups: Sequence[AnswerGroup]) -> None:
@@ -443,6 +444,20 @@ class Trainer:
     async def is_alive(self) -> bool:
         """Return True, as proof that it answers."""
         return True
+
+
+def average_by_question_set(groups: Sequence[Sequence[Experience]]) -> dict[str, float]:
+    """Return mean reward and number of prompts of each set, as ``rollout/SET/NAME``.
+
+    Questions of no set are left out.
+    """
+    metrics: dict[str, float] = {}
+    for name in sorted({group[0].question_set for group in groups} - {""}):
+        of_set = [group for group in groups if group[0].question_set == name]
+        rewards = [sample.reward for group in of_set for sample in group]
+        metrics[f"rollout/{name}/reward"] = sum(rewards) / len(rewards)
+        metrics[f"rollout/{name}/prompts"] = float(len(of_set))
+    return metrics
 
 
 def has_mixed_versions(sample: Experience) -> bool:

@@ -6,6 +6,7 @@ import string
 from urllib.parse import urlsplit
 
 from ...rules import (
+    NAME,
     Computed,
     Contradictions,
     OnlyWhen,
@@ -19,7 +20,7 @@ from ...rules import (
 )
 from ...tasks.base import TaskError
 from ...tasks.loading import TASKS
-from ...tasks.sources import REASONING_GYM, QuestionOptions
+from ...tasks.sources import DATASETS, REASONING_GYM, QuestionOptions
 
 _PLACES = {"prompt", "reference", "response"}
 _SOURCES = ("rewards.function", "rewards.service", "rewards.judge", "rewards.code_tests")
@@ -28,12 +29,16 @@ _JUDGE = is_set("rewards.judge")
 _CODE = is_set("rewards.code_tests")
 _CALLS = is_set("rewards.service") | _JUDGE
 _OWN_TASK = is_any("task.name", built_in=TASKS)
-_QUESTIONS = is_set("task.questions")
+_SET = f"task.sets.{NAME}"
+_SOURCE = is_set("task.questions")
+_SETS = is_set("task.sets")
+_QUESTIONS = _SOURCE | _SETS
 
 
 def _reads_records(values: Values) -> bool:
     """Return True if fields of records are named: families of reasoning-gym have their own."""
     sets = values["evaluation"].sets.values()
+    sets = (*sets, *values["task.sets"].values())
     sources = [values["task.questions"], *(settings.questions for settings in sets)]
     return any(source and not source.startswith(REASONING_GYM) for source in sources)
 
@@ -41,7 +46,7 @@ def _reads_records(values: Values) -> bool:
 _RECORDS = SettingCondition(
     ("task.questions",),
     _reads_records,
-    "{task.questions}, or a set of {evaluation.sets}, is a source of records",
+    "{task.questions}, or a set of {task.sets} or {evaluation.sets}, is a source of records",
     "set {task.questions}",
 )
 
@@ -74,11 +79,47 @@ def _find_wrong_places(values: Values) -> Contradictions:
 
 
 def _find_unknown_options(values: Values) -> Contradictions:
-    if values["task.questions"] is not None:
+    if _QUESTIONS.is_met(values):
         try:
             QuestionOptions.of(values["task.options"])
         except TaskError as error:
             yield ("task.options",), f"{{task.options}} cannot be used: {error}"
+
+
+def _find_unjudged_questions(values: Values) -> Contradictions:
+    if not values["task.sets"] or any(values[path] is not None for path in _SOURCES):
+        return
+    sources = [
+        f"evaluation.sets.{name}.questions"
+        for name, settings in values["evaluation"].sets.items()
+        if settings.questions is not None
+    ]
+    if values["task.options"].get("evaluation") is not None:
+        sources.append("task.options")
+    for path in sources:
+        yield (
+            (path, "task.sets"),
+            f"{{{path}}} names questions of none of {{task.sets}}, whose families each judge their "
+            "own: name a function of (question, answer) in {rewards.function}",
+        )
+
+
+def _find_absent_source(values: Values) -> Contradictions:
+    if values[f"{_SET}.questions"] is None:
+        yield (
+            (f"{_SET}.questions",),
+            f"{{{_SET}.questions}} is null, and the set has no questions without it: name its "
+            "source",
+        )
+
+
+def _reads_set_records(values: Values) -> bool:
+    source = values[f"{_SET}.questions"]
+    return bool(source) and not source.startswith(REASONING_GYM)
+
+
+def _takes_options(values: Values) -> bool:
+    return str(values[f"{_SET}.questions"]).startswith((REASONING_GYM, DATASETS))
 
 
 def _is_http(url: str) -> bool:
@@ -107,7 +148,9 @@ def _wrong_place(prompt: str) -> str | None:
 
 
 RULES: tuple[Rule, ...] = (
-    OnlyWhen("task.name", ~_QUESTIONS, "the questions are those of {task.questions}"),
+    OnlyWhen("task.name", ~_SOURCE, "the questions are those of {task.questions}"),
+    OnlyWhen("task.name task.questions", ~_SETS, "the questions are those of {task.sets}"),
+    Computed(_find_unjudged_questions),
     OnlyWhen("task.prompt task.answer", _RECORDS, "no record of a question is read"),
     OnlyWhen(
         "task.options",
@@ -153,3 +196,37 @@ RULES: tuple[Rule, ...] = (
         "rewards.reward_model_weight", is_set("rewards.reward_model"), "there is no reward model"
     ),
 )
+SET_RULES: tuple[Rule, ...] = (
+    Computed(_find_absent_source),
+    OnlyWhen(
+        f"{_SET}.prompt {_SET}.answer",
+        SettingCondition(
+            (f"{_SET}.questions",),
+            _reads_set_records,
+            f"{{{_SET}.questions}} is a source of records",
+            f"set {{{_SET}.questions}}",
+        ),
+        "a family has fields of its own",
+    ),
+    OnlyWhen(
+        f"{_SET}.source",
+        SettingCondition(
+            (f"{_SET}.questions",),
+            _takes_options,
+            f"{{{_SET}.questions}} is a data set or a family",
+            f"name datasets:NAME or reasoning-gym:NAME in {{{_SET}.questions}}",
+        ),
+        "a file or an object takes no options",
+    ),
+    OnlyWhen(
+        f"{_SET}.weight",
+        SettingCondition(
+            ("task.sets",),
+            lambda values: len(values["task.sets"]) > 1,
+            "{task.sets} has several sets",
+            "add another set to {task.sets}",
+        ),
+        "the only set has all questions",
+    ),
+)
+"""Rules of each set of questions."""

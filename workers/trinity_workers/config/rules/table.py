@@ -22,6 +22,8 @@ RULES: tuple[Rule, ...] = (
     *evaluation.RULES,
 )
 """Rules of a run."""
+SET_RULES: tuple[Rule, ...] = (*rewards.SET_RULES, *evaluation.SET_RULES)
+"""Rules of each set of questions, to train on or to measure on."""
 
 
 def find_contradictions(config: TrainConfig, named: FormatField) -> Iterator[SettingConflict]:
@@ -34,10 +36,14 @@ def find_contradictions(config: TrainConfig, named: FormatField) -> Iterator[Set
     values = make_values(config, named)
     for rule in RULES:
         yield from rule.find(values)
-    for section in config.evaluation.sets:
-        values = make_values(config, named, section)
-        for rule in evaluation.SET_RULES:
-            yield from rule.find(values)
+    for rules, sections in (
+        (rewards.SET_RULES, config.task.sets),
+        (evaluation.SET_RULES, config.evaluation.sets),
+    ):
+        for section in sections:
+            values = make_values(config, named, section)
+            for rule in rules:
+                yield from rule.find(values)
 
 
 def make_values(config: TrainConfig, named: FormatField, *section: str) -> Values:
@@ -53,6 +59,6 @@ def find_conditions(path: str) -> list[str]:
     """
     return [
         rule.condition.text
-        for rule in (*RULES, *evaluation.SET_RULES)
+        for rule in (*RULES, *SET_RULES)
         if isinstance(rule, OnlyWhen) and path in rule.paths
     ]

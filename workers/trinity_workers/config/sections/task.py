@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from ...section import Section
+from ...tasks.settings import TrainingSet
 from ..types import Seconds
 
 
@@ -18,6 +19,8 @@ class TaskConfig(Section, frozen=True, kw_only=True):
     questions: str | None = None
     """Source of the questions: a JSONL or Parquet file, `reasoning-gym:NAME` or `datasets:NAME`.
     Null takes those of the task itself."""
+    sets: dict[str, TrainingSet] = msgspec.field(default_factory=dict)
+    """Sets of questions by name that are mixed by their weights, instead of one source."""
     prompt: str = "prompt"
     """Field of a question's record that holds the prompt: text, or a list of chat messages. It may
     be a path, such as `extra_info.question`."""
@@ -31,3 +34,8 @@ class TaskConfig(Section, frozen=True, kw_only=True):
     """Seconds that one reply of the environment may take; its process is ended after them."""
     options: dict[str, Any] = msgspec.field(default_factory=dict)
     """Options that are given to the task by name."""
+
+    @property
+    def has_questions(self) -> bool:
+        """Return True if the questions are of sources, and not of the task that is named."""
+        return self.questions is not None or bool(self.sets)
