@@ -49,5 +49,5 @@ def test_the_citation_has_the_packages_version():
 def test_an_issue_template_names_commands_that_there_are(path):
     text = path.read_text()
     assert yaml.safe_load(text)
-    known = {page.stem for page in (ROOT / "docs" / "commands").glob("*.md")}
-    assert set(re.findall(r"`trinity-events ([a-z]+)", text)) <= known
+    commands = {page.stem for page in (ROOT / "docs" / "commands").glob("*.md")}
+    assert set(re.findall(r"`trinity-events ([a-z]+)", text)) <= commands
