@@ -664,55 +664,275 @@ class VersionUnavailable(TrinityError):
     """The requested weight version does not exist, or no longer exists.
 
     Attributes:
-        reason: What is not there, and why.
+        version: The weights, with their step.
     """
 
-    reason: str
-    text = "{reason}"
+    version: str = ""
+
+
+class VersionNotStored(VersionUnavailable):
+    """The weights are not where this process reads them.
+
+    Attributes:
+        fault: Where they are not, and why.
+        place: Folder, or name of the GPU.
+        reason: Error of another program, or of the lease on a checkpoint.
+        newest: Step of the newest weights in this process.
+        deadline: Seconds that an answer may take.
+        needed_by: Weights that rest on these, if they were read for the others.
+    """
+
+    fault: Literal[
+        "server",
+        "shared memory",
+        "retired from shared memory",
+        "ray",
+        "retired from ray",
+        "ray actor",
+        "outside group",
+        "late to group",
+        "left group",
+        "hidden gpu",
+        "unmapped gpu",
+        "folder",
+        "checkpoint",
+    ] = field(kw_only=True)
+    place: str = ""
+    reason: str = ""
+    newest: int | None = None
+    deadline: float = 0.0
+    needed_by: str = ""
+    texts: ClassVar = {
+        "server": "{_missing}retired, expired, or on another server",
+        "shared memory": "{_missing}nothing of the run is in this host's shared memory ({place}): "
+        "its trainer ended, or is on another host, in another container or another user's; for "
+        "such explorers start it with --weights redis",
+        "retired from shared memory": "{_missing}retired from this host's shared memory ({place})",
+        "ray": "{_missing}nothing of the run is in this Ray cluster: its trainer ended, or is in "
+        "another one; for such explorers start it with --weights redis",
+        "retired from ray": "{_missing}retired from the Ray cluster's object store",
+        "ray actor": "{_missing}the actor of their publisher did not say within {deadline:g} s "
+        "where they lie: check its node with ray status",
+        "outside group": "{_missing}they are sent through a collective group, which this process "
+        "has not joined; for other readers than explorers start the trainer with --weights redis",
+        "late to group": "{_missing}this explorer was not in the collective group when they were "
+        "sent ({_newest})",
+        "left group": "{_missing}this explorer has left the collective group for good: {reason}",
+        "hidden gpu": "{_missing}it lies in the memory of GPU {place}, which this process does not "
+        "see: add it to CUDA_VISIBLE_DEVICES, or publish with --weights shm",
+        "unmapped gpu": "{_missing}the memory of GPU {place} that contains it cannot be mapped "
+        "here ({reason}): its publisher ended, or is in another container",
+        "folder": "the {version} are not in {place}: has this host the trainer's "
+        "--checkpoint-root, or were they removed?",
+        "checkpoint": "{reason}",
+    }
+
+    @property
+    def _missing(self) -> str:
+        if not self.version:
+            return ""
+        if self.needed_by:
+            return f"the {self.needed_by} rest on the {self.version}, which are not there: "
+        return f"the {self.version} are not there: "
+
+    @property
+    def _newest(self) -> str:
+        if self.newest is None:
+            return "none has come yet"
+        return f"the newest here is of step {self.newest}"
+
+
+class VersionVanished(VersionUnavailable):
+    """The weights went away while they were read.
+
+    Attributes:
+        fault: What of them did.
+        chunk: Index of the first chunk that is gone, if known.
+        deadline: Seconds that Ray may take.
+    """
+
+    fault: Literal["chunk", "arrival", "fetch", "publisher", "node", "object"] = field(kw_only=True)
+    chunk: int | None = None
+    deadline: float = 0.0
+    texts: ClassVar = {
+        "chunk": "chunk {chunk} of the {version} is no longer there",
+        "arrival": "the {version} cannot be read from Ray: no object of them arrived from their "
+        "node within {deadline:g} s",
+        "fetch": "the {version} cannot be read from Ray: Ray did not hand them over within "
+        "{deadline:g} s",
+        "publisher": "the {version} cannot be read from Ray: the process that published them ended",
+        "node": "the {version} cannot be read from Ray: the node that kept them is gone",
+        "object": "the {version} cannot be read from Ray: an object is not an array of bytes",
+    }
+
+
+class VersionNotAnnounced(VersionUnavailable):
+    """The awaited weights were not announced, and will not be.
+
+    Attributes:
+        fault: What happened to them.
+        step: Step of the weights that were published instead of these.
+        reason: Reason for which they failed.
+    """
+
+    fault: Literal["absent", "interrupted", "other step", "failed", "superseded"] = field(
+        kw_only=True
+    )
+    step: int | None = None
+    reason: str = ""
+    texts: ClassVar = {
+        "absent": "the {version} were not announced, or their announcement is no longer in the log",
+        "interrupted": "the {version} are not wanted any more: another update began",
+        "other step": "the {version} were asked for, but the trainer published those of step "
+        "{step}: both have to be given the same global_steps",
+        "failed": "the {version} will not come: {reason}",
+        "superseded": "the {version} were superseded by those of step {step}",
+    }
+
+
+class UnknownTransport(VersionUnavailable):
+    """The weights were published through a transport of another version of this package.
+
+    Attributes:
+        transport: Name of the transport.
+        transports: Names of those that this version knows.
+    """
+
+    transport: str = field(kw_only=True)
+    transports: tuple[str, ...] = field(kw_only=True)
+    text = (
+        "the version uses the transport {transport}, which this version of trinity-events does not "
+        "know: it knows {_transports}"
+    )
+
+    @property
+    def _transports(self) -> str:
+        return ", ".join(self.transports)
 
 
 class SharedMemoryUnusable(TrinityError):
     """Weights cannot be published through this host's shared memory.
 
     Attributes:
-        reason: Reason, with the way out.
+        fault: What forbids it.
+        folder: Folder of the shared memory.
+        size: Bytes of one version.
+        segments: Segments of this publisher.
+        hosts: Hosts of the run.
     """
 
-    reason: str
-    text = "{reason}"
+    fault: Literal["absent", "chosen", "foreign", "full", "in use", "hosts", "verl hosts"]
+    folder: Path | None = None
+    size: int = 0
+    segments: int = 0
+    hosts: tuple[str, ...] = ()
+    texts: ClassVar = {
+        "absent": "this host has no writable {folder}: publish with --weights redis",
+        "chosen": "this host has no {folder} that can be written: leave sync.transport (--weights) "
+        "out",
+        "foreign": "{folder} is not this user's alone: remove it, or publish with --weights redis",
+        "full": "shared memory is full: {size} bytes for one weight version are more than is free "
+        "below {folder}; enlarge it (docker run --shm-size), or publish with --weights redis",
+        "in use": "all {segments} segments of this publisher are being read: explorers of the run "
+        "are stuck; see trinity-events status",
+        "hosts": "sync.transport is shm, and the Ray cluster has placed the run on the hosts "
+        "{_hosts}, which share no memory: choose ray or redis, or another sync.method",
+        "verl hosts": "veRL's trainer and rollouts are on several hosts, or in several containers, "
+        "which share no memory: leave the transport out, or ask for ray or redis",
+    }
+
+    @property
+    def _hosts(self) -> str:
+        return ", ".join(self.hosts)
 
 
 class GpuUnusable(TrinityError):
     """This process cannot publish or pull weights through GPU memory.
 
     Attributes:
-        reason: Reason, with the way out.
+        fault: What forbids it.
+        size: Bytes that are needed.
+        version: The weights that are copied, or the version of torch.
+        reason: Error of CUDA.
     """
 
-    reason: str
-    text = "{reason}"
+    fault: Literal["absent", "allocator", "full", "no room to copy", "export", "runtime"]
+    size: int = 0
+    version: str = ""
+    reason: str = ""
+    texts: ClassVar = {
+        "absent": "the cuda transport needs a GPU, and this process sees none: publish with "
+        "--weights shm",
+        "allocator": "torch with backend:cudaMallocAsync copies to no memory beside its own: leave "
+        "that out of PYTORCH_CUDA_ALLOC_CONF, or publish with --weights shm",
+        "full": "the GPU has no {size} bytes left for a weight version ({reason}): publish with "
+        "--weights shm",
+        "no room to copy": "the GPU has no {size} bytes left for a copy of the {version}: load "
+        "them, which takes one chunk at a time, or publish with --weights shm",
+        "export": "the GPU's memory cannot be exported to other processes ({reason}): publish with "
+        "--weights shm",
+        "runtime": "torch {version} has not loaded a usable CUDA runtime: publish with --weights "
+        "shm",
+    }
 
 
 class RayUnusable(TrinityError):
     """This process cannot publish or pull weights through a Ray cluster.
 
     Attributes:
-        reason: Reason, with the way out.
+        fault: What forbids it.
+        version: The weights that were put.
+        reason: Error of Ray.
     """
 
-    reason: str
-    text = "{reason}"
+    fault: Literal["missing", "no cluster", "left", "full", "refused", "outside"]
+    version: str = ""
+    reason: str = ""
+    texts: ClassVar = {
+        "missing": "the ray transport needs Ray: pip install 'trinity-events[workers]'",
+        "no cluster": "this process is in no Ray cluster and finds none to join ({reason}): set "
+        "RAY_ADDRESS to one that runs, or publish with --weights redis",
+        "left": "this process left its Ray cluster while it put the {version}: publish them again, "
+        "and shut Ray down after the Synchronizer was closed",
+        "full": "Ray's object store is full: there is no room for the {version}; start Ray with "
+        "more object_store_memory, or publish with --weights redis",
+        "refused": "Ray did not take the {version}: {reason}; check ray status",
+        "outside": "explorers that are started by themselves are not in the trainer's Ray cluster: "
+        "leave sync.transport (--weights) out, or run every part with trinity-events demo",
+    }
 
 
 class GroupBroken(TrinityError):
     """The collective group of trainer and explorers broke: a member died or hangs.
 
     Attributes:
-        reason: Reason, with the way out.
+        fault: What broke it.
+        run_id: The run.
+        member: Name of the explorer.
+        reason: Error of torch, of the connection or of the explorer.
+        deadline: Seconds that a member may take.
     """
 
-    reason: str
-    text = "{reason}"
+    fault: Literal[
+        "build", "peer", "frame", "empty", "departure", "delivery", "formation", "join", "torch"
+    ]
+    run_id: str = ""
+    member: str = ""
+    reason: str = ""
+    deadline: float = 0.0
+    texts: ClassVar = {
+        "build": "the collective group could not be made: {reason}",
+        "peer": "the collective group broke, because a peer died or was too slow: {reason}",
+        "frame": "a frame of {reason} came, which is invalid",
+        "empty": "no explorer of run {run_id} is in the collective group: start one, with "
+        "trinity-events explorer where it is not the demo",
+        "departure": "{member} left the collective group: {reason}",
+        "delivery": "{member} did not get the complete weights: it {reason}",
+        "formation": "the collective group of run {run_id} was not made: {reason}",
+        "join": "{member} did not join the new group within {deadline:g} s",
+        "torch": "this torch was built without torch.distributed: choose another sync.method than "
+        "nccl",
+    }
 
 
 class StepNotReady(TrinityError):

@@ -1097,25 +1097,309 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
             "path '../a' leads out of /x and is not used",
         ),
     ],
-    "VersionUnavailable": [
+    "VersionNotStored": [
         (
-            {"reason": "the weights of step 4 are not there: they were retired"},
-            "the weights of step 4 are not there: they were retired",
+            {"version": "weights of step 4", "fault": "server"},
+            "the weights of step 4 are not there: retired, expired, or on another server",
+        ),
+        (
+            {"version": "weights of step 4", "fault": "server", "needed_by": "weights of step 5"},
+            "the weights of step 5 rest on the weights of step 4, which are not there: retired, expired, or on another server",
+        ),
+        (
+            {"version": "weights of step 4", "fault": "shared memory", "place": "/dev/shm"},
+            "the weights of step 4 are not there: nothing of the run is in this host's shared memory (/dev/shm): its trainer ended, or is on another host, in another container or another user's; for such explorers start it with --weights redis",
+        ),
+        (
+            {
+                "version": "weights of step 4",
+                "fault": "retired from shared memory",
+                "place": "/dev/shm",
+            },
+            "the weights of step 4 are not there: retired from this host's shared memory (/dev/shm)",
+        ),
+        (
+            {"version": "weights of step 4", "fault": "ray"},
+            "the weights of step 4 are not there: nothing of the run is in this Ray cluster: its trainer ended, or is in another one; for such explorers start it with --weights redis",
+        ),
+        (
+            {"version": "weights of step 4", "fault": "retired from ray"},
+            "the weights of step 4 are not there: retired from the Ray cluster's object store",
+        ),
+        (
+            {"version": "weights of step 4", "fault": "ray actor", "deadline": 5.0},
+            "the weights of step 4 are not there: the actor of their publisher did not say within 5 s where they lie: check its node with ray status",
+        ),
+        (
+            {"version": "weights of step 4", "fault": "outside group"},
+            "the weights of step 4 are not there: they are sent through a collective group, which this process has not joined; for other readers than explorers start the trainer with --weights redis",
+        ),
+        (
+            {"version": "weights of step 4", "fault": "late to group"},
+            "the weights of step 4 are not there: this explorer was not in the collective group when they were sent (none has come yet)",
+        ),
+        (
+            {"version": "weights of step 4", "fault": "late to group", "newest": 3},
+            "the weights of step 4 are not there: this explorer was not in the collective group when they were sent (the newest here is of step 3)",
+        ),
+        (
+            {"version": "weights of step 4", "fault": "left group", "reason": "no GPU"},
+            "the weights of step 4 are not there: this explorer has left the collective group for good: no GPU",
+        ),
+        (
+            {"fault": "hidden gpu", "place": "7"},
+            "it lies in the memory of GPU 7, which this process does not see: add it to CUDA_VISIBLE_DEVICES, or publish with --weights shm",
+        ),
+        (
+            {
+                "version": "weights of step 4",
+                "fault": "unmapped gpu",
+                "place": "7",
+                "reason": "error 1",
+            },
+            "the weights of step 4 are not there: the memory of GPU 7 that contains it cannot be mapped here (error 1): its publisher ended, or is in another container",
+        ),
+        (
+            {"version": "weights of step 4", "fault": "folder", "place": "/x/demo-1"},
+            "the weights of step 4 are not in /x/demo-1: has this host the trainer's --checkpoint-root, or were they removed?",
+        ),
+        (
+            {
+                "version": "weights of step 4",
+                "fault": "checkpoint",
+                "reason": "the checkpoint is being removed",
+            },
+            "the checkpoint is being removed",
+        ),
+    ],
+    "VersionVanished": [
+        (
+            {"version": "weights of step 4", "fault": "chunk", "chunk": 3},
+            "chunk 3 of the weights of step 4 is no longer there",
+        ),
+        (
+            {"version": "weights of step 4", "fault": "arrival", "deadline": 5.0},
+            "the weights of step 4 cannot be read from Ray: no object of them arrived from their node within 5 s",
+        ),
+        (
+            {"version": "weights of step 4", "fault": "fetch", "deadline": 5.0},
+            "the weights of step 4 cannot be read from Ray: Ray did not hand them over within 5 s",
+        ),
+        (
+            {"version": "weights of step 4", "fault": "publisher"},
+            "the weights of step 4 cannot be read from Ray: the process that published them ended",
+        ),
+        (
+            {"version": "weights of step 4", "fault": "node"},
+            "the weights of step 4 cannot be read from Ray: the node that kept them is gone",
+        ),
+        (
+            {"version": "weights of step 4", "fault": "object"},
+            "the weights of step 4 cannot be read from Ray: an object is not an array of bytes",
+        ),
+    ],
+    "VersionNotAnnounced": [
+        (
+            {"version": "weights of step 4", "fault": "absent"},
+            "the weights of step 4 were not announced, or their announcement is no longer in the log",
+        ),
+        (
+            {"version": "weights of step 4", "fault": "interrupted"},
+            "the weights of step 4 are not wanted any more: another update began",
+        ),
+        (
+            {"version": "weights of step 4", "fault": "other step", "step": 5},
+            "the weights of step 4 were asked for, but the trainer published those of step 5: both have to be given the same global_steps",
+        ),
+        (
+            {"version": "weights of step 4", "fault": "failed", "reason": "a rank died"},
+            "the weights of step 4 will not come: a rank died",
+        ),
+        (
+            {"version": "weights of step 4", "fault": "superseded", "step": 5},
+            "the weights of step 4 were superseded by those of step 5",
+        ),
+    ],
+    "UnknownTransport": [
+        (
+            {"transport": "pigeon", "transports": ("shm", "redis")},
+            "the version uses the transport pigeon, which this version of trinity-events does not know: it knows shm, redis",
         ),
     ],
     "SharedMemoryUnusable": [
-        ({"reason": "shared memory is full"}, "shared memory is full"),
+        (
+            {"fault": "absent", "folder": Path("/x")},
+            "this host has no writable /x: publish with --weights redis",
+        ),
+        (
+            {"fault": "chosen", "folder": Path("/x")},
+            "this host has no /x that can be written: leave sync.transport (--weights) out",
+        ),
+        (
+            {"fault": "foreign", "folder": Path("/x")},
+            "/x is not this user's alone: remove it, or publish with --weights redis",
+        ),
+        (
+            {"fault": "full", "folder": Path("/x"), "size": 64},
+            "shared memory is full: 64 bytes for one weight version are more than is free below /x; enlarge it (docker run --shm-size), or publish with --weights redis",
+        ),
+        (
+            {"fault": "in use", "segments": 3},
+            "all 3 segments of this publisher are being read: explorers of the run are stuck; see trinity-events status",
+        ),
+        (
+            {"fault": "hosts", "hosts": ("a", "b")},
+            "sync.transport is shm, and the Ray cluster has placed the run on the hosts a, b, which share no memory: choose ray or redis, or another sync.method",
+        ),
+        (
+            {"fault": "verl hosts"},
+            "veRL's trainer and rollouts are on several hosts, or in several containers, which share no memory: leave the transport out, or ask for ray or redis",
+        ),
     ],
     "GpuUnusable": [
-        ({"reason": "this process sees no GPU"}, "this process sees no GPU"),
+        (
+            {"fault": "absent"},
+            "the cuda transport needs a GPU, and this process sees none: publish with --weights shm",
+        ),
+        (
+            {"fault": "allocator"},
+            "torch with backend:cudaMallocAsync copies to no memory beside its own: leave that out of PYTORCH_CUDA_ALLOC_CONF, or publish with --weights shm",
+        ),
+        (
+            {"fault": "full", "size": 64, "reason": "error 2"},
+            "the GPU has no 64 bytes left for a weight version (error 2): publish with --weights shm",
+        ),
+        (
+            {"fault": "no room to copy", "size": 64, "version": "weights of step 4"},
+            "the GPU has no 64 bytes left for a copy of the weights of step 4: load them, which takes one chunk at a time, or publish with --weights shm",
+        ),
+        (
+            {"fault": "export", "reason": "error 2"},
+            "the GPU's memory cannot be exported to other processes (error 2): publish with --weights shm",
+        ),
+        (
+            {"fault": "runtime", "version": "2.13.0"},
+            "torch 2.13.0 has not loaded a usable CUDA runtime: publish with --weights shm",
+        ),
     ],
     "RayUnusable": [
-        ({"reason": "Ray's object store is full"}, "Ray's object store is full"),
+        (
+            {"fault": "missing"},
+            "the ray transport needs Ray: pip install 'trinity-events[workers]'",
+        ),
+        (
+            {"fault": "no cluster", "reason": "no cluster"},
+            "this process is in no Ray cluster and finds none to join (no cluster): set RAY_ADDRESS to one that runs, or publish with --weights redis",
+        ),
+        (
+            {"fault": "left", "version": "weights of step 4"},
+            "this process left its Ray cluster while it put the weights of step 4: publish them again, and shut Ray down after the Synchronizer was closed",
+        ),
+        (
+            {"fault": "full", "version": "weights of step 4"},
+            "Ray's object store is full: there is no room for the weights of step 4; start Ray with more object_store_memory, or publish with --weights redis",
+        ),
+        (
+            {"fault": "refused", "version": "weights of step 4", "reason": "the actor died"},
+            "Ray did not take the weights of step 4: the actor died; check ray status",
+        ),
+        (
+            {"fault": "outside"},
+            "explorers that are started by themselves are not in the trainer's Ray cluster: leave sync.transport (--weights) out, or run every part with trinity-events demo",
+        ),
     ],
     "GroupBroken": [
         (
-            {"reason": "explorer-1 left the collective group"},
-            "explorer-1 left the collective group",
+            {"fault": "build", "reason": "no route"},
+            "the collective group could not be made: no route",
+        ),
+        (
+            {"fault": "peer", "reason": "closed by peer"},
+            "the collective group broke, because a peer died or was too slow: closed by peer",
+        ),
+        (
+            {"fault": "frame", "reason": "kind 9 and 1 bytes"},
+            "a frame of kind 9 and 1 bytes came, which is invalid",
+        ),
+        (
+            {"fault": "empty", "run_id": "demo-1"},
+            "no explorer of run demo-1 is in the collective group: start one, with trinity-events explorer where it is not the demo",
+        ),
+        (
+            {
+                "fault": "departure",
+                "run_id": "demo-1",
+                "member": "explorer-1",
+                "reason": "it is gone",
+            },
+            "explorer-1 left the collective group: it is gone",
+        ),
+        (
+            {
+                "fault": "delivery",
+                "run_id": "demo-1",
+                "member": "explorer-1",
+                "reason": "said nothing",
+            },
+            "explorer-1 did not get the complete weights: it said nothing",
+        ),
+        (
+            {"fault": "formation", "run_id": "demo-1", "reason": "no explorer was left in it"},
+            "the collective group of run demo-1 was not made: no explorer was left in it",
+        ),
+        (
+            {"fault": "join", "run_id": "demo-1", "member": "explorer-1", "deadline": 5.0},
+            "explorer-1 did not join the new group within 5 s",
+        ),
+        (
+            {"fault": "torch"},
+            "this torch was built without torch.distributed: choose another sync.method than nccl",
+        ),
+    ],
+    "ChannelClosed": [
+        ({"fault": "connection", "reason": "broken pipe"}, "broken pipe"),
+        ({"fault": "end"}, "the other end closed the connection"),
+        ({"fault": "length", "size": 99}, "a message of 99 bytes was announced"),
+        ({"fault": "message", "reason": "it is cut"}, "a message could not be read: it is cut"),
+        ({"fault": "greeting"}, "its first message was not a greeting"),
+        ({"fault": "token"}, "it is of another run, or has not read this run's token"),
+    ],
+    "BulkError": [
+        ({"fault": "connection", "reason": "broken pipe"}, "broken pipe"),
+        ({"fault": "reply", "reason": "-OOM"}, "-OOM"),
+        ({"fault": "closed"}, "the server closed the connection"),
+        ({"fault": "line"}, "a reply's first line is too long"),
+        ({"fault": "value"}, "a value did not end where it should"),
+    ],
+    "BaseRequired": [
+        ({"fault": "delta"}, "the version is a delta: pull it before it is installed"),
+        (
+            {"fault": "tied"},
+            "the version brings a tensor under two names: pull it before it is installed",
+        ),
+    ],
+    "InvalidQuery": [
+        ({"fault": "number", "name": "limit", "value": "x"}, "limit is a number, and not 'x'"),
+        ({"fault": "step"}, "explain needs a step"),
+        ({"fault": "type", "value": "x"}, "'x' is no type of events: see /api/runs/RUN/lanes"),
+        (
+            {"fault": "lane", "value": "x"},
+            "'x' is no lane: name one such as trainer-0 or explorer:0-63",
+        ),
+    ],
+    "UnknownEntry": [
+        (
+            {"fault": "id", "run_id": "demo-1", "entry_id": "x"},
+            "'x' is not an entry id such as 1700000000000-0",
+        ),
+        ({"fault": "absent", "run_id": "demo-1", "entry_id": "5-0"}, "the log has no entry 5-0"),
+        (
+            {"fault": "number", "run_id": "demo-1", "number": 9, "first": 0, "last": 4},
+            "run demo-1 has the entries 0 to 4, and not 9",
+        ),
+        (
+            {"fault": "trimmed", "run_id": "demo-1", "entry_id": "5-0"},
+            "entries of run demo-1 after 5-0 are no longer in the log",
         ),
     ],
     "CorruptVersion": [

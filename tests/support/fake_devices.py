@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trinity_events.errors import VersionUnavailable
+from trinity_events.errors import VersionNotStored
 from trinity_events.weights.copy_streams import HostCopyStream
 from trinity_events.weights.tensors import as_buffer
 from trinity_events.weights.transports.cuda.memory import DeviceBlock
@@ -76,7 +76,7 @@ class HostDevice:
         try:
             descriptor = os.open(handle, os.O_RDONLY)
         except FileNotFoundError:
-            raise VersionUnavailable("its publisher ended") from None
+            raise VersionNotStored(fault="unmapped gpu", place=device) from None
         try:
             memory = mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ)
         finally:

@@ -169,13 +169,13 @@ def leaves_ray_and_comes_back(pipe, where: Where, part: PartRef) -> None:
     try:
         left_open.seal()
     except RayUnusable as error:
-        why = str(error)
+        fault = error.fault
     left_open.discard()
     store.delete(part)
     store.close()
     outside = ray.is_initialized()
     where.store()
-    pipe.send((why, outside, put(3).seal()))
+    pipe.send((fault, outside, put(3).seal()))
     time.sleep(600)
 
 

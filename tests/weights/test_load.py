@@ -17,7 +17,7 @@ from tests.support.published_parts import announcement
 from tests.support.shards import module_of, publish, rows, verified
 from tests.support.slices import boxes_in
 from tests.support.tensors import identical
-from trinity_events.errors import IncompatibleWeights, VersionUnavailable
+from trinity_events.errors import IncompatibleWeights, VersionNotStored
 from trinity_events.weights import (
     PartWriter,
     RedisChunkStore,
@@ -130,7 +130,7 @@ def test_what_does_not_fit_or_is_not_there_is_refused_before_anything_changes(
         assert (module["a"] == 0).all()
     for store in shard_stores:
         store.delete(part)
-    with pytest.raises(VersionUnavailable, match="are not there"):
+    with raises(VersionNotStored, version=str(part)):
         load(event, module_of(a=4, b=2))
 
 
@@ -146,7 +146,7 @@ def test_a_delta_is_not_loaded_and_nothing_changes(shard_stores, part):
         event = announcement(here, writer.seal())
         tensor[0] += 1
     module = module_of(a=1000)
-    with pytest.raises(BaseRequired):
+    with raises(BaseRequired, fault="delta"):
         load_version(shard_stores[-1], part.run_id, event, module)
     assert (module["a"] == 0).all()
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import xxhash
 
+from tests.support.errors import raises, raises_from
 from tests.support.pipeline import accept_reports, events_of, reducer_task
 from tests.support.tensors import assert_equal, identical
 from tests.support.weight_versions import awkward
@@ -19,7 +20,12 @@ from trinity_events import CheckpointCoordinator, Synchronizer
 from trinity_events.checkpoints.layout import FILE_DIGESTS, MODEL_FOLDER, final_name
 from trinity_events.coordinator import staged_path
 from trinity_events.core.file_versions import WEIGHTS_SAVE, weights_save
-from trinity_events.errors import CorruptVersion, IncompatibleWeights, VersionUnavailable
+from trinity_events.errors import (
+    CheckpointHeld,
+    CorruptVersion,
+    IncompatibleWeights,
+    VersionNotStored,
+)
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_schemas import (
     SaveProof,
@@ -197,7 +203,7 @@ def test_weights_that_are_not_here_are_said_to_be_missing_with_the_folder(
 ):
     event = saved({"a": torch.zeros(2)}, final_name(STEP))
     (run_folder / final_name(STEP)).rename(run_folder / "elsewhere")
-    with pytest.raises(VersionUnavailable, match="--checkpoint-root"), explorer.pull(event):
+    with raises(VersionNotStored, fault="folder", place=str(run_folder)), explorer.pull(event):
         pass
 
 
@@ -209,7 +215,7 @@ async def test_a_step_is_held_while_it_is_read_and_one_that_is_being_removed_is_
     with explorer.pull(event):
         assert await log.mark_deleting(token, [STEP]) == set()
     assert await log.mark_deleting(token, [STEP]) == {STEP}
-    with pytest.raises(VersionUnavailable, match="being removed"), explorer.pull(event):
+    with raises_from(CheckpointHeld, fault="removing", step=STEP), explorer.pull(event):
         pass
 
 

@@ -171,7 +171,7 @@ def _number(request: Request, name: str, default: int | None = None) -> int | No
     except ValueError:
         number = math.nan
     if not abs(number) < 2**62:
-        raise InvalidQuery(f"{name} is a number, and not {text[:40]!r}")
+        raise InvalidQuery("number", text[:40], name)
     return int(number)
 
 
@@ -216,7 +216,7 @@ async def _search(request: Request, reader: RunReader) -> Any:
 async def _explain(request: Request, reader: RunReader) -> Any:
     step = _number(request, "step")
     if step is None:
-        raise InvalidQuery("explain needs a step")
+        raise InvalidQuery("step")
     return await queries.explain_step(reader, step)
 
 

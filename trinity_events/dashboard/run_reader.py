@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import anyio
 import anyio.lowlevel
@@ -69,11 +69,50 @@ class NotIndexed(TrinityError):
 
 
 class InvalidQuery(TrinityError):
-    """A parameter of a query is invalid."""
+    """A parameter of a query is invalid.
+
+    Attributes:
+        fault: What it is not.
+        value: Value of the parameter.
+        name: Name of the parameter.
+    """
+
+    fault: Literal["number", "step", "type", "lane"]
+    value: str = ""
+    name: str = ""
+    texts: ClassVar = {
+        "number": "{name} is a number, and not {value!r}",
+        "step": "explain needs a step",
+        "type": "{value!r} is no type of events: see /api/runs/RUN/lanes",
+        "lane": "{value!r} is no lane: name one such as trainer-0 or explorer:0-63",
+    }
 
 
 class UnknownEntry(TrinityError):
-    """The log has no such entry."""
+    """The log has no such entry.
+
+    Attributes:
+        fault: ``id`` for a text that is none, ``absent`` for an entry that is not in the log,
+            ``number`` for one outside of the index, ``trimmed`` for those after a position.
+        run_id: The run.
+        entry_id: Id of the entry, or the position.
+        number: Number of the entry.
+        first: Number of the first entry of the index.
+        last: Number of its last entry.
+    """
+
+    fault: Literal["id", "absent", "number", "trimmed"]
+    run_id: str
+    entry_id: str = ""
+    number: int = 0
+    first: int = 0
+    last: int = 0
+    texts: ClassVar = {
+        "id": "{entry_id!r} is not an entry id such as 1700000000000-0",
+        "absent": "the log has no entry {entry_id}",
+        "number": "run {run_id} has the entries {first} to {last}, and not {number}",
+        "trimmed": "entries of run {run_id} after {entry_id} are no longer in the log",
+    }
 
 
 class At(NamedTuple):
@@ -268,8 +307,8 @@ class RunReader:
         """
         try:
             target = position(entry_id)
-        except ValueError as error:
-            raise UnknownEntry(str(error)) from None
+        except ValueError:
+            raise UnknownEntry("id", self.source.run_id, entry_id) from None
         history = await self._reach(lambda history: position(history.state.position) >= target)
         return await self._find(history, target, exact=True)
 
@@ -284,7 +323,7 @@ class RunReader:
         at = bisect_right(blocks, target, key=lambda block: position(block.first)) - 1
         if at < 0:
             if exact:
-                raise UnknownEntry(f"the log has no entry {target[0]}-{target[1]}")
+                raise UnknownEntry("absent", self.source.run_id, f"{target[0]}-{target[1]}")
             return history.first
         block = blocks[at]
         entries = await self.source.read(
@@ -292,7 +331,7 @@ class RunReader:
         )
         last = position(entries[-1].id) if entries else None
         if exact and last != target:
-            raise UnknownEntry(f"the log has no entry {target[0]}-{target[1]}")
+            raise UnknownEntry("absent", self.source.run_id, f"{target[0]}-{target[1]}")
         return block.number + len(entries)
 
     async def at(self, number: int) -> At:
@@ -305,8 +344,11 @@ class RunReader:
         history = await self._reach(lambda history: history.number >= number)
         if not history.first <= number <= history.number:
             raise UnknownEntry(
-                f"run {self.source.run_id} has the entries {history.first} to {history.number}, "
-                f"and not {number}"
+                "number",
+                self.source.run_id,
+                number=number,
+                first=history.first,
+                last=history.number,
             )
         # The state before the last entry: that entry is folded by itself.
         base = history.states.before(max(history.first, number - 1))
@@ -325,9 +367,7 @@ class RunReader:
         while len(entries) < count:
             page = await self.source.read(after, limit=count - len(entries))
             if not page:
-                raise UnknownEntry(
-                    f"entries of run {self.source.run_id} after {after} are no longer in the log"
-                )
+                raise UnknownEntry("trimmed", self.source.run_id, after)
             entries += page
             after = page[-1].id
         return entries

@@ -40,7 +40,7 @@ class Search(Struct, frozen=True, kw_only=True):
         """Raise InvalidQuery for a type that does not exist."""
         for tag in self.types:
             if tag not in BIT_OF_TAG:
-                raise InvalidQuery(f"{tag!r} is no type of events: see /api/runs/RUN/lanes")
+                raise InvalidQuery("type", tag)
 
     def matches(self, envelope: Envelope, milliseconds: int) -> bool:
         """Return True if an event matches."""

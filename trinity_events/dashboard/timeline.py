@@ -53,7 +53,7 @@ def parse_rows(text: str) -> list[Row]:
             ranks = f"{ranks}-{ranks}"
         first, _, last = ranks.partition("-")
         if not role or not (first.isdigit() and last.isdigit()):
-            raise InvalidQuery(f"{name!r} is no lane: name one such as trainer-0 or explorer:0-63")
+            raise InvalidQuery("lane", name)
         rows.append(Row(name, role, int(first), int(last)))
     return rows
 

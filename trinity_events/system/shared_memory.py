@@ -119,9 +119,7 @@ class Owner:
 
     def __init__(self, root: Path = SHARED_MEMORY) -> None:
         if not available(root):
-            raise SharedMemoryUnusable(
-                f"this host has no writable {root}: publish with --weights redis"
-            )
+            raise SharedMemoryUnusable("absent", root)
         name = f"{os.getpid()}-{secrets.token_hex(6)}"
         parent = _made(users_folder(root))
         made = parent / f".{name}"
@@ -142,9 +140,7 @@ def _made(folder: Path) -> Path:
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     if not owned(folder):
-        raise SharedMemoryUnusable(
-            f"{folder} is not this user's alone: remove it, or publish with --weights redis"
-        )
+        raise SharedMemoryUnusable("foreign", folder)
     return folder
 
 
@@ -221,11 +217,7 @@ class Segment:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.ENOMEM):
                 raise
-            raise SharedMemoryUnusable(
-                f"shared memory is full: {size} bytes for one weight version are more than is "
-                f"free below {self.path.parent}; enlarge it (docker run --shm-size), "
-                "or publish with --weights redis"
-            ) from None
+            raise SharedMemoryUnusable("full", self.path.parent, size) from None
         self._memory = memoryview(mmap.mmap(self._descriptor, size, flags=_MAPPED))
         self._size = size
 

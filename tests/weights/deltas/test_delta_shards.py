@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 
+from tests.support.errors import raises
 from tests.support.pipeline import reducer_task
 from tests.support.published_parts import announcement
 from tests.support.shards import verified
@@ -13,7 +14,7 @@ from tests.support.tensors import identical
 from tests.support.transport_processes import Where
 from tests.support.waits import PATIENCE
 from tests.support.weight_versions import ready
-from trinity_events.errors import VersionUnavailable
+from trinity_events.errors import VersionNotStored
 from trinity_events.system.shared_memory import available
 from trinity_events.weights import (
     PartRef,
@@ -224,7 +225,9 @@ def test_a_version_may_be_a_delta_of_one_rank_and_full_of_another(ranks, stores,
         ranks[1].lasting = True
     assert [rank.report.delta.base.step for rank in ranks] == [0, 1]
     stores[1].delete(ranks[1].part._replace(step=1))
-    with pytest.raises(VersionUnavailable, match=r"rank 1\).* rest on the weights of step 1"):
+    part = ranks[1].part
+    missing, delta = part._replace(step=1), part._replace(step=2)
+    with raises(VersionNotStored, version=str(missing), needed_by=str(delta)):
         apply(stores, run_id, model_of(tensors), event, InstalledBases())
 
 

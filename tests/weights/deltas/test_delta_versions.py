@@ -15,7 +15,11 @@ from tests.support.tensors import identical
 from tests.support.transport_processes import SOME, Where, actor, kill
 from tests.support.weight_versions import awkward, publish, ready
 from trinity_events.analysis.summary import Summarizer
-from trinity_events.errors import CorruptVersion, IncompatibleWeights, VersionUnavailable
+from trinity_events.errors import (
+    CorruptVersion,
+    IncompatibleWeights,
+    VersionNotStored,
+)
 from trinity_events.log import Stream
 from trinity_events.weights import (
     PartRef,
@@ -303,7 +307,8 @@ def test_what_a_delta_rests_on_must_be_there_and_full(trainer, ours, theirs, run
     event = trainer.publish(tensors, 1)
     ours.delete(trainer.part._replace(step=0))
     model = Holder(tensors)
-    with pytest.raises(VersionUnavailable, match=r"step 1 .* rest on the weights of step 0 .* not"):
+    missing = trainer.part._replace(step=0)
+    with raises(VersionNotStored, version=str(missing), needed_by=str(trainer.part)):
         model.apply(theirs, run_id, event, InstalledBases())
     assert_has(model, {"a": torch.zeros(1000)})
 

@@ -91,7 +91,9 @@ def test_what_has_changed_before_it_could_be_sent_again_is_not_published(stores,
     tensor += 1
     # Not by cutting the connection: the answer may be here by then.
     with (
-        mock.patch.object(BulkConnection, "finish_set", side_effect=BulkError("broken")),
+        mock.patch.object(
+            BulkConnection, "finish_set", side_effect=BulkError("connection", "broken")
+        ),
         pytest.raises(ConnectionError, match="publish the version again"),
     ):
         writer.seal()

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from typing import ClassVar, Literal
 
 import torch
 
 from trinity_schemas import StepReady, WeightManifest
 
-from ...errors import CorruptVersion
+from ...errors import CorruptVersion, StructuredError
 from ..compatibility import find_targets, is_cast
 from ..devices.host_to_device import settle
 from ..reading.pull import OpenPart, Selection, names_in, open_part
@@ -28,8 +29,19 @@ from .speculative_load import SpeculativeLoad
 from .verify_model import check_installed
 
 
-class BaseRequired(Exception):
-    """The version is a delta, or has one tensor of the model twice: it must be pulled first."""
+class BaseRequired(StructuredError):
+    """A version must be pulled before it can be installed.
+
+    Attributes:
+        fault: ``delta`` for a version that rests on another, or ``tied`` for one that brings a
+            tensor of the model under two names, which must be compared.
+    """
+
+    fault: Literal["delta", "tied"]
+    texts: ClassVar = {
+        "delta": "the version is a delta: pull it before it is installed",
+        "tied": "the version brings a tensor under two names: pull it before it is installed",
+    }
 
 
 def load_version(
@@ -78,7 +90,7 @@ def load_version(
             for announced in ready.parts
         ]
         if any(part.manifest.base is not None for part in parts):
-            raise BaseRequired
+            raise BaseRequired("delta")
         manifests = [part.manifest for part in parts]
         elsewhere = (ZeroCopySource, TensorSource)
         in_memory = not any(isinstance(part.source, elsewhere) for part in parts)
@@ -102,7 +114,7 @@ def load_version(
         targets = find_targets(module)
         plan = plan_copies(targets, manifests, selection, cast=cast)
         if plan.twice:
-            raise BaseRequired
+            raise BaseRequired("tied")
         destinations = copy_targets(plan)
         with torn.until_whole(module, names):
             about_to_change(module)

@@ -37,7 +37,12 @@ from ...checkpoints.layout import (
 )
 from ...client.checkpoint_lease import hold_step
 from ...core.file_versions import weights_save
-from ...errors import CheckpointHeld, CorruptVersion, IncompatibleWeights, VersionUnavailable
+from ...errors import (
+    CheckpointHeld,
+    CorruptVersion,
+    IncompatibleWeights,
+    VersionNotStored,
+)
 from ...system.open_folder import OpenFolder
 from ..part_bytes import PartBytes
 from ..tensors import digest
@@ -125,7 +130,8 @@ def pull_folder(
         try:
             exit_stack.enter_context(portal.wrap_async_context_manager(lease))
         except CheckpointHeld as error:
-            raise VersionUnavailable(str(error)) from None
+            weights = f"weights of step {ready.step}"
+            raise VersionNotStored(weights, fault="checkpoint", reason=str(error)) from error
         files = _open_files(run_folder, ready, proof.digest)
         parts = tuple(
             (_check_file(file, run_id, ready, rank), PartBytes([_tensor_bytes(file)]))
@@ -167,10 +173,7 @@ def _open_files(run_folder: Path, ready: StepReady, announced: str) -> list[_Dig
             f"{other / FILE_DIGESTS} is not the list of digests that was announced for step "
             f"{ready.step}"
         )
-    raise VersionUnavailable(
-        f"the weights of step {ready.step} are not in {run_folder}: has this host the trainer's "
-        "--checkpoint-root, or were they removed?"
-    )
+    raise VersionNotStored(f"weights of step {ready.step}", fault="folder", place=str(run_folder))
 
 
 def _map_files(folder: OpenFolder, announced: str) -> list[_DigestedFile] | None:

@@ -25,7 +25,7 @@ from trinity_schemas import (
     decode_manifest,
 )
 
-from ...errors import CorruptVersion, IncompatibleWeights, VersionUnavailable
+from ...errors import CorruptVersion, IncompatibleWeights, VersionVanished
 from ..deltas.reconstruct import FullPart, Key, reconstruct_tensor
 from ..part_bytes import PartBytes
 from ..publishing.part_writer import manifest_digest
@@ -78,7 +78,7 @@ class OpenPart(NamedTuple):
             CorruptVersion: when it is not the published one.
         """
         if length is None:
-            raise VersionUnavailable(f"chunk {index} of the {self.ref} is no longer there")
+            raise VersionVanished(str(self.ref), fault="chunk", chunk=index)
         chunk = self.manifest.chunks[index]
         if length == chunk.nbytes and digested != chunk.digest and pieces:
             digested = digest(*pieces)
@@ -115,8 +115,9 @@ def open_part(
     """
     source = store.open(ref)
     if source is None:
-        what = f"the {ref}" if needed_by is None else f"the {needed_by} rest on the {ref}, which"
-        raise VersionUnavailable(f"{what} are not there: {store.missing(ref)}")
+        error = store.missing(ref)
+        error.needed_by = "" if needed_by is None else str(needed_by)
+        raise error
     exit_stack.enter_context(closing(source))
     return OpenPart(ref, source, _manifest(source.manifest, ref, announced), harm)
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias, runt
 
 from trinity_schemas import Chunk
 
+from ...errors import VersionNotStored
+
 if TYPE_CHECKING:
     import torch
 
@@ -173,8 +175,8 @@ class ChunkStore(Protocol):
         """Delete the part. Readers that have it open can continue to read."""
         ...
 
-    def missing(self, part: PartRef) -> str:
-        """Return possible reasons why the part is missing, for an error message."""
+    def missing(self, part: PartRef) -> VersionNotStored:
+        """Return the error of a part that is missing here."""
         ...
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ import redis
 from trinity_schemas import TransportName
 
 from ...diagnostics.waits import WaitReporter
-from ...errors import VersionUnavailable
+from ...errors import UnknownTransport
 from .base import ChunkStore
 from .collective import CollectiveStore
 from .cuda import CudaStore
@@ -77,7 +77,4 @@ class Stores:
             )
         if transport == CudaStore.name:
             return CudaStore()
-        raise VersionUnavailable(
-            f"the version uses the transport {transport}, which this version of trinity-events "
-            f"does not know: it knows {', '.join(get_args(TransportName))}"
-        )
+        raise UnknownTransport(transport=transport, transports=get_args(TransportName))

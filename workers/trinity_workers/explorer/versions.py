@@ -6,7 +6,11 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 
 import anyio
 
-from trinity_events.errors import DeadlineExceeded, TrinityError, VersionUnavailable
+from trinity_events.errors import (
+    DeadlineExceeded,
+    TrinityError,
+    VersionNotAnnounced,
+)
 from trinity_events.subscriptions import subscription_on
 from trinity_schemas import EpochClosed, StepReady, StepRef, TrainingEnded, VersionResent
 
@@ -136,9 +140,8 @@ class VersionFollower:
 
     def _found(self, version: StepRef, ready: StepReady | None) -> StepReady:
         if ready is None:
-            raise VersionUnavailable(
-                f"the weights of step {version.step} of run {self._run_id} were not announced, or "
-                "their announcement is no longer in the log"
+            raise VersionNotAnnounced(
+                f"weights of step {version.step} of run {self._run_id}", fault="absent"
             )
         return ready
 

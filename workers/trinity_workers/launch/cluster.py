@@ -167,11 +167,7 @@ def check_shared_memory(room: Placement) -> None:
     """Raise SharedMemoryUnusable if the run's places are on several hosts."""
     hosts = sorted({node.host for node in room.nodes()})
     if len(hosts) > 1:
-        raise SharedMemoryUnusable(
-            "sync.transport is shm, and the Ray cluster has placed the run on the hosts "
-            f"{', '.join(hosts)}, which share no memory: choose ray or redis, or another "
-            "sync.method"
-        )
+        raise SharedMemoryUnusable("hosts", hosts=tuple(hosts))
 
 
 @asynccontextmanager

@@ -48,24 +48,15 @@ def chosen_transport(sync: SyncConfig, *, explorers_here: bool, one_host: bool =
         import torch.distributed
 
         if not torch.distributed.is_available():
-            raise GroupBroken(
-                "this torch was built without torch.distributed: choose another sync.method than "
-                "nccl"
-            )
+            raise GroupBroken("torch")
         return Chosen("collective", "as sync.method says")
     choice = sync.transport
     if choice == "auto":
         return _best(explorers_here, one_host)
     if choice == "shm" and not available():
-        raise SharedMemoryUnusable(
-            f"this host has no {SHARED_MEMORY} that can be written: leave sync.transport "
-            "(--weights) out"
-        )
+        raise SharedMemoryUnusable("chosen", SHARED_MEMORY)
     if choice == "ray" and not explorers_here:
-        raise RayUnusable(
-            "explorers that are started by themselves are not in the trainer's Ray cluster: "
-            "leave sync.transport (--weights) out, or run every part with trinity-events demo"
-        )
+        raise RayUnusable("outside")
     return Chosen(choice, "as sync.transport (--weights) says")
 
 

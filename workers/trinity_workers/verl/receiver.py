@@ -14,7 +14,7 @@ import torch
 from msgspec import Struct
 
 from trinity_events import Synchronizer
-from trinity_events.errors import TrinityError, VersionUnavailable
+from trinity_events.errors import TrinityError, VersionNotAnnounced
 from trinity_events.weights import PulledVersion
 from trinity_events.weights.transports.collective import CollectiveStore
 from trinity_schemas import AppliedPhases, StepReady, VersionOpened
@@ -130,9 +130,10 @@ class WeightReceiver:
 
     def _check(self, meeting: Topology | None, step: int | None) -> None:
         if self._meeting is not meeting:
-            raise VersionUnavailable(
-                f"the weights of {'the next step' if step is None else f'step {step}'} of run "
-                f"{self.run_id} are not wanted any more: another update began"
+            raise VersionNotAnnounced(
+                f"weights of {'the next step' if step is None else f'step {step}'} of run "
+                f"{self.run_id}",
+                fault="interrupted",
             )
 
     async def _wait_for_version(self, step: int | None, meeting: Topology | None) -> StepReady:

@@ -88,10 +88,7 @@ def transport_between(
     """
     together = len({place.host for place in places}) == 1
     if requested == "shm" and not together:
-        raise SharedMemoryUnusable(
-            "veRL's trainer and rollouts are on several hosts, or in several containers, which "
-            "share no memory: leave the transport out, or ask for ray or redis"
-        )
+        raise SharedMemoryUnusable("verl hosts")
     if requested != "auto":
         return requested
     if previous == "ray" or not together:

@@ -9,7 +9,11 @@ import anyio
 import redis
 
 from trinity_events.analysis.explain import explain
-from trinity_events.errors import DeadlineExceeded, TrinityError, VersionUnavailable
+from trinity_events.errors import (
+    DeadlineExceeded,
+    TrinityError,
+    VersionNotAnnounced,
+)
 from trinity_events.log import RedisEventLog, position
 from trinity_events.replay import current_state
 from trinity_events.server import connect
@@ -39,18 +43,19 @@ async def wait_for_version(
         VersionUnavailable: if it was given up, or another version was published instead.
         DeadlineExceeded: if it was not ready in time; the message says what was missing.
     """
-    what = f"the weights of {'the next step' if step is None else f'step {step}'}"
+    awaited = f"weights of {'the next step' if step is None else f'step {step}'}"
+    awaited += f" of run {opened.run_id}"
     with anyio.move_on_after(deadline):
-        return await _receive_version(redis_url, opened, step, what)
+        return await _receive_version(redis_url, opened, step, awaited)
     raise DeadlineExceeded(
-        f"{what} of run {opened.run_id} were not announced",
+        f"the {awaited} were not announced",
         deadline,
         await _format_missing(redis_url, opened, step),
     )
 
 
 async def _receive_version(
-    redis_url: str, opened: OpenedRun, step: int | None, what: str
+    redis_url: str, opened: OpenedRun, step: int | None, awaited: str
 ) -> StepReady:
     is_later = _later_than(opened)
     events: Subscription[Any] = subscribe(
@@ -69,14 +74,11 @@ async def _receive_version(
             if isinstance(event, StepReady):
                 if step is None or event.step == step:
                     return event
-                raise VersionUnavailable(
-                    f"{what} of run {opened.run_id} were asked for, but the trainer published "
-                    f"those of step {event.step}: both have to be given the same global_steps"
-                )
+                raise VersionNotAnnounced(awaited, fault="other step", step=event.step)
             if isinstance(event, StepSuperseded) and event.by.step == event.step:
                 continue  # an abandoned attempt was superseded: the step is tried again
             if step is None or event.step == step:
-                raise VersionUnavailable(f"{what} of run {opened.run_id} {_format_failure(event)}")
+                raise _not_announced(awaited, event)
     raise AssertionError("unreachable")
 
 
@@ -86,10 +88,10 @@ def _later_than(opened: OpenedRun) -> Callable[[Answer], bool]:
     return lambda event: event.epoch >= opened.epoch and position(event.caused_by) > since
 
 
-def _format_failure(event: StepFailed | StepSuperseded) -> str:
+def _not_announced(awaited: str, event: StepFailed | StepSuperseded) -> VersionNotAnnounced:
     if isinstance(event, StepFailed):
-        return f"will not come: {event.reason}"
-    return f"were superseded by those of step {event.by.step}"
+        return VersionNotAnnounced(awaited, fault="failed", reason=event.reason)
+    return VersionNotAnnounced(awaited, fault="superseded", step=event.by.step)
 
 
 async def _format_missing(redis_url: str, opened: OpenedRun, step: int | None) -> str:

@@ -100,7 +100,7 @@ class FrameReceiver:
         kind, nbytes = words.tolist()
         most = MAX_MANIFEST_BYTES if kind == FrameKind.SEAL else MOST_BYTES
         if kind not in set(FrameKind) or not 0 <= nbytes <= most:
-            raise GroupBroken(f"a frame of kind {kind} and {nbytes} bytes came, which is invalid")
+            raise GroupBroken("frame", reason=f"kind {kind} and {nbytes} bytes")
         return FrameKind(kind), nbytes
 
     def receive(self, into: torch.Tensor) -> None:

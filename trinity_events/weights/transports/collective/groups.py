@@ -90,9 +90,7 @@ class ProcessGroup:
             else:
                 self._group = _gloo_group(prefixed, rank, world, self._timeout, address)
         except RuntimeError as error:
-            raise GroupBroken(
-                f"the collective group could not be made: {_first_line(error)}"
-            ) from None
+            raise GroupBroken("build", reason=_first_line(error)) from None
 
     def broadcast(self, tensor: torch.Tensor) -> Any:
         """Begin to send rank 0's tensor to all; the group uses the tensor until :meth:`wait`."""
@@ -159,9 +157,7 @@ def _gloo_group(store: Any, rank: int, world: int, timeout: timedelta, address: 
 
 
 def _broken(error: RuntimeError) -> GroupBroken:
-    return GroupBroken(
-        f"the collective group broke, because a peer died or was too slow: {_first_line(error)}"
-    )
+    return GroupBroken("peer", reason=_first_line(error))
 
 
 def _first_line(error: RuntimeError) -> str:

@@ -12,19 +12,39 @@ import struct
 import time
 from collections.abc import Collection
 from contextlib import suppress
-from typing import TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 import msgspec
 from msgspec import Struct
 
 from trinity_schemas.identity import Epoch, Rank, RunId, Step
 
+from ....errors import StructuredError
+
 _LENGTH = struct.Struct("!I")
 _MOST = 1 << 16
 
 
-class ChannelClosed(Exception):
-    """Raised if the other end is gone, or sends invalid messages."""
+class ChannelClosed(StructuredError):
+    """The other end of a connection is gone, or sends invalid messages.
+
+    Attributes:
+        fault: What it did.
+        reason: Error of the connection or of the decoder.
+        size: Bytes of the message.
+    """
+
+    fault: Literal["connection", "end", "length", "message", "greeting", "token"]
+    reason: str = ""
+    size: int = 0
+    texts: ClassVar = {
+        "connection": "{reason}",
+        "end": "the other end closed the connection",
+        "length": "a message of {size} bytes was announced",
+        "message": "a message could not be read: {reason}",
+        "greeting": "its first message was not a greeting",
+        "token": "it is of another run, or has not read this run's token",
+    }
 
 
 class _Message(Struct, frozen=True, kw_only=True, tag_field="type", tag=str.lower):
@@ -130,7 +150,7 @@ class Channel:
         try:
             return str(self._socket.getsockname()[0])
         except OSError as error:
-            raise ChannelClosed(str(error)) from None
+            raise ChannelClosed("connection", str(error)) from None
 
     def send(self, message: Message, seconds: float) -> None:
         """Send a message. Raises ChannelClosed, also if it takes longer than ``seconds``."""
@@ -139,7 +159,7 @@ class Channel:
             self._socket.settimeout(seconds)
             self._socket.sendall(_LENGTH.pack(len(body)) + body)
         except OSError as error:
-            raise ChannelClosed(str(error)) from None
+            raise ChannelClosed("connection", str(error)) from None
 
     def receive(self, seconds: float | None) -> Message:
         """Return the next message.
@@ -175,15 +195,15 @@ class Channel:
         try:
             return readable(self._socket, seconds)
         except (OSError, ValueError) as error:
-            raise ChannelClosed(str(error)) from None
+            raise ChannelClosed("connection", str(error)) from None
 
     def _fill(self) -> None:
         try:
             data = self._socket.recv(_MOST)
         except OSError as error:
-            raise ChannelClosed(str(error)) from None
+            raise ChannelClosed("connection", str(error)) from None
         if not data or len(self._buffer) > _MOST:
-            raise ChannelClosed("the other end closed the connection")
+            raise ChannelClosed("end")
         self._buffer += data
 
     def _complete(self) -> Message | None:
@@ -191,7 +211,7 @@ class Channel:
             return None
         [length] = _LENGTH.unpack_from(self._buffer)
         if length > _MOST:
-            raise ChannelClosed(f"a message of {length} bytes was announced")
+            raise ChannelClosed("length", size=length)
         end = _LENGTH.size + length
         if len(self._buffer) < end:
             return None
@@ -200,4 +220,4 @@ class Channel:
         try:
             return _decoder.decode(body)
         except msgspec.DecodeError as error:
-            raise ChannelClosed(f"a message could not be read: {error}") from None
+            raise ChannelClosed("message", str(error)) from None

@@ -75,7 +75,7 @@ class GroupReceiver:
                 torch.cuda.set_device(self._gpu)
             self._follow()
         except Exception as error:
-            self.failure = f"this explorer has left the collective group for good: {error}"
+            self.failure = str(error)
             logger.exception("this explorer has left the collective group for good")
         finally:
             self._leave()

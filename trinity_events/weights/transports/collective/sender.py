@@ -128,10 +128,7 @@ class GroupSender:
         if self._group is None or set(self._seated) != set(self._members):
             if not self._members:
                 self.tear_down()
-                raise GroupBroken(
-                    f"no explorer of run {self._run_id} is in the collective group: "
-                    "start one, with trinity-events explorer where it is not the demo"
-                )
+                raise GroupBroken("empty", self._run_id)
             self._form()
         assert self._group is not None
         self._place.renew(self.info)
@@ -144,7 +141,7 @@ class GroupSender:
                 channel.send(announcement, self._timeout)
             except ChannelClosed as error:
                 self.tear_down()
-                raise GroupBroken(f"{name} left the collective group: {error}") from None
+                raise GroupBroken("departure", self._run_id, name, str(error)) from None
         return self._group
 
     def confirm(self) -> None:
@@ -156,8 +153,8 @@ class GroupSender:
                 answer = self._answer(name, DeliveryReport, until)
                 if answer is None or answer.error is not None:
                     self.tear_down()
-                    why = "said nothing" if answer is None else answer.error
-                    raise GroupBroken(f"{name} did not get the complete weights: it {why}")
+                    reason = "said nothing" if answer is None else str(answer.error)
+                    raise GroupBroken("delivery", self._run_id, name, reason)
                 pending.remove(name)
                 reported.update(what, pending)
 
@@ -213,9 +210,9 @@ class GroupSender:
 
     def _admit(self, channel: Channel, hello: Message) -> None:
         if not isinstance(hello, Hello):
-            raise ChannelClosed("its first message was not a greeting")
+            raise ChannelClosed("greeting")
         if hello.run_id != self._run_id or not hmac.compare_digest(hello.token, self.info.token):
-            raise ChannelClosed("it is of another run, or has not read this run's token")
+            raise ChannelClosed("token")
         if hello.name in self._members:
             self._drop(hello.name, "it came again")
         self._members[hello.name] = channel
@@ -240,7 +237,7 @@ class GroupSender:
                 self._seated = names
                 logger.info("collective group %d: %s", self._generation, ", ".join(names))
                 return
-        raise GroupBroken(f"the collective group of run {self._run_id} was not made: {reason}")
+        raise GroupBroken("formation", self._run_id, reason=reason)
 
     def _call(self) -> None:
         """Request an answer of every explorer. A hung one is dropped, and may connect again."""
@@ -281,7 +278,7 @@ class GroupSender:
         for name in names:
             if self._answer(name, Ack, until) is None:
                 group.close()
-                raise GroupBroken(f"{name} did not join the new group within {self._timeout:g} s")
+                raise GroupBroken("join", self._run_id, name, deadline=self._timeout)
         return group
 
     def _answer(self, name: str, kind: type[M], until: float) -> M | None:

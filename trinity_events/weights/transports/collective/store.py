@@ -10,7 +10,7 @@ import redis
 from trinity_schemas import StepRef
 
 from ....diagnostics.waits import NO_REPORTS, WaitReporter
-from ....errors import GroupBroken
+from ....errors import GroupBroken, VersionNotStored
 from ..base import Check, PartRef
 from ..chunk_slices import check_chunks, cut_chunks
 from .frames import FrameKind, FrameSender
@@ -132,20 +132,17 @@ class CollectiveStore:
         """Forget a received part; the sender keeps nothing."""
         self._staging.forget(part)
 
-    def missing(self, part: PartRef) -> str:
-        """Return possible reasons why the part is missing, for an error message."""
+    def missing(self, part: PartRef) -> VersionNotStored:
+        """Return the error of a part that is missing here."""
         if self._explorer is None:
-            return (
-                "they are sent through a collective group, which this process has not joined; for "
-                "other readers than explorers start the trainer with --weights redis"
-            )
+            return VersionNotStored(str(part), fault="outside group")
         if self._explorer.failure is not None:
-            return self._explorer.failure
+            reason = self._explorer.failure
+            return VersionNotStored(str(part), fault="left group", reason=reason)
         newest = self._staging.newest()
-        here = (
-            "none has come yet" if newest is None else f"the newest here is of step {newest.step}"
+        return VersionNotStored(
+            str(part), fault="late to group", newest=None if newest is None else newest.step
         )
-        return f"this explorer was not in the collective group when they were sent ({here})"
 
     def close(self) -> None:
         """Leave the group and release the staged versions."""

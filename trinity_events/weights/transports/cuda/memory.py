@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ....errors import GpuUnusable, VersionUnavailable
+from ....errors import GpuUnusable, VersionNotStored
 from ...copy_streams import CopyStream, get_copy_stream
 
 _LENT_AT_ONCE = 2 << 20
@@ -74,10 +74,7 @@ class CudaMemory:
 
     def __init__(self, index: int | None = None) -> None:
         if not torch.cuda.is_available():
-            raise GpuUnusable(
-                "the cuda transport needs a GPU, and this process sees none: "
-                "publish with --weights shm"
-            )
+            raise GpuUnusable("absent")
         self._index = index
 
     @property
@@ -101,10 +98,7 @@ class CudaMemory:
         Raises GpuUnusable if there is too little.
         """
         if torch.cuda.get_allocator_backend() == "cudaMallocAsync":
-            raise GpuUnusable(
-                "torch with backend:cudaMallocAsync copies to no memory beside its own: leave that "
-                "out of PYTORCH_CUDA_ALLOC_CONF, or publish with --weights shm"
-            )
+            raise GpuUnusable("allocator")
         index, pointer = self._get_index(), ctypes.c_void_p()
         # A smaller allocation may share its handle with its neighbours.
         nbytes += -nbytes % _LENT_AT_ONCE
@@ -115,19 +109,13 @@ class CudaMemory:
                 torch.cuda.empty_cache()
                 code = runtime.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(nbytes))
                 if code:
-                    raise GpuUnusable(
-                        f"the GPU has no {nbytes} bytes left for a weight version "
-                        f"({_format_error(code)}): publish with --weights shm"
-                    )
+                    raise GpuUnusable("full", nbytes, reason=_format_error(code))
             handle = _Handle()
             code = runtime.cudaIpcGetMemHandle(ctypes.byref(handle), pointer)
             if code:
-                why = _format_error(code)
+                reason = _format_error(code)
                 runtime.cudaFree(pointer)
-                raise GpuUnusable(
-                    f"the GPU's memory cannot be exported to other processes ({why}): publish "
-                    "with --weights shm"
-                )
+                raise GpuUnusable("export", reason=reason)
         block = DeviceBlock(_tensor(pointer, nbytes, index), bytes(handle.reserved))
         _lent[block.handle] = block
         return block
@@ -148,18 +136,13 @@ class CudaMemory:
             return _lent[handle]
         index = _find_index(device)
         if index is None:
-            raise VersionUnavailable(
-                f"it lies in the memory of GPU {device}, which this process does not see: add it "
-                "to CUDA_VISIBLE_DEVICES, or publish with --weights shm"
-            )
+            raise VersionNotStored(fault="hidden gpu", place=device)
         pointer, lent = ctypes.c_void_p(), _Handle.from_buffer_copy(handle.ljust(64, b"\0"))
         with torch.cuda.device(index):
             code = _runtime().cudaIpcOpenMemHandle(ctypes.byref(pointer), lent, _LAZY_PEER_ACCESS)
         if code:
-            raise VersionUnavailable(
-                f"the memory of GPU {device} that contains it cannot be mapped here "
-                f"({_format_error(code)}): its publisher ended, or is in another container"
-            )
+            reason = _format_error(code)
+            raise VersionNotStored(fault="unmapped gpu", place=device, reason=reason)
         return DeviceBlock(_tensor(pointer, nbytes, index), handle)
 
     def release(self, block: DeviceBlock) -> None:
@@ -222,10 +205,7 @@ def _runtime() -> Any:
             runtime = ctypes.CDLL(name)
             runtime.cudaGetErrorString.restype = ctypes.c_char_p
             return runtime
-    raise GpuUnusable(
-        f"torch {torch.__version__} has not loaded a usable CUDA runtime: publish "
-        "with --weights shm"
-    )
+    raise GpuUnusable("runtime", version=str(torch.__version__))
 
 
 def _format_error(code: int) -> str:

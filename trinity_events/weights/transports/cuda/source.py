@@ -68,11 +68,8 @@ class CudaSource:
         try:
             own = [torch.empty_like(lent) for lent in self._lent]
         except torch.OutOfMemoryError:
-            raise GpuUnusable(
-                f"the GPU has no {sum(map(len, self._lent))} bytes left for a copy of the "
-                f"{self._part}: load them, which takes one chunk at a time, or publish with "
-                "--weights shm"
-            ) from None
+            size = sum(map(len, self._lent))
+            raise GpuUnusable("no room to copy", size, str(self._part)) from None
         for cut in cuts:
             self._copy(cut, own[cut.block][cut.begin : cut.end])
         chunks = [own[cut.block][cut.begin : cut.end] for cut in cuts]

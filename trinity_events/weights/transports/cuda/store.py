@@ -14,7 +14,7 @@ from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
-from ....errors import VersionUnavailable
+from ....errors import VersionNotStored
 from ....system.shared_memory import SHARED_MEMORY, Segment
 from ..base import PartRef
 from ..shared_memory.store import SharedMemorySink, SharedMemoryStore
@@ -52,7 +52,7 @@ class CudaStore:
         self._files = SharedMemoryStore(root, most=most)
         self._rooms: MutableMapping[Segment, BlockPool] = WeakKeyDictionary()
         self._last: Sequence[int] = ()
-        self._why: VersionUnavailable | None = None
+        self._why: VersionNotStored | None = None
 
     # --- publishing ------------------------------------------------------------------------
 
@@ -87,13 +87,16 @@ class CudaStore:
             return None
         try:
             return CudaSource(part, file, self._memory)
-        except VersionUnavailable as error:
+        except VersionNotStored as error:
             self._why = error
             return None
 
-    def missing(self, part: PartRef) -> str:
-        """Return possible reasons why the part is missing, for an error message."""
-        return str(self._why or self._files.missing(part))
+    def missing(self, part: PartRef) -> VersionNotStored:
+        """Return the error of a part that is missing here."""
+        if self._why is None:
+            return self._files.missing(part)
+        self._why.version = str(part)
+        return self._why
 
     # --- both ------------------------------------------------------------------------------
 

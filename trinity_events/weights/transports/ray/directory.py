@@ -167,19 +167,14 @@ def join_cluster() -> Any:
     try:
         import ray
     except ImportError:
-        raise RayUnusable(
-            "the ray transport needs Ray: pip install 'trinity-events[workers]'"
-        ) from None
+        raise RayUnusable("missing") from None
     if not ray.is_initialized():
         try:
             _check_answers(os.environ.get("RAY_ADDRESS", ""))
             ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
         except OSError as error:
             why = str(error).partition(". ")[0]
-            raise RayUnusable(
-                f"this process is in no Ray cluster and finds none to join ({why}): set "
-                "RAY_ADDRESS to one that runs, or publish with --weights redis"
-            ) from None
+            raise RayUnusable("no cluster", reason=why) from None
     return ray
 
 

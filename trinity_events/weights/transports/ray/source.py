@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ....errors import CorruptVersion, VersionUnavailable
+from ....errors import CorruptVersion, VersionVanished
 from ..base import Check, PartRef
 from ..chunk_slices import Chunks, check_chunks, cut_chunks
 from .directory import DEADLINE, Objects
@@ -110,7 +110,7 @@ class RaySource:
             if not there:
                 there, pending = self._ray.wait(pending, num_returns=1, timeout=DEADLINE)
             if not there:
-                raise self._lost(f"no object of them arrived from their node within {DEADLINE:g} s")
+                raise VersionVanished(str(self._part), fault="arrival", deadline=DEADLINE)
             yield list(zip(there, self._fetch(there), strict=True))
 
     def _fetch(self, references: list[Any]) -> Iterator[memoryview]:
@@ -118,19 +118,16 @@ class RaySource:
         try:
             objects = self._ray.get(references, timeout=DEADLINE)
         except errors.OwnerDiedError:
-            raise self._lost("the process that published them ended") from None
+            raise VersionVanished(str(self._part), fault="publisher") from None
         except errors.GetTimeoutError:
-            raise self._lost(f"Ray did not hand them over within {DEADLINE:g} s") from None
+            raise VersionVanished(str(self._part), fault="fetch", deadline=DEADLINE) from None
         except errors.ObjectLostError:
-            raise self._lost("the node that kept them is gone") from None
+            raise VersionVanished(str(self._part), fault="node") from None
         for value in objects:
             data = as_bytes(value)
             if data is None:
-                raise self._lost("an object is not an array of bytes")
+                raise VersionVanished(str(self._part), fault="object")
             yield data
 
     def _corrupt(self) -> CorruptVersion:
         return CorruptVersion(f"the objects of the {self._part} do not end where its chunks end")
-
-    def _lost(self, why: str) -> VersionUnavailable:
-        return VersionUnavailable(f"the {self._part} cannot be read from Ray: {why}")

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from ....errors import RayUnusable
+from ....errors import RayUnusable, VersionNotStored
 from ..base import Ended, OnPart, PartRef
 from .directory import (
     DEADLINE,
@@ -176,21 +176,15 @@ class RayStore:
         finally:
             self._seen = {follower.part: follower.fetched for follower in followers}
 
-    def missing(self, part: PartRef) -> str:
-        """Return possible reasons why the part is missing, for an error message."""
+    def missing(self, part: PartRef) -> VersionNotStored:
+        """Return the error of a part that is missing here."""
         try:
             find_directory(self._ray, part)
         except ValueError:
-            return (
-                "nothing of the run is in this Ray cluster: its trainer ended, or is in another "
-                "one; for such explorers start it with --weights redis"
-            )
+            return VersionNotStored(str(part), fault="ray")
         if part == self._unanswered:
-            return (
-                f"the actor of their publisher did not say within {DEADLINE:g} s where they lie: "
-                "check its node with ray status"
-            )
-        return "retired from the Ray cluster's object store"
+            return VersionNotStored(str(part), fault="ray actor", deadline=DEADLINE)
+        return VersionNotStored(str(part), fault="retired from ray")
 
     # --- both ------------------------------------------------------------------------------
 
@@ -235,19 +229,13 @@ class RayStore:
         """Raise RayUnusable if Ray refuses an object, and forget an actor that is gone."""
         errors = self._ray.exceptions
         if not self._is_in():
-            raise RayUnusable(
-                f"this process left its Ray cluster while it put the {part}: "
-                "publish them anew, and shut Ray down after the Synchronizer was closed"
-            )
+            raise RayUnusable("left", str(part))
         try:
             yield
         except (errors.ObjectStoreFullError, errors.OutOfDiskError):
-            raise RayUnusable(
-                f"Ray's object store is full: there is no room for the {part}; start Ray with more "
-                "object_store_memory, or publish with --weights redis"
-            ) from None
+            raise RayUnusable("full", str(part)) from None
         except (errors.RayActorError, errors.GetTimeoutError) as error:
             if self._directory is not None:
                 SHARED.lost(self._directory[0])
                 self._directory = None
-            raise RayUnusable(f"Ray did not take the {part}: {error}; check ray status") from None
+            raise RayUnusable("refused", str(part), str(error)) from None

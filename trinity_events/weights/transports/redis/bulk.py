@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import redis
 
+from ....errors import StructuredError
 from ...tensors import Digesting
 
 _AT_ONCE = 256
@@ -26,8 +27,24 @@ _SENT_AHEAD = 1 << 20
 _PLAIN = (redis.connection.Connection, redis.connection.UnixDomainSocketConnection)
 
 
-class BulkError(Exception):
-    """Raised if this connection is unusable; the ordinary client may still work."""
+class BulkError(StructuredError):
+    """This connection is unusable; the ordinary client may still work.
+
+    Attributes:
+        fault: ``connection`` if it failed, ``reply`` if the server refused, ``closed`` if the
+            server closed it, ``line`` or ``value`` if a reply is malformed.
+        reason: Error of the connection, or the server's reply.
+    """
+
+    fault: Literal["connection", "reply", "closed", "line", "value"]
+    reason: str = ""
+    texts: ClassVar = {
+        "connection": "{reason}",
+        "reply": "{reason}",
+        "closed": "the server closed the connection",
+        "line": "a reply's first line is too long",
+        "value": "a value did not end where it should",
+    }
 
 
 class BulkConnection:
@@ -73,23 +90,23 @@ class BulkConnection:
                     parts = []
             self._send([*parts, memoryview(tail)])
         except OSError as error:
-            raise BulkError(str(error)) from None
+            raise BulkError("connection", str(error)) from None
 
     def finish_set(self) -> None:
         """Receive the next reply to a SET. Raises BulkError, also if the server refused it."""
         try:
             line = self._line()
         except OSError as error:
-            raise BulkError(str(error)) from None
+            raise BulkError("connection", str(error)) from None
         if line != b"+OK":
-            raise BulkError(line.decode(errors="replace"))
+            raise BulkError("reply", line.decode(errors="replace"))
 
     def begin_get(self, key: str) -> None:
         """Begin a GET; :meth:`finish_get` receives its reply. Raises BulkError."""
         try:
             self._send([memoryview(b"*2\r\n$3\r\nGET\r\n" + _bulk(key.encode()))])
         except OSError as error:
-            raise BulkError(str(error)) from None
+            raise BulkError("connection", str(error)) from None
 
     def finish_get(self, into: Sequence[memoryview], seen: Digesting) -> int | None:
         """Receive the next reply to a GET into these pieces of memory, in order.
@@ -104,16 +121,16 @@ class BulkConnection:
             if line == b"$-1":
                 return None
             if not line.startswith(b"$") or not line[1:].isdigit():
-                raise BulkError(line.decode(errors="replace"))
+                raise BulkError("reply", line.decode(errors="replace"))
             length = int(line[1:])
             if length != sum(map(len, into)):
                 self.close()
                 return length
             self._fill([piece for piece in into if len(piece)], seen)
             if self._exactly(2) != b"\r\n":
-                raise BulkError("a value did not end where it should")
+                raise BulkError("value")
         except OSError as error:
-            raise BulkError(str(error)) from None
+            raise BulkError("connection", str(error)) from None
         return length
 
     def close(self) -> None:
@@ -131,7 +148,7 @@ class BulkConnection:
     def _line(self) -> bytes:
         while (end := self._rest.find(b"\r\n")) < 0:
             if len(self._rest) > _LONGEST_LINE:
-                raise BulkError("a reply's first line is too long")
+                raise BulkError("line")
             self._more(_AT_ONCE)
         line = bytes(self._rest[:end])
         del self._rest[: end + 2]
@@ -160,7 +177,7 @@ class BulkConnection:
             rooms.append(self._behind)
         count: int = self._socket.recvmsg_into(rooms)[0]
         if not count:
-            raise BulkError("the server closed the connection")
+            raise BulkError("closed")
         return count
 
     def _exactly(self, count: int) -> bytes:
@@ -173,7 +190,7 @@ class BulkConnection:
     def _more(self, most: int) -> None:
         data = self._socket.recv(most)
         if not data:
-            raise BulkError("the server closed the connection")
+            raise BulkError("closed")
         self._rest += data
 
 

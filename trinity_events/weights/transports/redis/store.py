@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from trinity_schemas import ContractError, chunk_key, decode_manifest, manifest_key
 
+from ....errors import VersionNotStored
 from ....log.redis.scripts import Scripts
 from ....log.retry import retry_for
 from ..base import Check, ChunkBuffers, PartRef, ReceivedChunk
@@ -91,9 +92,9 @@ class RedisChunkStore:
             chunks = 0  # the manifest is unreadable; the chunks expire
         self._retired.add(part, chunks)
 
-    def missing(self, part: PartRef) -> str:
-        """Return possible reasons why the part is missing, for an error message."""
-        return "retired, expired, or on another server"
+    def missing(self, part: PartRef) -> VersionNotStored:
+        """Return the error of a part that is missing here."""
+        return VersionNotStored(str(part), fault="server")
 
     def close(self) -> None:
         """Close the connections. Published parts stay until they expire."""

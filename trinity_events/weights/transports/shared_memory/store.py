@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ....errors import SharedMemoryUnusable
+from ....errors import SharedMemoryUnusable, VersionNotStored
 from ....system.shared_memory import SHARED_MEMORY, Owner, Segment, owned, sweep, users_folder
 from ..base import Ended, OnPart, PartRef
 from .reading import (
@@ -107,10 +107,7 @@ class SharedMemoryStore:
                 del self._sealed[part], self._bases[part]
                 segment.rename(self._unused_path())
                 return segment
-        raise SharedMemoryUnusable(
-            f"all {most} segments of this publisher are being read: explorers of the run "
-            "are stuck; see trinity-events status"
-        )
+        raise SharedMemoryUnusable("in use", segments=most)
 
     def add_part(
         self, part: PartRef, segment: Segment, nbytes: int, base: PartRef | None = None
@@ -199,14 +196,13 @@ class SharedMemoryStore:
                     self._seen[follower.part] = follower.seen
             self.followers = []
 
-    def missing(self, part: PartRef) -> str:
-        """Return possible reasons why the part is missing, for an error message."""
-        if any(users_folder(self._root).glob(f"*/{part.run_id}~*")):
-            return f"retired from this host's shared memory ({self._root})"
-        return (
-            f"nothing of the run is in this host's shared memory ({self._root}): its trainer "
-            "ended, or is on another host, in another container or another user's; "
-            "for such explorers start it with --weights redis"
+    def missing(self, part: PartRef) -> VersionNotStored:
+        """Return the error of a part that is missing here."""
+        is_retired = any(users_folder(self._root).glob(f"*/{part.run_id}~*"))
+        return VersionNotStored(
+            str(part),
+            fault="retired from shared memory" if is_retired else "shared memory",
+            place=str(self._root),
         )
 
     def _newest_first(self, name: str) -> list[Path]:
