@@ -11,7 +11,6 @@ from tests.support.event_histories import committed, finished, registration
 from tests.support.pipeline import reducer_task
 from tests.support.waits import PATIENCE
 from trinity_events.checkpoints.layout import final_name
-from trinity_events.client import checkpoint_lease
 from trinity_events.client.checkpoint_lease import hold_checkpoint
 from trinity_events.errors import CheckpointHeld, DeadlineExceeded
 from trinity_events.log import RedisEventLog
@@ -50,10 +49,9 @@ def waiting(monkeypatch):
 
     async def observed(self, after, *, seconds):
         waits.set()
-        return await wait(self, after, seconds=seconds)
+        return await wait(self, after, seconds=max(seconds, PATIENCE))
 
     monkeypatch.setattr(RedisEventLog, "promoted_after", observed)
-    monkeypatch.setattr(checkpoint_lease, "_LONGEST_BLOCK", PATIENCE)
     return waits
 
 

@@ -59,8 +59,7 @@ def test_stacks_name_the_function_that_a_process_hangs_in(hanging, run_id):
 
 
 @pytest.fixture
-def stopped(hanging, run_id, monkeypatch):
-    monkeypatch.setattr(stacks, "PATIENCE", 0.1)
+def stopped(hanging, run_id):
     hanging.send_signal(signal.SIGSTOP)
     wait_until(lambda: host_processes(run_id)["explorer-0"].condition == "stopped")
     return hanging
@@ -76,13 +75,13 @@ def use_program(monkeypatch, tmp_path, script):
 
 
 @pytest.mark.processes
-def test_the_stacks_of_a_process_that_is_stopped_are_read_by_py_spy(stopped, run_id, monkeypatch):
-    monkeypatch.setattr(py_spy, "PATIENCE", PATIENCE)
+def test_the_stacks_of_a_process_that_is_stopped_are_read_by_py_spy(stopped, run_id):
     if py_spy.find_program() is None:
         pytest.skip("py-spy is not installed: pip install 'trinity-events[stacks]'")
-    stacks_taken = {
-        event.process: event for event in collect_stacks(run_id, ["explorer-0", "explorer-9"])
-    }
+    events = collect_stacks(
+        run_id, ["explorer-0", "explorer-9"], patience=0.1, py_spy_patience=PATIENCE
+    )
+    stacks_taken = {event.process: event for event in events}
     if not stacks_taken["explorer-0"].stacks:
         pytest.skip("py-spy may not read other processes here: it needs the right to trace them")
     assert stacks_taken["explorer-0"].stacks == stacks_taken["explorer-9"].stacks
@@ -120,8 +119,7 @@ def test_a_py_spy_that_reads_nothing_changes_nothing(
     stopped, run_id, monkeypatch, tmp_path, script, patience
 ):
     use_program(monkeypatch, tmp_path, script)
-    monkeypatch.setattr(py_spy, "PATIENCE", patience)
-    [stacks_taken] = collect_stacks(run_id, ["explorer-0"])
+    [stacks_taken] = collect_stacks(run_id, ["explorer-0"], patience=0.1, py_spy_patience=patience)
     assert (stacks_taken.pid, stacks_taken.stacks) == (stopped.pid, "")
 
 

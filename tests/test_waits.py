@@ -8,7 +8,6 @@ import pytest
 
 from tests.support.published_waits import PublishedWaits
 from tests.support.waits import PATIENCE, until, wait_until
-from trinity_events.diagnostics import waits
 from trinity_events.diagnostics.waits import MOST_REPORTED, WaitReporter
 from trinity_events.errors import DeadlineExceeded
 from trinity_schemas import WaitEnded, WaitStarted
@@ -102,8 +101,8 @@ def test_another_culprit_is_told_under_the_same_name_but_not_each_time(published
     assert len(published.of(WaitEnded)) == 1
 
 
-def test_a_wait_that_goes_on_is_renewed(published, reporter, monkeypatch):
-    monkeypatch.setattr(waits, "RENEWAL", SHORT)
+def test_a_wait_that_goes_on_is_renewed(published):
+    reporter = WaitReporter(published, threshold=SHORT, renewal=SHORT)
     with reporter.waiting("rollouts"):
         wait_until(lambda: len(published.of(WaitStarted)) > 2)
     durations = [event.seconds for event in published.of(WaitStarted)]
@@ -146,8 +145,8 @@ def test_only_so_many_waits_are_told_at_a_time(published, reporter):
     assert len(published.of(WaitEnded)) == len(published.of(WaitStarted)) <= MOST_REPORTED + 4
 
 
-def test_a_wait_that_begins_as_the_thread_is_about_to_end_is_told(reporter, monkeypatch):
-    monkeypatch.setattr(waits, "_IDLE_ROUNDS", 1)
+def test_a_wait_that_begins_as_the_thread_is_about_to_end_is_told(published):
+    reporter = WaitReporter(published, threshold=SHORT, idle_rounds=1)
     for delay in range(10):
         with reporter.waiting("short"):
             pass

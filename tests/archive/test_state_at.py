@@ -1,6 +1,9 @@
 """States of a run after any entry, from kept states, against a fold from the beginning."""
 
+import zlib
+
 import anyio
+import msgspec
 import pytest
 
 from tests.support.errors import raises
@@ -16,16 +19,20 @@ from trinity_events.archive.format import (
 )
 from trinity_events.archive.kept_states import KeptStates
 from trinity_events.archive.state_at import FileSource, RunSource, StateAt
-from trinity_events.core import Monitor, MonitorState, kept_states
-from trinity_events.core.kept_states import KeptState, decode_kept, encode_kept, interval
+from trinity_events.core import Monitor, MonitorState
+from trinity_events.core.kept_states import (
+    KeptState,
+    StateSpacing,
+    decode_kept,
+    encode_kept,
+)
+from trinity_events.core.state import SNAPSHOT_VERSION
 from trinity_events.log import ORIGIN, Entry, Stream
 from trinity_events.replay import UntilNotFound
 from trinity_schemas import RunClosed
 
-
-@pytest.fixture(autouse=True)
-def every_fourth(monkeypatch):
-    monkeypatch.setattr(kept_states, "EVERY", 4)
+FOURTH = StateSpacing(every=4)
+"""A state is kept after every fourth entry."""
 
 
 @pytest.fixture
@@ -65,7 +72,7 @@ class Watched:
 
 async def test_every_state_of_a_run_is_that_of_a_fold_from_the_beginning(run, tmp_path):
     entries = await run.read()
-    states = StateAt(RunSource(run, tmp_path))
+    states = StateAt(RunSource(run, tmp_path, FOURTH))
     for number, entry in enumerate(entries, 1):
         expected = folded_from_the_beginning(run.run_id, entries[:number])
         assert await states.at(entry.id) == expected
@@ -76,15 +83,15 @@ async def test_every_state_of_a_run_is_that_of_a_fold_from_the_beginning(run, tm
 
 async def test_states_of_a_file_are_those_of_its_run(run, file):
     entries = await run.read()
-    states = StateAt(FileSource(file))
+    states = StateAt(FileSource(file, FOURTH))
     await states.at()
     for number, entry in enumerate(entries, 1):
         assert await states.at(entry.id) == folded_from_the_beginning(run.run_id, entries[:number])
 
 
 async def test_a_second_question_reads_no_more_than_the_entries_between_two_kept_states(file):
-    await StateAt(FileSource(file)).at()
-    source = Watched(FileSource(file))
+    await StateAt(FileSource(file, FOURTH)).at()
+    source = Watched(FileSource(file, FOURTH))
     end = await StateAt(source).at_number(15)
     assert end.entries == 15
     assert source.read <= 1 + 4 + 1, "the entry to compare, those between, and the one beyond"
@@ -96,34 +103,38 @@ async def test_states_are_kept_beside_the_archive(run, redis_url, tmp_path):
         with anyio.fail_after(60):
             while Archive(tmp_path / run.run_id, run.run_id).through(Stream.EVENTS) == ORIGIN:
                 await anyio.sleep(0.01)
-    await StateAt(RunSource(run, tmp_path)).at()
+    await StateAt(RunSource(run, tmp_path, FOURTH)).at()
     assert sorted((tmp_path / run.run_id / "log" / "states").iterdir())
 
 
 async def test_states_of_another_log_of_the_name_are_not_used(run, tmp_path):
-    await StateAt(RunSource(run, tmp_path)).at()
+    await StateAt(RunSource(run, tmp_path, FOURTH)).at()
     other = await run.read()
     await run._redis.delete(run.keys.events)
     for entry in other:
         await run._redis.xadd(run.keys.events, {"e": b"\xff" + entry.payload}, id=entry.id)
-    state = await StateAt(RunSource(run, tmp_path)).at()
+    state = await StateAt(RunSource(run, tmp_path, FOURTH)).at()
     assert (state.entries, state.dead_letters) == (18, 18)
 
 
-async def test_a_damaged_state_and_one_of_another_version_are_folded_anew(file, monkeypatch):
-    states = StateAt(FileSource(file))
+async def test_a_damaged_state_and_one_of_another_version_are_folded_anew(file):
+    states = StateAt(FileSource(file, FOURTH))
     expected = await states.at()
     stored = states.source.kept_states
     for path in stored.folder.iterdir():
         path.write_bytes(path.read_bytes()[:-7])
     assert await states.at() == expected
-    monkeypatch.setattr("trinity_events.core.state.SNAPSHOT_VERSION", 99)
+    for path in stored.folder.iterdir():
+        log, entry, snapshot = msgspec.msgpack.decode(path.read_bytes())
+        _, state = msgspec.msgpack.decode(zlib.decompress(snapshot))
+        later = zlib.compress(msgspec.msgpack.encode((SNAPSHOT_VERSION + 1, state)))
+        path.write_bytes(msgspec.msgpack.encode((log, entry, later)))
     assert stored.before((2**64, 0)) is None
     assert await states.at() == expected
 
 
 async def test_where_no_state_can_be_kept_every_state_is_still_found(run, file, monkeypatch):
-    source = FileSource(file)
+    source = FileSource(file, FOURTH)
     source.kept_states.folder.parent.mkdir(parents=True, exist_ok=True)
     source.kept_states.folder.write_text("a file in its place")
     assert (await StateAt(source).at()).entries == 18
@@ -132,7 +143,7 @@ async def test_where_no_state_can_be_kept_every_state_is_still_found(run, file, 
 async def test_the_entry_of_a_step_is_the_cause_of_its_first_announcement(run, redis_url, tmp_path):
     async with reducer_task(redis_url, run.run_id):
         await folded(run)
-    states = StateAt(RunSource(run, tmp_path))
+    states = StateAt(RunSource(run, tmp_path, FOURTH))
     state = await states.at(await states.after_step(3))
     assert state.ready["weights"].at.step == 3
     with raises(UntilNotFound, fault="step", until="9"):
@@ -141,7 +152,7 @@ async def test_the_entry_of_a_step_is_the_cause_of_its_first_announcement(run, r
 
 async def test_entries_are_folded_one_by_one_from_any_entry_on(run, tmp_path):
     entries = await run.read()
-    states = StateAt(RunSource(run, tmp_path))
+    states = StateAt(RunSource(run, tmp_path, FOURTH))
     numbers = [
         (state.entries, folded_entry.entry.id)
         async for state, folded_entry in states.folded(entries[9].id)
@@ -149,17 +160,17 @@ async def test_entries_are_folded_one_by_one_from_any_entry_on(run, tmp_path):
     assert numbers == [(n, entry.id) for n, entry in enumerate(entries[10:], 11)]
 
 
-def test_a_longer_log_keeps_its_states_further_apart_and_never_too_many(monkeypatch):
-    monkeypatch.setattr(kept_states, "EVERY", 5_000)
-    assert [interval(n) for n in (0, 1_000_000, 1_285_000)] == [5_000, 5_000, 10_000]
-    assert all(n // interval(n) <= kept_states.MOST for n in (10**6, 10**8, 10**12))
+def test_a_longer_log_keeps_its_states_further_apart_and_never_too_many():
+    spacing = StateSpacing()
+    assert [spacing.interval(n) for n in (0, 1_000_000, 1_285_000)] == [5_000, 5_000, 10_000]
+    assert all(n // spacing.interval(n) <= spacing.most for n in (10**6, 10**8, 10**12))
 
 
-def test_states_that_are_too_near_are_removed_as_the_log_grows(tmp_path, monkeypatch):
-    monkeypatch.setattr(kept_states, "MOST", 4)
-    store = KeptStates(tmp_path / "states")
+def test_states_that_are_too_near_are_removed_as_the_log_grows(tmp_path):
+    spacing = StateSpacing(every=4, most=4)
+    store = KeptStates(tmp_path / "states", spacing)
     for number in range(4, 49, 4):
-        if number % interval(number) == 0:
+        if number % spacing.interval(number) == 0:
             state = MonitorState(run_id="r", position=f"{number}-0", entries=number)
             store.save(KeptState(log="l", entry="e", state=state))
     numbers = sorted(int(path.name.split(".")[0]) for path in store.folder.iterdir())

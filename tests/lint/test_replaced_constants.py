@@ -17,25 +17,15 @@ from .prose import ROOT
 PACKAGES = ("trinity_schemas", "trinity_events", "trinity_workers")
 
 ALLOWED: dict[str, int] = {
-    "archive/test_state_at.py": 4,
     "core/test_ledger.py": 1,
     "core/test_reward_errors.py": 1,
     "core/test_rollouts.py": 2,
     "dashboard/test_bounds.py": 4,
     "dashboard/test_live.py": 4,
     "dashboard/test_queries.py": 1,
-    "log/test_log_contract.py": 1,
-    "log/test_publishers.py": 1,
-    "reducer/test_checkpoint_retention.py": 1,
-    "reducer/test_timekeeper.py": 1,
     "rollouts/test_explorers.py": 1,
     "rollouts/test_server_outages.py": 1,
-    "subscriptions/test_consumer_failures.py": 1,
-    "test_checkpoint_lease.py": 1,
-    "test_stacks.py": 3,
-    "test_waits.py": 2,
     "trackers/test_trackers.py": 1,
-    "views/test_metrics_followers.py": 6,
     "weights/transports/test_collective_transport.py": 1,
     "weights/transports/test_cuda_transport.py": 3,
     "weights/transports/test_group_greetings.py": 1,
@@ -58,6 +48,8 @@ def replaced_constants(source: str) -> Iterator[str]:
 
     A target counts as ours unless its name is imported from another package.
     """
+    if re.search(r"\.set(attr|item)\(", source) is None:
+        return  # most files: to parse them all takes seconds
     tree = ast.parse(source)
     foreign = set(_foreign_names(tree))
     for node in ast.walk(tree):

@@ -15,6 +15,7 @@ from tests.support.event_histories import committed
 from tests.support.waits import PATIENCE
 from trinity_events.log import (
     DEAD_LETTER_BYTES,
+    DEAD_LETTERS_KEPT,
     ORIGIN,
     AsyncPublisher,
     Commit,
@@ -392,20 +393,20 @@ async def test_a_reader_that_waits_for_folders_hears_of_each_promotion_since_it_
     assert position(await log.promoted_after(first, seconds=PATIENCE)) > position(first)
 
 
-async def test_dead_letters_are_bounded_and_the_newest_stay(log, monkeypatch):
-    for where in ("redis.event_log", "memory.event_log"):
-        monkeypatch.setattr(f"trinity_events.log.{where}.DEAD_LETTERS_KEPT", 500)
+async def test_dead_letters_are_bounded_and_the_newest_stay(log):
     token, _ = await log.lead(5)
     after = ORIGIN
     for number in range(1, 4):
-        letters = [DeadLetter(Entry(f"{number}-{n}", b"x"), "foreign") for n in range(500)]
-        reached = f"{number}-500"
+        letters = [
+            DeadLetter(Entry(f"{number}-{n}", b"x"), "foreign") for n in range(DEAD_LETTERS_KEPT)
+        ]
+        reached = f"{number}-{DEAD_LETTERS_KEPT}"
         step = Commit(token=token, after=after, position=reached, dead_letters=letters)
         assert await log.commit(step)
         after = reached
     retained = await log.dead_letters()
-    assert retained[-500:] == letters
-    assert len(retained) < 1000
+    assert retained[-DEAD_LETTERS_KEPT:] == letters
+    assert len(retained) < 2 * DEAD_LETTERS_KEPT
 
 
 async def test_dead_letters_are_kept_with_their_reason(log):

@@ -399,9 +399,8 @@ def test_closing_while_the_server_is_away_says_what_is_lost_and_ends_the_thread(
     server._start()
 
 
-def test_a_publisher_that_nothing_refers_to_keeps_no_thread(log, monkeypatch):
-    monkeypatch.setattr("trinity_events.log.publishing.publisher._LINGER", 0.01)
-    publisher = Publisher(log, 1, new_producer("actor"))
+def test_a_publisher_that_nothing_refers_to_keeps_no_thread(log):
+    publisher = Publisher(log, 1, new_producer("actor"), linger=0.01)
     for _ in range(3):
         publisher.publish(committed(1))
     publisher.flush(PATIENCE)

@@ -358,16 +358,14 @@ async def test_what_the_reader_raises_is_raised_and_its_hold_is_gone(
     assert await log.mark_deleting(token, [1]) == {1}
 
 
-async def test_a_reader_that_was_too_slow_to_hold_on_is_told(
-    log, redis_url, run_id, tmp_path, monkeypatch
-):
+async def test_a_reader_that_was_too_slow_to_hold_on_is_told(log, redis_url, run_id, tmp_path):
     """Invariant 2 of checkpoint_lease.py."""
     (tmp_path / run_id / "global_step_1").mkdir(parents=True)
-    monkeypatch.setattr("trinity_events.client.checkpoint_lease._RENEW_EVERY", 0.1)
     token, _ = await log.lead(5)
 
     async def read_for_long():
-        async with hold_checkpoint(run_id, 1, redis_url=redis_url, checkpoint_root=tmp_path):
+        options = {"redis_url": redis_url, "checkpoint_root": tmp_path, "lease": 0.4}
+        async with hold_checkpoint(run_id, 1, **options):
             await log._redis.delete(log.keys.holds)  # as if it had lapsed
             await log.mark_deleting(token, [1])
             await anyio.sleep(20)

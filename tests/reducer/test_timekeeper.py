@@ -1,5 +1,6 @@
 """Time as the leading reducer tells it: leases, deadlines and consumers that are gone."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import anyio
@@ -28,7 +29,7 @@ from trinity_events.reducer.live_state import LiveState
 from trinity_events.reducer.timekeeper import Timekeeper
 from trinity_events.replay import current_state
 from trinity_events.server import connect
-from trinity_events.subscriptions import context
+from trinity_events.subscriptions import CLAIM_AFTER, SubscriptionTimeouts, subscription_on
 from trinity_schemas import (
     ConsumerDetached,
     DeadlineReached,
@@ -371,13 +372,22 @@ async def test_a_group_that_waits_is_not_detached(publisher, log, redis_url, run
 
 
 async def test_a_group_is_not_detached_while_a_member_waits_beside_one_that_is_slow(
-    publisher, log, redis_url, run_id, monkeypatch
+    publisher, log, redis_url, run_id
 ):
-    monkeypatch.setattr(context, "BLOCK", 0.2)
     policy = Policy(group_idle=3.0)
+    member = subscription_on(
+        lambda: nullcontext(log),
+        run_id,
+        StepReady,
+        start="current",
+        group="eval",
+        deadline=None,
+        claim_after=CLAIM_AFTER,
+        timeouts=SubscriptionTimeouts(read=0.2),
+    )
 
     async def wait_for_more():
-        async with subscribe(run_id, StepReady, redis_url=redis_url, group="eval") as events:
+        async with member as events:
             await anext(aiter(events))
 
     async with reducer_task(redis_url, run_id, policy=policy), anyio.create_task_group() as tasks:

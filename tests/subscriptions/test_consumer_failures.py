@@ -17,7 +17,7 @@ from trinity_events import subscribe
 from trinity_events.errors import DeadlineExceeded, EntriesLost, GroupDetached
 from trinity_events.log import AsyncPublisher, MemoryEventLog, RedisEventLog, Stream, new_producer
 from trinity_events.server import SOCKET_DEADLINE, connect
-from trinity_events.subscriptions import group_member, subscription_on
+from trinity_events.subscriptions import SubscriptionTimeouts, subscription_on
 from trinity_schemas import ConsumerDetached, SaveStarted
 
 pytestmark = pytest.mark.server
@@ -129,15 +129,24 @@ async def test_a_member_has_one_event_at_a_time_and_the_others_have_the_rest(run
         assert [step_of(event) for event in rest] == [1, 2]
 
 
-async def test_members_that_are_gone_are_forgotten(run, monkeypatch):
+async def test_members_that_are_gone_are_forgotten(run):
     await publish(run, range(4))
     for _ in range(3):
         async with run.subscribe(group="eval") as events:
             await (await next_event(events)).ack()
     assert (await group_of(run)).members == 3
-    monkeypatch.setattr(group_member, "FORGET_AFTER", SOON)
     await anyio.sleep(2 * SOON)
-    async with run.subscribe(group="eval") as events:
+    member = subscription_on(
+        lambda: nullcontext(run.log),
+        run.log.run_id,
+        SaveStarted,
+        start="beginning",
+        group="eval",
+        deadline=PATIENCE,
+        claim_after=60.0,
+        timeouts=SubscriptionTimeouts(forget_after=SOON),
+    )
+    async with member as events:
         await (await next_event(events)).ack()
     assert (await group_of(run)).members <= 2  # this one, and the last that asked before
 

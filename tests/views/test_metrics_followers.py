@@ -12,27 +12,27 @@ from trinity_events.log import AsyncPublisher, Entry, RedisEventLog, new_produce
 from trinity_events.server import connect
 from trinity_events.views import metrics_followers
 from trinity_events.views.metrics import ServerMetrics
-from trinity_events.views.metrics_followers import RunFollowers
+from trinity_events.views.metrics_followers import FollowerLimits, RunFollowers
 from trinity_schemas import RunClosed
 
 pytestmark = pytest.mark.server
 
 
 @pytest.fixture
-async def own(tmp_path, monkeypatch):
-    """A client of a server of the test's own, whose index is looked at often."""
-    monkeypatch.setattr(metrics_followers, "LOOK", 0.05)
-    monkeypatch.setattr(metrics_followers, "RECHECK", 0.1)
+async def own(tmp_path):
+    """A client of a server of the test's own."""
     with servers(tmp_path, 1) as [server]:
         async with connect(server.url) as client:
             yield client
 
 
 @asynccontextmanager
-async def followed(client):
+async def followed(client, **limits):
+    """Follow the runs of a server, whose index is looked at often."""
     metrics = ServerMetrics()
+    limits = FollowerLimits(look_every=0.05, recheck_every=0.1, **limits)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(RunFollowers(client, metrics, None).run)
+        tasks.start_soon(RunFollowers(client, metrics, None, limits).run)
         yield metrics
         tasks.cancel_scope.cancel()
 
@@ -51,12 +51,10 @@ def left_out(metrics):
     return metrics.registry.get_sample_value("trinity_runs_left_out")
 
 
-async def test_the_newest_runs_are_served_and_the_others_counted(own, monkeypatch):
-    monkeypatch.setattr(metrics_followers, "MOST", 2)
-    monkeypatch.setattr(metrics_followers, "CLOSED_FOR", 0.0)
+async def test_the_newest_runs_are_served_and_the_others_counted(own):
     for run in ("a", "b", "c"):
         await open_run(own, run)
-    async with followed(own) as metrics:
+    async with followed(own, runs=2, closed_for=0.0) as metrics:
         await until(served(metrics, "b", "c"))
         await until(lambda: left_out(metrics) == 1)
         await close(own, "b")
@@ -66,24 +64,26 @@ async def test_the_newest_runs_are_served_and_the_others_counted(own, monkeypatc
         await until(served(metrics, "b", "c"))
 
 
-async def test_an_open_run_goes_before_later_ones_that_are_closed(own, monkeypatch):
-    monkeypatch.setattr(metrics_followers, "MOST", 2)
+async def test_an_open_run_goes_before_later_ones_that_are_closed(own):
     for run in ("a", "b", "c"):
         await open_run(own, run)
         if run != "a":
             await close(own, run)
-    async with followed(own) as metrics:
+    async with followed(own, runs=2) as metrics:
         await until(served(metrics, "a", "c"))
         assert left_out(metrics) == 0
 
 
-async def test_a_closed_run_stays_for_a_while(own, monkeypatch):
+async def test_a_closed_run_stays_for_a_while(own):
     await open_run(own, "a")
     await close(own, "a")
     async with followed(own) as metrics:
         await until(served(metrics, "a"))
         await until(lambda: metrics.registry.get_sample_value("trinity_open", {"run": "a"}) == 0)
-        monkeypatch.setattr(metrics_followers, "CLOSED_FOR", 0.0)
+    async with followed(own, closed_for=0.0) as metrics:
+        await open_run(own, "b")
+        await until(served(metrics, "b"))
+        await close(own, "b")
         await until(served(metrics))
 
 

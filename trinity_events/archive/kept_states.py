@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from ..checkpoints.layout import ARCHIVE
-from ..core.kept_states import KeptState, decode_kept, encode_kept, interval
+from ..core.kept_states import KeptState, StateSpacing, decode_kept, encode_kept
 from ..log import position
 from ..server import trinity_home
 from ..system.open_folder import OpenFolder
@@ -39,23 +39,26 @@ class KeptStates:
 
     Args:
         folder: The folder; it is made with the first state.
+        spacing: Places of the states.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, spacing: StateSpacing = StateSpacing()) -> None:
         self.folder = folder
+        self.spacing = spacing
 
     @staticmethod
-    def for_run(run_folder: Path) -> KeptStates:
+    def for_run(run_folder: Path, spacing: StateSpacing = StateSpacing()) -> KeptStates:
         """Return those of a run: beside its archive if it can be, or in ``TRINITY_HOME``."""
         archive = run_folder / ARCHIVE
         if archive.is_dir() and os.access(archive, os.W_OK):
-            return KeptStates(archive / _FOLDER)
-        return KeptStates(trinity_home() / _FOLDER / run_folder.name)
+            return KeptStates(archive / _FOLDER, spacing)
+        return KeptStates(trinity_home() / _FOLDER / run_folder.name, spacing)
 
     @staticmethod
-    def for_file(run_id: str, digest: str) -> KeptStates:
+    def for_file(run_id: str, digest: str, spacing: StateSpacing = StateSpacing()) -> KeptStates:
         """Return those of an exported file, by the digest of the file."""
-        return KeptStates(trinity_home() / _FOLDER / f"{run_id}.{digest.rpartition(':')[2][:32]}")
+        name = f"{run_id}.{digest.rpartition(':')[2][:32]}"
+        return KeptStates(trinity_home() / _FOLDER / name, spacing)
 
     def before(self, until: tuple[int, int], number: int | None = None) -> KeptState | None:
         """Return the last readable state up to a position and up to a number of entries."""
@@ -78,7 +81,7 @@ class KeptStates:
         except OSError as error:
             logger.debug("the state at %s is not kept (%s)", kept_state.state.position, error)
             return
-        apart = interval(number)
+        apart = self.spacing.interval(number)
         self._remove([file for file in self._files() if file.number % apart])
 
     def clear(self) -> None:

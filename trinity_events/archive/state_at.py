@@ -13,7 +13,7 @@ import anyio.lowlevel
 from trinity_schemas import ContractError, EnvelopeReader, decode_envelope
 
 from ..core import Monitor, MonitorState
-from ..core.kept_states import KeptState, interval
+from ..core.kept_states import KeptState, StateSpacing
 from ..log import ORIGIN, Entry, RedisEventLog, Stream, before, position
 from ..log.page_size import TURN
 from ..replay import Folded, checked_entry, fold_one, is_about, until_not_reached
@@ -53,11 +53,14 @@ class RunSource:
     Args:
         log: The log on the server.
         root: Folder with the checkpoint directory of each run.
+        spacing: Places of its kept states.
     """
 
-    def __init__(self, log: RedisEventLog, root: Path) -> None:
+    def __init__(
+        self, log: RedisEventLog, root: Path, spacing: StateSpacing = StateSpacing()
+    ) -> None:
         self.run_id = log.run_id
-        self.kept_states = KeptStates.for_run(root / log.run_id)
+        self.kept_states = KeptStates.for_run(root / log.run_id, spacing)
         self._log = log
         self._archive = Archive(root / log.run_id, log.run_id)
 
@@ -78,12 +81,12 @@ class RunSource:
 class FileSource:
     """Log in a file that ``export`` wrote. Raises BadRecording."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, spacing: StateSpacing = StateSpacing()) -> None:
         self.header: Header = read_lines(path)[0]
         self.run_id = self.header.run_id
         self._path = path
         self._digest = self.header.digest or _digest_of_older(path)
-        self.kept_states = KeptStates.for_file(self.run_id, self._digest)
+        self.kept_states = KeptStates.for_file(self.run_id, self._digest, spacing)
 
     async def identity(self) -> str:
         """Return the digest of the file."""
@@ -123,8 +126,8 @@ class StateAt:
 
     It folds from the last kept state before the entry, and keeps the states that it passes. The
     first use of a log therefore folds it up to the entry; each later one folds at most
-    :func:`~trinity_events.core.kept_states.interval` entries. A kept state of another log or
-    version is not used, and the log is folded anew. Example::
+    the entries between two kept states, by the source's ``StateSpacing``. A kept state of another
+    log or version is not used, and the log is folded anew. Example::
 
         states = StateAt(RunSource(log, root))
         state = await states.at("1760000000250-0")
@@ -183,7 +186,7 @@ class StateAt:
         holds. Between two kept states it misses what holds for a while only.
         """
         end, low = (await self.at()).entries, 0
-        apart = interval(end)
+        apart = self.source.kept_states.spacing.interval(end)
         for high in [*range(apart, end, apart), end]:
             if holds(await self.at_number(high)):
                 break
@@ -223,13 +226,14 @@ class StateAt:
         log = await self.source.identity()
         state = await self._kept_before(log, until, number)
         monitor, page = Monitor(state), list[Entry]()
+        spacing = self.source.kept_states.spacing
         async with aclosing(self._events_after(state)) as events:
             async for entry in events:
                 reached = state.entries + len(page)
                 if position(entry.id) > until or (number is not None and reached >= number):
                     break
                 page.append(entry)
-                due = (reached + 1) % interval(reached + 1) == 0
+                due = (reached + 1) % spacing.interval(reached + 1) == 0
                 if due or len(page) == TURN:
                     monitor.fold(page, self._decode)
                     page.clear()

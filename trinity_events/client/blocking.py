@@ -111,17 +111,23 @@ def hold_checkpoint(
     redis_url: str | None = None,
     checkpoint_root: Path | str | None = None,
     deadline: float = checkpoint_lease.PROMOTED,
+    lease: float = checkpoint_lease.LEASE,
 ) -> Iterator[Path]:
     """Hold a lease as :func:`trinity_events.hold_checkpoint`.
 
     A lease that is lost raises at the end of the block, which a thread cannot cancel.
     """
     context = checkpoint_lease.hold_checkpoint(
-        run, step, redis_url=redis_url, checkpoint_root=checkpoint_root, deadline=deadline
+        run,
+        step,
+        redis_url=redis_url,
+        checkpoint_root=checkpoint_root,
+        deadline=deadline,
+        lease=lease,
     )
     with start_blocking_portal() as portal:
-        lease: AbstractContextManager[Path] = portal.wrap_async_context_manager(context)
-        with lease as folder:
+        holding: AbstractContextManager[Path] = portal.wrap_async_context_manager(context)
+        with holding as folder:
             yield folder
 
 

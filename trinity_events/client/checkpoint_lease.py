@@ -32,12 +32,13 @@ from ..system.error_text import ungrouped
 logger = logging.getLogger(__name__)
 
 LEASE = 60.0
-"""Seconds after which the lease of a dead reader expires."""
+"""Seconds after which the lease of a dead reader expires, by default."""
 PROMOTED = 60.0
 """Seconds for which a reader waits until the reducer gives a ready folder its final name."""
 _LONGEST_BLOCK = 5.0
 """Seconds of one wait, after which a folder is looked for again: file servers may be late."""
-_RENEW_EVERY = LEASE / 4
+_RENEWALS = 4
+"""Renewals within a lease."""
 
 
 @asynccontextmanager
@@ -48,12 +49,13 @@ async def hold_checkpoint(
     redis_url: str | None = None,
     checkpoint_root: Path | str | None = None,
     deadline: float = PROMOTED,
+    lease: float = LEASE,
 ) -> AsyncIterator[Path]:
     """Hold a lease on a step's folder during the block, so that the reducer keeps the folder.
 
     A step is announced before the reducer gives its folder the final name. A reader that comes in
     between waits until the reducer notifies it. The lease tolerates a server that is away for a
-    while: it lasts a minute after the last renewal.
+    while: by default it lasts a minute after the last renewal.
 
     Args:
         run: The run.
@@ -62,6 +64,7 @@ async def hold_checkpoint(
         checkpoint_root: Folder with one checkpoint directory for each run; below
             ``TRINITY_HOME`` by default.
         deadline: Seconds to wait for the folder of a step that is ready.
+        lease: Seconds after which the lease of a dead reader expires.
 
     Raises:
         DeadlineExceeded: if the step is ready, and its folder gets no final name in time.
@@ -75,7 +78,8 @@ async def hold_checkpoint(
         raise InvalidRunId(run, str(error)) from None
     folder = Path(checkpoint_root or trinity_home() / "checkpoints") / run / final_name(step)
     with serving(redis_url) as url:
-        async with connect(url) as client, _hold(client, run, step, folder, deadline):
+        holding = partial(_hold, run=run, step=step, folder=folder, deadline=deadline, lease=lease)
+        async with connect(url) as client, holding(client):
             yield folder
 
 
@@ -90,16 +94,16 @@ async def hold_step(run: str, step: int, *, redis_url: str | None = None) -> Asy
         async with connect(url) as client:
             log, who = RedisEventLog(client, run), new_producer("reader").incarnation
             with ungrouped():
-                async with _leased(log, step, who), anyio.create_task_group() as tasks:
-                    tasks.start_soon(_lost, log, step, who)
+                async with _leased(log, step, who, LEASE), anyio.create_task_group() as tasks:
+                    tasks.start_soon(_lost, log, step, who, LEASE)
                     yield
                     tasks.cancel_scope.cancel()
 
 
 @asynccontextmanager
-async def _leased(log: RedisEventLog, step: int, who: str) -> AsyncIterator[None]:
+async def _leased(log: RedisEventLog, step: int, who: str, lease: float) -> AsyncIterator[None]:
     """Acquire the lease, and release it at the end. Raises CheckpointHeld if it is refused."""
-    if not await log.acquire_lease(step, who, LEASE):
+    if not await log.acquire_lease(step, who, lease):
         raise CheckpointHeld(log.run_id, step, "removing")
     try:
         yield
@@ -114,17 +118,23 @@ async def _leased(log: RedisEventLog, step: int, who: str) -> AsyncIterator[None
 
 @asynccontextmanager
 async def _hold(
-    client: redis.asyncio.Redis, run: str, step: int, folder: Path, deadline: float
+    client: redis.asyncio.Redis,
+    *,
+    run: str,
+    step: int,
+    folder: Path,
+    deadline: float,
+    lease: float,
 ) -> AsyncIterator[None]:
     log, who = RedisEventLog(client, run), new_producer("reader").incarnation
     lost, failure = False, None
-    async with _leased(log, step, who):
+    async with _leased(log, step, who, lease):
         identity = await _promoted(log, step, folder, deadline)
         async with anyio.create_task_group() as tasks:
 
             async def renew() -> None:
                 nonlocal lost
-                lost = await _lost(log, step, who)
+                lost = await _lost(log, step, who, lease)
                 tasks.cancel_scope.cancel()
 
             tasks.start_soon(renew)
@@ -137,7 +147,7 @@ async def _hold(
         raise failure
     last_identity = await _identity(folder)
     if lost or last_identity is None:
-        raise CheckpointHeld(run, step, "removed", folder, LEASE)
+        raise CheckpointHeld(run, step, "removed", folder, lease)
     if last_identity != identity:
         raise CheckpointHeld(run, step, "replaced", folder)
 
@@ -196,15 +206,15 @@ async def _identity(folder: Path) -> tuple[int, int] | None:
     return None
 
 
-async def _lost(log: RedisEventLog, step: int, who: str) -> bool:
+async def _lost(log: RedisEventLog, step: int, who: str, lease: float) -> bool:
     """Renew the lease until the server refuses it; return True then."""
-    pause = _RENEW_EVERY
+    pause = lease / _RENEWALS
     while True:
         await anyio.sleep(pause)
         try:
-            if not await log.acquire_lease(step, who, LEASE):
+            if not await log.acquire_lease(step, who, lease):
                 return True
-            pause = _RENEW_EVERY
+            pause = lease / _RENEWALS
         except Exception as error:
             if not is_transient(error):
                 raise

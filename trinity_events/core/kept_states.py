@@ -9,23 +9,31 @@ from msgspec import Struct
 
 from .state import MonitorState, decode_state, encode_state
 
-EVERY = 5_000
-"""Entries between two kept states of a log that is not very long."""
-MOST = 256
-"""Maximum states kept of one log; a longer log keeps them further apart."""
 _LARGEST = 256 << 20
 """Maximum bytes of a decompressed state."""
 
 
-def interval(entries: int) -> int:
-    """Return the entries between two kept states of a log of a length.
+class StateSpacing(Struct, frozen=True, kw_only=True):
+    """Places of the kept states of one log.
 
-    It only ever doubles, so that states of a shorter log are at the right places of a longer one.
+    Attributes:
+        every: Entries between two kept states of a log that is not very long.
+        most: Maximum states kept of one log; a longer log keeps them further apart.
     """
-    entries_between = EVERY
-    while entries // entries_between > MOST:
-        entries_between *= 2
-    return entries_between
+
+    every: int = 5_000
+    most: int = 256
+
+    def interval(self, entries: int) -> int:
+        """Return the entries between two kept states of a log of a length.
+
+        It only ever doubles, so that states of a shorter log are at the right places of a longer
+        one.
+        """
+        entries_between = self.every
+        while entries // entries_between > self.most:
+            entries_between *= 2
+        return entries_between
 
 
 class KeptState(Struct, frozen=True, kw_only=True):

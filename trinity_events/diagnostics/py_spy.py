@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-PATIENCE = 2.0
-"""Seconds in which py-spy reads the stacks of all processes that it is asked for."""
+PY_SPY_PATIENCE = 2.0
+"""Seconds in which py-spy reads the stacks of all processes that it is asked for, by default."""
 SOURCE = "Read by py-spy from its memory, since the process wrote none itself:"
 """First line of the stacks."""
 _MOST = 64 << 10
@@ -28,7 +28,7 @@ _VERSION = "\nPython v"
 """Begin of the line after the command line of the process, which may hold a password."""
 
 
-def read_stacks(pids: Iterable[int]) -> dict[int, str]:
+def read_stacks(pids: Iterable[int], patience: float = PY_SPY_PATIENCE) -> dict[int, str]:
     """Return the stacks of processes, with :data:`SOURCE` as their first line.
 
     Processes that py-spy may not read or cannot read in time are left out; all of them are where
@@ -37,7 +37,7 @@ def read_stacks(pids: Iterable[int]) -> dict[int, str]:
     program = find_program()
     if program is None:
         return {}
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + patience
     with ExitStack() as running:
         started: dict[int, subprocess.Popen[bytes]] = {}
         for pid in pids:

@@ -21,10 +21,10 @@ from typing import Literal, NamedTuple
 
 from trinity_schemas import StacksTaken
 
-from .py_spy import read_stacks
+from .py_spy import PY_SPY_PATIENCE, read_stacks
 
 PATIENCE = 2.0
-"""Seconds in which processes write their stacks; one that is stopped writes none."""
+"""Seconds in which processes write their stacks, by default; one that is stopped writes none."""
 MOST = 8
 """Maximum processes that are asked at a deadline."""
 _LOOK = 0.02
@@ -72,11 +72,17 @@ def name_process(run_id: str, process: str) -> None:
         link.replace(name)
 
 
-def collect_stacks(run_id: str, processes: Iterable[str]) -> list[StacksTaken]:
+def collect_stacks(
+    run_id: str,
+    processes: Iterable[str],
+    *,
+    patience: float = PATIENCE,
+    py_spy_patience: float = PY_SPY_PATIENCE,
+) -> list[StacksTaken]:
     """Take the stacks of processes of this user on this host; others are left out.
 
-    It returns within :data:`PATIENCE`, and that of :mod:`.py_spy` if a process wrote none. Such a
-    process is stopped; its stacks are empty if py-spy cannot read them either.
+    It returns within ``patience`` seconds, and ``py_spy_patience`` more if a process wrote none.
+    Such a process is stopped; its stacks are empty if py-spy cannot read them either.
     """
     with ExitStack() as files:
         requests = [
@@ -84,7 +90,7 @@ def collect_stacks(run_id: str, processes: Iterable[str]) -> list[StacksTaken]:
             for name in list(processes)[:MOST]
             if (request := _request_stacks(run_id, name, files)) is not None
         ]
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + patience
         texts = {
             request.process: read_answer(request.descriptor, request.begin, end)[-_LARGEST:]
             for request in requests
@@ -92,7 +98,8 @@ def collect_stacks(run_id: str, processes: Iterable[str]) -> list[StacksTaken]:
     silent = [
         request for request in requests if not texts[request.process] and _is_alive(request.path)
     ]
-    read = read_stacks(dict.fromkeys(request.pid for request in silent)) if silent else {}
+    pids = dict.fromkeys(request.pid for request in silent)
+    read = read_stacks(pids, py_spy_patience) if pids else {}
     texts |= {request.process: read.get(request.pid, "")[:_LARGEST] for request in silent}
     node = socket.gethostname()
     return [

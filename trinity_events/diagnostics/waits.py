@@ -25,7 +25,7 @@ Outcome = Literal["over", "deadline", "cancelled"]
 THRESHOLD = 5.0
 """Seconds after which a wait is reported; also the least seconds between two of its reports."""
 RENEWAL = 60.0
-"""Seconds between two reports of a wait that lasts and does not change.
+"""Seconds between two reports of a wait that lasts and does not change, by default.
 
 The fold forgets a wait that is not renewed, since its process is dead.
 """
@@ -35,8 +35,8 @@ _MOST_NAMES = 64
 """Maximum processes that one report names."""
 _LONGEST_OBJECT = 500
 """Maximum characters of the object of a wait."""
-_IDLE_ROUNDS = 6
-"""Thresholds for which the thread of a reporter without waits stays."""
+IDLE_ROUNDS = 6
+"""Thresholds for which the thread of a reporter without waits stays, by default."""
 
 
 class WaitPublisher(Protocol):
@@ -85,7 +85,7 @@ class WaitReporter:
     """Reporter of a process's long waits.
 
     A wait that ends within the threshold publishes nothing. A longer one publishes one
-    ``wait-started``, another one when it changes and every :data:`RENEWAL` seconds, and one
+    ``wait-started``, another one when it changes and every ``renewal`` seconds, and one
     ``wait-ended``, also after an error. A report that cannot be published never disturbs the wait.
     The block may wait in a thread or in a task::
 
@@ -102,6 +102,8 @@ class WaitReporter:
             deadline; None takes none.
         owner: Incarnation of the publisher's process, with which the names of its waits begin: no
             report of an explorer can end the wait of another process.
+        renewal: Seconds between two reports of a wait that does not change.
+        idle_rounds: Thresholds for which its thread stays without waits.
     """
 
     def __init__(
@@ -111,11 +113,15 @@ class WaitReporter:
         threshold: float = THRESHOLD,
         run_id: str | None = None,
         owner: str = "",
+        renewal: float = RENEWAL,
+        idle_rounds: int = IDLE_ROUNDS,
     ) -> None:
         self._owner = owner
         self._publisher = publisher
         self._run_id = run_id
         self._threshold = threshold
+        self._renewal = renewal
+        self._idle_rounds = idle_rounds
         self._process = os.getpid()
         self._changed = threading.Condition()
         self._waits: dict[Wait, None] = {}
@@ -204,7 +210,7 @@ class WaitReporter:
         """Report what is due, until there has been no wait for a while."""
         idle = 0
         with self._changed:
-            while self._waits or idle < _IDLE_ROUNDS:
+            while self._waits or idle < self._idle_rounds:
                 now = time.monotonic()
                 for wait in [wait for wait in self._waits if wait.due <= now]:
                     self._report(wait, now)
@@ -233,7 +239,7 @@ class WaitReporter:
         )
         if is_accepted:
             wait.reported_at = now
-        wait.due = now + (RENEWAL if is_accepted else self._threshold)
+        wait.due = now + (self._renewal if is_accepted else self._threshold)
 
     def _publish(self, event: WaitStarted | WaitEnded | StacksTaken) -> bool:
         """Publish a report; return False if the publisher did not take it."""

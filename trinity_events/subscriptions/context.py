@@ -15,8 +15,18 @@ from .delivered import Delivered
 
 E = TypeVar("E", bound=Struct)
 
-BLOCK = 5.0
-"""Seconds that one read waits on the server; below the socket's deadline."""
+
+class SubscriptionTimeouts(Struct, frozen=True, kw_only=True):
+    """Timeouts of a subscription that no subscriber needs to set, in seconds.
+
+    Attributes:
+        read: Longest wait of one read on the server; below the socket's deadline.
+        forget_after: Time after which an idle member with nothing pending is removed from its
+            group.
+    """
+
+    read: float = 5.0
+    forget_after: float = 3600.0
 
 
 class SubscriptionFilter(Generic[E]):
@@ -51,9 +61,14 @@ class SubscriptionContext(Generic[E]):
     """Log, filter and deadline of an open subscription."""
 
     def __init__(
-        self, log: GroupedLog, event_filter: SubscriptionFilter[E], deadline: float | None
+        self,
+        log: GroupedLog,
+        event_filter: SubscriptionFilter[E],
+        deadline: float | None,
+        timeouts: SubscriptionTimeouts,
     ) -> None:
         self.log = log
+        self.timeouts = timeouts
         self.filter = event_filter
         self.streams = event_filter.streams
         self.deadline = deadline
@@ -65,7 +80,7 @@ class SubscriptionContext(Generic[E]):
 
     def block(self) -> float:
         """Return the seconds that the next read may wait on the server."""
-        return min(self.wait.left(), BLOCK)
+        return min(self.wait.left(), self.timeouts.read)
 
     @property
     def stream(self) -> Stream:

@@ -30,8 +30,6 @@ CLAIM_AFTER = 60.0
 """Seconds after which another member takes over a pending event."""
 MAX_DELIVERIES = 5
 """Number of deliveries after which an unacknowledged event becomes a dead letter."""
-FORGET_AFTER = 3600.0
-"""Seconds after which an idle member with nothing pending is removed from its group."""
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +96,7 @@ class _Member(Generic[E]):
         now = anyio.current_time()
         if now >= self._forget_at:
             await self._forget()
-            self._forget_at = now + FORGET_AFTER
+            self._forget_at = now + self._reading.timeouts.forget_after
         if now >= self._claim_at:
             if claimed := await self._claim():
                 return claimed
@@ -136,7 +134,10 @@ class _Member(Generic[E]):
                 return claimed.entries
 
     async def _forget(self) -> None:
-        await self._reading.log.forget_members(self._reading.stream, self._group.name, FORGET_AFTER)
+        reading = self._reading
+        await reading.log.forget_members(
+            reading.stream, self._group.name, reading.timeouts.forget_after
+        )
 
     def acknowledge(self, entry_id: str) -> Callable[[], Awaitable[None]]:
         """Return a function that acknowledges the entry, and waits for a server that is away."""

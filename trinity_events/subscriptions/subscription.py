@@ -14,7 +14,7 @@ from trinity_schemas.identity import LONGEST_NAME
 
 from ..log import GroupedLog, RedisEventLog, position, require_run
 from ..server import connect, serving
-from .context import SubscriptionContext, SubscriptionFilter
+from .context import SubscriptionContext, SubscriptionFilter, SubscriptionTimeouts
 from .delivered import Delivered
 from .follower import follow
 from .group_member import CLAIM_AFTER, MAX_DELIVERIES, GroupSettings, consume_group
@@ -39,12 +39,14 @@ class Subscription(Generic[E]):
         *,
         open_log: OpenLog,
         deadline: float | None,
+        timeouts: SubscriptionTimeouts,
     ) -> None:
         self._filter = event_filter
         self._start = start
         self._group = group
         self._open_log = open_log
         self._deadline = deadline
+        self._timeouts = timeouts
         self._exits = AsyncExitStack()
         self._iterator: AsyncIterator[Delivered[E]] | None = None
         self._reading: SubscriptionContext[E] | None = None
@@ -57,7 +59,9 @@ class Subscription(Generic[E]):
         async with AsyncExitStack() as exits:
             log = await exits.enter_async_context(self._open_log())
             self._exits = exits.pop_all()
-        self._reading = reading = SubscriptionContext(log, self._filter, self._deadline)
+        self._reading = reading = SubscriptionContext(
+            log, self._filter, self._deadline, self._timeouts
+        )
         self._iterator = (
             follow(reading, self._start)
             if self._group is None
@@ -178,6 +182,7 @@ def subscription_on(
     deadline: float | None,
     claim_after: float,
     max_deliveries: int = MAX_DELIVERIES,
+    timeouts: SubscriptionTimeouts = SubscriptionTimeouts(),
 ) -> Subscription[E]:
     """Subscribe as :func:`subscribe`, on a log of any kind."""
     if start not in ("current", "beginning"):
@@ -213,4 +218,5 @@ def subscription_on(
         None if group is None else GroupSettings(group, start, claim_after, max_deliveries),
         open_log=open_log,
         deadline=deadline,
+        timeouts=timeouts,
     )

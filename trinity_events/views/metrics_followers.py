@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import anyio
 import anyio.abc
 import redis.asyncio
+from msgspec import Struct
 
 from trinity_schemas import RUN_INDEX
 
@@ -21,16 +22,8 @@ from ..server import server_clock
 from .metrics import RunMetrics, ServerMetrics
 from .terminal import print_err
 
-MOST = 16
-"""Maximum runs with metrics: the newest open ones, then closed ones. Others are counted."""
-CLOSED_FOR = 900.0
-"""Seconds for which a closed run keeps its metrics, so that the last values are scraped."""
 SILENT_FOR = 86_400.0
 """Seconds after which a run without an event and without a reducer counts as gone."""
-LOOK = 2.0
-"""Seconds between two looks at the server and its index."""
-RECHECK = 60.0
-"""Seconds after which a run is checked again for being open."""
 _ANSWER = 5.0
 """Seconds within which the server must answer a look."""
 _CHECKS = 4
@@ -38,6 +31,23 @@ _CHECKS = 4
 _SHORTEST_PAUSE = 0.5
 _LONGEST_PAUSE = 30.0
 """Seconds between two attempts at a run that cannot be read; random between both."""
+
+
+class FollowerLimits(Struct, frozen=True, kw_only=True):
+    """Limits and periods of the followers of a server.
+
+    Attributes:
+        runs: Maximum runs with metrics: the newest open ones, then closed ones. Others are counted.
+        closed_for: Seconds for which a closed run keeps its metrics, so that the last values are
+            scraped.
+        look_every: Seconds between two looks at the server and its index.
+        recheck_every: Seconds after which a run is checked again for being open.
+    """
+
+    runs: int = 16
+    closed_for: float = 900.0
+    look_every: float = 2.0
+    recheck_every: float = 60.0
 
 
 Condition = Literal["open", "closed", "gone"]
@@ -62,11 +72,17 @@ class RunFollowers:
         client: Client of the server.
         metrics: Metrics that the followers keep.
         run_id: The one run; None follows every run of the index that is open or was closed lately.
+        limits: Limits and periods.
     """
 
     def __init__(
-        self, client: redis.asyncio.Redis, metrics: ServerMetrics, run_id: str | None
+        self,
+        client: redis.asyncio.Redis,
+        metrics: ServerMetrics,
+        run_id: str | None,
+        limits: FollowerLimits = FollowerLimits(),
     ) -> None:
+        self._limits = limits
         self._client = client
         self._metrics = metrics
         self._run = run_id
@@ -86,7 +102,7 @@ class RunFollowers:
         async with anyio.create_task_group() as tasks:
             while True:
                 await self._read_server(tasks)
-                await anyio.sleep(LOOK)
+                await anyio.sleep(self._limits.look_every)
 
     async def _read_server(self, tasks: anyio.abc.TaskGroup) -> None:
         """Read the clock and the runs of the server, and follow those that it has now."""
@@ -121,7 +137,11 @@ class RunFollowers:
             check = self._checked.get(run)
             old = check is None or check.opened != opened
             if run not in self._checking and (
-                old or (check is not None and anyio.current_time() - check.at > RECHECK)
+                old
+                or (
+                    check is not None
+                    and anyio.current_time() - check.at > self._limits.recheck_every
+                )
             ):
                 self._checking.add(run)
                 tasks.start_soon(self._check, run, opened, tasks)
@@ -153,7 +173,7 @@ class RunFollowers:
         if state.closed is None:
             return "open"
         closed_at = last if state.closed_at is None else state.closed_at
-        return "closed" if clock - closed_at <= CLOSED_FOR * 1000 else "gone"
+        return "closed" if clock - closed_at <= self._limits.closed_for * 1000 else "gone"
 
     def _choose(self, tasks: anyio.abc.TaskGroup) -> None:
         """Begin and end followers: of the one run, or of the newest runs, open ones first."""
@@ -163,8 +183,8 @@ class RunFollowers:
                 runs_by_condition["open"].append(run)
             elif (check := self._checked.get(run)) is not None:
                 runs_by_condition[check.condition].append(run)
-        chosen = [*runs_by_condition["open"], *runs_by_condition["closed"]][:MOST]
-        self._metrics.show_left_out(max(0, len(runs_by_condition["open"]) - MOST))
+        chosen = [*runs_by_condition["open"], *runs_by_condition["closed"]][: self._limits.runs]
+        self._metrics.show_left_out(max(0, len(runs_by_condition["open"]) - self._limits.runs))
         for run in set(self._scopes).difference(chosen):
             self._scopes.pop(run).cancel()
             self._states.pop(run, None)

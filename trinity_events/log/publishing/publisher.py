@@ -62,8 +62,7 @@ EXITING = "this process ends, and can start no thread"
 """Reasons not to publish an event."""
 EXIT_DEADLINE = 5.0
 """Seconds that an exiting process waits for the events that its publishers still buffer."""
-
-_LINGER = 5.0
+LINGER = 5.0
 """Seconds for which the sending thread keeps an idle publisher without another user."""
 _AT_ONCE = 512
 _BYTES_AT_ONCE = 1 << 20
@@ -193,6 +192,7 @@ class Publisher:
         capacity_bytes: Bytes of those events at most.
         deadline: Seconds for which callers wait for a server that is away, such as in
             :meth:`flush`.
+        linger: Seconds for which the sending thread keeps it, when idle and without another user.
     """
 
     def __init__(
@@ -204,9 +204,11 @@ class Publisher:
         capacity: int = CAPACITY,
         capacity_bytes: int = CAPACITY_BYTES,
         deadline: float = DEADLINE,
+        linger: float = LINGER,
     ) -> None:
         self.log = log
         self.deadline = deadline
+        self._linger = linger
         self._stamp = EnvelopeFactory(log.run_id, epoch, producer)
         # An explorer may append to the reports alone: see `core/report_checks.py`.
         reports = producer.role == REPORTER_ROLE
@@ -357,7 +359,7 @@ class Publisher:
     def _next_batch(self) -> list[bytes]:
         """Return the next batch; empty after an idle while, and once the publisher is closed."""
         with self._changed:
-            self._changed.wait_for(lambda: len(self._outbox) or self._closed, _LINGER)
+            self._changed.wait_for(lambda: len(self._outbox) or self._closed, self._linger)
             batch = [] if self._closed else self._outbox.batch()
             self._attempts += 1
             if self._closed:
