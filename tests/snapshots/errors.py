@@ -1408,6 +1408,34 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
             "chunk 2 is not what was published",
         ),
     ],
+    "EngineEnded": [
+        (
+            {"engine": "vLLM", "process": "EngineCore"},
+            "the process EngineCore of vLLM has ended",
+        ),
+    ],
+    "NotAsPublished": [
+        (
+            {"step": 3, "engine": "vLLM", "fault": "not given", "tensors": ("a", "b")},
+            "vLLM was not given each tensor of step 3 once: a, b",
+        ),
+        (
+            {"step": 3, "engine": "vLLM", "fault": "not loaded", "tensors": ("a",)},
+            "vLLM has loaded nothing of step 3 into a",
+        ),
+        (
+            {"step": 3, "engine": "vLLM", "fault": "not served", "tensors": tuple("abcdefghij")},
+            "vLLM does not compute with what was published as step 3: a, b, c, d, e, f, g, h and 2 more",
+        ),
+        (
+            {"step": 3, "engine": "vLLM", "fault": "another version", "detail": "step 2"},
+            "vLLM reports that step 3 is loaded, and has loaded step 2",
+        ),
+        (
+            {"step": 3, "engine": "vLLM", "fault": "load", "detail": "OSError: it broke"},
+            "vLLM could not load step 3: OSError: it broke",
+        ),
+    ],
     "ModelDiffers": [
         (
             {"reason": "'w' with its delta applied is not what was published"},

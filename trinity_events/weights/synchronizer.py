@@ -27,7 +27,7 @@ from trinity_schemas import (
 from ..client import blocking
 from ..coordinator import LEASE
 from ..diagnostics.waits import WaitReporter
-from ..errors import VersionUnavailable
+from ..errors import CorruptVersion, VersionUnavailable
 from ..log import DEADLINE
 from ..log.publishing.metric_values import check_metrics, split_metrics
 from .compatibility import unwrapped_names
@@ -39,7 +39,7 @@ from .settings import SynchronizerSettings
 from .tensors import sent_dtype
 from .transports.base import Ended
 from .transports.collective import TIMEOUT, WeightSyncInfo
-from .version_reader import VersionReader
+from .version_reader import AnyVersion, VersionReader
 
 
 class Synchronizer:
@@ -362,15 +362,24 @@ class Synchronizer:
                     continue
                 yield event.event, phases
 
-    def applied(self, version: PulledVersion, verified_at: float, phases: AppliedPhases) -> None:
+    def applied(self, version: AnyVersion, verified_at: float, phases: AppliedPhases) -> None:
         """Publish that this process serves a pulled version, which other code installed whole.
 
         Args:
-            version: The version.
+            version: The version, such as a :class:`~trinity_events.weights.PulledVersion`.
             verified_at: Unix time in seconds at which the last byte was verified.
             phases: Seconds of each phase.
         """
         self._reader.applied(version, verified_at, phases)
+
+    def report_refusal(self, ready: StepReady, error: CorruptVersion) -> None:
+        """Publish that this process does not serve a version, which other code was to install.
+
+        Args:
+            ready: The announcement.
+            error: The reason, such as a :class:`~trinity_events.errors.NotAsPublished`.
+        """
+        self._reader.report_refusal(ready, error)
 
     def load(
         self,

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
 
 import torch
 
@@ -39,6 +40,25 @@ from .transports.collective import CollectiveStore
 from .transports.redis.store import RedisChunkStore
 
 logger = logging.getLogger(__name__)
+
+
+class AnyVersion(Protocol):
+    """Version that was pulled whole, by this process or by another one."""
+
+    @property
+    def ref(self) -> StepRef:
+        """Its epoch and step."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Digest that was announced, and that its bytes have."""
+        ...
+
+    @property
+    def bytes(self) -> int:
+        """Size of what was pulled."""
+        ...
 
 
 class VersionReader:
@@ -181,7 +201,7 @@ class VersionReader:
         self.applied(version, verified_at, phases)
         return phases
 
-    def applied(self, version: PulledVersion, verified_at: float, phases: AppliedPhases) -> None:
+    def applied(self, version: AnyVersion, verified_at: float, phases: AppliedPhases) -> None:
         """Implement :meth:`Synchronizer.applied`."""
         self._report(version.ref, version.digest, version.bytes, verified_at, phases)
 
@@ -243,14 +263,18 @@ class VersionReader:
         except ModelDiffers:  # the fault is in the model, not in the version
             raise
         except CorruptVersion as error:
-            event = VersionRefused(
-                version=StepRef(ready.epoch, ready.step),
-                rank=error.rank,
-                chunk=error.chunk,
-                reason=format_message(error)[:LONGEST_REASON],
-            )
-            try:
-                self._session.events.publish(event)
-            except Exception:
-                logger.exception("step %d: the refusal could not be published", ready.step)
+            self.report_refusal(ready, error)
             raise
+
+    def report_refusal(self, ready: StepReady, error: CorruptVersion) -> None:
+        """Implement :meth:`Synchronizer.report_refusal`."""
+        event = VersionRefused(
+            version=StepRef(ready.epoch, ready.step),
+            rank=error.rank,
+            chunk=error.chunk,
+            reason=format_message(error)[:LONGEST_REASON],
+        )
+        try:
+            self._session.events.publish(event)
+        except Exception:
+            logger.exception("step %d: the refusal could not be published", ready.step)

@@ -198,10 +198,7 @@ class PulledVersion(NamedTuple):
                 return
         for name, pieces in self.by_name().items():
             box = None if self.selection is None else self.selection[name]
-            if box is None and pieces[0].entry.begins is None and len(pieces) == 1:
-                yield name, pieces[0].tensor()
-            else:
-                yield name, _assemble(name, pieces, box)
+            yield name, join_pieces(name, pieces, box)
 
 
 class Piece(NamedTuple):
@@ -278,7 +275,16 @@ def shares(name: str, pieces: list[Piece], box: TensorSlice) -> Iterator[tuple[T
             yield part, piece
 
 
-def _assemble(name: str, pieces: list[Piece], box: TensorSlice | None) -> torch.Tensor:
+def join_pieces(name: str, pieces: list[Piece], box: TensorSlice | None) -> torch.Tensor:
+    """Return the selected slice of a tensor, a view if one piece is it; None selects all.
+
+    Raises IncompatibleWeights when the pieces do not make up the slice.
+    """
+    if len(pieces) == 1 and pieces[0].entry.begins is None:
+        if box is None:
+            return pieces[0].tensor()
+        if pieces[0].entry.encoding == "dense":
+            return pieces[0].tensor()[selected_slice(name, pieces, box).inside(pieces[0].box)]
     target_box = selected_slice(name, pieces, box)
     parts = list(shares(name, pieces, target_box))  # checked before the memory is allocated
     made = torch.empty(target_box.shape, dtype=DTYPES[pieces[0].entry.dtype], device="cpu")

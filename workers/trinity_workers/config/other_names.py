@@ -201,8 +201,8 @@ OTHER_NAMES: dict[str, tuple[OtherName, ...]] = {
         _verl("reward_model.model.path", "may be a name on the hub, here a folder"),
     ),
     "explorer.engine": (
-        _trl("use_vllm", "vLLM is an engine of your own here"),
-        _verl(f"{_ROLLOUT}.name", "vllm, sglang or hf"),
+        _trl("use_vllm", "true or false, here the engine's name, vllm"),
+        _verl(f"{_ROLLOUT}.name", "hf is huggingface here, and there is no sglang"),
     ),
     "explorer.dtype": (_verl(f"{_ROLLOUT}.dtype"),),
     "rollouts.prompts_per_step": (

@@ -109,6 +109,11 @@ class TrainConfig(Section, frozen=True, kw_only=True):
         return 0 if self.trainer.colocated else self.explorer.count
 
     @property
+    def pulls_in_ray(self) -> bool:
+        """Return True if the processes that pull the weights are Ray's; vLLM starts its own."""
+        return self.explorer.engine != "vllm"
+
+    @property
     def groups_per_claim(self) -> int:
         """Requests that an explorer, or the trainer's ranks, claim at a time."""
         share = -(-self.rollouts.prompts_per_step // max(self.explorers, 1))

@@ -11,6 +11,7 @@ from trinity_events.errors import TrinityError
 from trinity_events.rollouts import Claim, RolloutClient
 from trinity_schemas import Experience, StepRef
 
+from ..rollout_engines import EngineEnded
 from ..rollouts.episodes import Episodes, send_answers
 from ..rollouts.held_out_sets import HeldOutSet
 from ..rollouts.run_episodes import create_held_out_episodes
@@ -102,6 +103,8 @@ class EvaluationAnswers:
     async def _answer(self, version: StepRef, claims: Sequence[Claim]) -> None:
         try:
             answers = await self._play(version, claims)
+        except EngineEnded:
+            raise
         except TrinityError as error:  # the version is gone, or the engine refused it
             answers = [error] * len(claims)
         await send_answers(self._requests, claims, answers)

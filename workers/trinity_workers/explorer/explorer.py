@@ -135,6 +135,7 @@ class Explorer:
         # `generate` warns of every length that it is not told; the engine tells its own.
         logging.getLogger("transformers").setLevel(logging.ERROR)
         self._engine = self._make_engine()
+        self._exits.push_async_callback(self._engine.close)
         self._task = await anyio.to_thread.run_sync(task_of, config)
         self._held_out = await anyio.to_thread.run_sync(held_out_sets, config, self._task)
         self._episodes = await open_episodes(

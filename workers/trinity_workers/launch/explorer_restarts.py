@@ -1,4 +1,4 @@
-"""Explorers of a run's own Ray cluster, each started again when its process dies."""
+"""Explorers of a run's own Ray cluster, each started again when its process or engine dies."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import anyio
 
+from ..rollout_engines import EngineEnded
 from .actors import ActorDied, Actors
 from .cluster import Notify
 
@@ -22,6 +23,8 @@ async def explore_to_the_end(
 ) -> None:
     """Let a prepared explorer answer to the end of the run, and start it again when it dies.
 
+    An explorer whose engine's processes have ended is started again too.
+
     Its claims lapse meanwhile, and the other explorers answer them.
 
     Args:
@@ -32,6 +35,7 @@ async def explore_to_the_end(
 
     Raises:
         ActorDied: if it died soon after each of its restarts.
+        EngineEnded: if its engine did.
     """
     deaths = 0
     for restart in count():
@@ -42,7 +46,7 @@ async def explore_to_the_end(
                 await actors.call(name, "prepare")
             await actors.call(name, "explore")
             return
-        except ActorDied as error:
+        except (ActorDied, EngineEnded) as error:
             deaths = 1 if anyio.current_time() - began >= SETTLED else deaths + 1
             if deaths > MOST_RESTARTS:
                 raise

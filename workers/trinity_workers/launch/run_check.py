@@ -227,7 +227,12 @@ def _check_mirror(url: str) -> None:
 def _check_transport(
     config: TrainConfig, folder: Path | None, *, explorers_here: bool, one_host: bool
 ) -> None:
-    chosen = chosen_transport(config.sync, explorers_here=explorers_here, one_host=one_host)
+    chosen = chosen_transport(
+        config.sync,
+        explorers_here=explorers_here,
+        one_host=one_host,
+        reads_ray=config.pulls_in_ray,
+    )
     if chosen.name != "shm" or folder is None:
         return
     bytes_each = 2 if config.model.dtype == "bfloat16" else 4

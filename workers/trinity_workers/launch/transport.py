@@ -28,7 +28,9 @@ class Chosen(NamedTuple):
 NONE = Chosen("none", "the trainer's ranks generate with the weights that they hold")
 
 
-def chosen_transport(sync: SyncConfig, *, explorers_here: bool, one_host: bool = True) -> Chosen:
+def chosen_transport(
+    sync: SyncConfig, *, explorers_here: bool, one_host: bool = True, reads_ray: bool = True
+) -> Chosen:
     """Return the transport that was asked for, or the fastest that every explorer can use.
 
     Args:
@@ -36,6 +38,8 @@ def chosen_transport(sync: SyncConfig, *, explorers_here: bool, one_host: bool =
         explorers_here: Whether every explorer is in the trainer's Ray cluster; else they may be
             anywhere.
         one_host: Whether that cluster is this host alone.
+        reads_ray: Whether the processes that pull the weights are Ray's, as those of an engine
+            with processes of its own are not.
 
     Raises:
         SharedMemoryUnusable: when it was asked for, and the host has none.
@@ -52,7 +56,7 @@ def chosen_transport(sync: SyncConfig, *, explorers_here: bool, one_host: bool =
         return Chosen("collective", "as sync.method says")
     choice = sync.transport
     if choice == "auto":
-        return _best(explorers_here, one_host)
+        return _best(explorers_here, one_host, reads_ray)
     if choice == "shm" and not available():
         raise SharedMemoryUnusable("chosen", SHARED_MEMORY)
     if choice == "ray" and not explorers_here:
@@ -60,9 +64,11 @@ def chosen_transport(sync: SyncConfig, *, explorers_here: bool, one_host: bool =
     return Chosen(choice, "as sync.transport (--weights) says")
 
 
-def _best(explorers_here: bool, one_host: bool) -> Chosen:
+def _best(explorers_here: bool, one_host: bool, reads_ray: bool) -> Chosen:
     if not explorers_here:
         return Chosen("redis", "explorers may be on any host")
+    if not reads_ray and not (one_host and available() and free_bytes() >= ENOUGH):
+        return Chosen("redis", "the engine's processes are none of Ray's, and may be on any host")
     if not one_host:
         return Chosen("ray", "every explorer is in this Ray cluster, on any of its hosts")
     if not available():

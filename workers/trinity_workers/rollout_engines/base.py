@@ -41,6 +41,19 @@ class NotServing(RolloutEngineError):
     """Raised if no weight version is installed whole."""
 
 
+class EngineEnded(RolloutEngineError):
+    """The processes of an engine have ended: only another engine can go on.
+
+    Attributes:
+        engine: Name of the engine.
+        process: Name of the process that ended first.
+    """
+
+    engine: str
+    process: str
+    text = "the process {process} of {engine} has ended"
+
+
 class GenerationRequest(Struct, frozen=True, kw_only=True):
     """Request for one turn of one sample.
 
@@ -163,4 +176,8 @@ class RolloutEngine(TurnGenerator, Protocol):
 
     async def prove(self) -> str:
         """Return a digest of the weights that it serves."""
+        ...
+
+    async def close(self) -> None:
+        """End the engine and its processes."""
         ...

@@ -170,6 +170,9 @@ class HuggingFaceEngine:
         """Return the digest of the model's tensors by name."""
         return await anyio.to_thread.run_sync(self._prove)
 
+    async def close(self) -> None:
+        """Do nothing: the engine is in this process."""
+
     # --- in worker threads -----------------------------------------------------------------
 
     def _release(self) -> None:

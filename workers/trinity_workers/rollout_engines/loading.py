@@ -16,7 +16,10 @@ from .base import (
     RolloutEngineError,
 )
 
-ENGINES = {"huggingface": "trinity_workers.rollout_engines.huggingface:HuggingFaceEngine.open"}
+ENGINES = {
+    "huggingface": "trinity_workers.rollout_engines.huggingface:HuggingFaceEngine.open",
+    "vllm": "trinity_workers.rollout_engines.vllm.engine:VLLMEngine.open",
+}
 """Engines that ship with this package."""
 GROUP = "trinity_events.rollout_engines"
 """Group of entry points under which packages offer engines: functions of :class:`EngineOptions`."""

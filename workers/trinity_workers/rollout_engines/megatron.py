@@ -142,6 +142,9 @@ class MegatronRolloutEngine:
         """Return a digest of the full tensors that it serves, by Hugging Face name. Collective."""
         return await anyio.to_thread.run_sync(self._prove)
 
+    async def close(self) -> None:
+        """Do nothing: the engine is in the trainer's processes."""
+
     def _prove(self) -> str:
         with self._generating, self._gate.hold():
             self._version()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ...rollout_engines.loading import ENGINES
 from ...rules import (
     Computed,
     Contradictions,
@@ -22,6 +21,7 @@ from ..sync_schedule import names_exact_version, publishes_on_demand
 _COLOCATED = is_any("trainer.colocated", True)
 _UPDATES = ~is_any("rollouts.on_update", "finish")
 _FIXED = is_any("sync.style", "fixed")
+_VLLM = is_any("explorer.engine", "vllm")
 _SEVERAL_STEPS_OPEN = ~_FIXED | is_at_least("sync.interval", 2) | is_positive("sync.offset")
 """Prompts of more than one step may be open at a time."""
 
@@ -102,8 +102,30 @@ RULES: tuple[Rule, ...] = (
     ),
     OnlyWhen(
         "explorer.engine_options",
-        ~is_any("explorer.engine", *ENGINES),
+        ~is_any("explorer.engine", "huggingface"),
         "{=explorer.engine} has no options",
+    ),
+    Requires(
+        _VLLM,
+        ~is_any("explorer.deterministic", True),
+        "{=explorer.engine} computes with whatever requests arrive together, and cannot generate "
+        "each prompt by itself",
+    ),
+    Requires(
+        _VLLM,
+        ~is_any("sync.method", "nccl"),
+        "with {=explorer.engine} its workers pull the weights, and are no members of the trainer's "
+        "collective group",
+    ),
+    Requires(
+        _VLLM,
+        ~is_any("sync.transport", "ray"),
+        "with {=explorer.engine} its workers pull the weights, and are no processes of Ray",
+    ),
+    Requires(
+        _VLLM,
+        ~is_positive("model.lora.rank"),
+        "{=explorer.engine} applies no versions of adapters",
     ),
     Computed(_find_small_window),
     OnlyWhen(

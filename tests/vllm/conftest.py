@@ -1,0 +1,104 @@
+"""vLLM on a CPU, in an environment of its own: make vllm. One engine serves the session's tests."""
+
+import os
+import secrets
+from importlib.util import find_spec
+
+import pytest
+import pytest_asyncio
+
+from tests.support.pipeline import reducer_task
+from tests.support.rollout_engines import in_thread
+from tests.support.weight_versions import publish, ready
+from trinity_events.log import RedisEventLog, open_run
+from trinity_events.server import connect
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+ENGINE_ARGS = {"max_num_seqs": 64, "kv_cache_memory_bytes": 1 << 28}
+
+
+def pytest_collection_modifyitems(items):
+    if find_spec("vllm") is None:
+        skip = pytest.mark.skip(reason="vLLM is not installed: run make vllm")
+        for item in items:
+            if "tests/vllm/" in item.path.as_posix():
+                item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def vllm_folder(tmp_path_factory):
+    from tests.support.vllm_policies import create_vllm_policy
+
+    return create_vllm_policy(tmp_path_factory.mktemp("vllm-policy"))
+
+
+class VLLMRun:
+    """A run with a trainer of one rank, and one engine of vLLM that installs its versions."""
+
+    def __init__(self, engine, trainer, log, folder):
+        self.engine, self.log, self.folder = engine, log, folder
+        self._trainer = trainer
+        self._step = -1
+
+    @property
+    def model(self):
+        """Model of the last published version."""
+        return self._model
+
+    async def publish(self):
+        """Publish other weights, and return their announcement."""
+        from tests.support.rollout_engines import weights
+
+        self._step += 1
+        self._model, tensors = weights(self.folder, self._step)
+        await in_thread(publish, self._trainer, tensors, self._step)
+        return await ready(self.log, self._step)
+
+    async def plant(self, fault):
+        await self.engine._engine.collective_rpc("trinity_plant", args=(fault,))
+
+    async def install_next(self):
+        announced = await self.publish()
+        await self.engine.install(announced)
+        return announced
+
+
+def open_engine(folder, synchronizer=None, **options):
+    """Open an engine in whose workers faults can be planted."""
+    import torch
+
+    from tests.support.vllm_faults import EXTENSION
+    from trinity_workers.rollout_engines import EngineOptions, load_engine
+
+    torch.set_num_threads(1)
+    args = {**ENGINE_ARGS, "worker_extension_cls": EXTENSION}
+    return load_engine(
+        "vllm",
+        EngineOptions(
+            model_folder=folder,
+            synchronizer=synchronizer,
+            options={"engine_args": args},
+            **options,
+        ),
+    )
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def vllm_run(redis_url, weights_url, vllm_folder, tmp_path_factory):
+    """A run whose engine of vLLM has its first version."""
+    from trinity_events import Synchronizer
+
+    run_id = f"test-{secrets.token_hex(6)}"
+    urls = {"redis_url": redis_url, "weights_url": weights_url}
+    async with connect(redis_url) as client:
+        epoch = await open_run(client, run_id)
+        async with reducer_task(redis_url, run_id, tmp_path_factory.mktemp("run")):
+            trainer = Synchronizer(run_id, epoch, **urls)
+            explorer = Synchronizer(run_id, 0, role="explorer", **urls)
+            engine = await in_thread(open_engine, vllm_folder, explorer)
+            run = VLLMRun(engine, trainer, RedisEventLog(client, run_id), vllm_folder)
+            await run.install_next()
+            yield run
+            await engine.close()
+            explorer.close()
+            trainer.close()

@@ -1,0 +1,159 @@
+"""The engine of vLLM on a CPU: what it generates, versions amid turns, and its end."""
+
+import os
+import signal
+import time
+
+import anyio
+import pytest
+
+from tests.support.experiences import FIRST
+from tests.support.pipeline import events_of, reports_accepted
+from tests.support.rollout_engines import in_thread, logprobs_of, requests_for
+from tests.vllm.conftest import open_engine
+from trinity_events.errors import CorruptVersion
+from trinity_events.server import open_client
+from trinity_events.system.error_text import ungrouped
+from trinity_schemas import StepRef, WeightsApplied, chunk_key
+from trinity_workers.rollout_engines import EngineEnded, RolloutEngineError
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.processes, pytest.mark.heavy]
+
+
+def ref(announced):
+    return StepRef(announced.epoch, announced.step)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 0.7, "top_p": 0.6},
+        {"temperature": 1.3, "top_k": 5},
+        {"temperature": 0.0},
+    ],
+    ids=["policy", "nucleus", "top-k", "greedy"],
+)
+async def test_log_probabilities_are_those_of_the_published_model(vllm_run, sampling):
+    requests = requests_for(range(6), samples=4, tokens=12, **sampling)
+    generations = await vllm_run.engine.generate(requests)
+    for request, generation in zip(requests, generations, strict=True):
+        reference = logprobs_of(
+            vllm_run.model, request, generation.tokens, request.sampling.temperature or 1.0
+        )
+        assert generation.logprobs == pytest.approx(reference, abs=1e-5)
+        assert generation.versions == [(vllm_run.engine.serves, len(generation.tokens))]
+        assert generation.finished == (generation.tokens[-1] in vllm_run.engine._end_tokens)
+
+
+async def test_a_request_has_the_same_answer_again_and_samples_differ(vllm_run):
+    requests = requests_for(range(2), samples=4, tokens=12)
+    first, again = [await vllm_run.engine.generate(requests) for _ in range(2)]
+    assert [each.tokens for each in first] == [each.tokens for each in again]
+    assert len({tuple(each.tokens) for each in first}) > 4
+
+
+async def test_a_version_is_applied_by_the_event_that_has_its_digest(vllm_run):
+    announced = await vllm_run.install_next()
+    vllm_run.engine._synchronizer.flush()
+    await reports_accepted(vllm_run.log)
+    applied = [entry.event for entry in await events_of(vllm_run.log, WeightsApplied)]
+    assert (applied[-1].version, applied[-1].digest) == (ref(announced), announced.version_digest)
+
+
+async def test_what_it_computes_with_follows_from_the_version_alone(vllm_run):
+    before = await vllm_run.engine.prove()
+    first = await vllm_run.install_next()
+    after = await vllm_run.engine.prove()
+    assert before != after
+    await vllm_run.install_next()
+    await vllm_run.engine.install(first)
+    assert await vllm_run.engine.prove() == after
+
+
+@pytest.mark.parametrize("on_update", ["keep_cache", "recompute_cache"])
+async def test_turns_go_on_with_a_version_that_comes_and_each_token_has_its_own(
+    vllm_run, on_update
+):
+    engine = vllm_run.engine
+    engine.on_update = on_update
+    engine._end_tokens = ()
+    before = engine.serves
+    requests, generations = requests_for(range(8), samples=4, tokens=48), []
+    try:
+        announced = await vllm_run.publish()
+        async with anyio.create_task_group() as tasks:
+
+            async def generate():
+                generations.extend(await engine.generate(requests))
+
+            tasks.start_soon(generate)
+            while not engine._calls:
+                await anyio.sleep(0)
+            await engine.install(announced)
+    finally:
+        engine.on_update = "finish"
+        engine._end_tokens = (1,)
+    assert [len(each.tokens) for each in generations] == [48] * len(requests)
+    order = [before, ref(announced)]
+    for generation in generations:
+        versions = [version for version, _ in generation.versions]
+        assert versions in ([order[0]], [order[1]], order)
+        assert sum(count for _, count in generation.versions) == 48
+    assert any(len(each.versions) == 2 for each in generations)
+
+
+async def test_a_version_that_is_damaged_on_the_way_leaves_the_earlier_one_served(
+    vllm_run, weights_url
+):
+    served = vllm_run.engine.serves
+    announced = await vllm_run.publish()
+    with open_client(weights_url) as chunks:
+        chunks.setrange(
+            chunk_key(vllm_run.log.run_id, announced.epoch, announced.step, 0, 0), 5, b"\x55"
+        )
+    with pytest.raises(CorruptVersion) as raised:
+        await vllm_run.engine.install(announced)
+    assert (raised.value.rank, raised.value.chunk) == (0, 0)
+    assert vllm_run.engine.serves == served
+    [generation] = await vllm_run.engine.generate(requests_for([0], samples=1))
+    assert generation.versions[0][0] == served
+
+
+async def test_an_argument_that_follows_from_the_run_is_refused(vllm_folder):
+    from trinity_workers.rollout_engines import EngineOptions, load_engine
+
+    options = EngineOptions(
+        model_folder=vllm_folder, options={"engine_args": {"dtype": "bfloat16"}}
+    )
+    with pytest.raises(RolloutEngineError, match="engine_args sets dtype"):
+        load_engine("vllm", options)
+
+
+async def test_a_killed_core_ends_calls_within_seconds_and_leaves_no_process(vllm_folder):
+    engine = await in_thread(open_engine, vllm_folder, None)
+    engine.serves = engine._base = FIRST
+    engine._end_tokens = ()
+    processes = engine._engine.engine_core.resources.engine_manager.processes
+    killed_at = 0.0
+
+    async def kill():
+        nonlocal killed_at
+        while not engine._calls:
+            await anyio.sleep(0)
+        killed_at = time.monotonic()
+        os.kill(processes[0].pid, signal.SIGKILL)
+
+    async def generate_until_killed():
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(kill)
+            while True:
+                await engine.generate(requests_for(range(8), samples=8, tokens=48))
+
+    with pytest.raises(EngineEnded), ungrouped():
+        await generate_until_killed()
+    assert time.monotonic() - killed_at < 10
+    with pytest.raises(EngineEnded):
+        await engine.generate(requests_for([0]))
+    await engine.close()
+    assert not any(process.is_alive() for process in processes)

@@ -1,0 +1,67 @@
+"""Watch over vLLM's core: calls into a core that was killed wait for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from multiprocessing.connection import wait
+from typing import Any
+
+import anyio
+
+from trinity_events.system.error_text import ungrouped
+
+from ..base import EngineEnded
+
+
+class CoreWatch:
+    """Watch over the processes of an engine core.
+
+    Args:
+        processes: The processes, of multiprocessing.
+    """
+
+    def __init__(self, processes: Sequence[Any]) -> None:
+        self._names = {process.sentinel: process.name for process in processes}
+        self._ended: str | None = None
+        self._lock = threading.Lock()
+        self._listeners: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+        if self._names:
+            threading.Thread(target=self._watch, daemon=True, name="trinity-core-watch").start()
+
+    @asynccontextmanager
+    async def alive(self) -> AsyncIterator[None]:
+        """End the block as soon as a process has ended.
+
+        Raises:
+            EngineEnded: A process ended.
+        """
+        event = asyncio.Event()
+        listener = (asyncio.get_running_loop(), event)
+        with self._lock:
+            self._listeners.append(listener)
+            if self._ended is not None:
+                event.set()
+
+        async def watch() -> None:
+            await event.wait()
+            raise EngineEnded("vLLM", self._ended or "")
+
+        try:
+            with ungrouped():
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(watch)
+                    yield
+                    tasks.cancel_scope.cancel()
+        finally:
+            with self._lock:
+                self._listeners.remove(listener)
+
+    def _watch(self) -> None:
+        ended = wait([*self._names])
+        with self._lock:
+            self._ended = self._names[ended[0]]
+            for loop, event in self._listeners:
+                loop.call_soon_threadsafe(event.set)

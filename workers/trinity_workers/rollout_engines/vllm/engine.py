@@ -1,0 +1,449 @@
+"""Rollout engine of vLLM: an asynchronous engine whose workers pull versions themselves.
+
+1. A request begins while a version is served, and never while one is being loaded.
+2. A version is fetched and verified next to generation. Between the stop and the verdict nothing is
+   generated: no token is sampled by a version that a check has not passed.
+3. A version that fails a check has changed the model: the engine is out of service until another
+   one is whole, and the turns that it stopped raise NotServing. One that fails before leaves the
+   earlier version served.
+4. The version of each token is vLLM's own label of the step that sampled it.
+5. A call ends as soon as vLLM's core has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from trinity_events.errors import (
+    CorruptVersion,
+    IncompatibleWeights,
+    NotAsPublished,
+    PackageMissing,
+    TrinityError,
+    VersionUnavailable,
+)
+from trinity_events.system.error_text import ungrouped
+from trinity_events.weights.tensors import digest
+from trinity_schemas import AppliedPhases, StepReady, StepRef
+
+from ..base import (
+    EngineOptions,
+    Generation,
+    GenerationRequest,
+    NotServing,
+    RolloutEngineError,
+)
+from ..loading import updates_amid_turns
+from ..sampling import turn_key
+from ..turns import turn_limit
+from .core_watch import CoreWatch
+from .options import (
+    build_engine_args,
+    build_sampling_params,
+    prepare_environment,
+    read_end_tokens,
+    read_options,
+)
+from .reports import FetchOutcome, InstalledVersion, LoadReport, WorkerFailure
+
+NAME = "vLLM"
+_BASE_LABEL = "default"
+"""Label that vLLM gives the weights of the folder; also that of a core which started again."""
+_SEED_BITS = 2**62 - 1
+_LARGEST_OUTCOME = 1 << 16
+
+
+class VLLMEngine:
+    """Engine in vLLM's processes, of which this one sends requests and receives tokens.
+
+    Args:
+        engine: vLLM's AsyncLLM.
+        options: Options of the engine.
+        end_tokens: Tokens that end an answer.
+    """
+
+    def __init__(self, engine: Any, options: EngineOptions, end_tokens: tuple[int, ...]) -> None:
+        self.serves = options.serves
+        self.on_update = options.on_update
+        self._engine = engine
+        self._synchronizer = options.synchronizer
+        self._base = options.serves
+        self._end_tokens = end_tokens
+        manager = engine.engine_core.resources.engine_manager
+        self._core = CoreWatch(() if manager is None else manager.processes)
+        self._folder = tempfile.TemporaryDirectory(prefix="trinity-vllm-")
+        self._outcomes = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._outcomes.setblocking(False)
+        self._outcomes.bind(str(self._outcomes_path))
+        self._prepared = False
+        self._preparing = anyio.Lock()
+        self._numbers = itertools.count()
+        self._calls = 0
+        self._idle = anyio.Event()
+        self._idle.set()
+        self._installed: anyio.Event | None = None
+        """Set at the end of the installation that holds new requests back; None without one."""
+        self._paused_until = 0.0
+        self._lease: asyncio.TimerHandle | None = None
+        # A request in vLLM's own queue would have the cache salt of a version that is gone.
+        self._slots = anyio.Semaphore(engine.vllm_config.scheduler_config.max_num_seqs)
+
+    @classmethod
+    @updates_amid_turns("keep_cache", "recompute_cache")
+    def open(cls, options: EngineOptions) -> VLLMEngine:
+        """Return an engine of a Hugging Face folder, once vLLM's processes have loaded it.
+
+        Raises:
+            PackageMissing: vLLM is not installed.
+            RolloutEngineError: for options that it does not have, and as vLLM fails to start.
+        """
+        own = read_options(options)
+        if options.deterministic:
+            raise RolloutEngineError(
+                "vLLM computes with whatever requests arrive together, and cannot generate each "
+                "prompt by itself: set explorer.deterministic false, or explorer.engine huggingface"
+            )
+        prepare_environment()
+        try:
+            from vllm import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
+        except ImportError as error:
+            raise PackageMissing(
+                "the rollout engine vllm", "vllm", "trinity-events[vllm]"
+            ) from error
+        end_tokens = read_end_tokens(options.model_folder)
+        try:
+            args = AsyncEngineArgs(**build_engine_args(options, own))
+            engine = AsyncLLM.from_engine_args(args)
+        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+            raise RolloutEngineError(f"vLLM does not start: {_one_line(error)}") from error
+        return cls(engine, options, end_tokens)
+
+    async def close(self) -> None:
+        """End vLLM's processes."""
+        if self._lease is not None:
+            self._lease.cancel()
+        self._outcomes.close()
+        self._folder.cleanup()
+        await anyio.to_thread.run_sync(self._engine.shutdown)
+
+    @property
+    def context_length(self) -> int | None:
+        """Maximum number of tokens of an episode, as vLLM was configured."""
+        return int(self._engine.model_config.max_model_len)
+
+    @property
+    def _outcomes_path(self) -> Path:
+        return Path(self._folder.name) / "fetched"
+
+    # --- generating ------------------------------------------------------------------------
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
+        """Generate one turn for each request, in order; see :class:`~..base.RolloutEngine`.
+
+        Raises EngineEnded as soon as vLLM's core has ended.
+        """
+        limits = [turn_limit(request, self.context_length) for request in requests]
+        generations: dict[int, Generation] = {}
+
+        async def generate(place: int) -> None:
+            generations[place] = await self._generate(requests[place], limits[place])
+
+        async with self._core.alive():
+            await self._prepare()
+            await self._served_version()
+            with self._counted(), ungrouped():
+                async with anyio.create_task_group() as tasks:
+                    for place in range(len(requests)):
+                        tasks.start_soon(generate, place)
+        return [generations[place] for place in range(len(requests))]
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count the block as a call that is generating."""
+        if not self._calls:
+            self._idle = anyio.Event()
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                self._idle.set()
+
+    async def _served_version(self) -> StepRef:
+        """Return the served version, once none is being loaded. Raises NotServing."""
+        while self._installed is not None:
+            await self._installed.wait()
+        return self._version()
+
+    def _version(self) -> StepRef:
+        if self.serves is None:
+            raise NotServing("the rollout engine serves no weight version: install one first")
+        return self.serves
+
+    async def _generate(self, request: GenerationRequest, limit: int) -> Generation:
+        async with self._slots:
+            # Under `finish` an installation waits for the turns of a call, and not they for it.
+            if self.on_update == "finish":
+                version = self._version()
+            else:
+                version = await self._served_version()
+            return await self._generate_with(version, request, limit)
+
+    async def _generate_with(
+        self, version: StepRef, request: GenerationRequest, limit: int
+    ) -> Generation:
+        sampling, place = request.sampling, (request.ordinal, request.sample, request.turn)
+        seed = turn_key(sampling.seed, *place) & _SEED_BITS
+        # The prefixes of another version are never hit, so that no cache has to be dropped.
+        prompt = {"prompt_token_ids": request.tokens, "cache_salt": _label(version)}
+        name = "-".join(map(str, (*place, next(self._numbers))))
+        params = build_sampling_params(sampling, limit, seed, self._end_tokens)
+        outputs = [output async for output in self._engine.generate(prompt, params, name)]
+        (completion,) = outputs[-1].outputs
+        if completion.finish_reason == "abort":
+            raise NotServing(
+                "the turn was given up: the version that was installed amid it is not what was "
+                "published"
+            )
+        tokens = list(completion.token_ids)
+        chosen = zip(completion.logprobs, tokens, strict=True)
+        return Generation(
+            tokens=tokens,
+            logprobs=[logprobs[token].logprob for logprobs, token in chosen],
+            versions=[
+                (self._version_of_label(span.version), span.end - span.start)
+                for span in completion.weight_versions or ()
+                if span.end > span.start
+            ],
+            finished=completion.finish_reason == "stop",
+        )
+
+    def _version_of_label(self, label: str) -> StepRef:
+        """Return the version that vLLM names: never the one that is believed to be served."""
+        if label != _BASE_LABEL:
+            epoch, _, step = label.partition("/")
+            return StepRef(int(epoch), int(step))
+        if self._base is None:
+            raise NotServing("vLLM answered with the weights of its folder, which are no version")
+        return self._base
+
+    # --- standing still --------------------------------------------------------------------
+
+    async def pause(self, lease: float) -> None:
+        """Stand still between tokens for at most `lease` seconds."""
+        async with self._core.alive():
+            await self._engine.pause_generation(mode="keep", clear_cache=False)
+        loop = asyncio.get_running_loop()
+        if self._lease is not None:
+            self._lease.cancel()
+        self._paused_until = time.monotonic() + lease
+        self._lease = loop.call_later(lease, lambda: loop.create_task(self.resume()))
+
+    async def resume(self) -> None:
+        """End a pause."""
+        if self._lease is not None:
+            self._lease.cancel()
+            self._lease = None
+        self._paused_until = 0.0
+        if self._installed is None or self.serves is not None:
+            await self._engine.resume_generation()
+
+    async def release(self) -> None:
+        """Return None: the weights lie in vLLM's processes. The served version stays."""
+        return
+
+    # --- versions --------------------------------------------------------------------------
+
+    async def install(self, ready: StepReady) -> None:
+        """Serve a weight version; see :class:`~..base.RolloutEngine`.
+
+        Raises:
+            NotAsPublished: vLLM does not compute with it as it was published.
+            EngineEnded: vLLM's core has ended.
+        """
+        if self._synchronizer is None:
+            raise RolloutEngineError("the rollout engine has no synchronizer to install from")
+        began = time.monotonic()
+        async with self._core.alive():
+            await self._prepare()
+            fetched = await self._fetch(ready)
+            fetch = time.monotonic() - began
+            async with self._new_turns_held():
+                pause_began = time.monotonic()
+                # Shielded: an explorer cancels an installation when the answers next to it are
+                # done, and vLLM's session would stay open amid a half-loaded model.
+                with anyio.CancelScope(shield=True):
+                    reports = await self._update(ready)
+                pause = time.monotonic() - pause_began
+        installed = InstalledVersion(
+            StepRef(ready.epoch, ready.step), reports[0].digest, reports[0].bytes
+        )
+        verified_at = max(outcome.verified_at for outcome in fetched)
+        phases = AppliedPhases(fetch=fetch, pause=pause)
+        await anyio.to_thread.run_sync(self._synchronizer.applied, installed, verified_at, phases)
+
+    @asynccontextmanager
+    async def _new_turns_held(self) -> AsyncIterator[None]:
+        """Let no turn begin in the block; under `finish`, wait for those that have begun."""
+        self._installed = anyio.Event()
+        try:
+            if self.on_update == "finish" and self._calls:
+                await self._idle.wait()
+            yield
+        finally:
+            self._installed.set()
+            self._installed = None
+
+    async def _prepare(self) -> None:
+        """Prepare the workers, once, in the event loop that calls them."""
+        async with self._preparing:
+            if self._prepared:
+                return
+            await self._engine.collective_rpc("trinity_return_full_logprobs")
+            if self._synchronizer is not None:
+                await self._connect_workers()
+            self._prepared = True
+
+    async def _connect_workers(self) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        assert self._synchronizer is not None
+        settings = self._synchronizer.settings
+        folder = settings.checkpoint_folder
+        await self._engine.init_weight_transfer_engine(
+            WeightTransferInitRequest(
+                init_info={
+                    "run_id": settings.run_id,
+                    "redis_url": settings.redis_url,
+                    "weights_url": settings.weights_url,
+                    "rank": settings.rank,
+                    "checkpoint_folder": None if folder is None else str(folder),
+                    "outcomes": str(self._outcomes_path),
+                }
+            )
+        )
+
+    async def _fetch(self, ready: StepReady) -> list[FetchOutcome]:
+        """Let each worker pull the version, next to generation, and return the outcomes.
+
+        Raises as :meth:`trinity_events.Synchronizer.pull`.
+        """
+        version = StepRef(ready.epoch, ready.step)
+        announcement = msgspec.json.encode(ready).decode()
+        await self._engine.collective_rpc("trinity_fetch", args=(announcement,))
+        outcomes: dict[int, FetchOutcome] = {}
+        while len(outcomes) < self._engine.vllm_config.parallel_config.world_size:
+            await anyio.wait_readable(self._outcomes)
+            outcome = msgspec.json.decode(self._outcomes.recv(_LARGEST_OUTCOME), type=FetchOutcome)
+            if outcome.version == version:  # an earlier fetch may have been cancelled
+                outcomes[outcome.worker] = outcome
+        failures = [outcome.failure for outcome in outcomes.values() if outcome.failure is not None]
+        if failures:
+            await self._engine.collective_rpc("trinity_abandon")
+            raise _fetch_error(failures[0], ready)
+        return list(outcomes.values())
+
+    async def _update(self, ready: StepReady) -> list[LoadReport]:
+        """Stop, load a fetched version, look into it, and serve it. Raises as :meth:`install`."""
+        version = StepRef(ready.epoch, ready.step)
+        clear_cache = self.on_update == "recompute_cache"
+        await self._engine.pause_generation(mode="keep", clear_cache=clear_cache)
+        self.serves = None
+        try:
+            reports = await self._load(ready)
+            _check_reports(reports, version)
+            # The label comes last: no token has it before the checks have passed.
+            await self._engine.finish_weight_update(_label(version))
+            self.serves = version
+        except Exception as error:
+            await self._give_up_turns()
+            if isinstance(error, NotAsPublished):
+                assert self._synchronizer is not None
+                await anyio.to_thread.run_sync(self._synchronizer.report_refusal, ready, error)
+            if isinstance(error, TrinityError):
+                raise
+            raise RolloutEngineError(
+                f"vLLM refuses step {ready.step}: {_one_line(error)}"
+            ) from error
+        if time.monotonic() >= self._paused_until:
+            await self._engine.resume_generation()
+        return reports
+
+    async def _load(self, ready: StepReady) -> list[LoadReport]:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._engine.start_weight_update()
+        update_info = {"ready": msgspec.json.encode(ready).decode(), "served": True}
+        await self._engine.update_weights(WeightTransferUpdateRequest(update_info=update_info))
+        reports = await self._engine.collective_rpc("trinity_report")
+        return [msgspec.json.decode(report, type=LoadReport) for report in reports]
+
+    async def _give_up_turns(self) -> None:
+        """End the update, and every turn that it stopped: the model is not whole."""
+        await self._engine.collective_rpc("trinity_abandon")
+        await self._engine.pause_generation(mode="abort", clear_cache=True)
+        await self._engine.resume_generation()
+
+    async def prove(self) -> str:
+        """Return a digest of what all workers compute with, as far as it can be looked into."""
+        async with self._core.alive():
+            await self._prepare()
+            workers = await self._engine.collective_rpc("trinity_digests")
+        return digest(msgspec.json.encode([sorted(digests.items()) for digests in workers]))
+
+
+def _check_reports(reports: Sequence[LoadReport], version: StepRef) -> None:
+    """Raise NotAsPublished, or IncompatibleWeights, unless each worker has loaded the version."""
+    for report in reports:
+        if report.failure is not None:
+            if report.failure.kind == IncompatibleWeights.__name__:
+                raise IncompatibleWeights(report.failure.reason, report.failure.tensor)
+            raise NotAsPublished(
+                step=version.step, engine=NAME, fault="load", detail=report.failure.reason
+            )
+        if report.version != version:
+            loaded = "nothing" if report.version is None else f"step {report.version.step}"
+            raise NotAsPublished(
+                step=version.step, engine=NAME, fault="another version", detail=loaded
+            )
+        if report.missing:
+            raise _not_as_published(version, "not given", report.missing)
+        if report.unloaded:
+            raise _not_as_published(version, "not loaded", report.unloaded)
+        if report.differing:
+            raise _not_as_published(version, "not served", report.differing)
+
+
+def _not_as_published(version: StepRef, fault: Any, tensors: Sequence[str]) -> NotAsPublished:
+    return NotAsPublished(step=version.step, engine=NAME, fault=fault, tensors=tuple(tensors))
+
+
+def _fetch_error(failure: WorkerFailure, ready: StepReady) -> TrinityError:
+    """Return the error of a fetch in a worker, as :meth:`Synchronizer.pull` raises it."""
+    if failure.kind == CorruptVersion.__name__:
+        return CorruptVersion(failure.reason, failure.rank, failure.chunk)
+    if failure.kind == VersionUnavailable.__name__:
+        return VersionUnavailable(failure.reason)
+    return RolloutEngineError(f"a worker of vLLM cannot fetch step {ready.step}: {failure.reason}")
+
+
+def _label(version: StepRef) -> str:
+    return f"{version.epoch}/{version.step}"
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

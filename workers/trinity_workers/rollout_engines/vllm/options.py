@@ -1,0 +1,142 @@
+"""Options of the engine `vllm`, and the arguments that vLLM's engine gets."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from trinity_schemas import Sampling
+
+from ...learning.policy import load_tokenizer
+from ..base import EngineOptions, RolloutEngineError
+from .plugin import BACKEND, OWNER
+
+_EXTENSION = "trinity_workers.rollout_engines.vllm.transfer.WorkerExtension"
+_OURS = frozenset(
+    {
+        *("model", "dtype", "seed", "skip_tokenizer_init", "logprobs_mode"),
+        *("generation_config", "weight_transfer_config"),
+    }
+)
+"""Arguments that follow from the run."""
+_ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    # The policy's folder is local, and vLLM would ask the hub for each part that a model lacks.
+    "HF_HUB_OFFLINE": "1",
+}
+"""Environment of vLLM's processes, where it says nothing else."""
+
+
+class VLLMOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options of the engine `vllm`."""
+
+    engine_args: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Arguments of vLLM's engine, such as max_num_seqs or kv_cache_memory_bytes."""
+
+
+def read_options(options: EngineOptions) -> VLLMOptions:
+    """Return the engine's own options.
+
+    Raises RolloutEngineError for others, and for arguments that follow from the run.
+    """
+    try:
+        own = msgspec.convert(options.options, VLLMOptions)
+    except msgspec.ValidationError as error:
+        names = ", ".join(VLLMOptions.__struct_fields__)
+        raise RolloutEngineError(
+            f"options of the rollout engine vllm: {error}; there is {names}"
+        ) from None
+    determined = sorted(_OURS & own.engine_args.keys())
+    if determined:
+        raise RolloutEngineError(
+            f"explorer.engine_options.engine_args sets {', '.join(determined)}, which follows from "
+            "the run: leave it out"
+        )
+    return own
+
+
+def build_engine_args(options: EngineOptions, own: VLLMOptions) -> dict[str, Any]:
+    """Return the arguments of vLLM's engine."""
+    from vllm.config import WeightTransferConfig
+    from vllm.platforms import current_platform
+
+    args: dict[str, Any] = {
+        "enforce_eager": True,
+        "disable_log_stats": True,
+        "enable_log_requests": False,
+        "worker_extension_cls": _EXTENSION,
+    }
+    if current_platform.is_cpu():
+        # Attention on a CPU takes blocks of 32. A seeded request whose prompt is computed in two
+        # parts ends the engine there: "CPU Generator does not use offset".
+        args |= {"block_size": 32, "enable_chunked_prefill": False}
+    return {
+        **args,
+        **own.engine_args,
+        "model": str(options.model_folder),
+        "dtype": options.dtype,
+        "seed": options.seed,
+        "skip_tokenizer_init": True,
+        "logprobs_mode": "processed_logprobs",
+        # The folder's own defaults, such as a repetition penalty, are none of the run's.
+        "generation_config": "vllm",
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+    }
+
+
+def prepare_environment() -> None:
+    """Set what vLLM's processes read, before any is started."""
+    import torch
+
+    os.environ[OWNER] = str(os.getpid())
+    # The explorer's share of the cores; OpenMP of a child reads it when it starts.
+    for name, value in {**_ENVIRONMENT, "OMP_NUM_THREADS": str(torch.get_num_threads())}.items():
+        os.environ.setdefault(name, value)
+
+
+def build_sampling_params(
+    sampling: Sampling, limit: int, seed: int, end_tokens: tuple[int, ...]
+) -> Any:
+    """Return vLLM's parameters of one turn.
+
+    Args:
+        sampling: The request's settings.
+        limit: Tokens that the turn may have.
+        seed: Seed of the turn.
+        end_tokens: Tokens that end an answer.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=limit,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k or -1,
+        seed=seed,
+        logprobs=0,
+        # The end of sequence is one of them, and the answer keeps it.
+        stop_token_ids=list(end_tokens),
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def read_end_tokens(folder: Path) -> tuple[int, ...]:
+    """Return the tokens that end an answer, without the model."""
+    from transformers import GenerationConfig
+
+    ends = {int(load_tokenizer(folder).eos_token_id)}
+    try:
+        read: Any = GenerationConfig.from_pretrained
+        defaults = read(folder, local_files_only=True).eos_token_id
+    except OSError:  # the folder has no defaults of generation
+        defaults = None
+    more = defaults if isinstance(defaults, list) else [defaults]
+    return tuple(sorted(ends | {int(token) for token in more if token is not None}))

@@ -1,0 +1,72 @@
+"""Messages between vLLM's workers and the engine's process, as JSON. Nothing is unpickled."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+from trinity_events.errors import TrinityError
+from trinity_schemas import StepRef
+
+
+class WorkerFailure(Struct, frozen=True):
+    """Error of a worker, as the engine's process raises it again."""
+
+    kind: str
+    """Name of its class."""
+    reason: str
+    rank: int | None = None
+    chunk: int | None = None
+    tensor: str | None = None
+
+    @classmethod
+    def of(cls, error: Exception) -> WorkerFailure:
+        """Return the failure of an error."""
+        is_ours = isinstance(error, TrinityError)
+        return cls(
+            type(error).__name__,
+            str(error) if is_ours else f"{type(error).__name__}: {error}",
+            *(getattr(error, name, None) for name in ("rank", "chunk", "tensor")),
+        )
+
+
+class FetchOutcome(Struct, frozen=True):
+    """Outcome of a fetch in one worker."""
+
+    worker: int
+    version: StepRef
+    verified_at: float = 0.0
+    """Unix seconds at which the last byte was verified."""
+    failure: WorkerFailure | None = None
+
+
+class LoadReport(Struct, kw_only=True):
+    """Report of one worker about the load of a version; names are those of the version."""
+
+    worker: int
+    version: StepRef | None = None
+    """Version that was loaded; None if nothing was."""
+    digest: str = ""
+    bytes: int = 0
+    missing: list[str] = msgspec.field(default_factory=list)
+    """Tensors that the model was not given exactly once."""
+    unloaded: list[str] = msgspec.field(default_factory=list)
+    """Parameters of the model that nothing was loaded into, as vLLM names them."""
+    differing: list[str] = msgspec.field(default_factory=list)
+    """Tensors that the model does not compute with as they were published."""
+    unproven: list[str] = msgspec.field(default_factory=list)
+    """Tensors that were not compared."""
+    compared: list[str] = msgspec.field(default_factory=list)
+    load_seconds: float = 0.0
+    proof_seconds: float = 0.0
+    failure: WorkerFailure | None = None
+
+
+class InstalledVersion(NamedTuple):
+    """Version that the workers have pulled and loaded, for the event."""
+
+    ref: StepRef
+    digest: str
+    bytes: int
