@@ -1014,17 +1014,13 @@ class NotAsPublished(CorruptVersion):
     )
     tensors: tuple[str, ...] = field(kw_only=True, default=())
     detail: str = field(kw_only=True, default="")
-    texts = MappingProxyType(
-        {
-            "not given": "{engine} was not given each tensor of step {step} once: {_named}",
-            "not loaded": "{engine} has loaded nothing of step {step} into {_named}",
-            "not served": "{engine} does not compute with what was published as step {step}: "
-            "{_named}",
-            "another version": "{engine} reports that step {step} is loaded, and has loaded "
-            "{detail}",
-            "load": "{engine} could not load step {step}: {detail}",
-        }
-    )
+    texts: ClassVar = {
+        "not given": "{engine} was not given each tensor of step {step} once: {_named}",
+        "not loaded": "{engine} has loaded nothing of step {step} into {_named}",
+        "not served": "{engine} does not compute with what was published as step {step}: {_named}",
+        "another version": "{engine} reports that step {step} is loaded, and has loaded {detail}",
+        "load": "{engine} could not load step {step}: {detail}",
+    }
 
     def __post_init__(self) -> None:
         self.reason = str(self)

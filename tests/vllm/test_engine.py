@@ -6,16 +6,18 @@ import time
 
 import anyio
 import pytest
+import torch
 
 from tests.support.experiences import FIRST
 from tests.support.pipeline import events_of, reports_accepted
-from tests.support.rollout_engines import in_thread, logprobs_of, requests_for
+from tests.support.rollout_engines import in_thread, requests_for
 from tests.vllm.conftest import open_engine
 from trinity_events.errors import CorruptVersion
 from trinity_events.server import open_client
 from trinity_events.system.error_text import ungrouped
 from trinity_schemas import StepRef, WeightsApplied, chunk_key
 from trinity_workers.rollout_engines import EngineEnded, RolloutEngineError
+from trinity_workers.rollout_engines.sampling import NoisySampler
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.processes, pytest.mark.heavy]
 
@@ -24,26 +26,40 @@ def ref(announced):
     return StepRef(announced.epoch, announced.step)
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        {},
-        {"temperature": 0.7, "top_p": 0.6},
-        {"temperature": 1.3, "top_k": 5},
-        {"temperature": 0.0},
-    ],
-    ids=["policy", "nucleus", "top-k", "greedy"],
-)
-async def test_log_probabilities_are_those_of_the_published_model(vllm_run, sampling):
-    requests = requests_for(range(6), samples=4, tokens=12, **sampling)
+SAMPLINGS = {
+    "policy": {},
+    "temperature": {"temperature": 1.3},
+    "top-k and top-p": {"temperature": 0.7, "top_k": 20, "top_p": 0.6},
+    "min-p": {"min_p": 0.3},
+    "repetition penalty": {"repetition_penalty": 1.5},
+    "greedy": {"temperature": 0.0},
+}
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+async def test_log_probabilities_are_those_of_the_sampled_distribution(vllm_run, name):
+    requests = requests_for(range(6), samples=2, tokens=10, **SAMPLINGS[name])
     generations = await vllm_run.engine.generate(requests)
     for request, generation in zip(requests, generations, strict=True):
-        reference = logprobs_of(
-            vllm_run.model, request, generation.tokens, request.sampling.temperature or 1.0
-        )
-        assert generation.logprobs == pytest.approx(reference, abs=1e-5)
+        reference = sampled_logprobs(vllm_run.model, request, generation.tokens)
+        assert generation.logprobs == pytest.approx(reference, abs=2e-5)
         assert generation.versions == [(vllm_run.engine.serves, len(generation.tokens))]
         assert generation.finished == (generation.tokens[-1] in vllm_run.engine._end_tokens)
+
+
+def sampled_logprobs(model, request, tokens):
+    """Log-probabilities of tokens after a prompt, as the Hugging Face engine computes them."""
+    everything = [*request.tokens, *tokens]
+    with torch.no_grad():
+        logits = model(torch.tensor([everything])).logits[0]
+    logprobs = []
+    for place, token in enumerate(tokens):
+        history = everything[: len(request.tokens) + place]
+        sampler = NoisySampler([0], [request.sampling], torch.device("cpu"), [history])
+        scaled = sampler._penalise(logits[None, len(history) - 1].float())
+        scaled = scaled / (request.sampling.temperature or 1.0)
+        logprobs.append(float(sampler._truncate(scaled.log_softmax(-1))[0, token]))
+    return logprobs
 
 
 async def test_a_request_has_the_same_answer_again_and_samples_differ(vllm_run):

@@ -45,7 +45,7 @@ from ..base import (
     NotServing,
     RolloutEngineError,
 )
-from ..loading import updates_amid_turns
+from ..loading import samples_with, updates_amid_turns
 from ..sampling import turn_key
 from ..turns import turn_limit
 from .core_watch import CoreWatch
@@ -101,6 +101,7 @@ class VLLMEngine:
         self._slots = anyio.Semaphore(engine.vllm_config.scheduler_config.max_num_seqs)
 
     @classmethod
+    @samples_with("top_k", "top_p", "min_p", "repetition_penalty")
     @updates_amid_turns("keep_cache", "recompute_cache")
     def open(cls, options: EngineOptions) -> VLLMEngine:
         """Return an engine of a Hugging Face folder, once vLLM's processes have loaded it.
@@ -313,7 +314,6 @@ class VLLMEngine:
         async with self._preparing:
             if self._prepared:
                 return
-            await self._engine.collective_rpc("trinity_return_full_logprobs")
             if self._synchronizer is not None:
                 await self._connect_workers()
             self._prepared = True

@@ -82,6 +82,7 @@ def build_engine_args(options: EngineOptions, own: VLLMOptions) -> dict[str, Any
         "dtype": options.dtype,
         "seed": options.seed,
         "skip_tokenizer_init": True,
+        # Those of the distribution that a token was sampled from.
         "logprobs_mode": "processed_logprobs",
         # The folder's own defaults, such as a repetition penalty, are none of the run's.
         "generation_config": "vllm",
@@ -118,6 +119,8 @@ def build_sampling_params(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k or -1,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
         seed=seed,
         logprobs=0,
         # The end of sequence is one of them, and the answer keeps it.

@@ -283,29 +283,6 @@ class WorkerExtension:
                     digests[f"{served.name}:{served.begins}"] = digest(as_bytes(served.tensor))
         return digests
 
-    def trinity_return_full_logprobs(self) -> None:
-        """Let the sampler return log-probabilities at the temperature, before any truncation.
-
-        vLLM has those at temperature 1 (`raw_logprobs`), and those after top_k, top_p and min_p.
-        """
-        sampler = self.model_runner.sampler
-        temper, sample = sampler.apply_temperature, sampler.sample
-        tempered: list[Tensor] = []
-
-        def apply_temperature(*args: Any) -> Tensor:
-            logits: Tensor = temper(*args)
-            tempered.append(logits.log_softmax(dim=-1, dtype=torch.float32))
-            return logits
-
-        def sample_with_full_logprobs(*args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-            tempered.clear()
-            tokens, logprobs = sample(*args, **options)
-            # Without a temperature all requests are greedy, and nothing was truncated.
-            return tokens, tempered.pop() if tempered and logprobs is not None else logprobs
-
-        sampler.apply_temperature = apply_temperature
-        sampler.sample = sample_with_full_logprobs
-
     def trinity_process(self) -> int:
         """Return the id of the worker's process."""
         return os.getpid()
