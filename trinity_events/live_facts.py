@@ -5,6 +5,7 @@ They are read as the user ``viewer`` may read them: no script runs, and nothing 
 
 from __future__ import annotations
 
+import socket
 from contextlib import suppress
 from typing import Any
 
@@ -16,10 +17,13 @@ from trinity_schemas import ContractError, EnvelopeReader
 from .analysis.causes import CheckpointReader, GroupLag, HostProcess, LiveFacts, Reason
 from .core.fold import decode_entry
 from .core.fold_state import format_producer
+from .core.state import ProcessHost
 from .diagnostics.stacks import host_processes
 from .log import ORIGIN, RedisEventLog, Stream, position
 from .log.redis.groups import FIRST_MEMBER
+from .log.reducer_root import find_leader_host
 from .server import server_clock, server_info
+from .system.host import get_host_id
 
 _HEARD = 500
 """Last entries of the log that are read for the time at which each process was heard."""
@@ -45,6 +49,8 @@ async def read_live_facts(client: redis.asyncio.Redis, run_id: str) -> LiveFacts
         },
         heard=await _heard(log),
         readers=await _readers(client, log, lags.now),
+        host=ProcessHost(node=socket.gethostname(), host_id=get_host_id()),
+        leader_host=await _find_leader_host(client, log),
     )
 
 
@@ -106,6 +112,13 @@ async def _server_fault(client: redis.asyncio.Redis, key: str) -> tuple[Reason, 
     if files.get("aof_enabled") and files.get("aof_last_write_status") == "err":
         return "server-read-only", "it cannot write its append-only file: make room on its disk"
     return None
+
+
+async def _find_leader_host(client: redis.asyncio.Redis, log: RedisEventLog) -> ProcessHost | None:
+    leader: Any
+    folder: Any
+    leader, folder = await client.mget(log.keys.leader, log.keys.folder)
+    return find_leader_host(leader, folder)
 
 
 async def _heard(log: RedisEventLog) -> dict[str, int]:

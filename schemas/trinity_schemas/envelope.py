@@ -15,7 +15,7 @@ from .events import (
     VersionOpened,
     VersionPartPublished,
 )
-from .identity import Epoch, Producer, RunId
+from .identity import Epoch, HostId, Producer, RunId
 
 SCHEMA_VERSION = 2
 """Newest version of the contract that this package writes and reads."""
@@ -66,3 +66,5 @@ class Envelope(Struct, frozen=True, kw_only=True, omit_defaults=True):
         Meta(ge=1, le=2**15, description="Version of the contract by which the event is folded."),
     ] = FIRST_VERSION
     trace: Trace | None = None
+    host_id: HostId | None = None
+    """Identity of the sender's host, in the first event of a sender."""

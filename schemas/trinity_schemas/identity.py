@@ -22,6 +22,14 @@ Incarnation = Annotated[Slug, Meta(description="Id of one start of a process, ne
 LONGEST_NAME = 256
 Name = Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]
 Node = Annotated[Name, Meta(description="Name of the host.")]
+HostId = Annotated[
+    str,
+    Meta(
+        pattern=r"^[0-9a-f]{16}$",
+        title="host id",
+        description="Identity of a host: of its boot, its process ids and its processes' folder.",
+    ),
+]
 Text = Annotated[str, Meta(max_length=8192)]
 Step = Annotated[int, Meta(ge=0, le=2**53, description="The training step.")]
 Epoch = Annotated[
@@ -130,7 +138,7 @@ class Slot(Struct, frozen=True, kw_only=True):
     name: Annotated[Name, Meta(description="Name of the save in its process.")]
 
 
-class Process(Struct, frozen=True, kw_only=True):
+class Process(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Operating-system process, identified by its start too, as hosts use numbers again."""
 
     host: Node
@@ -138,6 +146,7 @@ class Process(Struct, frozen=True, kw_only=True):
     started: Annotated[
         int, Meta(ge=0, le=2**62, description="Start of the process, in the host's clock ticks.")
     ]
+    host_id: HostId | None = None
 
 
 class StepRef(Struct, frozen=True, order=True):

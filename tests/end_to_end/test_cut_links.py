@@ -31,6 +31,8 @@ def test_a_run_goes_on_after_its_trainers_link_was_cut_for_35_seconds(
     processes, policy_folder, tmp_path
 ):
     file = small_run(tmp_path, policy_folder, steps=1_000_000)
+    # Chunks travel by the link too.
+    processes.env["TRINITY_WEIGHTS_REDIS_URL"] = processes.redis_url
     with Proxy(processes.redis_url) as link:
         processes.urls["train"] = link.url
         processes.start("reducer")

@@ -6,18 +6,20 @@ process that is stopped or a reducer that is gone, comes as :class:`LiveFacts`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from msgspec import Struct, field
+from msgspec import Struct, field, structs
 
 from trinity_schemas import Kind
 
 from ..core.completeness import format_missing, missing_processes
 from ..core.fold_state import format_slot
 from ..core.handlers.rollouts import format_exclusion
+from ..core.handlers.runs import LAUNCHER
 from ..core.handlers.waits import format_wait, open_waits
-from ..core.state import KINDS, KindState, MonitorState
+from ..core.state import KINDS, KindState, MonitorState, ProcessHost
+from .hosts import find_other_host, format_host, is_judged, list_unseen
 
 Condition = Literal["running", "stopped", "ended"]
 """State of a process of the host on which the question is asked."""
@@ -49,6 +51,8 @@ save, a part, a commit or a registration has not come. `no-explorer`: rollouts h
 acknowledges nothing. `held-checkpoint`: a reader holds a checkpoint.
 """
 
+REDUCER = "reducer-0"
+"""Name of a reducer's process, whichever reducer leads."""
 BEHIND = 3_000
 """Milliseconds for which an entry is not folded before its reducer counts as behind."""
 UNREAD = 5.0
@@ -115,6 +119,10 @@ class LiveFacts(Struct, frozen=True, kw_only=True):
     """Milliseconds of the last entry of each process, as far as the end of the log tells."""
     groups: tuple[GroupLag, ...] = ()
     readers: tuple[CheckpointReader, ...] = ()
+    host: ProcessHost | None = None
+    """Host of the question; None where its processes are all processes of the run."""
+    leader_host: ProcessHost | None = None
+    """Host of the reducer that leads, if it says so."""
 
 
 class Cause(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -126,6 +134,8 @@ class Cause(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Process at fault by role and rank, as far as it is known."""
     pid: int | None = None
     """Its process id, if it is on the host of the question."""
+    host: str | None = None
+    """Its host, if that is another than the host of the question."""
     step: int | None = None
     kind: Kind | None = None
     what: str | None = None
@@ -161,6 +171,7 @@ def find_causes(state: MonitorState, facts: LiveFacts) -> list[Cause]:
     """Return the causes for which a run does not go on, the first cause first."""
     if state.closed is not None:
         return list(_closed(state))
+    facts = structs.replace(facts, processes=_select_judged(state, facts))
     links = _links(state, facts.now)
     ends = sorted(_ends(links), key=lambda end: _blame(end, facts))
     excluded = list(_check_excluded(state))
@@ -170,7 +181,7 @@ def find_causes(state: MonitorState, facts: LiveFacts) -> list[Cause]:
         *_check_server(facts),
         *(_check_launcher(state, facts) or _check_reducer(state, facts)),
         *first,
-        *(_cause(end, facts) for end in ends),
+        *(_cause(end, state, facts) for end in ends),
         *_check_explorers(state, facts),
         *excluded,
         *_check_groups(facts),
@@ -191,10 +202,11 @@ def is_lasting(cause: Cause, now: int) -> bool:
     return cause.since is None or now - cause.since >= STANDSTILL
 
 
-def select_processes(
-    state: MonitorState, processes: Mapping[str, HostProcess]
-) -> dict[str, HostProcess]:
-    """Return processes without explorers that stopped, or that an earlier launch of the run had."""
+def select_processes(state: MonitorState, facts: LiveFacts) -> dict[str, HostProcess]:
+    """Return the run's processes on the host of the question, without explorers that stopped.
+
+    Processes of an earlier launch of the run are left out, as those on other hosts are.
+    """
 
     def is_past(name: str, process: HostProcess) -> bool:
         explorer = state.explorers.get(name)
@@ -205,7 +217,31 @@ def select_processes(
             and (explorer is None or explorer.status == "stopped")
         )
 
-    return {name: process for name, process in processes.items() if not is_past(name, process)}
+    return {
+        name: process
+        for name, process in _select_judged(state, facts).items()
+        if not is_past(name, process)
+    }
+
+
+def find_unseen(state: MonitorState, facts: LiveFacts) -> dict[str, list[str]]:
+    """Return the processes of an open run that the host of the question cannot see, by host."""
+    return list_unseen(state, _locate(state, facts), facts.host)
+
+
+def _locate(state: MonitorState, facts: LiveFacts) -> dict[str, ProcessHost]:
+    """Return the hosts of the run's processes."""
+    leader = {} if facts.leader_host is None else {REDUCER: facts.leader_host}
+    return {**state.hosts, **leader}
+
+
+def _select_judged(state: MonitorState, facts: LiveFacts) -> dict[str, HostProcess]:
+    hosts = _locate(state, facts)
+    return {
+        name: process
+        for name, process in facts.processes.items()
+        if is_judged(hosts, facts.host, name, ended=process.condition == "ended")
+    }
 
 
 # --- the server, the reducer, and what no process waits for ---------------------------------------
@@ -228,7 +264,7 @@ def _check_launcher(state: MonitorState, facts: LiveFacts) -> list[Cause]:
 
     A run that is led was started again, maybe on another host.
     """
-    name = "launcher-0"
+    name = LAUNCHER
     process = facts.processes.get(name)
     if process is None or process.condition != "ended" or facts.is_led:
         return []
@@ -241,7 +277,7 @@ def _check_launcher(state: MonitorState, facts: LiveFacts) -> list[Cause]:
 
 
 def _check_reducer(state: MonitorState, facts: LiveFacts) -> Iterator[Cause]:
-    name = "reducer-0"
+    name = REDUCER
     process = facts.processes.get(name)
     pid = None if process is None else process.pid
     since = facts.unfolded_since
@@ -463,7 +499,7 @@ def _blame(end: _End, facts: LiveFacts) -> tuple[int, int, int]:
     return severity, -end.depth, end.link.since
 
 
-def _cause(end: _End, facts: LiveFacts) -> Cause:
+def _cause(end: _End, state: MonitorState, facts: LiveFacts) -> Cause:
     link, process = end.link, end.process
     culprit = process
     if culprit is None and not link.by.startswith("step "):
@@ -485,17 +521,29 @@ def _cause(end: _End, facts: LiveFacts) -> Cause:
         sentence += "it computes, hangs or is cut off."
     elif link.reason == "no-explorer":
         sentence += " No explorer has joined the run."
+    host = _format_other_host(state, facts, culprit)
+    if host is not None:
+        sentence += f" {culprit} is on {host}, whose processes are not seen from this host."
     return Cause(
         reason=reason,
         sentence=sentence,
         process=culprit,
         pid=None if host_process is None else host_process.pid,
+        host=host,
         step=link.step,
         kind=link.kind,
         what=link.what,
         waiting=link.by,
         since=link.since,
     )
+
+
+def _format_other_host(state: MonitorState, facts: LiveFacts, name: str | None) -> str | None:
+    """Return the host of a process as text, if it is another than that of the question."""
+    if name is None or facts.host is None:
+        return None
+    host = find_other_host(_locate(state, facts), facts.host, name)
+    return None if host is None else format_host(host, facts.host)
 
 
 def _running_explorers(state: MonitorState) -> list[str]:

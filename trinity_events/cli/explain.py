@@ -22,9 +22,10 @@ from trinity_schemas import (
     StacksTaken,
 )
 
-from ..analysis.causes import Cause, find_causes
+from ..analysis.causes import Cause, find_causes, find_unseen
 from ..analysis.explain import explain as format_explanation
 from ..analysis.explain import format_profiles, format_unfinished
+from ..analysis.hosts import format_unseen
 from ..analysis.outcomes import Outcome, OutcomeName, format_end, format_outcomes, get_outcome
 from ..analysis.proof import Proof, ProofEntry, format_proof
 from ..archive import Archive, ArchiveMissing
@@ -92,6 +93,8 @@ class _StepFacts(Struct, frozen=True, kw_only=True):
     state: MonitorState
     causes: list[Cause]
     """Causes for which the run does not go on, the first cause first."""
+    unseen: str
+    """Sentence on the hosts whose processes cannot be seen; empty without."""
     now: int
     outcomes: list[Outcome]
     """Announced outcomes from the log, if the state no longer has the step."""
@@ -207,9 +210,10 @@ def _format_run(facts: _StepFacts) -> list[str]:
         *([format_next_step(state)] if state.closed in ("failed", "interrupted") else []),
         *_stacks(facts),
     ]
-    return lines or [
-        f"No process of run {state.run_id} has reported a wait, and no step waits for anything."
-    ]
+    if not lines:
+        nothing = "has reported a wait, and no step waits for anything."
+        lines = [f"No process of run {state.run_id} {nothing}"]
+    return lines + [facts.unseen] * bool(facts.unseen)
 
 
 def _reward_errors(facts: _StepFacts) -> list[str]:
@@ -273,6 +277,7 @@ async def _read_facts(
         return _StepFacts(
             state=state,
             causes=causes,
+            unseen=format_unseen(find_unseen(state, facts)),
             now=now,
             outcomes=outcomes,
             proof=entries,

@@ -60,7 +60,7 @@ async def _read_status(
             return _RunStatus(state)
         facts = await read_live_facts(client, log.run_id)
         since = await abandoned_since(client, state, silence)
-        facts = msgspec.structs.replace(facts, processes=select_processes(state, facts.processes))
+        facts = msgspec.structs.replace(facts, processes=select_processes(state, facts))
         if any(process.condition != "ended" for process in facts.processes.values()):
             # A trainer publishes nothing between steps. To start the run again would fence it.
             since = None

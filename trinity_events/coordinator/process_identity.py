@@ -9,6 +9,8 @@ from pathlib import Path
 
 from trinity_schemas import Process
 
+from ..system.host import get_host_id
+
 _IMPORTED_NS = time.time_ns()
 _STARTED_AFTER_NAME = 19
 """Index of the start time in ``/proc/PID/stat``, counted after the command's name."""
@@ -16,7 +18,9 @@ _STARTED_AFTER_NAME = 19
 
 def this_process() -> Process:
     """Return the identity of this process, computed again because a fork has another one."""
-    return Process(host=socket.gethostname(), pid=os.getpid(), started=_started())
+    return Process(
+        host=socket.gethostname(), pid=os.getpid(), started=_started(), host_id=get_host_id()
+    )
 
 
 def _started() -> int:

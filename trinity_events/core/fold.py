@@ -154,6 +154,8 @@ class Monitor:
         if (not current or not state.epoch) and not _admit_epoch(fold, envelope):
             return []
         handler(fold, event, envelope)
+        if envelope.host_id is not None:
+            runs.record_host(state, envelope)
         if len(state.steps) > KEPT_STEPS:
             drop_oldest_steps(state)
         return _pop_announcements(fold) if fold.announcements else []

@@ -28,6 +28,8 @@ KEPT_ATTEMPTS = 8
 """Attempts kept for each slot: failed, waiting, running, and finished elsewhere, each."""
 KEPT_EXPLORERS = 4096
 """Explorers whose status is known; the one that was silent longest is dropped first."""
+KEPT_HOSTS = 8192
+"""Processes whose host is known, twice the explorers; the one that began first is dropped first."""
 KEPT_EXCLUDED = 64
 """Excluded explorers that are known; the one that was excluded first is dropped first."""
 KEPT_REWARD_ERRORS = 16

@@ -239,6 +239,15 @@ class OpenWait(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Step whose saves or weights it waits for, if it waits for some."""
 
 
+class ProcessHost(Struct, frozen=True, kw_only=True):
+    """Host of a process."""
+
+    node: str
+    """Name of the host, which another one may have too."""
+    host_id: str
+    """Identity of the host; a process id of one host says nothing on another."""
+
+
 class Profile(Struct, frozen=True, kw_only=True):
     """Trace of a training step that a rank wrote."""
 
@@ -348,6 +357,8 @@ class MonitorState(Struct, kw_only=True, omit_defaults=True):
     turns: dict[str, str] = field(default_factory=dict)
     """Save id that has its turn to its group; all are of one group."""
     explorers: dict[str, ExplorerState] = field(default_factory=dict)
+    hosts: dict[str, ProcessHost] = field(default_factory=dict)
+    """Host of the last process of each role and rank, as far as their events name it."""
     excluded: dict[str, ExcludedExplorer] = field(default_factory=dict)
     """Explorers that the trainer has excluded in the current epoch, by name."""
     reward_errors: dict[str, RewardError] = field(default_factory=dict)

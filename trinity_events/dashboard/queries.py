@@ -52,7 +52,7 @@ async def get_now(reader: RunReader) -> dict[str, Any]:
         if state.closed is not None
         else [
             [name, process.pid, process.condition]
-            for name, process in sorted(select_processes(state, facts.processes).items())
+            for name, process in sorted(select_processes(state, facts).items())
         ],
         "live": reader.source.is_live,
         "progress": reader.progress,

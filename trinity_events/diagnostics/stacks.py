@@ -12,7 +12,6 @@ import faulthandler
 import os
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
@@ -21,6 +20,7 @@ from typing import Literal, NamedTuple
 
 from trinity_schemas import StacksTaken
 
+from ..system.host import get_process_folder
 from .py_spy import PY_SPY_PATIENCE, read_stacks
 
 PATIENCE = 2.0
@@ -50,14 +50,14 @@ def enable_stack_dumps(run_id: str, process: str) -> None:
         process: Role and rank, as those that wait for it name it: ``explorer-3``.
     """
     with suppress(OSError):
-        _own_file(_folder())
+        _own_file(get_process_folder())
         name_process(run_id, process)
 
 
 def prepare_stack_dumps() -> None:
     """Let this process write its stacks when it is asked, under names that come later."""
     with suppress(OSError):
-        _own_file(_folder())
+        _own_file(get_process_folder())
 
 
 def name_process(run_id: str, process: str) -> None:
@@ -65,7 +65,7 @@ def name_process(run_id: str, process: str) -> None:
     if _own is None or _pid(_own) != os.getpid():
         return
     with suppress(OSError):
-        name = _folder() / f"{run_id}.{process}"
+        name = get_process_folder() / f"{run_id}.{process}"
         link = name.with_name(f"{name.name}.{os.getpid()}")
         link.unlink(missing_ok=True)
         link.symlink_to(_own.name)
@@ -124,7 +124,7 @@ def host_processes(run_id: str) -> dict[str, RunProcess]:
     """
     processes: dict[str, RunProcess] = {}
     with suppress(OSError):
-        folder = _folder()
+        folder = get_process_folder()
         for link in folder.glob(f"{run_id}.*"):
             name = link.name.removeprefix(f"{run_id}.")
             if "." in name or not link.is_symlink():
@@ -173,7 +173,7 @@ class _StackRequest(NamedTuple):
 def _request_stacks(run_id: str, process: str, files: ExitStack) -> _StackRequest | None:
     """Ask a process for its stacks; return None if it is not on this host, or has ended."""
     try:
-        path = _folder() / (_folder() / f"{run_id}.{process}").readlink().name
+        path = get_process_folder() / (get_process_folder() / f"{run_id}.{process}").readlink().name
         if not _is_alive(path):
             return None
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -183,15 +183,6 @@ def _request_stacks(run_id: str, process: str, files: ExitStack) -> _StackReques
     except (OSError, ValueError):  # the name may be any text, also one that is no name of a file
         return None
     return _StackRequest(process, path, pid, descriptor, begin)
-
-
-def _folder() -> Path:
-    """Return the folder of this user's files. Raises OSError if it is another user's."""
-    folder = Path(tempfile.gettempdir()) / f"trinity-stacks-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-        raise PermissionError(f"{folder} is another user's")
-    return folder
 
 
 def _own_file(folder: Path) -> Path:

@@ -10,6 +10,8 @@ import msgspec
 from msgspec import Struct
 
 from ..checkpoints.layout import ITERATION_FILES, REDUCER_MARK
+from ..core.state import ProcessHost
+from ..system.host import get_host_id
 from ..system.open_folder import OpenFolder
 
 _LONGEST = 16_384
@@ -25,6 +27,8 @@ class RootMark(Struct, frozen=True, kw_only=True):
     """Random id, which identifies one folder under two paths."""
     host: str
     folder: str
+    host_id: str | None = None
+    """Identity of the reducer's host."""
 
 
 def mark_folder(run: OpenFolder, token: int) -> bytes:
@@ -33,7 +37,11 @@ def mark_folder(run: OpenFolder, token: int) -> bytes:
     Raises OSError.
     """
     mark = RootMark(
-        token=token, mark=secrets.token_hex(8), host=socket.gethostname(), folder=str(run.path)
+        token=token,
+        mark=secrets.token_hex(8),
+        host=socket.gethostname(),
+        folder=str(run.path),
+        host_id=get_host_id(),
     )
     mark_bytes = msgspec.json.encode(mark)
     run.write(REDUCER_MARK, mark_bytes)
@@ -47,6 +55,15 @@ def select_leader_folder(leader: bytes | None, mark_bytes: bytes | None) -> byte
     except (msgspec.DecodeError, RecursionError):
         return None
     return mark_bytes if leader == str(mark.token).encode() else None
+
+
+def find_leader_host(leader: bytes | None, mark_bytes: bytes | None) -> ProcessHost | None:
+    """Return the host of the reducer that leads, if its mark names it."""
+    described = select_leader_folder(leader, mark_bytes)
+    if described is None:
+        return None
+    mark = msgspec.json.decode(described, type=RootMark)
+    return None if mark.host_id is None else ProcessHost(node=mark.host, host_id=mark.host_id)
 
 
 def other_folder(mark_bytes: bytes | None, folder: Path, run_id: str) -> str | None:

@@ -15,6 +15,7 @@ from trinity_schemas import Envelope, Event, encode
 
 from ..core import MonitorState
 from ..log import EventLog, RedisEventLog, new_producer
+from ..system.host import get_host_id
 from .policy import ReducerTimeouts
 
 
@@ -71,5 +72,6 @@ class LeaderPublisher:
                 sequence=self._sequence,
                 occurred_at=time.time(),
                 event=event,
+                host_id=get_host_id() if self._sequence == 1 else None,
             )
             return await self._log.append_leading(self._token, encode(envelope))

@@ -11,9 +11,10 @@ from rich.text import Text
 
 from trinity_schemas import Kind
 
-from ..analysis.causes import BEHIND, HostProcess, LiveFacts
+from ..analysis.causes import BEHIND, HostProcess, LiveFacts, find_unseen
 from ..analysis.explain import format_unfinished
 from ..analysis.failures import failures
+from ..analysis.hosts import format_unseen
 from ..checkpoints.layout import final_name
 from ..core import MonitorState
 from ..core.handlers.rollouts import format_exclusion
@@ -120,6 +121,7 @@ def status_panel(
         *((Text(), _ready(state)) if state.ready else ()),
         *((Text(), _explorers(state, now, processes, silent)) if state.explorers else ()),
         *_processes(processes),
+        *_unseen(state, facts),
         *_evaluations(state, now),
         *_waits_table(state, _find_moment(state, now)),
     )
@@ -222,6 +224,13 @@ def _processes(processes: Mapping[str, HostProcess]) -> Iterator[RenderableType]
         style = "" if process.condition == "running" else "red"
         table.add_row(visible(name, lines=False), str(process.pid), Text(process.condition, style))
     yield from (Text(), table)
+
+
+def _unseen(state: MonitorState, facts: LiveFacts | None) -> Iterator[RenderableType]:
+    """Yield the sentence on processes of other hosts; nothing without any."""
+    sentence = "" if facts is None else format_unseen(find_unseen(state, facts))
+    if sentence:
+        yield Text(visible(sentence, lines=False), style="dim")
 
 
 def _waits_table(state: MonitorState, now: int) -> list[RenderableType]:

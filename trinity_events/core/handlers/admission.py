@@ -24,8 +24,9 @@ def get_group(state: MonitorState, event: SaveRequested, producer: Producer) -> 
     if state.strategy == "single_process":
         if process is None:
             return producer.incarnation
-        return f"{process.host}/{process.pid}/{process.started}"
+        return f"{process.host_id or process.host}/{process.pid}/{process.started}"
     if state.strategy == "single_node":
+        # By the name: see docs/decisions/0048-hosts.md.
         return producer.node if process is None else process.host
     return event.save_id
 

@@ -20,9 +20,12 @@ from trinity_schemas import (
 from ..announcements import announce_since_2, supersede
 from ..evaluations import continue_evaluations
 from ..fold_state import FoldState, format_producer, trim_oldest
-from ..limits import KEPT_DETACHED, KEPT_PENDING_PROMOTIONS, KEPT_PROFILES
+from ..limits import KEPT_DETACHED, KEPT_HOSTS, KEPT_PENDING_PROMOTIONS, KEPT_PROFILES
 from ..lineage import continued_lineage
-from ..state import DetachedConsumer, Profile, ReadyPointer
+from ..state import DetachedConsumer, MonitorState, ProcessHost, Profile, ReadyPointer
+
+LAUNCHER = "launcher-0"
+"""Name of the process that starts the others of a run."""
 
 
 def run_opened(fold: FoldState, event: RunOpened, envelope: Envelope) -> None:
@@ -89,12 +92,29 @@ def _open_epoch(fold: FoldState, epoch: int, step: int, opening: RunOpened | Run
     state.closed = state.closed_error = state.closed_at = None
     state.command, state.is_closed_for_good = opening.command, False
     state.waits, state.stacks, state.ledger = {}, {}, None
+    # An explorer may outlive an epoch; all others are started with one.
+    state.hosts = {name: host for name, host in state.hosts.items() if name in state.explorers}
     state.excluded, state.reward_errors = {}, {}
     resumed = opening if isinstance(opening, RunResumed) else None
     state.changed_settings = [] if resumed is None else list(resumed.changed)
     state.skipped_checkpoints = [] if resumed is None else list(resumed.skipped)
     if state.opened_at is None:
         state.opened_at = fold.now
+
+
+def record_host(state: MonitorState, envelope: Envelope) -> None:
+    """Record the host of a new process.
+
+    A run is opened by its launcher, under the trainer's name: the trainer may be on another host.
+    """
+    producer, names = envelope.producer, [format_producer(envelope.producer)]
+    if isinstance(envelope.event, (RunOpened, RunResumed)):
+        names.append(LAUNCHER)
+    assert envelope.host_id is not None
+    for name in names:
+        state.hosts.pop(name, None)
+        state.hosts[name] = ProcessHost(node=producer.node, host_id=envelope.host_id)
+    trim_oldest(state.hosts, KEPT_HOSTS)
 
 
 def run_closed(fold: FoldState, event: RunClosed, envelope: Envelope) -> None:

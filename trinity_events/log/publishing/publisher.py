@@ -41,6 +41,7 @@ from trinity_schemas.trace_context import trace_of
 from ...core.decisions.report_checks import ReportRefused
 from ...diagnostics.waits import WaitReporter
 from ...errors import BufferFull, EventsMissing, PublishError
+from ...system.host import get_host_id
 from ..redis.error_replies import reply_text
 from ..redis.sync_log import SyncEventLog
 from ..retry import SLOW, backoff_delays, is_transient
@@ -106,6 +107,8 @@ class EnvelopeFactory:
             event=event,
             schema_version=MEANING_SINCE.get(type(event), FIRST_VERSION),
             trace=trace_of(self.run_id, self.epoch, self.producer.incarnation, event),
+            # The host of a sender does not change: one event says it.
+            host_id=None if self._sequence else get_host_id(),
         )
         payload = encode(envelope)
         # Decoding checks the constraints: once here, before every reader does.

@@ -6,11 +6,11 @@ import fcntl
 import os
 import select
 import signal
-import socket
 import struct
 import threading
 from pathlib import Path
 
+from trinity_events.system.host import get_host_id
 from trinity_schemas import Process
 
 VERDICT = 2.0
@@ -44,7 +44,7 @@ class ExitWatch:
 
     def watch(self, process: Process) -> None:
         """Watch a process until it ends; ignore a process of another host."""
-        if process.host != socket.gethostname() or not hasattr(os, "pidfd_open"):
+        if process.host_id != get_host_id() or not hasattr(os, "pidfd_open"):
             return
         try:
             descriptor = os.pidfd_open(process.pid)
