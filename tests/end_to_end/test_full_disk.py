@@ -16,6 +16,7 @@ from tests.support.event_histories import History, committed, finished, registra
 from tests.support.pipeline import announced, reducer_task, until
 from tests.support.waits import PATIENCE
 from trinity_events import CheckpointCoordinator
+from trinity_events.coordinator import DiskTooFull, PlannedSave
 from trinity_events.core import plan_files
 from trinity_events.errors import EmbeddedServerUnusable, PublishError, SaveError
 from trinity_events.log import (
@@ -79,6 +80,11 @@ def test_a_save_on_a_full_disk_is_a_failed_save_and_one_sentence(sync_client, ru
     failed = decode_envelope(publisher.log.read()[-1].payload).event
     assert isinstance(failed, SaveFailed)
     assert "No space left on device" in failed.message
+    path.unlink()
+    sized = PlannedSave(save=lambda: path.write_bytes(b"x" * 200_000), nbytes=200_000)
+    with raises(DiskTooFull, folder=path, needed=200_000, free=1 << 16):
+        coordinator.save_sync(sized, 6, name="model", path=path)
+    assert not path.exists(), "nothing was written"
 
 
 @pytest.mark.heavy

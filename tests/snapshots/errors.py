@@ -1555,6 +1555,12 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
             "run demo-1 is running on this host: actor-0 (process 8), launcher-0 (process 7): end it with kill 7, give another name with --run, or start it over the running one with --take-over, which loses the steps since its newest checkpoint",
         ),
     ],
+    "DiskTooFull": [
+        (
+            {"folder": Path("/runs/a/.staging/b/model.pt"), "needed": 100, "free": 99},
+            "/runs/a/.staging/b/model.pt has 99 bytes free, and the save needs about 100: nothing was written; make room, or keep fewer checkpoints",
+        ),
+    ],
     "SetsUnusable": [
         ({"errors": (TaskError("a is empty"), TaskError("no b"))}, "a is empty; no b"),
     ],

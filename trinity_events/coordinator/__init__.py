@@ -1,6 +1,7 @@
 """Checkpoint coordinator: runs a worker's saves and publishes their events."""
 
 from .coordinator import LEASE, TURN_DEADLINE, CheckpointCoordinator, staged_path
+from .free_space import DiskTooFull, PlannedSave
 from .heartbeat import Heartbeat
 from .process_identity import this_process
 from .save_attempt import SaveAttempt
@@ -10,7 +11,9 @@ __all__ = [
     "LEASE",
     "TURN_DEADLINE",
     "CheckpointCoordinator",
+    "DiskTooFull",
     "Heartbeat",
+    "PlannedSave",
     "SaveAttempt",
     "SaveTimeouts",
     "staged_path",

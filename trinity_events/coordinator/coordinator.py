@@ -5,7 +5,8 @@
 3. Saves of one name run one after another.
 4. A save that fails is an event. In the background its error is raised once, by a wait.
 5. A save is published as finished only after the files that it staged are listed.
-6. A process has a heartbeat from before a save starts until the log has its last event
+6. A save that does not fit on its disk fails before its function is called (:mod:`.free_space`).
+7. A process has a heartbeat from before a save starts until the log has its last event
    (:mod:`.heartbeat`).
 """
 
@@ -42,6 +43,7 @@ from ..log.publishing.metric_values import check_metrics, split_metrics
 from ..log.reducer_root import other_folder
 from ..system.error_text import checkpoint_cause
 from .admission_client import wait_for_turn
+from .free_space import PlannedSave, SaveSize, check_free_space
 from .heartbeat import Heartbeat
 from .inflight import InflightSaves
 from .process_identity import this_process
@@ -108,6 +110,8 @@ class CheckpointCoordinator:
         self._sync_names = SyncSaveNames()
         self._failures: list[_Failure] = []
         self._unpublished: list[PublishError] = []
+        self._sizes: dict[tuple[Kind, str], SaveSize] = {}
+        """Size of the last finished save of each kind and name."""
         self._lock = threading.Lock()
         self._warned: str | None = None
 
@@ -129,7 +133,8 @@ class CheckpointCoordinator:
         Args:
             name: Name of the save within this worker, such as ``"model_state_dict"``.
             save_fn: Function that does the I/O. An exception that it raises fails the save. The
-                save lasts as long as the future that it returns, if it returns one.
+                save lasts as long as the future that it returns, if it returns one. A
+                :class:`PlannedSave` says how much it writes, and is told if it never runs.
             global_step: The training step.
             is_state_dict: True for a state dict for weight sync, False for a part of a
                 checkpoint.
@@ -197,7 +202,7 @@ class CheckpointCoordinator:
             exits.callback(self._inflight.leave, attempt)
             exits.enter_context(self._beating())
             with self._failing(attempt):
-                self._start(attempt)
+                self._start(attempt, start_fn, paths)
                 started = start_fn()
             cleanup = exits.pop_all()
         try:
@@ -412,7 +417,7 @@ class CheckpointCoordinator:
         """Run the attempt in its turn; return the error if its success was not published."""
         with self._beating():
             with self._failing(attempt):
-                self._start(attempt)
+                self._start(attempt, save_fn, paths)
             return self._finish(attempt, save_fn, paths)
 
     def _finish(
@@ -425,6 +430,10 @@ class CheckpointCoordinator:
             with reporting_progress(self._publisher, attempt, paths, every):
                 wait_for_future(save_fn())
             measured = self._measure(attempt, paths)
+            if paths is not None:
+                is_folder = paths.is_folder
+                size = SaveSize.of(measured.bytes, attempt.ranks, is_folder=is_folder)
+                self._sizes[attempt.slot.kind, attempt.slot.name] = size
             finished = attempt.finish(
                 nbytes=measured.bytes,
                 digest=measured.digest,
@@ -445,7 +454,7 @@ class CheckpointCoordinator:
         return measured
 
     def _beating(self) -> AbstractContextManager[None]:
-        """Return a block with heartbeats; invariant 6."""
+        """Return a block with heartbeats; invariant 7."""
         return self._heartbeat.active(self._publisher, self._timeouts.first_heartbeat)
 
     @contextmanager
@@ -460,13 +469,32 @@ class CheckpointCoordinator:
             self._publish(attempt.fail(error), f"the failure of {attempt.what} was not published")
             raise
 
-    def _start(self, attempt: SaveAttempt) -> None:
-        event = attempt.begin()
-        if isinstance(event, SaveRequested):
-            wait_for_turn(self._publisher, event, self._turn_deadline, self._timeouts)
-            event = attempt.granted()
-        # The fold counts a save's end without its start, so an unpublished start loses nothing.
-        self._publish(event, f"the start of {attempt.what} was not published")
+    def _start(
+        self, attempt: SaveAttempt, save_fn: Callable[[], Any], paths: SavedPaths | None
+    ) -> None:
+        """Start an attempt in its turn, and check that it fits; cancel its function if it fails."""
+        try:
+            event = attempt.begin()
+            if isinstance(event, SaveRequested):
+                wait_for_turn(self._publisher, event, self._turn_deadline, self._timeouts)
+                event = attempt.granted()
+            # The fold counts a save's end without its start: an unpublished start loses nothing.
+            self._publish(event, f"the start of {attempt.what} was not published")
+            if paths is not None:
+                self._check_free_space(attempt, save_fn, paths)
+        except BaseException:
+            if isinstance(save_fn, PlannedSave) and save_fn.cancel is not None:
+                save_fn.cancel()
+            raise
+
+    def _check_free_space(
+        self, attempt: SaveAttempt, save_fn: Callable[[], Any], paths: SavedPaths
+    ) -> None:
+        if isinstance(save_fn, PlannedSave) and save_fn.nbytes is not None:
+            size: SaveSize | None = SaveSize.of(save_fn.nbytes, attempt.ranks)
+        else:
+            size = self._sizes.get((attempt.slot.kind, attempt.slot.name))
+        check_free_space(paths, self._run_folder, size, ranks=attempt.ranks)
 
     def _publish(self, event: Event, otherwise: str) -> PublishError | None:
         """Publish an event; return the error if the log does not accept it."""

@@ -61,6 +61,17 @@ class SavedPaths:
             return ()
         return tuple(str(file.relative_to(self.path)) for file in self._files)
 
+    @property
+    def is_folder(self) -> bool:
+        """Return True for one folder, into which several ranks may write."""
+        return self._files is None and self.path.is_dir()
+
+    def moved(self, root: Path, other: Path) -> SavedPaths:
+        """Return the same paths below another folder. Raises ValueError for one outside of root."""
+        if self._files is None:
+            return SavedPaths(other / self.path.resolve().relative_to(root.resolve()))
+        return SavedPaths([other / file.relative_to(root.resolve()) for file in self._files])
+
     def size(self) -> int:
         """Return the bytes of all files. Raises OSError if a path is absent."""
         return sum(map(_get_size, [self.path] if self._files is None else self._files))
@@ -102,7 +113,7 @@ class SavedPaths:
 
     def _listed(self, *, shared: bool) -> list[Path]:
         paths = [self.path.resolve()] if self._files is None else self._files
-        is_shared = shared and self._files is None and self.path.is_dir()
+        is_shared = shared and self.is_folder
         return ([] if is_shared else list(paths)) + self._also
 
     def relative_to(self, root: Path) -> str | None:

@@ -101,6 +101,25 @@ async def test_a_disk_that_fails_fails_the_save_and_every_tensor_is_gathered(
     assert "No space left" in failed.event.message
 
 
+async def test_a_folder_that_does_not_fit_is_not_written_and_every_tensor_is_gathered(
+    coordinator, folder, log, monkeypatch
+):
+    monkeypatch.setattr(huggingface, "QUEUED_BYTES", 1)
+    save_huggingface(Engine(make_tensors()), str(folder), STEP, coordinator, logger)
+    coordinator.wait_all(PATIENCE)
+    [finished] = await events_of(log, SaveFinished)
+    full = SimpleNamespace(free=finished.event.bytes - 1)
+    monkeypatch.setattr("trinity_events.system.disk_space.shutil.disk_usage", lambda _: full)
+    engine, following = Engine(make_tensors()), folder.with_name("following")
+    save_huggingface(engine, str(following), STEP + 1, coordinator, logger, deadline=PATIENCE)
+    assert engine.gathered == list(engine.tensors), "other ranks are inside the gathers"
+    with raises(SaveError, __cause__=re.compile("bytes free, and the save needs about")):
+        coordinator.wait_all(PATIENCE)
+    [failed] = await events_of(log, SaveFailed)
+    assert failed.event.error_type == "DiskTooFull"
+    assert not following.exists()
+
+
 async def test_a_gather_that_breaks_fails_the_save_and_leaves_no_folder_that_counts(
     coordinator, folder, log
 ):

@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from trinity_events.system import disk_space
 from trinity_workers.config.files import read_config
 from trinity_workers.launch import run_check
 from trinity_workers.launch.run_check import NotEnoughSpace, find_mistakes
@@ -133,7 +134,7 @@ async def test_too_little_space_on_disk_and_in_shared_memory_is_named_with_both_
     whole, tmp_path, monkeypatch
 ):
     usage = namedtuple("usage", ("total", "used", "free"))
-    monkeypatch.setattr(run_check.shutil, "disk_usage", lambda _: usage(ENOUGH, ENOUGH, 1000))
+    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda _: usage(ENOUGH, ENOUGH, 1000))
     monkeypatch.setattr(run_check, "free_bytes", lambda: 1001)
     config = whole(sync={"transport": "shm"})
     memory, disk = await find_mistakes(config, tmp_path, alone=True, one_host=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.tensor  # without it, torch.load refuses sharded tensors
 
-from ..learning.finite import check_finite, nested_tensors
+from ..learning.finite import check_finite, local_tensors, nested_tensors
 from ..storage.durable_files import whole_file
 
 
@@ -22,6 +23,12 @@ def copied(value: Any) -> Any:
     if isinstance(value, list):
         return [copied(item) for item in value]
     return value
+
+
+def count_bytes(state: Any) -> int:
+    """Return the bytes of the tensors in a state, of sharded ones those of this rank."""
+    tensors = chain.from_iterable(local_tensors(tensor) for _, tensor in nested_tensors(state))
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def write_state(path: Path, state: dict[str, Any], *, exempt: Collection[str] = ()) -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
+from trinity_events.coordinator import PlannedSave
 from trinity_events.errors import TrinityError
 from trinity_events.weights import ShardOffset, Synchronizer
 from trinity_events.weights.compatibility import plain_name
@@ -25,7 +26,7 @@ from trinity_events.weights.slices import find_chunk
 from ..engines.base import LocalShard, TrainEngine, per_tensor_params, resident, trained_module
 from ..engines.buffers import all_buffer_names, saved_buffers
 from ..engines.sharded import description_paths, saved_part, shard_name, write_description
-from ..engines.state_files import copied, write_state
+from ..engines.state_files import copied, count_bytes, write_state
 from ..runtime.collectives import rank_and_world
 from .broadcast import UpdateGroup, broadcast_stream
 from .full_tensors import full_tensors
@@ -86,7 +87,7 @@ def fsdp_save_state_dict(
     logger.info("step %d: saves %s in the background", global_step, path)
     coordinator.save_async(
         name,
-        save,
+        PlannedSave(save=save, nbytes=count_bytes(state)),
         global_step,
         is_state_dict=is_state_dict,
         path=path,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from trinity_events.checkpoints.layout import MODEL_FOLDER
+from trinity_events.coordinator import PlannedSave
 from trinity_events.core.file_versions import WEIGHTS_SAVE
 from trinity_events.errors import DeadlineExceeded
 
@@ -89,7 +90,12 @@ def save_huggingface(
         try:
             coordinator.save_async(
                 target.name,
-                partial(_write, engine, folder, queue, buffer_names(trained_module(engine))),
+                PlannedSave(
+                    save=partial(
+                        _write, engine, folder, queue, buffer_names(trained_module(engine))
+                    ),
+                    cancel=queue.close,  # else the gathers would wait for its room
+                ),
                 global_step,
                 is_state_dict=target.is_state_dict,
                 path=folder,
@@ -172,6 +178,10 @@ class TensorQueue:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Discard the tensors, and all that are still to come."""
         with self._changed:
             self._closed = True
             self._tensors.clear()

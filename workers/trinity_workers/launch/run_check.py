@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import anyio.to_thread
 
 from trinity_events.errors import TrinityError
+from trinity_events.system.disk_space import get_free_disk_bytes
 from trinity_events.system.error_text import first_error
 from trinity_events.system.shared_memory import SHARED_MEMORY, free_bytes
 from trinity_events.trackers import find_tracker
@@ -247,7 +247,7 @@ def _check_transport(
 
 def _check_disk(folder: Path, root: Path) -> None:
     needed = _CHECKPOINT_BYTES * _count_parameters(folder)
-    free = shutil.disk_usage(next(path for path in (root, *root.parents) if path.exists())).free
+    free = get_free_disk_bytes(root)
     if free < needed:
         raise NotEnoughSpace(
             *(root, free, needed),

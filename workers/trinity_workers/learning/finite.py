@@ -84,7 +84,7 @@ def check_finite(
     for name, tensor in tensors:
         if name in exempt:
             continue
-        for local in _local_tensors(tensor):
+        for local in local_tensors(tensor):
             extremes = _extremes(local)
             if extremes is not None:
                 pending.append((name, local, extremes))
@@ -122,7 +122,7 @@ def nested_tensors(value: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]
             yield from nested_tensors(item, f"{prefix}.{index}" if prefix else str(index))
 
 
-def _local_tensors(tensor: Tensor) -> list[Tensor]:
+def local_tensors(tensor: Tensor) -> list[Tensor]:
     """Return the plain tensors of which this rank holds a tensor."""
     if isinstance(tensor, DTensor):
         return [tensor.to_local().detach()]

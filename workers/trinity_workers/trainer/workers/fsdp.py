@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from trinity_events import CheckpointCoordinator, Synchronizer
+from trinity_events.coordinator import PlannedSave
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_events.server import open_client
 from trinity_events.weights import ModelUpdateGroup
@@ -21,7 +22,7 @@ from ...algorithms.collate import collate, padding_row
 from ...config.answer_limits import read_answer_limits
 from ...config.train_config import RunConfig
 from ...engines.base import NamedTensors, per_tensor_params
-from ...engines.state_files import write_state
+from ...engines.state_files import count_bytes, write_state
 from ...helpers import (
     SaveTarget,
     fsdp_save_state_dict,
@@ -228,7 +229,11 @@ class TrainWorker(TrainingRank):
 
         path, *more = files
         self._coordinator.save_async(
-            name, save, step, path=[path, *more] if more else path, ranks=self._config.trainer.ranks
+            name,
+            PlannedSave(save=save, nbytes=sum(map(count_bytes, files.values()))),
+            step,
+            path=[path, *more] if more else path,
+            ranks=self._config.trainer.ranks,
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
