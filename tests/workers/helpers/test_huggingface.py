@@ -62,6 +62,12 @@ def coordinator(publisher, sync_client, tmp_path, run_id):
         yield CheckpointCoordinator(own, tmp_path / run_id)
 
 
+@pytest.fixture
+def small_queue(monkeypatch):
+    """The queue holds one tensor, so that gathers wait for the save."""
+    monkeypatch.setattr(huggingface, "QUEUED_BYTES", 1)
+
+
 def make_tensors(count=4, size=100):
     return {f"tensor.{number}": torch.full((size,), float(number)) for number in range(count)}
 
@@ -85,13 +91,12 @@ async def test_training_may_change_the_weights_as_soon_as_the_call_returns(
 
 
 async def test_a_disk_that_fails_fails_the_save_and_every_tensor_is_gathered(
-    coordinator, folder, log, monkeypatch
+    coordinator, folder, log, monkeypatch, small_queue
 ):
     def full(*args):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("trinity_workers.engines.model_folder.WeightsWriter.add", full)
-    monkeypatch.setattr(huggingface, "QUEUED_BYTES", 1)
     engine = Engine(make_tensors())
     save_huggingface(engine, str(folder), STEP, coordinator, logger)
     assert engine.gathered == list(engine.tensors), "other ranks are inside the gathers"
@@ -102,9 +107,8 @@ async def test_a_disk_that_fails_fails_the_save_and_every_tensor_is_gathered(
 
 
 async def test_a_folder_that_does_not_fit_is_not_written_and_every_tensor_is_gathered(
-    coordinator, folder, log, monkeypatch
+    coordinator, folder, log, monkeypatch, small_queue
 ):
-    monkeypatch.setattr(huggingface, "QUEUED_BYTES", 1)
     save_huggingface(Engine(make_tensors()), str(folder), STEP, coordinator, logger)
     coordinator.wait_all(PATIENCE)
     [finished] = await events_of(log, SaveFinished)
