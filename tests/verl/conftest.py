@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import pytest
 
 from tests.support.rank_processes import results
-from tests.verl.ranks import import_verl
+from tests.verl.ranks import Where, import_verl
 
 IMPORTS = 300
 """Seconds that the first import of veRL may take, with two ranks on a slow machine."""
@@ -56,3 +56,8 @@ def verl_processes(rank_processes):
 def ranks(verl_processes, rank_group):
     """Two ranks over Gloo."""
     return rank_group(2)
+
+
+@pytest.fixture
+def where(publisher, redis_url, weights_url, run_id, policy_folder, tmp_path):
+    return Where(run_id, publisher.epoch, redis_url, weights_url, policy_folder, tmp_path / run_id)

@@ -24,11 +24,6 @@ pytestmark = pytest.mark.timeout(420)  # its own deadlines are shorter, and say 
 
 
 @pytest.fixture
-def where(publisher, redis_url, weights_url, run_id, policy_folder, tmp_path):
-    return Where(run_id, publisher.epoch, redis_url, weights_url, policy_folder, tmp_path / run_id)
-
-
-@pytest.fixture
 def engines(ranks, where):
     """Two ranks with veRL's engine, a step into training."""
     ranks(at.begin, where)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,10 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from trinity_events.errors import TrinityError
 
-from ..algorithms.logits import TokenStatistics
 from ..learning.finite import (
     check_finite_model,
-    with_backward_gradient,
 )
 from ..learning.policy import load_tokenizer
 from ..runtime.collectives import together
@@ -33,14 +31,10 @@ from .base import (
 from .learning_rate import LearningRate
 from .sharded import ShardedEngine, reshard, shard_name
 from .state_files import copied, read_state
+from .verl_batches import LossOf, loss_function, no_padding, select_response_tokens
 
 if TYPE_CHECKING:
-    from tensordict import TensorDict
-
     from ..algorithms.batch import Batch
-
-LossOf: TypeAlias = Callable[["Batch", TokenStatistics], Tensor]
-"""Returns a micro-batch's loss to differentiate, from log-probabilities and entropies [B, R]."""
 
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16"}
 
@@ -101,8 +95,8 @@ class VerlEngine(ShardedEngine):
     def logprobs(self, batch: Batch, temperature: float) -> Tensor:
         """Return log-probabilities of response tokens [B, R], without gradient. Collective."""
         with self.verl.eval_mode():
-            output = self.verl.infer_batch(_no_padding(batch, temperature))
-        return _select_response_tokens(output["model_output"]["log_probs"], batch)
+            output = self.verl.infer_batch(no_padding(batch, temperature))
+        return select_response_tokens(output["model_output"]["log_probs"], batch)
 
     def update(
         self, parts: Sequence[Batch], loss_of: LossOf, *, temperature: float, entropy: bool
@@ -120,8 +114,8 @@ class VerlEngine(ShardedEngine):
         with self.verl.train_mode():
             self.verl.optimizer_zero_grad()
             for part in parts:
-                data = _no_padding(part, temperature, calculate_entropy=entropy)
-                self.verl.forward_backward_batch(data, _loss_function(loss_of, part))
+                data = no_padding(part, temperature, calculate_entropy=entropy)
+                self.verl.forward_backward_batch(data, loss_function(loss_of, part))
             norm = float(self.verl.optimizer_step())
             # It takes no step on a norm that is not finite, and returns it: optimizer_step() of
             # verl/workers/engine/fsdp/transformer_impl.py.
@@ -231,55 +225,3 @@ def _new_engine(folder: Path, options: VerlOptions) -> Any:
         ),
         CheckpointConfig(),
     )
-
-
-def _no_padding(batch: Batch, temperature: float, **settings: Any) -> TensorDict:
-    """Return a batch in veRL's layout without padding, as one micro-batch."""
-    from tensordict import TensorDict
-    from verl.utils import tensordict_utils
-
-    attended = batch.attention_mask.bool()
-    offsets = torch.nn.functional.pad(attended.sum(dim=-1).cumsum(dim=0), (1, 0))
-
-    def packed(tensor: Tensor) -> Tensor:
-        return torch.nested.nested_tensor_from_jagged(tensor[attended], offsets)
-
-    data = TensorDict(
-        {
-            "input_ids": packed(batch.input_ids),
-            "position_ids": packed(batch.position_ids),
-            "loss_mask": batch.response_mask.long(),
-        },
-        batch_size=[len(batch)],
-    )
-    settings |= {
-        "temperature": temperature,
-        "use_remove_padding": False,
-        "use_fused_kernels": False,
-        "use_dynamic_bsz": False,
-        "micro_batch_size_per_gpu": len(batch),
-    }
-    tensordict_utils.assign_non_tensor(data, **settings)
-    return data
-
-
-def _loss_function(loss_of: LossOf, part: Batch) -> Callable[..., tuple[Tensor, dict[str, float]]]:
-    """Return a loss as veRL's engine calls it."""
-
-    def loss(*, model_output: dict[str, Tensor], **_: Any) -> tuple[Tensor, dict[str, float]]:
-        entropy = model_output.get("entropy")
-        current = TokenStatistics(
-            _select_response_tokens(model_output["log_probs"], part),
-            None if entropy is None else _select_response_tokens(entropy, part),
-        )
-        return with_backward_gradient(loss_of(part, current)), {}
-
-    return loss
-
-
-def _select_response_tokens(jagged: Tensor, batch: Batch) -> Tensor:
-    """Return values of response tokens [B, R] from those of the tokens before them, jagged."""
-    values = jagged.values().float()
-    attended = batch.attention_mask.bool()
-    wide = values.new_zeros(attended.shape).masked_scatter(attended, values)
-    return wide[:, batch.prompt_width - 1 : -1].masked_fill(~batch.response_mask, 0.0)
