@@ -1931,4 +1931,24 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
             "rollouts or an evaluation set has top_p and stop, which the rollout engine ./mine.py:make does not honour (it has temperature, max_new_tokens and min_p): leave it out, or choose another explorer.engine",
         ),
     ],
+    "GpusMissing": [
+        (
+            {"needed": "0.5 GPUs for each of 1 explorer", "nodes": (0.0,)},
+            "the run needs 0.5 GPUs for each of 1 explorer, and there are 0 GPUs: ask for less with explorer.gpus, trainer.ranks, explorer.count or trainer.gpus (0 is the CPU), or start it where there are more",
+        ),
+        (
+            {"needed": "1 GPU for each of 3 ranks", "nodes": (1.0, 1.0)},
+            "the run needs 1 GPU for each of 3 ranks, and the 2 nodes of the Ray cluster have 1, 1 GPUs: ask for less with explorer.gpus, trainer.ranks, explorer.count or trainer.gpus (0 is the CPU), or start it where there are more",
+        ),
+    ],
+    "DeviceMissing": [
+        (
+            {"device": "cuda:3", "count": 1, "torch_version": "2.13.0"},
+            "the explorer is to serve the policy on cuda:3, and torch 2.13.0 sees 1 GPU: set explorer.device or --device to another device, set CUDA_VISIBLE_DEVICES, or install torch for CUDA",
+        ),
+        (
+            {"device": "cuda", "count": 0, "torch_version": "2.13.0"},
+            "the explorer is to serve the policy on cuda, and torch 2.13.0 sees no GPU: set explorer.device or --device to another device, set CUDA_VISIBLE_DEVICES, or install torch for CUDA",
+        ),
+    ],
 }

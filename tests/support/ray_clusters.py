@@ -115,7 +115,7 @@ class TwoNodes:
 
 
 @contextmanager
-def two_nodes(room: Path, cpus: int = 2) -> Iterator[TwoNodes]:
+def two_nodes(room: Path, cpus: int = 2, gpus: int = 0) -> Iterator[TwoNodes]:
     """Start a cluster; the second node has a host name and a view of the files of its own.
 
     Skips the test where this user may not make a namespace.
@@ -123,6 +123,7 @@ def two_nodes(room: Path, cpus: int = 2) -> Iterator[TwoNodes]:
     Args:
         room: Folder with a short name, for Ray's sockets.
         cpus: CPUs of each node.
+        gpus: GPUs that each node says it has.
     """
     hidden = room / "hidden"
     hidden.mkdir()
@@ -134,7 +135,7 @@ def two_nodes(room: Path, cpus: int = 2) -> Iterator[TwoNodes]:
     environment = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     start = [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block"),
-        *(f"--num-cpus={cpus}", f"--object-store-memory={100 << 20}"),
+        *(f"--num-cpus={cpus}", f"--num-gpus={gpus}", f"--object-store-memory={100 << 20}"),
     ]
     head = [*start, "--head", "--port=0", "--include-dashboard=false", f"--temp-dir={room}/ray"]
     with ExitStack() as exits:

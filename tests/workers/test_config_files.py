@@ -195,6 +195,11 @@ MISTAKES = [
     ("sync: {method: checkpoint, full_every: 3}", "set sync.method memory, or leave"),
     ("sync: {method: checkpoint, transport: shm}", "set sync.method memory, or leave"),
     ("sync: {method: checkpoint, tensor_digests: true}", "sync.tensor_digests is true"),
+    ("explorer: {gpus: 1.5, engine: 'x:y'}", "Ray divides one GPU alone"),
+    ("explorer: {gpus: 2}", "explorer.engine huggingface uses one"),
+    ("explorer: {gpus: 0.5, device: cpu}", "explorer.device cpu does not use"),
+    ("explorer: {gpus: 0, device: cuda}", "explorer.gpus 0 reserves none"),
+    ("trainer: {gpus: 0.5}", "Ray places two ranks on a GPU, and NCCL takes one"),
     (
         "rollouts: {chat_template_kwargs: {tokenize: false}}",
         "has tokenize, which the run gives itself",

@@ -32,7 +32,7 @@ ALWAYS = expand_paths(
         "task": "environment",
         "rewards": "function on_error service judge code_tests reward_model",
         "trainer": """
-            engine ranks cpus context_parallel sequence_parallel recompute learning_rate
+            engine ranks cpus gpus context_parallel sequence_parallel recompute learning_rate
             warmup_steps schedule micro_batch_rows micro_batch_tokens profile_steps weight_decay
             adam_beta1 adam_beta2 adam_epsilon max_grad_norm max_skipped_steps
             """,
@@ -78,7 +78,13 @@ IGNORED = {
                 f"explorer.{value.partition(':')[0]}",
                 f"{COLOCATED.replace(', VALUE', '')}\nexplorer: {{{value}}}",
             )
-            for value in ("engine: 'x:y'", "count: 2", "engine_options: {a: 1}", "cpus: 2")
+            for value in (
+                "engine: 'x:y'",
+                "count: 2",
+                "engine_options: {a: 1}",
+                "cpus: 2",
+                "gpus: 1.0",
+            )
         ),
         *(
             (f"sync.{value.partition(':')[0]}", COLOCATED.replace("VALUE", value))

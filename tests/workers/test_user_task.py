@@ -43,11 +43,13 @@ def config(tmp_path, own_model_folder):
 
 async def test_an_engine_that_is_not_there_is_named(config, tmp_path):
     with pytest.raises(TaskError, match="has no 'makes': did you mean 'make'"):
-        await check_run(config("engine.py:makes"), tmp_path, alone=True, one_host=True)
+        await check_run(config("engine.py:makes"), tmp_path, alone=True, ray_address=None)
 
 
 async def test_an_engine_that_only_finishes_its_answers_is_refused_where_they_are_to_go_on(
     config, tmp_path
 ):
     with pytest.raises(RolloutEngineError, match=r"on_update is keep_cache, and .* finish only"):
-        await check_run(config("engine.py:make", "keep_cache"), tmp_path, alone=True, one_host=True)
+        await check_run(
+            config("engine.py:make", "keep_cache"), tmp_path, alone=True, ray_address=None
+        )

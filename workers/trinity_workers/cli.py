@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 import warnings
 from collections.abc import Awaitable, Callable, Sequence
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 R = TypeVar("R")
 
+_DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 _MODULES = {"fsdp": (), "megatron": ("megatron", "mbridge"), "verl": ("verl", "tensordict")}
 
 
@@ -369,9 +371,9 @@ def _find_mistakes(config: TrainConfig, place: _RunOptions, *, alone: bool) -> l
         return [error]
     from .launch.run_check import find_mistakes
 
-    one_host = not os.environ.get("RAY_ADDRESS")
+    address = os.environ.get("RAY_ADDRESS") or None
     return anyio.run(
-        partial(find_mistakes, config, root, alone=alone, one_host=one_host, thorough=True)
+        partial(find_mistakes, config, root, alone=alone, ray_address=address, thorough=True)
     )
 
 
@@ -428,6 +430,14 @@ def explorer(
             show_default=False,
         ),
     ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="Device that serves the policy: cpu, cuda or cuda:N; by default that of "
+            "explorer.device, else the first GPU that it sees, else the CPU.",
+            show_default=False,
+        ),
+    ] = None,
     wait: Annotated[
         float,
         typer.Option(
@@ -450,6 +460,8 @@ def explorer(
     Example: trinity-events explorer --run grpo-1 --config grpo.yaml
     """
     run_id = parse_run_id(run)
+    if device is not None and not _DEVICE.fullmatch(device):
+        raise BadSettings(f"--device is {device}, but must be cpu, cuda or cuda:N")
     own = _read_own_config(file, settings or ())
     _require("torch", "transformers", "reasoning_gym", "xxhash")
     _reach(redis_url, weights_redis_url)
@@ -464,6 +476,7 @@ def explorer(
         checkpoint_root=_resolve_root(root, own.config if own else TrainConfig()),
         wait=wait,
         health_file=health_file,
+        device=device,
         own=own,
     )
     result = _interruptible(run_explorer, options)

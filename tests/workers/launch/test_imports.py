@@ -35,7 +35,7 @@ from trinity_workers.config.files import read_config
 from trinity_workers.launch.run_check import check_run
 import trinity_workers.trainer.rank_actors
 config, root = read_config(Path(sys.argv[1])).checked(), Path(sys.argv[1]).parent
-anyio.run(partial(check_run, config, root, alone=True, one_host=True))
+anyio.run(partial(check_run, config, root, alone=True, ray_address=None))
 print(*({"torch", "transformers"} & set(sys.modules)))
 """
 

@@ -53,10 +53,10 @@ print(json.dumps([len(ray.nodes()), ray.available_resources()["CPU"]]))
 
 @pytest.fixture(scope="module")
 def nodes():
-    """Two nodes of two CPUs each."""
+    """Two nodes of two CPUs each, and of a GPU that Ray counts, and that is none."""
     with (
         tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as room,
-        two_nodes(Path(room)) as made,
+        two_nodes(Path(room), gpus=1) as made,
     ):
         yield made
 
@@ -99,6 +99,10 @@ async def test_ranks_and_explorers_run_on_a_cluster_that_is_still_there_afterwar
     assert result.returncode == 0, result.stderr
     assert f"joining the Ray cluster at {nodes.address}" in result.stderr
     assert f"run {log.run_id}: weights travel by " in result.stderr
+    shares = (
+        "1.5 CPUs and 0.6 GPUs for each of 2 ranks, 0.5 CPUs and 0.4 GPUs for each of 1 explorer"
+    )
+    assert f"run {log.run_id}: 2 GPUs: {shares}" in result.stderr
     summary = json.loads(result.stdout)
     assert summary["transport"] == "ray"
     log_summary = summary["log"]
@@ -134,9 +138,18 @@ async def test_ranks_and_explorers_run_on_a_cluster_that_is_still_there_afterwar
 def test_a_cluster_without_room_is_refused_with_what_is_missing_and_what_there_is(train):
     sentence = sentence_of(train("trainer.ranks=3", "explorer.count=3", "sync.timeout=3"))
     assert (
-        "has no room for the run within 3 s: it needs 1 CPU for each of 3 ranks, 1 CPU for each "
-        "of 3 explorers; of the nodes (2 with 2 CPUs), 4 CPUs are free: wait for other jobs"
+        "has no room for the run within 3 s: it needs 1 CPU for each of 3 ranks, 1 CPU and "
+        "0.5 GPUs for each of 3 explorers; of the nodes (2 with 2 CPUs and 1 GPUs), 4 CPUs and 2 GPUs are "
+        "free: wait for other jobs"
     ) in sentence
+
+
+def test_gpus_that_the_cluster_lacks_are_refused_before_the_run_is_opened(train, cli, log):
+    sentence = sentence_of(train("explorer.gpus=0.5"))
+    assert "0.5 GPUs for each of 1 explorer, and the 2 nodes of the Ray cluster have 1, 1 GPUs" in (
+        sentence
+    )
+    assert cli("status", log.run_id).returncode == 1, "there is no such run"
 
 
 @pytest.mark.timeout(600)

@@ -82,7 +82,7 @@ def whole(tmp_path, policy_folder):
 
 
 async def test_nothing_is_wrong_with_a_whole_run(whole, tmp_path):
-    checked = find_mistakes(whole(), tmp_path, alone=True, one_host=True, thorough=True)
+    checked = find_mistakes(whole(), tmp_path, alone=True, ray_address=None, thorough=True)
     assert await checked == []
 
 
@@ -126,7 +126,7 @@ async def test_every_source_of_questions_is_read_once(whole, tmp_path):
 async def test_a_reward_function_of_another_signature_is_named(whole, tmp_path):
     (tmp_path / "other.py").write_text("def reward(answer):\n    return 1.0\n")
     config = whole(rewards={"function": "other.py:reward"})
-    [mistake] = await find_mistakes(config, tmp_path, alone=True, one_host=True)
+    [mistake] = await find_mistakes(config, tmp_path, alone=True, ray_address=None)
     assert "other.py" in str(mistake)
 
 
@@ -137,7 +137,7 @@ async def test_too_little_space_on_disk_and_in_shared_memory_is_named_with_both_
     monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda _: usage(ENOUGH, ENOUGH, 1000))
     monkeypatch.setattr(run_check, "free_bytes", lambda: 1001)
     config = whole(sync={"transport": "shm"})
-    memory, disk = await find_mistakes(config, tmp_path, alone=True, one_host=True)
+    memory, disk = await find_mistakes(config, tmp_path, alone=True, ray_address=None)
     assert isinstance(memory, NotEnoughSpace)
     assert isinstance(disk, NotEnoughSpace)
     assert (memory.free, disk.free) == (1001, 1000)
@@ -153,5 +153,5 @@ async def test_a_damaged_file_of_the_model_is_named_without_torch(whole, tmp_pat
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     config = whole(model={"path": str(folder)})
-    [mistake] = await find_mistakes(config, tmp_path, alone=True, one_host=True)
+    [mistake] = await find_mistakes(config, tmp_path, alone=True, ray_address=None)
     assert str(folder) in str(mistake)

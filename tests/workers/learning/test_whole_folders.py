@@ -141,7 +141,7 @@ async def test_a_run_is_refused_before_it_is_opened(tmp_path, role):
         ),
         rewards=RewardsConfig(reward_model=str(broken) if role == "reward model" else None),
     )
-    [mistake] = await find_mistakes(config, tmp_path, alone=True, one_host=True, thorough=True)
+    [mistake] = await find_mistakes(config, tmp_path, alone=True, ray_address=None, thorough=True)
     assert isinstance(mistake, MissingTensors)
     assert mistake.path == broken
 

@@ -204,6 +204,10 @@ OTHER_NAMES: dict[str, tuple[OtherName, ...]] = {
         _trl("use_vllm", "true or false, here the engine's name, vllm"),
         _verl(f"{_ROLLOUT}.name", "hf is huggingface here, and there is no sglang"),
     ),
+    "explorer.gpus": (
+        _verl(f"{_ROLLOUT}.tensor_model_parallel_size", "GPUs of one engine"),
+        _trinity("explorer.rollout_model.tensor_parallel_size", "GPUs of one engine"),
+    ),
     "explorer.dtype": (_verl(f"{_ROLLOUT}.dtype"),),
     "rollouts.prompts_per_step": (
         _verl("data.train_batch_size"),

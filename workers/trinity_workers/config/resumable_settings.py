@@ -82,7 +82,7 @@ _APPLIED = {
         code_file_mb code_files
         """,
     "trainer": """
-        ranks cpus tensor_parallel pipeline_parallel virtual_pipeline expert_parallel
+        ranks cpus gpus tensor_parallel pipeline_parallel virtual_pipeline expert_parallel
         context_parallel sequence_parallel rollout_tensor_parallel recompute cpu_offload packing
         learning_rate warmup_steps schedule micro_batch_rows micro_batch_tokens fused_loss
         profile_steps profile_ranks weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm
@@ -102,7 +102,8 @@ _APPLIED = {
     "algorithm.critic": "clip learning_rate",
     "algorithm.teacher": "divergence mixture",
     "explorer": """
-        count engine engine_options dtype deterministic groups_per_claim cpus wait_for_run
+        count engine engine_options dtype deterministic groups_per_claim cpus gpus device
+        wait_for_run
         """,
     "rollouts": """
         prompts_per_step samples_per_prompt max_new_tokens temperature top_p top_k min_p

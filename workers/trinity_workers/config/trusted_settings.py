@@ -99,7 +99,7 @@ _DATA = {
         deadline reward_model_weight on_error error_score judge_model best_grade attempts calls
         """,
     "trainer": """
-        engine ranks cpus tensor_parallel pipeline_parallel virtual_pipeline expert_parallel
+        engine ranks cpus gpus tensor_parallel pipeline_parallel virtual_pipeline expert_parallel
         context_parallel sequence_parallel distributed_optimizer colocated rollout_tensor_parallel
         recompute cpu_offload packing learning_rate warmup_steps schedule micro_batch_rows
         micro_batch_tokens fused_loss profile_steps profile_ranks weight_decay adam_beta1 adam_beta2
@@ -118,7 +118,7 @@ _DATA = {
     "algorithm.overlong": "mask buffer penalty limit",
     "algorithm.critic": "use clip learning_rate critic_warmup_steps",
     "algorithm.teacher": "divergence mixture",
-    "explorer": "count dtype deterministic groups_per_claim cpus wait_for_run",
+    "explorer": "count dtype deterministic groups_per_claim cpus gpus device wait_for_run",
     "rollouts": """
         prompts_per_step samples_per_prompt max_new_tokens temperature top_p top_k min_p
         repetition_penalty stop include_stop_str_in_output max_prompt_tokens

@@ -63,15 +63,20 @@ class Explorer:
         config: The run.
         rank: Number of the explorer, which no other explorer of the run has; its name in events is
             ``explorer-RANK``.
+        device: Device on which it serves the policy, such as ``cuda:1``; None takes the one of the
+            settings, else the first GPU that it sees, else the CPU.
     """
 
-    def __init__(self, config: RunConfig, rank: int) -> None:
+    def __init__(self, config: RunConfig, rank: int, device: str | None = None) -> None:
         enable_stack_dumps(config.run_id, f"{ROLE}-{rank}")
-        # Here, since it imports torch, which a launcher does not need.
+        # Here, since both import torch, which a launcher does not need.
         from trinity_events import Synchronizer
+
+        from .device import choose_device
 
         self.config = config
         self.rank = rank
+        self._device = choose_device(device or config.explorer.device)
         self._groups = 0
         self._turns = EngineTurns()
         self._exits = AsyncExitStack()
@@ -100,7 +105,9 @@ class Explorer:
         import ray
 
         name = f"explorer-{rank}-{config.run_id}" + (f"-{restart}" if restart else "")
-        return ray.remote(cls).options(name=name, **place).remote(config, rank)
+        # Without GPUs of its own it may see those of others: Ray hides none from it on this host.
+        device = None if place.get("num_gpus") else "cpu"
+        return ray.remote(cls).options(name=name, **place).remote(config, rank, device)
 
     @property
     def name(self) -> str:
@@ -155,6 +162,7 @@ class Explorer:
         options = EngineOptions(
             model_folder=config.model_folder,
             dtype=config.served_dtype,
+            device=self._device,
             synchronizer=self._synchronizer,
             deterministic=config.explorer.deterministic,
             on_update=config.rollouts.on_update,

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from trinity_events.errors import SharedMemoryUnusable, TrinityError
 
-from ..worker_group.placement import Needs, format_count, has_gpu_each, placement_options
+from ..worker_group.placement import Needs, format_count, local_gpus, node_gpus, placement_options
 from .processes import local_ray
 
 ANSWER_DEADLINE = 5.0
@@ -83,13 +83,13 @@ class Placement:
 
     Args:
         group: Placement group of the run, which is ready.
-        needs: The needs that it was made for.
+        needs: The needs that it was made for, with the GPUs of each process.
         joined: True for a cluster that was there before the run.
     """
 
     def __init__(self, group: Any, needs: Needs, *, joined: bool) -> None:
         self._group = group
-        self._needs = needs
+        self.needs = needs
         self.joined = joined
 
     @property
@@ -99,8 +99,13 @@ class Placement:
 
     def explorer(self, rank: int) -> dict[str, Any]:
         """Return the options of an explorer's actor."""
-        place = self._needs.ranks + rank
-        return placement_options(self._group, place, num_cpus=self._needs.explorer_cpus)
+        place = self.needs.ranks + rank
+        return placement_options(
+            self._group,
+            place,
+            num_cpus=self.needs.explorer_cpus,
+            num_gpus=self.needs.explorer_gpus or 0,
+        )
 
     def beside(self, place: int) -> dict[str, Any]:
         """Return the options of a task beside the process in a place, which takes no CPU of it."""
@@ -124,13 +129,13 @@ class Placement:
 
     def has_rank(self, places: list[int]) -> bool:
         """Return True if one of the places is a rank's."""
-        return places[0] < self._needs.ranks
+        return places[0] < self.needs.ranks
 
     def format_places(self) -> str:
         """Return the places of the run as text."""
         parts = []
         for node, places in self.nodes().items():
-            ranks = sum(place < self._needs.ranks for place in places)
+            ranks = sum(place < self.needs.ranks for place in places)
             counts = {"rank": ranks, "explorer": len(places) - ranks}
             counted = " and ".join(
                 format_count(count, what) for what, count in counts.items() if count
@@ -155,10 +160,12 @@ async def reserve_places(
 
     Raises:
         ClusterUnreachable: if there is no such cluster, or it cannot be joined.
+        GpusMissing: if it has fewer GPUs than the settings ask for.
         NoRoom: if it has no room within the deadline.
     """
     cluster = local_ray(math.ceil(needs.cpus)) if address is None else _joined(address)
     async with cluster:
+        needs = needs.with_gpus(node_gpus())
         group = await _reserved(needs, address, deadline, notify)
         yield Placement(group, needs, joined=address is not None)
 
@@ -168,6 +175,20 @@ def check_shared_memory(room: Placement) -> None:
     hosts = sorted({node.host for node in room.nodes()})
     if len(hosts) > 1:
         raise SharedMemoryUnusable("hosts", hosts=tuple(hosts))
+
+
+async def check_gpus(needs: Needs, address: str | None) -> None:
+    """Raise GpusMissing unless the GPUs are there that the settings ask for.
+
+    A cluster is joined for it, and left again; on this host nothing is started.
+    """
+    if not needs.asks_for_gpus:
+        return
+    if address is None:
+        needs.with_gpus([await anyio.to_thread.run_sync(local_gpus)])
+        return
+    async with _joined(address):
+        needs.with_gpus(node_gpus())
 
 
 @asynccontextmanager
@@ -216,31 +237,29 @@ async def _reserved(needs: Needs, address: str | None, deadline: float, notify: 
     """Return a placement group of the run, once Ray has reserved it."""
     import ray
 
-    total: Any = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    gpus = has_gpu_each(total, needs.ranks)
-    group = ray.util.placement_group(needs.bundles(gpus=gpus), strategy="PACK")
+    group = ray.util.placement_group(needs.bundles(), strategy="PACK")
     began, reported = anyio.current_time(), False
     while not await anyio.to_thread.run_sync(group.wait, 0.5):
         waited = anyio.current_time() - began
         if waited > deadline:
-            raise NoRoom(address, deadline, _lacking(needs, gpus=gpus))
+            raise NoRoom(address, deadline, _lacking(needs))
         if waited > _TOLD_AFTER and not reported:
             reported = True
-            notify(f"waiting for room in the Ray cluster: {_lacking(needs, gpus=gpus)}")
+            notify(f"waiting for room in the Ray cluster: {_lacking(needs)}")
     return group
 
 
-def _lacking(needs: Needs, *, gpus: bool) -> str:
+def _lacking(needs: Needs) -> str:
     """Return what the run needs and what the cluster has."""
     import ray
 
     nodes: list[Any] = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     free: Any = ray.available_resources()  # type: ignore[no-untyped-call]
-    names = ("CPU", "GPU") if gpus else ("CPU",)
+    names = ("CPU", "GPU") if needs.uses_gpus else ("CPU",)
     sizes = Counter(
         " and ".join(f"{node['Resources'].get(name, 0):g} {name}s" for name in names)
         for node in nodes
     )
     has = ", ".join(f"{count} with {size}" for size, count in sizes.items())
     available = " and ".join(f"{free.get(name, 0):g} {name}s" for name in names)
-    return f"it needs {needs.format(gpus=gpus)}; of the nodes ({has}), {available} are free"
+    return f"it needs {needs.format()}; of the nodes ({has}), {available} are free"

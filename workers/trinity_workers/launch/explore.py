@@ -42,6 +42,8 @@ class ExplorerOptions(Struct, frozen=True, kw_only=True):
     checkpoint_root: Path
     wait: float
     health_file: Path | None = None
+    device: str | None = None
+    """Device on which it serves the policy; None takes that of the settings, else a GPU."""
     own: OwnConfig | None = None
     """Configuration that the explorer's side gives; without it, all is read from the log."""
 
@@ -202,7 +204,7 @@ async def _explore_epochs(
         try:
             with ungrouped():
                 async with claimed_rank(place.client, config, place.options.rank) as rank:
-                    explorer = Explorer(config, rank)
+                    explorer = Explorer(config, rank, place.options.device)
                     outcome = await _epoch(explorer, place.run, epochs, opening, silence)
         except TrainerSilent:
             raise

@@ -55,7 +55,7 @@ from ..config.train_config import RunConfig, TrainConfig
 from ..explorer.explorer import Explorer
 from ..runtime.health import beating
 from ..trainer import Trainer, TrainingResult
-from ..worker_group.placement import Needs, with_reserved_cpus
+from ..worker_group.placement import Needs, format_devices, node_gpus, with_reserved_cpus
 from .actors import Actors, format_ray_error
 from .cluster import Notify, Placement, check_shared_memory, reserve_places
 from .explorer_restarts import explore_to_the_end
@@ -268,9 +268,11 @@ async def _check(options: LaunchOptions) -> None:
     if not options.take_over:
         await refuse_live_run(options.run_id)
     enable_stack_dumps(options.run_id, LAUNCHER)
-    one_host = options.ray_address is None
     await check_run(
-        options.settings, options.checkpoint_root, alone=options.alone, one_host=one_host
+        options.settings,
+        options.checkpoint_root,
+        alone=options.alone,
+        ray_address=options.ray_address,
     )
 
 
@@ -429,6 +431,8 @@ async def _room(
             if config.transport == "shm":
                 check_shared_memory(room)
             await check_shared_storage(room, config)
+        for line in format_devices(room.needs, node_gpus()):
+            view.print_line(f"run {config.run_id}: {line}")
         yield room
 
 

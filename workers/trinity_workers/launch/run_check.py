@@ -26,6 +26,8 @@ from ..sandbox.environments import EnvironmentProcesses
 from ..storage.object_store import ObjectStore
 from ..tasks import is_built_in
 from ..tasks.loading import SetsUnusable
+from ..worker_group.placement import Needs
+from .cluster import check_gpus
 from .transport import chosen_transport
 
 _CHECKPOINT_BYTES = 12
@@ -79,15 +81,22 @@ class NotEnoughSpace(BadSettings):
         return self.needed / _GIB
 
 
-async def check_run(config: TrainConfig, root: Path, *, alone: bool, one_host: bool) -> None:
+async def check_run(
+    config: TrainConfig, root: Path, *, alone: bool, ray_address: str | None
+) -> None:
     """Raise the mistake that :func:`find_mistakes` finds, or SeveralMistakes."""
-    mistakes = await find_mistakes(config, root, alone=alone, one_host=one_host)
+    mistakes = await find_mistakes(config, root, alone=alone, ray_address=ray_address)
     if mistakes:
         raise mistakes[0] if len(mistakes) == 1 else SeveralMistakes(tuple(mistakes))
 
 
 async def find_mistakes(
-    config: TrainConfig, root: Path, *, alone: bool, one_host: bool, thorough: bool = False
+    config: TrainConfig,
+    root: Path,
+    *,
+    alone: bool,
+    ray_address: str | None,
+    thorough: bool = False,
 ) -> list[TrinityError]:
     """Return an error for each mistake that can be found without training.
 
@@ -97,12 +106,12 @@ async def find_mistakes(
         config: The run.
         root: Folder with one checkpoint directory for each run.
         alone: True if the explorers are started with the trainer.
-        one_host: True if all of these are on this host.
+        ray_address: Ray cluster that the run joins; None if all of it is on this host.
         thorough: Compare the model's tensors with its configuration too. That takes the seconds in
             which torch is imported; a run's ranks do it anyway.
     """
     mistakes: dict[str, TrinityError] = {}
-    for check in _checks(config, root, alone=alone, one_host=one_host, thorough=thorough):
+    for check in _checks(config, root, alone=alone, ray_address=ray_address, thorough=thorough):
         try:
             await check()
         except Exception as caught:
@@ -115,7 +124,7 @@ async def find_mistakes(
 
 
 def _checks(
-    config: TrainConfig, root: Path, *, alone: bool, one_host: bool, thorough: bool
+    config: TrainConfig, root: Path, *, alone: bool, ray_address: str | None, thorough: bool
 ) -> Iterator[Check]:
     here: Callable[..., Check] = partial(partial, anyio.to_thread.run_sync)
     folder = None if config.model.path is None else Path(config.model.path)
@@ -141,8 +150,12 @@ def _checks(
         yield here(_check_mirror, config.checkpoints.mirror)
     if not config.trainer.colocated:
         yield here(
-            partial(_check_transport, config, folder, explorers_here=alone, one_host=one_host)
+            partial(
+                _check_transport, config, folder, explorers_here=alone, one_host=ray_address is None
+            )
         )
+    needs = Needs.for_run(config, explorers=config.explorers if alone else 0)
+    yield partial(check_gpus, needs, ray_address)
     if folder is not None and config.checkpoints.interval and not config.model.lora.rank:
         yield here(_check_disk, folder, root)
 

@@ -1,27 +1,71 @@
-"""Places of a run's processes in a Ray cluster: one placement group reserves them together."""
+"""Places of a run's processes in a Ray cluster: one placement group reserves them together.
+
+1. No two ranks share a GPU, which NCCL refuses: a rank that shares its GPU with explorers has more
+   than half of it.
+2. GPUs that the settings ask for are there, or the run is refused before it starts.
+3. A process that is started again takes the place, and so the GPU, of the one before it.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
+
+from trinity_events.errors import TrinityError
 
 from ..config.train_config import TrainConfig
 
 Bundle = dict[str, float]
 """Resources of one process, as Ray names them."""
+SHARED_RANK = 0.6
+"""Part of its GPU that a rank takes where explorers share it: above one half, so that no second
+rank has room there."""
+_RAY_UNIT = 1e-4
+"""Smallest part of a resource that Ray counts."""
+
+
+class GpusMissing(TrinityError):
+    """The settings of a run ask for GPUs that are not there.
+
+    Attributes:
+        needed: GPUs of each process, as text.
+        nodes: Number of GPUs of each node.
+    """
+
+    needed: str
+    nodes: tuple[float, ...]
+    text = (
+        "the run needs {needed}, and {_present}: ask for less with explorer.gpus, trainer.ranks, "
+        "explorer.count or trainer.gpus (0 is the CPU), or start it where there are more"
+    )
+
+    @property
+    def _present(self) -> str:
+        if len(self.nodes) == 1:
+            verb = "is" if self.nodes[0] == 1 else "are"
+            return f"there {verb} {format_count(self.nodes[0], 'GPU')}"
+        counts = ", ".join(f"{count:g}" for count in self.nodes)
+        return f"the {len(self.nodes)} nodes of the Ray cluster have {counts} GPUs"
 
 
 class Needs(Struct, frozen=True, kw_only=True):
-    """Processes of a run that are placed in a cluster, and the CPUs of each."""
+    """Processes of a run that are placed in a cluster, and the CPUs and GPUs of each."""
 
     ranks: int
     rank_cpus: float
     explorers: int
     explorer_cpus: float
+    rank_gpus: float | None = None
+    """GPUs of each rank; None for what :meth:`with_gpus` finds."""
+    explorer_gpus: float | None = None
+    """GPUs of each explorer; None for what :meth:`with_gpus` finds."""
+    explorers_on_gpus: bool = False
+    """True if explorers may not be on CPUs."""
 
     @classmethod
     def for_run(cls, config: TrainConfig, *, explorers: int) -> Needs:
@@ -31,6 +75,9 @@ class Needs(Struct, frozen=True, kw_only=True):
             rank_cpus=config.trainer.cpus or 1.0,
             explorers=explorers,
             explorer_cpus=config.explorer.cpus or 1.0,
+            rank_gpus=config.trainer.gpus,
+            explorer_gpus=0.0 if config.explorer.device == "cpu" else config.explorer.gpus,
+            explorers_on_gpus=config.explorer.device == "cuda",
         )
 
     @property
@@ -38,25 +85,163 @@ class Needs(Struct, frozen=True, kw_only=True):
         """CPUs of all processes."""
         return self.ranks * self.rank_cpus + self.explorers * self.explorer_cpus
 
-    def bundles(self, *, gpus: bool) -> list[Bundle]:
+    @property
+    def asks_for_gpus(self) -> bool:
+        """Return True if a setting asks for GPUs, which may then be missing."""
+        of_explorers = bool(self.explorer_gpus) or self.explorers_on_gpus
+        return bool(self.rank_gpus) or (self.explorers > 0 and of_explorers)
+
+    def with_gpus(self, nodes: Sequence[float]) -> Needs:
+        """Return the needs with the GPUs of each process, on nodes with these numbers of GPUs.
+
+        What the settings leave open is the first of these that fits: a GPU for each process;
+        explorers that share GPUs which ranks leave; explorers that share the ranks' GPUs. Where
+        there are fewer GPUs than ranks, these compute on CPUs.
+
+        Raises:
+            GpusMissing: if nothing fits that the settings ask for.
+        """
+        for rank in self._rank_choices(nodes):
+            for explorer in self._explorer_choices(rank):
+                if _fits(nodes, [rank] * self.ranks + [explorer] * self.explorers):
+                    return structs.replace(self, rank_gpus=rank, explorer_gpus=explorer)
+        raise GpusMissing(self._format_gpus(), tuple(nodes))
+
+    def _rank_choices(self, nodes: Sequence[float]) -> list[float]:
+        if self.rank_gpus is not None:
+            return [self.rank_gpus]
+        if sum(nodes) < self.ranks:
+            return [0.0]
+        # More than half a GPU keeps a second rank off it.
+        least = 0.0 if self.ranks == 1 else 0.5
+        rests = [1 - (self.explorer_gpus or 0.0) * count for count in range(1, self.explorers + 1)]
+        return [1.0, SHARED_RANK, *(round(rest, 4) for rest in rests if rest > least + _RAY_UNIT)]
+
+    def _explorer_choices(self, rank: float) -> list[float]:
+        if not self.explorers:
+            return [0.0]
+        if self.explorer_gpus is not None:
+            return [self.explorer_gpus]
+        rooms = (1.0, 1 - rank) if 0 < rank < 1 else (1.0,)
+        shares = [room / count for room in rooms for count in range(1, self.explorers + 1)]
+        # Explorers on CPUs are worse than a rank that shares its GPU, which is tried after this.
+        is_last = self.rank_gpus is not None or rank < 1
+        on_cpus = [0.0] if is_last and not self.explorers_on_gpus else []
+        # Rounded down: as many as share a GPU are to fit in it.
+        return [math.floor(share * 1e4) / 1e4 for share in sorted(shares, reverse=True)] + on_cpus
+
+    def _format_gpus(self) -> str:
+        ranks = format_count(self.ranks, "rank")
+        parts = []
+        if self.rank_gpus is None:
+            parts.append(f"a GPU, or a part of one, for each of {ranks}")
+        elif self.rank_gpus:
+            parts.append(f"{format_count(self.rank_gpus, 'GPU')} for each of {ranks}")
+        if self.explorers:
+            explorers = format_count(self.explorers, "explorer")
+            share = format_count(self.explorer_gpus or 0.0, "GPU")
+            share = share if self.explorer_gpus is not None else "a GPU, or a part of one,"
+            parts.append(f"{share} for each of {explorers}")
+        return " and ".join(parts)
+
+    def bundles(self) -> list[Bundle]:
         """Return the resources of every rank, then of every explorer.
 
-        The trainer waits while its ranks work: it shares the place of rank 0.
+        The trainer waits while its ranks work: it shares the place of rank 0. Ranks come first:
+        Ray then gives each of them a GPU of its own, also where explorers share these.
         """
-        rank = {"CPU": self.rank_cpus} | ({"GPU": 1.0} if gpus else {})
-        explorer = {"CPU": self.explorer_cpus}
+        rank = _make_bundle(self.rank_cpus, self.rank_gpus)
+        explorer = _make_bundle(self.explorer_cpus, self.explorer_gpus)
         return [dict(rank) for _ in range(self.ranks)] + [
             dict(explorer) for _ in range(self.explorers)
         ]
 
-    def format(self, *, gpus: bool) -> str:
+    @property
+    def uses_gpus(self) -> bool:
+        """Return True if a process has a GPU, or a part of one."""
+        return any("GPU" in bundle for bundle in self.bundles())
+
+    def format(self) -> str:
         """Return the needs as text."""
-        each = format_count(self.rank_cpus, "CPU") + (" and a GPU" if gpus else "")
-        parts = [f"{each} for each of {format_count(self.ranks, 'rank')}"]
+        parts = [
+            f"{_format_share(self.rank_cpus, self.rank_gpus)} for each of "
+            f"{format_count(self.ranks, 'rank')}"
+        ]
         if self.explorers:
-            explorers = format_count(self.explorers, "explorer")
-            parts.append(f"{format_count(self.explorer_cpus, 'CPU')} for each of {explorers}")
+            parts.append(
+                f"{_format_share(self.explorer_cpus, self.explorer_gpus)} for each of "
+                f"{format_count(self.explorers, 'explorer')}"
+            )
         return ", ".join(parts)
+
+
+def format_devices(needs: Needs, nodes: Sequence[float]) -> list[str]:
+    """Return lines about the GPUs of a run's processes; none in a cluster without GPUs.
+
+    Args:
+        needs: Needs of the run, with GPUs.
+        nodes: Number of GPUs of each node.
+    """
+    total = sum(nodes)
+    if not total:
+        return []
+    lines = [f"{format_count(total, 'GPU')}: {needs.format()}"]
+    if total < needs.ranks and not needs.rank_gpus:
+        lines.append(
+            f"warning: the ranks compute on CPUs, for there are {format_count(total, 'GPU')} and "
+            f"{needs.ranks} ranks: set trainer.ranks {total:g} to train on GPUs"
+        )
+    return lines
+
+
+def _make_bundle(cpus: float, gpus: float | None) -> Bundle:
+    return {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
+
+
+def _format_share(cpus: float, gpus: float | None) -> str:
+    share = format_count(cpus, "CPU")
+    if not gpus:
+        return share
+    return f"{share} and " + ("a GPU" if gpus == 1 else format_count(gpus, "GPU"))
+
+
+def _fits(nodes: Sequence[float], shares: Sequence[float]) -> bool:
+    """Return True if Ray finds a place for these shares of GPUs, in their order.
+
+    As Ray does, each fraction takes the GPU with the least room that is enough (ClusterResource's
+    instances), and a whole number takes idle GPUs of one node.
+    """
+    free = [[1.0] * int(count) for count in nodes]
+    for share in shares:
+        whole = math.ceil(share)
+        rooms = [(room, node, at) for node, gpus in enumerate(free) for at, room in enumerate(gpus)]
+        if whole > 1:
+            idle = [[at for at, room in enumerate(gpus) if room == 1.0] for gpus in free]
+            node = next((node for node, ats in enumerate(idle) if len(ats) >= whole), None)
+            if node is None:
+                return False
+            for at in idle[node][:whole]:
+                free[node][at] = 0.0
+        elif share:
+            fitting = [place for place in rooms if place[0] > share - _RAY_UNIT / 2]
+            if not fitting:
+                return False
+            room, node, at = min(fitting)
+            free[node][at] = room - share
+    return True
+
+
+def local_gpus() -> int:
+    """Return the GPUs of this host that Ray would find, without starting it."""
+    overridden = json.loads(os.environ.get("RAY_OVERRIDE_RESOURCES") or "{}")
+    if "GPU" in overridden:
+        return int(overridden["GPU"])
+    from ray._private.accelerators import get_accelerator_manager_for_resource
+
+    manager: Any = get_accelerator_manager_for_resource("GPU")
+    visible = manager.get_current_process_visible_accelerator_ids()
+    count: int = manager.get_current_node_num_accelerators()
+    return count if visible is None else min(count, len(visible))
 
 
 def with_reserved_cpus(config: TrainConfig) -> TrainConfig:
@@ -66,9 +251,12 @@ def with_reserved_cpus(config: TrainConfig) -> TrainConfig:
     return config.replaced("explorer", cpus=needs.explorer_cpus)
 
 
-def has_gpu_each(resources: Mapping[str, float], ranks: int) -> bool:
-    """Return True if a cluster of these resources has a GPU for each rank."""
-    return resources.get("GPU", 0) >= ranks
+def node_gpus() -> list[float]:
+    """Return the number of GPUs of each node of the cluster that this process is in."""
+    import ray
+
+    nodes: list[Any] = ray.nodes()  # type: ignore[no-untyped-call]
+    return [node["Resources"].get("GPU", 0.0) for node in nodes if node["Alive"]]
 
 
 def placement_options(group: Any, index: int, **resources: float) -> dict[str, Any]:
@@ -89,9 +277,8 @@ def rank_options(config: TrainConfig, rank: int) -> tuple[dict[str, Any], bool]:
 
     group: Any = ray.util.get_current_placement_group()
     if group is None:
-        total: Any = ray.cluster_resources()  # type: ignore[no-untyped-call]
-        gpus = has_gpu_each(total, config.trainer.ranks)
-        return {"num_cpus": config.trainer.cpus or 1.0, "num_gpus": int(gpus)}, gpus
+        needs = Needs.for_run(config, explorers=0).with_gpus(node_gpus())
+        return {"num_cpus": needs.rank_cpus, "num_gpus": needs.rank_gpus}, bool(needs.rank_gpus)
     bundle = group.bundle_specs[rank]
     count = bundle.get("GPU", 0)
     return placement_options(group, rank, num_cpus=bundle["CPU"], num_gpus=count), count > 0

@@ -65,6 +65,33 @@ def _find_useless_updates(values: Values) -> Contradictions:
         )
 
 
+def _find_unusable_gpus(values: Values) -> Contradictions:
+    gpus, device = values["explorer.gpus"], values["explorer.device"]
+    if gpus is not None and gpus > 1 and gpus % 1:
+        yield (
+            ("explorer.gpus",),
+            f"{{explorer.gpus}} is {gpus:g}, and Ray divides one GPU alone: choose a whole number, "
+            "or 1 or less",
+        )
+    if gpus is not None and gpus > 1 and values["explorer.engine"] == "huggingface":
+        yield (
+            ("explorer.gpus", "explorer.engine"),
+            f"{{explorer.gpus}} is {gpus:g}, and {{=explorer.engine}} uses one: choose 1 or less",
+        )
+    if gpus and device == "cpu":
+        yield (
+            ("explorer.gpus", "explorer.device"),
+            "{explorer.gpus} reserves GPUs that {=explorer.device} does not use: leave one of them "
+            "out",
+        )
+    if gpus == 0 and device == "cuda":
+        yield (
+            ("explorer.device", "explorer.gpus"),
+            "{=explorer.device} needs a GPU, and {explorer.gpus} 0 reserves none: leave one of "
+            "them out",
+        )
+
+
 def _find_reserved_template_names(values: Values) -> Contradictions:
     path = "rollouts.chat_template_kwargs"
     reserved = sorted(_TEMPLATE_NAMES & values[path].keys())
@@ -96,7 +123,7 @@ RULES: tuple[Rule, ...] = (
     ),
     OnlyWhen(
         "explorer.count explorer.engine explorer.engine_options explorer.dtype explorer.cpus "
-        "explorer.wait_for_run",
+        "explorer.gpus explorer.device explorer.wait_for_run",
         is_any("trainer.colocated", False),
         "with {trainer.colocated} the trainer's ranks answer",
     ),
@@ -127,6 +154,7 @@ RULES: tuple[Rule, ...] = (
         ~is_positive("model.lora.rank"),
         "{=explorer.engine} applies no versions of adapters",
     ),
+    Computed(_find_unusable_gpus),
     Computed(_find_small_window),
     OnlyWhen(
         "rollouts.max_turns",

@@ -78,6 +78,16 @@ def _find_short_micro_batch(values: Values) -> Contradictions:
         )
 
 
+def _find_shared_gpu(values: Values) -> Contradictions:
+    gpus, ranks = values["trainer.gpus"], values["trainer.ranks"]
+    if gpus is not None and 0 < gpus <= 0.5 and ranks > 1:
+        yield (
+            ("trainer.gpus", "trainer.ranks"),
+            f"{{trainer.gpus}} is {gpus:g}, with which Ray places two ranks on a GPU, and NCCL "
+            "takes one: choose more than 0.5, or 0",
+        )
+
+
 def _find_absent_profiles(values: Values) -> Contradictions:
     trainer, steps = values["trainer"], values["steps"]
     last = max(trainer.profile_steps, default=0)
@@ -163,6 +173,7 @@ RULES: tuple[Rule, ...] = (
         "{trainer.micro_batch_rows} and {trainer.micro_batch_tokens} both divide a step's rows",
     ),
     Computed(_find_short_micro_batch),
+    Computed(_find_shared_gpu),
     OnlyWhen("trainer.profile_ranks", is_set("trainer.profile_steps"), "no step is profiled"),
     Computed(_find_absent_profiles),
 )

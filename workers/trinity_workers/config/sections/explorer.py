@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from ...section import Section
-from ..types import Cpus, DtypeName, Positive
+from ..types import Cpus, DtypeName, Gpus, Positive
 
+DeviceName = Literal["cpu", "cuda"]
 LONGEST_WAIT_FOR_RUN = 7 * 24 * 3600
 """Seconds; an explorer reads its wait from the log, whose writer must not keep it for ever."""
 
@@ -33,6 +34,13 @@ class ExplorerConfig(Section, frozen=True, kw_only=True):
     cpus: Cpus | None = None
     """CPUs that Ray reserves for each explorer, and its threads. Null reserves one; without
     RAY_ADDRESS the explorers then share the threads of the host."""
+    gpus: Gpus | None = None
+    """GPUs that Ray reserves for each explorer: a part of one, which others share, or a whole
+    number. Null is a GPU, else a part of one that explorers or ranks share, else none: what there
+    is decides (docs/gpu.md)."""
+    device: DeviceName | None = None
+    """Device on which explorers serve the policy. Null is the GPU that is reserved for the
+    explorer or, for one that is started by itself, the first GPU that it sees; else the CPU."""
     wait_for_run: Annotated[float, Meta(ge=0, le=LONGEST_WAIT_FOR_RUN)] = 300.0
     """Seconds that an explorer, which is started by itself, waits for the run to be opened again
     after its trainer failed, was interrupted or died. 0 ends the explorer with its trainer."""

@@ -25,6 +25,10 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     cpus: Cpus | None = None
     """CPUs that Ray reserves for each rank, and its threads. Null reserves one; without
     RAY_ADDRESS the ranks then share the threads of the host."""
+    gpus: Annotated[float, Meta(ge=0, le=1)] | None = None
+    """GPUs that Ray reserves for each rank, or the part of one that explorers leave it. Null is a
+    GPU, or 0.6 of one that explorers share, where there is one for each rank; else none, and ranks
+    compute on CPUs."""
     tensor_parallel: Positive | None = None
     """On Megatron, ranks that share every layer. By default all of a pipeline stage do."""
     pipeline_parallel: Positive = 1
