@@ -11,7 +11,7 @@ pytest.importorskip("ray", reason="Ray is not installed")
 
 from tests.support.waits import PATIENCE
 
-pytestmark = [pytest.mark.ray, pytest.mark.heavy]
+pytestmark = [pytest.mark.ray, pytest.mark.heavy, pytest.mark.processes]
 
 TWO = {"RAY_OVERRIDE_RESOURCES": '{"GPU": 2}'}
 """Variable by which Ray takes the resources of a host from its user."""

@@ -139,8 +139,8 @@ def test_a_cluster_without_room_is_refused_with_what_is_missing_and_what_there_i
     sentence = sentence_of(train("trainer.ranks=3", "explorer.count=3", "sync.timeout=3"))
     assert (
         "has no room for the run within 3 s: it needs 1 CPU for each of 3 ranks, 1 CPU and "
-        "0.5 GPUs for each of 3 explorers; of the nodes (2 with 2 CPUs and 1 GPUs), 4 CPUs and 2 GPUs are "
-        "free: wait for other jobs"
+        "0.5 GPUs for each of 3 explorers; of the nodes (2 with 2 CPUs and 1 GPUs), 4 CPUs and "
+        "2 GPUs are free: wait for other jobs"
     ) in sentence
 
 
