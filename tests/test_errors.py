@@ -18,6 +18,8 @@ from trinity_events.errors import StructuredError
 BASES = {
     "CannotResume",
     "ContractError",
+    "CorruptVersion",
+    "IncompatibleWeights",
     "LogLost",
     "SettingsRefused",
     "StructuredError",

@@ -982,15 +982,12 @@ class CorruptVersion(TrinityError):
     """The read bytes of a weight version differ from the published bytes.
 
     Attributes:
-        reason: What differs.
         rank: Rank of the corrupt part, if known.
         chunk: Index of the chunk in it, if known.
     """
 
-    reason: str
     rank: int | None = None
     chunk: int | None = None
-    text = "{reason}"
 
 
 class NotAsPublished(CorruptVersion):
@@ -1036,10 +1033,7 @@ class IncompatibleWeights(TrinityError):
     """A version's tensors do not fit the model that installs them.
 
     Attributes:
-        reason: What does not fit.
         tensor: Name of the first tensor that does not fit, if it is one.
     """
 
-    reason: str
     tensor: str | None = None
-    text = "{reason}"

@@ -9,6 +9,7 @@ from typing import Any
 from tests.support.event_samples import SAMPLES
 from trinity_events.diagnostics.stacks import RunProcess
 from trinity_events.errors import DeadlineExceeded
+from trinity_events.weights.slices import CoverageFault
 from trinity_schemas import ExplorerExcluded, Producer, RewardErrorReported
 from trinity_schemas.events import SettingChange
 from trinity_workers.config.errors import BadSettings
@@ -1402,10 +1403,112 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
             "entries of run demo-1 after 5-0 are no longer in the log",
         ),
     ],
-    "CorruptVersion": [
+    "CorruptChunk": [
         (
-            {"reason": "chunk 2 is not what was published", "rank": 1, "chunk": 2},
-            "chunk 2 is not what was published",
+            {
+                "rank": 1,
+                "chunk": 2,
+                "harm": "nothing was installed",
+                "version": "weights of step 4",
+            },
+            "chunk 2 of the weights of step 4 is not what was published: nothing was installed",
+        ),
+    ],
+    "CorruptManifest": [
+        (
+            {"rank": 1, "fault": "digest", "version": "weights of step 4"},
+            "the manifest of the weights of step 4 is not the one that was announced",
+        ),
+        (
+            {
+                "rank": 1,
+                "fault": "contradiction",
+                "reason": "not a weight manifest: it is cut",
+                "version": "weights of step 4",
+            },
+            "the manifest of the weights of step 4 contradicts itself: not a weight manifest: it is cut",
+        ),
+        (
+            {
+                "rank": 1,
+                "fault": "part",
+                "reason": "weights of step 3",
+                "version": "weights of step 4",
+            },
+            "the manifest of the weights of step 4 is of the weights of step 3",
+        ),
+        (
+            {"rank": 1, "fault": "size", "size": 8, "announced": 9, "version": "weights of step 4"},
+            "the manifest of the weights of step 4 is of 8 bytes, 9 were announced",
+        ),
+    ],
+    "CorruptFile": [
+        (
+            {"fault": "list", "file": "/x/XXH128SUMS", "step": 4},
+            "/x/XXH128SUMS is not the list of digests that was announced for step 4",
+        ),
+        (
+            {"fault": "digest", "file": "a.safetensors", "step": 4},
+            "a.safetensors of step 4 is not the file that was announced",
+        ),
+        (
+            {
+                "fault": "contradiction",
+                "file": "a.safetensors",
+                "step": 4,
+                "reason": "its header is cut",
+            },
+            "a.safetensors of step 4 contradicts itself: its header is cut",
+        ),
+    ],
+    "CorruptPart": [
+        (
+            {"rank": 1, "fault": "length", "version": "weights of step 4"},
+            "the weights of step 4 are shorter than what was published",
+        ),
+        (
+            {"fault": "base", "base": "weights of step 3", "version": "weights of step 4"},
+            "the weights of step 4 rest on the weights of step 3, which are not full themselves",
+        ),
+        (
+            {"fault": "segment", "version": "weights of step 4"},
+            "the segment of the weights of step 4 is too short",
+        ),
+        (
+            {"fault": "header", "version": "weights of step 4"},
+            "the segment of the weights of step 4 has no valid header",
+        ),
+        (
+            {"fault": "contents", "version": "weights of step 4"},
+            "the segment of the weights of step 4 is shorter than its header says",
+        ),
+        ({"fault": "empty"}, "a segment of weights is empty"),
+        (
+            {"fault": "blocks", "version": "weights of step 4"},
+            "the weights of step 4 lie in larger blocks than they need",
+        ),
+        (
+            {"fault": "location", "reason": "it is cut", "version": "weights of step 4"},
+            "the location of the weights of step 4 cannot be read: it is cut",
+        ),
+        (
+            {"fault": "objects", "version": "weights of step 4"},
+            "the objects of the weights of step 4 do not end where its chunks end",
+        ),
+    ],
+    "CorruptTensor": [
+        (
+            {"fault": "delta", "tensor": "w"},
+            "'w' with its delta applied is not the published tensor",
+        ),
+        ({"fault": "base", "tensor": "w"}, "'w' is not in the version that it is said to rest on"),
+        (
+            {"fault": "installed", "tensor": "w", "step": 4},
+            "'w' of the model is not what was published as step 4, though all that was read of it was: something else wrote it",
+        ),
+        (
+            {"fault": "pieces", "begin": 4, "size": 8},
+            "8 bytes from 4 on, which are a tensor, do not lie together",
         ),
     ],
     "EngineEnded": [
@@ -1438,14 +1541,159 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "ModelDiffers": [
         (
-            {"reason": "'w' with its delta applied is not what was published"},
-            "'w' with its delta applied is not what was published",
+            {"fault": "delta", "tensor": "w"},
+            "'w' with its delta applied is not the published tensor",
+        ),
+        (
+            {"fault": "dtype", "tensor": "w", "dtype": "torch.float16"},
+            "'w' is torch.float16 in the model: no delta can be applied to it",
         ),
     ],
-    "IncompatibleWeights": [
+    "CorruptDelta": [
+        ({"fault": "table"}, "a delta is shorter than the table of its blocks"),
+        ({"fault": "size", "actual": 8, "expected": 9}, "a delta has 8 bytes, its blocks 9"),
         (
-            {"reason": "the model has no 'w', which the version brings", "tensor": "w"},
-            "the model has no 'w', which the version brings",
+            {"fault": "changes", "actual": 9, "expected": 8},
+            "a block of 8 elements has 9 changed ones",
+        ),
+        ({"fault": "form", "actual": 3}, "a block of a delta is of form 3, which is not known"),
+        ({"fault": "positions"}, "the positions of a delta are not those of its values"),
+        (
+            {"fault": "bits", "actual": 2, "expected": 8},
+            "a block of 8 elements has 2 bytes of bits",
+        ),
+        ({"fault": "gaps"}, "the gaps of a delta are more than its block has elements"),
+    ],
+    "AbsentTensor": [
+        ({"fault": "model", "tensor": "w"}, "the model has no 'w', which the version brings"),
+        ({"fault": "version", "tensor": "w"}, "the version has no 'w', which the model needs"),
+        ({"fault": "selection", "tensor": "w"}, "the version has no 'w', which is wanted"),
+        (
+            {"fault": "folder", "tensor": "w", "folder": Path("/x")},
+            "/x has no tensor w: is its config.json the one of its weights?",
+        ),
+    ],
+    "UnfitTensor": [
+        (
+            {
+                "fault": "form",
+                "tensor": "w",
+                "in_model": "torch.float32 [4]",
+                "in_version": "torch.float16 [4]",
+            },
+            "'w' is torch.float32 [4] in the model, torch.float16 [4] in the version",
+        ),
+        (
+            {
+                "fault": "dtype",
+                "dtype": "torch.float32",
+                "tensor": "w",
+                "in_model": "torch.float32 [4]",
+                "in_version": "torch.float16 [4]",
+            },
+            "'w' is torch.float32 [4] in the model, torch.float16 [4] in the version: publish it with dtype=torch.float32, or take it with cast=True",
+        ),
+        (
+            {"fault": "device", "tensor": "w", "in_model": "cuda:0", "in_version": "cpu"},
+            "'w' is on cuda:0 in the model and on cpu in the version: it has to be copied",
+        ),
+        (
+            {
+                "fault": "file",
+                "tensor": "w",
+                "in_model": "(4,)",
+                "in_version": "(5,)",
+                "folder": Path("/x"),
+            },
+            "/x: w is (5,), the model's is (4,): is its config.json the one of these weights?",
+        ),
+    ],
+    "UnfillableTensor": [
+        (
+            {"fault": "meta", "tensor": "w"},
+            "'w' has no memory in the model (meta device): materialize it first",
+        ),
+        (
+            {"fault": "freed", "tensor": "w"},
+            "'w' has no memory in the model (it was freed): bring the model back first",
+        ),
+        (
+            {"fault": "spread", "tensor": "w"},
+            "'w' is spread over ranks in the model (DTensor): fill a model of what this rank has of each, with these boxes wanted",
+        ),
+        (
+            {"fault": "wrapper", "tensor": "w"},
+            "'w' wraps another tensor in the model: it has to be copied",
+        ),
+        (
+            {"fault": "overlap", "tensor": "w"},
+            "'w' is in the memory of what the version brings, but lies otherwise in it: only a copy fills both",
+        ),
+        (
+            {"fault": "torn", "tensor": "w"},
+            "'w' may hold some of a version that never became whole in this model, and is not brought: load or apply a full version first",
+        ),
+        (
+            {"fault": "tied", "tensor": "w", "other": "v"},
+            "'w' and 'v' are one tensor in the model and differ in the version: is the model tied, and the one that was trained is not?",
+        ),
+    ],
+    "UnassembledTensor": [
+        ({"fault": "twice", "tensor": "w"}, "'w' comes twice in the version, whole once at least"),
+        (
+            {"fault": "forms", "tensor": "w", "forms": [("float32", (4,)), ("float32", (5,))]},
+            "'w' is several things in the version: [('float32', (4,)), ('float32', (5,))]",
+        ),
+        (
+            {"fault": "selection", "tensor": "w", "selected": ([4], [2]), "shape": [4]},
+            "of 'w' [4] from [2] is wanted, but it is [4] in the version",
+        ),
+        (
+            {"fault": "coverage", "tensor": "w", "coverage": CoverageFault(missing=2, volume=12)},
+            "the shards of 'w' do not make it up: 2 of 12 elements are missing",
+        ),
+        (
+            {"fault": "coverage", "tensor": "w", "coverage": CoverageFault(twice_at=(2, 0))},
+            "the shards of 'w' do not make it up: it comes twice at [2, 0]",
+        ),
+        (
+            {"fault": "shards", "tensor": "w"},
+            "'w' comes in shards: they have to be copied together",
+        ),
+    ],
+    "UnsupportedWeights": [
+        (
+            {"fault": "format", "step": 4},
+            "the state dict of step 4 has no weights in Hugging Face's format",
+        ),
+        (
+            {"fault": "dtype", "tensor": "w", "dtype": "F4"},
+            "'w' is of dtype F4, which is not supported",
+        ),
+        (
+            {"fault": "saved", "tensor": "w", "dtype": "torch.complex128"},
+            "w is of torch.complex128, which cannot be saved",
+        ),
+    ],
+    "UnreshardableTensor": [
+        (
+            {
+                "fault": "coverage",
+                "tensor": "w",
+                "target": 1,
+                "coverage": CoverageFault(missing=2, volume=12),
+            },
+            "w cannot be resharded for rank 1: 2 of 12 elements are missing",
+        ),
+        (
+            {
+                "fault": "dtype",
+                "tensor": "w",
+                "target": 1,
+                "dtype": "bfloat16",
+                "expected": "float32",
+            },
+            "w cannot be resharded for rank 1: it is bfloat16, and float32 is wanted",
         ),
     ],
     "UnpublishableTensor": [

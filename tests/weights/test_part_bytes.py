@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
+from tests.support.errors import raises
 from tests.support.tensors import identical
-from trinity_events.errors import CorruptVersion
+from trinity_events.weights.errors import CorruptTensor
 from trinity_events.weights.part_bytes import PartBytes, as_tensor
 from trinity_schemas import TensorEntry
 
@@ -43,7 +44,7 @@ def test_a_tensor_is_a_view():
 @pytest.mark.parametrize(("begin", "nbytes"), [(2, 4), (8, 8), (12, 1), (0, 13)])
 def test_what_does_not_lie_together_is_refused(begin, nbytes):
     there = cut(bytes(12), 4, 8)
-    with pytest.raises(CorruptVersion, match="do not lie together"):
+    with raises(CorruptTensor, fault="pieces", begin=begin, size=nbytes):
         there.span(begin, nbytes)
 
 
@@ -65,5 +66,5 @@ def test_a_tensor_is_row_major_wherever_it_begins(shape, begin):
 
 
 def test_a_tensor_in_two_pieces_is_refused():
-    with pytest.raises(CorruptVersion, match="do not lie together"):
+    with raises(CorruptTensor, fault="pieces", begin=4, size=4):
         cut(bytes(16), 6, 10).tensor(4, torch.float32, (1,))

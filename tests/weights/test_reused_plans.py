@@ -10,7 +10,6 @@ import torch
 from tests.support.errors import raises
 from tests.support.published_parts import announcement, assert_same, read
 from tests.support.tensors import identical
-from trinity_events.errors import IncompatibleWeights
 from trinity_events.weights import (
     PartWriter,
     ShardOffset,
@@ -19,6 +18,7 @@ from trinity_events.weights import (
     pull_version,
 )
 from trinity_events.weights.applying import install as install_module
+from trinity_events.weights.errors import AbsentTensor, UnfillableTensor, UnfitTensor
 from trinity_events.weights.publishing import part_writer
 from trinity_events.weights.publishing.part_writer import LastLayout
 
@@ -254,25 +254,25 @@ def for_inference(module):
 
 
 CHANGES = [
-    (replaced, None),
-    (moved, None),
-    (turned_in_place, None),
-    (reshaped, r"'square' is torch.float32 \[4, 9\] in the model"),
-    (converted, "'bias' is torch.float64"),
-    (seen_otherwise, "'short' is torch.float16"),
-    (freed, "'square' has no memory in the model"),
-    (tied, None),
-    (grown, "the version has no 'more', which the model needs"),
-    (deepened, "the version has no 'deeper.weight'"),
-    (emptied, "the model has no 'bias', which the version brings"),
-    (renamed, "the model has no 'bias', which the version brings"),
-    (with_buffer_not_saved, "the model has no 'odd', which the version brings"),
-    (for_inference, None),
+    (replaced, None, {}),
+    (moved, None, {}),
+    (turned_in_place, None, {}),
+    (reshaped, UnfitTensor, {"tensor": "square", "in_model": "torch.float32 [4, 9]"}),
+    (converted, UnfitTensor, {"tensor": "bias", "dtype": "torch.float64"}),
+    (seen_otherwise, UnfitTensor, {"tensor": "short", "dtype": "torch.float16"}),
+    (freed, UnfillableTensor, {"tensor": "square", "fault": "freed"}),
+    (tied, None, {}),
+    (grown, AbsentTensor, {"tensor": "more", "fault": "version"}),
+    (deepened, AbsentTensor, {"tensor": "deeper.weight", "fault": "version"}),
+    (emptied, AbsentTensor, {"tensor": "bias", "fault": "model"}),
+    (renamed, AbsentTensor, {"tensor": "bias", "fault": "model"}),
+    (with_buffer_not_saved, AbsentTensor, {"tensor": "odd", "fault": "model"}),
+    (for_inference, None, {}),
 ]
 
 
-@pytest.mark.parametrize(("change", "refused"), CHANGES)
-def test_a_changed_model_is_fitted_as_one_never_seen(ends, plans, change, refused):
+@pytest.mark.parametrize(("change", "refused", "attributes"), CHANGES)
+def test_a_changed_model_is_fitted_as_one_never_seen(ends, plans, change, refused, attributes):
     module = model()
     for _ in range(2):
         ends.apply(module, ends.publish(sample_tensors()))
@@ -281,7 +281,7 @@ def test_a_changed_model_is_fitted_as_one_never_seen(ends, plans, change, refuse
     before = [parameter.clone() for parameter in module.parameters() if parameter.data_ptr()]
     event = ends.publish(tensors)
     if refused:
-        with pytest.raises(IncompatibleWeights, match=refused):
+        with raises(refused, **attributes):
             ends.apply(module, event)
         now = [parameter for parameter in module.parameters() if parameter.data_ptr()]
         assert all(map(identical, now, before))
@@ -292,28 +292,34 @@ def test_a_changed_model_is_fitted_as_one_never_seen(ends, plans, change, refuse
 
 
 @pytest.mark.parametrize(
-    ("tensors", "refused"),
+    ("tensors", "refused", "attributes"),
     [
         (
             sample_tensors(square=torch.randn(4, 9)),
-            r"'square' is torch.float32 \[6, 6\] in the model",
+            UnfitTensor,
+            {"tensor": "square", "in_model": "torch.float32 [6, 6]"},
         ),
         (
             sample_tensors(bias=torch.randn(6, dtype=torch.float64)),
-            "torch.float64 .* in the version",
+            UnfitTensor,
+            {"tensor": "bias", "in_version": "torch.float64 [6]"},
         ),
-        (sample_tensors(bias=None), "the version has no 'bias', which the model needs"),
-        (sample_tensors(more=torch.randn(3)), "the model has no 'more', which the version brings"),
-        (dict(reversed(sample_tensors().items())), None),
+        (sample_tensors(bias=None), AbsentTensor, {"tensor": "bias", "fault": "version"}),
+        (
+            sample_tensors(more=torch.randn(3)),
+            AbsentTensor,
+            {"tensor": "more", "fault": "model"},
+        ),
+        (dict(reversed(sample_tensors().items())), None, {}),
     ],
 )
-def test_another_version_is_fitted_as_the_first_one(ends, tensors, refused):
+def test_another_version_is_fitted_as_the_first_one(ends, tensors, refused, attributes):
     module, last = model(), sample_tensors()
     for _ in range(2):
         ends.apply(module, ends.publish(last))
     event = ends.publish(tensors)
     if refused:
-        with pytest.raises(IncompatibleWeights, match=refused):
+        with raises(refused, **attributes):
             ends.apply(module, event)
         assert holds(module, last), "it was refused before anything changed"
     else:
@@ -325,7 +331,7 @@ def test_a_subset_is_no_version_of_all(ends):
     module = model()
     for _ in range(2):
         ends.apply(module, ends.publish({"bias": torch.randn(6)}, subset=True))
-    with pytest.raises(IncompatibleWeights, match="the version has no"):
+    with raises(AbsentTensor, fault="version"):
         ends.apply(module, ends.publish({"bias": torch.randn(6)}))
 
 
@@ -335,13 +341,13 @@ def test_a_tie_that_is_made_or_broken_later_is_seen(ends):
     for _ in range(2):
         ends.apply(module, ends.publish({"a": first, "b": other}))
     module["b"].data = module["a"].data
-    with pytest.raises(IncompatibleWeights, match="are one tensor in the model and differ"):
+    with raises(UnfillableTensor, fault="tied", tensor="a", other="b"):
         ends.apply(module, ends.publish({"a": first, "b": other}))
     for _ in range(2):
         ends.apply(module, ends.publish({"a": other}))
         assert identical(module["b"], other)
     module["b"].data = torch.zeros(4)
-    with raises(IncompatibleWeights, tensor="b"):
+    with raises(AbsentTensor, tensor="b", fault="version"):
         ends.apply(module, ends.publish({"a": first}))
 
 

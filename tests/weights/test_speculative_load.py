@@ -17,7 +17,7 @@ from tests.support.tensors import identical
 from tests.support.transport_processes import CHUNK, SOME, Where
 from tests.support.waits import PATIENCE, wait_until
 from tests.support.weight_versions import ready
-from trinity_events.errors import CorruptVersion, IncompatibleWeights
+from trinity_events.errors import CorruptVersion
 from trinity_events.system.shared_memory import available
 from trinity_events.weights import (
     PartRef,
@@ -29,6 +29,7 @@ from trinity_events.weights import (
     pull_version,
 )
 from trinity_events.weights.applying.speculative_load import SpeculativeLoad
+from trinity_events.weights.errors import UnfillableTensor, UnfitTensor
 from trinity_events.weights.slices import ShardOffset
 from trinity_events.weights.transports.shared_memory.reading import DATA
 from trinity_schemas import VersionOpened, decode_manifest
@@ -128,7 +129,7 @@ def test_a_version_that_lies_otherwise_than_the_one_before_is_loaded_anew(
 def test_a_model_that_has_lost_its_memory_takes_nothing_and_says_so(model):
     module, ahead = model
     module.to("meta")
-    with pytest.raises(IncompatibleWeights, match="has no memory in the model"):
+    with raises(UnfillableTensor, fault="meta"):
         ahead.begin(module)
     assert not ahead.written_names
 
@@ -220,7 +221,7 @@ def test_what_was_taken_counts_only_where_the_module_still_is(shared_memory_stor
             assert has(module, changed(step))
         else:
             layer.data = layer.data.view(40, 25)
-            with pytest.raises(IncompatibleWeights, match=r"'layer\.1' is torch\.float32 \[40, 25"):
+            with raises(UnfitTensor, tensor="layer.1", in_model="torch.float32 [40, 25]"):
                 load(theirs, module, ahead, here, report)
 
 
@@ -314,7 +315,7 @@ def test_an_adapter_makes_no_model_whole_that_was_filled_before(prefetching_ends
     assert explorer.prefetch(trainer.epoch, opened, stop, 0.2, module) == "late"
     writer.discard()
     event = announced(4, changed()[:1], subset=True)
-    with pytest.raises(IncompatibleWeights, match=r"'layer\.1' may hold some of a version"):
+    with raises(UnfillableTensor, fault="torn", tensor="layer.1"):
         getattr(explorer, how)(module, event)
     getattr(explorer, how)(module, announced(5, changed()))
     getattr(explorer, how)(module, announced(6, SOME[:1], subset=True))

@@ -13,7 +13,7 @@ import torch
 
 from trinity_schemas import WeightManifest
 
-from ..errors import IncompatibleWeights
+from ..weights.errors import AbsentTensor, UnfillableTensor, UnfitTensor
 from .tensors import DTYPES, FormCheck, is_castable, is_freed
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
@@ -49,9 +49,7 @@ def find_targets(module: torch.nn.Module) -> dict[str, torch.Tensor]:
         targets = {bare[name]: target for name, target in targets.items()} | targets
     for name, target in targets.items():
         if target.is_meta:  # a copy into it does nothing and raises nothing
-            raise IncompatibleWeights(
-                f"{name!r} has no memory in the model (meta device): materialize it first", name
-            )
+            raise UnfillableTensor(name, fault="meta")
     return targets
 
 
@@ -99,26 +97,20 @@ def compatible_target(
     """
     target = targets.get(name)
     if target is None:
-        raise IncompatibleWeights(f"the model has no {name!r}, which the version brings", name)
+        raise AbsentTensor(name, fault="model")
     castable = is_castable(target.dtype) and is_castable(DTYPES[dtype])
     if target.shape != shape or not (target.dtype == DTYPES[dtype] or (cast and castable)):
-        way_out = castable and target.shape == shape
-        raise IncompatibleWeights(
-            f"{name!r} is {target.dtype} {list(target.shape)} in the model, "
-            f"{DTYPES[dtype]} {list(shape)} in the version"
-            + (f": publish it with dtype={target.dtype}, or take it with cast=True" * way_out),
+        raise UnfitTensor(
             name,
+            fault="dtype" if castable and target.shape == shape else "form",
+            in_model=f"{target.dtype} {list(target.shape)}",
+            in_version=f"{DTYPES[dtype]} {list(shape)}",
+            dtype=str(target.dtype),
         )
     if is_freed(target):
-        raise IncompatibleWeights(
-            f"{name!r} has no memory in the model (it was freed): bring the model back first", name
-        )
+        raise UnfillableTensor(name, fault="freed")
     if type(target) is not torch.nn.Parameter and hasattr(target, "full_tensor"):
-        raise IncompatibleWeights(
-            f"{name!r} is spread over ranks in the model (DTensor): fill a model of what this rank "
-            "has of each, with these boxes wanted",
-            name,
-        )
+        raise UnfillableTensor(name, fault="spread")
     return target
 
 
@@ -136,7 +128,7 @@ def check_covered(targets: Mapping[str, torch.Tensor], names: Collection[str]) -
     """Raise IncompatibleWeights when the model needs a tensor that these names do not cover."""
     name = find_uncovered(targets, names, targets)
     if name is not None:
-        raise IncompatibleWeights(f"the version has no {name!r}, which the model needs", name)
+        raise AbsentTensor(name, fault="version")
 
 
 def find_uncovered(
@@ -168,11 +160,7 @@ def find_ties(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> di
             continue
         other = places.get(_place(target))
         if other is None:
-            raise IncompatibleWeights(
-                f"{name!r} is in the memory of what the version brings, but lies otherwise in it: "
-                "only a copy fills both",
-                name,
-            )
+            raise UnfillableTensor(name, fault="overlap")
         ties[name] = other
     return ties
 

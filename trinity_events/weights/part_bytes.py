@@ -12,7 +12,7 @@ import torch
 
 from trinity_schemas import TensorEntry
 
-from ..errors import CorruptVersion
+from ..weights.errors import CorruptTensor
 from .tensors import DTYPES, as_buffer
 
 
@@ -79,9 +79,7 @@ class PartBytes:
         """Return the piece that holds a range of bytes, and the offset in it."""
         at = bisect_right(self._ends, begin)
         if at == len(self._ends) or begin + nbytes > self._ends[at]:
-            raise CorruptVersion(
-                f"{nbytes} bytes from {begin} on, which are a tensor, do not lie together"
-            )
+            raise CorruptTensor(fault="pieces", begin=begin, size=nbytes)
         return at, begin - (self._ends[at - 1] if at else 0)
 
 

@@ -64,7 +64,22 @@ def intersection(box: TensorSlice, other: TensorSlice) -> TensorSlice | None:
     return TensorSlice(tuple(offsets), tuple(shape))
 
 
-def coverage_error(target: TensorSlice, boxes: Sequence[TensorSlice]) -> str | None:
+class CoverageFault(NamedTuple):
+    """Fault of slices that do not cover another one exactly once."""
+
+    twice_at: tuple[int, ...] | None = None
+    """Index of an element that two of them have."""
+    missing: int = 0
+    """Number of elements that none of them has."""
+    volume: int = 0
+
+    def __str__(self) -> str:
+        if self.twice_at is not None:
+            return f"it comes twice at {list(self.twice_at)}"
+        return f"{self.missing} of {self.volume} elements are missing"
+
+
+def coverage_error(target: TensorSlice, boxes: Sequence[TensorSlice]) -> CoverageFault | None:
     """Return why these slices do not cover the wanted one exactly once; None if they do."""
     parts = sorted(
         part for part in (intersection(target, box) for box in boxes) if part is not None
@@ -76,9 +91,9 @@ def coverage_error(target: TensorSlice, boxes: Sequence[TensorSlice]) -> str | N
             if other.offsets and other.offsets[0] >= end:
                 break
             if intersection(part, other) is not None:
-                return f"it comes twice at {list(max(part.offsets, other.offsets))}"
+                return CoverageFault(twice_at=max(part.offsets, other.offsets))
     missing = target.volume - sum(part.volume for part in parts)
-    return f"{missing} of {target.volume} elements are missing" if missing else None
+    return CoverageFault(missing=missing, volume=target.volume) if missing else None
 
 
 def contiguous_runs(

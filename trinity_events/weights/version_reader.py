@@ -25,7 +25,8 @@ from trinity_schemas import (
 from ..core.limits import LONGEST_REASON
 from ..errors import CorruptVersion
 from ..system.error_text import format_message
-from .applying.deltas import InstalledBases, ModelDiffers
+from ..weights.errors import ModelDiffers
+from .applying.deltas import InstalledBases
 from .applying.install import check_fit, install
 from .applying.load import BaseRequired, load_version
 from .applying.partial_loads import PartialLoads

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.errors import raises
 from trinity_events.errors import CorruptVersion
 from trinity_events.weights.deltas import encoding as coding
 from trinity_events.weights.deltas.encoding import (
@@ -17,6 +18,7 @@ from trinity_events.weights.deltas.encoding import (
     digest_with,
     encode_delta,
 )
+from trinity_events.weights.errors import CorruptDelta
 from trinity_events.weights.tensors import digest
 
 ITEMSIZES = (1, 2, 4, 8)
@@ -144,24 +146,24 @@ def table(*rows):
 
 
 @pytest.mark.parametrize(
-    ("hostile", "reason"),
+    ("hostile", "attributes"),
     [
-        (b"", "shorter than the table"),
-        (table((0, 2**32 - 1, 2**32 - 1)), "its blocks"),
-        (table((0, 1, 1)) + b"\0\0", "its blocks"),
-        (table((3, 1, 1)) + b"\0\0\0", "form 3"),
-        (table((0, 9, 9)) + bytes(27), "8 elements has 9 changed"),
-        (table((0, 2, 1)) + b"\0" + bytes(4), "not those of its values"),
-        (table((0, 1, 1)) + b"\x08" + bytes(2), "not those of its values"),
-        (table((0, 1, 2)) + b"\xff\x00" + bytes(2), "not those of its values"),
-        (table((1, 1, 1)) + b"\0" + bytes(2), "the gaps of a delta"),
-        (table((0, 1, 19)) + bytes(21), "the gaps of a delta"),
-        (table((2, 1, 2)) + b"\1\0" + bytes(2), "2 bytes of bits"),
-        (table((2, 2, 1)) + b"\1" + bytes(4), "not those of its values"),
+        (b"", {"fault": "table"}),
+        (table((0, 2**32 - 1, 2**32 - 1)), {"fault": "size"}),
+        (table((0, 1, 1)) + b"\0\0", {"fault": "size"}),
+        (table((3, 1, 1)) + b"\0\0\0", {"fault": "form", "actual": 3}),
+        (table((0, 9, 9)) + bytes(27), {"fault": "changes", "actual": 9, "expected": 8}),
+        (table((0, 2, 1)) + b"\0" + bytes(4), {"fault": "positions"}),
+        (table((0, 1, 1)) + b"\x08" + bytes(2), {"fault": "positions"}),
+        (table((0, 1, 2)) + b"\xff\x00" + bytes(2), {"fault": "positions"}),
+        (table((1, 1, 1)) + b"\0" + bytes(2), {"fault": "gaps"}),
+        (table((0, 1, 19)) + bytes(21), {"fault": "gaps"}),
+        (table((2, 1, 2)) + b"\1\0" + bytes(2), {"fault": "bits", "actual": 2, "expected": 8}),
+        (table((2, 2, 1)) + b"\1" + bytes(4), {"fault": "positions"}),
     ],
 )
-def test_a_delta_that_lies_is_refused_in_words(hostile, reason):
-    with pytest.raises(CorruptVersion, match=reason):
+def test_a_delta_that_lies_is_refused_in_words(hostile, attributes):
+    with raises(CorruptDelta, **attributes):
         list(decode_delta(memoryview(hostile), 8, 2))
 
 

@@ -23,8 +23,9 @@ from trinity_events.weights import (
     install,
     pull_version,
 )
-from trinity_events.weights.applying.deltas import InstalledBases, ModelDiffers
+from trinity_events.weights.applying.deltas import InstalledBases
 from trinity_events.weights.deltas.tracker import LastPublished
+from trinity_events.weights.errors import ModelDiffers
 from trinity_events.weights.slices import ShardOffset, TensorSlice
 from trinity_schemas import VersionPartPublished, decode_envelope
 from trinity_workers.engines.base import LocalShard
@@ -241,7 +242,7 @@ def test_a_shard_that_the_model_has_not_is_found_before_anything_changes(ranks, 
     before = {name: parameter.detach().clone() for name, parameter in model.items()}
     tensors = later
     event = published(ranks, tensors, 1)
-    with pytest.raises(ModelDiffers, match="'columns' with its delta applied"):
+    with raises(ModelDiffers, fault="delta", tensor="columns"):
         apply(stores, run_id, model, event, have)
     assert_has(model, before)
     apply(stores, run_id, model, event, InstalledBases())

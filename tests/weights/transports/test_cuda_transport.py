@@ -27,6 +27,7 @@ from trinity_events.system.shared_memory import available
 from trinity_events.weights import CudaStore, PartWriter, load_version
 from trinity_events.weights.deltas.tracker import LastPublished
 from trinity_events.weights.devices.digests import digest_all
+from trinity_events.weights.errors import CorruptPart
 from trinity_events.weights.transports import stores
 from trinity_events.weights.transports.cuda import CudaMemory, block_pool, memory, sink
 from trinity_events.weights.transports.cuda.layout import encode_layout
@@ -176,7 +177,7 @@ def test_where_it_lies_is_not_believed_when_it_cannot_be(ours, theirs, part):
         with segment(part).open("r+b") as file:
             file.seek(4096)
             file.write(nonsense)
-        with pytest.raises(CorruptVersion, match="the location of the weights of step 1"):
+        with raises(CorruptPart, fault="location", version=str(part)):
             read(theirs, part.run_id, event)
 
 
@@ -189,9 +190,9 @@ def test_a_part_whose_blocks_are_fewer_than_it_takes_is_corrupt(ours, theirs, pa
         file.write(encoded_layout)
         file.seek(8)
         file.write(len(encoded_layout).to_bytes(8, "little"))
-    with pytest.raises(CorruptVersion, match="weights of step 1"):
+    with raises(CorruptVersion, version=str(part)):
         read(theirs, part.run_id, event)
-    with pytest.raises(CorruptVersion, match="weights of step 1"):
+    with raises(CorruptVersion, version=str(part)):
         load_version(theirs, part.run_id, event, module)
 
 
@@ -204,7 +205,7 @@ def test_what_is_behind_the_end_of_a_block_is_not_looked_at(ours, theirs, part):
     with segment(part).open("r+b") as file:
         file.seek(4096)
         file.write(encode_layout(msgspec.structs.replace(original, blocks=(lent,))))
-    with pytest.raises(CorruptVersion, match="in larger blocks than they need"):
+    with raises(CorruptPart, fault="blocks", version=str(part)):
         read(theirs, part.run_id, event)
 
 

@@ -7,15 +7,16 @@ import msgspec
 import pytest
 import torch
 
+from tests.support.errors import raises
 from tests.support.prefetching import has, load, reading, write
 from tests.support.published_parts import announcement, assert_same, read
 from tests.support.ray_clusters import on_ray, references
 from tests.support.tensors import identical
 from tests.support.transport_processes import Where, actor, kill, publishes_until
 from tests.support.waits import wait_until
-from trinity_events.errors import CorruptVersion
 from trinity_events.weights import PartWriter, RayStore
 from trinity_events.weights.applying.speculative_load import SpeculativeLoad
+from trinity_events.weights.errors import CorruptManifest
 from trinity_events.weights.transports.ray.directory import NONE, Directory, Objects, PutAttempt
 from trinity_events.weights.transports.ray.prefetch import RayPartPrefetch
 from trinity_schemas import decode_manifest
@@ -162,7 +163,7 @@ def test_what_was_put_and_is_not_what_was_announced_is_found(stores, part):
     event = announcement(part, report)
     assert_same(read(theirs, part.run_id, event), TENSORS)  # digested again, and found to be right
     broken = msgspec.structs.replace(event.parts[0], manifest_digest="sha256:" + "0" * 64)
-    with pytest.raises(CorruptVersion, match="is not the one that was announced"):
+    with raises(CorruptManifest, rank=0, fault="digest"):
         read(theirs, part.run_id, msgspec.structs.replace(event, parts=(broken,)))
 
 

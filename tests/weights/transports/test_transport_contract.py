@@ -68,6 +68,7 @@ from trinity_events.weights import (
     pull_version,
 )
 from trinity_events.weights.deltas.tracker import LastPublished
+from trinity_events.weights.errors import CorruptManifest, CorruptPart
 from trinity_events.weights.publishing.part_writer import manifest_digest
 from trinity_events.weights.transports.cuda.layout import encode_layout
 from trinity_events.weights.transports.ray.directory import (
@@ -233,7 +234,7 @@ def test_a_version_that_is_not_there_is_an_error_that_says_so(ours, theirs, part
 def test_what_another_attempt_published_is_not_taken_for_what_was_announced(ours, theirs, part):
     event = put(ours, part)
     again = put(ours, part, [("other", torch.ones(3))])
-    with pytest.raises(CorruptVersion, match="not the one that was announced"):
+    with raises(CorruptManifest, fault="digest", version=str(part)):
         read(theirs, part.run_id, event)
     assert_same(read(theirs, part.run_id, again), [("other", torch.ones(3))])
 
@@ -249,7 +250,7 @@ def test_a_manifest_that_asks_for_too_much_allocates_nothing(ours, theirs, part)
     ours.begin(part).seal(lie)
     published = PublishedPart(rank=0, manifest_digest=manifest_digest(lie), bytes=26)
     event = msgspec.structs.replace(announcement(part), parts=(published,))
-    with pytest.raises(CorruptVersion, match="281474976710656 bytes, 26 were announced"):
+    with raises(CorruptManifest, fault="size", size=1 << 48, announced=26):
         read(theirs, part.run_id, event)
 
 
@@ -298,7 +299,7 @@ def test_bytes_that_are_missing_are_found(ours, theirs, part, where):
             file.write(encode_layout(msgspec.structs.replace(original, blocks=(lent,))))
     else:
         os.truncate(segment(part), 4096 + 2 * CHUNK)
-    with pytest.raises(CorruptVersion, match="weights of step 1"):
+    with raises(CorruptVersion, version=str(part)):
         read(theirs, part.run_id, event)
 
 
@@ -561,7 +562,7 @@ def test_objects_that_are_not_cut_as_the_chunks_are_are_corrupt(
         ray.get(directory.add_part.remote(part, NONE, manifest, wrong))
         for selection in (None, {"c": None}):
             with (
-                pytest.raises(CorruptVersion, match="do not end where its chunks end"),
+                raises(CorruptPart, fault="objects", version=str(part)),
                 pull_version(theirs, part.run_id, event, selection),
             ):
                 pass
@@ -952,7 +953,7 @@ def test_a_header_that_lies_is_not_believed(opened, shm, part):
     with segment(part).open("r+b") as file:
         file.seek(8)
         file.write((2**60).to_bytes(8, "little"))
-    with pytest.raises(CorruptVersion, match="shorter than its header says"):
+    with raises(CorruptPart, fault="contents", version=str(part)):
         read(theirs, part.run_id, event)
     ours.delete(part)
     assert ours._idle[0].take(), "who refused it does not hold it"

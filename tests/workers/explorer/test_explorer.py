@@ -281,7 +281,7 @@ async def test_answers_amid_which_a_version_fails_halfway_are_issued_again(
 
     def fail(*_args, **_keywords):
         monkeypatch.undo()
-        raise CorruptVersion("the model holds some of it")
+        raise CorruptVersion(rank=0)
 
     async with exploring(explorer):
         await until(lambda: hasattr(explorer, "steps"))

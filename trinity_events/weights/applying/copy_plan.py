@@ -12,7 +12,7 @@ import torch
 
 from trinity_schemas import TensorEntry, WeightManifest
 
-from ...errors import IncompatibleWeights
+from ...weights.errors import AbsentTensor, UnassembledTensor
 from ..compatibility import check_covered, compatible_target, find_duplicates
 from ..part_bytes import PartBytes
 from ..reading.pull import Piece, Selection, selected_slice, shares
@@ -122,10 +122,10 @@ def plan_copies(
             else:
                 pieces.setdefault(name, []).append((number, Piece(entry, _NOWHERE)))
     for name in pieces.keys() & whole:
-        raise IncompatibleWeights(f"{name!r} comes twice in the version, whole once at least", name)
+        raise UnassembledTensor(name, fault="twice")
     for name in selection or ():
         if name not in pieces:
-            raise IncompatibleWeights(f"the version has no {name!r}, which is wanted", name)
+            raise AbsentTensor(name, fault="selection")
     for name in pieces if selection is None else selection:
         box = None if selection is None else selection[name]
         for number, planned in _plan_slices(targets, name, pieces[name], box, cast=cast):

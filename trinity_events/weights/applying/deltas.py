@@ -10,9 +10,9 @@ import torch
 
 from trinity_schemas import StepReady
 
-from ...errors import CorruptVersion
+from ...weights.errors import CorruptTensor, ModelDiffers
 from ..deltas.encoding import decode_delta, overwrite, words
-from ..deltas.reconstruct import format_difference, get_base, get_delta, makes
+from ..deltas.reconstruct import get_base, get_delta, makes
 from ..tensors import as_bytes
 
 if TYPE_CHECKING:
@@ -20,10 +20,6 @@ if TYPE_CHECKING:
 
 _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Dtype by element size in bytes; torch has few operations on unsigned dtypes."""
-
-
-class ModelDiffers(CorruptVersion):
-    """The delta does not give the published tensor: the model is not as it was installed."""
 
 
 class InstalledBases:
@@ -69,7 +65,9 @@ def check_delta(target: torch.Tensor, piece: Piece) -> tuple[torch.Tensor | None
     source = None if base is None else get_base(entry, base)
     delta = get_delta(entry, buffer)
     if not makes(entry, target if source is None else source, delta):
-        raise (ModelDiffers if source is None else CorruptVersion)(format_difference(entry))
+        if source is None:
+            raise ModelDiffers(tensor=entry.name, fault="delta")
+        raise CorruptTensor(fault="delta", tensor=entry.name)
     return source, delta
 
 

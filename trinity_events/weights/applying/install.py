@@ -12,7 +12,7 @@ import torch
 
 from trinity_schemas import TensorEntry
 
-from ...errors import IncompatibleWeights
+from ...weights.errors import ModelDiffers, UnassembledTensor, UnfillableTensor, UnfitTensor
 from ..compatibility import ModuleFingerprint, distinct, find_targets, find_ties
 from ..devices.host_to_device import copy_pairs
 from ..part_bytes import PartBytes
@@ -21,7 +21,7 @@ from ..slices import Shape
 from ..tensors import DTYPES, as_bytes, copy_all, copy_bytes, digest, is_plain
 from ..threads import in_threads
 from .copy_plan import PlannedSlice, plan_copies
-from .deltas import ModelDiffers, check_delta, overlay
+from .deltas import check_delta, overlay
 
 _LARGE = 64 << 10
 """Bytes from which a copy may run in another thread."""
@@ -200,11 +200,7 @@ def _fit(plan: _FitPlan, version: PulledVersion) -> Fit:
         content = _content(version, first)
         for other in rest:
             if _content(version, other) != content:
-                raise IncompatibleWeights(
-                    f"{first!r} and {other!r} are one tensor in the model and differ in the "
-                    "version: is the model tied, and the one that was trained is not?",
-                    first,
-                )
+                raise UnfillableTensor(first, fault="tied", other=other)
     return fit
 
 
@@ -237,9 +233,7 @@ def _fit_view(fit: Fit, planned: PlannedSlice, piece: Piece) -> None:
         view = view[shared.inner.inside(shared.box)]
     alike, dense = target.dtype == planned.dtype, piece.entry.encoding == "dense"
     if not alike and not dense and piece.base is None:
-        raise ModelDiffers(
-            f"{piece.entry.name!r} is {target.dtype} in the model: no delta can be applied to it"
-        )
+        raise ModelDiffers(tensor=piece.entry.name, fault="dtype", dtype=str(target.dtype))
     if shared is not None and shared.inner != shared.part_box:
         fit.pairs.append((view, piece.tensor()[shared.inner.inside(shared.part_box)]))
         return
@@ -311,21 +305,18 @@ def adopt(module: torch.nn.Module, version: PulledVersion) -> None:
     for entry in chain.from_iterable(manifest.tensors for manifest, _ in version.parts):
         is_selected = version.selection is None or entry.name in version.selection
         if is_selected and entry.begins is not None:
-            raise IncompatibleWeights(
-                f"{entry.name!r} comes in shards: they have to be copied together", entry.name
-            )
+            raise UnassembledTensor(entry.name, fault="shards")
     came = dict(version.tensors())  # all first: one of them may be corrupt
     others = find_ties(targets, came)
     for name, tensor in came.items():
         if tensor.numel() and not targets[name].data_ptr():  # a wrapper would keep its own memory
-            raise IncompatibleWeights(
-                f"{name!r} wraps another tensor in the model: it has to be copied", name
-            )
+            raise UnfillableTensor(name, fault="wrapper")
         if tensor.device != targets[name].device and tensor.numel():
-            raise IncompatibleWeights(
-                f"{name!r} is on {targets[name].device} in the model and on {tensor.device} in the "
-                "version: it has to be copied",
+            raise UnfitTensor(
                 name,
+                fault="device",
+                in_model=str(targets[name].device),
+                in_version=str(tensor.device),
             )
     for name, tensor in came.items():
         _rebind(targets[name], tensor)

@@ -16,7 +16,8 @@ import torch
 
 from trinity_schemas import StepReady, WeightManifest
 
-from ...errors import CorruptVersion, StructuredError
+from ...errors import StructuredError
+from ...weights.errors import CorruptPart
 from ..compatibility import find_targets, is_cast
 from ..devices.host_to_device import settle
 from ..reading.pull import OpenPart, Selection, names_in, open_part
@@ -156,8 +157,7 @@ def _copy(part: OpenPart, source: TensorSource, ranges: dict[int, list[ByteRange
             run.target.copy(run.at, data[run.begin : run.begin + run.nbytes])
         came += 1
     if came < len(ranges):
-        what = f"the {part.ref} are shorter than what was published"
-        raise CorruptVersion(what, part.ref.rank)
+        raise CorruptPart(part.ref.rank, version=str(part.ref), fault="length")
     settle({run.target.device for runs in ranges.values() for run in runs})
 
 

@@ -8,7 +8,7 @@ from weakref import ref
 
 import torch
 
-from ...errors import IncompatibleWeights
+from ...weights.errors import UnfillableTensor
 from ..compatibility import find_targets, find_uncovered
 
 
@@ -37,11 +37,7 @@ class PartialLoads:
         if not torn <= set(names):
             name = find_uncovered(find_targets(module), set(names), torn)
             if name is not None:
-                raise IncompatibleWeights(
-                    f"{name!r} may hold some of a version that never became whole in this model, "
-                    "and is not brought: load or apply a full version first",
-                    name,
-                )
+                raise UnfillableTensor(name, fault="torn")
         self.add(module, names)
         yield
         self._torn = [entry for entry in self._torn if entry[0]() not in (None, module)]

@@ -12,7 +12,7 @@ import torch
 
 from trinity_schemas import WeightManifest
 
-from ...errors import CorruptVersion
+from ...weights.errors import CorruptTensor
 from ..compatibility import find_targets
 from ..reading.pull import Selection, get_slice
 from ..slices import contains, full_slice
@@ -63,10 +63,7 @@ def check_installed(
             continue
         tensor = targets[entry.name].detach()[box.inside(target_box)]
         if digest(as_bytes(tensor)) != entry.digest:
-            raise CorruptVersion(
-                f"{entry.name!r} of the model is not what was published as step {step}, though all "
-                "that was read of it was: something else wrote it"
-            )
+            raise CorruptTensor(fault="installed", tensor=entry.name, step=step)
         proven += 1
     return proven
 

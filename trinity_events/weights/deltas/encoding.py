@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ...errors import CorruptVersion
+from ...weights.errors import CorruptDelta
 
 Words = npt.NDArray[Any]
 """A tensor's elements as unsigned integers of their size, [elements]."""
@@ -77,14 +77,12 @@ def decode_delta(delta: memoryview, elements: int, itemsize: int) -> Iterator[Ch
     count = -(-elements // BLOCK)
     offset = count * _HEADER.itemsize
     if offset > len(delta):
-        raise CorruptVersion("a delta is shorter than the table of its blocks")
+        raise CorruptDelta(fault="table")
     header = np.frombuffer(delta[:offset], _HEADER)
     block_bytes = header["changed"].sum(dtype=np.int64) * itemsize
     block_bytes += header["position_bytes"].sum(dtype=np.int64)
     if offset + int(block_bytes) != len(delta):
-        raise CorruptVersion(
-            f"a delta has {len(delta)} bytes, its blocks {offset + int(block_bytes)}"
-        )
+        raise CorruptDelta(fault="size", actual=len(delta), expected=offset + int(block_bytes))
     for index, (form, changed, position_bytes) in enumerate(header.tolist()):
         if not changed and not position_bytes:
             continue
@@ -153,28 +151,28 @@ def _encode_gaps(gaps: Positions, dtype: np.dtype[Any]) -> bytes:
 def _decode_positions(coded: memoryview, form: int, changed: int, size: int) -> Positions:
     """Decode ``changed`` rising positions below ``size``."""
     if changed > size:
-        raise CorruptVersion(f"a block of {size} elements has {changed} changed ones")
+        raise CorruptDelta(fault="changes", actual=changed, expected=size)
     if form == _BITS:
         positions = _decode_bits(coded, size)
     elif form in _GAPS:
         positions = _decode_gaps(coded, _GAPS[form], size)
     else:
-        raise CorruptVersion(f"a block of a delta is of form {form}, which is not known")
+        raise CorruptDelta(fault="form", actual=form)
     if len(positions) != changed or (changed and int(positions[-1]) >= size):
-        raise CorruptVersion("the positions of a delta are not those of its values")
+        raise CorruptDelta(fault="positions")
     return positions
 
 
 def _decode_bits(coded: memoryview, size: int) -> Positions:
     if len(coded) != -(-size // 8):
-        raise CorruptVersion(f"a block of {size} elements has {len(coded)} bytes of bits")
+        raise CorruptDelta(fault="bits", actual=len(coded), expected=size)
     return np.flatnonzero(np.unpackbits(np.frombuffer(coded, np.uint8), bitorder="little"))
 
 
 def _decode_gaps(coded: memoryview, dtype: np.dtype[Any], size: int) -> Positions:
     """Decode gaps; each number but the largest ends a gap, so that a position follows."""
     if len(coded) > 2 * size + 2 or len(coded) % dtype.itemsize:
-        raise CorruptVersion("the gaps of a delta are more than its block has elements")
+        raise CorruptDelta(fault="gaps")
     gaps = np.frombuffer(coded, dtype)
     ends = np.flatnonzero(gaps != np.iinfo(dtype).max)
     reached: Positions = np.cumsum(gaps, dtype=np.int64)[ends]

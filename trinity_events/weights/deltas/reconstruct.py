@@ -9,7 +9,7 @@ import torch
 from trinity_schemas import TensorEntry, WeightManifest
 from trinity_schemas.manifest import DTYPE_BYTES
 
-from ...errors import CorruptVersion
+from ...weights.errors import CorruptTensor
 from ..part_bytes import PartBytes, as_tensor
 from ..tensors import as_bytes, digest
 from .encoding import digest_with, overwrite, words
@@ -46,7 +46,7 @@ def reconstruct_tensor(
     tensor = get_base(entry, base)
     delta = get_delta(entry, buffer)
     if not makes(entry, tensor, delta):
-        raise CorruptVersion(format_difference(entry))
+        raise CorruptTensor(fault="delta", tensor=entry.name)
     if entry.encoding == "delta":
         tensor = tensor.clone()
         overwrite(words(as_bytes(tensor), DTYPE_BYTES[entry.dtype]), delta)
@@ -59,7 +59,7 @@ def get_base(entry: TensorEntry, base: FullPart | None) -> torch.Tensor:
         raise ValueError(f"the version was pulled without what {entry.name!r} rests on")
     base_entry = base.entries.get(entry.key)
     if base_entry is None or base_entry.layout != entry.layout:
-        raise CorruptVersion(f"{entry.name!r} is not in the version that it is said to rest on")
+        raise CorruptTensor(fault="base", tensor=entry.name)
     return as_tensor(base.buffer, base_entry)
 
 
@@ -74,8 +74,3 @@ def makes(entry: TensorEntry, tensor: torch.Tensor, delta: memoryview) -> bool:
     if entry.encoding == "skip":
         return digest(data) == entry.digest
     return digest_with(words(data, DTYPE_BYTES[entry.dtype]), delta) == entry.digest
-
-
-def format_difference(entry: TensorEntry) -> str:
-    """Return the error text for a delta that does not give the published tensor."""
-    return f"{entry.name!r} with its delta applied is not the published tensor"

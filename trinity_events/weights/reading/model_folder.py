@@ -39,11 +39,10 @@ from ...client.checkpoint_lease import hold_step
 from ...core.file_versions import weights_save
 from ...errors import (
     CheckpointHeld,
-    CorruptVersion,
-    IncompatibleWeights,
     VersionNotStored,
 )
 from ...system.open_folder import OpenFolder
+from ...weights.errors import CorruptFile, UnsupportedWeights
 from ..part_bytes import PartBytes
 from ..tensors import digest
 from .pull import PulledVersion, Selection
@@ -121,9 +120,7 @@ def pull_folder(
     """
     proof = weights_save(ready)
     if proof is None or proof.digest is None:
-        raise IncompatibleWeights(
-            f"the state dict of step {ready.step} has no weights in Hugging Face's format"
-        )
+        raise UnsupportedWeights(fault="format", step=ready.step)
     with ExitStack() as exit_stack:
         portal = exit_stack.enter_context(start_blocking_portal())
         lease = hold_step(run_id, ready.step, redis_url=redis_url)
@@ -169,10 +166,7 @@ def _open_files(run_folder: Path, ready: StepReady, announced: str) -> list[_Dig
             except (FileNotFoundError, NotADirectoryError):
                 continue
     if other is not None:
-        raise CorruptVersion(
-            f"{other / FILE_DIGESTS} is not the list of digests that was announced for step "
-            f"{ready.step}"
-        )
+        raise CorruptFile(file=str(other / FILE_DIGESTS), step=ready.step, fault="list")
     raise VersionNotStored(f"weights of step {ready.step}", fault="folder", place=str(run_folder))
 
 
@@ -207,7 +201,7 @@ def _check_file(file: _DigestedFile, run_id: str, ready: StepReady, rank: int) -
     Raises CorruptVersion if its bytes are not those announced, or contradict themselves.
     """
     if digest(file.data) != file.digest:
-        raise CorruptVersion(f"{file.name} of step {ready.step} is not the file that was announced")
+        raise CorruptFile(file=file.name, step=ready.step, fault="digest")
     try:
         data = _tensor_bytes(file)
         entries = sorted(_entries(file), key=lambda entry: (entry.offset, entry.nbytes))
@@ -220,8 +214,8 @@ def _check_file(file: _DigestedFile, run_id: str, ready: StepReady, rank: int) -
             chunks=(Chunk(nbytes=len(data), digest=file.digest),),
         )
     except ValueError as error:  # msgspec's errors are ValueErrors too
-        raise CorruptVersion(
-            f"{file.name} of step {ready.step} contradicts itself: {error}"
+        raise CorruptFile(
+            file=file.name, step=ready.step, fault="contradiction", reason=str(error)
         ) from None
 
 
@@ -234,9 +228,7 @@ def _entries(file: _DigestedFile) -> Iterator[TensorEntry]:
     for name, raw in header.items():
         tensor = msgspec.json.decode(raw, type=_Tensor)
         if tensor.dtype not in FILE_DTYPES:
-            raise IncompatibleWeights(
-                f"{name!r} is of dtype {tensor.dtype}, which is not supported", name
-            )
+            raise UnsupportedWeights(name, fault="dtype", dtype=tensor.dtype)
         begin, end = tensor.data_offsets
         entry = TensorEntry(
             name=name, dtype=FILE_DTYPES[tensor.dtype], shape=tensor.shape, offset=begin

@@ -25,7 +25,14 @@ from trinity_schemas import (
     decode_manifest,
 )
 
-from ...errors import CorruptVersion, IncompatibleWeights, VersionVanished
+from ...errors import VersionVanished
+from ...weights.errors import (
+    AbsentTensor,
+    CorruptChunk,
+    CorruptManifest,
+    CorruptPart,
+    UnassembledTensor,
+)
 from ..deltas.reconstruct import FullPart, Key, reconstruct_tensor
 from ..part_bytes import PartBytes
 from ..publishing.part_writer import manifest_digest
@@ -83,11 +90,7 @@ class OpenPart(NamedTuple):
         if length == chunk.nbytes and digested != chunk.digest and pieces:
             digested = digest(*pieces)
         if (length, digested) != (chunk.nbytes, chunk.digest):
-            raise CorruptVersion(
-                f"chunk {index} of the {self.ref} is not what was published: {self.harm}",
-                self.ref.rank,
-                index,
-            )
+            raise CorruptChunk(self.ref.rank, index, version=str(self.ref), harm=self.harm)
 
 
 def open_part(
@@ -125,21 +128,23 @@ def open_part(
 def _manifest(raw: bytes, part: PartRef, announced: PublishedPart) -> WeightManifest:
     """Decode and check a manifest. Raises CorruptVersion unless it is the announced one."""
     if manifest_digest(raw) != announced.manifest_digest:
-        what = f"the manifest of the {part} is not the one that was announced"
-        raise CorruptVersion(what, part.rank)
+        raise CorruptManifest(part.rank, version=str(part), fault="digest")
     try:
         manifest = decode_manifest(raw)
     except ContractError as error:
-        what = f"the manifest of the {part} contradicts itself: {error}"
-        raise CorruptVersion(what, part.rank) from None
+        raise CorruptManifest(
+            part.rank, version=str(part), fault="contradiction", reason=str(error)
+        ) from None
     named = PartRef(manifest.run_id, manifest.epoch, manifest.step, manifest.rank)
     if named != part:
-        raise CorruptVersion(f"the manifest of the {part} is of the {named}", part.rank)
+        raise CorruptManifest(part.rank, version=str(part), fault="part", reason=str(named))
     if manifest.nbytes != announced.bytes:
-        raise CorruptVersion(
-            f"the manifest of the {part} is of {manifest.nbytes} bytes, "
-            f"{announced.bytes} were announced",
+        raise CorruptManifest(
             part.rank,
+            version=str(part),
+            fault="size",
+            size=manifest.nbytes,
+            announced=announced.bytes,
         )
     return manifest
 
@@ -178,7 +183,7 @@ class PulledVersion(NamedTuple):
             return pieces
         for name in self.selection:
             if name not in pieces:
-                raise IncompatibleWeights(f"the version has no {name!r}, which is wanted", name)
+                raise AbsentTensor(name, fault="selection")
         return {name: pieces[name] for name in self.selection}
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -236,9 +241,7 @@ def _get_shape(name: str, pieces: list[Piece]) -> tuple[int, ...]:
     """Return the whole tensor's shape. Raises IncompatibleWeights if the pieces disagree on it."""
     forms = {(piece.entry.dtype, piece.entry.global_shape or piece.entry.shape) for piece in pieces}
     if len(forms) > 1:
-        raise IncompatibleWeights(
-            f"{name!r} is several things in the version: {sorted(forms)}", name
-        )
+        raise UnassembledTensor(name, fault="forms", forms=sorted(forms))
     return forms.pop()[1]
 
 
@@ -248,15 +251,16 @@ def selected_slice(name: str, pieces: list[Piece], box: TensorSlice | None) -> T
     Raises IncompatibleWeights if the pieces disagree on the tensor, or the slice is outside it.
     """
     if len(pieces) > 1 and any(piece.entry.begins is None for piece in pieces):
-        raise IncompatibleWeights(f"{name!r} comes twice in the version, whole once at least", name)
+        raise UnassembledTensor(name, fault="twice")
     all_of_it = full_slice(_get_shape(name, pieces))
     if box is None:
         return all_of_it
     if not contains(all_of_it, box):
-        raise IncompatibleWeights(
-            f"of {name!r} {list(box.shape)} from {list(box.offsets)} is wanted, but it is "
-            f"{list(all_of_it.shape)} in the version",
+        raise UnassembledTensor(
             name,
+            fault="selection",
+            selected=(list(box.shape), list(box.offsets)),
+            shape=list(all_of_it.shape),
         )
     return box
 
@@ -266,9 +270,9 @@ def shares(name: str, pieces: list[Piece], box: TensorSlice) -> Iterator[tuple[T
 
     Raises IncompatibleWeights unless the pieces cover the selected slice exactly once.
     """
-    fault = coverage_error(box, [piece.box for piece in pieces])
-    if fault is not None:
-        raise IncompatibleWeights(f"the shards of {name!r} do not make it up: {fault}", name)
+    coverage = coverage_error(box, [piece.box for piece in pieces])
+    if coverage is not None:
+        raise UnassembledTensor(name, fault="coverage", coverage=coverage)
     for piece in pieces:
         part = intersection(box, piece.box)
         if part is not None:
@@ -355,7 +359,7 @@ def _read_base(
     full = open_part(store, exit_stack, at, named, harm=_HARM, needed_by=part)
     buffer = _read(full, _chunks_with_keys(full.manifest, keys))
     if full.manifest.base is not None:
-        raise CorruptVersion(f"the {part} rest on the {at}, which are not full themselves")
+        raise CorruptPart(version=str(part), fault="base", base=str(at))
     entries = {entry.key: entry for entry in full.manifest.tensors}
     return FullPart(full.manifest, entries, buffer)
 

@@ -19,8 +19,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from trinity_events.checkpoints.layout import MODEL_FOLDER
 from trinity_events.checkpoints.verification import VerifyMode
-from trinity_events.errors import IncompatibleWeights
 from trinity_events.system.open_folder import partial_folder
+from trinity_events.weights.errors import UnfitTensor
 
 from ..engines.base import NamedTensors
 from ..engines.buffers import all_buffer_names, saved_buffers
@@ -150,9 +150,12 @@ def _to_megatron(source: Path, target: Path) -> list[int]:
         for expected, empty in outline.tensors(name):
             tensor = reader.tensor(expected)
             if tensor.shape != empty.shape:
-                raise IncompatibleWeights(
-                    f"{source}: {expected} is {tuple(tensor.shape)}, the model's is "
-                    f"{tuple(empty.shape)}: is its config.json the one of these weights?"
+                raise UnfitTensor(
+                    expected,
+                    fault="file",
+                    in_model=str(tuple(empty.shape)),
+                    in_version=str(tuple(tensor.shape)),
+                    folder=source,
                 )
             check_finite([(expected, tensor)], str(source))
             tensors.append(tensor)

@@ -17,6 +17,7 @@ from trinity_events.checkpoints.digest_list import list_digests
 from trinity_events.checkpoints.layout import COMPLETING, FILE_DIGESTS
 from trinity_events.errors import IncompatibleWeights
 from trinity_events.system.open_folder import OpenFolder
+from trinity_events.weights.errors import AbsentTensor, UnsupportedWeights
 from trinity_events.weights.reading.model_folder import FILE_DTYPES
 from trinity_events.weights.tensors import DTYPES, as_bytes
 
@@ -48,7 +49,6 @@ class UnusedTensors(IncompatibleWeights):
         names: Names of the tensors.
     """
 
-    reason: str = field(init=False, default="the file has tensors that the model lacks")
     tensor: str | None = field(init=False, default=None)
     path: Path
     names: tuple[str, ...]
@@ -183,7 +183,7 @@ class WeightsWriter:
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Append a tensor. Raises IncompatibleWeights for a dtype that the format lacks."""
         if tensor.dtype not in DTYPE_NAMES:
-            raise IncompatibleWeights(f"{name} is of {tensor.dtype}, which cannot be saved", name)
+            raise UnsupportedWeights(name, fault="saved", dtype=str(tensor.dtype))
         if self._file is None or not self._file.has_room(name, tensor, self._shard_bytes):
             self._next_file()
         assert self._file is not None
@@ -319,10 +319,7 @@ class FolderReader:
 
     def _check_name(self, name: str) -> None:
         if name not in self._where:
-            raise IncompatibleWeights(
-                f"{self._folder} has no tensor {name}: is its config.json the one of its weights?",
-                name,
-            )
+            raise AbsentTensor(name, fault="folder", folder=self._folder)
 
     def _open(self, file: str) -> Any:
         from safetensors import safe_open

@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 
 from trinity_schemas.codec import UNREADABLE
 
-from ....errors import CorruptVersion
+from ....weights.errors import CorruptPart
 from ..base import PartRef
 
 _MOST_BLOCKS = 1 << 12
@@ -42,4 +42,4 @@ def decode_layout(data: memoryview, part: PartRef) -> PartBlocks:
     try:
         return _layouts.decode(data)
     except UNREADABLE as error:
-        raise CorruptVersion(f"the location of the {part} cannot be read: {error}") from None
+        raise CorruptPart(version=str(part), fault="location", reason=str(error)) from None

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from ....errors import CorruptVersion, GpuUnusable
+from ....errors import GpuUnusable
+from ....weights.errors import CorruptPart
 from ...devices.digests import digest_all
 from ..base import PartRef
 from ..shared_memory.reading import SharedMemorySource
@@ -108,7 +109,7 @@ class CudaSource:
         allocation makes the device unusable for this process.
         """
         if sum(map(len, self._lent)) > sum(sizes):
-            raise CorruptVersion(f"the {self._part} lie in larger blocks than they need")
+            raise CorruptPart(version=str(self._part), fault="blocks")
         block = begin = 0
         for index, size in enumerate(sizes):
             if block < len(self._lent) and begin == len(self._lent[block]):

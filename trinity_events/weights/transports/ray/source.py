@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ....errors import CorruptVersion, VersionVanished
+from ....errors import VersionVanished
+from ....weights.errors import CorruptPart
 from ..base import Check, PartRef
 from ..chunk_slices import Chunks, check_chunks, cut_chunks
 from .directory import DEADLINE, Objects
@@ -129,5 +130,5 @@ class RaySource:
                 raise VersionVanished(str(self._part), fault="object")
             yield data
 
-    def _corrupt(self) -> CorruptVersion:
-        return CorruptVersion(f"the objects of the {self._part} do not end where its chunks end")
+    def _corrupt(self) -> CorruptPart:
+        return CorruptPart(version=str(self._part), fault="objects")

@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 from trinity_schemas.codec import MAX_MANIFEST_BYTES
 
-from ....errors import CorruptVersion
 from ....system.file_locks import try_lock
 from ....system.shared_memory import end_beside, read_beside
+from ....weights.errors import CorruptPart
 from ...tensors import digest
 from ..base import Check, Ended, OnChunk, OnPart, PartRef
 
@@ -72,12 +72,12 @@ class SharedMemorySource:
     ) -> None:
         self._descriptor = descriptor
         if len(memory) < DATA:
-            raise CorruptVersion(f"the segment of the {part} is too short")
+            raise CorruptPart(version=str(part), fault="segment")
         magic, data, manifest = HEADER.unpack_from(memory)
         if magic != MAGIC or manifest > MAX_MANIFEST_BYTES:
-            raise CorruptVersion(f"the segment of the {part} has no valid header")
+            raise CorruptPart(version=str(part), fault="header")
         if DATA + data + manifest > len(memory):
-            raise CorruptVersion(f"the segment of the {part} is shorter than its header says")
+            raise CorruptPart(version=str(part), fault="contents")
         self._data = memory[DATA : DATA + data]
         self.manifest = bytes(memory[DATA + data : DATA + data + manifest])
         generation, _ = WRITING.unpack_from(memory, WRITING_AT)
@@ -120,7 +120,7 @@ class Mapping:
 
     def __init__(self, descriptor: int, size: int) -> None:
         if size == 0:
-            raise CorruptVersion("a segment of weights is empty")
+            raise CorruptPart(fault="empty")
         self.memory = memoryview(mmap.mmap(descriptor, size, flags=_POPULATED, prot=mmap.PROT_READ))
         self._descriptor = os.dup(descriptor)
 

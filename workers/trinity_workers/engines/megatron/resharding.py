@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from dataclasses import field
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from trinity_events.errors import IncompatibleWeights
-from trinity_events.weights.slices import TensorSlice, coverage_error, intersection
+from trinity_events.weights.slices import CoverageFault, TensorSlice, coverage_error, intersection
 
 from ...runtime.collectives import CollectiveBroken, gather_bytes, raise_together
 from .parameter_slices import ParameterSlice
@@ -29,6 +30,29 @@ BUCKET_BYTES = 32 << 20
 
 Places = list[tuple[str, str, TensorSlice]]
 """Name, dtype and place of each slice of a rank, in its order."""
+
+
+class UnreshardableTensor(IncompatibleWeights):
+    """The slices of all ranks do not make up what a rank wants of a tensor.
+
+    Attributes:
+        target: The rank.
+        fault: ``coverage`` of the wanted slice, or the ``dtype``.
+        coverage: What the slices do not cover exactly once.
+        dtype: Dtype of the slices.
+        expected: Dtype that the rank wants.
+    """
+
+    target: int = field(kw_only=True)
+    fault: Literal["coverage", "dtype"] = field(kw_only=True)
+    coverage: CoverageFault | None = field(default=None, kw_only=True)
+    dtype: str = field(default="", kw_only=True)
+    expected: str = field(default="", kw_only=True)
+    texts: ClassVar = {
+        "coverage": "{tensor} cannot be resharded for rank {target}: {coverage}",
+        "dtype": "{tensor} cannot be resharded for rank {target}: it is {dtype}, and {expected} is "
+        "wanted",
+    }
 
 
 class Copy(NamedTuple):
@@ -62,12 +86,12 @@ def plan(sources: Sequence[Places], targets: Sequence[Places]) -> list[Copy]:
     for target, slices in enumerate(targets):
         for index, (name, dtype, place) in enumerate(slices):
             candidates = holders.get(name, {})
-            error = coverage_error(place, list(candidates))
-            if error is None and dtypes[name] != dtype:
-                error = f"it is {dtypes[name]}, and {dtype} is wanted"
-            if error is not None:
-                raise IncompatibleWeights(
-                    f"{name} cannot be resharded for rank {target}: {error}", name
+            coverage = coverage_error(place, list(candidates))
+            if coverage is not None:
+                raise UnreshardableTensor(name, target=target, fault="coverage", coverage=coverage)
+            if dtypes[name] != dtype:
+                raise UnreshardableTensor(
+                    name, target=target, fault="dtype", dtype=dtypes[name], expected=dtype
                 )
             size = getattr(torch, dtype).itemsize
             for outer, ranks in candidates.items():

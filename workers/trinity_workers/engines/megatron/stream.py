@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from msgspec import Struct
 
-from trinity_events.errors import IncompatibleWeights
+from trinity_events.weights.errors import UnfitTensor
 
 from ...learning.finite import check_finite
 from ...runtime.collectives import gather_bytes
@@ -161,10 +161,12 @@ def load_folder(
             group = shard_group(name, chunk.pg_collection)
             shard = mapping.split(name, whole, parameter, group.size())[group.rank()]
             if shard.shape != parameter.shape:
-                raise IncompatibleWeights(
-                    f"{folder}: {name} is {tuple(shard.shape)}, the model's is "
-                    f"{tuple(parameter.shape)}: is its config.json the one of these weights?",
+                raise UnfitTensor(
                     name,
+                    fault="file",
+                    in_model=str(tuple(parameter.shape)),
+                    in_version=str(tuple(shard.shape)),
+                    folder=folder,
                 )
             with torch.no_grad():
                 parameter.copy_(shard)
