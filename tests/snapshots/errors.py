@@ -1403,6 +1403,9 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
             "entries of run demo-1 after 5-0 are no longer in the log",
         ),
     ],
+    "WorkerLacksVersion": [({"reason": "it was retired"}, "it was retired")],
+    "WorkerFoundCorruption": [({"rank": 1, "reason": "chunk 2 is cut"}, "chunk 2 is cut")],
+    "WorkerCannotLoad": [({"tensor": "w", "reason": "no 'w'"}, "no 'w'")],
     "CorruptChunk": [
         (
             {

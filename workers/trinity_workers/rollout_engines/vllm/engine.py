@@ -56,7 +56,15 @@ from .options import (
     read_end_tokens,
     read_options,
 )
-from .reports import FetchOutcome, InstalledVersion, LoadReport, WorkerFailure
+from .reports import (
+    FetchOutcome,
+    InstalledVersion,
+    LoadReport,
+    WorkerCannotLoad,
+    WorkerFailure,
+    WorkerFoundCorruption,
+    WorkerLacksVersion,
+)
 
 NAME = "vLLM"
 _BASE_LABEL = "default"
@@ -411,7 +419,7 @@ def _check_reports(reports: Sequence[LoadReport], version: StepRef) -> None:
     for report in reports:
         if report.failure is not None:
             if report.failure.kind == IncompatibleWeights.__name__:
-                raise IncompatibleWeights(report.failure.reason, report.failure.tensor)
+                raise WorkerCannotLoad(report.failure.tensor, reason=report.failure.reason)
             raise NotAsPublished(
                 step=version.step, engine=NAME, fault="load", detail=report.failure.reason
             )
@@ -435,9 +443,9 @@ def _not_as_published(version: StepRef, fault: Any, tensors: Sequence[str]) -> N
 def _fetch_error(failure: WorkerFailure, ready: StepReady) -> TrinityError:
     """Return the error of a fetch in a worker, as :meth:`Synchronizer.pull` raises it."""
     if failure.kind == CorruptVersion.__name__:
-        return CorruptVersion(failure.reason, failure.rank, failure.chunk)
+        return WorkerFoundCorruption(failure.rank, failure.chunk, reason=failure.reason)
     if failure.kind == VersionUnavailable.__name__:
-        return VersionUnavailable(failure.reason)
+        return WorkerLacksVersion(f"weights of step {ready.step}", reason=failure.reason)
     return RolloutEngineError(f"a worker of vLLM cannot fetch step {ready.step}: {failure.reason}")
 
 

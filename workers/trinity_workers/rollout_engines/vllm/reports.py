@@ -2,20 +2,50 @@
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
 
-from trinity_events.errors import TrinityError
+from trinity_events.errors import (
+    CorruptVersion,
+    IncompatibleWeights,
+    TrinityError,
+    VersionUnavailable,
+)
 from trinity_schemas import StepRef
+
+
+class WorkerLacksVersion(VersionUnavailable):
+    """A worker of vLLM could not fetch a version; ``reason`` is its error's text."""
+
+    reason: str = field(kw_only=True)
+    text = "{reason}"
+
+
+class WorkerFoundCorruption(CorruptVersion):
+    """A worker of vLLM found a version corrupt; ``reason`` is its error's text."""
+
+    reason: str = field(kw_only=True)
+    text = "{reason}"
+
+
+class WorkerCannotLoad(IncompatibleWeights):
+    """A version does not fit the model of a worker of vLLM; ``reason`` is its error's text."""
+
+    reason: str = field(kw_only=True)
+    text = "{reason}"
+
+
+_BASES = (VersionUnavailable, CorruptVersion, IncompatibleWeights)
 
 
 class WorkerFailure(Struct, frozen=True):
     """Error of a worker, as the engine's process raises it again."""
 
     kind: str
-    """Name of its class."""
+    """Name of its class, or of the one of three bases that it has."""
     reason: str
     rank: int | None = None
     chunk: int | None = None
@@ -25,8 +55,9 @@ class WorkerFailure(Struct, frozen=True):
     def of(cls, error: Exception) -> WorkerFailure:
         """Return the failure of an error."""
         is_ours = isinstance(error, TrinityError)
+        kind = next((base for base in _BASES if isinstance(error, base)), type(error))
         return cls(
-            type(error).__name__,
+            kind.__name__,
             str(error) if is_ours else f"{type(error).__name__}: {error}",
             *(getattr(error, name, None) for name in ("rank", "chunk", "tensor")),
         )
