@@ -182,7 +182,7 @@ def restore(policy: Policy, optimizer: torch.optim.Optimizer) -> tuple[TrainedLe
 
 
 class ServedVersion:
-    """Version that an explorer serves; who holds ``changed`` sees weights that stay as they are."""
+    """Version that an explorer serves; the holder of ``changed`` sees the same weights."""
 
     def __init__(self) -> None:
         self.version, self.changed = StepRef(0, 0), anyio.Condition()
