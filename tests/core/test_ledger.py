@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tests.support.errors import raises
-from trinity_events.core import ledger as ledger_module
 from trinity_events.core.ledger import Ledger, LedgerError, ordinals, ranges
-from trinity_events.core.limits import KEPT_DROP_REASONS
+from trinity_events.core.limits import KEPT_DROP_REASONS, KEPT_EXCEPTIONS
 from trinity_events.core.ordinal_ranges import count, difference, intersection, union
 
 FINGERPRINT = "sha256:" + "1" * 64
@@ -138,17 +137,18 @@ def test_a_range_of_any_length_costs_no_more_than_a_short_one():
     assert (ledger.open_ordinals(), ledger.trained) == ([0], 2**53)
 
 
-def test_a_ledger_of_too_many_exceptions_is_refused_and_unchanged(monkeypatch):
+def test_a_ledger_of_too_many_exceptions_is_refused_and_unchanged():
     """Invariants 3 and 4."""
-    monkeypatch.setattr(ledger_module, "KEPT_EXCEPTIONS", 2)
     ledger = Ledger()
-    ledger.dispatch(0, 99)
-    ledger.train([2, 4])
-    with raises(LedgerError, fault="exceptions", actual=0, expected=2):
-        ledger.train([6])
-    assert (ledger.settled, ledger.trained) == ([(2, 2), (4, 4)], 2)
-    ledger.train([0, 1, 6])  # The mark passes the exceptions that it reaches.
-    assert (ledger.mark, ledger.settled) == (3, [(4, 4), (6, 6)])
+    end = 2 * KEPT_EXCEPTIONS
+    ledger.dispatch(0, end + 9)
+    ledger.train(range(2, end + 2, 2))
+    with raises(LedgerError, fault="exceptions", actual=0, expected=KEPT_EXCEPTIONS):
+        ledger.train([end + 2])
+    assert (len(ledger.settled), ledger.trained) == (KEPT_EXCEPTIONS, KEPT_EXCEPTIONS)
+    ledger.train([0, 1, end + 2])  # The mark passes the exceptions that it reaches.
+    assert (ledger.mark, ledger.settled[0]) == (3, (4, 4))
+    assert (len(ledger.settled), ledger.settled[-1]) == (KEPT_EXCEPTIONS, (end + 2, end + 2))
 
 
 def test_reasons_beyond_the_limit_are_counted_together():

@@ -5,7 +5,7 @@ from msgspec.structs import replace
 from tests.support.event_histories import History
 from tests.support.event_samples import SAMPLES
 from trinity_events.analysis.summary import Summarizer
-from trinity_events.core import reward_errors as module
+from trinity_events.core.limits import KEPT_REWARD_ERRORS
 from trinity_events.core.reward_errors import (
     REWARD_ERRORS,
     REWARD_FAILED,
@@ -52,11 +52,13 @@ def test_an_error_of_another_epoch_is_not_shown():
     assert history.fold()[0].state.reward_errors == {}
 
 
-def test_causes_beyond_the_limit_are_anomalies(monkeypatch):
-    monkeypatch.setattr(module, "KEPT_REWARD_ERRORS", 2)
-    errors = [replace(ERROR, place=f"reward.py, line {line}") for line in range(4)]
+def test_causes_beyond_the_limit_are_anomalies():
+    lines = range(KEPT_REWARD_ERRORS + 2)
+    errors = [replace(ERROR, place=f"reward.py, line {line}") for line in lines]
     state, entries = reported(*errors)
-    assert [error.entry_id for error in state.reward_errors.values()] == entries[:2]
+    assert [error.entry_id for error in state.reward_errors.values()] == entries[
+        :KEPT_REWARD_ERRORS
+    ]
     assert state.anomaly_counts == {"reward-error-not-kept": 2}
 
 

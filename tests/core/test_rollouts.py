@@ -12,9 +12,8 @@ from trinity_events.analysis.audit import Auditor
 from trinity_events.analysis.explain import explain
 from trinity_events.analysis.summary import Summarizer
 from trinity_events.core import decode_state, encode_state
-from trinity_events.core import ledger as ledger_module
-from trinity_events.core.handlers import rollouts as rollouts_module
 from trinity_events.core.ledger import Ledger
+from trinity_events.core.limits import KEPT_EXCEPTIONS, KEPT_EXCLUDED
 from trinity_schemas import (
     ExplorerExcluded,
     LedgerRestored,
@@ -159,14 +158,14 @@ def test_a_resume_goes_on_with_the_ledger_of_its_checkpoint():
     assert (state.ledger.trained, state.anomaly_counts) == (8, {"stale-epoch": 1})
 
 
-def test_an_excluded_explorer_is_known_until_the_next_epoch(monkeypatch):
-    monkeypatch.setattr(rollouts_module, "KEPT_EXCLUDED", 2)
+def test_an_excluded_explorer_is_known_until_the_next_epoch():
     history = History()
-    for rank in (0, 1, 2, 1):
+    for rank in (*range(KEPT_EXCLUDED + 1), 1):
         excluded = ExplorerExcluded(explorer=f"explorer-{rank}", malformed=3, reason=f"no. {rank}")
         history.add(excluded)
     state = history.fold()[0].state
-    assert list(state.excluded) == ["explorer-2", "explorer-1"], "the last ones"
+    last = [f"explorer-{rank}" for rank in (*range(2, KEPT_EXCLUDED + 1), 1)]
+    assert list(state.excluded) == last, "the last ones"
     assert (state.excluded["explorer-1"].malformed, state.excluded["explorer-1"].reason) == (
         3,
         "no. 1",
@@ -258,10 +257,14 @@ def test_the_summary_tells_staleness_by_sample_and_what_was_issued_again():
     assert summary.reissued["deadline"] == earlier.reissued.get("deadline", 0) + 2
 
 
-def test_a_ledger_of_too_many_exceptions_is_an_anomaly_and_stays_as_it_was(monkeypatch):
-    monkeypatch.setattr(ledger_module, "KEPT_EXCEPTIONS", 1)
+def test_a_ledger_of_too_many_exceptions_is_an_anomaly_and_stays_as_it_was():
     history = trained_through_step_2()
+    monitor, _ = history.fold()
+    state = monitor.state
+    state.ledger.dispatch(20, 20 + 2 * KEPT_EXCEPTIONS)
+    free = KEPT_EXCEPTIONS - len(state.ledger.settled)
+    state.ledger.train(range(21, 21 + 2 * free, 2))
     history.add(StepTrained(step=3, trained=((19, 19),)))
-    state = history.fold()[0].state
+    monitor.apply(*history.entries[-1])
     assert state.anomaly_counts.keys() == {"ledger-full"}
     assert 19 in state.ledger.open_ordinals()

@@ -11,31 +11,29 @@ from hypothesis import strategies as st
 from tests.support.dashboards import SMALL
 from trinity_events.core import MonitorState, encode_state
 from trinity_events.core.fold import Monitor
-from trinity_events.dashboard import activity, history, series, states
+from trinity_events.dashboard import activity, series
 from trinity_events.dashboard.activity import Activity
 from trinity_events.dashboard.bars import Bar, merge_bars
 from trinity_events.dashboard.history import History
 from trinity_events.dashboard.series import Series
 from trinity_events.dashboard.simulated_run import Plan, simulated_run
-from trinity_events.dashboard.states import CompressedStates
+from trinity_events.dashboard.states import CompressedStates, StateLimits
 from trinity_events.log import position
 
 ENTRIES = list(simulated_run(SMALL))
 
 
-def history_of(entries):
+def history_of(entries, **limits):
     begin, end = (position(entry.id)[0] for entry in (entries[0], entries[-1]))
-    history = History(MonitorState(run_id=SMALL.run_id), begin, end)
+    history = History(MonitorState(run_id=SMALL.run_id), begin, end, **limits)
     history.feed(entries)
     return history
 
 
 @pytest.mark.parametrize("bound", ["number", "bytes"])
-def test_kept_states_are_thinned_out_and_stay_those_of_the_fold(monkeypatch, bound):
-    monkeypatch.setattr(states, "SPACING", 4)
-    monkeypatch.setattr(states, "MOST", 16 if bound == "number" else 10**6)
-    monkeypatch.setattr(states, "MOST_BYTES", 10**9 if bound == "number" else 30_000)
-    stored = CompressedStates()
+def test_kept_states_are_thinned_out_and_stay_those_of_the_fold(bound):
+    most, most_bytes = (16, 10**9) if bound == "number" else (10**6, 30_000)
+    stored = CompressedStates(StateLimits(spacing=4, most=most, most_bytes=most_bytes))
     monitor = Monitor(MonitorState(run_id=SMALL.run_id))
     stored.add(0, monitor.state)
     for number, entry in enumerate(ENTRIES, 1):
@@ -83,9 +81,8 @@ def test_not_a_number_is_left_out_of_a_series():
     assert [value for *_, value in metric_series.points()] == [1.0, 2.0]
 
 
-def test_producers_beyond_the_lanes_share_the_last_one(monkeypatch):
-    monkeypatch.setattr(history, "LANES", 6)
-    run_history = history_of(ENTRIES)
+def test_producers_beyond_the_lanes_share_the_last_one():
+    run_history = history_of(ENTRIES, lanes=6)
     assert [lane.name for lane in run_history.lanes][-1] == "others"
     assert len(run_history.lanes) == 6
     counted = sum(
@@ -101,7 +98,7 @@ def test_a_long_run_takes_bounded_memory():
     entries = list(islice(simulated_run(plan), 30_000))
     history = History(MonitorState(run_id="long"), position(entries[0].id)[0], 0)
     history.feed(entries)
-    assert history.states.count <= states.MOST
+    assert history.states.count <= StateLimits().most
     assert len(history.blocks.all) == 30
     assert len(history.figures.versions) <= series.VERSIONS
     assert all(len(line.points()) <= series.POINTS + 1 for line in history.figures.metrics.values())

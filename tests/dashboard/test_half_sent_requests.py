@@ -17,7 +17,7 @@ from tests.support.waits import PATIENCE, child
 from trinity_events.archive import Header, write_lines
 from trinity_events.archive.format import bare_line
 from trinity_events.dashboard.simulated_run import simulated_run
-from trinity_events.http_server.connections import HEAD_SECONDS, WAITING_PER_ADDRESS
+from trinity_events.http_server.connections import ConnectionLimits
 
 pytestmark = pytest.mark.processes
 
@@ -64,8 +64,8 @@ def test_a_viewer_gets_its_page_while_600_requests_are_half_sent(port, sent, sou
     with half_sent(port, COUNT, sent) as peers:
         assert view(port, source) == [200] * 5
         # Not by waiting until the others have reached their deadline.
-        assert time.monotonic() - begun < HEAD_SECONDS
-        most_waiting = WAITING_PER_ADDRESS
+        assert time.monotonic() - begun < ConnectionLimits().head_seconds
+        most_waiting = ConnectionLimits().waiting_per_address
         assert wait_for_closed(peers, COUNT - most_waiting, PATIENCE) >= COUNT - most_waiting
 
 

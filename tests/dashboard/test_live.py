@@ -20,7 +20,8 @@ from tests.support.dashboards import (
 from tests.support.waits import PATIENCE
 from trinity_events.core import MonitorState, encode_state
 from trinity_events.core.fold import Monitor
-from trinity_events.dashboard import app, run_reader
+from trinity_events.dashboard import run_reader
+from trinity_events.dashboard.board import DashboardLimits
 from trinity_events.dashboard.simulated_run import Plan, simulated_run
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, position
 from trinity_events.log import Stream as Streams
@@ -35,8 +36,19 @@ def plan_of(run_id, **keywords):
 
 
 @pytest.fixture
-async def at(client):
-    async with dashboard(server_runs(client)) as served:
+def limits(request):
+    """The limits of the dashboard; tests that set some are parametrized with :func:`limited`."""
+    return DashboardLimits(**getattr(request, "param", {}))
+
+
+def limited(**limits):
+    """Limit the dashboard of a test."""
+    return pytest.mark.parametrize("limits", [limits], indirect=True, ids=[""])
+
+
+@pytest.fixture
+async def at(client, limits):
+    async with dashboard(server_runs(client), limits=limits) as served:
         yield served
 
 
@@ -95,11 +107,8 @@ async def _commands(client):
     return sum(stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("xread", "xrange"))
 
 
-async def test_a_viewer_that_never_reads_is_dropped_and_others_go_on(
-    client, log, run_id, at, monkeypatch
-):
-    monkeypatch.setattr(app, "SEND_DEADLINE", 1.0)
-    monkeypatch.setattr(app, "_FRAMES", 0.0)
+@limited(send_seconds=1.0, frame_pause=0.0)
+async def test_a_viewer_that_never_reads_is_dropped_and_others_go_on(client, log, run_id, at):
     plan = plan_of(run_id, explorers=300, steps=1)
     await put_run(client, run_id, simulated_run(plan))
     publisher = AsyncPublisher(log, 1, new_producer("trainer"))
@@ -129,8 +138,8 @@ def _is_closed(silent):
     return False
 
 
-async def test_a_question_during_indexing_waits_for_its_entries(client, run_id, at, monkeypatch):
-    monkeypatch.setattr(run_reader, "_TURN", 5)
+@limited(turn_entries=5)
+async def test_a_question_during_indexing_waits_for_its_entries(client, run_id, at):
     entries = list(simulated_run(plan_of(run_id, steps=60)))
     await put_run(client, run_id, entries)
     last = await at.json(f"/api/runs/{run_id}/at", entry=entries[-1].id)
@@ -174,10 +183,8 @@ async def test_a_run_that_is_opened_later_is_followed_from_its_first_event(clien
         await stream.until(lambda state: state["number"] == 40 + rest)
 
 
-async def test_readers_that_nobody_looks_at_give_way_to_others(client, run_id, at, monkeypatch):
-    from trinity_events.dashboard import board
-
-    monkeypatch.setattr(board, "READERS", 2)
+@limited(readers=2)
+async def test_readers_that_nobody_looks_at_give_way_to_others(client, run_id, at):
     runs = [f"{run_id}-{number}" for number in range(4)]
     for run in runs:
         await put_run(client, run, simulated_run(plan_of(run)))

@@ -16,7 +16,6 @@ from trinity_events.core.ledger import Ledger
 from trinity_events.errors import StaleEpoch
 from trinity_events.log import AsyncPublisher, new_producer, open_run
 from trinity_events.rollouts import RolloutClient, RolloutDispatcher
-from trinity_events.rollouts import dispatcher as dispatcher_module
 from trinity_events.rollouts.client import SamplesDiffer
 from trinity_events.server import connect
 from trinity_schemas import RunKeys, StepRef
@@ -240,9 +239,8 @@ async def test_an_explorer_leaves_its_group_unless_it_holds_a_claim(parts):
     await idle.leave()
 
 
-async def test_explorers_that_are_gone_do_not_stay_in_their_group(parts, monkeypatch):
-    monkeypatch.setattr(dispatcher_module, "_IDLE_MEMBER", 0.0)
-    dispatcher = await parts.dispatcher(order="arrival")
+async def test_explorers_that_are_gone_do_not_stay_in_their_group(parts):
+    dispatcher = await parts.dispatcher(order="arrival", idle_member=0.0)
     await dispatcher.dispatch(2, parts.version)
     key, group = RunKeys.of(parts.run_id).rollouts, f"explorers-{parts.publisher.epoch}"
     for number in range(20):

@@ -19,7 +19,14 @@ import anyio.from_thread
 import anyio.to_thread
 
 from tests.support.waits import PATIENCE, child
-from trinity_events.dashboard.board import Board, RecordedRuns, Runs, ServerRuns, board
+from trinity_events.dashboard.board import (
+    Board,
+    DashboardLimits,
+    RecordedRuns,
+    Runs,
+    ServerRuns,
+    board,
+)
 from trinity_events.dashboard.simulated_run import Plan, simulated_run
 from trinity_events.dashboard.sources import RecordedSource
 from trinity_events.dashboard.web_server import listening_socket, serve_board
@@ -80,14 +87,18 @@ class Dashboard(NamedTuple):
 
 @asynccontextmanager
 async def dashboard(
-    runs: Runs, *, token: str | None = None, hosts: Iterable[str] = ()
+    runs: Runs,
+    *,
+    token: str | None = None,
+    hosts: Iterable[str] = (),
+    limits: DashboardLimits = DashboardLimits(),
 ) -> AsyncIterator[Dashboard]:
     """Serve a dashboard at a free port."""
     started = asyncio.Event()
 
     @asynccontextmanager
     async def opened() -> AsyncIterator[Board]:
-        async with board(runs) as opened_board:
+        async with board(runs, limits) as opened_board:
             yield opened_board
 
     with closing(listening_socket("127.0.0.1", 0)) as listening:

@@ -170,10 +170,13 @@ def mlflow_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlruns")
 
-    def log(*steps):
-        with open_trackers(["mlflow"], tracked(tmp_path)) as trackers:
-            for step, values in enumerate(steps, 1):
-                trackers["mlflow"].log(StepMetrics(1, step, 1e9 + step, values))
+    def log(*steps, **options):
+        from trinity_events.trackers.mlflow import MLflow
+
+        tracker = MLflow(tracked(tmp_path), **options)
+        for step, values in enumerate(steps, 1):
+            tracker.log(StepMetrics(1, step, 1e9 + step, values))
+        tracker.close()
         client = tracking.MlflowClient()
         experiment = client.get_experiment_by_name("checks")
         [run] = client.search_runs([experiment.experiment_id])
@@ -210,9 +213,9 @@ def test_a_metric_that_mlflow_cannot_take_costs_no_other_one(mlflow_runs, caplog
     ), "each is warned of once"
 
 
-def test_more_metrics_than_fit_into_one_call_arrive(mlflow_runs, monkeypatch):
-    monkeypatch.setattr("trinity_events.trackers.mlflow._MOST_METRICS", 2)
-    assert len(mlflow_runs({f"train/{number}": 1.0 for number in range(5)})) == 5
+def test_more_metrics_than_fit_into_one_call_arrive(mlflow_runs):
+    metrics = {f"train/{number}": 1.0 for number in range(5)}
+    assert len(mlflow_runs(metrics, most_metrics=2)) == 5
 
 
 def test_a_resumed_run_appends_lines_and_purges_steps_that_do_not_stand(tmp_path):

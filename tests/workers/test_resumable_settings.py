@@ -15,6 +15,7 @@ from trinity_workers.config.resumable_settings import (
     REFUSED,
     REWARDS,
     SettingsNotResumable,
+    _find_reason,
     changes_rewards,
     check_questions,
     compare_settings,
@@ -85,12 +86,9 @@ def test_all_refused_changes_are_named_at_once():
     assert [change.name for change in refusal.value.changes] == ["seed", "trainer.engine"]
 
 
-def test_a_setting_in_no_table_is_refused(monkeypatch):
-    applied = APPLIED - {"trainer.learning_rate"}
-    monkeypatch.setattr("trinity_workers.config.resumable_settings.APPLIED", applied)
-    with pytest.raises(SettingsNotResumable) as refusal:
-        compare({}, {"trainer.learning_rate": 1.0})
-    assert refusal.value.changes[0].name == "trainer.learning_rate"
+def test_a_setting_in_no_table_is_refused():
+    assert _find_reason("trainer.learning_rate", "fsdp") is None
+    assert _find_reason("trainer.of_a_later_version", "fsdp") == "no rule says that it may change"
 
 
 def test_verl_resumes_at_its_number_of_ranks():

@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 from ..errors import RunNotFound, TrinityError
 from ..http_server.connections import get_connection
 from . import queries
-from .board import Board, TooManyRuns
+from .board import Board, DashboardLimits, TooManyRuns
 from .guard import Guard
 from .run_reader import InvalidQuery, NotIndexed, RunReader, UnknownEntry
 from .search import Search, search_events
@@ -41,12 +41,8 @@ _TYPES = {
 }
 _LONG = 2000
 """Bytes from which on an answer is compressed."""
-_FRAMES = 0.25
-"""Minimum seconds between two messages of a live stream."""
 _SILENCE = 10.0
 """Seconds after which a live stream says that nothing changed."""
-SEND_DEADLINE = 15.0
-"""Seconds for which a viewer may leave a message unread, before it is dropped."""
 _GOODBYE = 0.5
 """Seconds that the last message of a stream may take."""
 _STATUS: tuple[tuple[type[Exception], int], ...] = (
@@ -272,7 +268,7 @@ class _Live:
         reader.viewers += 1
         try:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._stream, reader, scope, send)
+                tasks.start_soon(self._stream, reader, scope, send, board.limits)
                 tasks.start_soon(self._end, send, tasks.cancel_scope)
                 while (await receive())["type"] != "http.disconnect":
                     pass
@@ -293,11 +289,13 @@ class _Live:
         with anyio.CancelScope(shield=True), anyio.move_on_after(_GOODBYE):
             await send({"type": "http.response.body", "body": b""})
 
-    async def _stream(self, reader: RunReader, scope: Scope, send: Send) -> None:
+    async def _stream(
+        self, reader: RunReader, scope: Scope, send: Send, limits: DashboardLimits
+    ) -> None:
         start = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]
         version = -1
         try:
-            with anyio.fail_after(SEND_DEADLINE) as deadline:
+            with anyio.fail_after(limits.send_seconds) as deadline:
                 await send({"type": "http.response.start", "status": 200, "headers": start})
                 while True:
                     deadline.deadline = math.inf
@@ -305,10 +303,10 @@ class _Live:
                     body = b": nothing new\n\n"
                     if changed != version:
                         version, body = await self._frame(reader)
-                    deadline.deadline = anyio.current_time() + SEND_DEADLINE
+                    deadline.deadline = anyio.current_time() + limits.send_seconds
                     await send({"type": "http.response.body", "body": body, "more_body": True})
                     deadline.deadline = math.inf
-                    await anyio.sleep(_FRAMES)
+                    await anyio.sleep(limits.frame_pause)
         except TimeoutError:
             logger.info("a viewer of run %s that read nothing was dropped", reader.source.run_id)
             get_connection(scope).drop()

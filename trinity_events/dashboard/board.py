@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import anyio
 import anyio.abc
 import redis.asyncio
+from msgspec import Struct
 
 from ..archive import Archive
 from ..core import MonitorState
@@ -22,14 +23,29 @@ from .sources import DashboardSource, RecordedSource, ServerSource
 
 logger = logging.getLogger(__name__)
 
-READERS = 8
-"""Maximum runs with an index in memory; that of the run that was viewed longest ago goes first."""
 _LISTED = 100
 """Runs of the list with their state, the newest ones."""
 _READS = 8
 """Runs of the list that are read at once."""
 _FRESH = 4.0
 """Seconds for which the list of runs is kept."""
+
+
+class DashboardLimits(Struct, frozen=True, kw_only=True):
+    """Limits and periods of a dashboard.
+
+    Attributes:
+        readers: Maximum runs with an index in memory; that of the run that was viewed longest ago
+            goes first.
+        turn_entries: Entries that are indexed before others get their turn: some 2 ms.
+        frame_pause: Minimum seconds between two messages of a live stream.
+        send_seconds: Seconds for which a viewer may leave a message unread, before it is dropped.
+    """
+
+    readers: int = 8
+    turn_entries: int = 100
+    frame_pause: float = 0.25
+    send_seconds: float = 15.0
 
 
 class TooManyRuns(TrinityError):
@@ -136,8 +152,9 @@ def build_summary(state: MonitorState) -> dict[str, Any]:
 class Board:
     """Readers of the runs that are looked at, each shared by all its viewers."""
 
-    def __init__(self, runs: Runs, tasks: anyio.abc.TaskGroup) -> None:
+    def __init__(self, runs: Runs, tasks: anyio.abc.TaskGroup, limits: DashboardLimits) -> None:
         self._runs = runs
+        self.limits = limits
         self._tasks = tasks
         self._readers: dict[str, tuple[RunReader, anyio.CancelScope]] = {}
         self._opening = anyio.Lock()
@@ -166,7 +183,7 @@ class Board:
                 source = await self._runs.source(run_id)
                 self._make_room()
                 scope = anyio.CancelScope()
-                entry = self._readers[run_id] = RunReader(source), scope
+                entry = self._readers[run_id] = RunReader(source, self.limits.turn_entries), scope
                 self._tasks.start_soon(self._run, run_id, *entry)
         entry[0].used_at = anyio.current_time()
         return entry[0]
@@ -184,18 +201,18 @@ class Board:
             del self._readers[run_id]
 
     def _make_room(self) -> None:
-        if len(self._readers) < READERS:
+        if len(self._readers) < self.limits.readers:
             return
         unseen = [run for run, (reader, _) in self._readers.items() if not reader.viewers]
         if not unseen:
-            raise TooManyRuns(READERS)
+            raise TooManyRuns(self.limits.readers)
         oldest = min(unseen, key=lambda run: self._readers[run][0].used_at)
         self._readers.pop(oldest)[1].cancel()
 
 
 @asynccontextmanager
-async def board(runs: Runs) -> AsyncIterator[Board]:
+async def board(runs: Runs, limits: DashboardLimits = DashboardLimits()) -> AsyncIterator[Board]:
     """Open a board; its readers end with the block."""
     async with anyio.create_task_group() as tasks:
-        yield Board(runs, tasks)
+        yield Board(runs, tasks, limits)
         tasks.cancel_scope.cancel()

@@ -65,9 +65,11 @@ class History:
         state: State at which the index begins; it is folded on.
         begin: Milliseconds of the first entry.
         end: Milliseconds of the last entry that is known yet.
+        lanes: Maximum lanes; further producers share the last one.
     """
 
-    def __init__(self, state: MonitorState, begin: int, end: int) -> None:
+    def __init__(self, state: MonitorState, begin: int, end: int, *, lanes: int = LANES) -> None:
+        self._most_lanes = lanes
         self.monitor = Monitor(state)
         self.states = CompressedStates()
         self.blocks = Blocks()
@@ -117,11 +119,11 @@ class History:
         """Return the number of a producer's lane."""
         lane = self._lane_of.get((role, rank))
         if lane is None:
-            lane = min(len(self.lanes), LANES - 1)
-            if len(self.lanes) < LANES - 1:
+            lane = min(len(self.lanes), self._most_lanes - 1)
+            if len(self.lanes) < self._most_lanes - 1:
                 self.lanes.append(Lane(f"{role}-{rank}", role, rank, node))
                 self._lane_of[role, rank] = lane
-            elif len(self.lanes) < LANES:
+            elif len(self.lanes) < self._most_lanes:
                 self.lanes.append(Lane(OTHERS, OTHERS, 0, ""))
         return lane
 

@@ -12,6 +12,8 @@ from typing import Any
 import anyio
 import msgspec
 
+from trinity_events.dashboard.board import DashboardLimits
+
 from . import queries
 from .run_reader import RunReader
 from .search import FOUND, Search, search_events
@@ -45,7 +47,7 @@ async def build_html(source: DashboardSource) -> str:
     Raises:
         NotIndexed: if the log cannot be read.
     """
-    reader = RunReader(source)
+    reader = RunReader(source, DashboardLimits().turn_entries)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(reader.run)
         await reader.indexed()

@@ -35,9 +35,6 @@ _FACTS_EVERY = 4.0
 """Seconds between two reads of the facts and dead letters of a run that is viewed."""
 _TAIL = 20_000
 """Last entries whose timeline is shown while the index is far behind."""
-_TURN = 100
-"""Entries that are indexed before others get their turn: some 2 ms."""
-
 
 Reached = Callable[[History], bool]
 """True if the index has reached the entries of a question."""
@@ -135,10 +132,12 @@ class RunReader:
 
     Args:
         source: The run's log.
+        turn_entries: Entries that are indexed before others get their turn.
     """
 
-    def __init__(self, source: DashboardSource) -> None:
+    def __init__(self, source: DashboardSource, turn_entries: int) -> None:
         self.source = source
+        self._turn_entries = turn_entries
         self.history: History | None = None
         self.tail: History | None = None
         """Index of the last entries alone, while that of the whole log is far behind."""
@@ -206,17 +205,19 @@ class RunReader:
         if not entries:
             return None
         begin, end = (position(entries[at].id)[0] for at in (0, -1))
-        epoch = max((_read_epoch(entry) for entry in entries[-_TURN:]), default=0)
+        epoch = max((_read_epoch(entry) for entry in entries[-self._turn_entries :]), default=0)
         # Of the state, only the epoch matters: events of another one would count as anomalies.
         tail = History(MonitorState(run_id=self.source.run_id, epoch=epoch), begin, end)
-        for batch in in_turns(entries, sum(len(entry.payload) for entry in entries), _TURN):
+        for batch in in_turns(
+            entries, sum(len(entry.payload) for entry in entries), self._turn_entries
+        ):
             tail.feed(batch)
             await anyio.lowlevel.checkpoint()
         return tail
 
     async def _index(self, entries: list[Entry], nbytes: int) -> None:
         assert self.history is not None
-        for batch in in_turns(entries, nbytes, _TURN):
+        for batch in in_turns(entries, nbytes, self._turn_entries):
             self.history.feed(batch)
             await anyio.lowlevel.checkpoint()
         self.end = max(self.end, self.history.last)

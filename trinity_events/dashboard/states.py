@@ -9,17 +9,25 @@ from msgspec import Struct
 from ..core import MonitorState
 from ..core.kept_states import compress_state, inflate_state
 
-SPACING = 500
-"""Entries between two kept states of a short log."""
-MOST = 1024
-"""Maximum kept states; beyond it every second one is dropped."""
-MOST_BYTES = 64 << 20
-"""Maximum bytes of the kept states; beyond it every second one is dropped."""
 _WIDEST = 4000
 """Entries between two kept states up to which states are dropped for their number alone.
 
 A fold of so many entries takes some 30 ms.
 """
+
+
+class StateLimits(Struct, frozen=True, kw_only=True):
+    """Limits of the kept states.
+
+    Attributes:
+        spacing: Entries between two kept states of a short log.
+        most: Maximum kept states; beyond it every second one is dropped.
+        most_bytes: Maximum bytes of the kept states; beyond it every second one is dropped.
+    """
+
+    spacing: int = 500
+    most: int = 1024
+    most_bytes: int = 64 << 20
 
 
 class CompressedState(Struct, frozen=True):
@@ -37,8 +45,9 @@ class CompressedState(Struct, frozen=True):
 class CompressedStates:
     """Kept states in the order of the log; a longer log keeps them further apart."""
 
-    def __init__(self) -> None:
-        self.spacing = SPACING
+    def __init__(self, limits: StateLimits = StateLimits()) -> None:
+        self.spacing = limits.spacing
+        self._limits = limits
         self._states: list[CompressedState] = []
         self._numbers: list[int] = []
         self._bytes = 0
@@ -63,8 +72,9 @@ class CompressedStates:
         self._states.append(entry)
         self._numbers.append(number)
         self._bytes += len(entry.snapshot)
-        crowded = len(self._states) > MOST and self.spacing < _WIDEST
-        if crowded or self._bytes > MOST_BYTES or len(self._states) > 4 * MOST:
+        most = self._limits.most
+        crowded = len(self._states) > most and self.spacing < _WIDEST
+        if crowded or self._bytes > self._limits.most_bytes or len(self._states) > 4 * most:
             self._thin_out()
 
     def before(self, number: int) -> CompressedState | None:

@@ -74,8 +74,6 @@ _NAMED = 8
 _FREED_AT_ONCE = 1000
 _FAILED_IN_A_ROW = 8
 """Least number of prompts in a row whose failure ends the run: one prompt may be at fault."""
-_IDLE_MEMBER = 60.0
-"""Seconds without a request and without a claim after which an explorer leaves the group."""
 _SLOW = 2.0
 """Minimum seconds of a call that count as an outage of the server."""
 _LOOK = 2.0
@@ -798,8 +796,8 @@ class RolloutDispatcher:
         """Remove explorers from the group, at times, that hold nothing and ask for nothing."""
         now = anyio.current_time()
         if now >= self._next_removal:
-            self._next_removal = now + _IDLE_MEMBER / 2
-            idle = int(_IDLE_MEMBER * 1000)
+            self._next_removal = now + self.settings.idle_member / 2
+            idle = int(self.settings.idle_member * 1000)
             await self._streams.write(wait, "leave", self._streams.group, idle, "")
 
     # --- waits -------------------------------------------------------------------------------

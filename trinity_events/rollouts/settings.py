@@ -51,6 +51,9 @@ class DispatchSettings(Struct, frozen=True, kw_only=True):
     discards_earlier: bool = False
     """True to delete the answers of earlier epochs, whose rewards are not those of this one."""
 
+    idle_member: float = 60.0
+    """Seconds without a request and without a claim after which an explorer leaves the group."""
+
     def __post_init__(self) -> None:
         for name in ("samples", "prompts_per_step", "window", "max_attempts"):
             if getattr(self, name) < 1:

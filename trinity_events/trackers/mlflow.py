@@ -29,9 +29,14 @@ class MLflow:
 
     Names that MLflow refuses are changed: ``acc@8`` is ``acc_at_8``. A metric that is refused all
     the same is left out with a warning, and costs no other one.
+
+    Args:
+        run: The run.
+        most_metrics: Metrics of one call.
     """
 
-    def __init__(self, run: TrackedRun) -> None:
+    def __init__(self, run: TrackedRun, most_metrics: int = _MOST_METRICS) -> None:
+        self._most_metrics = most_metrics
         try:
             self._client = MlflowClient()
             tracked = self._get_or_create_run(run)
@@ -69,8 +74,8 @@ class MLflow:
             for name, value in metrics.values.items()
             if (accepted := self._names.get(name)) is not None
         ]
-        for first in range(0, len(values), _MOST_METRICS):
-            batch = values[first : first + _MOST_METRICS]
+        for first in range(0, len(values), self._most_metrics):
+            batch = values[first : first + self._most_metrics]
             try:
                 self._client.log_batch(self._id, metrics=[metric for _, metric in batch])
             except Exception as error:

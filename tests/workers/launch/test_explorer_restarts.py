@@ -4,7 +4,6 @@ import pytest
 
 pytest.importorskip("ray")
 
-from trinity_workers.launch import explorer_restarts
 from trinity_workers.launch.actors import ActorDied
 from trinity_workers.launch.explorer_restarts import MOST_RESTARTS, explore_to_the_end
 
@@ -26,9 +25,10 @@ class Dying:
             raise ActorDied(name, "killed by SIGKILL")
 
 
-async def explore(actors):
+async def explore(actors, **options):
     lines = []
-    await explore_to_the_end(actors, "explorer-1", lambda restart: restart, lines.append)
+    start, notify = (lambda restart: restart), lines.append
+    await explore_to_the_end(actors, "explorer-1", start, notify, **options)
     return lines
 
 
@@ -47,6 +47,5 @@ async def test_one_that_dies_again_and_again_ends_the_run():
     assert actors.calls.count("explore") == MOST_RESTARTS + 1
 
 
-async def test_deaths_that_are_long_ago_do_not_count(monkeypatch):
-    monkeypatch.setattr(explorer_restarts, "SETTLED", 0.0)
-    assert len(await explore(Dying(2 * MOST_RESTARTS))) == 2 * MOST_RESTARTS
+async def test_deaths_that_are_long_ago_do_not_count():
+    assert len(await explore(Dying(2 * MOST_RESTARTS), settled=0.0)) == 2 * MOST_RESTARTS

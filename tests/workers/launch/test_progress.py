@@ -17,7 +17,6 @@ from trinity_schemas import (
     TrainerStatusChanged,
     encode,
 )
-from trinity_workers.launch import progress
 from trinity_workers.launch.progress import ProgressView
 
 
@@ -66,14 +65,13 @@ def test_the_first_error_of_a_reward_is_shown_with_traceback_and_answer(capsys):
     assert "\x1b[31m" not in printed
 
 
-def test_the_line_of_a_resumed_run_has_no_weights_of_the_epoch_before(capsys, monkeypatch):
-    monkeypatch.setattr(progress, "LINES_EVERY", -1.0)
+def test_the_line_of_a_resumed_run_has_no_weights_of_the_epoch_before(capsys):
     history = History()
     publish_weights(history, 4)
     history.add(RunResumed(step=2), epoch=2)
     history.add(StepTrained(step=3, metrics={"reward": 0.5}), epoch=2)
     history.add(TrainerStatusChanged(status="running", step=3), epoch=2)
-    view = ProgressView(RUN, 9)
+    view = ProgressView(RUN, 9, lines_every=-1.0)
     view.epoch = 2
     for entry_id, envelope in history.entries:
         view._fold(Entry(entry_id, encode(envelope)))
@@ -84,10 +82,9 @@ def test_the_line_of_a_resumed_run_has_no_weights_of_the_epoch_before(capsys, mo
     assert "weights -" in line
 
 
-async def test_a_cause_that_lasts_is_one_line_and_one_that_passes_is_none(capsys, monkeypatch):
-    monkeypatch.setattr(progress, "LOOK", 0.01)
+async def test_a_cause_that_lasts_is_one_line_and_one_that_passes_is_none(capsys):
     history = History()
-    view = ProgressView(RUN, 9)
+    view = ProgressView(RUN, 9, look_every=0.01)
     for entry_id, envelope in history.entries:
         view._fold(Entry(entry_id, encode(envelope)))
     stopped = {"explorer-0": HostProcess(pid=7, condition="stopped")}

@@ -212,10 +212,11 @@ async def test_an_address_at_which_nothing_listens_is_refused_at_once():
     )
 
 
-async def test_a_server_that_says_nothing_is_refused_within_seconds(monkeypatch):
-    monkeypatch.setattr(cluster, "ANSWER_DEADLINE", 0.2)
-    with listening() as address:
-        assert (await refused(address)).endswith(" does not answer within 0.2 s")
+async def test_a_server_that_says_nothing_is_refused_within_seconds():
+    with listening() as address, raises(ClusterUnreachable, address=address) as caught:
+        async with cluster._joined(address, answer_deadline=0.2):
+            pass
+    assert caught.value.reason.endswith(" does not answer within 0.2 s")
 
 
 async def test_another_kind_of_server_is_refused():

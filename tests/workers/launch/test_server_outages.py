@@ -13,6 +13,7 @@ from msgspec import structs
 
 from tests.support.errors import assert_attributes, raises
 from trinity_events.system.error_text import first_error
+from trinity_workers.launch.processes import RestartLimits
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -40,7 +41,7 @@ from trinity_schemas import (
 from trinity_workers.config.sections.sync import SyncConfig
 from trinity_workers.config.train_config import RunConfig, TrainConfig
 from trinity_workers.explorer.run_follower import followed_run
-from trinity_workers.launch import launcher, lifecycle, processes, ranks
+from trinity_workers.launch import launcher, lifecycle, ranks
 from trinity_workers.launch.epochs import EpochFollower, EpochNotAnnounced
 from trinity_workers.launch.processes import ReducerFailed, ReducerProcess
 from trinity_workers.launch.progress import ProgressView
@@ -239,9 +240,7 @@ async def test_a_run_of_an_older_trainer_is_refused_by_its_epoch(server):
 # --- ranks ------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def short_lease(monkeypatch):
-    monkeypatch.setattr(ranks, "LEASE", 0.2)
+SHORT_LEASE = 0.2
 
 
 async def test_each_of_any_number_of_explorers_has_the_lowest_free_rank(client, config):
@@ -277,18 +276,18 @@ async def test_a_given_rank_is_taken_although_it_is_held_and_is_held_then(client
 
 
 async def test_a_rank_is_kept_through_an_outage_that_is_longer_than_its_lease(
-    server, client, config, short_lease
+    server, client, config
 ):
-    async with claimed_rank(client, config, None) as rank:
+    async with claimed_rank(client, config, None, SHORT_LEASE) as rank:
         assert rank == 0
         await outage(server)
         await until(lambda: client.exists(explorer_key(RUN, 1, 0)))
         await anyio.sleep(0.2)
 
 
-async def test_a_rank_that_another_has_after_an_outage_is_lost(server, client, config, short_lease):
+async def test_a_rank_that_another_has_after_an_outage_is_lost(server, client, config):
     with raising(RankLost, run_id=RUN, rank=0):
-        async with claimed_rank(client, config, None):
+        async with claimed_rank(client, config, None, SHORT_LEASE):
             await client.set(explorer_key(RUN, 1, 0), "another")
             await outage(server)
             await anyio.sleep(10)
@@ -303,7 +302,7 @@ async def test_a_rank_is_claimed_when_the_server_is_back(server, client, config)
 
 
 async def test_a_server_that_stays_away_from_ranks_is_named_and_leaving_it_is_no_error(
-    server, client, config, short_lease
+    server, client, config
 ):
     config = config.replaced("sync", timeout=0.2)
     with raising(
@@ -382,8 +381,6 @@ async def test_a_dead_explorer_is_not_waited_for_and_a_live_one_is(
     client, log, config, publisher, monkeypatch
 ):
     lines = []
-    monkeypatch.setattr(launcher, "EXPLORER_GONE_AFTER", 0.2)
-    monkeypatch.setattr(launcher, "EXPLORERS_DEADLINE", 2 * PATIENCE)
     view = ProgressView(RUN, 1)
     monkeypatch.setattr(view, "print_line", lines.append)
     config = config.replaced("explorer", count=2)
@@ -396,12 +393,14 @@ async def test_a_dead_explorer_is_not_waited_for_and_a_live_one_is(
         with anyio.fail_after(PATIENCE):
             await dead.publish(ExplorerStatusChanged(status="running"))
             await reports_accepted(log)
-            await launcher._last_weights_taken(client, config, view)
+            await launcher._last_weights_taken(
+                client, config, view, deadline=2 * PATIENCE, gone_after=0.2
+            )
             assert not lines
         await alive.publish(ExplorerStatusChanged(status="running"))
         await reports_accepted(log)
-        monkeypatch.setattr(launcher, "EXPLORERS_DEADLINE", 3)
-        tasks.start_soon(launcher._last_weights_taken, client, config, view)
+        wait = partial(launcher._last_weights_taken, deadline=3, gone_after=0.2)
+        tasks.start_soon(wait, client, config, view)
     [line] = lines
     assert line.startswith("explorer-1 did not take the last weights within 3 s")
 
@@ -442,11 +441,10 @@ async def test_a_server_that_stays_away_is_named_where_the_last_weights_were_not
     server, client, config, monkeypatch
 ):
     lines = []
-    monkeypatch.setattr(launcher, "EXPLORERS_DEADLINE", 0.2)
     view = ProgressView(RUN, 1)
     monkeypatch.setattr(view, "print_line", lines.append)
     server.kill()
-    await launcher._last_weights_taken(client, config, view)
+    await launcher._last_weights_taken(client, config, view, deadline=0.2)
     [line] = lines
     assert "were not seen to take the last weights within 0.2 s: the server does not" in line
 
@@ -472,9 +470,9 @@ async def _is_closed(log):
 
 
 @pytest.fixture
-def reducer(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(processes, "_SHORTEST_PAUSE", 0.01)
-    return ReducerProcess(server.url, RUN, tmp_path)
+def reducer(server, tmp_path):
+    limits = RestartLimits(first_pause=0.01)
+    return ReducerProcess(server.url, RUN, tmp_path, restart_limits=limits)
 
 
 def ends_at_once(reducer):
@@ -511,11 +509,12 @@ async def test_a_reducer_that_does_not_come_to_work_is_given_up_after_growing_pa
 
 
 @pytest.mark.processes
-async def test_what_a_reducer_did_before_it_worked_is_forgotten(reducer, monkeypatch, caplog):
-    monkeypatch.setattr(processes, "_SETTLED", 0.0)
+async def test_what_a_reducer_did_before_it_worked_is_forgotten(server, tmp_path, caplog):
+    limits = RestartLimits(first_pause=0.01, settled_after=0.0)
+    reducer = ReducerProcess(server.url, RUN, tmp_path, restart_limits=limits)
     ends_at_once(reducer)
     async with reducer.running():
-        await until(lambda: reducer.restarts > 2 * processes._MOST_RESTARTS)
+        await until(lambda: reducer.restarts > 2 * limits.most)
     assert set(pauses(caplog)) == {0.01}
 
 

@@ -192,11 +192,12 @@ async def check_gpus(needs: Needs, address: str | None) -> None:
 
 
 @asynccontextmanager
-async def _joined(address: str) -> AsyncIterator[None]:
+async def _joined(address: str, answer_deadline: float = ANSWER_DEADLINE) -> AsyncIterator[None]:
     import ray
 
     def join() -> None:
-        ray.init(address=_answering(address), log_to_driver=False, logging_level=logging.ERROR)
+        answering = _answering(address, answer_deadline)
+        ray.init(address=answering, log_to_driver=False, logging_level=logging.ERROR)
 
     try:
         await anyio.to_thread.run_sync(join)
@@ -209,7 +210,7 @@ async def _joined(address: str) -> AsyncIterator[None]:
         ray.shutdown()
 
 
-def _answering(address: str) -> str:
+def _answering(address: str, deadline: float) -> str:
     """Return the address of a cluster that answers, as ``HOST:PORT``.
 
     Raises OSError or ValueError otherwise.
@@ -221,11 +222,11 @@ def _answering(address: str) -> str:
     bootstrap_address: str = canonicalize_bootstrap_address(address) or address
     host, _, port = bootstrap_address.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), ANSWER_DEADLINE) as peer:
+        with socket.create_connection((host.strip("[]"), int(port)), deadline) as peer:
             peer.sendall(_GREETING)
             answer = peer.recv(9)
     except TimeoutError:
-        raise OSError(f"{bootstrap_address} does not answer within {ANSWER_DEADLINE:g} s") from None
+        raise OSError(f"{bootstrap_address} does not answer within {deadline:g} s") from None
     except OSError as error:
         raise OSError(f"{bootstrap_address} does not answer: {error}") from None
     if len(answer) < 4 or answer[3] != _SETTINGS:

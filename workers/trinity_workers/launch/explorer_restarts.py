@@ -15,11 +15,16 @@ from .cluster import Notify
 MOST_RESTARTS = 3
 """Maximum restarts in a row of an explorer that dies soon: what kills it would kill it again."""
 SETTLED = 60.0
-"""Seconds of work after which an explorer's earlier deaths are forgotten."""
+"""Seconds of work after which an explorer's earlier deaths are forgotten, by default."""
 
 
 async def explore_to_the_end(
-    actors: Actors, name: str, start: Callable[[int], Any], notify: Notify
+    actors: Actors,
+    name: str,
+    start: Callable[[int], Any],
+    notify: Notify,
+    *,
+    settled: float = SETTLED,
 ) -> None:
     """Let a prepared explorer answer to the end of the run, and start it again when it dies.
 
@@ -32,6 +37,7 @@ async def explore_to_the_end(
         name: The explorer.
         start: Starts an actor in its place, given the number of the restart.
         notify: Shows a line to the user.
+        settled: Seconds of work after which earlier deaths are forgotten.
 
     Raises:
         ActorDied: if it died soon after each of its restarts.
@@ -47,7 +53,7 @@ async def explore_to_the_end(
             await actors.call(name, "explore")
             return
         except (ActorDied, EngineEnded) as error:
-            deaths = 1 if anyio.current_time() - began >= SETTLED else deaths + 1
+            deaths = 1 if anyio.current_time() - began >= settled else deaths + 1
             if deaths > MOST_RESTARTS:
                 raise
             notify(f"warning: {error}: it is started again (restart {deaths} of {MOST_RESTARTS})")

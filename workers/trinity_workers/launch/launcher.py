@@ -98,9 +98,10 @@ from .transport import NONE, Chosen, chosen_transport
 logger = logging.getLogger(__name__)
 
 EXPLORERS_DEADLINE = 60.0
-"""Seconds that explorers elsewhere are given to take the last weights."""
+"""Seconds that explorers elsewhere are given to take the last weights, by default."""
 EXPLORER_GONE_AFTER = 5.0
-"""Seconds without a lease after which an explorer is waited for no longer; twice its renewal."""
+"""Seconds without a lease after which an explorer is waited for no longer, by default; twice its
+renewal."""
 _CATCH_UP = 5.0
 """Seconds in which the end of a run is shown that is in its log."""
 SUMMARY_DEADLINE = 5.0
@@ -504,14 +505,19 @@ async def _make_model(config: RunConfig) -> int:
 
 
 async def _last_weights_taken(
-    client: redis.asyncio.Redis, config: RunConfig, view: ProgressView
+    client: redis.asyncio.Redis,
+    config: RunConfig,
+    view: ProgressView,
+    *,
+    deadline: float = EXPLORERS_DEADLINE,
+    gone_after: float = EXPLORER_GONE_AFTER,
 ) -> None:
     """Wait until every explorer serves the last version, or has stopped or died.
 
     The wait ends with a line after a deadline. A killed explorer tells no end: its lease lapses.
     """
     log = RedisEventLog(client, config.run_id)
-    wait = Deadline(EXPLORERS_DEADLINE, "the explorers were not seen to take the last weights")
+    wait = Deadline(deadline, "the explorers were not seen to take the last weights")
     unheld: dict[str, float] = {}
     try:
         while True:
@@ -520,12 +526,12 @@ async def _last_weights_taken(
             now = anyio.current_time()
             late = _without_last(state, config)
             unheld = {name: unheld.get(name, now) for name in late if name not in lease_holders}
-            alive = [name for name in late if now - unheld.get(name, now) < EXPLORER_GONE_AFTER]
+            alive = [name for name in late if now - unheld.get(name, now) < gone_after]
             if not alive:
                 return
             wait.missing = f"{', '.join(alive)} did not take the last weights"
             after = {Stream.EVENTS: state.position}
-            pause = EXPLORER_GONE_AFTER / 5 if unheld else 5
+            pause = gone_after / 5 if unheld else 5
             read = partial(log.read_blocking, after, seconds=min(pause, wait.left()), limit=1)
             await wait.retry(read)
     except DeadlineExceeded as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 from anyio.abc import Process
+from msgspec import Struct
 
 from trinity_events.errors import TrinityError
 from trinity_events.reducer.policy import KEEP_CHECKPOINTS
@@ -24,12 +25,6 @@ from .ray_reaper import mark_session, remove_sessions
 logger = logging.getLogger(__name__)
 
 _STOP_DEADLINE = 5.0
-_MOST_RESTARTS = 5
-"""Maximum restarts in a row of a reducer that ends soon after its start."""
-_SETTLED = 60.0
-"""Seconds of work after which a reducer's earlier ends are forgotten."""
-_SHORTEST_PAUSE = 1.0
-"""Seconds before the first restart. A reducer that is killed leaves its lead for three."""
 _REAPER = Path(__file__).with_name("ray_reaper.py")
 _LONGEST_ROOM = 32
 """Bytes that leave Ray's own names room in a socket's path, of which the kernel takes 107."""
@@ -50,6 +45,21 @@ class ReducerFailed(TrinityError):
     text = "the reducer ended {times} times in a row, last with status {status}: see {log}"
 
 
+class RestartLimits(Struct, frozen=True, kw_only=True):
+    """Limits of the restarts of a reducer.
+
+    Attributes:
+        most: Maximum restarts in a row of a reducer that ends soon after its start.
+        settled_after: Seconds of work after which its earlier ends are forgotten.
+        first_pause: Seconds before the first restart. A reducer that is killed leaves its lead for
+            three.
+    """
+
+    most: int = 5
+    settled_after: float = 60.0
+    first_pause: float = 1.0
+
+
 class ReducerProcess:
     """A reducer in its own process, started again when it dies.
 
@@ -65,7 +75,9 @@ class ReducerProcess:
         *,
         keep_checkpoints: int = KEEP_CHECKPOINTS,
         adopt_folder: bool = False,
+        restart_limits: RestartLimits = RestartLimits(),
     ) -> None:
+        self._restart_limits = restart_limits
         self._command = [
             *(sys.executable, "-m", "trinity_events", "reducer", "--lifeline", "--verbose"),
             *("--run", run_id, "--checkpoint-root", str(checkpoint_root)),
@@ -106,12 +118,13 @@ class ReducerProcess:
 
     def _pause(self, status: int, worked: float) -> float:
         """Seconds until the next start. Raises ReducerFailed when there were enough of them."""
-        if worked >= _SETTLED:
+        limits = self._restart_limits
+        if worked >= limits.settled_after:
             self._in_a_row = 0
         self._in_a_row += 1
-        if self._in_a_row > _MOST_RESTARTS:
+        if self._in_a_row > limits.most:
             raise ReducerFailed(self._in_a_row, status, self._log)
-        pause: float = _SHORTEST_PAUSE * 2 ** (self._in_a_row - 1)
+        pause: float = limits.first_pause * 2 ** (self._in_a_row - 1)
         logger.warning("the reducer ended with status %d: started again in %g s", status, pause)
         return pause
 

@@ -38,11 +38,11 @@ from trinity_schemas import (
 from .failed_saves import FailedSaves
 
 LOOK = 2.5
-"""Seconds between two looks for the cause of a standstill."""
+"""Seconds between two looks for the cause of a standstill, by default."""
 CAUSES_EVERY = 60.0
 """Seconds after which the same cause is a line again where there is no terminal to redraw."""
 LINES_EVERY = 10.0
-"""Seconds between two lines where there is no terminal to redraw."""
+"""Seconds between two lines where there is no terminal to redraw, by default."""
 _SMOOTHING = 20
 
 
@@ -68,9 +68,21 @@ class ProgressView:
         run_id: The run.
         steps: Training steps of the run.
         folder: The run's checkpoint directory, by which failed saves are named.
+        look_every: Seconds between two looks for the cause of a standstill.
+        lines_every: Seconds between two lines where there is no terminal to redraw.
     """
 
-    def __init__(self, run_id: str, steps: int, folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        steps: int,
+        folder: Path | None = None,
+        *,
+        look_every: float = LOOK,
+        lines_every: float = LINES_EVERY,
+    ) -> None:
+        self._look_every = look_every
+        self._lines_every = lines_every
         self._monitor = Monitor(MonitorState(run_id=run_id))
         self._steps = steps
         self.epoch = 0
@@ -118,7 +130,7 @@ class ProgressView:
         """
         before = None
         while True:
-            await anyio.sleep(LOOK)
+            await anyio.sleep(self._look_every)
             try:
                 facts = await look()
             except (redis.RedisError, OSError):
@@ -209,7 +221,7 @@ class ProgressView:
             )
         )
         bar.update(task, completed=state.trainer_step, shown=shown)
-        due = time.monotonic() - self._printed_at > LINES_EVERY
+        due = time.monotonic() - self._printed_at > self._lines_every
         if not self._console.is_terminal and due and state.trainer_step > self._printed_step:
             self._printed_at, self._printed_step = time.monotonic(), state.trainer_step
             self.print_line(f"step {state.trainer_step}/{self._steps}  {shown}")

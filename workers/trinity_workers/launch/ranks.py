@@ -24,7 +24,7 @@ from ..config.train_config import RunConfig
 logger = logging.getLogger(__name__)
 
 LEASE = 10.0
-"""Seconds after which the rank of an explorer that is silent may be taken."""
+"""Seconds after which the rank of an explorer that is silent may be taken, by default."""
 _RENEWED = 0.7
 """Part of the lease that is left to a rank whose explorer renews it."""
 
@@ -44,7 +44,7 @@ class RankLost(TrinityError):
 
 @asynccontextmanager
 async def claimed_rank(
-    client: redis.asyncio.Redis, config: RunConfig, given: int | None
+    client: redis.asyncio.Redis, config: RunConfig, given: int | None, lease: float = LEASE
 ) -> AsyncIterator[int]:
     """Claim the lowest rank of the epoch that is free, for the block; or take the given one.
 
@@ -57,7 +57,7 @@ async def claimed_rank(
         RankLost: Another explorer has the rank; raised in the block.
         DeadlineExceeded: The server stays away for the run's ``sync.timeout``.
     """
-    claims = _Claims(client, config, exclusive=given is None)
+    claims = _Claims(client, config, lease, exclusive=given is None)
     rank = await _claim(claims, config, given)
     try:
         async with anyio.create_task_group() as tasks:
@@ -73,7 +73,10 @@ async def claimed_rank(
 class _Claims:
     """Claims of one explorer on the ranks of an epoch."""
 
-    def __init__(self, client: redis.asyncio.Redis, config: RunConfig, *, exclusive: bool) -> None:
+    def __init__(
+        self, client: redis.asyncio.Redis, config: RunConfig, lease: float, *, exclusive: bool
+    ) -> None:
+        self.lease = lease
         self._redis = client
         self._renew = lua_script(client, "renew")
         self._config = config
@@ -82,7 +85,7 @@ class _Claims:
 
     async def hold(self, rank: int) -> bool:
         """Hold the rank for one more lease; return False if another explorer has it."""
-        lease = int(LEASE * 1000)
+        lease = int(self.lease * 1000)
         # It is renewed first: the reply to an earlier claim may have been lost.
         if await self._renew(keys=[self._key(rank)], args=[self._me, lease]):
             return True
@@ -105,7 +108,7 @@ async def _renew_claim(claims: _Claims, rank: int, config: RunConfig) -> None:
     what = f"explorer rank {rank} of run {config.run_id}"
     wait = Deadline(config.sync.timeout, f"{what} was not held")
     while True:
-        await anyio.sleep(LEASE / 4)
+        await anyio.sleep(claims.lease / 4)
         wait.renew()
         if not await wait.retry(partial(claims.hold, rank)):
             raise RankLost(config.run_id, rank)
@@ -116,9 +119,9 @@ async def _claim(claims: _Claims, config: RunConfig, given: int | None) -> int:
     for rank in count() if given is None else [given]:
         while not await wait.retry(partial(claims.hold, rank)):
             seconds = await wait.retry(partial(claims.left, rank))
-            if seconds > _RENEWED * LEASE:
+            if seconds > _RENEWED * claims.lease:
                 break
-            await anyio.sleep(LEASE / 20)  # No event tells of a renewal, or of a lapse.
+            await anyio.sleep(claims.lease / 20)  # No event tells of a renewal, or of a lapse.
         else:
             return rank
     raise AssertionError("unreachable")
