@@ -474,6 +474,8 @@ class TrainerStatusChanged(_Event, frozen=True):
 
     status: Annotated[TrainerStatus, Meta(description="New status.")]
     step: Step = 0
+    lease: Lease | None = None
+    """Lease of the sender, which renews it while it runs; None where it does not."""
 
 
 class ExplorerStatusChanged(_Event, frozen=True):
@@ -721,7 +723,7 @@ class ExpiredAttempt(Struct, frozen=True, kw_only=True):
 
 
 class LeaseExpired(_Event, frozen=True):
-    """A process sent no heartbeat for its whole lease: its attempts failed.
+    """A process sent no heartbeat for its lease: its attempts failed, or the trainer is silent.
 
     Not final: an attempt that finishes later counts, if its slot has no other finished attempt.
     """

@@ -60,6 +60,7 @@ def garbage(run_id, nbytes=MAX_EVENT_BYTES, tag="from-the-future"):
     raw = msgspec.msgpack.decode(
         EnvelopeFactory(run_id, 1, new_producer("actor")).next(finished(3))
     )
+    del raw["event"]  # the event comes last, and its junk at its end
     small = msgspec.msgpack.encode({**raw, "event": {"type": tag, "junk": 0}})
     count = nbytes - len(small) - 5
     return small[:-1] + b"\xdd" + count.to_bytes(4, "big") + b"\x90" * count

@@ -14,12 +14,12 @@ from msgspec import Struct, field, structs
 from trinity_schemas import Kind
 
 from ..core.completeness import format_missing, missing_processes
-from ..core.fold_state import format_slot
+from ..core.fold_state import format_producer, format_slot
 from ..core.handlers.rollouts import format_exclusion
 from ..core.handlers.runs import LAUNCHER
 from ..core.handlers.waits import format_wait, open_waits
 from ..core.state import KINDS, KindState, MonitorState, ProcessHost
-from .hosts import find_other_host, format_host, is_judged, list_unseen
+from .hosts import find_other_host, format_host, format_silent_trainer, is_judged, list_unseen
 
 Condition = Literal["running", "stopped", "ended"]
 """State of a process of the host on which the question is asked."""
@@ -32,6 +32,7 @@ Reason = Literal[
     "reducer-behind",
     "stopped",
     "ended",
+    "silent",
     "failed",
     "waits",
     "missing",
@@ -44,7 +45,8 @@ Reason = Literal[
 
 `server-full`, `server-read-only`: the server of the log takes no entries. `closed`: the run ended
 with an error. `no-reducer`: none leads. `reducer-behind`: the leader folds no entries, or copies no
-reports. `stopped`, `ended`: a process that is waited for cannot go on. `failed`: a kind of a step
+reports. `stopped`, `ended`: a process that is waited for cannot go on. `silent`: the
+lease of the trainer has expired, and its process is not seen. `failed`: a kind of a step
 failed. `waits`: a process waits for an object, or for a process that reports no wait. `missing`: a
 save, a part, a commit or a registration has not come. `no-explorer`: rollouts have no taker.
 `excluded`: the trainer takes no answers of an explorer. `unread-group`: a consumer group
@@ -180,6 +182,7 @@ def find_causes(state: MonitorState, facts: LiveFacts) -> list[Cause]:
     causes = [
         *_check_server(facts),
         *(_check_launcher(state, facts) or _check_reducer(state, facts)),
+        *_check_trainer(state, facts),
         *first,
         *(_cause(end, state, facts) for end in ends),
         *_check_explorers(state, facts),
@@ -303,6 +306,27 @@ def _check_reducer(state: MonitorState, facts: LiveFacts) -> Iterator[Cause]:
             f"No reducer leads run {state.run_id}, so that no step becomes ready{words}{last}."
         )
         yield Cause(reason="no-reducer", sentence=sentence, process=name, pid=pid, since=since)
+
+
+def _check_trainer(state: MonitorState, facts: LiveFacts) -> Iterator[Cause]:
+    """Yield a trainer whose lease has expired, as what is seen of its process if it is here."""
+    lease = state.silent_trainer
+    if lease is None:
+        return
+    name = format_producer(lease.holder)
+    process = facts.processes.get(name)
+    reason: Reason = "silent"
+    sentence = format_silent_trainer(lease)
+    if process is not None and process.condition != "running":
+        reason, sentence = process.condition, f"{_format_process(name, process)}."
+    yield Cause(
+        reason=reason,
+        sentence=sentence,
+        process=name,
+        pid=None if process is None else process.pid,
+        host=_format_other_host(state, facts, name),
+        since=lease.silent_at,
+    )
 
 
 def _check_explorers(state: MonitorState, facts: LiveFacts) -> Iterator[Cause]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from ..core.fold_state import format_producer
 from ..core.handlers.runs import LAUNCHER
-from ..core.state import MonitorState, ProcessHost
+from ..core.state import MonitorState, ProcessHost, TrainerLease
 
 _MOST_NAMED = 4
 """Processes of one host that a sentence names; the others are counted."""
@@ -78,3 +79,12 @@ def format_unseen(unseen: Mapping[str, Iterable[str]]) -> str:
     if len(unseen) > _MOST_HOSTS:
         parts.append(f"{len(unseen) - _MOST_HOSTS} more hosts")
     return f"Not seen from this host are the processes on {', '.join(parts)}: ask there too."
+
+
+def format_silent_trainer(lease: TrainerLease) -> str:
+    """Return the sentence on a trainer whose lease has expired."""
+    return (
+        f"Nothing is heard of {format_producer(lease.holder)} on {lease.holder.node}, for its "
+        f"lease of {lease.lease:g} s at least: its process has ended or is stopped, its host is "
+        "off, or its link to the server is cut."
+    )

@@ -65,7 +65,7 @@ def _row(state: MonitorState, since: int | None) -> RunRow:
         run_id=state.run_id,
         opened_at=seconds(state.opened_at),
         epoch=state.epoch,
-        trainer=state.closed or state.trainer,
+        trainer=state.trainer_status,
         step=state.trainer_step,
         ready={kind: pointer.at for kind, pointer in state.ready.items()},
         prompts=UNSET

@@ -12,10 +12,18 @@ from types import TracebackType
 
 from anyio.from_thread import start_blocking_portal
 
-from trinity_schemas import RunClosed, SaveStrategy, TrainerStatusChanged, check_run_id
+from trinity_schemas import RunClosed, SaveStrategy, check_run_id
 
 from ..errors import InvalidRunId, PublishError, RunOpenedTwice
-from ..log import DEADLINE, Publisher, SyncEventLog, new_producer, open_run
+from ..log import (
+    DEADLINE,
+    TRAINER_LEASE,
+    Publisher,
+    SyncEventLog,
+    new_producer,
+    open_run,
+    renewing_trainer_lease,
+)
 from ..server import connect, open_client, serving, warn_of_eviction
 from ..system.error_text import first_error, format_cause
 from ..system.signals import exiting_on_signals
@@ -31,6 +39,7 @@ def training_run(
     save_strategy: SaveStrategy = "unrestricted",
     redis_url: str | None = None,
     deadline: float = DEADLINE,
+    lease: float = TRAINER_LEASE,
 ) -> TrainingRun:
     """Return the next epoch of a run, for one process of the run to open and to close.
 
@@ -50,6 +59,7 @@ def training_run(
         save_strategy: Saves that may run at once; the run's coordinators get the same value.
         redis_url: The server; ``TRINITY_REDIS_URL`` by default, else the embedded server.
         deadline: Seconds for which each wait for a server that is away lasts.
+        lease: Seconds without a heartbeat of this process after which its trainer is silent.
 
     Raises:
         InvalidRunId: on opening, if the id is not a slug.
@@ -66,6 +76,7 @@ def training_run(
             save_strategy=save_strategy,
             redis_url=redis_url,
             deadline=deadline,
+            lease=lease,
         ),
     )
 
@@ -141,6 +152,7 @@ def _opened(
     save_strategy: SaveStrategy,
     redis_url: str | None,
     deadline: float,
+    lease: float,
 ) -> Iterator[Publisher]:
     """Open the run's next epoch, and close it however the block ends."""
     try:
@@ -164,9 +176,11 @@ def _opened(
         with start_blocking_portal() as portal:  # the caller may run its own event loop
             epoch = portal.call(opened, url)
         with publishing(run, epoch, "trainer", redis_url=url, deadline=deadline) as publisher:
-            publisher.publish(TrainerStatusChanged(status="running", step=resume_from or 0))
             try:
-                with exiting_on_signals():
+                with (
+                    renewing_trainer_lease(publisher, lambda: resume_from or 0, lease=lease),
+                    exiting_on_signals(),
+                ):
                     yield publisher
             except BaseException as error:
                 with suppress(PublishError):  # raise the error of the block instead

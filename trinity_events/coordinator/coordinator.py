@@ -39,12 +39,12 @@ from ..checkpoints.layout import STAGING, parse_staged_folder, staged_name
 from ..checkpoints.manifest import write_part
 from ..errors import PublishError, SaveError, StaleEpoch
 from ..log import Publisher
+from ..log.publishing.heartbeat import Heartbeat
 from ..log.publishing.metric_values import check_metrics, split_metrics
 from ..log.reducer_root import other_folder
 from ..system.error_text import checkpoint_cause
 from .admission_client import wait_for_turn
 from .free_space import PlannedSave, SaveSize, check_free_space
-from .heartbeat import Heartbeat
 from .inflight import InflightSaves
 from .process_identity import this_process
 from .save_attempt import SaveAttempt

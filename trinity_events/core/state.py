@@ -239,6 +239,16 @@ class OpenWait(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Step whose saves or weights it waits for, if it waits for some."""
 
 
+class TrainerLease(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Lease of the trainer of the current epoch."""
+
+    holder: Producer
+    lease: float
+    """Seconds without a heartbeat after which the trainer is silent."""
+    silent_at: int | None = None
+    """Milliseconds at which the lease was found to have expired; None while it holds."""
+
+
 class ProcessHost(Struct, frozen=True, kw_only=True):
     """Host of a process."""
 
@@ -320,6 +330,8 @@ class MonitorState(Struct, kw_only=True, omit_defaults=True):
     """True if the run failed, and the command that began it would fail again."""
     trainer: TrainerStatus | None = None
     trainer_step: int = 0
+    trainer_lease: TrainerLease | None = None
+    """Lease of the trainer, while it runs and renews one."""
     changed_settings: list[SettingChange] = field(default_factory=list)
     """Settings of the current epoch that differ from the epoch that it resumes."""
     skipped_checkpoints: list[SkippedCheckpoint] = field(default_factory=list)
@@ -379,6 +391,17 @@ class MonitorState(Struct, kw_only=True, omit_defaults=True):
     anomaly_counts: dict[str, int] = field(default_factory=dict)
     anomalies: list[Anomaly] = field(default_factory=list)
     """Last anomalies."""
+
+    @property
+    def silent_trainer(self) -> TrainerLease | None:
+        """Lease of the trainer if it has expired: its host may be off, or its link cut."""
+        lease = self.trainer_lease
+        return None if lease is None or lease.silent_at is None else lease
+
+    @property
+    def trainer_status(self) -> str | None:
+        """Reason for which the run was closed, or the status of its trainer."""
+        return self.closed or ("silent" if self.silent_trainer else self.trainer)
 
 
 SNAPSHOT_VERSION = 2

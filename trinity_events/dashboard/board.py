@@ -140,7 +140,7 @@ def build_summary(state: MonitorState) -> dict[str, Any]:
         "run": state.run_id,
         "epoch": state.epoch,
         "step": state.trainer_step,
-        "trainer": state.closed or state.trainer,
+        "trainer": state.trainer_status,
         "opened_at": state.opened_at,
         "entries": state.entries,
         "explorers": len(state.explorers),

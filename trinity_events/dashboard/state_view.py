@@ -45,7 +45,7 @@ def build_view(state: MonitorState, now: int, digests: Mapping[StepRef, str]) ->
         "closed": state.closed,
         "closed_error": state.closed_error,
         "closed_at": state.closed_at,
-        "trainer": state.closed or state.trainer,
+        "trainer": state.trainer_status,
         "step": state.trainer_step,
         "transport": None if state.transport is None else state.transport.name,
         "strategy": state.strategy,

@@ -22,6 +22,7 @@ from .page_size import PageSize
 from .position import ORIGIN, before, position
 from .publishing.async_publisher import AsyncPublisher, Resumption, open_run, opening_envelope
 from .publishing.publisher import DEADLINE, Publisher, new_producer
+from .publishing.trainer_lease import TRAINER_LEASE, renewing_trainer_lease
 from .redis.event_log import RedisEventLog
 from .redis.run_index import list_runs, require_run, watch_runs
 from .redis.sync_log import SyncEventLog
@@ -31,6 +32,7 @@ __all__ = [
     "DEAD_LETTERS_KEPT",
     "DEAD_LETTER_BYTES",
     "ORIGIN",
+    "TRAINER_LEASE",
     "AsyncPublisher",
     "Claimed",
     "Commit",
@@ -57,6 +59,7 @@ __all__ = [
     "open_run",
     "opening_envelope",
     "position",
+    "renewing_trainer_lease",
     "require_run",
     "stream_order",
     "watch_runs",

@@ -14,7 +14,7 @@ from trinity_schemas import Kind
 from ..analysis.causes import BEHIND, HostProcess, LiveFacts, find_unseen
 from ..analysis.explain import format_unfinished
 from ..analysis.failures import failures
-from ..analysis.hosts import format_unseen
+from ..analysis.hosts import format_silent_trainer, format_unseen
 from ..checkpoints.layout import final_name
 from ..core import MonitorState
 from ..core.handlers.rollouts import format_exclusion
@@ -106,6 +106,8 @@ def status_panel(
         came = format_age(now - reports_since)
         waiting_reports = f"Reports of explorers wait for a reducer; the oldest one came {came}."
         about.append(Text(waiting_reports, style="red"))
+    if not silent and state.silent_trainer is not None:
+        about.append(Text(format_silent_trainer(state.silent_trainer), style="red"))
     if silent:
         about.append(Text(_format_abandoned(silent_since), style="red"))
     if silent or state.closed in ("failed", "interrupted"):
@@ -361,4 +363,4 @@ def format_age(milliseconds: int) -> str:
 
 def format_trainer_status(state: MonitorState, *, silent: bool = False) -> str:
     """Return the status of the trainer, or the reason with which the run was closed."""
-    return "silent" if silent else state.closed or state.trainer or "-"
+    return "silent" if silent else state.trainer_status or "-"

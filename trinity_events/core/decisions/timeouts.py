@@ -12,7 +12,7 @@ from ..state import MonitorState
 
 
 class LeaseHolder(NamedTuple):
-    """Process that has attempts under way and sends heartbeats."""
+    """Process that sends heartbeats: it has attempts under way, or is the trainer."""
 
     producer: Producer
     lease: float
@@ -32,6 +32,9 @@ class Waiting(NamedTuple):
 def lease_holders(state: MonitorState) -> dict[str, LeaseHolder]:
     """Return the processes whose heartbeats are watched, by incarnation."""
     holders: dict[str, LeaseHolder] = {}
+    trainer = state.trainer_lease
+    if trainer is not None and trainer.silent_at is None:
+        holders[trainer.holder.incarnation] = LeaseHolder(trainer.holder, trainer.lease)
     for attempt in state.attempts.values():
         if attempt.lease is not None:
             name = attempt.holder.incarnation
@@ -50,13 +53,16 @@ def expired(state: MonitorState, silent: Collection[str]) -> list[LeaseExpired]:
 
     An event has at most :data:`EXPIRED_AT_ONCE` attempts.
     """
+    trainer = state.trainer_lease
     under_way: dict[str, list[ExpiredAttempt]] = {}
+    holders = lease_holders(state)
+    if trainer is not None and trainer.silent_at is None and trainer.holder.incarnation in silent:
+        under_way[trainer.holder.incarnation] = []
     for save_id, attempt in state.attempts.items():
         if attempt.lease is not None and attempt.holder.incarnation in silent:
             under_way.setdefault(attempt.holder.incarnation, []).append(
                 ExpiredAttempt(save_id=save_id, slot=attempt.slot)
             )
-    holders = lease_holders(state)
     return [
         LeaseExpired(
             holder=holders[name].producer,
@@ -64,7 +70,7 @@ def expired(state: MonitorState, silent: Collection[str]) -> list[LeaseExpired]:
             attempts=tuple(attempts[first : first + EXPIRED_AT_ONCE]),
         )
         for name, attempts in under_way.items()
-        for first in range(0, len(attempts), EXPIRED_AT_ONCE)
+        for first in range(0, max(1, len(attempts)), EXPIRED_AT_ONCE)
     ]
 
 

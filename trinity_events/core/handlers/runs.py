@@ -22,7 +22,7 @@ from ..evaluations import continue_evaluations
 from ..fold_state import FoldState, format_producer, trim_oldest
 from ..limits import KEPT_DETACHED, KEPT_HOSTS, KEPT_PENDING_PROMOTIONS, KEPT_PROFILES
 from ..lineage import continued_lineage
-from ..state import DetachedConsumer, MonitorState, ProcessHost, Profile, ReadyPointer
+from ..state import DetachedConsumer, MonitorState, ProcessHost, Profile, ReadyPointer, TrainerLease
 
 LAUNCHER = "launcher-0"
 """Name of the process that starts the others of a run."""
@@ -86,7 +86,7 @@ def _open_epoch(fold: FoldState, epoch: int, step: int, opening: RunOpened | Run
     state.complete_checkpoints = [
         complete_step for complete_step in state.complete_checkpoints if complete_step <= step
     ]
-    state.trainer, state.trainer_step = None, step
+    state.trainer, state.trainer_step, state.trainer_lease = None, step, None
     state.steps = {}
     state.forgotten_through = -1
     state.closed = state.closed_error = state.closed_at = None
@@ -124,7 +124,7 @@ def run_closed(fold: FoldState, event: RunClosed, envelope: Envelope) -> None:
     state.closed_at, state.waits = fold.now, {}
     state.command = event.command
     state.is_closed_for_good = event.is_lasting
-    state.trainer = "stopped"
+    state.trainer, state.trainer_lease = "stopped", None
     announce_since_2(
         fold,
         envelope,
@@ -145,6 +145,10 @@ def trainer_status_changed(
     state = fold.state
     state.trainer = event.status
     state.trainer_step = max(state.trainer_step, event.step)
+    if event.status == "stopped":
+        state.trainer_lease = None
+    elif event.lease is not None:
+        state.trainer_lease = TrainerLease(holder=envelope.producer, lease=event.lease)
     if event.status == "stopped":
         ended = TrainingEnded(epoch=state.epoch, step=state.trainer_step, caused_by=fold.entry_id)
         announce_since_2(fold, envelope, ended)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec import structs
+
 from trinity_schemas import (
     DeadlineReached,
     Envelope,
@@ -173,6 +175,9 @@ def lease_expired(fold: FoldState, event: LeaseExpired, _: Envelope) -> None:
 
     Its waits are over. One that was taken for dead in error reports its waits again.
     """
+    trainer = fold.state.trainer_lease
+    if trainer is not None and trainer.holder.incarnation == event.holder.incarnation:
+        fold.state.trainer_lease = structs.replace(trainer, silent_at=fold.now)
     forget_waits(fold, format_producer(event.holder))
     silence = f"nothing was heard of {format_producer(event.holder)} on {event.holder.node}"
     for attempt in event.attempts:

@@ -38,9 +38,9 @@ from trinity_schemas import (
     decode_envelope,
 )
 
-from ...coordinator.heartbeat import Heartbeat
 from ...coordinator.save_attempt import SaveAttempt
 from ...log import ORIGIN, Publisher
+from ...log.publishing.heartbeat import Heartbeat
 from ...log.retry import is_transient
 from ...replay import announced
 from ..deltas.tracker import LastPublished

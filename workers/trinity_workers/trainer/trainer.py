@@ -22,7 +22,13 @@ from trinity_events.core.ledger import Ledger
 from trinity_events.core.reward_errors import REWARD_ERRORS
 from trinity_events.diagnostics.stacks import enable_stack_dumps
 from trinity_events.errors import DeadlineExceeded, PublishError
-from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer
+from trinity_events.log import (
+    TRAINER_LEASE,
+    AsyncPublisher,
+    RedisEventLog,
+    new_producer,
+    renewing_trainer_lease,
+)
 from trinity_events.replay import current_state
 from trinity_events.rollouts import AnswerGroup, AnswerLimits, DispatchSettings, RolloutDispatcher
 from trinity_events.server import Deadline, connect
@@ -86,15 +92,24 @@ class Trainer:
     Args:
         config: The run.
         engine: Training engine; by default the one that the configuration names.
+        lease: Seconds without a heartbeat after which the trainer is silent.
     """
 
-    def __init__(self, config: RunConfig, engine: TrainEngineWrapper | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: TrainEngineWrapper | None = None,
+        *,
+        lease: float = TRAINER_LEASE,
+    ) -> None:
         enable_stack_dumps(config.run_id, "trainer-0")
         self.config = config
         self.engine = engine or get_trainer_wrapper(config)
         run = config.run_id, config.redis_url
         self._resends = ExplorerRequests(*run, ResendRequested, self.sync_weight)
         self._demands = ExplorerRequests(*run, SyncRequested, self.synchronize)
+        self._lease = lease
+        self._has_stopped = False
         self._publishing = anyio.Lock()
         self._exits = AsyncExitStack()
         self._metrics: dict[str, float] = {}
@@ -174,8 +189,9 @@ class Trainer:
             self._answers = ColocatedAnswers(config, self.engine, client, publisher)
             await self._answers.prepare(task, sets, self._exits)
         await self._dispatcher.start()
-        running = TrainerStatusChanged(status="running", step=self.train_step_num)
-        await self._publisher.publish(running)
+        lease = renewing_trainer_lease(publisher, self._get_running_step, lease=self._lease)
+        await anyio.to_thread.run_sync(self._exits.enter_context, lease)
+        await anyio.to_thread.run_sync(publisher.flush)
         await self.synchronize()
         exempt_loaded_objects()
 
@@ -245,7 +261,12 @@ class Trainer:
             dropped_groups=sum(self._dispatcher.ledger.dropped.values()),
         )
 
+    def _get_running_step(self) -> int | None:
+        """Return the number of steps taken; None once the end is published."""
+        return None if self._has_stopped else self.train_step_num
+
     async def _publish_stopped(self) -> None:
+        self._has_stopped = True
         stopped = TrainerStatusChanged(status="stopped", step=self.train_step_num)
         await self._publisher.publish(stopped)
 

@@ -1,4 +1,4 @@
-"""Heartbeats of a process while it saves.
+"""Heartbeats of a process while it saves, and of a trainer while it runs.
 
 1. The server has the first heartbeat before an attempt begins, unless it does not answer in time.
 2. Heartbeats last until the log has every event of the attempts. If the key went before a
@@ -13,14 +13,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from weakref import WeakValueDictionary
 
-from ..log import Publisher
-from ..log.retry import backoff_delays
+from ..retry import backoff_delays
+from .publisher import Publisher
 
 logger = logging.getLogger(__name__)
+
+_RETURN_REPORTS = 2
+"""Reports of one return: the leader may publish the expiry that it saw after the first one."""
 
 BEATS_PER_LEASE = 3
 """Heartbeats within a lease: two may be lost before the leader takes the process for dead."""
@@ -50,6 +53,11 @@ class Heartbeat:
         self._attempts = 0
         self._publishers: set[Publisher] = set()
         self._heard = False
+        self._renewed_at: float | None = None
+        """Time before the last heartbeat that the server took; None before the first."""
+        self._returns = 0
+        """Number of heartbeats after which the return from a silence is yet to be reported."""
+        self._on_return: Callable[[], None] | None = None
         self._thread: threading.Thread | None = None
 
     @classmethod
@@ -66,12 +74,21 @@ class Heartbeat:
             return heartbeat
 
     @contextmanager
-    def active(self, publisher: Publisher, patience: float) -> Iterator[None]:
+    def active(
+        self,
+        publisher: Publisher,
+        patience: float,
+        *,
+        on_return: Callable[[], None] | None = None,
+    ) -> Iterator[None]:
         """Send heartbeats during the block, and until the log has what was published in it.
 
         The block begins once the server has the first heartbeat, or after ``patience`` seconds.
+        ``on_return`` is called in the heartbeat's thread after a silence of a whole lease, and
+        again one heartbeat later.
         """
         with self._changed:
+            self._on_return = on_return or self._on_return
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
                 thread.start()
@@ -107,9 +124,13 @@ class Heartbeat:
                 return
 
     def _renew(self) -> bool:
+        sent_at = time.monotonic()
         try:
             self._log.renew_heartbeat(self._incarnation, self._lease)
             heard = True
+            if self._renewed_at is not None and sent_at - self._renewed_at >= self._lease:
+                self._returns = _RETURN_REPORTS
+            self._renewed_at = sent_at
         except Exception as error:  # whatever it is, the next beat may succeed
             level = logging.WARNING if self._heard else logging.DEBUG
             logger.log(level, "a heartbeat of run %s failed: %s", self._log.run_id, error)
@@ -117,6 +138,10 @@ class Heartbeat:
         with self._changed:
             self._heard = heard
             self._changed.notify_all()
+        if heard and self._returns:
+            self._returns -= 1
+            if self._on_return is not None:
+                self._on_return()
         return heard
 
     def _is_over_within(self, seconds: float, patient: bool) -> bool:
@@ -151,7 +176,8 @@ class Heartbeat:
         with self._changed:
             if self._attempts:
                 return False
-            self._thread = None
+            self._thread = self._on_return = self._renewed_at = None
+            self._returns = 0
             self._changed.notify_all()
             return True
 
