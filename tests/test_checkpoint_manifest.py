@@ -156,10 +156,8 @@ def test_the_error_has_the_newest_older_checkpoint_that_is_whole(checkpoint):
     flip(checkpoint / "actor" / "huggingface" / "config.json")
     error = pickle.loads(pickle.dumps(damage_of(checkpoint / "actor")))
     assert (error.step, error.older, error.command) == (5, 2, None)
-    assert "--from-step 2" in str(error)
     error = error.with_command("trinity-events train run.yaml --run a")
     assert error.command == "trinity-events train run.yaml --run a --from-step 2"
-    assert error.command in str(error)
     elsewhere = CheckpointDamaged(Path("/elsewhere/file"), "is not there")
     assert with_older(elsewhere).older is None
 

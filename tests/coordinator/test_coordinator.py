@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import redis
 
-from tests.support.errors import raises
+from tests.support.errors import raises, raises_from
 from tests.support.waits import PATIENCE, wait_until
 from trinity_events import CheckpointCoordinator
 from trinity_events.checkpoints import manifest as checkpoint_manifest
@@ -24,6 +24,8 @@ from trinity_events.coordinator import (
     staged_path,
     this_process,
 )
+from trinity_events.coordinator.inflight import SaveWaitsForItself
+from trinity_events.coordinator.save_attempt import AttemptOutOfOrder
 from trinity_events.coordinator.saved_paths import SavedPaths
 from trinity_events.diagnostics.waits import WaitReporter
 from trinity_events.errors import (
@@ -386,9 +388,10 @@ def test_a_save_that_would_wait_for_itself_is_refused(coordinator):
         coordinator.save_async("model", lambda: None, 6)
 
     coordinator.save_async("model", again, 5)
-    with pytest.raises(SaveError, match="do not save model of step 6 from within its save func"):
+    action = "save model of step 6"
+    with raises_from(SaveWaitsForItself, save="model of step 5", action=action):
         coordinator.wait_all()
-    with pytest.raises(RuntimeError, match="do not wait for all saves from within"):
+    with raises(SaveWaitsForItself, action="wait for all saves"):
         coordinator.save_sync(coordinator.wait_all, 5)
 
 
@@ -500,13 +503,13 @@ def test_an_attempt_may_fail_while_it_waits_for_its_turn():
 
 def test_an_attempt_takes_no_step_twice_and_none_out_of_order():
     attempt = SaveAttempt("a", SLOT)
-    with pytest.raises(RuntimeError, match="model of step 5 is new, not running"):
+    with raises(AttemptOutOfOrder, save="model of step 5", stage="new", stages=("running",)):
         attempt.finish(nbytes=0, seconds=0)
     attempt.begin()
-    with pytest.raises(RuntimeError, match="is running, not new"):
+    with raises(AttemptOutOfOrder, stage="running", stages=("new",)):
         attempt.begin()
     attempt.fail(OSError())
-    with pytest.raises(RuntimeError, match="is over, not running"):
+    with raises(AttemptOutOfOrder, stage="over", stages=("running",)):
         attempt.finish(nbytes=0, seconds=0)
 
 

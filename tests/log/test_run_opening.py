@@ -24,6 +24,7 @@ from trinity_events.log import (
     require_run,
     watch_runs,
 )
+from trinity_events.log.position import MalformedEntryId
 from trinity_schemas import RunOpened, RunResumed, StepRef, decode_envelope, grant_key
 
 
@@ -83,7 +84,7 @@ def test_positions_order_by_number_not_by_text():
     assert position("10-2") > position("9-11")
     assert before("10-2") == "10-1"
     assert position(before("10-0")) < position("10-0")
-    with pytest.raises(ValueError, match="is not an entry id"):
+    with raises(MalformedEntryId, entry_id="ten"):
         position("ten")
 
 

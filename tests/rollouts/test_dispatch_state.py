@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.support.errors import raises
 from tests.support.rollout_parts import settings
 from trinity_events.core.ledger import Ledger
 from trinity_events.rollouts.dispatch_state import (
@@ -13,6 +14,7 @@ from trinity_events.rollouts.dispatch_state import (
     format_missing,
     holders_of,
 )
+from trinity_events.rollouts.settings import InvalidDispatchSetting
 from trinity_events.rollouts.streams import SeenClaim, StreamSnapshot
 from trinity_schemas import StepRef
 
@@ -90,16 +92,12 @@ def test_a_request_that_is_issued_again_names_its_own_version(state, reason):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"window": 1}, "window is 1: it must be at least prompts_per_step, 2"),
-        ({"max_attempts": 0}, "max_attempts is 0: it must be at least 1"),
-        ({"claim_lease": 0.0}, "claim_lease is 0.0: it must be above 0 seconds"),
-    ],
+    ("name", "value", "fault"),
+    [("window", 1, "window"), ("max_attempts", 0, "count"), ("claim_lease", 0.0, "seconds")],
 )
-def test_settings_that_cannot_work_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        settings("run", 1, **changes)
+def test_settings_that_cannot_work_are_refused(name, value, fault):
+    with raises(InvalidDispatchSetting, name=name, value=value, fault=fault):
+        settings("run", 1, **{name: value})
 
 
 def test_a_second_answer_of_an_ordinal_is_not_kept(state):

@@ -296,9 +296,9 @@ async def test_a_group_is_trained_once(parts):
     await answer(parts.explorer())
     groups = await dispatcher.take(1, deadline=PATIENCE)
     await dispatcher.trained(1, groups)
-    with pytest.raises(LedgerError, match="train each group once"):
+    with raises(LedgerError, fault="untaken", step=2):
         await dispatcher.trained(2, groups)
-    with pytest.raises(LedgerError, match="step 1, not of step 2"):
+    with raises(LedgerError, fault="step", actual=1, step=2):
         dispatcher.ledger_at(2)
     assert len(await events(parts, StepTrained)) == 1
 

@@ -139,5 +139,5 @@ async def test_ids_that_a_foreign_program_chose_do_not_stop_an_epoch(parts):
 async def test_a_key_of_another_type_is_named(parts, field):
     key = getattr(RunKeys.of(parts.run_id), field)
     await parts.client.sadd(key, b"of something else")
-    with pytest.raises(KeyConflict, match=f":{field} is a set, .*; rename or delete it"):
+    with raises(KeyConflict, key=key, fault="type", actual="set"):
         await parts.dispatcher()

@@ -19,6 +19,90 @@ from trinity_workers.tasks import TaskError
 REPORT = next(event for event in SAMPLES if isinstance(event, RewardErrorReported))
 EXPLORER = Producer(role="explorer", rank=3, node="host", incarnation="5eed")
 ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "MalformedEntryId": [
+        ({"entry_id": "ten"}, "'ten' is not an entry id such as 1700000000000-0"),
+    ],
+    "InvalidSubscription": [
+        (
+            {"fault": "start", "value": "ten"},
+            'start at "current", at "beginning" or after an entry: \'ten\' is not an entry id such as 1700000000000-0',
+        ),
+        (
+            {"fault": "type", "value": "ten"},
+            "'ten' is not an event: see trinity_schemas.EVENT_TYPES",
+        ),
+        (
+            {"fault": "streams"},
+            "a consumer group reads announcements or events, not both: subscribe without a group, or once for each of them",
+        ),
+        (
+            {"fault": "group", "value": "", "length": 0},
+            "the name of a consumer group has 1 to 256 characters, but this one has 0: choose another",
+        ),
+        (
+            {"fault": "deliveries", "claim_after": 5.0, "max_deliveries": 0},
+            "an event that is given 0 times for 5 s is never handled: max_deliveries must be at least 1, and claim_after above 0",
+        ),
+    ],
+    "SubscriptionNotOpen": [
+        (
+            {"keyword": "async with"},
+            "this subscription is not open: read it within async with subscribe(...) as events",
+        ),
+    ],
+    "AttemptOutOfOrder": [
+        (
+            {"save": "model of step 5", "stage": "new", "stages": ("running", "stored")},
+            "the save model of step 5 is new, not running or stored",
+        ),
+    ],
+    "SaveWaitsForItself": [
+        (
+            {"save": "model of step 5", "action": "save model of step 6"},
+            "model of step 5 would wait for itself for ever: do not save model of step 6 from within its save function",
+        ),
+    ],
+    "InvalidDispatchSetting": [
+        (
+            {"name": "max_attempts", "value": 0, "fault": "count"},
+            "max_attempts is 0: it must be at least 1",
+        ),
+        (
+            {"name": "claim_lease", "value": 0.0, "fault": "seconds"},
+            "claim_lease is 0.0: it must be above 0 seconds",
+        ),
+        (
+            {"name": "window", "value": 1, "fault": "window", "least": 2},
+            "window is 1: it must be at least prompts_per_step, 2, or no step gets its groups",
+        ),
+    ],
+    "PartClosed": [
+        (
+            {"version": "weights of step 4"},
+            "the weights of step 4 are sealed or given up: nothing can be added",
+        ),
+    ],
+    "FreedTensor": [
+        ({"tensor": "w"}, "'w' has no memory (it was freed): bring the model back first"),
+        ({}, "a tensor has no memory (it was freed): bring the model back first"),
+    ],
+    "UnpublishableName": [
+        (
+            {"name": "w", "dimensions": 33, "longest": 256, "most": 32},
+            "'w' of 33 dimensions cannot be published: a name has 1 to 256 characters, and a tensor at most 32 dimensions",
+        ),
+    ],
+    "PipelineMisused": [
+        (
+            {"fault": "outside", "run_id": "demo-1"},
+            "the pipeline is not running: enter it with: async with pipeline as run",
+        ),
+        ({"fault": "running", "run_id": "demo-1"}, "the pipeline of run demo-1 is already running"),
+        (
+            {"fault": "other", "run_id": "demo-1"},
+            "another pipeline runs on the log of demo-1: leave it first",
+        ),
+    ],
     "MessageUndecodable": [
         (
             {"expected": "an event envelope", "reason": "Expected `int`"},

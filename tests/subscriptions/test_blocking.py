@@ -21,6 +21,7 @@ from trinity_events.errors import (
     RunNotFound,
     StepNotReady,
 )
+from trinity_events.subscriptions.subscription import SubscriptionNotOpen
 from trinity_schemas import SaveStarted, StepReady
 
 
@@ -53,7 +54,7 @@ async def test_a_group_acknowledges(publisher, log, run_id, redis_url):
 
 
 def test_a_subscription_that_is_not_open_says_how_it_is_read():
-    with pytest.raises(RuntimeError, match="with subscribe"):
+    with raises(SubscriptionNotOpen, keyword="with"):
         next(blocking.subscribe("run", StepReady))
 
 

@@ -23,6 +23,7 @@ from trinity_events.log import (
     stream_order,
 )
 from trinity_events.server import connect
+from trinity_events.subscriptions.subscription import InvalidSubscription, SubscriptionNotOpen
 from trinity_events.testing import Pipeline
 from trinity_schemas import (
     EVENT_TYPES,
@@ -328,19 +329,19 @@ async def test_without_a_url_the_embedded_server_is_used(redis_url, publisher, r
 
 
 async def test_a_subscription_that_nobody_opened_says_how_it_is_read():
-    with pytest.raises(RuntimeError, match=r"async with subscribe\(\.\.\.\) as events"):
+    with raises(SubscriptionNotOpen, keyword="async with"):
         await anext(subscribe("run", StepReady))
 
 
 def test_nonsense_is_refused_before_anything_is_connected():
     for refusing in (partial(subscribe, "run"), Pipeline("run").subscribe):
-        with pytest.raises(ValueError, match="announcements or events, not both"):
+        with raises(InvalidSubscription, fault="streams"):
             refusing(StepReady, SaveStarted, group="eval")
-        with pytest.raises(ValueError, match=r"start at .*'yesterday' is not an entry id"):
+        with raises(InvalidSubscription, fault="start", value="yesterday"):
             refusing(StepReady, start="yesterday")
         for kind in (dict, "StepReady"):
-            with pytest.raises(ValueError, match="is not an event"):
+            with raises(InvalidSubscription, fault="type", value=kind):
                 refusing(kind)
         for group in ("", "x" * 257):
-            with pytest.raises(ValueError, match=f"1 to 256 characters, .* has {len(group)}"):
+            with raises(InvalidSubscription, fault="group", length=len(group)):
                 refusing(group=group)

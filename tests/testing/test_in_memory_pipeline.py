@@ -26,6 +26,7 @@ from trinity_events.log import AsyncPublisher, RedisEventLog, Stream, new_produc
 from trinity_events.replay import Replay, current_state, read_all
 from trinity_events.server import connect
 from trinity_events.testing import MemoryEventLog, Pipeline, SyncMemoryEventLog
+from trinity_events.testing.pipeline import PipelineMisused
 from trinity_schemas import (
     RunClosed,
     SaveFailed,
@@ -268,15 +269,15 @@ async def test_a_wait_to_settle_says_how_far_the_reducer_is(monkeypatch):
 
 async def test_a_pipeline_is_entered_once_at_a_time_and_may_go_on_later():
     run = Pipeline("run")
-    with pytest.raises(RuntimeError, match="enter it with: async with"):
+    with raises(PipelineMisused, fault="outside", run_id="run"):
         run.publisher("trainer")
     async with run:
         await run.make_ready(1)
-        with pytest.raises(RuntimeError, match="already running"):
+        with raises(PipelineMisused, fault="running", run_id="run"):
             await run.__aenter__()
-        with pytest.raises(RuntimeError, match="another pipeline runs on the log"):
+        with raises(PipelineMisused, fault="other", run_id="run"):
             await Pipeline(log=run.log).__aenter__()
-    with pytest.raises(RuntimeError, match="not running"):
+    with raises(PipelineMisused, fault="outside", run_id="run"):
         await run.settled()
     async with Pipeline(log=run.log) as later:
         assert later.epoch == 2

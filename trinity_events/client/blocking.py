@@ -20,6 +20,7 @@ from trinity_schemas import Kind, StepReady
 
 from .. import subscriptions
 from ..subscriptions import Delivered, Subscription
+from ..subscriptions.subscription import SubscriptionNotOpen
 from . import checkpoint_lease, ready_steps
 from .ready_steps import ReadyCheckpoint
 
@@ -85,9 +86,7 @@ class BlockingSubscription(Generic[E]):
     @property
     def _running(self) -> BlockingPortal:
         if self._portal is None:
-            raise RuntimeError(
-                "this subscription is not open: read it within with subscribe(...) as events"
-            )
+            raise SubscriptionNotOpen("with")
         return self._portal
 
 

@@ -7,8 +7,21 @@ import time
 from typing import NamedTuple
 
 from ..diagnostics.waits import Wait, WaitReporter
-from ..errors import DeadlineExceeded
+from ..errors import DeadlineExceeded, StructuredError
 from .save_attempt import SaveAttempt
+
+
+class SaveWaitsForItself(StructuredError, RuntimeError):
+    """A save function asks for something that waits for its own save.
+
+    Attributes:
+        save: The save, such as ``model of step 5``.
+        action: What it asks for.
+    """
+
+    save: str
+    action: str
+    text = "{save} would wait for itself for ever: do not {action} from within its save function"
 
 
 class _Save(NamedTuple):
@@ -95,12 +108,9 @@ class InflightSaves:
             return self._changed.wait_for(lambda: not self._running(name), deadline)
 
     @staticmethod
-    def _refuse_itself(save: _Save, what: str) -> None:
+    def _refuse_itself(save: _Save, action: str) -> None:
         if save.thread is threading.current_thread():
-            raise RuntimeError(
-                f"{save.attempt.what} would wait for itself for ever: "
-                f"do not {what} from within its save function"
-            )
+            raise SaveWaitsForItself(save.attempt.what, action)
 
 
 def _object(*saves: _Save) -> tuple[str, list[str]]:

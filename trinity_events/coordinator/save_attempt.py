@@ -14,10 +14,30 @@ from trinity_schemas import (
     Slot,
 )
 
+from ..errors import StructuredError
 from ..system.error_text import checkpoint_cause, format_message
 
 _LONGEST_MESSAGE = 2000
 _LONGEST_NAME = 256
+
+
+class AttemptOutOfOrder(StructuredError, RuntimeError):
+    """A save attempt takes a step twice, or out of order.
+
+    Attributes:
+        save: The save, such as ``model of step 5``.
+        stage: Its stage.
+        stages: Stages in which it can take the step.
+    """
+
+    save: str
+    stage: str
+    stages: tuple[str, ...]
+    text = "the save {save} is {stage}, not {_stages}"
+
+    @property
+    def _stages(self) -> str:
+        return " or ".join(self.stages)
 
 
 class SaveAttempt:
@@ -133,4 +153,4 @@ class SaveAttempt:
 
     def _leave(self, *stages: str) -> None:
         if self.stage not in stages:
-            raise RuntimeError(f"the save {self.what} is {self.stage}, not {' or '.join(stages)}")
+            raise AttemptOutOfOrder(self.what, self.stage, stages)

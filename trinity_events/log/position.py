@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ..errors import StructuredError
+
 ORIGIN = "0-0"
 """Position before the first entry."""
 LAST_ID = f"{2**64 - 1}-{2**64 - 1}"
@@ -10,11 +12,22 @@ LATEST = 253_402_300_799_999
 """Milliseconds at the end of year 9999; no server clock made an id above."""
 
 
+class MalformedEntryId(StructuredError, ValueError):
+    """A text is not an entry id.
+
+    Attributes:
+        entry_id: The text.
+    """
+
+    entry_id: str
+    text = "{entry_id!r} is not an entry id such as 1700000000000-0"
+
+
 def position(entry_id: str) -> tuple[int, int]:
-    """Return an entry id as comparable numbers. Raises ValueError for any other text."""
+    """Return an entry id as comparable numbers. Raises MalformedEntryId for any other text."""
     milliseconds, _, number = entry_id.partition("-")
     if not (milliseconds.isdigit() and number.isdigit()):
-        raise ValueError(f"{entry_id!r} is not an entry id such as 1700000000000-0")
+        raise MalformedEntryId(entry_id)
     return int(milliseconds), int(number)
 
 

@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from msgspec import Struct
 
 from trinity_schemas import Sampling
 
+from ..errors import StructuredError
 from .experience_checks import NO_LIMITS, AnswerLimits
+
+
+class InvalidDispatchSetting(StructuredError, ValueError):
+    """A setting of the dispatcher cannot work.
+
+    Attributes:
+        name: Name of the setting.
+        value: Its value.
+        fault: ``count`` below 1, ``seconds`` that are not above 0, or ``window`` below a step's.
+        least: Prompts of a step.
+    """
+
+    name: str
+    value: float
+    fault: Literal["count", "seconds", "window"]
+    least: int = 1
+    texts: ClassVar = {
+        "count": "{name} is {value}: it must be at least {least}",
+        "seconds": "{name} is {value}: it must be above 0 seconds",
+        "window": "{name} is {value}: it must be at least prompts_per_step, {least}, or no step "
+        "gets its groups",
+    }
 
 
 class DispatchSettings(Struct, frozen=True, kw_only=True):
@@ -57,15 +80,12 @@ class DispatchSettings(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in ("samples", "prompts_per_step", "window", "max_attempts"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
+                raise InvalidDispatchSetting(name, getattr(self, name), "count")
         failures = self.max_consecutive_failures
         if failures is not None and failures < 1:
-            raise ValueError(f"max_consecutive_failures is {failures}: it must be at least 1")
+            raise InvalidDispatchSetting("max_consecutive_failures", failures, "count")
         for name in ("claim_lease", "request_deadline"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be above 0 seconds")
+                raise InvalidDispatchSetting(name, getattr(self, name), "seconds")
         if self.window < self.prompts_per_step:
-            raise ValueError(
-                f"window is {self.window}: it must be at least prompts_per_step, "
-                f"{self.prompts_per_step}, or no step gets its groups"
-            )
+            raise InvalidDispatchSetting("window", self.window, "window", self.prompts_per_step)

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from msgspec import Struct
 
 from trinity_schemas import ANNOUNCEMENT_TYPES, EVENT_TYPES
 from trinity_schemas.identity import LONGEST_NAME
 
+from ..errors import StructuredError
 from ..log import GroupedLog, RedisEventLog, position, require_run
+from ..log.position import MalformedEntryId
 from ..server import connect, serving
 from .context import SubscriptionContext, SubscriptionFilter, SubscriptionTimeouts
 from .delivered import Delivered
@@ -23,6 +25,46 @@ E = TypeVar("E", bound=Struct)
 
 OpenLog = Callable[[], AbstractAsyncContextManager[GroupedLog]]
 """Function that opens the log of a subscription, as an asynchronous context manager."""
+
+
+class InvalidSubscription(StructuredError, ValueError):
+    """The arguments of a subscription are invalid.
+
+    Attributes:
+        fault: The argument that is, or ``streams`` for types of two streams in one group.
+        value: Value of the argument.
+        length: Characters of the group's name.
+        claim_after: Seconds after which an event is given to another member.
+        max_deliveries: Number of times that an event is given.
+    """
+
+    fault: Literal["start", "type", "streams", "group", "deliveries"]
+    value: object = None
+    length: int = 0
+    claim_after: float = 0.0
+    max_deliveries: int = 0
+    texts: ClassVar = {
+        "start": 'start at "current", at "beginning" or after an entry: {value!r} is not an entry '
+        "id such as 1700000000000-0",
+        "type": "{value!r} is not an event: see trinity_schemas.EVENT_TYPES",
+        "streams": "a consumer group reads announcements or events, not both: subscribe without a "
+        "group, or once for each of them",
+        "group": f"the name of a consumer group has 1 to {LONGEST_NAME} characters, but this one "
+        "has {length}: choose another",
+        "deliveries": "an event that is given {max_deliveries} times for {claim_after:g} s is "
+        "never handled: max_deliveries must be at least 1, and claim_after above 0",
+    }
+
+
+class SubscriptionNotOpen(StructuredError, RuntimeError):
+    """A subscription is read before it is opened.
+
+    Attributes:
+        keyword: Keyword that opens it.
+    """
+
+    keyword: Literal["async with", "with"]
+    text = "this subscription is not open: read it within {keyword} subscribe(...) as events"
 
 
 class Subscription(Generic[E]):
@@ -85,9 +127,7 @@ class Subscription(Generic[E]):
 
     async def __anext__(self) -> Delivered[E]:
         if self._iterator is None:
-            raise RuntimeError(
-                "this subscription is not open: read it within async with subscribe(...) as events"
-            )
+            raise SubscriptionNotOpen("async with")
         try:
             return await anext(self._iterator)
         except StopAsyncIteration:
@@ -188,28 +228,19 @@ def subscription_on(
     if start not in ("current", "beginning"):
         try:
             position(start)
-        except ValueError as error:
-            raise ValueError(
-                f'start at "current", at "beginning" or after an entry: {error}'
-            ) from None
+        except MalformedEntryId:
+            raise InvalidSubscription("start", start) from None
     for event_type in types:
         if event_type not in EVENT_TYPES:
-            raise ValueError(f"{event_type!r} is not an event: see trinity_schemas.EVENT_TYPES")
+            raise InvalidSubscription("type", event_type)
     streams = {event_type in ANNOUNCEMENT_TYPES for event_type in types}
     if group is not None and len(streams) > 1:
-        raise ValueError(
-            "a consumer group reads announcements or events, not both: subscribe without a group, "
-            "or once for each of them"
-        )
+        raise InvalidSubscription("streams")
     if group is not None and not 1 <= len(group) <= LONGEST_NAME:
-        raise ValueError(
-            f"the name of a consumer group has 1 to {LONGEST_NAME} characters, but this one has "
-            f"{len(group)}: choose another"
-        )
+        raise InvalidSubscription("group", group, len(group))
     if max_deliveries < 1 or claim_after <= 0:
-        raise ValueError(
-            f"an event that is given {max_deliveries} times for {claim_after:g} s is never "
-            "handled: max_deliveries must be at least 1, and claim_after above 0"
+        raise InvalidSubscription(
+            "deliveries", claim_after=claim_after, max_deliveries=max_deliveries
         )
     chosen: Any = types or ANNOUNCEMENT_TYPES
     return Subscription(

@@ -6,7 +6,7 @@ import asyncio
 from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import anyio
 from msgspec import Struct
@@ -26,7 +26,7 @@ from trinity_schemas import (
 
 from ..coordinator import CheckpointCoordinator
 from ..core import FilePlan, Monitor, MonitorState, decode_state, encode_state, plan_files
-from ..errors import DeadlineExceeded
+from ..errors import DeadlineExceeded, StructuredError
 from ..log import AsyncPublisher, Entry, EventLog, Publisher, Stream, new_producer, opening_envelope
 from ..log.memory.event_log import MemoryEventLog, SyncMemoryEventLog
 from ..reducer import CheckpointFiles, Reducer
@@ -38,6 +38,23 @@ DEADLINE = 10.0
 """Seconds after which a wait fails its test with what was missing."""
 _LEASE = 365 * 86400.0
 _DIGEST = "sha256:" + "0" * 64
+
+
+class PipelineMisused(StructuredError, RuntimeError):
+    """A pipeline is used outside of its block, or entered twice.
+
+    Attributes:
+        fault: ``outside`` of the block, ``running`` already, or ``other`` pipeline on the log.
+        run_id: The run.
+    """
+
+    fault: Literal["outside", "running", "other"]
+    run_id: str
+    texts: ClassVar = {
+        "outside": "the pipeline is not running: enter it with: async with pipeline as run",
+        "running": "the pipeline of run {run_id} is already running",
+        "other": "another pipeline runs on the log of {run_id}: leave it first",
+    }
 
 
 class Pipeline:
@@ -81,17 +98,15 @@ class Pipeline:
     def epoch(self) -> int:
         """The epoch that was opened last, which new publishers get."""
         if not self._epoch:
-            raise RuntimeError(
-                "the pipeline is not running: enter it with: async with pipeline as run"
-            )
+            raise PipelineMisused("outside", self.run_id)
         return self._epoch
 
     async def __aenter__(self) -> Pipeline:
         if self._reducer is not None:
-            raise RuntimeError(f"the pipeline of run {self.run_id} is already running")
+            raise PipelineMisused("running", self.run_id)
         self._token, _ = await self.log.lead(_LEASE)
         if not self._token:
-            raise RuntimeError(f"another pipeline runs on the log of {self.run_id}: leave it first")
+            raise PipelineMisused("other", self.run_id)
         await self._open(RunOpened())
         self._scope, self._idle_at = anyio.CancelScope(), None
         # No task group, since fixtures are torn down in another task; and no task.cancel(), which
@@ -225,7 +240,7 @@ class Pipeline:
 
     def _is_settled(self) -> bool:
         if self._reducer is None:
-            raise RuntimeError(f"the pipeline of run {self.run_id} is not running")
+            raise PipelineMisused("outside", self.run_id)
         if self._reducer.done():
             self._reducer.result()
         if self._idle_at != self.log.last_id_now() or self.log.has_reports_now():

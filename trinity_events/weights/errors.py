@@ -6,7 +6,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from ..errors import CorruptVersion, IncompatibleWeights
+from ..errors import CorruptVersion, IncompatibleWeights, StructuredError
 from .slices import CoverageFault
 
 
@@ -282,3 +282,53 @@ class UnsupportedWeights(IncompatibleWeights):
         "dtype": "{tensor!r} is of dtype {dtype}, which is not supported",
         "saved": "{tensor} is of {dtype}, which cannot be saved",
     }
+
+
+class PartClosed(StructuredError, ValueError):
+    """A tensor is added to a part that was sealed or given up.
+
+    Attributes:
+        version: The part, with its step.
+    """
+
+    version: str
+    text = "the {version} are sealed or given up: nothing can be added"
+
+
+class FreedTensor(StructuredError, ValueError):
+    """A tensor cannot be copied, since its memory was freed.
+
+    Attributes:
+        tensor: Name of the tensor, if known.
+    """
+
+    tensor: str = ""
+    text = "{_tensor} has no memory (it was freed): bring the model back first"
+
+    @property
+    def _tensor(self) -> str:
+        return repr(self.tensor) if self.tensor else "a tensor"
+
+
+class UnpublishableName(StructuredError, ValueError):
+    """A tensor's name or number of dimensions is outside the contract.
+
+    Attributes:
+        name: Name of the tensor.
+        dimensions: Number of its dimensions.
+        longest: Maximum characters of a name.
+        most: Maximum dimensions.
+    """
+
+    name: str
+    dimensions: int
+    longest: int
+    most: int
+    text = (
+        "{_shown!r} of {dimensions} dimensions cannot be published: a name has 1 to {longest} "
+        "characters, and a tensor at most {most} dimensions"
+    )
+
+    @property
+    def _shown(self) -> str:
+        return self.name[:80]

@@ -1,11 +1,12 @@
 """Copies that stay as they are while what they are of changes."""
 
-import pytest
 import torch
 
+from tests.support.errors import raises
 from tests.support.tensors import bits, identical
 from tests.support.weight_versions import awkward
 from trinity_events.weights.devices.staging_memory import StagingMemory
+from trinity_events.weights.errors import FreedTensor
 
 
 def test_copies_are_bit_for_bit_and_of_their_own():
@@ -23,7 +24,7 @@ def test_copies_are_bit_for_bit_and_of_their_own():
 def test_memory_that_was_freed_is_not_copied():
     tensor = torch.ones(3)
     tensor.untyped_storage().resize_(0)
-    with pytest.raises(ValueError, match="a tensor has no memory"):
+    with raises(FreedTensor, tensor=""):
         StagingMemory().copy([torch.ones(2), tensor])
 
 

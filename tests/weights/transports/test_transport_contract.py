@@ -68,7 +68,7 @@ from trinity_events.weights import (
     pull_version,
 )
 from trinity_events.weights.deltas.tracker import LastPublished
-from trinity_events.weights.errors import CorruptManifest, CorruptPart
+from trinity_events.weights.errors import CorruptManifest, CorruptPart, PartClosed
 from trinity_events.weights.publishing.part_writer import manifest_digest
 from trinity_events.weights.transports.cuda.layout import encode_layout
 from trinity_events.weights.transports.ray.directory import (
@@ -909,7 +909,7 @@ def test_a_part_that_was_left_open_is_given_up_by_the_next(opened, shm, part):
     abandoned = PartWriter(ours, part, CHUNK)
     abandoned.add(*SOME[0])
     assert_same(read(theirs, part.run_id, put(ours, part._replace(step=2))), SOME)
-    with pytest.raises(ValueError, match=r"step 1 .* sealed or given up"):
+    with raises(PartClosed, version=str(part)):
         abandoned.seal()
 
 

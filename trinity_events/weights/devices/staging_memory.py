@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...weights.errors import FreedTensor
 from ..copy_streams import CopyStream, get_copy_stream
 from ..tensors import copy_bytes, is_freed, is_plain
 
@@ -46,9 +47,7 @@ class StagingMemory:
         lanes: dict[torch.device, CopyStream] = {}
         for room, tensor in zip(self._rooms, tensors, strict=True):
             if is_freed(tensor):
-                raise ValueError(
-                    "a tensor has no memory (it was freed): bring the model back first"
-                )
+                raise FreedTensor()
             if self._lane is None and is_plain(tensor):
                 copy_bytes(room.data_ptr(), tensor.data_ptr(), tensor.nbytes)
             elif tensor.nbytes:

@@ -26,6 +26,7 @@ from trinity_schemas import (
 )
 
 from ...errors import TrinityError
+from ...weights.errors import FreedTensor, UnpublishableName
 from ..compatibility import plain_name
 from ..deltas.tracker import LastPublished
 from ..slices import ShardOffset
@@ -109,10 +110,7 @@ def tensor_entry(
     except TypeError:
         raise UnpublishableTensor(name, f"its dtype is {tensor.dtype}") from None
     if not 0 < len(name) <= _LONGEST_NAME or tensor.dim() > _MOST_DIMENSIONS:
-        raise ValueError(
-            f"{name[:80]!r} of {tensor.dim()} dimensions cannot be published: a name has 1 to "
-            f"{_LONGEST_NAME} characters, and a tensor at most {_MOST_DIMENSIONS} dimensions"
-        )
+        raise UnpublishableName(name, tensor.dim(), _LONGEST_NAME, _MOST_DIMENSIONS)
     return TensorEntry(
         name=plain_name(name),
         dtype=dtype,
@@ -426,7 +424,7 @@ class PartWriter:
 
 def _check_memory(name: str, tensor: torch.Tensor) -> None:
     if is_freed(tensor):
-        raise ValueError(f"{name!r} has no memory (it was freed): bring it back first")
+        raise FreedTensor(name)
 
 
 def manifest_digest(manifest: Buffer) -> str:

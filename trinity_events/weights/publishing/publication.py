@@ -43,6 +43,7 @@ from ...log import ORIGIN, Publisher
 from ...log.publishing.heartbeat import Heartbeat
 from ...log.retry import is_transient
 from ...replay import announced
+from ...weights.errors import PartClosed
 from ..deltas.tracker import LastPublished
 from ..session import Session
 from ..slices import ShardOffset
@@ -122,7 +123,7 @@ class Publication:
         Raises ValueError if the part has ended.
         """
         if self.stage == "ended":
-            raise ValueError(f"the part of step {self.global_step} has ended: nothing can be added")
+            raise PartClosed(f"weights of step {self.global_step}")
         if self._writer is None:
             publisher, events = self._publisher, self._publisher.events
             begun = self._attempt.begin()

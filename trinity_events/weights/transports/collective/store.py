@@ -11,6 +11,7 @@ from trinity_schemas import StepRef
 
 from ....diagnostics.waits import NO_REPORTS, WaitReporter
 from ....errors import GroupBroken, VersionNotStored
+from ....weights.errors import PartClosed
 from ..base import Check, PartRef
 from ..chunk_slices import check_chunks, cut_chunks
 from .frames import FrameKind, FrameSender
@@ -196,7 +197,7 @@ class CollectiveSink:
     def _sending(self) -> Iterator[FrameSender]:
         """End a group that breaks at once, so that its other members get an error."""
         if self._sender is None:
-            raise ValueError(f"the {self._part} are sealed or given up: nothing can be added")
+            raise PartClosed(str(self._part))
         try:
             yield self._sender
         except GroupBroken:

@@ -13,6 +13,7 @@ import numpy as np
 
 from trinity_schemas import ALIGNMENT
 
+from ....weights.errors import PartClosed
 from ..base import PartRef
 from .directory import Objects, PutAttempt
 
@@ -207,4 +208,4 @@ class RaySink:
 
     def _check(self) -> None:
         if self._state != "open":
-            raise ValueError(f"the {self._part} are sealed or given up: nothing can be added")
+            raise PartClosed(str(self._part))

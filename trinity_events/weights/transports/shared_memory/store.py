@@ -20,6 +20,7 @@ from pathlib import Path
 
 from ....errors import SharedMemoryUnusable, VersionNotStored
 from ....system.shared_memory import SHARED_MEMORY, Owner, Segment, owned, sweep, users_folder
+from ....weights.errors import PartClosed
 from ..base import Ended, OnPart, PartRef
 from .reading import (
     DATA,
@@ -306,7 +307,7 @@ class SharedMemorySink:
 
     def _writing(self) -> Segment:
         if not self._open:
-            raise ValueError(f"the {self._part} are sealed or given up: nothing can be added")
+            raise PartClosed(str(self._part))
         if self._segment is None:
             self._segment = self._store.acquire_segment(self._part.rank)
             self._begin(self._segment)
