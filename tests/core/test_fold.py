@@ -3,12 +3,14 @@
 The numbers are those of the invariants in `trinity_events/core/fold.py`.
 """
 
+import io
 import itertools
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from tests.support.event_histories import (
     DIGEST,
@@ -46,6 +48,7 @@ from trinity_events.core.limits import (
     KEPT_STEPS,
     KEPT_VERSIONS,
 )
+from trinity_events.views.status import status_panel
 from trinity_schemas import (
     ANNOUNCEMENT_TYPES,
     EVENT_TYPES,
@@ -898,6 +901,23 @@ def test_explorers_are_bounded_and_the_longest_silent_goes_first():
     assert len(explorers) == KEPT_EXPLORERS
     assert "explorer-0" in explorers
     assert "explorer-1" not in explorers
+
+
+def test_explorers_beyond_the_limit_are_counted_and_named_by_their_ranks():
+    history = History()
+    for rank in range(KEPT_EXPLORERS + 4):
+        history.add(SyncRequested(), by="explorer", rank=rank)
+    state = history.fold()[0].state
+    assert state.unlisted_explorers == [(0, 3)]
+    history.add(SyncRequested(), by="explorer", rank=2)  # drops the next one
+    state = history.fold()[0].state
+    assert "explorer-2" in state.explorers
+    assert len(state.explorers) == KEPT_EXPLORERS
+    assert state.unlisted_explorers == [(0, 1), (3, 4)]
+    printed = io.StringIO()
+    Console(width=200, file=printed).print(status_panel(state))
+    assert "4 more explorers are not listed" in printed.getvalue()
+    assert "0 to 1, 3 to 4" in printed.getvalue()
 
 
 def test_a_detached_consumer_is_remembered_whatever_the_epoch():

@@ -28,6 +28,8 @@ KEPT_ATTEMPTS = 8
 """Attempts kept for each slot: failed, waiting, running, and finished elsewhere, each."""
 KEPT_EXPLORERS = 4096
 """Explorers whose status is known; the one that was silent longest is dropped first."""
+KEPT_UNLISTED = 1024
+"""Ranges of ranks of explorers that were dropped; beyond it the lowest are no longer counted."""
 KEPT_HOSTS = 8192
 """Processes whose host is known, twice the explorers; the one that began first is dropped first."""
 KEPT_EXCLUDED = 64

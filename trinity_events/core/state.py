@@ -26,6 +26,7 @@ from trinity_schemas import (
 from ..checkpoints.layout import parse_staged_folder
 from ..errors import StructuredError
 from .ledger import Ledger
+from .ordinal_ranges import Range
 
 ORIGIN = "0-0"
 KINDS: tuple[Kind, ...] = ("state_dict", "checkpoint", "weights")
@@ -369,6 +370,8 @@ class MonitorState(Struct, kw_only=True, omit_defaults=True):
     turns: dict[str, str] = field(default_factory=dict)
     """Save id that has its turn to its group; all are of one group."""
     explorers: dict[str, ExplorerState] = field(default_factory=dict)
+    unlisted_explorers: list[Range] = field(default_factory=list)
+    """Ranks of the explorers that ``explorers`` no longer has, as its limit was reached."""
     hosts: dict[str, ProcessHost] = field(default_factory=dict)
     """Host of the last process of each role and rank, as far as their events name it."""
     excluded: dict[str, ExcludedExplorer] = field(default_factory=dict)

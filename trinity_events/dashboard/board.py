@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from ..archive import Archive
 from ..core import MonitorState
+from ..core.ordinal_ranges import count
 from ..errors import KeyConflict, RunNotFound, TrinityError
 from ..liveness import abandoned_since
 from ..log import RedisEventLog, list_runs, require_run
@@ -143,7 +144,7 @@ def build_summary(state: MonitorState) -> dict[str, Any]:
         "trainer": state.trainer_status,
         "opened_at": state.opened_at,
         "entries": state.entries,
-        "explorers": len(state.explorers),
+        "explorers": len(state.explorers) + count(state.unlisted_explorers),
         "ready": {kind: pointer.at.step for kind, pointer in state.ready.items()},
         "problems": sum(state.anomaly_counts.values()) + state.refused + state.dead_letters,
     }

@@ -32,6 +32,7 @@ from trinity_schemas import (
 
 from ..core import MonitorState
 from ..core.handlers.waits import open_waits
+from ..core.ordinal_ranges import count as count_ordinals
 from ..core.state import KINDS
 from ..log import position
 from ..replay import Folded
@@ -176,6 +177,9 @@ class RunMetrics:
         statuses = Count[str](explorer.status for explorer in state.explorers.values())
         for status in _STATUSES:
             self._explorers.labels(run, status).set(statuses[status])
+        unlisted = count_ordinals(state.unlisted_explorers)
+        if unlisted:
+            self._explorers.labels(run, "unlisted").set(unlisted)
         self._behind.labels(run).set(_behind(state))
         waits = open_waits(state, now)
         self._waits.labels(run).set(len(waits))

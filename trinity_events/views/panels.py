@@ -16,6 +16,7 @@ from ..analysis.failures import failures
 from ..core import MonitorState
 from ..core.fold_state import format_slot
 from ..core.handlers.waits import find_wait_chains
+from ..core.ordinal_ranges import count as count_ordinals
 from ..core.refusals import suspects
 from ..core.state import KINDS
 from ..log import DeadLetter, position
@@ -133,6 +134,8 @@ def explorers_panel(state: MonitorState, now: int) -> RenderableType:
     )
     counts = ", ".join(f"{count} serve step {step}" for step, count in versions.most_common(4))
     more = f"; {len(order) - _LINES} more" if len(order) > _LINES else ""
+    if state.unlisted_explorers:
+        more += f"; {count_ordinals(state.unlisted_explorers):,} that are not listed"
     return Group(table, Text(f"{counts}{more}", "dim"))
 
 

@@ -19,6 +19,8 @@ from ..checkpoints.layout import final_name
 from ..core import MonitorState
 from ..core.handlers.rollouts import format_exclusion
 from ..core.handlers.waits import chained_waits, format_awaited, remaining_seconds
+from ..core.limits import KEPT_EXPLORERS
+from ..core.ordinal_ranges import count, format_ranges
 from ..core.refusals import format_refusal, suspects
 from ..core.resumptions import format_resumption
 from ..core.state import KINDS, ExplorerState
@@ -122,6 +124,7 @@ def status_panel(
     tables = (
         *((Text(), _ready(state)) if state.ready else ()),
         *((Text(), _explorers(state, now, processes, silent)) if state.explorers else ()),
+        *_unlisted(state),
         *_processes(processes),
         *_unseen(state, facts),
         *_evaluations(state, now),
@@ -215,6 +218,17 @@ def _explorers(
     return table
 
 
+def _unlisted(state: MonitorState) -> Iterator[RenderableType]:
+    """Yield the sentence on explorers that the state no longer has; nothing without any."""
+    if state.unlisted_explorers:
+        yield Text(
+            f"{count(state.unlisted_explorers):,} more explorers are not listed: the state has the "
+            f"{KEPT_EXPLORERS:,} that were heard last. The others have the ranks "
+            f"{format_ranges(state.unlisted_explorers)}.",
+            style="yellow",
+        )
+
+
 def _processes(processes: Mapping[str, HostProcess]) -> Iterator[RenderableType]:
     """Yield the table of the processes on this host; nothing without any."""
     if not processes:
@@ -263,6 +277,10 @@ def _exclusions(state: MonitorState) -> list[Text]:
             style="red",
         )
         for name, excluded in list(state.excluded.items())[-_EXCLUDED:]
+    ] + [
+        Text(f"{more} more explorers are excluded.", style="red")
+        for more in [len(state.excluded) - _EXCLUDED]
+        if more > 0
     ]
 
 

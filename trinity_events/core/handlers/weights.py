@@ -19,10 +19,11 @@ from trinity_schemas import (
 )
 
 from ..announcements import announce_complete, announce_since_2
-from ..fold_state import FoldState, format_producer, trim_oldest
-from ..limits import KEPT_EXPLORERS, KEPT_REFUSALS
+from ..fold_state import FoldState, format_producer
+from ..limits import KEPT_EXPLORERS, KEPT_REFUSALS, KEPT_UNLISTED
+from ..ordinal_ranges import difference, union
 from ..refusals import make_refusal
-from ..state import ExplorerState
+from ..state import ExplorerState, MonitorState
 from .saves import end_attempt
 from .waits import forget_waits
 
@@ -122,8 +123,23 @@ def _explorer(fold: FoldState, producer: Producer) -> ExplorerState:
     explorers = fold.state.explorers
     name = format_producer(producer)
     # Removed and inserted again: the explorer that was silent longest is dropped first.
-    explorer = explorers.pop(name, None) or ExplorerState()
+    explorer = explorers.pop(name, None)
+    if explorer is None:
+        explorer = ExplorerState()
+        _list_explorer(fold.state, producer.rank)
     explorers[name] = explorer
     explorer.heard_at = fold.now
-    trim_oldest(explorers, KEPT_EXPLORERS)
     return explorer
+
+
+def _list_explorer(state: MonitorState, rank: int) -> None:
+    """Make room for one more explorer, and record which ones are not listed."""
+    unlisted = state.unlisted_explorers
+    if unlisted:
+        unlisted = difference(unlisted, [(rank, rank)])
+    while len(state.explorers) >= KEPT_EXPLORERS:
+        oldest = next(iter(state.explorers))
+        del state.explorers[oldest]
+        dropped = int(oldest.rpartition("-")[2])
+        unlisted = union(unlisted, [(dropped, dropped)])
+    state.unlisted_explorers = unlisted[-KEPT_UNLISTED:]
