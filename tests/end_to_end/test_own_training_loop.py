@@ -133,9 +133,9 @@ def test_a_server_that_is_not_there_is_one_sentence(run_id):
 LEFT_OPEN = """
 import sys, time
 from trinity_events import publishing, training_run
-from trinity_events.log.publishing import publisher
+from trinity_events.log import Publisher
 
-publisher._LINGER = 0.01
+Publisher.__init__.__kwdefaults__["linger"] = 0.01  # of all that the library opens
 how, run, url = sys.argv[1:]
 if how == "generator":
     def training():

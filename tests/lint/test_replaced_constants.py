@@ -19,11 +19,8 @@ PACKAGES = ("trinity_schemas", "trinity_events", "trinity_workers")
 ALLOWED: dict[str, int] = {
     "rollouts/test_server_outages.py": 1,
     "weights/transports/test_collective_transport.py": 1,
-    "weights/transports/test_cuda_transport.py": 3,
-    "weights/transports/test_group_greetings.py": 1,
-    "weights/transports/test_redis_part_expiry.py": 1,
-    "weights/transports/test_transport_contract.py": 1,
-    "workers/engines/test_model_folder.py": 1,
+    "workers/engines/test_fsdp_adapters.py": 1,
+    "workers/engines/test_fsdp_options.py": 1,
     "workers/helpers/test_huggingface.py": 1,
     "workers/launch/test_server_outages.py": 1,
     "workers/test_trusted_settings.py": 1,
@@ -32,19 +29,19 @@ ALLOWED: dict[str, int] = {
 
 
 def replaced_constants(source: str) -> Iterator[str]:
-    """Yield the constants of our modules that a test replaces by a call of a fixture's method.
+    """Yield the constants of our modules that a test replaces through pytest or mock.
 
     A target counts as ours unless its name is imported from another package.
     """
-    if re.search(r"\.set(attr|item)\(", source) is None:
+    if re.search(r"\.(setattr|setitem|object)\(", source) is None:
         return  # most files: to parse them all takes seconds
     tree = ast.parse(source)
     foreign = set(_foreign_names(tree))
     for node in ast.walk(tree):
         match node:
-            case ast.Call(func=ast.Attribute(attr="setattr"), args=[target, *names]):
-                if len(names) > 1:  # the last argument is the value
-                    target = ast.Attribute(target, getattr(names[0], "value", ""))
+            case ast.Call(func=ast.Attribute(attr="setattr" | "object"), args=[target, *names]):
+                if len(names) > 1 and isinstance(names[0], ast.Constant):  # the last is the value
+                    target = ast.Attribute(target, str(names[0].value))
             case ast.Call(func=ast.Attribute(attr="setitem"), args=[target, *_]):
                 pass
             case _:
@@ -74,6 +71,7 @@ def _foreign_names(tree: ast.AST) -> Iterator[str]:
         "patch.setattr(f'trinity_events.log.{where}.BATCH', 10)",
         "monkeypatch.setattr(sys.modules['trinity_events.server'], '_PATIENCE', 10)",
         "monkeypatch.setitem(reducer.SEGMENTS, 'events', 5)",
+        "mock.patch.object(reducer, 'BATCH', 10)",
     ],
 )
 def test_a_replaced_constant_of_ours_is_refused(call: str) -> None:

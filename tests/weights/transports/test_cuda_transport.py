@@ -29,7 +29,8 @@ from trinity_events.weights.deltas.tracker import LastPublished
 from trinity_events.weights.devices.digests import digest_all
 from trinity_events.weights.errors import CorruptPart, PartClosed
 from trinity_events.weights.transports import stores
-from trinity_events.weights.transports.cuda import CudaMemory, block_pool, memory, sink
+from trinity_events.weights.transports.cuda import CudaMemory, memory
+from trinity_events.weights.transports.cuda.block_pool import BlockSizes
 from trinity_events.weights.transports.cuda.layout import encode_layout
 
 U8 = torch.uint8
@@ -121,9 +122,9 @@ def test_what_is_digested_may_lie_at_any_address():
 
 @pytest.mark.parametrize("chunk_bytes", [64, 4096, None])
 def test_a_part_in_several_blocks_travels_and_no_tensor_lies_in_two(
-    ours, theirs, part, monkeypatch, chunk_bytes
+    device, theirs, part, chunk_bytes
 ):
-    monkeypatch.setattr(sink, "BLOCK_BYTES", 9000)
+    ours = CudaStore(device, sizes=BlockSizes(most=9000))
     sent = [*SOME, ("large", torch.rand(5000)), ("none", torch.empty(0)), *awkward().items()]
     for step in range(3):  # in new memory, and again
         here = part._replace(step=step)
@@ -132,6 +133,7 @@ def test_a_part_in_several_blocks_travels_and_no_tensor_lies_in_two(
         assert len(sizes) > 4
         assert all(size <= 9000 or size >= 20_000 for size in sizes)
         ours.delete(here)
+    ours.close()
 
 
 def test_the_memory_grows_and_shrinks_with_the_model_and_is_all_given_back(part):
@@ -235,14 +237,14 @@ def test_what_fills_gaps_is_computed_before_it_is_copied(part, last):
     ours.close()
 
 
-def test_the_next_part_takes_as_much_memory_as_the_last_one_needed(ours, device, part, monkeypatch):
-    monkeypatch.setattr(sink, "BLOCK_BYTES", 1 << 20)
-    monkeypatch.setattr(block_pool, "_LEAST", 1 << 10)
+def test_the_next_part_takes_as_much_memory_as_the_last_one_needed(device, part):
+    ours = CudaStore(device, sizes=BlockSizes(most=1 << 20, least=1 << 10))
     sent = [(f"layer.{number}", torch.rand(25_000)) for number in range(50)]
     put(ours, part, sent, None)
     before = device._free_bytes
     put(ours, part._replace(step=2), sent, None)
     assert before - device._free_bytes < 51 * 100_096
+    ours.close()
 
 
 def test_who_publishes_in_inference_mode_may_do_so_outside_of_it_later(ours, theirs, part):

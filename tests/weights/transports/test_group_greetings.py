@@ -35,10 +35,13 @@ class Place:
 
 
 @pytest.fixture
-def group(monkeypatch):
-    monkeypatch.setattr(sender, "GREETING", 0.4)
+def group():
     made = sender.GroupSender(
-        "greeted", 1, Place(), timeout=PATIENCE, host="127.0.0.1", waits=NO_REPORTS
+        *("greeted", 1, Place()),
+        timeout=PATIENCE,
+        host="127.0.0.1",
+        waits=NO_REPORTS,
+        greeting=0.4,
     )
     yield made
     made.close()

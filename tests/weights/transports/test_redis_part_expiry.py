@@ -15,7 +15,7 @@ from tests.support.waits import PATIENCE
 from trinity_events.server import open_client
 from trinity_events.weights.transports.redis import expiry
 from trinity_events.weights.transports.redis.leases import LONGEST
-from trinity_events.weights.transports.redis.store import _ReceiveMemory
+from trinity_events.weights.transports.redis.store import RedisChunkStore, _ReceiveMemory
 from trinity_schemas import chunk_key, leases_key, manifest_key
 
 SIZES = [CHUNK] * 5 + [24_160 - 5 * CHUNK]
@@ -43,9 +43,11 @@ def theirs(weights_url):
 
 
 @pytest.fixture
-def often(monkeypatch):
-    """Publishers renew what they keep fifty times a second."""
-    monkeypatch.setattr(expiry, "SHARE", 50 * expiry.ORPHANED_AFTER)
+def often(weights_url):
+    """A publisher that renews what it keeps fifty times a second."""
+    renewals = 50 * expiry.ORPHANED_AFTER
+    with closing(RedisChunkStore(open_client(weights_url), renewals=renewals)) as store:
+        yield store
 
 
 def keys_of(part) -> list[str]:
@@ -154,10 +156,8 @@ def test_memory_of_several_parts_makes_room_for_larger_ones():
     assert len(memory.acquire(3)) == 5, "the largest alone made room"
 
 
-async def test_what_is_published_does_not_expire_while_its_publisher_lives(
-    often, weights_url, part, client
-):
-    with closing(Where("redis", weights_url).store()) as store:
+async def test_what_is_published_does_not_expire_while_its_publisher_lives(often, part, client):
+    with closing(often) as store:
         put(store, part)
         for key in keys_of(part):
             client.expire(key, 100)
@@ -172,14 +172,14 @@ async def test_what_is_published_does_not_expire_while_its_publisher_lives(
 
 
 async def test_of_what_nobody_retires_the_newest_are_kept_and_what_they_rest_on(
-    often, ours, part, client
+    often, part, client
 ):
     def manifest_of(step):
         return manifest_key(*part._replace(step=step))
 
     full, *others = (part._replace(step=step) for step in range(10))
     for version in (full, *others):
-        sink = ours.begin(version)
+        sink = often.begin(version)
         sink.seal(b"a manifest", None if version == full else full)
     for step in range(10):
         client.expire(manifest_of(step), 100)
@@ -190,8 +190,8 @@ async def test_of_what_nobody_retires_the_newest_are_kept_and_what_they_rest_on(
     assert lasting == newest
 
 
-async def test_what_cannot_be_renewed_is_tried_again(often, weights_url, part, client):
-    with closing(Where("redis", weights_url).store()) as store:
+async def test_what_cannot_be_renewed_is_tried_again(often, part, client):
+    with closing(often) as store:
         with mock.patch.object(
             store._keeping, "_renew", side_effect=redis.ConnectionError
         ) as renew:
@@ -210,16 +210,15 @@ def test_no_renewal_is_under_way_once_they_are_stopped(part):
         assert released.wait(PATIENCE)
 
     client.pipeline.return_value.__enter__.return_value.execute.side_effect = execute
-    renewal = expiry.ExpiryRenewal(client, 6)
-    with mock.patch.object(expiry, "SHARE", 600):
-        renewal.add(part, 1, None)
-        assert begun.wait(PATIENCE)
-        closer = threading.Thread(target=renewal.close)
-        closer.start()
-        closer.join(0.05)
-        assert closer.is_alive()
-        released.set()
-        closer.join(PATIENCE)
+    renewal = expiry.ExpiryRenewal(client, 6, renewals=600)
+    renewal.add(part, 1, None)
+    assert begun.wait(PATIENCE)
+    closer = threading.Thread(target=renewal.close)
+    closer.start()
+    closer.join(0.05)
+    assert closer.is_alive()
+    released.set()
+    closer.join(PATIENCE)
     assert not closer.is_alive()
     used = client.pipeline.call_count
     renewal._renew(part)

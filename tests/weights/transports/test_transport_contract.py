@@ -748,19 +748,18 @@ def test_a_publisher_keeps_few_parts_when_nobody_retires_any(
 
 
 def test_a_publishers_actor_that_hangs_is_not_taken_for_a_retired_version(
-    ray_cluster, opened, weights_url, part, monkeypatch
+    ray_cluster, opened, weights_url, part
 ):
     here = opened(Where("ray", weights_url, ray_cluster))
     event = put(here, part)
     pid = on_ray(here._directory[1].__ray_call__.remote(lambda _: os.getpid()))
-    with monkeypatch.context() as patch:
-        patch.setattr("trinity_events.weights.transports.ray.store.DEADLINE", 0.5)
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            with raises(VersionNotStored, fault="ray actor", deadline=0.5):
-                read(here, part.run_id, event)
-        finally:
-            os.kill(pid, signal.SIGCONT)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        fault = {"fault": "ray actor", "deadline": 0.5}
+        with closing(RayStore(deadline=0.5)) as hasty, raises(VersionNotStored, **fault):
+            read(hasty, part.run_id, event)
+    finally:
+        os.kill(pid, signal.SIGCONT)
     assert_same(read(here, part.run_id, event), SOME)
 
 

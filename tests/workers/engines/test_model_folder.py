@@ -24,12 +24,12 @@ from tests.support.weight_versions import awkward  # noqa: E402
 from trinity_events.checkpoints.layout import COMPLETING  # noqa: E402
 from trinity_events.errors import IncompatibleWeights  # noqa: E402
 from trinity_workers.conversion.convert import convert  # noqa: E402
-from trinity_workers.engines import model_folder as written  # noqa: E402
 from trinity_workers.engines.fsdp import FSDPEngine  # noqa: E402
 from trinity_workers.engines.learning_rate import LearningRate  # noqa: E402
 from trinity_workers.engines.model_folder import (  # noqa: E402
     INDEX,
     FolderReader,
+    WeightsWriter,
     copy_files,
     has_weights,
     write_model_folder,
@@ -64,10 +64,11 @@ def test_the_librarys_own_reader_gets_every_tensor(tmp_path, shard_bytes, files)
         assert paths[-1].name == f"model-{len(paths):05}-of-{len(paths):05}.safetensors"
 
 
-def test_a_file_ends_where_its_header_would_outgrow_its_room(tmp_path, monkeypatch):
-    monkeypatch.setattr(written, "_HEADER_ROOM", 1024)
+def test_a_file_ends_where_its_header_would_outgrow_its_room(tmp_path):
     tensors = {f"layer.{number}.weight": torch.full((2,), number) for number in range(40)}
-    write_model_folder(tmp_path, nothing_more, tensors.items())
+    with WeightsWriter(tmp_path, header_bytes=1024) as writer:
+        for name, tensor in tensors.items():
+            writer.add(name, tensor)
     assert len(list(tmp_path.glob("*.safetensors"))) == 3
     reader = FolderReader(tmp_path)
     assert_equal({name: reader.tensor(name) for name in tensors}, tensors)

@@ -36,7 +36,7 @@ _COMPUTED = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")
 """Buffers that older releases of transformers saved, and that models compute: it ignores these."""
 _WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Data types that a configuration may name: smaller ones are of quantised weights."""
-_HEADER_ROOM = 64 << 10
+HEADER_BYTES = 64 << 10
 """Bytes that a file reserves for its header, which is written last: the tensors to come are not
 known. A file ends where its header would take more."""
 
@@ -156,9 +156,13 @@ class WeightsWriter:
     Args:
         folder: Folder to write to.
         shard_bytes: Maximum bytes of a file's tensors, unless one tensor is larger.
+        header_bytes: Bytes of a file that its header may take.
     """
 
-    def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
+    def __init__(
+        self, folder: Path, shard_bytes: int = SHARD_BYTES, header_bytes: int = HEADER_BYTES
+    ) -> None:
+        self._header_bytes = header_bytes
         self._folder = folder
         self._shard_bytes = shard_bytes
         self._file: _SafetensorsWriter | None = None
@@ -202,7 +206,9 @@ class WeightsWriter:
         if self._file is not None:
             self._file.finish()
         self._files.append([])
-        self._file = _SafetensorsWriter(self._partial(len(self._files) - 1).open("wb"))
+        self._file = _SafetensorsWriter(
+            self._partial(len(self._files) - 1).open("wb"), self._header_bytes
+        )
 
     def _finish(self) -> None:
         if self._file is None:  # a model without tensors has a file too
@@ -229,9 +235,10 @@ class WeightsWriter:
 class _SafetensorsWriter:
     """One safetensors file: room for its header, then the tensors one after the other."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, header_bytes: int) -> None:
         self._file = file
-        file.seek(8 + _HEADER_ROOM)
+        self._header_bytes = header_bytes
+        file.seek(8 + self._header_bytes)
         self._entries = ['"__metadata__":{"format":"pt"}']
         self._header = len(self._entries[0]) + 2
         self._end = 0
@@ -240,7 +247,7 @@ class _SafetensorsWriter:
         """Return True if the tensor may be appended."""
         entry = len(self._entry(name, tensor).encode()) + 1
         fits = not self._end or self._end + tensor.nbytes <= shard_bytes
-        return fits and self._header + entry <= _HEADER_ROOM
+        return fits and self._header + entry <= self._header_bytes
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Append a tensor."""
@@ -253,8 +260,8 @@ class _SafetensorsWriter:
     def finish(self) -> None:
         """Write the header, padded with spaces as the format allows, and close the file."""
         self._file.seek(0)
-        self._file.write(_HEADER_ROOM.to_bytes(8, "little"))
-        self._file.write(f"{{{','.join(self._entries)}}}".encode().ljust(_HEADER_ROOM))
+        self._file.write(self._header_bytes.to_bytes(8, "little"))
+        self._file.write(f"{{{','.join(self._entries)}}}".encode().ljust(self._header_bytes))
         self.close()
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)
 
 GREETING = 5.0
-"""Seconds that new connections have for their first messages, all of them together."""
+"""Seconds that new connections have for their first messages, all of them together, by default."""
 _BACKLOG = 1024
 """Connections that wait to be accepted: more than explorers of a run that start together."""
 _ATTEMPTS = 3
@@ -54,6 +54,7 @@ class GroupSender:
         timeout: Seconds after which a dead or hung peer is an error to all others.
         host: Address at which explorers reach this trainer.
         waits: Reporter of long waits for explorers.
+        greeting: Seconds that new connections have for their first messages, all together.
     """
 
     def __init__(
@@ -65,7 +66,9 @@ class GroupSender:
         timeout: float,
         host: str,
         waits: WaitReporter,
+        greeting: float = GREETING,
     ) -> None:
+        self._greeting = greeting
         self._run_id = run_id
         self._waits = waits
         self._place = place
@@ -191,7 +194,7 @@ class GroupSender:
 
         A connection that sends nothing, such as a port scan, delays no explorer after it.
         """
-        silent, until = list(connected), time.monotonic() + GREETING
+        silent, until = list(connected), time.monotonic() + self._greeting
         while silent and (ready := readable_channels(silent, until - time.monotonic())):
             for channel in ready:
                 try:
@@ -202,7 +205,7 @@ class GroupSender:
                     self._refuse(channel, str(error))
                 silent.remove(channel)
         for channel in silent:
-            self._refuse(channel, f"it sent no greeting within {GREETING:g} s")
+            self._refuse(channel, f"it sent no greeting within {self._greeting:g} s")
 
     def _refuse(self, channel: Channel, reason: str) -> None:
         logger.warning("%s did not join the collective group: %s", channel.peer, reason)

@@ -5,18 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from msgspec import Struct
 
 from trinity_schemas import ALIGNMENT
 
 from .memory import DeviceBlock, DeviceMemory
 
-_LEAST = 16 << 20
+
+class BlockSizes(Struct, frozen=True, kw_only=True):
+    """Sizes of the blocks of device memory, in bytes.
+
+    Attributes:
+        most: Maximum bytes of a part in one block, unless one tensor is larger. It does not depend
+            on the block's own size: the same tensors always give the same chunks.
+        least: Bytes of a block of which no earlier part gives an estimate.
+    """
+
+    most: int = 1 << 30
+    least: int = 16 << 20
 
 
 class BlockPool:
     """Blocks for one part, which are written only while they have no readers."""
 
-    def __init__(self, memory: DeviceMemory, expected: Sequence[int] = ()) -> None:
+    def __init__(
+        self, memory: DeviceMemory, expected: Sequence[int] = (), least: int = BlockSizes().least
+    ) -> None:
+        self._least = least
         self._memory = memory
         self._expected = expected
         self._blocks: list[DeviceBlock] = []
@@ -29,7 +44,7 @@ class BlockPool:
         Raises GpuUnusable when the device has no memory left.
         """
         if number == len(self._blocks):
-            usual = self._expected[number] if number < len(self._expected) else _LEAST
+            usual = self._expected[number] if number < len(self._expected) else self._least
             self._blocks.append(self._allocate(max(nbytes, usual)))
         old = self._blocks[number]
         if len(old.tensor) < nbytes:

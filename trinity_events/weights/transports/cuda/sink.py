@@ -17,12 +17,6 @@ from .block_pool import BlockPool
 from .layout import LentBlock, PartBlocks, encode_layout
 from .memory import DeviceBlock, DeviceMemory
 
-BLOCK_BYTES = 1 << 30
-"""Maximum bytes of a part in one block, unless one tensor is larger.
-
-It does not depend on the block's own size: the same tensors always give the same chunks.
-"""
-
 
 class BlockRooms(Protocol):
     """Blocks of a publisher, which its store divides among parts."""
@@ -48,7 +42,9 @@ class CudaSink:
         memory: DeviceMemory,
         file: SharedMemorySink,
         chunk_bytes: int,
+        block_bytes: int,
     ) -> None:
+        self._block_bytes = block_bytes
         self._rooms = rooms
         self._memory = memory
         self._file = file
@@ -123,7 +119,7 @@ class CudaSink:
         at = offset - self._begin
         if self._blocks:
             self._fill(at)
-        if not self._blocks or at + nbytes > BLOCK_BYTES:
+        if not self._blocks or at + nbytes > self._block_bytes:
             if self._blocks:
                 self._regions.append(at)
             self._blocks.append(room.block(len(self._blocks), nbytes))

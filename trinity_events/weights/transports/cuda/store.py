@@ -18,7 +18,7 @@ from ....errors import VersionNotStored
 from ....system.shared_memory import SHARED_MEMORY, Segment
 from ..base import PartRef
 from ..shared_memory.store import SharedMemorySink, SharedMemoryStore
-from .block_pool import BlockPool
+from .block_pool import BlockPool, BlockSizes
 from .memory import CudaMemory, DeviceMemory
 from .sink import CudaSink
 from .source import CudaSource
@@ -35,6 +35,7 @@ class CudaStore:
         memory: Device memory; by default that of the GPU that :class:`CudaMemory` chooses.
         root: Mount point of the shared memory.
         most: Maximum parts of this publisher on the device.
+        sizes: Sizes of the blocks of its memory.
 
     Raises GpuUnusable where there is no GPU.
     """
@@ -47,7 +48,9 @@ class CudaStore:
         root: Path = SHARED_MEMORY,
         *,
         most: int = MOST_ROOMS,
+        sizes: BlockSizes = BlockSizes(),
     ) -> None:
+        self._sizes = sizes
         self._memory = memory or CudaMemory()
         self._files = SharedMemoryStore(root, most=most)
         self._rooms: MutableMapping[Segment, BlockPool] = WeakKeyDictionary()
@@ -58,7 +61,13 @@ class CudaStore:
 
     def begin(self, part: PartRef, chunk_bytes: int | None = None) -> CudaSink:
         """Begin a part; an unsealed part that was begun earlier is discarded."""
-        return CudaSink(self, self._memory, self._files.begin(part), chunk_bytes or CHUNK_BYTES)
+        return CudaSink(
+            self,
+            self._memory,
+            self._files.begin(part),
+            chunk_bytes or CHUNK_BYTES,
+            self._sizes.most,
+        )
 
     def find_pool(self, file: SharedMemorySink) -> BlockPool:
         """Return the blocks that belong to a file without readers.
@@ -66,7 +75,7 @@ class CudaStore:
         Raises ValueError if the file is sealed or discarded: another part may have its blocks then.
         """
         if file.segment not in self._rooms:
-            self._rooms[file.segment] = BlockPool(self._memory, self._last)
+            self._rooms[file.segment] = BlockPool(self._memory, self._last, self._sizes.least)
         return self._rooms[file.segment]
 
     def record_use(self, regions: Sequence[int]) -> None:

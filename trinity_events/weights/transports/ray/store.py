@@ -49,11 +49,19 @@ class RayStore:
         most: Maximum parts that this publisher keeps.
         object_bytes: Bytes of one object, unless a tensor is larger. The publisher has two buffers
             of that size.
+        deadline: Seconds in which the actor of a publisher answers.
     """
 
     name = "ray"
 
-    def __init__(self, *, most: int = MOST_KEPT, object_bytes: int = OBJECT_BYTES) -> None:
+    def __init__(
+        self,
+        *,
+        most: int = MOST_KEPT,
+        object_bytes: int = OBJECT_BYTES,
+        deadline: float = DEADLINE,
+    ) -> None:
+        self._deadline = deadline
         self._ray = join_cluster()
         self._member = membership(self._ray)
         self._most = most
@@ -115,7 +123,7 @@ class RayStore:
         confirmation = directory.add_part.remote(part, attempt, manifest, objects)
         set_pointer(part, name)  # while the directory keeps it
         self._pointers.add(publisher_key(part))
-        self._ray.get(confirmation, timeout=DEADLINE)
+        self._ray.get(confirmation, timeout=self._deadline)
         for oldest in self._superfluous():
             self.delete(oldest)
         self._sink = None
@@ -133,7 +141,7 @@ class RayStore:
         if self._is_in() and self._published.pop(part, None) is not None:
             with suppress(self._ray.exceptions.RayError):  # it is gone, and with it the part
                 _, directory = self._own_directory()
-                self._ray.get(directory.forget.remote(part), timeout=DEADLINE)
+                self._ray.get(directory.forget.remote(part), timeout=self._deadline)
 
     def _own_directory(self) -> tuple[str, Any]:
         if self._directory is None:
@@ -149,7 +157,7 @@ class RayStore:
         errors = self._ray.exceptions
         try:
             directory = find_directory(self._ray, part)
-            entry = self._ray.get(directory.find.remote(part), timeout=DEADLINE)
+            entry = self._ray.get(directory.find.remote(part), timeout=self._deadline)
         except errors.GetTimeoutError:
             self._unanswered = part
             return None
@@ -183,7 +191,7 @@ class RayStore:
         except ValueError:
             return VersionNotStored(str(part), fault="ray")
         if part == self._unanswered:
-            return VersionNotStored(str(part), fault="ray actor", deadline=DEADLINE)
+            return VersionNotStored(str(part), fault="ray actor", deadline=self._deadline)
         return VersionNotStored(str(part), fault="retired from ray")
 
     # --- both ------------------------------------------------------------------------------
@@ -202,7 +210,7 @@ class RayStore:
             name, directory = self._directory
             # another store may publish as the same rank
             with suppress(self._ray.exceptions.RayError):
-                parts = self._ray.get(directory.parts.remote(), timeout=DEADLINE)
+                parts = self._ray.get(directory.parts.remote(), timeout=self._deadline)
                 self._pointers.difference_update(map(publisher_key, parts))
             for key in self._pointers:
                 remove_pointer(key, name)

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 ORPHANED_AFTER = 6 * 3600
 """Seconds after which chunks expire whose publisher ended without deleting them."""
-SHARE = 3
+RENEWALS = 3
 """Renewals per expiry time."""
 MOST = 6
 """Newest parts of a rank that are renewed: two, two more for evaluations, and those to retire."""
@@ -31,8 +31,9 @@ class _RenewedPart(NamedTuple):
 class ExpiryRenewal:
     """Thread that renews the expiry of a publisher's parts."""
 
-    def __init__(self, client: Any, expire: int) -> None:
+    def __init__(self, client: Any, expire: int, renewals: int = RENEWALS) -> None:
         self.expire = expire
+        self._renewals = renewals
         self._redis = client
         self._parts: dict[PartRef, _RenewedPart] = {}
         self._lock = threading.Lock()
@@ -74,7 +75,7 @@ class ExpiryRenewal:
         return needed
 
     def _renew_all(self) -> None:
-        while not self._stop.wait(self.expire / SHARE):
+        while not self._stop.wait(self.expire / self._renewals):
             for part in list(self._parts):
                 try:
                     self._renew(part)

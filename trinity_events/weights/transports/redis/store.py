@@ -18,7 +18,7 @@ from ....errors import VersionNotStored
 from ....log.redis.scripts import Scripts
 from ....log.retry import retry_for
 from ..base import Check, ChunkBuffers, PartRef, ReceivedChunk
-from .expiry import ORPHANED_AFTER, ExpiryRenewal
+from .expiry import ORPHANED_AFTER, RENEWALS, ExpiryRenewal
 from .leases import LEASE, Lease, Retired, unlink
 from .values import ChunkRead, LargeValues
 
@@ -38,6 +38,7 @@ class RedisChunkStore:
         client: Client of the server.
         expire: Seconds after which the chunks of an ended publisher expire.
         lease: Seconds after which the lease of a dead reader ends.
+        renewals: Renewals of the chunks within ``expire``.
         deadline: Seconds for which publishing waits for a server that is away or full, in addition
             to the client's own attempts.
     """
@@ -50,10 +51,11 @@ class RedisChunkStore:
         *,
         expire: int = ORPHANED_AFTER,
         lease: float = LEASE,
+        renewals: int = RENEWALS,
         deadline: float = 0.0,
     ) -> None:
         self._redis: Any = client
-        self._keeping = ExpiryRenewal(client, expire)
+        self._keeping = ExpiryRenewal(client, expire, renewals)
         self._lease = lease
         self._retry = partial(retry_for, deadline)
         self._values = LargeValues(client, deadline=deadline)
