@@ -151,7 +151,7 @@ async def test_an_update_that_fails_is_an_error_for_the_driver_and_rollouts_and_
     with pytest.raises(Exception, match="no room for the third tensor"):
         await run.update(2)
     for error in await _in_thread(_all_heard, run.fleet):
-        assert error.startswith("VersionUnavailable: the weights of step 2 of run")
+        assert error.startswith("VersionNotAnnounced: the weights of step 2 of run")
         assert "no room for the third tensor" in error and "\n" not in error
     assert_equal(run.fleet.rollouts.collected()[0], before)
     await run.update(2)
@@ -169,7 +169,7 @@ async def test_a_rank_that_dies_in_the_gathers_is_an_error_for_all_and_another_t
     with pytest.raises(Exception, match=r"(?i)could not be gathered|died"):
         await run.update(2)
     for error in await _in_thread(_all_heard, run.fleet):
-        assert error.startswith("VersionUnavailable: the weights of step 2 of run")
+        assert error.startswith("VersionNotAnnounced: the weights of step 2 of run")
         assert "could not be gathered, because a rank died" in error
     await _in_thread(run.fleet.replace_trainer)
     await run.update(1)

@@ -9,7 +9,7 @@ import torch
 
 from tests.support.batches import make_batch
 from tests.support.experiences import make_groups
-from tests.support.tensors import identical
+from tests.support.tensors import assert_equal, identical
 from tests.support.worker_ranks import LocalActor
 from trinity_workers.algorithms.collate import collate
 from trinity_workers.algorithms.errors import AlgorithmError
@@ -137,3 +137,21 @@ def test_rows_without_prompts_are_refused(actor):
     data.batch.pop("attention_mask")
     with pytest.raises(AlgorithmError, match="has no prompts: give raw_prompt_ids"):
         group.generate_sequences(data)
+
+
+def test_the_role_rollout_loads_what_an_actor_on_verls_engine_has_saved(actor, config, tmp_path):
+    trainer = msgspec.structs.replace(config.trainer, engine="verl")
+    on_verl = msgspec.structs.replace(config, trainer=trainer)
+    trained = ActorRolloutRefWorker(on_verl, 0, role="actor")
+    rollout = ActorRolloutRefWorker(on_verl, 0, role="rollout")
+    for role in (trained, rollout):
+        role.init_model()
+    trained.update_actor(make_batch([3, 1, 4, 2], groups=[1, 1, 2, 2]))
+    trained.save_checkpoint(str(tmp_path))
+    engine, policy = trained._step.models.policy, rollout._step.models.policy
+    before = policy.module.model.norm.weight.full_tensor().clone()
+    rollout.load_checkpoint(str(tmp_path))
+    assert policy.optimizer is None and policy.steps == engine.steps == 1
+    loaded, saved = dict(policy.get_per_tensor_param()), dict(engine.get_per_tensor_param())
+    assert_equal(dict(sorted(loaded.items())), dict(sorted(saved.items())))
+    assert not identical(loaded["model.norm.weight"], before)

@@ -693,6 +693,14 @@ synchronizer: {sync_style: dynamic_by_explorer}
         ("tinker", "publish the steps of such a loop by trinity_events.training_run"),
         ("verl_legacy", "install veRL 0.8 or later, and write verl"),
         ("trinity.trainer.verl.monkey_patch", "no function of veRL is replaced: write verl"),
+        (
+            "verl-megatron",
+            "has run on a double of both alone: write megatron, which is",
+        ),
+        (
+            "verl_megatron",
+            "has run on a double of both alone: write megatron, which is",
+        ),
     ],
 )
 def test_a_trainer_of_trinity_rft_that_is_not_here_is_answered(tmp_path, engine, message):
