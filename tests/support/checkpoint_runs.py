@@ -1,6 +1,7 @@
 """Runs with checkpoints on disk, and their removal."""
 
 from tests.support.event_histories import History, committed, finished, registration
+from trinity_events.checkpoints.manifest import mark_in_place
 from trinity_events.core import plan_files
 from trinity_events.log import MemoryEventLog
 from trinity_events.reducer import CheckpointFiles, Policy, ReducerTimeouts
@@ -36,6 +37,20 @@ class Run:
         nbytes = len(f"{epoch}.{step}")
         save = finished(step, f"{epoch}-{step}", kind="checkpoint", path=path, nbytes=nbytes)
         self.history.add(save)
+        self.files.reconcile(plan_files(self.state))
+
+    def save_in_place(self, step, *, epoch=1, kind="checkpoint", name="model.pt"):
+        """A whole save in the step's final folder, as its saver leaves it."""
+        path = self.folder / f"global_step_{step}" / "actor" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{epoch}.{step}")
+        mark_in_place(self.folder / f"global_step_{step}", epoch, step)
+        self.history.epoch = epoch
+        self.history.add(committed(step, kind, registration(kind)))
+        relative = str(path.relative_to(self.folder))
+        nbytes = path.stat().st_size
+        save_id = f"{epoch}-{step}-{kind}"
+        self.history.add(finished(step, save_id, kind=kind, path=relative, nbytes=nbytes))
         self.files.reconcile(plan_files(self.state))
 
     @property

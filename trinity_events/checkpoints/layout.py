@@ -9,6 +9,7 @@
       latest_state_dict_iteration.txt      newest step whose state dict is ready
       global_step_STEP/                    files of a ready step
         .made_from                         staged folder that these files were saved to
+        .saved_in_place                    epoch and step of saves that were written right here
         .verified                          epoch, step and kinds that the reducer checked them for
         SHA256SUMS                         manifest: size and digest of each file, for sha256sum too
         actor/                             files of model and optimizer
@@ -46,13 +47,15 @@ ARCHIVE = "log"
 """Folder for archive segments."""
 MADE_FROM = ".made_from"
 """File in a final folder with the relative path of the staged folder that it was."""
+SAVED_IN_PLACE = ".saved_in_place"
+"""File in a final folder with epoch and step of the saves that were not staged, by their savers."""
 VERIFIED = ".verified"
 """File in a final folder with the evidence that the folder counts as a checkpoint."""
 MANIFEST = "SHA256SUMS"
 """File of a checkpoint with the size and the digest of each of its files."""
 MANIFEST_PARTS = ".sums"
 """Folder in a staged folder with the part of the manifest that each save wrote."""
-REDUCER_FILES = frozenset({MADE_FROM, VERIFIED, MANIFEST})
+REDUCER_FILES = frozenset({MADE_FROM, SAVED_IN_PLACE, VERIFIED, MANIFEST})
 """Files about a folder of saves: they are part of no save."""
 BELONGS_TO = ".belongs_to"
 """File that identifies the log of the run."""
@@ -140,6 +143,16 @@ def parse_staged_folder(path: str | None) -> str | None:
     parts = path.split("/") if path else []
     staged = len(parts) > 1 and parts[0] == STAGING and parts[1] not in ("", ".", "..")
     return "/".join(parts[:2]) if staged else None
+
+
+def is_in_place(path: str, step: int) -> bool:
+    """Return True for a relative path that is, or lies in, the final folder of a step."""
+    return path.split("/", 1)[0] == final_name(step)
+
+
+def format_in_place(epoch: int, step: int) -> str:
+    """Return the content of a :data:`SAVED_IN_PLACE` file."""
+    return f"epoch_{epoch}_step_{step}"
 
 
 def is_saved_file(path: PurePosixPath) -> bool:

@@ -24,7 +24,7 @@ from typing import BinaryIO, NamedTuple
 
 from ..errors import TrinityError
 from ..system.open_folder import OpenFolder
-from .layout import MANIFEST, MANIFEST_PARTS, is_saved_file
+from .layout import MANIFEST, MANIFEST_PARTS, SAVED_IN_PLACE, format_in_place, is_saved_file
 
 LONGEST_MANIFEST = 64 << 20
 """Bytes read of a manifest: those of half a million files."""
@@ -204,6 +204,13 @@ def sums_below(paths: Iterable[Path], root: Path) -> dict[str, FileSum]:
     digests = digest_files(unlisted, threads=SAVER_THREADS)
     names = (path.relative_to(root).as_posix() for path in unlisted)
     return sums | dict(zip(names, digests, strict=True))
+
+
+def mark_in_place(folder: Path, epoch: int, step: int) -> None:
+    """Mark the final folder of a step, durably, as one that saves of the run were written to."""
+    with OpenFolder.at(folder) as final:
+        final.write(SAVED_IN_PLACE, format_in_place(epoch, step).encode())
+        final.sync()
 
 
 def write_part(staged: Path, save: str, sums: Mapping[str, FileSum]) -> None:

@@ -35,8 +35,14 @@ from trinity_schemas import (
     ThreadCountRegistered,
 )
 
-from ..checkpoints.layout import STAGING, parse_staged_folder, staged_name
-from ..checkpoints.manifest import write_part
+from ..checkpoints.layout import (
+    STAGING,
+    final_name,
+    is_in_place,
+    parse_staged_folder,
+    staged_name,
+)
+from ..checkpoints.manifest import mark_in_place, write_part
 from ..errors import PublishError, SaveError, StaleEpoch
 from ..log import Publisher
 from ..log.publishing.heartbeat import Heartbeat
@@ -443,11 +449,19 @@ class CheckpointCoordinator:
         return self._publish(finished, f"{attempt.what} was saved, but this was not published")
 
     def _measure(self, attempt: SaveAttempt, paths: SavedPaths | None) -> MeasuredPaths:
-        """Digest what a save wrote, and list it in the manifest of its staged folder."""
+        """Digest what a save wrote, and list it in the manifest of its staged folder.
+
+        A save into the step's final folder marks this one: only what a saver of the run marked is
+        ever removed.
+        """
         if paths is None:
             return MeasuredPaths(0, None, {})
         staged = paths.staged_root(self._run_folder)
         measured = paths.measure(staged, shared=attempt.ranks not in (None, 1))
+        relative = self._relative(paths)
+        if self._run_folder and relative and is_in_place(relative, attempt.slot.step):
+            folder = self._run_folder / final_name(attempt.slot.step)
+            mark_in_place(folder, self._publisher.epoch, attempt.slot.step)
         if staged is not None:  # also of nothing: the reducer digests what several ranks wrote
             slot = attempt.slot
             write_part(staged, f"{slot.kind} {slot.role} {slot.rank} {slot.name}", measured.sums)

@@ -7,12 +7,19 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from ..checkpoints.layout import MADE_FROM, final_name, parse_final_name, replaced_name
-from ..core import FilePlan, IterationFile, Promotion
+from ..checkpoints.layout import (
+    MADE_FROM,
+    SAVED_IN_PLACE,
+    final_name,
+    format_in_place,
+    parse_final_name,
+    replaced_name,
+)
+from ..core import Evidence, FilePlan, InPlace, IterationFile, Promotion
 from ..errors import CheckpointRootUnusable
 from ..server import make_home, trinity_home
 from ..system.open_folder import OpenFolder, UnsafePath, leads_out, parts_of
@@ -21,6 +28,7 @@ from .checkpoint_evidence import (
     check_names,
     check_promotion,
     check_saves,
+    has_files,
     load_evidence,
     write_evidence,
 )
@@ -104,6 +112,10 @@ class CheckpointFiles:
                 self.promoted += self._attempt(
                     _format_promotion(promotion), partial(self._promote, promotion)
                 )
+            for in_place in plan.in_place:
+                self.promoted += self._attempt(
+                    _format_in_place(in_place), partial(self._check_in_place, in_place)
+                )
             for iteration in plan.iterations:
                 self._attempt(iteration.name, partial(self._write_iteration, iteration, plan))
         return self.promoted > before
@@ -125,6 +137,7 @@ class CheckpointFiles:
         """Forget the faults of files that are no longer planned, and so are tried no more."""
         planned = {_format_promotion(promotion) for promotion in plan.promotions}
         planned |= {iteration.name for iteration in plan.iterations}
+        planned |= {_format_in_place(in_place) for in_place in plan.in_place}
         words = {self._format_fault(subject) for subject in planned}
         for gone in self.faults.keys() - words:
             del self.faults[gone]
@@ -168,6 +181,36 @@ class CheckpointFiles:
         if added is not None:
             staging.remove(old if added[0] is run else added[1])
         run.sync()
+        return True
+
+    def _check_in_place(self, in_place: InPlace) -> bool:
+        """Give the final folder of saves that were not staged its evidence, for retention.
+
+        Only a folder that a saver of this epoch and step marked gets it. It has no manifest: what
+        else the caller writes into its own folder is not known.
+        """
+        name = final_name(in_place.step)
+        with ExitStack() as exits:
+            run = exits.enter_context(self.opened())
+            if not run.is_folder(name):
+                return False  # removed, or kept where the reducer does not see it
+            folder = exits.enter_context(run.below(name))
+            mark = folder.read(SAVED_IN_PLACE, _LONGEST_MARK)
+            expected = format_in_place(in_place.epoch, in_place.step).encode()
+            if mark != expected or folder.is_file(MADE_FROM) or not has_files(folder):
+                return False
+            evidence = Evidence(
+                epoch=in_place.epoch,
+                step=in_place.step,
+                kinds=in_place.kinds,
+                saves=len(in_place.saves),
+            )
+            with suppress(NotVerified):
+                earlier = load_evidence(run, in_place.step)
+                if earlier is not None and _covers(earlier, evidence):
+                    return False
+            check_saves(in_place.step, run, in_place.saves)
+            write_evidence(folder, evidence)
         return True
 
     def _find_added(
@@ -217,6 +260,14 @@ class CheckpointFiles:
             self._unproven.add(name)
 
 
+def _covers(earlier: Evidence, evidence: Evidence) -> bool:
+    return earlier.epoch == evidence.epoch and set(evidence.kinds) <= set(earlier.kinds)
+
+
+def _format_in_place(in_place: InPlace) -> str:
+    return f"{final_name(in_place.step)} in place"
+
+
 def _format_promotion(promotion: Promotion) -> str:
     """Format what a promotion makes; a folder may be named by several steps."""
     return f"{promotion.staged} as {final_name(promotion.step)}"
@@ -229,7 +280,7 @@ def _check_folder(run: OpenFolder, iteration: IterationFile) -> None:
     """
     at, path = iteration.at, run.path / final_name(iteration.at.step)
     evidence = load_evidence(run, at.step, iteration.kinds)
-    if evidence is None:
+    if evidence is None or iteration.saves:  # those in place may be newer than their evidence
         check_saves(at.step, run, iteration.saves)
     elif evidence.epoch != at.epoch and not iteration.resumed:
         raise NotVerified(at.step, path, f"is of epoch {evidence.epoch}, and not of {at.epoch}")

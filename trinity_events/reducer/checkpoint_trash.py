@@ -13,8 +13,10 @@ from trinity_schemas import Kind
 
 from ..checkpoints.layout import (
     MADE_FROM,
+    SAVED_IN_PLACE,
     STAGING,
     TRASH,
+    VERIFIED,
     StagedFolder,
     final_name,
     parse_final_name,
@@ -60,14 +62,14 @@ class CheckpointTrash:
         self._unproven: dict[int, str] = {}
 
     def made(self) -> dict[int, int]:
-        """Return the steps whose folder the reducer made, each with the folder's inode."""
+        """Return the steps whose folder the reducer made, or checked in place, with its inode."""
         inodes: dict[int, int] = {}
         with self._opened() as run:
             for name in run.names() if run else ():
                 step = parse_final_name(name)
                 if run and step is not None and run.is_folder(name):
                     with run.below(name) as folder:
-                        if folder.is_file(MADE_FROM):
+                        if folder.is_file(MADE_FROM) or _was_checked_in_place(folder):
                             inodes[step] = os.fstat(folder.descriptor).st_ino
         return inodes
 
@@ -179,6 +181,11 @@ class CheckpointTrash:
                 run = exits.enter_context(self._files.opened())
                 folder = exits.enter_context(run.below(*names))
             yield folder
+
+
+def _was_checked_in_place(folder: OpenFolder) -> bool:
+    """Return True for a folder without staging that its savers marked, and the reducer checked."""
+    return folder.is_file(SAVED_IN_PLACE) and folder.is_file(VERIFIED)
 
 
 def _has_inode(folder: OpenFolder, name: str, identity: int) -> bool:

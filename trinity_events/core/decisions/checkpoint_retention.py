@@ -61,8 +61,8 @@ def removable_steps(
 
     A checkpoint may go once a newer one is ready, but the last ``keep`` stay. A folder with only a
     state dict may go once a newer state dict or checkpoint is ready. Folders that a pointer names
-    stay. So do those of versions under evaluation, and folders of epochs that the current epoch
-    does not continue.
+    stay. So do those of versions under evaluation, those of steps that a save writes to, and
+    folders of epochs that the current epoch does not continue.
 
     Args:
         state: The run's state.
@@ -84,7 +84,9 @@ def removable_steps(
     counted = [step for step in ready if step in complete and "checkpoint" in proven[step].kinds]
     newest_checkpoint = counted[-1] if counted else -1
     evaluated = {version.step for version in open_versions(state) if version.epoch == state.epoch}
-    retained = {*counted[-keep:], *(at.step for at in pointers.values()), *evaluated}
+    # A save that is not staged may write into a folder that counts already.
+    writing = {attempt.slot.step for attempt in state.attempts.values()}
+    retained = {*counted[-keep:], *(at.step for at in pointers.values()), *evaluated, *writing}
 
     def is_passed(step: int) -> bool:
         alone = proven[step].kinds == ("state_dict",) and step not in complete

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from trinity_schemas import Kind, StepRef
 
-from ...checkpoints.layout import ITERATION_FILES
+from ...checkpoints.layout import ITERATION_FILES, is_in_place
 from ..lineage import covers
 from ..state import MonitorState, SlotState, StepState
 
@@ -41,6 +41,17 @@ class Promotion(Struct, frozen=True, order=True):
     """Saves of the folder whose path and size the state has."""
 
 
+class InPlace(Struct, frozen=True, order=True):
+    """Final folder of a step that saves were written to, without staging."""
+
+    step: int
+    epoch: int
+    kinds: tuple[Kind, ...]
+    """Kinds that are complete in the folder."""
+    saves: tuple[SavedFile, ...]
+    """Saves whose path and size the state has; none of a step that was compacted meanwhile."""
+
+
 class IterationFile(Struct, frozen=True):
     """Iteration file, and the newest ready step of its kind.
 
@@ -66,10 +77,11 @@ class IterationFile(Struct, frozen=True):
 
 
 class FilePlan(Struct, frozen=True, kw_only=True):
-    """Folders to promote first, and iteration files to write afterwards."""
+    """Folders to promote or to check in place first, and iteration files to write afterwards."""
 
     promotions: tuple[Promotion, ...]
     iterations: tuple[IterationFile, ...]
+    in_place: tuple[InPlace, ...] = ()
     epoch: int = 0
     lineage: tuple[StepRef, ...] = ()
     """Earlier epochs that the current one continues, each with its last step that counts."""
@@ -119,6 +131,7 @@ def plan_files(state: MonitorState) -> FilePlan:
     return FilePlan(
         promotions=tuple(sorted([*promotions.values(), *planned])),
         iterations=iterations,
+        in_place=tuple(_in_place(state)),
         epoch=state.epoch,
         lineage=tuple(state.lineage),
     )
@@ -188,6 +201,18 @@ def _saves_in_place(state: MonitorState, at: StepRef) -> tuple[SavedFile, ...]:
         for slot, path in _finished(step, _complete_kinds(step))
         if not slot.folder
     )
+
+
+def _in_place(state: MonitorState) -> Iterator[InPlace]:
+    """Yield the steps that are complete in their final folders, and that no save writes to now."""
+    writing = {attempt.slot.step for attempt in state.attempts.values()}
+    for number, step in state.steps.items():
+        kinds = _complete_kinds(step)
+        if not kinds or number in writing or any(step.kinds[kind].folder for kind in kinds):
+            continue
+        saves = tuple(sorted(SavedFile(path, slot.nbytes) for slot, path in _finished(step, kinds)))
+        if all(is_in_place(save.path, number) for save in saves):
+            yield InPlace(number, state.epoch, kinds, saves)
 
 
 def _finished(step: StepState, kinds: tuple[Kind, ...]) -> Iterator[tuple[SlotState, str]]:
