@@ -173,7 +173,8 @@ def serve(requests: Connection, model: Model, url: str, bare: Path | None) -> No
                 requests.send(apply(stores[transport], module, ready, digests=digests))
             elif what == "load":
                 [ready] = arguments
-                ahead.record(module, load_version(shared, RUN, ready, module, ahead=ahead))
+                filled = load_version(shared, RUN, ready, module, ahead=ahead)
+                ahead.record(module, filled.manifests)
                 ahead.abandon()
                 requests.send(float(module.get_parameter(LAST).detach()[-1]))
             elif what == "adopt":

@@ -54,8 +54,8 @@ class Taker:
     def load(self, ready: bytes) -> float:
         """Pull the announced version into an idle model; return an element of the last tensor."""
         announced = self._announced(ready)
-        parts = load_version(self._store, RUN, announced, self._module, ahead=self._ahead)
-        self._ahead.record(self._module, parts)
+        filled = load_version(self._store, RUN, announced, self._module, ahead=self._ahead)
+        self._ahead.record(self._module, filled.manifests)
         self._ahead.abandon()
         return float(self._module.get_parameter(LAST).detach()[-1])
 

@@ -33,6 +33,7 @@ from .errors import (
 from .events import (
     ANNOUNCEMENT_TYPES,
     EVENT_TYPES,
+    MAX_UNPROVEN,
     REPORT_TYPES,
     SENT_BY,
     Announcement,
@@ -53,6 +54,7 @@ from .events import (
     LedgerRestored,
     PartDelta,
     ProfileWritten,
+    ProofStatus,
     PublicationStarted,
     PublishedPart,
     ReissuedRollout,
@@ -89,6 +91,7 @@ from .events import (
     WaitEnded,
     WaitStarted,
     WeightsApplied,
+    WeightsProof,
     event_tag,
 )
 from .identity import (
@@ -139,6 +142,7 @@ __all__ = [
     "EVENT_TYPES",
     "MAX_EVENT_BYTES",
     "MAX_REPORT_BYTES",
+    "MAX_UNPROVEN",
     "REPORTER_ROLE",
     "REPORT_TYPES",
     "RUN_INDEX",
@@ -186,6 +190,7 @@ __all__ = [
     "Process",
     "Producer",
     "ProfileWritten",
+    "ProofStatus",
     "PublicationStarted",
     "PublishedPart",
     "RangesOverlap",
@@ -241,6 +246,7 @@ __all__ = [
     "WaitStarted",
     "WeightManifest",
     "WeightsApplied",
+    "WeightsProof",
     "check_run_id",
     "chunk_key",
     "decode_envelope",

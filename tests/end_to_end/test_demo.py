@@ -58,7 +58,7 @@ def finished(home, redis_url, weights_url):
         *("--save-strategy", "single_thread"),
         # So small that most updates are lost in rounding, as those of bf16 are in practice.
         *("--learning-rate", "1e-10", "--weights-full-every", "4"),
-        "--weights-tensor-digests",
+        *("--proof", "served"),
     )
     with connect_sync(redis_url) as client, running as process:
         wait_until(lambda: count_outcomes(client, run_id) > 3 or process.poll() is not None)

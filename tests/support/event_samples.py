@@ -62,6 +62,7 @@ from trinity_schemas import (
     WaitEnded,
     WaitStarted,
     WeightsApplied,
+    WeightsProof,
 )
 
 AT = StepRef(2, 7)
@@ -117,6 +118,14 @@ SAMPLES = [
         bytes=8,
         verified_at=1.5,
         phases=AppliedPhases(fetch=0.5, pause=0.25),
+        proof=WeightsProof(
+            status="partly",
+            checks=("names", "served"),
+            tensors=11,
+            unproven=("model.layers.0.mlp.experts.w2_weight",),
+            unproven_count=1,
+            seconds=0.01,
+        ),
     ),
     VersionRefused(version=AT, rank=0, chunk=3, reason="chunk 3 is not what was published"),
     TrainerStatusChanged(status="require_sync", step=7),

@@ -50,4 +50,4 @@ def has(module, tensors):
 
 def load(store, module, ahead, part, report):
     event = announcement(part, report)
-    return load_version(store, part.run_id, event, module, ahead=ahead)
+    return load_version(store, part.run_id, event, module, ahead=ahead).manifests

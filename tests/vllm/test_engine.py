@@ -75,6 +75,9 @@ async def test_a_version_is_applied_by_the_event_that_has_its_digest(vllm_run):
     await reports_accepted(vllm_run.log)
     applied = [entry.event for entry in await events_of(vllm_run.log, WeightsApplied)]
     assert (applied[-1].version, applied[-1].digest) == (ref(announced), announced.version_digest)
+    proof = applied[-1].proof
+    assert (proof.status, proof.checks, proof.unproven) == ("proven", ("names", "served"), ())
+    assert proof.tensors == len(dict(vllm_run.model.named_parameters()))
 
 
 async def test_what_it_computes_with_follows_from_the_version_alone(vllm_run):

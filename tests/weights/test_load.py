@@ -44,7 +44,7 @@ def load(shard_stores, part):
         loaded = load_version(shard_stores[-1], part.run_id, event, module, selection)
         if isinstance(shard_stores[-1], RedisChunkStore):
             assert shard_stores[-1]._memory._spare == [], "there was no room for the version"
-        return loaded
+        return loaded.manifests
 
     return load
 

@@ -50,7 +50,8 @@ def model(shared_memory_stores, part):
     module = empty()
     ahead = SpeculativeLoad()
     report = write(PartWriter(ours, part, CHUNK)).seal()
-    ahead.record(module, load_version(theirs, part.run_id, announcement(part, report), module))
+    filled = load_version(theirs, part.run_id, announcement(part, report), module)
+    ahead.record(module, filled.manifests)
     return module, ahead
 
 
@@ -95,7 +96,7 @@ def test_the_shards_of_all_ranks_are_taken_as_they_come(shared_memory_stores, pa
                     wait_until(lambda: sum(copied) == (10 + 22) * 256)
                 event = announcement(parts[0], *[writer.seal() for writer in writers])
             loaded = load_version(theirs, part.run_id, event, module, ahead=ahead)
-            ahead.record(module, loaded)
+            ahead.record(module, loaded.manifests)
             assert identical(module["weight"], weight + step)
     assert sum(copied) == weight.nbytes, "nothing is copied twice"
 

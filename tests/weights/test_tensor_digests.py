@@ -86,12 +86,13 @@ def test_what_something_else_wrote_into_a_model_is_found_and_named(store, part):
     sent = {"a": torch.randn(6, 4), "b": torch.randn(3)}
     sealed = manifest(store, part, sent.items())
     module = torch.nn.ParameterDict({name: tensor.clone() for name, tensor in sent.items()})
-    assert check_installed(module, [sealed]) == 2
+    assert check_installed(module, [sealed]).tensors == 2
     with torch.no_grad():
         module.get_parameter("b")[1] += 1
     with raises(CorruptTensor, fault="installed", tensor="b", step=1):
         check_installed(module, [sealed])
-    assert check_installed(module, [sealed], {"a": None}) == 1, "of the others nothing was asked"
+    proof = check_installed(module, [sealed], {"a": None})
+    assert (proof.tensors, proof.status) == (1, "proven"), "of the others nothing was asked"
 
 
 def test_shards_are_compared_where_the_model_has_all_of_them(store, part):
@@ -99,25 +100,46 @@ def test_shards_are_compared_where_the_model_has_all_of_them(store, part):
     rows = [("a", whole[:4].contiguous(), ShardOffset((0, 0), (6, 4)))]
     sealed = manifest(store, part, rows)
     with torch.no_grad():
-        assert check_installed(torch.nn.ParameterDict({"a": whole.clone()}), [sealed]) == 1
+        assert check_installed(torch.nn.ParameterDict({"a": whole.clone()}), [sealed]).tensors == 1
         wrong = whole.clone()
         wrong[2, 2] += 1
         with raises(CorruptTensor, fault="installed", tensor="a"):
             check_installed(torch.nn.ParameterDict({"a": wrong}), [sealed])
     rows_slice = TensorSlice((2, 0), (4, 4))
-    assert (
-        check_installed(
-            torch.nn.ParameterDict({"a": whole[2:].clone()}), [sealed], {"a": rows_slice}
-        )
-        == 0
+    proof = check_installed(
+        torch.nn.ParameterDict({"a": whole[2:].clone()}), [sealed], {"a": rows_slice}
     )
+    assert proof.tensors == 0
     rows_slice = TensorSlice((0, 0), (5, 4))
-    assert (
-        check_installed(
-            torch.nn.ParameterDict({"a": whole[:5].clone()}), [sealed], {"a": rows_slice}
-        )
-        == 1
+    proof = check_installed(
+        torch.nn.ParameterDict({"a": whole[:5].clone()}), [sealed], {"a": rows_slice}
     )
+    assert proof.tensors == 1
+
+
+def test_a_proof_names_the_tensors_of_the_model_that_no_digest_is_of(store, part):
+    sealed = manifest(store, part, [("embed", torch.ones(3, 2))])
+    module = torch.nn.Module()
+    module.register_parameter("embed", torch.nn.Parameter(torch.ones(3, 2)))
+    module.register_parameter("head", module.embed)
+    proof = check_installed(module, [sealed])
+    assert (proof.status, proof.tensors, proof.unproven) == ("proven", 1, ())
+    module.head = torch.nn.Parameter(torch.zeros(3, 2))  # tied before, and stale now
+    proof = check_installed(module, [sealed])
+    assert (proof.status, proof.tensors, proof.unproven) == ("partly", 1, ("head",))
+    undigested = manifest(
+        store, part._replace(step=2), [("embed", torch.ones(3, 2))], digests=False
+    )
+    proof = check_installed(module, [undigested])
+    assert (proof.status, proof.checks) == ("unproven", ("names",))
+
+
+def test_a_tensor_that_was_converted_is_not_proven(store, part):
+    sealed = manifest(store, part, [("a", torch.ones(3)), ("b", torch.ones(2))])
+    module = torch.nn.ParameterDict({"a": torch.ones(3), "b": torch.ones(2, dtype=torch.bfloat16)})
+    proof = check_installed(module, [sealed], cast=True)
+    assert (proof.status, proof.tensors, proof.unproven) == ("partly", 1, ("b",))
+    assert proof.unproven_count == 1
 
 
 @pytest.mark.parametrize("way", ["apply", "load"])
@@ -154,7 +176,13 @@ async def test_an_explorer_says_that_it_serves_only_what_its_model_has(
         explorer.flush()
         await reports_accepted(log)
         events = [decode_envelope(entry.payload).event for entry in await log.read()]
-        assert [event.version.step for event in events if isinstance(event, WeightsApplied)] == [1]
+        [applied] = [event for event in events if isinstance(event, WeightsApplied)]
+        assert (applied.version.step, applied.proof.status, applied.proof.tensors) == (
+            1,
+            "proven",
+            2,
+        )
+        assert (applied.proof.tensors, applied.proof.checks) == (2, ("names", "served"))
         [refused] = [event for event in events if isinstance(event, VersionRefused)]
         assert (refused.version.step, refused.chunk) == (1, None)
         assert "'b' of the model" in refused.reason

@@ -142,6 +142,14 @@ def test_a_configuration_of_the_log_is_read_by_former_names():
         compare_settings(RUN, msgspec.json.encode(values).decode(), config)
 
 
+@pytest.mark.parametrize(("digests", "proof"), [(True, "served"), (False, "names")])
+def test_a_proof_is_read_by_its_former_name_which_was_true_or_false(digests, proof):
+    values = msgspec.json.decode(TrainConfig().to_text())
+    del values["explorer"]["proof"]
+    values["sync"]["tensor_digests"] = digests
+    assert TrainConfig.from_text(msgspec.json.encode(values).decode()).proof == proof
+
+
 def test_questions_may_move_and_may_not_change():
     moved = compare({"task.questions": "/a/q.jsonl"}, {"task.questions": "/b/q.jsonl"})
     check_questions(RUN, "sha256:a", "sha256:a", moved)

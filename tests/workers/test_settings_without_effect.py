@@ -81,6 +81,7 @@ IGNORED = {
             for value in (
                 "engine: 'x:y'",
                 "count: 2",
+                "proof: served",
                 "engine_options: {a: 1}",
                 "cpus: 2",
                 "gpus: 1.0",
@@ -89,13 +90,12 @@ IGNORED = {
         *(
             (f"sync.{value.partition(':')[0]}", COLOCATED.replace("VALUE", value))
             for value in (
-                *("transport: shm", "publish: full", "full_every: 2", "tensor_digests: true"),
+                *("transport: shm", "publish: full", "full_every: 2"),
                 "dtype: bfloat16",
             )
         ),
     ],
     "sync.method: nccl": [
-        ("sync.tensor_digests", "sync: {method: nccl, tensor_digests: true}"),
         ("sync.publish", "sync: {method: nccl, publish: full}"),
     ],
     "checkpoints.interval: 0": [

@@ -12,6 +12,7 @@ from trinity_schemas import (
     ExplorerStatus,
     Kind,
     Producer,
+    ProofStatus,
     PublishedPart,
     Registration,
     SaveProof,
@@ -168,6 +169,8 @@ class ExplorerState(Struct, kw_only=True, omit_defaults=True):
     status: ExplorerStatus = "running"
     version: StepRef | None = None
     digest: str | None = None
+    proof: ProofStatus | None = None
+    """Result of the checks of what it serves; None if it reported none."""
     applied_at: int | None = None
     heard_at: int | None = None
     """Milliseconds of its last event."""

@@ -202,7 +202,7 @@ def _explorers(
     state: MonitorState, now: int | None, processes: Mapping[str, HostProcess], silent: bool
 ) -> Table:
     table = Table(box=None, pad_edge=False)
-    for column in ("EXPLORER", "STATUS", "SERVES", "SINCE", "HEARD"):
+    for column in ("EXPLORER", "STATUS", "SERVES", "PROOF", "SINCE", "HEARD"):
         table.add_column(column)
     for name, explorer in sorted(state.explorers.items()):
         serves = "nothing yet" if explorer.version is None else f"step {explorer.version.step}"
@@ -214,7 +214,8 @@ def _explorers(
             status = "suspended"
         else:
             status = _explorer_status(state, name, explorer, silent=silent)
-        table.add_row(name, status, serves, format_date_time(explorer.applied_at), heard)
+        proof = explorer.proof or "-"
+        table.add_row(name, status, serves, proof, format_date_time(explorer.applied_at), heard)
     return table
 
 

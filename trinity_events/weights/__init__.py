@@ -5,7 +5,7 @@ from trinity_schemas import TransportName
 from ..checkpoints.digest_list import list_digests
 from .applying.install import Fit, adopt, check_fit, install
 from .applying.load import load_version
-from .applying.verify_model import check_installed, model_digest
+from .applying.verify_model import check_installed, make_proof, model_digest
 from .publishing.part_writer import PartWriter, PublishedPartReport
 from .publishing.publication import ModelUpdateGroup, Publication
 from .reading.model_folder import pull_folder
@@ -47,6 +47,7 @@ __all__ = [
     "install",
     "list_digests",
     "load_version",
+    "make_proof",
     "model_digest",
     "pull_folder",
     "pull_version",

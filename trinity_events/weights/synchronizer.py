@@ -22,6 +22,7 @@ from trinity_schemas import (
     SyncRequested,
     TransportName,
     VersionOpened,
+    WeightsProof,
 )
 
 from ..client import blocking
@@ -362,15 +363,22 @@ class Synchronizer:
                     continue
                 yield event.event, phases
 
-    def applied(self, version: AnyVersion, verified_at: float, phases: AppliedPhases) -> None:
+    def applied(
+        self,
+        version: AnyVersion,
+        verified_at: float,
+        phases: AppliedPhases,
+        proof: WeightsProof | None = None,
+    ) -> None:
         """Publish that this process serves a pulled version, which other code installed whole.
 
         Args:
             version: The version, such as a :class:`~trinity_events.weights.PulledVersion`.
             verified_at: Unix time in seconds at which the last byte was verified.
             phases: Seconds of each phase.
+            proof: Checks of what the process computes with, if it made any.
         """
-        self._reader.applied(version, verified_at, phases)
+        self._reader.applied(version, verified_at, phases, proof)
 
     def report_refusal(self, ready: StepReady, error: CorruptVersion) -> None:
         """Publish that this process does not serve a version, which other code was to install.

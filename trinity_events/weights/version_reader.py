@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -20,6 +20,7 @@ from trinity_schemas import (
     VersionOpened,
     VersionRefused,
     WeightsApplied,
+    WeightsProof,
 )
 
 from ..core.limits import LONGEST_REASON
@@ -60,6 +61,14 @@ class AnyVersion(Protocol):
     def bytes(self) -> int:
         """Size of what was pulled."""
         ...
+
+
+class LoadedVersion(NamedTuple):
+    """Version that is in the model already, for the event."""
+
+    ref: StepRef
+    digest: str
+    bytes: int
 
 
 class VersionReader:
@@ -191,7 +200,7 @@ class VersionReader:
             with install_context(), self._partial.until_whole(module, names):
                 held_at = time.monotonic()
                 install(fit)
-                check_installed(module, manifests, selection, cast=cast)
+                proof = check_installed(module, manifests, selection, cast=cast)
                 pause = time.monotonic() - held_at
             if cast and is_cast(find_targets(module), manifests):
                 self._speculative.forget()
@@ -199,19 +208,25 @@ class VersionReader:
                 self._installed.record(module, ready, version)
                 self._speculative.record(module, manifests)
         phases = AppliedPhases(fetch=fetched - began, pause=pause)
-        self.applied(version, verified_at, phases)
+        self.applied(version, verified_at, phases, proof)
         return phases
 
-    def applied(self, version: AnyVersion, verified_at: float, phases: AppliedPhases) -> None:
-        """Implement :meth:`Synchronizer.applied`."""
-        self._report(version.ref, version.digest, version.bytes, verified_at, phases)
-
-    def _report(
-        self, ref: StepRef, digest: str, nbytes: int, verified_at: float, phases: AppliedPhases
+    def applied(
+        self,
+        version: AnyVersion,
+        verified_at: float,
+        phases: AppliedPhases,
+        proof: WeightsProof | None = None,
     ) -> None:
+        """Implement :meth:`Synchronizer.applied`."""
         self._session.events.publish(
             WeightsApplied(
-                version=ref, digest=digest, bytes=nbytes, verified_at=verified_at, phases=phases
+                version=version.ref,
+                digest=version.digest,
+                bytes=version.bytes,
+                verified_at=verified_at,
+                phases=phases,
+                proof=proof,
             )
         )
 
@@ -231,7 +246,7 @@ class VersionReader:
         self._installed.forget()
         try:
             with self._publishing_refusals(ready), self._reporting_wait(ready):
-                parts = load_version(
+                filled = load_version(
                     store,
                     self._run_id,
                     ready,
@@ -245,15 +260,19 @@ class VersionReader:
             return self.apply(module, ready, selection, cast=cast)
         finally:
             self._speculative.abandon()
+        parts, proof = filled
         if cast and is_cast(find_targets(module), parts):
             self._speculative.forget()
         elif selection is None:
             self._speculative.record(module, parts)
         assert ready.version_digest is not None
         phases = AppliedPhases(fetch=0.0, pause=time.monotonic() - began)
-        nbytes = sum(manifest.nbytes for manifest in parts)
-        ref = StepRef(ready.epoch, ready.step)
-        self._report(ref, ready.version_digest, nbytes, time.time(), phases)
+        version = LoadedVersion(
+            StepRef(ready.epoch, ready.step),
+            ready.version_digest,
+            sum(manifest.nbytes for manifest in parts),
+        )
+        self.applied(version, time.time(), phases, proof)
         return phases
 
     @contextmanager

@@ -103,8 +103,8 @@ async def test_versions_and_deltas_are_published_as_they_are_served(
         pytest.importorskip("megatron.core")
     config = make_config(
         trainer={"ranks": 2, "engine": engine, "warmup_steps": 0},
-        sync={"publish": form, "full_every": 4, "tensor_digests": True, "timeout": PATIENCE},
-        **SERVED,
+        sync={"publish": form, "full_every": 4, "timeout": PATIENCE},
+        explorer={**SERVED["explorer"], "proof": "served"},
     )
     model, _ = load_policy(config.model_folder, config.served_dtype)
     async with workers(rank_processes, config) as ask:

@@ -79,6 +79,7 @@ def weights_applied(fold: FoldState, event: WeightsApplied, envelope: Envelope) 
     explorer = _explorer(fold, envelope.producer)
     explorer.version = event.version
     explorer.digest = event.digest
+    explorer.proof = None if event.proof is None else event.proof.status
     explorer.applied_at = fold.now
     if explorer.requested_version is None or event.version >= explorer.requested_version:
         explorer.requested_version = explorer.requested_at = None

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 
-from trinity_schemas import StepReady, WeightManifest
+from trinity_schemas import StepReady, WeightManifest, WeightsProof
 
 from ...errors import StructuredError
 from ...weights.errors import CorruptPart
@@ -28,6 +28,14 @@ from .copy_target import ByteRange, CopyTarget, about_to_change, by_chunk, copy_
 from .partial_loads import PartialLoads
 from .speculative_load import SpeculativeLoad
 from .verify_model import check_installed
+
+
+class FilledModule(NamedTuple):
+    """Result of a load."""
+
+    manifests: list[WeightManifest]
+    """Manifests of the version's parts."""
+    proof: WeightsProof
 
 
 class BaseRequired(StructuredError):
@@ -55,8 +63,8 @@ def load_version(
     torn: PartialLoads | None = None,
     *,
     cast: bool = False,
-) -> list[WeightManifest]:
-    """Fill a module with the announced version, and return the manifests of its parts.
+) -> FilledModule:
+    """Fill a module with the announced version; return the manifests of its parts, and the proof.
 
     Memory use is one chunk, and one tensor if the module's tensors are on a GPU or not row-major.
     The transport may use more for chunks in flight.
@@ -110,8 +118,8 @@ def load_version(
                 about_to_change(module)
                 for part in parts:
                     _finish(part, ahead)
-                check_installed(module, manifests)
-            return manifests
+                proof = check_installed(module, manifests)
+            return FilledModule(manifests, proof)
         targets = find_targets(module)
         plan = plan_copies(targets, manifests, selection, cast=cast)
         if plan.twice:
@@ -121,8 +129,8 @@ def load_version(
             about_to_change(module)
             for part, copies in zip(parts, plan.parts, strict=True):
                 _fill(part, copies, destinations)
-            check_installed(module, manifests, selection, cast=cast)
-    return manifests
+            proof = check_installed(module, manifests, selection, cast=cast)
+    return FilledModule(manifests, proof)
 
 
 def _fill(part: OpenPart, plan: PartPlan, targets: dict[str, CopyTarget]) -> None:

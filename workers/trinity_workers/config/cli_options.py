@@ -28,7 +28,7 @@ OPTIONS = {
     "--weights": "sync.transport",
     "--publish": "sync.publish",
     "--weights-full-every": "sync.full_every",
-    "--weights-tensor-digests": "sync.tensor_digests",
+    "--proof": "explorer.proof",
     "--learning-rate": "trainer.learning_rate",
     "--seed": "seed",
     "--engine": "trainer.engine",

@@ -25,12 +25,12 @@ from ..tasks import absolute
 from .errors import BadSettings
 from .fields import collections, fields, general_path, sections
 from .other_names import (
-    VALUES,
     SettingNamedTwice,
     format_absent_value,
     format_alias,
     format_hint,
     is_section,
+    to_current_value,
     to_path,
 )
 from .rules.table import find_contradictions
@@ -226,8 +226,7 @@ class _Reader:
         if earlier != name:
             self._problems.append(f"{origin}: {SettingNamedTwice(path, (earlier, name))}")
             return
-        if isinstance(value, str):
-            value = VALUES.get(path, {}).get(value, value)
+        value = to_current_value(path, value)
         try:
             self._values[path] = _resolved(path, field.converted(value), base)
         except ValueError:  # msgspec's error is one

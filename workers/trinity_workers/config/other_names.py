@@ -3,7 +3,8 @@
 1. A name without a note means the same as the setting here: it is an alias, whose use is reported
    with a warning. A name with a note has another unit, other values, or another effect: it is
    refused with the setting here.
-2. A former name has the type, the default and the meaning of the current one. Configurations in the
+2. A former name has the meaning of the current one; its values are the same, or are in
+   :data:`VALUES`. Configurations in the
    log are read with former names, without a warning: their reader cannot change them.
 3. A configuration has one name of a setting; several are refused, even with the same value.
 
@@ -208,6 +209,7 @@ OTHER_NAMES: dict[str, tuple[OtherName, ...]] = {
         _verl(f"{_ROLLOUT}.tensor_model_parallel_size", "GPUs of one engine"),
         _trinity("explorer.rollout_model.tensor_parallel_size", "GPUs of one engine"),
     ),
+    "explorer.proof": (_former("sync.tensor_digests"),),
     "explorer.dtype": (_verl(f"{_ROLLOUT}.dtype"),),
     "rollouts.prompts_per_step": (
         _verl("data.train_batch_size"),
@@ -295,7 +297,9 @@ OTHER_NAMES: dict[str, tuple[OtherName, ...]] = {
 }
 """Other names of each setting that has one, by its path."""
 
-VALUES: dict[str, dict[str, str]] = {
+VALUES: dict[str, dict[Any, Any]] = {
+    # sync.tensor_digests was true or false.
+    "explorer.proof": {True: "served", False: None},
     "sync.method": {"online": "nccl", "offline": "checkpoint"},
     "sync.style": {
         "dynamic_by_trainer": "trainer_driven",
@@ -306,7 +310,7 @@ VALUES: dict[str, dict[str, str]] = {
         "reinforce_plus_plus_baseline": "reinforce++-baseline",
     },
 }
-"""Names that other projects have for values of settings, and the values."""
+"""Names that values of settings have under another name of the setting, and the values."""
 
 WITHOUT_EQUIVALENT: dict[str, str] = {
     **dict.fromkeys(
@@ -500,8 +504,13 @@ def to_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
         section = _copy_section(current, keys, create=True)
         if section is None or name in section:
             raise SettingNamedTwice(path, (former, path))
-        section[name] = value
+        section[name] = to_current_value(path, value)
     return current
+
+
+def to_current_value(path: str, value: Any) -> Any:
+    """Return the value of a setting for one that has another name."""
+    return VALUES.get(path, {}).get(value, value) if isinstance(value, str | bool) else value
 
 
 def _copy_section(

@@ -14,7 +14,7 @@ from trinity_schemas import RunTransport, Sampling
 from ..algorithms.settings import AlgorithmConfig
 from ..evaluation.settings import EvaluationConfig
 from ..rewards.settings import RewardsConfig
-from ..rollout_engines.base import SAMPLING_SETTINGS
+from ..rollout_engines.base import SAMPLING_SETTINGS, ProofName
 from ..section import Section
 from .errors import BadSettings
 from .other_names import to_current_names
@@ -107,6 +107,16 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     def explorers(self) -> int:
         """Explorers that the run starts with; none if the trainer's ranks answer."""
         return 0 if self.trainer.colocated else self.explorer.count
+
+    @property
+    def proof(self) -> ProofName:
+        """Return the check that a version must pass before an explorer serves it."""
+        return self.explorer.proof or ("served" if self.explorer.engine == "vllm" else "names")
+
+    @property
+    def publishes_tensor_digests(self) -> bool:
+        """Return True if explorers need them; vLLM's workers compare with the version itself."""
+        return self.proof == "served" and self.explorer.engine != "vllm"
 
     @property
     def pulls_in_ray(self) -> bool:

@@ -118,7 +118,7 @@ _DATA = {
     "algorithm.overlong": "mask buffer penalty limit",
     "algorithm.critic": "use clip learning_rate critic_warmup_steps",
     "algorithm.teacher": "divergence mixture",
-    "explorer": "count dtype deterministic groups_per_claim cpus gpus device wait_for_run",
+    "explorer": "count proof dtype deterministic groups_per_claim cpus gpus device wait_for_run",
     "rollouts": """
         prompts_per_step samples_per_prompt max_new_tokens temperature top_p top_k min_p
         repetition_penalty stop include_stop_str_in_output max_prompt_tokens
@@ -127,7 +127,7 @@ _DATA = {
         """,
     "sync": """
         style interval offset max_staleness when_stale method transport publish dtype full_every
-        tensor_digests timeout
+        timeout
         """,
     "evaluation": "timeout",
     f"evaluation.sets.{NAME}": """

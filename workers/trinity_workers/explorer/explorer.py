@@ -166,6 +166,7 @@ class Explorer:
             synchronizer=self._synchronizer,
             deterministic=config.explorer.deterministic,
             on_update=config.rollouts.on_update,
+            proof=config.proof,
             sampling_settings=config.sampling_settings,
             lora=config.model.lora,
             seed=config.seed,

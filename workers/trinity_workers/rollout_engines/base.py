@@ -33,6 +33,14 @@ SAMPLING_SETTINGS = ("top_p", "top_k", "min_p", "repetition_penalty", "stop")
 """Settings of :class:`~trinity_schemas.Sampling` that an engine may lack."""
 
 
+ProofName = Literal["names", "served"]
+"""Check of a version before it is served.
+
+`names`: each tensor was given once, and loaded. `served`: what the engine computes with is compared
+with what was published.
+"""
+
+
 class RolloutEngineError(TrinityError):
     """Raised if an engine cannot be made, or refuses a request."""
 
@@ -105,6 +113,8 @@ class EngineOptions:
     """If True, what is generated for an ordinal depends on its own requests alone."""
     on_update: OnUpdate = "finish"
     """Treatment of unfinished turns when a version is installed."""
+    proof: ProofName = "served"
+    """Check that a version must pass before it is served: `names` alone, or `served` too."""
     sampling_settings: frozenset[str] = frozenset()
     """Settings of :data:`SAMPLING_SETTINGS` that requests of the run have."""
     serves: StepRef | None = None

@@ -122,8 +122,8 @@ RULES: tuple[Rule, ...] = (
         "{trainer.colocated} generates with whole weights, and {model.lora.rank} trains adapters",
     ),
     OnlyWhen(
-        "explorer.count explorer.engine explorer.engine_options explorer.dtype explorer.cpus "
-        "explorer.gpus explorer.device explorer.wait_for_run",
+        "explorer.count explorer.engine explorer.engine_options explorer.proof explorer.dtype "
+        "explorer.cpus explorer.gpus explorer.device explorer.wait_for_run",
         is_any("trainer.colocated", False),
         "with {trainer.colocated} the trainer's ranks answer",
     ),

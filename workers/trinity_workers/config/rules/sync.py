@@ -42,14 +42,20 @@ RULES: tuple[Rule, ...] = (
         "choose another {sync.method}, or {sync.style} trainer_driven",
     ),
     OnlyWhen(
-        "sync.transport sync.publish sync.dtype sync.full_every sync.tensor_digests",
+        "sync.transport sync.publish sync.dtype sync.full_every",
         is_any("trainer.colocated", False),
         "with {trainer.colocated} no weights are published",
     ),
     OnlyWhen(
-        "sync.transport sync.publish sync.full_every sync.tensor_digests",
+        "sync.transport sync.publish sync.full_every",
         _MEMORY,
         "with {=sync.method} rank 0 sends full tensors, and none of them through memory",
+    ),
+    Requires(
+        is_any("explorer.proof", "served") & ~is_any("explorer.engine", "vllm"),
+        _MEMORY,
+        "{explorer.proof} served compares with digests of single tensors, which versions in memory "
+        "have alone",
     ),
     Requires(
         is_any("model.dtype", "bfloat16"),

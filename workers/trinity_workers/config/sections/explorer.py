@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from ...rollout_engines.base import ProofName
 from ...section import Section
 from ..types import Cpus, DtypeName, Gpus, Positive
 
@@ -24,6 +25,11 @@ class ExplorerConfig(Section, frozen=True, kw_only=True):
     """Rollout engine: `huggingface`, an entry point, `module:attribute`, `./file.py:attribute`."""
     engine_options: dict[str, Any] = msgspec.field(default_factory=dict)
     """Options that are given to the rollout engine by name."""
+    proof: ProofName | None = None
+    """Check that a version must pass before an explorer serves it. names: each tensor came once and
+    was loaded. served: what the engine computes with is compared with what was published, too; for
+    `huggingface` that takes a digest of each tensor, which lengthens publishing. Null is served for
+    `vllm`, and names for others."""
     dtype: DtypeName | None = None
     """Data type in which explorers serve the policy. Null is `model.dtype`."""
     deterministic: bool = False

@@ -56,9 +56,6 @@ class SyncConfig(Section, frozen=True, kw_only=True):
     full_every: Positive = 1
     """Weight versions from one published in full to the next; versions between them are deltas
     where these are smaller. 1 publishes all in full."""
-    tensor_digests: bool = False
-    """Digest each tensor separately too: explorers then digest their models' tensors before they
-    report a version as served, and manifests show the tensors that two versions share."""
     timeout: Seconds = 300.0
     """Maximum seconds of each wait for weights, experiences or a save, and for a server that is
     away."""

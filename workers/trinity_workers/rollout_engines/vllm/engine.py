@@ -35,8 +35,10 @@ from trinity_events.errors import (
     VersionUnavailable,
 )
 from trinity_events.system.error_text import ungrouped
+from trinity_events.weights.applying.verify_model import make_proof
 from trinity_events.weights.tensors import digest
-from trinity_schemas import AppliedPhases, StepReady, StepRef
+from trinity_events.weights.version_reader import LoadedVersion
+from trinity_schemas import AppliedPhases, StepReady, StepRef, WeightsProof
 
 from ..base import (
     EngineOptions,
@@ -58,7 +60,6 @@ from .options import (
 )
 from .reports import (
     FetchOutcome,
-    InstalledVersion,
     LoadReport,
     WorkerCannotLoad,
     WorkerFailure,
@@ -88,6 +89,7 @@ class VLLMEngine:
         self._engine = engine
         self._synchronizer = options.synchronizer
         self._base = options.serves
+        self._looks_inside = options.proof == "served"
         self._end_tokens = end_tokens
         manager = engine.engine_core.resources.engine_manager
         self._core = CoreWatch(() if manager is None else manager.processes)
@@ -298,12 +300,15 @@ class VLLMEngine:
                 with anyio.CancelScope(shield=True):
                     reports = await self._update(ready)
                 pause = time.monotonic() - pause_began
-        installed = InstalledVersion(
+        installed = LoadedVersion(
             StepRef(ready.epoch, ready.step), reports[0].digest, reports[0].bytes
         )
         verified_at = max(outcome.verified_at for outcome in fetched)
         phases = AppliedPhases(fetch=fetch, pause=pause)
-        await anyio.to_thread.run_sync(self._synchronizer.applied, installed, verified_at, phases)
+        proof = _join_proofs(reports, looked_inside=self._looks_inside)
+        await anyio.to_thread.run_sync(
+            self._synchronizer.applied, installed, verified_at, phases, proof
+        )
 
     @asynccontextmanager
     async def _new_turns_held(self) -> AsyncIterator[None]:
@@ -395,7 +400,7 @@ class VLLMEngine:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         await self._engine.start_weight_update()
-        update_info = {"ready": msgspec.json.encode(ready).decode(), "served": True}
+        update_info = {"ready": msgspec.json.encode(ready).decode(), "served": self._looks_inside}
         await self._engine.update_weights(WeightTransferUpdateRequest(update_info=update_info))
         reports = await self._engine.collective_rpc("trinity_report")
         return [msgspec.json.decode(report, type=LoadReport) for report in reports]
@@ -434,6 +439,16 @@ def _check_reports(reports: Sequence[LoadReport], version: StepRef) -> None:
             raise _not_as_published(version, "not loaded", report.unloaded)
         if report.differing:
             raise _not_as_published(version, "not served", report.differing)
+
+
+def _join_proofs(reports: Sequence[LoadReport], *, looked_inside: bool) -> WeightsProof:
+    """Return one proof of all workers: each has compared its slices."""
+    if not looked_inside:
+        return WeightsProof(status="unproven", checks=("names",))
+    unproven = {name for report in reports for name in report.unproven}
+    compared = {name for report in reports for name in report.compared} - unproven
+    seconds = max(report.proof_seconds for report in reports)
+    return make_proof(len(compared), sorted(unproven), seconds)
 
 
 def _not_as_published(version: StepRef, fault: Any, tensors: Sequence[str]) -> NotAsPublished:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -93,11 +92,3 @@ class LoadReport(Struct, kw_only=True):
     load_seconds: float = 0.0
     proof_seconds: float = 0.0
     failure: WorkerFailure | None = None
-
-
-class InstalledVersion(NamedTuple):
-    """Version that the workers have pulled and loaded, for the event."""
-
-    ref: StepRef
-    digest: str
-    bytes: int

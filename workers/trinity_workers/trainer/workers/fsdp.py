@@ -96,7 +96,7 @@ class TrainWorker(TrainingRank):
             role=ROLE,
             rank=self._rank,
             full_every=config.sync.full_every,
-            tensor_digests=config.sync.tensor_digests,
+            tensor_digests=config.publishes_tensor_digests,
             dtype=self._published_dtype,
             deadline=deadline,
         )
