@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -12,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.errors import assert_attributes, raises
 from tests.support.redis_servers import free_ports
 from tests.support.waits import PATIENCE, child, wait_until
-from trinity_events.errors import ServerUnreachable
+from trinity_events.errors import EmbeddedServerUnusable
 from trinity_events.server import EmbeddedServer, connect_sync
 from trinity_events.server.embedded import ServerTimeouts
 from trinity_events.system import file_locks
@@ -120,11 +122,11 @@ def holder(path):
 @pytest.mark.parametrize("name", ["start.lock", "users.lock"])
 def test_a_lock_that_another_process_holds_is_one_sentence_that_names_it(own_home, name):
     path = own_home / "redis" / name
-    with holder(path) as process, pytest.raises(ServerUnreachable) as caught:
+    refused = raises(EmbeddedServerUnusable, fault="lock", where=str(path))
+    with holder(path) as process, refused as caught:
         EmbeddedServer(own_home, timeouts=IMPATIENT).attached().__enter__()
-    assert f"the lock {path} " in str(caught.value)
-    assert f"process {process.pid} (" in str(caught.value)
-    assert "end it, or set TRINITY_HOME to another folder" in str(caught.value)
+    held_by = re.compile(rf"^process {process.pid} \(")
+    assert_attributes(caught.value.__cause__, path=path, holders=held_by)
     with EmbeddedServer(own_home).attached() as url, connect_sync(url) as client:
         assert client.ping(), "once it is free"
 

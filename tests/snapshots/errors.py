@@ -103,6 +103,26 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
             "another pipeline runs on the log of demo-1: leave it first",
         ),
     ],
+    "TransportRefused": [
+        (
+            {"fault": "name", "transport": "auto", "transports": ("shm", "redis")},
+            "there is no transport 'auto': shm, redis",
+        ),
+        (
+            {"fault": "rank", "transport": "collective"},
+            "only rank 0 is in the collective group: it sends the full weights",
+        ),
+        (
+            {"fault": "deltas", "transport": "cuda"},
+            "what changed is found on the host: cuda sends full versions",
+        ),
+    ],
+    "SubscriptionEnded": [
+        (
+            {},
+            "this subscription has ended with the error that it raised: subscribe again, from the last entry_id that you have",
+        ),
+    ],
     "MessageUndecodable": [
         (
             {"expected": "an event envelope", "reason": "Expected `int`"},

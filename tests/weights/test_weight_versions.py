@@ -33,6 +33,7 @@ from trinity_events.weights.errors import (
     CorruptChunk,
     CorruptManifest,
     FreedTensor,
+    TransportRefused,
     UnfillableTensor,
     UnfitTensor,
     UnpublishableName,
@@ -250,7 +251,7 @@ async def test_without_urls_the_embedded_servers_are_used_and_chunks_are_in_no_f
 
 
 def test_a_transport_that_there_is_not_is_refused_when_it_is_named(run_id):
-    with pytest.raises(ValueError, match="there is no transport 'auto': shm, ray, redis, coll"):
+    with raises(TransportRefused, fault="name", transport="auto"):
         Synchronizer(run_id, 1, transport="auto")
 
 

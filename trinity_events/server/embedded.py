@@ -216,7 +216,7 @@ class EmbeddedServer:
         try:
             lock(file.fileno(), Path(file.name), how, self._timeouts.lock)
         except LockHeld as error:
-            raise EmbeddedServerUnusable(file.name, str(error), fault="lock") from None
+            raise EmbeddedServerUnusable(file.name, str(error), fault="lock") from error
 
     def _answers(self) -> bool:
         """Return True if a server listens, also if it answers an error or nothing.

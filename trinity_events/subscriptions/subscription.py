@@ -56,6 +56,15 @@ class InvalidSubscription(StructuredError, ValueError):
     }
 
 
+class SubscriptionEnded(StructuredError, RuntimeError):
+    """A subscription is read again after it has raised an error."""
+
+    text = (
+        "this subscription has ended with the error that it raised: subscribe again, from the last "
+        "entry_id that you have"
+    )
+
+
 class SubscriptionNotOpen(StructuredError, RuntimeError):
     """A subscription is read before it is opened.
 
@@ -132,10 +141,7 @@ class Subscription(Generic[E]):
             return await anext(self._iterator)
         except StopAsyncIteration:
             # The iterator never ends without an error: a silent end would hide a loss.
-            raise RuntimeError(
-                "this subscription has ended with the error that it raised: subscribe again, "
-                "from the last entry_id that you have"
-            ) from None
+            raise SubscriptionEnded() from None
 
 
 def subscribe(

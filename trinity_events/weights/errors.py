@@ -332,3 +332,27 @@ class UnpublishableName(StructuredError, ValueError):
     @property
     def _shown(self) -> str:
         return self.name[:80]
+
+
+class TransportRefused(StructuredError, ValueError):
+    """A transport does not exist, or cannot be used in this way.
+
+    Attributes:
+        fault: ``name`` that does not exist, ``rank`` other than 0 in a group, or ``deltas``, which
+            no transport over GPU memory sends.
+        transport: Name of the transport.
+        transports: Names of those that exist.
+    """
+
+    fault: Literal["name", "rank", "deltas"]
+    transport: str
+    transports: tuple[str, ...] = ()
+    texts: ClassVar = {
+        "name": "there is no transport {transport!r}: {_transports}",
+        "rank": "only rank 0 is in the collective group: it sends the full weights",
+        "deltas": "what changed is found on the host: {transport} sends full versions",
+    }
+
+    @property
+    def _transports(self) -> str:
+        return ", ".join(self.transports)

@@ -10,6 +10,8 @@ from msgspec import Struct
 
 from trinity_schemas import TransportName
 
+from ..weights.errors import TransportRefused
+
 
 class SynchronizerSettings(Struct, frozen=True, kw_only=True):
     """Arguments of a :class:`~trinity_events.Synchronizer`, which documents them.
@@ -35,6 +37,4 @@ class SynchronizerSettings(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.transport not in get_args(TransportName):
-            raise ValueError(
-                f"there is no transport {self.transport!r}: {', '.join(get_args(TransportName))}"
-            )
+            raise TransportRefused("name", self.transport, get_args(TransportName))

@@ -35,6 +35,7 @@ from trinity_events.errors import (
     VersionNotStored,
 )
 from trinity_events.weights import model_digest
+from trinity_events.weights.errors import TransportRefused
 from trinity_events.weights.transports.collective.groups import backend_for
 from trinity_events.weights.transports.collective.messages import Channel, Hello
 from trinity_events.weights.transports.collective.rendezvous import own_address
@@ -625,5 +626,5 @@ def test_strangers_do_not_get_in(opened):
 
 def test_only_rank_0_sends(opened):
     trainer = opened("trainer")
-    with pytest.raises(ValueError, match="only rank 0 is in the collective group"):
+    with raises(TransportRefused, fault="rank", transport="collective"):
         trainer.publication(1, 1).begin()

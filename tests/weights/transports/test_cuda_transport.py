@@ -27,7 +27,7 @@ from trinity_events.system.shared_memory import available
 from trinity_events.weights import CudaStore, PartWriter, load_version
 from trinity_events.weights.deltas.tracker import LastPublished
 from trinity_events.weights.devices.digests import digest_all
-from trinity_events.weights.errors import CorruptPart, PartClosed
+from trinity_events.weights.errors import CorruptPart, PartClosed, TransportRefused
 from trinity_events.weights.transports import stores
 from trinity_events.weights.transports.cuda import CudaMemory, memory
 from trinity_events.weights.transports.cuda.block_pool import BlockSizes
@@ -298,7 +298,7 @@ def test_a_copy_that_there_is_no_memory_for_is_an_error_with_the_way_out(
 
 
 def test_deltas_are_refused(ours, part):
-    with pytest.raises(ValueError, match="cuda sends full versions"):
+    with raises(TransportRefused, fault="deltas", transport="cuda"):
         PartWriter(ours, part, last=LastPublished(2))
 
 

@@ -26,7 +26,7 @@ from trinity_schemas import (
 )
 
 from ...errors import TrinityError
-from ...weights.errors import FreedTensor, UnpublishableName
+from ...weights.errors import FreedTensor, TransportRefused, UnpublishableName
 from ..compatibility import plain_name
 from ..deltas.tracker import LastPublished
 from ..slices import ShardOffset
@@ -222,7 +222,7 @@ class PartWriter:
         self._sink = store.begin(part, chunk_bytes)
         self._on_device = self._sink if isinstance(self._sink, TensorSink) else None
         if self._on_device is not None and last is not None:
-            raise ValueError(f"what changed is found on the host: {store.name} sends full versions")
+            raise TransportRefused("deltas", store.name)
         self._into = None if isinstance(self._sink, TensorSink) else self._sink
         self._direct = self._sink if isinstance(self._sink, ZeroCopySink) else None
         self._pieces = self._sink if isinstance(self._sink, SegmentedSink) else None

@@ -11,7 +11,7 @@ from trinity_schemas import StepRef
 
 from ....diagnostics.waits import NO_REPORTS, WaitReporter
 from ....errors import GroupBroken, VersionNotStored
-from ....weights.errors import PartClosed
+from ....weights.errors import PartClosed, TransportRefused
 from ..base import Check, PartRef
 from ..chunk_slices import check_chunks, cut_chunks
 from .frames import FrameKind, FrameSender
@@ -119,7 +119,7 @@ class CollectiveStore:
     def begin(self, part: PartRef, chunk_bytes: int | None = None) -> CollectiveSink:
         """Begin a part. Raises GroupBroken if no explorer would receive it."""
         if part.rank != 0:
-            raise ValueError("only rank 0 is in the collective group: it sends the full weights")
+            raise TransportRefused("rank", self.name)
         self.listen(part.epoch)
         assert self._trainer is not None
         return CollectiveSink(self._trainer, part, chunk_bytes or CHUNK_BYTES)
