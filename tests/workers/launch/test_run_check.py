@@ -94,12 +94,13 @@ async def test_every_set_of_questions_is_checked(whole, tmp_path):
         "absent": {"questions": "absent.jsonl"},
     }
     config = whole(task={"sets": sets})
-    mistakes = await find_mistakes(config, tmp_path, alone=True, one_host=True)
+    mistakes = await find_mistakes(config, tmp_path, alone=True, ray_address=None)
     empty, absent = map(str, mistakes)
     assert "task.sets.empty: " in empty and "no file of questions" in absent
     del sets["empty"], sets["absent"]
     assert (
-        await find_mistakes(whole(task={"sets": sets}), tmp_path, alone=True, one_host=True) == []
+        await find_mistakes(whole(task={"sets": sets}), tmp_path, alone=True, ray_address=None)
+        == []
     )
 
 
@@ -119,7 +120,7 @@ async def test_every_source_of_questions_is_read_once(whole, tmp_path):
         task={"sets": {"a": {"questions": "counted.py:trained"}}},
         evaluation={"sets": {"held": {"questions": "counted.py:held"}, "tenth": {}}},
     )
-    assert await find_mistakes(config, tmp_path, alone=True, one_host=True) == []
+    assert await find_mistakes(config, tmp_path, alone=True, ray_address=None) == []
     assert (tmp_path / "reads").read_text().split() == ["trained", "held"]
 
 

@@ -69,14 +69,12 @@ class Explorer:
 
     def __init__(self, config: RunConfig, rank: int, device: str | None = None) -> None:
         enable_stack_dumps(config.run_id, f"{ROLE}-{rank}")
-        # Here, since both import torch, which a launcher does not need.
+        # Here, since it imports torch, which a launcher does not need.
         from trinity_events import Synchronizer
-
-        from .device import choose_device
 
         self.config = config
         self.rank = rank
-        self._device = choose_device(device or config.explorer.device)
+        self._device = device or config.explorer.device
         self._groups = 0
         self._turns = EngineTurns()
         self._exits = AsyncExitStack()
@@ -124,7 +122,15 @@ class Explorer:
         return this_process()
 
     def join(self) -> None:
-        """Join the collective group, before versions are sent to it that are not kept."""
+        """Join the collective group, before versions are sent to it that are not kept.
+
+        Raises:
+            DeviceMissing: if this process does not see the GPU that it is to serve on.
+        """
+        from .device import choose_device
+
+        # Not where the object is made: Ray passes no error on from there.
+        self._device = choose_device(self._device)
         if self.config.transport == "collective":
             self._synchronizer.join_weight_sync_group()
 
@@ -158,11 +164,13 @@ class Explorer:
         exempt_loaded_objects()
 
     def _make_engine(self) -> RolloutEngine:
+        from .device import choose_device
+
         config = self.config
         options = EngineOptions(
             model_folder=config.model_folder,
             dtype=config.served_dtype,
-            device=self._device,
+            device=choose_device(self._device),
             synchronizer=self._synchronizer,
             deterministic=config.explorer.deterministic,
             on_update=config.rollouts.on_update,
