@@ -10,7 +10,7 @@ pytest.importorskip("ray")
 from tests.support.faulty_proxy import Proxy
 from tests.support.run_processes import ended, small_run
 from tests.support.waits import PATIENCE, wait_until
-from trinity_schemas import RunOpened, StepTrained
+from trinity_schemas import LeaseExpired, RunOpened, StepTrained, TrainerStatusChanged
 
 pytestmark = [pytest.mark.processes, pytest.mark.heavy, pytest.mark.server]
 
@@ -20,6 +20,11 @@ CUT = 35.0
 
 def steps_trained(processes) -> int:
     return sum(isinstance(entry.event, StepTrained) for entry in processes.log())
+
+
+def find_last(processes, kind) -> int:
+    """Return the index of the last event of a kind; it is an error if there is none."""
+    return max(i for i, entry in enumerate(processes.log()) if isinstance(entry.event, kind))
 
 
 @pytest.mark.nightly(
@@ -46,6 +51,9 @@ def test_a_run_goes_on_after_its_trainers_link_was_cut_for_35_seconds(
         link.heal()
         wait_until(lambda: steps_trained(processes) >= reached + 3, patience=3 * PATIENCE)
         assert explorer.poll() is None
+        # Its lease expired in the outage, and it has said that it is back.
+        silent_at = find_last(processes, LeaseExpired)
+        wait_until(lambda: find_last(processes, TrainerStatusChanged) > silent_at)
         trainer.terminate()
         assert ended(trainer)[0] == 143
     opened = [entry for entry in processes.log() if isinstance(entry.event, RunOpened)]
