@@ -6,13 +6,15 @@ pytest.importorskip("ray")
 
 from trinity_workers.launch.actors import ActorDied
 from trinity_workers.launch.explorer_restarts import MOST_RESTARTS, explore_to_the_end
+from trinity_workers.rollout_engines import EngineEnded
 
 
 class Dying:
     """Actors of a run, one of which dies so many times before it explores to the end."""
 
-    def __init__(self, deaths):
+    def __init__(self, deaths, error=None):
         self.deaths = deaths
+        self.error = error
         self.calls = []
 
     async def replace(self, name, actor):
@@ -22,6 +24,8 @@ class Dying:
         self.calls.append(method)
         if method == "explore" and self.deaths:
             self.deaths -= 1
+            if self.error is not None:
+                raise self.error
             raise ActorDied(name, "killed by SIGKILL")
 
 
@@ -38,6 +42,13 @@ async def test_it_is_prepared_again_and_each_death_is_a_line_with_its_reason():
     assert actors.calls == ["explore", 1, "prepare", "explore", 2, "prepare", "explore"]
     assert "explorer-1 of the run died: killed by SIGKILL" in first
     assert f"restart 2 of {MOST_RESTARTS}" in second
+
+
+async def test_one_whose_engine_has_ended_is_started_again_too():
+    actors = Dying(1, EngineEnded("vLLM", "EngineCore"))
+    [line] = await explore(actors)
+    assert actors.calls == ["explore", 1, "prepare", "explore"]
+    assert "the process EngineCore of vLLM has ended" in line
 
 
 async def test_one_that_dies_again_and_again_ends_the_run():
