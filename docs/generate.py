@@ -226,7 +226,8 @@ def _refused(engine: str, method: str, style: str) -> str | None:
     sync = msgspec.convert({"method": method, "style": style}, SyncConfig)
     trainer = msgspec.convert({"engine": engine}, TrainerConfig)
     config = TrainConfig(sync=sync, trainer=trainer)
-    sentences = [sentence for _, sentence in find_contradictions(config, lambda path: f"`{path}`")]
+    conflicts = find_contradictions(config, lambda path: f"`{path}`")
+    sentences = [conflict.sentence for conflict in conflicts]
     return "; ".join(sentences) or None
 
 

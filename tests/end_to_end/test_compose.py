@@ -20,13 +20,14 @@ from typing import get_args
 
 import pytest
 
+from tests.support.errors import raises
 from tests.support.redis_servers import servers
 from tests.support.run_processes import Processes, ended, small_run
 from tests.support.waits import PATIENCE
 from trinity_events.server import connect_sync
 from trinity_events.server.access_rules import access_rules
 from trinity_schemas import RunKeys, SaveStrategy
-from trinity_workers.config.errors import BadSettings
+from trinity_workers.config.errors import LoggedSettingsUnreadable
 from trinity_workers.config.sections.checkpoints import CheckpointsConfig
 from trinity_workers.config.sections.explorer import ExplorerConfig
 from trinity_workers.config.train_config import TrainConfig
@@ -615,7 +616,7 @@ def test_settings_travel_as_text_and_bad_ones_are_refused():
     )
     assert placed.to_text() == settings.to_text()
     assert placed.checkpoints.strategy == "single_node"
-    with pytest.raises(BadSettings, match="have the same version"):
+    with raises(LoggedSettingsUnreadable, run_id="", reason=re.compile("steps")):
         TrainConfig.from_text('{"steps": 0}')
 
 

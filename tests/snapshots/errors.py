@@ -3,6 +3,7 @@
 A wording is changed in the class and here. ``tests/test_errors.py`` holds the two together.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ from tests.support.event_samples import SAMPLES
 from trinity_events.diagnostics.stacks import RunProcess
 from trinity_events.errors import DeadlineExceeded
 from trinity_events.weights.slices import CoverageFault
-from trinity_schemas import ExplorerExcluded, Producer, RewardErrorReported
+from trinity_schemas import ExplorerExcluded, Producer, RewardErrorReported, StepRef
 from trinity_schemas.events import SettingChange
-from trinity_workers.config.errors import BadSettings
+from trinity_workers.algorithms.errors import UnknownPreset
+from trinity_workers.config.errors import CommandRefused
 from trinity_workers.launch.explore import RunWait
 from trinity_workers.tasks import TaskError
 
@@ -1921,8 +1923,12 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "SeveralMistakes": [
         (
-            {"mistakes": (BadSettings("a is 1"), BadSettings("b is 2"))},
-            "a is 1\nerror: b is 2",
+            {"mistakes": (CommandRefused("start"), CommandRefused("run")), "fault": "all"},
+            "--fresh begins at step 1, and --from-step resumes: give one of them\nerror: train needs a configuration file, or the name of a run by --run",
+        ),
+        (
+            {"mistakes": (CommandRefused("start"), CommandRefused("run")), "fault": "first"},
+            "--fresh begins at step 1, and --from-step resumes: give one of them (1 more: see --check)",
         ),
     ],
     "NotEnoughSpace": [
@@ -2257,6 +2263,1127 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
         (
             {"fault": "reshard", "reason": "closed by peer", "culprit": 1},
             "the weights could not be resharded, because rank 1 died or was too slow: closed by peer",
+        ),
+    ],
+    "UnknownSetting": [
+        (
+            {"origin": "a.yaml", "name": "stepz", "nearest": "steps"},
+            "a.yaml: there is no setting stepz: is steps meant?",
+        ),
+        (
+            {"origin": "a.yaml", "name": "lr", "hint": "TRL's lr is trainer.learning_rate here"},
+            "a.yaml: there is no setting lr: TRL's lr is trainer.learning_rate here",
+        ),
+        (
+            {"origin": "--set x.y=1", "name": "x.y", "sections": ("model", "task")},
+            "--set x.y=1: there is no setting x.y: the sections are model, task",
+        ),
+    ],
+    "WrongValue": [
+        (
+            {
+                "origin": "a.yaml",
+                "name": "steps",
+                "value": "0",
+                "allowed": "an integer of at least 1",
+            },
+            "a.yaml: steps is 0, but must be an integer of at least 1",
+        ),
+        (
+            {
+                "origin": "a.yaml",
+                "name": "trainer.engine",
+                "value": '"tinker"',
+                "allowed": "one of fsdp, megatron, verl",
+                "reason": "write verl",
+            },
+            'a.yaml: trainer.engine is "tinker", but must be one of fsdp, megatron, verl: write verl',
+        ),
+    ],
+    "NoSection": [
+        (
+            {"origin": "a.yaml", "fault": "file", "value": "3"},
+            "a.yaml: the file holds 3, not sections",
+        ),
+        (
+            {"origin": "a.yaml", "fault": "section", "value": "3", "name": "rollouts"},
+            "a.yaml: rollouts is 3, but it is a section: write its fields below it",
+        ),
+        (
+            {"origin": "a.yaml", "fault": "name", "value": '"A b"', "name": "evaluation.sets"},
+            'a.yaml: evaluation.sets has "A b", but a name there has only lower-case letters, digits, - and _',
+        ),
+    ],
+    "SettingsContradict": [
+        (
+            {
+                "settings": ("model.lora.alpha", "model.lora.rank"),
+                "values": (8, 0),
+                "sentence": "model.lora.alpha is 8, and model.lora.rank 0 has no adapters: set model.lora.rank above 0, or leave it out",
+                "origin": "a.yaml: ",
+            },
+            "a.yaml: model.lora.alpha is 8, and model.lora.rank 0 has no adapters: set model.lora.rank above 0, or leave it out",
+        ),
+    ],
+    "PresetRefused": [
+        (
+            {
+                "origin": "a.yaml: ",
+                "error": UnknownPreset(name="dapoo", nearest="dapo", choices=("dapo", "grpo")),
+            },
+            "a.yaml: algorithm.preset: unknown preset 'dapoo': did you mean 'dapo'? the presets are dapo, grpo",
+        ),
+    ],
+    "ConfigUnreadable": [
+        (
+            {"origin": "a.yaml", "fault": "file", "reason": "No such file or directory"},
+            "a.yaml cannot be read: No such file or directory",
+        ),
+        (
+            {"origin": "a.yaml", "fault": "TOML", "reason": "Invalid value"},
+            "a.yaml is not TOML: Invalid value",
+        ),
+        (
+            {"origin": "a.yaml", "fault": "YAML", "reason": "expected ']'", "line": 3},
+            "a.yaml is not YAML at line 3: expected ']'",
+        ),
+        (
+            {"origin": "a.yaml", "fault": "YAML", "reason": "month must be in 1..12"},
+            "a.yaml is not YAML: month must be in 1..12",
+        ),
+        (
+            {"origin": "a.yaml", "fault": "ending"},
+            "a.yaml is neither .yaml, .yml nor .toml: give it such an ending",
+        ),
+        (
+            {"origin": "a.yaml", "fault": "pyyaml"},
+            "a.yaml cannot be read without pyyaml: pip install 'trinity-events[workers]', or write it as TOML",
+        ),
+        (
+            {"origin": "a.yaml", "fault": "twice", "line": 1, "name": "steps"},
+            "a.yaml: steps is given twice in the section at line 1: leave one out",
+        ),
+    ],
+    "BaseRefused": [
+        (
+            {"file": Path("a.yaml"), "fault": "path", "base": "3"},
+            "a.yaml: base is 3, but must be the path of another configuration",
+        ),
+        (
+            {
+                "file": Path("b.yaml"),
+                "fault": "circle",
+                "base": "a.yaml",
+                "files": (Path("a.yaml"), Path("b.yaml")),
+            },
+            "a.yaml -> b.yaml -> a.yaml: each is laid over the next: leave one out",
+        ),
+    ],
+    "CommandRefused": [
+        (
+            {"fault": "device", "setting": "gpu"},
+            "--device is gpu, but must be cpu, cuda or cuda:N",
+        ),
+        ({"fault": "start"}, "--fresh begins at step 1, and --from-step resumes: give one of them"),
+        ({"fault": "run"}, "train needs a configuration file, or the name of a run by --run"),
+        (
+            {"fault": "file", "setting": "steps=3"},
+            "--set steps=3 is laid over a file, and there is none: give it by --config",
+        ),
+        (
+            {"fault": "setting", "setting": "steps"},
+            "--set steps is no setting: write section.field=value, such as --set sync.interval=2",
+        ),
+    ],
+    "LoggedSettingsUnreadable": [
+        (
+            {"reason": "truncated"},
+            "the settings in the log cannot be read (truncated): do all processes of the run have the same version of trinity-events?",
+        ),
+        (
+            {"reason": "truncated", "run_id": "r"},
+            "the settings in the log of run r cannot be read (truncated): do all processes of the run have the same version of trinity-events?",
+        ),
+    ],
+    "TransportNotChosen": [
+        ({"run_id": "r"}, "no transport of the weights was chosen for run r"),
+    ],
+    "BuiltInModelRefused": [
+        (
+            {"fault": "task"},
+            "a task of your own needs a model of your own: set model.path to a Hugging Face folder (the small built-in model only answers the built-in tasks)",
+        ),
+        (
+            {"fault": "dtype", "dtype": "bfloat16"},
+            "model.dtype is bfloat16, and the built-in model is float32: set model.path, or leave model.dtype out",
+        ),
+    ],
+    "VerlSettingsRefused": [
+        (
+            {"fault": "server", "reason": ""},
+            "veRL's backend 'trinity' has no server: set engine_kwargs.trinity.redis_url in its configuration, or TRINITY_REDIS_URL in every process; trinity-events serve starts one",
+        ),
+        (
+            {"fault": "options", "reason": "Object contains unknown field `x`"},
+            "engine_kwargs.trinity of veRL's configuration cannot be used: Object contains unknown field `x`; it may have redis_url, weights_url, run_id, transport, full_every, deadline, device",
+        ),
+        (
+            {"fault": "deltas", "reason": ""},
+            "a collective group is sent full tensors, and engine_kwargs.trinity.full_every asks for deltas: leave that out, or choose another transport",
+        ),
+        (
+            {"fault": "run", "reason": "it has capitals"},
+            "engine_kwargs.trinity.run_id cannot be used: it has capitals",
+        ),
+    ],
+    "UnknownPreset": [
+        (
+            {"name": "dapoo", "nearest": "dapo", "choices": ("dapo", "grpo")},
+            "unknown preset 'dapoo': did you mean 'dapo'? the presets are dapo, grpo",
+        ),
+        (
+            {"name": "x", "nearest": None, "choices": ("dapo", "grpo")},
+            "unknown preset 'x': the presets are dapo, grpo",
+        ),
+    ],
+    "AlgorithmSettingRefused": [
+        (
+            {"path": "algorithm.dual_clip", "reason": "Expected `float` > 1"},
+            "algorithm.dual_clip cannot be used: Expected `float` > 1",
+        ),
+    ],
+    "AlgorithmContradiction": [
+        (
+            {
+                "settings": ("algorithm.advantage", "algorithm.critic.use"),
+                "values": ("gae", False),
+                "sentence": "advantage gae needs the values of a critic: set critic.use true",
+            },
+            "advantage gae needs the values of a critic: set critic.use true",
+        ),
+    ],
+    "FieldMissing": [
+        (
+            {"purpose": "advantage gae", "field": "values"},
+            "advantage gae needs values, which the batch does not have",
+        ),
+    ],
+    "LoneSample": [
+        (
+            {"group": 6},
+            "advantage rloo needs at least two samples of each prompt, and group 6 has one",
+        ),
+    ],
+    "LengthMissing": [
+        (
+            {"setting": "normalisation_length"},
+            "normalisation constant divides by a length: set normalisation_length",
+        ),
+        (
+            {"setting": "overlong.limit"},
+            "overlong.buffer is a share of a limit: set overlong.limit",
+        ),
+    ],
+    "RewardPartMissing": [
+        (
+            {"part": "right", "ordinal": 3, "parts": ("wrong",)},
+            "filters.part is 'right', and the reward of ordinal 3 has no such part: its parts are wrong",
+        ),
+        (
+            {"part": "right", "ordinal": 3, "parts": ()},
+            "filters.part is 'right', and the reward of ordinal 3 has no such part: its parts are none",
+        ),
+    ],
+    "DataProtoIncomplete": [
+        (
+            {"missing": ("responses", "uid")},
+            "the DataProto has no responses, uid: a batch needs them",
+        ),
+        (
+            {"missing": ()},
+            "the DataProto has no prompts: give raw_prompt_ids, or input_ids and attention_mask",
+        ),
+    ],
+    "ObjectUnusable": [
+        (
+            {
+                "kind": "task",
+                "name": "chess",
+                "fault": "unknown",
+                "choices": ("check", "sums"),
+                "nearest": "check",
+            },
+            "unknown task 'chess': did you mean 'check'? choose one of check, sums, or name your own as module:attribute or ./file.py:attribute",
+        ),
+        (
+            {"kind": "task", "name": "chess", "fault": "unknown"},
+            "unknown task 'chess': name your own as module:attribute or ./file.py:attribute",
+        ),
+        (
+            {"kind": "task", "name": "./a.py:", "fault": "form"},
+            "task './a.py:' is neither module:attribute nor ./file.py:attribute",
+        ),
+        (
+            {
+                "kind": "task",
+                "name": "./a.py:Sum",
+                "fault": "attribute",
+                "place": "./a.py",
+                "nearest": "Sums",
+            },
+            "./a.py has no 'Sum': did you mean 'Sums'?",
+        ),
+        (
+            {"kind": "task", "name": "./a.py:Sum", "fault": "attribute", "place": "./a.py"},
+            "./a.py has no 'Sum'",
+        ),
+        (
+            {"kind": "task", "name": "./a.py:Sum", "fault": "file", "place": "/x/a.py"},
+            "there is no file /x/a.py with the task",
+        ),
+        (
+            {"kind": "task", "name": "a:Sum", "fault": "module", "place": "a"},
+            "there is no module a: install it, or name its file as ./file.py:attribute",
+        ),
+        (
+            {
+                "kind": "task",
+                "name": "a:Sum",
+                "fault": "import",
+                "place": "a",
+                "reason": "ZeroDivisionError: division by zero",
+            },
+            "module a cannot be imported: ZeroDivisionError: division by zero",
+        ),
+        (
+            {
+                "kind": "task",
+                "name": "./a.py:Sum",
+                "fault": "import",
+                "place": "/x/a.py",
+                "reason": "ZeroDivisionError: division by zero",
+            },
+            "/x/a.py cannot be imported: ZeroDivisionError: division by zero",
+        ),
+        (
+            {"kind": "task", "name": "mine", "fault": "load", "reason": "ImportError: no"},
+            "task 'mine' cannot be loaded: ImportError: no",
+        ),
+    ],
+    "FunctionUnusable": [
+        (
+            {
+                "kind": "reward",
+                "name": "./a.py:r",
+                "fault": "callable",
+                "signature": "(question, answer)",
+            },
+            "reward './a.py:r' is no function of (question, answer)",
+        ),
+        (
+            {
+                "kind": "reward",
+                "name": "./a.py:r",
+                "fault": "method",
+                "signature": "(question, answer)",
+            },
+            "reward './a.py:r' is no function of (question, answer), and has no method 'reply'",
+        ),
+        (
+            {
+                "kind": "reward",
+                "name": "./a.py:r",
+                "fault": "arguments",
+                "signature": "(question, answer)",
+                "reason": "too many positional arguments",
+            },
+            "reward './a.py:r' is called with (question, answer), and takes others: too many positional arguments",
+        ),
+    ],
+    "TaskUnusable": [
+        (
+            {"task": "mine", "fault": "reward"},
+            "task 'mine' has no reward: name a function of (question, answer) in rewards.function, as module:attribute or ./file.py:attribute",
+        ),
+        ({"task": "mine", "fault": "options"}, "task 'mine' is no class, and takes no options"),
+        (
+            {
+                "task": "mine",
+                "fault": "attributes",
+                "missing": ("name", "held_out"),
+                "needed": ("name", "fingerprint", "question", "held_out"),
+            },
+            "task 'mine' has no name and no held_out: a task has name, fingerprint, question, held_out",
+        ),
+        (
+            {"task": "mine", "fault": "signature", "reason": "missing a required argument: 'top'"},
+            "task 'mine' does not take its options: missing a required argument: 'top'",
+        ),
+        (
+            {"task": "mine", "fault": "make", "reason": "ValueError: top must be positive"},
+            "task 'mine' cannot be made: ValueError: top must be positive",
+        ),
+    ],
+    "NoReward": [
+        (
+            {"source": "q.jsonl"},
+            "the answers to q.jsonl need a reward: name a function of (question, answer) in rewards.function, as module:attribute or ./file.py:attribute",
+        ),
+    ],
+    "TaskOptionsRefused": [
+        (
+            {"reason": "Object contains unknown field `shufle`", "allowed": ("chat", "shuffle")},
+            "options of the task: Object contains unknown field `shufle`; there are chat, shuffle",
+        ),
+    ],
+    "NoQuestions": [
+        (
+            {"source": "q.jsonl", "fault": "training"},
+            "q.jsonl has no question to train on: add questions",
+        ),
+        (
+            {"source": "q.jsonl", "fault": "held out"},
+            "q.jsonl has no question to train on: all of its questions are held out: add questions",
+        ),
+        (
+            {"source": "q.jsonl", "fault": "set", "setting": "evaluation.sets.a.questions"},
+            "evaluation.sets.a.questions: q.jsonl has no question",
+        ),
+    ],
+    "TooFewQuestions": [
+        (
+            {"task": "sums", "split": "held-out", "available": 3, "requested": 5},
+            "task 'sums' has only about 3 distinct held-out questions, and 5 were asked for: ask for fewer",
+        ),
+    ],
+    "QuestionUnencodable": [
+        (
+            {"task": "sums", "reason": "objects of type X are not supported"},
+            "a question of sums holds no JSON: objects of type X are not supported",
+        ),
+    ],
+    "SourceUnreadable": [
+        (
+            {"source": "q", "fault": "form"},
+            "'q' is no source of questions: give a file (.jsonl or .parquet), datasets:NAME, reasoning-gym:NAME, module:attribute or ./file.py:attribute",
+        ),
+        (
+            {"source": "q", "fault": "UTF-16"},
+            "q is UTF-16, and is read as UTF-8: convert it by iconv -t UTF-8 -f UTF-16",
+        ),
+        (
+            {"source": "q", "fault": "encoding", "line": 1, "reason": "0xf6"},
+            "line 1 of q is not UTF-8 (byte 0xf6): convert it by iconv -t UTF-8 -f LATIN1",
+        ),
+        (
+            {"source": "q", "fault": "JSON", "line": 1, "reason": "truncated"},
+            "line 1 of q is no JSON: truncated",
+        ),
+        ({"source": "q", "fault": "Parquet", "reason": "why"}, "q is no Parquet file: why"),
+        ({"source": "q", "fault": "text", "reason": "why"}, "q has text that is not UTF-8: why"),
+        ({"source": "q", "fault": "absent"}, "there is no file of questions at q"),
+        (
+            {"source": "q", "fault": "file", "reason": "Permission denied"},
+            "q cannot be read: Permission denied",
+        ),
+        ({"source": "q", "fault": "load", "reason": "why"}, "q cannot be loaded: why"),
+        ({"source": "q", "fault": "family", "reason": "why"}, "q cannot be made: why"),
+        (
+            {"source": "q", "fault": "object", "reason": "ValueError: not this one"},
+            "q gives no questions: ValueError: not this one",
+        ),
+    ],
+    "AnswersMissing": [
+        (
+            {"source": "q.jsonl", "field": "anwser", "reason": "did you mean 'answer'?"},
+            "no record of q.jsonl has an answer in its field 'anwser': did you mean 'answer'?: name another in task.answer, or set that to null if the reward needs none",
+        ),
+    ],
+    "RecordRefused": [
+        (
+            {"source": "q.jsonl", "record": 2, "fault": "kind", "reason": "list"},
+            "record 2 of q.jsonl is list, not a mapping of fields to values",
+        ),
+        (
+            {
+                "source": "q.jsonl",
+                "record": 2,
+                "fault": "field",
+                "reason": "it has a, b",
+                "field": "prompt",
+            },
+            "record 2 of q.jsonl has no field 'prompt' for the prompt: it has a, b",
+        ),
+        (
+            {"source": "q.jsonl", "record": 2, "fault": "number", "reason": "nan"},
+            "record 2 of q.jsonl has the answer nan, and JSON has no such number",
+        ),
+        (
+            {"source": "q.jsonl", "record": 2, "fault": "prompt", "reason": "Expected `str`"},
+            "record 2 of q.jsonl: the prompt is neither text nor chat messages (Expected `str`)",
+        ),
+        (
+            {"source": "q.jsonl", "record": 2, "fault": "JSON", "reason": "why"},
+            "record 2 of q.jsonl holds what JSON cannot: why",
+        ),
+        (
+            {"source": "q.jsonl", "record": 2, "fault": "empty"},
+            "record 2 of q.jsonl has an empty prompt, or a message without a role",
+        ),
+        (
+            {"source": "q.jsonl", "record": 2, "fault": "parts", "reason": "audio and image"},
+            "record 2 of q.jsonl has a message with audio and image, and the policies here read text alone: leave such questions out, or write text in the place of these parts",
+        ),
+    ],
+    "EnvironmentFailed": [
+        (
+            {"name": "./t.py:T", "fault": "reply", "reason": "7"},
+            "environment ./t.py:T returned 7, neither text, nor messages with role and content, nor None",
+        ),
+        (
+            {"name": "./t.py:T", "fault": "slow", "reason": " in tool at line 3", "deadline": 3.0},
+            "environment ./t.py:T did not reply within 3 s in tool at line 3",
+        ),
+        (
+            {"name": "./t.py:T", "fault": "ended", "reason": "killed by SIGKILL"},
+            "environment ./t.py:T ended its process (killed by SIGKILL)",
+        ),
+        (
+            {"name": "./t.py:T", "fault": "garbled", "reason": "truncated"},
+            "environment ./t.py:T garbled its reply (truncated)",
+        ),
+        (
+            {"name": "./t.py:T", "fault": "raised", "reason": "ValueError: no such tool"},
+            "environment ./t.py:T failed: ValueError: no such tool",
+        ),
+        (
+            {"name": "./t.py:T", "fault": "slow load", "deadline": 60.0},
+            "environment ./t.py:T was not loaded within 60 s",
+        ),
+        (
+            {"name": "./t.py:T", "fault": "ended load", "reason": "it exited with status 5"},
+            "environment ./t.py:T ended its process while it was loaded (it exited with status 5)",
+        ),
+        (
+            {"name": "./t.py:T", "fault": "load", "reason": "./t.py has no 'T'"},
+            "environment ./t.py:T cannot be loaded: ./t.py has no 'T'",
+        ),
+        (
+            {"name": "./t.py:T", "fault": "early"},
+            "environment ./t.py:T replied before it was asked",
+        ),
+    ],
+    "NotServing": [
+        ({}, "the rollout engine serves no weight version: install one first"),
+        (
+            {"way_out": "generate in a block of serving()"},
+            "the rollout engine serves no weight version: generate in a block of serving()",
+        ),
+    ],
+    "EngineOptionsRefused": [
+        (
+            {
+                "engine": "huggingface",
+                "reason": "Object contains unknown field `max_batches`",
+                "allowed": ("max_batch",),
+            },
+            "options of the rollout engine huggingface: Object contains unknown field `max_batches`; there is max_batch",
+        ),
+    ],
+    "InstallRefused": [
+        (
+            {"step": 3, "fault": "synchronizer"},
+            "step 3 cannot be installed: the rollout engine has no synchronizer to install from",
+        ),
+        (
+            {"step": 3, "fault": "ranks"},
+            "step 3 cannot be installed: the engine serves the weights of the trainer in its processes, in a block of serving()",
+        ),
+    ],
+    "PromptRefused": [
+        ({"ordinal": 4, "tokens": 0, "turn": 0}, "ordinal 4 has an empty prompt"),
+        (
+            {"ordinal": 4, "tokens": 256, "turn": 0, "room": 256},
+            "ordinal 4 has 256 tokens before turn 0, and the model has room for 256: leave it out, or shorten it",
+        ),
+    ],
+    "UpdateModeNotSupported": [
+        (
+            {"engine": "./e.py:make", "on_update": "keep_cache", "modes": ("finish",)},
+            "rollouts.on_update is keep_cache, and the rollout engine ./e.py:make knows finish only: choose that, or another explorer.engine",
+        ),
+    ],
+    "AdaptersNotSupported": [
+        (
+            {"engine": "./e.py:make"},
+            "the rollout engine ./e.py:make applies no versions of adapters: set model.lora.rank 0, or another explorer.engine",
+        ),
+        (
+            {},
+            "ranks generate with whole weights, and the policy trains adapters (model.lora.rank): let explorers generate, or leave the adapters out",
+        ),
+    ],
+    "OnlyTrains": [
+        (
+            {"engine": "Mine"},
+            "Mine only trains: let explorers answer the rollouts (trainer.colocated false)",
+        ),
+    ],
+    "OtherTaskSet": [
+        (
+            {"subject": "ordinal 3", "requested": "sha256:0", "own": "sha256:1"},
+            "ordinal 3 asks for a task set with the fingerprint sha256:0, and this explorer holds sha256:1: give trainer and explorers the same questions",
+        ),
+        (
+            {
+                "subject": "run r",
+                "requested": "sha256:0",
+                "own": "sha256:1",
+                "explorer": "explorer-1",
+            },
+            "run r asks for a task set with the fingerprint sha256:0, and explorer-1 holds sha256:1: give trainer and explorers the same questions",
+        ),
+    ],
+    "PromptTooLong": [
+        (
+            {"ordinal": 3, "tokens": 300, "room": 256},
+            "the prompt of ordinal 3 has 300 tokens, and the model has room for 256: leave the question out, or shorten it",
+        ),
+        (
+            {"ordinal": 3, "tokens": 300, "room": 256, "setting": "rollouts.max_prompt_tokens"},
+            "the prompt of ordinal 3 has 300 tokens, and rollouts.max_prompt_tokens is 256: leave the question out, or allow more tokens",
+        ),
+    ],
+    "OtherVersion": [
+        (
+            {
+                "ordinal": 3,
+                "oldest": StepRef(epoch=1, step=5),
+                "exact": True,
+                "served": StepRef(epoch=1, step=4),
+            },
+            "ordinal 3 needs the version of epoch 1, step 5, and the engine served that of epoch 1, step 4: install it before answering",
+        ),
+        (
+            {
+                "ordinal": 3,
+                "oldest": StepRef(epoch=1, step=5),
+                "exact": False,
+                "served": StepRef(epoch=1, step=4),
+            },
+            "ordinal 3 needs the version of epoch 1, step 5 or a later one, and the engine served that of epoch 1, step 4: install it before answering",
+        ),
+    ],
+    "RoleRefused": [
+        (
+            {
+                "fault": "unknown",
+                "worker": "Actor",
+                "role": "nonsense",
+                "choices": ("actor", "ref"),
+            },
+            "unknown role 'nonsense': take one of actor, ref",
+        ),
+        (
+            {
+                "fault": "part",
+                "worker": "Actor",
+                "role": "ref",
+                "method": "update_actor",
+                "part": "actor",
+            },
+            "update_actor needs the part actor, and this Actor was started with role='ref'",
+        ),
+        (
+            {"fault": "save", "worker": "Actor"},
+            "this Actor trains nothing, so it has nothing to save: save the role that trains",
+        ),
+        (
+            {
+                "fault": "checkpoint",
+                "worker": "Actor",
+                "method": "load_checkpoint",
+                "choices": ("reference",),
+            },
+            "load_checkpoint is of a policy or a critic, and this Actor has reference alone",
+        ),
+        (
+            {
+                "fault": "model",
+                "worker": "Actor",
+                "part": "critic",
+                "choices": ("policy", "reference"),
+            },
+            "this Actor has no critic: it was started with policy, reference",
+        ),
+        (
+            {"fault": "init", "worker": "Actor"},
+            "the role has no models yet: call init_model() first",
+        ),
+        (
+            {"fault": "reward model", "worker": "Rewards"},
+            "the run has no reward model: set rewards.reward_model",
+        ),
+    ],
+    "VerlUnusable": [
+        (
+            {"reason": "No module named 'verl'", "module": "verl"},
+            "trainer.engine verl needs veRL 0.8 or newer, and there is no module verl: install trinity-events[verl], then verl with --no-deps",
+        ),
+        (
+            {"reason": "cannot import name 'x' from 'trl'"},
+            "veRL's engine does not go with what is installed: cannot import name 'x' from 'trl'",
+        ),
+    ],
+    "DeviceRefused": [
+        (
+            {"device": "cpu"},
+            "megatron-core computes on the GPU where there is one, and not on cpu: give each rank its own, or hide them all (CUDA_VISIBLE_DEVICES=)",
+        ),
+    ],
+    "RecomputeRefused": [
+        (
+            {"model": "Mixes"},
+            "Mixes cannot compute its activations again: set trainer.recompute false",
+        ),
+    ],
+    "PackingRefused": [
+        (
+            {"model": "Mixes"},
+            "Mixes lets packed samples attend to one another: set trainer.packing false",
+        ),
+    ],
+    "UnsupportedModel": [
+        (
+            {"model_type": "gpt2", "supported": ("qwen2", "llama")},
+            "a Megatron model cannot be made of 'gpt2': choose qwen2, llama",
+        ),
+        (
+            {"model_type": "llama", "feature": "a sliding window"},
+            "the model asks for a sliding window, which the Megatron engine does not support",
+        ),
+    ],
+    "MemoryAway": [
+        ({}, "the model's parameters were moved to the host: compute in a block of resident()"),
+    ],
+    "_NormNotFinite": [
+        ({}, "the norm of the gradients is not finite"),
+    ],
+    "ShardsRefused": [
+        (
+            {"fault": "FSDP1"},
+            "FSDP1 keeps flat parameters, which are no shards of tensors: upload with strategy=PublishFull()",
+        ),
+        (
+            {"fault": "adapters"},
+            "the model has adapters (PEFT), which an engine merges, or leaves out, as it gathers: upload with strategy=PublishFull()",
+        ),
+        (
+            {"fault": "placement", "tensor": "w", "placement": "Partial()"},
+            "w is laid out as Partial(): upload with strategy=PublishFull()",
+        ),
+        (
+            {"fault": "shape", "tensor": "w", "shape": (2, 3), "expected": (4, 3)},
+            "w has a shard of (2, 3), where (4, 3) was expected: upload with strategy=PublishFull()",
+        ),
+    ],
+    "LayoutRefused": [
+        (
+            {"fault": "sizes"},
+            "sizes are 1 or more, and virtual pipeline stages 2 or more or left out",
+        ),
+        (
+            {"fault": "ranks", "tensor": 3, "ranks": 2},
+            "2 ranks cannot hold replicas of 3 ranks each (tensor 3 x pipeline 1 x context 1): take a multiple of that, or smaller sizes",
+        ),
+        ({"fault": "virtual"}, "virtual pipeline stages need a pipeline of two ranks or more"),
+        (
+            {"fault": "experts", "expert": 4, "ranks": 2},
+            "experts cannot be divided over 4 ranks: the 2 of a pipeline stage are no multiple of tensor 1 x expert 4",
+        ),
+        (
+            {"fault": "tensor", "tensor": 2, "expert": 2},
+            "experts and tensors cannot be spread together: megatron-core asks for sequence parallelism there, which this engine does not support: leave tensor or expert at 1",
+        ),
+        (
+            {"fault": "mixture", "tensor": 2},
+            "a mixture of experts cannot be tensor-parallel: megatron-core asks for sequence parallelism there, which this engine does not support: leave tensor at 1",
+        ),
+        (
+            {"fault": "context", "context": 2},
+            "context parallelism is not supported: this engine gives every rank whole sequences, and log-probabilities would be wrong: leave context at 1",
+        ),
+        (
+            {"fault": "sequence"},
+            "sequence parallelism is not supported: this engine does not pad sequences to a multiple of the tensor-parallel ranks: leave sequence_parallel out",
+        ),
+        (
+            {"fault": "other"},
+            "this process trains a model of another layout: call leave() first, or take its layout",
+        ),
+        (
+            {"fault": "parts", "what": "layers", "count": 2, "parts": 4},
+            "the model's 2 layers cannot be divided into 4 parts",
+        ),
+        (
+            {"fault": "no experts", "expert": 2, "folder": Path("/x")},
+            "trainer.expert_parallel is 2, and the model in /x has no experts: leave it out, or take a mixture of experts",
+        ),
+    ],
+    "CheckpointFailed": [
+        (
+            {"rank": 1, "reason": "No space left on device"},
+            "rank 1 could not write: No space left on device",
+        ),
+    ],
+    "ForeignCheckpoint": [
+        (
+            {"path": Path("/x"), "fault": "incomplete"},
+            "/x holds no complete Megatron checkpoint (no metadata.json): its save was not finished, or it is of another format",
+        ),
+        (
+            {"path": Path("/x"), "fault": "FP8", "key": "layer._extra_state"},
+            "/x has a state of FP8 layers (layer._extra_state), which this engine does not use and Transformer Engine would unpickle: save the checkpoint without FP8",
+        ),
+        (
+            {"path": Path("/x"), "fault": "format", "key": "zarr"},
+            "/x is a checkpoint of the format zarr: only torch_dist can be read",
+        ),
+        (
+            {"path": Path("/x"), "fault": "values", "key": "w", "missing": 3},
+            "/x holds no complete w: 3 values are missing",
+        ),
+        (
+            {"path": Path("/x"), "fault": "shape", "key": "w", "shape": (2, 3)},
+            "/x has no w of the shape (2, 3): is huggingface/config.json beside it the one of this model?",
+        ),
+    ],
+    "UnreadablePart": [
+        (
+            {"rank": 1, "folder": Path("/x"), "reason": "Input/output error"},
+            "rank 1 could not read /x: Input/output error",
+        ),
+    ],
+    "OptimizerNotLoadable": [
+        (
+            {},
+            'megatron-core 0.16 cannot load its distributed optimizer\'s state without Apex or Transformer Engine, so it is not saved: use the ordinary optimizer, or save the model alone (checkpoint_manager.checkpoint_save_contents = ["model"])',
+        ),
+        (
+            {"folder": Path("/x/training")},
+            "megatron-core 0.16 cannot load its distributed optimizer's state without Apex or Transformer Engine: use the ordinary optimizer, or remove /x/training to go on with the weights alone",
+        ),
+    ],
+    "AdaptersRefused": [
+        (
+            {"folder": Path("/x"), "fault": "adapters"},
+            "/x has adapters, and the run trains the policy itself: set model.lora as it was, or begin anew with --fresh",
+        ),
+        (
+            {"folder": Path("/x"), "fault": "none"},
+            "/x has no adapter_config.json, and the run trains adapters: set model.lora.rank 0 as it was, or begin anew with --fresh",
+        ),
+        (
+            {"folder": Path("/x"), "fault": "setting", "setting": "rank"},
+            "the adapters in /x have another model.lora.rank than the run: set it as it was, or begin anew with --fresh",
+        ),
+        (
+            {"folder": Path("/x"), "fault": "base", "trained": "/a", "base": "/b"},
+            "the adapters in /x were trained on the weights of /a, and those of /b are others: set model.path to the same weights, or begin anew with --fresh",
+        ),
+        (
+            {"folder": Path("/x"), "fault": "given", "base": "/b"},
+            "the weights in /b are not those that the adapters were trained on: give the folder of their base with --base",
+        ),
+        (
+            {"folder": Path("/x"), "fault": "unreadable", "reason": "truncated"},
+            "/x, which names the base of the adapters, cannot be read (truncated)",
+        ),
+    ],
+    "SourceRefused": [
+        (
+            {"folder": Path("/x"), "fault": "target"},
+            "/x exists already: give another folder, or remove it",
+        ),
+        (
+            {"folder": Path("/x"), "fault": "absent"},
+            "/x is no folder: give the folder of the model",
+        ),
+        (
+            {"folder": Path("/x"), "fault": "form"},
+            "/x is neither a Hugging Face folder (config.json) nor a Megatron checkpoint (model/metadata.json) nor one of FSDP (model_world_size_N_rank_0.pt)",
+        ),
+        (
+            {"folder": Path("/x"), "fault": "description"},
+            "/x lacks huggingface/config.json, which says what its weights are of: copy the model's there",
+        ),
+        (
+            {"folder": Path("/x"), "fault": "unknown model", "reason": "no model type"},
+            "/x/config.json describes no model that can be converted: no model type",
+        ),
+        (
+            {"folder": Path("/x"), "fault": "weights", "reason": "no weights are in /x"},
+            "no weights are in /x",
+        ),
+        (
+            {"folder": Path("/x"), "fault": "dtypes", "tensor": "w", "dtypes": "float32, bfloat16"},
+            "/x: the tensors of w, over all layers, have several dtypes (float32, bfloat16), and a Megatron checkpoint stores them in one: save the model so",
+        ),
+        (
+            {
+                "folder": Path("/x"),
+                "fault": "dtype",
+                "tensor": "w",
+                "dtypes": "float64",
+                "allowed": "float32, bfloat16",
+            },
+            "/x: w is float64, which cannot be converted: save it in one of float32, bfloat16",
+        ),
+    ],
+    "AdapterConversionRefused": [
+        ({"folder": Path("/x"), "fault": "kind"}, "/x describes no plain LoRA: merge it with PEFT"),
+        (
+            {"folder": Path("/x"), "fault": "layer", "tensor": "w"},
+            "/x has no layer for the adapter w: give the adapters' own base with --base",
+        ),
+        (
+            {"folder": Path("/x"), "fault": "half", "tensor": "w"},
+            "/x lacks w, half of an adapter: copy the whole folder again",
+        ),
+        (
+            {"folder": Path("/x"), "fault": "base"},
+            "the base of the adapters is not in /x: give its folder with --base",
+        ),
+        (
+            {"folder": Path("/x"), "fault": "no adapters"},
+            "/x has no adapters: leave --adapter and --base out",
+        ),
+    ],
+    "RankOfGroup": [
+        ({}, "this process is a rank of a group: convert in one of its own"),
+    ],
+    "ReshardRefused": [
+        (
+            {"fault": "ranks", "folder": Path("/x"), "ranks": (1, 2)},
+            "/x has shards of 1 and 2 ranks: start as many ranks as one of them",
+        ),
+        (
+            {"fault": "tensor", "folder": Path("/x"), "tensor": "w"},
+            "/x has no tensor w: is its config.json another's?",
+        ),
+        (
+            {"fault": "model", "tensor": "w"},
+            "the saved shards and the model here do not both have w: is it a checkpoint of this model?",
+        ),
+        ({"fault": "joined"}, "only tensors that FSDP shards by rows can be joined"),
+        (
+            {"fault": "loaded"},
+            "only tensors that FSDP shards by rows load at another number of ranks",
+        ),
+        (
+            {"fault": "rows", "saved": 3, "rows": 4},
+            "the saved shards have 3 rows of a tensor that has 4 here: is it a checkpoint of this model?",
+        ),
+    ],
+    "ObjectStoreUnusable": [
+        (
+            {"url": "s3://a", "what": "cannot be read", "reason": "Access Denied"},
+            "s3://a cannot be read: Access Denied",
+        ),
+    ],
+    "CopyDamaged": [
+        (
+            {
+                "url": "s3://a",
+                "what": "cannot be read",
+                "reason": "m.pt is not the file that was copied",
+            },
+            "s3://a cannot be read: m.pt is not the file that was copied",
+        ),
+    ],
+    "_ObjectChanged": [
+        ({"path": "a/m.pt", "fault": "gone"}, "a/m.pt is not there, and was copied"),
+        ({"path": "a/m.pt", "fault": "changed"}, "a/m.pt is not the file that was copied"),
+    ],
+    "UnclearGrade": [
+        ({"fault": "cut off"}, "was cut off before its grade: raise its limit of tokens"),
+        (
+            {"fault": "long", "length": 9000, "limit": 4000},
+            "gave 9000 characters, of which at most 4000 are read",
+        ),
+        ({"fault": "none"}, "gave no grade"),
+        (
+            {"fault": "no grade", "line": "'well done'"},
+            "gave no grade: its last line is 'well done'",
+        ),
+        (
+            {"fault": "range", "grade": 11.0, "best": 10.0},
+            "gave the grade 11, which is not from 0 to 10",
+        ),
+        ({"fault": "several", "line": "8, 6"}, "gave several grades: 8, 6"),
+        (
+            {"fault": "scale", "grade": 5.0, "best": 10.0},
+            "named a scale up to 5, and the best grade is 10",
+        ),
+        (
+            {"fault": "no number", "line": "'Grade: A'"},
+            "gave a grade that is no number: 'Grade: A'",
+        ),
+        ({"fault": "unclear", "line": "'8th'"}, "gave no clear grade: '8th'"),
+        (
+            {"fault": "no best", "line": "'3/0'"},
+            "gave a grade of a scale without a best grade: '3/0'",
+        ),
+        (
+            {"fault": "two ways", "line": "1,000"},
+            "gave 1,000, which may be a thousand or a decimal number",
+        ),
+        ({"fault": "text", "line": "7.5.2"}, "gave 7.5.2, which is no number"),
+        ({"fault": "infinite", "grade": math.inf}, "gave the grade inf"),
+    ],
+    "Unusable": [
+        ({"fault": "status", "status": 503, "reason": ": busy"}, "answered 503: busy"),
+        ({"fault": "format", "reason": "truncated"}, "sent what is no chat completion: truncated"),
+        ({"fault": "empty"}, "gave no grade"),
+        ({"fault": "cut off"}, "was cut off before its grade: raise its limit of tokens"),
+        ({"fault": "unclear", "reason": "gave no grade"}, "gave no grade"),
+    ],
+    "PolicyUnreadable": [
+        (
+            {"what": "the tokenizer in /x cannot be loaded", "reason": "no vocabulary"},
+            "the tokenizer in /x cannot be loaded: no vocabulary",
+        ),
+    ],
+    "NoModel": [
+        (
+            {"model": "policy", "folder": Path("/x"), "setting": "model.path"},
+            "no policy in /x: config.json is missing: set model.path to a Hugging Face folder",
+        ),
+    ],
+    "FilesUnreadable": [
+        (
+            {"user": 1000, "path": Path("/x/model.safetensors"), "folder": Path("/x")},
+            "user 1000 cannot read /x/model.safetensors: its owner allows it by chmod -R a+rX /x",
+        ),
+    ],
+    "TokenizerRefused": [
+        (
+            {"folder": Path("/x"), "fault": "size", "tokens": 300, "vocabulary": 256},
+            "the tokenizer in /x has 300 tokens, and its model knows 256: they are not of one model",
+        ),
+        (
+            {"folder": Path("/x"), "fault": "end"},
+            "the tokenizer in /x has no end of sequence (eos_token): set it in tokenizer_config.json",
+        ),
+        (
+            {"folder": Path("/x"), "fault": "teacher"},
+            "the teacher in /x has other tokens than the policy, whose samples it is to judge: set algorithm.teacher.path to a model with the policy's tokenizer",
+        ),
+    ],
+    "HeadRefused": [
+        (
+            {"folder": Path("/x"), "fault": "score"},
+            "the reward model in /x has no linear head called score, as transformers' classifiers of causal language models have: take one of those",
+        ),
+        (
+            {"folder": Path("/x"), "fault": "outputs", "outputs": 3},
+            "the model in /x gives 3 outputs a token, and a critic or a reward model gives one: take a model with num_labels 1",
+        ),
+        (
+            {"folder": Path("/x"), "fault": "none"},
+            "the model in /x has no head of rewards: take a Hugging Face folder of a model for sequence or token classification",
+        ),
+    ],
+    "AdapterTargetRefused": [
+        (
+            {"folder": Path("/x"), "layer": "q_porj", "fault": "absent"},
+            "the model in /x has no linear layer q_porj: name others in model.lora.target_modules",
+        ),
+        (
+            {"folder": Path("/x"), "layer": "lm_head", "fault": "no linear layer"},
+            "lm_head of the model in /x is no linear layer below the output head, and only those take adapters: leave it out of model.lora.target_modules",
+        ),
+    ],
+    "FusedLossRefused": [
+        (
+            {"fault": "head", "head": "Sequential"},
+            "the model has no linear head but Sequential: set trainer.fused_loss false",
+        ),
+        (
+            {"fault": "logits"},
+            "the model changes logits after its head: set trainer.fused_loss false",
+        ),
+    ],
+    "NoChatTemplate": [
+        (
+            {},
+            "a prompt has chat messages, and the model's tokenizer has no chat template: ask questions of text, or add chat_template.jinja to the model's folder",
+        ),
+    ],
+    "ReplyRefused": [
+        (
+            {"role": "tool", "reason": "no tools"},
+            "the chat template refuses a reply of the role 'tool': no tools; let the environment return a message with a role that the template knows",
+        ),
+        ({}, "the chat template leaves out the policy's turn before a reply"),
+    ],
+    "MixRefused": [
+        ({"fault": "none"}, "there is no set of questions to mix: name one in task.sets"),
+        (
+            {"fault": "weight", "name": "small", "weight": -1.0},
+            "task.sets.small.weight is -1, and a weight is a number above 0: leave out a set that is not to be asked",
+        ),
+        (
+            {"fault": "source", "name": "small"},
+            "task.sets.small has no source: set task.sets.small.questions",
+        ),
+        (
+            {"fault": "empty", "name": "small", "source": "small.jsonl"},
+            "task.sets.small: small.jsonl has no question: add questions",
+        ),
+        (
+            {"fault": "reward", "name": "small"},
+            "the answers to task.sets.small need a reward: name a function of (question, answer) in rewards.function, as module:attribute or ./file.py:attribute",
+        ),
+        (
+            {
+                "fault": "fields",
+                "name": "small",
+                "other": "large",
+                "missing": ("the field 'topic'",),
+            },
+            "questions of task.sets.small have the field 'topic', and no question of task.sets.large has: one reward and one template read both, so give the records of both sets the same fields",
+        ),
+    ],
+    "VLLMUnusable": [
+        (
+            {"fault": "deterministic"},
+            "vLLM computes with whatever requests arrive together, and cannot generate each prompt by itself: set explorer.deterministic false, or explorer.engine huggingface",
+        ),
+        ({"fault": "start", "reason": "no GPU"}, "vLLM does not start: no GPU"),
+        (
+            {"fault": "install", "reason": "no such layer", "step": 3},
+            "vLLM refuses step 3: no such layer",
+        ),
+        (
+            {"fault": "fetch", "reason": "the chunk is gone", "step": 3},
+            "a worker of vLLM cannot fetch step 3: the chunk is gone",
+        ),
+        (
+            {"fault": "arguments", "arguments": ("dtype",)},
+            "explorer.engine_options.engine_args sets dtype, which follows from the run: leave it out",
+        ),
+    ],
+    "WouldBlock": [
+        (
+            {"method": "update_actor"},
+            "update_actor would block the event loop that calls it: await the group's call('update_actor', ...) there",
+        ),
+    ],
+    "QuestionSetMissing": [
+        (
+            {"fingerprint": "sha256:0"},
+            "the explorer holds no set of questions with the fingerprint sha256:0: give trainer and explorers the same questions",
         ),
     ],
     "TooManySkippedSteps": [

@@ -32,7 +32,7 @@ def raises_from(cause: type[BaseException], /, **attributes: object) -> Iterator
     assert_attributes(caught.value.__cause__, **attributes)
 
 
-def assert_attributes(error: BaseException, **attributes: object) -> None:
+def assert_attributes(error: BaseException, /, **attributes: object) -> None:
     """Assert that an error has these attributes."""
     actual = {name: getattr(error, name) for name in attributes}
     assert actual == {name: _expected(value, actual[name]) for name, value in attributes.items()}

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from tests.support.batches import make_batch
+from tests.support.errors import raises
 from tests.support.tensors import assert_equal, identical
-from trinity_workers.algorithms.errors import AlgorithmError
+from trinity_workers.algorithms.errors import DataProtoIncomplete
 from trinity_workers.algorithms.verl_data import from_data_proto, to_data_proto
 
 pytestmark = [
@@ -56,5 +57,5 @@ def test_names_of_groups_that_are_no_numbers_become_numbers_by_first_appearance(
 def test_a_data_proto_without_a_needed_field_is_refused_by_name():
     data = to_data_proto(make_batch([1, 1]))
     data.batch.pop("responses")
-    with pytest.raises(AlgorithmError, match="the DataProto has no responses"):
+    with raises(DataProtoIncomplete, missing=("responses",)):
         from_data_proto(data)

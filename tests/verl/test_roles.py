@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from tests.support.batches import make_batch
+from tests.support.errors import raises
 from tests.support.experiences import make_groups
 from tests.support.tensors import assert_equal, identical
 from tests.support.worker_ranks import LocalActor
 from trinity_workers.algorithms.collate import collate
-from trinity_workers.algorithms.errors import AlgorithmError
+from trinity_workers.algorithms.errors import DataProtoIncomplete
 from trinity_workers.algorithms.presets import preset_values
 from trinity_workers.algorithms.verl_data import from_data_proto, to_data_proto
 from trinity_workers.config.train_config import TrainConfig
@@ -79,7 +80,7 @@ def test_a_pass_needs_no_groups_and_an_update_does(actor):
     data = to_data_proto(collate(make_groups("roles", 1), 0))
     del data.non_tensor_batch["uid"]
     assert len(group.compute_log_prob(data)) == len(data)
-    with pytest.raises(AlgorithmError, match="has no uid"):
+    with raises(DataProtoIncomplete, missing=("uid",)):
         group.update_actor(data)
 
 
@@ -135,7 +136,7 @@ def test_rows_without_prompts_are_refused(actor):
     _, group = actor
     data = prompts([[5]])
     data.batch.pop("attention_mask")
-    with pytest.raises(AlgorithmError, match="has no prompts: give raw_prompt_ids"):
+    with raises(DataProtoIncomplete, missing=()):
         group.generate_sequences(data)
 
 

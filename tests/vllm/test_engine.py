@@ -8,6 +8,7 @@ import anyio
 import pytest
 import torch
 
+from tests.support.errors import raises
 from tests.support.experiences import FIRST
 from tests.support.pipeline import events_of, reports_accepted
 from tests.support.rollout_engines import in_thread, requests_for
@@ -16,8 +17,9 @@ from trinity_events.errors import CorruptVersion
 from trinity_events.server import open_client
 from trinity_events.system.error_text import ungrouped
 from trinity_schemas import StepRef, WeightsApplied, chunk_key
-from trinity_workers.rollout_engines import EngineEnded, RolloutEngineError
+from trinity_workers.rollout_engines import EngineEnded
 from trinity_workers.rollout_engines.sampling import NoisySampler
+from trinity_workers.rollout_engines.vllm.options import VLLMUnusable
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.processes, pytest.mark.heavy]
 
@@ -145,7 +147,7 @@ async def test_an_argument_that_follows_from_the_run_is_refused(vllm_folder):
     options = EngineOptions(
         model_folder=vllm_folder, options={"engine_args": {"dtype": "bfloat16"}}
     )
-    with pytest.raises(RolloutEngineError, match="engine_args sets dtype"):
+    with raises(VLLMUnusable, fault="arguments", arguments=("dtype",)):
         load_engine("vllm", options)
 
 

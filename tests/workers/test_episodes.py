@@ -8,11 +8,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.support.errors import assert_attributes, raises
+from trinity_workers.learning.pretrained import ReplyRefused
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.support.pipeline import PATIENCE  # noqa: E402
-from trinity_events.errors import TrinityError  # noqa: E402
 from trinity_schemas import (  # noqa: E402
     Experience,
     RolloutRequest,
@@ -28,7 +30,6 @@ from trinity_workers.algorithms.settings import AlgorithmConfig  # noqa: E402
 from trinity_workers.algorithms.update import policy_update  # noqa: E402
 from trinity_workers.learning.logprobs import response_logprobs  # noqa: E402
 from trinity_workers.learning.policy import (  # noqa: E402
-    BadPolicy,
     encode_prompt,
     load_policy,
     load_tokenizer,
@@ -40,7 +41,12 @@ from trinity_workers.rollout_engines import (  # noqa: E402
     Generation,
     load_engine,
 )
-from trinity_workers.rollouts.episodes import Episodes, RequestRefused, continuation  # noqa: E402
+from trinity_workers.rollouts.episodes import (  # noqa: E402
+    Episodes,
+    OtherVersion,
+    PromptTooLong,
+    continuation,
+)
 from trinity_workers.sandbox.environments import EnvironmentFailed, EnvironmentProcesses  # noqa: E402
 from trinity_workers.tasks import Question, QuestionSet  # noqa: E402
 
@@ -64,7 +70,7 @@ class ByLength:
     async def judge(self, question, answers):
         self.judged += answers
         if question.data.get("name") in self.fails:
-            raise EnvironmentFailed("reward mine failed")
+            raise EnvironmentFailed("mine", "raised", "no")
         return [
             Verdict(float(answer.tokens), {"length": float(len(answer.text))}) for answer in answers
         ]
@@ -251,8 +257,8 @@ async def test_a_prompt_above_the_limit_is_refused_and_template_options_reach_ev
     (answer,) = await episodes_of(
         Scripted(tokenizer, "call"), tokenizer, task, **shorter
     ).answer_all([request_for(task, samples=1)])
-    assert isinstance(answer, RequestRefused)
-    assert f"has {len(thinking)} tokens" in str(answer)
+    assert isinstance(answer, PromptTooLong)
+    assert_attributes(answer, tokens=len(thinking), setting="rollouts.max_prompt_tokens")
 
 
 async def test_tokens_that_no_encoding_of_their_text_gives_survive_a_turn(tokenizer):
@@ -441,7 +447,7 @@ async def test_a_request_that_fails_spoils_no_other(tokenizer):
     class Broken(Replies):
         async def reply(self, question, messages):
             if question.data.get("name") == "n1":
-                raise EnvironmentFailed("environment mine did not reply within 1 s")
+                raise EnvironmentFailed("mine", "slow", deadline=1.0)
             return await super().reply(question, messages)
 
     engine = Scripted(tokenizer, "a")
@@ -452,18 +458,11 @@ async def test_a_request_that_fails_spoils_no_other(tokenizer):
     other_set = request_for(task, 0, fingerprint="sha256:" + "0" * 64)
     good, *failed = await episodes.answer_all([*requests, other_set])
     assert [experience.sample for experience in good] == [0, 1]
-    for error, why in zip(
-        failed,
-        (
-            "environment mine did not reply",
-            "reward mine failed",
-            "the prompt of ordinal 3 has .* tokens, and the model has room for 256",
-            "give trainer and explorers the same questions",
-        ),
-        strict=True,
-    ):
-        with pytest.raises(TrinityError, match=why):
-            raise error
+    slow, unjudged, long, other = failed
+    assert_attributes(slow, name="mine", fault="slow")
+    assert "mine failed" in str(unjudged)
+    assert_attributes(long, ordinal=3, room=256, setting=None)
+    assert_attributes(other, requested=other_set.fingerprint, own=task.fingerprint)
     with pytest.raises(EnvironmentFailed):
         await episodes.answer(requests[1])
 
@@ -483,7 +482,7 @@ async def test_a_version_that_may_not_serve_a_request_does_not(tokenizer, oldest
     episodes = episodes_of(Scripted(tokenizer, "a"), tokenizer, task)
     request = request_for(task, oldest=oldest, exact=exact)
     if refused:
-        with pytest.raises(RequestRefused, match="the engine served that of epoch 1, step 4"):
+        with raises(OtherVersion, served=StepRef(1, 4), exact=exact, oldest=oldest):
             await episodes.answer(request)
     else:
         assert len(await episodes.answer(request)) == 2
@@ -498,7 +497,7 @@ async def test_a_role_that_the_template_refuses_is_told_with_the_way_out(tokeniz
     episodes = episodes_of(
         Scripted(tokenizer, "a"), tokenizer, task, environment=Replies("r"), max_turns=2
     )
-    with pytest.raises(BadPolicy, match="refuses a reply of the role 'tool': no tools; let"):
+    with raises(ReplyRefused, role="tool", reason="no tools"):
         await episodes.answer(request_for(task))
 
 

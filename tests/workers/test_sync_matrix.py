@@ -9,6 +9,7 @@ from typing import get_args
 import pytest
 import yaml
 
+from trinity_workers.config.errors import BadSettings
 from trinity_workers.config.files import read_config
 from trinity_workers.config.sections.sync import SyncMethod, SyncStyle, WhenStale
 from trinity_workers.config.sections.trainer import EngineName
@@ -20,7 +21,7 @@ REFUSED = {("nccl", "fully_async"): "a collective group makes the trainer wait"}
 """Methods with the styles that they cannot serve, and the beginning of the reason."""
 
 
-def mistakes(folder: Path, engine: str, **sync: object) -> list[str]:
+def mistakes(folder: Path, engine: str, **sync: object) -> list[BadSettings]:
     file = folder / "run.yaml"
     file.write_text(yaml.safe_dump({"trainer": {"engine": engine}, "sync": sync}))
     return read_config(file).problems
@@ -34,9 +35,9 @@ def test_every_method_goes_with_every_style_but_those_that_are_refused_with_the_
     for method, style, policy in product(METHODS, STYLES, POLICIES):
         chosen = {} if style == "fixed" else {"when_stale": policy}  # fixed asks in time
         problems = mistakes(tmp_path, engine, method=method, style=style, **chosen)
-        for sentence in problems:
-            refusals[method, style] = sentence
-            assert "sync.method" in sentence or "sync.style" in sentence, sentence
+        for problem in problems:
+            refusals[method, style] = problem.sentence
+            assert {"sync.method", "sync.style"} & {*problem.settings}, problem
     assert refusals.keys() == REFUSED.keys()
     assert all(reason in refusals[pair] for pair, reason in REFUSED.items())
 
@@ -45,7 +46,7 @@ def test_every_method_goes_with_every_style_but_those_that_are_refused_with_the_
 def test_only_fixed_has_an_offset(tmp_path, style):
     problems = mistakes(tmp_path, "fsdp", style=style, offset=1)
     assert (problems == []) is (style == "fixed")
-    assert all("sync.offset is 1" in sentence for sentence in problems)
+    assert all(problem.settings[0] == "sync.offset" for problem in problems)
 
 
 @pytest.mark.parametrize(("style", "interval"), list(product(STYLES, (1, 4))))
@@ -56,4 +57,5 @@ def test_a_bound_that_no_step_can_keep_to_is_refused(tmp_path, style, interval):
         [problem] = mistakes(
             tmp_path, "fsdp", style=style, interval=interval, max_staleness=least - 1
         )
-        assert f"choose at least {least}" in problem
+        assert problem.settings[0] == "sync.max_staleness"
+        assert f"choose at least {least}" in problem.sentence

@@ -2,6 +2,10 @@
 
 import pytest
 
+from tests.support.errors import raises
+from trinity_workers.rollout_engines.base import UpdateModeNotSupported
+from trinity_workers.tasks.errors import ObjectUnusable
+
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
@@ -12,8 +16,7 @@ from trinity_workers.config.sections.task import TaskConfig
 from trinity_workers.config.train_config import TrainConfig
 from trinity_workers.launch.run_check import check_run
 from trinity_workers.rewards.settings import RewardsConfig
-from trinity_workers.rollout_engines import OnUpdate, RolloutEngineError
-from trinity_workers.tasks import TaskError
+from trinity_workers.rollout_engines import OnUpdate
 
 pytestmark = pytest.mark.processes  # those of the reward function
 
@@ -42,14 +45,14 @@ def config(tmp_path, own_model_folder):
 
 
 async def test_an_engine_that_is_not_there_is_named(config, tmp_path):
-    with pytest.raises(TaskError, match="has no 'makes': did you mean 'make'"):
+    with raises(ObjectUnusable, fault="attribute", nearest="make"):
         await check_run(config("engine.py:makes"), tmp_path, alone=True, ray_address=None)
 
 
 async def test_an_engine_that_only_finishes_its_answers_is_refused_where_they_are_to_go_on(
     config, tmp_path
 ):
-    with pytest.raises(RolloutEngineError, match=r"on_update is keep_cache, and .* finish only"):
+    with raises(UpdateModeNotSupported, on_update="keep_cache", modes=("finish",)):
         await check_run(
             config("engine.py:make", "keep_cache"), tmp_path, alone=True, ray_address=None
         )

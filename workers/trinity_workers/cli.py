@@ -38,7 +38,7 @@ from trinity_events.system.error_text import format_cause
 from trinity_events.views.terminal import print_err, print_out
 
 from .config.cli_options import SHIPPED_FILE, overlaid, overlay_parameters
-from .config.errors import BadSettings
+from .config.errors import CommandRefused
 from .config.files import Reading, read_config, to_yaml, typed_setting
 from .config.train_config import TrainConfig
 from .config.trusted_settings import OwnConfig
@@ -218,7 +218,7 @@ def _run_job(
     # Wrong arguments are refused before the heavy imports.
     parse_run_id(run.run_id)
     if place.fresh and place.from_step is not None:
-        raise BadSettings("--fresh begins at step 1, and --from-step resumes: give one of them")
+        raise CommandRefused("start")
     chosen = read()
     folder = writable_root(_resolve_root(place.root, chosen))
     _require_for(chosen)
@@ -332,7 +332,7 @@ def train(
     Example: trinity-events train grpo.yaml --parts trainer --redis-url redis://localhost:6379
     """
     if file is None and run is None:
-        raise BadSettings("train needs a configuration file, or the name of a run by --run")
+        raise CommandRefused("run")
     place = _RunOptions(**options)
     file = file or SHIPPED_FILE
     reading = read_config(file, [typed_setting(setting) for setting in settings or ()])
@@ -461,7 +461,7 @@ def explorer(
     """
     run_id = parse_run_id(run)
     if device is not None and not _DEVICE.fullmatch(device):
-        raise BadSettings(f"--device is {device}, but must be cpu, cuda or cuda:N")
+        raise CommandRefused("device", device)
     own = _read_own_config(file, settings or ())
     _require("torch", "transformers", "reasoning_gym", "xxhash")
     _reach(redis_url, weights_redis_url)
@@ -495,9 +495,7 @@ def _read_own_config(file: Path | None, settings: Sequence[str]) -> OwnConfig | 
     """Return the configuration of an explorer's own side, read as `train` reads it."""
     if file is None:
         if settings:
-            raise BadSettings(
-                f"--set {settings[0]} is laid over a file, and there is none: give it by --config"
-            )
+            raise CommandRefused("file", settings[0])
         return None
     config = read_config(file, [typed_setting(text) for text in settings]).checked()
     return OwnConfig(file=file, config=config)

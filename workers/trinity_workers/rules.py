@@ -28,6 +28,8 @@ class SettingConflict(NamedTuple):
     """Settings of a configuration that do not go together."""
 
     paths: tuple[str, ...]
+    values: tuple[object, ...]
+    """Values of the settings."""
     sentence: str
     """Names of the settings, the reason, and the way out."""
 
@@ -75,12 +77,18 @@ class Values:
 
         return _PLACE.sub(fill, text)
 
+    def make_conflict(self, paths: Sequence[str], text: str) -> SettingConflict:
+        """Return a conflict of these settings, whose text has them in braces."""
+        paths = tuple(dict.fromkeys(paths))  # one setting may be both condition and requirement
+        values = tuple(self[path] for path in paths)
+        return SettingConflict(tuple(map(self.actual, paths)), values, self.format(text))
+
     def _find(self, path: str) -> tuple[Any, Any]:
         value: Any = self.settings
         default: Any = self._defaults
         for key in path.split("."):
             if isinstance(value, dict):
-                value = value[self.section]
+                value = value[self.section if key == NAME else key]
                 default = type(value)()
             else:
                 value, default = getattr(value, key), getattr(default, key)
@@ -230,12 +238,10 @@ class OnlyWhen:
         several = len(paths) > 1
         subject = format_list([f"{{{path}}}" for path in paths])
         verb = "are set" if several else f"is {format_value(values[paths[0]])}"
-        yield SettingConflict(
-            tuple(map(values.actual, (*paths, *self.condition.paths))),
-            values.format(
-                f"{subject} {verb}, and {self.reason}: {self.condition.advice}, or leave "
-                f"{'them' if several else 'it'} out"
-            ),
+        yield values.make_conflict(
+            (*paths, *self.condition.paths),
+            f"{subject} {verb}, and {self.reason}: {self.condition.advice}, or leave "
+            f"{'them' if several else 'it'} out",
         )
 
 
@@ -259,10 +265,8 @@ class Requires:
         """Yield the settings of both conditions, if the first is met and the other is not."""
         if self.condition.is_met(values) and not self.needed.is_met(values):
             way_out = self.way_out or f"{self.needed.advice}, or {self.condition.opposite_advice}"
-            yield SettingConflict(
-                tuple(map(values.actual, (*self.condition.paths, *self.needed.paths))),
-                values.format(f"{self.reason}: {way_out}"),
-            )
+            paths = (*self.condition.paths, *self.needed.paths)
+            yield values.make_conflict(paths, f"{self.reason}: {way_out}")
 
 
 Contradictions = Iterator[tuple[Sequence[str], str]]
@@ -278,7 +282,7 @@ class Computed:
     def find(self, values: Values) -> Iterator[SettingConflict]:
         """Yield what the function finds."""
         for paths, text in self.function(values):
-            yield SettingConflict(tuple(map(values.actual, paths)), values.format(text))
+            yield values.make_conflict(paths, text)
 
 
 def format_list(names: Sequence[str]) -> str:

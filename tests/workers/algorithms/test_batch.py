@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.errors import raises
+
 torch = pytest.importorskip("torch")
 
 from hypothesis import given  # noqa: E402
@@ -19,7 +21,7 @@ from tests.support.tensors import assert_equal, identical  # noqa: E402
 from trinity_schemas import Experience, Turn  # noqa: E402
 from trinity_workers.algorithms.batch import Batch, concatenate  # noqa: E402
 from trinity_workers.algorithms.collate import MalformedExperience, collate  # noqa: E402
-from trinity_workers.algorithms.errors import AlgorithmError  # noqa: E402
+from trinity_workers.algorithms.errors import FieldMissing  # noqa: E402
 
 lengths = st.lists(st.integers(1, 6), min_size=1, max_size=9)
 
@@ -119,7 +121,7 @@ def test_a_field_of_another_shape_or_dtype_is_refused_by_name(change, message):
 
 
 def test_a_field_that_is_not_known_is_named_with_its_purpose():
-    with pytest.raises(AlgorithmError, match="advantage gae needs values, which the batch does"):
+    with raises(FieldMissing, purpose="advantage gae", field="values"):
         make_batch([2], values=None).need("values", "advantage gae")
 
 

@@ -7,12 +7,18 @@ from math import log
 
 import pytest
 
+from tests.support.errors import raises
+
 torch = pytest.importorskip("torch")
 
 from tests.support.batches import make_batch, near  # noqa: E402
 from tests.support.rollout_messages import experience  # noqa: E402
 from trinity_schemas import Experience  # noqa: E402
-from trinity_workers.algorithms.errors import AlgorithmError  # noqa: E402
+from trinity_workers.algorithms.errors import (  # noqa: E402
+    FieldMissing,
+    LengthMissing,
+    RewardPartMissing,
+)
 from trinity_workers.algorithms.filters import is_informative  # noqa: E402
 from trinity_workers.algorithms.importance_sampling import (  # noqa: E402
     importance_mask,
@@ -139,7 +145,7 @@ def test_the_mismatch_of_engine_and_trainer_is_measured_in_verls_words():
 
 def test_a_correction_needs_the_log_probabilities_of_the_engine():
     batch = replace(sampled_by_another([[1.0]]), behaviour_logprobs=None)
-    with pytest.raises(AlgorithmError, match="importance sampling needs behaviour_logprobs"):
+    with raises(FieldMissing, purpose="importance sampling", field="behaviour_logprobs"):
         pushed(batch, {"ratio_to": "proximal"})
 
 
@@ -171,7 +177,7 @@ def test_dynamic_sampling_compares_a_part_of_the_reward_if_one_is_named():
     by_right = FiltersConfig(zero_variance="resample", part="right")
     assert not is_informative(group(0.9, 0.8, right=[1.0, 1.0]), by_right)
     assert is_informative(group(0.5, 0.5, right=[1.0, 0.0]), by_right)
-    with pytest.raises(AlgorithmError, match="has no such part: its parts are wrong"):
+    with raises(RewardPartMissing, parts=("wrong",)):
         is_informative(group(0.5, 0.5, wrong=[1.0, 0.0]), by_right)
 
 
@@ -209,7 +215,7 @@ def test_the_penalty_grows_over_the_last_share_of_the_limit():
     near(overlong_penalty(batch, config), [0, -0.25, -0.75, -1, -1])
     near(overlong_penalty(batch, replace_penalty(config, 0.5)), [0, -0.125, -0.375, -0.5, -0.5])
     assert not overlong_penalty(batch, OverlongConfig(limit=10)).any()
-    with pytest.raises(AlgorithmError, match="is a share of a limit"):
+    with raises(LengthMissing, setting="overlong.limit"):
         overlong_penalty(batch, OverlongConfig(buffer=0.4))
 
 

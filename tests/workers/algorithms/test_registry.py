@@ -6,15 +6,17 @@ import sys
 
 import pytest
 
+from tests.support.errors import raises
+
 torch = pytest.importorskip("torch")
 
 from tests.support.batches import make_batch, near  # noqa: E402
 from trinity_workers.algorithms import built_in, registry  # noqa: E402
-from trinity_workers.algorithms.errors import AlgorithmError  # noqa: E402
 from trinity_workers.algorithms.prepare import prepare  # noqa: E402
 from trinity_workers.algorithms.rules import read_settings  # noqa: E402
 from trinity_workers.algorithms.settings import SCALES, AlgorithmConfig  # noqa: E402
 from trinity_workers.algorithms.update import policy_update  # noqa: E402
+from trinity_workers.tasks.errors import FunctionUnusable, ObjectUnusable  # noqa: E402
 
 OWN = '''
 from trinity_workers.algorithms.types import Advantages, TokenLosses
@@ -82,19 +84,22 @@ def test_a_package_offers_its_functions_by_entry_points(tmp_path, own, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "error", "attributes"),
     [
-        ("gpo", "unknown advantage 'gpo': did you mean 'grpo'?"),
-        ("nowhere:fn", "there is no module nowhere"),
-        ("math:pi", "advantage 'math:pi' is no function of (batch, config, reduce)"),
+        ("gpo", ObjectUnusable, {"fault": "unknown", "nearest": "grpo"}),
+        ("nowhere:fn", ObjectUnusable, {"fault": "module", "place": "nowhere"}),
+        (
+            "math:pi",
+            FunctionUnusable,
+            {"fault": "callable", "signature": "(batch, config, reduce)"},
+        ),
     ],
 )
-def test_a_name_that_is_no_advantage_is_refused_in_one_sentence(name, message):
-    with pytest.raises(AlgorithmError) as caught:
+def test_a_name_that_is_no_advantage_is_refused_in_one_sentence(name, error, attributes):
+    with raises(error, kind="advantage", name=name, **attributes):
         registry.find_advantage(name)
-    assert message in str(caught.value)
 
 
 def test_a_function_of_other_arguments_is_refused_before_training(own):
-    with pytest.raises(AlgorithmError, match=r"is called with \(tokens, config\), and takes other"):
+    with raises(FunctionUnusable, fault="arguments", signature="(tokens, config)"):
         registry.find_policy_loss(f"{own}:alone")

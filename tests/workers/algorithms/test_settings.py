@@ -7,7 +7,13 @@ import sys
 
 import pytest
 
-from trinity_workers.algorithms.errors import AlgorithmError
+from tests.support.errors import raises
+from trinity_workers.algorithms.errors import (
+    AlgorithmContradiction,
+    AlgorithmError,
+    AlgorithmSettingRefused,
+    UnknownPreset,
+)
 from trinity_workers.algorithms.presets import PRESETS
 from trinity_workers.algorithms.rules import (
     find_contradictions,
@@ -74,85 +80,195 @@ def test_an_estimator_divides_by_its_own_deviation_unless_another_is_set():
     assert AlgorithmConfig(advantage="my:own").divisor == "none"
 
 
-WRONG = [
-    ({"preset": "dr-grpo"}, "unknown preset 'dr-grpo': did you mean 'dr_grpo'?"),
-    ({"advantage": "gpo"}, "unknown advantage 'gpo': did you mean 'grpo'?"),
-    ({"loss": "pppo"}, "unknown loss 'pppo': did you mean 'ppo'?"),
-    ({"clip": 0.2}, "algorithm cannot be used: Object contains unknown field `clip`"),
-    ({"kl": {"estimator": "k4"}}, "algorithm.kl.estimator cannot be used: Invalid enum value"),
-    ({"dual_clip": 0.9}, "algorithm.dual_clip cannot be used: Expected `float` > 1"),
-    ({"advantage": "gae"}, "advantage gae needs the values of a critic: set critic.use true"),
-    ({"critic": {"use": True}}, "advantage grpo uses no critic"),
-    ({"preset": "rloo", "scale": "group"}, "rloo cannot be divided by the deviation of its group"),
-    ({"advantage": "gae", "critic": {"use": True}, "scale": "group"}, "scale is batch or none"),
-    ({"preset": "gspo", "normalisation": "token-mean"}, "gspo has one ratio for a whole response"),
-    ({"preset": "gspo", "dual_clip": 3.0}, "dual_clip is 3, and it bounds the ratio of loss ppo"),
-    ({"loss": "supervised"}, "loss supervised takes no advantages: set advantage none"),
-    ({"loss": "divergence"}, "loss divergence takes no advantages: set advantage none"),
-    ({"advantage": "none"}, "loss ppo learns nothing from advantage none"),
+WRONG: list[tuple[dict, type[AlgorithmError], dict[str, object]]] = [
+    ({"preset": "dr-grpo"}, UnknownPreset, {"name": "dr-grpo", "nearest": "dr_grpo"}),
+    (
+        {"advantage": "gpo"},
+        AlgorithmContradiction,
+        {"settings": ("algorithm.advantage",), "values": ("gpo",)},
+    ),
+    (
+        {"loss": "pppo"},
+        AlgorithmContradiction,
+        {"settings": ("algorithm.loss",), "values": ("pppo",)},
+    ),
+    ({"clip": 0.2}, AlgorithmSettingRefused, {"path": "algorithm"}),
+    ({"kl": {"estimator": "k4"}}, AlgorithmSettingRefused, {"path": "algorithm.kl.estimator"}),
+    ({"dual_clip": 0.9}, AlgorithmSettingRefused, {"path": "algorithm.dual_clip"}),
+    (
+        {"advantage": "gae"},
+        AlgorithmContradiction,
+        {"settings": ("algorithm.advantage", "algorithm.critic.use"), "values": ("gae", False)},
+    ),
+    (
+        {"critic": {"use": True}},
+        AlgorithmContradiction,
+        {"settings": ("algorithm.critic.use", "algorithm.advantage"), "values": (True, "grpo")},
+    ),
+    (
+        {"preset": "rloo", "scale": "group"},
+        AlgorithmContradiction,
+        {"settings": ("algorithm.advantage", "algorithm.scale"), "values": ("rloo", "group")},
+    ),
+    (
+        {"advantage": "gae", "critic": {"use": True}, "scale": "group"},
+        AlgorithmContradiction,
+        {"settings": ("algorithm.advantage", "algorithm.scale"), "values": ("gae", "group")},
+    ),
+    (
+        {"preset": "gspo", "normalisation": "token-mean"},
+        AlgorithmContradiction,
+        {
+            "settings": ("algorithm.loss", "algorithm.normalisation"),
+            "values": ("gspo", "token-mean"),
+        },
+    ),
+    (
+        {"preset": "gspo", "dual_clip": 3.0},
+        AlgorithmContradiction,
+        {"settings": ("algorithm.dual_clip", "algorithm.loss"), "values": (3.0, "gspo")},
+    ),
+    (
+        {"loss": "supervised"},
+        AlgorithmContradiction,
+        {"settings": ("algorithm.loss", "algorithm.advantage"), "values": ("supervised", "grpo")},
+    ),
+    (
+        {"loss": "divergence"},
+        AlgorithmContradiction,
+        {"settings": ("algorithm.loss", "algorithm.advantage"), "values": ("divergence", "grpo")},
+    ),
+    (
+        {"advantage": "none"},
+        AlgorithmContradiction,
+        {"settings": ("algorithm.advantage", "algorithm.loss"), "values": ("none", "ppo")},
+    ),
     (
         {"kl": {"estimator": "k1", "coefficient": 0.1}},
-        "the gradient of kl.estimator k1 in the loss is 0 on average",
+        AlgorithmContradiction,
+        {
+            "settings": (
+                "algorithm.kl.coefficient",
+                "algorithm.kl.where",
+                "algorithm.kl.estimator",
+                "algorithm.kl.weighted",
+            ),
+            "values": (0.1, "loss", "k1", False),
+        },
     ),
     (
         {"kl": {"where": "reward", "coefficient": 0.1, "weighted": True}},
-        "a reward is fixed before the ratio is known",
+        AlgorithmContradiction,
+        {
+            "settings": ("algorithm.kl.coefficient", "algorithm.kl.weighted", "algorithm.kl.where"),
+            "values": (0.1, True, "reward"),
+        },
     ),
     (
         {"preset": "gspo", "kl": {"coefficient": 0.1, "weighted": True}},
-        "kl.weighted needs one for each token",
+        AlgorithmContradiction,
+        {
+            "settings": ("algorithm.kl.coefficient", "algorithm.kl.weighted", "algorithm.loss"),
+            "values": (0.1, True, "gspo"),
+        },
     ),
     (
         {"preset": "distillation", "kl": {"where": "reward", "coefficient": 0.1}},
-        "advantage teacher takes no rewards: set kl.where loss",
+        AlgorithmContradiction,
+        {
+            "settings": ("algorithm.kl.coefficient", "algorithm.kl.where", "algorithm.advantage"),
+            "values": (0.1, "reward", "teacher"),
+        },
     ),
     (
         {"importance_sampling": {"weights": "token"}},
-        "the ratio of loss ppo to the behaviour policy corrects already",
+        AlgorithmContradiction,
+        {
+            "settings": (
+                "algorithm.importance_sampling.weights",
+                "algorithm.loss",
+                "algorithm.importance_sampling.ratio_to",
+            ),
+            "values": ("token", "ppo", "behaviour"),
+        },
     ),
     (
         {"preset": "supervised", "importance_sampling": {"mask": "icepop"}},
-        "loss supervised corrects for no sampling policy",
+        AlgorithmContradiction,
+        {
+            "settings": ("algorithm.importance_sampling.mask", "algorithm.loss"),
+            "values": ("icepop", "supervised"),
+        },
     ),
     (
+        {"preset": "gspo", "importance_sampling": {"ratio_to": "proximal", "weights": "token"}},
+        AlgorithmContradiction,
         {
-            "preset": "gspo",
-            "importance_sampling": {"ratio_to": "proximal", "weights": "token"},
+            "settings": ("algorithm.loss", "algorithm.importance_sampling.weights"),
+            "values": ("gspo", "token"),
         },
-        "set importance_sampling.weights sequence or none",
     ),
     (
         {"importance_sampling": {"mask": "geometric", "mask_low": 2, "mask_high": 1.5}},
-        "mask_low 2 is not below importance_sampling.mask_high 1.5",
+        AlgorithmContradiction,
+        {
+            "settings": (
+                "algorithm.importance_sampling.mask_low",
+                "algorithm.importance_sampling.mask_high",
+            ),
+            "values": (2.0, 1.5),
+        },
     ),
     (
+        {"importance_sampling": {"ratio_to": "proximal", "weights": "sequence", "mask": "icepop"}},
+        AlgorithmContradiction,
         {
-            "importance_sampling": {
-                "ratio_to": "proximal",
-                "weights": "sequence",
-                "mask": "icepop",
-            }
+            "settings": (
+                "algorithm.importance_sampling.mask",
+                "algorithm.importance_sampling.weights",
+            ),
+            "values": ("icepop", "sequence"),
         },
-        "icepop judges single tokens",
     ),
-    ({"filters": {"part": "right"}}, "filters.part is right, and it is compared when groups"),
-    ({"preset": "dr_grpo", "deviation_epsilon": 1e-6}, "it is added to the deviation of a group"),
-    ({"preset": "rloo", "deviation_epsilon": 1e-6}, "advantage rloo is not divided here"),
+    (
+        {"filters": {"part": "right"}},
+        AlgorithmContradiction,
+        {
+            "settings": ("algorithm.filters.part", "algorithm.filters.zero_variance"),
+            "values": ("right", "keep"),
+        },
+    ),
+    (
+        {"preset": "dr_grpo", "deviation_epsilon": 1e-06},
+        AlgorithmContradiction,
+        {
+            "settings": ("algorithm.deviation_epsilon", "algorithm.advantage", "algorithm.scale"),
+            "values": (1e-06, "grpo", "none"),
+        },
+    ),
+    (
+        {"preset": "rloo", "deviation_epsilon": 1e-06},
+        AlgorithmContradiction,
+        {
+            "settings": ("algorithm.deviation_epsilon", "algorithm.advantage", "algorithm.scale"),
+            "values": (1e-06, "rloo", None),
+        },
+    ),
 ]
 
 
-@pytest.mark.parametrize(("values", "message"), WRONG)
-def test_settings_that_cannot_work_are_refused_in_one_sentence(values, message):
-    with pytest.raises(AlgorithmError) as caught:
+@pytest.mark.parametrize(("values", "error", "attributes"), WRONG)
+def test_settings_that_cannot_work_are_refused_in_one_sentence(values, error, attributes):
+    with raises(error, **attributes) as caught:
         read_settings(values)
-    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_a_contradiction_has_the_paths_of_its_settings():
-    ((paths, message),) = find_contradictions(AlgorithmConfig(advantage="gae"))
-    assert paths == ("algorithm.advantage", "algorithm.critic.use")
-    assert message.startswith("advantage gae needs")
+    (conflict,) = find_contradictions(AlgorithmConfig(advantage="gae"))
+    assert conflict.paths == ("algorithm.advantage", "algorithm.critic.use")
+    assert conflict.values == ("gae", False)
+    assert conflict.sentence.startswith("advantage gae needs")
 
 
 @pytest.mark.processes

@@ -10,6 +10,8 @@ from unittest.mock import patch
 
 import pytest
 
+from tests.support.errors import raises
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -26,7 +28,7 @@ from trinity_workers.engines.adapter_folder import (  # noqa: E402
     AdaptersRefused,
     write_adapter_folder,
 )
-from trinity_workers.engines.convertible import ConversionRefused  # noqa: E402
+from trinity_workers.engines.convertible import AdapterConversionRefused  # noqa: E402
 from trinity_workers.engines.fsdp import FSDPEngine, frozen_policy  # noqa: E402
 from trinity_workers.engines.fsdp_options import FSDPOptions  # noqa: E402
 from trinity_workers.engines.model_memory import ALL  # noqa: E402
@@ -308,10 +310,10 @@ def test_checkpoints_of_adapters_convert_to_what_transformers_and_peft_load(
 
     other = tmp_path / "other"
     create_policy(other, seed=8)
-    with pytest.raises(AdaptersRefused, match="not those that the adapters were trained on"):
+    with raises(AdaptersRefused, fault="given", base=str(other)):
         convert(step, tmp_path / "wrong", base=other)
-    with pytest.raises(ConversionRefused, match=r"nowhere: give its folder with --base"):
+    with raises(AdapterConversionRefused, fault="base", folder=tmp_path / "nowhere"):
         convert(step, tmp_path / "wrong", base=tmp_path / "nowhere")
-    with pytest.raises(ConversionRefused, match="has no adapters: leave --adapter"):
+    with raises(AdapterConversionRefused, fault="no adapters", folder=policy_folder):
         convert(policy_folder, tmp_path / "wrong", adapter=True)
     assert not (tmp_path / "wrong").exists()

@@ -7,6 +7,8 @@ from unittest.mock import patch
 
 import pytest
 
+from tests.support.errors import raises
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
@@ -189,7 +191,7 @@ class Mixes(nn.Module):
 def test_models_that_mix_packed_samples_or_cannot_recompute_are_refused():
     model = Mixes()
     FSDPOptions(packing=True).prepare(model)
-    with pytest.raises(PackingRefused, match="Mixes lets packed samples attend to one another"):
+    with raises(PackingRefused, model="Mixes"):
         check_isolation(model, CPU)
-    with pytest.raises(RecomputeRefused, match="Mixes cannot compute its activations again"):
+    with raises(RecomputeRefused, model="Mixes"):
         FSDPOptions(recompute=True).prepare(model)

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.errors import assert_attributes
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
@@ -147,4 +149,4 @@ def test_shards_of_two_numbers_of_ranks_are_refused_by_a_third(rank_group, polic
     group(begin, policy_folder)
     refused = group.answers(load_checkpoint, tmp_path)
     assert {type(error) for error in refused} == {ReshardRefused}
-    assert "shards of 1 and 2 ranks: start as many ranks as one of them" in str(refused[0])
+    assert_attributes(refused[0], fault="ranks", folder=tmp_path, ranks=(1, 2))

@@ -18,10 +18,13 @@ from trinity_workers.engines.adamw import AdamWOptions  # noqa: E402
 from trinity_workers.engines.base import per_tensor_params  # noqa: E402
 from trinity_workers.engines.learning_rate import LearningRate  # noqa: E402
 from trinity_workers.engines.megatron import (  # noqa: E402
-    CheckpointRefused,
     OptimizerOptions,
     ParallelLayout,
     rank_state,
+)
+from trinity_workers.engines.megatron.checkpoint_errors import (  # noqa: E402
+    ForeignCheckpoint,
+    OptimizerNotLoadable,
 )
 from trinity_workers.engines.model_folder import write_model_folder  # noqa: E402
 from trinity_workers.helpers.megatron import only  # noqa: E402
@@ -267,8 +270,8 @@ def test_a_checkpoint_that_was_not_finished_is_refused_on_every_rank(engine_rank
     (tmp_path / "checkpoint" / "model" / "metadata.json").unlink()
     (tmp_path / "checkpoint" / MANIFEST).unlink()  # which is written after all other files
     for error in ranks.answers(load, tmp_path / "checkpoint"):
-        assert isinstance(error, CheckpointRefused)
-        assert "its save was not finished" in str(error)
+        assert isinstance(error, ForeignCheckpoint)
+        assert error.fault == "incomplete"
 
 
 def test_experts_that_were_spread_load_on_one_rank(engine_ranks, tmp_path):
@@ -289,8 +292,8 @@ def test_a_distributed_optimizers_state_is_not_saved_and_its_model_is(engine_ran
     ranks = engine_ranks("qwen3", 2, ONE, DISTRIBUTED)
     ranks(at.train, batches(2))
     for error in ranks.answers(save, tmp_path / "checkpoint"):
-        assert isinstance(error, CheckpointRefused)
-        assert "so it is not saved: use the ordinary optimizer" in str(error)
+        assert isinstance(error, OptimizerNotLoadable)
+        assert error.folder is None
     assert not (tmp_path / "checkpoint").exists()
     ranks(choose_contents, "model")
     ranks(save, tmp_path / "checkpoint")
@@ -299,8 +302,8 @@ def test_a_distributed_optimizers_state_is_not_saved_and_its_model_is(engine_ran
     ranks = engine_ranks("qwen3", 2, TENSOR, DISTRIBUTED)
     (tmp_path / "checkpoint" / "training").mkdir()
     for error in ranks.answers(load, tmp_path / "checkpoint"):
-        assert isinstance(error, CheckpointRefused)
-        assert "use the ordinary optimizer" in str(error)
+        assert isinstance(error, OptimizerNotLoadable)
+        assert error.folder == tmp_path / "checkpoint" / "training"
     (tmp_path / "checkpoint" / "training").rmdir()
     ranks(load, tmp_path / "checkpoint")
     at.assert_same(ranks(at.full_weights)[0], weights)

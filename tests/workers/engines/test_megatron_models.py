@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.errors import assert_attributes, raises
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
@@ -115,39 +117,39 @@ def test_local_shards_lie_where_they_say_and_cover_every_tensor(
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "says"),
+    ("name", "layout", "attributes"),
     [
-        ("qwen2", ParallelLayout(context=2), "log-probabilities would be wrong"),
-        ("qwen2", ParallelLayout(tensor=2, sequence_parallel=True), "does not pad sequences"),
-        ("qwen2", ParallelLayout(tensor=3), "2 ranks cannot hold replicas of 3 ranks"),
-        ("qwen2", ParallelLayout(pipeline=2, virtual=2), "2 layers cannot be divided into 4"),
-        ("qwen2", ParallelLayout(virtual=2), "need a pipeline"),
-        ("qwen3-moe", ParallelLayout(expert=4), "the 2 of a pipeline stage are no multiple"),
-        ("qwen2", ParallelLayout(tensor=0), "sizes are 1 or more"),
-        ("qwen3-moe", TENSOR, "cannot be tensor-parallel"),
+        ("qwen2", ParallelLayout(context=2), {"fault": "context"}),
+        ("qwen2", ParallelLayout(tensor=2, sequence_parallel=True), {"fault": "sequence"}),
+        ("qwen2", ParallelLayout(tensor=3), {"fault": "ranks", "ranks": 2, "tensor": 3}),
+        ("qwen2", ParallelLayout(pipeline=2, virtual=2), {"fault": "parts", "what": "layers"}),
+        ("qwen2", ParallelLayout(virtual=2), {"fault": "virtual"}),
+        ("qwen3-moe", ParallelLayout(expert=4), {"fault": "experts", "ranks": 2, "expert": 4}),
+        ("qwen2", ParallelLayout(tensor=0), {"fault": "sizes"}),
+        ("qwen3-moe", TENSOR, {"fault": "mixture", "tensor": 2}),
     ],
 )
 def test_a_layout_that_cannot_be_is_refused_on_every_rank(
-    rank_group, megatron_folder, name, layout, says
+    rank_group, megatron_folder, name, layout, attributes
 ):
     for answer in rank_group(2).answers(at.make_engine, megatron_folder(name), layout):
         assert isinstance(answer, LayoutRefused)
-        assert says in str(answer)
+        assert_attributes(answer, **attributes)
 
 
 @pytest.mark.parametrize(
-    ("layout", "says"),
+    ("layout", "fault"),
     [
-        (ParallelLayout(context=2), "context parallelism is not supported"),
-        (ParallelLayout(tensor=2, sequence_parallel=True), "sequence parallelism is not supported"),
-        (ParallelLayout(tensor=2, expert=2), "experts and tensors cannot be spread together"),
+        (ParallelLayout(context=2), "context"),
+        (ParallelLayout(tensor=2, sequence_parallel=True), "sequence"),
+        (ParallelLayout(tensor=2, expert=2), "tensor"),
     ],
 )
 def test_what_computes_wrong_numbers_is_refused_beside_transformer_engine_too(
-    monkeypatch, layout, says
+    monkeypatch, layout, fault
 ):
     monkeypatch.setattr(megatron_layout, "has_transformer_engine", lambda: True)
-    with pytest.raises(LayoutRefused, match=says):
+    with raises(LayoutRefused, fault=fault):
         layout.check(4)
 
 
@@ -158,4 +160,4 @@ def test_a_second_model_with_sequence_parallelism_is_refused_on_every_rank(
     ranks(at.make_engine, megatron_folder("qwen2"), TENSOR)
     for answer in ranks.answers(at.join, ParallelLayout(tensor=2, sequence_parallel=True)):
         assert isinstance(answer, LayoutRefused)
-        assert "sequence parallelism is not supported" in str(answer)
+        assert answer.fault == "sequence"

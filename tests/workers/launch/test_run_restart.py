@@ -20,7 +20,7 @@ from trinity_events.replay import current_state
 from trinity_events.server import connect
 from trinity_events.views.status import format_next_step
 from trinity_schemas import RunOpened, StepRef, TrainerStatusChanged
-from trinity_workers.config.errors import BadSettings
+from trinity_workers.config.errors import CommandRefused
 from trinity_workers.config.sections.checkpoints import CheckpointsConfig
 from trinity_workers.config.train_config import TrainConfig
 from trinity_workers.launch.lifecycle import closing
@@ -172,7 +172,7 @@ def test_a_command_that_would_fail_again_is_not_what_goes_on(run_id, tmp_path):
         CheckpointMissing(run_id, 6, "it is gone"),
         CheckpointDamaged(tmp_path / "model.pt", "was changed", 6),
         UnusableTrainerState(tmp_path, "it is damaged"),
-        BadSettings("no such engine"),
+        CommandRefused("run"),
     ):
         assert next_command(command, lasting) is None
 

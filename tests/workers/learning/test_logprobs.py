@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.errors import raises
+from trinity_workers.learning.pretrained import FusedLossRefused
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("reasoning_gym")
@@ -146,5 +149,5 @@ def test_a_model_that_changes_its_logits_is_not_fused(task: SpellBackward, folde
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16, "head_dim": 8}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     model = Gemma2ForCausalLM(Gemma2Config(vocab_size=len(tokenizer), **sizes, **heads))
-    with pytest.raises(policy.BadPolicy, match=r"changes logits .*: set trainer.fused_loss false"):
+    with raises(FusedLossRefused, fault="logits"):
         response_logprobs(model, collate(groups, tokenizer.pad_token_id), fused=True)

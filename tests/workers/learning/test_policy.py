@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.errors import raises
+from trinity_workers.learning.pretrained import FilesUnreadable, NoChatTemplate, NoModel
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("reasoning_gym")
@@ -67,7 +70,7 @@ def test_a_policy_is_determined_by_its_seed(tmp_path: Path, folder: Path) -> Non
 
 
 def test_a_folder_without_a_policy_is_refused_without_asking_the_hub(tmp_path: Path) -> None:
-    with pytest.raises(policy.BadPolicy, match="no policy in"):
+    with raises(NoModel, model="policy", folder=tmp_path / "missing", setting="model.path"):
         policy.load_policy(tmp_path / "missing")
 
 
@@ -103,14 +106,13 @@ def test_weights_that_their_owner_alone_may_read_are_named_with_what_allows_it(
         policy.load_tokenizer(model)
     weights = model / "model.safetensors"
     weights.chmod(0)
-    refused = f"cannot read {weights}: its owner allows it by chmod -R a\\+rX {model}"
-    with not_as_root(), pytest.raises(policy.BadPolicy, match=refused):
+    with not_as_root(), raises(FilesUnreadable, path=weights, folder=model):
         policy.load_policy(model)
 
 
 def test_chat_messages_need_a_chat_template(folder: Path) -> None:
     _, tokenizer = policy.load_policy(folder)
-    with pytest.raises(policy.BadPolicy, match="has no chat template"):
+    with pytest.raises(NoChatTemplate):
         policy.encode_prompt(tokenizer, [{"role": "user", "content": "hi"}])
 
 

@@ -2,12 +2,14 @@
 
 import pytest
 
+from tests.support.errors import raises
+from trinity_workers.learning.pretrained import NoModel, TokenizerRefused
+
 pytest.importorskip("transformers")
 
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from trinity_workers.learning.policy import BadPolicy
 from trinity_workers.learning.teacher import checked_teacher
 
 
@@ -16,10 +18,10 @@ def test_a_teacher_with_the_policys_tokens_is_taken(policy_folder):
 
 
 def test_one_that_is_not_there_or_has_other_tokens_is_refused(policy_folder, tmp_path):
-    with pytest.raises(BadPolicy, match=r"no teacher in .*: set algorithm\.teacher\.path"):
+    with raises(NoModel, model="teacher", folder=tmp_path, setting="algorithm.teacher.path"):
         checked_teacher(tmp_path, policy_folder)
     (tmp_path / "config.json").write_bytes((policy_folder / "config.json").read_bytes())
     other = Tokenizer(models.WordLevel({"a": 0, "<eos>": 1}, unk_token="a"))
     PreTrainedTokenizerFast(tokenizer_object=other, eos_token="<eos>").save_pretrained(tmp_path)
-    with pytest.raises(BadPolicy, match="has other tokens than the policy"):
+    with raises(TokenizerRefused, folder=tmp_path, fault="teacher"):
         checked_teacher(tmp_path, policy_folder)

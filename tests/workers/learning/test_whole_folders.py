@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.errors import raises
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -22,7 +25,7 @@ from trinity_workers.config.sections.model import ModelConfig  # noqa: E402
 from trinity_workers.config.train_config import TrainConfig  # noqa: E402
 from trinity_workers.launch.run_check import find_mistakes  # noqa: E402
 from trinity_workers.learning.policy import BadPolicy, check_policy, load_policy  # noqa: E402
-from trinity_workers.learning.pretrained import MismatchedTensor, MissingTensors  # noqa: E402
+from trinity_workers.learning.pretrained import MismatchedTensor, MissingTensors, PolicyUnreadable  # noqa: E402
 from trinity_workers.learning.reward_model import (  # noqa: E402
     check_reward_model,
     load_reward_model,
@@ -171,7 +174,7 @@ def test_a_model_without_torchs_attention_is_refused_before_a_run_is_opened(tmp_
     folder = own_model(tmp_path, "llama")
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
     make(vocab_size=400, hidden_size=16, num_hidden_layers=1, **heads).save_pretrained(folder)
-    with pytest.raises(BadPolicy, match="scaled_dot_product_attention"):
+    with raises(PolicyUnreadable, reason=re.compile("scaled_dot_product_attention")):
         check_policy(folder)
 
 

@@ -428,4 +428,4 @@ def test_mistakes_in_the_settings_are_one_sentence(rewards, task, message, tmp_p
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump({"rewards": rewards, "task": task}))
     [problem] = read_config(path).problems
-    assert message in problem
+    assert message in problem.sentence

@@ -11,12 +11,14 @@ import anyio
 import pytest
 from msgspec import structs
 
+from tests.support.errors import raises
 from tests.support.rollout_messages import experience
 from tests.support.waits import until
 from trinity_events.rollouts.experience_checks import find_fault
 from trinity_workers.rewards import RewardFailed, RewardPool, RewardSource
 from trinity_workers.rewards.base import rewarded
-from trinity_workers.tasks import Answer, Question, TaskError
+from trinity_workers.tasks import Answer, Question
+from trinity_workers.tasks.errors import QuestionUnencodable
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -350,7 +352,7 @@ async def test_a_reasoning_gym_family_judges_its_own_answers():
 
 
 async def test_a_question_that_no_process_can_be_sent_is_a_mistake_of_the_task(pool):
-    with pytest.raises(TaskError, match="a question of sums holds no JSON"):
+    with raises(QuestionUnencodable, task="sums"):
         await pool("right").judge(Question(prompt="?", answer=object()), answers("a"))
 
 

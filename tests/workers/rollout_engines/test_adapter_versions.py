@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 from contextlib import closing
 
 import pytest
+
+from tests.support.errors import raises
+from trinity_workers.rollout_engines.base import AdaptersNotSupported
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -27,7 +31,6 @@ from trinity_workers.learning.lora_settings import LoraConfig  # noqa: E402
 from trinity_workers.learning.policy import load_policy  # noqa: E402
 from trinity_workers.rollout_engines import (  # noqa: E402
     EngineOptions,
-    RolloutEngineError,
     load_engine,
 )
 
@@ -124,5 +127,5 @@ async def test_explorers_apply_adapters_to_their_own_base_and_compute_as_the_tra
 def test_an_engine_that_applies_no_adapters_is_refused(tmp_path):
     (tmp_path / "mine.py").write_text("def make(options):\n    return None\n")
     options = EngineOptions(model_folder=tmp_path, lora=LORA)
-    with pytest.raises(RolloutEngineError, match=r"mine\.py:make applies no versions of adapters"):
+    with raises(AdaptersNotSupported, engine=re.compile(r"mine\.py:make$")):
         load_engine("./mine.py:make", options, folder=tmp_path)

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 
 import anyio
 import pytest
@@ -38,13 +39,14 @@ from trinity_workers.rollout_engines import (  # noqa: E402
     EngineOptions,
     GenerationRequest,
     NotServing,
-    RolloutEngineError,
     load_engine,
 )
+from trinity_workers.rollout_engines.base import EngineOptionsRefused, PromptRefused  # noqa: E402
 from trinity_workers.rollout_engines.huggingface import HuggingFaceEngine  # noqa: E402
 from trinity_workers.rollout_engines.loading import SamplingNotSupported  # noqa: E402
 from trinity_workers.rollouts.episodes import Episodes  # noqa: E402
-from trinity_workers.tasks import SpellBackward, TaskError  # noqa: E402
+from trinity_workers.tasks import SpellBackward  # noqa: E402
+from trinity_workers.tasks.errors import ObjectUnusable  # noqa: E402
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -315,7 +317,7 @@ async def test_a_turn_keeps_within_the_models_context(own_model_folder):
     (generation,) = await engine.generate([long])
     assert len(generation.tokens) <= 6
     too_long = GenerationRequest(tokens=[10] * 256, sampling=request.sampling, ordinal=4, sample=0)
-    with pytest.raises(RolloutEngineError, match="ordinal 4 has 256 tokens before turn 0"):
+    with raises(PromptRefused, ordinal=4, tokens=256, turn=0):
         await engine.generate([too_long])
 
 
@@ -328,16 +330,14 @@ async def test_large_calls_are_generated_in_batches_with_the_same_answers(own_mo
 
 async def test_an_engine_without_a_version_refuses_to_generate(own_model_folder):
     engine = engine_of(own_model_folder(), serves=None)
-    with pytest.raises(NotServing, match="serves no weight version"):
+    with pytest.raises(NotServing):
         await engine.generate(requests_for([0]))
 
 
 def test_unknown_engines_and_options_are_told_in_one_sentence(own_model_folder):
-    with pytest.raises(TaskError, match="unknown rollout engine 'hugging': did you mean"):
+    with raises(ObjectUnusable, kind="rollout engine", fault="unknown", nearest="huggingface"):
         load_engine("hugging", EngineOptions(model_folder=own_model_folder()))
-    with pytest.raises(
-        RolloutEngineError, match=r"unknown field `max_batches`; there is max_batch"
-    ):
+    with raises(EngineOptionsRefused, reason=re.compile("`max_batches`"), allowed=("max_batch",)):
         engine_of(own_model_folder(), options={"max_batches": 3})
 
 

@@ -13,18 +13,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.errors import raises
 from trinity_workers.rollouts.held_out_sets import HeldOutSet
 from trinity_workers.tasks import (
     Answer,
     MixedQuestions,
     Question,
     QuestionSet,
-    TaskError,
     TrainingSet,
     WeightedMix,
     load_reward,
     load_task,
 )
+from trinity_workers.tasks.errors import MixRefused
 
 WEIGHTS = st.dictionaries(
     st.sampled_from("abcdef"),
@@ -209,16 +210,16 @@ def test_a_set_may_have_fields_and_options_of_its_own(tmp_path):
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_weight_that_is_not_positive_and_finite_is_refused_by_its_set(weight):
-    with pytest.raises(TaskError, match=r"task\.sets\.small\.weight is .* a number above 0"):
+    with raises(MixRefused, fault="weight", name="small"):
         make_task({"small": weight, "large": 1.0})
 
 
 def test_a_set_without_questions_is_refused_by_its_name(tmp_path):
     sets = write_sets(tmp_path)
     (tmp_path / "small.jsonl").write_text("\n")
-    with pytest.raises(TaskError, match=r"task\.sets\.small: small\.jsonl has no question"):
+    with raises(MixRefused, fault="empty", name="small", source="small.jsonl"):
         load_task(sets=sets, folder=tmp_path)
-    with pytest.raises(TaskError, match=r"set task\.sets\.none\.questions"):
+    with raises(MixRefused, fault="source", name="none"):
         load_task(sets={"none": TrainingSet()}, folder=tmp_path)
 
 
@@ -238,9 +239,10 @@ def test_a_set_without_questions_is_refused_by_its_name(tmp_path):
 )
 def test_sets_whose_questions_have_other_fields_are_refused_by_field_and_set(small, missing):
     sets = {"small": small, "large": make_questions("large", 9)}
-    with pytest.raises(TaskError, match=missing) as refused:
+    with raises(MixRefused, fault="fields") as refused:
         MixedQuestions(sets, dict.fromkeys(sets, 1.0))
-    assert "task.sets.small" in str(refused.value) and "task.sets.large" in str(refused.value)
+    assert {refused.value.name, refused.value.other} == {"small", "large"}
+    assert missing in refused.value.missing
     assert "\n" not in str(refused.value)
 
 
@@ -262,5 +264,5 @@ def test_families_judge_the_answers_to_their_own_questions():
 
 
 def test_sets_without_a_reward_of_their_own_need_a_function(tmp_path):
-    with pytest.raises(TaskError, match=r"the answers to task\.sets\.small need a reward"):
+    with raises(MixRefused, fault="reward", name="small"):
         load_reward(None, task="spell-backward", sets=write_sets(tmp_path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -11,7 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from trinity_workers.tasks import QuestionSet, TaskError, load_task
+from tests.support.errors import raises
+from trinity_workers.tasks import QuestionSet, load_task
+from trinity_workers.tasks.errors import (
+    AnswersMissing,
+    NoQuestions,
+    ObjectUnusable,
+    RecordRefused,
+    SourceUnreadable,
+    TaskOptionsRefused,
+)
 
 RECORDS = [{"prompt": f"{n} + {n} =", "answer": str(2 * n), "level": n % 3} for n in range(200)]
 
@@ -33,12 +43,10 @@ def jsonl(write) -> Path:
     return write("questions.jsonl", "\n".join(json.dumps(record) for record in RECORDS) + "\n\n")
 
 
-def refused(folder: Path, source: str, **settings) -> str:
-    with pytest.raises(TaskError) as caught:
+def refused(folder: Path, source: str, error: type[Exception], attributes, **settings) -> None:
+    with raises(error, **attributes) as caught:
         load_task(questions=source, folder=folder, **settings)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
+    assert "\n" not in str(caught.value)
 
 
 def prompts(task, first: int, count: int) -> list[str]:
@@ -108,9 +116,8 @@ def test_an_answer_that_no_record_has_is_refused_with_the_nearest_field(
     write, record, answer, reason
 ):
     path = write("q.jsonl", (json.dumps({"prompt": "a"} | record) + "\n") * 2)
-    message = refused(path.parent, "q.jsonl", answer=answer)
-    assert f"no record of q.jsonl has an answer in its field {answer!r}" in message
-    assert reason in message
+    attributes = {"source": "q.jsonl", "field": answer, "reason": re.compile(reason)}
+    refused(path.parent, "q.jsonl", AnswersMissing, attributes, answer=answer)
     task = load_task(questions="q.jsonl", answer=None, folder=path.parent)
     assert task.question(0).answer is None
     write("q.jsonl", path.read_text() + json.dumps({"prompt": "b", answer: "3"}))
@@ -135,16 +142,18 @@ def test_a_file_may_begin_with_a_byte_order_mark(tmp_path, encoding):
 
 
 @pytest.mark.parametrize(
-    ("encoding", "reason"), [("latin-1", "line 1 of"), ("utf-16", "is UTF-16, and is read as")]
+    ("encoding", "attributes"),
+    [
+        ("latin-1", {"fault": "encoding", "line": 1, "reason": "0xf6"}),
+        ("utf-16", {"fault": "UTF-16"}),
+    ],
 )
 def test_a_file_of_another_encoding_is_refused_with_the_way_to_convert_it(
-    tmp_path, encoding, reason
+    tmp_path, encoding, attributes
 ):
     text = json.dumps({"prompt": "Gr\u00f6\u00dfe", "answer": "1"}, ensure_ascii=False)
     (tmp_path / "q.jsonl").write_bytes(text.encode(encoding))
-    message = refused(tmp_path, "q.jsonl")
-    assert reason in message
-    assert "iconv -t UTF-8 -f" in message
+    refused(tmp_path, "q.jsonl", SourceUnreadable, attributes)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +167,7 @@ def test_a_file_of_another_encoding_is_refused_with_the_way_to_convert_it(
 def test_a_message_with_other_parts_than_text_is_refused_with_their_types(write, parts, named):
     record = {"prompt": [{"role": "user", "content": parts}], "answer": "1"}
     path = write("q.jsonl", json.dumps(record))
-    assert f"has a message with {named}, and the policies" in refused(path.parent, "q.jsonl")
+    refused(path.parent, "q.jsonl", RecordRefused, {"fault": "parts", "reason": named})
 
 
 def test_a_message_may_be_of_parts_of_text(write):
@@ -175,7 +184,7 @@ def test_an_answer_that_is_no_number_of_json_is_refused(write, answer):
     path = write(
         "mine.py", f"from math import inf, nan\nlisted = [{{'prompt': 'a', 'answer': {answer}}}]\n"
     )
-    assert f"has the answer {answer}, and JSON" in refused(path.parent, "./mine.py:listed")
+    refused(path.parent, "./mine.py:listed", RecordRefused, {"fault": "number", "reason": answer})
 
 
 def test_answers_may_be_arrays_and_numbers_of_any_size(write):
@@ -305,7 +314,7 @@ def test_questions_come_from_parquet(tmp_path):
     parts = [load_task(questions=name, folder=tmp_path) for name in ("q.parquet", "q.jsonl")]
     assert parts[0].fingerprint == parts[1].fingerprint
     (tmp_path / "bad.parquet").write_text("no")
-    assert "bad.parquet is no Parquet file" in refused(tmp_path, "bad.parquet")
+    refused(tmp_path, "bad.parquet", SourceUnreadable, {"fault": "Parquet"})
 
 
 def test_questions_come_from_a_data_set(jsonl, monkeypatch):
@@ -319,52 +328,70 @@ def test_questions_come_from_a_data_set(jsonl, monkeypatch):
     task = load_task(questions="datasets:json", options=options)
     files = load_task(questions="questions.jsonl", folder=jsonl.parent, options={"shuffle": False})
     assert task.fingerprint == files.fingerprint
-    missing = refused(jsonl.parent, "datasets:no_such/data_set_here")
-    assert "datasets:no_such/data_set_here cannot be loaded" in missing
+    missing = "datasets:no_such/data_set_here"
+    refused(jsonl.parent, missing, SourceUnreadable, {"fault": "load", "source": missing})
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "error", "attributes"),
     [
-        ("{", "line 1 of {path} is no JSON"),
-        ("[" * 100_000, "line 1 of {path} is no JSON"),
-        ("[1]", "record 1 of q.jsonl is list, not a mapping of fields to values"),
+        ("{", SourceUnreadable, {"fault": "JSON", "line": 1}),
+        ("[" * 100_000, SourceUnreadable, {"fault": "JSON", "line": 1}),
+        ("[1]", RecordRefused, {"fault": "kind", "record": 1, "reason": "list"}),
         (
             '{"promt": "a"}',
-            "record 1 of q.jsonl has no field 'prompt' for the prompt: did you mean",
+            RecordRefused,
+            {"fault": "field", "field": "prompt", "reason": "did you mean 'promt'?"},
         ),
-        ('{"a": 1, "b": 2}', "has no field 'prompt' for the prompt: it has a, b"),
-        ('{"prompt": "a"}\n{"prompt": 3}', "record 2 of q.jsonl: the prompt is neither text nor"),
-        ('{"prompt": ""}', "record 1 of q.jsonl has an empty prompt"),
-        ('{"prompt": [{"content": "a"}]}', "record 1 of q.jsonl has an empty prompt, or a message"),
-        ("", "q.jsonl has no question to train on"),
+        (
+            '{"a": 1, "b": 2}',
+            RecordRefused,
+            {"fault": "field", "field": "prompt", "reason": "it has a, b"},
+        ),
+        ('{"prompt": "a"}\n{"prompt": 3}', RecordRefused, {"fault": "prompt", "record": 2}),
+        ('{"prompt": ""}', RecordRefused, {"fault": "empty", "record": 1}),
+        ('{"prompt": [{"content": "a"}]}', RecordRefused, {"fault": "empty", "record": 1}),
+        ("", NoQuestions, {"fault": "training", "source": "q.jsonl"}),
     ],
 )
-def test_a_mistake_in_a_file_is_told_in_one_sentence(write, content, message):
+def test_a_mistake_in_a_file_is_told_in_one_sentence(write, content, error, attributes):
     path = write("q.jsonl", content)
-    assert message.format(path=path) in refused(path.parent, "q.jsonl")
+    refused(path.parent, "q.jsonl", error, attributes)
 
 
 @pytest.mark.parametrize(
-    ("source", "message"),
+    ("source", "error", "attributes"),
     [
-        ("missing.jsonl", "there is no file of questions at {folder}/missing.jsonl"),
-        ("questions.csv", "'questions.csv' is no source of questions: give a file"),
-        ("./missing.py:questions", "there is no file {folder}/missing.py"),
-        ("./mine.py:question", "./mine.py has no 'question': did you mean 'questions'?"),
-        ("./mine.py:number", "./mine.py:number gives no questions"),
+        ("missing.jsonl", SourceUnreadable, {"fault": "absent"}),
+        ("questions.csv", SourceUnreadable, {"fault": "form", "source": "questions.csv"}),
+        ("./missing.py:questions", ObjectUnusable, {"fault": "file"}),
+        ("./mine.py:question", ObjectUnusable, {"fault": "attribute", "nearest": "questions"}),
+        ("./mine.py:number", SourceUnreadable, {"fault": "object"}),
         (
             "./mine.py:broken",
-            "./mine.py:broken gives no questions: RuntimeError: no questions today",
+            SourceUnreadable,
+            {"fault": "object", "reason": "RuntimeError: no questions today"},
         ),
-        ("./mine.py:later", "./mine.py:later gives no questions: ValueError: not this one"),
-        ("./fails.py:x", "{folder}/fails.py cannot be imported: ZeroDivisionError"),
-        ("no_such_module_here:x", "there is no module no_such_module_here"),
-        ("reasoning-gym:no_such_family", "reasoning-gym:no_such_family cannot be made"),
-        ("./mine.py:sets", "record 1 of ./mine.py:sets holds what JSON cannot"),
+        (
+            "./mine.py:later",
+            SourceUnreadable,
+            {"fault": "object", "reason": "ValueError: not this one"},
+        ),
+        (
+            "./fails.py:x",
+            ObjectUnusable,
+            {"fault": "import", "reason": re.compile("^ZeroDivisionError")},
+        ),
+        (
+            "no_such_module_here:x",
+            ObjectUnusable,
+            {"fault": "module", "place": "no_such_module_here"},
+        ),
+        ("reasoning-gym:no_such_family", SourceUnreadable, {"fault": "family"}),
+        ("./mine.py:sets", RecordRefused, {"fault": "JSON", "record": 1}),
     ],
 )
-def test_a_mistake_in_a_source_is_told_in_one_sentence(write, source, message):
+def test_a_mistake_in_a_source_is_told_in_one_sentence(write, source, error, attributes):
     if source.startswith("reasoning-gym"):
         pytest.importorskip("reasoning_gym")
     folder = write(
@@ -374,10 +401,13 @@ def test_a_mistake_in_a_source_is_told_in_one_sentence(write, source, message):
         "def later():\n    yield {'prompt': 'a'}\n    raise ValueError('not this one')\n",
     ).parent
     write("fails.py", "1 / 0\n")
-    assert message.format(folder=folder) in refused(folder, source)
+    refused(folder, source, error, attributes)
 
 
 def test_an_unknown_option_of_a_source_is_refused_with_the_known_ones(jsonl):
-    message = refused(jsonl.parent, "questions.jsonl", options={"shufle": True})
-    assert "shufle" in message
-    assert "shuffle" in message
+    attributes = {
+        "reason": re.compile("shufle"),
+        "allowed": ("chat", "system", "shuffle", "evaluation", "source"),
+    }
+    options = {"shufle": True}
+    refused(jsonl.parent, "questions.jsonl", TaskOptionsRefused, attributes, options=options)

@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.support.errors import raises
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
@@ -36,5 +38,5 @@ def test_sizes_of_the_configuration_are_those_of_the_layout(settings, layout):
 
 def test_experts_that_the_policy_does_not_have_are_not_spread(make_config):
     config = make_config(trainer={"engine": "megatron", "expert_parallel": 2})
-    with pytest.raises(LayoutRefused, match="has no experts: leave it out"):
+    with raises(LayoutRefused, fault="no experts", expert=2, folder=config.model_folder):
         load_models(config, torch.device("cpu"))

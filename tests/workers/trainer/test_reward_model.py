@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.errors import raises
+from trinity_workers.learning.pretrained import HeadRefused, NoModel
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
@@ -19,7 +22,6 @@ from trinity_workers.engines.fsdp import frozen_policy  # noqa: E402
 from trinity_workers.engines.megatron import MegatronRewardModel, ParallelLayout  # noqa: E402
 from trinity_workers.learning.finite import NonFiniteWeights  # noqa: E402
 from trinity_workers.learning.policy import (  # noqa: E402
-    BadPolicy,
     encode_prompt,
     load_tokenizer,
 )
@@ -151,15 +153,15 @@ def test_episodes_of_the_same_tokens_stay_as_they_are(policy_folder):
 
 
 def test_what_is_no_reward_model_is_one_sentence(policy_folder, tmp_path):
-    with pytest.raises(BadPolicy, match=r"no reward model in .*: set rewards\.reward_model"):
+    with raises(NoModel, model="reward model", setting="rewards.reward_model"):
         reward_tokenizer(tmp_path)
-    with pytest.raises(BadPolicy, match=r"has no head of rewards: take a Hugging Face folder"):
+    with raises(HeadRefused, folder=policy_folder, fault="none"):
         reward_tokenizer(policy_folder)
     load_tokenizer(policy_folder).save_pretrained(tmp_path)
     Qwen2Config(num_labels=3, architectures=["Qwen2ForSequenceClassification"]).save_pretrained(
         tmp_path
     )
-    with pytest.raises(BadPolicy, match=r"gives 3 outputs a token"):
+    with raises(HeadRefused, folder=tmp_path, fault="outputs", outputs=3):
         reward_tokenizer(tmp_path)
 
 

@@ -20,7 +20,12 @@ from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_events.errors import DeadlineExceeded, TrinityError  # noqa: E402
 from trinity_workers.runtime.collectives import CollectiveBroken  # noqa: E402
 from trinity_workers.worker_group.dispatch import Dispatch  # noqa: E402
-from trinity_workers.worker_group.group import UnknownMethod, WorkerDied, WorkerGroup  # noqa: E402
+from trinity_workers.worker_group.group import (  # noqa: E402
+    UnknownMethod,
+    WorkerDied,
+    WorkerGroup,
+    WouldBlock,
+)
 from trinity_workers.worker_group.ranks import DistRankInfo  # noqa: E402
 from trinity_workers.worker_group.registered import register  # noqa: E402
 from trinity_workers.worker_group.worker import Worker  # noqa: E402
@@ -96,7 +101,7 @@ async def test_a_group_deals_out_and_collects_and_tells_deaths_and_silence(made)
     assert texts == ["a by 0", "b by 1", "c by 0"]
     with raises(UnknownMethod, kind="Stages", method="unregistered"):
         await group.call("unregistered")
-    with pytest.raises(TrinityError, match="would block the event loop"):
+    with raises(WouldBlock, method="compute"):
         group.compute(batch, factor=2)
     with pytest.raises(TrinityError, match="rank 0 failed"):
         await group.call("fails_later")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .errors import AlgorithmError
+from .errors import LengthMissing
 from .settings import AlgorithmConfig
 from .types import Reduce
 
@@ -59,7 +59,7 @@ def loss_denominator(mask: Tensor, config: AlgorithmConfig) -> Tensor:
     if config.normalisation != "constant":
         return responses
     if config.normalisation_length is None:
-        raise AlgorithmError("normalisation constant divides by a length: set normalisation_length")
+        raise LengthMissing("normalisation_length")
     return responses * config.normalisation_length
 
 

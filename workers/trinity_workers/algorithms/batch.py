@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .errors import AlgorithmError
+from .errors import FieldMissing
 
 NO_GROUP = -1
 """Group of a padding row."""
@@ -119,7 +119,7 @@ class Batch:
         """Return the field. Raises AlgorithmError if it is not known, with its purpose."""
         tensor = getattr(self, name)
         if tensor is None:
-            raise AlgorithmError(f"{purpose} needs {name}, which the batch does not have")
+            raise FieldMissing(purpose, name)
         assert isinstance(tensor, Tensor)
         return tensor
 

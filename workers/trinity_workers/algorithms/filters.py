@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from trinity_schemas import Experience
 
-from .errors import AlgorithmError
+from .errors import RewardPartMissing
 from .settings import FiltersConfig
 
 EQUAL_WITHIN = 1e-6
@@ -34,9 +34,5 @@ def _compared(experience: Experience, part: str | None) -> float:
     if part is None:
         return experience.reward
     if part not in experience.reward_parts:
-        have = ", ".join(experience.reward_parts) or "none"
-        raise AlgorithmError(
-            f"filters.part is {part!r}, and the reward of ordinal {experience.ordinal} has no such "
-            f"part: its parts are {have}"
-        )
+        raise RewardPartMissing(part, experience.ordinal, tuple(experience.reward_parts))
     return experience.reward_parts[part]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .aggregation import Means
 from .batch import NO_GROUP, Batch, at_last_token
-from .errors import AlgorithmError
+from .errors import LengthMissing
 from .kl import kl_estimate
 from .ratios import sequence_sum
 from .registry import find_advantage
@@ -111,6 +111,6 @@ def overlong_penalty(batch: Batch, config: OverlongConfig) -> Tensor:
     if not config.buffer:
         return torch.zeros_like(length)
     if config.limit is None:
-        raise AlgorithmError("overlong.buffer is a share of a limit: set overlong.limit")
+        raise LengthMissing("overlong.limit")
     buffer = config.buffer * config.limit
     return config.penalty * ((config.limit - buffer - length) / buffer).clamp(-1.0, 0.0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from .errors import AlgorithmError
+from .errors import AlgorithmSettingRefused, UnknownPreset
 from .settings import AlgorithmConfig
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -46,13 +46,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def preset_values(name: str) -> dict[str, Any]:
-    """Return the settings of a preset, nested. Raises AlgorithmError if there is none."""
+    """Return the settings of a preset, nested. Raises UnknownPreset if there is none."""
     if name not in PRESETS:
         near = get_close_matches(str(name), PRESETS, n=1)
-        meant = f"did you mean {near[0]!r}? " if near else ""
-        raise AlgorithmError(
-            f"unknown preset {name!r}: {meant}the presets are {', '.join(PRESETS)}"
-        )
+        raise UnknownPreset(str(name), near[0] if near else None, tuple(PRESETS))
     return PRESETS[name]
 
 
@@ -67,10 +64,9 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
 
 
 def converted(values: Mapping[str, Any]) -> AlgorithmConfig:
-    """Return nested values as settings. Raises AlgorithmError, in one sentence."""
+    """Return nested values as settings. Raises AlgorithmSettingRefused."""
     try:
         return msgspec.convert(values, AlgorithmConfig)
     except msgspec.ValidationError as error:
         reason, _, place = str(error).partition(" - at `$")
-        where = f"algorithm{place.rstrip('`')}"
-        raise AlgorithmError(f"{where} cannot be used: {reason}") from None
+        raise AlgorithmSettingRefused(f"algorithm{place.rstrip('`')}", reason) from None

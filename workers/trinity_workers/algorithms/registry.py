@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ..tasks.base import TaskError
+from ..tasks.errors import FunctionUnusable
 from ..tasks.objects import load_object, refused_arguments
 from .built_in import ADVANTAGES, POLICY_LOSSES
-from .errors import AlgorithmError
 
 if TYPE_CHECKING:
     from .types import Advantage, PolicyLoss
@@ -22,14 +21,14 @@ LOSS_GROUP = "trinity_events.policy_losses"
 
 @cache
 def find_advantage(name: str) -> Advantage:
-    """Return the advantage of that name. Raises AlgorithmError if there is none."""
+    """Return the advantage of that name. Raises TaskError if there is none."""
     advantage: Advantage = _load_function(name, "advantage", ADVANTAGE_GROUP, ADVANTAGES, 3)
     return advantage
 
 
 @cache
 def find_policy_loss(name: str) -> PolicyLoss:
-    """Return the loss of that name. Raises AlgorithmError if there is none."""
+    """Return the loss of that name. Raises TaskError if there is none."""
     loss: PolicyLoss = _load_function(name, "loss", LOSS_GROUP, POLICY_LOSSES, 2)
     return loss
 
@@ -40,14 +39,9 @@ _TAKEN = {"advantage": "(batch, config, reduce)", "loss": "(tokens, config)"}
 def _load_function(
     name: str, kind: str, group: str, built_in: Mapping[str, str], count: int
 ) -> Any:
-    try:
-        function = load_object(name, kind=kind, group=group, built_in=built_in)
-    except TaskError as error:
-        raise AlgorithmError(str(error)) from error.__cause__
+    function = load_object(name, kind=kind, group=group, built_in=built_in)
     if not callable(function):
-        raise AlgorithmError(f"{kind} {name!r} is no function of {_TAKEN[kind]}")
+        raise FunctionUnusable(kind, name, "callable", _TAKEN[kind])
     if (fault := refused_arguments(function, count)) is not None:
-        raise AlgorithmError(
-            f"{kind} {name!r} is called with {_TAKEN[kind]}, and takes others: {fault}"
-        )
+        raise FunctionUnusable(kind, name, "arguments", _TAKEN[kind], fault)
     return function

@@ -19,8 +19,9 @@ from ..rules import (
     is_positive,
 )
 from ..section import Section
+from ..tasks.errors import TaskError
 from .built_in import ADVANTAGES, POLICY_LOSSES
-from .errors import AlgorithmError
+from .errors import AlgorithmContradiction
 from .presets import PRESETS, converted, merged, preset_values
 from .registry import find_advantage, find_policy_loss
 from .settings import SCALES, AlgorithmConfig
@@ -56,7 +57,7 @@ def _find_unknown_names(values: Values) -> Contradictions:
         if values[path] not in built_in:  # these load torch, and are there
             try:
                 find(values[path])
-            except AlgorithmError as error:
+            except TaskError as error:
                 yield (path,), str(error)
 
 
@@ -261,7 +262,7 @@ def read_settings(values: Mapping[str, Any]) -> AlgorithmConfig:
     preset = values.get("preset")
     config = converted(merged({} if preset is None else preset_values(preset), values))
     for contradiction in find_contradictions(config):
-        raise AlgorithmError(contradiction.sentence)
+        raise AlgorithmContradiction(*contradiction)
     return config
 
 

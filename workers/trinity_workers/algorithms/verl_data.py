@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .batch import Batch, at_last_token
-from .errors import AlgorithmError
+from .errors import DataProtoIncomplete
 
 if TYPE_CHECKING:
     from verl import DataProto
@@ -74,7 +74,7 @@ def from_data_proto(data: DataProto, *, needs_groups: bool = True) -> Batch:
     if uid is None and needs_groups:
         missing.append("uid")
     if missing:
-        raise AlgorithmError(f"the DataProto has no {', '.join(missing)}: a batch needs them")
+        raise DataProtoIncomplete(tuple(missing))
     width = tensors["responses"].shape[1]
     attention = tensors["attention_mask"].long()
     mask = tensors.get("response_mask", attention[:, -width:]).bool()
@@ -123,9 +123,7 @@ def read_prompts(data: DataProto) -> list[list[int]]:
         return [[int(token) for token in tokens] for tokens in raw]
     tensors = {} if data.batch is None else dict(data.batch.items())
     if not {"input_ids", "attention_mask"} <= tensors.keys():
-        raise AlgorithmError(
-            "the DataProto has no prompts: give raw_prompt_ids, or input_ids and attention_mask"
-        )
+        raise DataProtoIncomplete()
     rows = zip(tensors["input_ids"], tensors["attention_mask"].bool(), strict=True)
     return [tokens[mask].tolist() for tokens, mask in rows]
 

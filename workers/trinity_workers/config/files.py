@@ -18,11 +18,22 @@ from msgspec import Struct, field
 from trinity_events.system.error_text import shorten
 from trinity_events.system.open_folder import OpenFolder
 
-from ..algorithms.errors import AlgorithmError
+from ..algorithms.errors import UnknownPreset
 from ..algorithms.presets import merged, preset_values
 from ..evaluation.settings import NAME as SECTION_NAME
 from ..tasks import absolute
-from .errors import BadSettings
+from .errors import (
+    BadSettings,
+    BaseRefused,
+    CommandRefused,
+    ConfigUnreadable,
+    NoSection,
+    PresetRefused,
+    SettingsContradict,
+    SeveralMistakes,
+    UnknownSetting,
+    WrongValue,
+)
 from .fields import collections, fields, general_path, sections
 from .other_names import (
     SettingNamedTwice,
@@ -74,14 +85,14 @@ class Reading(Struct):
     """Configuration as far as it can be read, and every mistake in it."""
 
     config: TrainConfig = field(default_factory=TrainConfig)
-    problems: list[str] = field(default_factory=list)
+    problems: list[BadSettings] = field(default_factory=list)
 
     def checked(self) -> TrainConfig:
         """Return the configuration. Raises BadSettings with the first mistake."""
+        if len(self.problems) > 1:
+            raise SeveralMistakes(tuple(self.problems), "first")
         if self.problems:
-            others = len(self.problems) - 1
-            more = f" ({others} more: see --check)" if others else ""
-            raise BadSettings(self.problems[0] + more)
+            raise self.problems[0]
         return self.config
 
 
@@ -112,9 +123,7 @@ def typed_setting(text: str) -> SettingOverride:
     """Parse ``section.field=value`` from the command line. Raises BadSettings."""
     path, equals, value = text.partition("=")
     if not equals or not path:
-        raise BadSettings(
-            f"--set {text} is no setting: write section.field=value, such as --set sync.interval=2"
-        )
+        raise CommandRefused("setting", text)
     return SettingOverride(path, _scalar(value), f"--set {text}", value)
 
 
@@ -136,7 +145,7 @@ class _Reader:
     def __init__(self, path: Path) -> None:
         self._file = path
         self._values: dict[str, Any] = {}
-        self._problems: list[str] = []
+        self._problems: list[BadSettings] = []
         self._wrong: set[str] = set()
         self._names: dict[str, str] = {}
         """Names by which the file, or the command line, gives the settings, by path."""
@@ -147,7 +156,7 @@ class _Reader:
         if content is None:
             return
         if not isinstance(content, Mapping):
-            self._problems.append(f"{file}: the file holds {_format(content)}, not sections")
+            self._problems.append(NoSection(str(file), "file", _format(content)))
             return
         self._read_section("", content)
 
@@ -161,10 +170,7 @@ class _Reader:
             elif isinstance(value, Mapping):
                 self._read_section(f"{path}.", value)
             elif value is not None:
-                self._problems.append(
-                    f"{self._file}: {path} is {_format(value)}, but it is a section: write its "
-                    "fields below it"
-                )
+                self._problems.append(NoSection(str(self._file), "section", _format(value), path))
 
     def _read_named_sections(
         self, path: str, content: Mapping[Any, Any], origin: str, base: Path
@@ -176,14 +182,10 @@ class _Reader:
         self._values[path] = {}
         for name, section in content.items():
             if not SECTION_NAME.fullmatch(str(name)):
-                self._problems.append(
-                    f"{origin}: {path} has {_format(name)}, but a name there has only lower-case "
-                    "letters, digits, - and _"
-                )
+                self._problems.append(NoSection(origin, "name", _format(name), path))
             elif section is not None and not isinstance(section, Mapping):
                 self._problems.append(
-                    f"{origin}: {path}.{name} is {_format(section)}, but it is a section: write "
-                    "its fields below it"
+                    NoSection(origin, "section", _format(section), f"{path}.{name}")
                 )
             else:
                 self._values[f"{path}.{name}"] = {}
@@ -217,31 +219,28 @@ class _Reader:
                 for field_name, inner in value.items():
                     self._take(f"{name}.{field_name}", inner, origin, base)
             else:
-                meant = format_hint(name) or _find_nearest(name)
-                self._problems.append(f"{origin}: there is no setting {name}: {meant}")
+                self._problems.append(_make_unknown(origin, name))
             return
         if alias := format_alias(name):
             logger.warning("%s: %s", origin, alias)
         earlier = self._names.setdefault(path, name)
         if earlier != name:
-            self._problems.append(f"{origin}: {SettingNamedTwice(path, (earlier, name))}")
+            self._problems.append(SettingNamedTwice(path, (earlier, name), origin))
             return
         value = to_current_value(path, value)
         try:
             self._values[path] = _resolved(path, field.converted(value), base)
         except ValueError:  # msgspec's error is one
             self._wrong.add(path)
-            self._problems.append(
-                f"{origin}: {name} is {_format(value)}, but must be {field.allowed}"
-                f"{format_absent_value(path, value)}"
-            )
+            reason = format_absent_value(path, value)
+            self._problems.append(WrongValue(origin, name, _format(value), field.allowed, reason))
 
     def finished(self, named: Callable[[str], str], prefix: str) -> Reading:
         """Return the configuration, after the checks that concern several fields."""
         config = msgspec.convert(self._over_preset(_nested(self._values), prefix), TrainConfig)
-        for paths, contradiction in find_contradictions(config, named):
-            if not self._wrong.intersection(paths):
-                self._problems.append(prefix + contradiction)
+        for conflict in find_contradictions(config, named):
+            if not self._wrong.intersection(conflict.paths):
+                self._problems.append(SettingsContradict(*conflict, prefix))
         return Reading(config, self._problems)
 
     def _over_preset(self, values: dict[str, Any], prefix: str) -> dict[str, Any]:
@@ -251,8 +250,8 @@ class _Reader:
             return values
         try:
             return values | {"algorithm": merged(preset_values(preset), algorithm)}
-        except AlgorithmError as error:
-            self._problems.append(f"{prefix}algorithm.preset: {error}")
+        except UnknownPreset as error:
+            self._problems.append(PresetRefused(prefix, error))
             return values
 
 
@@ -271,7 +270,7 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
 def _with_bases(path: Path) -> list[tuple[Path, Any]]:
     """Return the contents of a file, of its base, of that one's base, and so on.
 
-    Raises BadSettings for a base that is no path, or that is among the files before it.
+    Raises BaseRefused for a base that is no path, or that is among the files before it.
     """
     files: list[tuple[Path, Any]] = []
     while True:
@@ -281,13 +280,10 @@ def _with_bases(path: Path) -> list[tuple[Path, Any]]:
         base = content[BASE]
         files.append((path, {name: value for name, value in content.items() if name != BASE}))
         if not isinstance(base, str) or not base:
-            raise BadSettings(
-                f"{path}: {BASE} is {_format(base)}, but must be the path of another configuration"
-            )
+            raise BaseRefused(path, "path", _format(base))
         following = Path(os.path.normpath(path.parent / Path(base).expanduser()))
         if any(following.absolute() == file.absolute() for file, _ in files):
-            names = " -> ".join(str(file) for file, _ in files)
-            raise BadSettings(f"{names} -> {following}: each is laid over the next: leave one out")
+            raise BaseRefused(path, "circle", str(following), tuple(file for file, _ in files))
         path = following
 
 
@@ -295,21 +291,18 @@ def _decoded(path: Path) -> Any:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise BadSettings(f"{path} cannot be read: {error.strerror}") from None
+        raise ConfigUnreadable(str(path), "file", error.strerror or str(error)) from None
     except UnicodeDecodeError:
-        raise BadSettings(f"{path} cannot be read: it is not text in UTF-8") from None
+        raise ConfigUnreadable(str(path), "file", "it is not text in UTF-8") from None
     if path.suffix == ".toml":
         try:
             return tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
-            raise BadSettings(f"{path} is not TOML: {error}") from None
+            raise ConfigUnreadable(str(path), "TOML", str(error)) from None
     if path.suffix not in {".yaml", ".yml"}:
-        raise BadSettings(f"{path} is neither .yaml, .yml nor .toml: give it such an ending")
+        raise ConfigUnreadable(str(path), "ending")
     if importlib.util.find_spec("yaml") is None:
-        raise BadSettings(
-            f"{path} cannot be read without pyyaml: pip install 'trinity-events[workers]', or "
-            "write it as TOML"
-        )
+        raise ConfigUnreadable(str(path), "pyyaml")
     return _yaml(text, str(path))
 
 
@@ -324,10 +317,7 @@ def _yaml(text: str, origin: str) -> Any:
             for name in names:
                 if names.count(name) > 1:
                     line = node.start_mark.line + 1
-                    raise BadSettings(
-                        f"{origin}: {name} is given twice in the section at line {line}: "
-                        "leave one out"
-                    )
+                    raise ConfigUnreadable(origin, "twice", line=line, name=name)
             return super().construct_mapping(node, deep)
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
@@ -335,17 +325,17 @@ def _yaml(text: str, origin: str) -> Any:
         return yaml.load(text, Loader)  # noqa: S506 - it is a SafeLoader
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}" if mark else ""
+        line = mark.line + 1 if mark else None
         reason = getattr(error, "problem", None) or "it cannot be parsed"
-        raise BadSettings(f"{origin} is not YAML{where}: {reason}") from None
+        raise ConfigUnreadable(origin, "YAML", reason, line) from None
     except ValueError as error:  # a date that is none
-        raise BadSettings(f"{origin} is not YAML: {error}") from None
+        raise ConfigUnreadable(origin, "YAML", str(error)) from None
 
 
 def _scalar(text: str) -> Any:
     try:
         return _yaml(text, f"--set: {text!r}")
-    except BadSettings:
+    except ConfigUnreadable:
         return text
 
 
@@ -369,8 +359,17 @@ def _resolved(path: str, value: Any, base: Path) -> Any:
     return absolute(value, base) if path in _SOURCES else value
 
 
-def _find_nearest(path: str) -> str:
-    """Return a clause with the setting that may have been meant."""
+def _make_unknown(origin: str, name: str) -> UnknownSetting:
+    if (hint := format_hint(name)) is not None:
+        return UnknownSetting(origin, name, hint=hint)
+    if (nearest := _find_nearest(name)) is not None:
+        return UnknownSetting(origin, name, nearest)
+    names = tuple(section for section in sections() if "." not in section)
+    return UnknownSetting(origin, name, sections=names)
+
+
+def _find_nearest(path: str) -> str | None:
+    """Return the setting that may have been meant."""
     paths = [*fields(), *sections()]
     close = difflib.get_close_matches(path, paths, 1, cutoff=_SIMILAR)
     if not close:  # the section may be left out, or be the wrong one
@@ -379,9 +378,7 @@ def _find_nearest(path: str) -> str:
         close = [
             names[match] for match in difflib.get_close_matches(last, names, 1, cutoff=_SIMILAR)
         ]
-    if close:
-        return f"is {close[0]} meant?"
-    return f"the sections are {', '.join(section for section in sections() if '.' not in section)}"
+    return close[0] if close else None
 
 
 def _format(value: Any) -> str:

@@ -408,16 +408,22 @@ _OTHERS = [
 
 
 class SettingNamedTwice(BadSettings):
-    """Raised if a configuration has a setting by two names.
+    """A configuration has a setting by two names.
 
     Attributes:
         path: Current path of the setting.
         names: Both names.
+        origin: File or option that has them; empty for the log.
     """
 
     path: str
     names: tuple[str, str]
-    text = "{names[0]} and {names[1]} are two names of one setting: write {path} alone"
+    origin: str = ""
+    text = "{_origin}{names[0]} and {names[1]} are two names of one setting: write {path} alone"
+
+    @property
+    def _origin(self) -> str:
+        return f"{self.origin}: " if self.origin else ""
 
 
 def to_path(name: str) -> str:
@@ -470,7 +476,7 @@ def format_absent_value(path: str, value: Any) -> str:
     # A module's path names it too, such as trinity.trainer.verl.monkey_patch.
     parts = value.lower().split(".")
     absent = ABSENT_VALUES.get(path, {})
-    return next((f": {reason}" for name, reason in absent.items() if name in parts), "")
+    return next((reason for name, reason in absent.items() if name in parts), "")
 
 
 def find_settings(name: str) -> Iterator[tuple[str, OtherName]]:

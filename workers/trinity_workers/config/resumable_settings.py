@@ -24,7 +24,7 @@ from trinity_events.system.error_text import shorten
 from trinity_schemas import SettingChange
 
 from ..rules import NAME
-from .errors import BadSettings
+from .errors import LoggedSettingsUnreadable
 from .fields import expand_paths, general_path
 from .other_names import to_current_names
 from .setting_values import get_settings, to_values
@@ -187,14 +187,12 @@ def compare_settings(run_id: str, logged: str, config: TrainConfig) -> tuple[Set
 
     Raises:
         SettingsNotResumable: One of them may not change.
-        BadSettings: The configuration in the log cannot be read.
+        LoggedSettingsUnreadable: The configuration in the log cannot be read.
     """
     try:
         values = to_current_names(msgspec.json.decode(logged, type=dict))
     except (msgspec.DecodeError, RecursionError) as error:
-        raise BadSettings(
-            f"the settings in the log of run {run_id} cannot be read ({error})"
-        ) from None
+        raise LoggedSettingsUnreadable(str(error), run_id) from None
     before = {setting.keys: setting for setting in get_settings(values)}
     after = {setting.keys: setting for setting in get_settings(to_values(config))}
     changes: list[SettingChange] = []

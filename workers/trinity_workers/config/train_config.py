@@ -16,7 +16,7 @@ from ..evaluation.settings import EvaluationConfig
 from ..rewards.settings import RewardsConfig
 from ..rollout_engines.base import SAMPLING_SETTINGS, ProofName
 from ..section import Section
-from .errors import BadSettings
+from .errors import LoggedSettingsUnreadable, TransportNotChosen
 from .other_names import to_current_names
 from .sections.checkpoints import CheckpointsConfig
 from .sections.explorer import ExplorerConfig
@@ -229,7 +229,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
         """Decode settings from JSON, which may have former names.
 
         Raises:
-            BadSettings: The writer's version does not fit.
+            LoggedSettingsUnreadable: The writer's version does not fit.
         """
         try:
             values = msgspec.json.decode(text)
@@ -237,10 +237,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
                 values = to_current_names(values)
             return msgspec.convert(values, TrainConfig)
         except (msgspec.DecodeError, RecursionError) as error:
-            raise BadSettings(
-                f"the run's settings cannot be read ({error}): "
-                "do all of its processes have the same version of trinity-events?"
-            ) from None
+            raise LoggedSettingsUnreadable(str(error)) from None
 
     def placed(
         self,
@@ -297,13 +294,13 @@ class RunConfig(TrainConfig, frozen=True, kw_only=True):
 
     @property
     def transport(self) -> WeightsPath:
-        """Return the transport of the weights. Raises BadSettings if the launcher chose none."""
+        """Return the transport of the weights. Raises TransportNotChosen without one."""
         if self.trainer.colocated:
             return "none"
         if self.sync.method != "memory":
             return "collective" if self.sync.method == "nccl" else "files"
         if self.sync.transport == "auto":
-            raise BadSettings(f"no transport of the weights was chosen for run {self.run_id}")
+            raise TransportNotChosen(self.run_id)
         return self.sync.transport
 
     @property

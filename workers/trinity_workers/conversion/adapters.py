@@ -19,7 +19,11 @@ from ..engines.adapter_folder import (
     write_adapter_folder,
 )
 from ..engines.base import NamedTensors
-from ..engines.convertible import ADAPTER_CONFIG, ConversionRefused
+from ..engines.convertible import (
+    ADAPTER_CONFIG,
+    AdapterConversionRefused,
+    SourceRefused,
+)
 from ..engines.model_folder import FolderReader, copy_files, has_separate_head, write_model_folder
 from ..engines.reshard import tensors_of_shards
 from ..learning.adapters import merged, weight_names
@@ -51,9 +55,7 @@ class SavedAdapters:
         self._described = folder if (folder / ADAPTER_CONFIG).is_file() else inner
         self._config: dict[str, Any] = json.loads((self._described / ADAPTER_CONFIG).read_bytes())
         if self._config.get("peft_type") != "LORA" or any(map(self._config.get, _OTHER)):
-            raise ConversionRefused(
-                f"{self._described / ADAPTER_CONFIG} describes no plain LoRA: merge it with PEFT"
-            )
+            raise AdapterConversionRefused(self._described / ADAPTER_CONFIG, "kind")
         self._given_base = base
         if (self._described / ADAPTER_WEIGHTS).is_file():
             reader = FolderReader(self._described)
@@ -102,25 +104,19 @@ class SavedAdapters:
         try:
             reader = FolderReader(base)
         except FileNotFoundError as error:
-            raise ConversionRefused(str(error)) from None
+            raise SourceRefused(base, "weights", reason=str(error)) from None
         names = {weight_names(name): name for name in reader.names()}
         adapted = {name for pair in names for name in pair}
         missing = [name for name in self.tensors if name not in adapted]
         if missing:
-            raise ConversionRefused(
-                f"{base} has no layer for the adapter {missing[0]}: give the adapters' own base "
-                "with --base"
-            )
+            raise AdapterConversionRefused(base, "layer", missing[0])
         scale = self._config["lora_alpha"] / self._config["r"]
         for (first, second), name in names.items():
             tensor = reader.tensor(name)
             if first in self.tensors or second in self.tensors:
                 for matrix in (first, second):
                     if matrix not in self.tensors:
-                        raise ConversionRefused(
-                            f"{self._described} lacks {matrix}, half of an adapter: copy the "
-                            "whole folder again"
-                        )
+                        raise AdapterConversionRefused(self._described, "half", matrix)
                 tensor = merged(tensor, self.tensors[first], self.tensors[second], scale)
             check_finite([(name, tensor)], str(base))
             yield name, tensor
@@ -133,12 +129,7 @@ class SavedAdapters:
         path = self._config.get("base_model_name_or_path")
         base = self._given_base or Path(trained.path if trained is not None else path or "")
         if not (base / "config.json").is_file():
-            raise ConversionRefused(
-                f"the base of the adapters is not in {base}: give its folder with --base"
-            )
+            raise AdapterConversionRefused(base, "base")
         if trained is not None and weights_digest(base) != trained.digest:
-            raise AdaptersRefused(
-                f"the weights in {base} are not those that the adapters were trained on: give the "
-                "folder of their base with --base"
-            )
+            raise AdaptersRefused(self._described, "given", base=str(base))
         return base

@@ -26,9 +26,11 @@ from ..engines.base import NamedTensors
 from ..engines.buffers import all_buffer_names, saved_buffers
 from ..engines.convertible import (
     ADAPTER_CONFIG,
+    AdapterConversionRefused,
     Conversion,
-    ConversionRefused,
+    RankOfGroup,
     SourceForm,
+    SourceRefused,
     find_source,
 )
 from ..engines.megatron import leave
@@ -88,7 +90,7 @@ def convert(
     """
     folder, form = find_source(source, target)
     if form != "adapters" and (adapter or base is not None):
-        raise ConversionRefused(f"{source} has no adapters: leave --adapter and --base out")
+        raise AdapterConversionRefused(source, "no adapters")
     # A folder of Hugging Face need not be of this project, and then has no list to compare.
     is_checkpoint = form != "huggingface" and not (folder / ADAPTER_CONFIG).is_file()
     verify_checkpoint(folder, verify, warn=is_checkpoint)
@@ -257,24 +259,17 @@ def _description(folder: Path) -> Description:
         return read_description(folder)
     except (ValueError, OSError) as error:
         reason = " ".join(str(error).split())
-        raise ConversionRefused(
-            f"{folder}/config.json describes no model that can be converted: {reason}"
-        ) from None
+        raise SourceRefused(folder, "unknown model", reason=reason) from None
 
 
 def _check_dtypes(dtypes: Sequence[torch.dtype], key: str, source: Path) -> torch.dtype:
     """Return the one dtype of the tensors that a checkpoint stores under one key."""
     dtype, *others = dict.fromkeys(dtypes)
     if others:
-        raise ConversionRefused(
-            f"{source}: the tensors of {key}, over all layers, have several dtypes "
-            f"({_format_dtypes(dtypes)}), and a Megatron checkpoint stores them in one: save the "
-            "model so"
-        )
+        raise SourceRefused(source, "dtypes", key, _format_dtypes(dtypes))
     if dtype not in _CONVERTED:
-        raise ConversionRefused(
-            f"{source}: {key} is {_format_dtypes([dtype])}, which cannot be converted: save it in "
-            f"one of {_format_dtypes(_CONVERTED)}"
+        raise SourceRefused(
+            source, "dtype", key, _format_dtypes([dtype]), _format_dtypes(_CONVERTED)
         )
     return dtype
 
@@ -287,14 +282,14 @@ def _reader(folder: Path) -> FolderReader:
     try:
         return FolderReader(folder)
     except FileNotFoundError as error:
-        raise ConversionRefused(str(error)) from None
+        raise SourceRefused(folder, "weights", reason=str(error)) from None
 
 
 @contextmanager
 def _alone() -> Iterator[None]:
     """Make a process group of this process alone, for the block."""
     if dist.is_initialized():
-        raise ConversionRefused("this process is a rank of a group: convert in one of its own")
+        raise RankOfGroup()
     store = HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import msgspec
 import torch
@@ -27,9 +27,40 @@ _COMPARED = {"r": "rank", "lora_alpha": "alpha", "target_modules": "target_modul
 
 
 class AdaptersRefused(TrinityError):
-    """Raised if saved adapters are not those of the run, or of another base."""
+    """Saved adapters are not those of the run, or of another base.
+
+    Attributes:
+        folder: Their folder, or the file that names their base.
+        fault: ``adapters`` if the run trains none, ``none`` if it does and there are none,
+            ``setting`` if they have another one, ``base`` if the run has another base, ``given`` if
+            that of a conversion is another, ``unreadable`` for the file.
+        setting: Field of model.lora.
+        trained: Base that they were trained on.
+        base: Base of the run.
+        reason: Error of the file.
+    """
 
     is_lasting = True
+
+    folder: Path
+    fault: Literal["adapters", "none", "setting", "base", "given", "unreadable"]
+    setting: str = ""
+    trained: str = ""
+    base: str = ""
+    reason: str = ""
+    texts: ClassVar = {
+        "adapters": "{folder} has adapters, and the run trains the policy itself: set model.lora "
+        "as it was, or begin anew with --fresh",
+        "none": "{folder} has no adapter_config.json, and the run trains adapters: set "
+        "model.lora.rank 0 as it was, or begin anew with --fresh",
+        "setting": "the adapters in {folder} have another model.lora.{setting} than the run: set "
+        "it as it was, or begin anew with --fresh",
+        "base": "the adapters in {folder} were trained on the weights of {trained}, and those of "
+        "{base} are others: set model.path to the same weights, or begin anew with --fresh",
+        "given": "the weights in {base} are not those that the adapters were trained on: give the "
+        "folder of their base with --base",
+        "unreadable": "{folder}, which names the base of the adapters, cannot be read ({reason})",
+    }
 
 
 class BaseModel(Struct, frozen=True, kw_only=True):
@@ -74,30 +105,17 @@ def check_adapters(folder: Path, config: dict[str, Any] | None, base: BaseModel 
     file = folder / ADAPTER_CONFIG
     if config is None or base is None:
         if file.is_file():
-            raise AdaptersRefused(
-                f"{folder} has adapters, and the run trains the policy itself: set model.lora as "
-                "it was, or begin anew with --fresh"
-            )
+            raise AdaptersRefused(folder, "adapters")
         return
     if not file.is_file():
-        raise AdaptersRefused(
-            f"{folder} has no {ADAPTER_CONFIG}, and the run trains adapters: set model.lora.rank 0 "
-            "as it was, or begin anew with --fresh"
-        )
+        raise AdaptersRefused(folder, "none")
     saved = json.loads(file.read_bytes())
     for field, name in _COMPARED.items():
         if saved.get(field) != config[field]:
-            raise AdaptersRefused(
-                f"the adapters in {folder} have another model.lora.{name} than the run: set it as "
-                "it was, or begin anew with --fresh"
-            )
+            raise AdaptersRefused(folder, "setting", name)
     recorded_base = read_base(folder)
     if recorded_base.digest != base.digest:
-        raise AdaptersRefused(
-            f"the adapters in {folder} were trained on the weights of {recorded_base.path}, "
-            f"and those of {base.path} are others: set model.path to the same weights, or begin "
-            "anew with --fresh"
-        )
+        raise AdaptersRefused(folder, "base", trained=recorded_base.path, base=base.path)
 
 
 def read_base(folder: Path) -> BaseModel:
@@ -106,9 +124,7 @@ def read_base(folder: Path) -> BaseModel:
     try:
         return msgspec.json.decode(file.read_bytes(), type=BaseModel)
     except (OSError, msgspec.DecodeError) as error:
-        raise AdaptersRefused(
-            f"{file}, which names the base of the adapters, cannot be read ({error})"
-        ) from None
+        raise AdaptersRefused(file, "unreadable", reason=str(error)) from None
 
 
 def write_adapter_folder(

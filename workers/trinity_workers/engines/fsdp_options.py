@@ -12,7 +12,14 @@ from ..learning.packing import pack_rows
 
 
 class RecomputeRefused(TrinityError):
-    """Raised if a model cannot compute its activations again."""
+    """A model cannot compute its activations again.
+
+    Attributes:
+        model: Its class.
+    """
+
+    model: str
+    text = "{model} cannot compute its activations again: set trainer.recompute false"
 
 
 class FSDPOptions(Struct, frozen=True, kw_only=True):
@@ -43,10 +50,7 @@ def _recompute(model: Any) -> None:
     # A critic is no model of transformers, and its layers are.
     owner = model if hasattr(model, "supports_gradient_checkpointing") else model.base_model
     if not getattr(owner, "supports_gradient_checkpointing", False):
-        raise RecomputeRefused(
-            f"{type(model).__name__} cannot compute its activations again: set trainer.recompute "
-            "false"
-        )
+        raise RecomputeRefused(type(model).__name__)
     # Named differently before transformers 5.23; the argument is the same.
     enable = getattr(owner, "activation_checkpointing_enable", None)
     keywords = {"use_reentrant": False}

@@ -29,7 +29,9 @@ ALL: tuple[Part, ...] = ("parameters", "gradients", "optimizer")
 
 
 class MemoryAway(TrinityError):
-    """Raised if a model is to compute while its parameters are away."""
+    """A model is to compute while its parameters are away."""
+
+    text = "the model's parameters were moved to the host: compute in a block of resident()"
 
 
 def holding(
@@ -104,9 +106,7 @@ class OffloadedModel:
     def check_resident(self, *_: Any) -> None:
         """Raise MemoryAway if the parameters are away: torch would read memory that was freed."""
         if not self.is_resident():
-            raise MemoryAway(
-                "the model's parameters were moved to the host: compute in a block of resident()"
-            )
+            raise MemoryAway()
 
 
 def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:

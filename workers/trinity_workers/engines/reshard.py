@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,9 +26,41 @@ _SHARD_FILE = re.compile(r"(?:model|optim)_world_size_(\d{1,6})_rank_0\.pt")
 
 
 class ReshardRefused(TrinityError):
-    """Raised if shards cannot be loaded at this number of ranks."""
+    """Shards cannot be loaded at this number of ranks.
+
+    Attributes:
+        fault: ``ranks`` if there are shards of several numbers of them, ``tensor`` if one is
+            missing, ``model`` if the model has others, ``joined`` and ``loaded`` if a tensor is not
+            sharded by rows, ``rows`` if it has other rows.
+        folder: Folder of the shards.
+        ranks: Numbers of ranks.
+        tensor: Name of a tensor.
+        saved: Rows that the shards have.
+        rows: Rows of the model's tensor.
+    """
 
     is_lasting = True
+
+    fault: Literal["ranks", "tensor", "model", "joined", "loaded", "rows"]
+    folder: Path | None = None
+    ranks: tuple[int, ...] = ()
+    tensor: str = ""
+    saved: int = 0
+    rows: int = 0
+    texts: ClassVar = {
+        "ranks": "{folder} has shards of {_ranks} ranks: start as many ranks as one of them",
+        "tensor": "{folder} has no tensor {tensor}: is its config.json another's?",
+        "model": "the saved shards and the model here do not both have {tensor}: is it a "
+        "checkpoint of this model?",
+        "joined": "only tensors that FSDP shards by rows can be joined",
+        "loaded": "only tensors that FSDP shards by rows load at another number of ranks",
+        "rows": "the saved shards have {saved} rows of a tensor that has {rows} here: is it a "
+        "checkpoint of this model?",
+    }
+
+    @property
+    def _ranks(self) -> str:
+        return " and ".join(map(str, self.ranks))
 
 
 def shard_file(folder: Path, what: str, world: int, rank: int) -> Path:
@@ -58,10 +90,7 @@ def _worlds(folder: Path) -> list[int]:
 
 
 def _several(folder: Path, worlds: Sequence[int]) -> ReshardRefused:
-    numbers = " and ".join(map(str, worlds))
-    return ReshardRefused(
-        f"{folder} has shards of {numbers} ranks: start as many ranks as one of them"
-    )
+    return ReshardRefused("ranks", folder, tuple(worlds))
 
 
 def tensors_of_shards(
@@ -94,7 +123,7 @@ def tensors_of_shards(
     check_all_used(folder, states[0], {*selected, *ties})
     for name in selected:
         if name not in states[0]:
-            raise ReshardRefused(f"{folder} has no tensor {name}: is its config.json another's?")
+            raise ReshardRefused("tensor", folder, tensor=name)
         yield name, _joined([state[name] for state in states])
 
 
@@ -124,7 +153,7 @@ def _joined(values: Sequence[Any]) -> torch.Tensor:
         whole: torch.Tensor = first
         return whole
     if list(first.placements) != [Shard(0)]:
-        raise ReshardRefused("only tensors that FSDP shards by rows can be joined")
+        raise ReshardRefused("joined")
     return torch.cat([value.to_local() for value in values])
 
 
@@ -147,10 +176,7 @@ def resharded_model(states: Sequence[dict[str, Any]], module: Any) -> dict[str, 
     """
     different = sorted(module.state_dict().keys() ^ states[0].keys())
     if different:
-        raise ReshardRefused(
-            f"the saved shards and the model here do not both have {different[0]}: is it a "
-            "checkpoint of this model?"
-        )
+        raise ReshardRefused("model", tensor=different[0])
     return {
         name: _resharded([state[name] for state in states], like)
         for name, like in module.state_dict().items()
@@ -196,9 +222,7 @@ def _resharded(values: Sequence[Any], like: Any) -> Any:
     if not isinstance(values[0], DTensor):
         return values[0]
     if not isinstance(like, DTensor) or list(like.placements) != [Shard(0)]:
-        raise ReshardRefused(
-            "only tensors that FSDP shards by rows load at another number of ranks"
-        )
+        raise ReshardRefused("loaded")
     return _laid_out([value.to_local() for value in values], like)
 
 
@@ -219,10 +243,7 @@ def _laid_out(shards: Sequence[torch.Tensor], like: DTensor) -> DTensor:
             local[begin - first : end - first] = rows[begin - offset : end - offset]
         offset += len(rows)
     if offset != like.shape[0]:
-        raise ReshardRefused(
-            f"the saved shards have {offset} rows of a tensor that has {like.shape[0]} here: "
-            "is it a checkpoint of this model?"
-        )
+        raise ReshardRefused("rows", saved=offset, rows=like.shape[0])
     return DTensor.from_local(
         local.to(like.device),
         like.device_mesh,

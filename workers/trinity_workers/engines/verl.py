@@ -40,7 +40,23 @@ _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16"}
 
 
 class VerlUnusable(TrinityError):
-    """Raised if veRL's engine cannot run here, or cannot do what a run asks for."""
+    """veRL's engine cannot run here.
+
+    Attributes:
+        reason: Error of the import.
+        module: Module that is missing; None if one does not go with another.
+    """
+
+    reason: str
+    module: str | None = None
+
+    def __str__(self) -> str:
+        if self.module is None:
+            return f"veRL's engine does not go with what is installed: {self.reason}"
+        return (
+            f"trainer.engine verl needs veRL 0.8 or newer, and there is no module {self.module}: "
+            "install trinity-events[verl], then verl with --no-deps"
+        )
 
 
 class VerlOptions(NamedTuple):
@@ -186,12 +202,9 @@ def _initialized(folder: Path, device: torch.device, options: VerlOptions) -> An
         engine = _new_engine(folder, options)
         engine.initialize()
     except ModuleNotFoundError as error:
-        raise VerlUnusable(
-            f"trainer.engine verl needs veRL 0.8 or newer, and there is no module {error.name}: "
-            "install trinity-events[verl], then verl with --no-deps"
-        ) from error
+        raise VerlUnusable(str(error), error.name) from error
     except ImportError as error:  # such as of a class that the installed TRL does not have
-        raise VerlUnusable(f"veRL's engine does not go with what is installed: {error}") from error
+        raise VerlUnusable(str(error)) from error
     return engine
 
 

@@ -22,6 +22,20 @@ LONGEST_WAIT = 20.0
 _CLAIM_BLOCK = 5.0
 
 
+class QuestionSetMissing(TrinityError):
+    """A request asks for a held-out set that the explorer does not hold.
+
+    Attributes:
+        fingerprint: Fingerprint of the set.
+    """
+
+    fingerprint: str
+    text = (
+        "the explorer holds no set of questions with the fingerprint {fingerprint}: give trainer "
+        "and explorers the same questions"
+    )
+
+
 class EngineTurns:
     """Turns at an engine: training has those that it needs, and evaluation the others."""
 
@@ -115,10 +129,7 @@ class EvaluationAnswers:
         fingerprint = claims[0].request.fingerprint
         player = self._players.get(fingerprint)
         if player is None:
-            raise TrinityError(
-                f"the explorer holds no set of questions with the fingerprint {fingerprint}: give "
-                "trainer and explorers the same questions"
-            )
+            raise QuestionSetMissing(fingerprint)
         ready = await self._installer.announcement(version)
         await self._turns.left_over()
         async with self._turns.lock:

@@ -35,7 +35,7 @@ from trinity_schemas import (
 from ..config.sync_schedule import publishes_on_demand
 from ..config.train_config import RunConfig
 from ..rollout_engines import EngineOptions, NotServing, RolloutEngine, load_engine
-from ..rollouts.episodes import RequestRefused, send_answers
+from ..rollouts.episodes import OtherTaskSet, send_answers
 from ..rollouts.held_out_sets import held_out_sets
 from ..rollouts.run_episodes import open_episodes
 from ..rollouts.user_task import task_of
@@ -352,10 +352,11 @@ class Explorer:
             return
         for claim in claims:
             await requests.fail(claim, "the explorer holds another task set")
-        raise RequestRefused(
-            f"run {self.config.run_id} asks for questions of a task set with the fingerprint "
-            f"{foreign_claim.request.fingerprint}, and {self.name} holds "
-            f"{self._task.fingerprint}: give trainer and explorers the same questions"
+        raise OtherTaskSet(
+            f"run {self.config.run_id}",
+            foreign_claim.request.fingerprint,
+            self._task.fingerprint,
+            self.name,
         )
 
     async def _answer_with_weights(

@@ -11,7 +11,7 @@ from itertools import chain
 from logging import Logger
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -36,11 +36,33 @@ if TYPE_CHECKING:
     from trinity_events import CheckpointCoordinator
 
 SAVE_NAME = "model_state_dict"
-_INSTEAD = "upload with strategy=PublishFull()"
 
 
 class ShardsRefused(TrinityError):
-    """Raised if the ranks' shards of the model cannot be published in their layout."""
+    """The ranks' shards of the model cannot be published in their layout.
+
+    Attributes:
+        fault: ``FSDP1`` and ``adapters`` for models without such shards, ``placement`` and
+            ``shape`` for a tensor of another layout.
+        tensor: Name of the tensor.
+        placement: Its placement.
+        shape: Shape of the rank's shard.
+        expected: Shape that was expected.
+    """
+
+    fault: Literal["FSDP1", "adapters", "placement", "shape"]
+    tensor: str = ""
+    placement: str = ""
+    shape: tuple[int, ...] = ()
+    expected: tuple[int, ...] = ()
+    _instead: ClassVar = "upload with strategy=PublishFull()"
+    texts: ClassVar = {
+        "FSDP1": "FSDP1 keeps flat parameters, which are no shards of tensors: " + _instead,
+        "adapters": "the model has adapters (PEFT), which an engine merges, or leaves out, as it "
+        "gathers: " + _instead,
+        "placement": "{tensor} is laid out as {placement}: " + _instead,
+        "shape": "{tensor} has a shard of {shape}, where {expected} was expected: " + _instead,
+    }
 
 
 def fsdp_save_state_dict(
@@ -178,14 +200,9 @@ def fsdp_shards(
     if any(
         type(submodule).__name__ == "FullyShardedDataParallel" for submodule in module.modules()
     ):
-        raise ShardsRefused(
-            f"FSDP1 keeps flat parameters, which are no shards of tensors: {_INSTEAD}"
-        )
+        raise ShardsRefused("FSDP1")
     if hasattr(module, "peft_config"):
-        raise ShardsRefused(
-            "the model has adapters (PEFT), which an engine merges, or leaves out, as it gathers: "
-            f"{_INSTEAD}"
-        )
+        raise ShardsRefused("adapters")
     rank, ranks = rank_and_world()
     named = chain(module.named_parameters(), saved_buffers(module))
     for index, (name, tensor) in enumerate(named):
@@ -222,11 +239,10 @@ def _place(name: str, value: DTensor) -> ShardOffset | None:
             begin, shape[dim] = find_chunk(shape[dim], parts, index)
             begins[dim] += begin
         else:
-            raise ShardsRefused(f"{name} is laid out as {placement}: {_INSTEAD}")
+            raise ShardsRefused("placement", name, str(placement))
     if tuple(value.to_local().shape) != tuple(shape):
         raise ShardsRefused(
-            f"{name} has a shard of {list(value.to_local().shape)}, where {shape} was expected: "
-            f"{_INSTEAD}"
+            "shape", name, shape=tuple(value.to_local().shape), expected=tuple(shape)
         )
     # One rank publishes a tensor without elements, so that readers know of it.
     empty = 0 in shape and (0 not in value.shape or not first)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import anyio.to_thread
 
@@ -16,7 +16,7 @@ from trinity_events.system.error_text import first_error
 from trinity_events.system.shared_memory import SHARED_MEMORY, free_bytes
 from trinity_events.trackers import find_tracker
 
-from ..config.errors import BadSettings
+from ..config.errors import BadSettings, SeveralMistakes
 from ..config.sections.model import ModelConfig
 from ..config.train_config import TrainConfig
 from ..rollout_engines.loading import ENGINES, find_engine
@@ -39,19 +39,22 @@ _GIB = 1 << 30
 Check = Callable[[], Awaitable[Any]]
 
 
-class SeveralMistakes(BadSettings):
-    """A run cannot start for several reasons.
+class BuiltInModelRefused(BadSettings):
+    """A run asks for what the built-in model does not do.
 
     Attributes:
-        mistakes: An error for each of them.
+        fault: ``task`` for another task than the built-in ones, ``dtype`` for other numbers.
+        dtype: Data type that the run asks for.
     """
 
-    mistakes: tuple[TrinityError, ...]
-    text = "{_listed}"
-
-    @property
-    def _listed(self) -> str:
-        return "\nerror: ".join(map(str, self.mistakes))
+    fault: Literal["task", "dtype"]
+    dtype: str = ""
+    texts: ClassVar = {
+        "task": "a task of your own needs a model of your own: set model.path to a Hugging Face "
+        "folder (the small built-in model only answers the built-in tasks)",
+        "dtype": "model.dtype is {dtype}, and the built-in model is float32: set model.path, or "
+        "leave model.dtype out",
+    }
 
 
 class NotEnoughSpace(BadSettings):
@@ -168,15 +171,9 @@ def _check_model(config: TrainConfig, folder: Path | None, *, thorough: bool) ->
         if thorough:
             check_policy(folder)
     elif not is_built_in(config.task.name) or config.task.has_questions:
-        raise BadSettings(
-            "a task of your own needs a model of your own: set model.path to a Hugging Face "
-            "folder (the small built-in model only answers the built-in tasks)"
-        )
+        raise BuiltInModelRefused("task")
     elif config.model.dtype != "float32":
-        raise BadSettings(
-            f"model.dtype is {config.model.dtype}, and the built-in model is float32: set "
-            "model.path, or leave model.dtype out"
-        )
+        raise BuiltInModelRefused("dtype", config.model.dtype)
 
 
 def _check_teacher(folder: Path, policy: Path) -> None:

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from trinity_events.errors import TrinityError
+from trinity_events.errors import PackageMissing
 
 from .lora_settings import ALL_LINEAR, LoraConfig
-from .policy import BadPolicy, isolated_rng, load_policy
+from .policy import isolated_rng, load_policy
+from .pretrained import AdapterTargetRefused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -33,19 +34,12 @@ _PREFIX = "base_model.model."
 _PLACES = ("lora_A", "lora_B")
 
 
-class MissingPeft(TrinityError):
-    """Raised if adapters are asked for, and PEFT is not installed."""
-
-
 def require_peft() -> Any:
-    """Import and return PEFT. Raises MissingPeft."""
+    """Import and return PEFT. Raises PackageMissing."""
     try:
         import peft
-    except ImportError as error:
-        raise MissingPeft(
-            f"model.lora needs PEFT ({error}): pip install 'trinity-events[lora]', or set "
-            "model.lora.rank 0"
-        ) from None
+    except ImportError:
+        raise PackageMissing("model.lora", "peft", "trinity-events[lora]") from None
     return peft
 
 
@@ -57,7 +51,7 @@ def check_adapters(lora: LoraConfig, folder: Path | None) -> None:
         folder: Folder of the policy, if it is there.
 
     Raises:
-        MissingPeft: if PEFT is not installed.
+        PackageMissing: if PEFT is not installed.
         BadPolicy: as :func:`add_adapters`.
     """
     require_peft()
@@ -100,7 +94,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int, *, base: P
         base: Folder of the model, which is named next to saved adapters.
 
     Raises:
-        MissingPeft: if PEFT is not installed.
+        PackageMissing: if PEFT is not installed.
         BadPolicy: if the model has no such layers, or a layer cannot have an adapter.
     """
     peft = require_peft()
@@ -133,18 +127,12 @@ def _targets(model: PreTrainedModel, lora: LoraConfig, base: Path) -> list[str]:
         is_linear = type(layer) is nn.Linear and layer is not head
         targets = {target for target in lora.target_modules if f".{name}".endswith(f".{target}")}
         if targets and not is_linear:
-            raise BadPolicy(
-                f"{name} of the model in {base} is no linear layer below the output head, and "
-                "only those take adapters: leave it out of model.lora.target_modules"
-            )
+            raise AdapterTargetRefused(base, name, "no linear layer")
         if is_linear and (targets or ALL_LINEAR in lora.target_modules):
             layers.append(name)
             missing -= {*targets, ALL_LINEAR}
     if missing:
-        raise BadPolicy(
-            f"the model in {base} has no linear layer {min(missing)}: name others in "
-            "model.lora.target_modules"
-        )
+        raise AdapterTargetRefused(base, min(missing), "absent")
     return layers
 
 

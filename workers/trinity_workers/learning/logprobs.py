@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..algorithms.batch import Batch
 from ..algorithms.logits import TokenStatistics, head_statistics, token_statistics
-from .policy import BadPolicy
+from .pretrained import FusedLossRefused
 
 _WAY_OUT = "set trainer.fused_loss false"
 
@@ -95,7 +95,7 @@ def _statistics_of_head(
     """Return statistics that the model's head computes in the place of logits."""
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
-        raise BadPolicy(f"the model has no linear head but {type(head).__name__}: {_WAY_OUT}")
+        raise FusedLossRefused("head", type(head).__name__)
     made: list[Tensor] = []
 
     def statistics(hidden: Tensor) -> Tensor:
@@ -113,6 +113,6 @@ def _statistics_of_head(
     with forward_replaced(head, statistics):
         output = _output_of_responses(model, batch)
     if not made or output is not made[0]:
-        raise BadPolicy(f"the model changes logits after its head: {_WAY_OUT}")
+        raise FusedLossRefused("logits")
     logprobs, *entropies = output.unbind(dim=-1)
     return TokenStatistics(logprobs, entropies[0] if entropies else None)

@@ -14,7 +14,14 @@ _ISOLATION = 0.01
 
 
 class PackingRefused(TrinityError):
-    """Raised if a model does not keep packed samples apart."""
+    """A model does not keep packed samples apart.
+
+    Attributes:
+        model: Its class.
+    """
+
+    model: str
+    text = "{model} lets packed samples attend to one another: set trainer.packing false"
 
 
 def pack_rows(model: Any) -> None:
@@ -46,10 +53,7 @@ def check_isolation(module: nn.Module, device: torch.device) -> None:
         logits.append(output.logits[1, :2].float())
     module.train(was_training)
     if (logits[0] - logits[1]).abs().max() > _ISOLATION * logits[0].abs().max():
-        raise PackingRefused(
-            f"{type(module).__name__} lets packed samples attend to one another: set "
-            "trainer.packing false"
-        )
+        raise PackingRefused(type(module).__name__)
 
 
 class _Packing:

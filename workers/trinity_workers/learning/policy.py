@@ -19,8 +19,12 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from ..storage.huggingface_files import add_older_names
 from ..tasks import Message
-from .pretrained import BadPolicy as BadPolicy  # noqa: PLC0414  # users import it from here
+from .pretrained import BadPolicy as BadPolicy  # noqa: PLC0414 - users import it from here
 from .pretrained import (
+    FilesUnreadable,
+    NoChatTemplate,
+    NoModel,
+    TokenizerRefused,
     check_pretrained,
     load_pretrained,
     no_progress_bars,
@@ -130,10 +134,7 @@ def load_policy(
     table: Any = model.get_input_embeddings()
     vocabulary_size = int(table.weight.shape[0])
     if len(tokenizer) > vocabulary_size:
-        raise BadPolicy(
-            f"the tokenizer in {folder} has {len(tokenizer)} tokens, and its model knows "
-            f"{vocabulary_size}: they are not of one model"
-        )
+        raise TokenizerRefused(folder, "size", len(tokenizer), vocabulary_size)
     return model, tokenizer
 
 
@@ -168,7 +169,7 @@ def check_policy_files(folder: Path) -> None:
             names = ("tokenizer_config.json", "special_tokens_map.json")
             files = [folder / name for name in names if (folder / name).is_file()]
             if not any(json.loads(file.read_bytes()).get("eos_token") for file in files):
-                raise BadPolicy(_NO_END.format(folder=folder))
+                raise TokenizerRefused(folder, "end")
         elif not any((folder / name).is_file() for name in _VOCABULARIES):
             raise FileNotFoundError(f"it has none of tokenizer.json, {', '.join(_VOCABULARIES)}")
     with raising_bad_policy(f"the model in {folder} cannot be loaded"):
@@ -206,7 +207,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
             folder, local_files_only=True, trust_remote_code=False
         )
     if tokenizer.eos_token_id is None:
-        raise BadPolicy(_NO_END.format(folder=folder))
+        raise TokenizerRefused(folder, "end")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -241,10 +242,7 @@ def encode_prompt(
     if isinstance(prompt, str):
         return _encode_text(tokenizer, prompt, ended=answered)
     if not tokenizer.chat_template:
-        raise BadPolicy(
-            "a prompt has chat messages, and the model's tokenizer has no chat template: ask "
-            "questions of text, or add chat_template.jinja to the model's folder"
-        )
+        raise NoChatTemplate()
     with raising_bad_policy("the chat template refuses a prompt"):
         template: Any = tokenizer.apply_chat_template
         tokens = template(
@@ -279,10 +277,7 @@ def _require_config(folder: Path) -> None:
     _require_readable(folder)
     if not (folder / "config.json").is_file():
         # transformers would take a missing folder for the name of a repository on the hub.
-        raise BadPolicy(
-            f"no policy in {folder}: config.json is missing: set model.path to a Hugging Face "
-            "folder"
-        )
+        raise NoModel("policy", folder, "model.path")
 
 
 def _require_readable(folder: Path) -> None:
@@ -293,10 +288,7 @@ def _require_readable(folder: Path) -> None:
                 if file.is_file():
                     file.open("rb").close()
     except PermissionError as error:
-        raise BadPolicy(
-            f"user {os.geteuid()} cannot read {error.filename}: its owner allows it by "
-            f"chmod -R a+rX {folder}"
-        ) from error
+        raise FilesUnreadable(os.geteuid(), Path(error.filename), folder) from error
 
 
 def _character_tokenizer() -> PreTrainedTokenizerFast:

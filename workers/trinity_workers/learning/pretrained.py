@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from trinity_events.errors import TrinityError
 
@@ -32,7 +32,163 @@ _LISTED = 3
 
 
 class BadPolicy(TrinityError):
-    """Raised if a folder holds no policy that can be used."""
+    """A folder holds no policy that can be used."""
+
+
+class PolicyUnreadable(BadPolicy):
+    """transformers cannot read a folder, or its template refuses a prompt.
+
+    Attributes:
+        what: Clause that says what failed.
+        reason: First line of the error.
+    """
+
+    what: str
+    reason: str
+    text = "{what}: {reason}"
+
+
+class NoModel(BadPolicy):
+    """A folder has no configuration of a model.
+
+    Attributes:
+        model: Model that the run takes from it.
+        folder: The folder.
+        setting: Setting that names it.
+    """
+
+    model: str
+    folder: Path
+    setting: str
+    text = "no {model} in {folder}: config.json is missing: set {setting} to a Hugging Face folder"
+
+
+class FilesUnreadable(BadPolicy):
+    """A file of a policy is another user's.
+
+    Attributes:
+        user: Id of this user.
+        path: The file.
+        folder: Folder of the policy.
+    """
+
+    user: int
+    path: Path
+    folder: Path
+    text = "user {user} cannot read {path}: its owner allows it by chmod -R a+rX {folder}"
+
+
+class TokenizerRefused(BadPolicy):
+    """The tokenizer of a folder is not one of the policy.
+
+    Attributes:
+        folder: The folder.
+        fault: ``size`` if it has more tokens than the model, ``end`` without an end of sequence,
+            ``teacher`` if a teacher's has other tokens than the policy's.
+        tokens: Number of its tokens.
+        vocabulary: Number of tokens that the model knows.
+    """
+
+    folder: Path
+    fault: Literal["size", "end", "teacher"]
+    tokens: int = 0
+    vocabulary: int = 0
+    texts: ClassVar = {
+        "size": "the tokenizer in {folder} has {tokens} tokens, and its model knows {vocabulary}: "
+        "they are not of one model",
+        "end": "the tokenizer in {folder} has no end of sequence (eos_token): set it in "
+        "tokenizer_config.json",
+        "teacher": "the teacher in {folder} has other tokens than the policy, whose samples it is "
+        "to judge: set algorithm.teacher.path to a model with the policy's tokenizer",
+    }
+
+
+class HeadRefused(BadPolicy):
+    """A model has no head of rewards or values, or another one.
+
+    Attributes:
+        folder: Its folder.
+        fault: ``score`` if it is none of transformers' classifiers, ``outputs`` if it has several,
+            ``none`` without a head.
+        outputs: Outputs that it gives a token.
+    """
+
+    folder: Path
+    fault: Literal["score", "outputs", "none"]
+    outputs: int = 0
+    texts: ClassVar = {
+        "score": "the reward model in {folder} has no linear head called score, as transformers' "
+        "classifiers of causal language models have: take one of those",
+        "outputs": "the model in {folder} gives {outputs} outputs a token, and a critic or a "
+        "reward model gives one: take a model with num_labels 1",
+        "none": "the model in {folder} has no head of rewards: take a Hugging Face folder of a "
+        "model for sequence or token classification",
+    }
+
+
+class AdapterTargetRefused(BadPolicy):
+    """A layer that is to take adapters is none that can.
+
+    Attributes:
+        folder: Folder of the model.
+        layer: Name of the layer.
+        fault: ``absent``, or ``no linear layer`` below the output head.
+    """
+
+    folder: Path
+    layer: str
+    fault: Literal["absent", "no linear layer"]
+    texts: ClassVar = {
+        "absent": "the model in {folder} has no linear layer {layer}: name others in "
+        "model.lora.target_modules",
+        "no linear layer": "{layer} of the model in {folder} is no linear layer below the output "
+        "head, and only those take adapters: leave it out of model.lora.target_modules",
+    }
+
+
+class FusedLossRefused(BadPolicy):
+    """A model computes its logits otherwise than the fused loss does.
+
+    Attributes:
+        fault: ``head`` if it has no linear one, ``logits`` if it changes them after its head.
+        head: Class of its head.
+    """
+
+    fault: Literal["head", "logits"]
+    head: str = ""
+    texts: ClassVar = {
+        "head": "the model has no linear head but {head}: set trainer.fused_loss false",
+        "logits": "the model changes logits after its head: set trainer.fused_loss false",
+    }
+
+
+class NoChatTemplate(BadPolicy):
+    """A prompt has chat messages, and the tokenizer has no template for them."""
+
+    text = (
+        "a prompt has chat messages, and the model's tokenizer has no chat template: ask questions "
+        "of text, or add chat_template.jinja to the model's folder"
+    )
+
+
+class ReplyRefused(BadPolicy):
+    """The chat template refuses the reply of an environment.
+
+    Attributes:
+        role: Role of the reply; None if the template leaves out the turn before it.
+        reason: Error of the template.
+    """
+
+    role: str | None = None
+    reason: str = ""
+
+    def __str__(self) -> str:
+        if self.role is None:
+            return "the chat template leaves out the policy's turn before a reply"
+        return (
+            f"the chat template refuses a reply of the role {self.role!r}: {self.reason}; let the "
+            "environment return a message with a role that the template knows"
+        )
 
 
 class MissingTensors(BadPolicy):
@@ -209,7 +365,7 @@ def raising_bad_policy(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise BadPolicy(f"{what}: {text}") from error
+        raise PolicyUnreadable(what, text) from error
 
 
 @contextmanager

@@ -11,8 +11,8 @@ import torch
 from ..algorithms.batch import NO_GROUP, Batch
 from ..tasks import Message, Question
 from .finite import check_finite_model
-from .policy import BadPolicy, encode_prompt, load_tokenizer
-from .pretrained import check_pretrained, load_pretrained
+from .policy import encode_prompt, load_tokenizer
+from .pretrained import HeadRefused, NoModel, check_pretrained, load_pretrained
 from .value_head import checked_head, head_tensors
 from .values import ValueModel
 
@@ -27,10 +27,7 @@ def reward_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         BadPolicy: in one sentence, if the folder holds no reward model.
     """
     if not (folder / "config.json").is_file():
-        raise BadPolicy(
-            f"no reward model in {folder}: config.json is missing: set "
-            "rewards.reward_model to a Hugging Face folder"
-        )
+        raise NoModel("reward model", folder, "rewards.reward_model")
     tokenizer = load_tokenizer(folder)
     checked_head(_config(folder), folder, required=True)
     return tokenizer
@@ -49,10 +46,7 @@ def load_reward_model(
     model = load_pretrained(_model_class(config), folder, getattr(torch, dtype))
     check_finite_model(model, str(folder))
     if not isinstance(getattr(model, "score", None), torch.nn.Linear):
-        raise BadPolicy(
-            f"the reward model in {folder} has no linear head called score, as transformers' "
-            "classifiers of causal language models have: take one of those"
-        )
+        raise HeadRefused(folder, "score")
     return ValueModel(model.base_model, config, model.score, model._no_split_modules), tokenizer
 
 

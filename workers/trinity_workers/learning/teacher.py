@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .policy import BadPolicy, load_tokenizer
+from .policy import load_tokenizer
+from .pretrained import NoModel, TokenizerRefused
 
 
 def checked_teacher(folder: Path, policy: Path) -> Path:
@@ -19,13 +20,7 @@ def checked_teacher(folder: Path, policy: Path) -> Path:
             policy's samples.
     """
     if not (folder / "config.json").is_file():
-        raise BadPolicy(
-            f"no teacher in {folder}: config.json is missing: set algorithm.teacher.path to a "
-            "Hugging Face folder"
-        )
+        raise NoModel("teacher", folder, "algorithm.teacher.path")
     if load_tokenizer(folder).get_vocab() != load_tokenizer(policy).get_vocab():
-        raise BadPolicy(
-            f"the teacher in {folder} has other tokens than the policy, whose samples it is to "
-            "judge: set algorithm.teacher.path to a model with the policy's tokenizer"
-        )
+        raise TokenizerRefused(folder, "teacher")
     return folder

@@ -6,6 +6,8 @@ import copy
 from pathlib import Path
 from typing import Any
 
+from .pretrained import HeadRefused
+
 HEAD = {"score.weight", "score.bias"}
 """Names of the head's tensors, as in transformers' models for classification."""
 
@@ -29,19 +31,11 @@ def checked_head(config: Any, folder: Path, *, required: bool = False) -> set[st
     Raises:
         BadPolicy: for a head of several outputs, and for none if it is required.
     """
-    from .policy import BadPolicy  # transformers takes seconds to import
-
     tensors = head_tensors(config)
     if tensors and config.num_labels != 1:
-        raise BadPolicy(
-            f"the model in {folder} gives {config.num_labels} outputs a token, and a critic or a "
-            "reward model gives one: take a model with num_labels 1"
-        )
+        raise HeadRefused(folder, "outputs", config.num_labels)
     if required and not tensors:
-        raise BadPolicy(
-            f"the model in {folder} has no head of rewards: take a Hugging Face folder of a model "
-            "for sequence or token classification"
-        )
+        raise HeadRefused(folder, "none")
     return tensors
 
 

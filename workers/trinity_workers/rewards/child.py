@@ -18,8 +18,10 @@ from typing import Any, BinaryIO
 import msgspec
 from msgspec import Struct, structs
 
+from trinity_events.errors import TrinityError
+
 from ..sandbox.processes.frames import framed, open_frame_pipes, read_frame
-from ..tasks import Answer, Question, TaskError, TrainingSet, load_reward
+from ..tasks import Answer, Question, TrainingSet, load_reward
 from .base import NO_REWARD, Rewarded, RewardFault, rewarded
 
 _LONGEST_TRACEBACK = 6000
@@ -93,7 +95,7 @@ def main() -> None:
             options=source.options,
             folder=Path(source.folder),
         )
-    except TaskError as error:
+    except TrinityError as error:
         send(Verdict(fault=RewardFault(sentence=str(error), error_type=type(error).__name__)))
         return
     send(Verdict())

@@ -15,8 +15,9 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
+from trinity_events.errors import StructuredError
 from trinity_events.system.error_text import shorten
 
 _LONGEST = 1 << 15
@@ -122,8 +123,56 @@ _SCALES = re.compile(
 )
 
 
-class UnclearGrade(Exception):
-    """Raised if a reply has no clear grade; the message is the end of a sentence."""
+class UnclearGrade(StructuredError):
+    """A reply has no clear grade; its text is the end of a sentence.
+
+    Attributes:
+        fault: ``cut off`` or ``long`` for a reply that is not whole. ``none`` and ``no grade``
+            without one, ``several`` for grades that differ. ``range``, ``infinite``, ``scale`` and
+            ``no best`` for a grade that is none of its scale. ``no number``, ``text``, ``two ways``
+            and ``unclear`` for one that cannot be read.
+        line: Line, number or grades of the reply.
+        grade: The grade, or the best one of its scale.
+        best: Best grade of the settings.
+        length: Characters of the reply.
+        limit: Characters of a reply that are read.
+    """
+
+    fault: Literal[
+        "cut off",
+        "long",
+        "none",
+        "no grade",
+        "range",
+        "several",
+        "scale",
+        "no number",
+        "unclear",
+        "no best",
+        "two ways",
+        "text",
+        "infinite",
+    ]
+    line: str = ""
+    grade: float = 0.0
+    best: float = 0.0
+    length: int = 0
+    limit: int = 0
+    texts: ClassVar = {
+        "cut off": "was cut off before its grade: raise its limit of tokens",
+        "long": "gave {length} characters, of which at most {limit} are read",
+        "none": "gave no grade",
+        "no grade": "gave no grade: its last line is {line}",
+        "range": "gave the grade {grade:g}, which is not from 0 to {best:g}",
+        "several": "gave several grades: {line}",
+        "scale": "named a scale up to {grade:g}, and the best grade is {best:g}",
+        "no number": "gave a grade that is no number: {line}",
+        "unclear": "gave no clear grade: {line}",
+        "no best": "gave a grade of a scale without a best grade: {line}",
+        "two ways": "gave {line}, which may be a thousand or a decimal number",
+        "text": "gave {line}, which is no number",
+        "infinite": "gave the grade {grade}",
+    }
 
 
 class _Grade(NamedTuple):
@@ -147,25 +196,23 @@ def parse_grade(reply: str, best: float) -> float:
     """
     text = _REASONED.split(reply)[-1]
     if _REASONING.search(text):
-        raise UnclearGrade("was cut off before its grade: raise its limit of tokens")
+        raise UnclearGrade("cut off")
     if len(text) > _LONGEST:
-        raise UnclearGrade(f"gave {len(text)} characters, of which at most {_LONGEST} are read")
+        raise UnclearGrade("long", length=len(text), limit=_LONGEST)
     text = _PRODUCT.sub(" x ", text).translate(_SAME)
     lines = [_EMPHASIS.sub("", line).strip() for line in text.splitlines()]
     lines = [line for line in lines if any(map(str.isalnum, line))]
     if not lines:
-        raise UnclearGrade("gave no grade")
+        raise UnclearGrade("none")
     grade = _read_last_line(lines, best)
     if grade is None:
         grade = _agreed([*_read_labels(lines, best), *_read_fractions(lines, best)], best)
     if grade is None:
-        raise UnclearGrade(f"gave no grade: its last line is {_format_line(lines[-1])}")
+        raise UnclearGrade("no grade", _format_line(lines[-1]))
     if not grade.has_scale:
         _check_scale("\n".join(lines), best)
     if not 0 <= grade.share <= 1:
-        raise UnclearGrade(
-            f"gave the grade {grade.share * best:g}, which is not from 0 to {best:g}"
-        )
+        raise UnclearGrade("range", grade=grade.share * best, best=best)
     return grade.share
 
 
@@ -173,7 +220,7 @@ def _agreed(grades: list[_Grade], best: float) -> _Grade | None:
     """Return the only grade of a list, None if it is empty. Raises UnclearGrade if they differ."""
     if any(abs(grade.share - grades[0].share) > _NEAR for grade in grades):
         values = ", ".join(f"{grade.share * best:g}" for grade in grades)
-        raise UnclearGrade(f"gave several grades: {values}")
+        raise UnclearGrade("several", values)
     return grades[0] if grades else None
 
 
@@ -251,14 +298,14 @@ def _read_labelled(line: str, label: re.Match[str], best: float) -> _Grade | Non
     """
     for top in filter(None, label.groupdict().values()):
         if float(top) != best:
-            raise UnclearGrade(f"named a scale up to {top}, and the best grade is {best:g}")
+            raise UnclearGrade("scale", grade=float(top), best=best)
     amount = _AMOUNT.match(line, label.end())
     if amount is None:
         if _BEGINS.match(line, label.end()):
-            raise UnclearGrade(f"gave a grade that is no number: {_format_line(line)}")
+            raise UnclearGrade("no number", _format_line(line))
         return None
     if not _ENDS.match(line, _end_of(line, amount, best)):
-        raise UnclearGrade(f"gave no clear grade: {_format_line(line)}")
+        raise UnclearGrade("unclear", _format_line(line))
     return _read_amount(line, amount, best)
 
 
@@ -269,7 +316,7 @@ def _end_of(line: str, amount: re.Match[str], best: float) -> int:
     if again is None or second is None:
         return amount.end()
     if abs(_read_amount(line, second, best).share - _read_amount(line, amount, best).share) > _NEAR:
-        raise UnclearGrade(f"gave several grades: {_format_line(line)}")
+        raise UnclearGrade("several", _format_line(line))
     end = second.end()
     return end + line.startswith(")", end)
 
@@ -282,7 +329,7 @@ def _read_amount(line: str, amount: re.Match[str], best: float) -> _Grade:
         return _Grade(number / best, has_scale=False)
     scale = _number(amount["scale"], best)
     if not scale > 0:
-        raise UnclearGrade(f"gave a grade of a scale without a best grade: {_format_line(line)}")
+        raise UnclearGrade("no best", _format_line(line))
     return _Grade(number / scale, has_scale=True)
 
 
@@ -298,7 +345,7 @@ def _number(text: str, best: float) -> float:
         # "1,000" is a thousand where grades are that large, "7.500" a decimal where they are not.
         decimal = marks == "." and best < 1000
         if not decimal and not (marks == "," and best >= 1000):
-            raise UnclearGrade(f"gave {text}, which may be a thousand or a decimal number")
+            raise UnclearGrade("two ways", text)
         digits = digits if decimal else digits.replace(",", "")
     elif re.fullmatch(r"[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?", digits):
         digits = digits.replace(",", "")
@@ -307,10 +354,10 @@ def _number(text: str, best: float) -> float:
     elif len(marks) == 1:
         digits = digits.replace(",", ".")
     elif marks:
-        raise UnclearGrade(f"gave {text}, which is no number")
+        raise UnclearGrade("text", text)
     number = sign * float(f"{digits}e{exponent}" if exponent else digits)
     if not math.isfinite(number):
-        raise UnclearGrade(f"gave the grade {number}")
+        raise UnclearGrade("infinite", grade=number)
     return number
 
 
@@ -319,7 +366,7 @@ def _check_scale(text: str, best: float) -> None:
     for scale in _SCALES.finditer(text):
         top = _number(next(filter(None, scale.groups())), best)
         if top != best:
-            raise UnclearGrade(f"named a scale up to {top:g}, and the best grade is {best:g}")
+            raise UnclearGrade("scale", grade=top, best=best)
 
 
 def _format_line(line: str) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import anyio
 import httpx
 import msgspec
 
 from trinity_events.diagnostics.waits import NO_REPORTS, WaitReporter
+from trinity_events.errors import StructuredError
 from trinity_events.log.retry import backoff_delays
 
 from .base import RewardFailed
@@ -37,8 +38,27 @@ _SHOWN = 200
 """Characters of a reply that an error shows."""
 
 
-class Unusable(Exception):
-    """Raised if a reply is not what was asked for; the message is the end of a sentence."""
+class Unusable(StructuredError):
+    """A reply is not what was asked for; its text is the end of a sentence.
+
+    Attributes:
+        fault: ``status`` for a code after which another attempt may succeed, ``format`` if it is no
+            chat completion, ``empty`` without one, ``cut off`` before its grade, ``unclear`` if its
+            grade is.
+        reason: Body of the reply, or the error of its reader.
+        status: Its code.
+    """
+
+    fault: Literal["status", "format", "empty", "cut off", "unclear"]
+    reason: str = ""
+    status: int = 0
+    texts: ClassVar = {
+        "status": "answered {status}{reason}",
+        "format": "sent what is no chat completion: {reason}",
+        "empty": "gave no grade",
+        "cut off": "was cut off before its grade: raise its limit of tokens",
+        "unclear": "{reason}",
+    }
 
 
 class HttpCalls:
@@ -159,7 +179,7 @@ class HttpCalls:
                         f"{self.name} sent more than {LARGEST_REPLY} bytes, which are not read"
                     )
         if reply.status_code in _TRANSIENT:
-            raise Unusable(f"answered {reply.status_code}{_format_body(received)}")
+            raise Unusable("status", _format_body(received), reply.status_code)
         if reply.status_code != httpx.codes.OK:
             raise RewardFailed(f"{self.name} answered {reply.status_code}{_format_body(received)}")
         return bytes(received)

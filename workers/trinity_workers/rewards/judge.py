@@ -88,16 +88,16 @@ class JudgeRewards:
         try:
             choices = msgspec.json.decode(reply, type=_Completion).choices
         except UNDECODABLE as error:
-            raise Unusable(f"sent what is no chat completion: {error}") from None
+            raise Unusable("format", str(error)) from None
         if not choices:
-            raise Unusable("gave no grade")
+            raise Unusable("empty")
         if choices[0].finish_reason == "length":  # the end of "Grade: 10" may be missing
-            raise Unusable("was cut off before its grade: raise its limit of tokens")
+            raise Unusable("cut off")
         best = self._settings.best_grade
         try:
             share = parse_grade(_join_text(choices[0].message.content), best)
         except (UnclearGrade, ValueError) as error:
-            raise Unusable(str(error)) from None
+            raise Unusable("unclear", str(error)) from None
         return Rewarded(reward=share, parts={"grade": share * best})
 
     async def aclose(self) -> None:

@@ -18,7 +18,8 @@ from ..sandbox.processes.pool import (
     UserProcesses,
     killed_on_error,
 )
-from ..tasks import Answer, Question, TaskError
+from ..tasks import Answer, Question
+from ..tasks.errors import QuestionUnencodable
 from .base import Rewarded, RewardFailed, RewardFault, collect_rewards
 from .child import Judge, RewardSource, Verdict, encoded
 
@@ -64,7 +65,7 @@ class RewardPool:
         try:
             request = encoded(Judge(question=question, answers=list(answers)))
         except (TypeError, ValueError) as error:
-            raise TaskError(f"a question of {self._source.task} holds no JSON: {error}") from None
+            raise QuestionUnencodable(self._source.task, str(error)) from None
         judged: dict[int, Rewarded] = {}
         faults: dict[int, RewardFault] = {}
         limit, name = self._source.deadline, f"the reward {self._source.name}"

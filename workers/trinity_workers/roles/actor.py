@@ -51,7 +51,7 @@ class ActorRolloutRefWorker(RoleWorker):
     ) -> None:
         super().__init__(config, rank, own_gpu=own_gpu)
         if role not in get_args(Role):
-            raise RoleRefused(f"unknown role {role!r}: take one of {', '.join(get_args(Role))}")
+            raise RoleRefused("unknown", type(self).__name__, role, choices=get_args(Role))
         self._role = role
         self._parts: set[str] = set(role.split("_"))
         self._rollouts: RankRollouts | None = None
@@ -71,10 +71,7 @@ class ActorRolloutRefWorker(RoleWorker):
     def _require(self, part: Part, method: str) -> None:
         """Refuse, on all ranks alike, a method of a part that the role has not."""
         if part not in self._parts:
-            raise RoleRefused(
-                f"{method} needs the part {part}, and this {type(self).__name__} was started with "
-                f"role={self._role!r}"
-            )
+            raise RoleRefused("part", type(self).__name__, self._role, method, part)
 
     @register(dispatch_mode=Dispatch.MEGATRON_PP_AS_DP_PROTO)
     def generate_sequences(self, prompts: Sequence[GenerationRequest]) -> list[Generation]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch.distributed as dist
 from torch import Tensor
@@ -26,7 +26,40 @@ from .group import RoleGroup
 
 
 class RoleRefused(TrinityError):
-    """Raised if a role is asked for what it does not have."""
+    """A role is asked for what it does not have.
+
+    Attributes:
+        fault: ``unknown`` for a name that is no role, ``part`` for a method of a part that the role
+            lacks, ``save`` if it trains nothing, ``checkpoint`` if it has no model with one,
+            ``model`` if it lacks the model, ``init`` before its models are loaded,
+            ``reward model`` if the run has none.
+        worker: Class of the workers.
+        role: Name of the role.
+        method: Method that was called.
+        part: Part or model that is lacking.
+        choices: Roles that there are, or models that it has.
+    """
+
+    fault: Literal["unknown", "part", "save", "checkpoint", "model", "init", "reward model"]
+    worker: str
+    role: str = ""
+    method: str = ""
+    part: str = ""
+    choices: tuple[str, ...] = ()
+    texts: ClassVar = {
+        "unknown": "unknown role {role!r}: take one of {_choices}",
+        "part": "{method} needs the part {part}, and this {worker} was started with role={role!r}",
+        "save": "this {worker} trains nothing, so it has nothing to save: save the role that "
+        "trains",
+        "checkpoint": "{method} is of a policy or a critic, and this {worker} has {_choices} alone",
+        "model": "this {worker} has no {part}: it was started with {_choices}",
+        "init": "the role has no models yet: call init_model() first",
+        "reward model": "the run has no reward model: set rewards.reward_model",
+    }
+
+    @property
+    def _choices(self) -> str:
+        return ", ".join(self.choices)
 
 
 class RoleWorker(MegatronWorker, TrainingRank):
@@ -93,10 +126,7 @@ class RoleWorker(MegatronWorker, TrainingRank):
         """
         engines = self._get_engines("save_checkpoint")
         if not self._loaded.models.trained:
-            raise RoleRefused(
-                f"this {type(self).__name__} trains nothing, so it has nothing to save: save the "
-                "role that trains"
-            )
+            raise RoleRefused("save", type(self).__name__)
         if global_step is not None:
             self._save_in_run(local_path, global_step)
             return
@@ -149,15 +179,14 @@ class RoleWorker(MegatronWorker, TrainingRank):
         """Return the step. Raises RoleRefused on all ranks if it lacks the model."""
         if model not in self.models:
             raise RoleRefused(
-                f"this {type(self).__name__} has no {model}: it was started with "
-                f"{', '.join(sorted(self.models))}"
+                "model", type(self).__name__, part=model, choices=tuple(sorted(self.models))
             )
         return self._loaded
 
     @property
     def _loaded(self) -> TrainingStep:
         if self._step is None:
-            raise RoleRefused("the role has no models yet: call init_model() first")
+            raise RoleRefused("init", type(self).__name__)
         return self._step
 
     def _get_engines(self, method: str) -> list[tuple[Trained, Any]]:
@@ -167,8 +196,7 @@ class RoleWorker(MegatronWorker, TrainingRank):
         engines = [(name, engine) for name, engine in both if engine is not None]
         if not engines:
             raise RoleRefused(
-                f"{method} is of a policy or a critic, and this {type(self).__name__} has "
-                f"{', '.join(sorted(self.models))} alone"
+                "checkpoint", type(self).__name__, method=method, choices=tuple(sorted(self.models))
             )
         return engines
 

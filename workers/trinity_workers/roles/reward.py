@@ -25,7 +25,7 @@ class RewardWorker(RoleWorker):
     def init_model(self) -> None:
         """Load the reward model. Raises RoleRefused if the run has none."""
         if self._config.reward_folder is None:
-            raise RoleRefused("the run has no reward model: set rewards.reward_model")
+            raise RoleRefused("reward model", type(self).__name__)
         super().init_model()
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from msgspec import Struct
 
@@ -42,11 +42,133 @@ with what was published.
 
 
 class RolloutEngineError(TrinityError):
-    """Raised if an engine cannot be made, or refuses a request."""
+    """An engine cannot be made, or refuses a request."""
 
 
 class NotServing(RolloutEngineError):
-    """Raised if no weight version is installed whole."""
+    """No weight version is installed whole.
+
+    Attributes:
+        way_out: How to install one.
+    """
+
+    way_out: str = "install one first"
+    text = "the rollout engine serves no weight version: {way_out}"
+
+
+class EngineOptionsRefused(RolloutEngineError):
+    """An engine has an option that is unknown or wrong.
+
+    Attributes:
+        engine: Its name.
+        reason: The option, and what is wrong with it.
+        allowed: Options that it has.
+    """
+
+    engine: str
+    reason: str
+    allowed: tuple[str, ...]
+    text = "options of the rollout engine {engine}: {reason}; there is {_allowed}"
+
+    @property
+    def _allowed(self) -> str:
+        return ", ".join(self.allowed)
+
+
+class InstallRefused(RolloutEngineError):
+    """An engine cannot install a version.
+
+    Attributes:
+        step: Step of the version.
+        fault: ``synchronizer`` if it lacks one, ``ranks`` if it is part of the trainer's.
+    """
+
+    step: int
+    fault: Literal["synchronizer", "ranks"]
+    texts: ClassVar = {
+        "synchronizer": "step {step} cannot be installed: the rollout engine has no synchronizer "
+        "to install from",
+        "ranks": "step {step} cannot be installed: the engine serves the weights of the trainer in "
+        "its processes, in a block of serving()",
+    }
+
+
+class PromptRefused(RolloutEngineError):
+    """A prompt is empty, or leaves no room for an answer.
+
+    Attributes:
+        ordinal: Ordinal of the question.
+        tokens: Tokens of the prompt, with the turns so far; 0 if it is empty.
+        turn: The turn.
+        room: Tokens that the model has room for.
+    """
+
+    ordinal: int
+    tokens: int
+    turn: int
+    room: int | None = None
+
+    def __str__(self) -> str:
+        if not self.tokens:
+            return f"ordinal {self.ordinal} has an empty prompt"
+        return (
+            f"ordinal {self.ordinal} has {self.tokens} tokens before turn {self.turn}, and the "
+            f"model has room for {self.room}: leave it out, or shorten it"
+        )
+
+
+class UpdateModeNotSupported(RolloutEngineError):
+    """An engine does not treat unfinished turns as the run asks.
+
+    Attributes:
+        engine: Its name.
+        on_update: Mode that the run asks for.
+        modes: Modes that it knows.
+    """
+
+    engine: str
+    on_update: str
+    modes: tuple[str, ...]
+    text = (
+        "rollouts.on_update is {on_update}, and the rollout engine {engine} knows {_modes} only: "
+        "choose that, or another explorer.engine"
+    )
+
+    @property
+    def _modes(self) -> str:
+        return " and ".join(self.modes)
+
+
+class AdaptersNotSupported(RolloutEngineError):
+    """A run trains adapters, and what generates has none.
+
+    Attributes:
+        engine: Name of the engine; None for the trainer's ranks.
+    """
+
+    engine: str | None = None
+
+    def __str__(self) -> str:
+        if self.engine is None:
+            return (
+                "ranks generate with whole weights, and the policy trains adapters "
+                "(model.lora.rank): let explorers generate, or leave the adapters out"
+            )
+        return (
+            f"the rollout engine {self.engine} applies no versions of adapters: set "
+            "model.lora.rank 0, or another explorer.engine"
+        )
+
+
+class OnlyTrains(RolloutEngineError):
+    """An engine of the trainer is asked for rollouts, and only trains.
+
+    Attributes:
+        engine: Its class.
+    """
+
+    engine: str
+    text = "{engine} only trains: let explorers answer the rollouts (trainer.colocated false)"
 
 
 class EngineEnded(RolloutEngineError):

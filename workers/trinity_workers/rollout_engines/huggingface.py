@@ -34,11 +34,12 @@ from ..learning.policy import end_tokens
 from .base import (
     SAMPLING_SETTINGS,
     EngineOptions,
+    EngineOptionsRefused,
     Generation,
     GenerationRequest,
+    InstallRefused,
     NotServing,
     OnUpdate,
-    RolloutEngineError,
 )
 from .gate import Gate
 from .loading import applies_adapters, samples_with, updates_amid_turns
@@ -110,9 +111,8 @@ class HuggingFaceEngine:
         try:
             own = msgspec.convert(options.options, HuggingFaceOptions)
         except msgspec.ValidationError as error:
-            names = ", ".join(HuggingFaceOptions.__struct_fields__)
-            raise RolloutEngineError(
-                f"options of the rollout engine huggingface: {error}; there is {names}"
+            raise EngineOptionsRefused(
+                "huggingface", str(error), HuggingFaceOptions.__struct_fields__
             ) from None
         load = policy_loader(options.lora, options.seed)
         model, tokenizer = load(options.model_folder, options.dtype)
@@ -185,7 +185,7 @@ class HuggingFaceEngine:
 
     def _install(self, ready: StepReady) -> None:
         if self._synchronizer is None:
-            raise RolloutEngineError("the rollout engine has no synchronizer to install from")
+            raise InstallRefused(ready.step, "synchronizer")
         if self.serves is None:
             with self._changing(ready):
                 self._synchronizer.load(self._versioned, ready, cast=True)
@@ -287,7 +287,7 @@ class HuggingFaceEngine:
     def _version(self) -> StepRef:
         """Return the version that is served. Raises NotServing if there is none."""
         if self.serves is None:
-            raise NotServing("the rollout engine serves no weight version: install one first")
+            raise NotServing()
         return self.serves
 
 

@@ -10,10 +10,12 @@ from ..rules import format_list
 from ..tasks.objects import load_object
 from .base import (
     SAMPLING_SETTINGS,
+    AdaptersNotSupported,
     EngineOptions,
     OnUpdate,
     RolloutEngine,
     RolloutEngineError,
+    UpdateModeNotSupported,
 )
 
 ENGINES = {
@@ -132,15 +134,9 @@ def find_engine(
     )
     modes: tuple[OnUpdate, ...] = ("finish", *getattr(make, _MODES, ()))
     if on_update not in modes:
-        raise RolloutEngineError(
-            f"rollouts.on_update is {on_update}, and the rollout engine {name} knows "
-            f"{' and '.join(modes)} only: choose that, or another explorer.engine"
-        )
+        raise UpdateModeNotSupported(name, on_update, modes)
     if adapters and not getattr(make, _ADAPTERS, False):
-        raise RolloutEngineError(
-            f"the rollout engine {name} applies no versions of adapters: set model.lora.rank 0, or "
-            "another explorer.engine"
-        )
+        raise AdaptersNotSupported(name)
     supported: tuple[str, ...] = getattr(make, _SAMPLING, ())
     lacking = tuple(
         setting

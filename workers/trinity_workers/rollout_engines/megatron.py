@@ -22,7 +22,7 @@ from trinity_schemas import StepReady, StepRef
 
 from ..engines.megatron import HybridEngine
 from ..runtime.collectives import gather_bytes, raise_together
-from .base import Generation, GenerationRequest, NotServing, RolloutEngineError
+from .base import Generation, GenerationRequest, InstallRefused, NotServing
 from .gate import Gate
 from .turns import OpenTurn, StopFinder, make_sampler, turn_limit
 
@@ -133,10 +133,7 @@ class MegatronRolloutEngine:
 
     async def install(self, ready: StepReady) -> None:
         """Refuse: raises RolloutEngineError."""
-        raise RolloutEngineError(
-            f"step {ready.step} cannot be installed: the engine serves the weights of the trainer "
-            "in its processes, in a block of serving()"
-        )
+        raise InstallRefused(ready.step, "ranks")
 
     async def prove(self) -> str:
         """Return a digest of the full tensors that it serves, by Hugging Face name. Collective."""
@@ -208,7 +205,5 @@ class MegatronRolloutEngine:
 
     def _version(self) -> StepRef:
         if self.serves is None:
-            raise NotServing(
-                "the rollout engine serves no weight version: generate in a block of serving()"
-            )
+            raise NotServing("generate in a block of serving()")
         return self.serves

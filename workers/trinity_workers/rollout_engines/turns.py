@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trinity_schemas import StepRef
 
-from .base import Generation, GenerationRequest, RolloutEngineError
+from .base import Generation, GenerationRequest, PromptRefused
 from .sampling import NoisySampler, turn_key
 
 if TYPE_CHECKING:
@@ -126,14 +126,11 @@ def turn_limit(request: GenerationRequest, room: int | None) -> int:
     """
     limit = request.sampling.max_new_tokens
     if not request.tokens:
-        raise RolloutEngineError(f"ordinal {request.ordinal} has an empty prompt")
+        raise PromptRefused(request.ordinal, 0, request.turn)
     if room is None:
         return limit
     if len(request.tokens) >= room:
-        raise RolloutEngineError(
-            f"ordinal {request.ordinal} has {len(request.tokens)} tokens before turn "
-            f"{request.turn}, and the model has room for {room}: leave it out, or shorten it"
-        )
+        raise PromptRefused(request.ordinal, len(request.tokens), request.turn, room)
     return min(limit, room - len(request.tokens))
 
 

@@ -23,7 +23,8 @@ from trinity_events.system.error_text import first_error
 from trinity_schemas import Experience, RewardErrorReported, RolloutRequest, StepRef, Turn
 from trinity_schemas.rollouts import LONGEST_REWARD_ERROR
 
-from ..learning.policy import BadPolicy, encode_prompt
+from ..learning.policy import encode_prompt
+from ..learning.pretrained import ReplyRefused
 from ..rewards import Rewarded, RewardFailed, RewardFault, Rewards
 from ..rewards.base import NO_REWARD
 from ..rewards.error_reports import AnswersNotJudged, make_report
@@ -41,7 +42,78 @@ _MARK = "TRINITYxPOLICYxTURN"
 
 
 class RequestRefused(TrinityError):
-    """Raised if a rollout request asks for another task set, or for another weight version."""
+    """A rollout request asks for what the explorer does not have."""
+
+
+class OtherTaskSet(RequestRefused):
+    """A request asks for a question of another task set.
+
+    Attributes:
+        subject: The run, or the ordinal.
+        requested: Fingerprint of the task set that is asked for.
+        explorer: Name of the explorer.
+        own: Fingerprint of its task set.
+    """
+
+    subject: str
+    requested: str
+    own: str
+    explorer: str = "this explorer"
+    text = (
+        "{subject} asks for a task set with the fingerprint {requested}, and {explorer} holds "
+        "{own}: give trainer and explorers the same questions"
+    )
+
+
+class PromptTooLong(RequestRefused):
+    """A prompt is longer than the model, or a setting, has room for.
+
+    Attributes:
+        ordinal: Ordinal of the question.
+        tokens: Tokens of the prompt.
+        room: Tokens that it may have.
+        setting: Setting that limits it; None for the model.
+    """
+
+    ordinal: int
+    tokens: int
+    room: int
+    setting: str | None = None
+    text = "the prompt of ordinal {ordinal} has {tokens} tokens, and {_limit}"
+
+    @property
+    def _limit(self) -> str:
+        if self.setting is None:
+            return f"the model has room for {self.room}: leave the question out, or shorten it"
+        return f"{self.setting} is {self.room}: leave the question out, or allow more tokens"
+
+
+class OtherVersion(RequestRefused):
+    """A request asks for another weight version than the engine serves.
+
+    Attributes:
+        ordinal: Ordinal of the question.
+        oldest: Oldest version that it may be answered with.
+        exact: True if it may be answered with this version alone.
+        served: Version of the engine.
+    """
+
+    ordinal: int
+    oldest: StepRef
+    exact: bool
+    served: StepRef
+    text = (
+        "ordinal {ordinal} needs the version of {_oldest}, and the engine served that of "
+        "{_served}: install it before answering"
+    )
+
+    @property
+    def _oldest(self) -> str:
+        return _format_version(self.oldest) + ("" if self.exact else " or a later one")
+
+    @property
+    def _served(self) -> str:
+        return _format_version(self.served)
 
 
 class Replier(Protocol):
@@ -156,27 +228,20 @@ class Episodes:
 
     def _begin(self, place: int, request: RolloutRequest) -> list[_Episode]:
         if request.fingerprint != self.task.fingerprint:
-            raise RequestRefused(
-                f"ordinal {request.ordinal} was asked of a task set with the fingerprint "
-                f"{request.fingerprint}, and this explorer holds {self.task.fingerprint}: give "
-                "trainer and explorers the same questions"
+            raise OtherTaskSet(
+                f"ordinal {request.ordinal}", request.fingerprint, self.task.fingerprint
             )
         question = self.task.question(request.ordinal)
         tokens = encode_prompt(
             self.tokenizer, question.prompt, template_kwargs=self.template_kwargs
         )
         if self.max_prompt_tokens is not None and len(tokens) > self.max_prompt_tokens:
-            raise RequestRefused(
-                f"the prompt of ordinal {request.ordinal} has {len(tokens)} tokens, and "
-                f"rollouts.max_prompt_tokens is {self.max_prompt_tokens}: leave the question out, "
-                "or allow more tokens"
+            raise PromptTooLong(
+                request.ordinal, len(tokens), self.max_prompt_tokens, "rollouts.max_prompt_tokens"
             )
         room = self.engine.context_length
         if room is not None and len(tokens) >= room:
-            raise RequestRefused(
-                f"the prompt of ordinal {request.ordinal} has {len(tokens)} tokens, and the model "
-                f"has room for {room}: leave the question out, or shorten it"
-            )
+            raise PromptTooLong(request.ordinal, len(tokens), room)
         prompt = Turn(role="prompt", tokens=tokens)
         return [
             _Episode(place, request, sample, question, question.messages(), [prompt])
@@ -426,13 +491,10 @@ def continuation(
         )
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise BadPolicy(
-            f"the chat template refuses a reply of the role {replies[-1]['role']!r}: {reason}; let "
-            "the environment return a message with a role that the template knows"
-        ) from None
+        raise ReplyRefused(replies[-1]["role"], reason) from None
     _, mark, after = rendered.rpartition(_MARK)
     if not mark:
-        raise BadPolicy("the chat template leaves out the policy's turn before a reply")
+        raise ReplyRefused()
     # The policy itself sampled the end of its turn.
     return after.removeprefix(str(tokenizer.decode([last_token], skip_special_tokens=False)))
 
@@ -444,12 +506,7 @@ def _check_versions(request: RolloutRequest, versions: Sequence[StepRef]) -> Non
     else:
         wrong = [version for version in versions if version < request.oldest]
     if wrong:
-        needs = "" if request.exact else " or a later one"
-        raise RequestRefused(
-            f"ordinal {request.ordinal} needs the version of {_format_version(request.oldest)}"
-            f"{needs}, and the engine served that of {_format_version(wrong[0])}: install it "
-            "before answering"
-        )
+        raise OtherVersion(request.ordinal, request.oldest, request.exact, wrong[0])
 
 
 def _format_version(version: StepRef) -> str:

@@ -10,7 +10,8 @@ from trinity_schemas import Sampling
 
 from ..config.train_config import TrainConfig
 from ..evaluation.settings import EvaluationSet
-from ..tasks import Question, Task, TaskError
+from ..tasks import Question, Task
+from ..tasks.errors import NoQuestions
 from ..tasks.question_set import encode_content
 from ..tasks.sources import QuestionOptions, read_questions
 
@@ -76,7 +77,7 @@ def read_own_questions(config: TrainConfig, name: str, source: str) -> Sequence[
     options = QuestionOptions.of(own.options if own.has_questions else None)
     questions = read_questions(source, options, prompt=own.prompt, answer=own.answer)
     if not questions:
-        raise TaskError(f"evaluation.sets.{name}.questions: {source} has no question")
+        raise NoQuestions(source, "set", f"evaluation.sets.{name}.questions")
     return questions
 
 

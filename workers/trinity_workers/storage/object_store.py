@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO, Any, ClassVar, Literal
 
 from trinity_events.checkpoints.layout import (
     ITERATION_FILES,
@@ -24,7 +24,7 @@ from trinity_events.checkpoints.manifest import (
     parse_manifest,
 )
 from trinity_events.checkpoints.verification import read_manifest
-from trinity_events.errors import TrinityError
+from trinity_events.errors import StructuredError, TrinityError
 
 from .durable_files import sync, sync_tree
 
@@ -44,15 +44,38 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class ObjectStoreUnusable(TrinityError):
-    """Raised if checkpoints cannot be read from, or written to, object storage."""
+    """Checkpoints cannot be read from, or written to, object storage.
+
+    Attributes:
+        url: URL of the storage.
+        what: Clause that says what failed.
+        reason: First line of the error.
+    """
+
+    url: str
+    what: str
+    reason: str
+    text = "{url} {what}: {reason}"
 
 
 class CopyDamaged(ObjectStoreUnusable):
-    """Raised if the copy of a checkpoint is not what was copied: another checkpoint may be."""
+    """The copy of a checkpoint is not what was copied: another checkpoint may be."""
 
 
-class _ObjectChanged(OSError):
-    """An object is gone, or is not the file that was copied."""
+class _ObjectChanged(StructuredError, OSError):
+    """An object is gone, or is not the file that was copied.
+
+    Attributes:
+        path: Path of the object.
+        fault: ``gone``, or ``changed``.
+    """
+
+    path: str
+    fault: Literal["gone", "changed"]
+    texts: ClassVar = {
+        "gone": "{path} is not there, and was copied",
+        "changed": "{path} is not the file that was copied",
+    }
 
 
 class ObjectStore:
@@ -191,13 +214,13 @@ class ObjectStore:
         target = folder / PurePosixPath(name)
         target.parent.mkdir(parents=True, exist_ok=True)
         if not self._files.exists(str(source / name)):
-            raise _ObjectChanged(f"{source / name} is not there, and was copied")
+            raise _ObjectChanged(str(source / name), "gone")
         with self._files.open(str(source / name), "rb") as stored, target.open("wb") as sink:
             digest = _copy(stored, sink)
             sink.flush()
             os.fsync(sink.fileno())
         if digest != file.sha256:
-            raise _ObjectChanged(f"{source / name} is not the file that was copied")
+            raise _ObjectChanged(str(source / name), "changed")
 
     def _make(self, folder: PurePosixPath) -> None:
         if self._has_folders:
@@ -227,7 +250,7 @@ class ObjectStore:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             is_damaged = isinstance(error, _ObjectChanged | ManifestUnreadable)
             kind = CopyDamaged if is_damaged else ObjectStoreUnusable
-            raise kind(f"{self._url} {what}: {reason}") from error
+            raise kind(self._url, what, reason) from error
 
 
 def _copy(source: IO[bytes], sink: IO[bytes] | Any) -> str:

@@ -1,8 +1,9 @@
 """Tasks: what the policy is asked, found by name, and how its answers are judged."""
 
-from .base import Answer, Message, Question, RewardFunction, Task, TaskError
+from .base import Answer, Message, Question, RewardFunction, Task
 from .complex_sums import ComplexSums
 from .drawn_task import DrawnTask
+from .errors import TaskError
 from .loading import absolute, built_in_task, is_built_in, load_reward, load_task
 from .mixed_questions import MixedQuestions, WeightedMix
 from .objects import load_object

@@ -7,14 +7,8 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from msgspec import Struct
 
-from trinity_events.errors import TrinityError
-
 Message: TypeAlias = dict[str, Any]
 """Chat message: `role`, `content`, and what else the chat template knows."""
-
-
-class TaskError(TrinityError):
-    """Raised if a task, its questions, or one of its functions cannot be used."""
 
 
 class Question(Struct, frozen=True, kw_only=True):

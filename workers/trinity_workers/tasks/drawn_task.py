@@ -8,7 +8,10 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any, ClassVar
 
-from .base import Answer, Question, TaskError
+from trinity_events.errors import PackageMissing
+
+from .base import Answer, Question
+from .errors import TooFewQuestions
 from .splits import Split, split_of
 
 _FRUITLESS_DRAWS = 50_000
@@ -61,8 +64,8 @@ class DrawnTask(ABC):
         try:
             import reasoning_gym
         except ImportError:
-            raise TaskError(
-                f"task {self.name} needs reasoning-gym: pip install 'trinity-events[workers]'"
+            raise PackageMissing(
+                f"task {self.name}", "reasoning-gym", "trinity-events[workers]"
             ) from None
         return reasoning_gym.create_dataset(self.family, seed=0, **self.options)
 
@@ -126,8 +129,5 @@ class DrawnTask(ABC):
                 questions[prompt] = question
                 fruitless = 0
             elif (fruitless := fruitless + 1) == _FRUITLESS_DRAWS:
-                raise TaskError(
-                    f"task {self.name!r} has only about {len(questions)} distinct {split} "
-                    f"questions, and {count} were asked for: ask for fewer"
-                )
+                raise TooFewQuestions(self.name, split, len(questions), count)
         return list(questions.values())

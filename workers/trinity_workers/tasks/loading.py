@@ -9,8 +9,9 @@ from typing import Any
 
 from msgspec import structs
 
-from .base import Answer, Question, RewardFunction, Task, TaskError
+from .base import Answer, Question, RewardFunction, Task
 from .drawn_task import DrawnTask
+from .errors import FunctionUnusable, MixRefused, NoReward, TaskError, TaskUnusable
 from .mixed_questions import MixedQuestions
 from .objects import load_object, refused_arguments
 from .question_set import QuestionSet
@@ -26,10 +27,7 @@ TASKS = {
 GROUP = "trinity_events.tasks"
 """Group of entry points under which packages offer tasks."""
 _FILES = (".py", ".jsonl", ".ndjson", ".parquet")
-_NAME_ONE = (
-    "name a function of (question, answer) in rewards.function, as module:attribute or "
-    "./file.py:attribute"
-)
+_SIGNATURE = "(question, answer)"
 _NEEDED = ("name", "fingerprint", "question", "held_out")
 
 
@@ -114,7 +112,7 @@ def _read_training_set(
 ) -> list[Question]:
     """Return the questions of a set that is mixed with others. Raises TaskError."""
     if settings.questions is None:
-        raise TaskError(f"task.sets.{name} has no source: set task.sets.{name}.questions")
+        raise MixRefused("source", name)
     questions = read_questions(
         settings.questions,
         structs.replace(options, source=options.source | settings.source),
@@ -123,7 +121,7 @@ def _read_training_set(
         folder=folder,
     )
     if not questions:
-        raise TaskError(f"task.sets.{name}: {settings.questions} has no question: add questions")
+        raise MixRefused("empty", name, source=settings.questions)
     return questions
 
 
@@ -158,12 +156,12 @@ def load_reward(
     elif questions is None:
         reward = getattr(_load_named(task, seed, dict(options or {}), folder), "reward", None)
         if reward is None:
-            raise TaskError(f"task {task!r} has no reward: {_NAME_ONE}")
+            raise TaskUnusable(task, "reward")
         name = f"{task}.reward"
     elif questions.startswith(REASONING_GYM):
         name, reward = questions, family_reward(questions, dict(options or {}))
     else:
-        raise TaskError(f"the answers to {questions} need a reward: {_NAME_ONE}")
+        raise NoReward(questions)
     return _callable(name, reward)
 
 
@@ -173,7 +171,7 @@ def _load_set_rewards(
     """Return the reward of sets that are all families, each of which judges its own questions."""
     for name, settings in sets.items():
         if not (settings.questions or "").startswith(REASONING_GYM):
-            raise TaskError(f"the answers to task.sets.{name} need a reward: {_NAME_ONE}")
+            raise MixRefused("reward", name)
     source = QuestionOptions.of(options).source
     rewards = {
         name: family_reward(str(settings.questions), {"source": source | settings.source})
@@ -208,11 +206,9 @@ def absolute(name: str, folder: Path) -> str:
 
 def _callable(name: str, function: Any) -> RewardFunction:
     if not callable(function) or isinstance(function, type):
-        raise TaskError(f"reward {name!r} is no function of (question, answer)")
+        raise FunctionUnusable("reward", name, "callable", _SIGNATURE)
     if (fault := refused_arguments(function, 2)) is not None:
-        raise TaskError(
-            f"reward {name!r} is called with (question, answer), and takes others: {fault}"
-        )
+        raise FunctionUnusable("reward", name, "arguments", _SIGNATURE, fault)
     reward: RewardFunction = function
     return reward
 
@@ -222,12 +218,10 @@ def _load_named(name: str, seed: int, options: dict[str, Any], folder: Path) -> 
     if isinstance(candidate, type) or inspect.isfunction(candidate):
         candidate = _made(name, candidate, seed, options)
     elif options:
-        raise TaskError(f"task {name!r} is no class, and takes no options")
+        raise TaskUnusable(name, "options")
     missing = [attribute for attribute in _NEEDED if not hasattr(candidate, attribute)]
     if missing:
-        raise TaskError(
-            f"task {name!r} has no {' and no '.join(missing)}: a task has {', '.join(_NEEDED)}"
-        )
+        raise TaskUnusable(name, "attributes", missing=tuple(missing), needed=_NEEDED)
     task: Task = candidate
     return task
 
@@ -239,10 +233,10 @@ def _made(name: str, make: Any, seed: int, options: dict[str, Any]) -> Any:
             options = {"seed": seed, **options}
         inspect.signature(make).bind(**options)
     except TypeError as error:
-        raise TaskError(f"task {name!r} does not take its options: {error}") from None
+        raise TaskUnusable(name, "signature", reason=str(error)) from None
     try:
         return make(**options)
     except TaskError:
         raise
     except Exception as error:
-        raise TaskError(f"task {name!r} cannot be made: {type(error).__name__}: {error}") from error
+        raise TaskUnusable(name, "make", reason=f"{type(error).__name__}: {error}") from error

@@ -22,7 +22,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from .base import Question, TaskError
+from .base import Question
+from .errors import MixRefused
 from .question_set import QuestionSet, encode_content
 
 _PHASES = 1 << 64
@@ -41,18 +42,15 @@ class WeightedMix:
         seed: Seed of the places where the sequences begin; None begins each at 0.
 
     Raises:
-        TaskError: A weight is not positive and finite, or there is no set.
+        MixRefused: A weight is not positive and finite, or there is no set.
     """
 
     def __init__(self, weights: Mapping[str, float], seed: int | None = 0) -> None:
         if not weights:
-            raise TaskError("there is no set of questions to mix: name one in task.sets")
+            raise MixRefused("none")
         for name, weight in weights.items():
             if not (math.isfinite(weight) and weight > 0):
-                raise TaskError(
-                    f"task.sets.{name}.weight is {weight:g}, and a weight is a number above 0: "
-                    "leave out a set that is not to be asked"
-                )
+                raise MixRefused("weight", name, weight)
         exact = {name: Fraction(weights[name]) for name in sorted(weights)}
         total = sum(exact.values(), Fraction())
         self.shares = {name: weight / total for name, weight in exact.items()}
@@ -171,7 +169,7 @@ def _seed(seed: int, name: str) -> int:
 
 
 def _check_same_fields(sets: Mapping[str, Sequence[Question]]) -> None:
-    """Raise TaskError if the questions of two sets differ in fields, which one reward reads."""
+    """Raise MixRefused if the questions of two sets differ in fields, which one reward reads."""
     fields = {name: _find_fields(questions) for name, questions in sorted(sets.items())}
     for (name, own), (following, others) in pairwise(fields.items()):
         for having, lacking, missing in (
@@ -179,11 +177,7 @@ def _check_same_fields(sets: Mapping[str, Sequence[Question]]) -> None:
             (following, name, sorted(others - own)),
         ):
             if missing:
-                raise TaskError(
-                    f"questions of task.sets.{having} have {', '.join(missing)}, and no question "
-                    f"of task.sets.{lacking} has: one reward and one template read both, so give "
-                    "the records of both sets the same fields"
-                )
+                raise MixRefused("fields", having, other=lacking, missing=tuple(missing))
 
 
 def _find_fields(questions: Sequence[Question]) -> frozenset[str]:

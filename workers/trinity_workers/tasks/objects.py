@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .base import TaskError
+from .errors import ObjectUnusable
 
 _PACKAGE = "trinity_user"
 """Package of the modules of users' files whose names are other modules'."""
@@ -41,7 +41,7 @@ def load_object(
         folder: Directory from which files are found, and modules imported.
 
     Raises:
-        TaskError: if there is no such object, or its module cannot be imported.
+        ObjectUnusable: if there is no such object, or its module cannot be imported.
     """
     if ":" in name:
         return _attribute(name, kind, folder)
@@ -50,11 +50,11 @@ def load_object(
         return _attribute(names[name], kind, folder)
     points = {point.name: point for point in entry_points(group=group)} if group else {}
     if name not in points:
-        raise TaskError(_unknown(name, kind, sorted({*names, *points})))
+        raise _unknown(name, kind, sorted({*names, *points}))
     try:
         return points[name].load()
     except Exception as error:
-        raise TaskError(f"{kind} {name!r} cannot be loaded: {_format_error(error)}") from error
+        raise ObjectUnusable(kind, name, "load", reason=_format_error(error)) from error
 
 
 def refused_arguments(function: Any, count: int) -> str | None:
@@ -68,50 +68,50 @@ def refused_arguments(function: Any, count: int) -> str | None:
     return None
 
 
-def _unknown(name: str, kind: str, choices: list[str]) -> str:
-    near = get_close_matches(name, choices, n=1)
-    choice = f"did you mean {near[0]!r}? " if near else ""
-    listed = f"choose one of {', '.join(choices)}, or name your own" if choices else "name your own"
-    return f"unknown {kind} {name!r}: {choice}{listed} as module:attribute or ./file.py:attribute"
+def _unknown(name: str, kind: str, choices: list[str]) -> ObjectUnusable:
+    nearest = _find_nearest(name, choices)
+    return ObjectUnusable(kind, name, "unknown", choices=tuple(choices), nearest=nearest)
 
 
 def _attribute(name: str, kind: str, folder: Path) -> Any:
     place, _, attribute = name.partition(":")
     if not place or not attribute:
-        raise TaskError(f"{kind} {name!r} is neither module:attribute nor ./file.py:attribute")
-    module = _from_file(folder / place, kind) if place.endswith(".py") else _import(place, folder)
+        raise ObjectUnusable(kind, name, "form")
+    load = _from_file if place.endswith(".py") else _import
+    module = load(place, folder, kind, name)
     try:
         return reduce(getattr, attribute.split("."), module)
     except AttributeError:
-        raise TaskError(
-            f"{place} has no {attribute!r}{_nearest(attribute, vars(module))}"
+        raise ObjectUnusable(
+            kind, name, "attribute", place, nearest=_find_nearest(attribute, vars(module))
         ) from None
 
 
-def _nearest(name: str, names: Iterable[str]) -> str:
-    near = get_close_matches(name, list(names), n=1)
-    return f": did you mean {near[0]!r}?" if near else ""
+def _find_nearest(name: str, names: Iterable[str]) -> str | None:
+    return next(iter(get_close_matches(name, list(names), n=1)), None)
 
 
-def _from_file(path: Path, kind: str) -> ModuleType:
-    path = path.resolve()
+def _from_file(place: str, folder: Path, kind: str, name: str) -> ModuleType:
+    path = (folder / place).resolve()
     if not path.is_file():
-        raise TaskError(f"there is no file {path} with the {kind}")
+        raise ObjectUnusable(kind, name, "file", str(path))
     _search(path.parent)
-    name = _module_name(path)
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
+    module_name = _module_name(path)
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
     except BaseException as error:
-        del sys.modules[name]
+        del sys.modules[module_name]
         if not isinstance(error, Exception | SystemExit):
             raise
-        raise TaskError(f"{path} cannot be imported: {_format_error(error)}") from error
+        raise ObjectUnusable(
+            kind, name, "import", str(path), reason=_format_error(error)
+        ) from error
     return module
 
 
@@ -136,18 +136,18 @@ def _module_name(path: Path) -> str:
     return f"{_PACKAGE}.{path.stem}_{zlib.crc32(os.fsencode(path)):08x}"
 
 
-def _import(name: str, folder: Path) -> ModuleType:
+def _import(place: str, folder: Path, kind: str, name: str) -> ModuleType:
     _search(folder.resolve())
     try:
-        return importlib.import_module(name)
+        return importlib.import_module(place)
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise TaskError(f"module {name} cannot be imported: {_format_error(error)}") from error
-        raise TaskError(
-            f"there is no module {error.name}: install it, or name its file as ./file.py:attribute"
-        ) from None
+        if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+            raise ObjectUnusable(
+                kind, name, "import", place, reason=_format_error(error)
+            ) from error
+        raise ObjectUnusable(kind, name, "module", error.name) from None
     except Exception as error:
-        raise TaskError(f"module {name} cannot be imported: {_format_error(error)}") from error
+        raise ObjectUnusable(kind, name, "import", place, reason=_format_error(error)) from error
 
 
 def _search(folder: Path) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from .base import Question, TaskError
+from .base import Question
+from .errors import NoQuestions
 from .splits import prompt_text, split_of
 
 
@@ -51,11 +52,7 @@ class QuestionSet:
         else:
             self._training, self._held_out = list(questions), list(evaluation)
         if not self._training:
-            raise TaskError(
-                f"{name} has no question to train on"
-                + (": all of its questions are held out" if questions else "")
-                + ": add questions"
-            )
+            raise NoQuestions(name, "held out" if questions else "training")
 
     def __len__(self) -> int:
         """Return the number of training questions, which one pass asks."""

@@ -15,14 +15,15 @@ from typing import Any, SupportsFloat
 import msgspec
 from msgspec import Struct
 
-from .base import Answer, Question, RewardFunction, TaskError
+from trinity_events.errors import PackageMissing
+
+from .base import Answer, Question, RewardFunction
+from .errors import AnswersMissing, RecordRefused, SourceUnreadable, TaskOptionsRefused
 from .fields import ABSENT, propose_field, read_field
 from .objects import load_object
 
 REASONING_GYM = "reasoning-gym:"
 DATASETS = "datasets:"
-_CONVERT = "convert it by iconv -t UTF-8 -f"
-"""Way out for a file of another encoding, whose name follows."""
 
 
 class QuestionOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,8 +46,7 @@ class QuestionOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         try:
             return msgspec.convert(dict(options or {}), cls)
         except msgspec.ValidationError as error:
-            names = ", ".join(cls.__struct_fields__)
-            raise TaskError(f"options of the task: {error}; there are {names}") from None
+            raise TaskOptionsRefused(str(error), cls.__struct_fields__) from None
 
 
 def read_questions(
@@ -84,10 +84,7 @@ def read_questions(
     elif ":" in source:
         records = _python_object(source, folder)
     else:
-        raise TaskError(
-            f"{source!r} is no source of questions: give a file (.jsonl or .parquet), "
-            "datasets:NAME, reasoning-gym:NAME, module:attribute or ./file.py:attribute"
-        )
+        raise SourceUnreadable(source, "form")
     questions = []
     unanswered: Mapping[str, object] | None = None
     answered = answer is None
@@ -100,59 +97,48 @@ def read_questions(
     if unanswered is not None and answer is not None and not answered:
         absent = read_field(unanswered, answer) is ABSENT
         reason = propose_field(unanswered, answer) if absent else "it is null in each"
-        raise TaskError(
-            f"no record of {source} has an answer in its field {answer!r}: {reason}: name another "
-            "in task.answer, or set that to null if the reward needs none"
-        )
+        raise AnswersMissing(source, answer, reason)
     return questions
 
 
 def _question(
     source: str, number: int, record: object, prompt: str, answer: str | None
 ) -> Question:
-    where = f"record {number} of {source}"
     if isinstance(record, Question):
-        return _checked(where, record)
+        return _checked(source, number, record)
     if not isinstance(record, Mapping):
-        raise TaskError(f"{where} is {type(record).__name__}, not a mapping of fields to values")
+        raise RecordRefused(source, number, "kind", type(record).__name__)
     text = read_field(record, prompt)
     if text is ABSENT:
-        raise TaskError(
-            f"{where} has no field {prompt!r} for the prompt: {propose_field(record, prompt)}"
-        )
+        raise RecordRefused(source, number, "field", propose_field(record, prompt), prompt)
     right = ABSENT if answer is None else read_field(record, answer)
     if not _is_finite(right):
-        raise TaskError(f"{where} has the answer {right!r}, and JSON has no such number")
+        raise RecordRefused(source, number, "number", repr(right))
     data = {str(key): value for key, value in record.items() if key not in {prompt, answer}}
     question: Any = Question(
         prompt=text,  # type: ignore[arg-type]  # checked next
         answer=None if right is ABSENT else right,
         data=data,
     )
-    return _checked(where, question)
+    return _checked(source, number, question)
 
 
-def _checked(where: str, question: Question) -> Question:
+def _checked(source: str, number: int, question: Question) -> Question:
     """Return the question as it arrives in another process, so that it is the same everywhere."""
     try:
         sent = msgspec.to_builtins(question, str_keys=True, enc_hook=_plain)
         checked = msgspec.convert(msgspec.json.decode(msgspec.json.encode(sent)), Question)
     except msgspec.ValidationError as error:
-        raise TaskError(
-            f"{where}: the prompt is neither text nor chat messages ({error})"
-        ) from None
+        raise RecordRefused(source, number, "prompt", str(error)) from None
     except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
-        raise TaskError(f"{where} holds what JSON cannot: {error}") from None
+        raise RecordRefused(source, number, "JSON", str(error)) from None
     empty = not checked.prompt or any(
         "role" not in message for message in checked.prompt if isinstance(message, dict)
     )
     if empty:
-        raise TaskError(f"{where} has an empty prompt, or a message without a role")
+        raise RecordRefused(source, number, "empty")
     if kinds := _find_other_parts(checked):
-        raise TaskError(
-            f"{where} has a message with {' and '.join(kinds)}, and the policies here read text "
-            "alone: leave such questions out, or write text in the place of these parts"
-        )
+        raise RecordRefused(source, number, "parts", " and ".join(kinds))
     return checked
 
 
@@ -200,22 +186,22 @@ def _jsonl(path: Path) -> Iterator[object]:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                    raise TaskError(f"{path} is UTF-16, and is read as UTF-8: {_CONVERT} UTF-16")
+                    raise SourceUnreadable(str(path), "UTF-16")
                 text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if text.strip():
-                    yield _decoded(text, f"line {number} of {path}")
+                    yield _decoded(text, path, number)
 
     return _from_file(path, lines)
 
 
-def _decoded(line: bytes, where: str) -> object:
+def _decoded(text: bytes, path: Path, line: int) -> object:
     try:
-        return msgspec.json.decode(line)
+        return msgspec.json.decode(text)
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
-        raise TaskError(f"{where} is not UTF-8 (byte 0x{byte:02x}): {_CONVERT} LATIN1") from None
+        raise SourceUnreadable(str(path), "encoding", line, f"0x{byte:02x}") from None
     except (msgspec.DecodeError, RecursionError) as error:
-        raise TaskError(f"{where} is no JSON: {error}") from None
+        raise SourceUnreadable(str(path), "JSON", line, str(error)) from None
 
 
 def _parquet(path: Path) -> Iterator[object]:
@@ -223,7 +209,7 @@ def _parquet(path: Path) -> Iterator[object]:
         import pyarrow.lib
         import pyarrow.parquet
     except ImportError:
-        raise TaskError(f"{path} needs pyarrow: pip install pyarrow") from None
+        raise PackageMissing(str(path), "pyarrow", "pyarrow") from None
 
     def rows() -> Iterator[object]:
         try:
@@ -231,9 +217,9 @@ def _parquet(path: Path) -> Iterator[object]:
                 for batch in file.iter_batches():
                     yield from batch.to_pylist()
         except pyarrow.lib.ArrowException as error:
-            raise TaskError(f"{path} is no Parquet file: {error}") from None
+            raise SourceUnreadable(str(path), "Parquet", reason=str(error)) from None
         except UnicodeDecodeError as error:
-            raise TaskError(f"{path} has text that is not UTF-8: {error}") from None
+            raise SourceUnreadable(str(path), "text", reason=str(error)) from None
 
     return _from_file(path, rows)
 
@@ -242,21 +228,21 @@ def _from_file(path: Path, read: Callable[[], Iterable[object]]) -> Iterator[obj
     try:
         yield from read()
     except FileNotFoundError:
-        raise TaskError(f"there is no file of questions at {path}") from None
+        raise SourceUnreadable(str(path), "absent") from None
     except OSError as error:
-        raise TaskError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise SourceUnreadable(str(path), "file", reason=error.strerror or str(error)) from None
 
 
 def _datasets(source: str, options: Mapping[str, Any]) -> Iterator[object]:
     try:
         import datasets
     except ImportError:
-        raise TaskError(f"{source} needs datasets: pip install datasets") from None
+        raise PackageMissing(source, "datasets", "datasets") from None
     name = source.removeprefix(DATASETS)
     try:
         yield from datasets.load_dataset(name, **{"split": "train", **options})
     except Exception as error:
-        raise TaskError(f"{source} cannot be loaded: {_first_line(error)}") from None
+        raise SourceUnreadable(source, "load", reason=_first_line(error)) from None
 
 
 def family_reward(source: str, options: Mapping[str, Any]) -> RewardFunction:
@@ -285,12 +271,12 @@ def _family(source: str, options: Mapping[str, Any]) -> Any:
     try:
         import reasoning_gym
     except ImportError:
-        raise TaskError(f"{source} needs reasoning-gym: pip install reasoning-gym") from None
+        raise PackageMissing(source, "reasoning-gym", "reasoning-gym") from None
     name = source.removeprefix(REASONING_GYM)
     try:
         return reasoning_gym.create_dataset(name, **{"seed": 0, **options})
     except Exception as error:
-        raise TaskError(f"{source} cannot be made: {_first_line(error)}") from None
+        raise SourceUnreadable(source, "family", reason=_first_line(error)) from None
 
 
 def _python_object(source: str, folder: Path) -> Iterator[object]:
@@ -299,7 +285,7 @@ def _python_object(source: str, folder: Path) -> Iterator[object]:
         yield from questions() if callable(questions) else questions
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise TaskError(f"{source} gives no questions: {reason}") from error
+        raise SourceUnreadable(source, "object", reason=reason) from error
 
 
 def _first_line(error: Exception) -> str:

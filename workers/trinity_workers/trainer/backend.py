@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, TypeAlias, cast
 from trinity_events.errors import TrinityError
 from trinity_schemas import Experience
 
-from ..rollout_engines.base import Generation, GenerationRequest, RolloutEngineError
+from ..rollout_engines.base import Generation, GenerationRequest, OnlyTrains
 from .state import TrainerState
 
 WeightSyncAddress: TypeAlias = tuple[str, int, list[tuple[str, str, tuple[int, ...]]]]
@@ -143,10 +143,7 @@ class TrainEngineWrapper(ABC):
 
         Raises RolloutEngineError if the engine only trains.
         """
-        raise RolloutEngineError(
-            f"{type(self).__name__} only trains: let explorers answer the rollouts "
-            "(trainer.colocated false)"
-        )
+        raise OnlyTrains(type(self).__name__)
 
     @abstractmethod
     async def save_checkpoint(

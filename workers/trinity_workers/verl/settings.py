@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -40,8 +40,30 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Device of a rollout's tensors; by default its accelerator, if it has one."""
 
 
+class VerlSettingsRefused(BadSettings):
+    """Options of the backend in veRL's configuration cannot be used.
+
+    Attributes:
+        fault: ``server`` without one, ``options`` if one is unknown or wrong, ``deltas`` if a
+            collective group is to send them, ``run`` for a run id that is none.
+        reason: What is wrong.
+    """
+
+    fault: Literal["server", "options", "deltas", "run"]
+    reason: str = ""
+    texts: ClassVar = {
+        "server": f"veRL's backend {NAME!r} has no server: set engine_kwargs.{NAME}.redis_url in "
+        "its configuration, or TRINITY_REDIS_URL in every process; trinity-events serve starts one",
+        "options": f"engine_kwargs.{NAME} of veRL's configuration cannot be used: {{reason}}; it "
+        f"may have {', '.join(Settings.__struct_fields__)}",
+        "deltas": f"a collective group is sent full tensors, and engine_kwargs.{NAME}.full_every "
+        "asks for deltas: leave that out, or choose another transport",
+        "run": f"engine_kwargs.{NAME}.run_id cannot be used: {{reason}}",
+    }
+
+
 def parse_settings(options: Mapping[str, Any]) -> Settings:
-    """Return the checked settings. Raises BadSettings with a message of one sentence."""
+    """Return the checked settings. Raises VerlSettingsRefused."""
     given = {name: value for name, value in options.items() if value is not None}
     for name, variable in (
         ("redis_url", "TRINITY_REDIS_URL"),
@@ -50,27 +72,16 @@ def parse_settings(options: Mapping[str, Any]) -> Settings:
         if name not in given and os.environ.get(variable):
             given[name] = os.environ[variable]
     if "redis_url" not in given:
-        raise BadSettings(
-            f"veRL's backend {NAME!r} has no server: set engine_kwargs.{NAME}.redis_url "
-            "in its configuration, or TRINITY_REDIS_URL in every process; trinity-events serve "
-            "starts one"
-        )
+        raise VerlSettingsRefused("server")
     try:
         settings = msgspec.convert(given, Settings)
     except msgspec.ValidationError as error:
-        names = ", ".join(Settings.__struct_fields__)
-        raise BadSettings(
-            f"engine_kwargs.{NAME} of veRL's configuration cannot be used: {error}; it may have "
-            f"{names}"
-        ) from None
+        raise VerlSettingsRefused("options", str(error)) from None
     if settings.transport == "collective" and settings.full_every > 1:
-        raise BadSettings(
-            f"a collective group is sent full tensors, and engine_kwargs.{NAME}.full_every asks "
-            "for deltas: leave that out, or choose another transport"
-        )
+        raise VerlSettingsRefused("deltas")
     if settings.run_id is not None:
         try:
             check_run_id(settings.run_id)
         except ValueError as error:
-            raise BadSettings(f"engine_kwargs.{NAME}.run_id cannot be used: {error}") from None
+            raise VerlSettingsRefused("run", str(error)) from None
     return settings

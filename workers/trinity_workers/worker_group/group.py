@@ -59,6 +59,20 @@ class UnknownMethod(TrinityError, AttributeError):
     text = "{kind} has no registered method {method}: mark it with register()"
 
 
+class WouldBlock(TrinityError):
+    """A method that blocks is called in an event loop.
+
+    Attributes:
+        method: Its name.
+    """
+
+    method: str
+    text = (
+        "{method} would block the event loop that calls it: await the group's call({method!r}, "
+        "...) there"
+    )
+
+
 class WorkerGroup:
     """Workers of one kind, each a Ray actor and one rank.
 
@@ -281,10 +295,7 @@ def _refuse_event_loop(method: str) -> None:
         asyncio.get_running_loop()
     except RuntimeError:
         return
-    raise TrinityError(
-        f"{method} would block the event loop that calls it: await the group's "
-        f"call({method!r}, ...) there"
-    )
+    raise WouldBlock(method)
 
 
 def _is_no_death(error: BaseException) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..batch import NO_GROUP, Batch
-from ..errors import AlgorithmError
+from ..errors import LoneSample
 from ..settings import AlgorithmConfig
 from ..statistics import GroupStatistics, group_statistics, moments, whitened
 from ..types import Advantages, Reduce
@@ -46,10 +46,7 @@ def rloo(batch: Batch, config: AlgorithmConfig, reduce: Reduce) -> Advantages:
     scores, groups = _compared(batch, config)
     alone = (groups.size == 1) & (batch.groups != NO_GROUP)
     if bool(alone.any()):
-        raise AlgorithmError(
-            "advantage rloo needs at least two samples of each prompt, and group "
-            f"{int(batch.groups[alone][0])} has one"
-        )
+        raise LoneSample(int(batch.groups[alone][0]))
     others = groups.size / (groups.size - 1).clamp(min=1)
     centred = (scores - groups.mean).masked_fill(groups.equal, 0.0)
     return _spread(centred * others, batch)

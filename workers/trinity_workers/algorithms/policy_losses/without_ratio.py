@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..errors import AlgorithmError
+from ..errors import FieldMissing
 from ..settings import AlgorithmConfig
 from ..types import PolicyTokens, TokenLosses
 
@@ -31,7 +31,5 @@ def divergence(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLosses:
     `distillation.token_divergence` computes it from logits. Losses are [B, R] float32.
     """
     if tokens.divergence is None:
-        raise AlgorithmError(
-            "loss divergence needs the divergence of each token from the teacher's logits"
-        )
+        raise FieldMissing("loss divergence", "divergence")
     return TokenLosses(tokens.divergence)

@@ -18,7 +18,7 @@ from ...rules import (
     is_any,
     is_set,
 )
-from ...tasks.base import TaskError
+from ...tasks.errors import TaskError
 from ...tasks.loading import TASKS
 from ...tasks.sources import DATASETS, REASONING_GYM, QuestionOptions
 

@@ -24,7 +24,7 @@ from ...learning.finite import NonFiniteWeights, check_finite, nested_tensors
 from ...runtime.collectives import together
 from ...storage.durable_files import make_folder, sync_tree, system_errors, whole_file
 from ..state_files import copied, write_state
-from .checkpoint_errors import CheckpointRefused
+from .checkpoint_errors import ForeignCheckpoint
 from .checkpoint_reader import IndexedReader, load_strategies, read_plain
 from .cpu import adapted
 from .rank_state import rank_file
@@ -36,7 +36,16 @@ Write: TypeAlias = Callable[[], None]
 
 
 class CheckpointFailed(TrinityError):
-    """Raised if a rank could not write its part of a checkpoint."""
+    """A rank could not write its part of a checkpoint.
+
+    Attributes:
+        rank: The rank.
+        reason: Its error.
+    """
+
+    rank: int
+    reason: str
+    text = "rank {rank} could not write: {reason}"
 
 
 def prepare(
@@ -91,7 +100,7 @@ def prepare(
             rank, (cause, _) = next(iter(error.failures.items()))
             if isinstance(cause, NonFiniteWeights):  # of a value that was made as it was written
                 raise cause from None
-            raise CheckpointFailed(f"rank {rank} could not write: {cause}") from None
+            raise CheckpointFailed(rank, str(cause)) from None
         with together(group):
             if own is not None:
                 write_state(rank_file(folder, dist.get_rank()), own)
@@ -115,10 +124,7 @@ def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     with together():
         if not (folder / "metadata.json").is_file():
-            raise CheckpointRefused(
-                f"{folder} holds no complete Megatron checkpoint (no metadata.json): its save was "
-                "not finished, or it is of another format"
-            )
+            raise ForeignCheckpoint(folder, "incomplete")
         strategies = load_strategies(read_plain(folder / "common.pt"), IndexedReader(folder))
     with adapted():
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder), *strategies)

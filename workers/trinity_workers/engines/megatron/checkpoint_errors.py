@@ -3,14 +3,85 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar, Literal
 
 from trinity_events.errors import TrinityError
 
 
 class CheckpointRefused(TrinityError):
-    """Raised if the checkpoint cannot be written or read as requested."""
+    """The checkpoint cannot be written or read as requested."""
 
     is_lasting = True
+
+
+class ForeignCheckpoint(CheckpointRefused):
+    """A checkpoint is incomplete, or is not of this engine, format or model.
+
+    Attributes:
+        path: Its folder or file.
+        fault: ``incomplete`` without the file that is written last, ``FP8`` if a layer has a state
+            of it, ``format`` for another one, ``values`` if a tensor lacks some, ``shape`` if it
+            lacks a tensor of the model's.
+        key: Name of the tensor or state, or of the format.
+        missing: Number of values that it lacks.
+        shape: Shape of the model's tensor.
+    """
+
+    path: Path
+    fault: Literal["incomplete", "FP8", "format", "values", "shape"]
+    key: str = ""
+    missing: int = 0
+    shape: tuple[int, ...] = ()
+    texts: ClassVar = {
+        "incomplete": "{path} holds no complete Megatron checkpoint (no metadata.json): its save "
+        "was not finished, or it is of another format",
+        "FP8": "{path} has a state of FP8 layers ({key}), which this engine does not use and "
+        "Transformer Engine would unpickle: save the checkpoint without FP8",
+        "format": "{path} is a checkpoint of the format {key}: only torch_dist can be read",
+        "values": "{path} holds no complete {key}: {missing} values are missing",
+        "shape": "{path} has no {key} of the shape {shape}: is huggingface/config.json beside it "
+        "the one of this model?",
+    }
+
+
+class UnreadablePart(CheckpointRefused):
+    """A rank could not read its part of a checkpoint.
+
+    Attributes:
+        rank: The rank.
+        folder: Folder of the checkpoint.
+        reason: Its error.
+    """
+
+    rank: int
+    folder: Path
+    reason: str
+    text = "rank {rank} could not read {folder}: {reason}"
+
+
+class OptimizerNotLoadable(CheckpointRefused):
+    """The state of megatron-core's distributed optimizer cannot be loaded here.
+
+    Attributes:
+        folder: Folder of the state; None if it was to be saved.
+    """
+
+    folder: Path | None = None
+
+    def __str__(self) -> str:
+        reason = (
+            "megatron-core 0.16 cannot load its distributed optimizer's state without Apex or "
+            "Transformer Engine"
+        )
+        if self.folder is None:
+            return (
+                f"{reason}, so it is not saved: use the ordinary optimizer, or save the model "
+                'alone (checkpoint_manager.checkpoint_save_contents = ["model"])'
+            )
+        return (
+            f"{reason}: use the ordinary optimizer, or remove {self.folder} to go on with the "
+            "weights alone"
+        )
 
 
 class UnsafePickle(CheckpointRefused):

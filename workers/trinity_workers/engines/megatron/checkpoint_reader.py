@@ -31,9 +31,10 @@ from torch.distributed.checkpoint import filesystem, metadata, planner
 from trinity_events.errors import TrinityError
 
 from .checkpoint_errors import (
-    CheckpointRefused,
+    ForeignCheckpoint,
     MissingCheckpointFile,
     UndecodableFile,
+    UnreadablePart,
     UnsafePickle,
 )
 
@@ -141,10 +142,7 @@ class IndexedReader(_torch_dcp.FileSystemReader):  # type: ignore[misc]
         key = read_item.storage_index.fqn
         value = _load_plain(data.getvalue(), path)
         if _EXTRA_STATE in key and not _is_empty(value):
-            raise CheckpointRefused(
-                f"{path} has a state of FP8 layers ({key}), which this engine does not use and "
-                "Transformer Engine would unpickle: save the checkpoint without FP8"
-            )
+            raise ForeignCheckpoint(path, "FP8", key)
         return value
 
 
@@ -173,10 +171,7 @@ def load_strategies(common: dict[str, Any], reader: IndexedReader) -> tuple[Any,
     class ShardedStrategy(megatron_torch.TorchDistLoadShardedStrategy):  # type: ignore[misc]
         def check_backend_compatibility(self, loaded_version: str) -> None:
             if loaded_version != "torch_dist":
-                raise CheckpointRefused(
-                    f"{reader.folder} is a checkpoint of the format {loaded_version}: only "
-                    "torch_dist can be read"
-                )
+                raise ForeignCheckpoint(reader.folder, "format", loaded_version)
 
         def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
             # As megatron-core's, which makes a reader and a planner that unpickle.
@@ -326,4 +321,4 @@ def _reading(folder: Path) -> Iterator[None]:
         rank, (cause, _) = next(iter(error.failures.items()))
         if isinstance(cause, TrinityError):
             raise cause from None
-        raise CheckpointRefused(f"rank {rank} could not read {folder}: {cause}") from None
+        raise UnreadablePart(rank, folder, str(cause)) from None

@@ -21,7 +21,7 @@ from ..learning_rate import LearningRate, as_learning_rate
 from ..model_folder import has_weights
 from ..model_memory import ALL, OffloadedModel, Part, holding, optimizer_tensors
 from . import checkpoint
-from .checkpoint_errors import CheckpointRefused
+from .checkpoint_errors import OptimizerNotLoadable
 from .checkpoint_reader import read_plain
 from .cpu import adapted
 from .layout import ParallelLayout, join
@@ -46,14 +46,19 @@ _OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 _HAS_RANDOM_STATES = "has_random_states"
 """Key of a checkpoint's plain values: without it, a missing file of a rank would be no error."""
 
-_DISTRIBUTED = (
-    "megatron-core 0.16 cannot load its distributed optimizer's state without Apex or Transformer "
-    "Engine"
-)
-
 
 class DeviceRefused(TrinityError):
-    """Raised if the model cannot be placed on the given device."""
+    """The model cannot be placed on the given device.
+
+    Attributes:
+        device: Type of the device.
+    """
+
+    device: str
+    text = (
+        "megatron-core computes on the GPU where there is one, and not on {device}: give each rank "
+        "its own, or hide them all (CUDA_VISIBLE_DEVICES=)"
+    )
 
 
 class OptimizerOptions(Struct, frozen=True, kw_only=True):
@@ -113,10 +118,7 @@ class MegatronEngine(CheckpointedEngine):
         load_weights: bool = True,
     ) -> None:
         if device.type == "cpu" and torch.cuda.is_available():
-            raise DeviceRefused(
-                "megatron-core computes on the GPU where there is one: give each rank its own, "
-                "or hide them all (CUDA_VISIBLE_DEVICES=)"
-            )
+            raise DeviceRefused(device.type)
         with together():
             self._description = self._read(model_folder)
         self.config, self.tokenizer = self._description.config, self._description.tokenizer
@@ -318,10 +320,7 @@ class MegatronEngine(CheckpointedEngine):
     ) -> dict[str, checkpoint.Write]:
         contents = set(self.checkpoint_manager.checkpoint_save_contents)
         if "optimizer" in contents and not self._optimizer_loads:
-            raise CheckpointRefused(
-                f"{_DISTRIBUTED}, so it is not saved: use the ordinary optimizer, or save the "
-                'model alone (checkpoint_manager.checkpoint_save_contents = ["model"])'
-            )
+            raise OptimizerNotLoadable()
         writes: dict[str, checkpoint.Write] = {}
         if "model" in contents:
             state = self._model_state()
@@ -467,10 +466,7 @@ class MegatronEngine(CheckpointedEngine):
 
     def _check_optimizer_loads(self, folder: Path) -> None:
         if (folder / "training").is_dir() and not self._optimizer_loads:
-            raise CheckpointRefused(
-                f"{_DISTRIBUTED}: use the ordinary optimizer, or remove {folder / 'training'} "
-                "to go on with the weights alone"
-            )
+            raise OptimizerNotLoadable(folder / "training")
 
     def _load_training_state(self, folder: Path) -> None:
         state = self._training_state({"optimizer", "extra"}, is_loading=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 import torch.distributed as dist
 from msgspec import Struct
@@ -18,7 +19,71 @@ TIMEOUT = timedelta(minutes=30)
 
 
 class LayoutRefused(TrinityError):
-    """Raised if the model cannot be distributed so, or not on this machine."""
+    """The model cannot be distributed so, or not on this machine.
+
+    Attributes:
+        fault: ``sizes`` if one is too small, ``ranks`` and ``experts`` if their number is no
+            multiple, ``virtual`` without a pipeline. ``tensor``, ``mixture``, ``context`` and
+            ``sequence`` are layouts that are not supported. ``other`` if this process has another
+            layout, ``parts`` if the model cannot be divided, ``no experts`` if it has none.
+        tensor: Tensor-parallel ranks.
+        pipeline: Ranks of the pipeline.
+        context: Context-parallel ranks.
+        expert: Expert-parallel ranks.
+        ranks: Number of all ranks, or of those of a pipeline stage.
+        what: Parts of the model that cannot be divided.
+        count: Their number.
+        parts: Number of ranks or stages to divide them into.
+        folder: Folder of the model.
+    """
+
+    fault: Literal[
+        "sizes",
+        "ranks",
+        "virtual",
+        "experts",
+        "tensor",
+        "mixture",
+        "context",
+        "sequence",
+        "other",
+        "parts",
+        "no experts",
+    ]
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    ranks: int = 0
+    what: str = ""
+    count: int = 0
+    parts: int = 0
+    folder: Path | None = None
+    texts: ClassVar = {
+        "sizes": "sizes are 1 or more, and virtual pipeline stages 2 or more or left out",
+        "ranks": "{ranks} ranks cannot hold replicas of {_model_ranks} ranks each (tensor {tensor} "
+        "x pipeline {pipeline} x context {context}): take a multiple of that, or smaller sizes",
+        "virtual": "virtual pipeline stages need a pipeline of two ranks or more",
+        "experts": "experts cannot be divided over {expert} ranks: the {ranks} of a pipeline stage "
+        "are no multiple of tensor {tensor} x expert {expert}",
+        "tensor": "experts and tensors cannot be spread together: megatron-core asks for sequence "
+        "parallelism there, which this engine does not support: leave tensor or expert at 1",
+        "mixture": "a mixture of experts cannot be tensor-parallel: megatron-core asks for "
+        "sequence parallelism there, which this engine does not support: leave tensor at 1",
+        "context": "context parallelism is not supported: this engine gives every rank whole "
+        "sequences, and log-probabilities would be wrong: leave context at 1",
+        "sequence": "sequence parallelism is not supported: this engine does not pad sequences to "
+        "a multiple of the tensor-parallel ranks: leave sequence_parallel out",
+        "other": "this process trains a model of another layout: call leave() first, or take its "
+        "layout",
+        "parts": "the model's {count} {what} cannot be divided into {parts} parts",
+        "no experts": "trainer.expert_parallel is {expert}, and the model in {folder} has no "
+        "experts: leave it out, or take a mixture of experts",
+    }
+
+    @property
+    def _model_ranks(self) -> int:
+        return self.tensor * self.pipeline * self.context
 
 
 class ParallelLayout(Struct, frozen=True, kw_only=True):
@@ -44,40 +109,29 @@ class ParallelLayout(Struct, frozen=True, kw_only=True):
         self._refuse_unsupported()
         sizes = (self.tensor, self.pipeline, self.virtual or 2, self.expert, self.context)
         if min(sizes[:2] + sizes[3:]) < 1 or sizes[2] < 2:
-            raise LayoutRefused(
-                "sizes are 1 or more, and virtual pipeline stages 2 or more or left out"
-            )
+            raise LayoutRefused("sizes")
         if world_size % self.model_ranks:
             raise LayoutRefused(
-                f"{world_size} ranks cannot hold replicas of {self.model_ranks} ranks each "
-                f"(tensor {self.tensor} x pipeline {self.pipeline} x context {self.context}): "
-                "take a multiple of that, or smaller sizes"
+                "ranks",
+                tensor=self.tensor,
+                pipeline=self.pipeline,
+                context=self.context,
+                ranks=world_size,
             )
         if self.virtual and self.pipeline < 2:
-            raise LayoutRefused("virtual pipeline stages need a pipeline of two ranks or more")
+            raise LayoutRefused("virtual")
         if (world_size // self.pipeline) % (self.tensor * self.expert):
             raise LayoutRefused(
-                f"experts cannot be divided over {self.expert} ranks: the "
-                f"{world_size // self.pipeline} of a pipeline stage are no multiple of tensor "
-                f"{self.tensor} x expert {self.expert}"
+                "experts", tensor=self.tensor, expert=self.expert, ranks=world_size // self.pipeline
             )
         if self.expert > 1 and self.tensor > 1:
-            raise LayoutRefused(
-                "experts and tensors cannot be spread together: megatron-core asks for sequence "
-                "parallelism there, which this engine does not support: leave tensor or expert at 1"
-            )
+            raise LayoutRefused("tensor", tensor=self.tensor, expert=self.expert)
 
     def _refuse_unsupported(self) -> None:
         if self.context > 1:
-            raise LayoutRefused(
-                "context parallelism is not supported: this engine gives every rank whole "
-                "sequences, and log-probabilities would be wrong: leave context at 1"
-            )
+            raise LayoutRefused("context", context=self.context)
         if self.sequence_parallel:
-            raise LayoutRefused(
-                "sequence parallelism is not supported: this engine does not pad sequences to a "
-                "multiple of the tensor-parallel ranks: leave sequence_parallel out"
-            )
+            raise LayoutRefused("sequence")
 
 
 def has_transformer_engine() -> bool:
@@ -106,9 +160,7 @@ def join(layout: ParallelLayout, seed: int, timeout: timedelta = TIMEOUT) -> Non
     if parallel_state.model_parallel_is_initialized():
         if _joined(layout):
             return
-        raise LayoutRefused(
-            "this process trains a model of another layout: call leave() first, or take its layout"
-        )
+        raise LayoutRefused("other")
     with adapted():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor,

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 
 from ..model_folder import check_all_used
 from . import checkpoint
-from .checkpoint_errors import CheckpointRefused
+from .checkpoint_errors import ForeignCheckpoint
 from .checkpoint_reader import IndexedReader, read_metadata
 from .layout import ParallelLayout, join
 from .model import ModelOptions, build_chunks, transformer_config
@@ -183,20 +183,14 @@ def _read(reader: Any, part: Any, entry: Any, target: torch.Tensor) -> None:
         LoadPlan(create_read_items_for_chunk_list(part.key, entry, [chunk])), planner
     ).wait()
     if planner.missing:
-        raise CheckpointRefused(
-            f"{reader.checkpoint_id} holds no complete {part.key}: "
-            f"{planner.missing} values are missing"
-        )
+        raise ForeignCheckpoint(Path(reader.checkpoint_id), "values", part.key, planner.missing)
 
 
 def _entry(metadata: Any, part: Any, folder: Path) -> Any:
     """Return the checkpoint's entry of a part. Raises CheckpointRefused if there is none."""
     entry = metadata.state_dict_metadata.get(part.key)
     if not isinstance(entry, TensorStorageMetadata) or not _fits(part, tuple(entry.size)):
-        raise CheckpointRefused(
-            f"{folder} has no {part.key} of the shape {tuple(part.global_shape)}: is "
-            "huggingface/config.json beside it the one of this model?"
-        )
+        raise ForeignCheckpoint(folder, "shape", part.key, shape=tuple(part.global_shape))
     return entry
 
 

@@ -26,7 +26,25 @@ _LLAMA3 = {
 
 
 class UnsupportedModel(TrinityError):
-    """Raised if the Hugging Face configuration requires an unsupported feature."""
+    """The Hugging Face configuration requires an unsupported feature.
+
+    Attributes:
+        model_type: Type of the model.
+        supported: Types that are supported; empty if this one is.
+        feature: Clause that names the feature; empty for the type itself.
+    """
+
+    model_type: str
+    supported: tuple[str, ...] = ()
+    feature: str = ""
+
+    def __str__(self) -> str:
+        if self.feature:
+            return f"the model asks for {self.feature}, which the Megatron engine does not support"
+        return (
+            f"a Megatron model cannot be made of {self.model_type!r}: choose "
+            f"{', '.join(self.supported)}"
+        )
 
 
 class ModelOptions(Struct, frozen=True, kw_only=True):
@@ -256,9 +274,7 @@ def _expert_values(hf: Any, options: ModelOptions) -> dict[str, Any]:
 
 def _check_model(hf: Any) -> None:
     if hf.model_type not in MODEL_TYPES:
-        raise UnsupportedModel(
-            f"a Megatron model cannot be made of {hf.model_type!r}: choose {', '.join(MODEL_TYPES)}"
-        )
+        raise UnsupportedModel(hf.model_type, tuple(MODEL_TYPES))
     rope = getattr(hf, "rope_parameters", None) or {}
     kind = rope.get("rope_type")
     asks = None
@@ -275,9 +291,7 @@ def _check_model(hf: Any) -> None:
     elif has_experts(hf) and (getattr(hf, "mlp_only_layers", None) or hf.decoder_sparse_step != 1):
         asks = "layers with and without experts"
     if asks:
-        raise UnsupportedModel(
-            f"the model asks for {asks}, which the Megatron engine does not support"
-        )
+        raise UnsupportedModel(hf.model_type, feature=asks)
 
 
 def _check_fit(hf: Any, layout: ParallelLayout) -> None:
@@ -289,12 +303,9 @@ def _check_fit(hf: Any, layout: ParallelLayout) -> None:
         ("experts", expert_count(hf) if has_experts(hf) else layout.expert, layout.expert),
     ):
         if count % parts:
-            raise LayoutRefused(f"the model's {count} {what} cannot be divided into {parts} parts")
+            raise LayoutRefused("parts", what=what, count=count, parts=parts)
     if has_experts(hf) and layout.tensor > 1:
-        raise LayoutRefused(
-            "a mixture of experts cannot be tensor-parallel: megatron-core asks for sequence "
-            "parallelism there, which this engine does not support: leave tensor at 1"
-        )
+        raise LayoutRefused("mixture", tensor=layout.tensor)
 
 
 def _unchanged(weight: torch.Tensor) -> torch.Tensor:

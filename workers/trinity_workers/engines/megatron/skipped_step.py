@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from trinity_events.errors import StructuredError
+
 
 class SkippedStep:
     """Record of a block of :func:`skipped_unless_finite`."""
@@ -19,8 +21,10 @@ class SkippedStep:
     """Norm that is not finite, because of which the step was skipped; None if it was taken."""
 
 
-class _NormNotFinite(Exception):
+class _NormNotFinite(StructuredError):
     """Signal that ends megatron-core's ``step()`` between the norm and the clip."""
+
+    text = "the norm of the gradients is not finite"
 
 
 @contextmanager

@@ -44,14 +44,15 @@ from ..base import (
     EngineOptions,
     Generation,
     GenerationRequest,
+    InstallRefused,
     NotServing,
-    RolloutEngineError,
 )
 from ..loading import samples_with, updates_amid_turns
 from ..sampling import turn_key
 from ..turns import turn_limit
 from .core_watch import CoreWatch
 from .options import (
+    VLLMUnusable,
     build_engine_args,
     build_sampling_params,
     prepare_environment,
@@ -122,10 +123,7 @@ class VLLMEngine:
         """
         own = read_options(options)
         if options.deterministic:
-            raise RolloutEngineError(
-                "vLLM computes with whatever requests arrive together, and cannot generate each "
-                "prompt by itself: set explorer.deterministic false, or explorer.engine huggingface"
-            )
+            raise VLLMUnusable("deterministic")
         prepare_environment()
         try:
             from vllm import AsyncEngineArgs
@@ -139,7 +137,7 @@ class VLLMEngine:
             args = AsyncEngineArgs(**build_engine_args(options, own))
             engine = AsyncLLM.from_engine_args(args)
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-            raise RolloutEngineError(f"vLLM does not start: {_one_line(error)}") from error
+            raise VLLMUnusable("start", _one_line(error)) from error
         return cls(engine, options, end_tokens)
 
     async def close(self) -> None:
@@ -287,7 +285,7 @@ class VLLMEngine:
             EngineEnded: vLLM's core has ended.
         """
         if self._synchronizer is None:
-            raise RolloutEngineError("the rollout engine has no synchronizer to install from")
+            raise InstallRefused(ready.step, "synchronizer")
         began = time.monotonic()
         async with self._core.alive():
             await self._prepare()
@@ -389,9 +387,7 @@ class VLLMEngine:
                 await anyio.to_thread.run_sync(self._synchronizer.report_refusal, ready, error)
             if isinstance(error, TrinityError):
                 raise
-            raise RolloutEngineError(
-                f"vLLM refuses step {ready.step}: {_one_line(error)}"
-            ) from error
+            raise VLLMUnusable("install", _one_line(error), ready.step) from error
         if time.monotonic() >= self._paused_until:
             await self._engine.resume_generation()
         return reports
@@ -461,7 +457,7 @@ def _fetch_error(failure: WorkerFailure, ready: StepReady) -> TrinityError:
         return WorkerFoundCorruption(failure.rank, failure.chunk, reason=failure.reason)
     if failure.kind == VersionUnavailable.__name__:
         return WorkerLacksVersion(f"weights of step {ready.step}", reason=failure.reason)
-    return RolloutEngineError(f"a worker of vLLM cannot fetch step {ready.step}: {failure.reason}")
+    return VLLMUnusable("fetch", failure.reason, ready.step)
 
 
 def _label(version: StepRef) -> str:

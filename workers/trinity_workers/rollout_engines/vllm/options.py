@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Struct
@@ -12,7 +12,7 @@ from msgspec import Struct
 from trinity_schemas import Sampling
 
 from ...learning.policy import load_tokenizer
-from ..base import EngineOptions, RolloutEngineError
+from ..base import EngineOptions, EngineOptionsRefused, RolloutEngineError
 from .plugin import BACKEND, OWNER
 
 _EXTENSION = "trinity_workers.rollout_engines.vllm.transfer.WorkerExtension"
@@ -32,6 +32,37 @@ _ENVIRONMENT = {
 """Environment of vLLM's processes, where it says nothing else."""
 
 
+class VLLMUnusable(RolloutEngineError):
+    """vLLM cannot run as the run asks, or refuses a version.
+
+    Attributes:
+        fault: ``deterministic`` if that is asked for, ``start`` if it does not, ``install`` and
+            ``fetch`` for a version, ``arguments`` for those that follow from the run.
+        reason: First line of vLLM's error.
+        step: Step of the version.
+        arguments: Arguments of the engine that may not be set.
+    """
+
+    fault: Literal["deterministic", "start", "install", "fetch", "arguments"]
+    reason: str = ""
+    step: int = 0
+    arguments: tuple[str, ...] = ()
+    texts: ClassVar = {
+        "deterministic": "vLLM computes with whatever requests arrive together, and cannot "
+        "generate each prompt by itself: set explorer.deterministic false, or explorer.engine "
+        "huggingface",
+        "start": "vLLM does not start: {reason}",
+        "install": "vLLM refuses step {step}: {reason}",
+        "fetch": "a worker of vLLM cannot fetch step {step}: {reason}",
+        "arguments": "explorer.engine_options.engine_args sets {_arguments}, which follows from "
+        "the run: leave it out",
+    }
+
+    @property
+    def _arguments(self) -> str:
+        return ", ".join(self.arguments)
+
+
 class VLLMOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options of the engine `vllm`."""
 
@@ -47,16 +78,10 @@ def read_options(options: EngineOptions) -> VLLMOptions:
     try:
         own = msgspec.convert(options.options, VLLMOptions)
     except msgspec.ValidationError as error:
-        names = ", ".join(VLLMOptions.__struct_fields__)
-        raise RolloutEngineError(
-            f"options of the rollout engine vllm: {error}; there is {names}"
-        ) from None
+        raise EngineOptionsRefused("vllm", str(error), VLLMOptions.__struct_fields__) from None
     determined = sorted(_OURS & own.engine_args.keys())
     if determined:
-        raise RolloutEngineError(
-            f"explorer.engine_options.engine_args sets {', '.join(determined)}, which follows from "
-            "the run: leave it out"
-        )
+        raise VLLMUnusable("arguments", arguments=tuple(determined))
     return own
 
 

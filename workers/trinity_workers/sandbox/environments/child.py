@@ -19,7 +19,8 @@ import msgspec
 
 from trinity_events.errors import TrinityError
 
-from ...tasks.base import Message, Question, TaskError
+from ...tasks.base import Message, Question
+from ...tasks.errors import FunctionUnusable
 from ...tasks.objects import load_object, refused_arguments
 from ..processes.frames import open_frame_pipes, read_frame
 from .messages import Raised, Ready, Replied, ReplyRequest, encoded
@@ -27,6 +28,7 @@ from .messages import Raised, Ready, Replied, ReplyRequest, encoded
 LONGEST_ERROR = 500
 """Characters of an error that are told."""
 
+_SIGNATURE = "(question, messages)"
 Replier = Callable[[Question, list[Message]], Any]
 
 
@@ -63,9 +65,9 @@ def load_environment(name: str, folder: Path) -> Replier:
         candidate = candidate()
     candidate = getattr(candidate, "reply", candidate)
     if not callable(candidate):
-        raise TaskError(f"environment {name} has no method 'reply'")
-    if refused_arguments(candidate, 2) is not None:
-        raise TaskError(f"environment {name} must take two arguments: question and messages")
+        raise FunctionUnusable("environment", name, "method", _SIGNATURE)
+    if (fault := refused_arguments(candidate, 2)) is not None:
+        raise FunctionUnusable("environment", name, "arguments", _SIGNATURE, fault)
     replier: Replier = candidate
     return replier
 

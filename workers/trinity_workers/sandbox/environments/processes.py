@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Literal, Self
 
 import anyio
 import msgspec
@@ -13,7 +13,7 @@ import msgspec
 from trinity_events.diagnostics.waits import NO_REPORTS, WaitReporter
 from trinity_events.errors import TrinityError
 
-from ...tasks.base import Message, Question, TaskError
+from ...tasks.base import Message, Question
 from ..processes.frames import format_value
 from ..processes.pool import (
     PIPE_CLOSED,
@@ -29,7 +29,34 @@ TOOL = "tool"
 
 
 class EnvironmentFailed(TrinityError):
-    """Raised if an environment died, hung, raised, or returned no reply."""
+    """An environment died, hung, raised, or returned no reply.
+
+    Attributes:
+        name: Its name.
+        fault: ``load`` if it raised as it was loaded, with ``slow load`` and ``ended load``;
+            ``early`` if it replied before a question. Else what is wrong with a reply.
+        reason: Error of the environment, end of its process, or place of its code.
+        deadline: Seconds that were waited.
+    """
+
+    name: str
+    fault: Literal[
+        "reply", "slow", "ended", "garbled", "raised", "slow load", "ended load", "load", "early"
+    ]
+    reason: str = ""
+    deadline: float = 0.0
+    texts: ClassVar = {
+        "reply": "environment {name} returned {reason}, neither text, nor messages with role and "
+        "content, nor None",
+        "slow": "environment {name} did not reply within {deadline:g} s{reason}",
+        "ended": "environment {name} ended its process ({reason})",
+        "garbled": "environment {name} garbled its reply ({reason})",
+        "raised": "environment {name} failed: {reason}",
+        "slow load": "environment {name} was not loaded within {deadline:g} s{reason}",
+        "ended load": "environment {name} ended its process while it was loaded ({reason})",
+        "load": "environment {name} cannot be loaded: {reason}",
+        "early": "environment {name} replied before it was asked",
+    }
 
 
 class EnvironmentProcesses:
@@ -62,12 +89,9 @@ class EnvironmentProcesses:
         self._processes = UserProcesses(count, self._started)
 
     async def __aenter__(self) -> Self:
-        """Start one process. Raises TaskError if the environment cannot be loaded."""
-        try:
-            async with self._processes.acquire():
-                return self
-        except EnvironmentFailed as error:
-            raise TaskError(str(error)) from None
+        """Start one process. Raises EnvironmentFailed if the environment cannot be loaded."""
+        async with self._processes.acquire():
+            return self
 
     async def __aexit__(
         self,
@@ -95,10 +119,7 @@ class EnvironmentProcesses:
         if not replies or any(
             "role" not in message or "content" not in message for message in replies
         ):
-            raise self._failed(
-                f"returned {format_value(value)}, neither text, nor messages with role and "
-                "content, nor None"
-            )
+            raise EnvironmentFailed(self.name, "reply", format_value(value))
         return replies
 
     async def _call(self, request: bytes) -> Any:
@@ -107,13 +128,13 @@ class EnvironmentProcesses:
                 reply = await self._exchange(process, request)
             except TimeoutError:
                 where = await process.place()
-                raise self._failed(f"did not reply within {self.deadline:g} s{where}") from None
+                raise EnvironmentFailed(self.name, "slow", where, self.deadline) from None
             except PIPE_CLOSED:
-                raise self._failed(f"ended its process ({await process.ending()})") from None
+                raise EnvironmentFailed(self.name, "ended", await process.ending()) from None
             except (msgspec.MsgspecError, ValueError) as error:
-                raise self._failed(f"garbled its reply ({error})") from None
+                raise EnvironmentFailed(self.name, "garbled", str(error)) from None
             if isinstance(reply, Raised):
-                raise self._failed(f"failed: {reply.error}")
+                raise EnvironmentFailed(self.name, "raised", reply.error)
         return reply.value if isinstance(reply, Replied) else None
 
     async def _exchange(self, process: UserProcess, request: bytes) -> Any:
@@ -125,9 +146,6 @@ class EnvironmentProcesses:
             await process.requests.send(request)
             return decoded(await process.receive())
 
-    def _failed(self, what: str) -> EnvironmentFailed:
-        return EnvironmentFailed(f"environment {self.name} {what}")
-
     async def _started(self) -> UserProcess:
         process = await UserProcess.start(f"{__package__}.child", self.name, str(self._folder))
         async with killed_on_error(process):
@@ -136,12 +154,12 @@ class EnvironmentProcesses:
                     reply = decoded(await process.receive())
             except TimeoutError:
                 where = await process.place()
-                raise self._failed(f"was not loaded within {START_DEADLINE:g} s{where}") from None
+                raise EnvironmentFailed(self.name, "slow load", where, START_DEADLINE) from None
             except PIPE_CLOSED:
                 ending = await process.ending()
-                raise self._failed(f"ended its process while it was loaded ({ending})") from None
+                raise EnvironmentFailed(self.name, "ended load", ending) from None
             if isinstance(reply, Raised):
-                raise self._failed(f"cannot be loaded: {reply.error}")
+                raise EnvironmentFailed(self.name, "load", reply.error)
             if not isinstance(reply, Ready):
-                raise self._failed("replied before it was asked")
+                raise EnvironmentFailed(self.name, "early")
         return process

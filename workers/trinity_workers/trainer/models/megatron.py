@@ -109,10 +109,7 @@ def _check_experts(config: RunConfig) -> None:
     """Raise LayoutRefused if the layout spreads experts that the policy does not have."""
     ranks = config.trainer.expert_parallel
     if ranks > 1 and not has_experts(read_description(config.model_folder).config):
-        raise LayoutRefused(
-            f"trainer.expert_parallel is {ranks}, and the model in {config.model_folder} has no "
-            "experts: leave it out, or take a mixture of experts"
-        )
+        raise LayoutRefused("no experts", expert=ranks, folder=config.model_folder)
 
 
 def parallel_layout(trainer: TrainerConfig) -> ParallelLayout:

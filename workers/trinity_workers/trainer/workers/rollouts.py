@@ -14,7 +14,11 @@ from trinity_schemas import StepRef
 from ...config.train_config import RunConfig
 from ...engines.buffers import saved_buffers
 from ...learning.policy import load_policy
-from ...rollout_engines.base import Generation, GenerationRequest, RolloutEngineError
+from ...rollout_engines.base import (
+    AdaptersNotSupported,
+    Generation,
+    GenerationRequest,
+)
 
 
 class RankRollouts(Protocol):
@@ -82,10 +86,7 @@ class FSDPRollouts:
         from ...rollout_engines.huggingface import HuggingFaceEngine
 
         if config.model.lora.rank:
-            raise RolloutEngineError(
-                "ranks generate with whole weights, and the policy trains adapters "
-                "(model.lora.rank): let explorers generate, or leave the adapters out"
-            )
+            raise AdaptersNotSupported()
         model, tokenizer = load_policy(config.model_folder, config.model.dtype)
         move: Any = model.to  # its annotations lack strings
         self._model: Any = move(device)
