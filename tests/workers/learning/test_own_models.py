@@ -168,7 +168,7 @@ async def test_a_model_takes_a_step_and_is_served_bit_for_bit(
 # --- folders that hold no policy --------------------------------------------------------------
 
 
-def assert_refused(folder: Path, error: type[BadPolicy], **attributes: object) -> None:
+def assert_refused(folder: Path, error: type[BadPolicy], /, **attributes: object) -> None:
     with raises(error, **attributes) as caught:
         load_policy(folder)
     assert "\n" not in str(caught.value)
