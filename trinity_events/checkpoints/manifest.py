@@ -24,7 +24,14 @@ from typing import BinaryIO, NamedTuple
 
 from ..errors import TrinityError
 from ..system.open_folder import OpenFolder
-from .layout import MANIFEST, MANIFEST_PARTS, SAVED_IN_PLACE, format_in_place, is_saved_file
+from .layout import (
+    MADE_FROM,
+    MANIFEST,
+    MANIFEST_PARTS,
+    SAVED_IN_PLACE,
+    format_in_place,
+    is_saved_file,
+)
 
 LONGEST_MANIFEST = 64 << 20
 """Bytes read of a manifest: those of half a million files."""
@@ -207,8 +214,14 @@ def sums_below(paths: Iterable[Path], root: Path) -> dict[str, FileSum]:
 
 
 def mark_in_place(folder: Path, epoch: int, step: int) -> None:
-    """Mark the final folder of a step, durably, as one that saves of the run were written to."""
+    """Mark the final folder of a step, durably, as one that saves of the run were written to.
+
+    A folder that the reducer made of a staged one stays as it is, such as that of the checkpoint
+    that a run resumes from, whose weights it announces anew.
+    """
     with OpenFolder.at(folder) as final:
+        if final.is_file(MADE_FROM):
+            return
         final.write(SAVED_IN_PLACE, format_in_place(epoch, step).encode())
         final.sync()
 

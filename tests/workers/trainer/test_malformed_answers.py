@@ -94,9 +94,13 @@ def test_the_limits_are_those_of_the_model_as_far_as_its_folder_names_them(make_
         return read_answer_limits(msgspec.structs.replace(config, model_folder=folder))
 
     assert read_answer_limits(config, reward_part="score") == AnswerLimits(
-        vocabulary_size=98, max_positions=128, max_turns=3, reward_part="score"
+        vocabulary_size=98,
+        max_positions=128,
+        max_turns=3,
+        reward_part="score",
+        question_sets=frozenset({""}),
     )
-    unknown = AnswerLimits(max_turns=3)
+    unknown = AnswerLimits(max_turns=3, question_sets=frozenset({""}))
     assert limits() == limits("no JSON") == limits("[]") == limits("{}") == unknown
     stretched = {"max_position_embeddings": 100, "rope_scaling": {"rope_type": "yarn", "factor": 4}}
     assert limits(json.dumps(stretched)).max_positions == 400

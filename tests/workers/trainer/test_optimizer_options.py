@@ -31,7 +31,7 @@ class Engines:
 
     def __call__(self, folder, **arguments):
         self.arguments.append(arguments)
-        return SimpleNamespace(adapters=None, module=torch.nn.Identity())
+        return SimpleNamespace(adapters=None, module=torch.nn.Identity(), optimizer=None)
 
 
 @pytest.fixture
