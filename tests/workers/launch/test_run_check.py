@@ -1,6 +1,7 @@
 """All mistakes that can be found without training are found at once, and before a run starts."""
 
 import json
+import sys
 from collections import namedtuple
 
 import pytest
@@ -8,10 +9,12 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from trinity_events.errors import PackageMissing
 from trinity_events.system import disk_space
 from trinity_workers.config.files import read_config
 from trinity_workers.launch import run_check
 from trinity_workers.launch.run_check import NotEnoughSpace, find_mistakes
+from trinity_workers.rollout_engines.loading import SamplingNotSupported
 
 pytestmark = pytest.mark.processes  # those of the user's reward function
 
@@ -129,6 +132,18 @@ async def test_a_reward_function_of_another_signature_is_named(whole, tmp_path):
     config = whole(rewards={"function": "other.py:reward"})
     [mistake] = await find_mistakes(config, tmp_path, alone=True, ray_address=None)
     assert "other.py" in str(mistake)
+
+
+async def test_an_engine_that_is_not_installed_and_a_setting_that_it_lacks_are_named(
+    whole, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    config = whole(explorer={"engine": "vllm"}, rollouts={"stop": ["."], "top_p": 0.9})
+    lacking, missing = await find_mistakes(config, tmp_path, alone=True, ray_address=None)
+    assert (type(lacking), lacking.settings) == (SamplingNotSupported, ("stop",))
+    assert (type(missing), missing.package) == (PackageMissing, "vllm")
+    elsewhere = await find_mistakes(config, tmp_path, alone=False, ray_address=None)
+    assert list(map(str, elsewhere)) == [str(lacking)]
 
 
 async def test_too_little_space_on_disk_and_in_shared_memory_is_named_with_both_sizes(

@@ -19,7 +19,7 @@ from trinity_events.trackers import find_tracker
 from ..config.errors import BadSettings, SeveralMistakes
 from ..config.sections.model import ModelConfig
 from ..config.train_config import TrainConfig
-from ..rollout_engines.loading import ENGINES, find_engine
+from ..rollout_engines.loading import check_installed, find_engine
 from ..rollouts.held_out_sets import read_own_questions
 from ..rollouts.user_task import start_rewards, task_of
 from ..sandbox.environments import EnvironmentProcesses
@@ -145,8 +145,10 @@ def _checks(
     yield partial(_check_rewards, config)
     if config.task.environment is not None:
         yield partial(_check_environment, config)
-    if config.explorer.engine not in ENGINES:
+    if config.explorer.engine != "huggingface":  # it has all modes and all sampling settings
         yield here(_check_engine, config)
+    if alone:
+        yield here(check_installed, config.explorer.engine)
     for name in config.tracking.trackers:
         yield here(find_tracker, name)
     if config.checkpoints.mirror is not None:

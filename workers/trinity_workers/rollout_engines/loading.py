@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from importlib.util import find_spec
 from pathlib import Path
 from typing import ParamSpec, TypeVar
+
+from trinity_events.errors import PackageMissing
 
 from ..rules import format_list
 from ..tasks.objects import load_object
@@ -23,6 +26,8 @@ ENGINES = {
     "vllm": "trinity_workers.rollout_engines.vllm.engine:VLLMEngine.open",
 }
 """Engines that ship with this package."""
+_PACKAGES = {"vllm": ("vllm", "trinity-events[vllm]")}
+"""Package that an engine which ships needs beside those of the workers, and what brings it."""
 GROUP = "trinity_events.rollout_engines"
 """Group of entry points under which packages offer engines: functions of :class:`EngineOptions`."""
 _MODES = "on_update"
@@ -97,6 +102,14 @@ class SamplingNotSupported(RolloutEngineError):
         return format_list(("temperature", "max_new_tokens", *self.supported))
 
 
+def check_installed(name: str) -> None:
+    """Raise PackageMissing if the package of an engine that ships is not installed here."""
+    if name in _PACKAGES:
+        package, requirement = _PACKAGES[name]
+        if find_spec(package) is None:
+            raise PackageMissing(f"the rollout engine {name}", package, requirement)
+
+
 def load_engine(name: str, options: EngineOptions, *, folder: Path = Path()) -> RolloutEngine:
     """Return a rollout engine.
 
@@ -106,10 +119,12 @@ def load_engine(name: str, options: EngineOptions, *, folder: Path = Path()) -> 
         folder: Directory that a relative name starts from.
 
     Raises:
+        PackageMissing: It needs a package that is not installed.
         TaskError: There is none of that name.
         RolloutEngineError: It cannot treat unfinished turns as the options ask, or adapters, or
             does not honour a sampling setting.
     """
+    check_installed(name)
     make = find_engine(
         name,
         options.on_update,

@@ -30,7 +30,6 @@ from trinity_events.errors import (
     CorruptVersion,
     IncompatibleWeights,
     NotAsPublished,
-    PackageMissing,
     TrinityError,
     VersionUnavailable,
 )
@@ -118,20 +117,15 @@ class VLLMEngine:
         """Return an engine of a Hugging Face folder, once vLLM's processes have loaded it.
 
         Raises:
-            PackageMissing: vLLM is not installed.
             RolloutEngineError: for options that it does not have, and as vLLM fails to start.
         """
         own = read_options(options)
         if options.deterministic:
             raise VLLMUnusable("deterministic")
         prepare_environment()
-        try:
-            from vllm import AsyncEngineArgs
-            from vllm.v1.engine.async_llm import AsyncLLM
-        except ImportError as error:
-            raise PackageMissing(
-                "the rollout engine vllm", "vllm", "trinity-events[vllm]"
-            ) from error
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
         end_tokens = read_end_tokens(options.model_folder)
         try:
             args = AsyncEngineArgs(**build_engine_args(options, own))
