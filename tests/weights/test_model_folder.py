@@ -20,11 +20,7 @@ from trinity_events import CheckpointCoordinator, Synchronizer
 from trinity_events.checkpoints.layout import FILE_DIGESTS, MODEL_FOLDER, final_name
 from trinity_events.coordinator import staged_path
 from trinity_events.core.file_versions import WEIGHTS_SAVE, weights_save
-from trinity_events.errors import (
-    CheckpointHeld,
-    IncompatibleWeights,
-    VersionNotStored,
-)
+from trinity_events.errors import CheckpointHeld, IncompatibleWeights, VersionNotStored
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_events.weights.errors import CorruptFile, UnsupportedWeights
 from trinity_schemas import (

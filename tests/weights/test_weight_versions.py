@@ -16,11 +16,7 @@ from tests.support.tensors import identical
 from tests.support.waits import PATIENCE
 from tests.support.weight_versions import awkward, publish, ready
 from trinity_events import Synchronizer
-from trinity_events.errors import (
-    CorruptVersion,
-    VersionNotStored,
-    VersionVanished,
-)
+from trinity_events.errors import CorruptVersion, VersionNotStored, VersionVanished
 from trinity_events.weights import (
     PartRef,
     PartWriter,

@@ -13,7 +13,7 @@ import torch
 
 from trinity_schemas import WeightManifest
 
-from ..weights.errors import AbsentTensor, UnfillableTensor, UnfitTensor
+from .errors import AbsentTensor, UnfillableTensor, UnfitTensor
 from .tensors import DTYPES, FormCheck, is_castable, is_freed
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")

@@ -12,7 +12,7 @@ import torch
 
 from trinity_schemas import TensorEntry
 
-from ..weights.errors import CorruptTensor
+from .errors import CorruptTensor
 from .tensors import DTYPES, as_buffer
 
 

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from trinity_schemas import TransportName
 
-from ..weights.errors import TransportRefused
+from .errors import TransportRefused
 
 
 class SynchronizerSettings(Struct, frozen=True, kw_only=True):

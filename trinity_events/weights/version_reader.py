@@ -26,7 +26,6 @@ from trinity_schemas import (
 from ..core.limits import LONGEST_REASON
 from ..errors import CorruptVersion
 from ..system.error_text import format_message
-from ..weights.errors import ModelDiffers
 from .applying.deltas import InstalledBases
 from .applying.install import check_fit, install
 from .applying.load import BaseRequired, load_version
@@ -34,6 +33,7 @@ from .applying.partial_loads import PartialLoads
 from .applying.speculative_load import SpeculativeLoad
 from .applying.verify_model import check_installed
 from .compatibility import find_targets, is_cast
+from .errors import ModelDiffers
 from .reading.model_folder import pull_folder
 from .reading.pull import PulledVersion, Selection, pull_version
 from .session import Session

@@ -15,9 +15,7 @@ from tests.support.tensors import identical
 from tests.support.transport_processes import SOME, Where, actor, kill
 from tests.support.weight_versions import awkward, publish, ready
 from trinity_events.analysis.summary import Summarizer
-from trinity_events.errors import (
-    VersionNotStored,
-)
+from trinity_events.errors import VersionNotStored
 from trinity_events.log import Stream
 from trinity_events.weights import (
     PartRef,

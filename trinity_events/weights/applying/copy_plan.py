@@ -12,8 +12,8 @@ import torch
 
 from trinity_schemas import TensorEntry, WeightManifest
 
-from ...weights.errors import AbsentTensor, UnassembledTensor
 from ..compatibility import check_covered, compatible_target, find_duplicates
+from ..errors import AbsentTensor, UnassembledTensor
 from ..part_bytes import PartBytes
 from ..reading.pull import Piece, Selection, selected_slice, shares
 from ..slices import TensorSlice, contiguous_runs

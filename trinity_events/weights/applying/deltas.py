@@ -10,9 +10,9 @@ import torch
 
 from trinity_schemas import StepReady
 
-from ...weights.errors import CorruptTensor, ModelDiffers
 from ..deltas.encoding import decode_delta, overwrite, words
 from ..deltas.reconstruct import get_base, get_delta, makes
+from ..errors import CorruptTensor, ModelDiffers
 from ..tensors import as_bytes
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ import torch
 
 from trinity_schemas import TensorEntry
 
-from ...weights.errors import ModelDiffers, UnassembledTensor, UnfillableTensor, UnfitTensor
 from ..compatibility import ModuleFingerprint, distinct, find_targets, find_ties
 from ..devices.host_to_device import copy_pairs
+from ..errors import ModelDiffers, UnassembledTensor, UnfillableTensor, UnfitTensor
 from ..part_bytes import PartBytes
 from ..reading.pull import Piece, PulledVersion, Selection, selected_slice, shares
 from ..slices import Shape

@@ -17,9 +17,9 @@ import torch
 from trinity_schemas import StepReady, WeightManifest, WeightsProof
 
 from ...errors import StructuredError
-from ...weights.errors import CorruptPart
 from ..compatibility import find_targets, is_cast
 from ..devices.host_to_device import settle
+from ..errors import CorruptPart
 from ..reading.pull import OpenPart, Selection, names_in, open_part
 from ..tensors import address
 from ..transports.base import ChunkBuffers, ChunkStore, PartRef, TensorSource, ZeroCopySource

@@ -8,8 +8,8 @@ from weakref import ref
 
 import torch
 
-from ...weights.errors import UnfillableTensor
 from ..compatibility import find_targets, find_uncovered
+from ..errors import UnfillableTensor
 
 
 class PartialLoads:

@@ -13,8 +13,8 @@ import torch
 
 from trinity_schemas import MAX_UNPROVEN, WeightManifest, WeightsProof
 
-from ...weights.errors import CorruptTensor
 from ..compatibility import find_targets, find_ties
+from ..errors import CorruptTensor
 from ..reading.pull import Selection, get_slice
 from ..slices import contains, full_slice
 from ..tensors import DTYPES, Digesting, as_bytes, digest, dtype_name

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ...weights.errors import CorruptDelta
+from ..errors import CorruptDelta
 
 Words = npt.NDArray[Any]
 """A tensor's elements as unsigned integers of their size, [elements]."""

@@ -9,7 +9,7 @@ import torch
 from trinity_schemas import TensorEntry, WeightManifest
 from trinity_schemas.manifest import DTYPE_BYTES
 
-from ...weights.errors import CorruptTensor
+from ..errors import CorruptTensor
 from ..part_bytes import PartBytes, as_tensor
 from ..tensors import as_bytes, digest
 from .encoding import digest_with, overwrite, words

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ...weights.errors import FreedTensor
 from ..copy_streams import CopyStream, get_copy_stream
+from ..errors import FreedTensor
 from ..tensors import copy_bytes, is_freed, is_plain
 
 _ALIGNED = 64

@@ -26,9 +26,9 @@ from trinity_schemas import (
 )
 
 from ...errors import TrinityError
-from ...weights.errors import FreedTensor, TransportRefused, UnpublishableName
 from ..compatibility import plain_name
 from ..deltas.tracker import LastPublished
+from ..errors import FreedTensor, TransportRefused, UnpublishableName
 from ..slices import ShardOffset
 from ..tensors import (
     FormCheck,

@@ -43,8 +43,8 @@ from ...log import ORIGIN, Publisher
 from ...log.publishing.heartbeat import Heartbeat
 from ...log.retry import is_transient
 from ...replay import announced
-from ...weights.errors import PartClosed
 from ..deltas.tracker import LastPublished
+from ..errors import PartClosed
 from ..session import Session
 from ..slices import ShardOffset
 from ..transports.base import PartRef

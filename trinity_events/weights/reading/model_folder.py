@@ -37,12 +37,9 @@ from ...checkpoints.layout import (
 )
 from ...client.checkpoint_lease import hold_step
 from ...core.file_versions import weights_save
-from ...errors import (
-    CheckpointHeld,
-    VersionNotStored,
-)
+from ...errors import CheckpointHeld, VersionNotStored
 from ...system.open_folder import OpenFolder
-from ...weights.errors import CorruptFile, UnsupportedWeights
+from ..errors import CorruptFile, UnsupportedWeights
 from ..part_bytes import PartBytes
 from ..tensors import digest
 from .pull import PulledVersion, Selection

@@ -26,14 +26,14 @@ from trinity_schemas import (
 )
 
 from ...errors import VersionVanished
-from ...weights.errors import (
+from ..deltas.reconstruct import FullPart, Key, reconstruct_tensor
+from ..errors import (
     AbsentTensor,
     CorruptChunk,
     CorruptManifest,
     CorruptPart,
     UnassembledTensor,
 )
-from ..deltas.reconstruct import FullPart, Key, reconstruct_tensor
 from ..part_bytes import PartBytes
 from ..publishing.part_writer import manifest_digest
 from ..slices import TensorSlice, byte_spans, contains, coverage_error, full_slice, intersection

@@ -11,7 +11,7 @@ from trinity_schemas import StepRef
 
 from ....diagnostics.waits import NO_REPORTS, WaitReporter
 from ....errors import GroupBroken, VersionNotStored
-from ....weights.errors import PartClosed, TransportRefused
+from ...errors import PartClosed, TransportRefused
 from ..base import Check, PartRef
 from ..chunk_slices import check_chunks, cut_chunks
 from .frames import FrameKind, FrameSender

@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 
 from trinity_schemas.codec import UNREADABLE
 
-from ....weights.errors import CorruptPart
+from ...errors import CorruptPart
 from ..base import PartRef
 
 _MOST_BLOCKS = 1 << 12

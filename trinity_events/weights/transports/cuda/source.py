@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 
 from ....errors import GpuUnusable
-from ....weights.errors import CorruptPart
 from ...devices.digests import digest_all
+from ...errors import CorruptPart
 from ..base import PartRef
 from ..shared_memory.reading import SharedMemorySource
 from .layout import decode_layout

@@ -13,7 +13,7 @@ import numpy as np
 
 from trinity_schemas import ALIGNMENT
 
-from ....weights.errors import PartClosed
+from ...errors import PartClosed
 from ..base import PartRef
 from .directory import Objects, PutAttempt
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ....errors import VersionVanished
-from ....weights.errors import CorruptPart
+from ...errors import CorruptPart
 from ..base import Check, PartRef
 from ..chunk_slices import Chunks, check_chunks, cut_chunks
 from .directory import DEADLINE, Objects

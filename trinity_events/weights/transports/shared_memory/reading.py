@@ -22,7 +22,7 @@ from trinity_schemas.codec import MAX_MANIFEST_BYTES
 
 from ....system.file_locks import try_lock
 from ....system.shared_memory import end_beside, read_beside
-from ....weights.errors import CorruptPart
+from ...errors import CorruptPart
 from ...tensors import digest
 from ..base import Check, Ended, OnChunk, OnPart, PartRef
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ....errors import SharedMemoryUnusable, VersionNotStored
 from ....system.shared_memory import SHARED_MEMORY, Owner, Segment, owned, sweep, users_folder
-from ....weights.errors import PartClosed
+from ...errors import PartClosed
 from ..base import Ended, OnPart, PartRef
 from .reading import (
     DATA,
