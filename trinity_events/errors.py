@@ -10,7 +10,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from trinity_schemas.errors import StructuredError as StructuredError  # noqa: PLC0414  # noqa: PLC0414
+from trinity_schemas.errors import StructuredError as StructuredError  # noqa: PLC0414
 
 
 class TrinityError(StructuredError):
@@ -1001,9 +1001,6 @@ class NotAsPublished(CorruptVersion):
         detail: More that is known of the fault.
     """
 
-    reason: str = field(init=False)
-    rank: int | None = field(init=False, default=None)
-    chunk: int | None = field(init=False, default=None)
     step: int = field(kw_only=True)
     engine: str = field(kw_only=True)
     fault: Literal["not given", "not loaded", "not served", "another version", "load"] = field(
@@ -1018,9 +1015,6 @@ class NotAsPublished(CorruptVersion):
         "another version": "{engine} reports that step {step} is loaded, and has loaded {detail}",
         "load": "{engine} could not load step {step}: {detail}",
     }
-
-    def __post_init__(self) -> None:
-        self.reason = str(self)
 
     @property
     def _named(self) -> str:
