@@ -2629,6 +2629,10 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
             {"source": "q.jsonl"},
             "the answers to q.jsonl need a reward: name a function of (question, answer) in rewards.function, as module:attribute or ./file.py:attribute",
         ),
+        (
+            {"source": "task.sets.small"},
+            "the answers to task.sets.small need a reward: name a function of (question, answer) in rewards.function, as module:attribute or ./file.py:attribute",
+        ),
     ],
     "TaskOptionsRefused": [
         (
@@ -2647,7 +2651,11 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
         (
             {"source": "q.jsonl", "fault": "set", "setting": "evaluation.sets.a.questions"},
-            "evaluation.sets.a.questions: q.jsonl has no question",
+            "evaluation.sets.a.questions: q.jsonl has no question: add questions",
+        ),
+        (
+            {"source": "small.jsonl", "fault": "set", "setting": "task.sets.small"},
+            "task.sets.small: small.jsonl has no question: add questions",
         ),
     ],
     "TooFewQuestions": [
@@ -3336,14 +3344,6 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
         (
             {"fault": "source", "name": "small"},
             "task.sets.small has no source: set task.sets.small.questions",
-        ),
-        (
-            {"fault": "empty", "name": "small", "source": "small.jsonl"},
-            "task.sets.small: small.jsonl has no question: add questions",
-        ),
-        (
-            {"fault": "reward", "name": "small"},
-            "the answers to task.sets.small need a reward: name a function of (question, answer) in rewards.function, as module:attribute or ./file.py:attribute",
         ),
         (
             {

@@ -25,7 +25,7 @@ from trinity_workers.tasks import (
     load_reward,
     load_task,
 )
-from trinity_workers.tasks.errors import MixRefused
+from trinity_workers.tasks.errors import MixRefused, NoQuestions, NoReward
 
 WEIGHTS = st.dictionaries(
     st.sampled_from("abcdef"),
@@ -217,7 +217,7 @@ def test_a_weight_that_is_not_positive_and_finite_is_refused_by_its_set(weight):
 def test_a_set_without_questions_is_refused_by_its_name(tmp_path):
     sets = write_sets(tmp_path)
     (tmp_path / "small.jsonl").write_text("\n")
-    with raises(MixRefused, fault="empty", name="small", source="small.jsonl"):
+    with raises(NoQuestions, fault="set", setting="task.sets.small", source="small.jsonl"):
         load_task(sets=sets, folder=tmp_path)
     with raises(MixRefused, fault="source", name="none"):
         load_task(sets={"none": TrainingSet()}, folder=tmp_path)
@@ -264,5 +264,5 @@ def test_families_judge_the_answers_to_their_own_questions():
 
 
 def test_sets_without_a_reward_of_their_own_need_a_function(tmp_path):
-    with raises(MixRefused, fault="reward", name="small"):
+    with raises(NoReward, source="task.sets.small"):
         load_reward(None, task="spell-backward", sets=write_sets(tmp_path))

@@ -127,7 +127,7 @@ class NoReward(TaskError):
     """Questions of a source are answered, and no function judges the answers.
 
     Attributes:
-        source: The source.
+        source: The source, or the setting of a set.
     """
 
     source: str
@@ -171,7 +171,7 @@ class NoQuestions(TaskError):
         "training": "{source} has no question to train on: add questions",
         "held out": "{source} has no question to train on: all of its questions are held out: add "
         "questions",
-        "set": "{setting}: {source} has no question",
+        "set": "{setting}: {source} has no question: add questions",
     }
 
 
@@ -308,19 +308,16 @@ class MixRefused(TaskError):
 
     Attributes:
         fault: ``none`` without a set, ``weight`` for one that is not above 0, ``source`` without
-            one, ``empty`` for a source without questions, ``reward`` without a function that judges
-            the answers, ``fields`` if two sets differ in theirs.
+            one, ``fields`` if two sets differ in theirs.
         name: Name of the set; of the one that has the fields.
         weight: Its weight.
-        source: Its source.
         other: Name of the set that lacks the fields.
         missing: The fields.
     """
 
-    fault: Literal["none", "weight", "source", "empty", "reward", "fields"]
+    fault: Literal["none", "weight", "source", "fields"]
     name: str = ""
     weight: float = 0.0
-    source: str = ""
     other: str = ""
     missing: tuple[str, ...] = ()
     texts: ClassVar = {
@@ -328,9 +325,6 @@ class MixRefused(TaskError):
         "weight": "task.sets.{name}.weight is {weight:g}, and a weight is a number above 0: leave "
         "out a set that is not to be asked",
         "source": "task.sets.{name} has no source: set task.sets.{name}.questions",
-        "empty": "task.sets.{name}: {source} has no question: add questions",
-        "reward": "the answers to task.sets.{name} need a reward: name a function of (question, "
-        "answer) in rewards.function, as module:attribute or ./file.py:attribute",
         "fields": "questions of task.sets.{name} have {_missing}, and no question of "
         "task.sets.{other} has: one reward and one template read both, so give the records of both "
         "sets the same fields",

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from .base import Answer, Question, RewardFunction, Task
 from .drawn_task import DrawnTask
-from .errors import FunctionUnusable, MixRefused, NoReward, TaskError, TaskUnusable
+from .errors import FunctionUnusable, MixRefused, NoQuestions, NoReward, TaskError, TaskUnusable
 from .mixed_questions import MixedQuestions
 from .objects import load_object, refused_arguments
 from .question_set import QuestionSet
@@ -121,7 +121,7 @@ def _read_training_set(
         folder=folder,
     )
     if not questions:
-        raise MixRefused("empty", name, source=settings.questions)
+        raise NoQuestions(settings.questions, "set", f"task.sets.{name}")
     return questions
 
 
@@ -171,7 +171,7 @@ def _load_set_rewards(
     """Return the reward of sets that are all families, each of which judges its own questions."""
     for name, settings in sets.items():
         if not (settings.questions or "").startswith(REASONING_GYM):
-            raise MixRefused("reward", name)
+            raise NoReward(f"task.sets.{name}")
     source = QuestionOptions.of(options).source
     rewards = {
         name: family_reward(str(settings.questions), {"source": source | settings.source})
