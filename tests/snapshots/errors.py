@@ -3177,7 +3177,7 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
         (
             {"fault": "tensor", "folder": Path("/x"), "tensor": "w"},
-            "/x has no tensor w: is its config.json another's?",
+            "/x has no tensor w: is its config.json the one of its weights?",
         ),
         (
             {"fault": "model", "tensor": "w"},

@@ -49,7 +49,7 @@ class ReshardRefused(TrinityError):
     rows: int = 0
     texts: ClassVar = {
         "ranks": "{folder} has shards of {_ranks} ranks: start as many ranks as one of them",
-        "tensor": "{folder} has no tensor {tensor}: is its config.json another's?",
+        "tensor": "{folder} has no tensor {tensor}: is its config.json the one of its weights?",
         "model": "the saved shards and the model here do not both have {tensor}: is it a "
         "checkpoint of this model?",
         "joined": "only tensors that FSDP shards by rows can be joined",
