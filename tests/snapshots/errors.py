@@ -3252,8 +3252,6 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
     "Unusable": [
         ({"fault": "status", "status": 503, "reason": ": busy"}, "answered 503: busy"),
         ({"fault": "format", "reason": "truncated"}, "sent what is no chat completion: truncated"),
-        ({"fault": "empty"}, "gave no grade"),
-        ({"fault": "cut off"}, "was cut off before its grade: raise its limit of tokens"),
         ({"fault": "unclear", "reason": "gave no grade"}, "gave no grade"),
     ],
     "PolicyUnreadable": [

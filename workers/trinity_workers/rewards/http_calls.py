@@ -43,20 +43,17 @@ class Unusable(StructuredError):
 
     Attributes:
         fault: ``status`` for a code after which another attempt may succeed, ``format`` if it is no
-            chat completion, ``empty`` without one, ``cut off`` before its grade, ``unclear`` if its
-            grade is.
+            chat completion, ``unclear`` if its grade is.
         reason: Body of the reply, or the error of its reader.
         status: Its code.
     """
 
-    fault: Literal["status", "format", "empty", "cut off", "unclear"]
+    fault: Literal["status", "format", "unclear"]
     reason: str = ""
     status: int = 0
     texts: ClassVar = {
         "status": "answered {status}{reason}",
         "format": "sent what is no chat completion: {reason}",
-        "empty": "gave no grade",
-        "cut off": "was cut off before its grade: raise its limit of tokens",
         "unclear": "{reason}",
     }
 

@@ -89,12 +89,12 @@ class JudgeRewards:
             choices = msgspec.json.decode(reply, type=_Completion).choices
         except UNDECODABLE as error:
             raise Unusable("format", str(error)) from None
-        if not choices:
-            raise Unusable("empty")
-        if choices[0].finish_reason == "length":  # the end of "Grade: 10" may be missing
-            raise Unusable("cut off")
         best = self._settings.best_grade
         try:
+            if not choices:
+                raise UnclearGrade("none")
+            if choices[0].finish_reason == "length":  # the end of "Grade: 10" may be missing
+                raise UnclearGrade("cut off")
             share = parse_grade(_join_text(choices[0].message.content), best)
         except (UnclearGrade, ValueError) as error:
             raise Unusable("unclear", str(error)) from None
