@@ -10,6 +10,9 @@ from msgspec import structs
 from tests.support.event_histories import committed, failed, finished, registration, started
 from tests.support.event_samples import SAMPLES
 from tests.support.pipeline import accept_reports
+from trinity_events.analysis.causes import Cause
+from trinity_events.cli import explain as explain_command
+from trinity_events.core import MonitorState
 from trinity_events.log import AsyncPublisher, new_producer
 from trinity_schemas import (
     ExplorerExcluded,
@@ -48,6 +51,24 @@ async def test_status_counts_to_now_while_a_run_is_open(cli, waiting_run, publis
     await publisher.publish(RunClosed(reason="interrupted"))
     shown = [cli("status", waiting_run).stdout for _ in range(2)]
     assert shown[0] == shown[1], "what has ended grows no older"
+
+
+def test_causes_beyond_the_first_ones_are_counted():
+    facts = explain_command._StepFacts(
+        state=MonitorState(run_id="many"),
+        causes=[Cause(reason="stopped", sentence="explorer-0 is stopped.")],
+        more_causes=3,
+        unseen="",
+        now=0,
+        outcomes=[],
+        proof=[],
+        stacks=[],
+        reward_errors={},
+    )
+    assert explain_command._format_run(facts) == [
+        "First cause: explorer-0 is stopped.",
+        "3 more causes are not listed.",
+    ]
 
 
 async def test_what_a_terminal_cannot_show_is_written_out(cli, waiting_run, publisher):

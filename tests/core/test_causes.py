@@ -6,10 +6,12 @@ import pytest
 
 from tests.support.event_histories import History
 from trinity_events.analysis.causes import (
+    MOST_CAUSES,
     CheckpointReader,
     GroupLag,
     HostProcess,
     LiveFacts,
+    find_all_causes,
     find_causes,
 )
 from trinity_schemas import (
@@ -50,6 +52,17 @@ def chain():
     history.add(waits("a", "explorer-0", "explorer-1"), by="trainer")
     history.add(waits("b", "process 9", what="the reward mine.py"), by="explorer", rank=0)
     return history
+
+
+def test_of_many_causes_the_first_are_returned_and_all_can_be_counted():
+    history = History()
+    for rank in range(MOST_CAUSES + 3):
+        history.add(ExplorerStatusChanged(status="running"), by="explorer", rank=rank)
+    state = history.fold()[0].state
+    facts = LiveFacts(now=0, processes=on_this_host(**dict.fromkeys(state.explorers, "stopped")))
+    listed, more = find_causes(state, facts), find_all_causes(state, facts)
+    assert (len(listed), len(more)) == (MOST_CAUSES, MOST_CAUSES + 3)
+    assert listed == more[:MOST_CAUSES]
 
 
 def test_the_first_cause_is_the_end_of_the_longest_chain():

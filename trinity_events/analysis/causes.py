@@ -6,7 +6,8 @@ process that is stopped or a reducer that is gone, comes as :class:`LiveFacts`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from msgspec import Struct, field, structs
@@ -66,8 +67,10 @@ It is the threshold of their reports (``trinity_events.diagnostics.waits.THRESHO
 """
 _HARMLESS: frozenset[Reason] = frozenset(("closed", "failed", "unread-group", "held-checkpoint"))
 """Reasons of causes with which the training continues, or that views show by themselves."""
-_MOST_CAUSES = 8
-"""Maximum causes that are returned."""
+MOST_CAUSES = 8
+"""Maximum causes that a view lists: the first ones hold up the others."""
+_MOST_MISSING = 8
+"""Maximum missing processes that a sentence names."""
 
 
 class HostProcess(Struct, frozen=True, kw_only=True):
@@ -170,7 +173,12 @@ class _End(NamedTuple):
 
 
 def find_causes(state: MonitorState, facts: LiveFacts) -> list[Cause]:
-    """Return the causes for which a run does not go on, the first cause first."""
+    """Return the first :data:`MOST_CAUSES` of :func:`find_all_causes`."""
+    return find_all_causes(state, facts)[:MOST_CAUSES]
+
+
+def find_all_causes(state: MonitorState, facts: LiveFacts) -> list[Cause]:
+    """Return the causes for which a run does not continue, the first cause first."""
     if state.closed is not None:
         return list(_closed(state))
     facts = structs.replace(facts, processes=_select_judged(state, facts))
@@ -192,7 +200,7 @@ def find_causes(state: MonitorState, facts: LiveFacts) -> list[Cause]:
     ]
     return list(
         {(cause.reason, cause.process, cause.what, cause.step): cause for cause in causes}.values()
-    )[:_MOST_CAUSES]
+    )
 
 
 def is_standstill(cause: Cause, now: int) -> bool:
@@ -232,10 +240,10 @@ def find_unseen(state: MonitorState, facts: LiveFacts) -> dict[str, list[str]]:
     return list_unseen(state, _locate(state, facts), facts.host)
 
 
-def _locate(state: MonitorState, facts: LiveFacts) -> dict[str, ProcessHost]:
-    """Return the hosts of the run's processes."""
+def _locate(state: MonitorState, facts: LiveFacts) -> Mapping[str, ProcessHost]:
+    """Return the hosts of the run's processes, without a copy: there may be thousands."""
     leader = {} if facts.leader_host is None else {REDUCER: facts.leader_host}
-    return {**state.hosts, **leader}
+    return ChainMap(leader, state.hosts)
 
 
 def _select_judged(state: MonitorState, facts: LiveFacts) -> dict[str, HostProcess]:
@@ -429,7 +437,7 @@ def _step_links(state: MonitorState, now: int) -> Iterator[_Link]:
                 continue
             on = tuple(_at_fault(state, step, kind, kind_state))
             by = f"step {step} {kind}"
-            lacks = ", ".join(format_missing(step_state, kind, now, _MOST_CAUSES)) or "nothing"
+            lacks = ", ".join(format_missing(step_state, kind, now, _MOST_MISSING)) or "nothing"
             since = (
                 kind_state.committed_at
                 if kind_state.committed_at is not None

@@ -22,7 +22,7 @@ from trinity_schemas import (
     StacksTaken,
 )
 
-from ..analysis.causes import Cause, find_causes, find_unseen
+from ..analysis.causes import MOST_CAUSES, Cause, find_all_causes, find_unseen
 from ..analysis.explain import explain as format_explanation
 from ..analysis.explain import format_profiles, format_unfinished
 from ..analysis.hosts import format_unseen
@@ -92,7 +92,9 @@ class _StepFacts(Struct, frozen=True, kw_only=True):
 
     state: MonitorState
     causes: list[Cause]
-    """Causes for which the run does not go on, the first cause first."""
+    """Causes for which the run does not continue, the first cause first; at most MOST_CAUSES."""
+    more_causes: int
+    """Number of causes beyond these."""
     unseen: str
     """Sentence on the hosts whose processes cannot be seen; empty without."""
     now: int
@@ -203,6 +205,7 @@ def _format_run(facts: _StepFacts) -> list[str]:
             for cause in facts.causes[1:]
             if cause.reason in _FURTHER_REASONS
         ),
+        *([f"{facts.more_causes} more causes are not listed."] if facts.more_causes else []),
         *chains,
         *_reward_errors(facts),
         *format_unfinished(state, now=facts.now),
@@ -210,10 +213,10 @@ def _format_run(facts: _StepFacts) -> list[str]:
         *([format_next_step(state)] if state.closed in ("failed", "interrupted") else []),
         *_stacks(facts),
     ]
-    if not lines:
-        nothing = "has reported a wait, and no step waits for anything."
-        lines = [f"No process of run {state.run_id} {nothing}"]
-    return lines + [facts.unseen] * bool(facts.unseen)
+    lines = lines or [
+        f"No process of run {state.run_id} has reported a wait, and no step waits for anything."
+    ]
+    return [*lines, facts.unseen] if facts.unseen else lines
 
 
 def _reward_errors(facts: _StepFacts) -> list[str]:
@@ -273,10 +276,11 @@ async def _read_facts(
             entries = await _proof(log, Archive(root / log.run_id, log.run_id), step)
         stacks = await _stacks_in(log, Archive(root / log.run_id, log.run_id), state)
         errors = await _reward_errors_in(log, Archive(root / log.run_id, log.run_id), state)
-        causes = find_causes(state, facts)
+        causes = find_all_causes(state, facts)
         return _StepFacts(
             state=state,
-            causes=causes,
+            causes=causes[:MOST_CAUSES],
+            more_causes=max(0, len(causes) - MOST_CAUSES),
             unseen=format_unseen(find_unseen(state, facts)),
             now=now,
             outcomes=outcomes,
