@@ -30,8 +30,8 @@ KEPT_EXPLORERS = 4096
 """Explorers whose status is known; the one that was silent longest is dropped first."""
 KEPT_UNLISTED = 1024
 """Ranges of ranks of explorers that were dropped; beyond it the lowest are no longer counted."""
-KEPT_HOSTS = 8192
-"""Processes whose host is known, twice the explorers; the one that began first is dropped first."""
+KEPT_HOSTS = 2 * KEPT_EXPLORERS
+"""Processes whose host is known: explorers, ranks and others; the first to begin goes first."""
 KEPT_EXCLUDED = 64
 """Excluded explorers that are known; the one that was excluded first is dropped first."""
 KEPT_REWARD_ERRORS = 16

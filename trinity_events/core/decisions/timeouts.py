@@ -53,14 +53,11 @@ def expired(state: MonitorState, silent: Collection[str]) -> list[LeaseExpired]:
 
     An event has at most :data:`EXPIRED_AT_ONCE` attempts.
     """
-    trainer = state.trainer_lease
-    under_way: dict[str, list[ExpiredAttempt]] = {}
     holders = lease_holders(state)
-    if trainer is not None and trainer.silent_at is None and trainer.holder.incarnation in silent:
-        under_way[trainer.holder.incarnation] = []
+    under_way: dict[str, list[ExpiredAttempt]] = {name: [] for name in holders if name in silent}
     for save_id, attempt in state.attempts.items():
-        if attempt.lease is not None and attempt.holder.incarnation in silent:
-            under_way.setdefault(attempt.holder.incarnation, []).append(
+        if attempt.lease is not None and attempt.holder.incarnation in under_way:
+            under_way[attempt.holder.incarnation].append(
                 ExpiredAttempt(save_id=save_id, slot=attempt.slot)
             )
     return [

@@ -114,7 +114,7 @@ def record_host(state: MonitorState, envelope: Envelope) -> None:
     for name in names:
         state.hosts.pop(name, None)
         state.hosts[name] = ProcessHost(node=producer.node, host_id=envelope.host_id)
-    trim_oldest(state.hosts, KEPT_HOSTS)
+        trim_oldest(state.hosts, KEPT_HOSTS)
 
 
 def run_closed(fold: FoldState, event: RunClosed, envelope: Envelope) -> None:
@@ -147,11 +147,10 @@ def trainer_status_changed(
     state.trainer_step = max(state.trainer_step, event.step)
     if event.status == "stopped":
         state.trainer_lease = None
-    elif event.lease is not None:
-        state.trainer_lease = TrainerLease(holder=envelope.producer, lease=event.lease)
-    if event.status == "stopped":
         ended = TrainingEnded(epoch=state.epoch, step=state.trainer_step, caused_by=fold.entry_id)
         announce_since_2(fold, envelope, ended)
+    elif event.lease is not None:
+        state.trainer_lease = TrainerLease(holder=envelope.producer, lease=event.lease)
 
 
 def profile_written(fold: FoldState, event: ProfileWritten, envelope: Envelope) -> None:

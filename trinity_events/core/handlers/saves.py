@@ -171,7 +171,7 @@ def save_failed(fold: FoldState, event: SaveFailed, _: Envelope) -> None:
 
 
 def lease_expired(fold: FoldState, event: LeaseExpired, _: Envelope) -> None:
-    """Fail the attempts of a process that sent no heartbeat for its whole lease.
+    """Fail the attempts of a process without a heartbeat for its whole lease; mark the trainer.
 
     Its waits are over. One that was taken for dead in error reports its waits again.
     """
