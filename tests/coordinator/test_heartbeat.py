@@ -168,7 +168,7 @@ def test_a_publisher_has_one_heart_with_the_least_lease(heart, teller):
 def test_a_save_is_alive_on_the_server_from_before_its_start_until_its_end_is_known(
     sync_client, run_id
 ):
-    """Invariant 6 of coordinator.py."""
+    """Invariant 7 of coordinator.py."""
     publisher = Publisher(SyncEventLog(sync_client, run_id), 1, new_producer("actor"))
     coordinator = CheckpointCoordinator(
         publisher, lease=30, timeouts=SaveTimeouts(first_heartbeat=PATIENCE)

@@ -1,7 +1,7 @@
 """Checkpoint coordinator: runs a worker's saves and publishes their events."""
 
-from ..log.publishing.heartbeat import Heartbeat
-from .coordinator import LEASE, TURN_DEADLINE, CheckpointCoordinator, staged_path
+from ..log.publishing.heartbeat import LEASE, Heartbeat
+from .coordinator import TURN_DEADLINE, CheckpointCoordinator, staged_path
 from .free_space import DiskTooFull, PlannedSave
 from .process_identity import this_process
 from .save_attempt import SaveAttempt

@@ -45,7 +45,7 @@ from ..checkpoints.layout import (
 from ..checkpoints.manifest import mark_in_place, write_part
 from ..errors import PublishError, SaveError, StaleEpoch
 from ..log import Publisher
-from ..log.publishing.heartbeat import Heartbeat
+from ..log.publishing.heartbeat import LEASE, Heartbeat
 from ..log.publishing.metric_values import check_metrics, split_metrics
 from ..log.reducer_root import other_folder
 from ..system.error_text import checkpoint_cause
@@ -61,8 +61,6 @@ from .timeouts import SaveTimeouts
 
 logger = logging.getLogger(__name__)
 
-LEASE = 15.0
-"""Seconds without a heartbeat after which the leader takes a saving process for dead."""
 TURN_DEADLINE = 3600.0
 """Seconds that a save waits for its turn before it fails."""
 
@@ -140,7 +138,7 @@ class CheckpointCoordinator:
             name: Name of the save within this worker, such as ``"model_state_dict"``.
             save_fn: Function that does the I/O. An exception that it raises fails the save. The
                 save lasts as long as the future that it returns, if it returns one. A
-                :class:`PlannedSave` says how much it writes, and is told if it never runs.
+                :class:`PlannedSave` has its size, and a function to call if it never runs.
             global_step: The training step.
             is_state_dict: True for a state dict for weight sync, False for a part of a
                 checkpoint.

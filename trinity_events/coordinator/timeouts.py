@@ -2,6 +2,8 @@
 
 from msgspec import Struct
 
+from ..log.publishing.heartbeat import FIRST_HEARTBEAT
+
 
 class SaveTimeouts(Struct, frozen=True, kw_only=True):
     """Waits and periods of a coordinator that no run needs to set, in seconds.
@@ -18,7 +20,7 @@ class SaveTimeouts(Struct, frozen=True, kw_only=True):
             request of a queued save changes nothing.
     """
 
-    first_heartbeat: float = 1.0
+    first_heartbeat: float = FIRST_HEARTBEAT
     progress_every: float = 10.0
     flush: float | None = None
     grant_read: float = 10.0

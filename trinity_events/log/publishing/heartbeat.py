@@ -22,15 +22,19 @@ from .publisher import Publisher
 
 logger = logging.getLogger(__name__)
 
+LEASE = 15.0
+"""Seconds without a heartbeat after which the leader takes a process for dead, by default."""
+FIRST_HEARTBEAT = 1.0
+"""Longest wait for a first heartbeat, in seconds, by default: a server that is away delays no start
+and no save for longer."""
+BEATS_PER_LEASE = 3
+"""Heartbeats within a lease: two may be lost before the leader takes the process for dead."""
 _RETURN_REPORTS = 2
 """Reports of one return: the leader may publish the expiry that it saw after the first one."""
 
-BEATS_PER_LEASE = 3
-"""Heartbeats within a lease: two may be lost before the leader takes the process for dead."""
-
 
 class Heartbeat:
-    """Thread that sends a few heartbeats a lease while any attempt waits or runs.
+    """Thread that sends heartbeats while any attempt waits or runs, several within a lease.
 
     A heartbeat says that the process lives, not that its saves make progress. A save that hangs
     in its save function keeps its turn, because it looks like a slow write. The step's deadline

@@ -15,15 +15,13 @@ from contextlib import contextmanager
 from trinity_schemas import TrainerStatusChanged
 
 from ...errors import TrinityError
-from .heartbeat import Heartbeat
+from .heartbeat import FIRST_HEARTBEAT, LEASE, Heartbeat
 from .publisher import Publisher
 
 logger = logging.getLogger(__name__)
 
-TRAINER_LEASE = 15.0
+TRAINER_LEASE = LEASE
 """Seconds without a heartbeat after which a trainer is silent: that of a saving process."""
-_FIRST_HEARTBEAT = 1.0
-"""Longest wait for the first heartbeat, in seconds: a server that is away holds up no start."""
 
 
 @contextmanager
@@ -46,10 +44,10 @@ def renewing_trainer_lease(
     def publish_return() -> None:
         try:
             publish()
-        except TrinityError as error:  # the heartbeat goes on
+        except TrinityError as error:  # the heartbeat continues
             logger.warning("the return of the trainer was not published: %s", error)
 
     heartbeat = Heartbeat.of(publisher, lease)
-    with heartbeat.active(publisher, _FIRST_HEARTBEAT, on_return=publish_return):
+    with heartbeat.active(publisher, FIRST_HEARTBEAT, on_return=publish_return):
         publish()
         yield
