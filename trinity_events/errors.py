@@ -996,9 +996,9 @@ class NotAsPublished(CorruptVersion):
     Attributes:
         step: Step of the version.
         engine: Name of the engine.
-        fault: What a check found.
-        tensors: Tensors that it found it of, if it is of tensors.
-        detail: More that is known of the fault.
+        fault: Fault that a check found.
+        tensors: Tensors with the fault, if it is one of tensors.
+        detail: Further description of the fault.
     """
 
     step: int = field(kw_only=True)
