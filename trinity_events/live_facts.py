@@ -21,7 +21,7 @@ from .core.state import ProcessHost
 from .diagnostics.stacks import host_processes
 from .log import ORIGIN, RedisEventLog, Stream, position
 from .log.redis.groups import FIRST_MEMBER
-from .log.reducer_root import find_leader_host
+from .log.reducer_root import parse_leader_host
 from .server import server_clock, server_info
 from .system.host import get_host_id
 
@@ -50,7 +50,7 @@ async def read_live_facts(client: redis.asyncio.Redis, run_id: str) -> LiveFacts
         heard=await _heard(log),
         readers=await _readers(client, log, lags.now),
         host=ProcessHost(node=socket.gethostname(), host_id=get_host_id()),
-        leader_host=await _find_leader_host(client, log),
+        leader_host=parse_leader_host(await log.get_leader_folder()),
     )
 
 
@@ -112,13 +112,6 @@ async def _server_fault(client: redis.asyncio.Redis, key: str) -> tuple[Reason, 
     if files.get("aof_enabled") and files.get("aof_last_write_status") == "err":
         return "server-read-only", "it cannot write its append-only file: make room on its disk"
     return None
-
-
-async def _find_leader_host(client: redis.asyncio.Redis, log: RedisEventLog) -> ProcessHost | None:
-    leader: Any
-    folder: Any
-    leader, folder = await client.mget(log.keys.leader, log.keys.folder)
-    return find_leader_host(leader, folder)
 
 
 async def _heard(log: RedisEventLog) -> dict[str, int]:

@@ -57,12 +57,11 @@ def select_leader_folder(leader: bytes | None, mark_bytes: bytes | None) -> byte
     return mark_bytes if leader == str(mark.token).encode() else None
 
 
-def find_leader_host(leader: bytes | None, mark_bytes: bytes | None) -> ProcessHost | None:
-    """Return the host of the reducer that leads, if its mark names it."""
-    described = select_leader_folder(leader, mark_bytes)
-    if described is None:
+def parse_leader_host(description: bytes | None) -> ProcessHost | None:
+    """Return the host of the reducer that leads, if its description of its folder names it."""
+    if description is None:
         return None
-    mark = msgspec.json.decode(described, type=RootMark)
+    mark = msgspec.json.decode(description, type=RootMark)
     return None if mark.host_id is None else ProcessHost(node=mark.host, host_id=mark.host_id)
 
 
