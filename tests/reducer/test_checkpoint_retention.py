@@ -68,11 +68,12 @@ async def test_what_the_reducer_did_not_make_is_never_removed(tmp_path):
     assert elsewhere.is_dir()
 
 
-async def test_a_checkpoint_that_a_reader_holds_stays_until_it_lets_go(tmp_path):
+@pytest.mark.parametrize("save", [Run.save, Run.save_in_place])
+async def test_a_checkpoint_that_a_reader_holds_stays_until_it_lets_go(tmp_path, save):
     """Invariant 1 of checkpoint_lease.py."""
     run = Run(tmp_path, keep=1)
     for step in (1, 2, 3):
-        run.save(step)
+        save(run, step)
     assert await run.log.acquire_lease(1, "reader", 60)
     await run.clean_up()
     assert run.steps == [1, 3]

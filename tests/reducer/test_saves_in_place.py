@@ -26,18 +26,6 @@ async def test_the_last_two_stay_and_an_older_one_goes_once_a_newer_one_is_ready
         assert (run.folder / ITERATION).read_text() == str(step)
 
 
-async def test_one_that_a_reader_holds_stays_until_it_lets_go(tmp_path):
-    run = Run(tmp_path, keep=1)
-    for step in (1, 2, 3):
-        run.save_in_place(step)
-    assert await run.log.acquire_lease(1, "reader", 60)
-    await run.clean_up()
-    assert run.steps == [1, 3]
-    await run.log.release_lease(1, "reader")
-    await run.clean_up()
-    assert run.steps == [3]
-
-
 async def test_nothing_goes_before_the_newer_one_is_ready_and_has_its_files(tmp_path):
     run = Run(tmp_path, keep=1)
     run.save_in_place(1)
