@@ -91,9 +91,13 @@ class UntilNotFound(TrinityError):
 
 
 def page_of(stream: Stream, events: int = PAGE) -> int:
-    """Return the most entries of one read of a stream, by the most of a read of events.
+    """Return the most entries of one read of a stream.
 
     An announcement lists its saves or parts: that of 2,048 ranks is as large as a page of events.
+
+    Args:
+        stream: The stream.
+        events: Most entries of one read of events.
     """
     return events if stream is Stream.EVENTS else max(1, events // 20)
 

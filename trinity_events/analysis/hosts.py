@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from ..core.fold_state import format_producer
 from ..core.handlers.runs import LAUNCHER
@@ -68,13 +68,13 @@ def format_host(host: ProcessHost, own: ProcessHost) -> str:
     return f"{host.node} ({host.host_id})" if host.node == own.node else host.node
 
 
-def format_unseen(unseen: Mapping[str, Iterable[str]]) -> str:
+def format_unseen(unseen: Mapping[str, Collection[str]]) -> str:
     """Return the sentence that names the hosts whose processes cannot be seen; empty without."""
     if not unseen:
         return ""
     parts = []
     for host, names in list(unseen.items())[:_MOST_HOSTS]:
-        first, more = sorted(names)[:_MOST_NAMED], len(list(names)) - _MOST_NAMED
+        first, more = sorted(names)[:_MOST_NAMED], len(names) - _MOST_NAMED
         parts.append(f"{host} ({', '.join(first)}{f' and {more} more' if more > 0 else ''})")
     if len(unseen) > _MOST_HOSTS:
         parts.append(f"{len(unseen) - _MOST_HOSTS} more hosts")

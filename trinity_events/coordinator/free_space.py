@@ -49,7 +49,7 @@ class PlannedSave:
     Attributes:
         save: Function that does the I/O, and may return a future.
         nbytes: Bytes that it is about to write; None if unknown.
-        cancel: Is called if the save ends before its function runs.
+        cancel: Called if the save ends before its function runs.
     """
 
     save: Callable[[], Any]

@@ -22,9 +22,8 @@ def reporting_progress(
 ) -> Iterator[None]:
     """Publish the number of bytes below the paths while the block runs, whenever it changes.
 
-    The paths are measured every so many seconds.
-
-    The events are for display only: an error here does not fail the save.
+    The paths are measured every ``every`` seconds. The events are for display only: an error here
+    does not fail the save.
     """
     if paths is None:
         yield

@@ -12,9 +12,8 @@ from typing import Any
 import anyio
 import msgspec
 
-from trinity_events.dashboard.board import DashboardLimits
-
 from . import queries
+from .board import DashboardLimits
 from .run_reader import RunReader
 from .search import FOUND, Search, search_events
 from .sources import DashboardSource

@@ -19,6 +19,7 @@ from ..core.fold import Monitor
 from ..errors import TrinityError
 from ..log import DeadLetter, Entry, before, position
 from ..log.page_size import PageSize, in_turns
+from ..log.position import MalformedEntryId
 from ..log.retry import backoff_delays, is_transient
 from ..replay import PAGE, fold_one
 from ..system.error_text import leaf_errors
@@ -105,7 +106,7 @@ class UnknownEntry(TrinityError):
     first: int = 0
     last: int = 0
     texts: ClassVar = {
-        "id": "{entry_id!r} is not an entry id such as 1700000000000-0",
+        "id": MalformedEntryId.text,
         "absent": "the log has no entry {entry_id}",
         "number": "run {run_id} has the entries {first} to {last}, and not {number}",
         "trimmed": "entries of run {run_id} after {entry_id} are no longer in the log",

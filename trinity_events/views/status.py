@@ -272,17 +272,14 @@ def _waits_table(state: MonitorState, now: int) -> list[RenderableType]:
 
 
 def _exclusions(state: MonitorState) -> list[Text]:
-    return [
-        Text(
-            visible(f"{format_exclusion(name, excluded)}.", lines=False),
-            style="red",
-        )
+    lines = [
+        Text(visible(f"{format_exclusion(name, excluded)}.", lines=False), style="red")
         for name, excluded in list(state.excluded.items())[-_EXCLUDED:]
-    ] + [
-        Text(f"{more} more explorers are excluded.", style="red")
-        for more in [len(state.excluded) - _EXCLUDED]
-        if more > 0
     ]
+    more = len(state.excluded) - _EXCLUDED
+    if more > 0:
+        lines.append(Text(f"{more} more explorers are excluded.", style="red"))
+    return lines
 
 
 def _reward_errors(state: MonitorState) -> list[Text]:

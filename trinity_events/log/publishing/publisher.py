@@ -213,7 +213,7 @@ class Publisher:
         self.deadline = deadline
         self._linger = linger
         self._stamp = EnvelopeFactory(log.run_id, epoch, producer)
-        # An explorer may append to the reports alone: see `core/report_checks.py`.
+        # An explorer may append to the reports alone: see `core/decisions/report_checks.py`.
         reports = producer.role == REPORTER_ROLE
         self._append = log.append_reports if reports else log.append_many
         self._outbox = Outbox(capacity, capacity_bytes)
@@ -375,7 +375,9 @@ class Publisher:
             if self._fault is None:
                 logger.warning(
                     "events of run %s wait for the server, at most %d of them: %s",
-                    *(self.run_id, self._outbox.capacity, reply_text(error)),
+                    self.run_id,
+                    self._outbox.capacity,
+                    reply_text(error),
                 )
             self._fault = error
             if self._is_refused:
