@@ -885,7 +885,7 @@ def test_a_name_of_another_meaning_is_refused_with_what_to_do(tmp_path, text, na
     ],
 )
 def test_several_sources_in_one_setting_are_refused_with_what_to_do(tmp_path, text, name):
-    with raises(WrongValue, name=name, reason=re.compile(r"below task\.sets")):
+    with raises(WrongValue, name=name, reason=re.compile(r"^name each .* below task\.sets")):
         read_config(written(tmp_path, text)).checked()
 
 

@@ -330,6 +330,16 @@ async def test_the_group_forms_at_the_address_that_was_told_and_again(fleet):
     await fleet.teardown_weight_sync_group()
 
 
+@pytest.mark.parametrize(
+    ("engine", "reason"),
+    [("tinker", "Tinker's service holds"), ("deepspeed", "choose fsdp, megatron or verl")],
+)
+def test_an_engine_that_is_not_here_is_refused_with_the_way_out(make_config, engine, reason):
+    config = make_config().replaced("trainer", engine=engine)
+    with pytest.raises(ValueError, match=f"^there is no engine '{engine}': {reason}"):
+        package.get_trainer_wrapper(config)
+
+
 def test_tensors_are_described_in_the_dtype_in_which_they_are_sent(make_config):
     config = make_config(sync={"method": "nccl"})
     tensors = [("weight", torch.zeros(2)), ("steps", torch.zeros(2, dtype=torch.int64))]

@@ -4,8 +4,8 @@
    with a warning. A name with a note has another unit, other values, or another effect: it is
    refused with the setting here.
 2. A former name has the meaning of the current one; its values are the same, or are in
-   :data:`VALUES`. Configurations in the
-   log are read with former names, without a warning: their reader cannot change them.
+   :data:`VALUES`. Configurations in the log are read with former names, without a warning: their
+   reader cannot change them.
 3. A configuration has one name of a setting; several are refused, even with the same value.
 
 Names of TRL are of ``GRPOConfig``, ``TrainingArguments``, ``ModelConfig`` and ``GRPOTrainer``;
@@ -470,7 +470,7 @@ def format_hint(name: str) -> str | None:
 def format_absent_value(path: str, value: Any) -> str:
     """Return the reason and the way out for a value that is not here; else empty text."""
     if isinstance(value, list | dict) and path in SEVERAL_VALUES:
-        return f": {SEVERAL_VALUES[path]}"
+        return SEVERAL_VALUES[path]
     if not isinstance(value, str):
         return ""
     # A module's path names it too, such as trinity.trainer.verl.monkey_patch.

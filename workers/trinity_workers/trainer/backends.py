@@ -17,7 +17,6 @@ def get_trainer_wrapper(config: RunConfig) -> TrainEngineWrapper:
         from .ray_backend import RayTrainBackend
 
         return RayTrainBackend(config, ranks)
-    absent = format_absent_value("trainer.engine", config.trainer.engine)
-    raise ValueError(
-        f"there is no engine {config.trainer.engine!r}{absent or ': choose fsdp, megatron or verl'}"
-    )
+    engine = config.trainer.engine
+    reason = format_absent_value("trainer.engine", engine) or "choose fsdp, megatron or verl"
+    raise ValueError(f"there is no engine {engine!r}: {reason}")
