@@ -2320,7 +2320,7 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
                 "settings": ("model.lora.alpha", "model.lora.rank"),
                 "values": (8, 0),
                 "sentence": "model.lora.alpha is 8, and model.lora.rank 0 has no adapters: set model.lora.rank above 0, or leave it out",
-                "origin": "a.yaml: ",
+                "origin": "a.yaml",
             },
             "a.yaml: model.lora.alpha is 8, and model.lora.rank 0 has no adapters: set model.lora.rank above 0, or leave it out",
         ),
@@ -2328,7 +2328,7 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
     "PresetRefused": [
         (
             {
-                "origin": "a.yaml: ",
+                "origin": "a.yaml",
                 "error": UnknownPreset(name="dapoo", nearest="dapo", choices=("dapo", "grpo")),
             },
             "a.yaml: algorithm.preset: unknown preset 'dapoo': did you mean 'dapo'? the presets are dapo, grpo",

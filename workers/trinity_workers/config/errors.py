@@ -8,6 +8,11 @@ from typing import ClassVar, Literal
 from trinity_events.errors import TrinityError
 
 
+def format_origin(origin: str) -> str:
+    """Return the beginning of a sentence about a file or option; empty text without one."""
+    return f"{origin}: " if origin else ""
+
+
 class BadSettings(TrinityError):
     """A run's settings, from the user or from the log, are invalid."""
 
@@ -123,7 +128,11 @@ class SettingsContradict(BadSettings):
     values: tuple[object, ...]
     sentence: str
     origin: str = ""
-    text = "{origin}{sentence}"
+    text = "{_origin}{sentence}"
+
+    @property
+    def _origin(self) -> str:
+        return format_origin(self.origin)
 
 
 class PresetRefused(BadSettings):
@@ -136,7 +145,11 @@ class PresetRefused(BadSettings):
 
     origin: str
     error: TrinityError
-    text = "{origin}algorithm.preset: {error}"
+    text = "{_origin}algorithm.preset: {error}"
+
+    @property
+    def _origin(self) -> str:
+        return format_origin(self.origin)
 
 
 class ConfigUnreadable(BadSettings):

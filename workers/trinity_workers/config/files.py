@@ -116,7 +116,7 @@ def read_config(
     for file, content in reversed(_with_bases(path)):
         reading.read(file, content)
     reading.overlay(settings)
-    return reading.finished(named or (lambda name: name), "" if named else f"{path}: ")
+    return reading.finished(named or (lambda name: name), "" if named else str(path))
 
 
 def typed_setting(text: str) -> SettingOverride:
@@ -235,15 +235,15 @@ class _Reader:
             reason = format_absent_value(path, value)
             self._problems.append(WrongValue(origin, name, _format(value), field.allowed, reason))
 
-    def finished(self, named: Callable[[str], str], prefix: str) -> Reading:
+    def finished(self, named: Callable[[str], str], origin: str) -> Reading:
         """Return the configuration, after the checks that concern several fields."""
-        config = msgspec.convert(self._over_preset(_nested(self._values), prefix), TrainConfig)
+        config = msgspec.convert(self._over_preset(_nested(self._values), origin), TrainConfig)
         for conflict in find_contradictions(config, named):
             if not self._wrong.intersection(conflict.paths):
-                self._problems.append(SettingsContradict(*conflict, prefix))
+                self._problems.append(SettingsContradict(*conflict, origin))
         return Reading(config, self._problems)
 
-    def _over_preset(self, values: dict[str, Any], prefix: str) -> dict[str, Any]:
+    def _over_preset(self, values: dict[str, Any], origin: str) -> dict[str, Any]:
         """Return the values laid over those of the preset that they name."""
         algorithm = values.get("algorithm", {})
         if (preset := algorithm.get("preset")) is None:
@@ -251,7 +251,7 @@ class _Reader:
         try:
             return values | {"algorithm": merged(preset_values(preset), algorithm)}
         except UnknownPreset as error:
-            self._problems.append(PresetRefused(prefix, error))
+            self._problems.append(PresetRefused(origin, error))
             return values
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from .errors import BadSettings
+from .errors import BadSettings, format_origin
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _MODEL = "actor_rollout_ref.model"
@@ -423,7 +423,7 @@ class SettingNamedTwice(BadSettings):
 
     @property
     def _origin(self) -> str:
-        return f"{self.origin}: " if self.origin else ""
+        return format_origin(self.origin)
 
 
 def to_path(name: str) -> str:
