@@ -74,7 +74,7 @@ class Explorer:
 
         self.config = config
         self.rank = rank
-        self._device = device or config.explorer.device
+        self._requested_device = device or config.explorer.device
         self._groups = 0
         self._turns = EngineTurns()
         self._exits = AsyncExitStack()
@@ -130,7 +130,7 @@ class Explorer:
         from .device import choose_device
 
         # Not where the object is made: Ray passes no error on from there.
-        self._device = choose_device(self._device)
+        self._device = choose_device(self._requested_device)
         if self.config.transport == "collective":
             self._synchronizer.join_weight_sync_group()
 
@@ -164,13 +164,11 @@ class Explorer:
         exempt_loaded_objects()
 
     def _make_engine(self) -> RolloutEngine:
-        from .device import choose_device
-
         config = self.config
         options = EngineOptions(
             model_folder=config.model_folder,
             dtype=config.served_dtype,
-            device=choose_device(self._device),
+            device=self._device,
             synchronizer=self._synchronizer,
             deterministic=config.explorer.deterministic,
             on_update=config.rollouts.on_update,
