@@ -25,7 +25,7 @@ from ..rollouts.user_task import start_rewards, task_of
 from ..sandbox.environments import EnvironmentProcesses
 from ..storage.object_store import ObjectStore
 from ..tasks import is_built_in
-from ..tasks.loading import SetsUnusable
+from ..tasks.errors import SetsUnusable
 from ..worker_group.placement import Needs
 from .cluster import check_gpus
 from .transport import chosen_transport

@@ -6,9 +6,30 @@ from typing import ClassVar, Literal
 
 from trinity_events.errors import TrinityError
 
+_NAME_REWARD = (
+    "name a function of (question, answer) in rewards.function, as module:attribute or "
+    "./file.py:attribute"
+)
+"""Way out where no function judges the answers."""
+
 
 class TaskError(TrinityError):
     """A task, its questions, or one of its functions cannot be used."""
+
+
+class SetsUnusable(TaskError):
+    """The questions of several sets cannot be read.
+
+    Attributes:
+        errors: Error of each of them.
+    """
+
+    errors: tuple[TaskError, ...]
+    text = "{_listed}"
+
+    @property
+    def _listed(self) -> str:
+        return "; ".join(map(str, self.errors))
 
 
 class ObjectUnusable(TaskError):
@@ -106,8 +127,7 @@ class TaskUnusable(TaskError):
     needed: tuple[str, ...] = ()
     reason: str = ""
     texts: ClassVar = {
-        "reward": "task {task!r} has no reward: name a function of (question, answer) in "
-        "rewards.function, as module:attribute or ./file.py:attribute",
+        "reward": "task {task!r} has no reward: " + _NAME_REWARD,
         "options": "task {task!r} is no class, and takes no options",
         "attributes": "task {task!r} has no {_missing}: a task has {_needed}",
         "signature": "task {task!r} does not take its options: {reason}",
@@ -131,10 +151,7 @@ class NoReward(TaskError):
     """
 
     source: str
-    text = (
-        "the answers to {source} need a reward: name a function of (question, answer) in "
-        "rewards.function, as module:attribute or ./file.py:attribute"
-    )
+    text = "the answers to {source} need a reward: " + _NAME_REWARD
 
 
 class TaskOptionsRefused(TaskError):

@@ -11,7 +11,15 @@ from msgspec import structs
 
 from .base import Answer, Question, RewardFunction, Task
 from .drawn_task import DrawnTask
-from .errors import FunctionUnusable, MixRefused, NoQuestions, NoReward, TaskError, TaskUnusable
+from .errors import (
+    FunctionUnusable,
+    MixRefused,
+    NoQuestions,
+    NoReward,
+    SetsUnusable,
+    TaskError,
+    TaskUnusable,
+)
 from .mixed_questions import MixedQuestions
 from .objects import load_object, refused_arguments
 from .question_set import QuestionSet
@@ -29,21 +37,6 @@ GROUP = "trinity_events.tasks"
 _FILES = (".py", ".jsonl", ".ndjson", ".parquet")
 _SIGNATURE = "(question, answer)"
 _NEEDED = ("name", "fingerprint", "question", "held_out")
-
-
-class SetsUnusable(TaskError):
-    """Raised if the questions of several sets cannot be read.
-
-    Attributes:
-        errors: Error of each of them.
-    """
-
-    errors: tuple[TaskError, ...]
-    text = "{_listed}"
-
-    @property
-    def _listed(self) -> str:
-        return "; ".join(map(str, self.errors))
 
 
 def load_task(
@@ -85,11 +78,11 @@ def load_task(
     order: Any = {"seed": seed, "shuffle": chosen.shuffle, "evaluation": evaluation}
     if questions is not None:
         return QuestionSet(questions, read(questions), **order)
+    sets = sets or {}
+    weights = {set_name: settings.weight for set_name, settings in sets.items()}
     questions_by_set: dict[str, list[Question]] = {}
     errors: list[TaskError] = []
-    weights = {}
-    for set_name, settings in (sets or {}).items():
-        weights[set_name] = settings.weight
+    for set_name, settings in sets.items():
         try:
             questions_by_set[set_name] = _read_training_set(
                 set_name, settings, chosen, prompt=prompt, answer=answer, folder=folder
