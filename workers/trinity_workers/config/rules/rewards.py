@@ -35,12 +35,15 @@ _SETS = is_set("task.sets")
 _QUESTIONS = _SOURCE | _SETS
 
 
-def _reads_records(values: Values) -> bool:
+def _has_records(source: str | None) -> bool:
     """Return True if fields of records are named: families of reasoning-gym have their own."""
-    sets = values["evaluation"].sets.values()
-    sets = (*sets, *values["task.sets"].values())
+    return bool(source and not source.startswith(REASONING_GYM))
+
+
+def _reads_records(values: Values) -> bool:
+    sets = (*values["evaluation"].sets.values(), *values["task.sets"].values())
     sources = [values["task.questions"], *(settings.questions for settings in sets)]
-    return any(source and not source.startswith(REASONING_GYM) for source in sources)
+    return any(map(_has_records, sources))
 
 
 _RECORDS = SettingCondition(
@@ -111,11 +114,6 @@ def _find_absent_source(values: Values) -> Contradictions:
             f"{{{_SET}.questions}} is null, and the set has no questions without it: name its "
             "source",
         )
-
-
-def _reads_set_records(values: Values) -> bool:
-    source = values[f"{_SET}.questions"]
-    return bool(source) and not source.startswith(REASONING_GYM)
 
 
 def _takes_options(values: Values) -> bool:
@@ -202,7 +200,7 @@ SET_RULES: tuple[Rule, ...] = (
         f"{_SET}.prompt {_SET}.answer",
         SettingCondition(
             (f"{_SET}.questions",),
-            _reads_set_records,
+            lambda values: _has_records(values[f"{_SET}.questions"]),
             f"{{{_SET}.questions}} is a source of records",
             f"set {{{_SET}.questions}}",
         ),
