@@ -57,9 +57,8 @@ def test_ranks_have_a_gpu_each_which_explorers_share_and_get_back_after_a_restar
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    first, second, *explorers, again = json.loads(
-        done.stdout.splitlines()[-1]
-    )  # Ray may print, too
+    last_line = done.stdout.splitlines()[-1]  # Ray may print, too
+    first, second, *explorers, again = json.loads(last_line)
     assert {first, second} == {"0", "1"}, "no two ranks share a GPU"
     assert {*explorers} == {"0", "1"}
     assert again == explorers[1]

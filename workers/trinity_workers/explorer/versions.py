@@ -6,11 +6,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 
 import anyio
 
-from trinity_events.errors import (
-    DeadlineExceeded,
-    TrinityError,
-    VersionNotAnnounced,
-)
+from trinity_events.errors import DeadlineExceeded, TrinityError, VersionNotAnnounced
 from trinity_events.subscriptions import subscription_on
 from trinity_schemas import EpochClosed, StepReady, StepRef, TrainingEnded, VersionResent
 

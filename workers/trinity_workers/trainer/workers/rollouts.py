@@ -14,11 +14,7 @@ from trinity_schemas import StepRef
 from ...config.train_config import RunConfig
 from ...engines.buffers import saved_buffers
 from ...learning.policy import load_policy
-from ...rollout_engines.base import (
-    AdaptersNotSupported,
-    Generation,
-    GenerationRequest,
-)
+from ...rollout_engines.base import AdaptersNotSupported, Generation, GenerationRequest
 
 
 class RankRollouts(Protocol):
