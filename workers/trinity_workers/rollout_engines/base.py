@@ -49,7 +49,7 @@ class NotServing(RolloutEngineError):
     """No weight version is installed whole.
 
     Attributes:
-        way_out: How to install one.
+        way_out: How to install one, or why none is served.
     """
 
     way_out: str = "install one first"

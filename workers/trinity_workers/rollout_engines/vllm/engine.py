@@ -194,7 +194,7 @@ class VLLMEngine:
 
     def _version(self) -> StepRef:
         if self.serves is None:
-            raise NotServing("the rollout engine serves no weight version: install one first")
+            raise NotServing()
         return self.serves
 
     async def _generate(self, request: GenerationRequest, limit: int) -> Generation:
@@ -219,8 +219,7 @@ class VLLMEngine:
         (completion,) = outputs[-1].outputs
         if completion.finish_reason == "abort":
             raise NotServing(
-                "the turn was given up: the version that was installed amid it is not what was "
-                "published"
+                "the version that was installed amid the turn is not what was published"
             )
         tokens = list(completion.token_ids)
         chosen = zip(completion.logprobs, tokens, strict=True)
