@@ -75,7 +75,6 @@ class FetchOutcome(Struct, frozen=True):
 class LoadReport(Struct, kw_only=True):
     """Report of one worker about the load of a version; names are those of the version."""
 
-    worker: int
     version: StepRef | None = None
     """Version that was loaded; None if nothing was."""
     digest: str = ""
@@ -89,6 +88,5 @@ class LoadReport(Struct, kw_only=True):
     unproven: list[str] = msgspec.field(default_factory=list)
     """Tensors that were not compared."""
     compared: list[str] = msgspec.field(default_factory=list)
-    load_seconds: float = 0.0
     proof_seconds: float = 0.0
     failure: WorkerFailure | None = None

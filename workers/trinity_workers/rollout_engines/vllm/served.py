@@ -161,7 +161,7 @@ def _is_used_as_it_lies(layer: nn.Module) -> bool:
 
 def _linear(path: str, layer: Any, names: Sequence[str]) -> Iterator[ServedTensor]:
     """Yield the weights and biases of a linear layer, packed ones apart."""
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
 
     has_bias = getattr(layer, "bias", None) is not None
     slices = _output_slices(layer, names)
@@ -174,7 +174,8 @@ def _linear(path: str, layer: Any, names: Sequence[str]) -> Iterator[ServedTenso
             if has_bias:
                 yield ServedTensor(f"{name}.bias", None)
         return
-    begin_column = layer.tp_rank * layer.input_size_per_partition if _is_row(layer) else 0
+    is_row = isinstance(layer, RowParallelLinear)
+    begin_column = layer.tp_rank * layer.input_size_per_partition if is_row else 0
     at = 0
     for name, (begin, size) in zip(names, slices, strict=True):
         rows = weight[at : at + size]
@@ -184,12 +185,6 @@ def _linear(path: str, layer: Any, names: Sequence[str]) -> Iterator[ServedTenso
             bias = layer.bias.detach()[at : at + size].to(layer.params_dtype)
             yield ServedTensor(f"{name}.bias", bias, (begin,))
         at += size
-
-
-def _is_row(layer: Any) -> bool:
-    from vllm.model_executor.layers.linear import RowParallelLinear
-
-    return isinstance(layer, RowParallelLinear)
 
 
 def _output_slices(layer: Any, names: Sequence[str]) -> list[tuple[int, int]] | None:

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import threading
 import time
@@ -76,7 +75,7 @@ class PulledWeights(WeightTransferEngine):  # type: ignore[misc] # vLLM has no t
         self._outcomes = ""
         self._fetch: VersionFetch | None = None
         self.worker: int = self.parallel_config.rank
-        self.report = LoadReport(worker=self.worker)
+        self.report = LoadReport()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Make the worker's Synchronizer, with which it pulls."""
@@ -106,7 +105,7 @@ class PulledWeights(WeightTransferEngine):  # type: ignore[misc] # vLLM has no t
 
     def start_weight_update(self) -> None:
         """Forget the report of the version before."""
-        self.report = LoadReport(worker=self.worker)
+        self.report = LoadReport()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load the fetched version.
@@ -142,13 +141,9 @@ class PulledWeights(WeightTransferEngine):  # type: ignore[misc] # vLLM has no t
             self._synchronizer = None
 
     def _load(self, version: PulledVersion, *, served: bool) -> None:
-        began = time.monotonic()
         report = self.report
         given: Counter[str] = Counter()
-        try:
-            loaded = self.reload(_counted(self.tensors(version), given))
-        finally:
-            report.load_seconds = time.monotonic() - began
+        loaded = self.reload(_counted(self.tensors(version), given))
         report.version, report.digest, report.bytes = version.ref, version.digest, version.bytes
         report.missing = sorted(name for name in version.names if given[name] != 1)
         report.unloaded = find_unloaded(self.model, loaded)
@@ -282,7 +277,3 @@ class WorkerExtension:
                 if served.tensor is not None:
                     digests[f"{served.name}:{served.begins}"] = digest(as_bytes(served.tensor))
         return digests
-
-    def trinity_process(self) -> int:
-        """Return the id of the worker's process."""
-        return os.getpid()
