@@ -13,8 +13,6 @@ from ..algorithms.batch import Batch
 from ..algorithms.logits import TokenStatistics, head_statistics, token_statistics
 from .pretrained import FusedLossRefused
 
-_WAY_OUT = "set trainer.fused_loss false"
-
 
 def response_statistics(
     model: nn.Module,

@@ -34,7 +34,12 @@ from .pretrained import (
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+    from transformers import (
+        GenerationConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+        PreTrainedTokenizerFast,
+    )
 
 
 PAD = "<pad>"
@@ -47,9 +52,6 @@ _CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " "
 _MAX_POSITIONS = 128
 _VOCABULARIES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 """Files of tokenizers that transformers converts to a ``tokenizer.json``."""
-_NO_END = (
-    "the tokenizer in {folder} has no end of sequence (eos_token): set it in tokenizer_config.json"
-)
 
 
 @contextmanager
@@ -213,10 +215,12 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def end_tokens(
+    defaults: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase
+) -> frozenset[int]:
     """Return the tokens that end an answer: the tokenizer's, and those of the model's defaults."""
-    defaults = getattr(model.generation_config, "eos_token_id", None)
-    more = defaults if isinstance(defaults, list) else [defaults]
+    ends = getattr(defaults, "eos_token_id", None)
+    more = ends if isinstance(ends, list) else [ends]
     return frozenset(int(token) for token in (tokenizer.eos_token_id, *more) if token is not None)
 
 

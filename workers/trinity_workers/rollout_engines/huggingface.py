@@ -90,7 +90,7 @@ class HuggingFaceEngine:
         """Module of the tensors that a version fills."""
         self._synchronizer = synchronizer
         self._max_batch = max_batch
-        self._ends = end_tokens(model, tokenizer)
+        self._ends = end_tokens(model.generation_config, tokenizer)
         self._tokenizer = tokenizer
         self._pad = int(tokenizer.pad_token_id)
         # `generate` fills what it is not told from here: Qwen2.5's folder has a repetition penalty.

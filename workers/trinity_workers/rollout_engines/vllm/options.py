@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from trinity_schemas import Sampling
 
-from ...learning.policy import load_tokenizer
+from ...learning.policy import end_tokens, load_tokenizer
 from ..base import EngineOptions, EngineOptionsRefused, RolloutEngineError
 from .plugin import BACKEND, OWNER
 
@@ -158,13 +158,12 @@ def build_sampling_params(
 
 def read_end_tokens(folder: Path) -> tuple[int, ...]:
     """Return the tokens that end an answer, without the model."""
-    from transformers import GenerationConfig
+    from transformers import AutoConfig, GenerationConfig
 
-    ends = {int(load_tokenizer(folder).eos_token_id)}
+    factory: Any = GenerationConfig  # its methods have no annotations
     try:
-        read: Any = GenerationConfig.from_pretrained
-        defaults = read(folder, local_files_only=True).eos_token_id
-    except OSError:  # the folder has no defaults of generation
-        defaults = None
-    more = defaults if isinstance(defaults, list) else [defaults]
-    return tuple(sorted(ends | {int(token) for token in more if token is not None}))
+        defaults = factory.from_pretrained(folder, local_files_only=True)
+    except OSError:  # without a file of them, those that a model makes of its configuration
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        defaults = factory.from_model_config(config)
+    return tuple(sorted(end_tokens(defaults, load_tokenizer(folder))))
