@@ -16,6 +16,7 @@ from tests.support.pipeline import events_of, reducer_task, reports_accepted, un
 from tests.support.rollout_engines import Steps  # noqa: E402
 from tests.support.trainer_side import TrainerSide, exploring  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
+from trinity_events import Synchronizer  # noqa: E402
 from trinity_events.errors import CorruptVersion, DeadlineExceeded  # noqa: E402
 from trinity_events.log import open_run  # noqa: E402
 from trinity_events.rollouts.exclusions import MALFORMED_ANSWERS  # noqa: E402
@@ -160,6 +161,36 @@ async def test_new_weights_are_installed_while_nothing_is_asked_for(config, trai
             await until(lambda step=step: trainer.served(step))
         await trainer.publish(STEPS)
     assert (exploration.results[0].applied, exploration.results[0].groups) == (STEPS + 1, 0)
+
+
+class PullingEngine(Explorer):
+    """An explorer that has an engine of this process, whatever the run's engine is named."""
+
+    def _make_engine(self):
+        config, self.config = self.config, self.config.replaced("explorer", engine="huggingface")
+        try:
+            return super()._make_engine()
+        finally:
+            self.config = config
+
+
+@pytest.mark.parametrize(("engine", "prefetches"), [("huggingface", True), ("vllm", False)])
+async def test_versions_are_prefetched_unless_other_processes_pull_them(
+    config, trainer, monkeypatch, engine, prefetches
+):
+    steps, real = [], Synchronizer.prefetch
+
+    def prefetch(self, epoch, opened, *args):
+        steps.append(opened.step)
+        return real(self, epoch, opened, *args)
+
+    monkeypatch.setattr(Synchronizer, "prefetch", prefetch)
+    async with exploring(PullingEngine(config.replaced("explorer", engine=engine), 0)) as finished:
+        for step in range(STEPS + 1):
+            await trainer.publish(step)
+    [result] = finished.results
+    assert result.applied
+    assert bool(steps) == prefetches
 
 
 async def test_explorers_share_the_requests_without_a_share_of_their_own(config, trainer):

@@ -116,11 +116,11 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     @property
     def publishes_tensor_digests(self) -> bool:
         """Return True if explorers need them; vLLM's workers compare with the version itself."""
-        return self.proof == "served" and self.explorer.engine != "vllm"
+        return self.proof == "served" and self.explorers_pull
 
     @property
-    def pulls_in_ray(self) -> bool:
-        """Return True if the processes that pull the weights are Ray's; vLLM starts its own."""
+    def explorers_pull(self) -> bool:
+        """Return True if explorers pull the weights, and not processes that vLLM starts."""
         return self.explorer.engine != "vllm"
 
     @property

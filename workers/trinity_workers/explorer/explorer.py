@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from typing import Any
 
 import anyio
@@ -218,7 +218,8 @@ class Explorer:
         async with (
             connect(config.redis_url) as client,
             versions.listening(),
-            self._prefetcher.listening(run),
+            # Digests of a prefetch are of use in the process that pulls.
+            self._prefetcher.listening(run) if config.explorers_pull else nullcontext(),
         ):
             requests = self._create_client(client)
             evaluations = self._create_client(client, evaluation_keys(config.run_id))

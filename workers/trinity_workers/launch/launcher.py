@@ -340,7 +340,7 @@ def _chosen_transport(options: LaunchOptions) -> Chosen:
         options.settings.sync,
         explorers_here=options.alone,
         one_host=options.ray_address is None,
-        reads_ray=options.settings.pulls_in_ray,
+        reads_ray=options.settings.explorers_pull,
     )
 
 

@@ -243,7 +243,7 @@ def _check_transport(
         config.sync,
         explorers_here=explorers_here,
         one_host=one_host,
-        reads_ray=config.pulls_in_ray,
+        reads_ray=config.explorers_pull,
     )
     if chosen.name != "shm" or folder is None:
         return
