@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
-import pytest
+from tests.support.optional_packages import skip_without
 
 
 def pytest_collection_modifyitems(items):
-    if find_spec("trl") is None:
-        skip = pytest.mark.skip(reason="TRL is not installed: run make verl")
-        for item in items:
-            if "tests/trl/" in item.path.as_posix():
-                item.add_marker(skip)
+    reason = "TRL is not installed: run make verl"
+    skip_without("trl", items, folder="tests/trl", reason=reason)

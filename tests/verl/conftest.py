@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import warnings
 from functools import partial
-from importlib.util import find_spec
 
 import pytest
 
+from tests.support.optional_packages import skip_without
 from tests.support.rank_processes import results
 from tests.verl.ranks import Where, import_verl
 
@@ -17,11 +17,8 @@ IMPORTS = 300
 
 
 def pytest_collection_modifyitems(items):
-    if find_spec("verl") is None:
-        skip = pytest.mark.skip(reason="veRL is not installed: run make verl")
-        for item in items:
-            if "tests/verl/" in item.path.as_posix():
-                item.add_marker(skip)
+    reason = "veRL is not installed: run make verl"
+    skip_without("verl", items, folder="tests/verl", reason=reason)
 
 
 def speak_to_verl():

@@ -2,11 +2,11 @@
 
 import os
 import secrets
-from importlib.util import find_spec
 
 import pytest
 import pytest_asyncio
 
+from tests.support.optional_packages import skip_without
 from tests.support.pipeline import reducer_task
 from tests.support.rollout_engines import in_thread
 from tests.support.weight_versions import publish, ready
@@ -18,11 +18,8 @@ ENGINE_ARGS = {"max_num_seqs": 64, "kv_cache_memory_bytes": 1 << 28}
 
 
 def pytest_collection_modifyitems(items):
-    if find_spec("vllm") is None:
-        skip = pytest.mark.skip(reason="vLLM is not installed: run make vllm")
-        for item in items:
-            if "tests/vllm/" in item.path.as_posix():
-                item.add_marker(skip)
+    reason = "vLLM is not installed: run make vllm"
+    skip_without("vllm", items, folder="tests/vllm", reason=reason)
 
 
 @pytest.fixture(scope="session")
