@@ -22,7 +22,8 @@ class ExplorerConfig(Section, frozen=True, kw_only=True):
     count: Positive = 1
     """Explorer processes that the run starts with; others may come and go."""
     engine: str = "huggingface"
-    """Rollout engine: `huggingface`, an entry point, `module:attribute`, `./file.py:attribute`."""
+    """Rollout engine: `huggingface`, `vllm`, an entry point, `module:attribute`,
+    `./file.py:attribute`."""
     engine_options: dict[str, Any] = msgspec.field(default_factory=dict)
     """Options that are given to the rollout engine by name."""
     proof: ProofName | None = None
