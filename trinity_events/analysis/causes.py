@@ -46,11 +46,11 @@ Reason = Literal[
 
 `server-full`, `server-read-only`: the server of the log takes no entries. `closed`: the run ended
 with an error. `no-reducer`: none leads. `reducer-behind`: the leader folds no entries, or copies no
-reports. `stopped`, `ended`: a process that is waited for cannot go on. `silent`: the
-lease of the trainer has expired, and its process is not seen. `failed`: a kind of a step
-failed. `waits`: a process waits for an object, or for a process that reports no wait. `missing`: a
-save, a part, a commit or a registration has not come. `no-explorer`: rollouts have no taker.
-`excluded`: the trainer takes no answers of an explorer. `unread-group`: a consumer group
+reports. `stopped`, `ended`: a process that is waited for cannot continue. `silent`: the lease of
+the trainer has expired, and its process is not seen. `failed`: a kind of a step failed. `waits`: a
+process waits for an object, or for a process that reports no wait. `missing`: a save, a part, a
+commit or a registration has not come. `no-explorer`: rollouts have no taker. `excluded`: the
+trainer takes no answers of an explorer. `unread-group`: a consumer group
 acknowledges nothing. `held-checkpoint`: a reader holds a checkpoint.
 """
 

@@ -64,7 +64,7 @@ def list_unseen(
 
 
 def format_host(host: ProcessHost, own: ProcessHost) -> str:
-    """Return a host as text; one with the name of one's own is told apart by its identity."""
+    """Return a host as text, with its identity if it has the name of one's own host."""
     return f"{host.node} ({host.host_id})" if host.node == own.node else host.node
 
 

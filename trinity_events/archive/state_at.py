@@ -127,7 +127,7 @@ class StateAt:
     It folds from the last kept state before the entry, and keeps the states that it passes. The
     first use of a log therefore folds it up to the entry; each later one folds at most
     the entries between two kept states, by the source's ``StateSpacing``. A kept state of another
-    log or version is not used, and the log is folded anew. Example::
+    log or version is not used, and the log is folded again. Example::
 
         states = StateAt(RunSource(log, root))
         state = await states.at("1760000000250-0")

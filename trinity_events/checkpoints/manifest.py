@@ -217,7 +217,7 @@ def mark_in_place(folder: Path, epoch: int, step: int) -> None:
     """Mark the final folder of a step, durably, as one that saves of the run were written to.
 
     A folder that the reducer made of a staged one stays as it is, such as that of the checkpoint
-    that a run resumes from, whose weights it announces anew.
+    that a run resumes from, whose weights it announces again.
     """
     with OpenFolder.at(folder) as final:
         if final.is_file(MADE_FROM):

@@ -127,17 +127,15 @@ def _explorer(fold: FoldState, producer: Producer) -> ExplorerState:
     explorer = explorers.pop(name, None)
     if explorer is None:
         explorer = ExplorerState()
-        _list_explorer(fold.state, producer.rank)
+        _make_room(fold.state, producer.rank)
     explorers[name] = explorer
     explorer.heard_at = fold.now
     return explorer
 
 
-def _list_explorer(state: MonitorState, rank: int) -> None:
-    """Make room for one more explorer, and record which ones are not listed."""
-    unlisted = state.unlisted_explorers
-    if unlisted:
-        unlisted = difference(unlisted, [(rank, rank)])
+def _make_room(state: MonitorState, rank: int) -> None:
+    """Drop the oldest explorer if one more would be too many, and record its rank as unlisted."""
+    unlisted = difference(state.unlisted_explorers, [(rank, rank)])
     while len(state.explorers) >= KEPT_EXPLORERS:
         oldest = next(iter(state.explorers))
         del state.explorers[oldest]
