@@ -14,6 +14,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 import trinity_schemas
+from tests.support.errors import raises
 from tests.support.event_histories import (
     DIGEST,
     History,
@@ -41,6 +42,7 @@ from trinity_schemas.documents import (
     FOLDER,
     PAGE,
     TRACKED,
+    MarkersLost,
     lagging,
     main,
     message_documents,
@@ -284,7 +286,7 @@ def test_git_tracks_the_documents_that_the_check_compares():
 def test_a_page_without_its_markers_is_refused(tmp_path):
     root = checkout(tmp_path)
     (root / PAGE).write_text("# The contract\n")
-    with pytest.raises(ValueError, match="lost its markers"):
+    with raises(MarkersLost, page=root / PAGE):
         write(root)
 
 

@@ -123,7 +123,7 @@ def test_an_id_that_cannot_be_one_is_refused_before_a_server_is_asked():
 
 
 def test_a_server_that_is_not_there_is_one_sentence(run_id):
-    unreachable = pytest.raises(ServerUnreachable, match="leave --redis-url")
+    unreachable = raises(ServerUnreachable, way_out=re.compile("leave --redis-url"))
     with unreachable, training_run(run_id, redis_url="redis://127.0.0.1:1"):
         pass
 

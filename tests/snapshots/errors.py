@@ -78,6 +78,34 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
             "window is 1: it must be at least prompts_per_step, 2, or no step gets its groups",
         ),
     ],
+    "AsyncioFutureReturned": [
+        (
+            {},
+            "a save function returned an asyncio future, which belongs to an event loop: return one of concurrent.futures, such as that of asyncio.run_coroutine_threadsafe",
+        ),
+    ],
+    "PathCountRefused": [
+        (
+            {"count": 300, "most": 256},
+            "a save names 1 to 256 paths, and this one names 300: give the folder that has them",
+        ),
+    ],
+    "MarkersLost": [
+        (
+            {"page": Path("docs/contract.md"), "begin": "<!-- begin -->", "end": "<!-- end -->"},
+            "docs/contract.md has lost its markers: it needs a line <!-- begin --> and a line <!-- end -->",
+        ),
+    ],
+    "UnpublishableDtype": [
+        (
+            {"dtype": "torch.complex128", "fault": "tensor"},
+            "tensors of dtype torch.complex128 cannot be published",
+        ),
+        (
+            {"dtype": "torch.int8", "fault": "chosen"},
+            "weights cannot be published as torch.int8: choose a floating-point dtype",
+        ),
+    ],
     "PartClosed": [
         (
             {"version": "weights of step 4"},
@@ -1470,6 +1498,22 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"fault": "message", "reason": "it is cut"}, "a message could not be read: it is cut"),
         ({"fault": "greeting"}, "its first message was not a greeting"),
         ({"fault": "token"}, "it is of another run, or has not read this run's token"),
+    ],
+    "NoPublisher": [
+        (
+            {"fault": "absent", "run_id": "demo-1", "rank": 0},
+            "no publisher has rank 0 of run demo-1",
+        ),
+        (
+            {"fault": "ended", "run_id": "demo-1", "rank": 0},
+            "the publisher of rank 0 of run demo-1 has just ended",
+        ),
+    ],
+    "ValueChanged": [
+        (
+            {"key": "trinity:{demo-1}:w:1:4:0:2"},
+            "the connection to the weights' server broke, and the value of trinity:{demo-1}:w:1:4:0:2, in transit, has changed meanwhile: publish the version again",
+        ),
     ],
     "BulkError": [
         ({"fault": "connection", "reason": "broken pipe"}, "broken pipe"),

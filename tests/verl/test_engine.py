@@ -9,6 +9,7 @@ import anyio.to_thread
 import pytest
 import torch
 
+from tests.support.errors import raises
 from tests.support.fsdp_runs import ready
 from tests.support.tensors import assert_equal, identical
 from tests.verl import ranks as at
@@ -164,7 +165,7 @@ async def test_a_merged_adapter_is_uploaded_as_the_engine_merges_it(ranks, where
     merged = not identical(tensors[name], base[name])
     # 0.8.0 gives the weights without the adapter; what it gives is what is published.
     assert merged == (not ranks(at.import_verl)[0].startswith("0.8."))
-    with pytest.raises(ShardsRefused, match="adapters"):
+    with raises(ShardsRefused, fault="adapters"):
         ranks(at.upload, 2, "shards")
 
 

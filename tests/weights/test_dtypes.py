@@ -20,7 +20,7 @@ from trinity_events.weights import (
     load_version,
     pull_version,
 )
-from trinity_events.weights.errors import UnfitTensor
+from trinity_events.weights.errors import UnfitTensor, UnpublishableDtype
 from trinity_events.weights.publishing.part_writer import UnpublishableTensor
 from trinity_events.weights.tensors import as_bytes
 from trinity_schemas import VersionPartPublished, WeightsApplied, decode_envelope
@@ -232,5 +232,5 @@ def test_a_tensor_that_cannot_be_published_is_refused_by_its_name(
 
 
 def test_a_dtype_that_holds_no_weights_is_refused(shard_stores, part):
-    with pytest.raises(TypeError, match="choose a floating-point dtype"):
+    with raises(UnpublishableDtype, fault="chosen", dtype="torch.int8"):
         PartWriter(shard_stores[0], part, dtype=torch.int8)

@@ -9,11 +9,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ..errors import StructuredError
 from ..log import Publisher
 from .save_attempt import SaveAttempt
 from .saved_paths import SavedPaths
 
 logger = logging.getLogger(__name__)
+
+
+class AsyncioFutureReturned(StructuredError, TypeError):
+    """A save function returned a future that only its event loop can wait for."""
+
+    text = (
+        "a save function returned an asyncio future, which belongs to an event loop: return one of "
+        "concurrent.futures, such as that of asyncio.run_coroutine_threadsafe"
+    )
 
 
 @contextmanager
@@ -67,10 +77,7 @@ def wait_for_future(returned: Any) -> None:
     """
     future = getattr(returned, "upload_completion", returned)
     if isinstance(future, asyncio.Future):
-        raise TypeError(
-            "a save function returned an asyncio future, which belongs to an event loop: return "
-            "one of concurrent.futures, such as that of asyncio.run_coroutine_threadsafe"
-        )
+        raise AsyncioFutureReturned
     result = getattr(future, "result", None)
     if callable(result):
         result()

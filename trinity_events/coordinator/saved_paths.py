@@ -15,12 +15,28 @@ from ..checkpoints.layout import (
     parse_staged_folder,
 )
 from ..checkpoints.manifest import FileSum, digest_files, sums_below
+from ..errors import StructuredError
 
 SavedPath: TypeAlias = Path | str | Sequence[Path | str]
 """Path of a save, or a sequence of files and folders that this save alone writes."""
 
 MOST_PATHS = 256
 """Maximum paths of one save, which its event lists."""
+
+
+class PathCountRefused(StructuredError, ValueError):
+    """A save names no path, or too many.
+
+    Attributes:
+        count: Number of its distinct paths.
+        most: Maximum paths.
+    """
+
+    count: int
+    most: int
+    text = (
+        "a save names 1 to {most} paths, and this one names {count}: give the folder that has them"
+    )
 
 
 class MeasuredPaths(NamedTuple):
@@ -48,10 +64,7 @@ class SavedPaths:
             return
         full = sorted({Path(path).resolve() for path in paths})
         if not 1 <= len(full) <= MOST_PATHS:
-            raise ValueError(
-                f"a save names 1 to {MOST_PATHS} paths, and this one names {len(full)}: give the "
-                "folder that has them"
-            )
+            raise PathCountRefused(len(full), MOST_PATHS)
         self.path, self._files = Path(os.path.commonpath(full)), full
 
     @property

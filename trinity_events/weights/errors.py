@@ -334,6 +334,22 @@ class UnpublishableName(StructuredError, ValueError):
         return self.name[:80]
 
 
+class UnpublishableDtype(StructuredError, TypeError):
+    """A dtype is outside the contract, or weights cannot be converted to it.
+
+    Attributes:
+        dtype: The dtype.
+        fault: ``tensor`` for the dtype of one, ``chosen`` for that to publish in.
+    """
+
+    dtype: str
+    fault: Literal["tensor", "chosen"]
+    texts: ClassVar = {
+        "tensor": "tensors of dtype {dtype} cannot be published",
+        "chosen": "weights cannot be published as {dtype}: choose a floating-point dtype",
+    }
+
+
 class TransportRefused(StructuredError, ValueError):
     """A transport does not exist, or cannot be used in this way.
 

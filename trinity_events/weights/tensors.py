@@ -14,6 +14,7 @@ import xxhash
 from typing_extensions import Buffer
 
 from .copy_streams import on_host
+from .errors import UnpublishableDtype
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 DTYPES = {
@@ -48,10 +49,13 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the dtype's name in a manifest. Raises TypeError for a dtype outside the contract."""
+    """Return the dtype's name in a manifest.
+
+    Raises UnpublishableDtype for a dtype outside the contract.
+    """
     name = _NAMES.get(dtype)
     if name is None:
-        raise TypeError(f"tensors of dtype {dtype} cannot be published")
+        raise UnpublishableDtype(str(dtype), "tensor")
     return name
 
 

@@ -7,12 +7,14 @@ import pytest
 import redis
 import torch
 
+from tests.support.errors import raises
 from tests.support.published_parts import announcement, assert_same, put, read
 from tests.support.transport_processes import SOME, Where
 from trinity_events.server import open_client
 from trinity_events.weights import PartWriter
 from trinity_events.weights.transports.redis.bulk import BulkConnection, BulkError
-from trinity_schemas import decode_manifest
+from trinity_events.weights.transports.redis.values import ValueChanged
+from trinity_schemas import chunk_key, decode_manifest
 
 pytestmark = pytest.mark.server
 
@@ -94,7 +96,7 @@ def test_what_has_changed_before_it_could_be_sent_again_is_not_published(stores,
         mock.patch.object(
             BulkConnection, "finish_set", side_effect=BulkError("connection", "broken")
         ),
-        pytest.raises(ConnectionError, match="publish the version again"),
+        raises(ValueChanged, key=chunk_key(*part, 0)),
     ):
         writer.seal()
     writer.discard()

@@ -75,6 +75,7 @@ from trinity_events.weights.transports.ray.directory import (
     NAMESPACE,
     NONE,
     SHARED,
+    NoPublisher,
     Objects,
     get_pointer,
 )
@@ -627,7 +628,7 @@ def test_a_store_that_is_closed_hides_nothing_of_another_one_that_took_its_place
         assert theirs.open(part) is None
         other.close()
         assert_attributes(theirs.missing(second), version=str(second), fault="ray")
-        with pytest.raises(ValueError, match="no publisher has that rank"):
+        with raises(NoPublisher, fault="absent", run_id=second.run_id, rank=second.rank):
             get_pointer(second)
 
 

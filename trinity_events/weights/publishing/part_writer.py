@@ -28,7 +28,7 @@ from trinity_schemas import (
 from ...errors import TrinityError
 from ..compatibility import plain_name
 from ..deltas.tracker import LastPublished
-from ..errors import FreedTensor, TransportRefused, UnpublishableName
+from ..errors import FreedTensor, TransportRefused, UnpublishableDtype, UnpublishableName
 from ..slices import ShardOffset
 from ..tensors import (
     FormCheck,
@@ -107,7 +107,7 @@ def tensor_entry(
         raise UnpublishableTensor(name, "it is on the meta device")
     try:
         dtype = dtype_name(tensor.dtype)
-    except TypeError:
+    except UnpublishableDtype:
         raise UnpublishableTensor(name, f"its dtype is {tensor.dtype}") from None
     if not 0 < len(name) <= _LONGEST_NAME or tensor.dim() > _MOST_DIMENSIONS:
         raise UnpublishableName(name, tensor.dim(), _LONGEST_NAME, _MOST_DIMENSIONS)
@@ -195,7 +195,7 @@ class PartWriter:
         last_layout: Layout of the rank's last part, which :meth:`add_all` uses again if it fits;
             without it, tensors are added one by one.
 
-    Raises TypeError if ``dtype`` is not a floating-point dtype of the contract.
+    Raises UnpublishableDtype if ``dtype`` is not a floating-point dtype of the contract.
     """
 
     def __init__(
@@ -211,9 +211,7 @@ class PartWriter:
         last_layout: LastLayout | None = None,
     ) -> None:
         if dtype is not None and not (is_castable(dtype) and dtype_name(dtype)):
-            raise TypeError(
-                f"weights cannot be published as {dtype}: choose a floating-point dtype"
-            )
+            raise UnpublishableDtype(str(dtype), "chosen")
         self._dtype = dtype
         self._subset = subset
         self._tensor_digests = tensor_digests

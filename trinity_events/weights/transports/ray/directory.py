@@ -9,9 +9,9 @@ import secrets
 import socket
 import threading
 from contextlib import suppress
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
-from ....errors import RayUnusable
+from ....errors import RayUnusable, StructuredError
 from ..base import PartRef
 
 DEADLINE = 60.0
@@ -22,6 +22,24 @@ _MOST_FOLLOWING = 10_000
 """Maximum concurrent calls of an actor; each prefetching reader waits in one."""
 NAMESPACE = "trinity-events"
 _PREFIX = "trinity-weights"
+
+
+class NoPublisher(StructuredError, ValueError):
+    """No process of the Ray cluster publishes as a rank of the run.
+
+    Attributes:
+        fault: ``absent``, or ``ended`` a moment ago.
+        run_id: The run.
+        rank: The rank.
+    """
+
+    fault: Literal["absent", "ended"]
+    run_id: str
+    rank: int
+    texts: ClassVar = {
+        "absent": "no publisher has rank {rank} of run {run_id}",
+        "ended": "the publisher of rank {rank} of run {run_id} has just ended",
+    }
 
 
 class Objects(NamedTuple):
@@ -263,12 +281,12 @@ def set_pointer(part: PartRef, name: str) -> None:
 
 
 def get_pointer(part: PartRef) -> str:
-    """Return the name of the actor that lists the part. Raises ValueError if there is none."""
+    """Return the name of the actor that lists the part. Raises NoPublisher without one."""
     from ray.experimental.internal_kv import _internal_kv_get
 
     name: bytes | None = _internal_kv_get(publisher_key(part), namespace=NAMESPACE.encode())
     if name is None:
-        raise ValueError("no publisher has that rank of the run")
+        raise NoPublisher("absent", part.run_id, part.rank)
     return name.decode()
 
 
@@ -279,7 +297,7 @@ def find_directory(ray: Any, part: PartRef) -> Any:
     except (AssertionError, TypeError):
         # Ray forgets an actor's class with its process, and its name a moment later. Between the
         # two, a lookup fails on the missing class.
-        raise ValueError("the publisher of that rank of the run has just ended") from None
+        raise NoPublisher("ended", part.run_id, part.rank) from None
 
 
 def remove_pointer(key: bytes, name: str) -> None:

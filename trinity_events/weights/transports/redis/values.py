@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import redis
 
+from ....errors import StructuredError
 from ....log.retry import retry_for
 from ...tensors import Digesting, digest
 from ..base import ReceivedChunk
@@ -17,6 +18,20 @@ from .bulk import BulkConnection, BulkError
 
 _ASKED = 4
 """Pipelined GETs: one value is received while the server prepares the next."""
+
+
+class ValueChanged(StructuredError, ConnectionError):
+    """A value cannot be sent again, since it has changed after it was digested.
+
+    Attributes:
+        key: Its key.
+    """
+
+    key: str
+    text = (
+        "the connection to the weights' server broke, and the value of {key}, in transit, has "
+        "changed meanwhile: publish the version again"
+    )
 
 
 class ChunkRead(NamedTuple):
@@ -153,10 +168,7 @@ class LargeValues:
         owed, self._owed = self._owed, deque()
         for key, value, expire, digested in owed:
             if digested is not None and digest(value) != digested:
-                raise ConnectionError(
-                    "the connection to the weights' server broke, and a value in transit has "
-                    "changed meanwhile: publish the version again"
-                )
+                raise ValueChanged(key)
             self.set_whole(key, value, expire)
 
     def _copy(self, requests: Sequence[ChunkRead]) -> Generator[ReceivedChunk]:
