@@ -17,6 +17,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trinity_events.errors import DeadlineExceeded
+
 if TYPE_CHECKING:
     import torch
 
@@ -70,7 +72,7 @@ class FilePoller:
         """Return the time at which the step was seen."""
         with self._changed:
             if not self._changed.wait_for(lambda: step in self._seen, deadline):
-                raise TimeoutError(f"step {step} was not in {self._file} after {deadline:g} s")
+                raise DeadlineExceeded(f"step {step} was not in {self._file}", deadline)
             return self._seen[step]
 
     def _poll(self) -> None:

@@ -75,7 +75,7 @@ class Figures:
             if row.what == quote.what and quote.peer in {None, row.peer}:
                 figure = row.peer_figure if quote.of_peer else row.figure
                 return figure.split(", ")[0] if "iB/s" in figure else figure
-        raise PageBroken(f"{quote} was not kept: run python -m benchmarks --keep, or quote another")
+        raise PageBroken("figure", quote=quote)
 
     def machine(self, benchmark: str) -> str:
         """Return what a benchmark ran on."""
@@ -204,9 +204,10 @@ def performance_summary(figures: Figures) -> str:
 
 def comparison(figures: Figures, docs: str) -> str:
     """Write what the project replaces, and why, in three lines; ``docs`` begins every link."""
-    match = _CHAOS.search((_DOCS / "reliability.md").read_text())
+    page = _DOCS / "reliability.md"
+    match = _CHAOS.search(page.read_text())
     if match is None:
-        raise PageBroken("docs/reliability.md does not say how many runs had faults: make chaos")
+        raise PageBroken("runs", page)
     runs, faults = match.groups()
     of = figures
     return "\n\n".join(
@@ -254,7 +255,7 @@ def written(figures: Figures) -> dict[Path, str]:
     for page, summary in summaries.items():
         text = page.read_text()
         if not _SUMMARY.search(text):
-            raise PageBroken(f"{page} lacks the markers {BEGIN} and {END}: put them back")
+            raise PageBroken("markers", page, BEGIN, END)
         section = f"{BEGIN}\n\n{summary}\n\n{END}"
         files[page] = _SUMMARY.sub(lambda _, section=section: section, text)  # type: ignore[misc]
     return files

@@ -8,12 +8,14 @@ import platform
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
+
+from trinity_schemas.errors import StructuredError
 
 from .measure import Rounds, Row
 
@@ -69,8 +71,28 @@ class Report(Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-class PageBroken(RuntimeError):
-    """Raised if the page lacks the markers of the figures."""
+class PageBroken(StructuredError, RuntimeError):
+    """A page lacks what the figures need.
+
+    Attributes:
+        fault: ``markers`` between which figures are written, ``figure`` that the page quotes, or
+            ``runs`` if it does not name their number.
+        page: The page.
+        begin: Marker before the figures.
+        end: Marker after them.
+        quote: Row of the benchmark that is quoted.
+    """
+
+    fault: Literal["markers", "figure", "runs"]
+    page: Path | None = None
+    begin: str = ""
+    end: str = ""
+    quote: object = None
+    texts: ClassVar = {
+        "markers": "{page} lacks the markers {begin} and {end}: put them back",
+        "figure": "{quote} was not kept: run python -m benchmarks --keep, or quote another",
+        "runs": "{page} does not say how many runs had faults: make chaos",
+    }
 
 
 def machine(server: dict[str, Any]) -> Machine:
@@ -107,7 +129,7 @@ def keep(report: Report, place: DocumentPlace) -> None:
     page, folder = place
     text = page.read_text()
     if not _FIGURES.search(text):
-        raise PageBroken(f"{page} lacks the markers {BEGIN} and {END}: put them back")
+        raise PageBroken("markers", page, BEGIN, END)
     folder.mkdir(parents=True, exist_ok=True)
     shown = json.dumps(msgspec.to_builtins(report), indent=2)
     (folder / f"{report.name}.json").write_text(f"{shown}\n")

@@ -51,7 +51,7 @@ def written(results: Sequence[LearningResult]) -> dict[Path, str]:
     """Return every file that follows from the results, as it should be."""
     text = PAGE.read_text()
     if not _SECTION.search(text):
-        raise PageBroken(f"{PAGE} lacks the markers {BEGIN} and {END}: put them back")
+        raise PageBroken("markers", PAGE, BEGIN, END)
     grouped: defaultdict[tuple[str, str], list[LearningResult]] = defaultdict(list)
     for result in results:
         grouped[result.family, result.way].append(result)

@@ -17,8 +17,10 @@ from benchmarks.event_mix import length, training
 from benchmarks.measure import Noise, Rounds, Row, percentile, ratio, spread, taking_turns
 from benchmarks.original_design import CountingMonitor, FilePoller
 from benchmarks.report import BEGIN, END, DocumentPlace, Machine, PageBroken, Report, keep
+from tests.support.errors import raises
 from tests.support.waits import PATIENCE
 from trinity_events.core import Monitor, MonitorState
+from trinity_events.errors import DeadlineExceeded
 from trinity_schemas import decode_envelope
 
 ALWAYS_RUN = ("latency", "fold", "rollouts", "weights")
@@ -152,7 +154,7 @@ def test_the_model_of_the_original_shows_a_step_once_its_last_save_is_counted(tm
         assert not file.exists()
         monitor.finished(3)
         assert poller.wait_for(3) > began
-        with pytest.raises(TimeoutError, match="step 4 was not in"):
+        with raises(DeadlineExceeded, missing=f"step 4 was not in {file}", deadline=0.05):
             poller.wait_for(4, deadline=0.05)
 
 
@@ -187,6 +189,6 @@ def test_what_is_kept_is_on_the_page_between_its_markers_and_in_a_file(tmp_path)
 def test_a_page_without_the_markers_is_left_alone(tmp_path):
     page = tmp_path / "speed.md"
     page.write_text("nothing to replace\n")
-    with pytest.raises(PageBroken, match="lacks the markers"):
+    with raises(PageBroken, fault="markers", page=page):
         keep(report(), DocumentPlace(page, tmp_path / "figures"))
     assert not (tmp_path / "figures").exists()

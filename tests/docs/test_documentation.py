@@ -12,6 +12,7 @@ from typing import get_args
 import pytest
 
 from benchmarks import pages
+from tests.support.errors import raises
 from trinity_schemas import Event
 
 ROOT = Path(__file__).parents[2]
@@ -125,8 +126,9 @@ def test_what_pages_begin_with_is_written_from_the_figures_that_were_kept():
 
 
 def test_a_figure_that_was_not_kept_is_not_quoted():
-    with pytest.raises(pages.PageBroken, match="was not kept"):
-        pages.Figures()[pages.Quote("latency", "a row that is not there")]
+    quote = pages.Quote("latency", "a row that is not there")
+    with raises(pages.PageBroken, fault="figure", quote=quote):
+        pages.Figures()[quote]
 
 
 @pytest.mark.parametrize(
