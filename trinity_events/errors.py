@@ -828,8 +828,7 @@ class SharedMemoryUnusable(TrinityError):
     hosts: tuple[str, ...] = ()
     texts: ClassVar = {
         "absent": "this host has no writable {folder}: publish with --weights redis",
-        "chosen": "this host has no {folder} that can be written: leave sync.transport (--weights) "
-        "out",
+        "chosen": "this host has no writable {folder}: leave sync.transport (--weights) out",
         "foreign": "{folder} is not this user's alone: remove it, or publish with --weights redis",
         "full": "shared memory is full: {size} bytes for one weight version are more than is free "
         "below {folder}; enlarge it (docker run --shm-size), or publish with --weights redis",

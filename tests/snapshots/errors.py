@@ -1368,7 +1368,7 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
         (
             {"fault": "chosen", "folder": Path("/x")},
-            "this host has no /x that can be written: leave sync.transport (--weights) out",
+            "this host has no writable /x: leave sync.transport (--weights) out",
         ),
         (
             {"fault": "foreign", "folder": Path("/x")},
