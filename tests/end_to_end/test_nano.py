@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -45,7 +44,7 @@ def test_a_killed_trainer_resumes_and_no_prompt_is_trained_twice(redis_url, tmp_
         assert killed.stdout.readline().startswith("step 20 ")
         explorers.pop().kill()
         blocking.wait_ready("nano", 20, "checkpoint", redis_url=redis_url, deadline=PATIENCE)
-        killed.send_signal(signal.SIGKILL)
+        killed.kill()
         killed.wait()
         resumed = start("train")
         output, _ = resumed.communicate()

@@ -28,9 +28,8 @@ async def explore_to_the_end(
 ) -> None:
     """Let a prepared explorer answer to the end of the run, and start it again when it dies.
 
-    An explorer whose engine's processes have ended is started again too.
-
-    Its claims lapse meanwhile, and the other explorers answer them.
+    It is started again too when a process of its engine has ended. Its claims lapse meanwhile, and
+    the other explorers answer them.
 
     Args:
         actors: The run's actors.
