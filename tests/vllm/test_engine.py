@@ -92,15 +92,33 @@ async def test_what_it_computes_with_follows_from_the_version_alone(vllm_run):
     assert await vllm_run.engine.prove() == after
 
 
+def first_token(engine, monkeypatch):
+    """Return the event of the first token that vLLM samples from now on."""
+    from vllm.sampling_params import RequestOutputKind
+
+    sampled, real = anyio.Event(), engine._engine.generate
+
+    async def generate(prompt, params, name):
+        params.output_kind = RequestOutputKind.CUMULATIVE
+        async for output in real(prompt, params, name):
+            sampled.set()
+            yield output
+
+    monkeypatch.setattr(engine._engine, "generate", generate)
+    return sampled
+
+
 @pytest.mark.parametrize("on_update", ["keep_cache", "recompute_cache"])
 async def test_turns_go_on_with_a_version_that_comes_and_each_token_has_its_own(
-    vllm_run, on_update
+    vllm_run, on_update, monkeypatch
 ):
     engine = vllm_run.engine
+    sampled = first_token(engine, monkeypatch)
     engine.on_update = on_update
     engine._end_tokens = ()
     before = engine.serves
-    requests, generations = requests_for(range(8), samples=4, tokens=48), []
+    # More than vLLM takes at a time: the fetch ends before they do.
+    requests, generations = requests_for(range(64), samples=4, tokens=48), []
     try:
         announced = await vllm_run.publish()
         async with anyio.create_task_group() as tasks:
@@ -109,8 +127,7 @@ async def test_turns_go_on_with_a_version_that_comes_and_each_token_has_its_own(
                 generations.extend(await engine.generate(requests))
 
             tasks.start_soon(generate)
-            while not engine._calls:
-                await anyio.sleep(0)
+            await sampled.wait()
             await engine.install(announced)
     finally:
         engine.on_update = "finish"
