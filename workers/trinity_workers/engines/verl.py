@@ -17,17 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from trinity_events.errors import TrinityError
 
-from ..learning.finite import (
-    check_finite_model,
-)
+from ..learning.finite import check_finite_model
 from ..learning.policy import load_tokenizer
 from ..runtime.collectives import together
 from ..storage.huggingface_files import read_user_files
 from .adamw import AdamWOptions, apply_adamw_options
-from .base import (
-    NamedTensors,
-    per_tensor_params,
-)
+from .base import NamedTensors, per_tensor_params
 from .learning_rate import LearningRate
 from .sharded import ShardedEngine, reshard, shard_name
 from .state_files import copied, read_state

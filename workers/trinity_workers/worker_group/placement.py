@@ -131,18 +131,16 @@ class Needs(Struct, frozen=True, kw_only=True):
         return [math.floor(share * 1e4) / 1e4 for share in sorted(shares, reverse=True)] + on_cpus
 
     def _format_gpus(self) -> str:
-        ranks = format_count(self.ranks, "rank")
-        parts = []
-        if self.rank_gpus is None:
-            parts.append(f"a GPU, or a part of one, for each of {ranks}")
-        elif self.rank_gpus:
-            parts.append(f"{format_count(self.rank_gpus, 'GPU')} for each of {ranks}")
+        needs = []
+        if self.rank_gpus != 0:
+            needs.append((self.rank_gpus, format_count(self.ranks, "rank")))
         if self.explorers:
-            explorers = format_count(self.explorers, "explorer")
-            share = format_count(self.explorer_gpus or 0.0, "GPU")
-            share = share if self.explorer_gpus is not None else "a GPU, or a part of one,"
-            parts.append(f"{share} for each of {explorers}")
-        return " and ".join(parts)
+            needs.append((self.explorer_gpus, format_count(self.explorers, "explorer")))
+        return " and ".join(
+            f"{'a GPU, or a part of one,' if gpus is None else format_count(gpus, 'GPU')} "
+            f"for each of {processes}"
+            for gpus, processes in needs
+        )
 
     def bundles(self) -> list[Bundle]:
         """Return the resources of every rank, then of every explorer.
@@ -214,7 +212,6 @@ def _fits(nodes: Sequence[float], shares: Sequence[float]) -> bool:
     free = [[1.0] * int(count) for count in nodes]
     for share in shares:
         whole = math.ceil(share)
-        rooms = [(room, node, at) for node, gpus in enumerate(free) for at, room in enumerate(gpus)]
         if whole > 1:
             idle = [[at for at, room in enumerate(gpus) if room == 1.0] for gpus in free]
             node = next((node for node, ats in enumerate(idle) if len(ats) >= whole), None)
@@ -223,7 +220,12 @@ def _fits(nodes: Sequence[float], shares: Sequence[float]) -> bool:
             for at in idle[node][:whole]:
                 free[node][at] = 0.0
         elif share:
-            fitting = [place for place in rooms if place[0] > share - _RAY_UNIT / 2]
+            fitting = [
+                (room, node, at)
+                for node, gpus in enumerate(free)
+                for at, room in enumerate(gpus)
+                if room > share - _RAY_UNIT / 2
+            ]
             if not fitting:
                 return False
             room, node, at = min(fitting)
