@@ -22,7 +22,7 @@ NamedTensors: TypeAlias = Iterator[tuple[str, torch.Tensor]]
 
 
 class ArgumentRefused(TrinityError):
-    """Raised if an engine's method is given an argument that it does not have.
+    """An engine's method is given an argument that it does not have.
 
     The arguments are those of veRL's engines, so that the same calls work on both.
 

@@ -42,7 +42,7 @@ known. A file ends where its header would take more."""
 
 
 class UnusedTensors(IncompatibleWeights):
-    """Raised if a folder has tensors for which a model has no place: they would be lost.
+    """A folder has tensors for which a model has no place: they would be lost.
 
     Attributes:
         path: The folder.

@@ -62,7 +62,7 @@ class WeightChanges:
 
 
 class NotTrained(TrinityError):
-    """Raised if an engine without an optimizer is to save a checkpoint.
+    """An engine without an optimizer is to save a checkpoint.
 
     Attributes:
         engine: Name of the engine's class.

@@ -192,7 +192,7 @@ class ReplyRefused(BadPolicy):
 
 
 class MissingTensors(BadPolicy):
-    """Raised if a folder lacks tensors of the model that its configuration describes.
+    """A folder lacks tensors of the model that its configuration describes.
 
     Attributes:
         path: The folder.
@@ -211,7 +211,7 @@ class MissingTensors(BadPolicy):
 
 
 class MismatchedTensor(BadPolicy):
-    """Raised if a tensor of a folder has another shape than its configuration describes.
+    """A tensor of a folder has another shape than its configuration describes.
 
     Attributes:
         path: The folder.
