@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.errors import raises
+from tests.support.errors import assert_attributes, raises
 from trinity_workers.rollouts.held_out_sets import HeldOutSet
 from trinity_workers.tasks import (
     Answer,
@@ -25,7 +25,7 @@ from trinity_workers.tasks import (
     load_reward,
     load_task,
 )
-from trinity_workers.tasks.errors import MixRefused, NoQuestions, NoReward
+from trinity_workers.tasks.errors import MixRefused, NoQuestions, NoReward, SetsUnusable
 
 WEIGHTS = st.dictionaries(
     st.sampled_from("abcdef"),
@@ -212,6 +212,18 @@ def test_a_set_may_have_fields_and_options_of_its_own(tmp_path):
 def test_a_weight_that_is_not_positive_and_finite_is_refused_by_its_set(weight):
     with raises(MixRefused, fault="weight", name="small"):
         make_task({"small": weight, "large": 1.0})
+
+
+def test_every_set_that_cannot_be_read_is_named_with_a_package_that_is_missing(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    sets = {name: TrainingSet(questions=name) for name in ("a.parquet", "absent.jsonl")}
+    with raises(SetsUnusable) as refused:
+        load_task(sets=sets, folder=tmp_path)
+    missing, absent = refused.value.errors
+    assert_attributes(missing, package="pyarrow")
+    assert_attributes(absent, fault="absent")
 
 
 def test_a_set_without_questions_is_refused_by_its_name(tmp_path):

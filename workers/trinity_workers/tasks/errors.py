@@ -24,7 +24,7 @@ class SetsUnusable(TaskError):
         errors: Error of each of them.
     """
 
-    errors: tuple[TaskError, ...]
+    errors: tuple[TrinityError, ...]
     text = "{_listed}"
 
     @property

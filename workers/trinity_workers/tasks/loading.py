@@ -9,6 +9,8 @@ from typing import Any
 
 from msgspec import structs
 
+from trinity_events.errors import PackageMissing, TrinityError
+
 from .base import Answer, Question, RewardFunction, Task
 from .drawn_task import DrawnTask
 from .errors import (
@@ -66,6 +68,7 @@ def load_task(
 
     Raises:
         TaskError: if it cannot be had; it says what is missing.
+        PackageMissing: It needs a package that is not installed.
     """
     if questions is None and not sets:
         return _load_named(name, seed, dict(options or {}), folder)
@@ -81,13 +84,13 @@ def load_task(
     sets = sets or {}
     weights = {set_name: settings.weight for set_name, settings in sets.items()}
     questions_by_set: dict[str, list[Question]] = {}
-    errors: list[TaskError] = []
+    errors: list[TrinityError] = []
     for set_name, settings in sets.items():
         try:
             questions_by_set[set_name] = _read_training_set(
                 set_name, settings, chosen, prompt=prompt, answer=answer, folder=folder
             )
-        except TaskError as error:
+        except (TaskError, PackageMissing) as error:
             errors.append(error)
     if errors:
         raise errors[0] if len(errors) == 1 else SetsUnusable(tuple(errors))
@@ -141,6 +144,7 @@ def load_reward(
 
     Raises:
         TaskError: if there is none, or it cannot be loaded.
+        PackageMissing: It needs a package that is not installed.
     """
     if name is not None:
         reward = load_object(name, kind="reward", folder=folder)

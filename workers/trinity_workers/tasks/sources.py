@@ -70,6 +70,7 @@ def read_questions(
 
     Raises:
         TaskError: naming the source, and the record or field that is at fault.
+        PackageMissing: The source needs a package that is not installed.
     """
     records: Iterable[object]
     if source.startswith(REASONING_GYM):
