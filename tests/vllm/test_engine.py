@@ -117,14 +117,18 @@ async def test_turns_go_on_with_a_version_that_comes_and_each_token_has_its_own(
     engine.on_update = on_update
     engine._end_tokens = ()
     before = engine.serves
-    # More than vLLM takes at a time: the fetch ends before they do.
-    requests, generations = requests_for(range(64), samples=4, tokens=48), []
+    # Of several lengths, so that some are halfway at any time.
+    requests, generations = [], []
+    for ordinal in range(64):
+        requests += requests_for([ordinal], samples=4, tokens=24 + ordinal % 25)
+    lengths = [request.sampling.max_new_tokens for request in requests]
     try:
         announced = await vllm_run.publish()
         async with anyio.create_task_group() as tasks:
 
             async def generate():
-                generations.extend(await engine.generate(requests))
+                while engine.serves != ref(announced):  # a fetch lasts longer on a busy machine
+                    generations.extend(await engine.generate(requests))
 
             tasks.start_soon(generate)
             await sampled.wait()
@@ -132,12 +136,14 @@ async def test_turns_go_on_with_a_version_that_comes_and_each_token_has_its_own(
     finally:
         engine.on_update = "finish"
         engine._end_tokens = (1,)
-    assert [len(each.tokens) for each in generations] == [48] * len(requests)
+    assert [len(each.tokens) for each in generations] == lengths * (
+        len(generations) // len(lengths)
+    )
     order = [before, ref(announced)]
     for generation in generations:
         versions = [version for version, _ in generation.versions]
         assert versions in ([order[0]], [order[1]], order)
-        assert sum(count for _, count in generation.versions) == 48
+        assert sum(count for _, count in generation.versions) == len(generation.tokens)
     assert any(len(each.versions) == 2 for each in generations)
 
 
