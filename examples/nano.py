@@ -273,8 +273,8 @@ def sample(policy: Policy, claim: Claim, version: StepRef, explorer: str) -> lis
 
 def run_all() -> None:
     """Start a server with its reducer, two explorers and the trainer; end them with the trainer."""
-    command = ["trinity-events", "serve", "--port", URL.rpartition(":")[2]]
-    serve = subprocess.Popen([*command, "--checkpoint-root", ROOT], stdout=subprocess.PIPE)
+    command = [sys.executable, "-m", "trinity_events", "serve", "--checkpoint-root", ROOT]
+    serve = subprocess.Popen([*command, "--port", URL.rpartition(":")[2]], stdout=subprocess.PIPE)
     started = [serve]
     try:
         assert serve.stdout is not None and serve.stdout.readline(), "the server did not start"
