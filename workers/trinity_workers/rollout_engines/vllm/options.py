@@ -162,7 +162,7 @@ def read_end_tokens(folder: Path) -> tuple[int, ...]:
 
     factory: Any = GenerationConfig  # its methods have no annotations
     try:
-        defaults = factory.from_pretrained(folder, local_files_only=True)
+        defaults = factory.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except OSError:  # without a file of them, those that a model makes of its configuration
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         defaults = factory.from_model_config(config)
