@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.event_histories import History
+from tests.support.event_histories import History, lasting_cause_after_waits
 from trinity_events.analysis.causes import (
     MOST_CAUSES,
     CheckpointReader,
     GroupLag,
     HostProcess,
     LiveFacts,
-    find_all_causes,
     find_causes,
 )
+from trinity_events.dashboard.state_view import build_causes
 from trinity_schemas import (
     ExplorerExcluded,
     ExplorerStatusChanged,
@@ -54,15 +54,26 @@ def chain():
     return history
 
 
-def test_of_many_causes_the_first_are_returned_and_all_can_be_counted():
+def test_the_dashboard_lists_the_first_causes():
     history = History()
     for rank in range(MOST_CAUSES + 3):
         history.add(ExplorerStatusChanged(status="running"), by="explorer", rank=rank)
     state = history.fold()[0].state
     facts = LiveFacts(now=0, processes=on_this_host(**dict.fromkeys(state.explorers, "stopped")))
-    listed, more = find_causes(state, facts), find_all_causes(state, facts)
-    assert (len(listed), len(more)) == (MOST_CAUSES, MOST_CAUSES + 3)
-    assert listed == more[:MOST_CAUSES]
+    causes, listed = find_causes(state, facts), build_causes(state, facts)
+    assert len(causes) == MOST_CAUSES + 3
+    assert [cause["process"] for cause in listed] == [
+        cause.process for cause in causes[:MOST_CAUSES]
+    ]
+
+
+def test_a_lasting_cause_is_listed_though_it_comes_after_many_waits_of_a_moment():
+    history = lasting_cause_after_waits()
+    state = history.fold()[0].state
+    facts = LiveFacts(now=int(state.position.partition("-")[0]))
+    passing = find_causes(state, facts)[:MOST_CAUSES]
+    assert {cause.reason for cause in passing} == {"waits"}
+    assert [cause["process"] for cause in build_causes(state, facts)] == ["explorer-99"]
 
 
 def test_the_first_cause_is_the_end_of_the_longest_chain():

@@ -6,6 +6,8 @@ from trinity_events.core import Evidence, Monitor, MonitorState
 from trinity_schemas import (
     Envelope,
     Event,
+    ExplorerExcluded,
+    ExplorerStatusChanged,
     Producer,
     Registration,
     RunOpened,
@@ -16,6 +18,7 @@ from trinity_schemas import (
     StepCommitted,
     VersionOpened,
     VersionPartPublished,
+    WaitStarted,
 )
 
 RUN = "history"
@@ -130,3 +133,20 @@ def publish_weights(history: History, step: int) -> None:
     history.add(opened(step))
     history.add(part(step))
     history.add(committed(step, "weights"))
+
+
+def lasting_cause_after_waits() -> History:
+    """An explorer excluded ten seconds ago, after twenty waits of a moment in the causes' order."""
+    history = History()
+    for rank in (0, 99):
+        history.add(ExplorerStatusChanged(status="running"), by="explorer", rank=rank)
+    history.add(ExplorerExcluded(explorer="explorer-99", malformed=3, reason="its reward is inf"))
+    began = len(history.entries)
+    for rank in range(20):
+        wait = WaitStarted(wait_id=f"w{rank}", what="a reward", waits_for=(f"reward-{rank}",))
+        history.add(wait, by="explorer", rank=rank)
+    history.entries[began:] = [
+        (f"{11_000 + number}-0", envelope)
+        for number, (_, envelope) in enumerate(history.entries[began:])
+    ]
+    return history

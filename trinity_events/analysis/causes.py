@@ -173,12 +173,10 @@ class _End(NamedTuple):
 
 
 def find_causes(state: MonitorState, facts: LiveFacts) -> list[Cause]:
-    """Return the first :data:`MOST_CAUSES` of :func:`find_all_causes`."""
-    return find_all_causes(state, facts)[:MOST_CAUSES]
+    """Return the causes for which a run does not continue, the first cause first.
 
-
-def find_all_causes(state: MonitorState, facts: LiveFacts) -> list[Cause]:
-    """Return the causes for which a run does not continue, the first cause first."""
+    There may be thousands: a view lists :data:`MOST_CAUSES` of those that it selects.
+    """
     if state.closed is not None:
         return list(_closed(state))
     facts = structs.replace(facts, processes=_select_judged(state, facts))

@@ -22,7 +22,7 @@ from trinity_schemas import (
     StacksTaken,
 )
 
-from ..analysis.causes import MOST_CAUSES, Cause, find_all_causes, find_unseen
+from ..analysis.causes import MOST_CAUSES, Cause, find_causes, find_unseen
 from ..analysis.explain import explain as format_explanation
 from ..analysis.explain import format_profiles, format_unfinished
 from ..analysis.hosts import format_unseen
@@ -276,7 +276,7 @@ async def _read_facts(
             entries = await _proof(log, Archive(root / log.run_id, log.run_id), step)
         stacks = await _stacks_in(log, Archive(root / log.run_id, log.run_id), state)
         errors = await _reward_errors_in(log, Archive(root / log.run_id, log.run_id), state)
-        causes = find_all_causes(state, facts)
+        causes = find_causes(state, facts)
         return _StepFacts(
             state=state,
             causes=causes[:MOST_CAUSES],

@@ -7,7 +7,7 @@ from typing import Any
 
 from trinity_schemas import StepRef
 
-from ..analysis.causes import LiveFacts, find_causes, is_lasting
+from ..analysis.causes import MOST_CAUSES, LiveFacts, find_causes, is_lasting
 from ..analysis.explain import format_unfinished
 from ..analysis.failures import failures
 from ..core import MonitorState
@@ -103,7 +103,9 @@ def _waits(state: MonitorState, now: int) -> list[dict[str, Any]]:
 
 
 def build_causes(state: MonitorState, facts: LiveFacts) -> list[dict[str, Any]]:
-    """Return the causes for which an open run does not go on, the first cause first.
+    """Return the lasting causes for which an open run does not continue, the first cause first.
+
+    Waits of a moment, which every step has, are left out before the list is cut to MOST_CAUSES.
 
     Args:
         state: The run's state.
@@ -111,6 +113,7 @@ def build_causes(state: MonitorState, facts: LiveFacts) -> list[dict[str, Any]]:
     """
     if state.closed is not None:
         return []
+    lasting = [cause for cause in find_causes(state, facts) if is_lasting(cause, facts.now)]
     return [
         {
             "words": cause.sentence,
@@ -118,8 +121,7 @@ def build_causes(state: MonitorState, facts: LiveFacts) -> list[dict[str, Any]]:
             "process": cause.process,
             "pid": cause.pid,
         }
-        for cause in find_causes(state, facts)
-        if is_lasting(cause, facts.now)
+        for cause in lasting[:MOST_CAUSES]
     ]
 
 

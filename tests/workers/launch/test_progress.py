@@ -6,7 +6,12 @@ import pytest
 from msgspec.structs import replace
 from rich.progress import Progress
 
-from tests.support.event_histories import RUN, History, publish_weights
+from tests.support.event_histories import (
+    RUN,
+    History,
+    lasting_cause_after_waits,
+    publish_weights,
+)
 from trinity_events.analysis.causes import HostProcess, LiveFacts
 from trinity_events.core.state import ExplorerState
 from trinity_events.log import Entry
@@ -102,3 +107,23 @@ async def test_a_cause_that_lasts_is_one_line_and_one_that_passes_is_none(capsys
         await view.show_causes(look)
     [line] = capsys.readouterr().err.splitlines()
     assert "first cause: explorer-0 (process 7 of this host) is stopped" in line
+
+
+async def test_a_cause_that_lasts_is_shown_though_many_waits_of_a_moment_come_before_it(capsys):
+    view = ProgressView(RUN, 9, look_every=0.01)
+    for entry_id, envelope in lasting_cause_after_waits().entries:
+        view._fold(Entry(entry_id, encode(envelope)))
+    capsys.readouterr()
+    now = int(view._monitor.state.position.partition("-")[0])
+    looks = iter([LiveFacts(now=now)] * 2)
+
+    async def look():
+        facts = next(looks, None)
+        if facts is None:
+            raise Over
+        return facts
+
+    with pytest.raises(Over):
+        await view.show_causes(look)
+    [line] = capsys.readouterr().err.splitlines()
+    assert "explorer-99" in line
