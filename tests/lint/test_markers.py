@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.support.markers import StartedProcesses, needed_marker
+from tests.support.markers import StartedProcesses, needed_marker, ray_folder
 
 
 def start_by_subprocess() -> None:
@@ -40,7 +40,7 @@ def test_a_process_without_its_marker_is_recorded(start) -> None:
     [
         (["/usr/bin/redis-server", "--port", "1"], "server"),
         (["python", "-I", "/a/trinity_events/server/reaper.py"], "server"),
-        (["/a/site-packages/ray/core/src/ray/gcs/gcs_server"], "ray"),
+        ([f"{ray_folder()}core/src/ray/gcs/gcs_server"], "ray"),
         (["git", "status"], "processes"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -66,8 +68,17 @@ class StartedProcesses:
 
 def needed_marker(words: list[str]) -> str:
     """Return the marker that a test needs that starts a command."""
-    if any("-packages/ray/" in word for word in words):
+    if any(word.startswith(ray_folder()) for word in words):
         return "ray"
     if "server" in Path(words[0]).name or any("server/reaper.py" in word for word in words):
         return "server"
     return "processes"
+
+
+@functools.cache
+def ray_folder() -> str:
+    """Return the folder of the package, wherever it is installed, without importing it."""
+    spec = importlib.util.find_spec("ray")
+    assert spec is not None
+    assert spec.origin is not None
+    return f"{Path(spec.origin).parent}/"
