@@ -181,3 +181,19 @@ def _is_module(name: str) -> bool:
 
 def _event_types() -> tuple[type, ...]:
     return get_args(Event)
+
+
+PROMISE = re.compile(r"^\| (\d+) \| (.+) \|$", re.MULTILINE)
+
+
+def test_promises_are_numbered_in_order_and_name_tests_that_exist():
+    page = (ROOT / "docs/reliability.md").read_text()
+    section = page.partition("## The promises\n")[2].partition("\n## ")[0]
+    promises = PROMISE.findall(section)
+    numbers = [int(number) for number, _ in promises]
+    assert numbers == sorted(set(numbers))
+    for number, row in promises:
+        names = re.findall(r"`([^`]+)`", row.rpartition(" | ")[2])
+        assert names, number
+        for name in names:
+            assert (ROOT / "tests" / name).exists(), (number, name)
