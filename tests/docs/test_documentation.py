@@ -17,7 +17,9 @@ from trinity_schemas import Event
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+PACKAGES = ("schemas", "trinity_events", "workers")
+READMES = sorted(page for package in PACKAGES for page in (ROOT / package).rglob("README.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *READMES, *sorted(DOCS.rglob("*.md"))]
 WITH_SNIPPETS = [page for page in PAGES if "```python" in page.read_text()]
 
 _CODE = re.compile(r"^(```+).*?^\1\s*$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
@@ -89,7 +91,7 @@ def test_every_relative_link_points_to_something(page):
             assert anchor in anchors(target), f"{link} points to no heading"
 
 
-@pytest.mark.parametrize("page", WITH_SNIPPETS, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", WITH_SNIPPETS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_python_snippet_compiles_and_imports_what_is_there(page):
     snippets = _PYTHON.findall(page.read_text())
     assert snippets
@@ -197,3 +199,11 @@ def test_promises_are_numbered_in_order_and_name_tests_that_exist():
         assert names, number
         for name in names:
             assert (ROOT / "tests" / name).exists(), (number, name)
+
+
+@pytest.mark.parametrize("page", READMES, ids=lambda page: str(page.parent.relative_to(ROOT)))
+def test_files_that_the_readme_of_a_package_names_exist(page):
+    text = re.sub(r"\{([\w,]+)\}", lambda match: match[1].partition(",")[0], page.read_text())
+    for name in re.findall(r"[\w/.]+\.(?:py|lua)\b", text):
+        folders = (page.parent, page.parent.parent, ROOT, ROOT / "tests")
+        assert any((folder / name).exists() for folder in folders), name
