@@ -513,6 +513,10 @@ class ExplorerStatusChanged(_Event, frozen=True):
     """An explorer's status changed; the envelope's producer is the explorer."""
 
     status: Annotated[ExplorerStatus, Meta(description="New status.")]
+    endpoint: Annotated[
+        Annotated[str, Meta(max_length=2048)] | None,
+        Meta(description="URL of the server that it drives; null for none."),
+    ] = None
 
 
 class SyncRequested(_Event, frozen=True):

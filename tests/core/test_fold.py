@@ -80,6 +80,7 @@ from trinity_schemas import (
     TrainerStatusChanged,
     VersionRetired,
     WeightsApplied,
+    WeightsProof,
     decode_envelope,
     encode,
 )
@@ -418,6 +419,21 @@ def test_explorers_are_not_fenced_by_epochs():
     history = History()
     history.add(ExplorerStatusChanged(status="running"), by="explorer", epoch=0)
     assert history.fold()[0].state.explorers["explorer-0"].status == "running"
+
+
+def test_an_explorer_that_lost_its_server_serves_no_version():
+    history = History()
+    url = "http://127.0.0.1:8000"
+    proof = WeightsProof(status="proven", checks=("names", "served"))
+    event = msgspec.structs.replace(applied(2), proof=proof)
+    for status in ("running", "require_sync"):
+        history.add(event, by="explorer", epoch=0)
+        history.add(ExplorerStatusChanged(status=status, endpoint=url), by="explorer", epoch=0)
+        explorer = history.fold()[0].state.explorers["explorer-0"]
+        assert explorer.endpoint == url
+        serves = status == "running"
+        assert explorer.version == (StepRef(1, 2) if serves else None)
+        assert explorer.proof == ("proven" if serves else None)
 
 
 def test_finished_steps_are_forgotten_and_stay_settled():

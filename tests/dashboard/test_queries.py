@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from tests.support.dashboards import SMALL, dashboard, put_run, server_runs, shared_dashboard
 from trinity_events.analysis.changes import changes
@@ -14,12 +16,20 @@ from trinity_events.core import MonitorState
 from trinity_events.core.fold import Monitor
 from trinity_events.core.fold_state import format_producer
 from trinity_events.dashboard import search, timeline
+from trinity_events.dashboard.board import RecordedRuns
 from trinity_events.dashboard.simulated_run import Plan, simulated_run
+from trinity_events.dashboard.sources import RecordedSource
 from trinity_events.log import position
 from trinity_events.replay import fold_one
 from trinity_events.views import state_as_json
 from trinity_events.views.changes import format_change, is_relevant
-from trinity_schemas import ContractError, decode_envelope, event_tag
+from trinity_schemas import (
+    ContractError,
+    ExplorerStatusChanged,
+    decode_envelope,
+    encode,
+    event_tag,
+)
 
 DEMO = Plan()
 ENTRIES = list(simulated_run(DEMO))
@@ -273,6 +283,28 @@ async def test_runs_of_a_server_are_listed_with_their_state(client, run_id):
         assert listed["ready"] == {"weights": 3}
         unknown = await served.ask("/api/runs/there-is-none/now")
         assert unknown.status == 404
+
+
+async def test_a_router_gets_the_servers_with_the_versions_that_they_have_proven():
+    plan = Plan(run_id="served", ranks=2, explorers=2, steps=3, faults=False)
+    url, entries = "http://127.0.0.1:8000", []
+    for entry in simulated_run(plan):
+        envelope = decode_envelope(entry.payload)
+        if isinstance(envelope.event, ExplorerStatusChanged) and envelope.producer.rank == 1:
+            event = structs.replace(envelope.event, endpoint=url)
+            payload = encode(structs.replace(envelope, event=event))
+            entries.append(entry._replace(payload=payload))
+        else:
+            entries.append(entry)
+    with closing(RecordedSource.from_entries(plan.run_id, entries)) as source:
+        async with dashboard(RecordedRuns(source)) as served:
+            await served.indexed(plan.run_id)
+            [engine] = (await served.json(f"/api/runs/{plan.run_id}/engines"))["engines"]
+            state = (await served.json(f"/api/runs/{plan.run_id}/at", whole=1))["whole"]
+    assert (engine["explorer"], engine["url"]) == ("explorer-1", url)
+    explorer = state["explorers"]["explorer-1"]
+    for name in ("version", "digest"):
+        assert engine[name] == explorer[name]
 
 
 def test_the_small_plan_is_the_same_each_time():

@@ -3397,6 +3397,78 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
             "questions of task.sets.small have the field 'topic', and no question of task.sets.large has: one reward and one template read both, so give the records of both sets the same fields",
         ),
     ],
+    "VLLMServerAway": [
+        (
+            {"url": "http://127.0.0.1:8000", "reason": "its process has ended"},
+            "the vLLM server at http://127.0.0.1:8000 is away: its process has ended",
+        )
+    ],
+    "VLLMServerRefused": [
+        (
+            {
+                "url": "http://127.0.0.1:8000",
+                "path": "/pause",
+                "status": 404,
+                "reason": "Not Found",
+            },
+            "the vLLM server at http://127.0.0.1:8000 answers /pause with 404 (Not Found): start it as docs/vllm.md describes",
+        ),
+        (
+            {"url": "http://127.0.0.1:8000", "path": "/pause", "status": 401, "reason": ""},
+            "the vLLM server at http://127.0.0.1:8000 answers /pause with 401: start it as docs/vllm.md describes",
+        ),
+    ],
+    "VLLMServerMissing": [
+        (
+            {
+                "url": "http://127.0.0.1:8000",
+                "fault": "late",
+                "seconds": 600.0,
+                "reason": "Connection refused",
+            },
+            "the vLLM server at http://127.0.0.1:8000 did not come back within 600 s (Connection refused): start it, or raise explorer.engine_options.startup_timeout",
+        ),
+        (
+            {"url": "http://127.0.0.1:8000", "fault": "lost", "reason": "its process has ended"},
+            "the vLLM server at http://127.0.0.1:8000 is lost whenever a version is installed (its process has ended): see its own log",
+        ),
+    ],
+    "VLLMServerUnusable": [
+        (
+            {"url": "ftp://host", "fault": "url"},
+            "explorer.engine_options.url is ftp://host, which is no URL of HTTP, such as http://127.0.0.1:8000",
+        ),
+        (
+            {"url": "http://10.0.0.1:8000", "fault": "remote"},
+            "explorer.engine_options.url is http://10.0.0.1:8000, which is not on loopback: the routes that change a server's weights have no key. Let an explorer run on the server's host, or set allow_remote where nothing else reaches it",
+        ),
+        (
+            {"url": "", "fault": "rank", "value": "2"},
+            "explorer.engine_options.url has no server for explorer-2: list one for each",
+        ),
+        (
+            {"url": "", "fault": "key", "setting": "SERVER_KEY"},
+            "explorer.engine_options.api_key_variable is SERVER_KEY, which is not set here",
+        ),
+        (
+            {"url": "http://127.0.0.1:8000", "fault": "plugin", "value": "no trinity_describe"},
+            "the vLLM server at http://127.0.0.1:8000 has no worker of trinity-events (no trinity_describe): start it as docs/vllm.md describes",
+        ),
+        (
+            {
+                "url": "http://127.0.0.1:8000",
+                "fault": "setting",
+                "setting": "dtype",
+                "value": "bfloat16",
+                "needed": "float32",
+            },
+            "the vLLM server at http://127.0.0.1:8000 has dtype bfloat16, and the run needs float32: start it as docs/vllm.md describes",
+        ),
+        (
+            {"url": "http://127.0.0.1:8000", "fault": "driven"},
+            "the vLLM server at http://127.0.0.1:8000 is driven by another explorer: give each its own (explorer.engine_options.url)",
+        ),
+    ],
     "VLLMUnusable": [
         (
             {"fault": "deterministic"},

@@ -167,6 +167,8 @@ class ExplorerState(Struct, kw_only=True, omit_defaults=True):
     """Status of an explorer, from its last events."""
 
     status: ExplorerStatus = "running"
+    endpoint: str | None = None
+    """URL of the server that it drives."""
     version: StepRef | None = None
     digest: str | None = None
     proof: ProofStatus | None = None

@@ -229,6 +229,7 @@ def _plain(ask: Callable[[RunReader], Awaitable[Any]]) -> Answer:
 
 _ANSWERS: dict[str, Answer] = {
     "now": _plain(queries.get_now),
+    "engines": _plain(queries.get_engines),
     "lanes": _plain(queries.get_lanes),
     "overview": _plain(queries.get_overview),
     "versions": _versions,

@@ -66,6 +66,32 @@ async def get_now(reader: RunReader) -> dict[str, Any]:
     }
 
 
+async def get_engines(reader: RunReader) -> dict[str, Any]:
+    """Return the servers that explorers drive, each with the version that it has proven.
+
+    A server without a version, or whose explorer has stopped, is not to be asked.
+    """
+    await reader.indexed()
+    state = reader.newest
+    assert state is not None
+    return {
+        "engines": [
+            {
+                "explorer": name,
+                "url": explorer.endpoint,
+                "status": explorer.status,
+                "version": msgspec.to_builtins(explorer.version),
+                "digest": explorer.digest,
+                "proof": explorer.proof,
+                "applied_at": explorer.applied_at,
+                "heard_at": explorer.heard_at,
+            }
+            for name, explorer in state.explorers.items()
+            if explorer.endpoint is not None
+        ]
+    }
+
+
 def _digests(history: History) -> dict[StepRef, str]:
     """Return the digests of the ready weight versions that are known."""
     return {

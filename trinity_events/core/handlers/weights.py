@@ -96,9 +96,15 @@ def version_refused(fold: FoldState, event: VersionRefused, envelope: Envelope) 
 def explorer_status_changed(
     fold: FoldState, event: ExplorerStatusChanged, envelope: Envelope
 ) -> None:
-    """Record an explorer's status; one that stopped, or started again, waits no more as it did."""
+    """Record an explorer's status; one that stopped, or started again, waits no more as it did.
+
+    One that requires a version has lost the one that it served.
+    """
     producer = envelope.producer
-    _explorer(fold, producer).status = event.status
+    explorer = _explorer(fold, producer)
+    explorer.status, explorer.endpoint = event.status, event.endpoint
+    if event.status == "require_sync":
+        explorer.version = explorer.digest = explorer.proof = explorer.applied_at = None
     lives = None if event.status == "stopped" else producer.incarnation
     forget_waits(fold, format_producer(producer), but=lives)
 

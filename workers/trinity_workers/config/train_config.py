@@ -111,7 +111,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     @property
     def proof(self) -> ProofName:
         """Return the check that a version must pass before an explorer serves it."""
-        return self.explorer.proof or ("served" if self.explorer.engine == "vllm" else "names")
+        return self.explorer.proof or ("names" if self.explorers_pull else "served")
 
     @property
     def publishes_tensor_digests(self) -> bool:
@@ -120,8 +120,8 @@ class TrainConfig(Section, frozen=True, kw_only=True):
 
     @property
     def explorers_pull(self) -> bool:
-        """Return True if explorers pull the weights, and not processes that vLLM starts."""
-        return self.explorer.engine != "vllm"
+        """Return True if explorers pull the weights, and not processes of vLLM."""
+        return self.explorer.engine not in {"vllm", "vllm-server"}
 
     @property
     def groups_per_claim(self) -> int:

@@ -314,6 +314,10 @@ class Explorer:
 
         async def claim() -> None:
             nonlocal claims
+            if self._engine.serves is None:
+                # Out of service, it would hold requests that other explorers can answer.
+                async with self._turns.training():
+                    await installer.refresh(0)
             idle_since = anyio.current_time()
             while not (
                 claims := await requests.claim(config.groups_per_claim, seconds=_CLAIM_BLOCK)

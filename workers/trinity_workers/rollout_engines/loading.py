@@ -24,6 +24,7 @@ from .base import (
 ENGINES = {
     "huggingface": "trinity_workers.rollout_engines.huggingface:HuggingFaceEngine.open",
     "vllm": "trinity_workers.rollout_engines.vllm.engine:VLLMEngine.open",
+    "vllm-server": "trinity_workers.rollout_engines.vllm.server:VLLMServerEngine.open",
 }
 """Engines that ship with this package."""
 _PACKAGES = {"vllm": ("vllm", "trinity-events[vllm]")}

@@ -21,7 +21,7 @@ from ..sync_schedule import names_exact_version, publishes_on_demand
 _COLOCATED = is_any("trainer.colocated", True)
 _UPDATES = ~is_any("rollouts.on_update", "finish")
 _FIXED = is_any("sync.style", "fixed")
-_VLLM = is_any("explorer.engine", "vllm")
+_VLLM = is_any("explorer.engine", "vllm", "vllm-server")
 _SEVERAL_STEPS_OPEN = ~_FIXED | is_at_least("sync.interval", 2) | is_positive("sync.offset")
 """Prompts of more than one step may be open at a time."""
 

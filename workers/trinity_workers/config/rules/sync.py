@@ -52,7 +52,7 @@ RULES: tuple[Rule, ...] = (
         "with {=sync.method} rank 0 sends full tensors, and none of them through memory",
     ),
     Requires(
-        is_any("explorer.proof", "served") & ~is_any("explorer.engine", "vllm"),
+        is_any("explorer.proof", "served") & ~is_any("explorer.engine", "vllm", "vllm-server"),
         _MEMORY,
         "{explorer.proof} served compares with digests of single tensors, which versions in memory "
         "have alone",

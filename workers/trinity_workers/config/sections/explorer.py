@@ -22,7 +22,7 @@ class ExplorerConfig(Section, frozen=True, kw_only=True):
     count: Positive = 1
     """Explorer processes that the run starts with; others may come and go."""
     engine: str = "huggingface"
-    """Rollout engine: `huggingface`, `vllm`, an entry point, `module:attribute`,
+    """Rollout engine: `huggingface`, `vllm`, `vllm-server`, an entry point, `module:attribute`,
     `./file.py:attribute`."""
     engine_options: dict[str, Any] = msgspec.field(default_factory=dict)
     """Options that are given to the rollout engine by name."""
@@ -30,7 +30,7 @@ class ExplorerConfig(Section, frozen=True, kw_only=True):
     """Check that a version must pass before an explorer serves it. names: each tensor came once and
     was loaded. served: what the engine computes with is compared with what was published, too; for
     `huggingface` that takes a digest of each tensor, which lengthens publishing. Null is served for
-    `vllm`, and names for others."""
+    `vllm` and `vllm-server`, and names for others."""
     dtype: DtypeName | None = None
     """Data type in which explorers serve the policy. Null is `model.dtype`."""
     deterministic: bool = False

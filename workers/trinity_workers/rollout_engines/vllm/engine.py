@@ -18,9 +18,9 @@ import socket
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import anyio
 import anyio.to_thread
@@ -37,7 +37,7 @@ from trinity_events.system.error_text import ungrouped
 from trinity_events.weights.applying.verify_model import make_proof
 from trinity_events.weights.tensors import digest
 from trinity_events.weights.version_reader import LoadedVersion
-from trinity_schemas import AppliedPhases, StepReady, StepRef, WeightsProof
+from trinity_schemas import AppliedPhases, Sampling, StepReady, StepRef, WeightsProof
 
 from ..base import (
     EngineOptions,
@@ -74,16 +74,44 @@ _SEED_BITS = 2**62 - 1
 _LARGEST_OUTCOME = 1 << 16
 
 
+class EngineLimits(NamedTuple):
+    """Limits that vLLM was configured with."""
+
+    context_length: int
+    """Maximum number of tokens of an episode."""
+    max_num_seqs: int
+    """Maximum number of requests that it computes at a time."""
+    world_size: int
+    """Number of its workers."""
+
+
+class Watch(Protocol):
+    """Watch over vLLM's processes."""
+
+    def alive(self) -> AbstractAsyncContextManager[None]:
+        """End the block as soon as a process has ended. Raises RolloutEngineError then."""
+        ...
+
+
 class VLLMEngine:
     """Engine in vLLM's processes, of which this one sends requests and receives tokens.
 
     Args:
-        engine: vLLM's AsyncLLM.
+        engine: vLLM's AsyncLLM, or a client with those of its methods that are called here.
         options: Options of the engine.
         end_tokens: Tokens that end an answer.
+        limits: Limits that vLLM was configured with.
+        core: Watch over vLLM's processes.
     """
 
-    def __init__(self, engine: Any, options: EngineOptions, end_tokens: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        options: EngineOptions,
+        end_tokens: tuple[int, ...],
+        limits: EngineLimits,
+        core: Watch,
+    ) -> None:
         self.serves = options.serves
         self.on_update = options.on_update
         self._engine = engine
@@ -91,8 +119,8 @@ class VLLMEngine:
         self._base = options.serves
         self._looks_inside = options.proof == "served"
         self._end_tokens = end_tokens
-        manager = engine.engine_core.resources.engine_manager
-        self._core = CoreWatch(() if manager is None else manager.processes)
+        self._limits = limits
+        self._core = core
         self._folder = tempfile.TemporaryDirectory(prefix="trinity-vllm-")
         self._outcomes = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._outcomes.setblocking(False)
@@ -108,7 +136,7 @@ class VLLMEngine:
         self._paused_until = 0.0
         self._lease: asyncio.TimerHandle | None = None
         # A request in vLLM's own queue would have the cache salt of a version that is gone.
-        self._slots = anyio.Semaphore(engine.vllm_config.scheduler_config.max_num_seqs)
+        self._slots = anyio.Semaphore(limits.max_num_seqs)
 
     @classmethod
     @samples_with("top_k", "top_p", "min_p", "repetition_penalty")
@@ -132,7 +160,9 @@ class VLLMEngine:
             engine = AsyncLLM.from_engine_args(args)
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
             raise VLLMUnusable("start", _one_line(error)) from error
-        return cls(engine, options, end_tokens)
+        manager = engine.engine_core.resources.engine_manager
+        core = CoreWatch(() if manager is None else manager.processes)
+        return cls(engine, options, end_tokens, _read_limits(engine), core)
 
     async def close(self) -> None:
         """End vLLM's processes."""
@@ -145,7 +175,7 @@ class VLLMEngine:
     @property
     def context_length(self) -> int | None:
         """Maximum number of tokens of an episode, as vLLM was configured."""
-        return int(self._engine.model_config.max_model_len)
+        return self._limits.context_length
 
     @property
     def _outcomes_path(self) -> Path:
@@ -212,9 +242,9 @@ class VLLMEngine:
         sampling, place = request.sampling, (request.ordinal, request.sample, request.turn)
         seed = turn_key(sampling.seed, *place) & _SEED_BITS
         # The prefixes of another version are never hit, so that no cache has to be dropped.
-        prompt = {"prompt_token_ids": request.tokens, "cache_salt": _label(version)}
+        prompt = {"prompt_token_ids": request.tokens, "cache_salt": self._label(version)}
         name = "-".join(map(str, (*place, next(self._numbers))))
-        params = build_sampling_params(sampling, limit, seed, self._end_tokens)
+        params = self._sampling_params(sampling, limit, seed)
         outputs = [output async for output in self._engine.generate(prompt, params, name)]
         (completion,) = outputs[-1].outputs
         if completion.finish_reason == "abort":
@@ -233,6 +263,13 @@ class VLLMEngine:
             ],
             finished=completion.finish_reason == "stop",
         )
+
+    def _sampling_params(self, sampling: Sampling, limit: int, seed: int) -> Any:
+        return build_sampling_params(sampling, limit, seed, self._end_tokens)
+
+    def _label(self, version: StepRef) -> str:
+        """Return the label that vLLM gives each token of a version."""
+        return f"{version.epoch}/{version.step}"
 
     def _version_of_label(self, label: str) -> StepRef:
         """Return the version that vLLM names: never the one that is believed to be served."""
@@ -323,22 +360,20 @@ class VLLMEngine:
             self._prepared = True
 
     async def _connect_workers(self) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
         assert self._synchronizer is not None
         settings = self._synchronizer.settings
         folder = settings.checkpoint_folder
-        await self._engine.init_weight_transfer_engine(
-            WeightTransferInitRequest(
-                init_info={
-                    "run_id": settings.run_id,
-                    "redis_url": settings.redis_url,
-                    "weights_url": settings.weights_url,
-                    "rank": settings.rank,
-                    "checkpoint_folder": None if folder is None else str(folder),
-                    "outcomes": str(self._outcomes_path),
-                }
-            )
+        init_info = {
+            "run_id": settings.run_id,
+            "redis_url": settings.redis_url,
+            "weights_url": settings.weights_url,
+            "rank": settings.rank,
+            "checkpoint_folder": None if folder is None else str(folder),
+            "outcomes": str(self._outcomes_path),
+        }
+        # As AsyncLLM does it, whose method takes a class of vLLM; a server needs none here.
+        await self._engine.collective_rpc(
+            "init_weight_transfer_engine", kwargs={"init_info": init_info}
         )
 
     async def _fetch(self, ready: StepReady) -> list[FetchOutcome]:
@@ -349,16 +384,20 @@ class VLLMEngine:
         version = StepRef(ready.epoch, ready.step)
         announcement = msgspec.json.encode(ready).decode()
         await self._engine.collective_rpc("trinity_fetch", args=(announcement,))
+        outcomes = await self._receive_outcomes(version)
+        failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
+        if failures:
+            await self._engine.collective_rpc("trinity_abandon")
+            raise _fetch_error(failures[0], ready)
+        return outcomes
+
+    async def _receive_outcomes(self, version: StepRef) -> list[FetchOutcome]:
         outcomes: dict[int, FetchOutcome] = {}
-        while len(outcomes) < self._engine.vllm_config.parallel_config.world_size:
+        while len(outcomes) < self._limits.world_size:
             await anyio.wait_readable(self._outcomes)
             outcome = msgspec.json.decode(self._outcomes.recv(_LARGEST_OUTCOME), type=FetchOutcome)
             if outcome.version == version:  # an earlier fetch may have been cancelled
                 outcomes[outcome.worker] = outcome
-        failures = [outcome.failure for outcome in outcomes.values() if outcome.failure is not None]
-        if failures:
-            await self._engine.collective_rpc("trinity_abandon")
-            raise _fetch_error(failures[0], ready)
         return list(outcomes.values())
 
     async def _update(self, ready: StepReady) -> list[LoadReport]:
@@ -371,7 +410,7 @@ class VLLMEngine:
             reports = await self._load(ready)
             _check_reports(reports, version)
             # The label comes last: no token has it before the checks have passed.
-            await self._engine.finish_weight_update(_label(version))
+            await self._engine.finish_weight_update(self._label(version))
             self.serves = version
         except Exception as error:
             await self._give_up_turns()
@@ -386,11 +425,9 @@ class VLLMEngine:
         return reports
 
     async def _load(self, ready: StepReady) -> list[LoadReport]:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        await self._engine.start_weight_update()
         update_info = {"ready": msgspec.json.encode(ready).decode(), "served": self._looks_inside}
-        await self._engine.update_weights(WeightTransferUpdateRequest(update_info=update_info))
+        await self._engine.collective_rpc("start_weight_update")
+        await self._engine.collective_rpc("update_weights", kwargs={"update_info": update_info})
         reports = await self._engine.collective_rpc("trinity_report")
         return [msgspec.json.decode(report, type=LoadReport) for report in reports]
 
@@ -406,6 +443,15 @@ class VLLMEngine:
             await self._prepare()
             workers = await self._engine.collective_rpc("trinity_digests")
         return digest(msgspec.json.encode([sorted(digests.items()) for digests in workers]))
+
+
+def _read_limits(engine: Any) -> EngineLimits:
+    config = engine.vllm_config
+    return EngineLimits(
+        int(engine.model_config.max_model_len),
+        config.scheduler_config.max_num_seqs,
+        config.parallel_config.world_size,
+    )
 
 
 def _check_reports(reports: Sequence[LoadReport], version: StepRef) -> None:
@@ -451,10 +497,6 @@ def _fetch_error(failure: WorkerFailure, ready: StepReady) -> TrinityError:
     if failure.kind == VersionUnavailable.__name__:
         return WorkerLacksVersion(f"weights of step {ready.step}", reason=failure.reason)
     return VLLMUnusable("fetch", failure.reason, ready.step)
-
-
-def _label(version: StepRef) -> str:
-    return f"{version.epoch}/{version.step}"
 
 
 def _one_line(error: BaseException) -> str:

@@ -128,7 +128,18 @@ def prepare_environment() -> None:
 def build_sampling_params(
     sampling: Sampling, limit: int, seed: int, end_tokens: tuple[int, ...]
 ) -> Any:
-    """Return vLLM's parameters of one turn.
+    """Return vLLM's parameters of one turn; arguments as :func:`get_sampling_arguments`."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    arguments = get_sampling_arguments(sampling, limit, seed, end_tokens)
+    return SamplingParams(**arguments, output_kind=RequestOutputKind.FINAL_ONLY)
+
+
+def get_sampling_arguments(
+    sampling: Sampling, limit: int, seed: int, end_tokens: tuple[int, ...]
+) -> dict[str, Any]:
+    """Return the arguments of vLLM's parameters of one turn, as JSON has them.
 
     Args:
         sampling: The request's settings.
@@ -136,24 +147,20 @@ def build_sampling_params(
         seed: Seed of the turn.
         end_tokens: Tokens that end an answer.
     """
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        max_tokens=limit,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k or -1,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        seed=seed,
-        logprobs=0,
+    return {
+        "max_tokens": limit,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "seed": seed,
+        "logprobs": 0,
         # The end of sequence is one of them, and the answer keeps it.
-        stop_token_ids=list(end_tokens),
-        ignore_eos=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
+        "stop_token_ids": list(end_tokens),
+        "ignore_eos": True,
+        "detokenize": False,
+    }
 
 
 def read_end_tokens(folder: Path) -> tuple[int, ...]:

@@ -90,3 +90,22 @@ class LoadReport(Struct, kw_only=True):
     compared: list[str] = msgspec.field(default_factory=list)
     proof_seconds: float = 0.0
     failure: WorkerFailure | None = None
+
+
+class ServerDescription(Struct, frozen=True, kw_only=True):
+    """Description of one worker of a vLLM server, for the explorer that drives it."""
+
+    instance: str
+    """Random name of the worker's start."""
+    context_length: int
+    max_num_seqs: int
+    world_size: int
+    data_parallel_size: int
+    dtype: str
+    logprobs_mode: str
+    chunks_seeded_prefill: bool
+    """True if a seeded request with a long prompt ends the engine: a CPU, with chunked prefill."""
+    driver: str | None = None
+    """Socket of the explorer that drives the server; None if that has ended, or there is none."""
+    reaches: bool = False
+    """True if the worker reaches the socket of the explorer that asks: it is on its host."""

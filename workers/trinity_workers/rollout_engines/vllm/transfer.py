@@ -11,12 +11,13 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from trinity_events import Synchronizer
 from trinity_events.weights import PulledVersion
 from trinity_schemas import StepReady, StepRef
 
-from .reports import FetchOutcome, LoadReport, WorkerFailure
+from .reports import FetchOutcome, LoadReport, ServerDescription, WorkerFailure
 from .served import compare_served, find_embedding, is_tied, served_tensors
 
 logger = logging.getLogger(__name__)
@@ -75,10 +76,12 @@ class PulledWeights(WeightTransferEngine):  # type: ignore[misc] # vLLM has no t
         self._outcomes = ""
         self._fetch: VersionFetch | None = None
         self.worker: int = self.parallel_config.rank
+        self.instance = secrets.token_hex(8)
         self.report = LoadReport()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Make the worker's Synchronizer, with which it pulls."""
+        self.shutdown()  # a server's explorer may be another one than before
         folder = init_info.checkpoint_folder
         self._outcomes = init_info.outcomes
         self._synchronizer = Synchronizer(
@@ -96,6 +99,16 @@ class PulledWeights(WeightTransferEngine):  # type: ignore[misc] # vLLM has no t
         assert self._synchronizer is not None
         self.drop()
         self._fetch = VersionFetch(self._synchronizer, ready, self.worker, self._outcomes)
+
+    def fetched(self) -> FetchOutcome:
+        """Wait for the fetch, and return its outcome; nothing is generated meanwhile."""
+        assert self._fetch is not None
+        return self._fetch.wait()
+
+    @property
+    def driver(self) -> str | None:
+        """Socket of the explorer that drives this engine, if that has not ended."""
+        return self._outcomes if is_reached(self._outcomes) else None
 
     def drop(self) -> None:
         """Let the fetched version go."""
@@ -233,6 +246,11 @@ class VersionFetch:
         self._thread.join()
         self._exits.close()
 
+    def wait(self) -> FetchOutcome:
+        """Return the outcome, once it is known."""
+        self._thread.join()
+        return self._outcome
+
     def _run(self) -> None:
         ref = StepRef(self.ready.epoch, self.ready.step)
         try:
@@ -240,8 +258,22 @@ class VersionFetch:
             outcome = FetchOutcome(self._worker, ref, time.time())
         except Exception as error:
             outcome = FetchOutcome(self._worker, ref, failure=WorkerFailure.of(error))
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        self._outcome = outcome
+        with (
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender,
+            suppress(OSError),  # the explorer has ended, or is on another host and waits itself
+        ):
             sender.sendto(msgspec.json.encode(outcome), self._outcomes)
+
+
+def is_reached(path: str) -> bool:
+    """Return True if a process of this host receives at a datagram socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        try:
+            sender.connect(path)
+        except (OSError, ValueError):
+            return False
+    return True
 
 
 class WorkerExtension:
@@ -250,6 +282,32 @@ class WorkerExtension:
     weight_transfer_engine: PulledWeights
     model_runner: Any
     vllm_config: Any
+
+    def trinity_describe(self, outcomes: str) -> str:
+        """Return the description of this worker, as JSON, for an explorer with that socket."""
+        engine, config = self.weight_transfer_engine, self.vllm_config
+        model, scheduler, parallel = (
+            config.model_config,
+            config.scheduler_config,
+            config.parallel_config,
+        )
+        description = ServerDescription(
+            instance=engine.instance,
+            context_length=int(model.max_model_len),
+            max_num_seqs=scheduler.max_num_seqs,
+            world_size=parallel.world_size,
+            data_parallel_size=parallel.data_parallel_size,
+            dtype=str(model.dtype).removeprefix("torch."),
+            logprobs_mode=str(model.logprobs_mode),
+            chunks_seeded_prefill=engine.device.type == "cpu" and scheduler.enable_chunked_prefill,
+            driver=engine.driver,
+            reaches=is_reached(outcomes),
+        )
+        return msgspec.json.encode(description).decode()
+
+    def trinity_fetched(self) -> str:
+        """Wait for the fetch, and return its outcome, as JSON."""
+        return msgspec.json.encode(self.weight_transfer_engine.fetched()).decode()
 
     def trinity_fetch(self, ready: str) -> None:
         """Start to fetch a version."""
