@@ -6,7 +6,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from trinity_workers.learning.policy import create_policy, isolated_rng, save_policy
 
 
-def create_vllm_policy(folder, *, tied=True, seed=0, positions=64, hidden=128, layers=2):
+def create_vllm_policy(
+    folder, *, tied=True, seed=0, positions=64, hidden=128, layers=2, kv_heads=1
+):
     """Write a random policy with heads of 64 into a folder, and return the folder."""
     create_policy(folder, seed)  # its tokenizer
     config = Qwen2Config.from_pretrained(folder)
@@ -15,7 +17,7 @@ def create_vllm_policy(folder, *, tied=True, seed=0, positions=64, hidden=128, l
             "hidden_size": hidden,
             "num_hidden_layers": layers,
             "num_attention_heads": hidden // 64,
-            "num_key_value_heads": 1,
+            "num_key_value_heads": kv_heads,
             "intermediate_size": 2 * hidden,
             "max_position_embeddings": positions,
             "tie_word_embeddings": tied,

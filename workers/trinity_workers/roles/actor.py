@@ -79,6 +79,7 @@ class ActorRolloutRefWorker(RoleWorker):
 
         Every rank of FSDP gathers the whole model for it, and keeps it until the policy changes. On
         Megatron the weights change to the layout of ``trainer.rollout_tensor_parallel`` for it.
+        With ``explorer.engine`` vllm, vLLM in the ranks' processes takes each tensor instead.
 
         Raises:
             LayoutRefused: The model cannot be divided so.

@@ -21,10 +21,10 @@ from trinity_events.weights.tensors import Digesting, as_bytes, dtype_name
 from trinity_schemas import StepReady, StepRef
 
 from ..engines.megatron import HybridEngine
-from ..runtime.collectives import gather_bytes, raise_together
 from .base import Generation, GenerationRequest, InstallRefused, NotServing
 from .gate import Gate
-from .turns import OpenTurn, StopFinder, make_sampler, turn_limit
+from .replicas import Replica, generate_shared
+from .turns import OpenTurn, StopFinder, make_sampler
 
 
 class MegatronRolloutEngine:
@@ -84,40 +84,16 @@ class MegatronRolloutEngine:
             PeerFailed: on the ranks that did not fail themselves.
             CollectiveBroken: if a rank died or was too slow.
         """
-        group = self._hybrid.group
-        mine = [msgspec.msgpack.encode(request) for request in requests]
-        requests_by_rank = (
-            msgspec.msgpack.decode(payload, type=list[bytes])
-            for payload in gather_bytes(msgspec.msgpack.encode(mine), group)
+        hybrid = self._hybrid
+        replica = Replica(
+            hybrid.group, hybrid.replica, hybrid.replicas, is_first=hybrid.is_first_of_replica
         )
-        everyones = list(
-            dict.fromkeys(payload for theirs in requests_by_rank for payload in theirs)
-        )
-        turns = [
-            OpenTurn(request, turn_limit(request, self.context_length))
-            for request in (
-                msgspec.msgpack.decode(payload, type=GenerationRequest) for payload in everyones
-            )
-        ]
-        share = turns[self._hybrid.replica :: self._hybrid.replicas]
-        error: Exception | None = None
-        try:
+
+        def generate(turns: Sequence[OpenTurn]) -> None:
             with self._generating, self._gate.moving():
-                self._generate(share)
-        except Exception as caught:
-            error = caught
-        raise_together(error, group)
-        generations = (
-            [turn.generation() for turn in share] if self._hybrid.is_first_of_replica else []
-        )
-        answers: dict[bytes, Generation] = {}
-        for payload in gather_bytes(
-            msgspec.msgpack.encode((self._hybrid.replica, generations)), group
-        ):
-            replica, theirs = msgspec.msgpack.decode(payload, type=tuple[int, list[Generation]])
-            # A replica's ranks but the first one say nothing.
-            answers |= zip(everyones[replica :: self._hybrid.replicas], theirs, strict=False)
-        return [answers[payload] for payload in mine]
+                self._generate(turns)
+
+        return generate_shared(requests, replica, self.context_length, generate)
 
     async def pause(self, lease: float) -> None:
         """Stand still between tokens for at most `lease` seconds; so do the replica's ranks."""

@@ -122,10 +122,15 @@ RULES: tuple[Rule, ...] = (
         "{trainer.colocated} generates with whole weights, and {model.lora.rank} trains adapters",
     ),
     OnlyWhen(
-        "explorer.count explorer.engine explorer.engine_options explorer.proof explorer.dtype "
-        "explorer.cpus explorer.gpus explorer.device explorer.wait_for_run",
+        "explorer.count explorer.dtype explorer.cpus explorer.gpus explorer.device "
+        "explorer.wait_for_run",
         is_any("trainer.colocated", False),
         "with {trainer.colocated} the trainer's ranks answer",
+    ),
+    OnlyWhen(
+        "explorer.engine explorer.engine_options explorer.proof",
+        is_any("trainer.colocated", False) | is_any("explorer.engine", "vllm"),
+        "with {trainer.colocated} the trainer's ranks answer, by themselves or by vLLM",
     ),
     OnlyWhen(
         "explorer.engine_options",

@@ -14,7 +14,13 @@ from trinity_schemas import StepRef
 from ...config.train_config import RunConfig
 from ...engines.buffers import saved_buffers
 from ...learning.policy import load_policy
-from ...rollout_engines.base import AdaptersNotSupported, Generation, GenerationRequest
+from ...rollout_engines.base import (
+    AdaptersNotSupported,
+    EngineOptions,
+    Generation,
+    GenerationRequest,
+)
+from ...rollout_engines.loading import check_installed
 
 
 class RankRollouts(Protocol):
@@ -41,8 +47,11 @@ def rank_rollouts(config: RunConfig, device: torch.device, policy: Any) -> RankR
     Raises:
         LayoutRefused: if the policy cannot be divided as the rollout layout asks.
     """
-    kind = MegatronRollouts if config.trainer.engine == "megatron" else FSDPRollouts
-    return kind(config, device, policy)
+    kind: Any = MegatronRollouts if config.trainer.engine == "megatron" else FSDPRollouts
+    if config.explorer.engine == "vllm":
+        kind = VLLMRollouts
+    rollouts: RankRollouts = kind(config, device, policy)
+    return rollouts
 
 
 class MegatronRollouts:
@@ -67,6 +76,42 @@ class MegatronRollouts:
         Raises:
             PeerFailed: on the ranks that did not fail themselves.
             CollectiveBroken: if a rank died or was too slow.
+        """
+        with self._engine.serving(version):
+            return self._engine.generate_here(prompts)
+
+
+class VLLMRollouts:
+    """Rollouts of vLLM in the processes of the ranks, which takes each gathered tensor.
+
+    Raises RolloutEngineError if vLLM is not installed, or does not start.
+    """
+
+    def __init__(self, config: RunConfig, device: torch.device, policy: Any) -> None:
+        check_installed("vllm")
+        from ...rollout_engines.vllm.colocated import ColocatedVLLM
+
+        options = EngineOptions(
+            model_folder=config.model_folder,
+            dtype=config.served_dtype,
+            device=str(device),
+            proof=config.proof,
+            seed=config.seed,
+            options=config.explorer.engine_options,
+        )
+        tensor = policy.layout.tensor if config.trainer.engine == "megatron" else 1
+        self._engine = ColocatedVLLM(
+            options,
+            policy.get_per_tensor_param,
+            tensor_parallel=config.trainer.rollout_tensor_parallel or tensor,
+        )
+
+    def generate(self, prompts: Sequence[GenerationRequest], version: StepRef) -> list[Generation]:
+        """Generate with the present weights. Collective.
+
+        Raises:
+            NotAsPublished: vLLM does not compute with them.
+            PeerFailed: on the ranks that did not fail themselves.
         """
         with self._engine.serving(version):
             return self._engine.generate_here(prompts)
