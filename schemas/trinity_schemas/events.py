@@ -348,6 +348,42 @@ class WeightsApplied(_Event, frozen=True):
     ] = None
 
 
+PauseMode = Literal["wait", "keep", "retract", "abort"]
+
+
+class GenerationPaused(_Event, frozen=True):
+    """An explorer's engine stands still, so that a version can be installed.
+
+    The pause ends with ``generation-resumed``, with the explorer's process, or with its lease.
+    """
+
+    version: Annotated[StepRef, Meta(description="Version that is to be installed.")]
+    mode: Annotated[
+        PauseMode,
+        Meta(
+            description="Treatment of requests under way: `wait` for their end, `keep` them with "
+            "their caches, `retract` their caches, or `abort` them."
+        ),
+    ]
+    lease: Annotated[
+        Seconds, Meta(description="Seconds after which the explorer no longer waits for its end.")
+    ]
+    in_flight: Annotated[Count, Meta(description="Requests that were under way.")] = 0
+
+
+class GenerationResumed(_Event, frozen=True):
+    """An explorer's engine generates again, or is out of service until another version is whole."""
+
+    version: Annotated[StepRef, Meta(description="Version that was to be installed.")]
+    serves: Annotated[
+        StepRef | None, Meta(description="Version that the engine serves; none out of service.")
+    ] = None
+    aborted: Annotated[
+        Count, Meta(description="Requests that were cut short, and are issued again.")
+    ] = 0
+    seconds: Annotated[Seconds, Meta(description="Seconds that the pause lasted.")] = 0.0
+
+
 class VersionRefused(_Event, frozen=True):
     """A consumer did not use a version, because the bytes it read are not the published ones.
 
@@ -810,6 +846,8 @@ Event = (
     | StepFailed
     | StepSuperseded
     | WeightsApplied
+    | GenerationPaused
+    | GenerationResumed
     | VersionRefused
     | TrainerStatusChanged
     | ExplorerStatusChanged
@@ -872,6 +910,8 @@ SENT_BY: dict[type[Struct], SenderRole] = {
     StepFailed: "reducer",
     StepSuperseded: "reducer",
     WeightsApplied: "explorer",
+    GenerationPaused: "explorer",
+    GenerationResumed: "explorer",
     VersionRefused: "explorer",
     TrainerStatusChanged: "trainer",
     ExplorerStatusChanged: "explorer",

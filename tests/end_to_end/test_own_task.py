@@ -77,7 +77,7 @@ ENGINE = """
 from trinity_workers.rollout_engines import updates_amid_turns
 from trinity_workers.rollout_engines.huggingface import HuggingFaceEngine
 
-@updates_amid_turns("keep_cache")
+@updates_amid_turns("keep")
 def make(options):
     print("an engine of one's own", options.options, flush=True)
     return HuggingFaceEngine.open(options)
@@ -89,7 +89,7 @@ def test_a_users_model_questions_reward_tools_and_engine_are_part_of_a_run(folde
     (folder / "tool.py").write_text(ENVIRONMENT)
     (folder / "engine.py").write_text(ENGINE)
     chosen = settings(environment="./tool.py:Tool")
-    chosen["rollouts"] |= {"max_turns": 2, "max_new_tokens": 64, "on_update": "keep_cache"}
+    chosen["rollouts"] |= {"max_turns": 2, "max_new_tokens": 64, "pause_mode": "keep"}
     chosen["explorer"] = {"engine": "./engine.py:make", "engine_options": {"max_batch": 7}}
     chosen["steps"] = 2
     sets = {"plain": {"weight": 3.0}, "rare": {}}

@@ -167,7 +167,7 @@ async def test_answers_that_mix_versions_are_trained_with_the_version_of_each_to
     monkeypatch.setattr(Qwen2ForCausalLM, "forward", slow)
     sync = {"style": "fully_async", "max_staleness": 2, "timeout": PATIENCE}
     config = small(make_config, steps=STEPS, checkpoints={"interval": 0}, sync=sync)
-    config = config.replaced("rollouts", on_update="recompute_cache", max_new_tokens=16)
+    config = config.replaced("rollouts", pause_mode="retract", max_new_tokens=16)
     async with reducer_task(redis_url, run_id):
         await run(config, log, Recording)
     mixed = [sample for sample in Recording.samples if len(sample.turns[1].versions) > 1]

@@ -2842,6 +2842,12 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
             "options of the rollout engine huggingface: Object contains unknown field `max_batches`; there is max_batch",
         ),
     ],
+    "GenerationAborted": [
+        (
+            {"ordinal": 5},
+            "the answer to ordinal 5 was cut short, since a weight version came",
+        ),
+    ],
     "InstallRefused": [
         (
             {"step": 3, "fault": "synchronizer"},
@@ -2861,8 +2867,8 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "UpdateModeNotSupported": [
         (
-            {"engine": "./e.py:make", "on_update": "keep_cache", "modes": ("finish",)},
-            "rollouts.on_update is keep_cache, and the rollout engine ./e.py:make knows finish only: choose that, or another explorer.engine",
+            {"engine": "./e.py:make", "pause_mode": "keep", "modes": ("wait",)},
+            "rollouts.pause_mode is keep, and the rollout engine ./e.py:make knows wait only: choose that, or another explorer.engine",
         ),
     ],
     "AdaptersNotSupported": [

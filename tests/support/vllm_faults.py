@@ -1,6 +1,7 @@
 """Faults that are planted in a worker of vLLM, in the way of the weights."""
 
 import re
+import time
 
 import torch
 
@@ -21,6 +22,8 @@ class FaultyWorker(WorkerExtension):
         kind, _, argument = (fault or "").partition(":")
         if kind == "no-transfer":
             engine.receive_weights = lambda info: engine.drop()
+        elif kind == "hang":
+            engine.receive_weights = lambda info: time.sleep(3600)
         elif kind == "stale-head":
             engine.repack_tied_head = lambda: None
         elif kind:

@@ -60,7 +60,7 @@ class VLLMRun:
         return announced
 
 
-def open_engine(folder, synchronizer=None, **options):
+def open_engine(folder, synchronizer=None, args=ENGINE_ARGS, **options):
     """Open an engine in whose workers faults can be planted."""
     import torch
 
@@ -68,7 +68,7 @@ def open_engine(folder, synchronizer=None, **options):
     from trinity_workers.rollout_engines import EngineOptions, load_engine
 
     torch.set_num_threads(1)
-    args = {**ENGINE_ARGS, "worker_extension_cls": EXTENSION}
+    args = {**args, "worker_extension_cls": EXTENSION}
     return load_engine(
         "vllm",
         EngineOptions(

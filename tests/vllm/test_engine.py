@@ -108,13 +108,13 @@ def first_token(engine, monkeypatch):
     return sampled
 
 
-@pytest.mark.parametrize("on_update", ["keep_cache", "recompute_cache"])
+@pytest.mark.parametrize("pause_mode", ["keep", "retract"])
 async def test_turns_go_on_with_a_version_that_comes_and_each_token_has_its_own(
-    vllm_run, on_update, monkeypatch
+    vllm_run, pause_mode, monkeypatch
 ):
     engine = vllm_run.engine
     sampled = first_token(engine, monkeypatch)
-    engine.on_update = on_update
+    engine.pause_mode = pause_mode
     engine._end_tokens = ()
     before = engine.serves
     # Of several lengths, so that some are halfway at any time.
@@ -134,7 +134,7 @@ async def test_turns_go_on_with_a_version_that_comes_and_each_token_has_its_own(
             await sampled.wait()
             await engine.install(announced)
     finally:
-        engine.on_update = "finish"
+        engine.pause_mode = "wait"
         engine._end_tokens = (1,)
     assert [len(each.tokens) for each in generations] == lengths * (
         len(generations) // len(lengths)

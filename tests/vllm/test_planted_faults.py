@@ -60,6 +60,7 @@ async def test_a_fault_is_seen_and_the_next_version_heals_it(vllm_run, name):
     if tensors is not None:
         assert sorted(raised.value.tensors) == sorted(tensors)
     assert vllm_run.engine.serves is None
+    await vllm_run.engine.resume()  # vLLM itself would serve the half of a version then
     with pytest.raises(NotServing):
         await vllm_run.engine.generate(requests_for([0], samples=1))
     await vllm_run.install_next()

@@ -95,7 +95,7 @@ async def test_a_version_is_applied_with_its_proof_at_the_url_of_the_server(serv
 
 async def test_turns_go_on_with_a_version_that_comes_and_each_token_has_its_own(served_run):
     engine = served_run.engine
-    engine.on_update, engine._end_tokens = "keep_cache", ()
+    engine.pause_mode, engine._end_tokens = "keep", ()
     before = engine.serves
     requests = requests_for(range(16), samples=4, tokens=48)
     generations = []
@@ -110,7 +110,7 @@ async def test_turns_go_on_with_a_version_that_comes_and_each_token_has_its_own(
             tasks.start_soon(generate)
             await engine.install(announced)
     finally:
-        engine.on_update, engine._end_tokens = "finish", (1,)
+        engine.pause_mode, engine._end_tokens = "wait", (1,)
     order = [before, engine.serves]
     for generation in generations:
         assert [version for version, _ in generation.versions] in (order[:1], order[1:], order)

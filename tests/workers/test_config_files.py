@@ -104,9 +104,9 @@ WRONG_VALUES = [
         "one of fixed, trainer_driven, explorer_driven, fully_async",
     ),
     (
-        "rollouts: {on_update: restart}",
-        "rollouts.on_update",
-        "one of finish, keep_cache, recompute_cache",
+        "rollouts: {pause_mode: restart}",
+        "rollouts.pause_mode",
+        "one of wait, keep, retract, abort",
     ),
 ]
 """Text, name of the setting, and what it takes."""
@@ -315,20 +315,20 @@ CONTRADICTIONS: list[tuple[str, dict[str, object]]] = [
         {"rollouts.chat_template_kwargs": {"tokenize": False}},
     ),
     (
-        "{rollouts: {on_update: keep_cache}, explorer: {deterministic: true}}",
-        {"rollouts.on_update": "keep_cache", "explorer.deterministic": True},
+        "{rollouts: {pause_mode: keep}, explorer: {deterministic: true}}",
+        {"rollouts.pause_mode": "keep", "explorer.deterministic": True},
     ),
     (
-        "{rollouts: {on_update: keep_cache}, sync: {style: fixed}}",
-        {"rollouts.on_update": "keep_cache", "sync.style": "fixed"},
+        "{rollouts: {pause_mode: keep}, sync: {style: fixed}}",
+        {"rollouts.pause_mode": "keep", "sync.style": "fixed"},
     ),
     (
-        "{rollouts: {on_update: recompute_cache}, sync: {max_staleness: 0}}",
-        {"rollouts.on_update": "recompute_cache", "sync.max_staleness": 0, "sync.interval": 1},
+        "{rollouts: {pause_mode: retract}, sync: {max_staleness: 0}}",
+        {"rollouts.pause_mode": "retract", "sync.max_staleness": 0, "sync.interval": 1},
     ),
     (
-        "{rollouts: {on_update: keep_cache}, sync: {interval: 3, max_staleness: 2}}",
-        {"rollouts.on_update": "keep_cache", "sync.max_staleness": 2, "sync.interval": 3},
+        "{rollouts: {pause_mode: keep}, sync: {interval: 3, max_staleness: 2}}",
+        {"rollouts.pause_mode": "keep", "sync.max_staleness": 2, "sync.interval": 3},
     ),
     ("trainer: {colocated: true}", {"trainer.colocated": True, "sync.max_staleness": None}),
     (
@@ -915,6 +915,15 @@ synchronizer: {sync_style: dynamic_by_explorer}
         *(20, 50),
         "explorer_driven",
     )
+
+
+@pytest.mark.parametrize(
+    ("former", "mode"),
+    [("finish", "wait"), ("keep_cache", "keep"), ("recompute_cache", "retract")],
+)
+def test_the_modes_of_a_pause_are_read_by_their_former_names(tmp_path, former, mode):
+    text = f"rollouts: {{on_update: {former}}}\nsync: {{max_staleness: 1, style: trainer_driven}}"
+    assert read_config(written(tmp_path, text)).checked().rollouts.pause_mode == mode
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.support.errors import raises
+from trinity_schemas import PauseMode
 from trinity_workers.rollout_engines.base import UpdateModeNotSupported
 from trinity_workers.tasks.errors import ObjectUnusable
 
@@ -16,7 +17,6 @@ from trinity_workers.config.sections.task import TaskConfig
 from trinity_workers.config.train_config import TrainConfig
 from trinity_workers.launch.run_check import check_run
 from trinity_workers.rewards.settings import RewardsConfig
-from trinity_workers.rollout_engines import OnUpdate
 
 pytestmark = pytest.mark.processes  # those of the reward function
 
@@ -32,13 +32,13 @@ def config(tmp_path, own_model_folder):
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
 
-    def make(engine: str, on_update: OnUpdate = "finish") -> TrainConfig:
+    def make(engine: str, pause_mode: PauseMode = "wait") -> TrainConfig:
         return TrainConfig(
             model=ModelConfig(path=str(own_model_folder())),
             task=TaskConfig(questions=f"{tmp_path}/questions.jsonl"),
             rewards=RewardsConfig(function=f"{tmp_path}/reward.py:reward"),
             explorer=ExplorerConfig(engine=f"{tmp_path}/{engine}"),
-            rollouts=RolloutsConfig(on_update=on_update),
+            rollouts=RolloutsConfig(pause_mode=pause_mode),
         )
 
     return make
@@ -52,7 +52,5 @@ async def test_an_engine_that_is_not_there_is_named(config, tmp_path):
 async def test_an_engine_that_only_finishes_its_answers_is_refused_where_they_are_to_go_on(
     config, tmp_path
 ):
-    with raises(UpdateModeNotSupported, on_update="keep_cache", modes=("finish",)):
-        await check_run(
-            config("engine.py:make", "keep_cache"), tmp_path, alone=True, ray_address=None
-        )
+    with raises(UpdateModeNotSupported, pause_mode="keep", modes=("wait",)):
+        await check_run(config("engine.py:make", "keep"), tmp_path, alone=True, ray_address=None)

@@ -19,6 +19,7 @@ from ..core.fold_state import format_producer, format_slot
 from ..core.handlers.rollouts import format_exclusion
 from ..core.handlers.runs import LAUNCHER
 from ..core.handlers.waits import format_wait, open_waits
+from ..core.pauses import format_pause, open_pauses
 from ..core.state import KINDS, KindState, MonitorState, ProcessHost
 from .hosts import find_other_host, format_host, format_silent_trainer, is_judged, list_unseen
 
@@ -39,6 +40,7 @@ Reason = Literal[
     "missing",
     "no-explorer",
     "excluded",
+    "paused",
     "unread-group",
     "held-checkpoint",
 ]
@@ -192,6 +194,7 @@ def find_causes(state: MonitorState, facts: LiveFacts) -> list[Cause]:
         *first,
         *(_cause(end, state, facts) for end in ends),
         *_check_explorers(state, facts),
+        *_check_pauses(state, facts),
         *excluded,
         *_check_groups(facts),
         *_check_readers(facts),
@@ -346,6 +349,19 @@ def _check_explorers(state: MonitorState, facts: LiveFacts) -> Iterator[Cause]:
                 process=name,
                 pid=process.pid,
             )
+
+
+def _check_pauses(state: MonitorState, facts: LiveFacts) -> Iterator[Cause]:
+    """Yield explorers whose engines stand still for a version."""
+    for paused in open_pauses(state):
+        name, pause = paused
+        yield Cause(
+            reason="paused",
+            sentence=format_pause(paused, facts.now),
+            process=name,
+            step=pause.version.step,
+            since=pause.since,
+        )
 
 
 def _check_excluded(state: MonitorState) -> Iterator[Cause]:

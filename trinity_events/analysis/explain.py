@@ -6,6 +6,7 @@ from trinity_schemas import Kind, StepRef
 
 from ..core.completeness import format_missing
 from ..core.fold_state import format_slot
+from ..core.pauses import format_pause, open_pauses
 from ..core.refusals import format_refusal
 from ..core.skipped_updates import find_skipped_updates
 from ..core.state import KINDS, KindState, MonitorState, StepState
@@ -36,7 +37,14 @@ def explain(
     skipped = [
         f"The trainer, in {anomaly.detail}." for anomaly in find_skipped_updates(state, step)
     ]
-    return "\n".join([explanation, *refused[-_NAMED:], *([more] if more else []), *skipped])
+    paused = [
+        format_pause(paused, _until(state, now))
+        for paused in open_pauses(state)
+        if paused.pause.version == StepRef(state.epoch, step)
+    ]
+    return "\n".join(
+        [explanation, *paused[:_NAMED], *refused[-_NAMED:], *([more] if more else []), *skipped]
+    )
 
 
 def _explained(state: MonitorState, step: int, now: int | None, named: int | None) -> str:

@@ -50,7 +50,7 @@ from .options import CheckpointRoot, Json, RedisUrl, checkpoint_root, open_clien
 _FURTHER_REASONS = frozenset(
     (
         *("server-full", "server-read-only", "no-reducer", "reducer-behind"),
-        *("stopped", "ended", "silent", "excluded", "unread-group"),
+        *("stopped", "ended", "silent", "excluded", "paused", "unread-group"),
     )
 )
 """Reasons of further causes that are printed; the chains of waits tell of the others."""

@@ -11,6 +11,7 @@ from trinity_schemas import (
     ChosenTransport,
     ExplorerStatus,
     Kind,
+    PauseMode,
     Producer,
     ProofStatus,
     PublishedPart,
@@ -163,6 +164,22 @@ class ReadyPointer(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.path is not None or self.resumed
 
 
+class EnginePause(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Pause of an explorer's engine that has not ended."""
+
+    since: int
+    """Milliseconds of the event that reports it."""
+    incarnation: str
+    """Start of the explorer: another one is not paused."""
+    version: StepRef
+    """Version that is to be installed."""
+    mode: PauseMode
+    lease: float
+    """Seconds after which it counts as over."""
+    in_flight: int = 0
+    """Requests that were under way."""
+
+
 class ExplorerState(Struct, kw_only=True, omit_defaults=True):
     """Status of an explorer, from its last events."""
 
@@ -173,6 +190,10 @@ class ExplorerState(Struct, kw_only=True, omit_defaults=True):
     digest: str | None = None
     proof: ProofStatus | None = None
     """Result of the checks of what it serves; None if it reported none."""
+    pause: EnginePause | None = None
+    """Pause of its engine that has not ended."""
+    aborted: int = 0
+    """Requests that its pauses cut short, and that were issued again."""
     applied_at: int | None = None
     heard_at: int | None = None
     """Milliseconds of its last event."""

@@ -16,6 +16,8 @@ from trinity_schemas import (
     Event,
     ExplorerExcluded,
     ExplorerStatusChanged,
+    GenerationPaused,
+    GenerationResumed,
     LeaseExpired,
     LedgerRestored,
     ProfileWritten,
@@ -79,7 +81,7 @@ _OF: dict[str, tuple[type[Struct], ...]] = {
         VersionResent,
         VersionRetired,
     ),
-    "apply": (WeightsApplied,),
+    "apply": (WeightsApplied, GenerationPaused, GenerationResumed),
     "wait": (
         WaitStarted,
         WaitEnded,

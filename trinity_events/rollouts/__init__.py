@@ -6,9 +6,10 @@ from .dispatcher import RewardsFailed, RolloutDispatcher, RolloutsFailed
 from .exclusions import Exclusions, ExplorersExcluded
 from .experience_checks import AnswerLimits
 from .settings import DispatchSettings
-from .streams import evaluation_keys
+from .streams import ABORTED, evaluation_keys
 
 __all__ = [
+    "ABORTED",
     "AnswerGroup",
     "AnswerLimits",
     "Claim",

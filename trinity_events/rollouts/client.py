@@ -196,13 +196,18 @@ class RolloutClient:
         await self._write("fail", *row, *([] if error is None else [encode(error)]))
         self._unanswered_ids.discard(claim.entry_id)
 
-    async def give_back(self, claim: Claim) -> None:
-        """Give a request back whose exact version is superseded here; no attempt failed.
+    async def give_back(self, claim: Claim, reason: str = SUPERSEDED) -> None:
+        """Give a request back that is to be issued again; no attempt failed.
+
+        Args:
+            claim: Claim of the request.
+            reason: ``SUPERSEDED`` if its exact version is superseded here, or ``ABORTED`` if a
+                version that came cut its answer short.
 
         Raises:
             StaleEpoch: The run has a newer epoch; nothing was written.
         """
-        await self.fail(claim, SUPERSEDED)
+        await self.fail(claim, reason)
 
     async def leave(self, *, deadline: float = 5.0) -> None:
         """Leave the group of explorers, if no claim is held; else the dispatcher sees to it later.

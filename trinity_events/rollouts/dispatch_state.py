@@ -16,9 +16,9 @@ from trinity_schemas import Experience, OrdinalRange, StepRef, StepTrained
 from ..core.ledger import Ledger, LedgerError, ranges
 from ..core.ordinal_ranges import format_ranges
 from .settings import DispatchSettings
-from .streams import EXCLUDED, MALFORMED, SUPERSEDED, UNCLAIMABLE, StreamSnapshot
+from .streams import ABORTED, EXCLUDED, MALFORMED, SUPERSEDED, UNCLAIMABLE, StreamSnapshot
 
-NOT_THE_EXPLORERS = ("stale", SUPERSEDED, "lost", MALFORMED, EXCLUDED, UNCLAIMABLE)
+NOT_THE_EXPLORERS = ("stale", SUPERSEDED, ABORTED, "lost", MALFORMED, EXCLUDED, UNCLAIMABLE)
 """Reasons to request again that are no failure of an attempt, and do not use up the attempts.
 
 A malformed answer counts against its explorer, which is excluded after some. If it counted against

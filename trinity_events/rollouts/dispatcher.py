@@ -63,7 +63,7 @@ from .dispatch_state import (
 from .exclusions import Exclusions, ExplorersExcluded, FailureStreaks
 from .inspection import AnswerInspector
 from .settings import DispatchSettings
-from .streams import EXCLUDED, LONGEST_BLOCK, SUPERSEDED, RolloutStreams
+from .streams import ABORTED, EXCLUDED, LONGEST_BLOCK, SUPERSEDED, RolloutStreams
 
 Usable = Callable[[AnswerGroup], bool | str]
 Waiting = Callable[[list[HeldRequest], float], Awaitable[None]]
@@ -686,8 +686,8 @@ class RolloutDispatcher:
             self._record_failure(ordinal, failed)
 
     def _record_failure(self, ordinal: int, failed: Failed) -> None:
-        if failed.reason == SUPERSEDED:
-            self._due[ordinal] = ReissueCandidate(ordinal, SUPERSEDED)
+        if failed.reason in (SUPERSEDED, ABORTED):
+            self._due[ordinal] = ReissueCandidate(ordinal, failed.reason)
             return
         logger.warning(
             "run %s: an attempt of ordinal %d failed: %s",

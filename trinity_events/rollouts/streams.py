@@ -26,6 +26,9 @@ LONGEST_BLOCK = 5.0
 SUPERSEDED = "superseded"
 """Reason of an explorer that gives a request back, as it cannot get the request's exact version."""
 
+ABORTED = "aborted"
+"""Reason of an explorer that gives a request back, as a version cut its answer short."""
+
 EXCLUDED = "excluded"
 """Reason to issue a request again whose explorer is excluded; an explorer gives it as its own."""
 

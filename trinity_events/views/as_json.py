@@ -23,6 +23,7 @@ def state_as_json(state: MonitorState) -> dict[str, Any]:
         _in_seconds(wait, "since", "heard_at")
     for explorer in built.get("explorers", {}).values():
         _in_seconds(explorer, *_OF_EXPLORER)
+        _in_seconds(explorer.get("pause") or {}, "since")
     for error in built.get("reward_errors", {}).values():
         _in_seconds(error, "at")
     for attempt in built.get("attempts", {}).values():

@@ -21,6 +21,7 @@ from ..core.handlers.rollouts import format_exclusion
 from ..core.handlers.waits import chained_waits, format_awaited, remaining_seconds
 from ..core.limits import KEPT_EXPLORERS
 from ..core.ordinal_ranges import count, format_ranges
+from ..core.pauses import format_pause, open_pauses
 from ..core.refusals import format_refusal, suspects
 from ..core.resumptions import format_resumption
 from ..core.state import KINDS, ExplorerState
@@ -32,6 +33,8 @@ _TABLED = 16
 """Number of waits that the table shows; the others are counted."""
 _EXCLUDED = 8
 """Excluded explorers that are named, the last ones; status --json has them all."""
+_PAUSED = 8
+"""Paused explorers that are named; status --json has them all."""
 _DEEPEST = 8
 """Maximum indentation of a wait in its table."""
 
@@ -136,6 +139,7 @@ def status_panel(
         *tables,
         *failed,
         *waiting,
+        *_pauses(state, _find_moment(state, now)),
         *_exclusions(state),
         *_reward_errors(state),
         *_refusals(state),
@@ -269,6 +273,17 @@ def _waits_table(state: MonitorState, now: int) -> list[RenderableType]:
     more = len(links) - _TABLED
     rest = [Text(f"{more} more waits are open.", style="yellow")] if more > 0 else []
     return [Text(), table, *rest]
+
+
+def _pauses(state: MonitorState, now: int) -> list[Text]:
+    """Return the sentences on engines that stand still; of many, the first ones."""
+    pauses = open_pauses(state)
+    lines = [
+        Text(visible(format_pause(paused, now), lines=False), "yellow")
+        for paused in pauses[:_PAUSED]
+    ]
+    more = len(pauses) - _PAUSED
+    return [*lines, *([Text(f"{more} more explorers have paused.", "yellow")] if more > 0 else [])]
 
 
 def _exclusions(state: MonitorState) -> list[Text]:

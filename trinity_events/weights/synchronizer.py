@@ -14,11 +14,13 @@ from typing_extensions import deprecated
 from trinity_schemas import (
     AppliedPhases,
     ExplorerStatusChanged,
+    PauseMode,
     Producer,
     PublicationStarted,
     RewardErrorReported,
     StepCommitted,
     StepReady,
+    StepRef,
     SyncRequested,
     TransportName,
     VersionOpened,
@@ -32,6 +34,7 @@ from ..errors import CorruptVersion, VersionUnavailable
 from ..log import DEADLINE
 from ..log.publishing.metric_values import check_metrics, split_metrics
 from .compatibility import unwrapped_names
+from .pauses import Pause, publish_pause
 from .publishing.part_writer import PublishedPartReport
 from .publishing.publication import ModelUpdateGroup, Publication, VersionPublisher
 from .reading.pull import PulledVersion, Selection
@@ -379,6 +382,22 @@ class Synchronizer:
             proof: Checks of what the process computes with, if it made any.
         """
         self._reader.applied(version, verified_at, phases, proof)
+
+    def pausing(
+        self, ready: StepReady, *, mode: PauseMode, in_flight: int = 0
+    ) -> AbstractContextManager[Pause]:
+        """Publish that this process's engine stands still for a version, for the block.
+
+        The events have its lease, which is the synchronizer's deadline, and what the engine serves
+        afterwards: the version, or else :attr:`Pause.serves`.
+
+        Args:
+            ready: The announcement.
+            mode: Treatment of requests under way.
+            in_flight: Requests that are under way.
+        """
+        version = StepRef(ready.epoch, ready.step)
+        return publish_pause(self._session.events, version, mode, in_flight, self.settings.deadline)
 
     def report_refusal(self, ready: StepReady, error: CorruptVersion) -> None:
         """Publish that this process does not serve a version, which other code was to install.

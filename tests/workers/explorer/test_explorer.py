@@ -3,6 +3,7 @@
 import json
 import re
 
+import anyio
 import msgspec
 import pytest
 
@@ -23,13 +24,14 @@ from trinity_events.rollouts.exclusions import MALFORMED_ANSWERS  # noqa: E402
 from trinity_events.weights import version_reader  # noqa: E402
 from trinity_schemas import (  # noqa: E402
     ExplorerStatusChanged,
+    GenerationResumed,
     RewardErrorReported,
     RunClosed,
     RunKeys,
     WeightsApplied,
 )
 from trinity_workers.config.sections.task import TaskConfig  # noqa: E402
-from trinity_workers.explorer.explorer import Explorer  # noqa: E402
+from trinity_workers.explorer.explorer import MOST_ABORTS, Explorer  # noqa: E402
 from trinity_workers.explorer.versions import RunEnded  # noqa: E402
 from trinity_workers.learning.policy import encode_prompt, load_tokenizer  # noqa: E402
 from trinity_workers.rewards.settings import RewardsConfig  # noqa: E402
@@ -230,7 +232,7 @@ class Stepped(Explorer):
 
 
 def long_answers(config, mode):
-    return config.replaced("rollouts", on_update=mode, max_new_tokens=40)
+    return config.replaced("rollouts", pause_mode=mode, max_new_tokens=40)
 
 
 def steps_by_token(groups):
@@ -239,7 +241,7 @@ def steps_by_token(groups):
     return [[version.step for version, _ in turn.versions] for turn in turns]
 
 
-@pytest.mark.parametrize("mode", ["keep_cache", "recompute_cache"])
+@pytest.mark.parametrize("mode", ["keep", "retract"])
 async def test_versions_that_come_amid_answers_are_installed_at_once(config, trainer, log, mode):
     trainer.config = config = long_answers(config, mode)
     dispatcher = await trainer.dispatcher()
@@ -268,8 +270,44 @@ async def test_versions_that_come_amid_answers_are_installed_at_once(config, tra
     assert exploration.results[0].applied == STEPS + 1
 
 
+async def test_answers_that_a_version_aborts_are_claimed_again_and_none_is_lost(
+    config, trainer, log
+):
+    last = MOST_ABORTS + 2
+    trainer.config = config = msgspec.structs.replace(long_answers(config, "abort"), steps=last)
+    dispatcher = await trainer.dispatcher()
+    await trainer.publish(0)
+    await dispatcher.dispatch(1, trainer.version(0))
+    explorer, groups = Stepped(config, 0), []
+
+    async def take():
+        groups.extend(await dispatcher.take(1, deadline=PATIENCE))
+
+    async with exploring(explorer), anyio.create_task_group() as tasks:
+        tasks.start_soon(take)
+        await until(lambda: hasattr(explorer, "steps"))
+        for step in range(1, MOST_ABORTS + 1):
+            await explorer.steps.take(3)
+            await trainer.publish(step)
+            await explorer.meets(trainer.version(step))
+        # Each request was aborted as often as one may be: the next version waits for its answer.
+        await explorer.steps.take(3)
+        await trainer.publish(MOST_ABORTS + 1)
+        await explorer.steps.take(3)
+        explorer.steps.allow(1000)
+        await until(lambda: trainer.served(MOST_ABORTS + 1))
+        await trainer.publish(last)
+    assert {group.attempt for group in groups} == {MOST_ABORTS + 1}
+    assert {*map(tuple, steps_by_token(groups))} == {(MOST_ABORTS,)}
+    await reports_accepted(log)
+    resumed = [envelope.event for envelope in await events_of(log, GenerationResumed)]
+    assert [event.version.step for event in resumed][:MOST_ABORTS] == [*range(1, MOST_ABORTS + 1)]
+    assert [event.aborted for event in resumed][:MOST_ABORTS] == [resumed[0].aborted] * MOST_ABORTS
+    assert resumed[0].aborted == sum(len(group.experiences) for group in groups)
+
+
 async def test_a_version_that_comes_amid_answers_waits_for_them_by_default(config, trainer):
-    trainer.config = config = long_answers(config, "finish")
+    trainer.config = config = long_answers(config, "wait")
     dispatcher = await trainer.dispatcher()
     await trainer.publish(0)
     await dispatcher.dispatch(2, trainer.version(0))
@@ -286,7 +324,7 @@ async def test_a_version_that_comes_amid_answers_waits_for_them_by_default(confi
 
 
 async def test_no_version_comes_amid_the_answer_to_a_request_for_one_exact_version(config, trainer):
-    trainer.config = config = long_answers(config, "keep_cache")
+    trainer.config = config = long_answers(config, "keep")
     dispatcher = await trainer.dispatcher()
     await trainer.publish(0)
     await dispatcher.dispatch(2, trainer.version(0), exact=True)
@@ -304,7 +342,7 @@ async def test_no_version_comes_amid_the_answer_to_a_request_for_one_exact_versi
 async def test_answers_amid_which_a_version_fails_halfway_are_issued_again(
     config, trainer, monkeypatch
 ):
-    trainer.config = config = long_answers(config, "keep_cache")
+    trainer.config = config = long_answers(config, "keep")
     dispatcher = await trainer.dispatcher()
     await trainer.publish(0)
     await dispatcher.dispatch(2, trainer.version(0))

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.support.experiences import FIRST  # noqa: E402
-from tests.support.pipeline import PATIENCE, until  # noqa: E402
+from tests.support.pipeline import PATIENCE, events_of, reports_accepted, until  # noqa: E402
 from tests.support.rollout_engines import (  # noqa: E402
     Steps,
     engine_of,
@@ -28,8 +28,15 @@ from tests.support.rollout_engines import (  # noqa: E402
 from tests.support.weight_versions import publish, ready  # noqa: E402
 from trinity_events.errors import CorruptVersion, VersionUnavailable  # noqa: E402
 from trinity_events.server import open_client  # noqa: E402
-from trinity_events.weights import model_digest  # noqa: E402
-from trinity_schemas import RolloutRequest, Sampling, StepRef, chunk_key  # noqa: E402
+from trinity_events.weights import model_digest, version_reader  # noqa: E402
+from trinity_schemas import (  # noqa: E402
+    GenerationPaused,
+    GenerationResumed,
+    RolloutRequest,
+    Sampling,
+    StepRef,
+    chunk_key,
+)
 from trinity_workers.algorithms.collate import collate  # noqa: E402
 from trinity_workers.algorithms.prepare import prepare  # noqa: E402
 from trinity_workers.algorithms.settings import (  # noqa: E402
@@ -42,12 +49,13 @@ from trinity_workers.learning.policy import load_policy, load_tokenizer  # noqa:
 from trinity_workers.rewards.base import rewarded  # noqa: E402
 from trinity_workers.rollout_engines import (  # noqa: E402
     EngineOptions,
+    NotServing,
     load_engine,
 )
 from trinity_workers.rollouts.episodes import Episodes  # noqa: E402
 from trinity_workers.tasks import Question, QuestionSet  # noqa: E402
 
-MODES = ("keep_cache", "recompute_cache")
+MODES = ("keep", "retract")
 TOLERANCE = 1e-4
 """Difference in nats that another order of sums may make."""
 
@@ -106,7 +114,7 @@ def with_new_caches(models, request, generation):
     return [whole[version][at] for at, version in enumerate(by_token(generation))]
 
 
-REFERENCES = {"keep_cache": with_the_same_cache, "recompute_cache": with_new_caches}
+REFERENCES = {"keep": with_the_same_cache, "retract": with_new_caches}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -115,7 +123,7 @@ async def test_each_token_has_the_version_and_the_probability_of_what_sampled_it
     own_model_folder, published, follower, mode, name
 ):
     models, announced = await published(1, 2, name=name)
-    engine = engine_of(own_model_folder(name), synchronizer=follower, on_update=mode)
+    engine = engine_of(own_model_folder(name), synchronizer=follower, pause_mode=mode)
     # One turn ends before the first version comes, and one between the two.
     requests = [
         *requests_for([0], samples=1, tokens=3),
@@ -183,7 +191,7 @@ async def test_a_version_that_cannot_be_installed_leaves_a_turn_as_it_was(
             assert client.delete(key)
         else:
             client.setrange(key, 100, secrets.token_bytes(8))
-    engine = engine_of(own_model_folder(), synchronizer=follower, on_update=mode)
+    engine = engine_of(own_model_folder(), synchronizer=follower, pause_mode=mode)
     requests = requests_for([0, 1], samples=1, tokens=12)
     steps, generations = Steps(engine), []
 
@@ -208,7 +216,7 @@ async def test_a_cancelled_turn_neither_loses_nor_tears_the_version_that_is_inst
     own_model_folder, published, follower, mode
 ):
     models, (announced,) = await published(1)
-    engine = engine_of(own_model_folder(), synchronizer=follower, on_update=mode)
+    engine = engine_of(own_model_folder(), synchronizer=follower, pause_mode=mode)
     steps = Steps(engine)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(engine.generate, requests_for([0], samples=2, tokens=50))
@@ -223,6 +231,78 @@ async def test_a_cancelled_turn_neither_loses_nor_tears_the_version_that_is_inst
     (generation,) = await engine.generate(requests_for([1], samples=1))
     assert generation.versions == [(engine.serves, len(generation.tokens))]
     assert steps.count <= 6 + len(generation.tokens), "the cancelled turn has ended"
+
+
+# --- turns that a version ends -----------------------------------------------------------------
+
+
+async def pauses_of(follower, log):
+    follower.flush()
+    await reports_accepted(log)
+    paused = [entry.event for entry in await events_of(log, GenerationPaused)]
+    resumed = [entry.event for entry in await events_of(log, GenerationResumed)]
+    return paused, resumed
+
+
+async def test_a_version_aborts_the_turns_that_it_meets_and_no_others(
+    own_model_folder, published, follower, log
+):
+    models, (announced,) = await published(1)
+    engine = engine_of(
+        own_model_folder(), synchronizer=follower, pause_mode="abort", options={"max_batch": 4}
+    )
+    # The first batch has a turn that is over when the version comes; the second begins later.
+    requests = [
+        *requests_for([0], samples=1, tokens=3),
+        *requests_for([0, 1], samples=4, tokens=12),
+    ]
+    generations = await generated(engine, requests, [(announced, 5)])
+    version = StepRef(1, 1)
+    met, later = generations[:4], generations[4:]
+    assert [generation.aborted for generation in met] == [False, True, True, True]
+    assert met[0].versions == [(FIRST, len(met[0].tokens))]
+    for request, generation in zip(requests[4:], later, strict=True):
+        assert not generation.aborted
+        assert generation.versions == [(version, len(generation.tokens))]
+        expected = logprobs_of(models[version], request, generation.tokens)
+        assert generation.logprobs == pytest.approx(expected, abs=TOLERANCE)
+    [paused], [resumed] = await pauses_of(follower, log)
+    assert (paused.version, paused.mode, paused.in_flight) == (version, "abort", len(requests))
+    assert paused.lease == follower.settings.deadline
+    assert (resumed.version, resumed.serves, resumed.aborted) == (version, version, 3)
+
+
+@pytest.mark.parametrize("mode", ["wait", "keep", "retract", "abort"])
+async def test_a_version_that_fails_halfway_is_served_in_no_mode(
+    own_model_folder, published, follower, log, mode, monkeypatch
+):
+    models, (first, second) = await published(1, 2)
+    engine = engine_of(own_model_folder(), synchronizer=follower, pause_mode=mode)
+    real = version_reader.install
+
+    def install_half(fit):
+        real(fit)
+        raise OSError("planted: the copy broke")
+
+    monkeypatch.setattr(version_reader, "install", install_half)
+    with pytest.raises(OSError, match="planted"):
+        await engine.install(first)
+    monkeypatch.undo()
+    await engine.resume()
+    with pytest.raises(NotServing):
+        await engine.generate(requests_for([0]))
+    paused, resumed = await pauses_of(follower, log)
+    assert [(event.version.step, event.mode) for event in paused] == [(1, mode)]
+    assert [(event.version.step, event.serves) for event in resumed] == [(1, None)]
+    await engine.install(second)  # whole again, by the next version
+    assert await engine.prove() == model_digest(models[StepRef(1, 2)])
+
+
+async def test_a_pause_ends_with_its_lease(own_model_folder):
+    engine = engine_of(own_model_folder())
+    await engine.pause(0.2)
+    with anyio.fail_after(PATIENCE):
+        assert await engine.generate(requests_for([0], samples=1))
 
 
 # --- episodes ----------------------------------------------------------------------------------
@@ -265,7 +345,7 @@ async def test_a_version_that_comes_between_turns_samples_the_next_one(
     own_model_folder, published, follower
 ):
     models, (announced,) = await published(1)
-    engine = engine_of(own_model_folder(), synchronizer=follower, on_update="keep_cache")
+    engine = engine_of(own_model_folder(), synchronizer=follower, pause_mode="keep")
     end = load_tokenizer(own_model_folder()).eos_token_id
 
     class Installs:
@@ -300,7 +380,7 @@ async def test_a_sample_of_two_versions_is_trained_with_the_probabilities_that_s
     own_model_folder, published, follower, mode
 ):
     models, (announced,) = await published(1)
-    engine = engine_of(own_model_folder(), synchronizer=follower, on_update=mode)
+    engine = engine_of(own_model_folder(), synchronizer=follower, pause_mode=mode)
     episodes = episodes_of(engine, own_model_folder())
     steps, samples = Steps(engine), []
 
@@ -326,7 +406,7 @@ async def test_a_sample_of_two_versions_is_trained_with_the_probabilities_that_s
     assert batch.behaviour_logprobs[row].tolist() == pytest.approx(sample.turns[1].logprobs)
     ratio = (logprobs - batch.behaviour_logprobs)[row].detach()
     assert (ratio[:before].abs() > TOLERANCE).any()
-    if mode == "recompute_cache":  # on-policy from the boundary on
+    if mode == "retract":  # on-policy from the boundary on
         assert ratio[before:].abs().max() < TOLERANCE
     loss = policy_update(batch, logprobs, config).loss_sum
     (gradient,) = torch.autograd.grad(loss, [logprobs])
@@ -342,7 +422,7 @@ from trinity_workers.rollout_engines import updates_amid_turns
 def plain(options):
     return options
 
-@updates_amid_turns("keep_cache")
+@updates_amid_turns("keep")
 def keeps(options):
     return options
 """
@@ -352,14 +432,14 @@ def test_an_engine_that_cannot_go_on_with_a_version_says_so(tmp_path):
     (tmp_path / "mine.py").write_text(OWN_ENGINE)
 
     def load(name, mode):
-        options = EngineOptions(model_folder=tmp_path, on_update=mode)
+        options = EngineOptions(model_folder=tmp_path, pause_mode=mode)
         return load_engine(f"./mine.py:{name}", options, folder=tmp_path)
 
-    assert load("plain", "finish") and load("keeps", "finish") and load("keeps", "keep_cache")
+    assert load("plain", "wait") and load("keeps", "wait") and load("keeps", "keep")
     for name, mode, modes in (
-        ("plain", "keep_cache", ("finish",)),
-        ("keeps", "recompute_cache", ("finish", "keep_cache")),
+        ("plain", "keep", ("wait",)),
+        ("keeps", "retract", ("wait", "keep")),
     ):
         engine = f"./mine.py:{name}"
-        with raises(UpdateModeNotSupported, engine=engine, on_update=mode, modes=modes):
+        with raises(UpdateModeNotSupported, engine=engine, pause_mode=mode, modes=modes):
             load(name, mode)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from trinity_schemas import (
     Envelope,
     ExplorerStatusChanged,
+    GenerationPaused,
+    GenerationResumed,
     Producer,
     PublicationStarted,
     PublishedPart,
@@ -23,7 +25,7 @@ from ..fold_state import FoldState, format_producer
 from ..limits import KEPT_EXPLORERS, KEPT_REFUSALS, KEPT_UNLISTED
 from ..ordinal_ranges import difference, union
 from ..refusals import make_refusal
-from ..state import ExplorerState, MonitorState
+from ..state import EnginePause, ExplorerState, MonitorState
 from .saves import end_attempt
 from .waits import forget_waits
 
@@ -85,6 +87,25 @@ def weights_applied(fold: FoldState, event: WeightsApplied, envelope: Envelope) 
         explorer.requested_version = explorer.requested_at = None
 
 
+def generation_paused(fold: FoldState, event: GenerationPaused, envelope: Envelope) -> None:
+    """Record that an explorer's engine stands still for a version."""
+    _explorer(fold, envelope.producer).pause = EnginePause(
+        since=fold.now,
+        incarnation=envelope.producer.incarnation,
+        version=event.version,
+        mode=event.mode,
+        in_flight=event.in_flight,
+        lease=event.lease,
+    )
+
+
+def generation_resumed(fold: FoldState, event: GenerationResumed, envelope: Envelope) -> None:
+    """Forget the pause of an explorer's engine, and count the requests that it cut short."""
+    explorer = _explorer(fold, envelope.producer)
+    explorer.pause = None
+    explorer.aborted += event.aborted
+
+
 def version_refused(fold: FoldState, event: VersionRefused, envelope: Envelope) -> None:
     """Count a refused version, and keep it among the last few."""
     state = fold.state
@@ -106,6 +127,8 @@ def explorer_status_changed(
     if event.status == "require_sync":
         explorer.version = explorer.digest = explorer.proof = explorer.applied_at = None
     lives = None if event.status == "stopped" else producer.incarnation
+    if explorer.pause is not None and explorer.pause.incarnation != lives:
+        explorer.pause = None
     forget_waits(fold, format_producer(producer), but=lives)
 
 

@@ -211,6 +211,7 @@ OTHER_NAMES: dict[str, tuple[OtherName, ...]] = {
     ),
     "explorer.proof": (_former("sync.tensor_digests"),),
     "explorer.dtype": (_verl(f"{_ROLLOUT}.dtype"),),
+    "rollouts.pause_mode": (_former("rollouts.on_update"),),
     "rollouts.prompts_per_step": (
         _verl("data.train_batch_size"),
         _trinity("buffer.batch_size"),
@@ -305,6 +306,8 @@ VALUES: dict[str, dict[Any, Any]] = {
         "dynamic_by_trainer": "trainer_driven",
         "dynamic_by_explorer": "explorer_driven",
     },
+    # rollouts.on_update had names of this project alone.
+    "rollouts.pause_mode": {"finish": "wait", "keep_cache": "keep", "recompute_cache": "retract"},
     "algorithm.advantage": {
         "reinforce_plus_plus": "reinforce++",
         "reinforce_plus_plus_baseline": "reinforce++-baseline",

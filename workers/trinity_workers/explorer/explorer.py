@@ -28,6 +28,7 @@ from trinity_schemas import (
     ExplorerStatus,
     ExplorerStatusChanged,
     Process,
+    RolloutRequest,
     RunKeys,
     SyncRequested,
 )
@@ -35,6 +36,7 @@ from trinity_schemas import (
 from ..config.sync_schedule import publishes_on_demand
 from ..config.train_config import RunConfig
 from ..rollout_engines import EngineOptions, NotServing, RolloutEngine, load_engine
+from ..rollout_engines.base import GenerationAborted
 from ..rollouts.episodes import OtherTaskSet, send_answers
 from ..rollouts.held_out_sets import held_out_sets
 from ..rollouts.run_episodes import open_episodes
@@ -52,6 +54,8 @@ from .versions import RunEnded, VersionFollower
 logger = logging.getLogger(__name__)
 
 ROLE = "explorer"
+MOST_ABORTS = 3
+"""Attempts of a request that a version may abort; it waits for the answer of a later one."""
 _CLAIM_BLOCK = 1.0
 """Seconds that one claim waits for requests, after which newer weights are looked for."""
 
@@ -171,7 +175,7 @@ class Explorer:
             device=self._device,
             synchronizer=self._synchronizer,
             deterministic=config.explorer.deterministic,
-            on_update=config.rollouts.on_update,
+            pause_mode=config.rollouts.pause_mode,
             proof=config.proof,
             sampling_settings=config.sampling_settings,
             lora=config.model.lora,
@@ -407,16 +411,22 @@ class Explorer:
     ) -> None:
         """Answer requests; give those back that failed."""
         rollout_requests = [claim.request for claim in claims]
-        goes_on = self.config.rollouts.on_update != "finish" and not any(
-            request.exact for request in rollout_requests
-        )
+        goes_on = self._takes_versions_amid(rollout_requests)
         answers: Sequence[list[Experience] | TrinityError]
         try:
             async with background_tasks(*[installer.install_each] * goes_on):
                 answers = await self._episodes.answer_all(rollout_requests)
-        except NotServing as error:  # a version was installed amid the answers, and is not whole
-            answers = [error] * len(rollout_requests)
+        except NotServing:  # a version was installed amid the answers, and is not whole
+            answers = [GenerationAborted(request.ordinal) for request in rollout_requests]
         sent = await send_answers(requests, claims, answers)
         self._groups += sent.counted
         if self._demand is not None and self._engine.serves is not None:
             await self._publish(self._demand.record_answers(self._engine.serves, sent.ordinals))
+
+    def _takes_versions_amid(self, requests: Sequence[RolloutRequest]) -> bool:
+        """Return True if a version may come amid the answers to requests."""
+        mode = self.config.rollouts.pause_mode
+        if mode == "wait" or any(request.exact for request in requests):
+            return False
+        # An answer that takes longer than a step would else be begun again for ever.
+        return mode != "abort" or all(request.attempt <= MOST_ABORTS for request in requests)

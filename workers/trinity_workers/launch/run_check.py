@@ -226,7 +226,7 @@ async def _check_environment(config: TrainConfig) -> None:
 def _check_engine(config: TrainConfig) -> None:
     find_engine(
         config.explorer.engine,
-        config.rollouts.on_update,
+        config.rollouts.pause_mode,
         adapters=config.model.lora.rank > 0,
         sampling_settings=config.sampling_settings,
     )

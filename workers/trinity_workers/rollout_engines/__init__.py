@@ -6,7 +6,6 @@ from .base import (
     Generation,
     GenerationRequest,
     NotServing,
-    OnUpdate,
     RolloutEngine,
     RolloutEngineError,
 )
@@ -18,7 +17,6 @@ __all__ = [
     "Generation",
     "GenerationRequest",
     "NotServing",
-    "OnUpdate",
     "RolloutEngine",
     "RolloutEngineError",
     "load_engine",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 from msgspec import Struct
 
 from trinity_events.errors import TrinityError
-from trinity_schemas import Sampling, StepReady, StepRef
+from trinity_schemas import PauseMode, Sampling, StepReady, StepRef
 
 from ..learning.lora_settings import LoraConfig
 
@@ -18,15 +18,6 @@ if TYPE_CHECKING:
     import torch
 
     from trinity_events import Synchronizer
-
-
-OnUpdate = Literal["finish", "keep_cache", "recompute_cache"]
-"""Treatment of turns that are being generated when a weight version is installed.
-
-`finish`: they end with the version that they began with, and the installation waits for it.
-`keep_cache`: they go on with the new version and with the key-value cache of the old one.
-`recompute_cache`: they go on with the new version, which computes the cache of their tokens anew.
-"""
 
 
 SAMPLING_SETTINGS = ("top_p", "top_k", "min_p", "repetition_penalty", "stop")
@@ -117,20 +108,31 @@ class PromptRefused(RolloutEngineError):
         )
 
 
+class GenerationAborted(RolloutEngineError):
+    """A pause for a weight version cut a request short: it is issued again.
+
+    Attributes:
+        ordinal: Ordinal of the question.
+    """
+
+    ordinal: int
+    text = "the answer to ordinal {ordinal} was cut short, since a weight version came"
+
+
 class UpdateModeNotSupported(RolloutEngineError):
     """An engine does not treat unfinished turns as the run asks.
 
     Attributes:
         engine: Its name.
-        on_update: Mode that the run asks for.
+        pause_mode: Mode that the run asks for.
         modes: Modes that it knows.
     """
 
     engine: str
-    on_update: str
+    pause_mode: str
     modes: tuple[str, ...]
     text = (
-        "rollouts.on_update is {on_update}, and the rollout engine {engine} knows {_modes} only: "
+        "rollouts.pause_mode is {pause_mode}, and the rollout engine {engine} knows {_modes} only: "
         "choose that, or another explorer.engine"
     )
 
@@ -217,6 +219,8 @@ class Generation(Struct, frozen=True, kw_only=True):
     """False if the limit of tokens ended it."""
     stop: str | None = None
     """Stop string that ended it, which the last token completes; None for an end of sequence."""
+    aborted: bool = False
+    """True if a pause for a version cut it short: it is no answer, and is to be requested again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,8 +237,9 @@ class EngineOptions:
     """Synchronizer that brings weight versions; an engine without one cannot install any."""
     deterministic: bool = False
     """If True, what is generated for an ordinal depends on its own requests alone."""
-    on_update: OnUpdate = "finish"
-    """Treatment of unfinished turns when a version is installed."""
+    pause_mode: PauseMode = "wait"
+    """Treatment of unfinished turns when a version is installed: `wait` for their end, `keep` them
+    and their key-value caches, `retract` the caches and compute them again, or `abort` them."""
     proof: ProofName = "served"
     """Check that a version must pass before it is served: `names` alone, or `served` too."""
     sampling_settings: frozenset[str] = frozenset()
@@ -298,7 +303,7 @@ class RolloutEngine(TurnGenerator, Protocol):
     async def install(self, ready: StepReady) -> None:
         """Serve a weight version, from a token boundary of unfinished turns on.
 
-        `on_update` of the engine's options tells how those turns go on. Under `finish` there is no
+        `pause_mode` of the engine's options tells how those turns go on. Under `finish` there is no
         such boundary: the version waits for their end.
 
         Raises as :meth:`trinity_events.Synchronizer.apply`. Afterwards `serves` tells whether the

@@ -27,6 +27,8 @@ class Gate:
         self._paused_until = -math.inf
         self._holds = 0
         self._moving = 0
+        self.ends = 0
+        """Holds that ended what was moving; a block that began before the last one is to end."""
 
     def pause(self, lease: float) -> None:
         """Close the gate for at most `lease` seconds, and wait until generation stands still."""
@@ -41,9 +43,11 @@ class Gate:
             self._changed.notify_all()
 
     @contextmanager
-    def hold(self) -> Iterator[None]:
-        """Keep generation still for the block."""
+    def hold(self, *, end: bool = False) -> Iterator[None]:
+        """Keep generation still for the block; with ``end``, what was moving is to end first."""
         with self._changed:
+            # With the closing, so that nothing can begin in between.
+            self.ends += end
             self._holds += 1
             self._changed.wait_for(self._is_still)
         try:
@@ -54,12 +58,13 @@ class Gate:
                 self._changed.notify_all()
 
     @contextmanager
-    def moving(self) -> Iterator[None]:
-        """Wait until the gate is open, then count as moving for the block."""
+    def moving(self) -> Iterator[int]:
+        """Wait until the gate is open, then count as moving for the block; yield :attr:`ends`."""
         with self._changed:
             self._enter()
+            ends = self.ends
         try:
-            yield
+            yield ends
         finally:
             with self._changed:
                 self._leave()

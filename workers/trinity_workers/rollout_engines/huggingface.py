@@ -27,7 +27,7 @@ from transformers import (
 from trinity_events import Synchronizer
 from trinity_events.diagnostics.waits import NO_REPORTS
 from trinity_events.weights import model_digest
-from trinity_schemas import StepReady, StepRef
+from trinity_schemas import PauseMode, StepReady, StepRef
 
 from ..learning.adapters import adapter_tree, policy_loader
 from ..learning.policy import end_tokens
@@ -39,7 +39,6 @@ from .base import (
     GenerationRequest,
     InstallRefused,
     NotServing,
-    OnUpdate,
 )
 from .gate import Gate
 from .loading import applies_adapters, samples_with, updates_amid_turns
@@ -67,7 +66,7 @@ class HuggingFaceEngine:
         deterministic: Generate each ordinal by itself.
         max_batch: Maximum number of turns that are generated at a time.
         serves: Version of the model's weights; None if they are not to be served.
-        on_update: Treatment of unfinished turns when a version is installed.
+        pause_mode: Treatment of unfinished turns when a version is installed.
     """
 
     def __init__(
@@ -79,11 +78,11 @@ class HuggingFaceEngine:
         deterministic: bool = False,
         max_batch: int = 256,
         serves: StepRef | None = None,
-        on_update: OnUpdate = "finish",
+        pause_mode: PauseMode = "wait",
     ) -> None:
         self.serves = serves
         self.deterministic = deterministic
-        self.on_update = on_update
+        self.pause_mode = pause_mode
         model.train(False)
         self._model = model
         self._versioned = adapter_tree(model) or model
@@ -98,10 +97,15 @@ class HuggingFaceEngine:
         model.generation_config = configure(pad_token_id=self._pad, eos_token_id=[*self._ends])
         self._gate = Gate(NO_REPORTS if synchronizer is None else synchronizer.waits)
         self._generating = threading.Lock()
+        self._counting = threading.Lock()
+        self._in_flight = 0
+        """Requests of calls that have not returned."""
+        self._aborted = 0
+        """Turns that versions cut short."""
 
     @classmethod
     @applies_adapters
-    @updates_amid_turns("keep_cache", "recompute_cache")
+    @updates_amid_turns("keep", "retract", "abort")
     @samples_with(*SAMPLING_SETTINGS)
     def open(cls, options: EngineOptions) -> HuggingFaceEngine:
         """Return an engine of a Hugging Face folder.
@@ -124,7 +128,7 @@ class HuggingFaceEngine:
             deterministic=options.deterministic,
             max_batch=own.max_batch,
             serves=options.serves,
-            on_update=options.on_update,
+            pause_mode=options.pause_mode,
         )
 
     @property
@@ -197,8 +201,7 @@ class HuggingFaceEngine:
     @contextmanager
     def _changing(self, ready: StepReady) -> Iterator[None]:
         """Hold generation still while the model changes; serve the version after the block."""
-        unfinished = self._generating if self.on_update == "finish" else nullcontext()
-        with unfinished, self._gate.hold():
+        with self._paused(ready):
             try:
                 yield
             except BaseException:
@@ -206,14 +209,47 @@ class HuggingFaceEngine:
                 raise
             self.serves = StepRef(ready.epoch, ready.step)
 
+    @contextmanager
+    def _paused(self, ready: StepReady) -> Iterator[None]:
+        """Hold generation still for the block, and report that if it was serving."""
+        unfinished = self._generating if self.pause_mode == "wait" else nullcontext()
+        if self.serves is None or self._synchronizer is None:
+            with unfinished, self._gate.hold():
+                yield
+            return
+        mode, aborted = self.pause_mode, self._aborted
+        with (
+            self._synchronizer.pausing(ready, mode=mode, in_flight=self._in_flight) as pause,
+            unfinished,
+            self._gate.hold(end=mode == "abort"),
+        ):
+            pause.aborted = self._aborted - aborted
+            yield
+
+    @contextmanager
+    def _counted(self, requests: int) -> Iterator[None]:
+        with self._counting:
+            self._in_flight += requests
+        try:
+            yield
+        finally:
+            with self._counting:
+                self._in_flight -= requests
+
     def _generate(
         self, requests: Sequence[GenerationRequest], cancelled: threading.Event
     ) -> list[Generation]:
         generations: dict[int, Generation] = {}
-        with self._generating:
+        with self._counted(len(requests)), self._generating:
             for batch in self._batches(requests):
-                with self._gate.moving():
-                    generated = self._generate_batch([requests[at] for at in batch], cancelled)
+                with self._gate.moving() as ends:
+
+                    def must_end(ends: int = ends) -> bool:
+                        return cancelled.is_set() or self._gate.ends != ends
+
+                    batch_requests = [requests[place] for place in batch]
+                    generated = self._generate_batch(batch_requests, must_end)
+                    self._aborted += sum(generation.aborted for generation in generated)
                 generations.update(zip(batch, generated, strict=True))
         return [generations[at] for at in range(len(requests))]
 
@@ -235,18 +271,20 @@ class HuggingFaceEngine:
                 yield places[start : start + self._max_batch]
 
     def _generate_batch(
-        self, requests: Sequence[GenerationRequest], cancelled: threading.Event
+        self, requests: Sequence[GenerationRequest], must_end: Callable[[], bool]
     ) -> list[Generation]:
         turns = [
             OpenTurn(request, turn_limit(request, self.context_length)) for request in requests
         ]
         unfinished = turns
-        while unfinished and not cancelled.is_set():
-            self._continue(unfinished, cancelled)
+        while unfinished and not must_end():
+            self._continue(unfinished, must_end)
             unfinished = [turn for turn in turns if not turn.is_over]
+        for turn in unfinished:
+            turn.aborted = True
         return [turn.generation() for turn in turns]
 
-    def _continue(self, turns: Sequence[OpenTurn], cancelled: threading.Event) -> None:
+    def _continue(self, turns: Sequence[OpenTurn], must_end: Callable[[], bool]) -> None:
         """Generate with one key-value cache, to the end of all turns or of the cache.
 
         The turns have the same number of tokens so far.
@@ -254,11 +292,11 @@ class HuggingFaceEngine:
         version = self._version()
 
         def must_stop() -> bool:
-            if cancelled.is_set():
+            if must_end():
                 return True
             if not self.deterministic:
                 self._gate.stop_over()
-            return self.on_update == "recompute_cache" and self.serves != version
+            return must_end() or (self.pause_mode == "retract" and self.serves != version)
 
         # Padded on the left, so that every row goes on from the last column.
         rows = [turn.request.tokens + turn.tokens for turn in turns]

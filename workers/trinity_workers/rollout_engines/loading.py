@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from trinity_events.errors import PackageMissing
+from trinity_schemas import PauseMode
 
 from ..rules import format_list
 from ..tasks.objects import load_object
@@ -15,7 +16,6 @@ from .base import (
     SAMPLING_SETTINGS,
     AdaptersNotSupported,
     EngineOptions,
-    OnUpdate,
     RolloutEngine,
     RolloutEngineError,
     UpdateModeNotSupported,
@@ -31,8 +31,8 @@ _PACKAGES = {"vllm": ("vllm", "trinity-events[vllm]")}
 """Package that an engine which ships needs beside those of the workers, and what brings it."""
 GROUP = "trinity_events.rollout_engines"
 """Group of entry points under which packages offer engines: functions of :class:`EngineOptions`."""
-_MODES = "on_update"
-"""Attribute of such a function; its value are the modes that its engine knows beside `finish`."""
+_MODES = "pause_modes"
+"""Attribute of such a function; its value are the modes that its engine knows besides `wait`."""
 _ADAPTERS = "adapters"
 """Attribute of such a function; True if its engine applies versions of adapters."""
 _SAMPLING = "sampling_settings"
@@ -43,10 +43,10 @@ E = TypeVar("E")
 Make = Callable[[EngineOptions], RolloutEngine]
 
 
-def updates_amid_turns(*modes: OnUpdate) -> Callable[[Callable[P, E]], Callable[P, E]]:
-    """Decorate a function that makes an engine whose turns go on with a version that comes.
+def updates_amid_turns(*modes: PauseMode) -> Callable[[Callable[P, E]], Callable[P, E]]:
+    """Decorate a function that makes an engine which takes a version amid turns, in these modes.
 
-    An engine whose function is not decorated only finishes its turns first.
+    An engine whose function is not decorated only waits for the end of its turns.
     """
 
     def decorate(make: Callable[P, E]) -> Callable[P, E]:
@@ -128,7 +128,7 @@ def load_engine(name: str, options: EngineOptions, *, folder: Path = Path()) -> 
     check_installed(name)
     make = find_engine(
         name,
-        options.on_update,
+        options.pause_mode,
         adapters=options.lora.rank > 0,
         sampling_settings=options.sampling_settings,
         folder=folder,
@@ -138,7 +138,7 @@ def load_engine(name: str, options: EngineOptions, *, folder: Path = Path()) -> 
 
 def find_engine(
     name: str,
-    on_update: OnUpdate = "finish",
+    pause_mode: PauseMode = "wait",
     *,
     adapters: bool = False,
     sampling_settings: Collection[str] = (),
@@ -148,9 +148,9 @@ def find_engine(
     make: Make = load_object(
         name, kind="rollout engine", group=GROUP, built_in=ENGINES, folder=folder
     )
-    modes: tuple[OnUpdate, ...] = ("finish", *getattr(make, _MODES, ()))
-    if on_update not in modes:
-        raise UpdateModeNotSupported(name, on_update, modes)
+    modes: tuple[PauseMode, ...] = ("wait", *getattr(make, _MODES, ()))
+    if pause_mode not in modes:
+        raise UpdateModeNotSupported(name, pause_mode, modes)
     if adapters and not getattr(make, _ADAPTERS, False):
         raise AdaptersNotSupported(name)
     supported: tuple[str, ...] = getattr(make, _SAMPLING, ())

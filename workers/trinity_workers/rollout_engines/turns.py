@@ -36,6 +36,7 @@ class OpenTurn:
     versions: list[StepRef] = field(default_factory=list)
     finished: bool = False
     stop: str | None = None
+    aborted: bool = False
 
     @property
     def is_over(self) -> bool:
@@ -69,6 +70,7 @@ class OpenTurn:
             versions=[(version, len(list(same))) for version, same in groupby(self.versions)],
             finished=self.finished,
             stop=self.stop,
+            aborted=self.aborted,
         )
 
 

@@ -18,7 +18,7 @@ import anyio
 from msgspec.structs import replace
 
 from trinity_events.errors import TrinityError
-from trinity_events.rollouts import Claim, RolloutClient
+from trinity_events.rollouts import ABORTED, Claim, RolloutClient
 from trinity_events.system.error_text import first_error
 from trinity_schemas import Experience, RewardErrorReported, RolloutRequest, StepRef, Turn
 from trinity_schemas.rollouts import LONGEST_REWARD_ERROR
@@ -29,7 +29,12 @@ from ..rewards import Rewarded, RewardFailed, RewardFault, Rewards
 from ..rewards.base import NO_REWARD
 from ..rewards.error_reports import AnswersNotJudged, make_report
 from ..rewards.settings import OnRewardError
-from ..rollout_engines.base import Generation, GenerationRequest, TurnGenerator
+from ..rollout_engines.base import (
+    Generation,
+    GenerationAborted,
+    GenerationRequest,
+    TurnGenerator,
+)
 from ..tasks.base import Answer, Message, Question, Task
 
 if TYPE_CHECKING:
@@ -266,10 +271,12 @@ class Episodes:
         for episode, generation in zip(episodes, generated, strict=True):
             try:
                 self._add_policy_turn(episode, generation)
-            except RequestRefused as error:
+            except (RequestRefused, GenerationAborted) as error:
                 failed[episode.place] = error
 
     def _add_policy_turn(self, episode: _Episode, generation: Generation) -> None:
+        if generation.aborted:
+            raise GenerationAborted(episode.request.ordinal)
         _check_versions(episode.request, [version for version, _ in generation.versions])
         episode.turns.append(
             Turn(
@@ -538,7 +545,10 @@ async def send_answers(
     """
     outgoing: list[tuple[Claim, list[Experience]]] = []
     for claim, answer in zip(claims, answers, strict=True):
-        if isinstance(answer, TrinityError):
+        if isinstance(answer, GenerationAborted):
+            logger.info("%s: %s", requests.name, answer)
+            await requests.give_back(claim, ABORTED)
+        elif isinstance(answer, TrinityError):
             logger.warning("%s: ordinal %d: %s", requests.name, claim.request.ordinal, answer)
             report = answer.report if isinstance(answer, AnswersNotJudged) else None
             await requests.fail(claim, str(answer), report)

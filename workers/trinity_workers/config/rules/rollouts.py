@@ -19,7 +19,8 @@ from ...rules import (
 from ..sync_schedule import names_exact_version, publishes_on_demand
 
 _COLOCATED = is_any("trainer.colocated", True)
-_UPDATES = ~is_any("rollouts.on_update", "finish")
+_UPDATES = ~is_any("rollouts.pause_mode", "wait")
+_CONTINUES = _UPDATES & ~is_any("rollouts.pause_mode", "abort")
 _FIXED = is_any("sync.style", "fixed")
 _VLLM = is_any("explorer.engine", "vllm", "vllm-server")
 _SEVERAL_STEPS_OPEN = ~_FIXED | is_at_least("sync.interval", 2) | is_positive("sync.offset")
@@ -56,12 +57,12 @@ def _find_small_window(values: Values) -> Contradictions:
 def _find_useless_updates(values: Values) -> Contradictions:
     sync, bound = values["sync"], values["staleness_bound"]
     least = 1 if publishes_on_demand(sync) else sync.interval
-    if _UPDATES.is_met(values) and not names_exact_version(sync) and bound < least:
+    if _CONTINUES.is_met(values) and not names_exact_version(sync) and bound < least:
         yield (
-            ("rollouts.on_update", "sync.max_staleness", "sync.interval"),
-            f"{{=rollouts.on_update}} with {{sync.max_staleness}} {bound} trains on no answer that "
-            "an earlier version began: set {rollouts.on_update} finish, or {sync.max_staleness} "
-            f"{least} or more",
+            ("rollouts.pause_mode", "sync.max_staleness", "sync.interval"),
+            f"{{=rollouts.pause_mode}} with {{sync.max_staleness}} {bound} trains on no answer "
+            "that an earlier version began: set {rollouts.pause_mode} wait, or "
+            f"{{sync.max_staleness}} {least} or more",
         )
 
 
@@ -115,7 +116,7 @@ RULES: tuple[Rule, ...] = (
             "set {sync.max_staleness} 0",
         )
     ),
-    _needs(is_any("rollouts.on_update", "finish")),
+    _needs(is_any("rollouts.pause_mode", "wait")),
     Requires(
         _COLOCATED,
         ~is_positive("model.lora.rank"),
@@ -185,16 +186,16 @@ RULES: tuple[Rule, ...] = (
     Requires(
         _UPDATES,
         ~is_any("explorer.deterministic", True),
-        "{=rollouts.on_update} lets answers depend on the moment at which weights arrive, which "
+        "{=rollouts.pause_mode} lets answers depend on the moment at which weights arrive, which "
         "{explorer.deterministic} rules out",
-        "set {rollouts.on_update} finish, or {explorer.deterministic} false",
+        "set {rollouts.pause_mode} wait, or {explorer.deterministic} false",
     ),
     Requires(
         _UPDATES,
         ~_FIXED,
-        "{=rollouts.on_update} changes versions amid an answer, and {sync.style} fixed has the "
+        "{=rollouts.pause_mode} changes versions amid an answer, and {sync.style} fixed has the "
         "steps between which explorers change them",
-        "set {rollouts.on_update} finish, or another {sync.style}",
+        "set {rollouts.pause_mode} wait, or another {sync.style}",
     ),
     Computed(_find_useless_updates),
 )

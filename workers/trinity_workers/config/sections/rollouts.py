@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from ...rollout_engines.base import OnUpdate
+from trinity_schemas import PauseMode
+
 from ...section import Section
 from ..types import NotNegative, Positive, Seconds
 
@@ -60,11 +61,11 @@ class RolloutsConfig(Section, frozen=True, kw_only=True):
     max_consecutive_failures: Positive = 10
     """Requests in a row whose rewards failed that end the run, whatever `rewards.on_error` is.
     Failed requests in a row of one explorer exclude it, while others answer."""
-    on_update: OnUpdate = "finish"
-    """Treatment of answers that are being generated when a weight version arrives. `finish` ends
-    them with the old version first. The others go on with the new one: `keep_cache` with the old
-    version's key-value cache, `recompute_cache` with a new cache of the same tokens. Each token
-    has a version of its own."""
+    pause_mode: PauseMode = "wait"
+    """Treatment of answers that are being generated when a weight version arrives. `wait` ends them
+    with the old version first. `keep` continues them with the new one and the old one's key-value
+    cache, `retract` with the new one and a new cache of the same tokens; each token has its
+    version. `abort` gives them back, and they are begun again with the new version."""
     keep_answers: Literal["trained", "checkpoint"] = "trained"
     """Moment at which answers are deleted: their step is trained, or a checkpoint covers it. With
     the latter, a resumed run trains on them again and generates nothing twice; it needs a

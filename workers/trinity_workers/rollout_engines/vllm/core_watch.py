@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -15,6 +16,8 @@ from trinity_events.system.error_text import ungrouped
 
 from ..base import EngineEnded
 
+logger = logging.getLogger(__name__)
+
 
 class CoreWatch:
     """Watch over the processes of an engine core.
@@ -24,6 +27,7 @@ class CoreWatch:
     """
 
     def __init__(self, processes: Sequence[Any]) -> None:
+        self._processes = processes
         self._names = {process.sentinel: process.name for process in processes}
         self._ended: str | None = None
         self._lock = threading.Lock()
@@ -58,6 +62,13 @@ class CoreWatch:
         finally:
             with self._lock:
                 self._listeners.remove(listener)
+
+    def give_up(self, reason: str) -> EngineEnded:
+        """End the processes, which do not answer; return the error to raise."""
+        logger.error("%s: vLLM's processes are ended", reason)
+        for process in self._processes:
+            process.kill()
+        return EngineEnded("vLLM", self._processes[0].name if self._processes else "")
 
     def _watch(self) -> None:
         ended = wait([*self._names])

@@ -7,7 +7,9 @@
    one is whole, and the turns that it stopped raise NotServing. One that fails before leaves the
    earlier version served.
 4. The version of each token is vLLM's own label of the step that sampled it.
-5. A call ends as soon as vLLM's core has ended.
+5. A call ends as soon as vLLM's core has ended, also amid an update.
+6. An update ends within the synchronizer's deadline, or vLLM's processes do: nothing else can stop
+   a worker that loads.
 """
 
 from __future__ import annotations
@@ -18,7 +20,13 @@ import socket
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+)
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -35,6 +43,7 @@ from trinity_events.errors import (
 )
 from trinity_events.system.error_text import ungrouped
 from trinity_events.weights.applying.verify_model import make_proof
+from trinity_events.weights.pauses import Pause
 from trinity_events.weights.tensors import digest
 from trinity_events.weights.version_reader import LoadedVersion
 from trinity_schemas import AppliedPhases, Sampling, StepReady, StepRef, WeightsProof
@@ -45,6 +54,7 @@ from ..base import (
     GenerationRequest,
     InstallRefused,
     NotServing,
+    RolloutEngineError,
 )
 from ..loading import samples_with, updates_amid_turns
 from ..sampling import turn_key
@@ -92,6 +102,10 @@ class Watch(Protocol):
         """End the block as soon as a process has ended. Raises RolloutEngineError then."""
         ...
 
+    def give_up(self, reason: str) -> RolloutEngineError:
+        """End processes that do not answer, or leave them; return the error to raise."""
+        ...
+
 
 class VLLMEngine:
     """Engine in vLLM's processes, of which this one sends requests and receives tokens.
@@ -113,7 +127,7 @@ class VLLMEngine:
         core: Watch,
     ) -> None:
         self.serves = options.serves
-        self.on_update = options.on_update
+        self.pause_mode = options.pause_mode
         self._engine = engine
         self._synchronizer = options.synchronizer
         self._base = options.serves
@@ -131,8 +145,16 @@ class VLLMEngine:
         self._calls = 0
         self._idle = anyio.Event()
         self._idle.set()
+        self._in_flight = 0
+        """Requests that vLLM has."""
+        self._none_in_flight = anyio.Event()
+        self._none_in_flight.set()
+        self._aborted = 0
+        """Requests that versions cut short."""
         self._installed: anyio.Event | None = None
         """Set at the end of the installation that holds new requests back; None without one."""
+        self._is_updating = False
+        """True from the stop for a version to the verdict on it."""
         self._paused_until = 0.0
         self._lease: asyncio.TimerHandle | None = None
         # A request in vLLM's own queue would have the cache salt of a version that is gone.
@@ -140,7 +162,7 @@ class VLLMEngine:
 
     @classmethod
     @samples_with("top_k", "top_p", "min_p", "repetition_penalty")
-    @updates_amid_turns("keep_cache", "recompute_cache")
+    @updates_amid_turns("keep", "retract", "abort")
     def open(cls, options: EngineOptions) -> VLLMEngine:
         """Return an engine of a Hugging Face folder, once vLLM's processes have loaded it.
 
@@ -216,6 +238,18 @@ class VLLMEngine:
             if not self._calls:
                 self._idle.set()
 
+    @contextmanager
+    def _counted_in_flight(self) -> Iterator[None]:
+        if not self._in_flight:
+            self._none_in_flight = anyio.Event()
+        self._in_flight += 1
+        try:
+            yield
+        finally:
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._none_in_flight.set()
+
     async def _served_version(self) -> StepRef:
         """Return the served version, once none is being loaded. Raises NotServing."""
         while self._installed is not None:
@@ -230,7 +264,7 @@ class VLLMEngine:
     async def _generate(self, request: GenerationRequest, limit: int) -> Generation:
         async with self._slots:
             # Under `finish` an installation waits for the turns of a call, and not they for it.
-            if self.on_update == "finish":
+            if self.pause_mode == "wait":
                 version = self._version()
             else:
                 version = await self._served_version()
@@ -245,8 +279,12 @@ class VLLMEngine:
         prompt = {"prompt_token_ids": request.tokens, "cache_salt": self._label(version)}
         name = "-".join(map(str, (*place, next(self._numbers))))
         params = self._sampling_params(sampling, limit, seed)
-        outputs = [output async for output in self._engine.generate(prompt, params, name)]
+        with self._counted_in_flight():
+            outputs = [output async for output in self._engine.generate(prompt, params, name)]
         (completion,) = outputs[-1].outputs
+        if completion.finish_reason == "abort" and self.pause_mode == "abort":
+            self._aborted += 1
+            return Generation(tokens=[], logprobs=[], versions=[], finished=False, aborted=True)
         if completion.finish_reason == "abort":
             raise NotServing(
                 "the version that was installed amid the turn is not what was published"
@@ -298,7 +336,9 @@ class VLLMEngine:
             self._lease.cancel()
             self._lease = None
         self._paused_until = 0.0
-        if self._installed is None or self.serves is not None:
+        # An update ends by itself: resumed amid it, vLLM would generate with half of a version.
+        # After one that broke there is nothing to generate with before the next.
+        if not self._is_updating and self.serves is not None:
             await self._engine.resume_generation()
 
     async def release(self) -> None:
@@ -321,12 +361,9 @@ class VLLMEngine:
             await self._prepare()
             fetched = await self._fetch(ready)
             fetch = time.monotonic() - began
-            async with self._new_turns_held():
+            async with self._new_turns_held(ready) as paused:
                 pause_began = time.monotonic()
-                # Shielded: an explorer cancels an installation when the answers next to it are
-                # done, and vLLM's session would stay open amid a half-loaded model.
-                with anyio.CancelScope(shield=True):
-                    reports = await self._update(ready)
+                reports = await self._update_within_deadline(ready, paused)
                 pause = time.monotonic() - pause_began
         installed = LoadedVersion(
             StepRef(ready.epoch, ready.step), reports[0].digest, reports[0].bytes
@@ -339,16 +376,41 @@ class VLLMEngine:
         )
 
     @asynccontextmanager
-    async def _new_turns_held(self) -> AsyncIterator[None]:
-        """Let no turn begin in the block; under `finish`, wait for those that have begun."""
-        self._installed = anyio.Event()
+    async def _new_turns_held(self, ready: StepReady) -> AsyncIterator[Pause]:
+        """Let no turn begin in the block; under `wait`, wait for those that have begun."""
+        assert self._synchronizer is not None
+        pausing: AbstractContextManager[Pause] = nullcontext(Pause())
+        if self.serves is not None:
+            pausing = self._synchronizer.pausing(
+                ready, mode=self.pause_mode, in_flight=self._in_flight
+            )
+        with pausing as pause:
+            self._installed = anyio.Event()
+            try:
+                if self.pause_mode == "wait" and self._calls:
+                    await self._idle.wait()
+                yield pause
+            finally:
+                pause.serves = self.serves
+                self._installed.set()
+                self._installed = None
+
+    async def _update_within_deadline(self, ready: StepReady, pause: Pause) -> list[LoadReport]:
+        """Update, or end vLLM's processes at the deadline. Raises as :meth:`install`."""
+        assert self._synchronizer is not None
+        deadline = self._synchronizer.settings.deadline
+        # Shielded: an explorer cancels an installation when the answers next to it are done, and
+        # vLLM's session would stay open amid a half-loaded model. The watch is within the shield,
+        # or a core that ends amid the update would hold the call for ever.
+        self._is_updating = True
         try:
-            if self.on_update == "finish" and self._calls:
-                await self._idle.wait()
-            yield
+            with anyio.move_on_after(deadline, shield=True):
+                async with self._core.alive():
+                    return await self._update(ready, pause)
         finally:
-            self._installed.set()
-            self._installed = None
+            self._is_updating = False
+        self.serves = None
+        raise self._core.give_up(f"step {ready.step} was not loaded within {deadline:g} s")
 
     async def _prepare(self) -> None:
         """Prepare the workers, once, in the event loop that calls them."""
@@ -400,13 +462,19 @@ class VLLMEngine:
                 outcomes[outcome.worker] = outcome
         return list(outcomes.values())
 
-    async def _update(self, ready: StepReady) -> list[LoadReport]:
+    async def _update(self, ready: StepReady, pause: Pause) -> list[LoadReport]:
         """Stop, load a fetched version, look into it, and serve it. Raises as :meth:`install`."""
         version = StepRef(ready.epoch, ready.step)
-        clear_cache = self.on_update == "recompute_cache"
-        await self._engine.pause_generation(mode="keep", clear_cache=clear_cache)
+        aborted = self._aborted
+        await self._engine.pause_generation(
+            mode="abort" if self.pause_mode == "abort" else "keep",
+            clear_cache=self.pause_mode == "retract",
+        )
         self.serves = None
         try:
+            if self.pause_mode == "abort":
+                await self._none_in_flight.wait()
+                pause.aborted = self._aborted - aborted
             reports = await self._load(ready)
             _check_reports(reports, version)
             # The label comes last: no token has it before the checks have passed.
@@ -420,6 +488,8 @@ class VLLMEngine:
             if isinstance(error, TrinityError):
                 raise
             raise VLLMUnusable("install", _one_line(error), ready.step) from error
+        # Before the look at the pause: one that ends later resumes by itself.
+        self._is_updating = False
         if time.monotonic() >= self._paused_until:
             await self._engine.resume_generation()
         return reports

@@ -147,7 +147,7 @@ class VLLMServerEngine(VLLMEngine):
 
     @classmethod
     @samples_with("top_k", "top_p", "min_p", "repetition_penalty")
-    @updates_amid_turns("keep_cache", "recompute_cache")
+    @updates_amid_turns("keep", "retract")
     def open(cls, options: EngineOptions) -> VLLMServerEngine:
         """Return an engine of a server, once that answers.
 

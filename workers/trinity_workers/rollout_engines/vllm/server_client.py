@@ -196,6 +196,10 @@ class ServerClient:
             self.on_lost()
         return VLLMServerAway(url=self.url, reason=self._lost or reason)
 
+    def give_up(self, reason: str) -> VLLMServerAway:
+        """Leave the server, which does not answer; return the error to raise."""
+        return self.lose(reason)
+
     @asynccontextmanager
     async def alive(self) -> AsyncIterator[None]:
         """End the block as soon as the server is lost.
