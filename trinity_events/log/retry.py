@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import TypeVar
 
+import anyio.from_thread
 import redis
 import redis.exceptions as of_redis
 
-from ..errors import EpochBehind, LogExhausted
+from ..errors import EpochBehind, LogExhausted, ServerRefuses, ServerUnreachable
 
 T = TypeVar("T")
 
@@ -49,6 +51,8 @@ def is_transient(error: BaseException) -> bool:
         return False
     if isinstance(error, (*CONNECTION_ERRORS, EpochBehind, LogExhausted)):
         return True
+    if type(error) in (ServerUnreachable, ServerRefuses):  # its other subclasses stay as they are
+        return True
     return isinstance(error, redis.ResponseError) and str(error).startswith(_PASSING)
 
 
@@ -64,15 +68,37 @@ def backoff_delays(most: float) -> Iterator[float]:
         span = min(2 * span, most)
 
 
-def retry_for(seconds: float, call: Callable[[], T]) -> T:
-    """Return the result of a request, repeated for some seconds while its error is transient."""
+def retry_for(
+    seconds: float,
+    call: Callable[[], T],
+    *,
+    on_first_error: Callable[[Exception], None] | None = None,
+) -> T:
+    """Return the result of a request, repeated for some seconds while its error is transient.
+
+    In a thread that a task waits for, the retries end once that task is cancelled.
+
+    Args:
+        seconds: Seconds after which the error of an attempt is raised.
+        call: Sends the request.
+        on_first_error: Receives the error of the first attempt, if it is repeated.
+    """
     give_up = time.monotonic() + seconds
-    for pause in backoff_delays(_LONGEST):
+    for attempt, pause in enumerate(backoff_delays(_LONGEST)):
         try:
             return call()
         except Exception as error:
             remaining = give_up - time.monotonic()
             if remaining <= 0 or not is_transient(error):
                 raise
+            if attempt == 0 and on_first_error is not None:
+                on_first_error(error)
+        check_cancelled()
         time.sleep(min(pause, remaining))
     raise AssertionError("backoff_delays ended")
+
+
+def check_cancelled() -> None:
+    """End the call of this thread if the task that waits for it was cancelled."""
+    with suppress(RuntimeError):  # no task waits for this thread
+        anyio.from_thread.check_cancelled()

@@ -73,7 +73,7 @@ class Synchronizer:
         dtype: Floating-point dtype to publish in; by default each tensor keeps its own.
         lease: Seconds without a heartbeat after which a publisher is taken for dead.
         deadline: Seconds for which it waits for a server that is away: for that of the log in
-            :meth:`flush`, and for that of the chunks as it publishes.
+            :meth:`flush`, and for that of the chunks as it publishes and reads.
         checkpoint_folder: The run's checkpoint directory, for versions that are ready state dicts:
             :meth:`pull`, :meth:`apply` and :meth:`load` take their announcements too.
 

@@ -6,7 +6,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -25,6 +26,7 @@ from trinity_schemas import (
 
 from ..core.limits import LONGEST_REASON
 from ..errors import CorruptVersion
+from ..log.retry import retry_for
 from ..system.error_text import format_message
 from .applying.deltas import InstalledBases
 from .applying.install import check_fit, install
@@ -37,7 +39,7 @@ from .errors import ModelDiffers
 from .reading.model_folder import pull_folder
 from .reading.pull import PulledVersion, Selection, pull_version
 from .session import Session
-from .transports.base import Ended, PartRef, SupportsPrefetch
+from .transports.base import ChunkStore, Ended, PartRef, SupportsPrefetch
 from .transports.collective import CollectiveStore
 from .transports.redis.store import RedisChunkStore
 
@@ -124,22 +126,37 @@ class VersionReader:
     ) -> Iterator[PulledVersion]:
         """Implement :meth:`Synchronizer.pull`."""
         self._speculative.abandon()
-        with (
-            self._publishing_refusals(ready),
-            self._open_version(ready, selection, have) as version,
-        ):
+        with self._publishing_refusals(ready), ExitStack() as opened:
+            with self._reporting_wait(ready):
+                version = opened.enter_context(self._open_version(ready, selection, have))
             yield version
 
     def _open_version(
         self, ready: StepReady, selection: Selection | None, have: Collection[str]
     ) -> AbstractContextManager[PulledVersion]:
         if ready.kind != "state_dict":
-            store = self._session.stores.get(ready.transport or RedisChunkStore.name)
+            store = self._get_store(ready)
             return pull_version(store, self._run_id, ready, selection, have)
         folder = self._session.settings.checkpoint_folder
         if folder is None:
             raise ValueError("versions that are files need the Synchronizer's checkpoint_folder")
-        return pull_folder(folder, self._run_id, ready, selection, redis_url=self._session.log_url)
+        return pull_folder(
+            folder,
+            self._run_id,
+            ready,
+            selection,
+            redis_url=self._session.log_url,
+            deadline=self._session.settings.deadline,
+        )
+
+    def _get_store(self, ready: StepReady) -> ChunkStore:
+        """Return the store of a version; wait for a server that is away when it is opened."""
+        get = partial(self._session.stores.get, ready.transport or RedisChunkStore.name)
+        return retry_for(
+            self._session.settings.deadline,
+            get,
+            on_first_error=partial(logger.warning, "waiting to read step %d: %s", ready.step),
+        )
 
     def apply(
         self,
@@ -151,23 +168,6 @@ class VersionReader:
         install_context: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> AppliedPhases:
         """Implement :meth:`Synchronizer.apply`."""
-        with self._reporting_wait(ready):
-            return self._apply_or_pull_again(module, ready, selection, cast, install_context)
-
-    def _reporting_wait(self, ready: StepReady) -> AbstractContextManager[object]:
-        """Report the block as a wait for the version's bytes, if it lasts."""
-        source = "files" if ready.kind == "state_dict" else ready.transport
-        what = f"the bytes of the weights of step {ready.step}, from {source}"
-        return self._session.events.waits.waiting(what)
-
-    def _apply_or_pull_again(
-        self,
-        module: torch.nn.Module,
-        ready: StepReady,
-        selection: Selection | None,
-        cast: bool,
-        install_context: Callable[[], AbstractContextManager[object]],
-    ) -> AppliedPhases:
         began = time.monotonic()
 
         def apply(have: Collection[str]) -> AppliedPhases:
@@ -180,6 +180,12 @@ class VersionReader:
                 "step %d: pulling the version again with its base: %s", ready.step, differs
             )
             return apply(())
+
+    def _reporting_wait(self, ready: StepReady) -> AbstractContextManager[object]:
+        """Report the block as a wait for the version's bytes, if it lasts."""
+        source = "files" if ready.kind == "state_dict" else ready.transport
+        what = f"the bytes of the weights of step {ready.step}, from {source}"
+        return self._session.events.waits.waiting(what)
 
     def _apply(
         self,
@@ -242,12 +248,11 @@ class VersionReader:
         if ready.kind == "state_dict":  # mapped files need no memory of their own
             return self.apply(module, ready, selection, cast=cast)
         began = time.monotonic()
-        store = self._session.stores.get(ready.transport or RedisChunkStore.name)
         self._installed.forget()
         try:
             with self._publishing_refusals(ready), self._reporting_wait(ready):
                 filled = load_version(
-                    store,
+                    self._get_store(ready),
                     self._run_id,
                     ready,
                     module,

@@ -376,6 +376,29 @@ async def test_the_last_weights_are_waited_for_through_an_outage(
     assert "did not take" not in capsys.readouterr().err
 
 
+@pytest.mark.heavy
+@pytest.mark.processes
+async def test_an_outage_does_not_count_against_the_wait_for_the_last_weights(
+    server, log, client, config, publisher, monkeypatch
+):
+    lines = []
+    view = ProgressView(RUN, 1)
+    monkeypatch.setattr(view, "print_line", lines.append)
+    explorer = AsyncPublisher(log, 1, new_producer("explorer"))
+    await explorer.publish(ExplorerStatusChanged(status="running"))
+    await accept_reports(log)
+    config = config.replaced("sync", timeout=5.0)
+    async with claimed_rank(client, config, 0), anyio.create_task_group() as tasks:
+        began = anyio.current_time()
+        tasks.start_soon(launcher._last_weights_taken, client, config, view)
+        server.kill()
+        await anyio.sleep(2)  # the outage
+        await anyio.to_thread.run_sync(server.start)
+        await until(lambda: lines)
+        assert anyio.current_time() - began >= 2 + 5
+    assert lines[0].startswith("explorer-0 did not take the last weights within 5 s")
+
+
 @pytest.mark.processes
 async def test_a_dead_explorer_is_not_waited_for_and_a_live_one_is(
     client, log, config, publisher, monkeypatch
@@ -393,14 +416,13 @@ async def test_a_dead_explorer_is_not_waited_for_and_a_live_one_is(
         with anyio.fail_after(PATIENCE):
             await dead.publish(ExplorerStatusChanged(status="running"))
             await reports_accepted(log)
-            await launcher._last_weights_taken(
-                client, config, view, deadline=2 * PATIENCE, gone_after=0.2
-            )
+            patient = config.replaced("sync", timeout=2 * PATIENCE)
+            await launcher._last_weights_taken(client, patient, view, gone_after=0.2)
             assert not lines
         await alive.publish(ExplorerStatusChanged(status="running"))
         await reports_accepted(log)
-        wait = partial(launcher._last_weights_taken, deadline=3, gone_after=0.2)
-        tasks.start_soon(wait, client, config, view)
+        wait = partial(launcher._last_weights_taken, gone_after=0.2)
+        tasks.start_soon(wait, client, config.replaced("sync", timeout=3.0), view)
     [line] = lines
     assert line.startswith("explorer-1 did not take the last weights within 3 s")
 
@@ -444,7 +466,7 @@ async def test_a_server_that_stays_away_is_named_where_the_last_weights_were_not
     view = ProgressView(RUN, 1)
     monkeypatch.setattr(view, "print_line", lines.append)
     server.kill()
-    await launcher._last_weights_taken(client, config, view, deadline=0.2)
+    await launcher._last_weights_taken(client, config.replaced("sync", timeout=0.2), view)
     [line] = lines
     assert "were not seen to take the last weights within 0.2 s: the server does not" in line
 

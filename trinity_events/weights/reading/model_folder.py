@@ -38,6 +38,7 @@ from ...checkpoints.layout import (
 from ...client.checkpoint_lease import hold_step
 from ...core.file_versions import weights_save
 from ...errors import CheckpointHeld, VersionNotStored
+from ...log.retry import retry_for
 from ...system.open_folder import OpenFolder
 from ..errors import CorruptFile, UnsupportedWeights
 from ..part_bytes import PartBytes
@@ -98,6 +99,7 @@ def pull_folder(
     selection: Selection | None = None,
     *,
     redis_url: str | None = None,
+    deadline: float = 0.0,
 ) -> Iterator[PulledVersion]:
     """Hold the announced version, whole and verified, until the block ends.
 
@@ -109,6 +111,7 @@ def pull_folder(
         ready: Announcement of a state dict.
         selection: Tensors to select, and the slice of each.
         redis_url: Server of the log, which has the lease on the step.
+        deadline: Seconds to wait for that server if it is away.
 
     Raises:
         VersionUnavailable: when the files are gone, or are not to be found here.
@@ -120,9 +123,13 @@ def pull_folder(
         raise UnsupportedWeights(fault="format", step=ready.step)
     with ExitStack() as exit_stack:
         portal = exit_stack.enter_context(start_blocking_portal())
-        lease = hold_step(run_id, ready.step, redis_url=redis_url)
-        try:
+
+        def hold() -> None:
+            lease = hold_step(run_id, ready.step, redis_url=redis_url)
             exit_stack.enter_context(portal.wrap_async_context_manager(lease))
+
+        try:
+            retry_for(deadline, hold)
         except CheckpointHeld as error:
             weights = f"weights of step {ready.step}"
             raise VersionNotStored(weights, fault="checkpoint", reason=str(error)) from error

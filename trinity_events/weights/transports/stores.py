@@ -27,7 +27,7 @@ class Stores:
         connect: Connects to the server of the chunks.
         process: Role and rank of the process.
         group_timeout: Seconds after which a silent peer of a collective group is an error.
-        deadline: Seconds for which publishing waits for a server of the chunks that is away.
+        deadline: Seconds for which a server of the chunks that is away is waited for.
         waits: Returns the reporter of the process's long waits.
     """
 
@@ -62,7 +62,8 @@ class Stores:
 
     def _open(self, transport: str) -> ChunkStore:
         if transport == RedisChunkStore.name:
-            return RedisChunkStore(self._connect(), deadline=self._deadline)
+            client = self._connect()
+            return RedisChunkStore(client, deadline=self._deadline, waits=self._waits)
         if transport == SharedMemoryStore.name:
             return SharedMemoryStore()
         if transport == RayStore.name:

@@ -97,8 +97,6 @@ from .transport import NONE, Chosen, chosen_transport
 
 logger = logging.getLogger(__name__)
 
-EXPLORERS_DEADLINE = 60.0
-"""Seconds that explorers elsewhere are given to take the last weights, by default."""
 EXPLORER_GONE_AFTER = 5.0
 """Seconds without a lease after which an explorer is waited for no longer, by default; twice its
 renewal."""
@@ -509,20 +507,24 @@ async def _last_weights_taken(
     config: RunConfig,
     view: ProgressView,
     *,
-    deadline: float = EXPLORERS_DEADLINE,
     gone_after: float = EXPLORER_GONE_AFTER,
 ) -> None:
     """Wait until every explorer serves the last version, or has stopped or died.
 
-    The wait ends with a line after a deadline. A killed explorer tells no end: its lease lapses.
+    The wait ends with a line after the run's ``sync.timeout``, which begins again when a server
+    that was away is back. A killed explorer reports no end: its lease expires.
     """
     log = RedisEventLog(client, config.run_id)
-    wait = Deadline(deadline, "the explorers were not seen to take the last weights")
+    wait = Deadline(config.sync.timeout, "the explorers were not seen to take the last weights")
     unheld: dict[str, float] = {}
+    faults = 0
     try:
         while True:
             state = await wait.retry(partial(current_state, log))
             lease_holders = await wait.retry(partial(list_live_explorers, client, state))
+            if wait.faults > faults:  # explorers may have been cut off as this process was
+                faults, unheld = wait.faults, {}
+                wait.renew()
             now = anyio.current_time()
             late = _without_last(state, config)
             unheld = {name: unheld.get(name, now) for name in late if name not in lease_holders}

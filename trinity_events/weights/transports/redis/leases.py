@@ -38,9 +38,9 @@ class Lease:
         """Renew the lease if it is due; call this after every read."""
         now = time.monotonic()
         if now - self._renewed >= self._seconds / 3:
-            self._renewed = now
             lasting = max(1, round(1000 * self._seconds))
             self._scripts("take_lease", keys=[self._key], args=[self._who, lasting])
+            self._renewed = now
 
     def end(self) -> None:
         """End the lease. If the server is unreachable, the lease expires by itself."""

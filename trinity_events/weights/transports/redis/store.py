@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Generator, Iterable, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import accumulate
@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 
 from trinity_schemas import ContractError, chunk_key, decode_manifest, manifest_key
 
+from ....diagnostics.waits import NO_REPORTS, WaitReporter
 from ....errors import VersionNotStored
 from ....log.redis.scripts import Scripts
-from ....log.retry import retry_for
 from ..base import Check, ChunkBuffers, PartRef, ReceivedChunk
 from .expiry import ORPHANED_AFTER, RENEWALS, ExpiryRenewal
 from .leases import LEASE, Lease, Retired, unlink
+from .outages import ChunkServer
 from .values import ChunkRead, LargeValues
 
 Bytes: TypeAlias = NDArray[np.uint8]
@@ -39,8 +40,9 @@ class RedisChunkStore:
         expire: Seconds after which the chunks of an ended publisher expire.
         lease: Seconds after which the lease of a dead reader ends.
         renewals: Renewals of the chunks within ``expire``.
-        deadline: Seconds for which publishing waits for a server that is away or full, in addition
-            to the client's own attempts.
+        deadline: Seconds for which publishing and reading wait for a server that is away or full,
+            in addition to the client's own attempts.
+        waits: Returns the reporter of the process's long waits.
     """
 
     name = "redis"
@@ -53,12 +55,13 @@ class RedisChunkStore:
         lease: float = LEASE,
         renewals: int = RENEWALS,
         deadline: float = 0.0,
+        waits: Callable[[], WaitReporter] = lambda: NO_REPORTS,
     ) -> None:
         self._redis: Any = client
+        self._server = ChunkServer(client, deadline, waits)
         self._keeping = ExpiryRenewal(client, expire, renewals)
         self._lease = lease
-        self._retry = partial(retry_for, deadline)
-        self._values = LargeValues(client, deadline=deadline)
+        self._values = LargeValues(self._server)
         self._scripts = Scripts(client, __package__)
         self._retired = Retired(self._scripts, client)
         self._memory, self._rooms = _ReceiveMemory(), _ReceiveMemory()
@@ -67,20 +70,29 @@ class RedisChunkStore:
 
     def begin(self, part: PartRef, chunk_bytes: int | None = None) -> RedisSink:
         """Begin a part. It takes two chunks of memory, whatever the size of the model."""
-        self._retry(self._retired.free)
-        self._retry(partial(self._retired.make_way, part))
+        self._server.request(self._retired.free)
+        self._server.request(partial(self._retired.make_way, part))
         self._keeping.remove(part)
         size = chunk_bytes or CHUNK_BYTES
         return RedisSink(self._redis, self._values, self._rooms, part, size, self._keeping)
 
     def open(self, part: PartRef) -> RedisSource | None:
-        """Return the part under a new lease, or None if it is missing."""
+        """Return the part under a new lease, or None if it is missing.
+
+        Raises:
+            DeadlineExceeded: The server stayed away.
+        """
+        return self._server.read(f"the {part} were not opened", partial(self._open, part))
+
+    def _open(self, part: PartRef) -> RedisSource | None:
         lease = Lease(self._scripts, self._redis, part, self._lease)
         manifest: bytes | None = self._redis.get(manifest_key(*part))
         if manifest is None:
             lease.end()
             return None
-        return RedisSource(self._values, self._memory, part, manifest, lease, self._leases)
+        return RedisSource(
+            self._server, self._values, self._memory, part, manifest, lease, self._leases
+        )
 
     def delete(self, part: PartRef) -> None:
         """Refuse new readers of the part, and delete it once it has none."""
@@ -181,6 +193,7 @@ class RedisSource:
 
     def __init__(
         self,
+        server: ChunkServer,
         values: LargeValues,
         memory: _ReceiveMemory,
         part: PartRef,
@@ -189,6 +202,7 @@ class RedisSource:
         leases: set[Lease],
     ) -> None:
         self.manifest = manifest
+        self._server = server
         self._values = values
         self._memory = memory
         self._part = part
@@ -225,7 +239,7 @@ class RedisSource:
         with closing(self._values.get(requests)) as chunks:
             for chunk in chunks:
                 for lease in self._leases:
-                    lease.renew()
+                    self._server.read(f"the {self._part} were not held", lease.renew)
                 yield chunk
 
     def close(self) -> None:

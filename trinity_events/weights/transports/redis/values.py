@@ -6,15 +6,15 @@ from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import redis
 
 from ....errors import StructuredError
-from ....log.retry import retry_for
 from ...tensors import Digesting, digest
 from ..base import ReceivedChunk
 from .bulk import BulkConnection, BulkError
+from .outages import ChunkServer
 
 _ASKED = 4
 """Pipelined GETs: one value is received while the server prepares the next."""
@@ -57,13 +57,12 @@ class LargeValues:
     repeats the pending requests and reports the error.
 
     Args:
-        client: Client of the server.
-        deadline: Seconds for which a SET waits for a server that is away or full.
+        server: The server, which may be away for a while.
     """
 
-    def __init__(self, client: Any, *, deadline: float = 0.0) -> None:
-        self._redis = client
-        self._deadline = deadline
+    def __init__(self, server: ChunkServer) -> None:
+        self._server = server
+        self._redis = server.client
         self._made: BulkConnection | None = None
         self._owed: deque[_Owed] = deque()
 
@@ -73,7 +72,7 @@ class LargeValues:
 
     def set_whole(self, key: str, value: bytes | memoryview, expire: int) -> None:
         """SET a value through the client; return once the server has it."""
-        retry_for(self._deadline, partial(self._redis.set, key, value, ex=expire))
+        self._server.request(partial(self._redis.set, key, value, ex=expire))
 
     def set_digested(self, key: str, value: memoryview, expire: int) -> str:
         """SET a value; return its digest.
@@ -173,7 +172,8 @@ class LargeValues:
 
     def _copy(self, requests: Sequence[ChunkRead]) -> Generator[ReceivedChunk]:
         # All keys of a part have one hash tag, so this works on a cluster too.
-        values = self._redis.mget([request.key for request in requests])
+        keys = [request.key for request in requests]
+        values = self._server.read(f"{keys[0]} was not read", partial(self._redis.mget, keys))
         for request, data in zip(requests, values, strict=True):
             if data is not None and len(data) == sum(map(len, request.into)):
                 begin = 0

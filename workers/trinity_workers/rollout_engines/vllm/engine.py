@@ -432,6 +432,7 @@ class VLLMEngine:
             "rank": settings.rank,
             "checkpoint_folder": None if folder is None else str(folder),
             "outcomes": str(self._outcomes_path),
+            "deadline": settings.deadline,
         }
         # As AsyncLLM does it, whose method takes a class of vLLM; a server needs none here.
         await self._engine.collective_rpc(

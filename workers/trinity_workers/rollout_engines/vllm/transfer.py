@@ -51,6 +51,7 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc] # vLLM has no type
     rank: int
     checkpoint_folder: str | None
     outcomes: str
+    deadline: float
 
 
 @dataclass
@@ -92,6 +93,7 @@ class PulledWeights(WeightTransferEngine):  # type: ignore[misc] # vLLM has no t
             role="explorer",
             rank=init_info.rank,
             checkpoint_folder=None if folder is None else Path(folder),
+            deadline=init_info.deadline,
         )
 
     def fetch(self, ready: StepReady) -> None:
