@@ -553,6 +553,8 @@ class ExplorerStatusChanged(_Event, frozen=True):
         Annotated[str, Meta(max_length=2048)] | None,
         Meta(description="URL of the server that it drives; null for none."),
     ] = None
+    lease: Lease | None = None
+    """Lease of the sender, which renews it while it runs; None where it does not, or as before."""
 
 
 class SyncRequested(_Event, frozen=True):
@@ -794,7 +796,7 @@ class ExpiredAttempt(Struct, frozen=True, kw_only=True):
 
 
 class LeaseExpired(_Event, frozen=True):
-    """A process sent no heartbeat for its lease: its attempts failed, or the trainer is silent.
+    """A process sent no heartbeat for its lease: its attempts failed, it is silent or lost.
 
     Not final: an attempt that finishes later counts, if its slot has no other finished attempt.
     """

@@ -46,7 +46,7 @@ def explorer_key(run_id: str, epoch: int, rank: int) -> str:
 
 
 def heartbeat_key(run_id: str, incarnation: str) -> str:
-    """Return the key that a saving process, or the trainer, keeps alive by heartbeats."""
+    """Return the key that a saving process, trainer or explorer keeps alive by heartbeats."""
     return f"{_tag(run_id)}:alive:{incarnation}"
 
 

@@ -20,8 +20,8 @@ from ..core.handlers.rollouts import format_exclusion
 from ..core.handlers.runs import LAUNCHER
 from ..core.handlers.waits import format_wait, open_waits
 from ..core.pauses import format_pause, open_pauses
-from ..core.state import KINDS, KindState, MonitorState, ProcessHost
-from .hosts import find_other_host, format_host, format_silent_trainer, is_judged, list_unseen
+from ..core.state import KINDS, KindState, MonitorState, ProcessHost, ProcessLease
+from .hosts import find_other_host, format_host, format_silence, is_judged, list_unseen
 
 Condition = Literal["running", "stopped", "ended"]
 """State of a process of the host on which the question is asked."""
@@ -49,10 +49,10 @@ Reason = Literal[
 `server-full`, `server-read-only`: the server of the log takes no entries. `closed`: the run ended
 with an error. `no-reducer`: none leads. `reducer-behind`: the leader folds no entries, or copies no
 reports. `stopped`, `ended`: a process that is waited for cannot continue. `silent`: the lease of
-the trainer has expired, and its process is not seen. `failed`: a kind of a step failed. `waits`: a
-process waits for an object, or for a process that reports no wait. `missing`: a save, a part, a
-commit or a registration has not come. `no-explorer`: rollouts have no taker. `excluded`: the
-trainer takes no answers of an explorer. `unread-group`: a consumer group
+the trainer, or of explorers of a host, has expired, and no process is seen. `failed`: a kind of a
+step failed. `waits`: a process waits for an object, or for a process that reports no wait.
+`missing`: a save, a part, a commit or a registration has not come. `no-explorer`: rollouts have no
+taker. `excluded`: the trainer takes no answers of an explorer. `unread-group`: a consumer group
 acknowledges nothing. `held-checkpoint`: a reader holds a checkpoint.
 """
 
@@ -186,14 +186,18 @@ def find_causes(state: MonitorState, facts: LiveFacts) -> list[Cause]:
     ends = sorted(_ends(links), key=lambda end: _blame(end, facts))
     excluded = list(_check_excluded(state))
     # Without another explorer, nothing else can end the trainer's wait for rollouts.
-    first = excluded if state.excluded.keys() >= set(_running_explorers(state)) else []
+    runs = set(_running_explorers(state))
+    first = excluded if state.excluded.keys() >= runs else []
+    lost = list(_check_lost_explorers(state, facts))
     causes = [
         *_check_server(facts),
         *(_check_launcher(state, facts) or _check_reducer(state, facts)),
         *_check_trainer(state, facts),
+        *([] if runs else lost),
         *first,
         *(_cause(end, state, facts) for end in ends),
         *_check_explorers(state, facts),
+        *lost,
         *_check_pauses(state, facts),
         *excluded,
         *_check_groups(facts),
@@ -325,7 +329,7 @@ def _check_trainer(state: MonitorState, facts: LiveFacts) -> Iterator[Cause]:
     name = format_producer(lease.holder)
     process = facts.processes.get(name)
     reason: Reason = "silent"
-    sentence = format_silent_trainer(lease)
+    sentence = format_silence([lease])
     if process is not None and process.condition != "running":
         reason, sentence = process.condition, f"{_format_process(name, process)}."
     yield Cause(
@@ -340,8 +344,8 @@ def _check_trainer(state: MonitorState, facts: LiveFacts) -> Iterator[Cause]:
 
 def _check_explorers(state: MonitorState, facts: LiveFacts) -> Iterator[Cause]:
     """Yield explorers of this host that cannot go on, and that no process waits for."""
-    for name in _running_explorers(state):
-        process = facts.processes.get(name)
+    for name, explorer in state.explorers.items():
+        process = facts.processes.get(name) if explorer.status != "stopped" else None
         if process is not None and process.condition != "running":
             yield Cause(
                 reason=process.condition,
@@ -361,6 +365,26 @@ def _check_pauses(state: MonitorState, facts: LiveFacts) -> Iterator[Cause]:
             process=name,
             step=pause.version.step,
             since=pause.since,
+        )
+
+
+def _check_lost_explorers(state: MonitorState, facts: LiveFacts) -> Iterator[Cause]:
+    """Yield explorers whose leases have expired, by host, if their processes are not seen here."""
+    lost: dict[tuple[str, str | None], list[ProcessLease]] = {}
+    for name, explorer in state.explorers.items():
+        lease, process = explorer.lease, facts.processes.get(name)
+        if lease is None or lease.silent_at is None:
+            continue
+        if process is None or process.condition == "running":
+            host = _format_other_host(state, facts, name)
+            lost.setdefault((lease.holder.node, host), []).append(lease)
+    for (_, host), leases in lost.items():
+        yield Cause(
+            reason="silent",
+            sentence=format_silence(leases),
+            process=format_producer(leases[0].holder),
+            host=host,
+            since=min(lease.silent_at for lease in leases if lease.silent_at is not None),
         )
 
 
@@ -593,7 +617,7 @@ def _format_other_host(state: MonitorState, facts: LiveFacts, name: str | None) 
 
 
 def _running_explorers(state: MonitorState) -> list[str]:
-    return [name for name, explorer in state.explorers.items() if explorer.status != "stopped"]
+    return [name for name, explorer in state.explorers.items() if explorer.runs]
 
 
 def _format_process(name: str, process: HostProcess | None) -> str:

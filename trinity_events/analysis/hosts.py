@@ -7,11 +7,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from ..core.fold_state import format_producer
 from ..core.handlers.runs import LAUNCHER
-from ..core.state import MonitorState, ProcessHost, TrainerLease
+from ..core.state import MonitorState, ProcessHost, ProcessLease
 
 _MOST_NAMED = 4
 """Processes of one host that a sentence names; the others are counted."""
@@ -81,10 +81,17 @@ def format_unseen(unseen: Mapping[str, Collection[str]]) -> str:
     return f"Not seen from this host are the processes on {', '.join(parts)}: ask there too."
 
 
-def format_silent_trainer(lease: TrainerLease) -> str:
-    """Return the sentence on a trainer whose lease has expired."""
+def format_silence(leases: Sequence[ProcessLease]) -> str:
+    """Return the sentence on processes of one host whose leases have expired."""
+    names, first = sorted(format_producer(lease.holder) for lease in leases), leases[0]
+    more = len(names) - _MOST_NAMED
+    shown = f"{', '.join(names[:_MOST_NAMED])}{f' and {more} more' if more > 0 else ''}"
+    process, link = (
+        ("its process has", "its") if len(names) == 1 else ("their processes have", "their")
+    )
+    verb = "is" if len(names) == 1 else "are"
     return (
-        f"Nothing is heard of {format_producer(lease.holder)} on {lease.holder.node}, for its "
-        f"lease of {lease.lease:g} s at least: its process has ended or is stopped, its host is "
-        "off, or its link to the server is cut."
+        f"Nothing is heard of {shown} on {first.holder.node}, for a lease of {first.lease:g} s at "
+        f"least: {process} ended or {verb} stopped, {link} host is off, or {link} link to the "
+        "server is cut."
     )

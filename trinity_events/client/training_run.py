@@ -17,7 +17,7 @@ from trinity_schemas import RunClosed, SaveStrategy, check_run_id
 from ..errors import InvalidRunId, PublishError, RunOpenedTwice
 from ..log import (
     DEADLINE,
-    TRAINER_LEASE,
+    STATUS_LEASE,
     Publisher,
     SyncEventLog,
     new_producer,
@@ -39,7 +39,7 @@ def training_run(
     save_strategy: SaveStrategy = "unrestricted",
     redis_url: str | None = None,
     deadline: float = DEADLINE,
-    lease: float = TRAINER_LEASE,
+    lease: float = STATUS_LEASE,
 ) -> TrainingRun:
     """Return the next epoch of a run, for one process of the run to open and to close.
 

@@ -28,6 +28,8 @@ KEPT_ATTEMPTS = 8
 """Attempts kept for each slot: failed, waiting, running, and finished elsewhere, each."""
 KEPT_EXPLORERS = 4096
 """Explorers whose status is known; the one that was silent longest is dropped first."""
+SHORTEST_EXPLORER_LEASE = 1.0
+"""Shortest lease of an explorer in seconds: a shorter one would only add events of its expiry."""
 KEPT_UNLISTED = 1024
 """Ranges of ranks of explorers that were dropped; beyond it the lowest are no longer counted."""
 KEPT_HOSTS = 2 * KEPT_EXPLORERS

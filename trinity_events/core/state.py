@@ -180,6 +180,16 @@ class EnginePause(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Requests that were under way."""
 
 
+class ProcessLease(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Lease of the trainer of the current epoch, or of an explorer."""
+
+    holder: Producer
+    lease: float
+    """Seconds without a heartbeat after which the process is silent."""
+    silent_at: int | None = None
+    """Milliseconds at which the lease was found to have expired; None while it holds."""
+
+
 class ExplorerState(Struct, kw_only=True, omit_defaults=True):
     """Status of an explorer, from its last events."""
 
@@ -201,6 +211,30 @@ class ExplorerState(Struct, kw_only=True, omit_defaults=True):
     """Milliseconds at which it asked for weights that it has not applied."""
     requested_version: StepRef | None = field(default=None, name="wanted")
     """The oldest version that it asked for."""
+    lease: ProcessLease | None = None
+    """Its lease, while it runs and renews one."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Return True if its lease has expired: its host may be off, or its link cut."""
+        return self.lease is not None and self.lease.silent_at is not None
+
+    @property
+    def runs(self) -> bool:
+        """Return True if it has not stopped, and is not lost."""
+        return self.status != "stopped" and not self.is_lost
+
+    @property
+    def shown_status(self) -> str:
+        """Status for people and metrics: ``lost``, or the one that it published last."""
+        return "lost" if self.is_lost else self.status
+
+    @property
+    def last_heard_at(self) -> int | None:
+        """Milliseconds of its last event, or of the last heartbeat of one that is lost."""
+        if self.lease is None or self.lease.silent_at is None:
+            return self.heard_at
+        return max(self.heard_at or 0, self.lease.silent_at - round(1000 * self.lease.lease))
 
 
 class Refusal(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -264,16 +298,6 @@ class OpenWait(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Milliseconds of its last report."""
     step: int | None = None
     """Step whose saves or weights it waits for, if it waits for some."""
-
-
-class TrainerLease(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Lease of the trainer of the current epoch."""
-
-    holder: Producer
-    lease: float
-    """Seconds without a heartbeat after which the trainer is silent."""
-    silent_at: int | None = None
-    """Milliseconds at which the lease was found to have expired; None while it holds."""
 
 
 class ProcessHost(Struct, frozen=True, kw_only=True):
@@ -357,7 +381,7 @@ class MonitorState(Struct, kw_only=True, omit_defaults=True):
     """True if the run failed, and the command that began it would fail again."""
     trainer: TrainerStatus | None = None
     trainer_step: int = 0
-    trainer_lease: TrainerLease | None = None
+    trainer_lease: ProcessLease | None = None
     """Lease of the trainer, while it runs and renews one."""
     changed_settings: list[SettingChange] = field(default_factory=list)
     """Settings of the current epoch that differ from the epoch that it resumes."""
@@ -422,7 +446,7 @@ class MonitorState(Struct, kw_only=True, omit_defaults=True):
     """Last anomalies."""
 
     @property
-    def silent_trainer(self) -> TrainerLease | None:
+    def silent_trainer(self) -> ProcessLease | None:
         """Lease of the trainer if it has expired: its host may be off, or its link cut."""
         lease = self.trainer_lease
         return None if lease is None or lease.silent_at is None else lease

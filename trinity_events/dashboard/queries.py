@@ -79,12 +79,12 @@ async def get_engines(reader: RunReader) -> dict[str, Any]:
             {
                 "explorer": name,
                 "url": explorer.endpoint,
-                "status": explorer.status,
+                "status": explorer.shown_status,
                 "version": msgspec.to_builtins(explorer.version),
                 "digest": explorer.digest,
                 "proof": explorer.proof,
                 "applied_at": explorer.applied_at,
-                "heard_at": explorer.heard_at,
+                "heard_at": explorer.last_heard_at,
             }
             for name, explorer in state.explorers.items()
             if explorer.endpoint is not None

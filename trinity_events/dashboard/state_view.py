@@ -181,7 +181,7 @@ def _explorers(state: MonitorState, digests: Mapping[StepRef, str]) -> list[list
     return [
         [
             name,
-            explorer.status,
+            explorer.shown_status,
             None if explorer.version is None else explorer.version.epoch,
             None if explorer.version is None else explorer.version.step,
             explorer.digest,
@@ -190,7 +190,7 @@ def _explorers(state: MonitorState, digests: Mapping[StepRef, str]) -> list[list
             ),
             _staleness(explorer, None if newest is None else newest.at),
             explorer.applied_at,
-            explorer.heard_at,
+            explorer.last_heard_at,
             explorer.requested_at,
         ]
         for name, explorer in state.explorers.items()

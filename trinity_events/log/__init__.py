@@ -22,7 +22,11 @@ from .page_size import PageSize
 from .position import ORIGIN, before, position
 from .publishing.async_publisher import AsyncPublisher, Resumption, open_run, opening_envelope
 from .publishing.publisher import DEADLINE, Publisher, new_producer
-from .publishing.trainer_lease import TRAINER_LEASE, renewing_trainer_lease
+from .publishing.status_leases import (
+    STATUS_LEASE,
+    renewing_explorer_lease,
+    renewing_trainer_lease,
+)
 from .redis.event_log import RedisEventLog
 from .redis.run_index import list_runs, require_run, watch_runs
 from .redis.sync_log import SyncEventLog
@@ -32,7 +36,7 @@ __all__ = [
     "DEAD_LETTERS_KEPT",
     "DEAD_LETTER_BYTES",
     "ORIGIN",
-    "TRAINER_LEASE",
+    "STATUS_LEASE",
     "AsyncPublisher",
     "Claimed",
     "Commit",
@@ -59,6 +63,7 @@ __all__ = [
     "open_run",
     "opening_envelope",
     "position",
+    "renewing_explorer_lease",
     "renewing_trainer_lease",
     "require_run",
     "stream_order",

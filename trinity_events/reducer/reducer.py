@@ -215,7 +215,7 @@ class Reducer:
         """Return True if explorers of a closed run have reports to come."""
         if await self._log.has_reports():
             return True
-        if all(explorer.status == "stopped" for explorer in state.explorers.values()):
+        if not any(explorer.runs for explorer in state.explorers.values()):
             return False
         return await self._log.now() < (state.closed_at or 0) + LATE_REPORTS * 1000
 

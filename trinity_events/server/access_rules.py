@@ -83,6 +83,7 @@ _RULES = {
             "-@all +xreadgroup +xack +xdel +xclaim +xgroup|delconsumer ~RUN:rollouts "
             "~RUN:evaluations",
             "-@all +evalsha +set +del +pexpire ~RUN:explorer:*",
+            "-@all +set +del ~RUN:alive:explorer-*",
             *_HOLD_CHECKPOINTS,
             f"-@all +evalsha +zadd +zrem +zremrangebyscore +pttl +pexpire ~{_WEIGHTS}*:leases",
         ),

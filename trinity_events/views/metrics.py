@@ -45,7 +45,7 @@ _SAVE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 60, 300, 1800)
 """Seconds."""
 _METRICS = 64
 """Maximum names of training metrics; later ones are left out."""
-_STATUSES = ("running", "require_sync", "stopped")
+_STATUSES = ("running", "require_sync", "lost", "stopped")
 
 
 class RunMetrics:
@@ -174,7 +174,7 @@ class RunMetrics:
         self._last.labels(run).set(position(state.position)[0] / 1000)
         for kind, pointer in state.ready.items():
             self._ready.labels(run, kind).set(pointer.at.step)
-        statuses = Count[str](explorer.status for explorer in state.explorers.values())
+        statuses = Count[str](explorer.shown_status for explorer in state.explorers.values())
         for status in _STATUSES:
             self._explorers.labels(run, status).set(statuses[status])
         unlisted = count_ordinals(state.unlisted_explorers)
@@ -203,7 +203,7 @@ class RunMetrics:
         requesters = [
             explorer for explorer in state.explorers.values() if explorer.requested_at is not None
         ]
-        waiting = sum(explorer.status != "stopped" for explorer in requesters)
+        waiting = sum(explorer.runs for explorer in requesters)
         self._in_flight.labels(run, "fetch").set(waiting)
         self._readable.labels(run).set(1)
 
@@ -222,7 +222,7 @@ def _behind(state: MonitorState) -> int:
     served = [
         0 if explorer.version is None else explorer.version.step
         for explorer in state.explorers.values()
-        if explorer.status != "stopped"
+        if explorer.runs
     ]
     return max(0, pointer.at.step - min(served, default=pointer.at.step))
 

@@ -118,13 +118,13 @@ def explorers_panel(state: MonitorState, now: int) -> RenderableType:
         late = behind[name]
         table.add_row(
             visible(name, lines=False),
-            explorer.status,
+            explorer.shown_status,
             "-"
             if explorer.version is None
             else f"{explorer.version.epoch}/{explorer.version.step}",
             Text(str(late), "yellow" if late > 1 else ""),
             _format_age(explorer.applied_at, now),
-            _format_age(explorer.heard_at, now),
+            _format_age(explorer.last_heard_at, now),
         )
     if not order:
         return Text("No explorer was heard of.", "dim")

@@ -14,7 +14,7 @@ from trinity_schemas import Kind
 from ..analysis.causes import BEHIND, HostProcess, LiveFacts, find_unseen
 from ..analysis.explain import format_unfinished
 from ..analysis.failures import failures
-from ..analysis.hosts import format_silent_trainer, format_unseen
+from ..analysis.hosts import format_silence, format_unseen
 from ..checkpoints.layout import final_name
 from ..core import MonitorState
 from ..core.handlers.rollouts import format_exclusion
@@ -112,7 +112,7 @@ def status_panel(
         waiting_reports = f"Reports of explorers wait for a reducer; the oldest one came {came}."
         about.append(Text(waiting_reports, style="red"))
     if not silent and state.silent_trainer is not None:
-        about.append(Text(format_silent_trainer(state.silent_trainer), style="red"))
+        about.append(Text(format_silence([state.silent_trainer]), style="red"))
     if silent:
         about.append(Text(_format_abandoned(silent_since), style="red"))
     if silent or state.closed in ("failed", "interrupted"):
@@ -210,9 +210,9 @@ def _explorers(
         table.add_column(column)
     for name, explorer in sorted(state.explorers.items()):
         serves = "nothing yet" if explorer.version is None else f"step {explorer.version.step}"
-        heard = format_date_time(explorer.heard_at)
-        if now is not None and explorer.heard_at is not None and state.closed is None:
-            heard = format_age(now - explorer.heard_at)
+        heard = format_date_time(explorer.last_heard_at)
+        if now is not None and explorer.last_heard_at is not None and state.closed is None:
+            heard = format_age(now - explorer.last_heard_at)
         process = processes.get(name)
         if process is not None and process.condition == "stopped":
             status = "suspended"
@@ -325,13 +325,16 @@ def _refusals(state: MonitorState) -> list[Text]:
 def _explorer_status(
     state: MonitorState, name: str, explorer: ExplorerState, *, silent: bool
 ) -> str:
-    """Return the status of an explorer; it is lost only if the run's end names it."""
+    """Return the status of an explorer.
+
+    It is lost if its lease has expired. In a closed run it is lost if the run's end names it.
+    """
     if explorer.status == "stopped":
         return "stopped"
     if silent:
         return "silent"
     if state.closed is None:
-        return explorer.status
+        return explorer.shown_status
     named = re.search(rf"\b{re.escape(name)}\b", state.closed_error or "")
     return "lost" if named else "ended"
 

@@ -31,7 +31,7 @@ from ..client import blocking
 from ..coordinator import LEASE
 from ..diagnostics.waits import WaitReporter
 from ..errors import CorruptVersion, VersionUnavailable
-from ..log import DEADLINE
+from ..log import DEADLINE, STATUS_LEASE, renewing_explorer_lease
 from ..log.publishing.metric_values import check_metrics, split_metrics
 from .compatibility import unwrapped_names
 from .pauses import Pause, publish_pause
@@ -124,6 +124,8 @@ class Synchronizer:
         self._session = Session(settings)
         self._publisher = VersionPublisher(self._session)
         self._reader = VersionReader(self._session)
+        self._status = ExplorerStatusChanged(status="running")
+        """Last status that it reported."""
 
     def __getstate__(self) -> SynchronizerSettings:
         return self.settings
@@ -177,7 +179,22 @@ class Synchronizer:
 
     def report(self, event: ExplorerStatusChanged | SyncRequested | RewardErrorReported) -> None:
         """Publish this explorer's status, its request for weights, or the error of a reward."""
+        if isinstance(event, ExplorerStatusChanged):
+            self._status = event
         self._session.events.publish(event)
+
+    def renewing_explorer_lease(
+        self, *, lease: float = STATUS_LEASE
+    ) -> AbstractContextManager[None]:
+        """Report that this explorer runs, and renew its lease, for the block.
+
+        Its end reports that the explorer stopped.
+
+        Args:
+            lease: Seconds without a heartbeat after which the explorer is lost.
+        """
+        self._status = ExplorerStatusChanged(status="running")
+        return renewing_explorer_lease(self._session.events, lambda: self._status, lease=lease)
 
     @deprecated("Synchronizer.tell is called report")
     def tell(self, event: ExplorerStatusChanged | SyncRequested | RewardErrorReported) -> None:

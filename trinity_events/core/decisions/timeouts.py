@@ -12,7 +12,7 @@ from ..state import MonitorState
 
 
 class LeaseHolder(NamedTuple):
-    """Process that sends heartbeats: it has attempts under way, or is the trainer."""
+    """Process that sends heartbeats: it has attempts under way, is the trainer or an explorer."""
 
     producer: Producer
     lease: float
@@ -30,11 +30,18 @@ class Waiting(NamedTuple):
 
 
 def lease_holders(state: MonitorState) -> dict[str, LeaseHolder]:
-    """Return the processes whose heartbeats are watched, by incarnation."""
-    holders: dict[str, LeaseHolder] = {}
-    trainer = state.trainer_lease
-    if trainer is not None and trainer.silent_at is None:
-        holders[trainer.holder.incarnation] = LeaseHolder(trainer.holder, trainer.lease)
+    """Return the processes whose heartbeats are watched, by incarnation.
+
+    Explorers are watched while the run is open: one that outlives it may wait for its resume.
+    """
+    leases = [state.trainer_lease]
+    if state.closed is None:
+        leases += [explorer.lease for explorer in state.explorers.values()]
+    holders = {
+        lease.holder.incarnation: LeaseHolder(lease.holder, lease.lease)
+        for lease in leases
+        if lease is not None and lease.silent_at is None
+    }
     for attempt in state.attempts.values():
         if attempt.lease is not None:
             name = attempt.holder.incarnation

@@ -22,7 +22,7 @@ from ..evaluations import continue_evaluations
 from ..fold_state import FoldState, format_producer, trim_oldest
 from ..limits import KEPT_DETACHED, KEPT_HOSTS, KEPT_PENDING_PROMOTIONS, KEPT_PROFILES
 from ..lineage import continued_lineage
-from ..state import DetachedConsumer, MonitorState, ProcessHost, Profile, ReadyPointer, TrainerLease
+from ..state import DetachedConsumer, MonitorState, ProcessHost, ProcessLease, Profile, ReadyPointer
 
 LAUNCHER = "launcher-0"
 """Name of the process that starts the others of a run."""
@@ -150,7 +150,7 @@ def trainer_status_changed(
         ended = TrainingEnded(epoch=state.epoch, step=state.trainer_step, caused_by=fold.entry_id)
         announce_since_2(fold, envelope, ended)
     elif event.lease is not None:
-        state.trainer_lease = TrainerLease(holder=envelope.producer, lease=event.lease)
+        state.trainer_lease = ProcessLease(holder=envelope.producer, lease=event.lease)
 
 
 def profile_written(fold: FoldState, event: ProfileWritten, envelope: Envelope) -> None:

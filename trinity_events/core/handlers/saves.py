@@ -171,15 +171,20 @@ def save_failed(fold: FoldState, event: SaveFailed, _: Envelope) -> None:
 
 
 def lease_expired(fold: FoldState, event: LeaseExpired, _: Envelope) -> None:
-    """Fail the attempts of a process without a heartbeat for its whole lease; mark the trainer.
+    """Fail the attempts of a process without a heartbeat for its whole lease.
 
-    Its waits are over. One that was taken for dead in error reports its waits again.
+    The trainer is silent then, and an explorer is lost. Its waits are over. One that was taken for
+    dead in error reports its waits again.
     """
-    trainer = fold.state.trainer_lease
-    if trainer is not None and trainer.holder.incarnation == event.holder.incarnation:
+    name = format_producer(event.holder)
+    trainer, explorer = fold.state.trainer_lease, fold.state.explorers.get(name)
+    if trainer is not None and trainer.holder == event.holder:
         fold.state.trainer_lease = structs.replace(trainer, silent_at=fold.now)
-    forget_waits(fold, format_producer(event.holder))
-    silence = f"nothing was heard of {format_producer(event.holder)} on {event.holder.node}"
+    lease = None if explorer is None else explorer.lease
+    if explorer is not None and lease is not None and lease.holder == event.holder:
+        explorer.lease = structs.replace(lease, silent_at=fold.now)
+    forget_waits(fold, name)
+    silence = f"nothing was heard of {name} on {event.holder.node}"
     for attempt in event.attempts:
         slot = fold.find_slot(attempt.slot)
         # A reason that the attempt itself gave stays.

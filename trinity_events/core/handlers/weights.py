@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec import structs
+
 from trinity_schemas import (
     Envelope,
     ExplorerStatusChanged,
@@ -22,10 +24,10 @@ from trinity_schemas import (
 
 from ..announcements import announce_complete, announce_since_2
 from ..fold_state import FoldState, format_producer
-from ..limits import KEPT_EXPLORERS, KEPT_REFUSALS, KEPT_UNLISTED
+from ..limits import KEPT_EXPLORERS, KEPT_REFUSALS, KEPT_UNLISTED, SHORTEST_EXPLORER_LEASE
 from ..ordinal_ranges import difference, union
 from ..refusals import make_refusal
-from ..state import EnginePause, ExplorerState, MonitorState
+from ..state import EnginePause, ExplorerState, MonitorState, ProcessLease
 from .saves import end_attempt
 from .waits import forget_waits
 
@@ -126,10 +128,23 @@ def explorer_status_changed(
     explorer.status, explorer.endpoint = event.status, event.endpoint
     if event.status == "require_sync":
         explorer.version = explorer.digest = explorer.proof = explorer.applied_at = None
+    explorer.lease = _get_lease(explorer, event, producer)
     lives = None if event.status == "stopped" else producer.incarnation
     if explorer.pause is not None and explorer.pause.incarnation != lives:
         explorer.pause = None
     forget_waits(fold, format_producer(producer), but=lives)
+
+
+def _get_lease(
+    explorer: ExplorerState, event: ExplorerStatusChanged, producer: Producer
+) -> ProcessLease | None:
+    """Return the lease of an explorer after its status; an earlier process has none any more."""
+    if event.status == "stopped":
+        return None
+    if event.lease is not None:
+        return ProcessLease(holder=producer, lease=max(event.lease, SHORTEST_EXPLORER_LEASE))
+    lease = explorer.lease
+    return lease if lease is not None and lease.holder == producer else None
 
 
 def sync_requested(fold: FoldState, event: SyncRequested, envelope: Envelope) -> None:
@@ -159,6 +174,8 @@ def _explorer(fold: FoldState, producer: Producer) -> ExplorerState:
         _make_room(fold.state, producer.rank)
     explorers[name] = explorer
     explorer.heard_at = fold.now
+    if explorer.lease is not None and explorer.is_lost and explorer.lease.holder == producer:
+        explorer.lease = structs.replace(explorer.lease, silent_at=None)
     return explorer
 
 

@@ -328,6 +328,7 @@ const staleWords = (one) => {
 
 const staleMood = (one) => {
   if (one[1] === "stopped") return "s-off";
+  if (one[1] === "lost") return "s-lost";
   if (one[3] === null) return "s-none";
   return one[6] === 0 ? "s-0" : one[6] === 1 ? "s-1" : "s-2";
 };
@@ -338,6 +339,7 @@ const LEGEND = [
   ["s-2", "2 or more"],
   ["s-none", "nothing yet"],
   ["s-off", "stopped"],
+  ["s-lost", "lost"],
   ["s-0 waiting", "waits"],
 ];
 
@@ -378,7 +380,8 @@ function explorersPanel(view, { lane }) {
 }
 
 function explorerRow(one, cell, view, waiting, lane) {
-  const [name, status, , step, digest, proof] = one;
+  const [name, status, , step, digest, proof, , , heard] = one;
+  const ended = { stopped: "stopped", lost: `lost, heard ${duration(view.now - heard)} ago` };
   return h(
     "tr",
     {},
@@ -388,7 +391,7 @@ function explorerRow(one, cell, view, waiting, lane) {
     h(
       "td",
       { class: "muted", title: digest ? `digest ${short(digest)}: ${proof}` : "" },
-      status === "stopped" ? "stopped" : waiting.has(name) ? "waits" : staleWords(one),
+      ended[status] ?? (waiting.has(name) ? "waits" : staleWords(one)),
       proof === "proven" ? " ✓" : proof === "differs" ? " ≠" : "",
     ),
     h(

@@ -1,4 +1,4 @@
-"""Heartbeats of a process while it saves, and of a trainer while it runs.
+"""Heartbeats of a process while it saves, and of a trainer or explorer while it runs.
 
 1. The server has the first heartbeat before an attempt begins, unless it does not answer in time.
 2. Heartbeats last until the log has every event of the attempts. If the key went before a
@@ -132,7 +132,9 @@ class Heartbeat:
         try:
             self._log.renew_heartbeat(self._incarnation, self._lease)
             heard = True
-            if self._renewed_at is not None and sent_at - self._renewed_at >= self._lease:
+            # By the answer: the client may have repeated the request through the whole silence.
+            silence = 0.0 if self._renewed_at is None else time.monotonic() - self._renewed_at
+            if silence >= self._lease:
                 self._returns = _RETURN_REPORTS
             self._renewed_at = sent_at
         except Exception as error:  # whatever it is, the next beat may succeed

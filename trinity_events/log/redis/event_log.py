@@ -34,6 +34,9 @@ from .key_errors import (
 )
 from .replies import FIELD, entries, flat_entries
 
+_HEARTBEATS_AT_ONCE = 512
+"""Heartbeats of one request: thousands of explorers hold up no other client."""
+
 
 @naming_key_conflicts
 class RedisEventLog(RedisGroups):
@@ -248,13 +251,12 @@ class RedisEventLog(RedisGroups):
 
     async def heartbeat_ttls(self, incarnations: Collection[str]) -> dict[str, float]:
         """Return the seconds left of each heartbeat that has not lapsed, by incarnation."""
-        ids = list(incarnations)
-        if not ids:
-            return {}
-        async with self._redis.pipeline(transaction=False) as pipeline:
-            for incarnation in ids:
-                pipeline.pttl(heartbeat_key(self.run_id, incarnation))
-            remaining = await pipeline.execute()
+        ids, remaining = list(incarnations), list[int]()
+        for first in range(0, len(ids), _HEARTBEATS_AT_ONCE):
+            async with self._redis.pipeline(transaction=False) as pipeline:
+                for incarnation in ids[first : first + _HEARTBEATS_AT_ONCE]:
+                    pipeline.pttl(heartbeat_key(self.run_id, incarnation))
+                remaining += await pipeline.execute()
         # -2: there is no key; -1: the key never lapses, which no process of ours writes.
         there = (
             (incarnation, ms) for incarnation, ms in zip(ids, remaining, strict=True) if ms != -2

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack, nullcontext
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from typing import Any
 
 import anyio
@@ -20,13 +20,12 @@ from trinity_events.errors import (
     TrinityError,
     VersionUnavailable,
 )
+from trinity_events.log import STATUS_LEASE
 from trinity_events.rollouts import Claim, RolloutClient, evaluation_keys
 from trinity_events.server import connect
 from trinity_events.system.error_text import first_error, ungrouped
 from trinity_schemas import (
     Experience,
-    ExplorerStatus,
-    ExplorerStatusChanged,
     Process,
     RolloutRequest,
     RunKeys,
@@ -69,9 +68,17 @@ class Explorer:
             ``explorer-RANK``.
         device: Device on which it serves the policy, such as ``cuda:1``; None takes the one of the
             settings, else the first GPU that it sees, else the CPU.
+        lease: Seconds without a heartbeat after which the explorer is lost.
     """
 
-    def __init__(self, config: RunConfig, rank: int, device: str | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        rank: int,
+        device: str | None = None,
+        *,
+        lease: float = STATUS_LEASE,
+    ) -> None:
         enable_stack_dumps(config.run_id, f"{ROLE}-{rank}")
         # Here, since it imports torch, which a launcher does not need.
         from trinity_events import Synchronizer
@@ -79,6 +86,7 @@ class Explorer:
         self.config = config
         self.rank = rank
         self._requested_device = device or config.explorer.device
+        self._lease = lease
         self._groups = 0
         self._turns = EngineTurns()
         self._exits = AsyncExitStack()
@@ -235,17 +243,16 @@ class Explorer:
                 self._turns,
                 at_once=config.groups_per_claim,
             )
-            await self._publish_status("running")
-            try:
-                return await self._explore(requests, versions, installer, answers)
-            except StaleEpoch as error:
-                raise RunEnded(error.run_id, error.epoch, error.newest) from None
-            finally:
-                with anyio.CancelScope(shield=True):
-                    await requests.leave()
-                    if self._held_out:
-                        await evaluations.leave()
-                    await self._publish_status("stopped")
+            async with self._renewing_lease():
+                try:
+                    return await self._explore(requests, versions, installer, answers)
+                except StaleEpoch as error:
+                    raise RunEnded(error.run_id, error.epoch, error.newest) from None
+                finally:
+                    with anyio.CancelScope(shield=True):
+                        await requests.leave()
+                        if self._held_out:
+                            await evaluations.leave()
         raise AssertionError("unreachable")
 
     def _create_client(
@@ -262,10 +269,18 @@ class Explorer:
             keys=keys,
         )
 
-    async def _publish_status(self, status: ExplorerStatus) -> None:
-        await self._publish(ExplorerStatusChanged(status=status))
+    @asynccontextmanager
+    async def _renewing_lease(self) -> AsyncIterator[None]:
+        """Report that the explorer runs, and renew its lease, for the block."""
+        lease = self._synchronizer.renewing_explorer_lease(lease=self._lease)
+        await anyio.to_thread.run_sync(lease.__enter__)
+        try:
+            yield
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(lease.__exit__, None, None, None)
 
-    async def _publish(self, event: ExplorerStatusChanged | SyncRequested | None) -> None:
+    async def _publish(self, event: SyncRequested | None) -> None:
         if event is not None:
             await anyio.to_thread.run_sync(self._synchronizer.report, event)
 

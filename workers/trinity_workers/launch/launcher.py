@@ -541,13 +541,13 @@ async def _last_weights_taken(
 
 
 def _without_last(state: MonitorState, config: RunConfig) -> list[str]:
-    """Return the explorers that did not stop and do not serve the last version."""
+    """Return the explorers that run and do not serve the last version."""
     last = StepRef(config.epoch, config.steps)
     return [
         name
         for name in (f"explorer-{rank}" for rank in range(config.explorers))
         if (explorer := state.explorers.get(name)) is not None
-        and explorer.status != "stopped"
+        and explorer.runs
         and (explorer.version is None or explorer.version < last)
     ]
 

@@ -23,7 +23,7 @@ from trinity_events.core.reward_errors import REWARD_ERRORS
 from trinity_events.diagnostics.stacks import enable_stack_dumps
 from trinity_events.errors import DeadlineExceeded, PublishError
 from trinity_events.log import (
-    TRAINER_LEASE,
+    STATUS_LEASE,
     AsyncPublisher,
     RedisEventLog,
     new_producer,
@@ -100,7 +100,7 @@ class Trainer:
         config: RunConfig,
         engine: TrainEngineWrapper | None = None,
         *,
-        lease: float = TRAINER_LEASE,
+        lease: float = STATUS_LEASE,
     ) -> None:
         enable_stack_dumps(config.run_id, "trainer-0")
         self.config = config
