@@ -24,7 +24,7 @@ TRL_VERSION ?= 1.16.0
 # The build of vLLM for CPUs that the rollout engine is tried with: docs/vllm.md.
 VLLM_VERSION ?= 0.32.0
 
-.PHONY: setup demo test nightly shuffled shuffled-light shuffled-heavy alone check slowest compiled lowest oldest-server bench gpu learn chaos crash hangs matrix simulate verl vllm base-install \
+.PHONY: setup demo test nightly shuffled shuffled-light shuffled-heavy alone check slowest compiled lowest oldest-server bench gpu learn chaos crash hangs hosts matrix simulate verl vllm base-install \
 	schemas docs picture screenshots lint format clean
 
 setup: $(VENV)/installed
@@ -118,6 +118,10 @@ crash: setup
 # Hangs that are planted in real processes, and their causes as explain names them. make hangs ARGS="--keep"
 hangs: setup
 	$(BIN)/python -m tests.hangs $(ARGS)
+
+# A whole run on four hosts from namespaces, and what faults of their links do to it. make hosts ARGS="--write"
+hosts: setup
+	$(BIN)/python -m tests.hosts $(ARGS)
 
 # Each sync method with each style, as whole runs, one at a time. It goes on where it was interrupted.
 # make matrix ARGS="--only megatron"

@@ -1,0 +1,1 @@
+"""Hosts that are apart, made from namespaces of one machine, and faults of their links."""
