@@ -20,6 +20,8 @@ KEY = "bench:waited"
 CLAIMS = 4
 """Requests that it claims at once."""
 LEASE = 60.0
+FIRST = 100_000
+"""First token id: of models such as Qwen's, whose ids do not fit into two bytes."""
 _BLOCK = 1.0
 
 
@@ -53,7 +55,7 @@ def experiences(claim: Claim, explorer: str, tokens: int) -> list[Experience]:
         Turn(role="prompt", tokens=list(range(16))),
         Turn(
             role="policy",
-            tokens=list(range(1000, 1000 + tokens)),
+            tokens=list(range(FIRST, FIRST + tokens)),
             logprobs=[-0.125] * tokens,
             versions=[(request.oldest, tokens)],
         ),

@@ -91,8 +91,8 @@ FINGERPRINT = f"sha256:{0x5097ED3D:064x}"  # of the task: a ledger of another on
 def grpo_loss(policy: Policy, groups: list[AnswerGroup]) -> Tensor:
     """Return the clipped loss of groups, each judged by its own mean (arXiv 2402.03300, eq. 3)."""
     experiences = [experience for group in groups for experience in group.experiences]
-    tokens = torch.tensor([e.turns[0].tokens + e.turns[1].tokens for e in experiences])
-    behaviour = torch.tensor([e.turns[1].logprobs for e in experiences])  # (samples, DIGITS)
+    tokens = torch.tensor([[*e.turns[0].tokens, *e.turns[1].tokens] for e in experiences])
+    behaviour = torch.tensor([[*e.turns[1].logprobs] for e in experiences])  # (samples, DIGITS)
     rewards = torch.tensor([e.reward for e in experiences]).view(-1, SAMPLES)
     advantages = rewards - rewards.mean(1, keepdim=True)
     advantages = (advantages / (rewards.std(1, keepdim=True) + 1e-4)).view(-1, 1)

@@ -1,5 +1,6 @@
 """Contract of Trinity Events: messages, keys and codecs. It imports only msgspec."""
 
+from .arrays import FloatArray, TokenArray
 from .codec import (
     MAX_EVENT_BYTES,
     MAX_REPORT_BYTES,
@@ -18,6 +19,8 @@ from .codec import (
 )
 from .envelope import SCHEMA_VERSION, Envelope, Trace
 from .errors import (
+    ArrayDamaged,
+    ArrayValuesRefused,
     ContractError,
     ExperienceContradiction,
     ForeignEvent,
@@ -137,7 +140,15 @@ from .manifest import (
     version_digest,
 )
 from .reader import EnvelopeReader
-from .rollouts import Experience, OrdinalRange, RolloutRequest, Sampling, TrainedLedger, Turn
+from .rollouts import (
+    Experience,
+    OrdinalRange,
+    RolloutRequest,
+    Sampling,
+    TrainedLedger,
+    Turn,
+    share_prompts,
+)
 
 __all__ = [
     "ALIGNMENT",
@@ -153,6 +164,8 @@ __all__ = [
     "SENT_BY",
     "Announcement",
     "AppliedPhases",
+    "ArrayDamaged",
+    "ArrayValuesRefused",
     "CheckedEntries",
     "ChosenTransport",
     "Chunk",
@@ -176,6 +189,7 @@ __all__ = [
     "ExplorerExcluded",
     "ExplorerStatus",
     "ExplorerStatusChanged",
+    "FloatArray",
     "ForeignEvent",
     "GenerationPaused",
     "GenerationResumed",
@@ -235,6 +249,7 @@ __all__ = [
     "SyncRequested",
     "TensorEntry",
     "ThreadCountRegistered",
+    "TokenArray",
     "Trace",
     "TrainedLedger",
     "TrainerStatus",
@@ -271,6 +286,7 @@ __all__ = [
     "manifest_key",
     "meeting_key",
     "reporter_incarnation",
+    "share_prompts",
     "to_json",
     "version_digest",
 ]

@@ -171,6 +171,38 @@ class ResumeContradiction(StructuredError, ValueError):
     text = "the run resumes step {step} from a checkpoint of {checkpoint}"
 
 
+class ArrayDamaged(StructuredError, ValueError):
+    """Bytes of an array are more or fewer than its length says.
+
+    Attributes:
+        dtype: Type of its values.
+        length: Number of its values.
+        size: Number of its bytes.
+    """
+
+    dtype: str
+    length: int
+    size: int
+    text = "an array of {length} values of {dtype} has {size} bytes"
+
+
+class ArrayValuesRefused(StructuredError, ValueError):
+    """Values are no numbers of the types that an array may have.
+
+    Attributes:
+        dtypes: The types.
+        reason: Reason in words.
+    """
+
+    dtypes: tuple[str, ...]
+    reason: str
+    text = "no array of {_dtypes} has these values: {reason}"
+
+    @property
+    def _dtypes(self) -> str:
+        return " or ".join(self.dtypes)
+
+
 class ExperienceContradiction(StructuredError, ValueError):
     """An experience contradicts itself.
 
@@ -185,7 +217,8 @@ class ExperienceContradiction(StructuredError, ValueError):
     samples: int
     texts: ClassVar = {
         "sample": "sample {sample} is not one of {samples}",
-        "prompt": "the first turn must be a prompt of at least one token",
+        "prompt": "the first turn must be a prompt of at least one token, or of none where it is "
+        "shared with sample 0",
         "policy": "at least one turn must be the policy's",
         "logprobs": "every token of the policy, and no other, needs a log-probability",
         "versions": "every token of the policy, and no other, needs a version",

@@ -8,7 +8,9 @@ from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import force_setattr, replace
 
+from .arrays import FloatArray, TokenArray
 from .errors import ExperienceContradiction, LedgerContradiction, RangesOverlap
 from .identity import Digest, Epoch, Name, RunId, Seconds, Slug, Step, StepRef
 
@@ -110,22 +112,56 @@ class RolloutRequest(Struct, frozen=True, kw_only=True):
     ] = ()
 
 
+_NO_LOGPROBS = FloatArray.pack([])
+
+
 class Turn(Struct, frozen=True, kw_only=True):
-    """Part of an episode: consecutive tokens that one side wrote."""
+    """Part of an episode: consecutive tokens that one side wrote.
+
+    Tokens and log-probabilities may be given, and received, as lists: each becomes an array.
+    """
 
     role: Annotated[
         Literal["prompt", "policy", "environment"],
         Meta(description="Writer of the tokens; only those of the policy are trained on."),
     ]
-    tokens: Annotated[list[TokenId], Meta(description="Token ids, without padding.")]
+    tokens: Annotated[
+        TokenArray | list[TokenId],
+        Meta(description="Token ids, without padding: an array, or a list from older explorers."),
+    ]
     logprobs: Annotated[
-        list[float],
-        Meta(description="Natural log-probability of each token that the policy sampled."),
-    ] = []
+        FloatArray | list[float],
+        Meta(
+            description="Natural log-probability of each token that the policy sampled: an array, "
+            "or a list from older explorers."
+        ),
+    ] = _NO_LOGPROBS
     versions: Annotated[
         list[tuple[StepRef, int]],
         Meta(description="Weight versions that sampled the tokens, each with its number of tokens"),
     ] = []
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tokens, TokenArray):
+            force_setattr(self, "tokens", TokenArray.pack(self.tokens))
+        if not isinstance(self.logprobs, FloatArray):
+            force_setattr(self, "logprobs", FloatArray.pack(self.logprobs))
+
+    @property
+    def token_view(self) -> memoryview:
+        """Token ids as a buffer for ``numpy.asarray``, without a copy."""
+        assert isinstance(self.tokens, TokenArray)
+        return self.tokens.view
+
+    @property
+    def logprob_view(self) -> memoryview:
+        """Log-probabilities in float32 as a buffer for ``numpy.asarray``, without a copy."""
+        assert isinstance(self.logprobs, FloatArray)
+        return self.logprobs.view
+
+
+NO_PROMPT = Turn(role="prompt", tokens=[])
+"""Prompt of a sample that shares that of the first sample of its answer."""
 
 
 class Experience(Struct, frozen=True, kw_only=True):
@@ -147,6 +183,13 @@ class Experience(Struct, frozen=True, kw_only=True):
     reward_parts: Annotated[
         dict[str, float], Meta(description="Named parts of the reward, and scores to show.")
     ] = {}
+    shares_prompt: Annotated[
+        bool,
+        Meta(
+            description="True if the turn of the prompt is that of sample 0 of the same answer, "
+            "and is empty here."
+        ),
+    ] = False
     finished: Annotated[
         bool, Meta(description="False if the last turn met its limit of tokens.")
     ] = True
@@ -170,7 +213,11 @@ class Experience(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.sample >= self.samples:
             raise ExperienceContradiction("sample", self.sample, self.samples)
-        if self.turns[0].role != "prompt" or not self.turns[0].tokens:
+        prompt = self.turns[0]
+        has_prompt = len(prompt.tokens) > 0
+        if prompt.role != "prompt" or has_prompt is self.shares_prompt:
+            raise ExperienceContradiction("prompt", self.sample, self.samples)
+        if self.shares_prompt and self.sample == 0:
             raise ExperienceContradiction("prompt", self.sample, self.samples)
         if not any(turn.role == "policy" for turn in self.turns):
             raise ExperienceContradiction("policy", self.sample, self.samples)
@@ -181,10 +228,33 @@ class Experience(Struct, frozen=True, kw_only=True):
             if sum(count for _, count in turn.versions) != turn_tokens:
                 raise ExperienceContradiction("versions", self.sample, self.samples)
 
+    def with_prompt_of(self, first: Experience) -> Experience:
+        """Return the sample with the prompt of the first one, if it shares that."""
+        if not self.shares_prompt:
+            return self
+        return replace(self, turns=[first.turns[0], *self.turns[1:]], shares_prompt=False)
+
     @property
     def oldest_version(self) -> StepRef:
         """Return the oldest weight version that sampled one of its tokens."""
         return min(version for turn in self.turns for version, _ in turn.versions)
+
+
+def share_prompts(group: Sequence[Experience]) -> list[Experience]:
+    """Return samples that have their prompt once, if the first of them has it.
+
+    :meth:`Experience.with_prompt_of` the first one is the way back.
+    """
+    first = group[0]
+    if first.sample != 0 or first.shares_prompt:
+        return [*group]
+    prompt = first.turns[0]
+    return [
+        replace(sample, turns=[NO_PROMPT, *sample.turns[1:]], shares_prompt=True)
+        if sample.sample and (sample.turns[0] is prompt or sample.turns[0] == prompt)
+        else sample
+        for sample in group
+    ]
 
 
 class TrainedLedger(Struct, frozen=True, kw_only=True):

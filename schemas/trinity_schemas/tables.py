@@ -75,6 +75,8 @@ class _Tables:
             case {"$ref": str(ref)}:
                 name = ref.removeprefix(_REF)
                 return f"[{name}](#{name.lower()})"
+            case {"anyOf": list(forms)}:
+                return " or ".join(map(self._type, forms))
             case {"discriminator": _}:
                 return "one of the events above"
             case {"enum": list(values)}:

@@ -10,9 +10,11 @@ import torch
 
 from tests.support.errors import raises, raises_from
 from tests.support.event_histories import DIGEST, History, finished, part
-from tests.support.rollout_messages import PROMPT, REQUEST, experience, policy
+from tests.support.rollout_messages import PROMPT, REQUEST, as_lists, experience, policy
 from trinity_schemas import (
     MAX_EVENT_BYTES,
+    ArrayDamaged,
+    ArrayValuesRefused,
     Chunk,
     ContractError,
     EncodedManifest,
@@ -39,6 +41,7 @@ from trinity_schemas import (
     StepRef,
     StepTrained,
     TensorEntry,
+    TokenArray,
     TrainedLedger,
     Turn,
     UnknownEventType,
@@ -53,6 +56,7 @@ from trinity_schemas import (
     encode_entries,
     event_tag,
     manifest_key,
+    share_prompts,
     to_json,
 )
 
@@ -358,6 +362,67 @@ def test_a_request_and_its_answer_survive_the_wire():
     assert sample.oldest_version == StepRef(1, 3)
 
 
+def test_lists_of_older_explorers_are_read_as_arrays():
+    sample = experience(PROMPT, policy([2, 70_000, 3]))
+    read = decode_experience(msgspec.msgpack.encode(as_lists(sample)))
+    assert read == sample
+    assert encode(read) == encode(sample)
+    assert read.turns[1].tokens == [2, 70_000, 3]
+
+
+@pytest.mark.parametrize(
+    ("largest", "token_bytes"), [(65_535, 2), (65_536, 4)], ids=["uint16", "int32"]
+)
+def test_a_token_takes_its_array_alone(largest, token_bytes):
+    count = 10_000
+    short, long = (policy([largest] * n) for n in (1, 1 + count))
+    added = len(encode(experience(PROMPT, long))) - len(encode(experience(PROMPT, short)))
+    assert count * (token_bytes + 4) <= added <= count * (token_bytes + 4) + 16
+    view = long.token_view
+    assert view.obj is long.tokens.data, "its bytes were copied"
+    assert (view.itemsize, view[-1]) == (token_bytes, largest)
+    assert long.logprob_view.format == "f"
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"length": 3}, {"dtype": "uint16", "length": 3, "size": 4}),
+        ({"data": b"abc"}, {"dtype": "uint16", "length": 2, "size": 3}),
+    ],
+)
+def test_an_array_whose_bytes_are_not_its_length_is_refused(changes, fault):
+    raw = msgspec.to_builtins(experience(), builtin_types=(bytes,))
+    raw["turns"][1]["tokens"] |= changes
+    with raises_from(ArrayDamaged, **fault):
+        decode_experience(msgspec.msgpack.encode(raw))
+
+
+def test_an_array_of_an_unknown_type_is_refused():
+    raw = msgspec.to_builtins(experience(), builtin_types=(bytes,))
+    raw["turns"][1]["logprobs"]["dtype"] = "float64"
+    with raises(ExperienceUnreadable, reason=re.compile("float64.*logprobs.dtype")):
+        decode_experience(msgspec.msgpack.encode(raw))
+
+
+def test_values_that_are_no_tokens_become_no_array():
+    for values in ([0.5], ["a"], [2**31]):
+        with raises(ArrayValuesRefused, dtypes=("uint16", "int32")):
+            TokenArray.pack(values)
+
+
+def test_samples_of_a_group_share_their_prompt():
+    group = [experience(PROMPT, policy([2, 3 + at]), sample=at) for at in (0, 1)]
+    sent = share_prompts(group)
+    assert sent[0] == group[0]
+    assert sent[1].shares_prompt
+    assert len(sent[1].turns[0].tokens) == 0
+    received = [decode_experience(encode(sample)) for sample in sent]
+    assert [sample.with_prompt_of(received[0]) for sample in received] == group
+    alone = [experience(Turn(role="prompt", tokens=[9]), policy(), sample=1)]
+    assert share_prompts([group[0], *alone]) == [group[0], *alone]
+
+
 @pytest.mark.parametrize(
     ("turns", "fault"),
     [
@@ -370,13 +435,13 @@ def test_a_request_and_its_answer_survive_the_wire():
     ],
 )
 def test_an_experience_that_contradicts_itself_is_refused(turns, fault):
-    raw = {**to_json(experience()), "turns": [to_json(turn) for turn in turns]}
+    raw = {**as_lists(experience()), "turns": [as_lists(turn) for turn in turns]}
     with raises_from(ExperienceContradiction, fault=fault):
         decode_experience(msgspec.msgpack.encode(raw))
 
 
 def test_an_experience_of_a_prompt_alone_is_refused():
-    raw = {**to_json(experience()), "turns": [to_json(PROMPT)]}
+    raw = {**as_lists(experience()), "turns": [as_lists(PROMPT)]}
     with raises(ExperienceUnreadable, reason=re.compile("length >= 2")):
         decode_experience(msgspec.msgpack.encode(raw))
 

@@ -32,7 +32,9 @@ from trinity_schemas import (
     RunKeys,
     StepRef,
     decode_envelope,
+    decode_experience,
     encode,
+    share_prompts,
 )
 
 FOR_EVER = 3600.0
@@ -68,6 +70,34 @@ async def send_malformed(parts, explorer, count, kind="inf reward"):
         first, *others = samples_of(claim, explorer.name)
         await send(parts, claim, [malformed(kind, first), *map(encode, others)])
     return [claim.request.ordinal for claim in claims]
+
+
+async def test_a_sample_whose_shared_prompt_did_not_come_is_refused(parts):
+    dispatcher = await parts.dispatcher(limits=LIMITS)
+    await dispatcher.dispatch(2, parts.version)
+    bad, sound = parts.explorer("bad"), parts.explorer("sound")
+    [claim] = await bad.claim(1, seconds=PATIENCE)
+    shared = share_prompts(samples_of(claim, "bad"))
+    assert [sample.shares_prompt for sample in shared] == [False, True]
+    await send(parts, claim, [encode(sample) for sample in reversed(shared)])
+    groups = await take(parts, dispatcher, 2, sound)
+    assert explorers_of(groups) == {"sound"}
+    assert await reissued(parts) == {(claim.request.ordinal, 2, "malformed")}
+
+
+async def test_the_prompt_of_a_group_is_sent_once(parts):
+    dispatcher = await parts.dispatcher(limits=LIMITS)
+    await dispatcher.dispatch(2, parts.version)
+    assert await answer(parts.explorer(), 1) == [0]
+    sent = [
+        decode_experience(entry[b"e"])
+        for _, entry in await parts.client.xrange(experiences_of(parts))
+    ]
+    assert [len(sample.turns[0].tokens) for sample in sent] == [1, 0]
+    [group] = await dispatcher.take(1, deadline=PATIENCE)
+    first, second = group.experiences
+    assert first.turns[0] is second.turns[0]
+    assert not second.shares_prompt
 
 
 async def take(parts, dispatcher, count, *explorers, **more):

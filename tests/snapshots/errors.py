@@ -194,11 +194,24 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
     "ResumeContradiction": [
         ({"step": 7, "checkpoint": 6}, "the run resumes step 7 from a checkpoint of 6"),
     ],
+    "ArrayDamaged": [
+        (
+            {"dtype": "int32", "length": 3, "size": 8},
+            "an array of 3 values of int32 has 8 bytes",
+        ),
+    ],
+    "ArrayValuesRefused": [
+        (
+            {"dtypes": ("uint16", "int32"), "reason": "a value is out of their range"},
+            "no array of uint16 or int32 has these values: a value is out of their range",
+        ),
+    ],
     "ExperienceContradiction": [
         ({"fault": "sample", "sample": 2, "samples": 2}, "sample 2 is not one of 2"),
         (
             {"fault": "prompt", "sample": 0, "samples": 2},
-            "the first turn must be a prompt of at least one token",
+            "the first turn must be a prompt of at least one token, or of none where it is shared "
+            "with sample 0",
         ),
         ({"fault": "policy", "sample": 0, "samples": 2}, "at least one turn must be the policy's"),
         (

@@ -10,6 +10,9 @@ import msgspec
 
 from trinity_events.rollouts import AnswerLimits
 from trinity_schemas import Experience
+from trinity_schemas.arrays import FloatArray, TokenArray
+
+from .rollout_messages import as_lists
 
 STEP_0 = {"epoch": 1, "step": 0}
 LIMITS = AnswerLimits(
@@ -54,6 +57,14 @@ def _versions(*versions: tuple[int, int, int]) -> Change:
     return _policy(count, versions=named)
 
 
+def _array(name: str, values: TokenArray | FloatArray, **damage: Any) -> Change:
+    plain = {"dtype": values.dtype, "length": len(values), "data": values.data, **damage}
+    return _policy(len(values), **{name: plain})
+
+
+_TOKENS, _LOGPROBS = TokenArray.pack([7, 7]), FloatArray.pack([-0.5, math.nan])
+
+
 def _add_turns(plain: Plain) -> None:
     plain["turns"] += [{"role": "environment", "tokens": [1]}, plain["turns"][1]] * 2
 
@@ -71,6 +82,16 @@ FAULTS: dict[str, tuple[str, Change]] = {
     "prompt token out of the vocabulary": ("tokens", _turn(0, tokens=[10**6])),
     "token 2^40": ("unreadable", _policy(1, token=2**40)),
     "negative token": ("unreadable", _policy(1, token=-5)),
+    "negative token in an array": ("tokens", _array("tokens", TokenArray.pack([7, -5]))),
+    "token of an array out of the vocabulary": ("tokens", _array("tokens", TokenArray.pack([98]))),
+    "nan in an array": ("logprobs", _array("logprobs", _LOGPROBS)),
+    "array longer than its bytes": ("unreadable", _array("tokens", _TOKENS, length=3)),
+    "array with half a value": ("unreadable", _array("tokens", _TOKENS, data=b"abc")),
+    "array of a negative length": ("unreadable", _array("tokens", _TOKENS, length=-1)),
+    "array of an unknown type": ("unreadable", _array("tokens", _TOKENS, dtype="float64")),
+    "array of 2^60 values": ("unreadable", _array("tokens", _TOKENS, length=2**60)),
+    "prompt of no token": ("unreadable", _turn(0, tokens=[])),
+    "shared prompt of sample 0": ("unreadable", _set(shares_prompt=True, sample=0)),
     "inf reward": ("reward", _set(reward=math.inf)),
     "nan reward": ("reward", _set(reward=math.nan)),
     "reward 1e38": ("reward", _set(reward=1e38)),
@@ -115,6 +136,6 @@ give it weights that are not finite, or to be trained on.
 
 def malformed(kind: str, experience: Experience) -> bytes:
     """Return the payload of an experience that was made malformed."""
-    plain = msgspec.to_builtins(experience)
+    plain = as_lists(experience)
     FAULTS[kind][1](plain)
     return msgspec.msgpack.encode(plain)

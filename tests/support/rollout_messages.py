@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
+
 from trinity_schemas import Experience, RolloutRequest, Sampling, StepRef, Turn
 
 REQUEST = RolloutRequest(
@@ -37,3 +41,14 @@ def experience(*turns, sample=1):
         turns=list(turns) or [PROMPT, policy()],
         reward=1.0,
     )
+
+
+def as_lists(message: Experience | Turn) -> dict[str, Any]:
+    """Return a message as plain data with lists in the place of arrays, as older explorers do."""
+    plain = msgspec.to_builtins(message, builtin_types=(bytes,))
+    turns = (
+        zip(plain["turns"], message.turns, strict=True) if "turns" in plain else [(plain, message)]
+    )
+    for fields, turn in turns:
+        fields |= {"tokens": [*turn.tokens], "logprobs": [*turn.logprobs]}
+    return plain

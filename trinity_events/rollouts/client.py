@@ -19,6 +19,7 @@ from trinity_schemas import (
     RolloutRequest,
     RunKeys,
     encode,
+    share_prompts,
 )
 from trinity_schemas.codec import decode_request
 
@@ -172,7 +173,7 @@ class RolloutClient:
         rows: list[object] = []
         for claim, experiences in answers:
             _check_samples(claim.request, experiences)
-            rows += [claim.entry_id, len(experiences), *map(encode, experiences)]
+            rows += [claim.entry_id, len(experiences), *map(encode, share_prompts(experiences))]
         counted = [bool(reply) for reply in await self._write("answer", *rows)]
         self._unanswered_ids.difference_update(claim.entry_id for claim, _ in answers)
         self.discarded += counted.count(False)

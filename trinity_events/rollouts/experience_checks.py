@@ -5,6 +5,7 @@
 2. A check reads an experience and changes nothing.
 3. No content of an experience raises.
 4. A fault says in one sentence what is wrong, with at most :data:`LONGEST_DETAIL` characters.
+5. No token becomes a Python object where NumPy is installed, as it is wherever one trains.
 """
 
 from __future__ import annotations
@@ -193,28 +194,31 @@ def _find_turn_fault(
     for turn in experience.turns:
         fault = _find_token_fault(turn, limits.vocabulary_size) or _find_count_fault(turn)
         if fault is None and turn.logprobs:
-            fault = _find_logprob_fault(turn.logprobs, least)
+            fault = _find_logprob_fault(turn.logprob_view, least)
         if fault is not None:
             return fault
     return None
 
 
 def _find_token_fault(turn: Turn, vocabulary_size: int | None) -> Fault | None:
-    # The decoder has checked that no token id is negative.
-    if vocabulary_size is None or not turn.tokens or max(turn.tokens) < vocabulary_size:
+    if not turn.tokens:
+        return None
+    lowest, highest = _find_extremes(turn.token_view)
+    if lowest < 0:
+        return Fault("tokens", f"the {turn.role} has the token id {lowest:.0f}, below 0")
+    if vocabulary_size is None or highest < vocabulary_size:
         return None
     return Fault(
         "tokens",
-        f"the {turn.role} has the token id {max(turn.tokens)}, and the model's end at "
+        f"the {turn.role} has the token id {highest:.0f}, and the model's end at "
         f"{vocabulary_size - 1}",
     )
 
 
-def _find_logprob_fault(logprobs: list[float], least: float) -> Fault | None:
-    # NaN and infinity survive the sum, which is made in C; max and min alone may pass over NaN.
-    if not math.isfinite(sum(logprobs)):
-        return Fault("logprobs", "a log-probability is not finite, or their sum is not")
-    highest, lowest = max(logprobs), min(logprobs)
+def _find_logprob_fault(logprobs: memoryview, least: float) -> Fault | None:
+    lowest, highest = _find_extremes(logprobs)
+    if not (math.isfinite(lowest) and math.isfinite(highest)):
+        return Fault("logprobs", "a log-probability is not finite")
     if highest > LOGPROB_TOLERANCE:
         return Fault("logprobs", f"a log-probability is {highest:g}, above 0")
     if lowest < least:
@@ -222,6 +226,17 @@ def _find_logprob_fault(logprobs: list[float], least: float) -> Fault | None:
             "logprobs", f"a log-probability is {lowest:g}, and a float32 softmax ends at {least:g}"
         )
     return None
+
+
+def _find_extremes(values: memoryview) -> tuple[float, float]:
+    """Return the least and the largest of some values; NaN twice if one is NaN."""
+    try:
+        import numpy as np
+    except ImportError:  # a loop on the base install
+        total = float(sum(values))
+        return (total, total) if math.isnan(total) else (min(values), max(values))
+    array = np.asarray(values)
+    return float(array.min()), float(array.max())
 
 
 def _find_count_fault(turn: Turn) -> Fault | None:

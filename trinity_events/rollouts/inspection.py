@@ -104,12 +104,13 @@ class AnswerInspector:
             if isinstance(answer, Restarted):
                 self._partial.clear()
                 continue
-            sound = isinstance(answer, Sample) and self._is_sound(answer.experience)
-            group = self._assemble(answer) if sound and isinstance(answer, Sample) else None
+            sample = self._with_prompt(answer) if isinstance(answer, Sample) else None
+            if sample is None or not self._is_sound(sample.experience):
+                self._useless.append(answer.entry_id)
+                continue
+            group = self._assemble(sample)
             if group is not None and not self._state.add_earlier(group, stands):
                 self._useless += group.entry_ids
-            elif not sound:
-                self._useless.append(answer.entry_id)
 
     def end_entries(self) -> None:
         """Refuse incomplete answers, once all entries were read."""
@@ -140,14 +141,18 @@ class AnswerInspector:
             self._mark(experience.ordinal, EXCLUDED)
             self._useless.append(sample.entry_id)
             return None
-        fault = self._find_fault(experience)
-        if fault is not None:
-            self._useless.append(sample.entry_id)
-            self._count_malformed(
-                experience.ordinal, experience.attempt, experience.explorer, fault
-            )
-            return None
-        return self._assemble(sample)
+        completed = self._with_prompt(sample)
+        fault = (
+            self._find_fault(completed.experience)
+            if completed is not None
+            else Fault("request", f"sample {experience.sample} came without the prompt it shares")
+        )
+        if completed is not None and fault is None:
+            return self._assemble(completed)
+        assert fault is not None
+        self._useless.append(sample.entry_id)
+        self._count_malformed(experience.ordinal, experience.attempt, experience.explorer, fault)
+        return None
 
     def _add_unreadable(self, entry: Unreadable) -> None:
         self._useless.append(entry.entry_id)
@@ -171,10 +176,21 @@ class AnswerInspector:
                 *(self._settings.run_id, self._unreadable, _format_reason(entry.reason)),
             )
 
+    def _with_prompt(self, sample: Sample) -> Sample | None:
+        """Return a sample with the prompt that it shares; None if that one was not read."""
+        experience = sample.experience
+        if not experience.shares_prompt:
+            return sample
+        partial = self._partial.get(_answer_name(experience))
+        first = None if partial is None else partial.samples.get(0)
+        if first is None:
+            return None
+        return sample._replace(experience=experience.with_prompt_of(first.experience))
+
     def _assemble(self, sample: Sample) -> AnswerGroup | None:
         """Return the group of a sample if the sample is its last one."""
         experience = sample.experience
-        name = experience.epoch, experience.ordinal, experience.attempt, experience.explorer
+        name = _answer_name(experience)
         partial = self._partial.setdefault(name, _Partial())
         replaced = partial.samples.get(experience.sample)
         if replaced is not None:
@@ -269,6 +285,10 @@ class AnswerInspector:
             # The first one stays: further samples of that answer may be refused for another reason.
             request.refusal = request.refusal or reason
             self.refused = True
+
+
+def _answer_name(experience: Experience) -> tuple[int, int, int, str]:
+    return experience.epoch, experience.ordinal, experience.attempt, experience.explorer
 
 
 def _format_reason(text: str) -> str:

@@ -902,11 +902,11 @@ def surrogate(model, groups: list[list[Experience]]) -> torch.Tensor:
         rewards = [experience.reward for experience in group]
         mean, deviation = statistics.fmean(rewards), statistics.pstdev(rewards)
         for experience in group:
-            prompt, response = (turn.tokens for turn in experience.turns)
+            prompt, response = ([*turn.tokens] for turn in experience.turns)
             whole = model(input_ids=torch.tensor([prompt + response])).logits[0]
             logits = whole[len(prompt) - 1 : -1]
             logprobs = logits.log_softmax(-1)[range(len(response)), response]
-            ratio = (logprobs - torch.tensor(experience.turns[1].logprobs)).exp()
+            ratio = (logprobs - torch.tensor([*experience.turns[1].logprobs])).exp()
             advantage = (experience.reward - mean) / (deviation + 1e-4)
             losses.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage))
     return torch.cat(losses).mean()

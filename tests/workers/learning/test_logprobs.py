@@ -109,7 +109,7 @@ def test_an_entropy_is_that_of_the_distribution_of_its_token(
     batch = collate(groups, tokenizer.pad_token_id)
     entropies = response_statistics(model, batch, temperature=0.7, entropy=True).entropy
     sample = groups[3][2]
-    prompt, response = (turn.tokens for turn in sample.turns)
+    prompt, response = ([*turn.tokens] for turn in sample.turns)
     logits = model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
     expected = torch.distributions.Categorical(logits=logits / 0.7).entropy()
     assert entropies is not None

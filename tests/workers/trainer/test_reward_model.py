@@ -16,6 +16,7 @@ from transformers import AutoModelForSequenceClassification, Qwen2Config  # noqa
 from tests.support import megatron_ranks as at  # noqa: E402
 from tests.support.experiences import group  # noqa: E402
 from tests.support.reward_models import make_reward_folder  # noqa: E402
+from trinity_schemas import Turn  # noqa: E402
 from trinity_workers.algorithms.collate import collate  # noqa: E402
 from trinity_workers.algorithms.rules import read_settings  # noqa: E402
 from trinity_workers.engines.fsdp import frozen_policy  # noqa: E402
@@ -128,7 +129,8 @@ def test_a_chat_goes_through_the_reward_models_own_template(policy_folder, tmp_p
     rows = [
         group(prompt, [answer], [[-1.0] * 4], [0.0], ordinal=i) for i, prompt in enumerate(prompts)
     ]
-    rows[2][0].turns[0].tokens[:] = policy.encode("b>")  # of an own loop, and not the task's
+    own_prompt = Turn(role="prompt", tokens=policy.encode("b>"))  # of an own loop, not the task's
+    rows[2][0].turns[0] = own_prompt
     batch = collate(rows, policy.pad_token_id)
     inputs = RewardTokens(policy, own, questions.__getitem__).inputs(batch)
     texts = ["scabutababat", "utab>abat", "ub>abat"]  # the template puts a role's letter first

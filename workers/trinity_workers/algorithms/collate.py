@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from trinity_events.errors import TrinityError
@@ -34,13 +34,6 @@ class MalformedExperience(TrinityError, ValueError):
     )
 
 
-class _Row(NamedTuple):
-    prompt: list[int]
-    response: list[int]
-    mask: list[bool]
-    logprobs: list[float]
-
-
 def collate(
     groups: Sequence[Sequence[Experience]],
     pad_token_id: int,
@@ -49,7 +42,8 @@ def collate(
 ) -> Batch:
     """Return all episodes as a batch on the CPU, in order; a row's group is its ordinal.
 
-    Only the policy's tokens are trained on. Those of the environment are among the response.
+    Only the policy's tokens are trained on. Those of the environment are among the response. Each
+    turn is copied once, from the bytes that it came in to its row.
 
     Args:
         groups: Samples of each prompt.
@@ -62,40 +56,38 @@ def collate(
         ValueError: There are no experiences, or a group has those of two prompts.
     """
     limits = AnswerLimits(vocabulary_size=vocabulary_size)
-    episodes = [
-        (experience, _row(experience)) for group in groups for experience in _checked(group, limits)
-    ]
+    episodes = [experience for group in groups for experience in _checked(group, limits)]
     if not episodes:
         raise ValueError("no episodes to make a batch of")
-    prompt_width = max(len(row.prompt) for _, row in episodes)
-    response_width = max(len(row.response) for _, row in episodes)
-
-    def laid_out(prompt: Sequence[int], response: Sequence[int], fill: int) -> list[int]:
-        before = [fill] * (prompt_width - len(prompt))
-        return [*before, *prompt, *response, *[fill] * (response_width - len(response))]
-
-    def select_response(values: Sequence[float]) -> list[float]:
-        return [*values, *[0] * (response_width - len(values))]
-
-    attention = torch.tensor(
-        [laid_out([1] * len(row.prompt), [1] * len(row.response), 0) for _, row in episodes]
-    )
-    return Batch(
-        input_ids=torch.tensor(
-            [laid_out(row.prompt, row.response, pad_token_id) for _, row in episodes]
-        ),
+    lengths = [[len(turn.tokens) for turn in episode.turns] for episode in episodes]
+    prompt_width = max(prompt for prompt, *_ in lengths)
+    response_width = max(sum(turns) for _, *turns in lengths)
+    shape = len(episodes), prompt_width + response_width
+    input_ids = np.full(shape, pad_token_id, np.int64)  # (rows, prompt + response)
+    attention_mask = np.zeros(shape, np.int64)
+    response_mask = np.zeros((len(episodes), response_width), np.bool_)
+    logprobs = np.zeros((len(episodes), response_width), np.float32)
+    for row, episode in enumerate(episodes):
+        start = prompt_width - lengths[row][0]
         # From lengths: a policy may sample the padding token itself.
+        attention_mask[row, start : start + sum(lengths[row])] = 1
+        for turn, length in zip(episode.turns, lengths[row], strict=True):
+            input_ids[row, start : start + length] = turn.token_view
+            if turn.role == "policy":
+                columns = slice(start - prompt_width, start - prompt_width + length)
+                response_mask[row, columns] = True
+                logprobs[row, columns] = turn.logprob_view
+            start += length
+    attention = torch.from_numpy(attention_mask)
+    return Batch(
+        input_ids=torch.from_numpy(input_ids),
         attention_mask=attention,
         position_ids=(attention.cumsum(dim=-1) - 1).clamp_(min=0),
-        response_mask=torch.tensor([select_response(row.mask) for _, row in episodes]).bool(),
-        groups=torch.tensor([experience.ordinal for experience, _ in episodes]),
-        rewards=torch.tensor(
-            [experience.reward for experience, _ in episodes], dtype=torch.float32
-        ),
-        finished=torch.tensor([experience.finished for experience, _ in episodes]),
-        behaviour_logprobs=torch.tensor(
-            [select_response(row.logprobs) for _, row in episodes], dtype=torch.float32
-        ),
+        response_mask=torch.from_numpy(response_mask),
+        groups=torch.tensor([episode.ordinal for episode in episodes]),
+        rewards=torch.tensor([episode.reward for episode in episodes], dtype=torch.float32),
+        finished=torch.tensor([episode.finished for episode in episodes]),
+        behaviour_logprobs=torch.from_numpy(logprobs),
     )
 
 
@@ -124,14 +116,3 @@ def _checked(group: Sequence[Experience], limits: AnswerLimits) -> Sequence[Expe
                 experience.ordinal, experience.sample, fault.kind, fault.detail
             )
     return group
-
-
-def _row(episode: Experience) -> _Row:
-    prompt, *turns = episode.turns
-    row = _Row(list(prompt.tokens), [], [], [])
-    for turn in turns:
-        sampled = turn.role == "policy"
-        row.response.extend(turn.tokens)
-        row.mask.extend([sampled] * len(turn.tokens))
-        row.logprobs.extend(turn.logprobs if sampled else [0.0] * len(turn.tokens))
-    return row
