@@ -33,6 +33,53 @@ async def claim_all(explorer, count=8):
     return {claim.request.ordinal: claim for claim in claims}
 
 
+async def test_a_claim_that_lapses_while_it_trains_is_issued_again_before_it_is_waited_for(parts):
+    """6."""
+    dispatcher = await parts.dispatcher(claim_lease=LEASE)
+    await dispatcher.dispatch(4, parts.version)
+    dead, alive = parts.explorer("dead", lease=LEASE), parts.explorer("alive")
+    assert await answer(alive, 2) == [0, 1]
+    assert await claim_all(dead, 2)
+    groups = await dispatcher.take(2, deadline=PATIENCE)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(dispatcher.watch_claims)
+        answered = set()
+
+        async def answered_again():
+            answered.update(await answer(alive, 2))
+            return answered == {2, 3}
+
+        await until(answered_again)
+        await dispatcher.trained(1, groups)
+        later = await dispatcher.take(2, deadline=PATIENCE)
+        tasks.cancel_scope.cancel()
+    assert [(group.ordinal, group.attempt) for group in later] == [(2, 2), (3, 2)]
+    reissued = [
+        rollout for event in await events(parts, RolloutsDispatched) for rollout in event.reissued
+    ]
+    assert {(rollout.ordinal, rollout.reason) for rollout in reissued} == {
+        (2, "lapsed"),
+        (3, "lapsed"),
+    }
+
+
+async def test_an_ordinal_without_attempts_left_is_given_up_by_the_step_alone(parts):
+    """6."""
+    dispatcher = await parts.dispatcher(claim_lease=LEASE, max_attempts=1)
+    await dispatcher.dispatch(4, parts.version)
+    dead, alive = parts.explorer("dead", lease=LEASE), parts.explorer("alive")
+    await claim_all(dead, 1)
+    assert await answer(alive, 3) == [1, 2, 3]
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(dispatcher.watch_claims)
+        await until(lambda: 0 in dispatcher._due)
+        assert dispatcher.ledger.dropped == {}
+        groups = await dispatcher.take(2, deadline=PATIENCE)
+        tasks.cancel_scope.cancel()
+    assert ordinals(groups) == [1, 2]
+    assert dispatcher.ledger.dropped == {"attempts": 1}
+
+
 async def test_a_step_takes_whole_groups_and_tells_their_fate(parts):
     dispatcher = await parts.dispatcher()
     assert await dispatcher.dispatch(2, parts.version) == 2

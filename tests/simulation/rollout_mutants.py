@@ -77,7 +77,7 @@ MUTANTS = (
     ),
     _mutant(
         "open ordinals of the checkpoint are not asked for",
-        40,
+        80,
         (DispatchState, "next_ordinals", "self._restored[:count]", "self._restored[:0]"),
     ),
 )

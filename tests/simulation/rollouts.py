@@ -31,6 +31,7 @@ from trinity_events.errors import PublishError, StaleEpoch
 from trinity_events.log import AsyncPublisher, Entry, MemoryEventLog
 from trinity_events.log.publishing.async_publisher import opening_envelope
 from trinity_events.rollouts import AnswerGroup, Claim, RolloutClient, RolloutDispatcher
+from trinity_events.system.error_text import ungrouped
 from trinity_schemas import (
     LedgerRestored,
     Producer,
@@ -289,6 +290,13 @@ class TrainerLife:
     async def run(self) -> None:
         """Resume, train, and give every ordinal its fate if this is the last life."""
         dispatcher = await self._resume()
+        with ungrouped():
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(dispatcher.watch_claims)
+                await self._take_steps(dispatcher)
+                tasks.cancel_scope.cancel()
+
+    async def _take_steps(self, dispatcher: RolloutDispatcher) -> None:
         last = self.step + self.random.randrange(1, STEPS)
         while self.step < last or self.life._fate is not None:
             behind = self.random.randrange(3)

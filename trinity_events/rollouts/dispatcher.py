@@ -9,6 +9,7 @@
 4. New ordinals are dispatched only while fewer than the window are open.
 5. Only failures of explorers use up the attempts of an ordinal. Requests that are lost, stale or
    superseded do not, nor malformed answers.
+6. Answers are read by one call at a time: by `take`, or by `watch_claims` while no step is taken.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from ..core.handlers.rollouts import format_exclusion
 from ..core.ledger import Ledger, LedgerError, ranges
 from ..core.reward_errors import REWARD_FAILED
 from ..diagnostics.waits import NO_REPORTS, Wait, WaitReporter
-from ..errors import DeadlineExceeded, TrinityError
+from ..errors import DeadlineExceeded, StaleEpoch, TrinityError
 from ..log import AsyncPublisher
 from ..log.publishing.metric_values import check_metrics, split_metrics
 from ..replay import SnapshotUnreadable, current_state
@@ -259,6 +260,8 @@ class RolloutDispatcher:
         """Ordinals to request again as soon as a step is waited for."""
         self._useless: list[str] = []
         """Entries of answers that are to be freed."""
+        self._is_taking = False
+        """True while a step's groups are waited for, by a call that reads answers itself."""
         self._looked_at = -math.inf
         self._next_removal = -math.inf
         """Time from which the group's idle members are to be removed."""
@@ -368,6 +371,50 @@ class RolloutDispatcher:
         """
         self._check_count(count)
         self._state.oldest = oldest
+        self._is_taking = True
+        try:
+            return await self._take_or_explain(count, deadline, usable, waiting)
+        finally:
+            self._is_taking = False
+
+    async def watch_claims(self) -> None:
+        """Ask again for what lapsed, failed or was lost between two steps, until cancelled.
+
+        Run it next to the loop that trains. Ordinals without attempts left, and rewards that
+        failed, are left to the next `take`, which drops them or raises. So is a server that is
+        away: its outage is no error of the training.
+
+        Raises:
+            StaleEpoch: The run has a newer epoch.
+        """
+        every = min(self.settings.claim_lease / 4, _LOOK)
+        while True:
+            await anyio.sleep(every)
+            try:
+                await self._look_between_steps(every)
+            except StaleEpoch:
+                raise
+            except TrinityError as error:
+                logger.warning(
+                    "run %s: claims were not looked at while it trains: %s",
+                    *(self.settings.run_id, error),
+                )
+
+    async def _look_between_steps(self, deadline: float) -> None:
+        async with self._lock:
+            if self._is_taking or not self._state.open_requests:
+                return
+            wait = self._wait("claims were not looked at", deadline)
+            await self._complete(wait)
+            await self._observe(wait)
+            self._discard_due()
+            again, _ = self._state.split(self._due.values())
+            if again:
+                await self._reissue(wait, again)
+
+    async def _take_or_explain(
+        self, count: int, deadline: float, usable: Usable, waiting: Waiting | None
+    ) -> list[AnswerGroup]:
         with self._waits.waiting("rollouts", deadline=deadline) as reported:
             try:
                 return await self._take(count, deadline, usable, waiting, reported)
@@ -543,18 +590,18 @@ class RolloutDispatcher:
     async def _settle_due(self, wait: Deadline) -> None:
         """Request ordinals again whose attempt counts no more, or give them up."""
         await self._settle_failed_rewards()
-        open_requests, arrived = self._state.open_requests, self._state.arrived
-        self._due = {
-            ordinal: due
-            for ordinal, due in self._due.items()
-            if ordinal in open_requests.keys() - arrived
-        }
+        self._discard_due()
         again, exhausted = self._state.split(self._due.values())
         for due in exhausted:
             await self._give_up(wait, due)
             del self._due[due.ordinal]
         if again:
             await self._reissue(wait, again)
+
+    def _discard_due(self) -> None:
+        """Forget the candidates whose ordinals need no request any more."""
+        needed = self._state.open_requests.keys() - self._state.arrived
+        self._due = {ordinal: due for ordinal, due in self._due.items() if ordinal in needed}
 
     async def _settle_failed_rewards(self) -> None:
         """Drop the ordinals whose reward failed, each once; raise the error that ends the run.

@@ -141,18 +141,15 @@ class AnswerInspector:
             self._mark(experience.ordinal, EXCLUDED)
             self._useless.append(sample.entry_id)
             return None
-        completed = self._with_prompt(sample)
-        fault = (
-            self._find_fault(completed.experience)
-            if completed is not None
-            else Fault("request", f"sample {experience.sample} came without the prompt it shares")
-        )
-        if completed is not None and fault is None:
-            return self._assemble(completed)
-        assert fault is not None
-        self._useless.append(sample.entry_id)
-        self._count_malformed(experience.ordinal, experience.attempt, experience.explorer, fault)
-        return None
+        sample = self._with_prompt(sample)
+        fault = self._find_fault(sample.experience)
+        if fault is not None:
+            self._useless.append(sample.entry_id)
+            self._count_malformed(
+                experience.ordinal, experience.attempt, experience.explorer, fault
+            )
+            return None
+        return self._assemble(sample)
 
     def _add_unreadable(self, entry: Unreadable) -> None:
         self._useless.append(entry.entry_id)
@@ -176,16 +173,14 @@ class AnswerInspector:
                 *(self._settings.run_id, self._unreadable, _format_reason(entry.reason)),
             )
 
-    def _with_prompt(self, sample: Sample) -> Sample | None:
-        """Return a sample with the prompt that it shares; None if that one was not read."""
+    def _with_prompt(self, sample: Sample) -> Sample:
+        """Return a sample with the prompt that it shares, if that one was read before."""
         experience = sample.experience
-        if not experience.shares_prompt:
-            return sample
         partial = self._partial.get(_answer_name(experience))
-        first = None if partial is None else partial.samples.get(0)
-        if first is None:
-            return None
-        return sample._replace(experience=experience.with_prompt_of(first.experience))
+        if not experience.shares_prompt or partial is None or 0 not in partial.samples:
+            return sample
+        first = partial.samples[0].experience
+        return sample._replace(experience=experience.with_prompt_of(first))
 
     def _assemble(self, sample: Sample) -> AnswerGroup | None:
         """Return the group of a sample if the sample is its last one."""
@@ -232,6 +227,10 @@ class AnswerInspector:
             return Fault(
                 "request",
                 f"it is one of {experience.samples} samples, not of {self._settings.samples}",
+            )
+        if experience.shares_prompt:
+            return Fault(
+                "request", f"sample {experience.sample} came without the prompt that it shares"
             )
         limits = self._settings.limits
         return find_fault(experience, limits, self._settings.sampling) or find_score_fault(

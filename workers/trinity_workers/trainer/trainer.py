@@ -211,7 +211,7 @@ class Trainer:
 
     async def train(self) -> TrainingResult:
         """Train to the last step; publish that the trainer stopped, also after an error."""
-        tasks: list[Callable[[], Any]] = [self._evaluator.run]
+        tasks: list[Callable[[], Any]] = [self._evaluator.run, self._dispatcher.watch_claims]
         if self.config.rollouts.keep_answers == "checkpoint":
             tasks.append(self._free_covered_answers)
         if self.config.sync.method == "checkpoint":
