@@ -1,8 +1,9 @@
-"""Partition of rows of different lengths into micro-batches of a bounded number of tokens."""
+"""Partition of rows of different lengths: over ranks, and into micro-batches of bounded tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heappush
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -63,6 +64,42 @@ def partition(sizes: Sequence[RowSize], bound: int, count: int) -> list[list[int
     while len(parts) < min(count, len(sizes)):
         _halve_the_largest(parts, sizes)
     return parts + [[] for _ in range(count - len(parts))]
+
+
+def balance(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """Return the items of each of ``count`` parts, whose sizes in all are nearly equal.
+
+    The numbers of items differ by at most one. The sums of sizes differ by no more than the sizes
+    of ``count`` items that are neighbours in order of size. The same sizes give the same parts.
+
+    This is the balanced largest differencing method (Michiels, Korst, Aarts and van Leeuwen,
+    "Performance ratios for the differencing method applied to the balanced number partitioning
+    problem", STACS 2003): Karmarkar and Karp's, on tuples that have an item for each part. It
+    searches no further for the best parts, as its complete variant does.
+
+    Args:
+        sizes: Size of each item, such as its tokens.
+        count: Number of parts, at least 1. Some are empty where there are fewer items.
+    """
+    order = sorted(range(len(sizes)), key=lambda item: -sizes[item])
+    tuples = []  # each with its spread, and its parts with their sums, the largest first
+    for start in range(0, len(order), count):
+        items = order[start : start + count]
+        parts = [(sizes[item], [item]) for item in items]
+        parts += [(0, [])] * (count - len(items))
+        tuples.append((parts[-1][0] - parts[0][0], start, parts))
+    heapify(tuples)
+    while len(tuples) > 1:
+        _, start, parts = heappop(tuples)
+        _, _, others = heappop(tuples)
+        joined = [
+            (size + added, items + more)
+            for (size, items), (added, more) in zip(parts, reversed(others), strict=True)
+        ]
+        joined.sort(key=lambda part: (-part[0], part[1]))
+        heappush(tuples, (joined[-1][0] - joined[0][0], start, joined))
+    parts = tuples[0][2] if tuples else [(0, [])] * count
+    return sorted((sorted(items) for _, items in parts), key=lambda items: (not items, items))
 
 
 def places(parts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[int]:

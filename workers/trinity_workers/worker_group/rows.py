@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from trinity_events.errors import TrinityError
+from trinity_schemas import Experience
 
 from ..algorithms.batch import Batch, concatenate
+from ..algorithms.partition import balance, places
 
 
 class UnknownRows(TrinityError):
@@ -42,26 +44,15 @@ class Dealing(NamedTuple):
     """Places of rows in shares."""
 
     rows: int
-    shares: int
-    is_dealt_in_turn: bool
-    """True if share s has rows s, s + shares, and so on; False if it has consecutive rows, and
-    padding rows make all shares equally long."""
+    total: int
+    """Rows of all shares, with the padding that makes them equally long."""
+    places: Sequence[int]
+    """Place of each row among the rows of all shares, one share after the other."""
 
     @property
-    def total(self) -> int:
-        """Rows of all shares, with padding."""
-        return self.rows if self.is_dealt_in_turn else -(-self.rows // self.shares) * self.shares
-
-    @property
-    def places(self) -> Sequence[int]:
-        """Place of each row among the rows of all shares, one share after the other."""
-        if not self.is_dealt_in_turn:
-            return range(self.rows)
-        rows, shares = self.rows, self.shares
-        firsts = [0]
-        for share in range(shares - 1):
-            firsts.append(firsts[-1] + len(range(share, rows, shares)))
-        return [firsts[row % shares] + row // shares for row in range(rows)]
+    def is_in_order(self) -> bool:
+        """True if the shares have consecutive rows."""
+        return isinstance(self.places, range)
 
 
 class Divided(NamedTuple):
@@ -74,23 +65,45 @@ class Divided(NamedTuple):
 def split_rows(value: Any, shares: int) -> Divided:
     """Divide a value's rows into shares.
 
-    A list is dealt out in turn, so that neighbours of like length go to different shares, of which
-    some may be empty. Batches are cut into consecutive parts of equally many rows.
+    Groups of samples are dealt out so that all shares have nearly equal numbers of tokens, and of
+    groups. Any other list is dealt out in turn. Some shares may be empty. Batches are cut into
+    consecutive parts of equally many rows.
 
     Raises:
         UnknownRows: if the value is neither a batch, nor a list, nor a `DataProto` of veRL.
     """
     if isinstance(value, Batch):
-        return Divided(value.equal_parts(shares), Dealing(len(value), shares, False))
+        return Divided(value.equal_parts(shares), _deal_in_order(len(value), shares))
     if isinstance(value, list | tuple):
-        parts = [list(value[share::shares]) for share in range(shares)]
-        return Divided(parts, Dealing(len(value), shares, True))
+        if is_groups(value):
+            parts = balance([_count_tokens(group) for group in value], shares)
+        else:
+            parts = [list(range(share, len(value), shares)) for share in range(shares)]
+        dealing = Dealing(len(value), len(value), places(parts, [len(part) for part in parts]))
+        return Divided([[value[row] for row in part] for part in parts], dealing)
     if is_data_proto(value):
         from verl.protocol import pad_dataproto_to_divisor
 
         padded, _ = pad_dataproto_to_divisor(value, shares)
-        return Divided(padded.chunk(shares), Dealing(len(value), shares, False))
+        return Divided(padded.chunk(shares), _deal_in_order(len(value), shares))
     raise UnknownRows("value", kind=type(value).__name__)
+
+
+def is_groups(value: Any) -> bool:
+    """Return True if a value is a sequence of groups of samples."""
+    for _ in range(2):
+        if not isinstance(value, Sequence) or not value:
+            return False
+        value = value[0]
+    return isinstance(value, Experience)
+
+
+def _count_tokens(group: Sequence[Experience]) -> int:
+    return sum(len(turn.tokens) for sample in group for turn in sample.turns)
+
+
+def _deal_in_order(rows: int, shares: int) -> Dealing:
+    return Dealing(rows, -(-rows // shares) * shares, range(rows))
 
 
 def join_rows(answers: Sequence[Any], dealing: Dealing) -> Any:
@@ -119,7 +132,7 @@ def _(first: Tensor, answers: Sequence[Tensor], dealing: Dealing) -> Tensor:
         return first
     whole = torch.cat(list(answers))
     _check(len(whole), dealing)
-    if not dealing.is_dealt_in_turn:
+    if dealing.is_in_order:
         return whole[: dealing.rows]
     return whole[torch.tensor(dealing.places, dtype=torch.int64, device=whole.device)]
 
@@ -128,7 +141,7 @@ def _(first: Tensor, answers: Sequence[Tensor], dealing: Dealing) -> Tensor:
 def _(first: Batch, answers: Sequence[Batch], dealing: Dealing) -> Batch:
     whole = concatenate(answers)
     _check(len(whole), dealing)
-    if not dealing.is_dealt_in_turn:
+    if dealing.is_in_order:
         return whole.rows(0, dealing.rows)
     return whole.select(dealing.places)
 

@@ -7,7 +7,6 @@ object; they travel as MessagePack, in which tokens are arrays and a group has i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,6 +17,7 @@ from torch import Tensor
 from trinity_schemas import Experience, share_prompts
 
 from ..algorithms.batch import Batch
+from .rows import is_groups
 
 
 class _Packed(NamedTuple):
@@ -53,7 +53,7 @@ def pack(value: Any) -> Any:
         return _PackedBatch({name: pack(tensor) for name, tensor in value.known().items()})
     if type(value) is dict:
         return {name: pack(item) for name, item in value.items()}
-    if _is_groups(value):
+    if is_groups(value):
         return _PackedGroups(msgspec.msgpack.encode([share_prompts(group) for group in value]))
     return value
 
@@ -71,12 +71,3 @@ def unpack(value: Any) -> Any:
     if type(value) is dict:
         return {name: unpack(item) for name, item in value.items()}
     return value
-
-
-def _is_groups(value: Any) -> bool:
-    """Return True if a value is a sequence of groups of samples."""
-    for _ in range(2):
-        if not isinstance(value, Sequence) or not value:
-            return False
-        value = value[0]
-    return isinstance(value, Experience)
