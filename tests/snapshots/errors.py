@@ -77,6 +77,11 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
             {"name": "window", "value": 1, "fault": "window", "least": 2},
             "window is 1: it must be at least prompts_per_step, 2, or no step gets its groups",
         ),
+        (
+            {"name": "max_bytes", "value": 1000, "fault": "bytes", "least": 2000},
+            "max_bytes is 1,000, and the answers of one step may have 2,000 bytes: choose at least "
+            "that, fewer samples or shorter answers",
+        ),
     ],
     "AsyncioFutureReturned": [
         (
@@ -193,6 +198,14 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "ResumeContradiction": [
         ({"step": 7, "checkpoint": 6}, "the run resumes step 7 from a checkpoint of 6"),
+    ],
+    "AnswersServerFull": [
+        (
+            {"missing": "run r: no answer", "deadline": 2.0, "reason": "the server refuses (OOM)"},
+            "run r: no answer within 2 s: the server refuses (OOM); give the server more memory "
+            "than rollouts.max_bytes (maxmemory), or set rollouts.max_bytes below what it has left "
+            "for answers",
+        ),
     ],
     "ArrayDamaged": [
         (

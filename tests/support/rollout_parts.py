@@ -79,8 +79,9 @@ class Parts:
         await made.start()
         return made
 
-    def explorer(self, name: str = "a", *, lease: float = LONG) -> RolloutClient:
-        return RolloutClient(self.client, self.run_id, self.publisher.epoch, name, lease=lease)
+    def explorer(self, name: str = "a", *, lease: float = LONG, **more) -> RolloutClient:
+        epoch = self.publisher.epoch
+        return RolloutClient(self.client, self.run_id, epoch, name, lease=lease, **more)
 
 
 async def answer(explorer: RolloutClient, count: int = 1) -> list[int]:

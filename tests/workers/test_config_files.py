@@ -156,6 +156,14 @@ CONTRADICTIONS: list[tuple[str, dict[str, object]]] = [
         {"trainer.micro_batch_rows": 4, "trainer.micro_batch_tokens": 400},
     ),
     (
+        "rollouts: {max_bytes: 100000}",
+        {
+            "rollouts.max_bytes": 100_000,
+            "rollouts.prompts_per_step": 16,
+            "rollouts.max_new_tokens": 7,
+        },
+    ),
+    (
         "{trainer: {micro_batch_tokens: 7}, rollouts: {max_new_tokens: 7}}",
         {"trainer.micro_batch_tokens": 7, "rollouts.max_new_tokens": 7},
     ),

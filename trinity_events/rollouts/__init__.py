@@ -5,13 +5,14 @@ from .dispatch_state import AnswerGroup, HeldRequest
 from .dispatcher import RewardsFailed, RolloutDispatcher, RolloutsFailed
 from .exclusions import Exclusions, ExplorersExcluded
 from .experience_checks import AnswerLimits
-from .settings import DispatchSettings
-from .streams import ABORTED, evaluation_keys
+from .settings import DispatchSettings, find_answer_bytes
+from .streams import ABORTED, AnswersServerFull, evaluation_keys
 
 __all__ = [
     "ABORTED",
     "AnswerGroup",
     "AnswerLimits",
+    "AnswersServerFull",
     "Claim",
     "DispatchSettings",
     "Exclusions",
@@ -22,4 +23,5 @@ __all__ = [
     "RolloutDispatcher",
     "RolloutsFailed",
     "evaluation_keys",
+    "find_answer_bytes",
 ]

@@ -4,14 +4,20 @@
 -- ARGV: epoch, group, then for each: id of the request, number of samples, samples
 --include fence
 --include takes_entries
+local function is_claimed(id)
+  local claim = redis.pcall('XPENDING', KEYS[2], ARGV[2], id, id, 1)
+  return not claim.err and #claim == 1
+end
 local counted = {}
 local at = 3
 while at < #ARGV do
   local id, samples = ARGV[at], tonumber(ARGV[at + 1])
-  local counts = redis.call('XACK', KEYS[2], ARGV[2], id)
+  local counts = is_claimed(id) and 1 or 0
   if counts == 1 then
-    redis.call('XDEL', KEYS[2], id)
+    -- The samples first: a server without memory refuses a script only before its first write.
     for i = at + 2, at + 1 + samples do redis.call('XADD', KEYS[3], '*', 'e', ARGV[i]) end
+    redis.call('XACK', KEYS[2], ARGV[2], id)
+    redis.call('XDEL', KEYS[2], id)
   end
   counted[#counted + 1] = counts
   at = at + 2 + samples

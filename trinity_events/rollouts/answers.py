@@ -41,6 +41,8 @@ class Sample(NamedTuple):
 
     entry_id: str
     experience: Experience
+    size: int
+    """Bytes of its message."""
 
 
 class Failed(NamedTuple):
@@ -137,11 +139,12 @@ class AnswerReader:
             )
         if (size := fields.get(b"large")) is not None:
             return Unreadable(entry_id, f"it has {size.decode()} bytes")
+        payload = fields.get(b"e", b"")
         try:
-            experience = decode_experience(fields.get(b"e", b""))
+            experience = decode_experience(payload)
         except ExperienceUnreadable as error:
             return Unreadable(entry_id, str(error), error.sender)
-        return Sample(entry_id, experience)
+        return Sample(entry_id, experience, len(payload))
 
 
 def _decode_error(payload: bytes | None) -> RewardErrorReported | None:

@@ -39,6 +39,8 @@ class AnswerGroup(Struct, frozen=True, kw_only=True):
     attempt: int
     experiences: list[Experience]
     entry_ids: list[str]
+    size: int = 0
+    """Bytes of its entries on the server."""
 
     @property
     def oldest_step(self) -> int:
@@ -140,8 +142,14 @@ class DispatchState:
         self.earlier_answers: dict[int, AnswerGroup] = {}
         """Answers of earlier epochs, used when their ordinal comes up."""
         self.in_training: set[int] = set()
+        self._answer_sizes: dict[int, int] = {}
+        """Bytes of the answers on the server that are not trained on yet, by ordinal."""
+        self._kept_sizes: dict[int, int] = {}
+        """Bytes of the answers that are kept for a checkpoint, by the step that trained on them."""
         self.oldest = -1
         """Step of the oldest version whose tokens the step in hand may train on."""
+        self.needed = 0
+        """Ordinals that the step in hand lacks, which no bound in bytes holds back."""
         self.number = 0
         """Number of the newest request; the entry ids of requests count on."""
         self._dropped: dict[str, list[int]] = {}
@@ -157,10 +165,26 @@ class DispatchState:
     # --- requests ----------------------------------------------------------------------------
 
     def next_ordinals(self, count: int) -> list[int]:
-        """Return the ordinals to dispatch next, at most ``count``, as the window allows."""
+        """Return the ordinals to dispatch next, at most ``count``, as the bounds allow."""
         restored = self._restored[:count]
         room = min(count - len(restored), self.settings.window - self.ledger.open_count)
-        return [*restored, *range(self.ledger.next, self.ledger.next + max(room, 0))]
+        ordinals = [*restored, *range(self.ledger.next, self.ledger.next + max(room, 0))]
+        if self.settings.max_bytes is None:
+            return ordinals
+        free_bytes = self.settings.max_bytes - self.reserved_bytes
+        for place, ordinal in enumerate(ordinals):
+            if ordinal not in self.earlier_answers:  # those are on the server, and counted
+                free_bytes -= self.settings.answer_bytes
+            if free_bytes < 0 and place >= self.needed:
+                return ordinals[:place]
+        return ordinals
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the answers on the server, and of those that open requests may bring."""
+        unanswered = len(self.open_requests) - len(self.arrived)
+        held = sum(self._answer_sizes.values()) + sum(self._kept_sizes.values())
+        return held + unanswered * self.settings.answer_bytes
 
     def lacking(self, count: int) -> int:
         """Return the number of ordinals to dispatch, so that a step of ``count`` is complete."""
@@ -262,6 +286,7 @@ class DispatchState:
         """Give up an ordinal; the event of the next step has the fate."""
         del self.open_requests[ordinal]
         self.arrived.pop(ordinal, None)
+        self._answer_sizes.pop(ordinal, None)
         self._drop(reason, [ordinal])
 
     def _drop(self, reason: str, ordinals: Sequence[int]) -> None:
@@ -277,6 +302,7 @@ class DispatchState:
             return False
         open_request.number = None
         self.arrived[group.ordinal] = group
+        self._answer_sizes[group.ordinal] = group.size
         return True
 
     def add_earlier(self, group: AnswerGroup, stands: Stands) -> bool:
@@ -291,10 +317,12 @@ class DispatchState:
         if not all(stands(version) for version in _versions_of(group)):
             return False
         self.earlier_answers[group.ordinal] = group
+        self._answer_sizes[group.ordinal] = group.size
         return True
 
     def refuse(self, ordinal: int) -> AnswerGroup:
         """Return the answer of an ordinal that is not to be used, and forget it."""
+        self._answer_sizes.pop(ordinal, None)
         return self.arrived.pop(ordinal)
 
     def give_back(self, number: int, reason: str) -> None:
@@ -463,12 +491,20 @@ class DispatchState:
         """Forget the dropped ordinals, once an event with their fates is in the log."""
         self._dropped.clear()
 
-    def train(self, ordinals: Sequence[int]) -> None:
+    def train(self, ordinals: Sequence[int], step: int = 0) -> None:
         """Give ordinals their fate, once the event of their step is in the log."""
         self.ledger.train(ordinals)
         self.in_training.difference_update(ordinals)
+        size = sum(self._answer_sizes.pop(ordinal, 0) for ordinal in ordinals)
+        if self.settings.keep_answers == "checkpoint":
+            self._kept_sizes[step] = self._kept_sizes.get(step, 0) + size
         self.clear_dropped()
         self._stale = 0
+
+    def checkpoint(self, step: int) -> None:
+        """Forget the answers that a checkpoint of a step covers."""
+        for trained_step in [kept for kept in self._kept_sizes if kept <= step]:
+            del self._kept_sizes[trained_step]
 
 
 def _versions_of(group: AnswerGroup) -> set[StepRef]:

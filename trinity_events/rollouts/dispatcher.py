@@ -6,7 +6,8 @@
    written is found to be missing, and issued again.
 3. A call records what it begins before it waits. A call that is cancelled or fails is completed by
    the next one, which publishes and writes again what may be missing.
-4. New ordinals are dispatched only while fewer than the window are open.
+4. New ordinals are dispatched only while fewer than the window are open, and while their answers
+   fit into the bound in bytes. Those that a step waits for are not held back by bytes.
 5. Only failures of explorers use up the attempts of an ordinal. Requests that are lost, stale or
    superseded do not, nor malformed answers.
 6. Answers are read by one call at a time: by `take`, or by `watch_claims` while no step is taken.
@@ -326,6 +327,7 @@ class RolloutDispatcher:
         """
         async with self._lock:
             self._newest = Versions(oldest, exact)
+            self._state.needed = 0
             wait = self._wait("rollouts were not dispatched")
             await self._complete(wait)
             await self._request_more(wait, count - self._dispatched_count)
@@ -442,7 +444,8 @@ class RolloutDispatcher:
             async with self._lock:
                 await self._complete(wait)
                 await self._settle_due(wait)
-                await self._request_more(wait, self._state.lacking(count))
+                self._state.needed = self._state.lacking(count)
+                await self._request_more(wait, self._state.needed)
                 self._dispatched_count = 0
                 await self._free(wait)
                 if self._refuse_stale() or self._judge(count, usable, judged):
@@ -492,7 +495,7 @@ class RolloutDispatcher:
                 step, ordinals, metrics=numbers, staleness=staleness or {}
             )
             await self._publish(event)
-            self._state.train(ordinals)
+            self._state.train(ordinals, step)
             self._step = step
             self._logged_ledger = self.ledger.to_contract(step)
             entry_ids = [entry_id for group in groups for entry_id in group.entry_ids]
@@ -531,6 +534,7 @@ class RolloutDispatcher:
                 trained_step for trained_step in self._until_checkpoint if trained_step <= step
             ]:
                 self._useless += self._until_checkpoint.pop(covered)
+            self._state.checkpoint(step)
             await self._free(self._wait("answers were not freed"))
 
     def ledger_at(self, step: int) -> TrainedLedger:

@@ -200,6 +200,7 @@ class AnswerInspector:
             attempt=experience.attempt,
             experiences=[sample.experience for sample in ordered],
             entry_ids=[sample.entry_id for sample in ordered],
+            size=sum(sample.size for sample in ordered),
         )
 
     # --- checks ------------------------------------------------------------------------------

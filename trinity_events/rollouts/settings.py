@@ -11,6 +11,11 @@ from trinity_schemas import Sampling
 from ..errors import StructuredError
 from .experience_checks import NO_LIMITS, AnswerLimits
 
+_ID_BYTES = _LOGPROB_BYTES = 4
+"""Bytes of a token id in the widest array, and of a log-probability."""
+_SAMPLE_BYTES = 1024
+"""Bytes of a sample beyond its tokens: its names, a few parts of the reward, the stream's entry."""
+
 
 class InvalidDispatchSetting(StructuredError, ValueError):
     """A setting of the dispatcher cannot work.
@@ -18,20 +23,38 @@ class InvalidDispatchSetting(StructuredError, ValueError):
     Attributes:
         name: Name of the setting.
         value: Its value.
-        fault: ``count`` below 1, ``seconds`` that are not above 0, or ``window`` below a step's.
-        least: Prompts of a step.
+        fault: ``count`` below 1, ``seconds`` that are not above 0, ``window`` below a step's, or
+            ``bytes`` below those of a step.
+        least: Prompts of a step, or the bytes that their answers may have.
     """
 
     name: str
     value: float
-    fault: Literal["count", "seconds", "window"]
+    fault: Literal["count", "seconds", "window", "bytes"]
     least: int = 1
     texts: ClassVar = {
         "count": "{name} is {value}: it must be at least {least}",
         "seconds": "{name} is {value}: it must be above 0 seconds",
         "window": "{name} is {value}: it must be at least prompts_per_step, {least}, or no step "
         "gets its groups",
+        "bytes": "{name} is {value:,}, and the answers of one step may have {least:,} bytes: "
+        "choose at least that, fewer samples or shorter answers",
     }
+
+
+def find_answer_bytes(
+    samples: int, *, sampled_tokens: int, prompt_tokens: int = 0, other_tokens: int = 0
+) -> int:
+    """Return the maximum bytes of the answer to one request, as the contract packs it.
+
+    Args:
+        samples: Samples of the group, which share a prompt.
+        sampled_tokens: Maximum tokens of the policy in a sample, each with its log-probability.
+        prompt_tokens: Maximum tokens of the prompt.
+        other_tokens: Maximum tokens of an environment in a sample.
+    """
+    of_sample = _SAMPLE_BYTES + (_ID_BYTES + _LOGPROB_BYTES) * sampled_tokens
+    return samples * (of_sample + _ID_BYTES * other_tokens) + _ID_BYTES * prompt_tokens
 
 
 class DispatchSettings(Struct, frozen=True, kw_only=True):
@@ -51,6 +74,11 @@ class DispatchSettings(Struct, frozen=True, kw_only=True):
     """Groups that a step takes: those of the lowest ordinals, or those that arrive first."""
     window: int
     """Maximum number of ordinals that are open at a time."""
+    max_bytes: int | None = None
+    """Maximum bytes of answers on the server, with those that requests may still bring. A step that
+    waits requests its own prompts in any case. None bounds the window alone."""
+    answer_bytes: int = 0
+    """Maximum bytes of the answer to one request: see :func:`find_answer_bytes`."""
     claim_lease: float = 10.0
     """Seconds after which a claim that is not renewed lapses."""
     request_deadline: float = 300.0
@@ -87,5 +115,9 @@ class DispatchSettings(Struct, frozen=True, kw_only=True):
         for name in ("claim_lease", "request_deadline"):
             if not getattr(self, name) > 0:
                 raise InvalidDispatchSetting(name, getattr(self, name), "seconds")
+        step_bytes = self.prompts_per_step * self.answer_bytes
+        if self.max_bytes is not None and self.max_bytes < max(step_bytes, 1):
+            least = max(step_bytes, 1)
+            raise InvalidDispatchSetting("max_bytes", self.max_bytes, "bytes", least)
         if self.window < self.prompts_per_step:
             raise InvalidDispatchSetting("window", self.window, "window", self.prompts_per_step)

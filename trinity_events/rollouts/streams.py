@@ -13,7 +13,7 @@ import redis.asyncio
 from trinity_schemas import MAX_EVENT_BYTES, RunKeys
 from trinity_schemas.identity import LONGEST_NAME
 
-from ..errors import EpochLost, LogExhausted, StaleEpoch
+from ..errors import DeadlineExceeded, EpochLost, LogExhausted, StaleEpoch
 from ..log.redis.key_errors import is_exhausted, wrong_type
 from ..log.redis.scripts import Scripts
 from ..server import Deadline
@@ -56,6 +56,18 @@ def evaluation_keys(run_id: str) -> RunKeys:
     """Return the keys of a run whose requests and answers are those of its evaluations."""
     keys = RunKeys.of(run_id)
     return keys._replace(rollouts=keys.evaluations, experiences=keys.judged)
+
+
+class AnswersServerFull(DeadlineExceeded):
+    """The server had no memory for requests or answers until a deadline.
+
+    Attributes: as those of :class:`.DeadlineExceeded`.
+    """
+
+    text = (
+        f"{DeadlineExceeded.text}; give the server more memory than rollouts.max_bytes "
+        "(maxmemory), or set rollouts.max_bytes below what it has left for answers"
+    )
 
 
 class SeenClaim(NamedTuple):
@@ -248,6 +260,10 @@ class RolloutStreams:
             )
         except redis.ResponseError as error:
             raise self._refusal(error) or await self._conflict(error) or error from None
+        except DeadlineExceeded as error:
+            if type(error) is DeadlineExceeded and wait.is_refused_by(redis.OutOfMemoryError):
+                raise AnswersServerFull(error.missing, error.deadline, error.reason) from None
+            raise
         finally:
             self._cut_off |= wait.faults != faults
         if self._cut_off:

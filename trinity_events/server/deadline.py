@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import anyio
+import redis
 
 from ..errors import DeadlineExceeded
 from ..log.redis.error_replies import is_reply, reply_text
@@ -61,6 +62,10 @@ class Deadline:
             return ""
         verb = "refuses" if is_reply(self._fault) else "does not answer"
         return f"the server {verb} ({reply_text(self._fault)})"
+
+    def is_refused_by(self, kind: type[redis.RedisError]) -> bool:
+        """Return True if the last error of the server is of a kind."""
+        return isinstance(self._fault, kind)
 
     async def retry(self, question: Callable[[], Awaitable[T]]) -> T:
         """Return the answer of a server; retry while the server is away."""

@@ -30,7 +30,13 @@ from trinity_events.log import (
     renewing_trainer_lease,
 )
 from trinity_events.replay import current_state
-from trinity_events.rollouts import AnswerGroup, AnswerLimits, DispatchSettings, RolloutDispatcher
+from trinity_events.rollouts import (
+    AnswerGroup,
+    AnswerLimits,
+    DispatchSettings,
+    RolloutDispatcher,
+    find_answer_bytes,
+)
 from trinity_events.server import Deadline, connect
 from trinity_events.subscriptions import subscribe
 from trinity_events.system.error_text import ungrouped
@@ -497,6 +503,16 @@ def dispatch_settings(
         limits: Limits of its answers.
     """
     rollouts = config.rollouts
+    sampled = rollouts.max_new_tokens * rollouts.max_turns
+    positions = limits.max_positions or 0
+    # An environment writes what the model's positions leave; a single turn has none.
+    others = max(positions - sampled, 0) if rollouts.max_turns > 1 else 0
+    answer_bytes = find_answer_bytes(
+        rollouts.samples_per_prompt,
+        sampled_tokens=sampled,
+        prompt_tokens=rollouts.max_prompt_tokens or positions,
+        other_tokens=others,
+    )
     return DispatchSettings(
         run_id=config.run_id,
         epoch=config.epoch,
@@ -507,6 +523,8 @@ def dispatch_settings(
         fingerprint=fingerprint,
         order=rollouts.order,
         window=config.window,
+        max_bytes=rollouts.max_bytes,
+        answer_bytes=answer_bytes,
         claim_lease=rollouts.claim_lease,
         request_deadline=rollouts.request_deadline,
         max_attempts=rollouts.max_attempts,

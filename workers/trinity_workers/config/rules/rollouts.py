@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from trinity_events.rollouts import find_answer_bytes
+
 from ...rules import (
     Computed,
     Contradictions,
@@ -51,6 +53,22 @@ def _find_small_window(values: Values) -> Contradictions:
             ("rollouts.window", "rollouts.prompts_per_step", "sync.interval", "sync.max_staleness"),
             f"{{rollouts.window}} is {window}, and {in_flight} prompts are in flight between two "
             f"versions: choose at least {in_flight}, or leave it out",
+        )
+
+
+def _find_small_bytes(values: Values) -> Contradictions:
+    limit = values["rollouts.max_bytes"]
+    answer = find_answer_bytes(
+        values["rollouts.samples_per_prompt"],
+        sampled_tokens=values["rollouts.max_new_tokens"] * values["rollouts.max_turns"],
+        prompt_tokens=values["rollouts.max_prompt_tokens"] or 0,
+    )
+    least = values["rollouts.prompts_per_step"] * answer
+    if limit is not None and limit < least:
+        yield (
+            ("rollouts.max_bytes", "rollouts.prompts_per_step", "rollouts.max_new_tokens"),
+            f"{{rollouts.max_bytes}} is {limit:,}, and the answers of one step may have {least:,} "
+            "bytes: choose at least that, or leave it out",
         )
 
 
@@ -162,6 +180,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Computed(_find_unusable_gpus),
     Computed(_find_small_window),
+    Computed(_find_small_bytes),
     OnlyWhen(
         "rollouts.max_turns",
         is_set("task.environment"),

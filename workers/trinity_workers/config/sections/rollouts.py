@@ -51,6 +51,9 @@ class RolloutsConfig(Section, frozen=True, kw_only=True):
     """Groups that a step takes: those of the lowest ordinals, or those that arrive first."""
     window: Positive | None = None
     """Maximum number of prompts that are open at a time. Null is twice the prompts in flight."""
+    max_bytes: Positive | None = None
+    """Maximum bytes of answers on the server, with those that requests may still bring. Beyond it
+    no prompt is asked for ahead of its step. Null bounds the prompts alone."""
     claim_lease: Seconds = 10.0
     """Seconds after which the requests of an explorer that is silent are issued again."""
     request_deadline: Seconds = 300.0
