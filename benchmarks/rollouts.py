@@ -247,11 +247,11 @@ async def steps(on: Stage, shape: Shape, count: int, generation: float) -> Steps
                 await anyio.sleep(0 if generation else PAUSE)
                 began, computed = time.perf_counter(), time.process_time()
                 groups = await one_step(dispatcher, StepRef(epoch, first + step), prompts)
-                taken = time.perf_counter()
+                ended = time.perf_counter()
                 own += time.process_time() - computed
                 collate([group.experiences for group in groups], 0)
-                tensors.append(time.perf_counter() - taken)
-                seconds.append(taken - began)
+                tensors.append(time.perf_counter() - ended)
+                seconds.append(ended - began)
                 del groups
             spent_after, after = await spent(client, pids), await log.read(limit=10**6)
         idle = [float(share) for share in await client.hvals(KEY)]
@@ -281,7 +281,7 @@ async def bare_copy(client: redis.asyncio.Redis, entries: int, size: int) -> flo
     for _ in range(entries):
         pipe.xadd(COPY, {"e": payload})
     await pipe.execute()
-    read = await client.xrange(COPY)
+    read = await client.xrange(COPY) or []
     seconds = time.perf_counter() - began
     assert len(read) == entries
     await client.delete(COPY)

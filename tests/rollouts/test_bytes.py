@@ -52,11 +52,11 @@ async def test_prompts_ahead_of_a_step_are_held_back_by_the_bytes_of_answers(par
     assert await answer(parts.explorer(), 3) == [0, 1, 2]
     groups = await dispatcher.take(2, deadline=PATIENCE)
     # The answers are smaller than what was reserved for them, and on the server until their step.
-    held = sum(group.size for group in groups) * 3 // 2
-    assert await parts.client.memory_usage(RunKeys.of(parts.run_id).experiences) > held > 0
-    assert await dispatcher.dispatch(8, parts.version) == (3 * ANSWER - held) // ANSWER
+    answer_bytes = sum(group.size for group in groups) * 3 // 2
+    assert await parts.client.memory_usage(RunKeys.of(parts.run_id).experiences) > answer_bytes > 0
+    assert await dispatcher.dispatch(8, parts.version) == (3 * ANSWER - answer_bytes) // ANSWER
     await dispatcher.trained(1, groups)
-    assert await dispatcher.dispatch(8, parts.version) == (held * 2 // 3) // ANSWER + 1
+    assert await dispatcher.dispatch(8, parts.version) == (answer_bytes * 2 // 3) // ANSWER + 1
 
 
 async def test_a_step_gets_its_prompts_whatever_is_kept_for_a_checkpoint(parts):

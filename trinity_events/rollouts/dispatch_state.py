@@ -183,8 +183,8 @@ class DispatchState:
     def reserved_bytes(self) -> int:
         """Bytes of the answers on the server, and of those that open requests may bring."""
         unanswered = len(self.open_requests) - len(self.arrived)
-        held = sum(self._answer_sizes.values()) + sum(self._kept_sizes.values())
-        return held + unanswered * self.settings.answer_bytes
+        held_bytes = sum(self._answer_sizes.values()) + sum(self._kept_sizes.values())
+        return held_bytes + unanswered * self.settings.answer_bytes
 
     def lacking(self, count: int) -> int:
         """Return the number of ordinals to dispatch, so that a step of ``count`` is complete."""
@@ -503,7 +503,7 @@ class DispatchState:
 
     def checkpoint(self, step: int) -> None:
         """Forget the answers that a checkpoint of a step covers."""
-        for trained_step in [kept for kept in self._kept_sizes if kept <= step]:
+        for trained_step in [past for past in self._kept_sizes if past <= step]:
             del self._kept_sizes[trained_step]
 
 
