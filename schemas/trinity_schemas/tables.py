@@ -75,10 +75,10 @@ class _Tables:
             case {"$ref": str(ref)}:
                 name = ref.removeprefix(_REF)
                 return f"[{name}](#{name.lower()})"
-            case {"anyOf": list(forms)}:
-                return " or ".join(map(self._type, forms))
             case {"discriminator": _}:
                 return "one of the events above"
+            case {"anyOf": list(forms)}:
+                return " or ".join(sorted(map(self._type, forms)))
             case {"enum": list(values)}:
                 return ", ".join(f"`{value}`" for value in values)
             case {"type": "array", "items": dict(items)}:
@@ -106,7 +106,10 @@ def _without_null(field: Schema) -> Schema:
 
 
 def _default(value: Any) -> str:
-    return f"`{value}`" if value not in (None, "", (), [], {}) else "none"
+    is_empty = value in (None, "", (), [], {}) or (
+        isinstance(value, dict) and value.get("length") == 0
+    )
+    return "none" if is_empty else f"`{value}`"
 
 
 def _power(number: int) -> str:
