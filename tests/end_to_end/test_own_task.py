@@ -96,6 +96,9 @@ def test_a_users_model_questions_reward_tools_and_engine_are_part_of_a_run(folde
     for name, of_set in sets.items():
         of_set["questions"] = f"./{name}.jsonl"
         (folder / f"{name}.jsonl").write_bytes((folder / "questions.jsonl").read_bytes())
+    with (folder / "plain.jsonl").open("a") as file:
+        file.writelines(f'{{"prompt": "{n} {"long " * 200}", "answer": "4"}}\n' for n in range(60))
+    chosen["rollouts"]["max_prompt_tokens"] = 200
     chosen["task"] |= {"questions": None, "sets": sets}
     chosen["tracking"] = {"trackers": ["jsonl"], "folder": "./tracked"}
     done = run(folder, chosen, own_home)
@@ -110,8 +113,10 @@ def test_a_users_model_questions_reward_tools_and_engine_are_part_of_a_run(folde
     lines = [msgspec.json.decode(line)["values"] for line in tracked.read_bytes().splitlines()]
     steps = [values for values in lines if "rollout/reward" in values]
     assert len(steps) == 2
+    assert summary["log"]["dropped"].keys() == {"overlong"}
     for values in steps:
-        assert (values["rollout/plain/prompts"], values["rollout/rare/prompts"]) == (3.0, 1.0)
+        prompts = [values[f"rollout/{name}/prompts"] for name in sets]
+        assert sum(prompts) == 4.0 and min(prompts) >= 1.0
         assert values["rollout/plain/reward"] <= 1.0
         assert values["rollout/rare/reward"] >= 10.0
 

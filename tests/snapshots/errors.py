@@ -2928,6 +2928,22 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
             "run r asks for a task set with the fingerprint sha256:0, and explorer-1 holds sha256:1: give trainer and explorers the same questions",
         ),
     ],
+    "PromptsOverlong": [
+        (
+            {
+                "fault": "none-fits",
+                "name": "q.jsonl",
+                "overlong": 120,
+                "shortest": 300,
+                "limit": 256,
+            },
+            "none of 120 prompts of q.jsonl fits into rollouts.max_prompt_tokens: 256; the shortest has 300 tokens: allow more",
+        ),
+        (
+            {"fault": "held-out", "name": "gsm8k", "overlong": 2, "shortest": 300, "limit": 256},
+            "2 questions of evaluation.sets.gsm8k are longer than rollouts.max_prompt_tokens: 256; the shortest of them has 300 tokens: allow more, or take them out of the set",
+        ),
+    ],
     "PromptTooLong": [
         (
             {"ordinal": 3, "tokens": 300, "room": 256},

@@ -24,6 +24,8 @@ NOT_THE_EXPLORERS = ("stale", SUPERSEDED, ABORTED, "lost", MALFORMED, EXCLUDED, 
 A malformed answer counts against its explorer, which is excluded after some. If it counted against
 the prompt too, an explorer could have the run drop prompts.
 """
+OVERLONG = "overlong"
+"""Reason for which an ordinal is dropped whose prompt is longer than the run allows."""
 _NAMED = 4
 """Maximum ranges of ordinals that the object of a wait names."""
 

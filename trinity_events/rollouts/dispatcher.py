@@ -52,6 +52,7 @@ from ..replay import SnapshotUnreadable, current_state
 from ..server import Deadline
 from .answers import Answer, AnswerReader, Failed
 from .dispatch_state import (
+    OVERLONG,
     AnswerGroup,
     DispatchState,
     HeldRequest,
@@ -69,6 +70,8 @@ from .streams import ABORTED, EXCLUDED, LONGEST_BLOCK, SUPERSEDED, RolloutStream
 
 Usable = Callable[[AnswerGroup], bool | str]
 Waiting = Callable[[list[HeldRequest], float], Awaitable[None]]
+FindOverlong = Callable[[Sequence[int]], Awaitable[Sequence[int]]]
+"""Returns those of some ordinals whose prompts are too long for a request."""
 _DONE = 1
 """Reply of the script that issues requests: it replaced or withdrew the earlier request."""
 _NAMED = 8
@@ -176,6 +179,15 @@ class DispatchMisused(TrinityError):
         )
 
 
+class _Dispatch(NamedTuple):
+    """Ordinals that are dispatched in one event."""
+
+    ordinals: list[int]
+    versions: Versions
+    overlong: Sequence[int]
+    """Those that get no request, and are dropped at once."""
+
+
 class _FailedReward(NamedTuple):
     """Request whose reward failed, and what becomes of it."""
 
@@ -213,7 +225,13 @@ class RolloutDispatcher:
         waits: Reporter of the trainer's long waits for rollouts; by default none reports them.
         keys: Keys with the streams; by default those of the run's rollouts.
         exclusions: Excluded explorers, which the dispatchers of an epoch share; by default none.
+
+    Attributes:
+        find_overlong: Finds prompts that are too long, if set before the first dispatch. Their
+            ordinals are dropped before they are requested, and the next ones take their place.
     """
+
+    find_overlong: FindOverlong | None = None
 
     def __init__(
         self,
@@ -248,10 +266,10 @@ class RolloutDispatcher:
         self._deadline = deadline
         self._waits = waits
         self._lock = anyio.Lock()
-        self._undispatched: tuple[list[int], Versions] | None = None
+        self._undispatched: _Dispatch | None = None
         """Ordinals whose dispatch may not be in the log yet."""
         self._dispatched_count = 0
-        """Number of ordinals dispatched since the last call that returned."""
+        """Number of ordinals dispatched and not dropped, since the last call that returned."""
         self._unwritten: list[OutgoingRequest] = []
         """Requests that are announced, and may not be in the stream yet."""
         self._newest: Versions | None = None
@@ -313,6 +331,8 @@ class RolloutDispatcher:
 
     async def dispatch(self, count: int, oldest: StepRef, *, exact: bool = False) -> int:
         """Request the next ordinals; return their number, which the window may bound.
+
+        Ordinals of prompts that are too long are dropped, and do not count.
 
         The next call completes a dispatch that was cancelled or failed, and counts its ordinals.
 
@@ -568,9 +588,11 @@ class RolloutDispatcher:
     # --- requests ----------------------------------------------------------------------------
 
     async def _request_more(self, wait: Deadline, count: int) -> None:
-        if count > 0 and (ordinals := self._state.next_ordinals(count)):
-            self._undispatched = ordinals, self._needed_versions()
+        while count > 0 and (ordinals := self._state.next_ordinals(count)):
+            overlong = [] if self.find_overlong is None else await self.find_overlong(ordinals)
+            self._undispatched = _Dispatch(ordinals, self._needed_versions(), overlong)
             await self._complete(wait)
+            count -= len(ordinals) - len(overlong)
 
     async def _complete(self, wait: Deadline) -> None:
         """Publish exclusions and dispatches that the log may lack, and write their requests."""
@@ -578,11 +600,15 @@ class RolloutDispatcher:
             await self._publish(self.exclusions.unpublished[0])
             del self.exclusions.unpublished[0]
         if self._undispatched is not None:
-            ordinals, versions = self._undispatched
+            ordinals, versions, overlong = self._undispatched
             await self._publish_dispatched(versions, RolloutsDispatched(ordinals=ranges(ordinals)))
             self._undispatched = None
-            self._unwritten += self._state.requests(self._state.open(ordinals, versions))
-            self._dispatched_count += len(ordinals)
+            unanswered = self._state.open(ordinals, versions)
+            for ordinal in overlong:
+                self._state.drop(OVERLONG, ordinal)
+            rest = [ordinal for ordinal in unanswered if ordinal not in overlong]
+            self._unwritten += self._state.requests(rest)
+            self._dispatched_count += len(ordinals) - len(overlong)
         if self._unwritten:
             rows = [part for outgoing in self._unwritten for part in self._row(outgoing)]
             replies = await self._streams.write(wait, "issue", self._streams.group, *rows)

@@ -244,7 +244,10 @@ OTHER_NAMES: dict[str, tuple[OtherName, ...]] = {
     ),
     "rollouts.max_prompt_tokens": (
         _trl("max_prompt_length", "longer prompts are cut off there, and dropped here"),
-        _verl("data.max_prompt_length", "longer prompts are filtered, cut off or an error there"),
+        _verl(
+            "data.max_prompt_length",
+            "longer prompts are filtered (filter_overlong_prompts), cut off or an error there",
+        ),
         _trinity("model.max_prompt_tokens", "longer prompts are cut off there, and dropped here"),
     ),
     "rollouts.max_turns": (_verl(f"{_ROLLOUT}.multi_turn.max_assistant_turns"),),

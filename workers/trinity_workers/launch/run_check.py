@@ -20,7 +20,7 @@ from ..config.errors import BadSettings, SeveralMistakes
 from ..config.sections.model import ModelConfig
 from ..config.train_config import TrainConfig
 from ..rollout_engines.loading import check_installed, find_engine
-from ..rollouts.held_out_sets import read_own_questions
+from ..rollouts.held_out_sets import held_out_sets, read_own_questions
 from ..rollouts.user_task import start_rewards, task_of
 from ..sandbox.environments import EnvironmentProcesses
 from ..storage.object_store import ObjectStore
@@ -110,8 +110,9 @@ async def find_mistakes(
         root: Folder with one checkpoint directory for each run.
         alone: True if the explorers are started with the trainer.
         ray_address: Ray cluster that the run joins; None if all of it is on this host.
-        thorough: Compare the model's tensors with its configuration too. That takes the seconds in
-            which torch is imported; a run's ranks do it anyway.
+        thorough: Compare the model's tensors with its configuration too, and the prompts' lengths
+            with their limit. That takes the seconds in which torch is imported; a run's ranks and
+            its trainer do it anyway.
     """
     mistakes: dict[str, TrinityError] = {}
     for check in _checks(config, root, alone=alone, ray_address=ray_address, thorough=thorough):
@@ -138,7 +139,7 @@ def _checks(
         yield here(_check_reward_model, config.reward_folder)
     if config.model.lora.rank:
         yield here(_check_adapters, config.model)
-    yield here(_check_task, config)
+    yield here(_check_task, config, folder if thorough else None)
     for name, settings in config.evaluation.sets.items():
         if settings.questions is not None:
             yield here(read_own_questions, config, name, settings.questions)
@@ -197,10 +198,11 @@ def _check_adapters(model: ModelConfig) -> None:
     check_adapters(model.lora, None if model.path is None else Path(model.path))
 
 
-def _check_task(config: TrainConfig) -> None:
+def _check_task(config: TrainConfig, folder: Path | None) -> None:
     """Read the questions, but those that only a built-in task draws.
 
-    Sets of held-out questions that have a source of their own are checked by themselves.
+    Sets of held-out questions that have a source of their own are checked by themselves. With the
+    folder of the policy, the lengths of prompts are compared with their limit.
     """
     sets = config.evaluation.sets.values()
     sources = [settings.questions for settings in sets]
@@ -211,6 +213,10 @@ def _check_task(config: TrainConfig) -> None:
     for settings in sets:
         if settings.questions is None:
             task.held_out(settings.count)
+    if folder is not None and config.rollouts.max_prompt_tokens is not None:
+        from ..rollouts.prompt_filter import load_filter
+
+        load_filter(config, folder, task, held_out_sets(config, task))
 
 
 async def _check_rewards(config: TrainConfig) -> None:

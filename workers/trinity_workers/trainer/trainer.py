@@ -165,6 +165,7 @@ class Trainer:
         limits = await anyio.to_thread.run_sync(
             partial(read_answer_limits, config, reward_part=compared.needed_part)
         )
+        sets = await anyio.to_thread.run_sync(held_out_sets, config, task)
         self._dispatcher = RolloutDispatcher(
             client,
             self._publisher,
@@ -173,8 +174,15 @@ class Trainer:
             deadline=config.sync.timeout,
             waits=self._waits,
         )
+        if config.rollouts.max_prompt_tokens is not None:
+            # The tokenizer takes the seconds in which transformers and torch are imported.
+            from ..rollouts.prompt_filter import load_filter
+
+            prompts = await anyio.to_thread.run_sync(
+                load_filter, config, config.model_folder, task, sets
+            )
+            self._dispatcher.find_overlong = prompts.find_overlong_in_thread
         self._supply = RolloutSupply(config, self._dispatcher, self._waits)
-        sets = await anyio.to_thread.run_sync(held_out_sets, config, task)
         wait.renew()
         state = await wait.retry(partial(current_state, log))
         through = evaluated_through(state) if sets else {}

@@ -41,8 +41,8 @@ class RolloutsConfig(Section, frozen=True, kw_only=True):
     include_stop_str_in_output: bool = False
     """Keep the stop string in the text that rewards and environments read."""
     max_prompt_tokens: Positive | None = None
-    """Maximum number of tokens of a prompt. A request of a longer one fails, and its prompt is
-    dropped. Null leaves room for one token of an answer."""
+    """Maximum number of tokens of a prompt. A longer one is dropped as `overlong` before it is
+    requested. Null leaves room for one token of an answer."""
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     """Options that are given to the chat template by name, such as `{enable_thinking: false}`."""
     max_turns: Positive = 1
