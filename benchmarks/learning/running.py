@@ -119,6 +119,6 @@ def _measured_checkpoints(config: TrainConfig, folder: Path) -> list[Measured]:
     curve = [ruler.measure(model, 0)]
     for step in range(1, config.steps + 1):
         if config.is_save_step(step):
-            load_shards(model, folder / final_name(step) / "actor", config.trainer.ranks)
+            load_shards(model, folder / final_name(step) / "actor", config.trainer.rank_count)
             curve.append(ruler.measure(model, step))
     return curve

@@ -21,7 +21,7 @@ class WorkerRanks:
     def __init__(self, processes: RankProcesses, config: RunConfig) -> None:
         processes.leave()
         self._processes = processes
-        self._world = config.trainer.ranks
+        self._world = config.trainer.rank_count
         processes.start(self._world)
         [place, *_] = processes.call(range(self._world), _make, config)
         self(_set_up, *place)

@@ -179,7 +179,7 @@ CONTRADICTIONS: list[tuple[str, dict[str, object]]] = [
             "trainer.engine": "megatron",
             "trainer.tensor_parallel": 3,
             "trainer.pipeline_parallel": 1,
-            "trainer.ranks": 2,
+            "trainer.ranks": None,
         },
     ),
     (
@@ -206,7 +206,7 @@ CONTRADICTIONS: list[tuple[str, dict[str, object]]] = [
             "trainer.engine": "megatron",
             "trainer.tensor_parallel": None,
             "trainer.pipeline_parallel": 2,
-            "trainer.ranks": 2,
+            "trainer.ranks": None,
             "trainer.expert_parallel": 2,
         },
     ),
@@ -270,7 +270,7 @@ CONTRADICTIONS: list[tuple[str, dict[str, object]]] = [
     ("{steps: 3, trainer: {profile_steps: [2, 4]}}", {"trainer.profile_steps": (2, 4), "steps": 3}),
     (
         "trainer: {profile_steps: [1], profile_ranks: [2]}",
-        {"trainer.profile_ranks": (2,), "trainer.ranks": 2},
+        {"trainer.profile_ranks": (2,), "trainer.ranks": None},
     ),
     ("trainer: {profile_ranks: [1]}", {"trainer.profile_ranks": (1,), "trainer.profile_steps": ()}),
     ("sync: {offset: 1}", {"sync.offset": 1, "sync.style": "trainer_driven"}),
@@ -317,7 +317,7 @@ CONTRADICTIONS: list[tuple[str, dict[str, object]]] = [
     ("explorer: {gpus: 2}", {"explorer.gpus": 2.0, "explorer.engine": "huggingface"}),
     ("explorer: {gpus: 0.5, device: cpu}", {"explorer.gpus": 0.5, "explorer.device": "cpu"}),
     ("explorer: {gpus: 0, device: cuda}", {"explorer.device": "cuda", "explorer.gpus": 0.0}),
-    ("trainer: {gpus: 0.5}", {"trainer.gpus": 0.5, "trainer.ranks": 2}),
+    ("trainer: {gpus: 0.5}", {"trainer.gpus": 0.5, "trainer.ranks": None}),
     (
         "rollouts: {chat_template_kwargs: {tokenize: false}}",
         {"rollouts.chat_template_kwargs": {"tokenize": False}},
@@ -362,7 +362,7 @@ CONTRADICTIONS: list[tuple[str, dict[str, object]]] = [
     (
         "{trainer: {colocated: true, engine: megatron, rollout_tensor_parallel: 3}, "
         "sync: {max_staleness: 0}}",
-        {"trainer.rollout_tensor_parallel": 3, "trainer.ranks": 2},
+        {"trainer.rollout_tensor_parallel": 3, "trainer.ranks": None},
     ),
 ]
 """Text, and the settings that do not go together."""

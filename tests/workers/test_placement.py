@@ -15,6 +15,7 @@ from trinity_workers.worker_group.placement import (
     Needs,
     format_devices,
     threads,
+    with_rank_count,
     with_reserved_cpus,
 )
 
@@ -144,3 +145,24 @@ def test_a_host_that_is_not_known_leaves_the_choice_to_the_library(host, monkeyp
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     meet_through(host)
     assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("trainer", "gpus", "ranks"),
+    [
+        ({}, 0, 2),
+        ({}, 1, 1),
+        ({}, 8, 8),
+        ({"ranks": 2}, 1, 2),
+        ({"gpus": 0.0}, 8, 2),
+        ({"gpus": 0.4}, 8, 1),
+        ({"engine": "megatron"}, 8, 2),
+        ({"engine": "megatron", "tensor_parallel": 2}, 7, 6),
+        ({"engine": "megatron", "tensor_parallel": 2}, 1, 2),
+    ],
+)
+def test_ranks_that_are_not_set_are_as_many_as_gpus_that_the_other_settings_allow(
+    trainer, gpus, ranks
+):
+    config = msgspec.convert({"trainer": trainer}, TrainConfig)
+    assert with_rank_count(config, gpus).trainer.ranks == ranks

@@ -53,6 +53,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
+_BASE_MODULES = ("torch", "ray", "transformers", "reasoning_gym", "xxhash", "yaml")
 _MODULES = {"fsdp": (), "megatron": ("megatron", "mbridge"), "verl": ("verl", "tensordict")}
 
 
@@ -221,7 +222,9 @@ def _run_job(
         raise CommandRefused("start")
     chosen = read()
     folder = writable_root(_resolve_root(place.root, chosen))
-    _require_for(chosen)
+    _require(*_BASE_MODULES)
+    _require_for_engine(chosen)
+    chosen = _with_rank_count(chosen, run.ray_address)
     _reach(place.redis_url, place.weights_redis_url)
     log_to_stderr(verbose=False)
     from .launch.launcher import LaunchOptions, run_job
@@ -252,11 +255,12 @@ def _run_job(
         raise WeightsRefused(run.run_id, printer.refusals)
 
 
-def _require_for(config: TrainConfig) -> None:
+def _require_for_engine(config: TrainConfig) -> None:
     modules = _MODULES[config.trainer.engine]
     if config.trainer.engine == "verl":
         _require(*modules, way="pip install 'trinity-events[verl]', then verl with --no-deps")
-    _require("torch", "ray", "transformers", "reasoning_gym", "xxhash", "yaml", *modules)
+    else:
+        _require(*modules)
 
 
 def _reach(redis_url: str | None, weights_redis_url: str | None) -> None:
@@ -350,31 +354,61 @@ def train(
 
 def _show(reading: Reading, name: str, place: _RunOptions, *, alone: bool) -> None:
     parse_run_id(name)
-    mistakes = [*reading.problems, *_find_mistakes(reading.config, place, alone=alone)]
+    address = os.environ.get("RAY_ADDRESS") or None
+    config = reading.config
+    if not _find_absent(*_BASE_MODULES):  # Ray counts the GPUs
+        config = _with_rank_count(config, address)
+    mistakes = [*reading.problems, *_find_mistakes(config, place, address, alone=alone)]
     for mistake in mistakes:
         print_err(f"error: {mistake}")
     if mistakes:
         raise typer.Exit(1)
     if place.as_json:
-        print_json(reading.config)
+        print_json(config)
     else:
-        print_out(to_yaml(reading.config).rstrip())
+        print_out(to_yaml(config).rstrip())
 
 
-def _find_mistakes(config: TrainConfig, place: _RunOptions, *, alone: bool) -> list[TrinityError]:
-    """Return the mistakes that a run would end with before it trains."""
-    try:
-        _require_for(config)
-        root = writable_root(_resolve_root(place.root, config))
-        _reach(place.redis_url, place.weights_redis_url)
-    except TrinityError as error:
-        return [error]
+def _with_rank_count(config: TrainConfig, ray_address: str | None) -> TrainConfig:
+    """Return the configuration with the number of ranks, and print it where GPUs decide it."""
+    if config.trainer.ranks is not None:
+        return config
+    from .worker_group.placement import format_count, local_gpus, with_rank_count
+
+    gpus = local_gpus() if ray_address is None else 0
+    chosen = with_rank_count(config, gpus)
+    if gpus:
+        has = f"this host has {format_count(gpus, 'GPU')}"
+        print_err(f"trainer.ranks is {chosen.trainer.ranks}, as it is not set and {has}")
+    return chosen
+
+
+def _find_mistakes(
+    config: TrainConfig, place: _RunOptions, ray_address: str | None, *, alone: bool
+) -> list[TrinityError]:
+    """Return all mistakes that a run would end with before it trains, as far as each is found."""
+    mistakes: list[TrinityError] = []
+
+    def attempt(check: Callable[..., T], *args: Any) -> T | None:
+        try:
+            return check(*args)
+        except TrinityError as error:
+            mistakes.append(error)
+            return None
+
+    root = attempt(lambda: writable_root(_resolve_root(place.root, config)))
+    attempt(_reach, place.redis_url, None)
+    attempt(_reach, None, place.weights_redis_url)
+    attempt(_require_for_engine, config)
+    attempt(_require, *_BASE_MODULES)
+    if _find_absent(*_BASE_MODULES):
+        return mistakes  # the other checks import them
     from .launch.run_check import find_mistakes
 
-    address = os.environ.get("RAY_ADDRESS") or None
-    return anyio.run(
-        partial(find_mistakes, config, root, alone=alone, ray_address=address, thorough=True)
+    check = partial(
+        find_mistakes, config, root, alone=alone, ray_address=ray_address, thorough=True
     )
+    return mistakes + anyio.run(check)
 
 
 @_with_options(settings=True)
@@ -575,6 +609,9 @@ def _interruptible(
 
 
 def _require(*modules: str, way: str = "pip install 'trinity-events[workers]'") -> None:
-    missing = [name for name in modules if importlib.util.find_spec(name) is None]
-    if missing:
-        raise MissingExtra(tuple(missing), way)
+    if missing := _find_absent(*modules):
+        raise MissingExtra(missing, way)
+
+
+def _find_absent(*modules: str) -> tuple[str, ...]:
+    return tuple(name for name in modules if importlib.util.find_spec(name) is None)

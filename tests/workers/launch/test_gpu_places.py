@@ -13,6 +13,7 @@ from tests.support.waits import PATIENCE
 
 pytestmark = [pytest.mark.ray, pytest.mark.heavy, pytest.mark.processes]
 
+ONE = {"RAY_OVERRIDE_RESOURCES": '{"GPU": 1}'}
 TWO = {"RAY_OVERRIDE_RESOURCES": '{"GPU": 2}'}
 """Variable by which Ray takes the resources of a host from its user."""
 PLACES = """
@@ -74,3 +75,15 @@ def test_check_refuses_gpus_that_are_missing_and_takes_those_that_there_are(cli,
     assert "0.5 GPUs for each of 2 explorers, and there are 2 GPUs: ask for less" in line
     fitting = cli("train", str(file), "--check", "--set", "explorer.gpus=0.4", env=TWO)
     assert fitting.returncode == 0, fitting.stderr
+
+
+def test_a_host_with_one_gpu_has_one_rank_and_one_without_a_gpu_has_two(cli, tmp_path):
+    (tmp_path / "run.yaml").write_text("{steps: 2}")
+    check = ("train", str(tmp_path / "run.yaml"), "--check", "--json")
+    chosen, default = cli(*check, env=ONE), cli(*check, env={"RAY_OVERRIDE_RESOURCES": "{}"})
+    assert json.loads(chosen.stdout)["trainer"]["ranks"] == 1
+    assert "trainer.ranks is 1, as it is not set and this host has 1 GPU" in chosen.stderr
+    given = cli(*check, "--set", "trainer.ranks=2", env=ONE)
+    for result in (default, given):
+        assert json.loads(result.stdout)["trainer"]["ranks"] == 2
+        assert result.stderr == ""

@@ -53,6 +53,17 @@ def test_check_reports_all_mistakes_of_a_file_each_in_a_sentence(cli, planted):
     assert all(line.startswith("error: ") for line in lines)
 
 
+def test_check_reports_folder_and_servers_in_addition_to_the_mistakes_of_the_file(cli, planted):
+    (no_folder := planted.parent / "file").write_text("")
+    servers = ("--redis-url", "redis://127.0.0.1:1", "--weights-redis-url", "redis://127.0.0.1:2")
+    result = cli("train", str(planted), "--check", "--checkpoint-root", str(no_folder), *servers)
+    assert result.returncode == 1
+    lines = result.stderr.splitlines()
+    assert len(lines) == len(NAMED) + 3, result.stderr
+    for name in (*NAMED, str(no_folder), "127.0.0.1:1", "127.0.0.1:2"):
+        assert any(name in line for line in lines), (name, result.stderr)
+
+
 def test_train_reports_the_same_before_it_opens_the_run(cli, planted, redis_url, run_id):
     del (right := dict(PLANTED))["no_such_section"]
     planted.write_text(json.dumps(right))

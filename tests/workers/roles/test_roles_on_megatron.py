@@ -111,7 +111,7 @@ class Roles:
     """Roles of so many ranks, called as by a group."""
 
     def __init__(self, processes, config):
-        self._processes, ranks = processes, range(config.trainer.ranks)
+        self._processes, ranks = processes, range(config.trainer.rank_count)
         processes.start(len(ranks))
         place, *_ = processes.call(ranks, make_roles, config)
         self._table = self._answers([(begin, *place)] * len(ranks))

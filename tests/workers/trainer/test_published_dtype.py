@@ -30,7 +30,7 @@ SERVED = {"explorer": {"dtype": "bfloat16"}}
 
 def train_step(worker, seed):
     of_megatron = getattr(worker, "get_megatron_global_info", None)
-    replicas = of_megatron().dp_size if of_megatron else worker._config.trainer.ranks
+    replicas = of_megatron().dp_size if of_megatron else worker._config.trainer.rank_count
     worker.train_step(make_groups("r", seed)[worker.rank_info().dp_rank :: replicas])
 
 

@@ -187,7 +187,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
         if self.sync.method != "memory":
             return "full"
         if self.sync.publish == "auto":
-            return "shards" if self.trainer.ranks > 1 else "full"
+            return "shards" if self.trainer.rank_count > 1 else "full"
         return self.sync.publish
 
     @property

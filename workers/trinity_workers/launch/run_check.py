@@ -95,7 +95,7 @@ async def check_run(
 
 async def find_mistakes(
     config: TrainConfig,
-    root: Path,
+    root: Path | None,
     *,
     alone: bool,
     ray_address: str | None,
@@ -107,7 +107,7 @@ async def find_mistakes(
 
     Args:
         config: The run.
-        root: Folder with one checkpoint directory for each run.
+        root: Folder with one checkpoint directory for each run; None leaves its disk unchecked.
         alone: True if the explorers are started with the trainer.
         ray_address: Ray cluster that the run joins; None if all of it is on this host.
         thorough: Compare the model's tensors with its configuration too, and the prompts' lengths
@@ -128,7 +128,7 @@ async def find_mistakes(
 
 
 def _checks(
-    config: TrainConfig, root: Path, *, alone: bool, ray_address: str | None, thorough: bool
+    config: TrainConfig, root: Path | None, *, alone: bool, ray_address: str | None, thorough: bool
 ) -> Iterator[Check]:
     here: Callable[..., Check] = partial(partial, anyio.to_thread.run_sync)
     folder = None if config.model.path is None else Path(config.model.path)
@@ -162,8 +162,12 @@ def _checks(
         )
     needs = Needs.for_run(config, explorers=config.explorers if alone else 0)
     yield partial(check_gpus, needs, ray_address)
-    if folder is not None and config.checkpoints.interval and not config.model.lora.rank:
+    if folder is not None and root is not None and _saves_model(config):
         yield here(_check_disk, folder, root)
+
+
+def _saves_model(config: TrainConfig) -> bool:
+    return config.checkpoints.interval > 0 and not config.model.lora.rank
 
 
 def _check_model(config: TrainConfig, folder: Path | None, *, thorough: bool) -> None:

@@ -65,7 +65,7 @@ def start_rank_actors(
     """
     actor: Any = ray.remote(kind)
     actors = []
-    for rank in range(config.trainer.ranks):
+    for rank in range(config.trainer.rank_count):
         placed, own_gpu = rank_options(config, rank)
         actors.append(actor.options(**placed).remote(config, rank, own_gpu=own_gpu, **(own or {})))
     return actors

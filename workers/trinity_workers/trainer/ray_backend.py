@@ -259,7 +259,7 @@ class RayTrainBackend(TrainEngineWrapper):
     @property
     def _saves(self) -> int:
         """Saves of one kind: every rank's shard is one on FSDP, all ranks write one on Megatron."""
-        return 1 if self._config.trainer.engine == "megatron" else self._config.trainer.ranks
+        return 1 if self._config.trainer.engine == "megatron" else self._config.trainer.rank_count
 
     @property
     def _critic_saves(self) -> int:
@@ -273,7 +273,7 @@ class RayTrainBackend(TrainEngineWrapper):
 
     @property
     def _names(self) -> list[str]:
-        return [f"{ROLE}-{rank}" for rank in range(self._config.trainer.ranks)]
+        return [f"{ROLE}-{rank}" for rank in range(self._config.trainer.rank_count)]
 
     def _format_death(self, method: str) -> str:
         step = self._step + (method == "train_step")  # which is not taken yet

@@ -18,6 +18,8 @@ from msgspec import Struct, structs
 
 from trinity_events.errors import TrinityError
 
+from ..config.rules.table import find_contradictions
+from ..config.sections.trainer import DEFAULT_RANKS
 from ..config.train_config import TrainConfig
 
 Bundle = dict[str, float]
@@ -71,7 +73,7 @@ class Needs(Struct, frozen=True, kw_only=True):
     def for_run(cls, config: TrainConfig, *, explorers: int) -> Needs:
         """Return the needs of a run with this number of explorers in its cluster."""
         return cls(
-            ranks=config.trainer.ranks,
+            ranks=config.trainer.rank_count,
             rank_cpus=config.trainer.cpus or 1.0,
             explorers=explorers,
             explorer_cpus=config.explorer.cpus or 1.0,
@@ -244,6 +246,29 @@ def local_gpus() -> int:
     visible = manager.get_current_process_visible_accelerator_ids()
     count: int = manager.get_current_node_num_accelerators()
     return count if visible is None else min(count, len(visible))
+
+
+def with_rank_count(config: TrainConfig, gpus: int) -> TrainConfig:
+    """Return the configuration with the number of ranks, where the user leaves it open.
+
+    It is the highest number, up to the GPUs, that the other settings allow. Megatron's default
+    shares each layer between all ranks, and a model may have few heads: it gets no more ranks than
+    without GPUs.
+
+    Args:
+        config: The configuration.
+        gpus: GPUs of this host; 0 for a run in a cluster.
+    """
+    trainer = config.trainer
+    if trainer.ranks is not None:
+        return config
+    if trainer.engine == "megatron" and trainer.tensor_parallel is None:
+        gpus = min(gpus, DEFAULT_RANKS)
+    for ranks in range(0 if trainer.gpus == 0 else gpus, 0, -1):
+        chosen = config.replaced("trainer", ranks=ranks)
+        if not any(find_contradictions(chosen, str)):
+            return chosen
+    return config.replaced("trainer", ranks=DEFAULT_RANKS)
 
 
 def with_reserved_cpus(config: TrainConfig) -> TrainConfig:

@@ -40,11 +40,11 @@ def _find_indivisible_ranks(values: Values) -> Contradictions:
         return
     parts = (trainer.tensor_parallel or 1) * trainer.pipeline_parallel
     sizes = ("trainer.engine", "trainer.tensor_parallel", "trainer.pipeline_parallel")
-    stage = trainer.ranks // trainer.pipeline_parallel
-    if trainer.ranks % parts:
+    stage = trainer.rank_count // trainer.pipeline_parallel
+    if trainer.rank_count % parts:
         yield (
             (*sizes, "trainer.ranks"),
-            f"{trainer.ranks} trainers cannot be divided into groups of {parts} "
+            f"{trainer.rank_count} trainers cannot be divided into groups of {parts} "
             "({trainer.tensor_parallel} times {trainer.pipeline_parallel}): choose {trainer.ranks} "
             "as a multiple",
         )
@@ -58,7 +58,7 @@ def _find_indivisible_ranks(values: Values) -> Contradictions:
 
 
 def _find_indivisible_rollouts(values: Values) -> Contradictions:
-    path, ranks = "trainer.rollout_tensor_parallel", values["trainer.ranks"]
+    path, ranks = "trainer.rollout_tensor_parallel", values["trainer"].rank_count
     size = values[path]
     if size is not None and values["trainer.engine"] == "megatron" and ranks % size:
         yield (
@@ -79,7 +79,7 @@ def _find_short_micro_batch(values: Values) -> Contradictions:
 
 
 def _find_shared_gpu(values: Values) -> Contradictions:
-    gpus, ranks = values["trainer.gpus"], values["trainer.ranks"]
+    gpus, ranks = values["trainer.gpus"], values["trainer"].rank_count
     if gpus is not None and 0 < gpus <= 0.5 and ranks > 1:
         yield (
             ("trainer.gpus", "trainer.ranks"),
@@ -98,11 +98,11 @@ def _find_absent_profiles(values: Values) -> Contradictions:
             "steps",
         )
     rank = max(trainer.profile_ranks or (), default=0)
-    if rank >= trainer.ranks:
+    if rank >= trainer.rank_count:
         yield (
             ("trainer.profile_ranks", "trainer.ranks"),
-            f"{{trainer.profile_ranks}} names rank {rank}, and the last of {trainer.ranks} "
-            f"trainers is rank {trainer.ranks - 1}: choose lower ones",
+            f"{{trainer.profile_ranks}} names rank {rank}, and the last of {trainer.rank_count} "
+            f"trainers is rank {trainer.rank_count - 1}: choose lower ones",
         )
 
 

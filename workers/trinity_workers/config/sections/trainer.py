@@ -11,6 +11,8 @@ from ...section import Section
 from ..types import Cpus, NotNegative, Positive
 
 EngineName = Literal["fsdp", "megatron", "verl"]
+DEFAULT_RANKS = 2
+"""Ranks where no GPU decides: the fewest that divide the work, as all share the host's CPUs."""
 AdamBeta = Annotated[float, Meta(ge=0, lt=1)]
 
 
@@ -20,8 +22,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     engine: EngineName = "fsdp"
     """Engine that holds and trains the model: this project's FSDP or Megatron engine, or veRL's
     FSDP engine."""
-    ranks: Positive = 2
-    """Trainer processes (ranks)."""
+    ranks: Positive | None = None
+    """Trainer processes (ranks). Null is one for each GPU of this host, at most 2 on Megatron
+    without `tensor_parallel`; and 2 where there is no GPU, or the run joins a cluster."""
     cpus: Cpus | None = None
     """CPUs that Ray reserves for each rank, and its threads. Null reserves one; without
     RAY_ADDRESS the ranks then share the threads of the host."""
@@ -95,3 +98,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     policy_offload: Offload = Offload()
     critic_offload: Offload = Offload()
     reference_offload: FrozenOffload = FrozenOffload()
+
+    @property
+    def rank_count(self) -> int:
+        """Return the number of ranks."""
+        return DEFAULT_RANKS if self.ranks is None else self.ranks

@@ -114,7 +114,7 @@ def _check_experts(config: RunConfig) -> None:
 
 def parallel_layout(trainer: TrainerConfig) -> ParallelLayout:
     """Return the layout; by default the ranks of a stage share tensors, or else the experts."""
-    share = 1 if trainer.expert_parallel > 1 else trainer.ranks // trainer.pipeline_parallel
+    share = 1 if trainer.expert_parallel > 1 else trainer.rank_count // trainer.pipeline_parallel
     return ParallelLayout(
         tensor=trainer.tensor_parallel or max(1, share),
         pipeline=trainer.pipeline_parallel,

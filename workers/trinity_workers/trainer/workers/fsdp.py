@@ -233,7 +233,7 @@ class TrainWorker(TrainingRank):
             PlannedSave(save=save, nbytes=sum(map(count_bytes, files.values()))),
             step,
             path=[path, *more] if more else path,
-            ranks=self._config.trainer.ranks,
+            ranks=self._config.trainer.rank_count,
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

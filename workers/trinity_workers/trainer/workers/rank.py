@@ -46,7 +46,7 @@ class TrainingRank(Worker):
     def join(self, host: str, port: int) -> None:
         """Join the process group of all ranks."""
         config = self._config
-        torch.set_num_threads(threads(config.trainer.cpus, config.trainer.ranks))
+        torch.set_num_threads(threads(config.trainer.cpus, config.trainer.rank_count))
         meet_through(host)
         if self._store is None:
             self._store = TCPStore(host, port, timeout=self._timeout)
@@ -54,7 +54,7 @@ class TrainingRank(Worker):
             process_group_backend(self._device, cpu_offload=config.trainer.cpu_offload),
             store=self._store,
             rank=self._rank,
-            world_size=config.trainer.ranks,
+            world_size=config.trainer.rank_count,
             timeout=self._timeout,
         )
         torch.manual_seed(config.seed)
