@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import namedtuple
 from functools import partial
 
@@ -125,6 +126,52 @@ def test_the_parts_of_all_ranks_count_less_what_is_written_already(
     with raises(SaveError) as failed:
         coordinator.wait_all(PATIENCE)
     assert failed.value.failures[0].needed == 300
+
+
+@pytest.mark.parametrize("same_step", [True, False])
+def test_saves_under_way_are_added_up_less_what_they_have_written(
+    coordinator, tmp_path, free, same_step
+):
+    """Invariant 4."""
+    free(300)
+    half, ended = threading.Event(), threading.Event()
+    first = staged_path(tmp_path, 1, 5)
+    second = first if same_step else staged_path(tmp_path, 1, 6)
+
+    def write_in_parts():
+        write(first / "a.pt", 60)
+        half.set()
+        assert ended.wait(PATIENCE)
+        write(first / "a.pt", 200)
+
+    slow = PlannedSave(save=write_in_parts, nbytes=200)
+    coordinator.save_async("a", slow, 5, path=first / "a.pt")
+    assert half.wait(PATIENCE)
+    fast = PlannedSave(save=partial(write, second / "b.pt"), nbytes=100)
+    try:
+        free(239)  # 100 for this one, and 140 for the rest of the other one
+        with raises(DiskTooFull, needed=100, others=140, free=239):
+            coordinator.save_sync(fast, 6, name="b", path=second / "b.pt")
+        free(240)
+        coordinator.save_sync(fast, 6, name="b", path=second / "b.pt")
+    finally:
+        ended.set()
+    coordinator.wait_all(PATIENCE)
+    free(100)  # nothing is under way any more, nor counted twice
+    coordinator.save_sync(fast, 7, name="b", path=second / "b.pt")
+
+
+def test_a_save_that_failed_needs_no_space_any_more(coordinator, tmp_path, free):
+    free(150)
+    folder = staged_path(tmp_path, 1, 5)
+
+    def fail():
+        raise OSError("the disk is broken")
+
+    with pytest.raises(OSError, match="broken"):
+        coordinator.save_sync(PlannedSave(save=fail, nbytes=100), 5, name="a", path=folder / "a.pt")
+    save(coordinator, folder / "b.pt", 5)
+    coordinator.wait_all(PATIENCE)
 
 
 def test_a_folder_that_several_ranks_write_counts_once(coordinator, tmp_path, free):

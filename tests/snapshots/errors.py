@@ -1987,6 +1987,10 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
             {"folder": Path("/runs/a/.staging/b/model.pt"), "needed": 100, "free": 99},
             "/runs/a/.staging/b/model.pt has 99 bytes free, and the save needs about 100: nothing was written; make room, or keep fewer checkpoints",
         ),
+        (
+            {"folder": Path("/runs/a"), "needed": 100, "free": 199, "others": 100},
+            "/runs/a has 199 bytes free, and the save needs about 100, in addition to 100 of saves under way: nothing was written; make room, or keep fewer checkpoints",
+        ),
     ],
     "SetsUnusable": [
         ({"errors": (TaskError("a is empty"), TaskError("no b"))}, "a is empty; no b"),

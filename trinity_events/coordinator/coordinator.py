@@ -50,7 +50,7 @@ from ..log.publishing.metric_values import check_metrics, split_metrics
 from ..log.reducer_root import other_folder
 from ..system.error_text import checkpoint_cause
 from .admission_client import wait_for_turn
-from .free_space import PlannedSave, SaveSize, check_free_space
+from .free_space import PlannedSave, SaveSpace
 from .inflight import InflightSaves
 from .process_identity import this_process
 from .save_attempt import SaveAttempt
@@ -114,8 +114,7 @@ class CheckpointCoordinator:
         self._sync_names = SyncSaveNames()
         self._failures: list[_Failure] = []
         self._unpublished: list[PublishError] = []
-        self._sizes: dict[tuple[Kind, str], SaveSize] = {}
-        """Size of the last finished save of each kind and name."""
+        self._space = SaveSpace(self._run_folder)
         self._lock = threading.Lock()
         self._warned: str | None = None
 
@@ -435,9 +434,7 @@ class CheckpointCoordinator:
                 wait_for_future(save_fn())
             measured = self._measure(attempt, paths)
             if paths is not None:
-                is_folder = paths.is_folder
-                size = SaveSize.of(measured.bytes, attempt.ranks, is_folder=is_folder)
-                self._sizes[attempt.slot.kind, attempt.slot.name] = size
+                self._space.finish(attempt, measured.bytes, is_folder=paths.is_folder)
             finished = attempt.finish(
                 nbytes=measured.bytes,
                 digest=measured.digest,
@@ -475,8 +472,10 @@ class CheckpointCoordinator:
         try:
             yield
         except StaleEpoch:
+            self._space.release(attempt)
             raise  # the fold ignores events of an older epoch
         except BaseException as error:
+            self._space.release(attempt)
             # The caller must see the save's own error, not an error of publishing it.
             self._publish(attempt.fail(error), f"the failure of {attempt.what} was not published")
             raise
@@ -493,20 +492,12 @@ class CheckpointCoordinator:
             # The fold counts a save's end without its start: an unpublished start loses nothing.
             self._publish(event, f"the start of {attempt.what} was not published")
             if paths is not None:
-                self._check_free_space(attempt, save_fn, paths)
+                planned_bytes = save_fn.nbytes if isinstance(save_fn, PlannedSave) else None
+                self._space.reserve(attempt, paths, planned_bytes)
         except BaseException:
             if isinstance(save_fn, PlannedSave) and save_fn.cancel is not None:
                 save_fn.cancel()
             raise
-
-    def _check_free_space(
-        self, attempt: SaveAttempt, save_fn: Callable[[], Any], paths: SavedPaths
-    ) -> None:
-        if isinstance(save_fn, PlannedSave) and save_fn.nbytes is not None:
-            size: SaveSize | None = SaveSize.of(save_fn.nbytes, attempt.ranks)
-        else:
-            size = self._sizes.get((attempt.slot.kind, attempt.slot.name))
-        check_free_space(paths, self._run_folder, size, ranks=attempt.ranks)
 
     def _publish(self, event: Event, otherwise: str) -> PublishError | None:
         """Publish an event; return the error if the log does not accept it."""

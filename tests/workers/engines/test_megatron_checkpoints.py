@@ -249,14 +249,19 @@ def save_after_more_steps(rank, folder, more):
     losses = at.train(rank, more)
     for write in writes.values():
         write()
-    return losses
+    return losses, {part: write.nbytes for part, write in writes.items()}
 
 
 def test_a_checkpoint_holds_what_was_there_when_it_was_prepared(engine_ranks, tmp_path):
     ranks = engine_ranks("qwen3", 2, TENSOR, RAMPED)
     ranks(at.train, batches(2))
     weights = ranks(at.full_weights)[0]
-    losses = ranks(save_after_more_steps, tmp_path / "checkpoint", batches(3))
+    saved = ranks(save_after_more_steps, tmp_path / "checkpoint", batches(3))
+    losses, planned_bytes = zip(*saved, strict=True)
+    for part, nbytes in planned_bytes[0].items():
+        files = (tmp_path / "checkpoint" / part).rglob("*")
+        written = sum(file.stat().st_size for file in files if file.is_file())
+        assert nbytes <= written < 1.5 * nbytes + 100_000, (part, nbytes, written)
     ranks = engine_ranks("qwen3", 2, TENSOR, RAMPED, load_weights=False)
     ranks(load, tmp_path / "checkpoint")
     at.assert_same(ranks(at.full_weights)[0], weights)

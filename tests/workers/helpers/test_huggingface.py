@@ -21,7 +21,7 @@ from tests.support.pipeline import events_of  # noqa: E402
 from tests.support.tensors import assert_equal  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_events import CheckpointCoordinator  # noqa: E402
-from trinity_events.coordinator import staged_path  # noqa: E402
+from trinity_events.coordinator import DiskTooFull, staged_path  # noqa: E402
 from trinity_events.errors import DeadlineExceeded, SaveError  # noqa: E402
 from trinity_events.log import Publisher, SyncEventLog, new_producer  # noqa: E402
 from trinity_schemas import SaveFailed, SaveFinished  # noqa: E402
@@ -122,6 +122,25 @@ async def test_a_folder_that_does_not_fit_is_not_written_and_every_tensor_is_gat
     [failed] = await events_of(log, SaveFailed)
     assert failed.event.error_type == "DiskTooFull"
     assert not following.exists()
+
+
+def test_the_first_save_needs_what_the_parameters_take_in_their_published_dtypes(
+    coordinator, folder, monkeypatch
+):
+    engine = Engine(make_tensors())
+    engine.module = torch.nn.Linear(100, 10)
+    engine.published_dtypes = {"weight": torch.bfloat16}
+    needed = 2 * 1000 + 4 * 10
+    monkeypatch.setattr(
+        "trinity_events.system.disk_space.shutil.disk_usage",
+        lambda _: SimpleNamespace(free=needed - 1),
+    )
+    save_huggingface(engine, str(folder), STEP, coordinator, logger, deadline=PATIENCE)
+    with pytest.raises(SaveError) as failed:
+        coordinator.wait_all(PATIENCE)
+    [error] = failed.value.failures
+    assert isinstance(error, DiskTooFull)
+    assert (error.needed, error.free) == (needed, needed - 1)
 
 
 async def test_a_gather_that_breaks_fails_the_save_and_leaves_no_folder_that_counts(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from trinity_events.checkpoints.layout import MODEL_FOLDER
 from trinity_events.coordinator import PlannedSave
@@ -94,6 +95,7 @@ def save_huggingface(
                     save=partial(
                         _write, engine, folder, queue, buffer_names(trained_module(engine))
                     ),
+                    nbytes=_count_bytes(engine, is_converted=tensors is not None),
                     cancel=queue.close,  # else the gathers would wait for its room
                 ),
                 global_step,
@@ -117,6 +119,23 @@ def save_huggingface(
     if queue is not None:
         queue.end(error)
     raise_together(error)
+
+
+def _count_bytes(engine: Any, *, is_converted: bool) -> int | None:
+    """Return the bytes of the parameters that are saved; None if a rank does not know them all.
+
+    Of parameters that are converted before, it is a lower bound: those of bfloat16.
+    """
+    module = trained_module(engine)
+    # A rank of Megatron has a list of chunks, and one of FSDP1 flat shards.
+    if not isinstance(module, torch.nn.Module) or FullyShardedDataParallel.fsdp_modules(module):
+        return None
+    dtypes = getattr(engine, "published_dtypes", {})
+    total = 0
+    for name, parameter in module.named_parameters():
+        size: int = dtypes.get(name, parameter.dtype).itemsize
+        total += parameter.numel() * (min(size, 2) if is_converted else size)
+    return total
 
 
 def _write(engine: Any, folder: Path, queue: TensorQueue, buffers: frozenset[str]) -> None:

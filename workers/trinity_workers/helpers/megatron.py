@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 import xxhash
 
+from trinity_events.coordinator import PlannedSave
 from trinity_events.errors import TrinityError
 from trinity_events.weights import Synchronizer
 
@@ -86,7 +87,7 @@ def megatron_save_state_dict(
 
 
 def save_as_one(
-    write: Callable[[], None],
+    write: Callable[[], None] | PlannedSave,
     folder: Path,
     global_step: int,
     coordinator: CheckpointCoordinator,
@@ -99,7 +100,8 @@ def save_as_one(
     """Let all ranks write one folder as one save of rank 0. Collective; raises on all ranks.
 
     Args:
-        write: Writes this rank's part, durably. Collective; raises on all ranks.
+        write: Writes this rank's part, durably. Collective; raises on all ranks. A PlannedSave has
+            the bytes of all ranks.
         folder: Folder that is written.
         global_step: The training step.
         coordinator: Publishes the events of the save.
@@ -129,7 +131,9 @@ def save_as_one(
     try:
         if dist.get_rank() == 0:
             logger.info("step %d: saves %s to %s", global_step, name, folder)
-            coordinator.save_sync(save, global_step, is_state_dict, name=name, path=folder)
+            nbytes = write.nbytes if isinstance(write, PlannedSave) else None
+            planned = PlannedSave(save=save, nbytes=nbytes)
+            coordinator.save_sync(planned, global_step, is_state_dict, name=name, path=folder)
         else:
             save()
     except PeerFailed:

@@ -84,6 +84,11 @@ def largest(numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> l
     return maxima
 
 
+def summed(number: int, group: dist.ProcessGroup | None = None) -> int:
+    """Return the sum of all ranks' numbers. Collective."""
+    return int(all_reduced(torch.tensor(number, device=_message_device(group)), group))
+
+
 @contextmanager
 def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Raise on every rank of the group if the block fails on any.

@@ -12,16 +12,17 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from trinity_events.coordinator import PlannedSave
 from trinity_events.errors import TrinityError
 
 from ...learning.finite import NonFiniteWeights, check_finite, nested_tensors
-from ...runtime.collectives import together
+from ...runtime.collectives import summed, together
 from ...storage.durable_files import make_folder, sync_tree, system_errors, whole_file
 from ..state_files import copied, write_state
 from .checkpoint_errors import ForeignCheckpoint
@@ -30,9 +31,6 @@ from .cpu import adapted
 from .rank_state import rank_file
 
 _torch_dcp: Any = dcp  # its names are not exported to type checkers
-
-Write: TypeAlias = Callable[[], None]
-"""Writes a prepared checkpoint, durably. Collective; any one thread may call it."""
 
 
 class CheckpointFailed(TrinityError):
@@ -56,7 +54,7 @@ def prepare(
     copy: bool = False,
     value: Callable[[torch.Tensor], torch.Tensor] | None = None,
     own: dict[str, Any] | None = None,
-) -> Write:
+) -> PlannedSave:
     """Prepare a sharded state dict for writing into a new folder. Collective.
 
     Args:
@@ -68,7 +66,9 @@ def prepare(
         own: State of this rank alone, for a file of its own.
 
     Returns:
-        What writes it. It raises on all ranks what failed on one, such as NonFiniteWeights.
+        What writes it durably, with the bytes of the tensors of all ranks, each replica once.
+        Collective; any one thread may call it. It raises on all ranks what failed on one, such as
+        NonFiniteWeights.
     """
     from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
     from megatron.core.dist_checkpointing.strategies import torch as megatron_torch
@@ -81,6 +81,7 @@ def prepare(
             _copy_tensors(mine)
             plain = copied(plain)
         tensors = megatron_torch.mcore_to_pyt_state_dict(mine, False)
+    nbytes = summed(sum(tensor.nbytes for _, tensor in _named_tensors(mine)))
     planner = _planner(value)
 
     def write() -> None:
@@ -108,7 +109,7 @@ def prepare(
             if dist.get_rank() == 0:
                 _make_whole(folder)
 
-    return write
+    return PlannedSave(save=write, nbytes=nbytes)
 
 
 def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:

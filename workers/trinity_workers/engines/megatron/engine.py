@@ -11,6 +11,7 @@ import torch.distributed as dist
 from msgspec import Struct, structs
 
 from trinity_events.checkpoints.layout import MODEL_FOLDER
+from trinity_events.coordinator import PlannedSave
 from trinity_events.errors import TrinityError
 
 from ...algorithms.batch import Batch
@@ -293,7 +294,7 @@ class MegatronEngine(CheckpointedEngine):
 
     def prepare_checkpoint(
         self, local_path: str, *, group: dist.ProcessGroup | None = None, copy: bool = True
-    ) -> dict[str, checkpoint.Write]:
+    ) -> dict[str, PlannedSave]:
         """Prepare the manager's contents for writing. Collective.
 
         Args:
@@ -317,11 +318,11 @@ class MegatronEngine(CheckpointedEngine):
 
     def _prepared(
         self, folder: Path, *, group: dist.ProcessGroup | None, copy: bool
-    ) -> dict[str, checkpoint.Write]:
+    ) -> dict[str, PlannedSave]:
         contents = set(self.checkpoint_manager.checkpoint_save_contents)
         if "optimizer" in contents and not self._optimizer_loads:
             raise OptimizerNotLoadable()
-        writes: dict[str, checkpoint.Write] = {}
+        writes: dict[str, PlannedSave] = {}
         if "model" in contents:
             state = self._model_state()
             write_model = checkpoint.prepare(state, folder / "model", group=group, copy=copy)
@@ -332,7 +333,7 @@ class MegatronEngine(CheckpointedEngine):
                         write_description(folder / MODEL_FOLDER[-1], self._description)
                 write_model()
 
-            writes["model"] = write
+            writes["model"] = PlannedSave(save=write, nbytes=write_model.nbytes)
         if contents & {"optimizer", "extra"}:
             state = self._training_state(contents, is_loading=False)
             own = rank_state(self.device, self.layout) if "extra" in contents else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -97,7 +98,9 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
             name, is_state_dict = saves[part]
             save = partial(
                 save_as_one,
-                partial(_write_listed, write, folder / part, group),
+                dataclasses.replace(
+                    write, save=partial(_write_listed, write, folder / part, group)
+                ),
                 folder / part,
                 step,
                 self._coordinator,
