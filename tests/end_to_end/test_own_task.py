@@ -96,8 +96,10 @@ def test_a_users_model_questions_reward_tools_and_engine_are_part_of_a_run(folde
     for name, of_set in sets.items():
         of_set["questions"] = f"./{name}.jsonl"
         (folder / f"{name}.jsonl").write_bytes((folder / "questions.jsonl").read_bytes())
-    with (folder / "plain.jsonl").open("a") as file:
-        file.writelines(f'{{"prompt": "{n} {"long " * 200}", "answer": "4"}}\n' for n in range(60))
+    with (folder / "plain.jsonl").open("ab") as file:
+        for number in range(60):
+            prompt = [{"role": "user", "content": f"{number} {'long ' * 200}"}]
+            file.write(msgspec.json.encode({"prompt": prompt, "answer": "4"}) + b"\n")
     chosen["rollouts"]["max_prompt_tokens"] = 200
     chosen["task"] |= {"questions": None, "sets": sets}
     chosen["tracking"] = {"trackers": ["jsonl"], "folder": "./tracked"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 pytest.importorskip("torch")
@@ -53,7 +54,7 @@ def counts(policy_folder):
 @pytest.fixture
 def load(policy_folder):
     def load(limit, task, *sets) -> PromptFilter:
-        config = TrainConfig(rollouts={"max_prompt_tokens": limit})
+        config = msgspec.convert({"rollouts": {"max_prompt_tokens": limit}}, TrainConfig)
         return load_filter(config, policy_folder, task, sets)
 
     return load

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: E402
 
 from tests.support.own_models import own_model  # noqa: E402
 from tests.support.tensors import identical  # noqa: E402
@@ -25,7 +27,12 @@ from trinity_workers.config.sections.model import ModelConfig  # noqa: E402
 from trinity_workers.config.train_config import TrainConfig  # noqa: E402
 from trinity_workers.launch.run_check import find_mistakes  # noqa: E402
 from trinity_workers.learning.policy import BadPolicy, check_policy, load_policy  # noqa: E402
-from trinity_workers.learning.pretrained import MismatchedTensor, MissingTensors, PolicyUnreadable  # noqa: E402
+from trinity_workers.learning.pretrained import (  # noqa: E402
+    MismatchedTensor,
+    MissingTensors,
+    PolicyUnreadable,
+    load_pretrained,
+)
 from trinity_workers.learning.reward_model import (  # noqa: E402
     check_reward_model,
     load_reward_model,
@@ -198,3 +205,16 @@ def test_a_policy_with_a_head_of_its_own_says_that_it_is_not_tied(own_head, tmp_
     assert policy.config.tie_word_embeddings is False
     tied, _ = load_policy(own_model(tmp_path / "tied", "qwen2"))
     assert tied.config.tie_word_embeddings is True
+
+
+def test_tied_models_load_in_several_threads_at_once_and_ties_are_made_afterwards(own_model_folder):
+    """transformers replaces the method that ties, in the whole process, while it loads."""
+    folder, method = own_model_folder("qwen2"), PreTrainedModel.tie_weights
+
+    def is_tied(_):
+        model = load_pretrained(AutoModelForCausalLM, folder, torch.float32)
+        return model.lm_head.weight is model.model.embed_tokens.weight
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(is_tied, range(8)))
+    assert PreTrainedModel.tie_weights is method

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 _ATTENTION = "sdpa"
 """Attention of torch: the one that packs samples, and runs on any device."""
+_LOADING = threading.Lock()
+"""Held while transformers loads a model: see :func:`_loading_alone`."""
 _LISTED = 3
 """Names in a warning: a folder of another model may have thousands that nothing reads."""
 
@@ -244,7 +247,7 @@ def load_pretrained(
     Raises:
         BadPolicy: in one sentence, if the folder does not hold the model.
     """
-    with raising_bad_policy(f"the model in {folder} cannot be loaded"), _quiet():
+    with raising_bad_policy(f"the model in {folder} cannot be loaded"), _loading_alone():
         model, report = kind.from_pretrained(
             folder,
             dtype=dtype,
@@ -282,7 +285,7 @@ def check_pretrained(kind: Any, folder: Path, *, without_head: bool = False) -> 
 
     if find_spec("accelerate") is None or not any(folder.glob("*.safetensors")):
         return
-    with raising_bad_policy(f"the model in {folder} cannot be loaded"), _quiet():
+    with raising_bad_policy(f"the model in {folder} cannot be loaded"), _loading_alone():
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if getattr(config, "quantization_config", None) is not None:
             return  # its tensors are made by a kernel, which may need the ranks' device
@@ -385,15 +388,22 @@ def no_progress_bars() -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep progress bars, and what is raised or logged here in one sentence, out of the log."""
+def _loading_alone() -> Iterator[None]:
+    """Load in one thread at a time, without progress bars and what is raised here as one sentence.
+
+    ``from_pretrained`` replaces ``PreTrainedModel.tie_weights`` while it makes a model
+    (``transformers.initialization.no_tie_weights``), in the whole process. A second thread saves
+    the replacement as the original, and so puts it back for good: from then on the heads of tied
+    models count as missing.
+    """
     source = logging.getLogger("transformers.modeling_utils")
-    source.addFilter(_is_wanted)
-    try:
-        with no_progress_bars():
-            yield
-    finally:
-        source.removeFilter(_is_wanted)
+    with _LOADING:
+        source.addFilter(_is_wanted)
+        try:
+            with no_progress_bars():
+                yield
+        finally:
+            source.removeFilter(_is_wanted)
 
 
 def _is_wanted(record: logging.LogRecord) -> bool:
