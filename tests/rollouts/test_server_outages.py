@@ -14,18 +14,13 @@ from tests.support.waits import PATIENCE, until
 from trinity_events.errors import DeadlineExceeded
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open_run
 from trinity_events.rollouts import RolloutClient, RolloutDispatcher
-from trinity_events.server import clients, connect
+from trinity_events.server import connect
 from trinity_schemas import RunKeys
 
 pytestmark = pytest.mark.server
 
 AWAY = 0.3
 """Seconds of an outage. More than the client's own patience, of which these have none."""
-
-
-@pytest.fixture(autouse=True)
-def no_retries(monkeypatch):
-    monkeypatch.setattr(clients, "_RETRIES", 0)
 
 
 @pytest.fixture
@@ -36,7 +31,7 @@ def server(tmp_path):
 
 @pytest.fixture
 async def parts(server, run_id):
-    async with connect(server.url) as client:
+    async with connect(server.url, retry=False) as client:
         epoch = await open_run(client, run_id)
         log = RedisEventLog(client, run_id)
         yield Parts(client, AsyncPublisher(log, epoch, new_producer("trainer")), run_id)

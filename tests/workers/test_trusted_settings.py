@@ -74,10 +74,9 @@ def test_every_path_that_is_resolved_when_a_file_is_read_is_a_reference():
     assert set(_PATHS) | set(_SOURCES) <= set(REFERENCES)
 
 
-def test_a_setting_that_is_in_no_table_is_not_taken_from_the_log(host, monkeypatch):
-    monkeypatch.setattr("trinity_workers.config.trusted_settings.DATA", DATA - {"task.prompt"})
+def test_a_setting_that_is_in_no_table_is_not_taken_from_the_log(host):
     logged = with_settings({"task.prompt": "theirs", "task.answer": "theirs"})
-    merged = merge(RUN, logged, None, host)
+    merged = merge(RUN, logged, None, host, data=DATA - {"task.prompt"})
     assert (merged.task.prompt, merged.task.answer) == ("prompt", "theirs")
 
 

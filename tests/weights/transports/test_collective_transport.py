@@ -9,6 +9,8 @@ import re
 import signal
 import socket
 import time
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import anyio
@@ -36,6 +38,7 @@ from trinity_events.errors import (
 )
 from trinity_events.weights import model_digest
 from trinity_events.weights.errors import TransportRefused
+from trinity_events.weights.transports.collective.frames import MOST_BYTES, FrameSender
 from trinity_events.weights.transports.collective.groups import backend_for
 from trinity_events.weights.transports.collective.messages import Channel, Hello
 from trinity_events.weights.transports.collective.rendezvous import own_address
@@ -392,12 +395,9 @@ def test_an_explorer_that_was_short_of_memory_gets_the_next_version(opened, monk
         assert identical(dict(version.tensors())["large"], large[0][1])
 
 
-def test_a_chunk_that_explorers_make_no_room_for_is_sent_in_several(opened, monkeypatch):
-    monkeypatch.setattr("trinity_events.weights.transports.collective.frames.MOST_BYTES", 10_000)
-    trainer, explorer = opened("trainer", chunk_bytes=20_000), opened("explorer")
-    trainer.setup_weight_sync_group(1, 10)
-    with explorer.pull(sent(trainer, 1, SOME)) as version:
-        assert version.bytes >= 24_000
+def test_a_bucket_is_no_larger_than_what_explorers_make_room_for():
+    group: Any = SimpleNamespace(device=torch.device("cpu"))
+    assert len(FrameSender(group, 2 * MOST_BYTES).reserve()) == MOST_BYTES
 
 
 def test_bytes_that_were_changed_on_the_way_are_found_before_anything_is_installed(opened):

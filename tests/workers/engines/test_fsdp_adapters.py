@@ -6,7 +6,6 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
@@ -23,7 +22,6 @@ from tests.support.experiences import make_groups  # noqa: E402
 from tests.support.tensors import assert_equal, identical  # noqa: E402
 from trinity_workers.algorithms.collate import collate  # noqa: E402
 from trinity_workers.conversion.convert import convert  # noqa: E402
-from trinity_workers.engines import fsdp  # noqa: E402
 from trinity_workers.engines.adapter_folder import (  # noqa: E402
     AdaptersRefused,
     write_adapter_folder,
@@ -85,38 +83,38 @@ def base_of(engine):
 
 def trained(rank, folder, dtype, by_layers, at):
     """Train adapters, and return what they and their base were and came to."""
-    with patch.object(fsdp, "_SHARD_LAYERS_FROM", 0 if by_layers else 10_000_000):
-        results: dict[str, Any] = {}
-        engine = make_engine(folder, dtype=dtype)
-        plain = frozen_policy(folder, device=CPU, dtype=dtype)
-        batch = batch_of(rank, 9)
-        reference = AdaptedBase(engine)
-        expected = logprobs(plain, batch)
-        # First of all: a parameter that FSDP finds frozen then would never have a gradient.
-        assert identical(logprobs(reference, batch), expected)
-        results["before"] = full(engine.get_per_tensor_param())
-        bases = base_of(engine)
-        results["base_dtypes"] = {tensor.dtype for tensor in bases.values()}
-        metrics = train(rank, engine, (1, 2))
-        results["after"] = full(engine.get_per_tensor_param())
-        results["dtypes"] = {tensor.dtype for tensor in results["after"].values()}
-        assert {tensor.dtype for _, tensor in engine.master_params()} == {torch.float32}
-        assert not identical(logprobs(engine.module, batch), expected)
-        assert identical(logprobs(reference, batch), expected), "the reference does not move"
-        assert_equal(base_of(engine), bases)
-        assert len(engine.optimizer.state) == len(results["after"]), "none for the base"
-        engine.save_checkpoint(str(at))
-        metrics += train(rank, engine, (3, 4))
-        away = Offload(param_offload=True, grad_offload=True, optimizer_offload=True)
-        again = make_engine(folder, dtype=dtype, offload=away)
-        with again.resident(*ALL):
-            train(rank, again, (7,))  # what was gathered of these values must be forgotten
-        again.load_checkpoint(str(at))
-        with again.resident(*ALL):
-            assert train(rank, again, (3, 4)) == metrics[4:]
-        assert_equal(full(again.master_params()), full(engine.master_params()))
-        results["metrics"], results["last"] = metrics, full(engine.master_params())
-        return results
+    options = FSDPOptions(shard_layers_from=0 if by_layers else 10_000_000)
+    results: dict[str, Any] = {}
+    engine = make_engine(folder, dtype=dtype, options=options)
+    plain = frozen_policy(folder, device=CPU, dtype=dtype)
+    batch = batch_of(rank, 9)
+    reference = AdaptedBase(engine)
+    expected = logprobs(plain, batch)
+    # First of all: a parameter that FSDP finds frozen then would never have a gradient.
+    assert identical(logprobs(reference, batch), expected)
+    results["before"] = full(engine.get_per_tensor_param())
+    bases = base_of(engine)
+    results["base_dtypes"] = {tensor.dtype for tensor in bases.values()}
+    metrics = train(rank, engine, (1, 2))
+    results["after"] = full(engine.get_per_tensor_param())
+    results["dtypes"] = {tensor.dtype for tensor in results["after"].values()}
+    assert {tensor.dtype for _, tensor in engine.master_params()} == {torch.float32}
+    assert not identical(logprobs(engine.module, batch), expected)
+    assert identical(logprobs(reference, batch), expected), "the reference does not move"
+    assert_equal(base_of(engine), bases)
+    assert len(engine.optimizer.state) == len(results["after"]), "none for the base"
+    engine.save_checkpoint(str(at))
+    metrics += train(rank, engine, (3, 4))
+    away = Offload(param_offload=True, grad_offload=True, optimizer_offload=True)
+    again = make_engine(folder, dtype=dtype, options=options, offload=away)
+    with again.resident(*ALL):
+        train(rank, again, (7,))  # what was gathered of these values must be forgotten
+    again.load_checkpoint(str(at))
+    with again.resident(*ALL):
+        assert train(rank, again, (3, 4)) == metrics[4:]
+    assert_equal(full(again.master_params()), full(engine.master_params()))
+    results["metrics"], results["last"] = metrics, full(engine.master_params())
+    return results
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import pytest
 
@@ -16,7 +15,6 @@ from torch import nn  # noqa: E402
 
 from tests.support.batches import batch_of  # noqa: E402
 from tests.support.tensors import assert_equal  # noqa: E402
-from trinity_workers.engines import fsdp  # noqa: E402
 from trinity_workers.engines.fsdp import FSDPEngine, frozen_policy  # noqa: E402
 from trinity_workers.engines.fsdp_options import FSDPOptions, RecomputeRefused  # noqa: E402
 from trinity_workers.learning.logprobs import response_logprobs, response_statistics  # noqa: E402
@@ -73,15 +71,10 @@ def shapes_of_inputs(module):
 
 def compare(rank, folder, dtype, by_layers):
     """Return what each option comes to, and the shapes that it computed in the last step."""
-    # The processes of the ranks are those of later tests too.
-    with patch.object(fsdp, "_SHARD_LAYERS_FROM", 0 if by_layers else 10_000_000):
-        return trained_with_each(rank, folder, dtype)
-
-
-def trained_with_each(rank, folder, dtype):
-    results = {}
+    results, layers_from = {}, 0 if by_layers else 10_000_000
     for name in ("plain", "recompute", "cpu_offload", "packing"):
-        options = FSDPOptions(**({} if name == "plain" else {name: True}))
+        chosen = {} if name == "plain" else {name: True}
+        options = FSDPOptions(shard_layers_from=layers_from, **chosen)
         engine = make_engine(folder, dtype=dtype, options=options)
         slopes = gradients(rank, engine)
         metrics = train(rank, engine, (1, 2))

@@ -25,8 +25,8 @@ from trinity_events.coordinator import DiskTooFull, staged_path  # noqa: E402
 from trinity_events.errors import DeadlineExceeded, SaveError  # noqa: E402
 from trinity_events.log import Publisher, SyncEventLog, new_producer  # noqa: E402
 from trinity_schemas import SaveFailed, SaveFinished  # noqa: E402
-from trinity_workers.helpers import huggingface, save_huggingface  # noqa: E402
-from trinity_workers.helpers.huggingface import TensorQueue  # noqa: E402
+from trinity_workers.helpers import save_huggingface  # noqa: E402
+from trinity_workers.helpers.huggingface import QueueLimits, TensorQueue  # noqa: E402
 from trinity_workers.runtime.collectives import CollectiveBroken  # noqa: E402
 
 STEP = 3
@@ -62,10 +62,8 @@ def coordinator(publisher, sync_client, tmp_path, run_id):
         yield CheckpointCoordinator(own, tmp_path / run_id)
 
 
-@pytest.fixture
-def small_queue(monkeypatch):
-    """The queue holds one tensor, so that gathers wait for the save."""
-    monkeypatch.setattr(huggingface, "QUEUED_BYTES", 1)
+SMALL = QueueLimits(nbytes=1, deadline=PATIENCE)
+"""Limits of a queue that holds one tensor, so that gathers wait for the save."""
 
 
 def make_tensors(count=4, size=100):
@@ -91,7 +89,7 @@ async def test_training_may_change_the_weights_as_soon_as_the_call_returns(
 
 
 async def test_a_disk_that_fails_fails_the_save_and_every_tensor_is_gathered(
-    coordinator, folder, log, monkeypatch, small_queue
+    coordinator, folder, log, monkeypatch
 ):
     def full(*args):
         raise OSError(28, "No space left on device")
@@ -107,7 +105,7 @@ async def test_a_disk_that_fails_fails_the_save_and_every_tensor_is_gathered(
 
 
 async def test_a_folder_that_does_not_fit_is_not_written_and_every_tensor_is_gathered(
-    coordinator, folder, log, monkeypatch, small_queue
+    coordinator, folder, log, monkeypatch
 ):
     save_huggingface(Engine(make_tensors()), str(folder), STEP, coordinator, logger)
     coordinator.wait_all(PATIENCE)
@@ -115,7 +113,7 @@ async def test_a_folder_that_does_not_fit_is_not_written_and_every_tensor_is_gat
     full = SimpleNamespace(free=finished.event.bytes - 1)
     monkeypatch.setattr("trinity_events.system.disk_space.shutil.disk_usage", lambda _: full)
     engine, following = Engine(make_tensors()), folder.with_name("following")
-    save_huggingface(engine, str(following), STEP + 1, coordinator, logger, deadline=PATIENCE)
+    save_huggingface(engine, str(following), STEP + 1, coordinator, logger, limits=SMALL)
     assert engine.gathered == list(engine.tensors), "other ranks are inside the gathers"
     with raises(SaveError, __cause__=re.compile("bytes free, and the save needs about")):
         coordinator.wait_all(PATIENCE)
@@ -135,7 +133,7 @@ def test_the_first_save_needs_what_the_parameters_take_in_their_published_dtypes
         "trinity_events.system.disk_space.shutil.disk_usage",
         lambda _: SimpleNamespace(free=needed - 1),
     )
-    save_huggingface(engine, str(folder), STEP, coordinator, logger, deadline=PATIENCE)
+    save_huggingface(engine, str(folder), STEP, coordinator, logger, limits=SMALL)
     with pytest.raises(SaveError) as failed:
         coordinator.wait_all(PATIENCE)
     [error] = failed.value.failures

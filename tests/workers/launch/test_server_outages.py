@@ -29,7 +29,7 @@ from trinity_events.errors import DeadlineExceeded, RunNotFound
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open_run
 from trinity_events.reducer.report_intake import ReportIntake
 from trinity_events.replay import current_state
-from trinity_events.server import clients, connect
+from trinity_events.server import connect
 from trinity_events.system.shared_memory import available
 from trinity_schemas import (
     ExplorerExcluded,
@@ -52,11 +52,8 @@ pytestmark = pytest.mark.server
 RUN = "run"
 AWAY = 0.3
 """Seconds of an outage. More than the client's own patience, of which these have none."""
-
-
-@pytest.fixture(autouse=True)
-def no_retries(monkeypatch):
-    monkeypatch.setattr(clients, "_RETRIES", 0)
+LONG_AWAY = 2.0
+"""Seconds of an outage that is longer than the patience of clients with retries."""
 
 
 @pytest.fixture
@@ -67,7 +64,7 @@ def server(tmp_path):
 
 @pytest.fixture
 async def client(server):
-    async with connect(server.url) as connected:
+    async with connect(server.url, retry=False) as connected:
         yield connected
 
 
@@ -177,7 +174,7 @@ async def test_a_log_is_followed_on_through_an_outage(server, log, publisher, ca
                 while f'"step": {step}' not in output:
                     output += capsys.readouterr().out
                     await anyio.sleep(0.05)
-            await outage(server, 0.5)
+            await outage(server, LONG_AWAY)
 
 
 @pytest.mark.processes
@@ -205,13 +202,13 @@ async def followed_epochs(server, log):
 async def test_an_explorer_hears_of_an_opening_after_an_outage(server, client, log):
     async with followed_epochs(server, log) as epochs:
         assert (await epochs.opened(PATIENCE)).epoch == 1
-        await outage(server)
+        await outage(server, LONG_AWAY)
         await open_run(client, RUN)
         await until(lambda: epochs._newest.epoch == 2)
 
 
 async def test_openings_that_cannot_be_read_at_first_are_read_later(server, log):
-    async with followed_epochs(server, log) as epochs, beside(partial(outage, server)):
+    async with followed_epochs(server, log) as epochs, beside(partial(outage, server, LONG_AWAY)):
         assert (await epochs.opened(PATIENCE)).epoch == 1
 
 

@@ -221,7 +221,14 @@ class SettingsDiffer(SettingsRefused):
         return _format_list(self.settings)
 
 
-def merge(run_id: str, logged: TrainConfig, own: OwnConfig | None, host: Host) -> TrainConfig:
+def merge(
+    run_id: str,
+    logged: TrainConfig,
+    own: OwnConfig | None,
+    host: Host,
+    *,
+    data: frozenset[str] = DATA,
+) -> TrainConfig:
     """Return the configuration of an explorer: data of the log, and references of its own side.
 
     No file is read and nothing is imported; of a path in the log, only links are resolved.
@@ -231,6 +238,7 @@ def merge(run_id: str, logged: TrainConfig, own: OwnConfig | None, host: Host) -
         logged: Configuration in the event that opened the run.
         own: Configuration of the explorer's own side, if it gives one.
         host: Names that are accepted without one.
+        data: Settings that are taken from the log; by default those of the table.
 
     Raises:
         SettingsUntrusted: There is no configuration of the explorer's own, and the log names
@@ -259,7 +267,7 @@ def merge(run_id: str, logged: TrainConfig, own: OwnConfig | None, host: Host) -
             name: section[last].get(name, dict(default)) for name in descend(logged_values, keys)
         }
     for setting in settings:
-        if setting.path in DATA or (own is None and _is_used(setting.path)):
+        if setting.path in data or (own is None and _is_used(setting.path)):
             *parents, last = setting.keys
             descend(values, parents)[last] = setting.value
     return msgspec.convert(values, TrainConfig)

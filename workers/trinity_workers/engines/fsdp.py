@@ -47,9 +47,6 @@ from .reshard import (
 from .sharded import ShardedEngine, reshard, shard_name, write_huggingface
 from .state_files import copied, read_state
 
-# Below this number of parameters, one all-gather is faster than one per layer.
-_SHARD_LAYERS_FROM = 10_000_000
-
 
 class FSDPEngine(ShardedEngine):
     """Sharded model and its optimizer on one rank.
@@ -111,7 +108,7 @@ class FSDPEngine(ShardedEngine):
         if options.packing and (load is None or self.adapters is not None):
             check_isolation(module, device)
             module.reshard()  # the optimizer is of the shards
-        self._sharded_by_layers = _is_large(model)
+        self._sharded_by_layers = _is_large(model, options)
         rate = optimizer = scheduler = None
         if learning_rate is not None:
             rate = as_learning_rate(learning_rate)
@@ -306,9 +303,9 @@ def _settled_parameters(module: Any) -> Iterator[torch.Tensor]:
     yield from module.parameters()
 
 
-def _is_large(model: Any) -> bool:
+def _is_large(model: Any, options: FSDPOptions) -> bool:
     count: int = sum(parameter.numel() for parameter in model.parameters())
-    return count >= _SHARD_LAYERS_FROM
+    return count >= options.shard_layers_from
 
 
 def _shard(model: Any, device: torch.device, dtype: torch.dtype, options: FSDPOptions) -> Any:
@@ -325,7 +322,7 @@ def _shard(model: Any, device: torch.device, dtype: torch.dtype, options: FSDPOp
     offload = away if options.cpu_offload else OffloadPolicy()
     # veRL's merger requires this name.
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
-    if _is_large(model):
+    if _is_large(model, options):
         layers = set(model._no_split_modules or ())
         for layer in [module for module in model.modules() if type(module).__name__ in layers]:
             fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)

@@ -34,6 +34,8 @@ class FSDPOptions(Struct, frozen=True, kw_only=True):
     """
     packing: bool = False
     """If True, rows go through the model as one row without padding."""
+    shard_layers_from: int = 10_000_000
+    """Parameters from which each layer is gathered by itself: below, one all-gather is faster."""
 
     def prepare(self, model: Any) -> None:
         """Set up recomputation and packing in a model that is not sharded yet.

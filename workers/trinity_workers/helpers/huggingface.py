@@ -37,6 +37,19 @@ DEADLINE = 300.0
 """Seconds that the training loop waits for the disk to take one tensor."""
 
 
+class QueueLimits(NamedTuple):
+    """Limits of the tensors that wait for the disk."""
+
+    nbytes: int = QUEUED_BYTES
+    """Maximum bytes, unless one tensor is larger."""
+    deadline: float = DEADLINE
+    """Seconds to wait for the disk to take one tensor."""
+
+
+LIMITS = QueueLimits()
+"""Limits by default."""
+
+
 class SaveTarget(NamedTuple):
     """Name of a save, and its kind."""
 
@@ -58,7 +71,7 @@ def save_huggingface(
     *,
     target: SaveTarget = VERSION,
     tensors: NamedTensors | None = None,
-    deadline: float = DEADLINE,
+    limits: QueueLimits = LIMITS,
 ) -> None:
     """Save the weights as the Hugging Face folder of a step, as one save of rank 0. Collective.
 
@@ -76,7 +89,7 @@ def save_huggingface(
         logger: Logs the folder of the save.
         target: Name and kind of the save; by default those of a version.
         tensors: Full tensors; by default those of ``engine.get_per_tensor_param()``.
-        deadline: Seconds to wait for the disk to take one tensor.
+        limits: Limits of the tensors that wait for the disk.
 
     Raises:
         DeadlineExceeded: on rank 0, if the disk, or the save's turn, took longer.
@@ -87,7 +100,7 @@ def save_huggingface(
     queue: TensorQueue | None = None
     error: Exception | None = None
     if rank_and_world()[0] == 0:
-        queue = TensorQueue(QUEUED_BYTES, deadline)
+        queue = TensorQueue(*limits)
         try:
             coordinator.save_async(
                 target.name,

@@ -32,6 +32,7 @@ from ...helpers import (
     strategy_for,
 )
 from ...helpers.full_tensors import full_tensors, in_dtype
+from ...helpers.huggingface import QueueLimits
 from ...rollout_engines.base import Generation, GenerationRequest
 from ...runtime.collectives import together
 from ...runtime.garbage import exempt_loaded_objects
@@ -191,7 +192,7 @@ class TrainWorker(TrainingRank):
             logger,
             target=SaveTarget(name, is_state_dict),
             tensors=tensors,
-            deadline=self._config.sync.timeout,
+            limits=QueueLimits(deadline=self._config.sync.timeout),
         )
 
     def _master_params(self) -> NamedTensors | None:
