@@ -30,6 +30,7 @@ BASES = {
     "IncompatibleWeights",
     "LogLost",
     "RequestRefused",
+    "RewardFailed",
     "RolloutEngineError",
     "SettingsRefused",
     "StructuredError",

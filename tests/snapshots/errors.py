@@ -16,8 +16,13 @@ from trinity_schemas.events import SettingChange
 from trinity_workers.algorithms.errors import UnknownPreset
 from trinity_workers.config.errors import CommandRefused
 from trinity_workers.launch.explore import RunWait
+from trinity_workers.rewards import RewardFault
 from trinity_workers.tasks import TaskError
 
+FAULT = RewardFault(
+    sentence="the reward ./reward.py:reward raised KeyError: 'a' (reward.py, line 2)",
+    error_type="KeyError",
+)
 REPORT = next(event for event in SAMPLES if isinstance(event, RewardErrorReported))
 EXPLORER = Producer(role="explorer", rank=3, node="host", incarnation="5eed")
 ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
@@ -2076,8 +2081,146 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
             "the model in /x has w of the shape (2, 3), and its config.json asks for (3, 2): take config.json and weights of one model",
         ),
     ],
-    "RewardFailed": [
-        ({"reason": "the judge did not answer within 5 s"}, "the judge did not answer within 5 s"),
+    "AnswersFailed": [
+        (
+            {"faults": {1: FAULT}},
+            "the reward ./reward.py:reward raised KeyError: 'a' (reward.py, line 2)",
+        )
+    ],
+    "RewardFunctionFailed": [
+        (
+            {"function": "./reward.py:reward", "loading": FAULT},
+            "the reward ./reward.py:reward raised KeyError: 'a' (reward.py, line 2)",
+        )
+    ],
+    "RewardProcessFailed": [
+        (
+            {
+                "function": "./reward.py:reward",
+                "fault": "late",
+                "seconds": 30.0,
+                "detail": ": it was in reward (reward.py, line 2)",
+            },
+            "the reward ./reward.py:reward did not return within 30 s: it was in reward (reward.py, line 2)",
+        ),
+        (
+            {"function": "./reward.py:reward", "fault": "loading", "seconds": 60.0},
+            "the reward ./reward.py:reward did not load within 60 s",
+        ),
+        (
+            {"function": "./reward.py:reward", "fault": "ended", "detail": "killed by SIGKILL"},
+            "the reward ./reward.py:reward ended its process (killed by SIGKILL)",
+        ),
+        (
+            {"function": "./reward.py:reward", "fault": "unasked"},
+            "the reward ./reward.py:reward gave an answer that was not asked for",
+        ),
+        (
+            {"function": "./reward.py:reward", "fault": "undecodable"},
+            "the reward ./reward.py:reward sent what is no answer",
+        ),
+    ],
+    "RewardServiceUnusable": [
+        (
+            {"service": "the judge http://a", "fault": "token", "setting": "JUDGE_TOKEN"},
+            "the judge http://a needs a token, and the environment variable JUDGE_TOKEN is not set: set it for the explorers, or leave out rewards.token_variable",
+        ),
+        (
+            {"service": "the judge http://a", "fault": "environment", "reason": "bad proxy"},
+            "the judge http://a cannot be asked with the proxies or certificates of the environment (bad proxy): correct HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, SSL_CERT_FILE and SSL_CERT_DIR, or list its host in NO_PROXY",
+        ),
+        (
+            {
+                "service": "the judge http://a",
+                "fault": "absent",
+                "setting": "rewards.judge",
+                "reason": "connection refused",
+            },
+            "the judge http://a does not answer (connection refused): start it, or name another in rewards.judge",
+        ),
+        (
+            {"service": "the judge http://a", "fault": "refused", "status": 401},
+            "the judge http://a refuses the explorers (401): name the environment variable with its token in rewards.token_variable",
+        ),
+    ],
+    "RewardCallFailed": [
+        (
+            {"service": "the judge http://a", "fault": "question", "reason": "no JSON"},
+            "the judge http://a cannot be sent this question: no JSON",
+        ),
+        (
+            {"service": "the judge http://a", "fault": "late", "seconds": 5.0},
+            "the judge http://a did not answer within 5 s",
+        ),
+        (
+            {
+                "service": "the judge http://a",
+                "fault": "late",
+                "reason": "answered 500: down",
+                "seconds": 5.0,
+            },
+            "the judge http://a did not answer within 5 s; before that it answered 500: down",
+        ),
+        (
+            {
+                "service": "the judge http://a",
+                "fault": "attempts",
+                "reason": "answered 500: down",
+                "attempts": 3,
+            },
+            "the judge http://a answered 500: down, 3 times",
+        ),
+        (
+            {"service": "the judge http://a", "fault": "large", "limit": 1 << 20},
+            "the judge http://a sent more than 1048576 bytes, which are not read",
+        ),
+        (
+            {"service": "the judge http://a", "fault": "status", "reason": ": no", "status": 404},
+            "the judge http://a answered 404: no",
+        ),
+    ],
+    "RewardReplyRefused": [
+        (
+            {"service": "the reward service http://a", "fault": "JSON", "value": "it is empty"},
+            "the reward service http://a sent what is no JSON: it is empty",
+        ),
+        (
+            {"service": "the reward service http://a", "fault": "list", "value": "[]"},
+            "the reward service http://a sent [], and its reply is an object with a list of rewards",
+        ),
+        (
+            {
+                "service": "the reward service http://a",
+                "fault": "count",
+                "rewards": 1,
+                "answers": 2,
+            },
+            "the reward service http://a sent 1 rewards for 2 answers",
+        ),
+    ],
+    "PromptNotReadable": [
+        (
+            {"fault": "role", "value": "{'content': 'a'}"},
+            "a message of the prompt has no role: {'content': 'a'}",
+        ),
+        (
+            {"fault": "content", "role": "user", "value": "has a part that is no text: image"},
+            "the judge reads text, and a message of user has a part that is no text: image: give the question to a reward function or a reward service",
+        ),
+        (
+            {"fault": "calls", "role": "assistant", "value": "it is a set"},
+            "the tool calls of a message of assistant are no JSON: it is a set",
+        ),
+    ],
+    "CodeNotRunnable": [
+        (
+            {"fault": "limits"},
+            "a program of one line does not run within the limits of an answer's code: raise rewards.code_memory_mb or rewards.deadline",
+        ),
+        (
+            {"fault": "tests", "field": "test", "proposal": "did you mean 'tests'?"},
+            "a question has no text in its field 'test', which rewards.code_tests names: did you mean 'tests'?",
+        ),
     ],
     "AnswersNotJudged": [
         (

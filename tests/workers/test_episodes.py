@@ -36,6 +36,7 @@ from trinity_workers.learning.policy import (  # noqa: E402
 )
 from trinity_workers.rewards import Rewarded, RewardFailed, RewardFault  # noqa: E402
 from trinity_workers.rewards.error_reports import AnswersNotJudged, ErrorReports  # noqa: E402
+from trinity_workers.rewards.errors import AnswersFailed  # noqa: E402
 from trinity_workers.rollout_engines import (  # noqa: E402
     EngineOptions,
     Generation,
@@ -395,9 +396,8 @@ class FailsSecond(ByLength):
             place="reward.py, line 2",
             traceback="Traceback",
         )
-        raise RewardFailed(
-            fault.sentence, faults={1: fault}, rewarded={0: Rewarded(reward=1.0, parts={"p": 1.0})}
-        )
+        rewarded = {0: Rewarded(reward=1.0, parts={"p": 1.0})}
+        raise AnswersFailed(faults={1: fault}, rewarded=rewarded)
 
 
 @pytest.mark.parametrize("on_error", ["fail", "drop_group"])

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.waits import PATIENCE
-from trinity_workers.rewards import RewardFailed, RewardPool, RewardSource
+from trinity_workers.rewards import RewardPool, RewardSource
+from trinity_workers.rewards.errors import AnswersFailed
 from trinity_workers.tasks import Answer, Question
 
 pytestmark = pytest.mark.processes
@@ -122,19 +123,20 @@ async def test_a_function_may_have_processes_of_its_own(judge, file, method):
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"),
+    ("name", "error_type"),
     [
-        ("is_cancelled", "raised CancelledError"),
-        ("awaits_what_is_cancelled", "raised CancelledError"),
-        ("cancels_itself", "raised CancelledError"),
-        ("is_interrupted", "raised KeyboardInterrupt"),
-        ("exits", "raised SystemExit: 3"),
-        ("has_no_message", "raised Unprintable: its message cannot be formatted"),
-        ("has_a_surrogate", r"raised ValueError: \? is no text"),
+        ("is_cancelled", "CancelledError"),
+        ("awaits_what_is_cancelled", "CancelledError"),
+        ("cancels_itself", "CancelledError"),
+        ("is_interrupted", "KeyboardInterrupt"),
+        ("exits", "SystemExit"),
+        ("has_no_message", "Unprintable"),
+        ("has_a_surrogate", "ValueError"),
     ],
 )
-async def test_a_function_that_is_cancelled_fails_at_once(judge, name, reason):
+async def test_a_function_that_is_cancelled_fails_at_once(judge, name, error_type):
     began = time.monotonic()
-    with pytest.raises(RewardFailed, match=reason):
+    with pytest.raises(AnswersFailed) as failed:
         await judge(name, "a", "b")
+    assert failed.value.faults[0].error_type == error_type
     assert time.monotonic() - began < 5 * PATIENCE, "and not at its deadline"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 import time
 
 import anyio
 import pytest
 
+from tests.support.errors import assert_attributes, raises
 from tests.support.reward_server import reward_server
 from tests.support.rollout_parts import Parts, samples_of
 from tests.support.waits import PATIENCE
@@ -16,6 +18,16 @@ from trinity_schemas import StepTrained, decode_envelope
 from trinity_workers.config.files import read_config
 from trinity_workers.config.train_config import TrainConfig
 from trinity_workers.rewards import RewardFailed
+from trinity_workers.rewards.errors import (
+    AnswersFailed,
+    CodeNotRunnable,
+    PromptNotReadable,
+    RewardCallFailed,
+    RewardReplyRefused,
+    RewardServiceUnusable,
+)
+from trinity_workers.rewards.http_calls import HttpCalls, Unusable
+from trinity_workers.rewards.judge import JudgeRewards, _format_message
 from trinity_workers.rewards.settings import RewardsConfig
 from trinity_workers.rollouts.user_task import start_rewards
 from trinity_workers.tasks import Answer, Question
@@ -71,37 +83,44 @@ async def test_a_service_that_is_busy_or_hangs_up_is_asked_again(server, mode):
 
 
 async def test_attempts_are_bounded_and_the_last_fault_is_told(server):
-    with pytest.raises(RewardFailed, match=r"/broken answered 500: .*, 2 times"):
+    reason = re.compile(r"^answered 500: .+")
+    with raises(RewardCallFailed, fault="attempts", reason=reason, attempts=2):
         await judged(service(f"{server}/broken", attempts=2), question(), answers("a"))
 
 
 @pytest.mark.parametrize("mode", ["slow", "drips"])
 async def test_a_slow_service_fails_at_the_deadline(server, mode):
     began = time.monotonic()
-    with pytest.raises(RewardFailed, match=rf"/{mode} did not answer within {SOON:g} s"):
+    with raises(RewardCallFailed, fault="late", seconds=SOON, service=re.compile(f"/{mode}$")):
         await judged(service(f"{server}/{mode}"), question(), answers("a"), deadline=SOON)
     assert time.monotonic() - began >= SOON
 
 
 async def test_a_service_that_floods_is_not_read_further(server):
-    with pytest.raises(RewardFailed, match="sent more than 1048576 bytes"):
+    with raises(RewardCallFailed, fault="large", limit=1 << 20):
         await judged(service(f"{server}/floods"), question(), answers("a"))
 
 
 @pytest.mark.parametrize(
-    ("mode", "message"),
+    ("mode", "attributes"),
     [
-        ("too few", "sent 0 rewards for 2 answers"),
-        ("no numbers", "returned 'high', and a reward is a number"),
-        ("infinite", "and a reward is finite|is no JSON"),
-        ("no json", "sent what is no JSON"),
-        ("no rewards", "its reply is an object with a list of rewards"),
+        ("too few", {"fault": "count", "rewards": 0, "answers": 2}),
+        ("infinite", {"fault": "JSON"}),
+        ("no json", {"fault": "JSON"}),
+        ("no rewards", {"fault": "list"}),
     ],
 )
-async def test_a_service_that_lies_is_told_in_a_sentence(server, mode, message):
+async def test_a_reply_that_is_not_what_was_asked_for_is_refused(server, mode, attributes):
     settings = service(f"{server}/by-question")
-    with pytest.raises(RewardFailed, match=message):
+    with raises(RewardReplyRefused, **attributes):
         await judged(settings, question(mode=mode), answers("a", "b"))
+
+
+async def test_a_value_of_a_service_that_is_no_reward_is_its_answers_fault(server):
+    settings = service(f"{server}/by-question")
+    with pytest.raises(AnswersFailed) as failed:
+        await judged(settings, question(mode="no numbers"), answers("a", "b"))
+    assert {fault.error_type for fault in failed.value.faults.values()} == {"NoReward"}
 
 
 async def test_calls_in_flight_are_bounded():
@@ -120,16 +139,16 @@ async def test_calls_in_flight_are_bounded():
 
 async def test_a_token_is_taken_from_the_environment(server, monkeypatch):
     settings = service(f"{server}/token", token_variable="JUDGE_TOKEN")
-    with pytest.raises(RewardFailed, match="JUDGE_TOKEN is not set"):
+    with raises(RewardServiceUnusable, fault="token", setting="JUDGE_TOKEN"):
         await judged(settings, question(), answers("a"))
     monkeypatch.setenv("JUDGE_TOKEN", "secret")
     assert await judged(settings, question(), answers("a"))
-    with pytest.raises(RewardFailed, match=r"refuses the explorers \(401\): name the environment"):
+    with raises(RewardServiceUnusable, fault="refused", status=401):
         await judged(service(f"{server}/refuses"), question(), answers("a"))
 
 
 async def test_a_service_that_is_not_there_is_told_before_the_run_begins():
-    with pytest.raises(RewardFailed, match=r"does not answer .*: start it, or name another in"):
+    with raises(RewardServiceUnusable, fault="absent", setting="rewards.service"):
         await judged(service("http://127.0.0.1:1/"), question(), answers("a"))
 
 
@@ -155,7 +174,7 @@ async def test_fates_tell_of_a_service_that_is_slow_lies_floods_and_dies(
         try:
             await rewards.judge(next_question, answers("a", "b"))
         except RewardFailed as error:
-            failures.append((ordinal, str(error)))
+            failures.append((ordinal, error))
             await explorer.fail(claim, str(error))
         else:
             await explorer.answer(claim, samples_of(claim))
@@ -176,11 +195,11 @@ async def test_fates_tell_of_a_service_that_is_slow_lies_floods_and_dies(
         if isinstance(event, StepTrained)
     ]
     assert trained.dropped["attempts"][0] == (0, 3), "and perhaps those after the server's death"
-    reasons = dict(reversed(failures))  # the first of each
-    assert f"did not answer within {WHILE:g} s" in reasons[0]
-    assert "a reward is a number" in reasons[1]
-    assert "sent more than" in reasons[2]
-    assert "answered 500" in reasons[3]
+    errors = dict(reversed(failures))  # the first of each
+    assert_attributes(errors[0], fault="late", seconds=WHILE)
+    assert errors[1].get_fault(0).error_type == "NoReward"
+    assert errors[2].fault == "large"
+    assert_attributes(errors[3], fault="attempts", reason=re.compile("^answered 500"))
 
 
 # --- judges -------------------------------------------------------------------------------------
@@ -205,12 +224,10 @@ async def test_a_judge_without_a_grade_is_asked_again_within_its_attempts(server
     settings = RewardsConfig(judge=f"{server}/hesitant", judge_model="judge", calls=1)
     [verdict] = await judged(settings, question(), answers("right"))
     assert verdict.reward == 0.7
-    with pytest.raises(RewardFailed, match=r"gave no grade: .*, 2 times"):
-        await judged(
-            RewardsConfig(judge=f"{server}/mute", judge_model="judge", attempts=2),
-            question(),
-            answers("a"),
-        )
+    mute = RewardsConfig(judge=f"{server}/mute", judge_model="judge", attempts=2)
+    with pytest.raises(AnswersFailed) as failed:
+        await judged(mute, question(), answers("a"))
+    assert failed.value.faults[0].error_type == "RewardCallFailed"
 
 
 def completion(reply, **choice):
@@ -234,23 +251,28 @@ async def test_the_reward_is_the_grade_over_its_scale(server, reply, grade):
 
 
 @pytest.mark.parametrize(
-    ("body", "reason"),
+    ("body", "fault"),
     [
-        (completion("Grade: 1", finish_reason="length"), "cut off"),
-        (completion([{"type": "image_url", "image_url": {}}]), "no text: image_url"),
-        (completion({"grade": 8}), "neither text nor parts"),
-        (completion(None), "gave no grade"),
-        ('{"choices": []}', "gave no grade"),
-        ('{"choices": [{"message": {"content": "\xf6"}}]}', "no chat completion"),
-        ("[" * 100_000, "no chat completion"),
+        (completion("Grade: 1", finish_reason="length"), "unclear"),
+        (completion([{"type": "image_url", "image_url": {}}]), "unclear"),
+        (completion({"grade": 8}), "unclear"),
+        (completion(None), "unclear"),
+        ('{"choices": []}', "unclear"),
+        ('{"choices": [{"message": {"content": "\xf6"}}]}', "format"),
+        ("[" * 100_000, "format"),
     ],
 )
-async def test_a_reply_that_cannot_be_graded_is_refused(server, body, reason):
+async def test_a_reply_that_cannot_be_graded_is_unusable(server, body, fault):
     settings = RewardsConfig(
         judge=f"{server}/raw", judge_model="j", judge_prompt="{response}", attempts=1
     )
-    with pytest.raises(RewardFailed, match=reason):
+    judge = JudgeRewards(f"{server}/raw", settings, HttpCalls("j", deadline=1, attempts=1, calls=1))
+    with raises(Unusable, fault=fault):
+        judge._graded(body.encode("latin-1"))
+    await judge.aclose()
+    with pytest.raises(AnswersFailed) as failed:
         await judged(settings, question(), answers(body))
+    assert failed.value.faults[0].error_type == "RewardCallFailed"
 
 
 CALL = [{"type": "function", "function": {"name": "clock", "arguments": {"zone": "right"}}}]
@@ -273,19 +295,24 @@ async def test_a_judge_reads_messages_of_several_parts_and_of_tool_calls(server,
 
 
 @pytest.mark.parametrize(
-    ("message", "reason"),
+    ("message", "fault"),
     [
-        ({"content": "?"}, "has no role"),
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "image_url"),
-        ({"role": "user", "content": 3}, "neither text nor parts"),
-        ({"role": "assistant", "tool_calls": [object()]}, "are no JSON"),
-        ({"role": "user", "content": "\ud83d"}, "cannot be sent"),
+        ({"content": "?"}, "role"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "content"),
+        ({"role": "user", "content": 3}, "content"),
+        ({"role": "assistant", "tool_calls": [object()]}, "calls"),
+        ({"role": "user", "content": "\ud83d"}, None),
     ],
 )
-async def test_a_message_that_a_judge_cannot_read_fails_the_reward(server, message, reason):
+async def test_a_message_that_a_judge_cannot_read_fails_the_reward(server, message, fault):
+    if fault is not None:
+        with raises(PromptNotReadable, fault=fault):
+            _format_message(message)
     settings = RewardsConfig(judge=f"{server}/v1", judge_model="j")
-    with pytest.raises(RewardFailed, match=reason):
+    with pytest.raises(AnswersFailed) as failed:
         await judged(settings, Question(prompt=[message]), answers("a"))
+    error_type = "RewardCallFailed" if fault is None else "PromptNotReadable"
+    assert failed.value.faults[0].error_type == error_type
 
 
 # --- code ---------------------------------------------------------------------------------------
@@ -385,7 +412,8 @@ async def test_the_last_program_is_judged_and_no_draft_before_it():
 
 
 async def test_a_question_without_tests_is_told():
-    with pytest.raises(RewardFailed, match=r"no text in its field 'tests', .* mean 'a\.tests'\?"):
+    proposal = re.compile(r"'a\.tests'")
+    with raises(CodeNotRunnable, fault="tests", field="tests", proposal=proposal):
         await judged(CODE, question(a={"tests": TESTS}), answers(GOOD))
 
 

@@ -34,7 +34,7 @@ from trinity_events.errors import VersionUnavailable  # noqa: E402
 from trinity_events.weights import model_digest  # noqa: E402
 from trinity_schemas import RolloutRequest, Sampling, StepRef  # noqa: E402
 from trinity_workers.learning.policy import create_policy, load_policy  # noqa: E402
-from trinity_workers.rewards.base import rewarded  # noqa: E402
+from trinity_workers.rewards.values import rewarded  # noqa: E402
 from trinity_workers.rollout_engines import (  # noqa: E402
     EngineOptions,
     GenerationRequest,

@@ -46,7 +46,7 @@ from trinity_workers.algorithms.settings import (  # noqa: E402
 from trinity_workers.algorithms.update import policy_update  # noqa: E402
 from trinity_workers.learning.logprobs import response_logprobs  # noqa: E402
 from trinity_workers.learning.policy import load_policy, load_tokenizer  # noqa: E402
-from trinity_workers.rewards.base import rewarded  # noqa: E402
+from trinity_workers.rewards.values import rewarded  # noqa: E402
 from trinity_workers.rollout_engines import (  # noqa: E402
     EngineOptions,
     NotServing,

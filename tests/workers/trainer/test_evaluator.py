@@ -31,7 +31,8 @@ from trinity_schemas import (  # noqa: E402
 )
 from trinity_workers.evaluation.settings import EvaluationSet  # noqa: E402
 from trinity_workers.explorer.explorer import Explorer  # noqa: E402
-from trinity_workers.rewards import RewardFailed, RewardFault  # noqa: E402
+from trinity_workers.rewards import RewardFault  # noqa: E402
+from trinity_workers.rewards.errors import AnswersFailed  # noqa: E402
 from trinity_workers.rollouts.held_out_sets import held_out_sets  # noqa: E402
 from trinity_workers.rollouts.user_task import task_of  # noqa: E402
 from trinity_workers.trainer import Trainer  # noqa: E402
@@ -244,7 +245,7 @@ class Failing(Explorer):
         async def fail(question, answers):
             rewards = await judged(question, answers)
             if question.prompt in questions:
-                raise RewardFailed("", faults={1: fault}, rewarded={0: rewards[0]})
+                raise AnswersFailed(faults={1: fault}, rewarded={0: rewards[0]})
             return rewards
 
         judge.judge = fail

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from ..tasks import Answer, Question
-from .base import Rewarded, rewarded
+from .values import Rewarded, rewarded
 
 
 class TaskRewards:

@@ -22,7 +22,7 @@ from trinity_events.errors import TrinityError
 
 from ..sandbox.processes.frames import framed, open_frame_pipes, read_frame
 from ..tasks import Answer, Question, TrainingSet, load_reward
-from .base import NO_REWARD, Rewarded, RewardFault, rewarded
+from .values import NO_REWARD, Rewarded, RewardFault, rewarded
 
 _LONGEST_TRACEBACK = 6000
 """Characters of a traceback, of which the end is kept: the innermost frames name the fault."""

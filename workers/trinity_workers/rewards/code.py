@@ -21,8 +21,9 @@ from trinity_events.diagnostics.waits import NO_REPORTS, WaitReporter
 
 from ..tasks import Answer, Question
 from ..tasks.fields import propose_field, read_field
-from .base import Rewarded, RewardFailed
 from .code_blocks import find_code
+from .errors import CodeNotRunnable
+from .values import Rewarded
 
 _RUNNER = Path(__file__).with_name("code_runner.py")
 _TOKEN_BYTES = 16
@@ -67,21 +68,15 @@ class CodeRewards:
         self._waits = waits
 
     async def start(self) -> None:
-        """Raise RewardFailed unless code runs here within the limits."""
+        """Raise CodeNotRunnable unless code runs here within the limits."""
         if not await self._passes(["total = 1 + 1"], "assert total == 2"):
-            raise RewardFailed(
-                "a program of one line does not run within the limits of an answer's code: raise "
-                "rewards.code_memory_mb or rewards.deadline"
-            )
+            raise CodeNotRunnable("limits")
 
     async def judge(self, question: Question, answers: Sequence[Answer]) -> list[Rewarded]:
-        """Return the reward of each answer. Raises RewardFailed if the question has no tests."""
+        """Return the reward of each answer. Raises CodeNotRunnable if the question has no tests."""
         tests = read_field(question.data, self._field)
         if not isinstance(tests, str):
-            raise RewardFailed(
-                f"a question has no text in its field {self._field!r}, which rewards.code_tests "
-                f"names: {propose_field(question.data, self._field)}"
-            )
+            raise CodeNotRunnable("tests", self._field, propose_field(question.data, self._field))
         rewards = dict.fromkeys(range(len(answers)), 0.0)
 
         async def run(index: int, answer: Answer) -> None:

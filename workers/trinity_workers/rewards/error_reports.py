@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import field
 
 import anyio.to_thread
 
@@ -13,7 +12,8 @@ from trinity_schemas import ContractError, RewardErrorReported, RolloutRequest
 from trinity_schemas.events import LONGEST_TRACEBACK
 
 from ..tasks import Answer, Question
-from .base import RewardFailed, RewardFault
+from .errors import RewardFailed
+from .values import RewardFault
 
 _LONGEST_PROMPT = 2000
 _LONGEST_RESPONSE = 4000
@@ -33,12 +33,16 @@ class AnswersNotJudged(RewardFailed):
         report: Report of the first error.
     """
 
-    reason: str = field(init=False)
     report: RewardErrorReported
+    text = "{_message}, for the answer {_quote!r}"
 
-    def __post_init__(self) -> None:
-        quote = _make_excerpt(" ".join(self.report.response.split()), _LONGEST_QUOTE)
-        self.reason = f"{self.report.message.rstrip('.')}, for the answer {quote!r}"
+    @property
+    def _message(self) -> str:
+        return self.report.message.rstrip(".")
+
+    @property
+    def _quote(self) -> str:
+        return _make_excerpt(" ".join(self.report.response.split()), _LONGEST_QUOTE)
 
 
 def make_report(

@@ -14,7 +14,7 @@ from trinity_events.diagnostics.waits import NO_REPORTS, WaitReporter
 from trinity_events.errors import StructuredError
 from trinity_events.log.retry import backoff_delays
 
-from .base import RewardFailed
+from .errors import RewardCallFailed, RewardServiceUnusable
 
 T = TypeVar("T")
 
@@ -90,10 +90,7 @@ class HttpCalls:
         if token_variable is not None:
             token = os.environ.get(token_variable)
             if not token:
-                raise RewardFailed(
-                    f"{name} needs a token, and the environment variable {token_variable} is not "
-                    "set: set it for the explorers, or leave out rewards.token_variable"
-                )
+                raise RewardServiceUnusable(name, "token", token_variable)
             headers["Authorization"] = f"Bearer {token}"
         longest = 2 * max(deadline, _START_ATTEMPT)  # the calls have deadlines of their own
         try:
@@ -101,16 +98,13 @@ class HttpCalls:
                 headers=headers, timeout=longest, follow_redirects=False, mounts=_DIRECT
             )
         except (ImportError, ValueError, httpx.InvalidURL, OSError) as error:
-            raise RewardFailed(
-                f"{name} cannot be asked with the proxies or certificates of the environment "
-                f"({_format_error(error, longest)}): correct HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, "
-                "SSL_CERT_FILE and SSL_CERT_DIR, or list its host in NO_PROXY"
-            ) from None
+            reason = _format_error(error, longest)
+            raise RewardServiceUnusable(name, "environment", reason=reason) from None
 
     async def reach(self, url: str, setting: str) -> None:
         """Ask for anything at a URL, so that a service that is not there is told at once.
 
-        Raises RewardFailed, which names the setting.
+        Raises RewardServiceUnusable, which names the setting.
         """
         status = 0
         try:
@@ -118,15 +112,10 @@ class HttpCalls:
                 async with self._client.stream("GET", url) as reply:
                     status = reply.status_code
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, OSError) as error:
-            raise RewardFailed(
-                f"{self.name} does not answer ({_format_error(error, _START_ATTEMPT)}): start it, "
-                f"or name another in {setting}"
-            ) from None
+            reason = _format_error(error, _START_ATTEMPT)
+            raise RewardServiceUnusable(self.name, "absent", setting, reason) from None
         if status in (401, 403):
-            raise RewardFailed(
-                f"{self.name} refuses the explorers ({status}): name the environment variable "
-                "with its token in rewards.token_variable"
-            )
+            raise RewardServiceUnusable(self.name, "refused", status=status)
 
     async def post(self, url: str, body: Any, read: Callable[[bytes], T]) -> T:
         """Post JSON, and return what ``read`` makes of the reply's bytes.
@@ -134,15 +123,15 @@ class HttpCalls:
         ``read`` raises Unusable for a reply that another attempt may better, and RewardFailed for
         one that is final.
 
-        Raises RewardFailed: after the attempts, after the deadline, for a refusal, or for a body
+        Raises RewardCallFailed: after the attempts or the deadline, for a refusal, or for a body
         that is no JSON.
         """
         try:
             content = msgspec.json.encode(body)
         except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
-            raise RewardFailed(f"{self.name} cannot be sent this question: {error}") from None
+            raise RewardCallFailed(self.name, "question", str(error)) from None
         async with self._free:
-            fault = "no attempt was made"
+            fault = ""
             pauses = backoff_delays(_LONGEST_PAUSE)
             try:
                 with (
@@ -159,11 +148,8 @@ class HttpCalls:
                         except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
                             fault = f"did not answer ({_format_error(error, self._deadline)})"
             except TimeoutError:
-                late = f"did not answer within {self._deadline:g} s"
-                before = "" if fault.startswith("no attempt") else f"; before that it {fault}"
-                raise RewardFailed(f"{self.name} {late}{before}") from None
-        tried = f", {self._attempts} times" if self._attempts > 1 else ""
-        raise RewardFailed(f"{self.name} {fault}{tried}")
+                raise RewardCallFailed(self.name, "late", fault, self._deadline) from None
+        raise RewardCallFailed(self.name, "attempts", fault, attempts=self._attempts)
 
     async def _exchange(self, url: str, content: bytes) -> bytes:
         headers = {"Content-Type": "application/json"}
@@ -172,13 +158,12 @@ class HttpCalls:
             async for chunk in reply.aiter_raw():  # raw: a small reply may inflate to a large one
                 received += chunk
                 if len(received) > LARGEST_REPLY:
-                    raise RewardFailed(
-                        f"{self.name} sent more than {LARGEST_REPLY} bytes, which are not read"
-                    )
+                    raise RewardCallFailed(self.name, "large", limit=LARGEST_REPLY)
         if reply.status_code in _TRANSIENT:
             raise Unusable("status", _format_body(received), reply.status_code)
         if reply.status_code != httpx.codes.OK:
-            raise RewardFailed(f"{self.name} answered {reply.status_code}{_format_body(received)}")
+            reason = _format_body(received)
+            raise RewardCallFailed(self.name, "status", reason, status=reply.status_code)
         return bytes(received)
 
     async def aclose(self) -> None:

@@ -11,10 +11,12 @@ from msgspec import Struct
 
 from ..sandbox.processes.frames import format_value
 from ..tasks import Answer, Message, Question
-from .base import Rewarded, RewardFailed, RewardFault, collect_rewards
+from .base import collect_rewards
+from .errors import PromptNotReadable, RewardFailed
 from .grades import UnclearGrade, parse_grade
 from .http_calls import UNDECODABLE, HttpCalls, Unusable
 from .settings import RewardsConfig
+from .values import Rewarded, RewardFault
 
 
 class _Reply(Struct):
@@ -59,7 +61,7 @@ class JudgeRewards:
                 request = self._request(question, answer)
                 graded[index] = await self._http.post(url, request, self._graded)
             except RewardFailed as error:
-                faults[index] = error.fault
+                faults[index] = error.shared_fault
 
         async with anyio.create_task_group() as tasks:
             for index, answer in enumerate(answers):
@@ -67,7 +69,7 @@ class JudgeRewards:
         return collect_rewards(graded, faults)
 
     def _request(self, question: Question, answer: Answer) -> dict[str, object]:
-        """Return the body of the call. Raises RewardFailed for a prompt that is no text."""
+        """Return the body of the call. Raises PromptNotReadable for a prompt that is no text."""
         if isinstance(question.prompt, str):
             prompt = question.prompt
         else:
@@ -108,24 +110,21 @@ class JudgeRewards:
 def _format_message(message: Message) -> str:
     """Return a message of a prompt as text: its role, its content, and its tool calls.
 
-    Raises RewardFailed for a message without a role, or with content that is no text.
+    Raises PromptNotReadable for a message without a role, or with content that is no text.
     """
     role = message.get("role")
     if not isinstance(role, str):
-        raise RewardFailed(f"a message of the prompt has no role: {format_value(message)}")
+        raise PromptNotReadable("role", value=format_value(message))
     try:
         text = _join_text(message.get("content"))
     except ValueError as error:
-        raise RewardFailed(
-            f"the judge reads text, and a message of {role} {error}: give the question to a reward "
-            "function or a reward service"
-        ) from None
+        raise PromptNotReadable("content", role, str(error)) from None
     if not message.get("tool_calls"):
         return f"{role}: {text}"
     try:
         calls = msgspec.json.encode(message["tool_calls"]).decode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise RewardFailed(f"the tool calls of a message of {role} are no JSON: {error}") from None
+        raise PromptNotReadable("calls", role, str(error)) from None
     return f"{role}: {text}{' ' if text else ''}calls {calls}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Literal
 
 import anyio
 import msgspec
@@ -20,8 +21,10 @@ from ..sandbox.processes.pool import (
 )
 from ..tasks import Answer, Question
 from ..tasks.errors import QuestionUnencodable
-from .base import Rewarded, RewardFailed, RewardFault, collect_rewards
+from .base import collect_rewards
 from .child import Judge, RewardSource, Verdict, encoded
+from .errors import ProcessFault, RewardFailed, RewardFunctionFailed, RewardProcessFailed
+from .values import Rewarded, RewardFault
 
 _PROCESSES = 4
 _GRACE = 1.0
@@ -73,13 +76,11 @@ class RewardPool:
             async with self._processes.acquire() as process:
                 for _ in answers:
                     with self._waits.waiting(name, [process.name], deadline=limit):
-                        verdict = await self._exchange(process, request, limit, "did not return")
+                        verdict = await self._exchange(process, request, limit, "late")
                     request = b""
                     index = verdict.index
                     if not 0 <= index < len(answers) or index in judged or index in faults:
-                        raise self._failed(
-                            "UnexpectedReply", "gave an answer that was not asked for"
-                        )
+                        raise self._failed("unasked")
                     if verdict.rewarded is not None:
                         judged[index] = verdict.rewarded
                     else:
@@ -87,7 +88,7 @@ class RewardPool:
         except RewardFailed as error:
             if not faults and not judged:
                 raise
-            lost = {at: error.fault for at in range(len(answers)) if at not in judged}
+            lost = {at: error.shared_fault for at in range(len(answers)) if at not in judged}
             faults = lost | faults
         return collect_rewards(judged, faults)
 
@@ -99,14 +100,13 @@ class RewardPool:
         process = await UserProcess.start(str(__package__))
         async with killed_on_error(process):
             source = encoded(self._source)
-            verdict = await self._exchange(process, source, START_DEADLINE, "did not load")
+            verdict = await self._exchange(process, source, START_DEADLINE, "loading")
             if verdict.fault is not None:
-                fault = verdict.fault
-                raise RewardFailed(fault.sentence, own_fault=fault)
+                raise RewardFunctionFailed(self._source.name, verdict.fault)
         return process
 
     async def _exchange(
-        self, process: UserProcess, sent: bytes, seconds: float, missing: str
+        self, process: UserProcess, sent: bytes, seconds: float, late: Literal["late", "loading"]
     ) -> Verdict:
         """Send bytes, and return the next verdict."""
         try:
@@ -115,19 +115,17 @@ class RewardPool:
                     await process.requests.send(sent)
                 return msgspec.json.decode(await process.receive(), type=Verdict)
         except TimeoutError:
-            where = await process.place()
-            late = f"{missing} within {seconds:g} s{where}"
-            raise self._failed("TimeoutError", late) from None
+            raise self._failed(late, seconds, await process.place()) from None
         except PIPE_CLOSED:
-            ended = f"ended its process ({await process.ending()})"
-            raise self._failed("ProcessEnded", ended) from None
+            raise self._failed("ended", detail=await process.ending()) from None
         except ValueError:  # msgspec's error is one
-            raise self._failed("UnexpectedReply", "sent what is no answer") from None
+            raise self._failed("undecodable") from None
 
-    def _failed(self, error_type: str, sentence: str) -> RewardFailed:
+    def _failed(
+        self, fault: ProcessFault, seconds: float = 0.0, detail: str = ""
+    ) -> RewardProcessFailed:
         """Return the error of a process, which all answers without a verdict have."""
-        fault = self._add_name(RewardFault(sentence=sentence, error_type=error_type))
-        return RewardFailed(fault.sentence, own_fault=fault)
+        return RewardProcessFailed(self._source.name, fault, seconds, detail)
 
     def _add_name(self, fault: RewardFault | None) -> RewardFault:
         """Return an error with the name of the reward before its sentence."""

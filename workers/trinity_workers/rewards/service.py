@@ -10,15 +10,10 @@ from msgspec import Struct
 
 from ..sandbox.processes.frames import format_value
 from ..tasks import Answer, Question
-from .base import (
-    NO_REWARD,
-    Rewarded,
-    RewardFailed,
-    RewardFault,
-    collect_rewards,
-    rewarded,
-)
+from .base import collect_rewards
+from .errors import RewardReplyRefused
 from .http_calls import UNDECODABLE, HttpCalls
+from .values import NO_REWARD, Rewarded, RewardFault, rewarded
 
 
 class _RewardRequest(Struct, frozen=True, kw_only=True):
@@ -66,15 +61,12 @@ class ServiceRewards:
         try:
             decoded = msgspec.json.decode(reply)
         except UNDECODABLE as error:
-            raise RewardFailed(f"{self._http.name} sent what is no JSON: {error}") from None
+            raise RewardReplyRefused(self._http.name, "JSON", str(error)) from None
         values = decoded.get("rewards") if isinstance(decoded, dict) else None
         if not isinstance(values, list):
-            raise RewardFailed(
-                f"{self._http.name} sent {format_value(decoded)}, and its reply is an object with "
-                "a list of rewards"
-            )
+            raise RewardReplyRefused(self._http.name, "list", format_value(decoded))
         if len(values) != count:
-            raise RewardFailed(f"{self._http.name} sent {len(values)} rewards for {count} answers")
+            raise RewardReplyRefused(self._http.name, "count", rewards=len(values), answers=count)
         return values
 
     async def aclose(self) -> None:

@@ -26,9 +26,9 @@ from trinity_schemas.rollouts import LONGEST_REWARD_ERROR
 from ..learning.policy import encode_prompt
 from ..learning.pretrained import ReplyRefused
 from ..rewards import Rewarded, RewardFailed, RewardFault, Rewards
-from ..rewards.base import NO_REWARD
 from ..rewards.error_reports import AnswersNotJudged, make_report
 from ..rewards.settings import OnRewardError
+from ..rewards.values import NO_REWARD
 from ..rollout_engines.base import (
     Generation,
     GenerationAborted,
