@@ -17,7 +17,9 @@ pytestmark = pytest.mark.processes
 REWARDS = """
 import asyncio
 import multiprocessing
+import sqlite3
 
+connection = sqlite3.connect(":memory:")  # which refuses other threads
 gate = asyncio.Semaphore(2)
 
 async def ask(text):
@@ -38,6 +40,10 @@ def closes_a_loop(question, answer):
 async def has_a_gate(question, answer):
     async with gate:
         return await ask(answer.text)
+
+async def has_a_connection(question, answer):
+    await ask(answer.text)
+    return float(connection.execute("select 1").fetchone()[0])
 
 def returns_a_coroutine(question, answer):
     return has_a_gate(question, answer)
@@ -109,9 +115,10 @@ async def judge(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "name", ["runs_a_loop", "closes_a_loop", "has_a_gate", "returns_a_coroutine"]
+    "name",
+    ["runs_a_loop", "closes_a_loop", "has_a_gate", "has_a_connection", "returns_a_coroutine"],
 )
-async def test_a_function_may_run_loops_and_keep_what_belongs_to_one(judge, name):
+async def test_a_function_may_run_loops_and_keep_what_belongs_to_a_loop_or_a_thread(judge, name):
     assert await judge(name, "a", "b", "c", "d", questions=3) == [[1.0] * 4] * 3
 
 

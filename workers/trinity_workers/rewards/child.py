@@ -101,7 +101,8 @@ def main() -> None:
     send(Verdict())
     # One loop for the life of the process: what a coroutine function makes once, such as a
     # semaphore or a client's connections, belongs to the loop in which it was first used. It is
-    # not the thread's own, which a function may set, run and close.
+    # not the thread's own, which a function may set, run and close. anyio's portal would run it
+    # in another thread than that of the file's import: see decision 50.
     with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
         while (request := _read(frames, Judge)) is not None:
             try:

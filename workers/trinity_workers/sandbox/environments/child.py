@@ -50,6 +50,7 @@ def main(arguments: list[str]) -> None:
     # In a thread of its own, so that this process ends with its explorer, whatever it does.
     received: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(requests, received), daemon=True).start()
+    # Not anyio's portal, whose loop is in another thread than the file's import: see decision 50.
     with asyncio.Runner() as runner:
         while True:
             send(_replied(runner, reply, received.get()))
