@@ -601,7 +601,7 @@ def test_a_mistake_in_a_set_of_questions_is_one_sentence(tmp_path, sets, error, 
 
 
 def test_two_sets_of_one_name_are_refused(tmp_path):
-    with pytest.raises(BadSettings, match="a is given twice in the section"):
+    with raises(ConfigUnreadable, fault="twice", name="a"):
         read_config(written(tmp_path, "task: {sets: {a: {questions: b.jsonl}, a: {weight: 2}}}"))
 
 

@@ -17,9 +17,12 @@ from safetensors.torch import save_file  # noqa: E402
 from transformers import AutoModelForCausalLM, Qwen3Config  # noqa: E402
 
 from tests.support import megatron_ranks as at  # noqa: E402
+from tests.support.errors import raises  # noqa: E402
 from tests.support.rank_processes import RankProcesses  # noqa: E402
 from tests.support.waits import child  # noqa: E402
 from trinity_events.errors import TrinityError  # noqa: E402
+from trinity_events.weights.errors import AbsentTensor  # noqa: E402
+from trinity_workers.engines.convertible import SourceRefused  # noqa: E402
 from trinity_workers.engines.megatron import ParallelLayout  # noqa: E402
 
 pytestmark = [pytest.mark.processes, pytest.mark.megatron, pytest.mark.heavy]
@@ -70,7 +73,7 @@ def test_tensors_that_a_checkpoint_stores_in_one_dtype_have_one(
     weights = at.in_folder(megatron_folder("qwen3"))
     weights[name] = weights[name].half()
     source = folder_with(weights, megatron_folder("qwen3"), tmp_path / "source")
-    with pytest.raises(TrinityError, match=r"several dtypes \(float32, float16\)"):
+    with raises(SourceRefused, fault="dtypes", dtypes="float32, float16"):
         converting(source, tmp_path / "megatron")
 
 
@@ -183,15 +186,15 @@ def test_memory_does_not_grow_with_the_layers(converting, fresh_process, tmp_pat
 
 def test_what_cannot_be_converted_leaves_nothing(converting, megatron_folder, tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(TrinityError, match="neither a Hugging Face folder"):
+    with raises(SourceRefused, fault="form"):
         converting(tmp_path / "empty", tmp_path / "target")
-    with pytest.raises(TrinityError, match="exists already"):
+    with raises(SourceRefused, fault="target"):
         converting(megatron_folder("qwen2"), megatron_folder("qwen3"))
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_bytes((megatron_folder("qwen2") / "config.json").read_bytes())
     save_file({"model.norm.weight": torch.ones(32)}, broken / "model.safetensors")
-    with pytest.raises(TrinityError, match="has no tensor"):
+    with raises(AbsentTensor, fault="folder", folder=broken):
         converting(broken, tmp_path / "target")
     assert {path.name for path in tmp_path.iterdir()} == {"empty", "broken"}
 

@@ -17,12 +17,13 @@ from transformers import (  # noqa: E402
     AutoModelForTokenClassification,
 )
 
+from tests.support.errors import raises  # noqa: E402
 from tests.support.manifests import drop_manifests  # noqa: E402
 from tests.support.rank_processes import Rank  # noqa: E402
 from tests.support.tensors import assert_equal, identical  # noqa: E402
 from tests.support.weight_versions import awkward  # noqa: E402
 from trinity_events.checkpoints.layout import COMPLETING  # noqa: E402
-from trinity_events.errors import IncompatibleWeights  # noqa: E402
+from trinity_events.weights.errors import UnsupportedWeights  # noqa: E402
 from trinity_workers.conversion.convert import convert  # noqa: E402
 from trinity_workers.engines.fsdp import FSDPEngine  # noqa: E402
 from trinity_workers.engines.learning_rate import LearningRate  # noqa: E402
@@ -111,7 +112,7 @@ def test_a_folder_whose_writing_fails_has_no_weights(tmp_path):
         yield "a", torch.ones(2)
         yield "b", torch.ones(2, dtype=torch.complex128)
 
-    with pytest.raises(IncompatibleWeights, match=r"b is of torch\.complex128"):
+    with raises(UnsupportedWeights, fault="saved", tensor="b", dtype="torch.complex128"):
         write_model_folder(tmp_path, nothing_more, tensors(), shard_bytes=1)
     assert [path.name for path in tmp_path.iterdir()] == [COMPLETING]
     assert not has_weights(tmp_path)

@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from trinity_events.errors import IncompatibleWeights
+from tests.support.errors import raises
 from trinity_events.weights.slices import TensorSlice, coverage_error
-from trinity_workers.engines.megatron.resharding import buckets, plan
+from trinity_workers.engines.megatron.resharding import UnreshardableTensor, buckets, plan
 
 SIZES = [1, 2, 4, 8]
 
@@ -74,12 +74,12 @@ def test_buckets_hold_all_copies_in_order_within_their_limit(limit):
 
 
 def test_a_slice_that_no_rank_holds_is_refused_by_name():
-    with pytest.raises(IncompatibleWeights, match="column cannot be resharded for rank 0"):
+    with raises(UnreshardableTensor, fault="coverage", target=0, tensor="column"):
         plan([[("column", "float32", TensorSlice((0, 0), (8, 3)))]], rows_of(1, 1))
 
 
 def test_another_dtype_is_refused():
     sources = [[("row", "bfloat16", TensorSlice((0,), (4,)))]]
     targets = [[("row", "float32", TensorSlice((0,), (4,)))]]
-    with pytest.raises(IncompatibleWeights, match="bfloat16, and float32 is wanted"):
+    with raises(UnreshardableTensor, fault="dtype", dtype="bfloat16", expected="float32"):
         plan(sources, targets)

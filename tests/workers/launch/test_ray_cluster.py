@@ -235,7 +235,7 @@ def test_shared_memory_is_refused_where_the_run_is_on_two_hosts():
         def nodes(self):
             return {Node("1", "a", "192.0.2.1"): [0], Node("2", "b", "192.0.2.2"): [1]}
 
-    with pytest.raises(SharedMemoryUnusable, match="on the hosts a, b, which share no memory"):
+    with raises(SharedMemoryUnusable, fault="hosts", hosts=("a", "b")):
         check_shared_memory(Places())
 
 

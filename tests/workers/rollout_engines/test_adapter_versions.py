@@ -20,7 +20,7 @@ from tests.support.fsdp_runs import ready  # noqa: E402
 from tests.support.rollout_engines import in_thread, requests_for  # noqa: E402
 from tests.support.tensors import identical  # noqa: E402
 from trinity_events import Synchronizer  # noqa: E402
-from trinity_events.errors import IncompatibleWeights  # noqa: E402
+from trinity_events.weights.errors import AbsentTensor  # noqa: E402
 from trinity_schemas import StepRef  # noqa: E402
 from trinity_workers.algorithms.collate import collate  # noqa: E402
 from trinity_workers.engines.fsdp import FSDPEngine  # noqa: E402
@@ -120,7 +120,7 @@ async def test_explorers_apply_adapters_to_their_own_base_and_compute_as_the_tra
         await engine.install(announced[3])
         assert identical(logprobs_of(engine), trained[3])
         plain, _ = load_policy(where.model_folder, DTYPE)
-        with pytest.raises(IncompatibleWeights, match="the model has no 'base_model"):
+        with raises(AbsentTensor, fault="model", tensor=re.compile("^base_model")):
             await in_thread(explorer.apply, plain, announced[3])
 
 

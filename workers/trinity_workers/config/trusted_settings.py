@@ -15,6 +15,9 @@ may append to the run's events can put another one there. So the log decides dat
    has that of its file, or the default.
 6. A setting that is in no table is treated as in 5. A refusal names every setting that is refused,
    and comes before anything is imported, opened or contacted.
+
+The table of data is not derived from that of resumable settings, which has nearly the same names: a
+setting that was entered for a resume would then be taken from the log without being looked at.
 """
 
 from __future__ import annotations
