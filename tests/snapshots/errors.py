@@ -564,6 +564,12 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
             "model of step 5 was given no turn to save within 1.5 s: the last went to model of step 4 of actor-0",
         ),
     ],
+    "ExpertsNotUpdated": [
+        (
+            {},
+            "vLLM on a CPU computes with other experts than those that an update gives it: serve a mixture of experts on GPUs, or set explorer.engine huggingface",
+        ),
+    ],
     "ExplorersExcluded": [
         (
             {
@@ -3681,6 +3687,14 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
         (
             {"fault": "arguments", "arguments": ("dtype",)},
             "explorer.engine_options.engine_args sets dtype, which follows from the run: leave it out",
+        ),
+        (
+            {"fault": "device", "device": "cuda:0", "reason": "the CPU"},
+            "vLLM is to serve the policy on cuda:0, and this build of it computes on the CPU: choose that as explorer.device, or install the other build",
+        ),
+        (
+            {"fault": "ranks", "ranks": 4, "gpus": 2.0},
+            "explorer.engine_options.engine_args asks for 4 ranks, and the explorer has 2 GPUs: set explorer.gpus 4",
         ),
     ],
     "WouldBlock": [

@@ -11,8 +11,9 @@ from tests.support.experiences import FIRST, group
 from tests.support.pipeline import PATIENCE, until
 from trinity_schemas import Sampling, StepRef
 from trinity_workers.algorithms.collate import collate
+from trinity_workers.learning.adapters import adapter_tree, policy_loader
 from trinity_workers.learning.logprobs import response_logprobs
-from trinity_workers.learning.policy import load_policy
+from trinity_workers.learning.lora_settings import LoraConfig
 from trinity_workers.rollout_engines import EngineOptions, GenerationRequest, load_engine
 
 
@@ -78,14 +79,15 @@ class Steps:
         assert self._engine.serves == version
 
 
-def weights(folder, step):
-    """Weights of a step, by name, as a trainer publishes them."""
+def weights(folder, step, lora=None, dtype="float32"):
+    """Weights of a step, by name, as a trainer publishes them: of the adapters alone if any."""
     torch.manual_seed(step)
-    model, _ = load_policy(folder)
+    model, _ = policy_loader(lora or LoraConfig(), 0)(folder, dtype)
+    published = adapter_tree(model) or model
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in published.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
-    return model, dict(model.named_parameters())
+    return model, dict(published.named_parameters())
 
 
 async def in_thread(function, *args):

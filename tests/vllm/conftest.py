@@ -2,6 +2,8 @@
 
 import os
 import secrets
+from contextlib import AsyncExitStack, asynccontextmanager, closing
+from functools import partial
 
 import pytest
 import pytest_asyncio
@@ -32,9 +34,9 @@ def vllm_folder(tmp_path_factory):
 class VLLMRun:
     """A run with a trainer of one rank, and one engine of vLLM that installs its versions."""
 
-    def __init__(self, engine, trainer, log, folder):
+    def __init__(self, engine, trainer, log, folder, lora, dtype):
         self.engine, self.log, self.folder = engine, log, folder
-        self._trainer = trainer
+        self._trainer, self._lora, self._dtype = trainer, lora, dtype
         self._step = -1
 
     @property
@@ -47,7 +49,7 @@ class VLLMRun:
         from tests.support.rollout_engines import weights
 
         self._step += 1
-        self._model, tensors = weights(self.folder, self._step)
+        self._model, tensors = weights(self.folder, self._step, self._lora, self._dtype)
         await in_thread(publish, self._trainer, tensors, self._step)
         return await ready(self.log, self._step)
 
@@ -80,22 +82,31 @@ def open_engine(folder, synchronizer=None, args=ENGINE_ARGS, **options):
     )
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def vllm_run(redis_url, weights_url, vllm_folder, tmp_path_factory):
-    """A run whose engine of vLLM has its first version."""
+@asynccontextmanager
+async def open_vllm_run(redis_url, weights_url, folder, root, **options):
+    """Open a run whose engine of vLLM has its first version."""
     from trinity_events import Synchronizer
 
     run_id = f"test-{secrets.token_hex(6)}"
     urls = {"redis_url": redis_url, "weights_url": weights_url}
-    async with connect(redis_url) as client:
+    async with AsyncExitStack() as exits:
+        client = await exits.enter_async_context(connect(redis_url))
         epoch = await open_run(client, run_id)
-        async with reducer_task(redis_url, run_id, tmp_path_factory.mktemp("run")):
-            trainer = Synchronizer(run_id, epoch, **urls)
-            explorer = Synchronizer(run_id, 0, role="explorer", **urls)
-            engine = await in_thread(open_engine, vllm_folder, explorer)
-            run = VLLMRun(engine, trainer, RedisEventLog(client, run_id), vllm_folder)
-            await run.install_next()
-            yield run
-            await engine.close()
-            explorer.close()
-            trainer.close()
+        await exits.enter_async_context(reducer_task(redis_url, run_id, root))
+        trainer = exits.enter_context(closing(Synchronizer(run_id, epoch, **urls)))
+        explorer = exits.enter_context(closing(Synchronizer(run_id, 0, role="explorer", **urls)))
+        engine = await in_thread(partial(open_engine, folder, explorer, **options))
+        exits.push_async_callback(engine.close)
+        lora, dtype = options.get("lora"), options.get("dtype", "float32")
+        log = RedisEventLog(client, run_id)
+        run = VLLMRun(engine, trainer, log, folder, lora, dtype)
+        await run.install_next()
+        yield run
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def vllm_run(redis_url, weights_url, vllm_folder, tmp_path_factory):
+    """A run that the session's tests share."""
+    root = tmp_path_factory.mktemp("run")
+    async with open_vllm_run(redis_url, weights_url, vllm_folder, root) as run:
+        yield run

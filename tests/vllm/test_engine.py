@@ -71,6 +71,30 @@ async def test_a_request_has_the_same_answer_again_and_samples_differ(vllm_run):
     assert len({tuple(each.tokens) for each in first}) > 4
 
 
+async def test_a_stop_string_ends_a_turn_with_the_token_that_completes_it(vllm_run):
+    engine = vllm_run.engine
+    whole = await engine.generate(requests_for(range(4), samples=4, tokens=16))
+    stop = text_of(engine, max((each.tokens for each in whole), key=len))[5:7]
+    requests = requests_for(range(4), samples=4, tokens=16, stop=(stop,))
+    ends = set()
+    for before, stopped in zip(whole, await engine.generate(requests), strict=True):
+        tokens, count = before.tokens, len(stopped.tokens)
+        assert stopped.tokens == tokens[:count]
+        assert stop not in text_of(engine, tokens[: count - 1])
+        assert stopped.stop == (stop if stop in text_of(engine, tokens[:count]) else None)
+        assert stopped.versions == [(engine.serves, count)]
+        assert stopped.logprobs == pytest.approx(before.logprobs[:count], abs=1e-6)
+        assert stopped.finished == (stopped.stop is not None or before.finished)
+        assert stopped.stop is not None or count == len(tokens)
+        ends.add(stopped.stop)
+    assert ends == {stop, None}
+    assert not engine._engine.output_processor.request_states
+
+
+def text_of(engine, tokens):
+    return engine._tokenizer.decode(tokens, skip_special_tokens=False)
+
+
 async def test_a_version_is_applied_by_the_event_that_has_its_digest(vllm_run):
     announced = await vllm_run.install_next()
     vllm_run.engine._synchronizer.flush()

@@ -35,6 +35,7 @@ from trinity_workers.explorer.explorer import MOST_ABORTS, Explorer  # noqa: E40
 from trinity_workers.explorer.versions import RunEnded  # noqa: E402
 from trinity_workers.learning.policy import encode_prompt, load_tokenizer  # noqa: E402
 from trinity_workers.rewards.settings import RewardsConfig  # noqa: E402
+from trinity_workers.rollout_engines import EngineEnded  # noqa: E402
 from trinity_workers.rollouts.episodes import OtherTaskSet  # noqa: E402
 from trinity_workers.rollouts.user_task import task_of  # noqa: E402
 
@@ -146,6 +147,33 @@ async def test_an_exact_request_of_an_earlier_version_comes_back_with_the_newest
         [group] = await dispatcher.take(1, deadline=PATIENCE)
         await trainer.publish(STEPS)
     assert (group.attempt, group.oldest_step) == (2, 1)
+
+
+class EndedEngine(Explorer):
+    """An explorer whose engine's process has ended."""
+
+    def _make_engine(self):
+        engine = super()._make_engine()
+
+        async def generate(requests):
+            raise EngineEnded("vLLM", "EngineCore")
+
+        engine.generate = generate
+        return engine
+
+
+async def test_claims_of_an_engine_that_ends_go_to_others_at_once(config, trainer):
+    config = config.replaced("rollouts", claim_lease=10 * PATIENCE)
+    dispatcher = await trainer.dispatcher()
+    await trainer.publish(0)
+    await dispatcher.dispatch(2, trainer.version(0))
+    with raises(EngineEnded, process="EngineCore"):
+        async with exploring(EndedEngine(config, 0)):
+            await anyio.sleep_forever()
+    async with exploring(Explorer(config, 1)):
+        groups = await dispatcher.take(2, deadline=PATIENCE)
+        await trainer.publish(STEPS)
+    assert {group.attempt for group in groups} == {2}
 
 
 async def dispatcher_sees_a_claim(trainer):

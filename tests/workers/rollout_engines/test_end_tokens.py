@@ -24,5 +24,5 @@ def test_end_tokens_are_those_of_the_loaded_model(tmp_path, defaults, configured
         generation.write_text(json.dumps(defaults))
     model, tokenizer = load_policy(tmp_path)
     ends = end_tokens(model.generation_config, tokenizer)
-    assert set(read_end_tokens(tmp_path)) == ends
+    assert set(read_end_tokens(tmp_path, tokenizer)) == ends
     assert tokenizer.eos_token_id in ends

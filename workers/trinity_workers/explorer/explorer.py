@@ -34,7 +34,7 @@ from trinity_schemas import (
 
 from ..config.sync_schedule import publishes_on_demand
 from ..config.train_config import RunConfig
-from ..rollout_engines import EngineOptions, NotServing, RolloutEngine, load_engine
+from ..rollout_engines import EngineEnded, EngineOptions, NotServing, RolloutEngine, load_engine
 from ..rollout_engines.base import GenerationAborted
 from ..rollouts.episodes import OtherTaskSet, send_answers
 from ..rollouts.held_out_sets import held_out_sets
@@ -68,6 +68,7 @@ class Explorer:
             ``explorer-RANK``.
         device: Device on which it serves the policy, such as ``cuda:1``; None takes the one of the
             settings, else the first GPU that it sees, else the CPU.
+        gpus: GPUs that are reserved for it; None takes those of the settings, else one.
         lease: Seconds without a heartbeat after which the explorer is lost.
     """
 
@@ -76,6 +77,7 @@ class Explorer:
         config: RunConfig,
         rank: int,
         device: str | None = None,
+        gpus: float | None = None,
         *,
         lease: float = STATUS_LEASE,
     ) -> None:
@@ -87,6 +89,7 @@ class Explorer:
         self.rank = rank
         self._requested_device = device or config.explorer.device
         self._lease = lease
+        self._gpus = gpus or config.explorer.gpus or 1.0
         self._groups = 0
         self._turns = EngineTurns()
         self._exits = AsyncExitStack()
@@ -116,8 +119,9 @@ class Explorer:
 
         name = f"explorer-{rank}-{config.run_id}" + (f"-{restart}" if restart else "")
         # Without GPUs of its own it may see those of others: Ray hides none from it on this host.
-        device = None if place.get("num_gpus") else "cpu"
-        return ray.remote(cls).options(name=name, **place).remote(config, rank, device)
+        gpus = place.get("num_gpus")
+        device = None if gpus else "cpu"
+        return ray.remote(cls).options(name=name, **place).remote(config, rank, device, gpus)
 
     @property
     def name(self) -> str:
@@ -181,6 +185,7 @@ class Explorer:
             model_folder=config.model_folder,
             dtype=config.served_dtype,
             device=self._device,
+            gpus=self._gpus,
             synchronizer=self._synchronizer,
             deterministic=config.explorer.deterministic,
             pause_mode=config.rollouts.pause_mode,
@@ -298,7 +303,13 @@ class Explorer:
             while claims := await self._next_claims(requests, versions, installer):
                 await self._check_task_set(requests, claims)
                 async with requests.renewing(claims) as held_claims, self._turns.training():
-                    await self._answer_with_weights(requests, held_claims, installer)
+                    try:
+                        await self._answer_with_weights(requests, held_claims, installer)
+                    except EngineEnded as error:
+                        # Others need not wait until the claims of an explorer that ends lapse.
+                        for claim in held_claims:
+                            await requests.fail(claim, str(error))
+                        raise
             async with self._turns.training():
                 await installer.refresh(config.steps)
             if self._held_out:

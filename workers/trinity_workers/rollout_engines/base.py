@@ -233,6 +233,8 @@ class EngineOptions:
     """Data type of the served parameters, `float32` or `bfloat16`."""
     device: str = "cpu"
     """Device of the served parameters."""
+    gpus: float = 1.0
+    """GPUs that the engine may use from `device` on; a part of one, if others share it."""
     synchronizer: Synchronizer | None = None
     """Synchronizer that brings weight versions; an engine without one cannot install any."""
     deterministic: bool = False

@@ -173,11 +173,6 @@ RULES: tuple[Rule, ...] = (
         ~is_any("sync.transport", "ray"),
         "with {=explorer.engine} its workers pull the weights, and are no processes of Ray",
     ),
-    Requires(
-        _VLLM,
-        ~is_positive("model.lora.rank"),
-        "{=explorer.engine} applies no versions of adapters",
-    ),
     Computed(_find_unusable_gpus),
     Computed(_find_small_window),
     Computed(_find_small_bytes),

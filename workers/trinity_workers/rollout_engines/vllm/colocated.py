@@ -83,8 +83,8 @@ class ColocatedVLLM:
             is_first=rank % tensor_parallel == 0,
         )
         self._looks_inside = options.proof == "served" and tensor_parallel == 1
-        self._end_tokens = read_end_tokens(options.model_folder)
         self._tokenizer = load_tokenizer(options.model_folder)
+        self._end_tokens = read_end_tokens(options.model_folder, self._tokenizer)
         self._loads = 0
         with self._own_random_states(), _own_threads():
             self._engine, self._sleeps = _start(options, tensor_parallel)

@@ -28,7 +28,7 @@ from contextlib import (
     nullcontext,
 )
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import anyio
 import anyio.to_thread
@@ -48,6 +48,7 @@ from trinity_events.weights.tensors import digest
 from trinity_events.weights.version_reader import LoadedVersion
 from trinity_schemas import AppliedPhases, Sampling, StepReady, StepRef, WeightsProof
 
+from ...learning.policy import load_tokenizer
 from ..base import (
     EngineOptions,
     Generation,
@@ -56,14 +57,16 @@ from ..base import (
     NotServing,
     RolloutEngineError,
 )
-from ..loading import samples_with, updates_amid_turns
+from ..loading import applies_adapters, samples_with, updates_amid_turns
 from ..sampling import turn_key
-from ..turns import turn_limit
+from ..turns import OpenTurn, StopFinder, Stopped, turn_limit
 from .core_watch import CoreWatch
 from .options import (
     VLLMUnusable,
     build_engine_args,
+    build_gpu_args,
     build_sampling_params,
+    gpus_of,
     prepare_environment,
     read_end_tokens,
     read_options,
@@ -77,11 +80,16 @@ from .reports import (
     WorkerLacksVersion,
 )
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 NAME = "vLLM"
 _BASE_LABEL = "default"
 """Label that vLLM gives the weights of the folder; also that of a core which started again."""
 _SEED_BITS = 2**62 - 1
 _LARGEST_OUTCOME = 1 << 16
+_SECONDS_TO_END = 10.0
+"""vLLM kills a core that has not ended within a few seconds; the kernel then frees its memory."""
 
 
 class EngineLimits(NamedTuple):
@@ -113,18 +121,22 @@ class VLLMEngine:
     Args:
         engine: vLLM's AsyncLLM, or a client with those of its methods that are called here.
         options: Options of the engine.
+        tokenizer: Tokenizer of the policy.
         end_tokens: Tokens that end an answer.
         limits: Limits that vLLM was configured with.
         core: Watch over vLLM's processes.
+        processes: Those that are this one's own, which :meth:`close` waits for.
     """
 
     def __init__(
         self,
         engine: Any,
         options: EngineOptions,
+        tokenizer: PreTrainedTokenizerBase,
         end_tokens: tuple[int, ...],
         limits: EngineLimits,
         core: Watch,
+        processes: Sequence[Any] = (),
     ) -> None:
         self.serves = options.serves
         self.pause_mode = options.pause_mode
@@ -132,9 +144,13 @@ class VLLMEngine:
         self._synchronizer = options.synchronizer
         self._base = options.serves
         self._looks_inside = options.proof == "served"
+        lora = options.lora
+        self._adapter_scale = lora.scaled_alpha / lora.rank if lora.rank else None
+        self._tokenizer = tokenizer
         self._end_tokens = end_tokens
         self._limits = limits
         self._core = core
+        self._processes = processes
         self._folder = tempfile.TemporaryDirectory(prefix="trinity-vllm-")
         self._outcomes = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._outcomes.setblocking(False)
@@ -161,7 +177,8 @@ class VLLMEngine:
         self._slots = anyio.Semaphore(limits.max_num_seqs)
 
     @classmethod
-    @samples_with("top_k", "top_p", "min_p", "repetition_penalty")
+    @applies_adapters
+    @samples_with("top_k", "top_p", "min_p", "repetition_penalty", "stop")
     @updates_amid_turns("keep", "retract", "abort")
     def open(cls, options: EngineOptions) -> VLLMEngine:
         """Return an engine of a Hugging Face folder, once vLLM's processes have loaded it.
@@ -176,15 +193,19 @@ class VLLMEngine:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        end_tokens = read_end_tokens(options.model_folder)
+        tokenizer = load_tokenizer(options.model_folder)
+        end_tokens = read_end_tokens(options.model_folder, tokenizer)
         try:
-            args = AsyncEngineArgs(**build_engine_args(options, own))
-            engine = AsyncLLM.from_engine_args(args)
+            gpu_args = build_gpu_args(options, own)
+            args = AsyncEngineArgs(**build_engine_args(options, own), **gpu_args)
+            with gpus_of(options):
+                engine = AsyncLLM.from_engine_args(args)
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
             raise VLLMUnusable("start", _one_line(error)) from error
         manager = engine.engine_core.resources.engine_manager
-        core = CoreWatch(() if manager is None else manager.processes)
-        return cls(engine, options, end_tokens, _read_limits(engine), core)
+        processes = () if manager is None else tuple(manager.processes)
+        core, limits = CoreWatch(processes), _read_limits(engine)
+        return cls(engine, options, tokenizer, end_tokens, limits, core, processes)
 
     async def close(self) -> None:
         """End vLLM's processes."""
@@ -192,7 +213,13 @@ class VLLMEngine:
             self._lease.cancel()
         self._outcomes.close()
         self._folder.cleanup()
-        await anyio.to_thread.run_sync(self._engine.shutdown)
+        await anyio.to_thread.run_sync(self._shut_down)
+
+    def _shut_down(self) -> None:
+        self._engine.shutdown()
+        # vLLM waits for none that was ended before, whose threads may still be on their way out.
+        for process in self._processes:
+            process.join(_SECONDS_TO_END)
 
     @property
     def context_length(self) -> int | None:
@@ -279,28 +306,51 @@ class VLLMEngine:
         prompt = {"prompt_token_ids": request.tokens, "cache_salt": self._label(version)}
         name = "-".join(map(str, (*place, next(self._numbers))))
         params = self._sampling_params(sampling, limit, seed)
+        turn = OpenTurn(request, limit)
         with self._counted_in_flight():
-            outputs = [output async for output in self._engine.generate(prompt, params, name)]
-        (completion,) = outputs[-1].outputs
-        if completion.finish_reason == "abort" and self.pause_mode == "abort":
+            completion, stopped = await self._complete(prompt, params, name, turn)
+        is_aborted = completion.finish_reason == "abort" and stopped is None
+        if is_aborted and self.pause_mode == "abort":
             self._aborted += 1
             return Generation(tokens=[], logprobs=[], versions=[], finished=False, aborted=True)
-        if completion.finish_reason == "abort":
+        if is_aborted:
             raise NotServing(
                 "the version that was installed amid the turn is not what was published"
             )
-        tokens = list(completion.token_ids)
+        tokens = completion.token_ids
         chosen = zip(completion.logprobs, tokens, strict=True)
-        return Generation(
-            tokens=tokens,
-            logprobs=[logprobs[token].logprob for logprobs, token in chosen],
-            versions=[
-                (self._version_of_label(span.version), span.end - span.start)
-                for span in completion.weight_versions or ()
-                if span.end > span.start
-            ],
-            finished=completion.finish_reason == "stop",
+        versions: list[StepRef] = []
+        for span in completion.weight_versions or ():
+            if span.end > span.start:
+                versions += [self._version_of_label(span.version)] * (span.end - span.start)
+        turn.extend(
+            tokens,
+            [logprobs[token].logprob for logprobs, token in chosen],
+            versions,
+            self._end_tokens,
+            stopped,
         )
+        return turn.generation()
+
+    async def _complete(
+        self, prompt: dict[str, Any], params: Any, name: str, turn: OpenTurn
+    ) -> tuple[Any, Stopped | None]:
+        """Return vLLM's completion of a prompt, and its end if that is a stop string.
+
+        vLLM has no tokenizer here: the strings are found as for other engines, token by token. A
+        request that has its own is aborted, so that its last tokens may come after the string.
+        """
+        finder = StopFinder(self._tokenizer, [turn])
+        examined = 0
+        async for output in self._engine.generate(prompt, params, name):
+            (completion,) = output.outputs
+            while (
+                finder.is_needed and not any(finder.ends) and examined < len(completion.token_ids)
+            ):
+                examined += 1
+                if any(finder.add([completion.token_ids[examined - 1]])) and not output.finished:
+                    await self._engine.abort(name)
+        return completion, finder.ends[0]
 
     def _sampling_params(self, sampling: Sampling, limit: int, seed: int) -> Any:
         return build_sampling_params(sampling, limit, seed, self._end_tokens)
@@ -433,6 +483,7 @@ class VLLMEngine:
             "checkpoint_folder": None if folder is None else str(folder),
             "outcomes": str(self._outcomes_path),
             "deadline": settings.deadline,
+            "adapter_scale": self._adapter_scale,
         }
         # As AsyncLLM does it, whose method takes a class of vLLM; a server needs none here.
         await self._engine.collective_rpc(

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Struct
 
 from trinity_schemas import Sampling
 
-from ...learning.policy import end_tokens, load_tokenizer
+from ...learning.policy import end_tokens
 from ..base import EngineOptions, EngineOptionsRefused, RolloutEngineError
 from .plugin import BACKEND, OWNER
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _EXTENSION = "trinity_workers.rollout_engines.vllm.transfer.WorkerExtension"
 _OURS = frozenset(
@@ -28,8 +34,14 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     # The policy's folder is local, and vLLM would ask the hub for each part that a model lacks.
     "HF_HUB_OFFLINE": "1",
+    # Else each binds its threads to all cores of its NUMA node but one, next to other explorers and
+    # ranks, whatever OMP_NUM_THREADS says; and ranks have one node each (ompmultiprocessing.py).
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 """Environment of vLLM's processes, where it says nothing else."""
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_MEMORY_SHARE = 0.9
+"""Part of its GPU's memory that vLLM takes by default: gpu_memory_utilization."""
 
 
 class VLLMUnusable(RolloutEngineError):
@@ -37,16 +49,23 @@ class VLLMUnusable(RolloutEngineError):
 
     Attributes:
         fault: ``deterministic`` if that is asked for, ``start`` if it does not, ``install`` and
-            ``fetch`` for a version, ``arguments`` for those that follow from the run.
+            ``fetch`` for a version, ``arguments`` for those that follow from the run, ``device`` if
+            the build of vLLM is for another one, ``ranks`` for more ranks than GPUs.
         reason: First line of vLLM's error.
         step: Step of the version.
         arguments: Arguments of the engine that may not be set.
+        device: Device on which the policy is to be served.
+        ranks: Ranks of tensor and pipeline parallelism.
+        gpus: GPUs that the explorer has.
     """
 
-    fault: Literal["deterministic", "start", "install", "fetch", "arguments"]
+    fault: Literal["deterministic", "start", "install", "fetch", "arguments", "device", "ranks"]
     reason: str = ""
     step: int = 0
     arguments: tuple[str, ...] = ()
+    device: str = ""
+    ranks: int = 0
+    gpus: float = 0.0
     texts: ClassVar = {
         "deterministic": "vLLM computes with whatever requests arrive together, and cannot "
         "generate each prompt by itself: set explorer.deterministic false, or explorer.engine "
@@ -56,7 +75,15 @@ class VLLMUnusable(RolloutEngineError):
         "fetch": "a worker of vLLM cannot fetch step {step}: {reason}",
         "arguments": "explorer.engine_options.engine_args sets {_arguments}, which follows from "
         "the run: leave it out",
+        "device": "vLLM is to serve the policy on {device}, and this build of it computes on "
+        "{reason}: choose that as explorer.device, or install the other build",
+        "ranks": "explorer.engine_options.engine_args asks for {ranks} ranks, and the explorer has "
+        "{_gpus}: set explorer.gpus {ranks}",
     }
+
+    @property
+    def _gpus(self) -> str:
+        return f"{self.gpus:g} GPUs" if self.gpus > 1 else "one GPU, or a part of it"
 
     @property
     def _arguments(self) -> str:
@@ -96,7 +123,10 @@ def build_engine_args(options: EngineOptions, own: VLLMOptions) -> dict[str, Any
         "enable_log_requests": False,
         "worker_extension_cls": _EXTENSION,
     }
-    if current_platform.is_cpu():
+    on_cpu = current_platform.is_cpu()
+    if on_cpu != (options.device == "cpu"):
+        raise VLLMUnusable("device", "the CPU" if on_cpu else "GPUs", device=options.device)
+    if on_cpu:
         # Attention on a CPU takes blocks of 32. A seeded request whose prompt is computed in two
         # parts ends the engine there: "CPU Generator does not use offset".
         args |= {"block_size": 32, "enable_chunked_prefill": False}
@@ -113,6 +143,48 @@ def build_engine_args(options: EngineOptions, own: VLLMOptions) -> dict[str, Any
         "generation_config": "vllm",
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
     }
+
+
+def build_gpu_args(options: EngineOptions, own: VLLMOptions) -> dict[str, Any]:
+    """Return arguments by which vLLM uses the explorer's GPUs, or its part of one.
+
+    Those that the options have are left out. Raises VLLMUnusable for more ranks than GPUs.
+    """
+    if options.device == "cpu":
+        return {}
+    gpus, engine_args = options.gpus, own.engine_args
+    parallel = ("tensor_parallel_size", "pipeline_parallel_size")
+    given = [engine_args[name] for name in parallel if name in engine_args]
+    if math.prod(given) > max(gpus, 1):
+        raise VLLMUnusable("ranks", ranks=math.prod(given), gpus=gpus)
+    if gpus >= 1:
+        return {} if given else {"tensor_parallel_size": int(gpus)}
+    if "gpu_memory_utilization" in engine_args:
+        return {}
+    return {"gpu_memory_utilization": round(_MEMORY_SHARE * gpus, 4)}
+
+
+@contextmanager
+def gpus_of(options: EngineOptions) -> Iterator[None]:
+    """Let processes that are started in the block see the explorer's GPUs alone.
+
+    vLLM takes the first GPUs that its processes see.
+    """
+    index = options.device.partition(":")[2]
+    if not index:
+        yield
+        return
+    import torch
+
+    before = os.environ.get(_VISIBLE)
+    visible = before.split(",") if before else [*map(str, range(torch.cuda.device_count()))]
+    os.environ[_VISIBLE] = ",".join(visible[int(index) :][: math.ceil(options.gpus)])
+    try:
+        yield
+    finally:
+        del os.environ[_VISIBLE]
+        if before is not None:
+            os.environ[_VISIBLE] = before
 
 
 def prepare_environment() -> None:
@@ -133,7 +205,9 @@ def build_sampling_params(
     from vllm.sampling_params import RequestOutputKind
 
     arguments = get_sampling_arguments(sampling, limit, seed, end_tokens)
-    return SamplingParams(**arguments, output_kind=RequestOutputKind.FINAL_ONLY)
+    # Stop strings are looked for in each token that comes.
+    kind = RequestOutputKind.CUMULATIVE if sampling.stop else RequestOutputKind.FINAL_ONLY
+    return SamplingParams(**arguments, output_kind=kind)
 
 
 def get_sampling_arguments(
@@ -163,7 +237,7 @@ def get_sampling_arguments(
     }
 
 
-def read_end_tokens(folder: Path) -> tuple[int, ...]:
+def read_end_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the tokens that end an answer, without the model."""
     from transformers import AutoConfig, GenerationConfig
 
@@ -173,4 +247,4 @@ def read_end_tokens(folder: Path) -> tuple[int, ...]:
     except OSError:  # without a file of them, those that a model makes of its configuration
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         defaults = factory.from_model_config(config)
-    return tuple(sorted(end_tokens(defaults, load_tokenizer(folder))))
+    return tuple(sorted(end_tokens(defaults, tokenizer)))

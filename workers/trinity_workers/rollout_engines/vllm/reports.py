@@ -37,6 +37,15 @@ class WorkerCannotLoad(IncompatibleWeights):
     text = "{reason}"
 
 
+class ExpertsNotUpdated(IncompatibleWeights):
+    """vLLM does not serve the experts of a version on this device; ``tensor`` is None."""
+
+    text = (
+        "vLLM on a CPU computes with other experts than those that an update gives it: serve a "
+        "mixture of experts on GPUs, or set explorer.engine huggingface"
+    )
+
+
 _BASES = (VersionUnavailable, CorruptVersion, IncompatibleWeights)
 
 

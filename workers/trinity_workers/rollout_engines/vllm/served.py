@@ -13,7 +13,7 @@ looked into, and is named as unproven.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from trinity_events.weights import TensorSlice
-from trinity_events.weights.reading.pull import Piece, join_pieces
 from trinity_events.weights.tensors import flat_bytes
+
+from .published import PublishedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -53,39 +54,39 @@ class Comparison:
     """Tensors of the model and of the version that were not compared."""
 
 
-def compare_served(model: nn.Module, published: Mapping[str, list[Piece]]) -> Comparison:
+def compare_served(model: nn.Module, published: PublishedWeights) -> Comparison:
     """Compare the weights that a model computes with to those of a version.
 
     Args:
         model: The model of this worker, after a load.
-        published: Pieces of the version's tensors by name.
+        published: Tensors that it is to compute with.
     """
     comparison = Comparison()
-    for served in served_tensors(model, published):
-        if served.tensor is None or served.name not in published:
+    for served in served_tensors(model, published.names):
+        if served.tensor is None or served.name not in published.names:
             comparison.unproven.append(served.name)
-        elif _is_as_published(served, published[served.name]):
+        elif _is_as_published(served, published):
             comparison.compared.add(served.name)
         else:
             comparison.differing.append(served.name)
     seen = {*comparison.compared, *comparison.differing, *comparison.unproven}
-    comparison.unproven += [name for name in published if name not in seen]
+    comparison.unproven += [name for name in published.names if name not in seen]
     return comparison
 
 
-def _is_as_published(served: ServedTensor, pieces: list[Piece]) -> bool:
+def _is_as_published(served: ServedTensor, published: PublishedWeights) -> bool:
     tensor = served.tensor
     assert tensor is not None
     begins = served.begins or (0,) * tensor.dim()
-    whole = pieces[0].entry.global_shape or pieces[0].entry.shape
+    whole = published.shape(served.name)
     if len(whole) != tensor.dim():
         return False
     shape = tuple(tensor.shape)
     if any(at + size > most for at, size, most in zip(begins, shape, whole, strict=True)):
         return False
-    if not served.begins and shape != tuple(whole):
+    if not served.begins and shape != whole:
         return False
-    expected = join_pieces(served.name, pieces, TensorSlice(begins, shape))
+    expected = published.part(served.name, TensorSlice(begins, shape))
     expected = expected.to(device=tensor.device, dtype=tensor.dtype)
     if served.exact:
         return bool((flat_bytes(tensor.contiguous()) == flat_bytes(expected.contiguous())).all())
@@ -97,7 +98,7 @@ def _is_as_published(served: ServedTensor, pieces: list[Piece]) -> bool:
 
 
 @torch.no_grad()
-def served_tensors(model: nn.Module, published: Mapping[str, object]) -> Iterator[ServedTensor]:
+def served_tensors(model: nn.Module, published: Collection[str]) -> Iterator[ServedTensor]:
     """Yield what a model computes with, under the names of the version.
 
     Args:
@@ -167,7 +168,7 @@ def _linear(path: str, layer: Any, names: Sequence[str]) -> Iterator[ServedTenso
     slices = _output_slices(layer, names)
     weight = None
     if type(layer.quant_method) is UnquantizedLinearMethod and slices is not None:
-        weight = _through(path, layer, layer.input_size_per_partition, layer.params_dtype)
+        weight = _through(path, layer, _input_size(layer), layer.params_dtype)
     if weight is None or slices is None:
         for name in names:
             yield ServedTensor(f"{name}.weight", None)
@@ -175,7 +176,7 @@ def _linear(path: str, layer: Any, names: Sequence[str]) -> Iterator[ServedTenso
                 yield ServedTensor(f"{name}.bias", None)
         return
     is_row = isinstance(layer, RowParallelLinear)
-    begin_column = layer.tp_rank * layer.input_size_per_partition if is_row else 0
+    begin_column = layer.tp_rank * _input_size(layer) if is_row else 0
     at = 0
     for name, (begin, size) in zip(names, slices, strict=True):
         rows = weight[at : at + size]
@@ -185,6 +186,11 @@ def _linear(path: str, layer: Any, names: Sequence[str]) -> Iterator[ServedTenso
             bias = layer.bias.detach()[at : at + size].to(layer.params_dtype)
             yield ServedTensor(f"{name}.bias", bias, (begin,))
         at += size
+
+
+def _input_size(layer: Any) -> int:
+    """Return the inputs of this rank; a layer that each rank has whole does not name them."""
+    return int(getattr(layer, "input_size_per_partition", layer.input_size))
 
 
 def _output_slices(layer: Any, names: Sequence[str]) -> list[tuple[int, int]] | None:

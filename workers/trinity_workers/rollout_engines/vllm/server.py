@@ -18,7 +18,7 @@ import logging
 import os
 import secrets
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 import anyio
@@ -30,12 +30,16 @@ from trinity_events.diagnostics.waits import NO_REPORTS
 from trinity_events.log.retry import backoff_delays
 from trinity_schemas import ExplorerStatus, ExplorerStatusChanged, Sampling, StepReady, StepRef
 
+from ...learning.policy import load_tokenizer
 from ..base import EngineEnded, EngineOptions, EngineOptionsRefused, RolloutEngineError
 from ..loading import samples_with, updates_amid_turns
 from .engine import EngineLimits, VLLMEngine
 from .options import VLLMUnusable, get_sampling_arguments, read_end_tokens
 from .reports import FetchOutcome, ServerDescription
 from .server_client import ServerClient, VLLMServerAway
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -132,10 +136,11 @@ class VLLMServerEngine(VLLMEngine):
         client: ServerClient,
         options: EngineOptions,
         own: ServerOptions,
-        end_tokens: tuple[int, ...],
+        tokenizer: PreTrainedTokenizerBase,
         limits: EngineLimits,
     ) -> None:
-        super().__init__(client, options, end_tokens, limits, core=client)
+        end_tokens = read_end_tokens(options.model_folder, tokenizer)
+        super().__init__(client, options, tokenizer, end_tokens, limits, core=client)
         client.on_lost = self._lose
         self._client = client
         self._own = own
@@ -168,7 +173,7 @@ class VLLMServerEngine(VLLMEngine):
             description.context_length, description.max_num_seqs, description.world_size
         )
         client = ServerClient(url, own.request_timeout, api_key)
-        return cls(client, options, own, read_end_tokens(options.model_folder), limits)
+        return cls(client, options, own, load_tokenizer(options.model_folder), limits)
 
     async def close(self) -> None:
         """Leave the server, which goes on serving its version."""

@@ -35,7 +35,14 @@ from trinity_events import Synchronizer
 from trinity_events.weights import PulledVersion
 from trinity_schemas import StepReady, StepRef
 
-from .reports import FetchOutcome, LoadReport, ServerDescription, WorkerFailure
+from .published import MergedAdapters, PublishedWeights, VersionWeights
+from .reports import (
+    ExpertsNotUpdated,
+    FetchOutcome,
+    LoadReport,
+    ServerDescription,
+    WorkerFailure,
+)
 from .served import compare_served, find_embedding, is_tied, served_tensors
 
 logger = logging.getLogger(__name__)
@@ -52,6 +59,8 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc] # vLLM has no type
     checkpoint_folder: str | None
     outcomes: str
     deadline: float
+    adapter_scale: float | None
+    """Factor of the products of adapters that versions consist of; None for whole weights."""
 
 
 @dataclass
@@ -75,6 +84,7 @@ class PulledWeights(WeightTransferEngine):  # type: ignore[misc] # vLLM has no t
         super().__init__(*args)
         self._synchronizer: Synchronizer | None = None
         self._outcomes = ""
+        self._adapter_scale: float | None = None
         self._fetch: VersionFetch | None = None
         self.worker: int = self.parallel_config.rank
         self.instance = secrets.token_hex(8)
@@ -85,6 +95,7 @@ class PulledWeights(WeightTransferEngine):  # type: ignore[misc] # vLLM has no t
         self.shutdown()  # a server's explorer may be another one than before
         folder = init_info.checkpoint_folder
         self._outcomes = init_info.outcomes
+        self._adapter_scale = init_info.adapter_scale
         self._synchronizer = Synchronizer(
             init_info.run_id,
             0,
@@ -156,23 +167,33 @@ class PulledWeights(WeightTransferEngine):  # type: ignore[misc] # vLLM has no t
             self._synchronizer = None
 
     def _load(self, version: PulledVersion, *, served: bool) -> None:
+        if self.device.type == "cpu" and self.model_config.is_moe:
+            # Measured: off by 1 nat after a load that answers well (tests/vllm/test_models.py).
+            raise ExpertsNotUpdated()
         report = self.report
         given: Counter[str] = Counter()
-        loaded = self.reload(_counted(self.tensors(version), given))
+        published = self._published(version)
+        loaded = self.reload(_counted(self.tensors(published), given))
         report.version, report.digest, report.bytes = version.ref, version.digest, version.bytes
-        report.missing = sorted(name for name in version.names if given[name] != 1)
+        report.missing = sorted(name for name in published.names if given[name] != 1)
         report.unloaded = find_unloaded(self.model, loaded)
         if served:
             began = time.monotonic()
-            comparison = compare_served(self.model, version.by_name())
+            comparison = compare_served(self.model, published)
             report.differing = sorted(comparison.differing)
             report.unproven = sorted(comparison.unproven)
             report.compared = sorted(comparison.compared)
             report.proof_seconds = time.monotonic() - began
 
-    def tensors(self, version: PulledVersion) -> Iterator[tuple[str, Tensor]]:
+    def _published(self, version: PulledVersion) -> PublishedWeights:
+        if self._adapter_scale is None:
+            return VersionWeights(version)
+        config = self.model_config
+        return MergedAdapters(version, Path(config.model), self._adapter_scale, config.dtype)
+
+    def tensors(self, published: PublishedWeights) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that the model is given."""
-        return version.tensors()
+        return published.tensors()
 
     def reload(self, tensors: Iterable[tuple[str, Tensor]]) -> set[str] | None:
         """Load tensors into the model as vLLM's own engines do, and return the loaded names."""
@@ -210,14 +231,19 @@ def _counted(
 
 
 def find_unloaded(model: nn.Module, loaded: set[str] | None) -> list[str]:
-    """Return the parameters that nothing was loaded into, by vLLM's own account; none without."""
+    """Return the parameters that nothing was loaded into, by vLLM's own account; none without.
+
+    A parameter may have several names, as a router that the experts have too.
+    """
     if loaded is None:
         return []
     tied = is_tied(model)
+    named = list(model.named_parameters(remove_duplicate=False))
+    filled = {id(parameter) for name, parameter in named if name in loaded}
     return sorted(
         name
-        for name, _ in model.named_parameters(remove_duplicate=False)
-        if name not in loaded and not (tied and name == "lm_head.weight")
+        for name, parameter in named
+        if id(parameter) not in filled and not (tied and name == "lm_head.weight")
     )
 
 
@@ -333,7 +359,7 @@ class WorkerExtension:
 
         digests: dict[str, str] = {}
         with set_current_vllm_config(self.vllm_config):
-            for served in served_tensors(self.model_runner.get_model(), {}):
+            for served in served_tensors(self.model_runner.get_model(), ()):
                 if served.tensor is not None:
                     digests[f"{served.name}:{served.begins}"] = digest(as_bytes(served.tensor))
         return digests
