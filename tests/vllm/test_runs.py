@@ -18,7 +18,7 @@ from tests.support.waits import wait_until
 from tests.support.whole_logs import ledger_faults, whole_log
 from trinity_schemas import StepTrained, WeightsApplied
 
-pytestmark = [pytest.mark.processes, pytest.mark.heavy]
+pytestmark = [pytest.mark.processes, pytest.mark.heavy, pytest.mark.timeout(3 * DEADLINE)]
 
 ROWS = {
     combination.name: combination
@@ -45,7 +45,7 @@ def test_a_row_of_the_matrix_is_as_it_must_be(name, tmp_path, vllm_folder, redis
 def test_killed_cores_end_or_restart_their_explorers_within_seconds(
     tmp_path, vllm_folder, redis_url
 ):
-    run_id, steps, prompts = f"killed-{os.getpid()}", 100, 4
+    run_id, steps, prompts = f"killed-{os.getpid()}", 60, 4
     file = small_run(
         tmp_path,
         vllm_folder,

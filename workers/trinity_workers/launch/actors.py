@@ -103,7 +103,11 @@ class Actors:
         return await self._answer(name, getattr(self._actors[name], method).remote())
 
     async def replace(self, name: str, actor: Any) -> None:
-        """Take an actor in the place of one that died, and watch its process."""
+        """Take an actor in the place of one that died or is given up, and watch its process."""
+        import ray
+
+        # One whose engine ended still has its process, and so the place that the new one waits for.
+        await anyio.to_thread.run_sync(ray.kill, self._actors[name])
         self._actors[name] = actor
         self._processes.pop(name, None)
         self._processes[name] = await self.call(name, "process")
