@@ -41,6 +41,8 @@ PERFORMANCE = DocumentPlace(
 """Place of the weight plane's figures."""
 MEGATRON = DocumentPlace(ROOT / "docs" / "megatron.md", ROOT / "docs" / "benchmarks" / "megatron")
 """Place of the Megatron trainers' figures."""
+PROOF = DocumentPlace(ROOT / "docs" / "proof.md", ROOT / "docs" / "benchmarks" / "proof")
+"""Place of the figures of the proof of versions."""
 GPU = DocumentPlace(ROOT / "docs" / "gpu.md", ROOT / "docs" / "benchmarks" / "gpu")
 """Place of the figures of weights on a GPU."""
 

@@ -6,6 +6,7 @@ An error has its data as typed attributes. Its class formats the text from them,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -989,6 +990,13 @@ class CorruptVersion(TrinityError):
     chunk: int | None = None
 
 
+def _format_tensors(tensors: Sequence[str], count: int) -> str:
+    """Return the first names of tensors, and the number of the others."""
+    shown = tensors[:_NAMED_TENSORS]
+    more = count - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+
+
 class NotAsPublished(CorruptVersion):
     """An engine that has installed a version does not compute with what was published.
 
@@ -1002,8 +1010,8 @@ class NotAsPublished(CorruptVersion):
 
     step: int = field(kw_only=True)
     engine: str = field(kw_only=True)
-    fault: Literal["not given", "not loaded", "not served", "another version", "load"] = field(
-        kw_only=True
+    fault: Literal["not given", "not loaded", "not served", "another version", "load", "probes"] = (
+        field(kw_only=True)
     )
     tensors: tuple[str, ...] = field(kw_only=True, default=())
     detail: str = field(kw_only=True, default="")
@@ -1013,13 +1021,54 @@ class NotAsPublished(CorruptVersion):
         "not served": "{engine} does not compute with what was published as step {step}: {_named}",
         "another version": "{engine} reports that step {step} is loaded, and has loaded {detail}",
         "load": "{engine} could not load step {step}: {detail}",
+        "probes": "{engine} does not compute with what was published as step {step}: {detail}",
     }
 
     @property
     def _named(self) -> str:
-        more = len(self.tensors) - _NAMED_TENSORS
-        shown = ", ".join(self.tensors[:_NAMED_TENSORS])
-        return f"{shown} and {more} more" if more > 0 else shown
+        return _format_tensors(self.tensors, len(self.tensors))
+
+
+class ProofTooWeak(TrinityError):
+    """A version passed its checks, and they prove less of it than a consumer asks for.
+
+    Attributes:
+        step: Step of the version.
+        engine: Name of the engine.
+        status: Status of the proof.
+        minimum: Status that is asked for.
+        fault: ``tensors`` if some were not compared, ``probes`` if no other check was made, and
+            ``no probes`` if the version has none.
+        tensors: Tensors that were not compared, the first ones.
+        count: Number of tensors that were not compared.
+    """
+
+    step: int = field(kw_only=True)
+    engine: str = field(kw_only=True)
+    status: str = field(kw_only=True)
+    minimum: str = field(kw_only=True)
+    fault: Literal["tensors", "probes", "no probes"] = field(kw_only=True)
+    tensors: tuple[str, ...] = field(kw_only=True, default=())
+    count: int = field(kw_only=True, default=0)
+    texts: ClassVar = {
+        "tensors": "{engine} does not serve step {step}: it is {_words}, where explorer.min_proof "
+        "is {minimum}, since {_named} could not be compared: set explorer.min_proof {status} to "
+        "serve it",
+        "probes": "{engine} does not serve step {step}: it is {_words}, where explorer.min_proof "
+        "is {minimum}, since probes alone are compared: set explorer.proof all, or "
+        "explorer.min_proof {status}",
+        "no probes": "{engine} does not serve step {step}: it is {_words}, where "
+        "explorer.min_proof is {minimum}, since the version has no probes: set sync.probes of its "
+        "trainer, give probes to Synchronizer.publish(), or set explorer.proof names",
+    }
+
+    @property
+    def _named(self) -> str:
+        return _format_tensors(self.tensors, self.count) or "its tensors"
+
+    @property
+    def _words(self) -> str:
+        return "partly proven" if self.status == "partly" else self.status
 
 
 class IncompatibleWeights(TrinityError):

@@ -30,13 +30,13 @@ from .errors import (
     MessageTooLarge,
     MessageUndecodable,
     MessageUnencodable,
+    ProbesContradiction,
     RangesOverlap,
     ResumeContradiction,
 )
 from .events import (
     ANNOUNCEMENT_TYPES,
     EVENT_TYPES,
-    MAX_UNPROVEN,
     REPORT_TYPES,
     SENT_BY,
     Announcement,
@@ -60,7 +60,6 @@ from .events import (
     PartDelta,
     PauseMode,
     ProfileWritten,
-    ProofStatus,
     PublicationStarted,
     PublishedPart,
     ReissuedRollout,
@@ -97,7 +96,6 @@ from .events import (
     WaitEnded,
     WaitStarted,
     WeightsApplied,
-    WeightsProof,
     event_tag,
 )
 from .identity import (
@@ -139,6 +137,7 @@ from .manifest import (
     WeightManifest,
     version_digest,
 )
+from .proof import MAX_UNPROVEN, Probes, ProofStatus, WeightsProof, make_probes
 from .reader import EnvelopeReader
 from .rollouts import (
     Experience,
@@ -207,6 +206,8 @@ __all__ = [
     "PartBase",
     "PartDelta",
     "PauseMode",
+    "Probes",
+    "ProbesContradiction",
     "Process",
     "Producer",
     "ProfileWritten",
@@ -283,6 +284,7 @@ __all__ = [
     "heartbeat_key",
     "is_reporter",
     "leases_key",
+    "make_probes",
     "manifest_key",
     "meeting_key",
     "reporter_incarnation",

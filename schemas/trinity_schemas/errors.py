@@ -241,6 +241,28 @@ class LedgerContradiction(StructuredError, ValueError):
     }
 
 
+class ProbesContradiction(StructuredError, ValueError):
+    """Probes of a version contradict themselves.
+
+    Attributes:
+        fault: What contradicts.
+        actual: Value of the probes.
+        expected: Value that would fit the rest of them.
+    """
+
+    fault: Literal["size", "digest", "shapes", "count", "tokens", "logprobs"]
+    actual: object = None
+    expected: object = None
+    texts: ClassVar = {
+        "size": "an array of the probes has {actual} bytes, and its shape takes {expected}",
+        "digest": "an array of the probes has the digest {actual}, and {expected} was sealed",
+        "shapes": "the arrays of the probes are {actual}, and must be {expected}",
+        "count": "there are {actual} probes, and at most {expected} are allowed",
+        "tokens": "a token of the probes is below 0",
+        "logprobs": "a log-probability of the probes is no number of at most 0",
+    }
+
+
 class ManifestContradiction(StructuredError, ValueError):
     """A weight manifest contradicts itself.
 

@@ -36,6 +36,7 @@ from .identity import (
     TrainerStatus,
     Transport,
 )
+from .proof import WeightsProof
 from .rollouts import (
     Attempts,
     DropReason,
@@ -303,34 +304,6 @@ class AppliedPhases(Struct, frozen=True, kw_only=True):
         Seconds, Meta(description="Seconds until all bytes were fetched and verified.")
     ]
     pause: Annotated[Seconds, Meta(description="Seconds for which the engine was held.")]
-
-
-ProofCheck = Literal["names", "served"]
-ProofStatus = Literal["proven", "partly", "unproven"]
-MAX_UNPROVEN = 32
-"""Unproven tensors that an event names."""
-
-
-class WeightsProof(Struct, frozen=True, kw_only=True):
-    """Result of the checks that a version passed in a consumer, before it was served."""
-
-    status: Annotated[
-        ProofStatus,
-        Meta(
-            description="`proven` if each tensor that the consumer computes with was compared, "
-            "`partly` if some were, and `unproven` if none was looked at."
-        ),
-    ]
-    checks: Annotated[
-        tuple[ProofCheck, ...], Meta(max_length=8, description="Checks that it passed.")
-    ]
-    tensors: Annotated[Count, Meta(description="Tensors that were compared.")] = 0
-    unproven: Annotated[
-        tuple[Annotated[str, Meta(max_length=1024)], ...],
-        Meta(max_length=MAX_UNPROVEN, description="Tensors that were not, the first ones."),
-    ] = ()
-    unproven_count: Annotated[Count, Meta(description="Number of tensors that were not.")] = 0
-    seconds: Annotated[Seconds, Meta(description="Seconds that the comparison took.")] = 0.0
 
 
 class WeightsApplied(_Event, frozen=True):

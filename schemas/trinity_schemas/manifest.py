@@ -11,6 +11,7 @@ from msgspec import Meta, Raw, Struct
 
 from .errors import ManifestContradiction
 from .identity import Bytes, Digest, Epoch, Name, Rank, RunId, Step
+from .proof import Probes
 
 # Bytes of one element, by torch's names without the "torch." prefix.
 DTYPE_BYTES: dict[str, int] = {
@@ -148,6 +149,10 @@ class _Manifest(Struct, Generic[Entries], frozen=True, kw_only=True, omit_defaul
         bool, Meta(description="Only these tensors are new, as an adapter's; the others stay.")
     ] = False
     base: PartBase | None = None
+    probes: Annotated[
+        Probes | None,
+        Meta(description="Probes of the whole version, in the part of the first rank."),
+    ] = None
 
     @property
     def nbytes(self) -> int:

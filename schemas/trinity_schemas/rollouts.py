@@ -13,6 +13,7 @@ from msgspec.structs import force_setattr, replace
 from .arrays import FloatArray, TokenArray
 from .errors import ExperienceContradiction, LedgerContradiction, RangesOverlap
 from .identity import Digest, Epoch, Name, RunId, Seconds, Slug, Step, StepRef
+from .proof import ProofStatus
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31)]
 Ordinal = Annotated[
@@ -209,6 +210,13 @@ class Experience(Struct, frozen=True, kw_only=True):
             "empty.",
         ),
     ] = ""
+    proof: Annotated[
+        ProofStatus | None,
+        Meta(
+            description="Weakest status of the versions that sampled it, as the explorer proved "
+            "them before it served them; null if the explorer did not say."
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         if self.sample >= self.samples:

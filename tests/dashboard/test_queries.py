@@ -19,6 +19,7 @@ from trinity_events.dashboard import search, timeline
 from trinity_events.dashboard.board import RecordedRuns
 from trinity_events.dashboard.simulated_run import Plan, simulated_run
 from trinity_events.dashboard.sources import RecordedSource
+from trinity_events.dashboard.state_view import format_weights_proof
 from trinity_events.log import position
 from trinity_events.replay import fold_one
 from trinity_events.views import state_as_json
@@ -26,6 +27,7 @@ from trinity_events.views.changes import format_change, is_relevant
 from trinity_schemas import (
     ContractError,
     ExplorerStatusChanged,
+    WeightsProof,
     decode_envelope,
     encode,
     event_tag,
@@ -227,6 +229,29 @@ async def test_versions_are_proven_by_the_announced_digest(demo):
     assert len(proofs["versions"]) == 24
     verdicts = {cell[6] for cell in proofs["cells"] if proofs["versions"][cell[0]][3]}
     assert verdicts == {"proven"}
+    assert {cell[7] for cell in proofs["cells"]} == {"proven by names, served"}
+
+
+async def test_explorers_are_shown_with_the_proof_of_what_they_serve(demo):
+    view = await demo.json(f"{RUN}/at", number=len(ENTRIES))
+    serving = [row for row in view["explorers"] if row[3] is not None]
+    assert serving
+    assert {row[10] for row in serving} == {"proven"}
+
+
+def test_a_proof_in_words_names_what_it_leaves_out():
+    proof = WeightsProof(
+        status="partly",
+        checks=("names", "served", "probes"),
+        tensors=2,
+        unproven=tuple("abcdef"),
+        unproven_count=9,
+        difference=0.00012,
+    )
+    assert format_weights_proof(proof) == (
+        "partly proven by names, served, probes; probes differ by 0.00012 nats; not compared: "
+        "a, b, c, d and 5 more"
+    )
 
 
 async def test_versions_of_the_past_are_those_of_the_log_up_to_then(demo):

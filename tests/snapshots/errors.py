@@ -251,6 +251,30 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
             "an ordinal has a fate that is not below the next one, 16",
         ),
     ],
+    "ProbesContradiction": [
+        (
+            {"fault": "size", "actual": 4, "expected": 8},
+            "an array of the probes has 4 bytes, and its shape takes 8",
+        ),
+        (
+            {"fault": "digest", "actual": "sha256:a", "expected": "sha256:b"},
+            "an array of the probes has the digest sha256:a, and sha256:b was sealed",
+        ),
+        (
+            {
+                "fault": "shapes",
+                "actual": ("int32", "float32", (2, 2)),
+                "expected": ("int32", "float32", (2, 1)),
+            },
+            "the arrays of the probes are ('int32', 'float32', (2, 2)), and must be ('int32', 'float32', (2, 1))",
+        ),
+        (
+            {"fault": "count", "actual": 300, "expected": 256},
+            "there are 300 probes, and at most 256 are allowed",
+        ),
+        ({"fault": "tokens"}, "a token of the probes is below 0"),
+        ({"fault": "logprobs"}, "a log-probability of the probes is no number of at most 0"),
+    ],
     "ManifestContradiction": [
         (
             {"fault": "sizes", "actual": 26, "expected": 20},
@@ -1697,6 +1721,10 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
             "'w' of the model is not what was published as step 4, though all that was read of it was: something else wrote it",
         ),
         (
+            {"fault": "chunk", "tensor": "v", "last": "w", "step": 4},
+            "one of the tensors from 'v' to 'w' of the model is not what was published as step 4, though all that was read of it was: something else wrote it",
+        ),
+        (
             {"fault": "pieces", "begin": 4, "size": 8},
             "8 bytes from 4 on, which are a tensor, do not lie together",
         ),
@@ -1727,6 +1755,49 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
         (
             {"step": 3, "engine": "vLLM", "fault": "load", "detail": "OSError: it broke"},
             "vLLM could not load step 3: OSError: it broke",
+        ),
+        (
+            {
+                "step": 3,
+                "engine": "vLLM",
+                "fault": "probes",
+                "detail": "a probe differs by 0.5 nats, and may by 0.0001",
+            },
+            "vLLM does not compute with what was published as step 3: a probe differs by 0.5 nats, and may by 0.0001",
+        ),
+    ],
+    "ProofTooWeak": [
+        (
+            {
+                "step": 3,
+                "engine": "vLLM",
+                "status": "partly",
+                "minimum": "proven",
+                "fault": "tensors",
+                "tensors": ("a", "b"),
+                "count": 3,
+            },
+            "vLLM does not serve step 3: it is partly proven, where explorer.min_proof is proven, since a, b and 1 more could not be compared: set explorer.min_proof partly to serve it",
+        ),
+        (
+            {
+                "step": 3,
+                "engine": "vLLM",
+                "status": "partly",
+                "minimum": "proven",
+                "fault": "probes",
+            },
+            "vLLM does not serve step 3: it is partly proven, where explorer.min_proof is proven, since probes alone are compared: set explorer.proof all, or explorer.min_proof partly",
+        ),
+        (
+            {
+                "step": 3,
+                "engine": "vLLM",
+                "status": "unproven",
+                "minimum": "partly",
+                "fault": "no probes",
+            },
+            "vLLM does not serve step 3: it is unproven, where explorer.min_proof is partly, since the version has no probes: set sync.probes of its trainer, give probes to Synchronizer.publish(), or set explorer.proof names",
         ),
     ],
     "ModelDiffers": [
@@ -3635,6 +3706,10 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
     ],
     "VLLMServerUnusable": [
+        (
+            {"url": "http://127.0.0.1:8000", "fault": "probes"},
+            "the vLLM server at http://127.0.0.1:8000 is asked for no probes: its workers are looked into (explorer.proof served)",
+        ),
         (
             {"url": "ftp://host", "fault": "url"},
             "explorer.engine_options.url is ftp://host, which is no URL of HTTP, such as http://127.0.0.1:8000",

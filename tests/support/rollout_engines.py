@@ -9,12 +9,13 @@ import torch
 
 from tests.support.experiences import FIRST, group
 from tests.support.pipeline import PATIENCE, until
-from trinity_schemas import Sampling, StepRef
+from trinity_schemas import Sampling, StepRef, make_probes
 from trinity_workers.algorithms.collate import collate
 from trinity_workers.learning.adapters import adapter_tree, policy_loader
 from trinity_workers.learning.logprobs import response_logprobs
 from trinity_workers.learning.lora_settings import LoraConfig
 from trinity_workers.rollout_engines import EngineOptions, GenerationRequest, load_engine
+from trinity_workers.trainer.probes import fixed_sequences
 
 
 def engine_of(folder, **options):
@@ -88,6 +89,16 @@ def weights(folder, step, lora=None, dtype="float32"):
         for parameter in published.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
     return model, dict(published.named_parameters())
+
+
+@torch.no_grad()
+def compute_probes(model, count=4, dtype="float32"):
+    """Probes as a trainer computes them."""
+    sequences = fixed_sequences(model.config.vocab_size, count=count, length=24)
+    tokens = torch.tensor(sequences)
+    logprobs = model(input_ids=tokens).logits[:, :-1].float().log_softmax(-1)
+    own = logprobs.gather(-1, tokens[:, 1:, None]).squeeze(-1)
+    return make_probes(sequences, own.clamp(max=0).tolist(), dtype)
 
 
 async def in_thread(function, *args):

@@ -10,9 +10,9 @@ from trinity_events.weights.tensors import DTYPES
 from trinity_schemas import StepReady
 
 
-def publish(trainer, tensors, step):
+def publish(trainer, tensors, step, **options):
     trainer.open_version(step)
-    trainer.publish(tensors.items(), step)
+    trainer.publish(tensors.items(), step, **options)
     trainer.commit(step)
 
 

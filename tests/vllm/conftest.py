@@ -44,13 +44,19 @@ class VLLMRun:
         """Model of the last published version."""
         return self._model
 
-    async def publish(self):
-        """Publish other weights, and return their announcement."""
-        from tests.support.rollout_engines import weights
+    async def publish(self, *, with_probes=False, change=None):
+        """Publish other weights, and return their announcement.
+
+        ``change`` alters the model after its probes were computed.
+        """
+        from tests.support.rollout_engines import compute_probes, weights
 
         self._step += 1
         self._model, tensors = weights(self.folder, self._step, self._lora, self._dtype)
-        await in_thread(publish, self._trainer, tensors, self._step)
+        probes = compute_probes(self._model) if with_probes else None
+        if change is not None:
+            change(self._model)
+        await in_thread(lambda: publish(self._trainer, tensors, self._step, probes=probes))
         return await ready(self.log, self._step)
 
     async def plant(self, fault):

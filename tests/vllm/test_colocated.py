@@ -14,6 +14,7 @@ from tests.support.rollout_engines import requests_for
 from trinity_events.errors import NotAsPublished
 from trinity_schemas import StepRef, StepTrained, VersionOpened
 from trinity_workers.rollout_engines import EngineOptions, NotServing
+from trinity_workers.rollout_engines.proof import ProofOptions
 
 pytestmark = [pytest.mark.processes, pytest.mark.heavy]
 
@@ -134,7 +135,7 @@ def double(vllm_folder, monkeypatch, group):
     llm = DoubleLLM(model)
     monkeypatch.setattr(colocated, "_start", lambda options, tensor_parallel: (llm, True))
     monkeypatch.setattr(vllm.config, "set_current_vllm_config", no_config)
-    options = EngineOptions(model_folder=vllm_folder, proof="names")
+    options = EngineOptions(model_folder=vllm_folder, proof=ProofOptions(checks="names"))
     gathered = list(model.named_parameters())
     engine = colocated.ColocatedVLLM(options, lambda: gathered)
     return SimpleNamespace(llm=llm, engine=engine, gathered=gathered)

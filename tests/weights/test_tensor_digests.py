@@ -1,5 +1,6 @@
 """Digests of single tensors: what was published is compared with what a model has."""
 
+import msgspec
 import pytest
 import torch
 
@@ -16,9 +17,10 @@ from trinity_events.weights import (
     check_installed,
     version_reader,
 )
+from trinity_events.weights.applying.verify_model import InstallChecks
 from trinity_events.weights.deltas.tracker import LastPublished
 from trinity_events.weights.errors import CorruptTensor, UnfillableTensor
-from trinity_events.weights.tensors import as_bytes, digest
+from trinity_events.weights.tensors import as_bytes, as_plain, digest
 from trinity_schemas import (
     VersionRefused,
     WeightManifest,
@@ -184,3 +186,89 @@ async def test_an_explorer_says_that_it_serves_only_what_its_model_has(
         assert "'b' of the model" in refused.reason
     explorer.close()
     trainer.close()
+
+
+# --- by digests of chunks -------------------------------------------------------------------
+
+
+class ByChunks(InstallChecks):
+    """Checks of a consumer that compares versions without digests of tensors."""
+
+    compares_chunks = True
+
+    def __init__(self, names=None):
+        self.names = names
+
+    def select(self, names):
+        return names if self.names is None else self.names
+
+
+@pytest.mark.parametrize("chunk_bytes", [64, 1 << 20])
+def test_tensors_without_digests_are_compared_by_the_chunks_that_they_lie_in(
+    store, part, chunk_bytes
+):
+    tensors = {**awkward(), "odd": torch.arange(7, dtype=torch.int8), "b": torch.randn(33)}
+    writer = PartWriter(store, part, chunk_bytes)
+    for name, tensor in tensors.items():
+        writer.add(name, tensor)
+    announcement(part, writer.seal())
+    source = store.open(part)
+    sealed = decode_manifest(source.manifest)
+    source.close()
+    module = torch.nn.Module()
+    for name, tensor in tensors.items():
+        module.register_buffer(name.replace(".", "_"), as_plain(tensor).clone())
+    entries = tuple(
+        msgspec.structs.replace(entry, name=entry.name.replace(".", "_"))
+        for entry in sealed.tensors
+    )
+    sealed = msgspec.structs.replace(sealed, tensors=entries)
+    proof = check_installed(module, [sealed], checks=ByChunks())
+    assert (proof.status, proof.tensors) == ("proven", len(tensors))
+    assert check_installed(module, [sealed]).status == "unproven", "by default it is not read"
+    proof = check_installed(module, [sealed], checks=ByChunks({"b"}))
+    assert (proof.status, proof.tensors) == ("partly", 1)
+    for name in [entry.name for entry in entries if entry.nbytes]:
+        buffer = module.get_buffer(name)
+        flat = buffer.view(-1)[:1].view(torch.uint8)
+        flat[0] ^= 1
+        with pytest.raises(CorruptTensor) as error:
+            check_installed(module, [sealed], checks=ByChunks())
+        named = (error.value.tensor, error.value.last)
+        assert error.value.fault in ("installed", "chunk")
+        if chunk_bytes == 64:
+            assert name in named
+        flat[0] ^= 1
+    assert check_installed(module, [sealed], checks=ByChunks()).status == "proven"
+
+
+def test_a_wider_tensor_is_compared_after_it_is_converted_back(store, part):
+    narrow = torch.randn(50).bfloat16()
+    sealed = manifest(store, part, [("a", narrow)], digests=False)
+    module = torch.nn.ParameterDict({"a": narrow.float()})
+    proof = check_installed(module, [sealed], cast=True, checks=ByChunks())
+    assert (proof.status, proof.tensors) == ("proven", 1)
+    with torch.no_grad():
+        module.get_parameter("a")[3] *= 1 + 2**-20  # lost where it is converted back
+    with raises(CorruptTensor, fault="installed", tensor="a"):
+        check_installed(module, [sealed], cast=True, checks=ByChunks())
+    module = torch.nn.ParameterDict({"a": narrow.to(torch.float16)})
+    proof = check_installed(module, [sealed], cast=True, checks=ByChunks())
+    assert (proof.status, proof.unproven_count) == ("unproven", 1)
+
+
+def test_shards_of_ranks_are_compared_by_chunks(store, part):
+    whole = torch.randn(6, 40)
+    rows = [("a", whole[:4].contiguous(), ShardOffset((0, 0), (6, 40)))]
+    columns = [("a", whole[4:, :].contiguous(), ShardOffset((4, 0), (6, 40)))]
+    parts = [
+        manifest(store, part._replace(rank=rank), shards, digests=False)
+        for rank, shards in enumerate((rows, columns))
+    ]
+    module = torch.nn.ParameterDict({"a": whole.clone()})
+    proof = check_installed(module, parts, checks=ByChunks())
+    assert (proof.status, proof.tensors) == ("proven", 1)
+    with torch.no_grad():
+        module.get_parameter("a")[5, 39] += 1
+    with raises(CorruptTensor, fault="installed", tensor="a"):
+        check_installed(module, parts, checks=ByChunks())

@@ -26,7 +26,7 @@ from .history import History
 from .run_reader import RunReader
 from .search import FOUND, SEARCHED, format_fields
 from .series import Figures, Version
-from .state_view import build_causes, build_view, compare_digests
+from .state_view import build_causes, build_view, compare_digests, format_weights_proof
 
 _MATRIX = 24
 """Versions of the matrix, the last ones."""
@@ -257,6 +257,7 @@ async def get_versions(reader: RunReader, number: int | None = None) -> dict[str
                 applied.pause,
                 applied.digest,
                 compare_digests(applied.digest, version.digest),
+                "" if applied.proof is None else format_weights_proof(applied.proof),
             ]
             for column, version in enumerate(last)
             for name, applied in version.applied.items()

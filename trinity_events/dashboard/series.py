@@ -19,6 +19,7 @@ from trinity_schemas import (
     VersionPartPublished,
     VersionRefused,
     WeightsApplied,
+    WeightsProof,
 )
 
 from ..core.fold_state import format_producer, trim_oldest
@@ -78,6 +79,8 @@ class Applied(Struct, frozen=True):
     at: float
     fetch: float
     pause: float
+    proof: WeightsProof | None = None
+    """Checks that it passed before it was served, if the explorer reported any."""
 
 
 class Refused(Struct, frozen=True):
@@ -163,7 +166,7 @@ class Figures:
         ref, phases = event.version, event.phases
         version = self._version(ref)
         name = format_producer(envelope.producer)
-        version.applied[name] = Applied(event.digest, at, phases.fetch, phases.pause)
+        version.applied[name] = Applied(event.digest, at, phases.fetch, phases.pause, event.proof)
         if version.opened:
             seconds = max(0.0, event.verified_at - version.opened)
             self.times["transfer"].raise_to(ref.epoch, ref.step, seconds)

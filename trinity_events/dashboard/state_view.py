@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trinity_schemas import StepRef
+from trinity_schemas import StepRef, WeightsProof
 
 from ..analysis.causes import MOST_CAUSES, LiveFacts, find_causes, is_lasting
 from ..analysis.explain import format_unfinished
@@ -22,6 +22,7 @@ from ..log import position
 _WAITS = 64
 _SAVES = 64
 _LINES = 32
+_NAMED_TENSORS = 4
 _STEPS = 12
 """Steps whose kinds are shown, the last ones."""
 
@@ -192,6 +193,7 @@ def _explorers(state: MonitorState, digests: Mapping[StepRef, str]) -> list[list
             explorer.applied_at,
             explorer.last_heard_at,
             explorer.requested_at,
+            explorer.proof,
         ]
         for name, explorer in state.explorers.items()
     ]
@@ -202,6 +204,19 @@ def compare_digests(applied: str | None, announced: str | None) -> str:
     if not announced or applied is None:
         return "unknown"
     return "proven" if applied == announced else "differs"
+
+
+def format_weights_proof(proof: WeightsProof) -> str:
+    """Return a proof in words, with the tensors that it leaves out."""
+    status = "partly proven" if proof.status == "partly" else proof.status
+    words = f"{status} by {', '.join(proof.checks)}"
+    if proof.difference is not None:
+        words += f"; probes differ by {proof.difference:.2g} nats"
+    if proof.unproven_count and proof.unproven:
+        words += f"; not compared: {', '.join(proof.unproven[:_NAMED_TENSORS])}"
+        more = proof.unproven_count - len(proof.unproven[:_NAMED_TENSORS])
+        words += f" and {more} more" if more > 0 else ""
+    return words
 
 
 def _staleness(explorer: ExplorerState, newest: StepRef | None) -> int | None:

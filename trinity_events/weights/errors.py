@@ -102,15 +102,17 @@ class CorruptTensor(CorruptVersion):
 
     Attributes:
         fault: ``delta`` that does not give it, ``base`` that it should rest on, ``installed`` one,
-            or ``pieces`` that do not lie together.
-        tensor: Name of the tensor, if known.
+            a ``chunk`` of installed ones, or ``pieces`` that do not lie together.
+        tensor: Name of the tensor, if known; of a chunk, that of the first one.
+        last: Name of the last tensor of a chunk.
         step: Step of the version.
         begin: First byte of the tensor in its part.
         size: Bytes of the tensor.
     """
 
-    fault: Literal["delta", "base", "installed", "pieces"] = field(kw_only=True)
+    fault: Literal["delta", "base", "installed", "chunk", "pieces"] = field(kw_only=True)
     tensor: str = field(default="", kw_only=True)
+    last: str = field(default="", kw_only=True)
     step: int = field(default=0, kw_only=True)
     begin: int = field(default=0, kw_only=True)
     size: int = field(default=0, kw_only=True)
@@ -119,6 +121,8 @@ class CorruptTensor(CorruptVersion):
         "base": "{tensor!r} is not in the version that it is said to rest on",
         "installed": "{tensor!r} of the model is not what was published as step {step}, though all "
         "that was read of it was: something else wrote it",
+        "chunk": "one of the tensors from {tensor!r} to {last!r} of the model is not what was "
+        "published as step {step}, though all that was read of it was: something else wrote it",
         "pieces": "{size} bytes from {begin} on, which are a tensor, do not lie together",
     }
 

@@ -15,6 +15,7 @@ from trinity_schemas import (
     AppliedPhases,
     ExplorerStatusChanged,
     PauseMode,
+    Probes,
     Producer,
     PublicationStarted,
     RewardErrorReported,
@@ -30,9 +31,10 @@ from trinity_schemas import (
 from ..client import blocking
 from ..coordinator import LEASE
 from ..diagnostics.waits import WaitReporter
-from ..errors import CorruptVersion, VersionUnavailable
+from ..errors import CorruptVersion, ProofTooWeak, VersionUnavailable
 from ..log import DEADLINE, STATUS_LEASE, renewing_explorer_lease
 from ..log.publishing.metric_values import check_metrics, split_metrics
+from .applying.verify_model import ALL_COMPARED, InstallChecks
 from .compatibility import unwrapped_names
 from .pauses import Pause, publish_pause
 from .publishing.part_writer import PublishedPartReport
@@ -215,15 +217,22 @@ class Synchronizer:
         ranks: Iterable[int] | None = None,
         subset: bool = False,
         dtype: torch.dtype | None = None,
+        probes: Probes | None = None,
     ) -> Publication:
         """Return one rank's part of a version, to be used in a ``with`` block.
 
         Tensors are added one by one. The part is published when the block ends; a block that raises
         publishes the failure and discards the part. With ``ranks`` it opens the version too, as
-        :meth:`open_version`. ``subset`` and ``dtype`` are those of :meth:`publish`.
+        :meth:`open_version`. ``subset``, ``dtype`` and ``probes`` are those of :meth:`publish`.
         """
         return Publication(
-            self._publisher, global_step, rank, ranks=ranks, subset=subset, dtype=dtype
+            self._publisher,
+            global_step,
+            rank,
+            ranks=ranks,
+            subset=subset,
+            dtype=dtype,
+            probes=probes,
         )
 
     def publish(
@@ -234,17 +243,21 @@ class Synchronizer:
         *,
         subset: bool = False,
         dtype: torch.dtype | None = None,
+        probes: Probes | None = None,
     ) -> PublishedPartReport:
         """Publish one rank's part from a state dict, or from an iterator without collectives.
 
         A ``subset`` has some of the model's tensors, such as an adapter's; readers keep the others.
         Floating-point tensors are sent in ``dtype``, such as the dtype that explorers serve in;
         digests are of the bytes sent. A failure is published and raised, and the part discarded.
+        ``probes`` are of the whole version, of its bytes as they are sent, and sealed by one rank:
+        :func:`trinity_schemas.make_probes` makes them.
 
         Tensors are published under plain names: prefixes that torch.compile, FSDP, activation
         checkpointing and (in a state dict) DistributedDataParallel add to names are removed.
         """
-        with self.publication(global_step, rank, subset=subset, dtype=dtype) as part:
+        publication = self.publication(global_step, rank, subset=subset, dtype=dtype, probes=probes)
+        with publication as part:
             part.begin()
             if isinstance(named_tensors, Mapping):
                 # The names of a subset do not show what its model is wrapped in.
@@ -328,6 +341,7 @@ class Synchronizer:
         *,
         cast: bool = False,
         install_context: Callable[[], AbstractContextManager[object]] = nullcontext,
+        checks: InstallChecks = ALL_COMPARED,
     ) -> AppliedPhases:
         """Pull a version, install it in the module in place, and report it.
 
@@ -344,11 +358,13 @@ class Synchronizer:
                 verified before the conversion; a delta is pulled with its base each time.
             install_context: Makes the context in which the module changes, such as one that holds
                 an engine still. Bytes are pulled and verified before it is entered.
+            checks: Checks of the filled module, within that context.
 
-        Raises as :meth:`pull`, and IncompatibleWeights.
+        Raises as :meth:`pull`, and IncompatibleWeights. What the checks raise leaves a module that
+        must not serve before another version is whole.
         """
         return self._reader.apply(
-            module, ready, selection, cast=cast, install_context=install_context
+            module, ready, selection, cast=cast, install_context=install_context, checks=checks
         )
 
     def follow(
@@ -416,7 +432,7 @@ class Synchronizer:
         version = StepRef(ready.epoch, ready.step)
         return publish_pause(self._session.events, version, mode, in_flight, self.settings.deadline)
 
-    def report_refusal(self, ready: StepReady, error: CorruptVersion) -> None:
+    def report_refusal(self, ready: StepReady, error: CorruptVersion | ProofTooWeak) -> None:
         """Publish that this process does not serve a version, which other code was to install.
 
         Args:
@@ -432,6 +448,7 @@ class Synchronizer:
         selection: Selection | None = None,
         *,
         cast: bool = False,
+        checks: InstallChecks = ALL_COMPARED,
     ) -> AppliedPhases:
         """Fill an idle module, such as a late joiner's, and report the version.
 
@@ -444,7 +461,7 @@ class Synchronizer:
         Raises as :meth:`apply`. Both refuse a version that leaves out a tensor that an interrupted
         load may have partially overwritten.
         """
-        return self._reader.load(module, ready, selection, cast=cast)
+        return self._reader.load(module, ready, selection, cast=cast, checks=checks)
 
     # --- collective groups -----------------------------------------------------------------
 
@@ -491,6 +508,8 @@ class Synchronizer:
         """End the group; it can be set up, or joined, again."""
         self._session.groups.tear_down()
 
-    def model_update_group(self, global_step: int) -> ModelUpdateGroup:
+    def model_update_group(
+        self, global_step: int, probes: Probes | None = None
+    ) -> ModelUpdateGroup:
         """On the trainer's rank 0: the group as the helpers take it, for this step's version."""
-        return ModelUpdateGroup(self.publication(global_step, ranks=(0,)))
+        return ModelUpdateGroup(self.publication(global_step, ranks=(0,), probes=probes))

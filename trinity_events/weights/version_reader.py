@@ -25,7 +25,7 @@ from trinity_schemas import (
 )
 
 from ..core.limits import LONGEST_REASON
-from ..errors import CorruptVersion
+from ..errors import CorruptVersion, ProofTooWeak
 from ..log.retry import retry_for
 from ..system.error_text import format_message
 from .applying.deltas import InstalledBases
@@ -33,7 +33,7 @@ from .applying.install import check_fit, install
 from .applying.load import BaseRequired, load_version
 from .applying.partial_loads import PartialLoads
 from .applying.speculative_load import SpeculativeLoad
-from .applying.verify_model import check_installed
+from .applying.verify_model import ALL_COMPARED, InstallChecks, check_installed
 from .compatibility import find_targets, is_cast
 from .errors import ModelDiffers
 from .reading.model_folder import pull_folder
@@ -166,12 +166,13 @@ class VersionReader:
         *,
         cast: bool = False,
         install_context: Callable[[], AbstractContextManager[object]] = nullcontext,
+        checks: InstallChecks = ALL_COMPARED,
     ) -> AppliedPhases:
         """Implement :meth:`Synchronizer.apply`."""
         began = time.monotonic()
 
         def apply(have: Collection[str]) -> AppliedPhases:
-            return self._apply(module, ready, selection, have, began, cast, install_context)
+            return self._apply(module, ready, selection, have, began, cast, install_context, checks)
 
         try:
             return apply(self._installed.fulls(module))
@@ -196,6 +197,7 @@ class VersionReader:
         began: float,
         cast: bool,
         install_context: Callable[[], AbstractContextManager[object]],
+        checks: InstallChecks,
     ) -> AppliedPhases:
         with self.pull(ready, selection, have) as version:
             verified_at = time.time()
@@ -206,7 +208,7 @@ class VersionReader:
             with install_context(), self._partial.until_whole(module, names):
                 held_at = time.monotonic()
                 install(fit)
-                proof = check_installed(module, manifests, selection, cast=cast)
+                proof = check_installed(module, manifests, selection, cast=cast, checks=checks)
                 pause = time.monotonic() - held_at
             if cast and is_cast(find_targets(module), manifests):
                 self._speculative.forget()
@@ -243,10 +245,11 @@ class VersionReader:
         selection: Selection | None = None,
         *,
         cast: bool = False,
+        checks: InstallChecks = ALL_COMPARED,
     ) -> AppliedPhases:
         """Implement :meth:`Synchronizer.load`."""
         if ready.kind == "state_dict":  # mapped files need no memory of their own
-            return self.apply(module, ready, selection, cast=cast)
+            return self.apply(module, ready, selection, cast=cast, checks=checks)
         began = time.monotonic()
         self._installed.forget()
         try:
@@ -260,9 +263,10 @@ class VersionReader:
                     self._speculative,
                     self._partial,
                     cast=cast,
+                    checks=checks,
                 )
         except BaseRequired:
-            return self.apply(module, ready, selection, cast=cast)
+            return self.apply(module, ready, selection, cast=cast, checks=checks)
         finally:
             self._speculative.abandon()
         parts, proof = filled
@@ -287,16 +291,16 @@ class VersionReader:
             yield
         except ModelDiffers:  # the fault is in the model, not in the version
             raise
-        except CorruptVersion as error:
+        except (CorruptVersion, ProofTooWeak) as error:
             self.report_refusal(ready, error)
             raise
 
-    def report_refusal(self, ready: StepReady, error: CorruptVersion) -> None:
+    def report_refusal(self, ready: StepReady, error: CorruptVersion | ProofTooWeak) -> None:
         """Implement :meth:`Synchronizer.report_refusal`."""
         event = VersionRefused(
             version=StepRef(ready.epoch, ready.step),
-            rank=error.rank,
-            chunk=error.chunk,
+            rank=error.rank if isinstance(error, CorruptVersion) else None,
+            chunk=error.chunk if isinstance(error, CorruptVersion) else None,
             reason=format_message(error)[:LONGEST_REASON],
         )
         try:

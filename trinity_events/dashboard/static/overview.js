@@ -379,6 +379,9 @@ function explorersPanel(view, { lane }) {
   );
 }
 
+// Says what the explorer's checks proved of what it serves.
+const served = (status) => `what it serves is ${status || "not said to be proven"}`;
+
 function explorerRow(one, cell, view, waiting, lane) {
   const [name, status, , step, digest, proof, , , heard] = one;
   const ended = { stopped: "stopped", lost: `lost, heard ${duration(view.now - heard)} ago` };
@@ -390,9 +393,10 @@ function explorerRow(one, cell, view, waiting, lane) {
     h("td", { class: "nowrap" }, step === null ? "–" : `step ${count(step)}`),
     h(
       "td",
-      { class: "muted", title: digest ? `digest ${short(digest)}: ${proof}` : "" },
+      { class: "muted", title: digest ? `digest ${short(digest)}: ${proof}; ${served(one[10])}` : "" },
       ended[status] ?? (waiting.has(name) ? "waits" : staleWords(one)),
       proof === "proven" ? " ✓" : proof === "differs" ? " ≠" : "",
+      one[10] ? ` · ${one[10]}` : "",
     ),
     h(
       "td",
@@ -408,6 +412,7 @@ function explorerCell(one, cell, view, waiting, lane) {
     name,
     `${status} · ${staleWords(one)}`,
     step === null ? "" : `step ${step} of epoch ${epoch} · ${proof} ${short(digest)}`,
+    step === null ? "" : served(one[10]),
     heard ? `heard of ${duration(view.now - heard)} ago` : "",
     waiting.has(name) ? "reports a wait" : "",
   ];

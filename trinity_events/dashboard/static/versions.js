@@ -73,6 +73,7 @@ export function renderVersions(found, view, { lane, scrubTime, again }) {
     ),
     h("th", { class: "number" }, "behind"),
     h("th", {}, "digest"),
+    h("th", { title: "What the explorer's checks proved of what it serves" }, "proof"),
     h("th", {}, "since"),
   );
   const row = (name) => {
@@ -104,6 +105,7 @@ export function renderVersions(found, view, { lane, scrubTime, again }) {
                       cell
                         ? `${mood === "proven" ? "its digest is the announced one" : mood === "differs" ? "its digest is NOT the announced one" : "no announced digest to compare with"}: ${short(cell[5])}`
                         : "",
+                      cell && cell[7] ? `what it serves is ${cell[7]}` : "",
                     ])
                 : null,
             onmouseleave: hideTip,
@@ -121,6 +123,7 @@ export function renderVersions(found, view, { lane, scrubTime, again }) {
         { class: `mono ${one?.[5] === "differs" ? "late" : ""}` },
         one ? `${{ proven: "✓ ", differs: "≠ ", unknown: "" }[one[5]]}${short(one[4])}` : "–",
       ),
+      h("td", { class: one?.[10] === "proven" ? "" : "muted" }, one?.[10] || "–"),
       h("td", { class: "muted nowrap" }, one?.[7] ? `${duration(view.now - one[7])} ago` : "–"),
     );
   };

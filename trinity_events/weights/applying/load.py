@@ -27,7 +27,7 @@ from .copy_plan import PartPlan, plan_copies
 from .copy_target import ByteRange, CopyTarget, about_to_change, by_chunk, copy_targets
 from .partial_loads import PartialLoads
 from .speculative_load import SpeculativeLoad
-from .verify_model import check_installed
+from .verify_model import ALL_COMPARED, InstallChecks, check_installed
 
 
 class FilledModule(NamedTuple):
@@ -53,7 +53,7 @@ class BaseRequired(StructuredError):
     }
 
 
-def load_version(
+def load_version(  # noqa: PLR0913  # options of a load, each by its name
     store: ChunkStore,
     run_id: str,
     ready: StepReady,
@@ -63,6 +63,7 @@ def load_version(
     torn: PartialLoads | None = None,
     *,
     cast: bool = False,
+    checks: InstallChecks = ALL_COMPARED,
 ) -> FilledModule:
     """Fill a module with the announced version; return the manifests of its parts, and the proof.
 
@@ -79,6 +80,7 @@ def load_version(
         torn: Tensors of the module that are not whole; updated here.
         cast: Allow another floating-point dtype in the module. Each such tensor takes memory for
             itself, in the version's dtype.
+        checks: Checks of the filled module.
 
     Raises:
         BaseRequired: before any change, for a delta, and for a version that brings one tensor of
@@ -118,7 +120,7 @@ def load_version(
                 about_to_change(module)
                 for part in parts:
                     _finish(part, ahead)
-                proof = check_installed(module, manifests)
+                proof = check_installed(module, manifests, checks=checks)
             return FilledModule(manifests, proof)
         targets = find_targets(module)
         plan = plan_copies(targets, manifests, selection, cast=cast)
@@ -129,7 +131,7 @@ def load_version(
             about_to_change(module)
             for part, copies in zip(parts, plan.parts, strict=True):
                 _fill(part, copies, destinations)
-            proof = check_installed(module, manifests, selection, cast=cast)
+            proof = check_installed(module, manifests, selection, cast=cast, checks=checks)
     return FilledModule(manifests, proof)
 
 

@@ -6,28 +6,92 @@ change of the model, shows only in a digest of the model's own tensors.
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
+from typing_extensions import Buffer
 
-from trinity_schemas import MAX_UNPROVEN, WeightManifest, WeightsProof
+from trinity_schemas import (
+    MAX_UNPROVEN,
+    Chunk,
+    Probes,
+    ProofStatus,
+    TensorEntry,
+    WeightManifest,
+    WeightsProof,
+)
 
 from ..compatibility import find_targets, find_ties
 from ..errors import CorruptTensor
 from ..reading.pull import Selection, get_slice
 from ..slices import contains, full_slice
-from ..tensors import DTYPES, Digesting, as_bytes, digest, dtype_name
+from ..tensors import DTYPES, Digesting, as_bytes, digest, dtype_name, flat_bytes
+
+_LAYER = re.compile(r"^(?:.*?\.)?\d+(?=\.)")
+"""Path of a layer: a name up to its first number."""
+
+
+class InstallChecks:
+    """Checks of a module that a version has filled, before it serves.
+
+    By default all tensors are compared, and nothing else is checked.
+    """
+
+    compares_chunks = False
+    """Compare by digests of chunks, too, where a version has none of single tensors."""
+
+    def select(self, names: Collection[str]) -> Collection[str]:
+        """Return the names of the tensors to compare, of those that the version brings."""
+        return names
+
+    def finish(self, probes: Probes | None, proof: WeightsProof) -> WeightsProof:
+        """Return the proof after further checks of the module.
+
+        Args:
+            probes: Probes of the version, if it has any.
+            proof: Result of the comparison.
+
+        Raises:
+            NotAsPublished: The module does not compute with what was published.
+            ProofTooWeak: The proof is less than is asked for.
+        """
+        return proof
+
+
+ALL_COMPARED = InstallChecks()
+
+
+def find_probes(manifests: Iterable[WeightManifest]) -> Probes | None:
+    """Return the probes of a version; None if no part of it has any."""
+    return next((manifest.probes for manifest in manifests if manifest.probes is not None), None)
+
+
+def select_layers(names: Iterable[str], count: int, turn: int) -> set[str]:
+    """Return the names of ``count`` layers, so that consecutive turns go round all of them.
+
+    A tensor outside of the numbered layers, such as an embedding, belongs to a layer of its module.
+    """
+    layers: dict[str, list[str]] = {}
+    for name in names:
+        numbered = _LAYER.match(name)
+        layer = name.rpartition(".")[0] if numbered is None else numbered[0]
+        layers.setdefault(layer, []).append(name)
+    ordered = list(layers.values())
+    places = {(turn * count + index) % len(ordered) for index in range(count)} if ordered else set()
+    return {name for place in places for name in ordered[place]}
 
 
 def check_installed(
     module: torch.nn.Module,
-    manifests: Iterable[WeightManifest],
+    manifests: Sequence[WeightManifest],
     selection: Selection | None = None,
     *,
     cast: bool = False,
+    checks: InstallChecks = ALL_COMPARED,
 ) -> WeightsProof:
-    """Compare digests of the model's tensors with the publisher's.
+    """Compare digests of the model's tensors with the publisher's, and make further checks.
 
     The version needs digests of its tensors. Only tensors and shards that the model holds in full
     are compared. Its layers compute with these as they lie.
@@ -36,7 +100,9 @@ def check_installed(
         module: The model.
         manifests: Manifests of the version's parts.
         selection: Selection that the version was pulled with.
-        cast: Skip the tensors that have another dtype in the model.
+        cast: Allow another floating-point dtype in the model. A wider one is compared after it is
+            converted back, which loses nothing of what was published; a narrower one is not.
+        checks: Tensors to compare, and further checks.
 
     Returns:
         The proof: of all tensors of the model, or of those of the selection. A tensor that shares
@@ -45,40 +111,171 @@ def check_installed(
     Raises:
         CorruptVersion: naming the first tensor that differs.
     """
-    digested = [
-        (entry, manifest.step)
-        for manifest in manifests
-        for entry in manifest.tensors
-        if entry.digest is not None
-        if selection is None or entry.name in selection
-    ]
-    # A delta always has a digest, by which it is verified before it is applied.
-    if all(entry.encoding != "dense" for entry, _ in digested):
-        return WeightsProof(status="unproven", checks=("names",))
+    proof = _compare_digests(module, manifests, selection, cast=cast, checks=checks)
+    return checks.finish(find_probes(manifests), proof)
+
+
+def _compare_digests(
+    module: torch.nn.Module,
+    manifests: Sequence[WeightManifest],
+    selection: Selection | None,
+    *,
+    cast: bool,
+    checks: InstallChecks,
+) -> WeightsProof:
     began = time.monotonic()
     targets = find_targets(module)
+    selected = [
+        name
+        for name in dict.fromkeys(entry.name for each in manifests for entry in each.tensors)
+        if selection is None or name in selection
+    ]
+    names = frozenset(checks.select(selected))
     compared: set[str] = set()
     skipped: set[str] = set()
-    for entry, step in digested:
-        target_box = (selection or {}).get(entry.name) or full_slice(
-            entry.global_shape or entry.shape
-        )
-        box = get_slice(entry)
-        if not contains(target_box, box) or (
-            cast and targets[entry.name].dtype != DTYPES[entry.dtype]
-        ):
-            skipped.add(entry.name)
+    for manifest in manifests:
+        entries = [entry for entry in manifest.tensors if entry.name in names]
+        digested = [entry for entry in entries if entry.digest is not None]
+        # A delta always has a digest, by which it is verified before it is applied.
+        if not checks.compares_chunks and all(entry.encoding != "dense" for entry in digested):
+            skipped |= {entry.name for entry in entries}
             continue
-        tensor = targets[entry.name].detach()[box.inside(target_box)]
-        if digest(as_bytes(tensor)) != entry.digest:
-            raise CorruptTensor(fault="installed", tensor=entry.name, step=step)
-        compared.add(entry.name)
+        installed = _InstalledPart(targets, manifest, selection or {})
+        for entry in digested:
+            matches = installed.matches_tensor(entry)
+            if matches is False:
+                raise CorruptTensor(fault="installed", tensor=entry.name, step=manifest.step)
+            (compared if matches else skipped).add(entry.name)
+        if checks.compares_chunks and len(digested) < len(entries):
+            for entry, is_same in installed.compare_chunks({entry.name for entry in entries}):
+                (compared if is_same else skipped).add(entry.name)
     compared -= skipped
-    names = targets.keys() if selection is None else selection.keys() & targets.keys()
+    if not compared:
+        return WeightsProof(status="unproven", checks=("names",), unproven_count=len(targets))
+    expected = targets.keys() if selection is None else selection.keys() & targets.keys()
     ties = find_ties(targets, compared)
     proven = {id(targets[name]) for name in (*compared, *ties)}
-    unproven = sorted(name for name in names if id(targets[name]) not in proven)
+    unproven = sorted(name for name in expected if id(targets[name]) not in proven)
     return make_proof(len(compared), unproven, time.monotonic() - began)
+
+
+class _InstalledPart:
+    """Tensors of a model that one part of a version has filled.
+
+    Args:
+        targets: The model's tensors by name.
+        manifest: Manifest of the part.
+        selection: Selected slices of tensors; those that it lacks were selected in full.
+    """
+
+    def __init__(
+        self,
+        targets: Mapping[str, torch.Tensor],
+        manifest: WeightManifest,
+        selection: Selection,
+    ) -> None:
+        self._targets = targets
+        self._manifest = manifest
+        self._selection = selection
+
+    def matches_tensor(self, entry: TensorEntry) -> bool | None:
+        """Return True if a tensor has its entry's digest; None if that cannot be seen."""
+        data = self._read(entry)
+        return data if isinstance(data, bool | None) else digest(data) == entry.digest
+
+    def compare_chunks(self, names: Collection[str]) -> Iterator[tuple[TensorEntry, bool]]:
+        """Yield each entry without a digest, with True once chunks with its bytes are compared.
+
+        A chunk is compared as a whole, with zeros between its tensors. What it has of a tensor that
+        cannot be read, or of a delta, leaves all of it uncompared: its entries come with False.
+
+        Args:
+            names: Tensors to compare.
+
+        Raises CorruptVersion for the first chunk that differs.
+        """
+        entries, begin, first = self._manifest.tensors, 0, 0
+        for entry in entries:  # without elements it may lie in no chunk, and has nothing to compare
+            if entry.name in names and entry.digest is None and not entry.part_bytes:
+                yield entry, True
+        read: dict[int, memoryview | bool | None] = {}
+        for chunk in self._manifest.chunks:
+            end = begin + chunk.nbytes
+            while first < len(entries) and _end(entries[first]) <= begin:
+                read.pop(first, None)
+                first += 1
+            places = []
+            for place in range(first, len(entries)):
+                if entries[place].offset >= end:
+                    break
+                places.append(place)
+            yielded = [
+                entry
+                for entry in (entries[place] for place in places)
+                if entry.name in names and entry.digest is None and entry.part_bytes
+            ]
+            if yielded:
+                for place in places:
+                    if place not in read:
+                        read[place] = self._read(entries[place])
+                tensors = [(entries[place], read[place]) for place in places]
+                outcome = self._matches_chunk(chunk, begin, tensors)
+                if outcome is False:
+                    raise CorruptTensor(
+                        fault="installed" if len(places) == 1 else "chunk",
+                        tensor=entries[places[0]].name,
+                        last=entries[places[-1]].name,
+                        step=self._manifest.step,
+                    )
+                yield from ((entry, bool(outcome)) for entry in yielded)
+            begin = end
+
+    def _matches_chunk(
+        self,
+        chunk: Chunk,
+        begin: int,
+        tensors: Sequence[tuple[TensorEntry, memoryview | bool | None]],
+    ) -> bool | None:
+        end, at = begin + chunk.nbytes, begin
+        pieces: list[Buffer] = []
+        for entry, data in tensors:
+            if data is False:
+                return False
+            if not isinstance(data, memoryview) or entry.encoding != "dense":
+                return None
+            start, stop = max(entry.offset, begin), min(_end(entry), end)
+            pieces += [bytes(max(0, start - at)), data[start - entry.offset : stop - entry.offset]]
+            at = stop
+        pieces.append(bytes(end - at))
+        # Chunks of a GPU's memory are digested by another algorithm.
+        if chunk.digest.partition(":")[0] != digest(b"").partition(":")[0]:
+            return None
+        return digest(b"", *pieces) == chunk.digest
+
+    def _read(self, entry: TensorEntry) -> memoryview | bool | None:
+        """Return the bytes that were published, if a tensor has them.
+
+        Return None if that cannot be seen, and False if it does not have them.
+        """
+        if entry.name not in self._targets:
+            return None
+        whole = full_slice(entry.global_shape or entry.shape)
+        target_box, box = self._selection.get(entry.name) or whole, get_slice(entry)
+        if not contains(target_box, box):
+            return None
+        tensor = self._targets[entry.name].detach()[box.inside(target_box)]
+        dtype = DTYPES[entry.dtype]
+        if tensor.dtype == dtype:
+            return as_bytes(tensor)
+        if torch.promote_types(tensor.dtype, dtype) != tensor.dtype:
+            return None  # a narrower dtype has lost bits
+        narrow = tensor.to(dtype)
+        is_same = flat_bytes(narrow.to(tensor.dtype)) == flat_bytes(tensor.contiguous())
+        return as_bytes(narrow) if bool(is_same.all()) else False
+
+
+def _end(entry: TensorEntry) -> int:
+    return entry.offset + entry.part_bytes
 
 
 def make_proof(compared: int, unproven: Sequence[str], seconds: float) -> WeightsProof:
@@ -89,8 +286,9 @@ def make_proof(compared: int, unproven: Sequence[str], seconds: float) -> Weight
         unproven: Tensors that were not compared.
         seconds: Seconds that it took.
     """
+    status: ProofStatus = "proven" if not unproven else "partly" if compared else "unproven"
     return WeightsProof(
-        status="partly" if unproven else "proven",
+        status=status,
         checks=("names", "served"),
         tensors=compared,
         unproven=tuple(unproven[:MAX_UNPROVEN]),

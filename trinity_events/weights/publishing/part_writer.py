@@ -20,6 +20,7 @@ from trinity_schemas import (
     EncodedManifest,
     PartBase,
     PartDelta,
+    Probes,
     TensorEntry,
     encode,
     encode_entries,
@@ -230,6 +231,8 @@ class PartWriter:
         self._filled = 0
         self._offset = 0
         self._last_layout = last_layout
+        self.probes: Probes | None = None
+        """Probes of the version, which the manifest seals."""
         self._layout: PartLayout | None = None
         """Layout of the tensors that were added at once."""
         self._tensors: list[TensorEntry] = []
@@ -382,6 +385,7 @@ class PartWriter:
                 chunks=tuple(self._chunks),
                 subset=self._subset,
                 base=base,
+                probes=self.probes,
             )
         )
         self._sink.seal(manifest, None if base is None else self._base_ref(base))

@@ -29,6 +29,7 @@ import torch
 
 from trinity_schemas import (
     ContractError,
+    Probes,
     Slot,
     StepReady,
     StepRef,
@@ -67,6 +68,7 @@ class Publication:
         ranks: Ranks of the version, to open it at the begin; None if another rank opens it.
         subset: The version has only some of the model's tensors, such as an adapter.
         dtype: Floating-point dtype to send in; by default the client's.
+        probes: Probes of the version, for one of its ranks.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Publication:
         ranks: Iterable[int] | None = None,
         subset: bool = False,
         dtype: torch.dtype | None = None,
+        probes: Probes | None = None,
     ) -> None:
         self.global_step = global_step
         self.rank = rank
@@ -88,6 +91,7 @@ class Publication:
         self._ranks = ranks
         self._subset = subset
         self._dtype = dtype
+        self._probes = probes
         self._attempt = publisher.create_attempt(global_step, rank)
         self._writer: PartWriter | None = None
         self._created_at = time.monotonic()
@@ -138,8 +142,12 @@ class Publication:
             self._running.enter_context(heartbeat.active(events, patience=0.0))
             events.publish(begun)
             self._writer = publisher.create_writer(
-                self.global_step, self.rank, subset=self._subset, dtype=self._dtype
+                self.global_step,
+                self.rank,
+                subset=self._subset,
+                dtype=self._dtype,
             )
+            self._writer.probes = self._probes
         return self._writer
 
     def add(self, name: str, tensor: torch.Tensor, place: ShardOffset | None = None) -> None:
@@ -315,7 +323,12 @@ class VersionPublisher:
             del self._running[part.rank]
 
     def create_writer(
-        self, global_step: int, rank: int, *, subset: bool, dtype: torch.dtype | None
+        self,
+        global_step: int,
+        rank: int,
+        *,
+        subset: bool,
+        dtype: torch.dtype | None,
     ) -> PartWriter:
         """Return a writer of one rank's part, which rests on the rank's last one if it may."""
         settings = self._settings

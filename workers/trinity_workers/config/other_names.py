@@ -303,7 +303,7 @@ OTHER_NAMES: dict[str, tuple[OtherName, ...]] = {
 
 VALUES: dict[str, dict[Any, Any]] = {
     # sync.tensor_digests was true or false.
-    "explorer.proof": {True: "served", False: None},
+    "explorer.proof": {True: "served", False: "names"},
     "sync.method": {"online": "nccl", "offline": "checkpoint"},
     "sync.style": {
         "dynamic_by_trainer": "trainer_driven",

@@ -102,8 +102,8 @@ _APPLIED = {
     "algorithm.critic": "clip learning_rate",
     "algorithm.teacher": "divergence mixture",
     "explorer": """
-        count engine engine_options proof dtype deterministic groups_per_claim cpus gpus
-        device wait_for_run
+        count engine engine_options proof min_proof proof_layers probe_tolerance dtype
+        deterministic groups_per_claim cpus gpus device wait_for_run
         """,
     "rollouts": """
         prompts_per_step samples_per_prompt max_new_tokens temperature top_p top_k min_p
@@ -113,7 +113,7 @@ _APPLIED = {
         """,
     "sync": """
         style interval offset max_staleness when_stale method transport publish dtype full_every
-        timeout
+        probes timeout
         """,
     "evaluation": "timeout",
     f"evaluation.sets.{NAME}": """

@@ -9,12 +9,13 @@ import msgspec
 from msgspec import Meta, structs
 
 from trinity_events.checkpoints.layout import final_name
-from trinity_schemas import RunTransport, Sampling
+from trinity_schemas import ProofStatus, RunTransport, Sampling
 
 from ..algorithms.settings import AlgorithmConfig
 from ..evaluation.settings import EvaluationConfig
 from ..rewards.settings import RewardsConfig
-from ..rollout_engines.base import SAMPLING_SETTINGS, ProofName
+from ..rollout_engines.base import SAMPLING_SETTINGS
+from ..rollout_engines.proof import ProofOptions
 from ..section import Section
 from .errors import LoggedSettingsUnreadable, TransportNotChosen
 from .other_names import to_current_names
@@ -22,7 +23,7 @@ from .sections.checkpoints import CheckpointsConfig
 from .sections.explorer import ExplorerConfig
 from .sections.model import ModelConfig
 from .sections.rollouts import RolloutsConfig
-from .sections.sync import PublishedForm, SyncConfig, WeightsPath
+from .sections.sync import DEFAULT_PROBES, PublishedForm, SyncConfig, WeightsPath
 from .sections.task import TaskConfig
 from .sections.tracking import TrackingConfig
 from .sections.trainer import TrainerConfig
@@ -109,14 +110,38 @@ class TrainConfig(Section, frozen=True, kw_only=True):
         return 0 if self.trainer.colocated else self.explorer.count
 
     @property
-    def proof(self) -> ProofName:
-        """Return the check that a version must pass before an explorer serves it."""
-        return self.explorer.proof or ("names" if self.explorers_pull else "served")
+    def proof(self) -> ProofOptions:
+        """Return the checks that a version must pass before an explorer serves it."""
+        explorer = self.explorer
+        # Files have digests as wholes alone.
+        comparable = not self.explorers_pull or self.sync.method != "checkpoint"
+        checks = explorer.proof or ("served" if comparable else "names")
+        best: ProofStatus = "unproven"
+        if checks in ("served", "all"):
+            best = "proven" if explorer.proof_layers is None else "partly"
+        elif checks == "probes":
+            best = "partly"
+        return ProofOptions(
+            checks=checks,
+            min_status=explorer.min_proof or best,
+            layers=explorer.proof_layers,
+            tolerance=explorer.probe_tolerance,
+        )
+
+    @property
+    def probes(self) -> int:
+        """Return the number of probes that are sealed with each version."""
+        if self.sync.probes is not None:
+            return self.sync.probes
+        return DEFAULT_PROBES if self.proof.runs_probes and not self.trainer.colocated else 0
 
     @property
     def publishes_tensor_digests(self) -> bool:
-        """Return True if explorers need them; vLLM's workers compare with the version itself."""
-        return self.proof == "served" and self.explorers_pull
+        """Return True if explorers need them: chunks with deltas cannot be compared with a model.
+
+        vLLM's workers compare with the version itself.
+        """
+        return self.proof.compares_tensors and self.explorers_pull and self.sync.full_every > 1
 
     @property
     def explorers_pull(self) -> bool:

@@ -121,7 +121,10 @@ _DATA = {
     "algorithm.overlong": "mask buffer penalty limit",
     "algorithm.critic": "use clip learning_rate critic_warmup_steps",
     "algorithm.teacher": "divergence mixture",
-    "explorer": "count proof dtype deterministic groups_per_claim cpus gpus device wait_for_run",
+    "explorer": """
+        count proof min_proof proof_layers probe_tolerance dtype deterministic groups_per_claim
+        cpus gpus device wait_for_run
+        """,
     "rollouts": """
         prompts_per_step samples_per_prompt max_new_tokens temperature top_p top_k min_p
         repetition_penalty stop include_stop_str_in_output max_prompt_tokens
@@ -130,7 +133,7 @@ _DATA = {
         """,
     "sync": """
         style interval offset max_staleness when_stale method transport publish dtype full_every
-        timeout
+        probes timeout
         """,
     "evaluation": "timeout",
     f"evaluation.sets.{NAME}": """

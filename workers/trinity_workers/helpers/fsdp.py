@@ -22,6 +22,7 @@ from trinity_events.errors import TrinityError
 from trinity_events.weights import ShardOffset, Synchronizer
 from trinity_events.weights.compatibility import plain_name
 from trinity_events.weights.slices import find_chunk
+from trinity_schemas import Probes
 
 from ..engines.base import LocalShard, TrainEngine, per_tensor_params, resident, trained_module
 from ..engines.buffers import all_buffer_names, saved_buffers
@@ -125,6 +126,7 @@ def fsdp_upload_state_dict(
     logger: Logger,
     *,
     strategy: PublishStrategy = FULL,
+    probes: Probes | None = None,
 ) -> None:
     """Publish the weights as the version of ``global_step``.
 
@@ -141,6 +143,7 @@ def fsdp_upload_state_dict(
         global_step: Training step of the version.
         logger: Logs the published bytes.
         strategy: Strategy of all ranks; the same object for every version.
+        probes: Probes of the weights as they are published, which rank 0 seals with the version.
 
     Raises:
         PeerFailed: on the ranks that did not fail themselves.
@@ -152,6 +155,7 @@ def fsdp_upload_state_dict(
         full=lambda: per_tensor_params(engine),
         shards=lambda: fsdp_shards(trained_module(engine), dtypes),
         buffers=buffer_names(trained_module(engine)),
+        probes=probes,
     )
     with resident(engine):
         strategy.publish(weights, synchronizer, global_step, logger)

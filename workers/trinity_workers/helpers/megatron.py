@@ -19,6 +19,7 @@ import xxhash
 from trinity_events.coordinator import PlannedSave
 from trinity_events.errors import TrinityError
 from trinity_events.weights import Synchronizer
+from trinity_schemas import Probes
 
 from ..engines.base import LocalShard, TrainEngine, per_tensor_params, resident
 from ..runtime.collectives import (
@@ -156,6 +157,7 @@ def megatron_upload_state_dict(
     logger: Logger,
     *,
     strategy: PublishStrategy = FULL,
+    probes: Probes | None = None,
 ) -> None:
     """Publish the weights as the version of ``global_step``.
 
@@ -168,6 +170,7 @@ def megatron_upload_state_dict(
     weights = ModelWeights(
         full=lambda: per_tensor_params(engine),
         shards=lambda: without_replicas(engine.local_shards()),
+        probes=probes,
     )
     with resident(engine):
         strategy.publish(weights, synchronizer, global_step, logger)

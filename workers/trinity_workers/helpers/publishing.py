@@ -16,6 +16,7 @@ from trinity_events.errors import DeadlineExceeded
 from trinity_events.weights import Publication, PublishedPartReport, ShardOffset, Synchronizer
 from trinity_events.weights.compatibility import plain_name
 from trinity_events.weights.devices.staging_memory import StagingMemory
+from trinity_schemas import Probes
 
 from ..config.sections.sync import PublishedForm
 from ..engines.base import LocalShard, NamedTensors
@@ -45,6 +46,8 @@ class ModelWeights(Struct, frozen=True):
     """
     buffers: frozenset[str] = frozenset()
     """Names of tensors that may have values that are not finite, since they are no parameters."""
+    probes: Probes | None = None
+    """Probes of these weights, which rank 0 seals with its part."""
 
 
 class NamedTensorSink(Protocol):
@@ -128,7 +131,7 @@ class PublishFull:
             NonFiniteWeights: on rank 0, if a parameter has values that are not finite.
         """
         rank, _ = rank_and_world()
-        part = synchronizer.publication(global_step, rank, ranks=(0,))
+        part = synchronizer.publication(global_step, rank, ranks=(0,), probes=weights.probes)
         error: Exception | None = None
         if rank == 0:
             try:
@@ -186,7 +189,8 @@ class PublishShards:
         shards = weights.shards()
         rank, ranks = rank_and_world()
         opens = range(ranks) if rank == 0 else None
-        with synchronizer.publication(global_step, rank, ranks=opens) as part:
+        probes = weights.probes if rank == 0 else None
+        with synchronizer.publication(global_step, rank, ranks=opens, probes=probes) as part:
             with _agreed(part):
                 # First: refused shards leave the version unopened, to be published in full.
                 local_shards = list(shards)
@@ -278,7 +282,9 @@ class PublishSnapshot:
         shards = weights.shards()
         began = time.monotonic()
         rank, ranks = rank_and_world()
-        part = synchronizer.publication(global_step, rank)
+        part = synchronizer.publication(
+            global_step, rank, probes=weights.probes if rank == 0 else None
+        )
         error: Exception | None = None
         local_shards: list[LocalShard] = []
         try:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 from msgspec import Struct
 
 from trinity_events.errors import TrinityError
-from trinity_schemas import PauseMode, Sampling, StepReady, StepRef
+from trinity_schemas import PauseMode, ProofStatus, Sampling, StepReady, StepRef
 
 from ..learning.lora_settings import LoraConfig
+from .proof import ProofOptions
 
 if TYPE_CHECKING:
     import torch
@@ -22,14 +23,6 @@ if TYPE_CHECKING:
 
 SAMPLING_SETTINGS = ("top_p", "top_k", "min_p", "repetition_penalty", "stop")
 """Settings of :class:`~trinity_schemas.Sampling` that an engine may lack."""
-
-
-ProofName = Literal["names", "served"]
-"""Check of a version before it is served.
-
-`names`: each tensor was given once, and loaded. `served`: what the engine computes with is compared
-with what was published.
-"""
 
 
 class RolloutEngineError(TrinityError):
@@ -221,6 +214,8 @@ class Generation(Struct, frozen=True, kw_only=True):
     """Stop string that ended it, which the last token completes; None for an end of sequence."""
     aborted: bool = False
     """True if a pause for a version cut it short: it is no answer, and is to be requested again."""
+    proof: ProofStatus = "unproven"
+    """Weakest status of the versions, as their installation proved them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,8 +237,8 @@ class EngineOptions:
     pause_mode: PauseMode = "wait"
     """Treatment of unfinished turns when a version is installed: `wait` for their end, `keep` them
     and their key-value caches, `retract` the caches and compute them again, or `abort` them."""
-    proof: ProofName = "served"
-    """Check that a version must pass before it is served: `names` alone, or `served` too."""
+    proof: ProofOptions = field(default_factory=ProofOptions)
+    """Checks that a version must pass before it is served."""
     sampling_settings: frozenset[str] = frozenset()
     """Settings of :data:`SAMPLING_SETTINGS` that requests of the run have."""
     serves: StepRef | None = None
@@ -315,6 +310,16 @@ class RolloutEngine(TurnGenerator, Protocol):
 
     async def prove(self) -> str:
         """Return a digest of the weights that it serves."""
+        ...
+
+    async def probe(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return the log-probability of each token but the first of each sequence.
+
+        They are those of a temperature of 1, in nats, by the served version. No sequence is longer
+        than the context, less one token.
+
+        Raises NotServing.
+        """
         ...
 
     async def close(self) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import groupby
 from typing import Any
@@ -26,8 +27,11 @@ from transformers import (
 
 from trinity_events import Synchronizer
 from trinity_events.diagnostics.waits import NO_REPORTS
+from trinity_events.errors import NotAsPublished
 from trinity_events.weights import model_digest
-from trinity_schemas import PauseMode, StepReady, StepRef
+from trinity_events.weights.applying.verify_model import InstallChecks
+from trinity_events.weights.tensors import dtype_name
+from trinity_schemas import PauseMode, Probes, StepReady, StepRef, WeightsProof
 
 from ..learning.adapters import adapter_tree, policy_loader
 from ..learning.policy import end_tokens
@@ -42,7 +46,10 @@ from .base import (
 )
 from .gate import Gate
 from .loading import applies_adapters, samples_with, updates_amid_turns
+from .proof import ProofOptions, ProofRecord
 from .turns import OpenTurn, StopFinder, make_sampler, turn_limit
+
+NAME = "huggingface"
 
 
 class HuggingFaceOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,6 +74,7 @@ class HuggingFaceEngine:
         max_batch: Maximum number of turns that are generated at a time.
         serves: Version of the model's weights; None if they are not to be served.
         pause_mode: Treatment of unfinished turns when a version is installed.
+        proof: Checks of a version before it is served.
     """
 
     def __init__(
@@ -79,6 +87,7 @@ class HuggingFaceEngine:
         max_batch: int = 256,
         serves: StepRef | None = None,
         pause_mode: PauseMode = "wait",
+        proof: ProofOptions = ProofOptions(),  # noqa: B008  # frozen
     ) -> None:
         self.serves = serves
         self.deterministic = deterministic
@@ -102,6 +111,9 @@ class HuggingFaceEngine:
         """Requests of calls that have not returned."""
         self._aborted = 0
         """Turns that versions cut short."""
+        self._proof = proof
+        self._proofs = ProofRecord()
+        self._turns_of_comparison = itertools.count()
 
     @classmethod
     @applies_adapters
@@ -129,6 +141,7 @@ class HuggingFaceEngine:
             max_batch=own.max_batch,
             serves=options.serves,
             pause_mode=options.pause_mode,
+            proof=options.proof,
         )
 
     @property
@@ -174,6 +187,10 @@ class HuggingFaceEngine:
         """Return the digest of the model's tensors by name."""
         return await anyio.to_thread.run_sync(self._prove)
 
+    async def probe(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return log-probabilities of sequences; see :class:`~.base.RolloutEngine`."""
+        return await anyio.to_thread.run_sync(self._probe, sequences)
+
     async def close(self) -> None:
         """Do nothing: the engine is in this process."""
 
@@ -190,13 +207,66 @@ class HuggingFaceEngine:
     def _install(self, ready: StepReady) -> None:
         if self._synchronizer is None:
             raise InstallRefused(ready.step, "synchronizer")
+        checks = _Checks(self, ready)
         if self.serves is None:
             with self._changing(ready):
-                self._synchronizer.load(self._versioned, ready, cast=True)
+                self._synchronizer.load(self._versioned, ready, cast=True, checks=checks)
         else:
             self._synchronizer.apply(
-                self._versioned, ready, cast=True, install_context=lambda: self._changing(ready)
+                self._versioned,
+                ready,
+                cast=True,
+                install_context=lambda: self._changing(ready),
+                checks=checks,
             )
+
+    def select_compared(self, names: Collection[str]) -> Collection[str]:
+        """Return the names of the tensors to compare with the next version."""
+        return self._proof.select(names, next(self._turns_of_comparison))
+
+    def finish_proof(
+        self, ready: StepReady, probes: Probes | None, proof: WeightsProof
+    ) -> WeightsProof:
+        """Return the proof of the version that the model holds, after its probes.
+
+        Raises as :meth:`trinity_events.weights.applying.verify_model.InstallChecks.finish`.
+        """
+        step, dtype = ready.step, dtype_name(self._model.dtype)
+        if probes is not None and self._proof.runs_probes:
+            logprobs = self._compute_probes(probes, step)
+            proof = self._proof.check_probes(
+                proof, probes, logprobs, engine=NAME, step=step, dtype=dtype
+            )
+        proof = self._proof.require(proof, engine=NAME, step=step)
+        self._proofs.add(StepRef(ready.epoch, step), proof.status)
+        return proof
+
+    def _compute_probes(self, probes: Probes, step: int) -> list[list[float]]:
+        """Return log-probabilities of probes. Raises NotAsPublished if the model has no such."""
+        sequences, room = probes.sequences(), self.context_length
+        embeddings: Any = self._model.get_input_embeddings()
+        if max(map(max, sequences)) >= len(embeddings.weight) or (
+            room is not None and len(sequences[0]) > room
+        ):
+            raise NotAsPublished(
+                step=step, engine=NAME, fault="probes", detail="its probes do not fit the model"
+            )
+        return self._compute_logprobs(sequences)
+
+    def _probe(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        with self._gate.hold():
+            self._version()
+            return self._compute_logprobs(sequences)
+
+    @torch.no_grad()
+    def _compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        rows: list[list[float]] = []
+        for sequence in sequences:  # one by one: the logits of a large vocabulary take its memory
+            tokens = torch.tensor([list(sequence)], device=self._model.device)  # (1, tokens)
+            logits = self._model(input_ids=tokens, use_cache=False).logits[:, :-1]
+            logprobs = logits.float().log_softmax(-1)  # (1, tokens - 1, vocabulary)
+            rows.append(logprobs.gather(-1, tokens[:, 1:, None]).flatten().tolist())
+        return rows
 
     @contextmanager
     def _changing(self, ready: StepReady) -> Iterator[None]:
@@ -282,7 +352,7 @@ class HuggingFaceEngine:
             unfinished = [turn for turn in turns if not turn.is_over]
         for turn in unfinished:
             turn.aborted = True
-        return [turn.generation() for turn in turns]
+        return [turn.generation(self._proofs) for turn in turns]
 
     def _continue(self, turns: Sequence[OpenTurn], must_end: Callable[[], bool]) -> None:
         """Generate with one key-value cache, to the end of all turns or of the cache.
@@ -327,6 +397,29 @@ class HuggingFaceEngine:
         if self.serves is None:
             raise NotServing()
         return self.serves
+
+
+class _Checks(InstallChecks):
+    """Checks of the engine's model that a version has filled.
+
+    Args:
+        engine: The engine.
+        ready: Announcement of the version.
+    """
+
+    compares_chunks = True
+
+    def __init__(self, engine: HuggingFaceEngine, ready: StepReady) -> None:
+        self._engine = engine
+        self._ready = ready
+
+    def select(self, names: Collection[str]) -> Collection[str]:
+        """Return the names of the tensors to compare."""
+        return self._engine.select_compared(names)
+
+    def finish(self, probes: Probes | None, proof: WeightsProof) -> WeightsProof:
+        """Return the proof after the probes."""
+        return self._engine.finish_proof(self._ready, probes, proof)
 
 
 class _TokenSampler(LogitsProcessor):

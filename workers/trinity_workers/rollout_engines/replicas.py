@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ..runtime.collectives import gather_bytes, raise_together
 from .base import Generation, GenerationRequest
+from .proof import ProofRecord
 from .turns import OpenTurn, turn_limit
 
 
@@ -29,6 +30,7 @@ def generate_shared(
     replica: Replica,
     room: int | None,
     generate: Callable[[Sequence[OpenTurn]], None],
+    proofs: ProofRecord | None = None,
 ) -> list[Generation]:
     """Generate one turn for each request of this rank, in order. Collective.
 
@@ -39,6 +41,7 @@ def generate_shared(
         replica: Replica of this rank.
         room: Maximum number of tokens of an episode.
         generate: Generates turns on the ranks of one replica, which get the same ones.
+        proofs: Statuses of the versions that are served; without any they are unproven.
 
     Raises:
         RolloutEngineError: on all ranks, if a request of one leaves no room for a token.
@@ -65,7 +68,7 @@ def generate_shared(
     except Exception as caught:
         error = caught
     raise_together(error, group)
-    generations = [turn.generation() for turn in share] if replica.is_first else []
+    generations = [turn.generation(proofs) for turn in share] if replica.is_first else []
     answers: dict[bytes, Generation] = {}
     for payload in gather_bytes(msgspec.msgpack.encode((replica.number, generations)), group):
         number, theirs = msgspec.msgpack.decode(payload, type=tuple[int, list[Generation]])

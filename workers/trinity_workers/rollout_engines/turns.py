@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from trinity_schemas import StepRef
 
 from .base import Generation, GenerationRequest, PromptRefused
+from .proof import ProofRecord
 from .sampling import NoisySampler, turn_key
 
 if TYPE_CHECKING:
@@ -62,8 +63,8 @@ class OpenTurn:
         self.logprobs += logprobs[:length]
         self.versions += versions[:length]
 
-    def generation(self) -> Generation:
-        """Return what was generated so far."""
+    def generation(self, proofs: ProofRecord | None = None) -> Generation:
+        """Return what was generated so far, with the status of its versions."""
         return Generation(
             tokens=self.tokens,
             logprobs=self.logprobs,
@@ -71,6 +72,7 @@ class OpenTurn:
             finished=self.finished,
             stop=self.stop,
             aborted=self.aborted,
+            proof=(proofs or ProofRecord()).get_weakest(self.versions),
         )
 
 

@@ -20,7 +20,14 @@ from msgspec.structs import replace
 from trinity_events.errors import TrinityError
 from trinity_events.rollouts import ABORTED, Claim, RolloutClient
 from trinity_events.system.error_text import first_error
-from trinity_schemas import Experience, RewardErrorReported, RolloutRequest, StepRef, Turn
+from trinity_schemas import (
+    Experience,
+    ProofStatus,
+    RewardErrorReported,
+    RolloutRequest,
+    StepRef,
+    Turn,
+)
 from trinity_schemas.rollouts import LONGEST_REWARD_ERROR
 
 from ..learning.policy import encode_prompt
@@ -35,6 +42,7 @@ from ..rollout_engines.base import (
     GenerationRequest,
     TurnGenerator,
 )
+from ..rollout_engines.proof import find_weakest
 from ..tasks.base import Answer, Message, Question, Task
 
 if TYPE_CHECKING:
@@ -142,6 +150,8 @@ class _Episode:
     finished: bool = True
     over: bool = False
     text: str = ""
+    proofs: list[ProofStatus] = field(default_factory=list)
+    """Status of each turn of the policy."""
 
     @property
     def tokens(self) -> list[int]:
@@ -286,6 +296,7 @@ class Episodes:
                 versions=generation.versions,
             )
         )
+        episode.proofs.append(generation.proof)
         episode.text = self._get_text(generation)
         episode.messages.append({"role": "assistant", "content": episode.text})
         episode.finished = generation.finished
@@ -452,6 +463,7 @@ class Episodes:
             reward_parts=rewarded.parts,
             finished=episode.finished,
             question_set=episode.question.set,
+            proof=find_weakest(episode.proofs),
         )
 
 

@@ -142,7 +142,7 @@ RULES: tuple[Rule, ...] = (
     ),
     OnlyWhen(
         "explorer.count explorer.dtype explorer.cpus explorer.gpus explorer.device "
-        "explorer.wait_for_run",
+        "explorer.min_proof explorer.proof_layers explorer.probe_tolerance explorer.wait_for_run",
         is_any("trainer.colocated", False),
         "with {trainer.colocated} the trainer's ranks answer",
     ),

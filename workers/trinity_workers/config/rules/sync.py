@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from ...rules import Computed, Contradictions, OnlyWhen, Requires, Rule, Values, is_any
+from ...rules import (
+    Computed,
+    Contradictions,
+    OnlyWhen,
+    Requires,
+    Rule,
+    SettingCondition,
+    Values,
+    is_any,
+    is_positive,
+    is_set,
+)
 from ..sync_schedule import least_bound, names_exact_version
 
 _FIXED = is_any("sync.style", "fixed")
 _MEMORY = is_any("sync.method", "memory")
+_PROBES = is_any("explorer.proof", "probes", "all")
 
 
 def _find_small_bound(values: Values) -> Contradictions:
@@ -51,11 +63,63 @@ RULES: tuple[Rule, ...] = (
         _MEMORY,
         "with {=sync.method} rank 0 sends full tensors, and none of them through memory",
     ),
+    OnlyWhen(
+        "sync.probes",
+        ~is_any("sync.method", "checkpoint") & is_any("trainer.colocated", False),
+        "probes are sealed with the manifest of a published version, which files lack, as do "
+        "ranks that answer themselves",
+    ),
     Requires(
-        is_any("explorer.proof", "served") & ~is_any("explorer.engine", "vllm", "vllm-server"),
-        _MEMORY,
-        "{explorer.proof} served compares with digests of single tensors, which versions in memory "
-        "have alone",
+        _PROBES,
+        is_any("trainer.colocated", False),
+        "{explorer.proof} compares probes, which no ranks seal that answer themselves",
+    ),
+    Requires(
+        _PROBES,
+        ~is_any("explorer.engine", "vllm-server"),
+        "a vLLM server is asked for no probes: its workers are looked into",
+        "set {explorer.proof} served",
+    ),
+    Requires(
+        _PROBES,
+        ~is_any("sync.method", "checkpoint"),
+        "{explorer.proof} compares probes, which versions that are files lack",
+    ),
+    Requires(
+        _PROBES | is_set("sync.probes"),
+        ~is_positive("model.lora.rank"),
+        "probes are of whole weights, and {model.lora.rank} trains adapters",
+    ),
+    Requires(
+        _PROBES | is_set("sync.probes"),
+        ~is_any("trainer.engine", "verl"),
+        "the ranks of {trainer.engine} verl compute no probes",
+    ),
+    Requires(
+        _PROBES,
+        SettingCondition(
+            ("sync.probes",),
+            lambda values: values["sync.probes"] != 0,
+            "{sync.probes} is above 0",
+            "leave {sync.probes} out",
+        ),
+        "{explorer.proof} compares probes, and the trainer seals none",
+    ),
+    OnlyWhen(
+        "explorer.proof_layers",
+        ~is_any("explorer.proof", "names", "probes"),
+        "{=explorer.proof} compares no layers",
+    ),
+    OnlyWhen(
+        "explorer.probe_tolerance",
+        _PROBES,
+        "without {explorer.proof} probes or all, none are compared",
+    ),
+    Requires(
+        is_any("explorer.proof", "served", "all")
+        & ~is_any("explorer.engine", "vllm", "vllm-server"),
+        ~is_any("sync.method", "checkpoint"),
+        "{=explorer.proof} compares with digests of tensors or chunks, which files lack",
     ),
     Requires(
         is_any("model.dtype", "bfloat16"),

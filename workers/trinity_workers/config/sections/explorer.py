@@ -7,7 +7,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from ...rollout_engines.base import ProofName
+from trinity_schemas import ProofStatus
+
+from ...rollout_engines.proof import ProofName
 from ...section import Section
 from ..types import Cpus, DtypeName, Gpus, Positive
 
@@ -27,10 +29,21 @@ class ExplorerConfig(Section, frozen=True, kw_only=True):
     engine_options: dict[str, Any] = msgspec.field(default_factory=dict)
     """Options that are given to the rollout engine by name."""
     proof: ProofName | None = None
-    """Check that a version must pass before an explorer serves it. names: each tensor came once and
-    was loaded. served: what the engine computes with is compared with what was published, too; for
-    `huggingface` that takes a digest of each tensor, which lengthens publishing. Null is served for
-    `vllm` and `vllm-server`, and names for others."""
+    """Checks that a version must pass before an explorer serves it (docs/proof.md). names: each
+    tensor came once and was loaded. served: what the engine computes with is compared with what was
+    published, too. probes: log-probabilities of fixed sequences are compared with the trainer's,
+    too. all: all three. Null is served; with sync.method checkpoint it is names for other engines
+    than vllm and vllm-server."""
+    min_proof: ProofStatus | None = None
+    """Weakest proof of a version that is served: proven, partly or unproven. Null is the strongest
+    that the chosen checks can give: proven with served and all, partly with probes and where
+    proof_layers compares some layers alone, unproven with names."""
+    proof_layers: Positive | None = None
+    """Number of layers that are compared with each version, in turn, where comparing all of them
+    takes too long. Null compares all."""
+    probe_tolerance: Annotated[float, Meta(gt=0)] | None = None
+    """Nats by which the log-probability of a probe may differ from the trainer's; in the mean, a
+    tenth of it. Null is by the coarser data type of both: 1e-4 in float32, 0.25 in bfloat16."""
     dtype: DtypeName | None = None
     """Data type in which explorers serve the policy. Null is `model.dtype`."""
     deterministic: bool = False

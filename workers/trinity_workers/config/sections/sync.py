@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from trinity_schemas import MemoryTransport, RunTransport
+from trinity_schemas.proof import MAX_PROBES
 
 from ...section import Section
 from ..types import DtypeName, NotNegative, Positive, Seconds
@@ -16,6 +19,8 @@ PublishedForm = Literal["shards", "snapshot", "full"]
 PublishName = Literal["auto", PublishedForm]
 SyncStyle = Literal["fixed", "trainer_driven", "explorer_driven", "fully_async"]
 WhenStale = Literal["drop", "wait", "pace"]
+DEFAULT_PROBES = 4
+"""Probes of a version where explorers compare them: more see little more (docs/proof.md)."""
 
 
 class SyncConfig(Section, frozen=True, kw_only=True):
@@ -56,6 +61,10 @@ class SyncConfig(Section, frozen=True, kw_only=True):
     full_every: Positive = 1
     """Weight versions from one published in full to the next; versions between them are deltas
     where these are smaller. 1 publishes all in full."""
+    probes: Annotated[int, Meta(ge=0, le=MAX_PROBES)] | None = None
+    """Token sequences whose log-probabilities the trainer's ranks compute of each version, and seal
+    with it. Null is 4 where `explorer.proof` compares them, and else 0: each version takes a
+    forward pass more, and where an engine can be looked into, explorer.proof served sees more."""
     timeout: Seconds = 300.0
     """Maximum seconds of each wait for weights, experiences or a save, and for a server that is
     away."""

@@ -24,12 +24,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trinity_events.errors import NotAsPublished
+from trinity_events.weights.applying.verify_model import make_proof
 from trinity_events.weights.tensors import as_bytes, digest
 from trinity_schemas import StepRef
 
 from ...engines.random_states import random_states, set_random_states
 from ...runtime.collectives import raise_together, rank_and_world
 from ..base import EngineOptions, Generation, GenerationRequest, NotServing
+from ..proof import ProofRecord
 from ..replicas import Replica, generate_shared
 from ..sampling import turn_key
 from ..turns import OpenTurn, StopFinder
@@ -82,7 +84,8 @@ class ColocatedVLLM:
             world // tensor_parallel,
             is_first=rank % tensor_parallel == 0,
         )
-        self._looks_inside = options.proof == "served" and tensor_parallel == 1
+        self._looks_inside = options.proof.compares_tensors and tensor_parallel == 1
+        self._proofs = ProofRecord()
         self._tokenizer = load_tokenizer(options.model_folder)
         self._end_tokens = read_end_tokens(options.model_folder, self._tokenizer)
         self._loads = 0
@@ -115,7 +118,9 @@ class ColocatedVLLM:
 
         Raises as :func:`~..replicas.generate_shared`.
         """
-        return generate_shared(requests, self._replica, self.context_length, self._generate)
+        return generate_shared(
+            requests, self._replica, self.context_length, self._generate, self._proofs
+        )
 
     # --- weights ---------------------------------------------------------------------------
 
@@ -170,13 +175,14 @@ class ColocatedVLLM:
         model = self._worker.get_model()
         twice = [name for name, count in given.items() if count > 1]
         unloaded = find_unloaded(model, loaded)
-        differing = [
-            served.name
-            for served in (served_tensors(model, digests) if self._looks_inside else ())
-            if served.tensor is not None
-            and served.name in digests
-            and _digest_values(served.tensor) != digests[served.name]
-        ]
+        differing, compared, unproven = [], set(), set()
+        for served in served_tensors(model, digests) if self._looks_inside else ():
+            if served.tensor is None or served.name not in digests:
+                unproven.add(served.name)
+            elif _digest_values(served.tensor) != digests[served.name]:
+                differing.append(served.name)
+            else:
+                compared.add(served.name)
         faults: dict[Literal["not given", "not loaded", "not served"], list[str]] = {
             "not given": twice,
             "not loaded": unloaded,
@@ -187,6 +193,8 @@ class ColocatedVLLM:
                 raise NotAsPublished(
                     step=version.step, engine=NAME, fault=fault, tensors=tuple(sorted(names))
                 )
+        unproven |= given.keys() - compared
+        self._proofs.add(version, make_proof(len(compared - unproven), sorted(unproven), 0).status)
 
     # --- generation ------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
 """Rollout engine of vLLM: an asynchronous engine whose workers pull versions themselves.
 
 1. A request begins while a version is served, and never while one is being loaded.
-2. A version is fetched and verified next to generation. Between the stop and the verdict nothing is
-   generated: no token is sampled by a version that a check has not passed.
+2. A version is fetched and verified next to generation. No token leaves that was sampled by a
+   version before its verdict. Until the tensors have passed nothing is generated. Probes need the
+   scheduler, which then goes on with the turns that it held: their ends wait for the verdict.
 3. A version that fails a check has changed the model: the engine is out of service until another
    one is whole, and the turns that it stopped raise NotServing. One that fails before leaves the
    earlier version served.
@@ -38,6 +39,7 @@ from trinity_events.errors import (
     CorruptVersion,
     IncompatibleWeights,
     NotAsPublished,
+    ProofTooWeak,
     TrinityError,
     VersionUnavailable,
 )
@@ -46,7 +48,14 @@ from trinity_events.weights.applying.verify_model import make_proof
 from trinity_events.weights.pauses import Pause
 from trinity_events.weights.tensors import digest
 from trinity_events.weights.version_reader import LoadedVersion
-from trinity_schemas import AppliedPhases, Sampling, StepReady, StepRef, WeightsProof
+from trinity_schemas import (
+    AppliedPhases,
+    Probes,
+    Sampling,
+    StepReady,
+    StepRef,
+    WeightsProof,
+)
 
 from ...learning.policy import load_tokenizer
 from ..base import (
@@ -58,6 +67,7 @@ from ..base import (
     RolloutEngineError,
 )
 from ..loading import applies_adapters, samples_with, updates_amid_turns
+from ..proof import ProofRecord
 from ..sampling import turn_key
 from ..turns import OpenTurn, StopFinder, Stopped, turn_limit
 from .core_watch import CoreWatch
@@ -65,6 +75,7 @@ from .options import (
     VLLMUnusable,
     build_engine_args,
     build_gpu_args,
+    build_probe_params,
     build_sampling_params,
     gpus_of,
     prepare_environment,
@@ -86,6 +97,7 @@ if TYPE_CHECKING:
 NAME = "vLLM"
 _BASE_LABEL = "default"
 """Label that vLLM gives the weights of the folder; also that of a core which started again."""
+_REFUSED_AMID_TURN = "the version that was installed amid the turn is not what was published"
 _SEED_BITS = 2**62 - 1
 _LARGEST_OUTCOME = 1 << 16
 _SECONDS_TO_END = 10.0
@@ -143,10 +155,18 @@ class VLLMEngine:
         self._engine = engine
         self._synchronizer = options.synchronizer
         self._base = options.serves
-        self._looks_inside = options.proof == "served"
         lora = options.lora
         self._adapter_scale = lora.scaled_alpha / lora.rank if lora.rank else None
         self._tokenizer = tokenizer
+        self._dtype = options.dtype
+        self._proof = options.proof
+        self._proofs = ProofRecord()
+        self._comparisons = itertools.count()
+        self._proving: _Verdict | None = None
+        """Version whose probes are computed."""
+        self._refused: set[StepRef] = set()
+        """Versions whose probes did not agree; vLLM's label may name them until the next one."""
+        self._resumed = anyio.Event()
         self._end_tokens = end_tokens
         self._limits = limits
         self._core = core
@@ -314,15 +334,14 @@ class VLLMEngine:
             self._aborted += 1
             return Generation(tokens=[], logprobs=[], versions=[], finished=False, aborted=True)
         if is_aborted:
-            raise NotServing(
-                "the version that was installed amid the turn is not what was published"
-            )
+            raise NotServing(_REFUSED_AMID_TURN)
         tokens = completion.token_ids
         chosen = zip(completion.logprobs, tokens, strict=True)
         versions: list[StepRef] = []
         for span in completion.weight_versions or ():
             if span.end > span.start:
                 versions += [self._version_of_label(span.version)] * (span.end - span.start)
+        await self._wait_for_verdict(versions)
         turn.extend(
             tokens,
             [logprobs[token].logprob for logprobs, token in chosen],
@@ -330,7 +349,7 @@ class VLLMEngine:
             self._end_tokens,
             stopped,
         )
-        return turn.generation()
+        return turn.generation(self._proofs)
 
     async def _complete(
         self, prompt: dict[str, Any], params: Any, name: str, turn: OpenTurn
@@ -359,6 +378,14 @@ class VLLMEngine:
         """Return the label that vLLM gives each token of a version."""
         return f"{version.epoch}/{version.step}"
 
+    async def _wait_for_verdict(self, versions: Sequence[StepRef]) -> None:
+        """Return once no probes of these versions are computed. Raises NotServing."""
+        verdict = self._proving
+        if verdict is not None and verdict.version in versions:
+            await verdict.given.wait()
+        if not self._refused.isdisjoint(versions):
+            raise NotServing(_REFUSED_AMID_TURN)
+
     def _version_of_label(self, label: str) -> StepRef:
         """Return the version that vLLM names: never the one that is believed to be served."""
         if label != _BASE_LABEL:
@@ -377,7 +404,7 @@ class VLLMEngine:
         loop = asyncio.get_running_loop()
         if self._lease is not None:
             self._lease.cancel()
-        self._paused_until = time.monotonic() + lease
+        self._paused_until, self._resumed = time.monotonic() + lease, anyio.Event()
         self._lease = loop.call_later(lease, lambda: loop.create_task(self.resume()))
 
     async def resume(self) -> None:
@@ -386,6 +413,7 @@ class VLLMEngine:
             self._lease.cancel()
             self._lease = None
         self._paused_until = 0.0
+        self._resumed.set()
         # An update ends by itself: resumed amid it, vLLM would generate with half of a version.
         # After one that broke there is nothing to generate with before the next.
         if not self._is_updating and self.serves is not None:
@@ -402,6 +430,7 @@ class VLLMEngine:
 
         Raises:
             NotAsPublished: vLLM does not compute with it as it was published.
+            ProofTooWeak: Its checks prove less of it than is asked for.
             EngineEnded: vLLM's core has ended.
         """
         if self._synchronizer is None:
@@ -413,14 +442,13 @@ class VLLMEngine:
             fetch = time.monotonic() - began
             async with self._new_turns_held(ready) as paused:
                 pause_began = time.monotonic()
-                reports = await self._update_within_deadline(ready, paused)
+                reports, proof = await self._update_within_deadline(ready, paused)
                 pause = time.monotonic() - pause_began
         installed = LoadedVersion(
             StepRef(ready.epoch, ready.step), reports[0].digest, reports[0].bytes
         )
         verified_at = max(outcome.verified_at for outcome in fetched)
         phases = AppliedPhases(fetch=fetch, pause=pause)
-        proof = _join_proofs(reports, looked_inside=self._looks_inside)
         await anyio.to_thread.run_sync(
             self._synchronizer.applied, installed, verified_at, phases, proof
         )
@@ -445,7 +473,9 @@ class VLLMEngine:
                 self._installed.set()
                 self._installed = None
 
-    async def _update_within_deadline(self, ready: StepReady, pause: Pause) -> list[LoadReport]:
+    async def _update_within_deadline(
+        self, ready: StepReady, pause: Pause
+    ) -> tuple[list[LoadReport], WeightsProof]:
         """Update, or end vLLM's processes at the deadline. Raises as :meth:`install`."""
         assert self._synchronizer is not None
         deadline = self._synchronizer.settings.deadline
@@ -514,7 +544,9 @@ class VLLMEngine:
                 outcomes[outcome.worker] = outcome
         return list(outcomes.values())
 
-    async def _update(self, ready: StepReady, pause: Pause) -> list[LoadReport]:
+    async def _update(
+        self, ready: StepReady, pause: Pause
+    ) -> tuple[list[LoadReport], WeightsProof]:
         """Stop, load a fetched version, look into it, and serve it. Raises as :meth:`install`."""
         version = StepRef(ready.epoch, ready.step)
         aborted = self._aborted
@@ -529,25 +561,97 @@ class VLLMEngine:
                 pause.aborted = self._aborted - aborted
             reports = await self._load(ready)
             _check_reports(reports, version)
-            # The label comes last: no token has it before the checks have passed.
-            await self._engine.finish_weight_update(self._label(version))
+            proof = _join_proofs(reports, compared=self._proof.compares_tensors)
+            probes = next((each.probes for each in reports if each.probes is not None), None)
+            if probes is None or not self._proof.runs_probes:
+                proof = self._proof.require(proof, engine=NAME, step=version.step)
+                # The label comes last: no token has it before the checks have passed.
+                await self._engine.finish_weight_update(self._label(version))
+            else:
+                # Turns that the scheduler goes on with next to the probes need the label.
+                await self._engine.finish_weight_update(self._label(version))
+                proof = await self._check_probes(version, probes, proof)
+            self._proofs.add(version, proof.status)
             self.serves = version
         except Exception as error:
+            self._refused.add(version)
             await self._give_up_turns()
-            if isinstance(error, NotAsPublished):
+            if isinstance(error, NotAsPublished | ProofTooWeak):
                 assert self._synchronizer is not None
                 await anyio.to_thread.run_sync(self._synchronizer.report_refusal, ready, error)
             if isinstance(error, TrinityError):
                 raise
             raise VLLMUnusable("install", _one_line(error), ready.step) from error
+        finally:
+            if self._proving is not None:
+                self._proving.given.set()
+                self._proving = None
+        self._refused.discard(version)
         # Before the look at the pause: one that ends later resumes by itself.
         self._is_updating = False
         if time.monotonic() >= self._paused_until:
             await self._engine.resume_generation()
-        return reports
+        return reports, proof
+
+    async def _check_probes(
+        self, version: StepRef, probes: Probes, proof: WeightsProof
+    ) -> WeightsProof:
+        """Compute probes by the scheduler, and return the proof with their result.
+
+        Raises NotAsPublished, and ProofTooWeak.
+        """
+        self._check_fit(version, probes.sequences())
+        self._proving = _Verdict(version, anyio.Event())
+        with anyio.move_on_after(max(0.0, self._paused_until - time.monotonic())):
+            await self._resumed.wait()
+        await self._engine.resume_generation()
+        logprobs = await self._compute_logprobs(version, probes.sequences())
+        proof = self._proof.check_probes(
+            proof, probes, logprobs, engine=NAME, step=version.step, dtype=self._dtype
+        )
+        return self._proof.require(proof, engine=NAME, step=version.step)
+
+    def _check_fit(self, version: StepRef, sequences: Sequence[list[int]]) -> None:
+        """Raise NotAsPublished unless vLLM can compute probes.
+
+        A sequence as long as its context leaves no room for the token that it samples.
+        """
+        vocabulary, room = self._engine.model_config.get_vocab_size(), self.context_length
+        if max(map(max, sequences)) >= vocabulary or (room or 0) <= len(sequences[0]):
+            detail = "its probes do not fit the model"
+            raise NotAsPublished(step=version.step, engine=NAME, fault="probes", detail=detail)
+
+    async def _compute_logprobs(
+        self, version: StepRef, sequences: Sequence[Sequence[int]]
+    ) -> list[list[float]]:
+        """Return the log-probability of each token but the first of its sequence."""
+        logprobs: dict[int, list[float]] = {}
+
+        async def compute(place: int) -> None:
+            tokens = list(sequences[place])
+            prompt = {"prompt_token_ids": tokens, "cache_salt": self._label(version)}
+            name = f"probe-{place}-{next(self._numbers)}"
+            outputs = [
+                output async for output in self._engine.generate(prompt, build_probe_params(), name)
+            ]
+            rows = outputs[-1].prompt_logprobs
+            logprobs[place] = [
+                float(row[token].logprob) for row, token in zip(rows[1:], tokens[1:], strict=True)
+            ]
+
+        with ungrouped():
+            async with anyio.create_task_group() as tasks:
+                for place in range(len(sequences)):
+                    tasks.start_soon(compute, place)
+        return [logprobs[place] for place in range(len(sequences))]
 
     async def _load(self, ready: StepReady) -> list[LoadReport]:
-        update_info = {"ready": msgspec.json.encode(ready).decode(), "served": self._looks_inside}
+        update_info = {
+            "ready": msgspec.json.encode(ready).decode(),
+            "served": self._proof.compares_tensors,
+            "layers": self._proof.layers,
+            "turn": next(self._comparisons),
+        }
         await self._engine.collective_rpc("start_weight_update")
         await self._engine.collective_rpc("update_weights", kwargs={"update_info": update_info})
         reports = await self._engine.collective_rpc("trinity_report")
@@ -565,6 +669,13 @@ class VLLMEngine:
             await self._prepare()
             workers = await self._engine.collective_rpc("trinity_digests")
         return digest(msgspec.json.encode([sorted(digests.items()) for digests in workers]))
+
+    async def probe(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return log-probabilities of sequences; see :class:`~..base.RolloutEngine`."""
+        async with self._core.alive():
+            version = await self._served_version()
+            with self._counted():
+                return await self._compute_logprobs(version, sequences)
 
 
 def _read_limits(engine: Any) -> EngineLimits:
@@ -598,14 +709,21 @@ def _check_reports(reports: Sequence[LoadReport], version: StepRef) -> None:
             raise _not_as_published(version, "not served", report.differing)
 
 
-def _join_proofs(reports: Sequence[LoadReport], *, looked_inside: bool) -> WeightsProof:
+class _Verdict(NamedTuple):
+    """Version that turns go on with before its probes are compared."""
+
+    version: StepRef
+    given: anyio.Event
+
+
+def _join_proofs(reports: Sequence[LoadReport], *, compared: bool) -> WeightsProof:
     """Return one proof of all workers: each has compared its slices."""
-    if not looked_inside:
+    if not compared:
         return WeightsProof(status="unproven", checks=("names",))
     unproven = {name for report in reports for name in report.unproven}
-    compared = {name for report in reports for name in report.compared} - unproven
+    proven = {name for report in reports for name in report.compared} - unproven
     seconds = max(report.proof_seconds for report in reports)
-    return make_proof(len(compared), sorted(unproven), seconds)
+    return make_proof(len(proven), sorted(unproven), seconds)
 
 
 def _not_as_published(version: StepRef, fault: Any, tensors: Sequence[str]) -> NotAsPublished:

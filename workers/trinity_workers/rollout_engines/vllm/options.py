@@ -237,6 +237,20 @@ def get_sampling_arguments(
     }
 
 
+def build_probe_params() -> Any:
+    """Return vLLM's parameters of a probe: log-probabilities of the prompt, and one token."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        prompt_logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
 def read_end_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the tokens that end an answer, without the model."""
     from transformers import AutoConfig, GenerationConfig

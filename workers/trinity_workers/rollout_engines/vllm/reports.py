@@ -13,7 +13,7 @@ from trinity_events.errors import (
     TrinityError,
     VersionUnavailable,
 )
-from trinity_schemas import StepRef
+from trinity_schemas import Probes, StepRef
 
 
 class WorkerLacksVersion(VersionUnavailable):
@@ -98,6 +98,8 @@ class LoadReport(Struct, kw_only=True):
     """Tensors that were not compared."""
     compared: list[str] = msgspec.field(default_factory=list)
     proof_seconds: float = 0.0
+    probes: Probes | None = None
+    """Probes of the version."""
     failure: WorkerFailure | None = None
 
 

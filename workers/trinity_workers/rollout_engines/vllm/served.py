@@ -54,15 +54,18 @@ class Comparison:
     """Tensors of the model and of the version that were not compared."""
 
 
-def compare_served(model: nn.Module, published: PublishedWeights) -> Comparison:
+def compare_served(
+    model: nn.Module, published: PublishedWeights, names: Collection[str] | None = None
+) -> Comparison:
     """Compare the weights that a model computes with to those of a version.
 
     Args:
         model: The model of this worker, after a load.
         published: Tensors that it is to compute with.
+        names: Tensors to compare; None compares all.
     """
     comparison = Comparison()
-    for served in served_tensors(model, published.names):
+    for served in served_tensors(model, published.names, names):
         if served.tensor is None or served.name not in published.names:
             comparison.unproven.append(served.name)
         elif _is_as_published(served, published):
@@ -98,12 +101,17 @@ def _is_as_published(served: ServedTensor, published: PublishedWeights) -> bool:
 
 
 @torch.no_grad()
-def served_tensors(model: nn.Module, published: Collection[str]) -> Iterator[ServedTensor]:
+def served_tensors(
+    model: nn.Module,
+    published: Collection[str],
+    names: Collection[str] | None = None,
+) -> Iterator[ServedTensor]:
     """Yield what a model computes with, under the names of the version.
 
     Args:
         model: The model of this worker.
         published: Names of the version, by which a tied output layer is found.
+        names: Tensors to read, without those of other layers; None reads all.
     """
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import (
@@ -111,17 +119,26 @@ def served_tensors(model: nn.Module, published: Collection[str]) -> Iterator[Ser
         VocabParallelEmbedding,
     )
 
+    def is_chosen(name: str) -> bool:
+        # What is not in the version is reported with every version.
+        return names is None or name in names or name not in published
+
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     embedding = find_embedding(model)
     for path, layer in model.named_modules():
         if isinstance(layer, LinearBase):
-            yield from _linear(path, layer, _unpacked_names(path, packed))
+            parts = _unpacked_names(path, packed)
+            if any(is_chosen(f"{part}.weight") for part in parts):
+                yield from _linear(path, layer, parts)
         elif isinstance(layer, ParallelLMHead):
             name = f"{path}.weight"
             if name not in published and is_tied(model) and embedding is not None:
                 name = f"{embedding[0]}.weight"
-            yield _output_layer(name, layer)
+            if is_chosen(name):
+                yield _output_layer(name, layer)
         elif isinstance(layer, VocabParallelEmbedding):
+            if not is_chosen(f"{path}.weight"):
+                continue
             rows = layer.shard_indices
             own = layer.weight[: rows.num_org_elements]
             yield ServedTensor(f"{path}.weight", own, (rows.org_vocab_start_index, 0))
@@ -130,7 +147,8 @@ def served_tensors(model: nn.Module, published: Collection[str]) -> Iterator[Ser
         else:
             lies = _is_used_as_it_lies(layer)
             for name, parameter in layer.named_parameters(recurse=False):
-                yield ServedTensor(f"{path}.{name}", parameter.detach() if lies else None)
+                if is_chosen(f"{path}.{name}"):
+                    yield ServedTensor(f"{path}.{name}", parameter.detach() if lies else None)
 
 
 def find_embedding(model: nn.Module) -> tuple[str, Any] | None:

@@ -17,6 +17,7 @@ import ipaddress
 import logging
 import os
 import secrets
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
@@ -76,14 +77,15 @@ class VLLMServerUnusable(RolloutEngineError):
         url: URL of the server.
         fault: ``url`` if it is none of HTTP, ``remote`` beyond loopback, ``rank`` if the explorer
             has none, ``key`` without the variable, ``plugin`` if its workers do not have ours,
-            ``setting`` if it was started with another value, ``driven`` by another explorer.
+            ``setting`` if it was started with another value, ``driven`` by another explorer,
+            ``probes`` if it is asked for any.
         setting: Setting of the server, or variable.
         value: Value of the setting.
         needed: Value that the run needs.
     """
 
     url: str
-    fault: Literal["url", "remote", "rank", "key", "plugin", "setting", "driven"]
+    fault: Literal["url", "remote", "rank", "key", "plugin", "setting", "driven", "probes"]
     setting: str = ""
     value: str = ""
     needed: str = ""
@@ -101,6 +103,8 @@ class VLLMServerUnusable(RolloutEngineError):
         "start it as docs/vllm.md describes",
         "driven": "the vLLM server at {url} is driven by another explorer: give each its own "
         "(explorer.engine_options.url)",
+        "probes": "the vLLM server at {url} is asked for no probes: its workers are looked into "
+        "(explorer.proof served)",
     }
 
 
@@ -182,6 +186,10 @@ class VLLMServerEngine(VLLMEngine):
         await self._client.close()
         self._outcomes.close()
         self._folder.cleanup()
+
+    async def probe(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Refuse: the server's workers are looked into. Raises VLLMServerUnusable."""
+        raise VLLMServerUnusable(self._client.url, "probes")
 
     def _lose(self) -> None:
         self.serves = None

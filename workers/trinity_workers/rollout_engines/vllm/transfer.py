@@ -33,6 +33,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from trinity_events import Synchronizer
 from trinity_events.weights import PulledVersion
+from trinity_events.weights.applying.verify_model import find_probes, select_layers
 from trinity_schemas import StepReady, StepRef
 
 from .published import MergedAdapters, PublishedWeights, VersionWeights
@@ -71,6 +72,10 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc] # vLLM has no 
     """Its announcement, as JSON."""
     served: bool
     """Look into the model afterwards."""
+    layers: int | None
+    """Number of layers that are looked into; None looks into all."""
+    turn: int
+    """Turn of these layers, counted from 0."""
 
 
 class PulledWeights(WeightTransferEngine):  # type: ignore[misc] # vLLM has no types here
@@ -149,7 +154,7 @@ class PulledWeights(WeightTransferEngine):  # type: ignore[misc] # vLLM has no t
         try:
             if fetch is None or fetch.ready != ready or fetch.version is None:
                 raise RuntimeError(f"step {ready.step} was not fetched")
-            self._load(fetch.version, served=update_info.served)
+            self._load(fetch.version, update_info)
         except Exception as error:
             logger.exception("step %d could not be loaded", ready.step)
             self.report.failure = WorkerFailure.of(error)
@@ -166,7 +171,7 @@ class PulledWeights(WeightTransferEngine):  # type: ignore[misc] # vLLM has no t
             self._synchronizer.close()
             self._synchronizer = None
 
-    def _load(self, version: PulledVersion, *, served: bool) -> None:
+    def _load(self, version: PulledVersion, info: UpdateInfo) -> None:
         if self.device.type == "cpu" and self.model_config.is_moe:
             # Measured: off by 1 nat after a load that answers well (tests/vllm/test_models.py).
             raise ExpertsNotUpdated()
@@ -177,9 +182,13 @@ class PulledWeights(WeightTransferEngine):  # type: ignore[misc] # vLLM has no t
         report.version, report.digest, report.bytes = version.ref, version.digest, version.bytes
         report.missing = sorted(name for name in published.names if given[name] != 1)
         report.unloaded = find_unloaded(self.model, loaded)
-        if served:
+        report.probes = find_probes(manifest for manifest, _ in version.parts)
+        if info.served:
             began = time.monotonic()
-            comparison = compare_served(self.model, published)
+            names = None
+            if info.layers is not None:
+                names = select_layers(published.names, info.layers, info.turn)
+            comparison = compare_served(self.model, published, names)
             report.differing = sorted(comparison.differing)
             report.unproven = sorted(comparison.unproven)
             report.compared = sorted(comparison.compared)

@@ -176,6 +176,14 @@ class TrainingStep(ABC):
         division = self._division(batch)
         return {name: self._pass(name, batch, division) for name in sorted(names)}
 
+    def policy_logprobs(self, batch: Batch) -> Tensor:
+        """Return log-probabilities [B, R] of the policy at a temperature of 1. Collective."""
+        sampled_at, self._temperature = self._temperature, 1.0
+        try:
+            return self._pass("proximal_logprobs", batch, self._division(batch))
+        finally:
+            self._temperature = sampled_at
+
     def scores(self, batch: Batch) -> Tensor:
         """Return the reward model's score of each row [B]. Collective."""
         division = self._division(batch)

@@ -16,7 +16,7 @@ from trinity_events.coordinator import PlannedSave
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_events.server import open_client
 from trinity_events.weights import ModelUpdateGroup
-from trinity_schemas import Experience, StepRef
+from trinity_schemas import Experience, Probes, StepRef
 
 from ...algorithms.collate import collate, padding_row
 from ...config.answer_limits import read_answer_limits
@@ -39,6 +39,7 @@ from ...runtime.garbage import exempt_loaded_objects
 from ...worker_group.dispatch import Dispatch
 from ...worker_group.registered import register
 from ..models.fsdp import make_step
+from ..probes import VersionProber
 from ..step.base import Models
 from . import ROLE
 from .profiling import StepProfiler
@@ -58,6 +59,7 @@ class TrainWorker(TrainingRank):
         super().__init__(config, rank, own_gpu=own_gpu)
         self._steps_taken = config.resumed_step or 0
         """Training steps taken."""
+        self._prober: VersionProber | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def setup(self, host: str, port: int) -> None:
@@ -246,7 +248,23 @@ class TrainWorker(TrainingRank):
             global_step,
             logger,
             strategy=self._strategy,
+            probes=self._compute_probes(),
         )
+
+    def _compute_probes(self) -> Probes | None:
+        """Return the probes of the weights of now, if the run seals any. Collective."""
+        if not self._config.probes:
+            return None
+        if self._prober is None:
+            limits = read_answer_limits(self._config)
+            self._prober = VersionProber(
+                self._config,
+                self._step,
+                self._device,
+                vocabulary_size=limits.vocabulary_size,
+                positions=limits.max_positions,
+            )
+        return self._prober.compute()
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def weight_sync_address(self) -> tuple[str, int]:
@@ -281,10 +299,15 @@ class TrainWorker(TrainingRank):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, settles=True)
     def sync_weight_nccl(self, global_step: int) -> None:
         """Send the weights through the collective group."""
-        fsdp_sync_weight_nccl(self._engine, self._model_update_group(global_step))
+        probes = self._compute_probes()
+        fsdp_sync_weight_nccl(self._engine, self._model_update_group(global_step, probes))
 
-    def _model_update_group(self, global_step: int) -> ModelUpdateGroup | None:
-        return self._synchronizer.model_update_group(global_step) if self._rank == 0 else None
+    def _model_update_group(
+        self, global_step: int, probes: Probes | None
+    ) -> ModelUpdateGroup | None:
+        if self._rank != 0:
+            return None
+        return self._synchronizer.model_update_group(global_step, probes)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def wait_on_save_thread(self) -> None:

@@ -128,11 +128,13 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
             global_step,
             logger,
             strategy=self._strategy,
+            probes=self._compute_probes(),
         )
 
     def sync_weight_nccl(self, global_step: int) -> None:
         """Send the weights through the collective group."""
-        megatron_sync_weight_nccl(self._engine, self._model_update_group(global_step))
+        probes = self._compute_probes()
+        megatron_sync_weight_nccl(self._engine, self._model_update_group(global_step, probes))
 
     def shutdown(self) -> None:
         """Wait for background saves, leave the process group, and forget the layout."""
