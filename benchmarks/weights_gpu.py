@@ -21,6 +21,7 @@ from trinity_events.weights import (
     SharedMemoryStore,
 )
 from trinity_events.weights.devices.staging_memory import StagingMemory
+from trinity_events.weights.publishing.part_writer import LastLayout
 
 from .environment import Stage
 from .measure import Findings, Noise, Row, say, taking_turns
@@ -129,6 +130,7 @@ class _Trainer:
             "shm": SharedMemoryStore(),
             "collective": collective,
         }
+        self._layouts = {name: LastLayout() for name in self._stores}
         self._published: dict[str, list[int]] = {name: [] for name in self._stores}
         self._steps = count(1)
         self._staging = StagingMemory()
@@ -153,7 +155,8 @@ class _Trainer:
         self._source[LAST][-1] = number
         torch.cuda.synchronize()
         began = time.perf_counter()
-        ready = published(self._stores[transport], PartRef(RUN, 1, step, 0), self._source.items())
+        part, layout = PartRef(RUN, 1, step, 0), self._layouts[transport]
+        ready = published(self._stores[transport], part, self._source, layout)
         applied = self._other.ask("apply", transport, ready)
         seconds = time.perf_counter() - began
         if applied != number:

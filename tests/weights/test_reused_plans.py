@@ -118,7 +118,7 @@ def test_a_layout_is_planned_once_on_both_ends(ends, plans):
         ends.apply(module, ends.publish(tensors))
         assert holds(module, tensors)
     assert plans.copies == 1
-    assert plans.layouts == (0 if ends.store.name == "cuda" else 1)
+    assert plans.layouts == 1
 
 
 @pytest.mark.parametrize("chunk_bytes", CHUNKS)

@@ -24,10 +24,12 @@ from tests.support.weight_versions import awkward, publish, ready
 from trinity_events import Synchronizer
 from trinity_events.errors import CorruptVersion, GpuUnusable, VersionNotStored
 from trinity_events.system.shared_memory import available
-from trinity_events.weights import CudaStore, PartWriter, load_version
+from trinity_events.weights import CudaStore, PartRef, PartWriter, load_version
 from trinity_events.weights.deltas.tracker import LastPublished
+from trinity_events.weights.devices.device_to_host import DeviceRuns
 from trinity_events.weights.devices.digests import digest_all
 from trinity_events.weights.errors import CorruptPart, PartClosed, TransportRefused
+from trinity_events.weights.publishing.part_writer import PartLayout
 from trinity_events.weights.transports import stores
 from trinity_events.weights.transports.cuda import CudaMemory, memory
 from trinity_events.weights.transports.cuda.block_pool import BlockSizes
@@ -413,3 +415,29 @@ async def test_a_model_is_published_and_installed_without_the_host(
     explorer.close()
     trainer.close()
     gc.collect()
+
+
+# --- many tensors at once ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["host", GPU])
+def test_tensors_that_are_written_at_once_have_the_bytes_of_each_by_itself(ours, run_id, place):
+    if place == "cuda":
+        ours = CudaStore()
+    device = "cpu" if place == "host" else place
+    small = [torch.arange(1.0 + number % 9, device=device) for number in range(500)]
+    large = torch.rand(1 << 19, device=device)
+    tensors = [*small[:300], large, *small[300:], large.bfloat16(), small[0].bool()]
+    layout = PartLayout([f"t{number}" for number in range(len(tensors))], tensors, None)
+    part = ours.begin(PartRef(run_id, 1, 1, 0), CHUNK)
+    for tensor, offset in zip(tensors, layout.offsets, strict=True):
+        part.write(tensor, offset)
+    apart = part.chunks(layout.ends[-1])
+    part.discard()
+    part = ours.begin(PartRef(run_id, 1, 2, 0), CHUNK)
+    part.write_all(tensors, layout.offsets, DeviceRuns(tensors, 4096))
+    at_once = part.chunks(layout.ends[-1])
+    part.discard()
+    assert at_once == apart
+    if place == "cuda":
+        ours.close()

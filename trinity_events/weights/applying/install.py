@@ -13,12 +13,12 @@ import torch
 from trinity_schemas import TensorEntry
 
 from ..compatibility import ModuleFingerprint, distinct, find_targets, find_ties
-from ..devices.host_to_device import copy_pairs
+from ..devices.host_to_device import DeviceCopies, copy_pairs
 from ..errors import ModelDiffers, UnassembledTensor, UnfillableTensor, UnfitTensor
 from ..part_bytes import PartBytes
 from ..reading.pull import Piece, PulledVersion, Selection, selected_slice, shares
 from ..slices import Shape
-from ..tensors import DTYPES, as_bytes, copy_all, copy_bytes, digest, is_plain
+from ..tensors import DTYPES, as_bytes, copy_all, copy_bytes, digest, is_plain, is_row_major
 from ..threads import in_threads
 from .copy_plan import PlannedSlice, plan_copies
 from .deltas import check_delta, overlay
@@ -57,6 +57,27 @@ class Fit(NamedTuple):
     """Sources of plain copies that are not the version's own memory, kept alive here."""
     deltas: list[tuple[torch.Tensor, memoryview]]
     """Target (or view) and delta, applied once everything is copied."""
+    on_devices: list[tuple[DeviceCopies, list[torch.Tensor], list[int]]]
+    """Plain copies into tensors of GPUs: their plan, targets, and addresses of the sources."""
+
+
+class DeviceTargets(NamedTuple):
+    """Copies of bytes of a part into whole tensors of GPUs."""
+
+    targets: list[torch.Tensor]
+    offsets: list[int]
+    """Offset of each in the part."""
+    sizes: list[int]
+
+
+class _KnownDeviceTargets(NamedTuple):
+    """Copies into tensors of GPUs, for later versions with their layout."""
+
+    plan: DeviceCopies
+    targets: list[int]
+    """Numbers of the targets in the module's memory."""
+    offsets: list[int]
+    sizes: list[int]
 
 
 class _FitPlan(NamedTuple):
@@ -66,6 +87,8 @@ class _FitPlan(NamedTuple):
     """Plain copies from each part, by their offsets in it."""
     changed: list[torch.Tensor]
     """Targets of plain copies."""
+    on_devices: list[DeviceTargets]
+    """Plain copies from each part into whole tensors of GPUs."""
     others: list[list[PlannedSlice]]
     """Copies from each part that need torch, and deltas."""
     twice: list[list[str]]
@@ -87,6 +110,8 @@ class _KnownFit(NamedTuple):
     memory: ModuleFingerprint
     changed: list[int]
     """Targets of the copies, by their numbers in the memory."""
+    on_devices: list[_KnownDeviceTargets]
+    """Plain copies from each part into tensors of GPUs."""
 
     def fit(self, module: torch.nn.Module, version: PulledVersion) -> Fit | None:
         """Return the copies of another version; None if its layout, or the module, differs."""
@@ -103,7 +128,15 @@ class _KnownFit(NamedTuple):
         if tensors is None:
             return None
         changed = list(map(tensors.__getitem__, self.changed))
-        return Fit([], _locate(self.copies, version), changed, [], [])
+        on_devices = [
+            (
+                known.plan,
+                list(map(tensors.__getitem__, known.targets)),
+                buffer.addresses(known.offsets, known.sizes),
+            )
+            for known, (_, buffer) in zip(self.on_devices, version.parts, strict=True)
+        ]
+        return Fit([], _locate(self.copies, version), changed, [], [], on_devices)
 
 
 _last_fits: WeakKeyDictionary[torch.nn.Module, _KnownFit] = WeakKeyDictionary()
@@ -135,7 +168,7 @@ def check_fit(module: torch.nn.Module, version: PulledVersion, *, cast: bool = F
         targets = find_targets(module)
         plan = _plan_fit(targets, version, cast=cast)
         fit = _fit(plan, version)
-        _save_plan(module, targets, version, plan)
+        _save_plan(module, targets, version, plan, fit)
     return fit
 
 
@@ -144,12 +177,13 @@ def _save_plan(
     targets: dict[str, torch.Tensor],
     version: PulledVersion,
     plan: _FitPlan,
+    fit: Fit,
 ) -> None:
     """Remember the plan of a module, or forget the last one if this one cannot be used again."""
     _last_fits.pop(module, None)
     tensors = distinct(targets.values())
     full = all(manifest.base is None for manifest, _ in version.parts)
-    if full and plan.is_plain and all(map(is_plain, tensors)):
+    if full and plan.is_plain and all(map(is_row_major, tensors)):
         numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
         _last_fits[module] = _KnownFit(
             entries=[manifest.tensors for manifest, _ in version.parts],
@@ -158,6 +192,15 @@ def _save_plan(
             copies=plan.copies,
             memory=ModuleFingerprint(module, tensors),
             changed=[numbers[id(tensor)] for tensor in plan.changed],
+            on_devices=[
+                _KnownDeviceTargets(
+                    copies,
+                    [numbers[id(tensor)] for tensor in part.targets],
+                    part.offsets,
+                    part.sizes,
+                )
+                for part, (copies, _, _) in zip(plan.on_devices, fit.on_devices, strict=True)
+            ],
         )
 
 
@@ -168,17 +211,22 @@ def _is_subset(version: PulledVersion) -> bool:
 def _plan_fit(targets: dict[str, torch.Tensor], version: PulledVersion, *, cast: bool) -> _FitPlan:
     manifests = [manifest for manifest, _ in version.parts]
     plan = plan_copies(targets, manifests, version.selection, cast=cast)
-    made = _FitPlan([], [], [], plan.twice)
+    made = _FitPlan([], [], [], [], plan.twice)
     for part, (_, buffer) in zip(plan.parts, version.parts, strict=True):
         copies, others = ByteCopies([], [], []), list[PlannedSlice]()
+        on_devices = DeviceTargets([], [], [])
         for entry, target in zip(part.entries, part.targets, strict=True):
-            if _is_by_address(entry, target, buffer):
+            if not _is_bytes(entry, target, buffer):
+                others.append(PlannedSlice(entry, target))
+            elif target.is_cpu:
                 copies.add(target.data_ptr(), entry.offset, target.nbytes)
                 made.changed.append(target)
-            else:
-                others.append(PlannedSlice(entry, target))
+            elif target.nbytes:
+                on_devices.targets.append(target)
+                on_devices.offsets.append(entry.offset)
+                on_devices.sizes.append(target.nbytes)
         for planned in part.slices:
-            by_address = _is_by_address(planned.entry, planned.target, buffer)
+            by_address = planned.target.is_cpu and _is_bytes(planned.entry, planned.target, buffer)
             run = planned.run() if by_address else None
             if run is None:
                 others.append(planned)
@@ -187,12 +235,17 @@ def _plan_fit(targets: dict[str, torch.Tensor], version: PulledVersion, *, cast:
                 copies.add(planned.target.data_ptr() + at, source, nbytes)
                 made.changed.append(planned.target)
         made.copies.append(copies)
+        made.on_devices.append(on_devices)
         made.others.append(others)
     return made
 
 
 def _fit(plan: _FitPlan, version: PulledVersion) -> Fit:
-    fit = Fit([], _locate(plan.copies, version), plan.changed, [], [])
+    on_devices = [
+        (DeviceCopies(part.targets), part.targets, buffer.addresses(part.offsets, part.sizes))
+        for part, (_, buffer) in zip(plan.on_devices, version.parts, strict=True)
+    ]
+    fit = Fit([], _locate(plan.copies, version), plan.changed, [], [], on_devices)
     for others, (_, buffer), base in zip(plan.others, version.parts, version.bases, strict=True):
         for planned in others:
             _fit_view(fit, planned, Piece(planned.entry, buffer, base))
@@ -214,13 +267,14 @@ def _locate(parts: list[ByteCopies], version: PulledVersion) -> ByteCopies:
     return all_copies
 
 
-def _is_by_address(entry: TensorEntry, target: torch.Tensor, buffer: PartBytes) -> bool:
-    """Return True if the elements are copied as bytes, between addresses of the host."""
+def _is_bytes(entry: TensorEntry, target: torch.Tensor, buffer: PartBytes) -> bool:
+    """Return True if the elements are copied as bytes, from an address of the host."""
     return (
         entry.encoding == "dense"
         and buffer.on_host
         and target.dtype == DTYPES[entry.dtype]
-        and is_plain(target)
+        and (target.is_cpu or target.is_cuda)
+        and is_row_major(target)
         and not target.is_inference()
     )
 
@@ -285,6 +339,8 @@ def install(fit: Fit) -> None:
     if fit.changed:
         torch.autograd.graph.increment_version(fit.changed)
     with torch.no_grad():
+        for copies, targets, sources in fit.on_devices:
+            copies.run(targets, sources)
         copy_pairs(fit.pairs)
         for target, delta in fit.deltas:
             overlay(target, delta)

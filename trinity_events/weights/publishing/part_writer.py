@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 import torch
@@ -28,7 +28,9 @@ from trinity_schemas import (
 
 from ...errors import TrinityError
 from ..compatibility import plain_name
+from ..copy_streams import get_copy_stream
 from ..deltas.tracker import LastPublished
+from ..devices.device_to_host import DeviceRuns
 from ..errors import FreedTensor, TransportRefused, UnpublishableDtype, UnpublishableName
 from ..slices import ShardOffset
 from ..tensors import (
@@ -44,7 +46,7 @@ from ..tensors import (
     dtype_name,
     is_castable,
     is_freed,
-    is_plain,
+    is_row_major,
     sent_dtype,
 )
 from ..transports.base import ChunkStore, PartRef, SegmentedSink, TensorSink, ZeroCopySink
@@ -123,7 +125,7 @@ def tensor_entry(
 
 
 class PartLayout:
-    """Entries of tensors that are published in full from host memory, and what follows from them.
+    """Entries of tensors that are published in full from one device, and what follows from them.
 
     Args:
         names: Names of the tensors.
@@ -148,10 +150,23 @@ class PartLayout:
         self.has_gaps = sum(self.sizes) < end
         self._names, self._places = list(names), places
         self._form = FormCheck(tensors)
+        self._device = tensors[0].device if tensors else torch.device("cpu")
+        self.runs = None if self._device.type == "cpu" else DeviceRuns(tensors)
+        """Runs of tensors that are copied at once; None in host memory."""
 
     def fits(self, names: Sequence[str], tensors: Sequence[torch.Tensor], places: Places) -> bool:
-        """Return True if these tensors have this layout, and lie row-major in host memory."""
+        """Return True if these tensors have this layout, and lie row-major on its device."""
         return names == self._names and places == self._places and self._form.fits(tensors)
+
+    def read(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, list[int]]]:
+        """Yield numbers of first tensors, and host addresses of consecutive ones from there.
+
+        Addresses are valid until the next ones are asked for.
+        """
+        if self.runs is None:
+            yield 0, list(map(torch.Tensor.data_ptr, tensors))
+        else:
+            yield from self.runs.read(tensors, get_copy_stream(self._device))
 
 
 class LastLayout:
@@ -163,13 +178,13 @@ class LastLayout:
     def get(
         self, names: Sequence[str], tensors: Sequence[torch.Tensor], places: Places
     ) -> PartLayout | None:
-        """Return the layout of these tensors; None unless all lie row-major in host memory.
+        """Return the layout of these tensors; None unless all lie row-major on one device.
 
         Raises as :class:`PartLayout`.
         """
         if self._layout is None or not self._layout.fits(names, tensors, places):
             self._layout = None
-            if all(map(is_plain, tensors)):
+            if len({tensor.device for tensor in tensors}) < 2 and all(map(is_row_major, tensors)):
                 self._layout = PartLayout(names, tensors, places)
         return self._layout
 
@@ -292,38 +307,44 @@ class PartWriter:
             for name, tensor, place in zip(names, tensors, places, strict=True):
                 self.add(name, tensor, place)
             return
-        sources = list(map(torch.Tensor.data_ptr, tensors))
-        if not all(sources):
+        if not all(map(torch.Tensor.data_ptr, tensors)):
             for name, tensor in zip(names, tensors, strict=True):
                 _check_memory(name, tensor)
         self._layout = layout
         self._tensors += layout.entries
-        self._append_all(layout, sources)
+        if self._on_device is not None:
+            self._on_device.write_all(tensors, layout.offsets, layout.runs)
+            self._offset = layout.ends[-1] if layout.ends else 0
+            return
+        for first, sources in layout.read(tensors):
+            self._append_all(layout, first, sources)
 
     def _fits_buffers(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Return True if the part is empty, and sent from buffers that take any tensor as it is."""
-        apart = self._last or self._on_device or self._pieces or self._tensor_digests or self._dtype
+        apart = self._last or self._pieces or self._tensor_digests or self._dtype
         if apart or self._tensors:
             return False
+        if self._on_device is not None:
+            return True
         return self._direct is None or all(tensor.nbytes < _LARGE for tensor in tensors)
 
-    def _append_all(self, layout: PartLayout, sources: Sequence[int]) -> None:
-        """Append the bytes of all tensors from their addresses, buffer by buffer."""
-        at = 0
-        while at < len(sources):
+    def _append_all(self, layout: PartLayout, first: int, sources: Sequence[int]) -> None:
+        """Append the bytes of consecutive tensors from their addresses, buffer by buffer."""
+        at, behind = first, first + len(sources)
+        while at < behind:
             if self._room is None:
                 self._reserve()
             begin = self._offset - self._filled
-            end = bisect_right(layout.ends, begin + self._size, at)
+            end = bisect_right(layout.ends, begin + self._size, at, behind)
             if end == at:  # it ends behind the buffer
-                self._append(layout.offsets[at], sources[at], layout.sizes[at])
+                self._append(layout.offsets[at], sources[at - first], layout.sizes[at])
                 at += 1
                 continue
             filled = layout.ends[end - 1] - begin
             if layout.has_gaps:
                 clear_bytes(self._address + self._filled, filled - self._filled)
             targets = map((self._address - begin).__add__, layout.offsets[at:end])
-            copy_all(targets, sources[at:end], layout.sizes[at:end])
+            copy_all(targets, sources[at - first : end - first], layout.sizes[at:end])
             self._offset, self._filled, at = begin + filled, filled, end
             if self._filled == self._size:
                 self._commit()

@@ -13,6 +13,8 @@ from ...errors import VersionNotStored
 if TYPE_CHECKING:
     import torch
 
+    from ..devices.device_to_host import DeviceRuns
+
 
 class PartRef(NamedTuple):
     """One rank's part of one version."""
@@ -86,6 +88,18 @@ class TensorSink(Protocol):
         """Store a tensor, row-major, at an offset of the part; offsets never decrease.
 
         After the return, operations queued on the tensor's device may overwrite the tensor.
+        """
+        ...
+
+    def write_all(
+        self, tensors: Sequence[torch.Tensor], offsets: Sequence[int], runs: DeviceRuns | None
+    ) -> None:
+        """Store tensors as :meth:`write` does, with an operation for each run of them.
+
+        Args:
+            tensors: Row-major tensors of one device.
+            offsets: Offset of each in the part, as aligned as in a bucket.
+            runs: Runs of these tensors; None stores them one by one.
         """
         ...
 

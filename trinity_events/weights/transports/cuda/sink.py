@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from trinity_schemas import Chunk
 
+from ...devices.device_to_host import DeviceRuns
 from ...devices.digests import digest_all
 from ...tensors import flat_bytes
 from ..base import PartRef
@@ -70,6 +72,33 @@ class CudaSink:
             lane.wait(lane.mark())
         else:  # later operations may overwrite the tensor
             lane.hold_back(lane.mark())
+
+    def write_all(
+        self, tensors: Sequence[torch.Tensor], offsets: Sequence[int], runs: DeviceRuns | None
+    ) -> None:
+        """Begin to copy tensors; small ones are gathered, and copied a bucket at a time."""
+        if runs is None:
+            for tensor, offset in zip(tensors, offsets, strict=True):
+                self.write(tensor, offset)
+            return
+        marks: deque[Any] = deque()
+        for run in runs.runs:
+            if run.bucket is None:
+                self.write(tensors[run.first], offsets[run.first])
+                continue
+            self._memory.near(tensors[run.first])
+            lane = self._memory.lane
+            if len(marks) == 2:
+                lane.wait(marks.popleft())  # it copies from the memory that is gathered into next
+            runs.gather(run.bucket, tensors)
+            at = self._place(offsets[run.first], run.bucket.end)
+            lane.begin()
+            end = at + run.bucket.end
+            lane.copy(self._blocks[-1].tensor[at:end], run.bucket.memory)
+            self._filled = end
+            marks.append(lane.mark())
+        if marks:
+            self._memory.lane.hold_back(self._memory.lane.mark())
 
     def chunks(self, nbytes: int) -> list[Chunk]:
         """Wait for all copies, and digest the part."""
