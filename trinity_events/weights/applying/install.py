@@ -130,11 +130,11 @@ class _KnownFit(NamedTuple):
         changed = list(map(tensors.__getitem__, self.changed))
         on_devices = [
             (
-                known.plan,
-                list(map(tensors.__getitem__, known.targets)),
-                buffer.addresses(known.offsets, known.sizes),
+                part.plan,
+                list(map(tensors.__getitem__, part.targets)),
+                buffer.addresses(part.offsets, part.sizes),
             )
-            for known, (_, buffer) in zip(self.on_devices, version.parts, strict=True)
+            for part, (_, buffer) in zip(self.on_devices, version.parts, strict=True)
         ]
         return Fit([], _locate(self.copies, version), changed, [], [], on_devices)
 
