@@ -155,7 +155,7 @@ $(VENV)-verl-%/installed: pyproject.toml constraints.txt
 # The tests that need vLLM itself, which computes on the CPU, in a .venv of its own. Its warnings are
 # none of ours.
 vllm: $(VENV)-vllm/installed
-	$(<D)/bin/pytest -o filterwarnings=default $(ARGS) tests/vllm
+	$(<D)/bin/pytest -o filterwarnings=default -m "not nightly" $(ARGS) tests/vllm
 
 # The three packages are of builds that do not fit this torch, and vLLM imports them where they are.
 $(VENV)-vllm/installed: pyproject.toml constraints.txt

@@ -1729,6 +1729,16 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
             "8 bytes from 4 on, which are a tensor, do not lie together",
         ),
     ],
+    "EngineNotConforming": [
+        (
+            {"sequence": ("pause", "start_update"), "fault": "some tokens have no version"},
+            "after pause, start_update: some tokens have no version",
+        ),
+        (
+            {"sequence": (), "fault": "some tokens have no version"},
+            "after no operation: some tokens have no version",
+        ),
+    ],
     "EngineEnded": [
         (
             {"engine": "vLLM", "process": "EngineCore"},
