@@ -15,6 +15,7 @@ from .types import Reduce
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     """Return the sum of values where the mask is true; others may be NaN, and get gradient 0."""
+    # Not values * mask: NaN times 0 is NaN, in gradients too (decision 23).
     return values.masked_fill(~mask, 0.0).sum()
 
 
@@ -89,6 +90,7 @@ class Means:
     def _made(
         cls, names: Mapping[str, Tensor], sums: list[Tensor], count: Tensor, like: Tensor
     ) -> Means:
+        # float64, so that the means do not depend on how a batch was divided (decision 23).
         counted = torch.zeros(2, len(sums), dtype=torch.float64, device=like.device)
         if sums:
             counted[0] = torch.stack(sums)

@@ -126,6 +126,7 @@ class Batch:
     def select(self, rows: Sequence[int] | Tensor) -> Batch:
         """Return the rows of these indices, in their order; a mask [B] bool selects where true."""
         index = torch.as_tensor(rows, device=self.input_ids.device)
+        # An empty list becomes a float tensor, by which nothing can be indexed.
         if index.dtype != torch.bool:
             index = index.long()
         return self._mapped(lambda tensor: tensor[index])
@@ -215,6 +216,7 @@ class Batch:
 
         def other(name: str, tensor: Tensor) -> Tensor:
             amount = added.get(layouts()[name].shape, (0, 0))
+            # A negative amount crops: the same call widens and narrows.
             return functional.pad(tensor, amount) if any(amount) else tensor
 
         return Batch(**{name: other(name, tensor) for name, tensor in self.known().items()})
@@ -248,6 +250,7 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
     if not batches:
         raise ValueError("no batches to concatenate")
     field_names = [batch.known().keys() for batch in batches]
+    # A missing field is no field of zeros: 0 is the log-probability of a certain token.
     differing = {name for names in field_names for name in names ^ field_names[0]}
     if differing:
         raise ValueError(f"only some of the batches have {', '.join(sorted(differing))}")
@@ -260,6 +263,7 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
 def at_last_token(values: Tensor, mask: Tensor) -> Tensor:
     """Return values [B] at each row's last token that is trained on: [B, R], 0 elsewhere."""
     columns = torch.arange(mask.shape[1], device=mask.device)
+    # Column 0 for a row without tokens, where the mask of the next line leaves nothing.
     last = (columns * mask).amax(dim=-1, keepdim=True) if mask.shape[1] else mask.long()
     return values[:, None] * (mask & (columns == last))
 

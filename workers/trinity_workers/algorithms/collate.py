@@ -55,6 +55,7 @@ def collate(
             outside of the vocabulary, or with a reward that is not finite.
         ValueError: There are no experiences, or a group has those of two prompts.
     """
+    # Checked again after the dispatcher: an own loop may bring samples that never passed it.
     limits = AnswerLimits(vocabulary_size=vocabulary_size)
     episodes = [experience for group in groups for experience in _checked(group, limits)]
     if not episodes:
@@ -64,10 +65,11 @@ def collate(
     response_width = max(sum(turns) for _, *turns in lengths)
     shape = len(episodes), prompt_width + response_width
     input_ids = np.full(shape, pad_token_id, np.int64)  # (rows, prompt + response)
-    attention_mask = np.zeros(shape, np.int64)
-    response_mask = np.zeros((len(episodes), response_width), np.bool_)
+    attention_mask = np.zeros(shape, np.int64)  # (rows, prompt + response)
+    response_mask = np.zeros((len(episodes), response_width), np.bool_)  # (rows, response)
     logprobs = np.zeros((len(episodes), response_width), np.float32)
     for row, episode in enumerate(episodes):
+        # Prompts are padded on the left, so that all responses begin in one column.
         start = prompt_width - lengths[row][0]
         # From lengths: a policy may sample the padding token itself.
         attention_mask[row, start : start + sum(lengths[row])] = 1
@@ -82,6 +84,7 @@ def collate(
     return Batch(
         input_ids=torch.from_numpy(input_ids),
         attention_mask=attention,
+        # Padding before a row's first token would have position -1, which no embedding has.
         position_ids=(attention.cumsum(dim=-1) - 1).clamp_(min=0),
         response_mask=torch.from_numpy(response_mask),
         groups=torch.tensor([episode.ordinal for episode in episodes]),
@@ -94,6 +97,8 @@ def collate(
 def padding_row(pad_token_id: int) -> Batch:
     """Return a batch of one padding row, for a rank that got no episodes."""
     return Batch(
+        # Two columns: a response token needs one before it, whose output predicts it. The first is
+        # attended to for the reason that Batch.padding_rows() gives.
         input_ids=torch.full((1, 2), pad_token_id),
         attention_mask=torch.tensor([[1, 0]]),
         position_ids=torch.zeros(1, 2, dtype=torch.int64),

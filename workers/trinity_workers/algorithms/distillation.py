@@ -51,10 +51,11 @@ def token_divergence(
             return _kl(p, q)
         if direction == "reverse":
             return _kl(q, p)
+        # In logarithms, since both probabilities may be too small for float32.
         m = torch.logaddexp(p + math.log(mixture), q + math.log1p(-mixture))
         return mixture * _kl(p, m) + (1.0 - mixture) * _kl(q, m)
 
-    rows = student.flatten(0, -2), teacher.flatten(0, -2)
+    rows = student.flatten(0, -2), teacher.flatten(0, -2)  # (tokens, V) each
     return in_chunks(part, *rows, chunk=chunk).view(student.shape[:-1])
 
 

@@ -21,9 +21,10 @@ def importance_weights(log_ratio: Tensor, mask: Tensor, config: ImportanceSampli
         mask: [B, R] bool.
         config: The settings: `weights` and `cap`.
     """
+    # A weight is a constant of the loss: its own gradient would be that of another objective.
     exponent = log_ratio.detach()
     if config.weights == "sequence":
-        exponent = sequence_sum(exponent, mask)[:, None].expand_as(exponent)
+        exponent = sequence_sum(exponent, mask)[:, None].expand_as(exponent)  # (rows, response)
     weights = bounded_exp(exponent)
     return weights if config.cap is None else weights.clamp(max=config.cap)
 
@@ -49,7 +50,7 @@ def importance_mask(log_ratio: Tensor, mask: Tensor, config: ImportanceSamplingC
     if config.mask != "icepop":
         of_rows = sequence_mean if config.mask == "geometric" else sequence_sum
         exponent = of_rows(exponent, mask)[:, None].expand_as(exponent)
-    ratio = bounded_exp(exponent)
+    ratio = bounded_exp(exponent)  # (rows, response)
     return mask & (ratio >= config.mask_low) & (ratio <= config.mask_high)
 
 
@@ -61,6 +62,7 @@ def mismatch(log_ratio: Tensor, mask: Tensor) -> Means:
     ratio = bounded_exp(log_ratio.detach())
     metrics = {
         "rollout_corr/kl": -log_ratio,
+        # Samples are of the engine's policy mu, so these estimate KL(mu || pi); see .kl for k3.
         "rollout_corr/k3_kl": ratio - 1.0 - log_ratio,
         "rollout_corr/chi2_token": ratio.square() - 1.0,
     }

@@ -30,5 +30,6 @@ def kl_estimate(
         return logprobs - reference
     if estimator == "k2":
         return (logprobs - reference).square() / 2
+    # One token far from the reference would overflow float32, beyond 88 nats, and end the step.
     away = (reference - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return away.exp() - 1.0 - away

@@ -49,6 +49,7 @@ class VocabularyPart(NamedTuple):
             return tokens, torch.ones_like(tokens, dtype=torch.bool)
         columns = tokens - self.first
         is_local = (columns >= 0) & (columns < width)
+        # Column 0 stands in for a token of another rank; callers drop what they read there.
         return columns.masked_fill(~is_local, 0), is_local
 
 
@@ -125,6 +126,7 @@ def in_chunks(function: Callable[..., Tensor], *rows: Tensor, chunk: int) -> Ten
     """Apply a function to rows, chunk by chunk; its results [..., n] are joined at the end."""
 
     def kept_small(*parts: Tensor) -> Tensor:
+        # The functions draw no random numbers, so no generator's state has to be kept.
         result = checkpoint(function, *parts, use_reentrant=False, preserve_rng_state=False)
         assert isinstance(result, Tensor)
         return result
@@ -149,20 +151,24 @@ class _Softmax(NamedTuple):
         """Return a copy of logits [n, V] in float32, over the temperature; -inf on padding."""
         scaled = exact(logits) / self.temperature
         if self.part.columns is not None:
+            # Megatron pads the vocabulary to a multiple; its extra columns must get no probability.
             scaled[:, self.part.columns :] = -torch.inf
         return scaled
 
     def summary(self, logits: Tensor, tokens: Tensor) -> Tensor:
         """Return log-probabilities, entropies and logarithms of the normalisers: [3, n]."""
         shifted = self.scaled(logits)
+        # (n,). The largest of all ranks, so that their sums of exponentials have one scale.
         peak = self.part.largest(shifted.amax(dim=-1))
         shifted -= peak[:, None]
         column, is_local = self.part.find_columns(tokens, shifted.shape[-1])
+        # Exactly one rank holds the token's column. The others add 0 to the sum over ranks.
         chosen = shifted.gather(-1, column[:, None]).squeeze(-1).masked_fill(~is_local, 0.0)
         weights = shifted.exp()
         sums = [weights.sum(dim=-1), chosen]
         if self.entropy:
             sums.append((weights * shifted.clamp_(min=LEAST)).sum(dim=-1))
+        # One exchange of two or three numbers a token, in the place of V logits.
         normaliser, chosen, *mean = self.part.total(torch.stack(sums))
         log_normaliser = normaliser.log()
         entropy = log_normaliser - mean[0] / normaliser if mean else log_normaliser
@@ -187,6 +193,7 @@ class _Softmax(NamedTuple):
             factors = factors - given[1][:, None] * (logs.clamp_(min=LEAST) + entropy[:, None])
         gradient = weights.mul_(factors)
         column, is_local = self.part.find_columns(tokens, gradient.shape[-1])
+        # One column a row: an indexed += adds only once where indices repeat, and none does.
         gradient[torch.arange(len(gradient), device=gradient.device), column] += given[0] * is_local
         return gradient.div_(self.temperature)
 
@@ -206,18 +213,19 @@ class _OfLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, tokens: Tensor, softmax: _Softmax) -> Tensor:
-        summary = logits.new_empty(3, len(tokens), dtype=_exact_dtype(logits))
+        summary = logits.new_empty(3, len(tokens), dtype=_exact_dtype(logits))  # (3, N)
         for chunk in softmax.chunks(len(tokens)):
             summary[:, chunk] = softmax.summary(logits[chunk], tokens[chunk])
         ctx.softmax = softmax
         ctx.save_for_backward(logits, tokens, summary)
+        # Autograd holds `summary`: an in-place change of a view of it would make backward fail.
         return summary[:2].clone()
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor) -> tuple[Tensor, None, None]:
         softmax: _Softmax = ctx.softmax
         logits, tokens, summary = ctx.saved_tensors
-        gradient = torch.empty_like(logits)
+        gradient = torch.empty_like(logits)  # (N, V), in the dtype of the logits
         for chunk in softmax.chunks(len(tokens)):
             gradient[chunk] = softmax.gradient(
                 logits[chunk], tokens[chunk], summary[:, chunk], given[0][:, chunk]
@@ -263,6 +271,7 @@ class _OfHead(torch.autograd.Function):
                 of_bias += of_logits.sum(dim=0)
             of_logits = of_logits.to(hidden.dtype)
             of_hidden[chunk] = of_logits @ weight
+            # addmm_ takes tensors of one dtype alone, and saves the memory of the product.
             if dtype == hidden.dtype:
                 of_weight.addmm_(of_logits.t(), hidden[chunk])
             else:

@@ -54,6 +54,8 @@ def partition(sizes: Sequence[RowSize], bound: int, count: int) -> list[list[int
     if (needed := least_parts(sizes, bound)) > count:
         raise ValueError(f"rows that need {needed} parts of {bound} tokens do not fit into {count}")
     fits, short = bound, 0
+    # Bisection finds the smallest bound: a larger one never needs more parts, as the greedy
+    # division of an order into consecutive parts is the shortest.
     while fits - short > 1:
         middle = (fits + short) // 2
         if sum(1 for _ in _filled(sizes, order, middle)) <= count:
@@ -61,6 +63,7 @@ def partition(sizes: Sequence[RowSize], bound: int, count: int) -> list[list[int
         else:
             short = middle
     parts = list(_filled(sizes, order, fits))
+    # Every rank must run the same number of passes, so spare ones make the largest smaller.
     while len(parts) < min(count, len(sizes)):
         _halve_the_largest(parts, sizes)
     return parts + [[] for _ in range(count - len(parts))]
@@ -87,6 +90,8 @@ def balance(sizes: Sequence[int], count: int) -> list[list[int]]:
         items = order[start : start + count]
         parts = [(sizes[item], [item]) for item in items]
         parts += [(0, [])] * (count - len(items))
+        # The spread is negative, as a heap pops its smallest item. Ties go by `start`, which is
+        # unique: the same sizes then give the same parts on all ranks.
         tuples.append((parts[-1][0] - parts[0][0], start, parts))
     heapify(tuples)
     while len(tuples) > 1:
@@ -94,6 +99,7 @@ def balance(sizes: Sequence[int], count: int) -> list[list[int]]:
         _, _, others = heappop(tuples)
         joined = [
             (size + added, items + more)
+            # The largest sum gets the smallest one: the differencing of Karmarkar and Karp.
             for (size, items), (added, more) in zip(parts, reversed(others), strict=True)
         ]
         joined.sort(key=lambda part: (-part[0], part[1]))
@@ -128,6 +134,7 @@ def _filled(sizes: Sequence[RowSize], order: Sequence[int], bound: int) -> Itera
     width = RowSize(0, 0)
     for row in order:
         wider = padded_size([width, sizes[row]])
+        # Padding counts: a pass is a rectangle, as wide as its longest prompt and response.
         if part and (len(part) + 1) * wider.tokens > bound:
             yield part
             part, wider = [], sizes[row]

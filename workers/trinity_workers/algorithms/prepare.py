@@ -62,12 +62,14 @@ def prepare(batch: Batch, config: AlgorithmConfig, reduce: Reduce = this_rank_al
 
     rewarded = replace(batch, token_rewards=rewards)
     estimate = find_advantage(config.advantage)(rewarded, config, reduce)
+    # Of the rewards themselves: penalties of length or KL differ where answers are equally right.
     equal = group_statistics(batch.rewards, batch.groups, config).equal
     training_mask = _training_mask(batch, config, equal)
     return Prepared(
         replace(
             rewarded,
             response_mask=training_mask,
+            # Masked after the estimate: a row that is left out still counts in its group's mean.
             advantages=estimate.advantages.masked_fill(~training_mask, 0.0),
             returns=None
             if estimate.returns is None

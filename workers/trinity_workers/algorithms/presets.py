@@ -15,6 +15,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {"normalisation": "sequence-mean"},
     "dr_grpo": {"scale": "none", "normalisation": "constant"},
     "dapo": {
+        # Section 4.1 of the paper has this bound, and a buffer of 4,096 of 20,480 tokens.
         "clip_high": 0.28,
         "filters": {"zero_variance": "resample"},
         "overlong": {"buffer": 0.2},
@@ -28,16 +29,18 @@ PRESETS: dict[str, dict[str, Any]] = {
     "reinforce++-baseline": {"advantage": "reinforce++-baseline", "kl": {"estimator": "k2"}},
     "ppo": {
         "advantage": "gae",
-        "gae_lambda": 0.95,
+        "gae_lambda": 0.95,  # the paper's table 3
         "critic": {"use": True},
         "kl": {"estimator": "k1", "where": "reward"},
     },
     "gspo": {
         "loss": "gspo",
         "normalisation": "sequence-mean",
+        # A response's ratio is a geometric mean, far nearer to 1 than that of a token.
         "clip_low": 3e-4,
         "clip_high": 4e-4,
     },
+    # A clip of 1 below is none, since a ratio is above 0: CISPO bounds weights from above alone.
     "cispo": {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},
     "distillation": {"advantage": "teacher"},
     "supervised": {"advantage": "none", "loss": "supervised"},

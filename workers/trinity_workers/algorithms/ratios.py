@@ -20,4 +20,4 @@ def sequence_sum(values: Tensor, mask: Tensor) -> Tensor:
 
 def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Return each row's mean of values [B, R] where the mask is true: [B], 0 without any."""
-    return sequence_sum(values, mask) / mask.sum(dim=-1).clamp(min=1)
+    return sequence_sum(values, mask) / mask.sum(dim=-1).clamp(min=1)  # (rows,)

@@ -19,6 +19,7 @@ LOSS_GROUP = "trinity_events.policy_losses"
 """Group of entry points under which packages offer losses of the policy."""
 
 
+# Each micro-batch looks its loss up, and entry points are read from disk.
 @cache
 def find_advantage(name: str) -> Advantage:
     """Return the advantage of that name. Raises TaskError if there is none."""

@@ -48,6 +48,7 @@ def group_statistics(values: Tensor, groups: Tensor, config: AlgorithmConfig) ->
     count = count.index_add(0, place, torch.ones_like(place))
     empty = torch.zeros(number, dtype=torch.float64, device=place.device)
     mean = (empty.index_add(0, place, exact) / count)[place]
+    # From differences: the mean of squares less the squared mean cancels for equal rewards.
     squares = empty.index_add(0, place, (exact - mean).square())
     divisor = count - 1 if config.deviation == "sample" else count
     deviation = (squares / divisor.clamp(min=1)).sqrt()[place]
@@ -71,6 +72,7 @@ def moments(values: Tensor, mask: Tensor, config: AlgorithmConfig, reduce: Reduc
     exact = values.double()
     total = reduce(torch.stack([masked_sum(exact, mask), mask.sum().double()]))
     mean = total[0] / total[1].clamp(min=1.0)
+    # A second exchange, since squares less the squared mean would cancel for nearly equal values.
     squares = reduce(masked_sum((exact - mean).square(), mask))
     divisor = total[1] - 1.0 if config.deviation == "sample" else total[1]
     return Moments(mean, (squares / divisor.clamp(min=1.0) + _EPSILON).sqrt())
@@ -105,6 +107,7 @@ def explained_variance(means: Mapping[str, float]) -> dict[str, float]:
     metrics = dict(means)
     if _SQUARED_RETURNS not in metrics:
         return metrics
+    # Sums of squares add up over parts and ranks, as all means here do, and need no second pass.
     variance = metrics.pop(_SQUARED_RETURNS) - metrics[_RETURNS] ** 2
     unexplained = metrics.pop(_SQUARED_ERRORS) - metrics.pop(_ERRORS) ** 2
     metrics["critic/vf_explained_var"] = 1.0 - unexplained / variance if variance > 1e-12 else 0.0

@@ -44,6 +44,7 @@ class Update(NamedTuple):
             ranks: Number of ranks over which the engine averages gradients, as FSDP and DDP do;
                 1 where gradients are summed.
         """
+        # A step whose rows were all filtered out has denominator 0: its gradient is 0, not NaN.
         return self.loss_sum * (ranks / denominator.clamp(min=1.0)).to(self.loss_sum.dtype)
 
 
@@ -76,6 +77,7 @@ def policy_update(
     """
     sampling = config.importance_sampling
     mask = batch.response_mask
+    # Before all else: NaN times 0 is NaN, in gradients too (decision 23).
     current = logprobs.masked_fill(~mask, 0.0)
     old = _old_logprobs(batch, current, config)
     tokens = PolicyTokens(
@@ -86,7 +88,7 @@ def policy_update(
         divergence=None if divergence is None else divergence.masked_fill(~mask, 0.0),
     )
     losses, metrics = find_policy_loss(config.loss)(tokens, config)
-    log_ratio = (current - old).detach()
+    log_ratio = (current - old).detach()  # (rows, response), for metrics
     shown = {
         "ratio": bounded_exp(log_ratio),
         "ppo_kl": -log_ratio,
@@ -96,6 +98,8 @@ def policy_update(
 
     measured = Means.from_tokens({}, mask)
     if sampling.ratio_to == "proximal" or sampling.weights != "none" or sampling.mask != "none":
+        # Decoupled PPO splits pi/mu at the proximal policy: the loss has pi/proximal, this
+        # has proximal/mu.
         trainers = old if sampling.ratio_to == "proximal" else current.detach()
         sampled = batch.need("behaviour_logprobs", "importance sampling")
         to_behaviour = (trainers - sampled).masked_fill(~mask, 0.0)
@@ -106,6 +110,7 @@ def policy_update(
             shown["rollout_corr/rollout_is_mean"] = weights
         if sampling.mask != "none":
             sampling_mask = importance_mask(to_behaviour, mask, sampling)
+            # The denominator keeps these tokens, as IcePop is published (decision 23).
             losses = losses.masked_fill(~sampling_mask, 0.0)
             shown["rollout_corr/rollout_rs_masked_fraction"] = (mask & ~sampling_mask).float()
     shown["pg_loss"] = losses
@@ -114,6 +119,7 @@ def policy_update(
         reference = batch.need("reference_logprobs", "the KL penalty").masked_fill(~mask, 0.0)
         penalty = kl_estimate(current, reference, config.kl.estimator)
         if config.kl.weighted:
+            # With gradient: it is this factor that makes the gradient of k1 and k3 that of the KL.
             penalty = penalty * bounded_exp(current - old)
         losses = losses + config.kl.coefficient * penalty
         shown["kl_loss"] = penalty
@@ -167,5 +173,6 @@ def _old_logprobs(batch: Batch, current: Tensor, config: AlgorithmConfig) -> Ten
     """Return the log-probabilities of the ratio's denominator; a loss without one needs none."""
     name = f"{config.importance_sampling.ratio_to}_logprobs"
     if config.loss in {"supervised", "divergence"} and getattr(batch, name) is None:
+        # The ratio of metrics is 1 then; no pass is spent on what no loss reads.
         return current.detach()
     return batch.need(name, f"loss {config.loss}").masked_fill(~batch.response_mask, 0.0)

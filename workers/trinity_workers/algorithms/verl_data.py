@@ -42,6 +42,7 @@ def to_data_proto(batch: Batch) -> DataProto:
         "attention_mask": batch.attention_mask,
         "position_ids": batch.position_ids,
         "response_mask": batch.response_mask.long(),
+        # veRL's trainers sum scores over the response, so that the sum is the row's reward.
         "token_level_scores": at_last_token(batch.rewards, batch.response_mask),
         "finished": batch.finished,
     }

@@ -27,6 +27,7 @@ def grpo(batch: Batch, config: AlgorithmConfig, reduce: Reduce) -> Advantages:
         # Without an epsilon, differences of 1e-7 would become advantages of 1.
         divisor = groups.deviation.masked_fill(groups.equal, 1.0) + config.deviation_epsilon
         centred = centred / divisor
+    # Padding rows are left out: their scores of 0 would pull on the mean and the deviation.
     elif config.divisor == "batch":
         centred = centred / moments(scores, batch.groups != NO_GROUP, config, reduce).deviation
     return _spread(centred.masked_fill(groups.equal, 0.0), batch)
@@ -47,6 +48,7 @@ def rloo(batch: Batch, config: AlgorithmConfig, reduce: Reduce) -> Advantages:
     alone = (groups.size == 1) & (batch.groups != NO_GROUP)
     if bool(alone.any()):
         raise LoneSample(int(batch.groups[alone][0]))
+    # A padding row may be alone in its group, and infinity times its 0 would be NaN.
     others = groups.size / (groups.size - 1).clamp(min=1)
     centred = (scores - groups.mean).masked_fill(groups.equal, 0.0)
     return _spread(centred * others, batch)
@@ -70,10 +72,11 @@ def reinforce_plus_plus_baseline(
 
 
 def _compared(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, GroupStatistics]:
+    # float64: a division by a small deviation magnifies what float32 rounds off.
     rewards = batch.need("token_rewards", f"advantage {config.advantage}").double()
-    scores = rewards.masked_fill(~batch.response_mask, 0.0).sum(dim=-1)
+    scores = rewards.masked_fill(~batch.response_mask, 0.0).sum(dim=-1)  # (rows,)
     return scores, group_statistics(scores, batch.groups, config)
 
 
 def _spread(rows: Tensor, batch: Batch) -> Advantages:
-    return Advantages((rows[:, None] * batch.response_mask).float())
+    return Advantages((rows[:, None] * batch.response_mask).float())  # (rows, response)

@@ -19,11 +19,12 @@ def reinforce_plus_plus(batch: Batch, config: AlgorithmConfig, reduce: Reduce) -
 
     Returns [B, R] float32.
     """
-    mask = batch.response_mask
+    mask = batch.response_mask  # (rows, response)
     rewards = batch.need("token_rewards", "advantage reinforce++").double()
     following = torch.zeros_like(rewards[:, 0])
     columns = []
     for t in range(mask.shape[1] - 1, -1, -1):
+        # A token of the environment is no action: it hands on the return without another discount.
         following = torch.where(mask[:, t], rewards[:, t] + config.gamma * following, following)
         columns.append(following)
     returns = torch.stack(columns[::-1], dim=1).masked_fill(~mask, 0.0)
@@ -49,11 +50,13 @@ def gae(batch: Batch, config: AlgorithmConfig, reduce: Reduce) -> Advantages:
     next_value = next_advantage = torch.zeros_like(values[:, 0])
     columns = []
     for t in range(mask.shape[1] - 1, -1, -1):
+        # Both are 0 at the last token: a truncated answer is valued as a finished one.
         error = rewards[:, t] + config.gamma * next_value - values[:, t]
         next_advantage = torch.where(mask[:, t], error + decay * next_advantage, next_advantage)
         next_value = torch.where(mask[:, t], values[:, t], next_value)
         columns.append(next_advantage)
     advantages = torch.stack(columns[::-1], dim=1)
+    # Before the normalisation: the critic must learn values of the scale of rewards.
     returns = (advantages + values).masked_fill(~mask, 0.0).float()
     if config.divisor == "none":
         return Advantages(advantages.masked_fill(~mask, 0.0).float(), returns)

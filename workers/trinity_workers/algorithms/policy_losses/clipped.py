@@ -39,6 +39,7 @@ def gspo(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLosses:
     """
     log_ratio = tokens.logprobs - tokens.old_logprobs
     whole = sequence_mean(log_ratio, tokens.mask)[:, None].detach()
+    # The value is the response's ratio; the gradient is that of each token's log-probability.
     ratio = bounded_exp(tokens.logprobs - tokens.logprobs.detach() + whole)
     return _clipped(ratio, tokens.advantages, config)
 
@@ -62,10 +63,12 @@ def cispo(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLosses:
 def _clipped(ratio: Tensor, advantages: Tensor, config: AlgorithmConfig) -> TokenLosses:
     free = -ratio * advantages
     bounded = -ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * advantages
+    # The larger loss is the smaller objective: the clip never makes an update look better.
     losses = torch.maximum(free, bounded)
     metrics = {"pg_clipfrac": (bounded > free).float()}
     if config.dual_clip is not None:
         most = -config.dual_clip * advantages
+        # Where A < 0 and the ratio is large, the plain clip leaves the loss without an upper bound.
         beyond = (advantages < 0) & (losses > most)
         losses = torch.where(beyond, most, losses)
         metrics["pg_clipfrac_lower"] = beyond.float()
