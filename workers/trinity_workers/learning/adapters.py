@@ -60,6 +60,7 @@ def check_adapters(lora: LoraConfig, folder: Path | None) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     make: Any = AutoModelForCausalLM  # its methods have no annotations
+    # The names and classes of layers are enough, and cost no memory for weights.
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         model = make.from_config(config, trust_remote_code=False)
@@ -115,6 +116,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int, *, base: P
         parameter.requires_grad_(trained)
         if trained:
             parameter.data = parameter.data.to(dtype)  # PEFT makes them float32 in any case
+    # PEFT's new layers begin in training mode, whose dropout an evaluated model must not have.
     model.train(model.training)
 
 
@@ -124,6 +126,7 @@ def _targets(model: PreTrainedModel, lora: LoraConfig, base: Path) -> list[str]:
     head = untyped.get_output_embeddings()
     layers, missing = list[str](), {*lora.target_modules}
     for name, layer in model.named_modules():
+        # Exactly this class: merged() is right for plain weights alone.
         is_linear = type(layer) is nn.Linear and layer is not head
         targets = {target for target in lora.target_modules if f".{name}".endswith(f".{target}")}
         if targets and not is_linear:
@@ -194,8 +197,10 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 def adapter_config(model: Any) -> dict[str, Any]:
     """Return the content of PEFT's ``adapter_config.json`` for the model's adapters."""
     settings = copy.copy(model.peft_config[_ADAPTER])
+    # As PEFT's save_pretrained() does: a loaded adapter is frozen until a trainer says otherwise.
     settings.inference_mode = True
     content: dict[str, Any] = settings.to_dict()
+    # JSON has no sets; sorted, the same adapters make the same file.
     return {
         name: sorted(value) if isinstance(value, set) else value for name, value in content.items()
     }
@@ -210,5 +215,5 @@ def merged(weight: Tensor, first: Tensor, second: Tensor, scale: float) -> Tenso
         second: The other one, ``lora_B``.
         scale: Factor of their product.
     """
-    product = second.float() @ first.float() * scale
+    product = second.float() @ first.float() * scale  # (outputs, inputs)
     return (weight.float() + product).to(weight.dtype)

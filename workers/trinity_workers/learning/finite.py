@@ -88,6 +88,7 @@ def check_finite(
             extremes = _extremes(local)
             if extremes is not None:
                 pending.append((name, local, extremes))
+        # The extremes stay on the GPU until here: reading them on the CPU waits for the GPU.
         if len(pending) >= _CHECKED_AT_ONCE:
             _raise_first(pending, place)
             pending.clear()
@@ -101,6 +102,7 @@ def finite_tensors(
     for name, tensor in tensors:
         check_finite([(name, tensor)], place, exempt=exempt)
         yield name, tensor
+        # The consumer has let go of it: while the next one is made, this must not hold it.
         del tensor
 
 
@@ -137,6 +139,7 @@ def _extremes(tensor: Tensor) -> Tensor | None:
     This reads the tensor once. ``isfinite(tensor).all()`` makes several copies, and is 80 times
     slower on a CPU.
     """
+    # aminmax() raises for a tensor without values.
     if not tensor.numel() or tensor.is_meta:
         return None
     if tensor.is_complex():

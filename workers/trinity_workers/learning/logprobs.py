@@ -53,6 +53,7 @@ def statistics_of_logits(
 
 def response_logits(model: nn.Module, batch: Batch) -> Tensor:
     """Return the logits [B, R, V] that predict response tokens, with gradient."""
+    # (B, R, V). The last column predicts a token after the response.
     return _output_of_responses(model, batch)[:, :-1]
 
 
@@ -110,6 +111,7 @@ def _statistics_of_head(
     # Inside the forward pass of the model, where FSDP has gathered the head's weight.
     with forward_replaced(head, statistics):
         output = _output_of_responses(model, batch)
+    # A model that changes its head's output, as Gemma 2 caps logits, would train on other numbers.
     if not made or output is not made[0]:
         raise FusedLossRefused("logits")
     logprobs, *entropies = output.unbind(dim=-1)

@@ -44,6 +44,7 @@ def check_isolation(module: nn.Module, device: torch.device) -> None:
     """
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]], device=device)
     logits = []
+    # Dropout would differ between the two passes, as if the samples were not kept apart.
     was_training = module.training
     module.eval()
     for token in (1, 2):
@@ -68,6 +69,7 @@ class _Packing:
         """Return the inputs without padding, as one row."""
         del module
         self._mask = None
+        # transformers caches by default, and a cache has an entry for each row before packing.
         if inputs.get("use_cache", True):
             return args, inputs
         self._mask = mask = inputs["attention_mask"].bool()
@@ -75,7 +77,7 @@ class _Packing:
         if positions is None:
             positions = mask.long().cumsum(dim=-1) - 1
         packed = {
-            "input_ids": inputs["input_ids"][mask][None],
+            "input_ids": inputs["input_ids"][mask][None],  # (1, tokens of all rows)
             "position_ids": positions[mask][None],
             "attention_mask": None,
         }
@@ -86,7 +88,7 @@ class _Packing:
         del module, args
         if self._mask is not None:
             packed = output.last_hidden_state[0]
-            hidden = packed.new_zeros(*self._mask.shape, packed.shape[-1])
+            hidden = packed.new_zeros(*self._mask.shape, packed.shape[-1])  # (rows, columns, H)
             hidden[self._mask] = packed
             output.last_hidden_state = hidden
         return output

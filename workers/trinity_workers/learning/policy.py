@@ -170,6 +170,7 @@ def check_policy_files(folder: Path) -> None:
             Tokenizer.from_file(str(folder / "tokenizer.json"))
             names = ("tokenizer_config.json", "special_tokens_map.json")
             files = [folder / name for name in names if (folder / name).is_file()]
+            # Without an end of sequence no answer ends before its limit of tokens.
             if not any(json.loads(file.read_bytes()).get("eos_token") for file in files):
                 raise TokenizerRefused(folder, "end")
         elif not any((folder / name).is_file() for name in _VOCABULARIES):
@@ -187,6 +188,7 @@ def context_length(folder: Path) -> int | None:
 
     with raising_bad_policy(f"config.json in {folder} cannot be read"):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    # Models of text and images have the positions in a configuration below their own.
     length: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return length
 
@@ -263,6 +265,8 @@ def _encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, ended: bool) 
     """Return the tokens of a text, between those that its tokenizer adds and the text lacks."""
     tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
     whole: list[int] = tokenizer.encode(text)
+    # Special tokens before and after a text are known only by comparing both encodings: a
+    # post-processor may add them, whatever bos_token says.
     places = range(len(whole) - len(tokens) + 1)
     begin = next((at for at in places if whole[at : at + len(tokens)] == tokens), None)
     if begin is None:  # such as a tokenizer that splits a text in another way at its begin
@@ -288,6 +292,7 @@ def _require_readable(folder: Path) -> None:
     # transformers calls weights of another user, which are written for that user alone, missing.
     try:
         with suppress(FileNotFoundError, NotADirectoryError):
+            # Opened, not only looked up: an access list or a mount may forbid what the mode allows.
             for file in folder.iterdir():
                 if file.is_file():
                     file.open("rb").close()

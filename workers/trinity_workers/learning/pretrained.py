@@ -258,6 +258,7 @@ def load_pretrained(
             ignore_mismatched_sizes=True,  # refused below, by name
         )
     _check_report(folder, model, report, without_head=without_head)
+    # A warning, not an error: a policy's folder may hold a further head that nothing reads.
     unused = sorted(report["unexpected_keys"])
     if unused:
         names = ", ".join(unused[:_LISTED]) + ", ..." * (len(unused) > _LISTED)
@@ -316,6 +317,7 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         files = {
+            # The bare name: an index must not lead out of its folder.
             folder / Path(file).name
             for file in json.loads(index.read_bytes())["weight_map"].values()
         }
@@ -366,6 +368,7 @@ def raising_bad_policy(what: str) -> Iterator[None]:
         yield
     except BadPolicy:
         raise
+    # transformers, safetensors and jinja2 raise classes without a common base.
     except Exception as error:
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise PolicyUnreadable(what, text) from error

@@ -143,6 +143,7 @@ class RewardTokens:
             encoded = encode_prompt(
                 self._policy, question.prompt, template_kwargs=self._template_kwargs
             )
+            # The question's own messages only if they are the prompt that the policy answered.
             if encoded == prompt:
                 return question.messages()
         return [{"role": "user", "content": self._decode(prompt)}]
@@ -154,6 +155,7 @@ class RewardTokens:
 
 def right_padded(rows: Sequence[Sequence[int]], padding: int) -> Batch:
     """Return rows of tokens as a batch whose last column stands for the response."""
+    # A batch has at least one column of response, and one before it.
     width = max(2, *(len(row) for row in rows))
     tokens = torch.full((len(rows), width), padding)
     mask = torch.zeros_like(tokens)
@@ -163,7 +165,7 @@ def right_padded(rows: Sequence[Sequence[int]], padding: int) -> Batch:
     return Batch(
         input_ids=tokens,
         attention_mask=mask,
-        position_ids=torch.arange(width).expand_as(tokens) * mask,
+        position_ids=torch.arange(width).expand_as(tokens) * mask,  # (rows, width), 0 on padding
         response_mask=mask[:, -1:].bool(),
         groups=torch.arange(len(rows)),
         rewards=torch.zeros(len(rows)),

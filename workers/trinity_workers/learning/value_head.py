@@ -43,6 +43,7 @@ def critic_config(config: Any) -> Any:
     """Return the configuration of a critic with the layers of a model of this configuration."""
     made = copy.deepcopy(config)
     made.num_labels = 1
+    # The source may be a model without it, and a critic's own head has a bias.
     made.token_classification_bias = True
     made.architectures = [
         name.replace("CausalLM", "TokenClassification").replace(

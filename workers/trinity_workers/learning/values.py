@@ -60,6 +60,7 @@ def load_critic(folder: Path, dtype: str = "float32") -> tuple[ValueModel, PreTr
     policy: Any = model
     output = policy.get_output_embeddings().weight
     head = nn.Linear(output.shape[1], 1, dtype=output.dtype)
+    # Random values would be noise in the advantages until the critic has learnt.
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
     config = critic_config(policy.config)
@@ -68,6 +69,7 @@ def load_critic(folder: Path, dtype: str = "float32") -> tuple[ValueModel, PreTr
 
 def response_values(model: nn.Module, batch: Batch) -> Tensor:
     """Return the value before each response token: [B, R] float32 with gradient, 0 on padding."""
+    # (B, R). The value before a token is the output of the column before it.
     before = _outputs(model, batch)[:, batch.prompt_width - 1 : -1]
     return before.masked_fill(~batch.response_mask, 0.0)
 
@@ -81,6 +83,7 @@ def last_values(model: nn.Module, batch: Batch) -> Tensor:
 def last_columns(batch: Batch) -> Tensor:
     """Return the column of the last token of each row: [B] int64."""
     columns = batch.attention_mask.shape[1]
+    # argmax() returns the first of equal values, which reversed is the last attended column.
     return columns - 1 - batch.attention_mask.flip(1).argmax(dim=1)
 
 
