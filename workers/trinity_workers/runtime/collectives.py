@@ -72,6 +72,7 @@ def all_reduced(
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> torch.Tensor:
     """Return the sum, or another reduction, of a tensor over all ranks of the group. Collective."""
+    # all_reduce() works in place, and callers go on using their own part.
     total = tensor.clone()
     dist.all_reduce(total, op=op, group=group)
     return total
@@ -115,6 +116,7 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
         CollectiveBroken: if the ranks cannot exchange errors.
     """
     failed = _first_failed(error, group) if dist.is_available() and dist.is_initialized() else None
+    # Its own error first: it has the traceback of the cause.
     if error is not None:
         raise error
     if failed is not None:
@@ -123,15 +125,18 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
 
 def _first_failed(error: Exception | None, group: dist.ProcessGroup | None) -> PeerFailed | None:
     text = b"" if error is None else f"{type(error).__name__}: {error}".encode(errors="replace")
+    # One length for all: all_gather() takes tensors of one size; sizes need an exchange more.
     payload = bytes([error is not None]) + text[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
     mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(_message_device(group))
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     try:
         dist.all_gather(everyone, mine, group=group)
+    # torch's DistBackendError and DistNetworkError, and Gloo's plain errors, all derive from it.
     except RuntimeError as caught:
         raise CollectiveBroken("agree", str(caught)) from caught
     for rank, theirs in enumerate(everyone):
         if theirs[0]:
+            # The cut at _MESSAGE_BYTES may go through a character.
             message = bytes(theirs[1:].tolist()).rstrip(b"\0").decode(errors="replace")
             return PeerFailed(rank, message)
     return None
@@ -140,6 +145,7 @@ def _first_failed(error: Exception | None, group: dist.ProcessGroup | None) -> P
 def gather_bytes(mine: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
     """Return the bytes of every rank of the group, in rank order. Collective; without pickle."""
     device = _message_device(group)
+    # Sizes first: all_gather() takes tensors of one size, and dist.all_gather_object() pickles.
     size = torch.tensor([len(mine)], device=device)
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, size, group=group)

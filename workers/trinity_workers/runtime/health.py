@@ -39,10 +39,12 @@ async def beating(
     async def touch_often() -> None:
         has_warned = False
         while True:
+            # Before the touch: a process that does not respond must let the file grow old.
             await answers()
             try:
                 _touch(path)
                 has_warned = False
+            # A full disk must not end a run that trains. It is warned of once, not at each beat.
             except OSError as error:
                 if not has_warned:
                     logger.warning("health checks will fail: %s", error)

@@ -51,6 +51,7 @@ class ExitWatch:
         except OSError:
             return
         ended = self._ends[process.pid] = threading.Event()
+        # Daemons: a process must not outlive its work because those that it watches live.
         threading.Thread(
             target=self._wait, args=(process.pid, descriptor, ended), daemon=True
         ).start()
@@ -68,6 +69,8 @@ class ExitWatch:
         poll.register(descriptor, select.POLLIN)
         try:
             poll.poll()
+            # The parent reaps within milliseconds. Until then /proc has the status; after that only
+            # the pidfd has, on a kernel that is new enough.
             status = _status_of_zombie(pid)
             if status is None:
                 status = _status_of_reaped(descriptor)
@@ -100,6 +103,7 @@ def _status_of_zombie(pid: int) -> int | None:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
+    # The name of a command may hold spaces and brackets, so fields are counted after its end.
     fields = stat.rpartition(")")[2].split()
     return int(fields[_STATUS_AFTER_NAME]) if fields[0] == "Z" else None
 
